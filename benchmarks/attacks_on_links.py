@@ -20,6 +20,7 @@ from hetero_pp.rpc.callers import shown
 from hetero_pp.rpc.channels import PROTOCOL_VERSION
 from hetero_pp.rpc.credentials import Credentials, LinkCredentials
 from hetero_pp.rpc.dialling import SERVICE as LINK_SERVICE
+from hetero_pp.rpc.link_end import LinkSide
 from hetero_pp.rpc.relay import CARRIED_BYTES, CREDIT, LINK, MOST_CARRIED, TAKEN_BYTES
 from hetero_pp.rpc.relay import SERVICE as RELAY
 from hetero_pp.rpc.relayed import RelayedDialler, RelayedListener
@@ -153,7 +154,7 @@ ENTICED = 1.0
 def entice(target: Target, stretch: Stretch, in_tls: bool) -> None:
     """Listen in place of the stage after: with another member's certificate, or without TLS."""
     own = LinkCredentials(identity=target.guest.identity)
-    server = StageLinkServer(target.link, own, target.link.target, seed=1, expected=None)
+    server = StageLinkServer(LinkSide(target.link, own, target.link.target, seed=1), expected=None)
     with socket.create_server(("127.0.0.1", 0)) as junk:
         junk.settimeout(ENTICED)
         port = server.listen("127.0.0.1:0") if in_tls else junk.getsockname()[1]

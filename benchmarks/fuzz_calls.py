@@ -48,6 +48,7 @@ from hetero_pp.rpc.channels import PROTOCOL_VERSION
 from hetero_pp.rpc.credentials import Credentials
 from hetero_pp.rpc.dialling import SERVICE as LINKS
 from hetero_pp.rpc.framing import header_and_payload_frames
+from hetero_pp.rpc.link_end import LinkSide
 from hetero_pp.rpc.relay import CARRIED_BYTES
 from hetero_pp.rpc.relay import LINK as CARRIES
 from hetero_pp.rpc.relay import SERVICE as RELAY
@@ -329,7 +330,7 @@ class Fuzzer:
 
 def far_end_main(parent: Connection, link: LinkSpec, own: Credentials) -> None:
     """Listen as a stage for whatever the neighbour sends."""
-    server = StageLinkServer(link, own.of_link(link.name), link.target, seed=1, expected=None)
+    server = StageLinkServer(LinkSide(link, own.of_link(link.name), link.target, seed=1), expected=None)
     parent.send(f"127.0.0.1:{server.listen('127.0.0.1:0')}")
     threading.Event().wait()
 

@@ -33,6 +33,7 @@ from hetero_pp.messages.refusals import Kind
 from hetero_pp.rpc.callers import Callers
 from hetero_pp.rpc.channels import make_server
 from hetero_pp.rpc.credentials import Secret
+from hetero_pp.rpc.link_end import LinkSide
 from hetero_pp.rpc.memory import keep_freed_memory
 from hetero_pp.rpc.relay import MOST_CARRIED, Relay
 from hetero_pp.rpc.relay import SERVICE as RELAY
@@ -237,7 +238,7 @@ def open_link(at: int | str, shape: LinkShape, encrypted: bool = False) -> Itera
     spec = spec_of(shape)
     own = SECRET.credentials("home.0", [spec], encrypted).of_link(spec.name)
     address = f"{HOST}:{at}" if isinstance(at, int) else at
-    end = StageLinkDialer(spec, own, "home.0", seed=0).dial(address, 0, SECONDS)
+    end = StageLinkDialer(LinkSide(spec, own, "home.0", seed=0)).dial(address, 0, SECONDS)
     yield end
     end.close()
 
@@ -250,7 +251,7 @@ def serve_link(control: Connection, shape: LinkShape, encrypted: bool = False, r
     keep_freed_memory()
     spec = spec_of(shape)
     own = SECRET.credentials("home.1", [spec], encrypted).of_link(spec.name)
-    links = StageLinkServer(spec, own, "home.1", seed=0, expected=None)
+    links = StageLinkServer(LinkSide(spec, own, "home.1", seed=0), expected=None)
     if relay is None:
         control.send(links.listen(f"{HOST}:0"))
     else:

@@ -35,7 +35,7 @@ from hetero_pp.run.config import RunConfig
 from hetero_pp.run.snapshot import first_snapshot
 from hetero_pp.run.spec import RunSpec
 from replica_groups.audit.recompute.compare import difference
-from replica_groups.audit.recompute.group import ReplicaHere, RoundStart
+from replica_groups.audit.recompute.replica import ReplicaHere, RoundStart
 from replica_groups.loop.commitments import state_of
 from replica_groups.member.committed_state import load_state
 from replica_groups.outer.apply_round import apply_round

@@ -91,6 +91,7 @@ class FarEnd:
 
     def __init__(self) -> None:
         self.is_over = threading.Event()
+        self.presence = self.deposits = self.decisions = self
 
     def call(self, request: Message, _: object) -> Message:
         return JoinReply(term=1) if isinstance(request, JoinRequest) else BeatReply()

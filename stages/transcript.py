@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,8 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hetero_pp.core.seeds import seed_of
-from hetero_pp.link.ends import NOT_KNOWN, Holders, Signer
-from hetero_pp.link.protocol import Message
+from hetero_pp.link.protocol import NOT_KNOWN, Holders, Message, Signer
 from hetero_pp.messages.messages_pb2 import EVALUATION, FLUSH, LinkHeader, StageMessages, Statement
 from hetero_pp.pipeline.coefficients import CoefficientFormat, Symbols
 
@@ -83,20 +82,21 @@ class Sketches:
         return self._signs[tokens, numbers]
 
 
-class Entry(Protocol):
-    """A message of a transcript, which may not exist yet."""
+class Entry:
+    """A message of a transcript, which may not exist yet. This one keeps nothing."""
 
     def note(self, message: Message, symbols: Symbols = ()) -> Message:
         """Begin to digest the message, and return it. `symbols` is what a sketch is made of."""
+        return message
 
     def wait(self) -> None:
         """Wait until the message is digested. Its tensors may be changed then."""
 
 
-class KeepsMessages(Protocol):
-    """The part of a transcript that a stage's worker needs."""
+class NoTranscript:
+    """The part of a transcript that a stage's worker needs, for a stage that is not audited: keeps nothing."""
 
-    ends_both_ways: bool
+    ends_both_ways = False
     """Whether a flush is sent backward, too, at the end of an inner loop."""
 
     def enter(self, generation: int, signer: Signer | None, holders: Holders = NOT_KNOWN) -> None:
@@ -107,43 +107,21 @@ class KeepsMessages(Protocol):
 
     def expect(self, way: Way, header: LinkHeader) -> Entry:
         """Return the entry of the next message in the order of the schedule, for `Entry.note`."""
+        return _NOTHING
 
     def received(self, way: Way, message: Message, symbols: Symbols = ()) -> Entry:
         """Begin to digest the next message in the order of the schedule, which has arrived; return its entry.
 
         Raises MalformedMessage for a flush without the sender's signature under all that was received from it.
         """
+        return _NOTHING
 
     def to_bytes(self) -> bytes:
         """Return what the stage commits to (StageMessages), once all messages are digested; empty without any."""
-
-
-class _NotKept:
-    """Keeps nothing. Implements KeepsMessages and Entry."""
-
-    ends_both_ways = False
-
-    def enter(self, generation: int, signer: Signer | None, holders: Holders = NOT_KNOWN) -> None: ...
-
-    def begin(self) -> None: ...
-
-    def expect(self, way: Way, header: LinkHeader) -> Entry:
-        return self
-
-    def received(self, way: Way, message: Message, symbols: Symbols = ()) -> Entry:
-        return self
-
-    def to_bytes(self) -> bytes:
         return b""
 
-    def note(self, message: Message, symbols: Symbols = ()) -> Message:
-        return message
 
-    def wait(self) -> None: ...
-
-
-NOT_KEPT = _NotKept()
-"""Transcript of a stage that is not audited."""
+_NOTHING = Entry()
 
 
 @dataclass(frozen=True)
@@ -172,8 +150,8 @@ class Place:
         return "\n".join(["messages", self.run, *ends, str(round_), str(generation), digest.hexdigest()]).encode()
 
 
-class Transcript:
-    """Messages of the newest inner loop of one stage; evaluations are left out. Implements KeepsMessages.
+class Transcript(NoTranscript):
+    """Messages of the newest inner loop of one stage; evaluations are left out.
 
     A thread computes the digests, because the stage computes meanwhile.
     """
@@ -202,7 +180,7 @@ class Transcript:
 
     def expect(self, way: Way, header: LinkHeader) -> Entry:
         if header.purpose == EVALUATION:
-            return NOT_KEPT
+            return _NOTHING
         if header.purpose != FLUSH and header.step != self._step:
             self._done.append(self._newest())
             self._entries, self._step = [], header.step
@@ -269,8 +247,8 @@ def _digested(message: Message, symbols: Symbols, sketches: Sketches | None) -> 
 
 
 @dataclass
-class _Kept:
-    """Implements Entry."""
+class _Kept(Entry):
+    """A message of a Transcript."""
 
     transcript: Transcript
     way: Way

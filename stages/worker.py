@@ -31,7 +31,7 @@ from stages.activity import Activity, Timing
 from stages.norms import LARGEST_NORM, squared_norm_of
 from stages.sender import MakeMessage, Sender
 from stages.stage import Stage
-from stages.transcript import NOT_KEPT, Entry, KeepsMessages, Way
+from stages.transcript import Entry, NoTranscript, Way
 
 _ROUNDING = 1e-5
 """Largest relative error of the sum of squared norms."""
@@ -98,7 +98,7 @@ class StageWorker:
     ) -> None:
         self.stage = stage
         self.settings = settings
-        self.transcript: KeepsMessages = NOT_KEPT
+        self.transcript = NoTranscript()
         """Set to another one if the run is audited by recomputation."""
         self.timing = Timing()
         self.activity = Activity()

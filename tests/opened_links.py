@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from hetero_pp.config.links import LinkSpec
 from hetero_pp.rpc.credentials import LinkCredentials
-from hetero_pp.rpc.link_end import GrpcLinkEnd
+from hetero_pp.rpc.link_end import GrpcLinkEnd, LinkSide
 from hetero_pp.rpc.stage_link import StageLinkDialer
 
 
 def open_stage_link(
     address: str, spec: LinkSpec, credentials: LinkCredentials, member: str, seed: int, timeout: float, epoch: int = 0
 ) -> GrpcLinkEnd:
-    return StageLinkDialer(spec, credentials, member, seed).dial(address, epoch, timeout)
+    return StageLinkDialer(LinkSide(spec, credentials, member, seed)).dial(address, epoch, timeout)

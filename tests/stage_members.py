@@ -13,7 +13,7 @@ from torch import Tensor
 from hetero_pp.config.links import LinkSpec, stage_link_name
 from hetero_pp.core.errors import LinkClosed
 from hetero_pp.data.sources import open_source
-from hetero_pp.link.ends import LinkEnds
+from hetero_pp.link.protocol import LinkEnds
 from hetero_pp.messages.messages_pb2 import InnerStep, RoundRecord
 from hetero_pp.model.transformer import EMBEDDING
 from hetero_pp.pseudo_gradient.contribution import BlobAddress

@@ -8,7 +8,7 @@ from hetero_pp.config.links import Direction, LinkShape, LinkSpec
 from hetero_pp.core.errors import LinkClosed, PeerAtFault
 from hetero_pp.link.ledger import Ledger
 from hetero_pp.link.protocol import END_CLOSED, Message, sealed, wire_frames
-from hetero_pp.link.shaping import Clock, ShapedQueue, busy_seconds
+from hetero_pp.link.shaping import ShapedQueue, busy_seconds
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.link.turns import StreamQueue
 
@@ -16,18 +16,14 @@ Queue = ShapedQueue[Message] | StreamQueue[Message]
 
 
 def in_process_pair(
-    spec: LinkSpec,
-    seed: int,
-    clock: Clock | None = None,
-    lines: Lines | None = None,
-    ledgers: tuple[Ledger, Ledger] | None = None,
+    spec: LinkSpec, seed: int, lines: Lines | None = None, ledgers: tuple[Ledger, Ledger] | None = None
 ) -> tuple[InProcessLinkEnd, InProcessLinkEnd]:
     """Return both ends of a link: the first sends forward, the second backward.
 
     All links of a machine share `lines`. `ledgers` (forward, backward) continue earlier counts; by default, each end
     starts a new one.
     """
-    lines = lines or Lines(clock=clock)
+    lines = lines or Lines()
     sent_forward, sent_backward = ledgers or (Ledger(), Ledger())
     forward: Queue = lines.crossing(spec, "forward", seed)
     backward: Queue = lines.crossing(spec, "backward", seed)

@@ -48,7 +48,6 @@ class Outbox(Generic[T]):
         self.have_arrived(self.arrived + (int.from_bytes(low, "little") - self.arrived) % _MODULUS)
 
     def clear(self) -> None:
-        """Discard all items."""
         self._waiting.clear()
 
 

@@ -1,4 +1,4 @@
-"""One end of a link between two neighbouring stages: the interface of the in-process link and the gRPC link."""
+"""Messages between two neighbouring stages, and the interface of a link end: in process or over gRPC."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hetero_pp.core.errors import PeerAtFault
 from hetero_pp.link.ledger import Ledger, frame_sizes, wire_bytes
-from hetero_pp.messages.messages_pb2 import BF16, FP32, UINT8, DType, LinkHeader, TensorHeader
+from hetero_pp.messages.messages_pb2 import BF16, FP32, UINT8, DType, LinkHeader, Statement, TensorHeader
 
 WIRE_DTYPES: dict[DType, torch.dtype] = {FP32: torch.float32, BF16: torch.bfloat16, UINT8: torch.uint8}
 """Data types that can cross a link, by their numbers on the wire."""
@@ -89,6 +89,46 @@ class LinkEnd(Protocol):
         Receivers at both ends get LinkClosed. It has `cause` at this end, and at the peer where the transport can carry
         it. Safe to call twice: the first cause is kept.
         """
+
+
+Holders = tuple[int | None, int | None]
+"""Holder numbers of the previous and the next stage, as in AssignReply; None: unknown, or no stage."""
+
+NOT_KNOWN: Holders = (None, None)
+
+
+class Signer(Protocol):
+    """Signs what a member has sent, and checks what its neighbours have signed."""
+
+    def sign(self, data: bytes) -> Statement: ...
+
+    def check(self, statement: Statement, data: bytes, member: str, holder: int | None = None) -> None:
+        """Raise MalformedMessage unless `member` has signed these bytes, as this holder of its slot (None: any)."""
+
+
+@dataclass(frozen=True)
+class LinkEnds:
+    """Link ends of a stage. An end is None at the first or last stage of a group, and in a replica without stages."""
+
+    upstream: LinkEnd | None = None
+    downstream: LinkEnd | None = None
+    epoch: int = 0
+    """Generation of the group."""
+    signer: Signer | None = None
+    """Set if members have certificates."""
+    holders: Holders = NOT_KNOWN
+
+    @property
+    def both(self) -> list[LinkEnd]:
+        return [end for end in (self.upstream, self.downstream) if end is not None]
+
+    def close(self) -> None:
+        for end in self.both:
+            end.close()
+
+    def abort(self, cause: str) -> None:
+        for end in self.both:
+            end.abort(cause)
 
 
 def sealed(message: Message) -> Message:

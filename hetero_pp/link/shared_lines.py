@@ -5,45 +5,35 @@ from __future__ import annotations
 import struct
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock
 
 from hetero_pp.config.lines import LineSpec, Way
 from hetero_pp.config.links import EXCHANGE, Direction, LinkSpec
-from hetero_pp.link.shaping import Clock, MonotonicClock, ShapedQueue, TokenBucket, direction_queue
-from hetero_pp.link.turns import Arrivals, Bucket, Stream, StreamQueue, T, ThreadBucket
+from hetero_pp.link.shaping import Clock, MonotonicClock, ShapedQueue, direction_queue
+from hetero_pp.link.turns import Arrivals, Bucket, Stream, StreamQueue, T
 
 POLL_SECONDS = 0.0005
 """Seconds between attempts to lock a bucket that another process holds; it holds it for some microseconds."""
 
 
-class FileBucket:
+class FileBucket(Bucket):
     """Bucket for the processes of one machine. A file stores the time when it is free; all use the machine's clock."""
 
     def __init__(self, rate: float, path: Path) -> None:
-        self.rate = rate
-        self._bucket = TokenBucket(rate)
+        super().__init__(rate)
         self._path = path
-        self._threads = threading.Lock()
         self._processes = FileLock(f"{path}.lock", poll_interval=POLL_SECONDS)
 
-    def reserve(self, now: float, ready_at: float, n_bytes: int) -> float:
-        """Reserve in the shared file; as in Bucket."""
-        with self._threads, self._processes:
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        with self._lock, self._processes:
             self._read()
-            left = self._bucket.reserve(now, ready_at, n_bytes)
+            yield
             self._write()
-        return left
-
-    def overtake(self, now: float, n_bytes: int) -> float:
-        """Overtake in the shared file; as in Bucket."""
-        with self._threads, self._processes:
-            self._read()
-            left = self._bucket.overtake(now, n_bytes)
-            self._write()
-        return left
 
     def _read(self) -> None:
         started = time.time() - time.monotonic()  # an older file has times of another clock
@@ -91,7 +81,7 @@ class Lines:
         if not link.has_lines:
             return direction_queue(link, direction, seed, self.clock)
         up, bandwidth = self._bucket(link.lines(direction)[0], "up"), link.shape(direction).bandwidth
-        own = [] if bandwidth is None else [ThreadBucket(bandwidth)]
+        own = [] if bandwidth is None else [Bucket(bandwidth)]
         stream = Stream([*([] if up is None else [up]), *own], self.clock)
         return StreamQueue(stream, self.arriving(link, direction, seed).at if is_here else None, self.clock)
 
@@ -114,6 +104,6 @@ class Lines:
     def _make(self, line: LineSpec, way: Way, rate: float) -> Bucket:
         is_shared = len(line.members) > 1 or EXCHANGE in line.members  # every member uses this line
         if self._shared is None or not is_shared:
-            return ThreadBucket(rate)
+            return Bucket(rate)
         self._shared.mkdir(parents=True, exist_ok=True)
         return FileBucket(rate, self._shared / f"{line.name}-{way}")

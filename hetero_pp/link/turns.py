@@ -3,18 +3,32 @@
 A bucket serves in the order of reservations. No stream reserves more before its quantum has left. So active streams
 take turns and get equal shares, and they use the capacity of idle ones. This works between processes as well as between
 threads, because they share only the bucket.
+
+`Shaper` does the same for contributions and snapshots, which are no messages between stages.
 """
 
 from __future__ import annotations
 
+import random
 import threading
-from collections.abc import Callable, Sequence
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from hetero_pp.config.links import LinkShape
 from hetero_pp.core.errors import LinkClosed
 from hetero_pp.link.protocol import PEER_CLOSED
-from hetero_pp.link.shaping import Clock, DelayLine, MonotonicClock, ShapedQueue, TokenBucket, wait_until
+from hetero_pp.link.shaping import (
+    Clock,
+    DelayLine,
+    MonotonicClock,
+    ShapedQueue,
+    TokenBucket,
+    busy_seconds,
+    delay,
+    wait_until,
+)
 
 TURN_SECONDS = 0.010
 """Seconds for which a quantum occupies a bucket. Other streams wait for this time."""
@@ -25,37 +39,30 @@ CONTROL_BYTES = 512
 T = TypeVar("T")
 
 
-class Bucket(Protocol):
-    """Times at which bytes have left, as in TokenBucket. Safe for concurrent use by all streams that share it."""
-
-    @property
-    def rate(self) -> float:
-        """Bits per second."""
-
-    def reserve(self, now: float, ready_at: float, n_bytes: int) -> float:
-        """Return the time when the last bit of `n_bytes` has left, after all earlier reservations."""
-
-    def overtake(self, now: float, n_bytes: int) -> float:
-        """Return the same for bytes that are sent before all reservations."""
-
-
-class ThreadBucket:
-    """Bucket for the threads of one process."""
+class Bucket:
+    """Times at which bytes have left, as in TokenBucket, for the threads of one process that share it."""
 
     def __init__(self, rate: float) -> None:
+        """`rate`: bits per second."""
         self.rate = rate
         self._bucket = TokenBucket(rate)
         self._lock = threading.Lock()
 
     def reserve(self, now: float, ready_at: float, n_bytes: int) -> float:
-        """Reserve under the lock; as in Bucket."""
-        with self._lock:
+        """Return the time when the last bit of `n_bytes` has left, after all earlier reservations."""
+        with self._alone():
             return self._bucket.reserve(now, ready_at, n_bytes)
 
     def overtake(self, now: float, n_bytes: int) -> float:
-        """Overtake under the lock; as in Bucket."""
-        with self._lock:
+        """Return the same for bytes that are sent before all reservations."""
+        with self._alone():
             return self._bucket.overtake(now, n_bytes)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep all other users out of the bucket during the block."""
+        with self._lock:
+            yield
 
 
 class Stream:
@@ -155,23 +162,18 @@ class StreamQueue(Generic[T]):
         threading.Thread(target=self._run, name="stream", daemon=True).start()
 
     def put(self, item: T, frames: Sequence[int] = (0,)) -> None:
-        """Add an item; as in ShapedQueue."""
         self._waiting.put((item, frames, self._clock.now()))
 
     def get(self, timeout: float | None = None) -> T:
-        """Return the next item; as in ShapedQueue."""
         return self._left.get(timeout)
 
     def poll(self) -> T | None:
-        """Return the next item if it is due; as in ShapedQueue."""
         return self._left.poll()
 
     def close(self, reason: str = PEER_CLOSED) -> None:
-        """Refuse new items; as in ShapedQueue."""
         self._waiting.close(reason)
 
     def abort(self, cause: str) -> None:
-        """Discard all items; as in ShapedQueue."""
         self._waiting.abort(cause)
         self._left.abort(cause)
 
@@ -186,3 +188,38 @@ class StreamQueue(Generic[T]):
                 self._left.put_due([item], due)
         except LinkClosed as closed:
             self._left.close(str(closed))
+
+
+class Shaper:
+    """Shaper of one direction. Its messages share the link, and take turns with other traffic on the access lines."""
+
+    def __init__(
+        self, shape: LinkShape, seed: str = "", clock: Clock | None = None, lines: Sequence[Bucket] = ()
+    ) -> None:
+        self.shape = shape
+        self.clock = clock or MonotonicClock()
+        own = [] if shape.bandwidth is None else [Bucket(shape.bandwidth)]
+        self.buckets: Sequence[Bucket] = [*own, *lines]
+        self._random = random.Random(seed)
+        self._lock = threading.Lock()
+
+    def start_message(self) -> ShapedMessage:
+        """Wait for the latency, once per message regardless of its number of frames."""
+        with self._lock:
+            arrives = self.clock.now() + delay(self.shape, self._random)
+        wait_until(arrives, self.clock)
+        return ShapedMessage(self.shape, Stream(self.buckets, self.clock), self.clock.now())
+
+
+@dataclass(frozen=True)
+class ShapedMessage:
+    """Message sent through a Shaper. Its frames count as ready since its start, so that a late sender can catch up."""
+
+    shape: LinkShape
+    stream: Stream
+    started: float
+
+    def transmit(self, n_bytes: int) -> float:
+        """Wait until `n_bytes` have crossed the link, and return the seconds for which the link was occupied."""
+        self.stream.leave(n_bytes, self.started)
+        return busy_seconds(self.shape, n_bytes)

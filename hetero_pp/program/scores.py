@@ -16,7 +16,7 @@ from hetero_pp.program.report.output import standard_output, tell
 from hetero_pp.program.report.tables import PlainTable
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.store.opening import folder_of
-from replica_groups.exchange.kept_scores import KeptScores, newest_scores
+from replica_groups.exchange.audits import KeptScores, newest_scores
 from replica_groups.exchange.log import ContributionLog
 
 LOOKED_BACK = 256

@@ -33,9 +33,9 @@ from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.store.opening import folder_of
 from replica_groups.audit.validator import Validator, checks_of
+from replica_groups.exchange.joining import Text
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.restart import newest_sound
-from replica_groups.exchange.text import Text
 
 SECONDS_BETWEEN_LOOKS = 0.5
 SECONDS_BETWEEN_QUESTIONS = 10.0

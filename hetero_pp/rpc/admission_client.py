@@ -10,20 +10,25 @@ import grpc
 from google.protobuf.message import Message
 
 from hetero_pp.config.links import EXCHANGE
-from hetero_pp.core.errors import HeteroPPError, LinkTimeout, Refused, StoreError, TooMuch
+from hetero_pp.core.errors import HeteroPPError, LinkTimeout, Refused, RunFailed, RunOver, StoreError, TooMuch
 from hetero_pp.core.proxies import Route, route_to
 from hetero_pp.core.units import format_seconds
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.rpc.certificates import Identity
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel, readiness
 from hetero_pp.rpc.handshake import require_trust
-from hetero_pp.rpc.services import ADMISSION_SERVICE, ERROR_OF_CODE, calls_of
+from hetero_pp.rpc.services import ADMISSION_SERVICE, calls_of
 
 SECONDS = 30.0
 """Seconds within which an exchange that is there answers."""
 
-_ENDED = (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.ABORTED)
-"""Status codes with which the exchange says that the run is over, or has failed."""
+_ERRORS: dict[grpc.StatusCode, type[HeteroPPError]] = {
+    grpc.StatusCode.NOT_FOUND: RunOver,
+    grpc.StatusCode.ABORTED: RunFailed,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: TooMuch,
+    grpc.StatusCode.INTERNAL: StoreError,
+}
+"""Error for each status code of an exchange that answers; Refused for all others."""
 
 
 def enrol(
@@ -105,12 +110,6 @@ def _ask(
 def _translated(error: grpc.RpcError, address: str, seconds: float, route: Route) -> HeteroPPError:
     if error.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE):
         return LinkTimeout(f"the exchange at {address} did not answer within {format_seconds(seconds)}{route.note}")
-    if error.code() in _ENDED:
-        return ERROR_OF_CODE[error.code()](error.details())
-    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return TooMuch(str(error.details()))
-    if error.code() is grpc.StatusCode.INTERNAL:
-        return StoreError(str(error.details()))
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:
         return _NotServed(f"the exchange at {address} does not admit hosts by tickets")
-    return Refused(str(error.details()))
+    return _ERRORS.get(error.code(), Refused)(str(error.details()))

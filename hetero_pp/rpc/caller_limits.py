@@ -1,7 +1,7 @@
-"""Limits for each caller of a server: its rate of calls or messages, and its open calls. No other caller is affected.
+"""Limits for each caller of a server: its rate of calls, its open calls, and streams without progress.
 
 gRPC bounds no rate of calls: a stream that is opened and reset at once costs its sender two small frames, and the
-server a Python call. The connection of a caller that exceeds the rate of calls is closed.
+server a Python call. The connection of a caller that exceeds the rate of calls is closed. No other caller is affected.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from urllib.parse import unquote
 
+import grpc
 import psutil
 
 from hetero_pp.core.errors import TooMuch
@@ -31,6 +33,13 @@ CUT_SECONDS = 10.0
 
 _CALLERS_MAX = 1_000
 """Callers that are remembered before those whose budget is full again are forgotten."""
+
+
+STALL_SECONDS = 60.0
+"""Seconds without a frame after which a stream is cut. A frame of 1 MiB takes 0.4 s at 20 Mbit/s."""
+
+_LOOKS = 4
+"""Number of checks within that time."""
 
 
 class Pace:
@@ -140,3 +149,47 @@ def close_connection(peer: str) -> bool:
                 connection.shutdown(socket.SHUT_RDWR)
                 return True
     return False
+
+
+@dataclass(eq=False)
+class _Stream:
+    context: grpc.ServicerContext
+    moved: float
+
+
+class StreamWatch:
+    """Watches the open streams of one server with one thread, which ends when no stream is open."""
+
+    def __init__(self, seconds: float = STALL_SECONDS) -> None:
+        self._seconds = seconds
+        self._lock = threading.Lock()
+        self._streams: set[_Stream] = set()
+        self._is_watching = False
+
+    def watched(self, frames: Iterable[bytes], context: grpc.ServicerContext) -> Generator[bytes, None, None]:
+        """Yield the same frames, and cancel their call if none is taken, or none comes, for too long."""
+        stream = _Stream(context, time.monotonic())
+        with self._lock:
+            self._streams.add(stream)
+            if not self._is_watching:
+                self._is_watching = True
+                threading.Thread(target=self._watch, name="stalled streams", daemon=True).start()
+        try:
+            for frame in frames:
+                stream.moved = time.monotonic()
+                yield frame
+                stream.moved = time.monotonic()
+        finally:
+            with self._lock:
+                self._streams.discard(stream)
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(self._seconds / _LOOKS)
+            with self._lock:
+                if not self._streams:
+                    self._is_watching = False
+                    return
+                late = [one for one in self._streams if time.monotonic() - one.moved >= self._seconds]
+            for one in late:
+                one.context.cancel()

@@ -88,13 +88,7 @@ class Callers:
         number = int(term) if term.isdecimal() and term.isascii() and len(term) <= _MOST_DIGITS else None
         members, is_member = self._members.get(found.name, frozenset()), found.name in self._roster.members
         return RemoteCaller(
-            found.name,
-            number,
-            found.holder,
-            members=members,
-            is_member=is_member,
-            run=told.get(_RUN),
-            ticket=ticket,
+            found.name, number, found.holder, members=members, is_member=is_member, run=told.get(_RUN), ticket=ticket
         )
 
     def _require_invited(self, caller: RemoteCaller) -> None:

@@ -1,6 +1,7 @@
 """Certificates of one run, signed by an authority that follows from the run's secret.
 
-Each process keeps its key to itself. Keys are of the curve P-256, which every TLS library supports.
+Each process keeps its key to itself. Keys are of the curve P-256, which every TLS library supports. With its key a
+member also signs statements, so that others can prove what the member said.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from cryptography import x509
-from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
@@ -27,6 +28,7 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import NameOID
 
 from hetero_pp.core.errors import MalformedMessage
+from hetero_pp.messages.messages_pb2 import Statement
 
 AS_LONG_AS_THE_SECRET = 20 * 365 * 86400.0
 """Seconds for which a certificate is valid if its process was started with the run's secret."""
@@ -41,6 +43,10 @@ _SEED_BYTES = 48
 """More bytes than the order has, so that all keys are equally likely (FIPS 186-4, B.4.1)."""
 _AUTHORITY = "the run's authority"
 _FIRST, _LAST = datetime(2020, 1, 1, tzinfo=UTC), datetime(2120, 1, 1, tzinfo=UTC)
+
+
+_CERTIFICATE_BYTES_MAX = 4096
+"""Largest certificate of a statement that is read; a member's takes less than 1000 bytes."""
 
 
 @dataclass(frozen=True)
@@ -107,10 +113,7 @@ class Authority:
         `now`: the date on which it is signed; by default that of this machine.
         """
         subject = x509.Name(
-            [
-                x509.NameAttribute(NameOID.COMMON_NAME, name),
-                x509.NameAttribute(NameOID.SERIAL_NUMBER, str(holder)),
-            ]
+            [x509.NameAttribute(NameOID.COMMON_NAME, name), x509.NameAttribute(NameOID.SERIAL_NUMBER, str(holder))]
         )
         signed = datetime.now(UTC) if now is None else datetime.fromtimestamp(now, UTC)
         since = signed - timedelta(seconds=CLOCKS_DIFFER)
@@ -204,3 +207,40 @@ def _certificate(
 
 def _issuer() -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, _AUTHORITY)])
+
+
+class IdentitySigner:
+    """Signs in the name of one member. Implements Signer."""
+
+    def __init__(self, identity: Identity) -> None:
+        self._identity, self._key = identity, key_from_text(identity.key)
+
+    def sign(self, data: bytes) -> Statement:
+        signature = self._key.sign(data, ec.ECDSA(SHA256()))
+        return Statement(certificate=self._identity.latest.certificate.encode(), signature=signature)
+
+    def check(self, statement: Statement, data: bytes, member: str, holder: int | None = None) -> None:
+        found = check_statement(statement, data, member, self._identity.authority)
+        if holder not in (None, found):
+            raise MalformedMessage(f"found the signature of holder {found} of {member}, expected {holder}")
+
+
+def check_statement(statement: Statement, data: bytes, member: str, authority: str) -> int:
+    """Return the holder number of the certificate with which `member` signed these bytes.
+
+    `authority` (PEM) signed the certificate. Raises MalformedMessage if it did not, or the member has not signed.
+    """
+    pem = statement.certificate
+    try:
+        if len(pem) > _CERTIFICATE_BYTES_MAX:
+            raise ValueError(f"found a certificate of {len(pem)} bytes")
+        x509.load_pem_x509_certificate(pem).verify_directly_issued_by(
+            x509.load_pem_x509_certificate(authority.encode())
+        )
+        certified_key(pem).verify(statement.signature, data, ec.ECDSA(SHA256()))
+        shown = read_certificate(pem)
+    except (ValueError, TypeError, AssertionError, InvalidSignature, UnsupportedAlgorithm, x509.ExtensionNotFound):
+        raise MalformedMessage(f"found no signature of {member} under what it sent") from None
+    if shown.name != member:
+        raise MalformedMessage(f"found the signature of {shown.name} under what {member} sent")
+    return shown.holder

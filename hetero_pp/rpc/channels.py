@@ -17,7 +17,7 @@ PROTOCOL_VERSION = 13
 
 
 def version_complaint(found: int, expected: int) -> str:
-    """Return why a host whose protocol differs from the run's cannot join; empty if they are equal."""
+    """Return why a host with this protocol version cannot join the run; empty if the versions are equal."""
     if found == expected:
         return ""
     return f"found version {found} of the protocol, expected {expected}: install the hetero-pp version of the run"
@@ -36,7 +36,7 @@ _OPTIONS: Options = [
     ("grpc.http2.max_pings_without_data", 0),
     # Windows that follow the measured bandwidth-delay product, for links that are both fast and far.
     ("grpc.http2.bdp_probe", 1),
-    # Nothing compressed is taken: it would be measured, and held, for other than what has crossed.
+    # Compressed messages are refused: their size would not be the number of bytes that crossed the link.
     ("grpc.compression_enabled_algorithms_bitset", 1),
 ]
 
@@ -44,7 +44,7 @@ _CHANNEL_OPTIONS: Options = [
     # Every channel has its own connection, so that two links never share one.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    # For so long one attempt lasts: by TLS it goes there and back several times, and homes may be far.
+    # Duration of one attempt: a TLS handshake takes several round trips, and homes may be far.
     ("grpc.min_reconnect_backoff_ms", 3_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 ]
@@ -54,7 +54,7 @@ _SERVER_OPTIONS: Options = [
     ("grpc.so_reuseport", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
-    # Who connects and does not say who it is goes before it costs anything; by default it may stay for 120 seconds.
+    # A connection without a handshake is closed early, before it costs anything; the default is 120 seconds.
     ("grpc.server_handshake_timeout_ms", 10_000),
     # A member has 16 calls open at most, and shows a name, a token, a run and an incarnation. By default a connection
     # may open two billion streams, with 16 KB of headers each.

@@ -7,19 +7,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from types import TracebackType
 
-from hetero_pp.config.links import EXCHANGE, RELAYED, Direction, stage_link_name
+from hetero_pp.config.links import EXCHANGE, RELAYED, stage_link_name
 from hetero_pp.config.topology import ParticipantsReplica
 from hetero_pp.core.errors import ExchangeLost, HeteroPPError, LinkClosed, RunOver
-from hetero_pp.link.ends import NOT_KNOWN, Holders, LinkEnds
+from hetero_pp.link.protocol import NOT_KNOWN, Holders, LinkEnds
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.messages.messages_pb2 import Failure, Refusal, Report
 from hetero_pp.messages.refusals import Refusals
+from hetero_pp.rpc.certificates import IdentitySigner
 from hetero_pp.rpc.credentials import Credentials
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.neighbour import Neighbour
 from hetero_pp.rpc.relayed import LocalAddress
 from hetero_pp.rpc.stage_link import StageLinkServer
-from hetero_pp.rpc.statements import IdentitySigner
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.store.faults import NO_FAULTS, Faults
 
@@ -215,18 +215,17 @@ class NetworkConnections:
             neighbour.give_up(before, cause)
 
     def _neighbours(self, exchange: str) -> tuple[Neighbour | None, Neighbour | None]:
-        """Return the stages before and after."""
         replica, stage = self._member.replica, self._member.stage
         if stage is None:
             return None, None
 
-        def neighbour(index: int, sends: Direction) -> Neighbour:
+        def neighbour(index: int) -> Neighbour:
             link = self._spec.links[stage_link_name(replica.name, index)]
             seed, refused = self._spec.config.seed, self._refusals.add
-            return Neighbour(link, sends, self._credentials, exchange, seed, self.lines, self._faults, refused)
+            return Neighbour(link, self._credentials, exchange, seed, self.lines, self._faults, refused)
 
-        before = None if stage.is_first else neighbour(stage.index - 1, "backward")
-        return before, None if stage.is_last else neighbour(stage.index, "forward")
+        before = None if stage.is_first else neighbour(stage.index - 1)
+        return before, None if stage.is_last else neighbour(stage.index)
 
     def report_failure(self, cause: str, is_consequence: bool = False) -> None:
         """Report the cause, before the end of the connection tells only that this member is gone."""
@@ -236,5 +235,5 @@ class NetworkConnections:
 
     def _report_refusal(self, refusal: Refusal) -> None:
         """Report a refusal of a neighbour, so that the run counts it."""
-        with suppress(HeteroPPError):  # who is refused is no reason to fail
+        with suppress(HeteroPPError):  # a refused neighbour is no reason to fail
             self.exchange.report([Report(member=self._member.name, refusal=refusal)])

@@ -72,17 +72,16 @@ class Epochs:
 
     def drop(self, epoch: int, cause: str) -> None:
         """End links of earlier generations, and a link of this generation that was taken."""
-        with self._changed:
-            is_over = epoch > self._epoch or (epoch == self._epoch and self._is_taken)
-            older = self._replace(epoch, cause) if is_over else None
-            self._changed.notify_all()
-        if older is not None:
-            older.abort(cause)
+        self._end_before(epoch, cause, also_taken=True)
 
     def give_up(self, before: int, cause: str) -> None:
         """End links of generations before `before`. Their users, and callers waiting for one, get LinkClosed(cause)."""
+        self._end_before(before, cause)
+
+    def _end_before(self, epoch: int, cause: str, also_taken: bool = False) -> None:
         with self._changed:
-            older = self._replace(before, cause) if before > self._epoch else None
+            is_over = epoch > self._epoch or (also_taken and epoch == self._epoch and self._is_taken)
+            older = self._replace(epoch, cause) if is_over else None
             self._changed.notify_all()
         if older is not None:
             older.abort(cause)

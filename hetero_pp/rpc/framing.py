@@ -203,7 +203,7 @@ class BufferPool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReceivedMessage(Message):
-    """Return a message whose tensors are in a buffer of a pool until `lease` returns it."""
+    """A message with tensors in a buffer of a pool, until `lease` returns the buffer."""
 
     lease: list[Tensor] = field(default_factory=list, repr=False)
 

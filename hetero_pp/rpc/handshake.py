@@ -50,12 +50,12 @@ def require_trust(address: str, identity: Identity | None, route: Route = DIRECT
 
 
 def new_run(address: str, yours: str, instead: str) -> NewRun:
-    """The error for a process whose exchange has begun a new run; `yours` is what it shows, `instead` what to do."""
+    """Return the error after a new run has begun. `yours`: what this process shows; `instead`: what to do."""
     return NewRun(f"a new run has started at {address}; your {yours} belongs to the previous run; {instead}")
 
 
 def _of_another_run(address: str, identity: Identity, route: Route) -> Refused:
-    """The error for a certificate that the authority of this process's run did not sign."""
+    """Return the error for a certificate that the authority of this process's run did not sign."""
     if not _shows_exchange(address, route):
         return Refused(f"{address}: another program answers at this address, or an exchange of another version")
     if ticket_of(identity.shown.name) is not None:

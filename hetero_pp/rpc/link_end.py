@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import grpc
 
@@ -24,7 +26,9 @@ from hetero_pp.link.protocol import ACKNOWLEDGED_EVERY, END_CLOSED, PEER_CLOSED,
 from hetero_pp.link.shaping import ShapedQueue, busy_seconds
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.messages.refusals import Kind
+from hetero_pp.rpc.credentials import LinkCredentials
 from hetero_pp.rpc.framing import BufferPool
+from hetero_pp.rpc.link_hello import Introduction
 from hetero_pp.rpc.link_stream import LinkStream, Outgoing
 
 CLOSE_SECONDS = 5.0
@@ -42,26 +46,41 @@ _END = b"\x04"
 _ACK = b"\x06"
 
 
+@dataclass(frozen=True)
+class LinkSide:
+    """A member's side of a link, for all its ends: there is one in each generation of the group."""
+
+    spec: LinkSpec
+    credentials: LinkCredentials
+    member: str
+    seed: int
+    lines: Lines = field(default_factory=Lines)
+    """The member's access lines, which all its links share."""
+    patience: float = 0.0
+    """Seconds for which a link without a stream waits for another one; then the neighbour counts as gone."""
+    ledger: Ledger = field(default_factory=Ledger)
+    """Bytes sent to the neighbour."""
+    on_refusal: OnRefusal | None = None
+
+    @property
+    def sends(self) -> Direction:
+        """Direction in which the member sends."""
+        return "backward" if self.member == self.spec.target else "forward"
+
+    @cached_property
+    def introduction(self) -> Introduction:
+        """The names of both neighbours."""
+        peer = self.spec.target if self.sends == "forward" else self.spec.source
+        return Introduction(self.credentials, self.spec.name, self.member, peer)
+
+
 class GrpcLinkEnd:
     """One end of a link. gRPC's threads send; one thread for each stream receives."""
 
-    def __init__(
-        self,
-        spec: LinkSpec,
-        direction: Direction,
-        seed: int,
-        ledger: Ledger,
-        lines: Lines,
-        session: bytes,
-        patience: float,
-        on_refusal: OnRefusal | None = None,
-    ) -> None:
-        """Create the end that sends in `direction`. `lines`: the member's access lines, which all its links share.
-
-        After `patience` seconds without a stream the peer counts as gone.
-        """
+    def __init__(self, side: LinkSide, session: bytes, on_refusal: OnRefusal | None) -> None:
+        spec, direction, seed, lines = side.spec, side.sends, side.seed, side.lines
         opposite: Direction = "backward" if direction == "forward" else "forward"
-        self.ledger = ledger
+        self.ledger = side.ledger
         self.session = session
         self.over: str | None = None
         """Why the link is over."""
@@ -73,9 +92,9 @@ class GrpcLinkEnd:
         """Number of attached streams."""
         self._last_stream = 0
         self._at_over: Callable[[], None] = lambda: None
-        self._peer = spec.target if direction == "forward" else spec.source
+        self._peer = side.introduction.peer
         self._shape = spec.shape(direction)
-        self._patience, self._on_refusal = patience, on_refusal
+        self._patience, self._on_refusal = side.patience, on_refusal
         self._leaving: Callable[[], Outgoing] = lambda: lines.leaving(spec, direction, seed)
         self._arrivals = lines.arriving(spec, opposite, seed) if spec.has_lines else None
         self._incoming: ShapedQueue[Message] = ShapedQueue(LinkShape())

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import sys
 
-from hetero_pp.config.links import RELAYED, Direction, LinkSpec, is_loopback
+from hetero_pp.config.links import RELAYED, LinkSpec, is_loopback
 from hetero_pp.core.errors import LinkTimeout
-from hetero_pp.link.ledger import Ledger
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.rpc.credentials import Credentials
-from hetero_pp.rpc.link_end import GrpcLinkEnd, OnRefusal
+from hetero_pp.rpc.link_end import GrpcLinkEnd, LinkSide, OnRefusal
 from hetero_pp.rpc.relayed import RelayedDialler, RelayedListener
 from hetero_pp.rpc.stage_link import StageLinkDialer, StageLinkServer
 from hetero_pp.store.faults import Faults
@@ -27,7 +26,6 @@ class Neighbour:
     def __init__(
         self,
         spec: LinkSpec,
-        sends: Direction,
         credentials: Credentials,
         exchange: str,
         seed: int,
@@ -35,25 +33,14 @@ class Neighbour:
         faults: Faults,
         on_refusal: OnRefusal,
     ) -> None:
-        """`sends`: direction in which the member sends to it. `exchange`: HOST:PORT of the relay, if there is one."""
-        own, member, ledger = credentials.of_link(spec.name), credentials.name, Ledger()
-        self.server = StageLinkServer(
-            spec, own, member, seed, on_refusal, lines, patience=CUT_OFF_SECONDS, sends=sends, ledger=ledger
-        )
+        """`exchange`: HOST:PORT of the relay, if there is one."""
+        own, patience = credentials.of_link(spec.name), CUT_OFF_SECONDS
+        side = LinkSide(spec, own, credentials.name, seed, lines, patience, on_refusal=on_refusal)
+        self.server = StageLinkServer(side)
         """Server that the neighbour dials, once it listens."""
         self.listens = ""
         """Address of this machine at which the server listens."""
-        self._dialer = StageLinkDialer(
-            spec,
-            own,
-            member,
-            seed,
-            lines,
-            patience=CUT_OFF_SECONDS,
-            sends=sends,
-            ledger=ledger,
-            on_refusal=on_refusal,
-        )
+        self._dialer = StageLinkDialer(side)
         self._spec, self._credentials, self._exchange, self._faults = spec, credentials, exchange, faults
         self._unreached = set[str]()
         self._to_relay: RelayedDialler | None = None

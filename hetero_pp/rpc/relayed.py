@@ -44,11 +44,9 @@ class LocalAddress:
 
     @property
     def path(self) -> str:
-        """Path of the socket."""
         return str(self._folder / "link")
 
     def close(self) -> None:
-        """Remove the socket."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
@@ -89,9 +87,8 @@ class RelayedDialler(Relayed):
         return str(self._address)
 
     def close(self) -> None:
-        """Close the listener as well."""
         with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes who accepts
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._socket.close()
         self._address.close()
         super().close()

@@ -33,8 +33,7 @@ from hetero_pp.core.errors import (
 )
 from hetero_pp.messages.messages_pb2 import DESCRIPTOR, Frame
 from hetero_pp.messages.refusals import Kind
-from hetero_pp.rpc.caller_limits import CallRate, OpenCalls, close_connection
-from hetero_pp.rpc.stalled import STALL_SECONDS, StreamWatch
+from hetero_pp.rpc.caller_limits import STALL_SECONDS, CallRate, OpenCalls, StreamWatch, close_connection
 
 EXCHANGE_SERVICE = DESCRIPTOR.services_by_name["Exchange"]
 ADMISSION_SERVICE = DESCRIPTOR.services_by_name["Admission"]

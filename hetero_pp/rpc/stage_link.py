@@ -14,18 +14,14 @@ from typing import NamedTuple, NoReturn
 
 import grpc
 
-from hetero_pp.config.links import Direction, LinkSpec
 from hetero_pp.core.errors import Forbidden, LinkClosed, MalformedMessage, Refused
-from hetero_pp.link.ledger import Ledger
-from hetero_pp.link.shared_lines import Lines
 from hetero_pp.messages.messages_pb2 import LinkFarewell, LinkHello, LinkLeft
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.rpc.channels import make_server
-from hetero_pp.rpc.credentials import LinkCredentials
 from hetero_pp.rpc.dialling import SERVICE, Dialling
 from hetero_pp.rpc.epochs import Epochs
-from hetero_pp.rpc.link_end import STOP_SECONDS, GrpcLinkEnd, OnRefusal
-from hetero_pp.rpc.link_hello import Complaint, Introduction, first_frame
+from hetero_pp.rpc.link_end import STOP_SECONDS, GrpcLinkEnd, LinkSide
+from hetero_pp.rpc.link_hello import Complaint, first_frame
 from hetero_pp.rpc.link_stream import LinkStream
 from hetero_pp.rpc.plain_text import plain
 from hetero_pp.rpc.services import service_handler
@@ -56,28 +52,8 @@ NOBODY = Expected(0, None)
 class StageLinkDialer:
     """Dials the stage after this one, or the one before if it sends backward; one link for each generation."""
 
-    def __init__(
-        self,
-        spec: LinkSpec,
-        credentials: LinkCredentials,
-        member: str,
-        seed: int,
-        lines: Lines | None = None,
-        patience: float = 0.0,
-        sends: Direction = "forward",
-        ledger: Ledger | None = None,
-        on_refusal: OnRefusal | None = None,
-    ) -> None:
-        """A link that is cut is dialled again for `patience` seconds; then the neighbour counts as gone.
-
-        `ledger`: bytes sent to the neighbour, by other links as well.
-        """
-        peer = spec.target if sends == "forward" else spec.source
-        self._ledger = ledger or Ledger()
-        self._spec, self._sends, self._seed, self._patience = spec, sends, seed, patience
-        self._introduction = Introduction(credentials, spec.name, member, peer)
-        self._lines, self._on_refusal = lines or Lines(), on_refusal
-        self._epochs = Epochs(peer)
+    def __init__(self, side: LinkSide) -> None:
+        self._side, self._epochs = side, Epochs(side.introduction.peer)
         self._dialling: Dialling | None = None
 
     def dial(self, address: str, epoch: int, timeout: float, holder: int | None = None) -> GrpcLinkEnd:
@@ -93,7 +69,7 @@ class StageLinkDialer:
         self._epochs.come(epoch, self._make_end)
         end = self._epochs.take(epoch, 0.0)
         try:
-            self._dialling = Dialling(address, end, self._introduction, epoch, holder)
+            self._dialling = Dialling(address, end, self._side.introduction, epoch, holder)
             self._dialling.connect(timeout)
         except BaseException:
             end.abort(f"could not connect to {address}")
@@ -110,10 +86,7 @@ class StageLinkDialer:
             self._dialling.wait_until_parted()
 
     def _make_end(self) -> GrpcLinkEnd:
-        session = secrets.token_bytes(_SESSION_BYTES)
-        return GrpcLinkEnd(
-            self._spec, self._sends, self._seed, self._ledger, self._lines, session, self._patience, self._on_refusal
-        )
+        return GrpcLinkEnd(self._side, secrets.token_bytes(_SESSION_BYTES), self._side.on_refusal)
 
 
 class StageLinkServer:
@@ -123,32 +96,11 @@ class StageLinkServer:
     is then over, as it is for the neighbour. A server that listens must be closed, or the process cannot end.
     """
 
-    def __init__(
-        self,
-        spec: LinkSpec,
-        credentials: LinkCredentials,
-        member: str,
-        seed: int,
-        on_refusal: OnRefusal | None = None,
-        lines: Lines | None = None,
-        patience: float = 0.0,
-        sends: Direction = "backward",
-        ledger: Ledger | None = None,
-        expected: Expected | None = NOBODY,
-    ) -> None:
-        """Create a server that accepts `expected` until `expect` is called; None: the neighbour in any generation.
-
-        For `patience` seconds a link that is cut off waits; then the neighbour counts as gone. `ledger`: bytes sent to
-        the neighbour, by other links as well.
-        """
+    def __init__(self, side: LinkSide, expected: Expected | None = NOBODY) -> None:
+        """Create a server that accepts `expected` until `expect` is called; None: the neighbour in any generation."""
         self.refusals = 0
-        peer = spec.source if sends == "backward" else spec.target
-        self._ledger = ledger or Ledger()
-        self._spec, self._sends, self._seed, self._patience = spec, sends, seed, patience
-        self._introduction = Introduction(credentials, spec.name, member, peer)
-        self._on_refusal, self._lines = on_refusal, lines or Lines()
-        self._epochs = Epochs(peer)
-        self._expected = expected
+        self._side, self._introduction, self._expected = side, side.introduction, expected
+        self._epochs = Epochs(self._introduction.peer)
         self._lock = threading.Lock()
         self._server: grpc.Server | None = None
 
@@ -211,7 +163,8 @@ class StageLinkServer:
         stream = end.new_stream()
         stream.hang_up = context.cancel
         received = self._attach(end, stream, hello, context)
-        threading.Thread(target=end.read, args=(stream, requests), name=f"link-{self._spec.name}", daemon=True).start()
+        name = f"link-{self._introduction.link}"
+        threading.Thread(target=end.read, args=(stream, requests), name=name, daemon=True).start()
         answer = self._introduction.hello(hello.epoch, hello.session, hello.stream, received, hello.goes_on)
         yield answer.SerializeToString()
         yield from stream.frames()
@@ -293,16 +246,14 @@ class StageLinkServer:
         context.abort(grpc.StatusCode.PERMISSION_DENIED, complaint.reason)
 
     def _make_end(self, session: bytes) -> GrpcLinkEnd:
-        return GrpcLinkEnd(
-            self._spec, self._sends, self._seed, self._ledger, self._lines, session, self._patience, self.refuse
-        )
+        return GrpcLinkEnd(self._side, session, self.refuse)
 
     def refuse(self, sender: str, reason: str, kind: Kind) -> None:
         """Count a refusal."""
         with self._lock:
             self.refusals += 1
-        if self._on_refusal is not None:
-            self._on_refusal(sender, reason, kind)
+        if self._side.on_refusal is not None:
+            self._side.on_refusal(sender, reason, kind)
 
 
 class _Door:
@@ -312,7 +263,6 @@ class _Door:
         self._servers = servers
 
     def admit(self, call: str, context: grpc.ServicerContext) -> str:
-        """Count a refusal."""
         server = self._of(context)
         caller = server.waits_for(context)
         if caller is None:
@@ -327,7 +277,6 @@ class _Door:
         return caller
 
     def refuse(self, sender: str, reason: str, kind: Kind) -> None:
-        """Count a refusal."""
         self._servers[0].refuse(sender, reason, kind)
 
     def Open(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:

@@ -11,7 +11,7 @@ from hetero_pp.core.errors import Refused
 from hetero_pp.messages.messages_pb2 import Judgement
 from hetero_pp.outer.exchange_service import HeldBy
 from replica_groups.exchange.assignments import Assignments
-from replica_groups.exchange.kept_scores import Exclusion
+from replica_groups.exchange.audits import Exclusion
 from replica_groups.exchange.memberships import Memberships
 from replica_groups.exchange.run_state import RunState
 from replica_groups.protocol import events as e

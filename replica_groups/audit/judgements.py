@@ -6,6 +6,7 @@ No call about a round waits for a judgement. With nobody excluded, a record is t
 from __future__ import annotations
 
 import json
+import math
 import re
 import threading
 from collections import defaultdict, deque
@@ -17,16 +18,16 @@ from typing import Any
 from hetero_pp.config.audit import AuditSettings
 from hetero_pp.core.errors import DamagedFile, StoreError
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.messages.messages_pb2 import Happened
+from hetero_pp.messages.messages_pb2 import Happened, Judgement, Losses
 from hetero_pp.messages.refusals import Kind
+from hetero_pp.messages.report_bounds import MOST_LOSS
 from hetero_pp.outer.exchange_service import Caller
-from replica_groups.audit.bounds import complaint
 from replica_groups.audit.exclusions import Exclusions
 from replica_groups.audit.gauntlet.book import RoundFacts, ScoreBook
 from replica_groups.audit.gauntlet.losses import median_of
 from replica_groups.audit.recompute.chains import Chains
 from replica_groups.exchange.assignments import Assignments
-from replica_groups.exchange.kept_scores import keep_scores, newest_scores
+from replica_groups.exchange.audits import keep_scores, newest_scores
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.memberships import Memberships
 from replica_groups.exchange.no_audits import NoAudits
@@ -45,6 +46,10 @@ AWAITED_ROUNDS = 4
 
 UNAUDITED_ROUNDS = 16
 """Rounds without any judgement after which the run counts as unaudited."""
+
+
+MOST_CHARACTERS = 400
+"""Characters of a text in a judgement."""
 
 
 @dataclass
@@ -160,7 +165,7 @@ class Judgements(NoAudits):
 
     def _standing(self, what: Happened, cause: str) -> None:
         standing = pb.Standing(what=what, round=self._state.coordinator.last_round, cause=cause)
-        self._reports.tell_own(pb.Report(standing=standing))
+        self._reports.tell_own(standing=standing)
 
     # ---- what validators tell ----
 
@@ -297,10 +302,10 @@ class Judgements(NoAudits):
         with suppress(StoreError):  # the next round's holds the same, and more
             keep_scores(self._log.store, table, text, self.exclusions.in_force)
         for name, one in losses.items():
-            self._reports.tell_own(pb.Report(judged=pb.Judgement(round=round_, replica=name, losses=one)))
+            self._reports.tell_own(judged=pb.Judgement(round=round_, replica=name, losses=one))
         for name, original in facts.copies.items():
-            self._reports.tell_own(pb.Report(judged=pb.Judgement(round=round_, replica=name, copies=original)))
-        self._reports.tell_own(pb.Report(scores=table))
+            self._reports.tell_own(judged=pb.Judgement(round=round_, replica=name, copies=original))
+        self._reports.tell_own(scores=table)
 
     def _facts(self, round_: int, told: Sequence[_Told]) -> RoundFacts:
         record = self._state.decisions.wait_for_record(round_)
@@ -326,7 +331,7 @@ class Judgements(NoAudits):
         Nothing follows from the recomputations of a validator that never came to the same as anybody: its machine may
         have other bits.
         """
-        self._reports.tell_own(pb.Report(judged=one))
+        self._reports.tell_own(judged=one)
         if one.recomputed.is_equal:
             self._sound.add(validator)
             for held in self._unsound.pop(validator, []):
@@ -344,6 +349,40 @@ class Judgements(NoAudits):
 
 
 def _medians(told: Sequence[Mapping[str, pb.Losses]]) -> Iterator[tuple[str, pb.Losses]]:
-    """Yield the losses of each replica: of each number the median over the validators."""
+    """Yield the losses of each replica: the median of each number over the validators."""
     for name in sorted({name for one in told for name in one}):
         yield name, median_of([one[name] for one in told if name in one])
+
+
+def complaint(one: Judgement, members: Mapping[str, str]) -> str | None:
+    """Return a message on the first field that is out of range; None if there is none. `members`: member -> replica."""
+    replicas = {*members.values()}
+    found = one.recomputed
+    if one.replica not in replicas:
+        return f"`replica`: got `{one.replica[:40]}`, expected one of {', '.join(sorted(replicas))}"
+    match one.WhichOneof("finding"):
+        case "losses":
+            return _of_losses(one.losses)
+        case "copies" if one.copies not in replicas - {one.replica}:
+            return f"`copies`: got `{one.copies[:40]}`, expected another replica"
+        case "copies":
+            return None
+        case "recomputed" if found.member and members.get(found.member) != one.replica:
+            return f"`recomputed.member`: got `{found.member[:40]}`, expected a member of {one.replica}"
+        case "recomputed" if not found.difference >= 0:
+            return f"`recomputed.difference`: got {found.difference:g}, expected 0 or more"
+        case "recomputed" if max(len(found.cause), len(found.evidence)) > MOST_CHARACTERS:
+            return f"`recomputed`: got a text of more than {MOST_CHARACTERS} characters"
+        case "recomputed":
+            return None
+    return "found a judgement without a finding"
+
+
+def _of_losses(losses: Losses) -> str | None:
+    """Return as `complaint`. Only losses after a contribution may be infinite: it may make the model diverge."""
+    for number in Losses.DESCRIPTOR.fields:
+        value, is_before = getattr(losses, number.name), number.name.endswith("_before")
+        is_far = math.isinf(value) and value > 0 and not is_before
+        if not (is_far or 0 <= value <= MOST_LOSS) or (is_before and value == 0):
+            return f"`losses.{number.name}`: got {value:g}, expected a loss up to {MOST_LOSS:g}"
+    return None

@@ -147,7 +147,6 @@ class ValidatorThread:
         self._thread = threading.Thread(target=self._run, name="validator", daemon=True)
 
     def start(self) -> None:
-        """Start to follow the run."""
         self._thread.start()
 
     def join(self, seconds: float | None = None) -> None:

@@ -17,8 +17,7 @@ from hetero_pp.model.inner import InnerSettings
 from hetero_pp.model.precision import compute_dtype
 from hetero_pp.model.transformer import ModelShape, Transformer, build_filled
 from replica_groups.engines.engine import Engine, Parameters
-from replica_groups.engines.plain import PlainEngine
-from replica_groups.engines.whole import WholeReplica
+from replica_groups.engines.plain import PlainEngine, WholeReplica
 from replica_groups.outer.ranks import Ranks
 
 

@@ -26,10 +26,7 @@ class Moments:
     """
 
     def __init__(
-        self,
-        optimizers: Sequence[Optimizer],
-        local: Callable[[Tensor], Tensor] = _itself,
-        folder: Path | None = None,
+        self, optimizers: Sequence[Optimizer], local: Callable[[Tensor], Tensor] = _itself, folder: Path | None = None
     ) -> None:
         """`local` returns the part of a sharded tensor that this process holds. `folder` holds the copies (Scratch)."""
         self._optimizers = optimizers

@@ -276,7 +276,6 @@ def _optimizers(module: nn.Module, inner: InnerSettings, device: torch.device) -
 
 
 def _here(tensor: Tensor) -> Tensor:
-    """Return this rank's shard."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -91,7 +91,7 @@ class Admission:
         assert ticket is not None
         holder = self._seat(ticket, digest_of(key))
         if isinstance(holder, pb.InLobby):
-            status = self._exchange.status()
+            status = self._exchange.overview.status()
             holder.last_round, holder.rounds = status.last_round, status.rounds
             return pb.EnrolReply(in_lobby=holder)
         return pb.EnrolReply(
@@ -105,7 +105,7 @@ class Admission:
         """Return the holder of a slot for a ticket, or its state in the lobby. Raises RunOver, RunFailed."""
         self._require_going_on(ticket)
         with self._seating:
-            vacant: Sequence[str] = self._exchange.vacant()
+            vacant: Sequence[str] = self._exchange.overview.vacant()
             if self._host.lacks_place(ticket, key):
                 given = self._lobby.place_for(ticket, self._open_to_all(vacant))
                 if isinstance(given, pb.InLobby):
@@ -135,7 +135,7 @@ class Admission:
 
     def _require_going_on(self, ticket: str) -> None:
         try:
-            self._exchange.require_going_on()
+            self._exchange.overview.require_going_on()
         except HeteroPPError:
             self._lobby.told(ticket)
             raise
@@ -148,7 +148,7 @@ class Admission:
         over = threading.Timer(PROBE_SECONDS, context.cancel)
         over.start()
         try:
-            probe = Probe(frames)  # once it has said something: who says nothing keeps nobody waiting
+            probe = Probe(frames)  # returns with the first frame, so that a silent caller keeps no line busy
             self._lobby.begin_probe(ticket, context.cancel)
             try:
                 yield from probe.frames()
@@ -159,12 +159,12 @@ class Admission:
             over.cancel()
 
     def Preview(self, request: pb.PreviewRequest, context: grpc.ServicerContext) -> pb.PreviewReply:
-        self._exchange.require_going_on()
+        self._exchange.overview.require_going_on()
         caller = self._callers.of(context)
         if (seconds := self._previews.refused_for(caller.name)) > 0:
             raise Refused(f"this host has asked too often; it may again in {max(1.0, seconds):.0f} s")
         slots, refusal = self._slots_of(caller)
-        status = self._exchange.status()
+        status = self._exchange.overview.status()
         groups = {place.replica for place in status.places if place.name in slots}
         return pb.PreviewReply(
             version=PROTOCOL_VERSION,
@@ -187,7 +187,7 @@ class Admission:
             return ([caller.name] if caller.is_member else []), ""
         try:
             own = self._host.slot_of(caller.ticket)
-            return (self._open_to_all(self._exchange.vacant()) if own is None else [own]), ""
+            return (self._open_to_all(self._exchange.overview.vacant()) if own is None else [own]), ""
         except Refused as error:
             return [], str(error)
 
@@ -225,7 +225,7 @@ class Admission:
         return pb.GiveReply()
 
     def Status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusReply:
-        reply = self._exchange.status()
+        reply = self._exchange.overview.status()
         reply.rehearsal = self._exchange.is_rehearsal
         reply.in_lobby, reply.needed_in_lobby = self._lobby.here, self._lobby.needed
         for ticket, seconds in self._lobby.guests:

@@ -79,4 +79,4 @@ class Confirmations:
         if complaint is not None:
             raise state.refused(member, complaint)
         verified = pb.RoundVerified(round=round_, replica=replica, parameters_sha256=parameters_sha256(hashes))
-        self._reports.tell_own(pb.Report(round_verified=verified))
+        self._reports.tell_own(round_verified=verified)

@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from hetero_pp.config.topology import MagnitudeSettings
 from hetero_pp.core.errors import (
@@ -25,13 +25,13 @@ from hetero_pp.core.errors import (
     TermOver,
 )
 from hetero_pp.core.files import FIRST_PAUSE, LONGEST_PAUSE
-from hetero_pp.messages.messages_pb2 import RoundRecord
+from hetero_pp.messages.messages_pb2 import BlobEntry, RoundRecord
 from hetero_pp.outer.exchange_service import IsAsked, always
+from hetero_pp.pseudo_gradient.contribution import contribution_digest, scale_of
 from replica_groups.exchange.limits import ContributionLimits
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.magnitudes import bound, remembered_before
-from replica_groups.exchange.obstacles import Obstacles
-from replica_groups.exchange.records import from_message, to_message
+from replica_groups.exchange.patience import Obstacles
 from replica_groups.exchange.waits import CLOCK, EVERYBODY, Waits
 from replica_groups.protocol import events as e
 from replica_groups.protocol.coordinator import Coordinator
@@ -60,9 +60,9 @@ class Decisions:
         trains_on: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`on_effect` receives every effect in order, with the lock held. `goes_on`: as in Coordinator.
+        """`on_effect` receives every effect in order, with the lock held. Without `magnitudes` every size is allowed.
 
-        Without `magnitudes` contributions may be of any size; `trains_on`: as in magnitudes.bound.
+        `goes_on`: as in Coordinator; `trains_on`: as in magnitudes.bound.
         """
         self.log = log
         self.waits = Waits()
@@ -182,7 +182,7 @@ class Decisions:
 
     def _write(self, record: e.Record) -> e.Event:
         try:
-            message = to_message(record, self._tokens_a_step)
+            message = _message_of(record, self._tokens_a_step)
             self.decide_by_audits(message)
             if self._magnitudes is not None:
                 bound(message, self._before(record.round), self._magnitudes, self._trains_on, self.limits)
@@ -216,7 +216,7 @@ class Decisions:
             self._records[kept.round] = kept
             wanted = {*remembered_before(kept.round + 1), kept.round}
             self._records = {round_: one for round_, one in self._records.items() if round_ in wanted}
-        return e.Recorded(from_message(kept))
+        return e.Recorded(_record_of(kept))
 
     def kept(self, round_: int) -> RoundRecord:
         """Return the record of a round that was closed a moment ago."""
@@ -382,3 +382,29 @@ class Decisions:
                 self.tell(e.Woke())
             elif due:
                 self.tell(e.Tick())
+
+
+def _message_of(record: e.Record, tokens_a_step: Mapping[str, int]) -> RoundRecord:
+    """Return the message of a record, without its digest. `tokens_a_step`: replica -> tokens, where known."""
+    message = RoundRecord(round=record.round, late=record.late)
+    for one in record.contributions:
+        blobs = [cast(BlobEntry, entry) for entry in one.blobs.values()]
+        message.contributions.add(
+            replica=one.replica,
+            epoch=one.epoch,
+            weight=one.weight,
+            steps=one.steps,
+            tokens=one.steps * tokens_a_step.get(one.replica, 0),
+            digest=contribution_digest(blobs),
+            blobs=blobs,
+        )
+    return message
+
+
+def _record_of(message: RoundRecord) -> e.Record:
+    """Return the record that the rules take from a message."""
+    included = []
+    for one in message.contributions:
+        blobs = {blob.block: blob for blob in one.blobs}
+        included.append(e.Contribution(one.replica, one.epoch, one.steps, one.weight, blobs, scale_of(one)))
+    return e.Record(message.round, tuple(included), tuple(message.late), tuple(message.left_out))

@@ -26,11 +26,9 @@ from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.run.same import Agreement
 from hetero_pp.run.snapshot import OpenSnapshot, Snapshot
 from hetero_pp.run.spec import Roster, RunSpec
-from replica_groups.exchange.addresses import Addresses
-from replica_groups.exchange.assignments import Assignments
-from replica_groups.exchange.commitments import Commitments
+from replica_groups.exchange.assignments import Addresses, Assignments
 from replica_groups.exchange.confirmations import Confirmations
-from replica_groups.exchange.decided import DecidedRounds
+from replica_groups.exchange.decided import DecidedRounds, Snapshots
 from replica_groups.exchange.decisions import Decisions
 from replica_groups.exchange.deposits import Deposits
 from replica_groups.exchange.joining import Joining
@@ -41,8 +39,7 @@ from replica_groups.exchange.overview import Overview
 from replica_groups.exchange.presence import Presence
 from replica_groups.exchange.reports import Reports
 from replica_groups.exchange.run_state import RunState
-from replica_groups.exchange.showing import Showing, Shows, settings_sha256
-from replica_groups.exchange.snapshots import Snapshots
+from replica_groups.exchange.showing import Commitments, Showing, Shows, settings_sha256
 from replica_groups.exchange.waits import EVERYBODY
 from replica_groups.protocol import events as e
 from replica_groups.protocol.rules import Rules
@@ -52,7 +49,7 @@ class Exchange(ExchangeService):
     """The parts of the exchange of one run, and the part that answers each request.
 
     A member that is a process of its own names its incarnation in every call; without one, it is the current holder of
-    its slot.
+    its slot. Servers also call methods of the parts that answer no request.
     """
 
     def __init__(
@@ -91,7 +88,7 @@ class Exchange(ExchangeService):
             clock=clock,
         )
         self.coordinator = self.decisions.coordinator
-        self._refusals = Refusals(lambda refusal: self.reports.tell_own(pb.Report(refusal=refusal)))
+        self._refusals = Refusals(lambda refusal: self.reports.tell_own(refusal=refusal))
         self.state = state = RunState(run, roster, self.decisions, self._refusals, settings.rounds, goes_on)
         self.presence = Presence(state)
         self.reports = Reports(state, self.presence, bounds or ReportBounds())
@@ -110,15 +107,6 @@ class Exchange(ExchangeService):
         """Replaced before the run begins, if it is audited."""
         self.decisions.decide_by_audits = self._decide_by_audits
         self.overview = Overview(state, self.presence, self.joining, self.addresses, self.reports)
-        # The servers also call these methods of the parts, which answer no request.
-        self.expect, self.upload_url = self.deposits.expect, self.deposits.upload_url
-        self.uploaded = self.deposits.uploaded
-        self.fetch_many = self.decided.fetch_many
-        self.stored, self.dialled, self.wake = self.decided.stored, self.addresses.dialled, self.decisions.wake
-        self.link_broke, self.guests_beside = self.assignments.link_broke, self.assignments.guests_beside
-        self.heard, self.stay, self.left = self.presence.heard, self.presence.stay, self.presence.left
-        self.vacant, self.status = self.overview.vacant, self.overview.status
-        self.require_going_on, self.expected = self.overview.require_going_on, self.overview.expected
         self._answers = self._table()
         if snapshot is not None:
             self.begin(snapshot)
@@ -154,7 +142,7 @@ class Exchange(ExchangeService):
         self.decisions.tell(e.Began(last_round, state.rounds))
         self.audits.begin(last_round)
         begun = pb.Begun(last_round=last_round, damaged=damaged, changes=state.changes.to_json(), note=note)
-        self.reports.tell_own(pb.Report(begun=begun))
+        self.reports.tell_own(begun=begun)
 
     def _decide_by_audits(self, record: pb.RoundRecord) -> None:
         """Let the audits change a record before it is written."""
@@ -184,7 +172,7 @@ class Exchange(ExchangeService):
             pb.NewestSnapshotRequest: self.snapshots.newest,
             pb.AssignRequest: self.assignments.assign,
             pb.BeatRequest: self.presence.beat,
-            pb.BrokenRequest: self._broken,
+            pb.BrokenRequest: self.assignments.broken,
             pb.DiedRequest: self.presence.died,
             pb.RecordRequest: self.decided.record,
             pb.HashReport: self.confirmations.confirm,
@@ -215,21 +203,14 @@ class Exchange(ExchangeService):
     def fetch_blob(self, request: pb.FetchRequest, caller: Caller) -> bytes:
         return self.decided.fetch(request, caller)
 
-    def expect_file(self, header: pb.ShownFile, caller: Caller) -> None:
-        """Raise Refused for a file that a member was not asked to show, or that is too large."""
+    def shown_by(self, caller: Caller) -> Showing:
+        """Return the part that takes files of checkpoints. Raises Refused in a run without recomputation."""
         if self.showing is None:
             raise self.state.refused(caller.name, "shows a checkpoint, and this run is not audited by recomputation")
-        self.showing.expect(header, caller)
-
-    def lacks_room(self, header: pb.ShownFile, caller: Caller) -> None:
-        """Note that there is no disk here for a file that a member was asked to show."""
-        assert self.showing is not None
-        self.showing.lacks_room(header, caller)
+        return self.showing
 
     def show_file(self, header: pb.ShownFile, path: Path, caller: Caller) -> None:
-        self.expect_file(header, caller)
-        assert self.showing is not None
-        self.showing.take(header, path, caller)
+        self.shown_by(caller).take(header, path, caller)
 
     def _last_round(self, request: pb.LastRoundRequest, caller: Caller) -> pb.LastRoundReply:
         self.state.wait_until_begun(caller.is_asked)
@@ -238,10 +219,6 @@ class Exchange(ExchangeService):
     def _changes(self, request: pb.ChangesRequest, caller: Caller) -> pb.ChangesReply:
         self.state.wait_until_begun(caller.is_asked)
         return pb.ChangesReply(changes=self.state.changes.to_json())
-
-    def _broken(self, request: pb.BrokenRequest, caller: Caller) -> pb.BrokenReply:
-        self.assignments.link_broke(request, caller)
-        return pb.BrokenReply()
 
     # ---- reports and refusals ----
 
@@ -259,11 +236,6 @@ class Exchange(ExchangeService):
     def is_rehearsal(self) -> bool:
         """Whether nothing is trained."""
         return self._rehearsed is not None
-
-    @property
-    def reported(self) -> int:
-        """Number of reports so far."""
-        return self.reports.watchers.reported
 
     @property
     def refusals(self) -> int:
@@ -284,7 +256,7 @@ class Exchange(ExchangeService):
 
     def fail(self, cause: str) -> None:
         """End the run: every call that waits, and every later one, raises RunFailed."""
-        self.reports.tell_own(pb.Report(failure=pb.Failure(cause=cause)))
+        self.reports.tell_own(failure=pb.Failure(cause=cause))
 
     def wait_until_finished(self) -> None:
         """Wait until every round is decided, and the members of all replicas in the last round are through."""

@@ -18,13 +18,12 @@ from hetero_pp.run.snapshot import first_snapshot
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.store.faults import NO_FAULTS, Faults
 from hetero_pp.store.folder import storing
-from replica_groups.exchange.auditor import Auditor
+from replica_groups.exchange.auditor import Auditor, Retention
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.limits import contribution_limits, inner_steps
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.open_log import keep_configuration, open_log
 from replica_groups.exchange.restart import Restart, find_restart, newest_sound
-from replica_groups.exchange.retention import Retention
 from replica_groups.exchange.showing import Shows
 from replica_groups.protocol.rules import Rules, Window
 

@@ -31,8 +31,7 @@ from hetero_pp.pseudo_gradient.contribution import BlobAddress, contribution_dig
 from hetero_pp.run.snapshot import OpenSnapshot, Snapshot, open_snapshot, save_snapshot
 from hetero_pp.store.folder import reading, writing
 from hetero_pp.store.store import Store
-from replica_groups.exchange.audits import audit_key, audited
-from replica_groups.exchange.kept_scores import scored, scores_key
+from replica_groups.exchange.audits import audit_key, audited, scored, scores_key
 
 TERMS = "terms"
 TERMS_KEPT = 64
@@ -139,7 +138,6 @@ class ContributionLog:
         return record_key(round_).rpartition("/")[2] in self.store.names(round_key(round_))
 
     def _rounds(self) -> set[int]:
-        """Return the rounds that have any object."""
         found = (re.fullmatch(r"round-(\d{6,12})/", name) for name in self.store.names())
         return {int(match[1]) for match in found if match}
 
@@ -171,7 +169,6 @@ class ContributionLog:
     # ---- snapshots ----
 
     def write_snapshot(self, snapshot: Snapshot) -> None:
-        """Write the snapshot after its round."""
         with writing(self.store, snapshot_key(snapshot.round)) as path:
             save_snapshot(snapshot, path)
 
@@ -215,7 +212,6 @@ class ContributionLog:
 
 
 def snapshot_key(round_: int) -> str:
-    """Return the key of the snapshot after a round."""
     return f"snapshot-{round_:06d}.safetensors"
 
 
@@ -224,12 +220,10 @@ def record_key(round_: int) -> str:
 
 
 def blob_key(round_: int, replica: str, epoch: int, block: str, sha256: bytes) -> str:
-    """Return the key of one blob of a contribution."""
     return f"{round_key(round_)}/{replica}/{epoch}/{block}.{sha256.hex()[:_NAMED_DIGITS]}.blob"
 
 
 def key_of(record: RoundRecord, entry: ContributionEntry, blob: BlobEntry) -> str:
-    """Return the key of a blob that a record names."""
     return blob_key(record.round, entry.replica, entry.epoch, blob.block, blob.sha256)
 
 

@@ -162,7 +162,7 @@ def _lower_medians(record: RoundRecord) -> Callable[[ContributionEntry], Sizes]:
 
 
 def _own(earlier: Iterable[RoundRecord]) -> dict[str, list[ContributionEntry]]:
-    """Return each replica's contributions that were counted unscaled and whose sizes are known, oldest first."""
+    """Return the earlier contributions of each replica, oldest first: those that were included unscaled, with sizes."""
     found: dict[str, list[ContributionEntry]] = {}
     for record in earlier:
         for one in record.contributions:

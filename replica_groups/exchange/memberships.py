@@ -106,8 +106,8 @@ class Memberships:
         """
         ticket = secrets.token_hex(_ID_BYTES)
         with self._changing():
-            if place is not None:
-                self._require_free(place)
+            if place is not None and self._is_in(self._newest(place)):
+                raise Refused(f"{place} is taken: `hetero-pp revoke` frees it")
             row = (ticket, place, self._clock() + seconds)
             self._database.execute("INSERT INTO tickets (id, place, until) VALUES (?, ?, ?)", row)
         return ticket
@@ -128,7 +128,7 @@ class Memberships:
         """
         with self._changing():
             place = self._good_for(ticket, key)
-            if not self._has_place(ticket):
+            if not self._is_in(self._of_ticket(ticket)):
                 if (wait_seconds := self._seats.refused_for(ticket)) > 0:
                     raise TooMuch(f"this ticket takes a slot too often; it may again in {max(1.0, wait_seconds):.0f} s")
                 self._let_in(ticket, key, self._place_for(place, vacant), seconds)
@@ -139,7 +139,7 @@ class Memberships:
     def lacks_place(self, ticket: str, key: bytes) -> bool:
         """Return whether a ticket with a key needs a slot to be chosen. Raises as `enrol`."""
         with self._reading():
-            return self._good_for(ticket, key) is None and not self._has_place(ticket)
+            return self._good_for(ticket, key) is None and not self._is_in(self._of_ticket(ticket))
 
     def slot_of(self, ticket: str) -> str | None:
         """Return the slot that a ticket names; None if it admits to any. Raises Refused if it admits to none."""
@@ -160,10 +160,6 @@ class Memberships:
             raise Forbidden("the ticket has expired: ask for another")
         return place
 
-    def _has_place(self, ticket: str) -> bool:
-        held = self._of_ticket(ticket)
-        return held is not None and self._is_in(held)
-
     def _ticket(self, ticket: str) -> tuple[str | None, float, bytes | None, int]:
         found = self._database.execute("SELECT place, until, key, revoked FROM tickets WHERE id = ?", (ticket,))
         row: tuple[str | None, float, bytes | None, int] | None = found.fetchone()
@@ -173,7 +169,7 @@ class Memberships:
 
     def _place_for(self, wanted: str | None, vacant: Collection[str]) -> str:
         if wanted is not None:
-            if self._is_taken(wanted):
+            if self._is_in(self._newest(wanted)):
                 ask = "ask the operator of the run to free it (`hetero-pp revoke`), or for a ticket to another slot"
                 raise Refused(f"{wanted} is taken by another host: {ask}")
             return wanted
@@ -296,14 +292,12 @@ class Memberships:
         """Return the holder of a slot; None if no ticket holder has it."""
         with self._reading():
             newest = self._newest(place)
-            return newest if newest is not None and self._is_in(newest) else None
+            return newest if self._is_in(newest) else None
 
     def holders(self) -> list[Holder]:
         """Return all holders, by slot and number."""
-        query = "SELECT place, holder, until, ended FROM holders ORDER BY place, holder"
         with self._reading():
-            found = self._database.execute(query).fetchall()
-        return [Holder(*row) for row in found]
+            return list(self._holders("ORDER BY place, holder"))
 
     def _require_in(self, place: str, number: int) -> None:
         newest = self._newest(place)
@@ -316,31 +310,20 @@ class Memberships:
         if not self._is_in(newest):
             raise Refused(f"{place}: the certificate was not renewed in time")
 
-    def _require_free(self, place: str) -> None:
-        if self._is_taken(place):
-            raise Refused(f"{place} is taken: `hetero-pp revoke` frees it")
-
-    def _is_taken(self, place: str) -> bool:
-        newest = self._newest(place)
-        return newest is not None and self._is_in(newest)
-
-    def _is_in(self, holder: Holder) -> bool:
-        return holder.ended is None and self._clock() <= holder.until
+    def _is_in(self, holder: Holder | None) -> bool:
+        return holder is not None and holder.ended is None and self._clock() <= holder.until
 
     def _newest(self, place: str) -> Holder | None:
-        found = self._database.execute(
-            "SELECT place, holder, until, ended FROM holders WHERE place = ? ORDER BY holder DESC LIMIT 1", (place,)
-        )
-        row = found.fetchone()
-        return None if row is None else Holder(*row)
+        return next(self._holders("WHERE place = ? ORDER BY holder DESC LIMIT 1", place), None)
 
     def _of_ticket(self, ticket: str) -> Holder | None:
         """Return the last holder that a ticket admitted."""
-        found = self._database.execute(
-            "SELECT place, holder, until, ended FROM holders WHERE ticket = ? ORDER BY rowid DESC LIMIT 1", (ticket,)
-        )
-        row = found.fetchone()
-        return None if row is None else Holder(*row)
+        return next(self._holders("WHERE ticket = ? ORDER BY rowid DESC LIMIT 1", ticket), None)
+
+    def _holders(self, clauses: str, *values: str) -> Iterator[Holder]:
+        """Return the holders that a query finds, in its order."""
+        found = self._database.execute(f"SELECT place, holder, until, ended FROM holders {clauses}", values)
+        return (Holder(*row) for row in found.fetchall())
 
     @contextmanager
     def _reading(self) -> Iterator[None]:

@@ -8,13 +8,12 @@ from dataclasses import replace
 
 from hetero_pp.core.errors import RunOver
 from hetero_pp.messages.messages_pb2 import CONTRIBUTING, FINISHING, JOINING, StatusReply
-from replica_groups.exchange.addresses import Addresses
+from replica_groups.exchange.assignments import Addresses
 from replica_groups.exchange.joining import Joining
 from replica_groups.exchange.patience import Expected
 from replica_groups.exchange.presence import Presence
-from replica_groups.exchange.reports import Reports
+from replica_groups.exchange.reports import Reports, why_paused
 from replica_groups.exchange.run_state import RunState
-from replica_groups.exchange.standing import why_paused
 
 
 class Overview:

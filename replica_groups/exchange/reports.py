@@ -1,22 +1,56 @@
-"""Reports: checks those of members, acts on failures and on ends, and passes all on to the watchers."""
+"""Reports: checks those of members, acts on failures and on ends, and passes all on to the watchers.
+
+Members may send too many reports, or false numbers and times, so each report is checked before it is used. Decisions of
+the rules become reports of the exchange itself.
+"""
 
 from __future__ import annotations
 
+import math
+import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 from hetero_pp.config.links import EXCHANGE
+from hetero_pp.core.errors import TooMuch
+from hetero_pp.core.steady_clock import steady_clock
+from hetero_pp.core.units import format_seconds
 from hetero_pp.messages import messages_pb2 as pb
+from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.messages.refusals import Kind
-from hetero_pp.messages.report_bounds import ReportBounds
-from hetero_pp.outer.exchange_service import Caller
-from replica_groups.exchange.member_reports import MemberReports
+from hetero_pp.messages.report_bounds import ReportBounds, complaint, drop_unknown
+from hetero_pp.outer.exchange_service import Caller, IsAsked, always
+from hetero_pp.run.spec import Roster
 from replica_groups.exchange.presence import Presence
 from replica_groups.exchange.run_state import RunState
-from replica_groups.exchange.standing import reports_of
-from replica_groups.exchange.watchers import Watchers
 from replica_groups.protocol import events as e
+
+REMEMBERED_REPORTS = 10_000
+"""Number of past reports that a new watcher receives."""
+
+SECONDS_BETWEEN_LOOKS = 0.5
+"""Interval at which it is checked whether a watcher is still there."""
+
+_CONCERN_ALL = ("joined", "waiting", "begun", "reading", "failure", "standing", "over")
+
+TRIES = 8
+"""Number of times that one round may be reported, because a replica that reforms trains its round again."""
+ROUNDS_BEFORE = 8
+"""Rounds added to those of the run, for reports before the first round and after the last."""
+_LINK_REPORTS_A_SECOND = 4.0
+"""Reports per second for one direction of one link. A member sends two while it trains."""
+_ACTIVITIES_A_SECOND = 4.0
+"""A member sends at most two."""
+_REFUSALS_A_SECOND, _REFUSALS_AT_ONCE = 2.0, 100
+"""A member reports 20 refusals at once and then one a second; each process that takes its slot may do so again."""
+
+DEVICE_CHARACTERS = 80
+"""Characters of the name of a device."""
+REFUSAL_CHARACTERS = 200
+"""Characters of each text of a reported refusal. Only refusals grow with time instead of with rounds."""
 
 
 class Reports:
@@ -65,7 +99,7 @@ class Reports:
     def check_verified(self, member: str) -> str | None:
         """Return why a hash that a member's confirmation completes is not reported; None if it is."""
         with self._reporting:
-            return self._reports.check_verified(member, self._state.coordinator.last_round)
+            return self._reports.count(member, "round_verified", self._state.coordinator.last_round)
 
     def _pass_on(self, report: pb.Report, term: int | None) -> None:
         member, state = report.member, self._state
@@ -116,18 +150,17 @@ class Reports:
             self.changes[member] = time.monotonic(), ""
         self._tell([pb.Report(member=member, joined=pb.Joined(address=address, term=term))])
 
-    def tell_own(self, report: pb.Report) -> None:
-        """Pass on a report of the exchange itself."""
-        report.member = EXCHANGE
-        self._pass_on(report, None)
+    def tell_own(self, **event: Any) -> None:
+        """Pass on a report of the exchange itself, given by the field of its event."""
+        self._pass_on(pb.Report(member=EXCHANGE, **event), None)
 
     def tell_waiting(self, waiting: pb.Waiting) -> None:
         """Report the members that the exchange waits for."""
-        self.tell_own(pb.Report(waiting=waiting))
+        self.tell_own(waiting=waiting)
 
     def tell_reading(self, what: str, share: float) -> None:
         """Report the progress of a long operation for which members wait."""
-        self.tell_own(pb.Report(reading=pb.Reading(what=what, share=share)))
+        self.tell_own(reading=pb.Reading(what=what, share=share))
 
     def tell_effect(self, effect: e.Effect) -> None:
         """Report a decision of the rules."""
@@ -135,7 +168,7 @@ class Reports:
             closed = self._state.decisions.kept(effect.record.round)
             self._tell([pb.Report(member=EXCHANGE, round_closed=closed)])
         else:
-            found = list(reports_of(effect, self._state.roster.members))
+            found = list(_reports_of(effect, self._state.roster.members))
             for one in found:
                 if one.standing.what in (pb.SILENT, pb.TERM_OVER, pb.SUSPENDED):
                     self.changes[one.standing.place] = time.monotonic(), one.standing.cause
@@ -152,3 +185,188 @@ class Reports:
                 elif self._reports.take(report):
                     kept.append(report)
             self.watchers.tell(kept)
+
+
+class MemberReports:
+    """Checks reports of members: their numbers, how many there are, and their times. Not thread-safe."""
+
+    def __init__(self, roster: Roster, bounds: ReportBounds, clock: Callable[[], float] | None = None) -> None:
+        """`clock`: seconds since 1970, by default those of a steady clock."""
+        self._roster, self._bounds, self._clock = roster, bounds, clock or steady_clock()
+        self._directions = Counter(roster.counts.values())
+        self._told: Counter[tuple[str, str]] = Counter()
+        """(member, event) -> accepted reports."""
+        self._newest: dict[str, float] = {}
+        """Member -> time of its newest report, by this process's clock."""
+        self._now = self._first = self._clock()
+
+    def now(self) -> float:
+        """Return the seconds since 1970, never less than before."""
+        self._now = max(self._now, self._clock())
+        return self._now
+
+    def check(self, report: pb.Report, last_round: int) -> str | None:
+        """Return why a report is refused; None if it is accepted. `last_round`: newest round that may be trained."""
+        if (found := complaint(report, last_round, self._bounds)) is not None:
+            return found
+        if report.HasField("refusal") and report.refusal.kind not in frozenset(Kind):
+            return f"`refusal.kind`: got `{report.refusal.kind[:40]}`, expected one of: {', '.join(Kind)}"
+        return self.count(report.member, report.WhichOneof("event") or "", last_round)
+
+    def count(self, sender: str, event: str, last_round: int) -> str | None:
+        """Count one more report; return why it is refused; None if it is accepted."""
+        most = self._most(sender, event, last_round)
+        if self._told[sender, event] >= most:
+            return f"`{event}`: got more than {most} reports up to round {last_round}"
+        self._told[sender, event] += 1
+        return None
+
+    def _most(self, member: str, event: str, last_round: int) -> int:
+        """Return the number of reports of one kind that a member may have sent by now."""
+        rounds, seconds = TRIES * (last_round + ROUNDS_BEFORE), self._clock() - self._first
+        match event:
+            case "inner_step":
+                return rounds * self._bounds.steps
+            case "link_use":
+                return max(1, self._directions[member]) * (rounds + math.ceil(_LINK_REPORTS_A_SECOND * seconds))
+            case "activity":
+                return rounds + math.ceil(_ACTIVITIES_A_SECOND * seconds)
+            case "refusal":
+                return _REFUSALS_AT_ONCE + math.ceil(_REFUSALS_A_SECOND * seconds)
+        return rounds
+
+    def take(self, report: pb.Report) -> bool:
+        """Date an accepted report; return False if nothing useful is left of it.
+
+        Its time becomes the exchange's time of its arrival, less its age when it was sent. A member cannot date a
+        report before its previous one.
+        """
+        now = self.now()
+        age = report.sent - report.time if report.HasField("sent") else 0.0
+        made = now - age if 0 < age < math.inf else now
+        if report.HasField("refusal"):
+            refusal = report.refusal
+            refusal.sender, refusal.reason = (text[:REFUSAL_CHARACTERS] for text in (refusal.sender, refusal.reason))
+        if report.HasField("computes"):
+            report.computes.device = report.computes.device[:DEVICE_CHARACTERS]
+        report.time = self._newest[report.member] = max(made, self._newest.get(report.member, self._first))
+        return drop_unknown(report)
+
+
+def _reports_of(effect: e.Effect, replicas: Mapping[str, str]) -> Iterator[pb.Report]:
+    """Yield the reports of an effect for watchers; `replicas`: slot -> replica."""
+    match effect:
+        case e.Fenced(place, term, cause, silent) if cause:
+            what = pb.SILENT if silent else pb.TERM_OVER
+            yield _report(what, place=place, replica=replicas[place], term=term, cause=cause)
+        case e.Suspended(place, term, _, cause):
+            yield _report(pb.SUSPENDED, place=place, replica=replicas[place], term=term, cause=cause)
+        case e.TooLate(replica, round_):
+            yield _report(pb.LATE, replica=replica, round=round_)
+        case e.Bounded(replica, round_, scale, why):
+            what = pb.SCALED if scale else pb.LEFT_OUT
+            yield _report(what, replica=replica, round=round_, cause=f"{scale:.3g}" if scale else why)
+        case e.Paused(round_, there, needed):
+            yield _report(pb.PAUSED, round=round_, cause=why_paused(there, len(set(replicas.values())), needed))
+        case e.WentOn(round_):
+            yield _report(pb.WENT_ON, round=round_)
+        case e.Over(round_, rounds, finishing):
+            yield pb.Report(member=EXCHANGE, over=pb.Over(round=round_, rounds=rounds, finishing=finishing))
+        case e.Heal(place, term, round_, parameter):
+            cause = f"held a {parameter} that differs from the run log"
+            yield _report(pb.HEALED, place=place, replica=replicas[place], term=term, round=round_, cause=cause)
+        case e.Barred(place, term, round_, until, cause):
+            replica = replicas[place]
+            cause = f"{cause}: {replica} takes part in no round before {until}, unless a quorum needs it"
+            yield _report(pb.EXCLUDED, place=place, replica=replica, term=term, round=round_, cause=cause)
+        case e.NotAwaited(replica, round_, missed, seconds):
+            cause = f"missed {missed} rounds in a row: rounds of the next {format_seconds(round(seconds))}"
+            yield _report(pb.NOT_AWAITED, replica=replica, round=round_, cause=cause)
+
+
+def why_paused(there: Collection[str], replicas: int, needed: int) -> str:
+    return f"{len(there)} of {replicas} replicas are present, {needed} are required"
+
+
+def _report(what: pb.Happened, **facts: Any) -> pb.Report:
+    return pb.Report(member=EXCHANGE, standing=pb.Standing(what=what, **facts))
+
+
+class _Watcher:
+    """Reports on their way to one watcher: a bounded number. A watcher that reads too slowly is cut."""
+
+    def __init__(self, most: float) -> None:
+        self.is_cut = False
+        self._most = most
+        self._reports: queue.SimpleQueue[Report | bytes | None] = queue.SimpleQueue()
+
+    def put(self, report: Report | bytes | None) -> None:
+        """Queue a report; None: the last one."""
+        if self._reports.qsize() >= self._most:
+            self.is_cut = True
+        if not self.is_cut:
+            self._reports.put(report)
+
+    def get(self) -> Report | None:
+        """Return a report. Raises queue.Empty after a while, TooMuch if the watcher is cut."""
+        if self.is_cut:
+            raise TooMuch(f"found {self._most} unread reports, expected fewer")
+        found = self._reports.get(timeout=SECONDS_BETWEEN_LOOKS)
+        return Report.FromString(found) if isinstance(found, bytes) else found
+
+
+class Watchers:
+    """Distributes every report to all watchers. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.reported = 0
+        """Number of reports so far."""
+        self._lock = threading.Lock()
+        self._watchers: list[_Watcher] = []
+        self._reports: deque[bytes] = deque(maxlen=REMEMBERED_REPORTS)  # as messages they would take five times as much
+        self._ended = False
+
+    def tell(self, reports: Sequence[Report]) -> None:
+        """Pass reports to all watchers, in this order."""
+        with self._lock:
+            self._reports.extend(report.SerializeToString() for report in reports)
+            self.reported += len(reports)
+            for report in reports:
+                for watcher in self._watchers:
+                    watcher.put(report)
+
+    def watch(
+        self, members: Collection[str] = (), is_asked: IsAsked = always, most_unread: float = math.inf
+    ) -> Iterator[Report]:
+        """Yield every report since the start of the run, until there are no more or the watcher is gone.
+
+        With `members` only theirs, and those that concern all members. Raises TooMuch for a watcher that leaves
+        `most_unread` reports unread.
+        """
+        watcher = _Watcher(most_unread)
+        with self._lock:
+            for report in self._reports:
+                watcher.put(report)  # as bytes, which is all that a watcher that does not read occupies
+            if self._ended:
+                watcher.put(None)
+            self._watchers.append(watcher)
+        try:
+            while is_asked():
+                try:
+                    one = watcher.get()
+                except queue.Empty:
+                    continue
+                if one is None:
+                    return
+                if not members or one.member in members or one.WhichOneof("event") in _CONCERN_ALL:
+                    yield one
+        finally:
+            with self._lock:
+                self._watchers.remove(watcher)
+
+    def end(self) -> None:
+        """End all streams: no report follows."""
+        with self._lock:
+            self._ended = True
+            for watcher in self._watchers:
+                watcher.put(None)

@@ -48,24 +48,9 @@ def find_restart(
     newest = max(held)
     if not common and newest - min(held) <= 1 and min(held) > 0:
         common |= {0}
-    for round_ in sorted(common, reverse=True) if newest - max(common, default=0) <= every else ():
-        try:
-            snapshot = snapshot_after(log, run, round_, optimizer_for, damaged)
-        except FileNotFoundError:
-            continue
-        return Restart(snapshot, tuple(dict.fromkeys(damaged)))
-    return _newest_of_log(log, run, available, optimizer_for, damaged)
-
-
-def _newest_of_log(
-    log: ContributionLog,
-    run: str,
-    available: Mapping[str, AvailableStates],
-    optimizer_for: OptimizerFor,
-    damaged: list[str],
-) -> Restart:
+    of_members = sorted(common, reverse=True) if newest - max(common, default=0) <= every else []
     last = log.last_record()
-    for round_ in range(last, -1, -1):
+    for round_ in (*of_members, *range(last, -1, -1)):
         try:
             snapshot = snapshot_after(log, run, round_, optimizer_for, damaged)
         except FileNotFoundError:
@@ -74,11 +59,9 @@ def _newest_of_log(
         older = [f"{name} {_saved(available[name].rounds, round_)}" for name in behind]
         return Restart(snapshot, tuple(dict.fromkeys(damaged)), note="; ".join(older))
     holders = "; ".join(f"{member} {_listed(states.rounds)}" for member, states in sorted(available.items()))
-    complaint = (
-        f"found no round that all members have saved and that the log (up to round {last}) can restore: {holders}"
-    )
-    complaint += " (states are saved every `snapshots.every` rounds)"
-    raise HeteroPPError("; ".join([complaint, *dict.fromkeys(damaged)]))
+    complaint = f"found no round that all members have saved and that the log (up to round {last}) can restore"
+    cause = f"{complaint}: {holders} (states are saved every `snapshots.every` rounds)"
+    raise HeteroPPError("; ".join([cause, *dict.fromkeys(damaged)]))
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ from hetero_pp.messages.refusals import Kind
 from hetero_pp.outer.exchange_service import IsAsked
 from hetero_pp.pseudo_gradient.contribution import MAX_BLOB_BYTES
 from hetero_pp.pseudo_gradient.together import payload_bytes
-from hetero_pp.rpc.caller_limits import Pace
+from hetero_pp.rpc.caller_limits import Pace, StreamWatch
 from hetero_pp.rpc.callers import Callers, RemoteCaller, claimed
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_server
 from hetero_pp.rpc.credentials import Secret
@@ -39,7 +39,6 @@ from hetero_pp.rpc.reach import Reach
 from hetero_pp.rpc.relay import MOST_CARRIED, Relay
 from hetero_pp.rpc.relay import SERVICE as RELAY
 from hetero_pp.rpc.services import ADMISSION_SERVICE, EXCHANGE_SERVICE, LONGEST_WAIT, service_handler
-from hetero_pp.rpc.stalled import StreamWatch
 from replica_groups.exchange.admission import Admission, OpenHouse
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.memberships import MOST_BLAMED, Memberships
@@ -167,7 +166,7 @@ class _Servicer:
         except Forbidden as error:
             self.refuse(caller.name, str(error), Kind.FORBIDDEN)
             raise
-        self.exchange.heard(caller.name, caller.term)
+        self.exchange.presence.heard(caller.name, caller.term)
         return caller.name
 
     def refuse(self, sender: str, reason: str, kind: Kind) -> None:
@@ -186,7 +185,7 @@ class _Servicer:
         return self.exchange.call(request, self.callers.of(context))
 
     def _answer_later(self, request: Message, context: grpc.ServicerContext) -> Any:
-        """The same for a request whose reply may have to be waited for."""
+        """Answer a request whose reply may have to wait."""
         return self.exchange.call(request, self._waiting(context))
 
     Agree = Confirm = _answer
@@ -196,7 +195,7 @@ class _Servicer:
         """End the incarnations of a member's group whose tickets were revoked, so that their links are cut at once."""
         if self._guests is None:
             return
-        for place, holder, term in self.exchange.guests_beside(member):
+        for place, holder, term in self.exchange.assignments.guests_beside(member):
             try:
                 self._guests.require_in(place, holder)
             except Refused as error:
@@ -205,7 +204,7 @@ class _Servicer:
     def _is_asked(self, context: grpc.ServicerContext) -> IsAsked:
         """Return a check that a call's caller is there, which fails after LONGEST_WAIT seconds."""
         member = self._member(context)
-        context.add_callback(lambda: self.exchange.wake(member))
+        context.add_callback(lambda: self.exchange.decisions.wake(member))
         until = time.monotonic() + LONGEST_WAIT
         return lambda: context.is_active() and time.monotonic() < until
 
@@ -213,7 +212,7 @@ class _Servicer:
         """Yield the same frames. Each one shows that the member is there; a stream without any is cut."""
         member = self._member(context)
         for frame in self._stalls.watched(frames, context):
-            self.exchange.heard(member)
+            self.exchange.presence.heard(member)
             yield frame
 
     def Join(self, request: pb.JoinRequest, context: grpc.ServicerContext) -> pb.JoinReply:
@@ -236,17 +235,17 @@ class _Servicer:
         member, address = self._member(context), plain(address, MOST_OF_AN_ADDRESS)
         if self._reach is not None:
             is_reached = self._reach.of(member, address, context.peer(), is_new)
-            self.exchange.dialled(member, address, is_reached)
+            self.exchange.addresses.dialled(member, address, is_reached)
         return address
 
     def Stay(self, request: pb.StayRequest, context: grpc.ServicerContext) -> pb.StayReply:
         """Wait with a member until the run is over. Tell the exchange if the member is gone before."""
         caller = self.callers.of(context)
         member, term = caller.name, caller.term
-        if context.add_callback(lambda: self.exchange.left(member, request.node, term)):
-            self.exchange.stay(member)
+        if context.add_callback(lambda: self.exchange.presence.left(member, request.node, term)):
+            self.exchange.presence.stay(member)
         else:  # the call has ended already
-            self.exchange.left(member, request.node, term)
+            self.exchange.presence.left(member, request.node, term)
         return pb.StayReply()
 
     def Assign(self, request: pb.AssignRequest, context: grpc.ServicerContext) -> pb.AssignReply:
@@ -260,7 +259,7 @@ class _Servicer:
 
     def Broken(self, request: pb.BrokenRequest, context: grpc.ServicerContext) -> pb.BrokenReply:
         request.cause, request.blames = plain(request.cause), plain(request.blames)
-        for place, holder, term in self.exchange.link_broke(request, self.callers.of(context)):
+        for place, holder, term in self.exchange.assignments.link_broke(request, self.callers.of(context)):
             if holder and self._guests is not None and self._guests.blame(place, holder):
                 why = f"its ticket was revoked after {MOST_BLAMED} malformed messages: {request.cause}"
                 self.exchange.died(place, why, term)
@@ -315,7 +314,7 @@ class _Servicer:
         caller = self.callers.of(context)
 
         def announced(header: pb.BlobHeader) -> int:
-            self.exchange.expect(header, caller)
+            self.exchange.deposits.expect(header, caller)
             return payload_bytes(header)
 
         header, data = read_frames(self._moving(frames, context), pb.BlobHeader, announced, MAX_BLOB_BYTES)
@@ -329,11 +328,12 @@ class _Servicer:
 
             def room_for(header: pb.ShownFile) -> Iterator[memoryview]:
                 header.name = plain(header.name, MOST_OF_A_NAME)
-                self.exchange.expect_file(header, caller)
+                showing = self.exchange.shown_by(caller)
+                showing.expect(header, caller)
                 try:
                     _take_room(file.fileno(), header.size)
                 except OSError as error:
-                    self.exchange.lacks_room(header, caller)
+                    showing.lacks_room(header, caller)
                     raise TooMuch(f"the exchange has no room for a file of {header.size} bytes: {error}") from None
                 yield memoryview(mmap.mmap(file.fileno(), header.size))
 
@@ -342,10 +342,10 @@ class _Servicer:
         return pb.ShownReply()
 
     def UploadUrl(self, request: pb.Upload, context: grpc.ServicerContext) -> pb.UploadUrlReply:
-        return pb.UploadUrlReply(url=self.exchange.upload_url(request, self.callers.of(context)))
+        return pb.UploadUrlReply(url=self.exchange.deposits.upload_url(request, self.callers.of(context)))
 
     def Uploaded(self, request: pb.Upload, context: grpc.ServicerContext) -> pb.DepositReply:
-        self.exchange.uploaded(request, self.callers.of(context))
+        self.exchange.deposits.uploaded(request, self.callers.of(context))
         return pb.DepositReply(exchange=self.process)
 
     def Record(self, request: pb.RecordRequest, context: grpc.ServicerContext) -> pb.RoundRecord:
@@ -357,11 +357,11 @@ class _Servicer:
 
     def Fetch(self, request: pb.FetchRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
         caller = self.callers.of(context)
-        stored = self.exchange.stored(request, caller) if request.reaches_store else None
+        stored = self.exchange.decided.stored(request, caller) if request.reaches_store else None
         if stored is not None:
             header, parts = pb.BlobHeader(stored=stored), list[memoryview]()
         else:
-            header, parts = self.exchange.fetch_many(request, caller)
+            header, parts = self.exchange.decided.fetch_many(request, caller)
         yield from self._moving(header_and_payload_frames(header, parts), context)
 
     def Report(self, request: pb.ReportRequest, context: grpc.ServicerContext) -> pb.ReportReply:

@@ -50,5 +50,4 @@ class Waits:
             self.changed.notify_all()
 
     def wake_all(self) -> None:
-        """Wake every waiting call."""
         self.wake(self._waiting)

@@ -24,7 +24,7 @@ from hetero_pp.core.files import complaint
 from hetero_pp.data.shares import Hash
 from hetero_pp.messages.messages_pb2 import BlobHeader, Commitment, ShownFile
 from hetero_pp.outer.exchange_service import Caller, ForwardedExchange
-from replica_groups.loop.steps_taken import StepsTaken
+from replica_groups.loop.inner_loops import StepsTaken
 from replica_groups.member.committed_state import BEFORE, MESSAGES, CommittedState, messages_sha256
 from replica_groups.member.training_member import TrainingMember
 from replica_groups.outer.outer_round import OuterRound

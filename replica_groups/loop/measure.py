@@ -7,7 +7,8 @@ other. It makes the same calls as a stage worker and an outer round, without lin
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 
 import torch
@@ -24,7 +25,7 @@ from hetero_pp.run.simulate_section import MeasuredCost
 from hetero_pp.run.snapshot import Snapshot, initial_snapshot
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from replica_groups.engines.build import build_model
-from replica_groups.engines.whole import WholeReplica
+from replica_groups.engines.plain import WholeReplica
 from replica_groups.member.build_member import Start, build_stage
 from replica_groups.outer.outer_round import OuterRound
 from replica_groups.outer.parameter_store import LocalParameters
@@ -54,7 +55,7 @@ def _measure_whole(spec: RunSpec, member: MemberSpec, snapshot: Snapshot) -> Mea
     module = build_model(replica, spec.shape, snapshot.parameters, CPU)
     whole = WholeReplica(replica.name, module, config.inner, spec.total_steps)
     tokens = _tokens(spec, replica.batch_size // replica.micro_batches)
-    forward, backward, update = [], [], []
+    spent: dict[str, list[float]] = {"forward": [], "backward": [], "update": []}
     for step in range(REPEATS):
         started = time.perf_counter()
         loss = whole.loss(tokens)
@@ -62,19 +63,17 @@ def _measure_whole(spec: RunSpec, member: MemberSpec, snapshot: Snapshot) -> Mea
         loss.backward()
         ended = time.perf_counter()
         whole.optimizer.step(step, whole.optimizer.gradient_norm())
-        forward.append(middle - started)
-        backward.append(ended - middle)
-        update.append(time.perf_counter() - ended)
-    evaluate = median_seconds(lambda: whole.evaluate([tokens]))
-    contribute, apply = _measure_outer(spec, member, dict(whole.parameters), snapshot)
-    return MeasuredCost.model_construct(
-        forward=median(forward),
-        backward=median(backward),
-        update=median(update),
-        contribute=contribute,
-        apply=apply,
-        evaluate=evaluate,
-    )
+        spent["forward"].append(middle - started)
+        spent["backward"].append(ended - middle)
+        spent["update"].append(time.perf_counter() - ended)
+    spent["evaluate"] = [median_seconds(lambda: whole.evaluate([tokens]))]
+    return _cost(spent, *_measure_outer(spec, member, dict(whole.parameters), snapshot))
+
+
+def _cost(spent: Mapping[str, Sequence[float]], contribute: float, apply: float) -> MeasuredCost:
+    """Return the cost of a member from the seconds of each repetition, by kind of work."""
+    medians = {kind: median(seconds) for kind, seconds in spent.items()}
+    return MeasuredCost.model_construct(**medians, contribute=contribute, apply=apply)
 
 
 def _measure_group(
@@ -86,27 +85,14 @@ def _measure_group(
         stage.split_embedding(snapshot.parameters[EMBEDDING])
     rows = replica.batch_size // replica.micro_batches
     tokens = _tokens(spec, rows)
-    spent: dict[str, list[list[float]]] = {
-        kind: [[] for _ in stages] for kind in ("forward", "backward", "update", "evaluate")
-    }
+    spent = [defaultdict[str, list[float]](list) for _ in stages]
     for step in range(REPEATS):
         _pass(stages, tokens, step, spent)
-    for index, (member, stage) in enumerate(zip(members, stages, strict=True)):
-        contribute, apply = _measure_outer(spec, member, dict(stage.parameters), snapshot)
-        yield (
-            member.name,
-            MeasuredCost.model_construct(
-                forward=median(spent["forward"][index]),
-                backward=median(spent["backward"][index]),
-                update=median(spent["update"][index]),
-                contribute=contribute,
-                apply=apply,
-                evaluate=median(spent["evaluate"][index]),
-            ),
-        )
+    for member, stage, own in zip(members, stages, spent, strict=True):
+        yield member.name, _cost(own, *_measure_outer(spec, member, dict(stage.parameters), snapshot))
 
 
-def _pass(stages: list[Stage], tokens: Tensor, step: int, spent: dict[str, list[list[float]]]) -> None:
+def _pass(stages: list[Stage], tokens: Tensor, step: int, spent: list[defaultdict[str, list[float]]]) -> None:
     """Time a forward and backward pass of one micro-batch, an optimizer step and an evaluation, per stage.
 
     Encoding and decoding of the messages between stages is included.
@@ -124,7 +110,7 @@ def _pass(stages: list[Stage], tokens: Tensor, step: int, spent: dict[str, list[
             if not stage.spec.is_last:
                 packed = pack_tokens(own, vocabulary)
                 wire = stage.boundary.format.to_wire(stage.boundary.encode_activation(output))
-            spent["evaluate" if evaluates else "forward"][index].append(time.perf_counter() - started)
+            spent[index]["evaluate" if evaluates else "forward"].append(time.perf_counter() - started)
     wire = None
     for index, stage in reversed(list(enumerate(stages))):
         started = time.perf_counter()
@@ -132,10 +118,10 @@ def _pass(stages: list[Stage], tokens: Tensor, step: int, spent: dict[str, list[
         came = None if wire is None else stage.boundary.format.from_wire(wire, shape)
         symbols = stage.backward(0, came, noise_key(0, "calibration", index, step, 0))
         wire = None if symbols is None else stage.boundary.format.to_wire(symbols)
-        spent["backward"][index].append(time.perf_counter() - started)
+        spent[index]["backward"].append(time.perf_counter() - started)
         started = time.perf_counter()
         stage.step(step, stage.optimizer.gradient_norm())
-        spent["update"][index].append(time.perf_counter() - started)
+        spent[index]["update"].append(time.perf_counter() - started)
 
 
 def _measure_outer(

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from hetero_pp.core.errors import HeteroPPError, Refused
 from hetero_pp.messages.messages_pb2 import Doing, Report
@@ -40,18 +41,15 @@ class Reporter:
         """Return an empty report of this member with the present time, to be filled in and sent."""
         return Report(time=time.time(), member=self.member)
 
-    def tell_device(self, name: str) -> None:
-        """Report on which device the member computes."""
-        report = self.new()
-        report.computes.device = name
-        self.send(report)
+    def tell(self, **event: Any) -> None:
+        """Report an event, given by its field of Report. It may be changed afterwards."""
+        self.send(Report(time=time.time(), member=self.member, **event))
 
     def does(self, doing: Doing | Callable[[], Doing]) -> None:
         """Note what the member does from now on. It is sampled, so that no step waits and none is reported alone."""
         self._doing = doing if callable(doing) else lambda: doing
 
     def send(self, report: Report) -> None:
-        """Queue a report."""
         self._queue.put(report)
 
     def flush(self, is_asked: Callable[[], bool] = lambda: False) -> None:

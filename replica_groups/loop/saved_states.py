@@ -81,7 +81,6 @@ class SavedStates:
             rename_whole(part, self.path(round_))
 
     def path(self, round_: int) -> Path:
-        """Return the folder of the checkpoint after a round."""
         return self.folder / f"round-{round_:06d}"
 
     def rounds(self) -> list[int]:

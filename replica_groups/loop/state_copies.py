@@ -86,7 +86,6 @@ class StateCopies:
             self._changed.wait_for(lambda: self._waiting is None and not self._is_sending)
 
     def end(self) -> None:
-        """Stop sending."""
         with self._changed:
             self._waiting, self._has_ended = None, True
             self._changed.notify_all()

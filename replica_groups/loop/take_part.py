@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
-from hetero_pp.config.links import exchange_link_name, stage_link_name
+from hetero_pp.config.links import exchange_link_name
 from hetero_pp.core.device import name_of, use
-from hetero_pp.core.errors import LinkClosed, Refused, Stopped
+from hetero_pp.core.errors import Stopped
 from hetero_pp.core.files import keep_trying
 from hetero_pp.data.sources import Source, open_source, tokens_digest
-from hetero_pp.link.ends import NOT_KNOWN, Holders, LinkEnds
-from hetero_pp.link.shaping import MonotonicClock
-from hetero_pp.link.shared_lines import Lines
-from hetero_pp.messages.messages_pb2 import AssignReply
+from hetero_pp.link.protocol import LinkEnds
+from hetero_pp.messages.messages_pb2 import Computes
 from hetero_pp.model.transformer import EMBEDDING
 from hetero_pp.outer.exchange_service import ExchangeService
 from hetero_pp.run.config import RunConfig
@@ -26,18 +23,14 @@ from hetero_pp.run.round_optimizer import round_optimizer
 from hetero_pp.run.snapshot import BASIS, MOMENTUM, momentum_of
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.store.faults import NO_FAULTS, Faults
-from replica_groups.loop.carried import CarriedExchange
-from replica_groups.loop.collective import CollectiveExchange
 from replica_groups.loop.commitments import Commitments, CommittedExchange
+from replica_groups.loop.exchanges import CarriedExchange, CollectiveExchange, HeldBack, ShapedExchange
 from replica_groups.loop.gate import Gate
-from replica_groups.loop.held_back import HeldBack
+from replica_groups.loop.inner_loops import StepsOf, StepsTaken, round_length
 from replica_groups.loop.reporter import Reporter
-from replica_groups.loop.round_length import StepsOf, round_length
 from replica_groups.loop.saved_states import SavedStates, newest_usable_state
-from replica_groups.loop.seat import LedgerOf, Seat
-from replica_groups.loop.shaped import ShapedExchange
+from replica_groups.loop.seat import Connections, Links, Seat
 from replica_groups.loop.state_copies import StateCopies
-from replica_groups.loop.steps_taken import StepsTaken
 from replica_groups.loop.stopping import NEVER_STOPPED, Stopping
 from replica_groups.loop.training_loop import TrainingLoop
 from replica_groups.member.build_member import Start, build_member
@@ -45,37 +38,6 @@ from replica_groups.member.training_member import TrainingMember
 from replica_groups.outer.outer_round import OuterRound
 from replica_groups.outer.ranks import ALONE, Ranks
 from replica_groups.outer.round_calls import Carrier
-
-
-class Connections(Protocol):
-    """Connections of a member to the rest of its run."""
-
-    @property
-    def exchange(self) -> ExchangeService:
-        """The exchange, without traffic shaping. If several ranks form one member, only the first rank uses it."""
-
-    @property
-    def lines(self) -> Lines:
-        """The access lines that all links of the member share."""
-
-    def listen(self) -> str:
-        """Start to listen for the neighbouring stages; return the address (empty if there is none)."""
-
-    def open(self, epoch: int, upstream: str, downstream: str, holders: Holders = NOT_KNOWN) -> LinkEnds:
-        """Open the links to the neighbouring stages in this generation of the group. The member must have joined.
-
-        `upstream` and `downstream` are the addresses to dial; an empty one means that the neighbour dials or does not
-        exist. A neighbour whose holder number differs from `holders` is refused. A call for a newer generation aborts
-        the links of older ones; the byte counts continue.
-
-        Raises LinkClosed if the generation is over, and LinkTimeout if a neighbour does not connect.
-        """
-
-    def give_up(self, before: int, cause: str) -> None:
-        """Close links of generations before this one; their users, and callers waiting in `open`, get LinkClosed.
-
-        May be called from any thread. From then on `open` raises for these generations.
-        """
 
 
 def take_part(
@@ -110,7 +72,7 @@ def take_part(
     copies = _copies(config, folder, member) if ranks.is_first else None
     states = SavedStates(folder.state(member.name), run, config.states_every, ranks, copies)
     available, address = states.find(), connections.listen()
-    seat = Seat(exchange, member.name, address, available, _Links(member, connections, shaped))
+    seat = Seat(exchange, member.name, address, available, Links(member, connections, shaped))
     with seat.taken():
         saved = newest_usable_state(exchange, member.name, member.replica.name, states, available)
         spec = spec.with_changes(exchange.changes())
@@ -121,7 +83,7 @@ def take_part(
             spec, run, member, committed, source, ranks, folder.path, carrier=carrier, tell=tell
         )
         reporter = Reporter(exchange, member.name)
-        reporter.tell_device(name_of(ranks.device))
+        reporter.tell(computes=Computes(device=name_of(ranks.device)))
         steps = StepsTaken(member.replica.name, config.inner.steps)
         commitments = None
         if config.audit.recompute is not None:
@@ -133,7 +95,7 @@ def take_part(
             seat,
             reporter,
             replace(states, every=spec.latest.states_every),
-            round_length(spec, member, MonotonicClock(), ranks, steps_of),
+            round_length(spec, member, time.monotonic, ranks, steps_of),
             steps,
             gate=gate,
             faults=faults,
@@ -216,41 +178,3 @@ def _build(
         momentum = {name.removeprefix(MOMENTUM): tensors[name] for name in momentum_of(names, held)}
         outer.reset(start.parameters, momentum, round_)
     return trainer, outer, round_
-
-
-class _Links:
-    """Links of a member to the neighbouring stages, and the byte counts of all its links. Implements Links."""
-
-    def __init__(self, member: MemberSpec, connections: Connections, shaped: ShapedExchange) -> None:
-        self._member, self._connections, self._shaped = member, connections, shaped
-        self._ends = LinkEnds()
-
-    def form(self, work: AssignReply) -> LinkEnds:
-        upstream = work.upstream_holder if work.HasField("upstream_holder") else None
-        downstream = work.downstream_holder if work.HasField("downstream_holder") else None
-        try:
-            self._ends = self._connections.open(work.epoch, work.upstream, work.downstream, (upstream, downstream))
-        except Refused as error:  # the word of a neighbour alone must not end this member
-            raise LinkClosed(str(error)) from error
-        return self._ends
-
-    def give_up(self, before: int, cause: str) -> None:
-        self._connections.give_up(before, cause)
-
-    @property
-    def ledgers(self) -> Sequence[LedgerOf]:
-        return list(_ledgers(self._member, self._shaped, self._ends))
-
-
-def _ledgers(member: MemberSpec, shaped: ShapedExchange, ends: LinkEnds) -> Iterator[LedgerOf]:
-    """Yield the member's byte counts.
-
-    The sending end counts each direction of a stage link. The member counts both directions of its exchange link.
-    """
-    link = exchange_link_name(member.name)
-    yield link, "forward", shaped.forward
-    yield link, "backward", shaped.backward
-    if member.stage is not None and ends.downstream is not None:
-        yield stage_link_name(member.replica.name, member.stage.index), "forward", ends.downstream.ledger
-    if member.stage is not None and ends.upstream is not None:
-        yield stage_link_name(member.replica.name, member.stage.index - 1), "backward", ends.upstream.ledger

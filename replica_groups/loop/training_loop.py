@@ -5,25 +5,24 @@ from __future__ import annotations
 import sys
 import time
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import asdict
 from enum import Enum, auto
 from functools import partial
 from pathlib import Path
 
 from hetero_pp.core.device import computing
 from hetero_pp.core.errors import LinkError, PeerAtFault, Stopped, Suspended, TermOver
-from hetero_pp.messages.messages_pb2 import AssignReply, Doing, MemberRound
+from hetero_pp.messages.messages_pb2 import AssignReply, Doing, Evaluation, LinkUse, MemberRound, StateSaving
 from hetero_pp.rpc.memory import give_freed_memory_back
 from hetero_pp.run.snapshot import MOMENTUM, momentum_of
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.store.faults import NO_FAULTS, Faults, Phase
-from replica_groups.loop.ahead import Ahead, InnerLoop, Terms
 from replica_groups.loop.commitments import Commitments
 from replica_groups.loop.gate import Gate
+from replica_groups.loop.inner_loops import Ahead, InnerLoop, RoundLength, StepsTaken, Terms
 from replica_groups.loop.reporter import Reporter
-from replica_groups.loop.round_length import RoundLength
 from replica_groups.loop.saved_states import SavedStates
 from replica_groups.loop.seat import Seat
-from replica_groups.loop.steps_taken import StepsTaken
 from replica_groups.loop.stopping import NEVER_STOPPED, Stopping
 from replica_groups.member.training_member import TrainingMember
 from replica_groups.outer.outer_round import OuterRound
@@ -352,9 +351,7 @@ class TrainingLoop:
             is_last = self.length.is_last(round_, steps)
             with computing("inner step", self.outer.ranks.device):
                 done = self.member.inner_step(round_, steps, first + steps, bool(is_last))
-            report = self.reporter.new()
-            report.inner_step.CopyFrom(done)
-            self.reporter.send(report)
+            self.reporter.tell(inner_step=done)
             if steps == 0:
                 self.faults.reached(Phase.TRAINING, round_)
             is_over = self.length.is_over(steps, done.is_last)
@@ -376,11 +373,9 @@ class TrainingLoop:
             self._return(error)
         times.outer_seconds, times.blocked_seconds = synchronised - started, self.outer.calls.blocked
         times.evaluation_seconds = time.monotonic() - synchronised
-        report = self.reporter.new()
-        report.member_round.CopyFrom(times)
         self.member.timing()
         self._report_links(round_)  # first, so that the link use is known once the round is reported
-        self.reporter.send(report)
+        self.reporter.tell(member_round=times)
 
     def _save_state(self, round_: int) -> None:
         """Save the state after a round. If the disk fails, the member trains on and reports it at growing intervals."""
@@ -391,9 +386,7 @@ class TrainingLoop:
             is_told = self._unsaved & (self._unsaved - 1) == 0
             print(f"{self.reporter.member}: its state after round {round_} was not saved: {failure}", file=sys.stderr)
         if is_told and self.outer.ranks.is_first:
-            report = self.reporter.new()
-            report.state_saving.round, report.state_saving.failure = round_, failure
-            self.reporter.send(report)
+            self.reporter.tell(state_saving=StateSaving(round=round_, failure=failure))
 
     def _save(self, round_: int, folder: Path) -> None:
         self.faults.write()
@@ -410,11 +403,8 @@ class TrainingLoop:
             outcome = self.member.evaluate(round_)
         if outcome is None:
             return
-        report = self.reporter.new()
-        report.evaluation.replica = self.replica
-        report.evaluation.round = round_
-        report.evaluation.loss, report.evaluation.tokens = outcome
-        self.reporter.send(report)
+        loss, tokens = outcome
+        self.reporter.tell(evaluation=Evaluation(replica=self.replica, round=round_, loss=loss, tokens=tokens))
 
     def _allowed_to_stop(self, round_: int | None = None) -> AbstractContextManager[None]:
         """Allow Stopped at any instruction of a block; not on several ranks, which have to leave it together.
@@ -426,9 +416,4 @@ class TrainingLoop:
     def _report_links(self, round_: int) -> None:
         for link, direction, ledger in self.seat.links.ledgers:
             count = ledger.of_round(round_)
-            report = self.reporter.new()
-            use = report.link_use
-            use.link, use.direction, use.round = link, direction, round_
-            use.messages, use.busy_seconds = count.messages, count.busy_seconds
-            use.payload_bytes, use.wire_bytes = count.payload_bytes, count.wire_bytes
-            self.reporter.send(report)
+            self.reporter.tell(link_use=LinkUse(link=link, direction=direction, round=round_, **asdict(count)))

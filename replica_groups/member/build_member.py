@@ -14,7 +14,7 @@ from hetero_pp.core.device import CPU
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.shares import SharedBatches
 from hetero_pp.data.sources import Source
-from hetero_pp.link.ends import LinkEnds
+from hetero_pp.link.protocol import LinkEnds
 from hetero_pp.run.batches import replica_batches
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import MemberSpec, RunSpec

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hetero_pp.data.batches import load_position
 from hetero_pp.data.shares import Share, SharedBatches
-from hetero_pp.link.ends import LinkEnds
+from hetero_pp.link.protocol import LinkEnds
 from hetero_pp.messages.messages_pb2 import Doing, InnerStep
 from hetero_pp.model.learning_rates import LearningRates
 from replica_groups.engines.engine import Engine

@@ -11,7 +11,7 @@ from torch import Tensor
 from hetero_pp.core.tensor_files import save_object
 from hetero_pp.data.batches import load_position
 from hetero_pp.data.shares import Share, SharedBatches
-from hetero_pp.link.ends import LinkEnds
+from hetero_pp.link.protocol import LinkEnds
 from hetero_pp.messages.messages_pb2 import Doing, InnerStep
 from hetero_pp.model.learning_rates import LearningRates
 from hetero_pp.model.transformer import EMBEDDING

@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from hetero_pp.data.shares import Share, SharedBatches
-from hetero_pp.link.ends import LinkEnds
+from hetero_pp.link.protocol import LinkEnds
 from hetero_pp.messages.messages_pb2 import Doing, InnerStep
 from hetero_pp.model.learning_rates import LearningRates
 from replica_groups.outer.outer_round import OuterRound

@@ -31,10 +31,9 @@ from replica_groups.outer.apply_round import FetchBlob, apply_round, cut_rows
 from replica_groups.outer.error_feedback import ErrorFeedback
 from replica_groups.outer.own_rounds import LocalStart, OwnRounds
 from replica_groups.outer.parameter_store import ParameterStore
-from replica_groups.outer.rank_rows import RankRows, kept
+from replica_groups.outer.rank_rows import RankRows, kept, read_part, write_part
 from replica_groups.outer.ranks import ALONE, Ranks
 from replica_groups.outer.round_calls import Carrier, Contributions, RoundCalls
-from replica_groups.outer.saved_parts import read_part, write_part
 from replica_groups.outer.wrapped import ByRows, OnHost
 
 
@@ -103,11 +102,7 @@ class OuterRound:
     # ---- a round ----
 
     def synchronise(
-        self,
-        round_: int,
-        epoch: int | None = None,
-        steps: int = 0,
-        on_contributed: Callable[[], object] = lambda: None,
+        self, round_: int, epoch: int | None = None, steps: int = 0, on_contributed: Callable[[], object] = lambda: None
     ) -> RoundRecord:
         """Contribute `steps` inner steps and apply the round, so that all replicas hold the same parameters.
 

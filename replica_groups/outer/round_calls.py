@@ -44,7 +44,6 @@ class RoundCalls:
         """Seconds spent waiting for the exchange; callers reset it to 0."""
 
     def address(self, round_: int, block: str) -> BlobAddress:
-        """Return the address of one of the replica's blobs."""
         return BlobAddress(self.run, round_, self.replica, block)
 
     def deposit(self, round_: int, blobs: Iterable[tuple[str, bytes]], epoch: int | None, steps: int) -> None:

@@ -43,7 +43,20 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Began:
+class Event:
+    """An input."""
+
+
+@dataclass(frozen=True)
+class OfMember(Event):
+    """An input that concerns incarnation `term` of a slot (`place`)."""
+
+    place: str
+    term: int
+
+
+@dataclass(frozen=True)
+class Began(Event):
     """The run begins (0), or resumes, after a round."""
 
     round: int
@@ -52,7 +65,7 @@ class Began:
 
 
 @dataclass(frozen=True)
-class Applied:
+class Applied(Event):
     """A process asks for a slot. `process` names it, so that repeating the request is harmless."""
 
     place: str
@@ -62,7 +75,7 @@ class Applied:
 
 
 @dataclass(frozen=True)
-class Claimed:
+class Claimed(Event):
     """The store answered whether a process holds a slot in incarnation `term`."""
 
     place: str
@@ -72,29 +85,24 @@ class Claimed:
 
 
 @dataclass(frozen=True)
-class NotClaimed:
+class NotClaimed(Event):
     """The store failed while a claim was written. Whether the claim is stored is unknown."""
 
     place: str
 
 
 @dataclass(frozen=True)
-class Noted:
-    """The highest incarnation of a slot in the store."""
-
-    place: str
-    term: int
+class Noted(OfMember):
+    """The store has this incarnation as the highest one of a slot."""
 
 
 @dataclass(frozen=True)
-class Heard:
+class Heard(OfMember):
     """A member sent a heartbeat.
 
     `round` and `epoch` (generation) say what it trains; a `round` of None means nothing.
     """
 
-    place: str
-    term: int
     round: int | None = None
     epoch: int = 0
     progress: int = 0
@@ -104,15 +112,12 @@ class Heard:
 
 
 @dataclass(frozen=True)
-class Lost:
+class Lost(OfMember):
     """The connection of a member has ended: it may be gone, or return."""
-
-    place: str
-    term: int
 
 
 @dataclass(frozen=True)
-class Died:
+class Died(Event):
     """A member is known to be gone."""
 
     place: str
@@ -122,22 +127,18 @@ class Died:
 
 
 @dataclass(frozen=True)
-class Asked:
+class Asked(OfMember):
     """A member has theta after round `holds`, and asks for work."""
 
-    place: str
-    term: int
     holds: int
     trained: int = 0
     """Last round that it trained and has no record of, as it trained ahead or was excluded; 0 if there is none."""
 
 
 @dataclass(frozen=True)
-class Broken:
+class Broken(OfMember):
     """A member cannot reach a neighbouring stage that is present, as far as the member knows."""
 
-    place: str
-    term: int
     epoch: int
     cause: str
     blames: str = ""
@@ -145,11 +146,9 @@ class Broken:
 
 
 @dataclass(frozen=True)
-class Deposited:
+class Deposited(OfMember):
     """A blob of a member's contribution is in the store, durable."""
 
-    place: str
-    term: int
     round: int
     epoch: int
     block: str
@@ -158,31 +157,29 @@ class Deposited:
 
 
 @dataclass(frozen=True)
-class Recorded:
+class Recorded(Event):
     """The store has this record of a round, written by this or another coordinator."""
 
     record: Record
 
 
 @dataclass(frozen=True)
-class NotRecorded:
+class NotRecorded(Event):
     """Writing the record of a round failed. Whether the record is stored is unknown."""
 
     round: int
 
 
 @dataclass(frozen=True)
-class Confirmed:
+class Confirmed(OfMember):
     """A member reports the hashes of its parameters after a round."""
 
-    place: str
-    term: int
     round: int
     hashes: Mapping[str, bytes]
 
 
 @dataclass(frozen=True)
-class Audited:
+class Audited(Event):
     """Hashes of the parameters after a round, computed by replay of the run log."""
 
     round: int
@@ -190,7 +187,7 @@ class Audited:
 
 
 @dataclass(frozen=True)
-class Condemned:
+class Condemned(Event):
     """An audit found that a replica's contributions harm the run: bar it from rounds before `until`."""
 
     replica: str
@@ -201,51 +198,38 @@ class Condemned:
 
 
 @dataclass(frozen=True)
-class Left:
+class Left(OfMember):
     """A member has finished the run."""
-
-    place: str
-    term: int
 
 
 @dataclass(frozen=True)
-class Tick:
+class Tick(Event):
     """Time has passed."""
 
 
 @dataclass(frozen=True)
-class Woke:
+class Woke(Event):
     """The coordinator itself was suspended for a while, so missing heartbeats mean nothing."""
-
-
-Event = (
-    Began
-    | Applied
-    | Claimed
-    | NotClaimed
-    | Noted
-    | Heard
-    | Lost
-    | Died
-    | Asked
-    | Broken
-    | Deposited
-    | Recorded
-    | NotRecorded
-    | Confirmed
-    | Audited
-    | Condemned
-    | Left
-    | Tick
-    | Woke
-)
 
 
 # ---- effects ----
 
 
 @dataclass(frozen=True)
-class Claim:
+class Effect:
+    """An output."""
+
+
+@dataclass(frozen=True)
+class ToMember(Effect):
+    """An output that concerns incarnation `term` of a slot (`place`)."""
+
+    place: str
+    term: int
+
+
+@dataclass(frozen=True)
+class Claim(Effect):
     """Have the store note that a process holds a slot in incarnation `term`, unless another process does.
 
     Answer: Claimed.
@@ -257,14 +241,14 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class LookUp:
+class LookUp(Effect):
     """Look up the highest incarnation of a slot that another coordinator has assigned. Answer: Noted."""
 
     place: str
 
 
 @dataclass(frozen=True)
-class Welcome:
+class Welcome(Effect):
     """Tell a process that it holds a slot."""
 
     place: str
@@ -273,7 +257,7 @@ class Welcome:
 
 
 @dataclass(frozen=True)
-class Refused:
+class Refused(Effect):
     """Tell a process that asked for a slot, or the holder of an incarnation, why its request is refused."""
 
     place: str
@@ -285,11 +269,9 @@ class Refused:
 
 
 @dataclass(frozen=True)
-class Fenced:
+class Fenced(ToMember):
     """An incarnation is over: messages of its holder have no effect any more."""
 
-    place: str
-    term: int
     cause: str = ""
     """Why it has ended just now; empty in an answer to a holder whose incarnation ended earlier."""
     silent: bool = False
@@ -297,11 +279,9 @@ class Fenced:
 
 
 @dataclass(frozen=True)
-class Assign:
+class Assign(ToMember):
     """Tell a member to train a round in a generation of its replica; round 0 means that the run is over."""
 
-    place: str
-    term: int
     round: int
     epoch: int
     heal: bool = False
@@ -311,39 +291,37 @@ class Assign:
 
 
 @dataclass(frozen=True)
-class Suspended:
+class Suspended(ToMember):
     """Tell a member to return to the start of the round, because a stage of its replica is missing."""
 
-    place: str
-    term: int
     epoch: int
     """Generation that is over."""
     cause: str
 
 
 @dataclass(frozen=True)
-class Write:
+class Write(Effect):
     """Have the store keep a record unless it has one of that round. Answer: Recorded, with the stored record."""
 
     record: Record
 
 
 @dataclass(frozen=True)
-class Look:
+class Look(Effect):
     """Look for a record that another coordinator may have written. Answer: Recorded, if the store has one."""
 
     round: int
 
 
 @dataclass(frozen=True)
-class Closed:
+class Closed(Effect):
     """A round is decided."""
 
     record: Record
 
 
 @dataclass(frozen=True)
-class TooLate:
+class TooLate(Effect):
     """A replica's contribution was complete only after its round had closed: it is restored to error feedback."""
 
     replica: str
@@ -351,7 +329,7 @@ class TooLate:
 
 
 @dataclass(frozen=True)
-class Bounded:
+class Bounded(Effect):
     """A replica's contribution was too large: its values are scaled by `scale`; 0 means that it was rejected."""
 
     replica: str
@@ -362,7 +340,7 @@ class Bounded:
 
 
 @dataclass(frozen=True)
-class Paused:
+class Paused(Effect):
     """No round can close: fewer replicas are present than a quorum needs."""
 
     round: int
@@ -371,14 +349,14 @@ class Paused:
 
 
 @dataclass(frozen=True)
-class WentOn:
+class WentOn(Effect):
     """A quorum is present again."""
 
     round: int
 
 
 @dataclass(frozen=True)
-class Over:
+class Over(Effect):
     """Every round is decided."""
 
     round: int
@@ -388,32 +366,28 @@ class Over:
 
 
 @dataclass(frozen=True)
-class Heal:
+class Heal(ToMember):
     """A member's bits differ from replay. Reported when found; the member recovers with its next round."""
 
-    place: str
-    term: int
     round: int
     parameter: str
 
 
 @dataclass(frozen=True)
-class Barred:
+class Barred(ToMember):
     """A replica is barred from rounds before `until`; it takes part nevertheless if a quorum needs it.
 
     The bits of a member (`place`) differed again after a recovery, or too many of its messages were malformed. If an
     audit found that the replica harms the run, `place` is the replica's first slot.
     """
 
-    place: str
-    term: int
     round: int
     until: int
     cause: str
 
 
 @dataclass(frozen=True)
-class NotAwaited:
+class NotAwaited(Effect):
     """A replica missed `missed` rounds in a row, the last one being `round`.
 
     Rounds that open within `seconds` do not wait for it, unless it contributes in time again.
@@ -426,7 +400,7 @@ class NotAwaited:
 
 
 @dataclass(frozen=True)
-class Stop:
+class Stop(Effect):
     """The run must not continue.
 
     All of the operator's replicas, at least two, differ from replay; or a replica whose links carry malformed messages
@@ -434,26 +408,3 @@ class Stop:
     """
 
     cause: str
-
-
-Effect = (
-    Claim
-    | LookUp
-    | Welcome
-    | Refused
-    | Fenced
-    | Assign
-    | Suspended
-    | Write
-    | Look
-    | Closed
-    | TooLate
-    | Bounded
-    | Paused
-    | WentOn
-    | Over
-    | Heal
-    | Barred
-    | NotAwaited
-    | Stop
-)

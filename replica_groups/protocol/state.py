@@ -1,17 +1,16 @@
-"""State of a run as the coordinator knows it, and the questions that its transitions ask about it."""
+"""State of a run as the coordinator knows it, the questions that transitions ask, and frozen views for readers."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from replica_groups.protocol import events as e
-from replica_groups.protocol.learnt import Lateness
-from replica_groups.protocol.places import Place, Replica
+from replica_groups.protocol.places import Lateness, Place, Replica
 from replica_groups.protocol.rounds import OpenRound
 from replica_groups.protocol.rules import Rules
-from replica_groups.protocol.view import OpenRoundView, SlotView, View
 
 
 class Late(NamedTuple):
@@ -22,6 +21,53 @@ class Late(NamedTuple):
     """Replicas that have not contributed since."""
     unawaited: frozenset[str]
     """Replicas that the round did not wait for, because they had missed several in a row."""
+
+
+@dataclass(frozen=True)
+class SlotView:
+    """A slot (`place`) and the round of its replica."""
+
+    name: str
+    replica: str
+    term: int
+    """Highest claimed incarnation."""
+    epoch: int
+    """Generation of its replica."""
+    held: bool
+    round: int
+    """Round that its replica trains or has contributed to; 0: none."""
+    computes: bool
+    """Whether its holder is busy and waits for no other member, by its last heartbeat."""
+
+
+@dataclass(frozen=True)
+class OpenRoundView:
+    """The undecided round."""
+
+    number: int
+    awaited: frozenset[str]
+    """Replicas that take part, without the optional ones that are not complete."""
+    deposited: Mapping[str, frozenset[str]]
+    """Replica -> blocks that it has deposited."""
+
+
+@dataclass(frozen=True)
+class View:
+    """State of a run at one moment."""
+
+    last_round: int
+    """The last decided round."""
+    has_begun: bool
+    is_over: bool
+    """Whether every round is decided."""
+    open: OpenRoundView | None
+    """None before the run begins and after its last round."""
+    paused: e.Paused | None
+    """Present replicas, if they are too few to close the open round."""
+    slots: tuple[SlotView, ...]
+    replicas: int
+    optional: frozenset[str]
+    """Replicas without which the run begins."""
 
 
 class State:

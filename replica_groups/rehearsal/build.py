@@ -18,9 +18,7 @@ from replica_groups.member.datacenter import DatacenterMember
 from replica_groups.member.participants import StageMember
 from replica_groups.member.training_member import TrainingMember
 from replica_groups.outer.round_calls import Carrier
-from replica_groups.rehearsal.emulated_engine import EmulatedEngine
-from replica_groups.rehearsal.emulated_stage import EmulatedBoundary, EmulatedStage
-from replica_groups.rehearsal.pace import Pace
+from replica_groups.rehearsal.emulated import EmulatedBoundary, EmulatedEngine, EmulatedStage, Pace
 from replica_groups.rehearsal.rehearsed_round import RehearsedRound
 from stages.activity import Timing
 from stages.worker import StageWorker

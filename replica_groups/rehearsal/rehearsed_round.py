@@ -5,18 +5,22 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterator, Mapping
 
+import numpy as np
+
 from hetero_pp.core.errors import MalformedContribution
+from hetero_pp.core.seeds import seed_of
 from hetero_pp.messages.messages_pb2 import RoundRecord
-from hetero_pp.model.transformer import EMBEDDING, block_of, shapes_by_block
+from hetero_pp.model.transformer import EMBEDDING, Shapes, block_of, shapes_by_block
 from hetero_pp.outer.exchange_service import ExchangeService
+from hetero_pp.pseudo_gradient.compression import CompressionSettings
+from hetero_pp.pseudo_gradient.contribution import BlobAddress, blob_of
 from hetero_pp.run.simulate_section import MeasuredCost
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.simulator.loads import blob_sizes
 from replica_groups.outer.outer_round import OuterRound
 from replica_groups.outer.parameter_store import LocalParameters
 from replica_groups.outer.round_calls import Carrier
-from replica_groups.rehearsal.blobs import RehearsedBlobs
-from replica_groups.rehearsal.pace import Pace
+from replica_groups.rehearsal.emulated import Pace
 
 
 class RehearsedRound(OuterRound):
@@ -80,3 +84,40 @@ class RehearsedRound(OuterRound):
                 self._pace.compute(self._cost.apply / count)
         self.own.trained.pop(record.round, None)
         self.calls.exchange.confirm(self.calls.member, record.round, {})
+
+
+class RehearsedBlobs(Mapping[str, bytes]):
+    """Blobs of one contribution, by block. Each is made anew when it is asked for, so that none is held.
+
+    They are random, so that nothing on their way can compress them.
+    """
+
+    def __init__(
+        self,
+        addresses: Mapping[str, BlobAddress],
+        shapes: Mapping[str, Shapes],
+        sizes: Mapping[str, int],
+        settings: CompressionSettings,
+        generation: int,
+    ) -> None:
+        """`sizes` are the predicted bytes of each block's blob (`blob_sizes`), `shapes` those of its tensors."""
+        self._addresses, self._shapes, self._sizes = addresses, shapes, sizes
+        self._settings, self._generation = settings, generation
+
+    def __getitem__(self, block: str) -> bytes:
+        address, names = self._addresses[block], sorted(self._shapes[block])
+        contents = dict.fromkeys(names, b"")
+        room = self._sizes[block] - len(self._blob(address, contents))
+        seed = seed_of("rehearsed blob", address.run, address.round, address.replica, block, self._generation)
+        contents[names[0]] = np.random.default_rng(seed).bytes(max(0, room))
+        return self._blob(address, contents)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._addresses)
+
+    def __len__(self) -> int:
+        return len(self._addresses)
+
+    def _blob(self, address: BlobAddress, contents: Mapping[str, bytes]) -> bytes:
+        shapes = self._shapes[address.block]
+        return blob_of(address, ((name, shapes[name], data) for name, data in contents.items()), self._settings)

@@ -29,7 +29,6 @@ from hetero_pp.rpc.framing import header_and_payload_frames
 from hetero_pp.run.spec import Roster
 from hetero_pp.store.folder import FolderStore
 from replica_groups.audit.recompute.chains import Broken, Chains
-from replica_groups.exchange.commitments import Commitments
 from replica_groups.exchange.log import ContributionLog, record_digest
 from replica_groups.exchange.server import _Servicer
 from replica_groups.exchange.showing import (
@@ -38,6 +37,7 @@ from replica_groups.exchange.showing import (
     MANIFEST,
     ROUNDS_TO_JUDGE,
     ROUNDS_TO_SHOW,
+    Commitments,
     Showing,
     Shows,
     draw_key,
@@ -329,7 +329,7 @@ def test_who_finds_a_full_disk_is_not_named(shown: Shown, monkeypatch: pytest.Mo
     full = OSError(errno.ENOSPC, "No space left on device")
     monkeypatch.setattr(os, "posix_fallocate", mock.Mock(side_effect=full), raising=False)
     servicer: Any = SimpleNamespace(
-        exchange=SimpleNamespace(expect_file=shown.showing.expect, lacks_room=shown.showing.lacks_room),
+        exchange=SimpleNamespace(shown_by=lambda caller: shown.showing),
         callers=SimpleNamespace(of=lambda context: Caller("dc", holder=3)),
         _moving=lambda frames, context: frames,
     )

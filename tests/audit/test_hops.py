@@ -30,8 +30,8 @@ from torch import Tensor
 
 from hetero_pp.messages.messages_pb2 import StageMessages
 from hetero_pp.model.transformer import block_of
-from replica_groups.audit.recompute.group import ReplicaHere
 from replica_groups.audit.recompute.hops import blame
+from replica_groups.audit.recompute.replica import ReplicaHere
 from replica_groups.member.participants import StageMember
 from stages.transcript import RECORD, Way, records_of
 

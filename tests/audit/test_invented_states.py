@@ -17,8 +17,7 @@ from hetero_pp.data.sources import Source, open_source
 from hetero_pp.run.snapshot import first_snapshot
 from hetero_pp.run.spec import RunSpec
 from replica_groups.audit.recompute import replica
-from replica_groups.audit.recompute.group import RoundStart
-from replica_groups.audit.recompute.replica import recompute
+from replica_groups.audit.recompute.replica import RoundStart, recompute
 from replica_groups.member.committed_state import CommittedState
 
 Run = tuple[RunSpec, Source, RoundStart]

@@ -19,7 +19,7 @@ from hetero_pp.messages.refusals import Kind
 from hetero_pp.outer.exchange_service import Caller, HeldBy
 from replica_groups.audit import judgements as module
 from replica_groups.audit.judgements import Judgements
-from replica_groups.exchange.kept_scores import newest_scores
+from replica_groups.exchange.audits import newest_scores
 from replica_groups.exchange.log import record_digest
 from replica_groups.exchange.memberships import Memberships
 from replica_groups.exchange.showing import draw_key

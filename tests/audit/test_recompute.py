@@ -22,8 +22,7 @@ from hetero_pp.run.snapshot import first_snapshot
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.store.folder import FolderStore
 from replica_groups.audit.recompute.compare import Comparison, compare, difference
-from replica_groups.audit.recompute.group import ReplicaHere, RoundStart
-from replica_groups.audit.recompute.replica import Recomputed, recompute
+from replica_groups.audit.recompute.replica import Recomputed, ReplicaHere, RoundStart, recompute
 from replica_groups.exchange.audits import read_audit
 from replica_groups.loop.commitments import state_of
 from replica_groups.member.committed_state import CommittedState, load_state

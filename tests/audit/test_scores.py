@@ -15,8 +15,8 @@ from hetero_pp.config.audit import GauntletSettings
 from hetero_pp.core.errors import ConfigError, DamagedFile
 from hetero_pp.messages.messages_pb2 import Losses
 from replica_groups.audit.gauntlet.book import RECENT_ROUNDS, RoundFacts, ScoreBook
+from replica_groups.audit.gauntlet.check import draw
 from replica_groups.audit.gauntlet.cost import share_of_compute
-from replica_groups.audit.gauntlet.draw import draw
 
 EIGHT = [f"r{index}" for index in range(8)]
 

@@ -14,7 +14,7 @@ from hetero_pp.messages.messages_pb2 import Score, Scores
 from hetero_pp.program.scores import print_scores
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.yaml_file import save_config
-from replica_groups.exchange.kept_scores import Exclusion, keep_scores, scores_key
+from replica_groups.exchange.audits import Exclusion, keep_scores, scores_key
 
 
 def _folder(corpus: Path, runs: Path, audit: dict[str, Any]) -> RunFolder:

@@ -16,10 +16,10 @@ from hetero_pp.outer.step import OuterOptimizer, mean_of
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import DecodedTensor
 from hetero_pp.pseudo_gradient.error_feedback import select
-from replica_groups.audit.bounds import complaint
 from replica_groups.audit.gauntlet.book import RoundFacts, ScoreBook
 from replica_groups.audit.gauntlet.losses import losses_of
 from replica_groups.audit.gauntlet.overlap import copies, overlap
+from replica_groups.audit.judgements import complaint
 
 SHAPE = ModelShape(width=32, layers=1, heads=2, feed_forward=48, vocabulary=64)
 SPARSE = OuterSettings(rounds=1)

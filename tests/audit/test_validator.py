@@ -35,10 +35,10 @@ from replica_groups.audit import validator as module
 from replica_groups.audit.gauntlet.check import GauntletCheck
 from replica_groups.audit.judgements import Judgements
 from replica_groups.audit.validator import Validator
+from replica_groups.exchange.audits import newest_scores
 from replica_groups.exchange.follower import Follower
-from replica_groups.exchange.kept_scores import newest_scores
+from replica_groups.exchange.joining import Text
 from replica_groups.exchange.log import key_of
-from replica_groups.exchange.text import Text
 from replica_groups.outer.apply_round import FetchBlob
 
 GAUNTLET = {"gauntlet": {"evaluated": 2, "sequences": 2}}

@@ -25,8 +25,7 @@ from hetero_pp.model.inner import InnerSettings
 from hetero_pp.model.transformer import ModelSettings, Transformer, initialise
 from hetero_pp.pipeline.coefficients import Floats
 from hetero_pp.program.cli import app
-from replica_groups.engines.plain import PlainEngine
-from replica_groups.engines.whole import WholeReplica
+from replica_groups.engines.plain import PlainEngine, WholeReplica
 from replica_groups.member.datacenter import DatacenterMember
 from replica_groups.member.participants import StageMember
 from replica_groups.member.training_member import TrainingMember

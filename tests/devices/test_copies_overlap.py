@@ -13,9 +13,8 @@ from torch import Tensor
 
 from hetero_pp.core.copies import Arriving, Blocking, Tensors
 from hetero_pp.core.errors import HeteroPPError
-from hetero_pp.link.ends import LinkEnds
 from hetero_pp.link.in_process import in_process_pair
-from hetero_pp.link.protocol import Message
+from hetero_pp.link.protocol import LinkEnds, Message
 from hetero_pp.run.spec import RunSpec
 from replica_groups.member import build_member
 from stages import worker

@@ -31,7 +31,7 @@ from hetero_pp.rpc.credentials import Secret, SecretKeys
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
-from replica_groups.engines.whole import WholeReplica
+from replica_groups.engines.plain import WholeReplica
 
 TOLD = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 23.5 GiB. See also a manual."
 CAUSE = (

@@ -20,7 +20,7 @@ from hetero_pp.core.device import CPU
 from hetero_pp.core.tensor_files import save_object
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
-from replica_groups.engines import plain, whole
+from replica_groups.engines import plain
 from replica_groups.member import participants
 from stages import worker
 
@@ -98,7 +98,7 @@ def outcomes(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     specs = {name: _spec(corpus, name == KEPT) for name in RUNS}
     assert len({spec.run for spec in specs.values()}) == 1
     with pytest.MonkeyPatch.context() as patch:
-        for module in (worker, whole):
+        for module in (worker, plain):
             patch.setattr(module, "computing", _computed)
         for module in (participants, plain):
             patch.setattr(module, "save_object", _saved)

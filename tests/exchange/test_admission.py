@@ -58,7 +58,8 @@ class Served:
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.folder, self._stack = folder, stack
         self.run = Run(folder / "log", {"a": 1, "b": 1}, quorum=1.0)
-        self.run.exchange.vacant = lambda: ["a", "b"]  # no member has joined without a ticket
+        # No member has joined without a ticket.
+        self.run.exchange.overview.vacant = lambda: ["a", "b"]  # type: ignore[method-assign]
         self.date_is_off = 0.0
         """Error of the date on the exchange's machine, in seconds."""
         self.memberships = Memberships(folder / "members.sqlite", steady_clock(lambda: time.time() + self.date_is_off))
@@ -323,7 +324,7 @@ def test_who_was_invited_and_fails_ends_its_own_part_alone(served: Served) -> No
     client._term = 1
     failed = Report(failure=Failure(cause="made up"))
     client.report([failed, Report(finished=Finished())])
-    found = {place.name: place.held for place in served.run.exchange.status().places}
+    found = {place.name: place.held for place in served.run.exchange.overview.status().places}
     assert found == {"a": True, "b": False}
     other = served.client(SECRET.credentials("a", encrypted=True))
     other._term = 1

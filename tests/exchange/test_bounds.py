@@ -25,7 +25,7 @@ from hetero_pp.messages.refusals import Kind
 from hetero_pp.model.transformer import shapes_by_block, shapes_of
 from hetero_pp.outer.exchange_service import Caller
 from hetero_pp.pseudo_gradient.contribution import most_bytes
-from hetero_pp.rpc.caller_limits import BURST, CALLS_A_SECOND, CUT_SECONDS, CallRate, Pace
+from hetero_pp.rpc.caller_limits import BURST, CALLS_A_SECOND, CUT_SECONDS, CallRate, Pace, StreamWatch
 from hetero_pp.rpc.callers import Callers, shown
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel
 from hetero_pp.rpc.connections import reports_of
@@ -34,10 +34,9 @@ from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.framing import header_and_payload_frames
 from hetero_pp.rpc.services import BULK_CALLS_MAX, REQUEST_BYTES_MAX, call_path
 from hetero_pp.rpc.services import EXCHANGE_SERVICE as SERVICE
-from hetero_pp.rpc.stalled import StreamWatch
 from replica_groups.exchange import server as served_exchange
+from replica_groups.exchange.reports import REMEMBERED_REPORTS, Watchers
 from replica_groups.exchange.server import MOST_OPEN, MOST_REPORTS, serve_exchange
-from replica_groups.exchange.watchers import REMEMBERED_REPORTS, Watchers
 
 SECRET = Secret("a secret")
 
@@ -149,10 +148,10 @@ def test_the_largest_that_is_let_in_is_that_of_the_shapes(served: Served) -> Non
     shapes = shapes_by_block(shapes_of(served.run.snapshot.parameters))["norm"]
     most = most_bytes(shapes, SETTINGS.compression)
     header = pb.BlobHeader(round=1, replica="a", block="norm", size=most)
-    served.run.exchange.expect(header, Caller("a"))
+    served.run.exchange.deposits.expect(header, Caller("a"))
     header.size += 1
     with pytest.raises(Refused, match=f"found {most + 1} bytes, expected at most {most}"):
-        served.run.exchange.expect(header, Caller("a"))
+        served.run.exchange.deposits.expect(header, Caller("a"))
 
 
 def test_a_message_that_is_none_is_refused_and_counted(served: Served) -> None:
@@ -270,9 +269,9 @@ def test_a_member_that_floods_with_reports_waits_and_nobody_else(
     client.report(flood)
     in_thread(lambda: client.report(flood))
     assert waits.wait(TIMEOUT)
-    before = served.run.exchange.reported
+    before = served.run.exchange.reports.watchers.reported
     served.client("b").report([pb.Report(inner_step=pb.InnerStep(replica="b", round=1))])
-    assert served.run.exchange.reported == before + 1
+    assert served.run.exchange.reports.watchers.reported == before + 1
 
 
 # ---- budgets of one member ----

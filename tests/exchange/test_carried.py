@@ -14,7 +14,7 @@ from hetero_pp.core.errors import ExchangeLost, HeteroPPError
 from hetero_pp.messages.messages_pb2 import BlobHeader, FetchRequest, RecordRequest, RoundRecord, SnapshotRequest
 from hetero_pp.outer.exchange_service import Arrived, Caller, ExchangeService, untold
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
-from replica_groups.loop.carried import CarriedExchange
+from replica_groups.loop.exchanges import CarriedExchange
 
 MINE, OTHERS = b"mine", b"others"
 

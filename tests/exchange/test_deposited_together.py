@@ -157,10 +157,10 @@ def test_a_second_different_blob_among_them_is_refused_and_keeps_the_others_out(
 
 def test_more_bytes_together_than_the_limit_are_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     header, _ = together([(pb.BlobHeader(round=1, replica="a", block=b, size=10), bytes(10)) for b in _two(run)])
-    run.exchange.expect(header, Caller("a"))
+    run.exchange.deposits.expect(header, Caller("a"))
     monkeypatch.setattr(deposits, "TOGETHER_BYTES_MAX", 19)
     with pytest.raises(Refused, match="found 20 bytes of several blobs, expected at most 19"):
-        run.exchange.expect(header, Caller("a"))
+        run.exchange.deposits.expect(header, Caller("a"))
 
 
 def _two(run: Run) -> list[str]:

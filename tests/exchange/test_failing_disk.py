@@ -102,11 +102,11 @@ def test_whatever_of_the_log_cannot_be_written_or_read_a_run_waits_and_comes_to_
             done = in_thread(own.run)
             if lasts:
                 _wait_for(partial(_has_stopped, own, done))
-                if (obstacle := own.exchange.expected().obstacle) is not None:
+                if (obstacle := own.exchange.overview.expected().obstacle) is not None:
                     why, seconds = obstacle
                     assert str(own.folder) in why
                     assert seconds >= 0
-                    assert own.exchange.status().obstacle
+                    assert own.exchange.overview.status().obstacle
                 disk.mend()
             done.result(TIMEOUT)
             disk.mend()
@@ -115,7 +115,7 @@ def test_whatever_of_the_log_cannot_be_written_or_read_a_run_waits_and_comes_to_
 
 
 def _has_stopped(own: _Log, done: Future[None]) -> bool:
-    return done.done() or own.exchange.expected().obstacle is not None
+    return done.done() or own.exchange.overview.expected().obstacle is not None
 
 
 def _wait_for(condition: Callable[[], object]) -> None:

@@ -44,14 +44,14 @@ def served(run: Run) -> Iterator[ExchangeClient]:
 
 def _replies(run: Run) -> list[tuple[str, list[str]]]:
     """Note the first replica of each fetch from now on, and those that followed."""
-    found, fetch_many = list[tuple[str, list[str]]](), run.exchange.fetch_many
+    found, fetch_many = list[tuple[str, list[str]]](), run.exchange.decided.fetch_many
 
     def noted(request: pb.FetchRequest, caller: Caller) -> tuple[pb.BlobHeader, list[memoryview]]:
         header, parts = fetch_many(request, caller)
         found.append((request.replica, [one.replica for one in header.following]))
         return header, parts
 
-    run.exchange.fetch_many = noted
+    run.exchange.decided.fetch_many = noted  # type: ignore[method-assign]
     return found
 
 
@@ -134,5 +134,5 @@ class _Counted(Waits):
 def test_a_sign_of_life_does_not_wait_for_the_state_of_the_run(run: Run) -> None:
     """Each frame is one, and with a thousand members the lock of the state would be asked for by all at once."""
     with run.exchange.decisions.changed:
-        in_thread(lambda: run.exchange.heard("a", 1)).result(TIMEOUT)
+        in_thread(lambda: run.exchange.presence.heard("a", 1)).result(TIMEOUT)
         assert "a" in in_thread(lambda: run.exchange.presence.last_heard).result(TIMEOUT)

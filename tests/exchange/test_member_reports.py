@@ -17,9 +17,9 @@ from hetero_pp.messages.refusals import Kind
 from hetero_pp.messages.report_bounds import MOST_BYTES, ReportBounds, complaint
 from hetero_pp.rpc.permissions import REPORTS
 from hetero_pp.run.spec import Roster
-from replica_groups.exchange import member_reports
+from replica_groups.exchange import reports as reports_module
 from replica_groups.exchange.exchange import Exchange
-from replica_groups.exchange.member_reports import MemberReports
+from replica_groups.exchange.reports import MemberReports
 from replica_groups.loop import reporter as reporter_module
 from replica_groups.loop.reporter import Reporter
 
@@ -188,7 +188,7 @@ def test_confirmations_in_a_loop_are_reported_a_bounded_number_of_times(run: Run
     """
     run.deposit(1, "a", "b", "c")
     hashes = dict.fromkeys(run.snapshot.parameters, bytes(32))
-    most = member_reports.TRIES * (1 + member_reports.ROUNDS_BEFORE)
+    most = reports_module.TRIES * (1 + reports_module.ROUNDS_BEFORE)
     for _ in range(most):
         run.exchange.confirm("a", 1, hashes)
     for _ in range(100):
@@ -205,7 +205,7 @@ def test_texts_of_a_refusal_are_cut(run: Run) -> None:
     """A member may report two refusals a second during the whole run, so each must need little disk space."""
     run.exchange.report([_refusal(sender="x" * 2_000, reason="y" * 2_000)])
     (told,) = [one for one in _told(run.exchange) if one.HasField("refusal")]
-    most = member_reports.REFUSAL_CHARACTERS
+    most = reports_module.REFUSAL_CHARACTERS
     assert (told.refusal.sender, told.refusal.reason) == ("x" * most, "y" * most)
 
 
@@ -235,7 +235,7 @@ def test_a_run_lasts_as_long_as_it_does_when_the_date_of_the_machine_is_set() ->
 
 
 def test_reports_are_dated_by_a_steady_clock_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(member_reports, "steady_clock", lambda: lambda: 1000.0)
+    monkeypatch.setattr(reports_module, "steady_clock", lambda: lambda: 1000.0)
     assert MemberReports(Roster({"a": "a"}, {"a": frozenset()}), ReportBounds()).now() == 1000.0
 
 

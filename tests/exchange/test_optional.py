@@ -86,7 +86,7 @@ def test_a_run_begins_with_whom_it_needs_or_else_with_the_first_that_is_whole(
     joined = in_thread(exchange.joining.wait_until_joined)
     exchange.join("one.0", "")
     for member in begins_with:
-        expected = exchange.expected()
+        expected = exchange.overview.expected()
         assert (expected.awaited, expected.missing) == (JOINING, ["dc"])
         assert not joined.done()
         exchange.join(member, "")
@@ -96,20 +96,20 @@ def test_a_run_begins_with_whom_it_needs_or_else_with_the_first_that_is_whole(
 def test_free_places_are_told_by_how_much_their_replica_lacks(run: Run) -> None:
     for place in ("dc", "one.0", "one.1", "two.0"):
         run.exchange.died(place, "its host is off")
-    assert run.exchange.vacant() == ["dc", "two.0", "one.0", "one.1"]
+    assert run.exchange.overview.vacant() == ["dc", "two.0", "one.0", "one.1"]
 
 
 def test_status_tells_who_is_waited_for_and_why_a_round_pauses(run: Run) -> None:
-    assert (run.exchange.status().has_begun, run.exchange.status().is_over) == (True, False)
+    assert (run.exchange.overview.status().has_begun, run.exchange.overview.status().is_over) == (True, False)
     run.assign(0)
     run.deposit(1, "one.0", "one.1", "two.0", "two.1")
-    status = run.exchange.status()
+    status = run.exchange.overview.status()
     assert ({place.name: place.round for place in status.places}["one.0"], list(status.missing)) == (1, ["dc"])
     assert status.paused == ""
     run.exchange.died("dc", "its host is off")
     for place in ("one.0", "two.0"):
         run.exchange.died(place, "its host is off")
-    status = run.exchange.status()
+    status = run.exchange.overview.status()
     assert status.paused == "2 of 3 replicas are present, 3 are required"
     assert {place.name: place.round for place in status.places}["dc"] == 0
 
@@ -146,11 +146,11 @@ def test_the_end_waits_for_no_group_that_is_incomplete_or_took_no_part(run: Run)
     train_to_the_end(run, "dc")
     assert not run.exchange.coordinator.is_through
     with pytest.raises(RunOver, match=r"the run is over \(round 9 of 9\); no round was left to train"):
-        run.exchange.require_going_on()
+        run.exchange.overview.require_going_on()
     assert run.assign(0, "one.0", "two.0") == {"one.0": 0, "two.0": 0}
     finish(run, "dc")
     assert run.exchange.coordinator.is_through
-    held = {place.name for place in run.exchange.status().places if place.held}
+    held = {place.name for place in run.exchange.overview.status().places if place.held}
     assert held == {"one.0", "two.0", "two.1"}
     assert told_of_the_end(run) == [(9, 9, ["dc"])]
 

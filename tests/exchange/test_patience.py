@@ -116,28 +116,28 @@ def exchange(tmp_path: Path) -> Exchange:
 def test_whom_an_exchange_waits_for(exchange: Exchange, snapshot: Snapshot) -> None:
     """Members are awaited to join, to contribute and to finish. Each of these events counts as progress."""
     exchange.join("home.1", "")
-    expected = exchange.expected()
+    expected = exchange.overview.expected()
     assert (expected.awaited, list(expected.missing)) == (JOINING, ["home.0", "dc"])
     for member in ("home.0", "dc"):
         exchange.join(member, "")
-    assert not exchange.expected().missing  # the exchange itself is busy
+    assert not exchange.overview.expected().missing  # the exchange itself is busy
     exchange.begin(snapshot)
-    expected = exchange.expected()
+    expected = exchange.overview.expected()
     assert (expected.awaited, expected.round, list(expected.missing)) == (CONTRIBUTING, 1, list(ROSTER.members))
     for round_ in range(1, SETTINGS.rounds + 1):
         assign_all(exchange, round_ - 1)
         for member, address in _deposits(round_):
-            before = exchange.expected()
+            before = exchange.overview.expected()
             assert member in before.missing
             assert before.round == round_
             exchange.deposit(member, address, _blob(snapshot, address))
-            assert exchange.expected().progress != before.progress
-    expected = exchange.expected()
+            assert exchange.overview.expected().progress != before.progress
+    expected = exchange.overview.expected()
     assert (expected.awaited, list(expected.missing)) == (FINISHING, list(ROSTER.members))
     report = Report(member="dc")
     report.finished.SetInParent()
     exchange.report([report])
-    assert list(exchange.expected().missing) == ["home.0", "home.1"]
+    assert list(exchange.overview.expected().missing) == ["home.0", "home.1"]
 
 
 def test_inner_steps_are_progress_until_somebody_waits(exchange: Exchange, snapshot: Snapshot) -> None:
@@ -145,13 +145,13 @@ def test_inner_steps_are_progress_until_somebody_waits(exchange: Exchange, snaps
     assign_all(exchange)
     step = Report(member="home.0")
     step.inner_step.replica, step.inner_step.round = "home", 1
-    before = exchange.expected()
+    before = exchange.overview.expected()
     exchange.report([step])
-    assert exchange.expected().progress != before.progress
+    assert exchange.overview.expected().progress != before.progress
     exchange.deposit("dc", _address("dc", "norm"), _blob(snapshot, _address("dc", "norm")))
-    before = exchange.expected()
+    before = exchange.overview.expected()
     exchange.report([step])
-    after = exchange.expected()
+    after = exchange.overview.expected()
     assert after.progress == before.progress
     assert after.heard["home.0"] > before.heard["home.0"]
 
@@ -164,8 +164,8 @@ def test_a_heartbeat_tells_that_a_member_computes(exchange: Exchange, snapshot: 
     for computing in (["dc", "home.1"], []):
         for progress, member in enumerate(ROSTER.members):
             exchange.beat(member, 1, 2, progress, member in computing)
-        patience.look(exchange.expected(), 0.0)
-        waiting = patience.look(exchange.expected(), 100.0)
+        patience.look(exchange.overview.expected(), 0.0)
+        waiting = patience.look(exchange.overview.expected(), 100.0)
         assert waiting is not None
         assert sorted(one.member for one in waiting.missing if one.computes) == computing
 

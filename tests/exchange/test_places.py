@@ -56,7 +56,7 @@ def test_a_vacant_place_is_taken_with_the_next_term(run: Run) -> None:
     assert run.exchange.beat(Caller("dc", 2)).is_over
     assert not run.exchange.beat(Caller("dc", 3)).is_over
     run.exchange.broken(Caller("dc", 2), 2, "an old one's complaint")
-    run.exchange.left("dc", term=2)
+    run.exchange.presence.left("dc", term=2)
     assert run.exchange.coordinator.holds("dc", 3)
 
 
@@ -120,14 +120,14 @@ def test_a_lost_connection_is_no_death_but_is_waited_for_less_long(run: Run) -> 
     for gap in (10.0, 14.0):
         run.passes(gap, heard=others)
         run.exchange.beat("dc")
-    run.exchange.left("dc", term=1)
+    run.exchange.presence.left("dc", term=1)
     run.passes(LEASE.least - 1, heard=others)
     assert run.exchange.coordinator.slot("dc").held
     run.exchange.beat("dc")  # it is heard again
     run.passes(LEASE.factor * 10.0, heard=others)
     assert run.exchange.coordinator.slot("dc").held
     run.exchange.beat("dc")
-    run.exchange.left("dc", term=1)
+    run.exchange.presence.left("dc", term=1)
     run.passes(LEASE.least + 1, heard=others)
     assert not run.exchange.coordinator.slot("dc").held
 
@@ -232,13 +232,13 @@ def test_the_stage_after_dials_where_only_the_one_before_is_reached(run: Run) ->
         ("home.1", "there:1", False),
         ("home.1", "there:2", True),
     ):
-        run.exchange.dialled(member, address, is_reached)
+        run.exchange.addresses.dialled(member, address, is_reached)
         ways = _ways(run, "here:1", "there:2")
         assert ways == {"home.0": ("", "there:2"), "home.1": ("", "")}
-    run.exchange.dialled("home.1", "there:2", False)
+    run.exchange.addresses.dialled("home.1", "there:2", False)
     assert _ways(run, "here:1", "there:2") == {"home.0": ("", ""), "home.1": ("here:1", "")}
     assert _ways(run, "here:1", "relay") == {"home.0": ("", ""), "home.1": ("here:1", "")}
-    dials = {place.name: place.dials for place in run.exchange.status().places}
+    dials = {place.name: place.dials for place in run.exchange.overview.status().places}
     assert dials == {"dc": "", "home.0": "", "home.1": "here:1"}
 
 

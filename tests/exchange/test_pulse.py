@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from members import TIMEOUT
 
 from hetero_pp.core.errors import ExchangeLost, HeteroPPError, LinkClosed, Refused, RunFailed
-from hetero_pp.link.ends import LinkEnds
+from hetero_pp.link.protocol import LinkEnds
 from hetero_pp.messages.messages_pb2 import AssignReply, BeatReply, BeatRequest, Report, ReportRequest
 from hetero_pp.outer.exchange_service import NO_STATES, Caller, ExchangeService
 from hetero_pp.program.launch import in_process
@@ -22,9 +22,8 @@ from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.store.faults import Missed, Phase
 from replica_groups.exchange.exchange import Exchange
-from replica_groups.loop import pulse as pulse_module
-from replica_groups.loop.pulse import Pulse
-from replica_groups.loop.seat import LedgerOf, Seat
+from replica_groups.loop import seat as seat_module
+from replica_groups.loop.seat import LedgerOf, Links, Pulse, Seat
 
 MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 
@@ -46,7 +45,7 @@ class Heard:
 
 @pytest.fixture(autouse=True)
 def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulse_module, "SECONDS_BETWEEN_BEATS", 0.001)
+    monkeypatch.setattr(seat_module, "SECONDS_BETWEEN_BEATS", 0.001)
 
 
 @pytest.mark.parametrize("error", [Refused("it was taken back"), RunFailed("another has failed")])
@@ -90,7 +89,7 @@ class _Waiting:
 def test_a_member_whose_generation_ends_while_its_links_are_formed_waits_no_longer() -> None:
     """The member has trained nothing in this generation yet."""
     exchange = Heard(BeatReply(suspended=4, cause="home.0 is gone"))
-    seat = Seat(cast(ExchangeService, exchange), "home.1", "", NO_STATES, _Waiting())
+    seat = Seat(cast(ExchangeService, exchange), "home.1", "", NO_STATES, cast(Links, _Waiting()))
     with seat.pulse.beating(), pytest.raises(LinkClosed, match=r"home\.0 is gone"):
         seat.form(AssignReply(round=1, epoch=4))
 

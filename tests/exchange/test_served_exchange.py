@@ -37,8 +37,7 @@ from replica_groups.exchange import server as served_exchange
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.no_audits import NoAudits
 from replica_groups.exchange.server import serve_exchange
-from replica_groups.loop.carried import CarriedExchange
-from replica_groups.loop.collective import CollectiveExchange
+from replica_groups.loop.exchanges import CarriedExchange, CollectiveExchange
 from replica_groups.outer.ranks import ALONE
 
 TIMEOUT = 20.0
@@ -88,7 +87,7 @@ REPLIES: dict[type[Message], Message] = {
 
 
 class Recorder:
-    """An exchange that records its calls and its refusals, in place of Exchange."""
+    """An exchange that records its calls and its refusals, in place of Exchange and of all its parts."""
 
     run, roster = RUN, ROSTER
 
@@ -105,6 +104,7 @@ class Recorder:
         self.stayed, self.woken = threading.Event(), threading.Event()
         self.refused: list[tuple[str, str, Kind]] = []
         self.audits = NoAudits()
+        self.presence = self.deposits = self.decided = self.addresses = self.assignments = self.decisions = self
 
     def _note(self, call: str, caller: Caller, *what: object) -> None:
         self.asked.append((call, caller.name, caller.term, *what))
@@ -138,7 +138,10 @@ class Recorder:
     def died(self, member: str, cause: str, term: int | None = None) -> None:
         self.asked.append(("died", member, cause, term))
 
-    def expect(self, header: pb.BlobHeader, caller: Caller) -> None:
+    def expect(self, header: pb.BlobHeader | pb.ShownFile, caller: Caller) -> None:
+        if isinstance(header, pb.ShownFile):
+            assert header.size == len(BLOB)
+            return
         self.expected.append((caller.name, header))
         if header.size > LARGEST:
             raise Refused(f"found {header.size} bytes, expected at most {LARGEST}")
@@ -146,8 +149,8 @@ class Recorder:
     def deposit_blob(self, header: pb.BlobHeader, data: bytes, caller: Caller) -> None:
         self._note("Deposit", caller, header, data)
 
-    def expect_file(self, header: pb.ShownFile, caller: Caller) -> None:
-        assert header.size == len(BLOB)
+    def shown_by(self, caller: Caller) -> Recorder:
+        return self
 
     def show_file(self, header: pb.ShownFile, file: Path, caller: Caller) -> None:
         self._note("Show", caller, header, file.read_bytes())

@@ -18,8 +18,8 @@ from hetero_pp.core.errors import Stopped
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.outer.exchange_service import ExchangeService
-from replica_groups.loop import shaped
-from replica_groups.loop.shaped import ShapedExchange
+from replica_groups.loop import exchanges
+from replica_groups.loop.exchanges import ShapedExchange
 from replica_groups.loop.stopping import Stopping
 from replica_groups.outer.ranks import ALONE
 
@@ -87,7 +87,7 @@ def test_a_halted_exchange_waits_for_the_members_that_have_not_applied_the_last_
     run = Run(tmp_path, {"a": 1, "b": 1}, quorum=1.0)
     for name in ("a", "b"):
         run.assign(0, name)
-        threading.Thread(target=run.exchange.stay, args=[name], daemon=True).start()
+        threading.Thread(target=run.exchange.presence.stay, args=[name], daemon=True).start()
         run.deposit(1, name)
     run.exchange.decisions.wait_until(lambda: run.exchange.presence.here == {"a", "b"})
     closed = run.exchange.halt()
@@ -96,11 +96,11 @@ def test_a_halted_exchange_waits_for_the_members_that_have_not_applied_the_last_
     hashes = {name: bytes(32) for name in run.snapshot.parameters}
     run.exchange.confirm("a", closed, hashes)
     assert waiting.is_alive()
-    run.exchange.left("b")
+    run.exchange.presence.left("b")
     waiting.join(60)
     assert not waiting.is_alive()
     run.exchange.wait_until_applied(0, 600)  # this exchange has closed no round
-    run.exchange.left("a")
+    run.exchange.presence.left("a")
 
 
 def test_a_member_that_is_stopped_does_not_wait_for_the_answer_to_its_confirmation(
@@ -124,7 +124,7 @@ def test_a_member_that_is_stopped_does_not_wait_for_the_answer_to_its_confirmati
 def test_a_member_that_is_stopped_does_not_wait_for_a_contribution_from_an_exchange_that_is_gone(
     stopping: Stopping, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shaped, "SECONDS_TO_FETCH", 0.01)
+    monkeypatch.setattr(exchanges, "SECONDS_TO_FETCH", 0.01)
     is_over = threading.Event()
 
     class Gone:
@@ -154,7 +154,7 @@ def test_a_member_that_is_stopped_does_not_wait_for_a_contribution_from_an_excha
 def test_a_member_that_is_stopped_waits_for_no_reply_of_an_exchange_that_is_gone(
     ask: Callable[[ExchangeService], object], stopping: Stopping, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module, name in ((shaped, "SECONDS_TO_FETCH"), (replica_groups.loop.stopping, "SECONDS_TO_AGREE")):
+    for module, name in ((exchanges, "SECONDS_TO_FETCH"), (replica_groups.loop.stopping, "SECONDS_TO_AGREE")):
         monkeypatch.setattr(module, name, 0.01)
 
     class Gone:

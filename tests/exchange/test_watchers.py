@@ -5,7 +5,7 @@ from __future__ import annotations
 from members import TIMEOUT, in_thread
 
 from hetero_pp.messages.messages_pb2 import LATE, Report, Standing
-from replica_groups.exchange.watchers import Watchers
+from replica_groups.exchange.reports import Watchers
 
 
 def _step(member: str, step: int) -> Report:

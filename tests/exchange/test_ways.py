@@ -13,7 +13,7 @@ from hetero_pp.rpc import reach as reach_module
 from hetero_pp.rpc.channels import make_server
 from hetero_pp.rpc.credentials import Secret
 from hetero_pp.rpc.reach import Reach
-from replica_groups.exchange.addresses import Listens, is_before_dialled
+from replica_groups.exchange.assignments import Listens, is_before_dialled
 
 SECRET = Secret("the run's secret")
 HERE, THERE, NOWHERE = Listens("here:1"), Listens("there:2"), Listens(RELAYED)

@@ -21,13 +21,12 @@ from stage_members import StageMembers, group_spec, links_of
 from hetero_pp.config.lines import LineSpec
 from hetero_pp.config.links import LinkShape, LinkSpec
 from hetero_pp.core.errors import LinkClosed
-from hetero_pp.link.ends import LinkEnds
 from hetero_pp.link.in_process import in_process_pair
 from hetero_pp.link.ledger import FRAME_BYTES
-from hetero_pp.link.protocol import ACKNOWLEDGED_EVERY, PEER_CLOSED, Message
+from hetero_pp.link.protocol import ACKNOWLEDGED_EVERY, PEER_CLOSED, LinkEnds, Message
 from hetero_pp.messages.messages_pb2 import LinkHeader
 from hetero_pp.rpc.credentials import LinkCredentials
-from hetero_pp.rpc.link_end import GrpcLinkEnd
+from hetero_pp.rpc.link_end import GrpcLinkEnd, LinkSide
 from hetero_pp.rpc.stage_link import StageLinkDialer, StageLinkServer
 
 SECONDS = 60.0
@@ -52,12 +51,12 @@ class CutLink:
         next_cut: Callable[[], int | None] = lambda: None,
     ) -> None:
         self.server = StageLinkServer(
-            spec, LinkCredentials("run"), spec.target, seed=1, patience=patience, expected=None
+            LinkSide(spec, LinkCredentials("run"), spec.target, seed=1, patience=patience), expected=None
         )
         stack.callback(self.server.close, grace=0)
         self.proxy = CuttingProxy(f"127.0.0.1:{self.server.listen('127.0.0.1:0')}", next_cut)
         stack.callback(self.proxy.close)
-        self.dialer = StageLinkDialer(spec, LinkCredentials("run"), spec.source, seed=1, patience=patience)
+        self.dialer = StageLinkDialer(LinkSide(spec, LinkCredentials("run"), spec.source, seed=1, patience=patience))
         self.above: GrpcLinkEnd = self.dialer.dial(self.proxy.address, 0, SECONDS)
         self.below: GrpcLinkEnd = self.server.accept(SECONDS)
         for end in (self.above, self.below):
@@ -205,7 +204,7 @@ def test_a_listener_that_began_anew_does_not_go_on_with_an_old_link(stack: ExitS
     link.above.send(_message(0, 10))
     link.below.receive(SECONDS)
     link.server.close(grace=0)
-    other = StageLinkServer(SPEC, LinkCredentials("run"), SPEC.target, seed=1, expected=None)
+    other = StageLinkServer(LinkSide(SPEC, LinkCredentials("run"), SPEC.target, seed=1), expected=None)
     other.listen("{}:{}".format(*link.proxy._target))
     stack.callback(other.close, grace=0)
     with pytest.raises(LinkClosed, match="found a link to be continued, expected a new one"):
@@ -249,7 +248,9 @@ def _answer(end: GrpcLinkEnd) -> None:
 
 def _listen(control: Connection) -> None:
     """Run a downstream process that is stopped later."""
-    server = StageLinkServer(SPEC, LinkCredentials("run"), SPEC.target, seed=1, patience=SECONDS, expected=None)
+    server = StageLinkServer(
+        LinkSide(SPEC, LinkCredentials("run"), SPEC.target, seed=1, patience=SECONDS), expected=None
+    )
     control.send(f"127.0.0.1:{server.listen('127.0.0.1:0')}")
     _answer(server.accept(SECONDS))
     server.close(grace=0)
@@ -257,7 +258,7 @@ def _listen(control: Connection) -> None:
 
 def _dial(address: str) -> None:
     """Run an upstream process that is stopped later."""
-    dialer = StageLinkDialer(SPEC, LinkCredentials("run"), SPEC.source, seed=1, patience=SECONDS)
+    dialer = StageLinkDialer(LinkSide(SPEC, LinkCredentials("run"), SPEC.source, seed=1, patience=SECONDS))
     _answer(dialer.dial(address, 0, SECONDS))
 
 
@@ -280,7 +281,7 @@ def test_a_frozen_listener_holds_nobody_who_is_told_to_wait_no_more() -> None:
     here, there = get_context("spawn").Pipe()
     process = get_context("spawn").Process(target=_listen, args=(there,), daemon=True)
     process.start()
-    dialer = StageLinkDialer(SPEC, LinkCredentials("run"), SPEC.source, seed=1, patience=SECONDS)
+    dialer = StageLinkDialer(LinkSide(SPEC, LinkCredentials("run"), SPEC.source, seed=1, patience=SECONDS))
     end = dialer.dial(here.recv(), 0, SECONDS)
     with _frozen(process, end), ThreadPoolExecutor(1) as pool:
         waiter = pool.submit(end.receive, SECONDS)
@@ -294,14 +295,16 @@ def test_a_frozen_listener_holds_nobody_who_is_told_to_wait_no_more() -> None:
 @pytest.mark.starts_processes
 def test_a_frozen_dialer_holds_nobody_who_is_told_to_wait_no_more(stack: ExitStack) -> None:
     """Another process takes its slot while it is frozen."""
-    server = StageLinkServer(SPEC, LinkCredentials("run"), SPEC.target, seed=1, patience=SECONDS, expected=None)
+    server = StageLinkServer(
+        LinkSide(SPEC, LinkCredentials("run"), SPEC.target, seed=1, patience=SECONDS), expected=None
+    )
     address = f"127.0.0.1:{server.listen('127.0.0.1:0')}"
     process = get_context("spawn").Process(target=_dial, args=(address,), daemon=True)
     process.start()
     end = server.accept(SECONDS)
     with _frozen(process, end), ThreadPoolExecutor(1) as pool:
         waiter = pool.submit(end.receive, SECONDS)
-        above = StageLinkDialer(SPEC, LinkCredentials("run"), SPEC.source, seed=1).dial(address, 1, SECONDS)
+        above = StageLinkDialer(LinkSide(SPEC, LinkCredentials("run"), SPEC.source, seed=1)).dial(address, 1, SECONDS)
         with pytest.raises(LinkClosed, match=r"home\.0 is at generation 1"):
             waiter.result(SECONDS)
         above.send(_message(3, 10))

@@ -34,7 +34,7 @@ from hetero_pp.rpc.certificates import Identity, as_text, new_key
 from hetero_pp.rpc.channels import make_channel
 from hetero_pp.rpc.connections import NetworkConnections
 from hetero_pp.rpc.credentials import LinkCredentials, Secret
-from hetero_pp.rpc.link_end import GrpcLinkEnd
+from hetero_pp.rpc.link_end import GrpcLinkEnd, LinkSide
 from hetero_pp.rpc.relayed import LocalAddress, RelayedDialler, RelayedListener
 from hetero_pp.rpc.services import call_path
 from hetero_pp.rpc.stage_link import StageLinkDialer, StageLinkServer
@@ -82,7 +82,7 @@ class Relayed:
         """Listen as the downstream stage, behind the relay. `as_` is the member of its certificate."""
         local = LocalAddress()
         self._stack.callback(local.close)
-        server = StageLinkServer(LINK, self.own(as_, holder), as_, seed=1, patience=TIMEOUT, expected=None)
+        server = StageLinkServer(LinkSide(LINK, self.own(as_, holder), as_, seed=1, patience=TIMEOUT), expected=None)
         server.listen(str(local))
         self._stack.callback(server.close, grace=0)
         relayed = RelayedListener(self.proxy.address, SECRET.credentials(name, encrypted=True), LINK.name, str(local))
@@ -100,7 +100,7 @@ class Relayed:
         relayed = RelayedDialler(self.proxy.address, SECRET.credentials("home.0", encrypted=True), LINK.name)
         self._stack.callback(relayed.close)
         own = LinkCredentials(identity=SECRET.authority.identity("home.0"))
-        dialer = StageLinkDialer(LINK, own, "home.0", seed=1, patience=TIMEOUT)
+        dialer = StageLinkDialer(LinkSide(LINK, own, "home.0", seed=1, patience=TIMEOUT))
         end = dialer.dial(relayed.address, 0, timeout)
         self._stack.callback(end.abort, "the test is over")
         return end
@@ -249,7 +249,7 @@ def test_a_former_holder_of_the_slot_that_is_dialled_is_refused(
     if is_relayed:
         relayed.listen(holder=1)
     else:
-        former = StageLinkServer(LINK, relayed.own("home.1", holder=1), "home.1", seed=1, expected=None)
+        former = StageLinkServer(LinkSide(LINK, relayed.own("home.1", holder=1), "home.1", seed=1), expected=None)
         address = f"127.0.0.1:{former.listen('127.0.0.1:0')}"
         stack.callback(former.close, grace=0)
     above = stack.enter_context(relayed.connections(spec, "home.0"))

@@ -18,7 +18,7 @@ from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.outer.exchange_service import Arrived, Caller, ExchangeService, call_of, untold
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.pseudo_gradient.together import together
-from replica_groups.loop.shaped import ShapedExchange
+from replica_groups.loop.exchanges import ShapedExchange
 
 BLOB = bytes(1000)
 WIRE = 1000 + 5 + 9

@@ -20,7 +20,6 @@ from hetero_pp.link.turns import (
     Bucket,
     Stream,
     StreamQueue,
-    ThreadBucket,
     _Share,
 )
 
@@ -51,7 +50,7 @@ def run(*senders: Sender) -> list[float]:
 
 def test_streams_get_equal_shares() -> None:
     """Two streams get half each, then the longer one gets all: 2 x 0.1 s, and 0.2 s more."""
-    bucket = ThreadBucket(RATE)
+    bucket = Bucket(RATE)
     assert run(Sender([bucket], 100_000), Sender([bucket], 300_000)) == [
         pytest.approx(0.2, abs=2 * TURN_SECONDS),
         pytest.approx(0.4),
@@ -60,28 +59,28 @@ def test_streams_get_equal_shares() -> None:
 
 def test_who_comes_later_has_its_share_from_then_on() -> None:
     """The first stream has 0.1 s alone, then half for 2 x 0.1 s."""
-    bucket = ThreadBucket(RATE)
+    bucket = Bucket(RATE)
     ends = run(Sender([bucket], 300_000), Sender([bucket], 100_000, START + 0.1))
     assert ends == [pytest.approx(0.4), pytest.approx(0.3, abs=2 * TURN_SECONDS)]
 
 
 def test_a_slow_line_leaves_the_rest_of_a_shared_one_to_others() -> None:
     """The shared line has 1 MB/s. One stream gets 0.2 MB/s, as its own line carries, and the other 0.8 MB/s."""
-    shared, slow = ThreadBucket(RATE), ThreadBucket(RATE / 5)
+    shared, slow = Bucket(RATE), Bucket(RATE / 5)
     ends = run(Sender([slow, shared], 100_000), Sender([shared], 400_000))
     assert ends == [pytest.approx(0.5, rel=0.05), pytest.approx(0.5, rel=0.05)]
 
 
 def test_alone_a_stream_has_the_slowest_of_what_it_passes() -> None:
     clock = FakeClock()
-    began, left = Stream([ThreadBucket(RATE), ThreadBucket(RATE / 4)], clock).leave(100_000, START)
+    began, left = Stream([Bucket(RATE), Bucket(RATE / 4)], clock).leave(100_000, START)
     assert (began, left) == (START, pytest.approx(START + 0.4))
     assert clock.time == pytest.approx(left)
 
 
 def test_a_control_message_goes_first() -> None:
     """Behind one second of other bytes it takes no longer than its own time."""
-    bucket, clock = ThreadBucket(RATE), FakeClock()
+    bucket, clock = Bucket(RATE), FakeClock()
     bucket.reserve(START, START, 1_000_000)
     _, left = Stream([bucket], clock).leave(CONTROL_BYTES, START)
     assert left == pytest.approx(START + CONTROL_BYTES * 1e-6)
@@ -91,18 +90,18 @@ def test_a_control_message_goes_first() -> None:
 def test_nothing_to_pass_takes_no_time() -> None:
     clock = FakeClock()
     assert Stream([], clock).leave(1 << 40, START) == (START, START)
-    assert Stream([ThreadBucket(RATE)], clock).leave(0, START) == (START, START)
+    assert Stream([Bucket(RATE)], clock).leave(0, START) == (START, START)
 
 
 @pytest.mark.parametrize(("factor", "expected"), [(4, 1.0), (1, 1.0), (0.5, 2.0)])
 def test_coming_in_overlaps_with_leaving(factor: float, expected: float) -> None:
     """A faster line adds no time. Through a slower one, arrival takes as long as that line needs."""
-    arrivals = Arrivals(ThreadBucket(factor * RATE), LinkShape(latency=0.25), RATE, "seed", FakeClock())
+    arrivals = Arrivals(Bucket(factor * RATE), LinkShape(latency=0.25), RATE, "seed", FakeClock())
     assert arrivals.at(START, START + 1, 1_000_000) == pytest.approx(START + expected + 0.25)
 
 
 def test_two_that_come_at_once_share_what_they_come_by() -> None:
-    bucket, clock = ThreadBucket(RATE), FakeClock()
+    bucket, clock = Bucket(RATE), FakeClock()
     ends = [Arrivals(bucket, LinkShape(), RATE, seed, clock).at(START, START + 1, 1_000_000) for seed in "ab"]
     assert ends == [pytest.approx(START + 1), pytest.approx(START + 2)]
 
@@ -110,7 +109,7 @@ def test_two_that_come_at_once_share_what_they_come_by() -> None:
 def test_what_has_just_come_began_when_its_sender_could() -> None:
     """Bytes of one second have just arrived over a line twice as fast: they arrived while they were sent."""
     clock = FakeClock()
-    arrivals = Arrivals(ThreadBucket(2 * RATE), LinkShape(), RATE, "seed", clock)
+    arrivals = Arrivals(Bucket(2 * RATE), LinkShape(), RATE, "seed", clock)
     assert arrivals.come(1_000_000) == pytest.approx(START)
     assert arrivals.come(3_000_000) == pytest.approx(START + 1.0)  # at most 0.5 s were free: 1.5 s from START - 0.5
 
@@ -127,7 +126,7 @@ def test_jitter_overtakes_nobody() -> None:
 
 def test_processes_share_a_line_as_threads_do(tmp_path: Path) -> None:
     """Two processes that share only the file act as one."""
-    one, two, alone = FileBucket(RATE, tmp_path / "a"), FileBucket(RATE, tmp_path / "a"), ThreadBucket(RATE)
+    one, two, alone = FileBucket(RATE, tmp_path / "a"), FileBucket(RATE, tmp_path / "a"), Bucket(RATE)
     for index in range(6):
         bucket = (one, two)[index % 2]
         assert bucket.reserve(START, START, 1000 * index) == alone.reserve(START, START, 1000 * index)
@@ -160,7 +159,7 @@ def test_who_shares_a_line_decides_what_holds_it(tmp_path: Path) -> None:
                 bucket.reserve(START, START, 1)
         there = {path.name for path in (tmp_path / link.name).glob("*") if path.suffix != ".lock"}
         assert there == (files | {"house-up", "house-down"} if files else set())
-        assert all(isinstance(bucket, ThreadBucket) for bucket in Lines().buckets(link, "forward"))
+        assert all(type(bucket) is Bucket for bucket in Lines().buckets(link, "forward"))
 
 
 def test_a_queue_without_lines_is_the_one_of_the_link() -> None:

@@ -16,7 +16,7 @@ from hetero_pp.model.transformer import ModelShape, Transformer, build_filled, i
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.devices import devices_of
 from hetero_pp.run.spec import RunSpec
-from replica_groups.engines.whole import WholeReplica
+from replica_groups.engines.plain import WholeReplica
 
 SHAPE = ModelShape(width=32, layers=3, heads=2, feed_forward=48, vocabulary=64)
 INNER = InnerSettings(learning_rate=0.01, warmup_steps=0)

@@ -385,7 +385,7 @@ def test_a_ticket_passes_and_stays_usable(served: Served, host: Path) -> None:
     assert "the ticket is valid for 2 h" in found["certificate"].line
     [own] = [one for one in served.memberships.tickets() if one not in before]
     assert not own.is_used
-    assert (served.lobby.here, served.exchange.vacant()) == (0, ["home.0", "home.1"])
+    assert (served.lobby.here, served.exchange.overview.vacant()) == (0, ["home.0", "home.1"])
     assert not host.exists()
     place = served.joined(ticket, host).place
     served.memberships.revoke(place)

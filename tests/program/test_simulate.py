@@ -17,8 +17,8 @@ from stage_members import StageMembers, group_spec, links_of
 from typer.testing import CliRunner
 
 from hetero_pp.config.topology import BoundarySettings
-from hetero_pp.link.ends import LinkEnds
 from hetero_pp.link.in_process import in_process_pair
+from hetero_pp.link.protocol import LinkEnds
 from hetero_pp.model.transformer import EMBEDDING, ModelShape, Transformer
 from hetero_pp.program.calibrate import load_calibration
 from hetero_pp.program.cli import app

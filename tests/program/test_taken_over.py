@@ -86,7 +86,7 @@ class Telling:
 
     def __init__(self, reports: Sequence[Report], ends: bool) -> None:
         self.run, self.roster = "run", Roster({"dc": "dc"}, {"dc": frozenset()})
-        self._reports, self._stopped = reports, threading.Event()
+        self._reports, self._stopped, self.presence = reports, threading.Event(), self
         if ends:
             self._stopped.set()
 

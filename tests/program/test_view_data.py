@@ -40,8 +40,8 @@ from hetero_pp.program.view.record import Lines, Record
 from hetero_pp.program.view.run_view import KeyFrames, RunView
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.yaml_file import save_config
+from replica_groups.exchange.joining import Text
 from replica_groups.exchange.memberships import LEFT
-from replica_groups.exchange.text import Text
 
 
 def view_of(reports: Sequence[Report], **changes: Any) -> RunView:

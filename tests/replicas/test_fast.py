@@ -31,7 +31,7 @@ from hetero_pp.research.vectorized.train import FastResult, train_fast
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
-from replica_groups.engines.whole import WholeReplica
+from replica_groups.engines.plain import WholeReplica
 
 needs_numba = pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="numba is not installed")
 

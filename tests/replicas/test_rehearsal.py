@@ -24,7 +24,7 @@ from hetero_pp.simulator.loads import blob_sizes, exchange_link_loads
 from hetero_pp.simulator.prediction import predict
 from replica_groups.exchange.open_log import open_log
 from replica_groups.rehearsal.build import build_rehearsed
-from replica_groups.rehearsal.pace import Pace
+from replica_groups.rehearsal.emulated import Pace
 
 ROUNDS, STEPS = 2, 3
 YAML = f"""\

@@ -8,8 +8,7 @@ from typing import ClassVar
 import pytest
 
 from hetero_pp.messages.messages_pb2 import ContributionEntry, RoundRecord
-from replica_groups.loop.round_length import AsRecorded, AsTold, OfFirstRank, RoundLength, SoManySteps, SoMuchTime
-from replica_groups.loop.steps_taken import StepsTaken
+from replica_groups.loop.inner_loops import AsRecorded, OfFirstRank, RoundLength, SoManySteps, SoMuchTime, StepsTaken
 from replica_groups.outer.ranks import Ranks
 
 
@@ -44,7 +43,7 @@ def _steps(length: RoundLength, clock: Watch, round_: int, a_step: float | list[
 def test_as_many_steps_as_fit(a_step: float, expected: int) -> None:
     """This holds from the second round on. The first round ends as soon as the duration of a step is known."""
     clock = Watch()
-    length = SoMuchTime(10.0, clock)
+    length = SoMuchTime(10.0, clock.now)
     assert _steps(length, clock, 1, a_step) == max(2, expected)
     clock.time += 77.0  # the outer round does not count
     assert _steps(length, clock, 2, a_step) == expected
@@ -53,7 +52,7 @@ def test_as_many_steps_as_fit(a_step: float, expected: int) -> None:
 
 def test_a_round_follows_the_time_that_its_steps_take() -> None:
     clock = Watch()
-    length = SoMuchTime(10.0, clock)
+    length = SoMuchTime(10.0, clock.now)
     assert _steps(length, clock, 1, 1.0) == 10
     assert _steps(length, clock, 2, [1.0, 1.0, 4.0, 2.0, 2.0]) == 5  # 6 s are over after three steps: two of 2 s fit
     assert _steps(length, clock, 3, [5.0, 1.0]) == 2  # after one of 5 s only one fits
@@ -63,7 +62,7 @@ def test_a_round_follows_the_time_that_its_steps_take() -> None:
 def test_who_comes_late_or_contributes_slowly_takes_fewer_steps() -> None:
     """All replicas then contribute at about the same time."""
     clock = Watch()
-    length = SoMuchTime(10.0, clock)
+    length = SoMuchTime(10.0, clock.now)
     assert _steps(length, clock, 1, 1.0) == 10
     assert _steps(length, clock, 2, 1.0, elapsed=4.0) == 6
     assert _steps(length, clock, 3, 1.0, elapsed=400.0) == 1
@@ -85,8 +84,8 @@ def test_recorded_steps_and_those_of_the_stage_before() -> None:
     taken = {("home", 1): 1, ("home", 2): 3, ("dc", 2): 7}
     recorded = AsRecorded("home", lambda replica, round_: taken[replica, round_])
     assert [_steps(recorded, Watch(), round_, 1.0) for round_ in (1, 2)] == [1, 3]
-    assert AsTold().is_last(1, 0) is None
-    assert [AsTold().is_over(5, told) for told in (False, True)] == [False, True]
+    assert RoundLength().is_last(1, 0) is None
+    assert [RoundLength().is_over(5, told) for told in (False, True)] == [False, True]
 
 
 class SideBySide(Ranks):
@@ -105,7 +104,7 @@ def test_the_first_rank_decides_for_all() -> None:
     """The clocks of the other ranks do not matter."""
     first, other = Watch(), Watch()
     lengths = [
-        OfFirstRank(SoMuchTime(10.0, clock), SideBySide(rank=rank, world=2))
+        OfFirstRank(SoMuchTime(10.0, clock.now), SideBySide(rank=rank, world=2))
         for rank, clock in enumerate((first, other))
     ]
     for length in lengths:

@@ -66,10 +66,9 @@ class Host:
 
         The coordinator begins soon once it has met an earlier member, or all members have joined.
         """
-        term = getattr(event, "term", None)
-        if term is not None and not isinstance(event, e.Died) and not self._has_met:
-            place = event.place  # type: ignore[union-attr]
-            if term == self._terms_before.get(place) == self.coordinator.places[place].term:
+        if isinstance(event, e.OfMember | e.Claimed) and not self._has_met:
+            place = event.place
+            if event.term == self._terms_before.get(place) == self.coordinator.places[place].term:
                 self._has_met = True
                 self.coordinator.presume(self.now)
         if self._has_met or all(one.held for one in self.coordinator.places.values()):

@@ -174,6 +174,7 @@ class Invariants:
             return None
         if isinstance(event, e.Applied | e.Claimed | e.NotClaimed | e.Noted):
             return None
+        assert isinstance(event, e.OfMember | e.Died)
         place = coordinator.places[event.place]
         acts = place.held and event.term in (None, place.term)
         if acts and isinstance(event, e.Heard | e.Asked | e.Deposited | e.Broken):

@@ -12,8 +12,8 @@ from stage_members import StageMembers, group_spec, links_of
 from torch import Tensor
 
 from hetero_pp.core.errors import LinkClosed
-from hetero_pp.link.ends import LinkEnds
 from hetero_pp.link.in_process import in_process_pair
+from hetero_pp.link.protocol import LinkEnds
 from hetero_pp.pipeline.schedule import Action
 from hetero_pp.run.spec import RunSpec
 from stages.worker import StageWorker

@@ -18,9 +18,9 @@ from hetero_pp.program.launch.command import run_topology
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.store.folder import FolderStore
 from hetero_pp.store.store import Store
+from replica_groups.exchange.auditor import Retention
 from replica_groups.exchange.audits import audited
 from replica_groups.exchange.log import ContributionLog, snapshot_key
-from replica_groups.exchange.retention import Retention
 
 DIGITS = hashlib.sha256(b"home 2").hexdigest()[:16]
 MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"

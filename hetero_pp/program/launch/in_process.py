@@ -13,8 +13,8 @@ from hetero_pp.config.changed_keys import Values
 from hetero_pp.config.links import EXCHANGE, stage_link_name
 from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica
 from hetero_pp.core.errors import ConfigError, LinkClosed, OutOfMemory, RunFailed
-from hetero_pp.link.ends import NOT_KNOWN, Holders, LinkEnds
 from hetero_pp.link.in_process import InProcessLink
+from hetero_pp.link.protocol import NOT_KNOWN, Holders, LinkEnds
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.messages.messages_pb2 import GIVEN_UP, Failure, Report, Standing
 from hetero_pp.program.launch.watcher import Watcher
@@ -27,7 +27,7 @@ from replica_groups.audit.beside import Followers, audited, followed
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.host import begin_run, make_exchange, rules_of
 from replica_groups.loop.gate import Gate
-from replica_groups.loop.round_length import StepsOf
+from replica_groups.loop.inner_loops import StepsOf
 from replica_groups.loop.take_part import take_part
 from replica_groups.outer.ranks import Ranks
 
@@ -166,7 +166,7 @@ class MemberThreads:
         self.gate.wait_for_members()
         if round_ == self._spec.latest.outer.rounds and not self._errors:
             self.join()  # also wait for the auditor, because no member does
-        self._watcher.catch_up(self.exchange.reported)
+        self._watcher.catch_up(self.exchange.reports.watchers.reported)
         self.raise_first_error()
 
     def join(self, seconds: float | None = None) -> None:

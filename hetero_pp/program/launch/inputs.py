@@ -27,8 +27,8 @@ from hetero_pp.run.round_optimizer import require_own_steps
 from hetero_pp.run.snapshot import require_weights
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
-from replica_groups.audit.gauntlet.ratings import require_openskill
-from replica_groups.audit.gauntlet.texts import Texts
+from replica_groups.audit.gauntlet.book import require_openskill
+from replica_groups.audit.gauntlet.losses import Texts
 from replica_groups.engines.build import require_engine
 
 

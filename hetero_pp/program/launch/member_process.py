@@ -183,7 +183,8 @@ def _run_exchange(own: _Process) -> int:
         return own.fails(error)
     _send(own.launcher, address=f"{listen.rsplit(':', 1)[0]}:{port}")
     try:
-        with watched(exchange.expected, exchange.reports.tell_waiting, exchange.fail, spec.config.exchange.timeout):
+        limit = spec.config.exchange.timeout
+        with watched(exchange.overview.expected, exchange.reports.tell_waiting, exchange.fail, limit):
             auditor = begin_run(exchange, spec, job.folder, job.resume, job.again)
             followers = followed(auditor, exchange, spec, job.folder, message["secret"])
             exchange.wait_until_finished()

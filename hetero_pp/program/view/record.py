@@ -22,7 +22,7 @@ from hetero_pp.program.report.state import RunState
 from hetero_pp.program.view.run_view import KeyFrames, RunView
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.read import read_run
-from replica_groups.exchange.text import shown_digest
+from replica_groups.exchange.joining import shown_digest
 
 _LINE_BYTES_MAX = 2**20
 _BATCH = 1000

@@ -18,7 +18,7 @@ from hetero_pp.pseudo_gradient.contribution import DecodedTensor, scale_of
 from hetero_pp.research.settings import AttackSettings
 from hetero_pp.run.spec import RunSpec
 from replica_groups.audit.gauntlet.book import RoundFacts, ScoreBook
-from replica_groups.audit.gauntlet.draw import draw
+from replica_groups.audit.gauntlet.check import draw
 from replica_groups.audit.gauntlet.losses import losses_of, median_of
 from replica_groups.audit.gauntlet.overlap import copies
 from replica_groups.exchange.limits import contribution_limits

@@ -18,7 +18,7 @@ from hetero_pp.model.transformer import EMBEDDING, Transformer
 from hetero_pp.pipeline.coefficients import noise_key
 from hetero_pp.research.ablations import AblatedBoundary
 from hetero_pp.research.peers.peer import Peer
-from replica_groups.engines.whole import WholeReplica, whole_loss
+from replica_groups.engines.plain import WholeReplica, whole_loss
 from stages.anchors import Anchors
 from stages.boundary import Boundary
 from stages.own_parameters import OwnParameters

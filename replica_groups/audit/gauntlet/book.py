@@ -7,12 +7,12 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean, median_high
+from typing import NamedTuple
 
 from hetero_pp.config.audit import GauntletSettings
-from hetero_pp.core.errors import DamagedFile
+from hetero_pp.core.errors import ConfigError, DamagedFile
 from hetero_pp.core.seeds import seed_of
 from hetero_pp.messages.messages_pb2 import Losses, Score
-from replica_groups.audit.gauntlet.ratings import NEW, Rating, rated, require_openskill
 
 RECENT_ROUNDS = 16
 """Rounds for which a replica that is away still counts as a rival."""
@@ -27,6 +27,26 @@ CLEAR = 0.75
 """Least mean indicator of most replicas with which one below the bound is excluded.
 
 In simulations of honest replicas with any noise, at most 0.13 % of them were then excluded within 300 evaluations."""
+
+
+BETA, TAU = 7.0, 0.1
+"""Spread of a performance around a rating, and growth of a rating's uncertainty in a match: Gauntlet's values."""
+
+
+class Rating(NamedTuple):
+    """Normal distribution of a replica's strength."""
+
+    mu: float = 25.0
+    sigma: float = 25 / 3
+
+    @property
+    def ordinal(self) -> float:
+        """Strength that the replica has almost certainly: 0 for a new one."""
+        return self.mu - 3 * self.sigma
+
+
+NEW = Rating()
+"""Rating before the first match."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +144,6 @@ class ScoreBook:
         self._exclude(here, facts)
 
     def scores(self) -> dict[str, Score]:
-        """Return the score of every replica."""
         return {
             name: Score(
                 replica=name,
@@ -173,7 +192,6 @@ class ScoreBook:
         self._entries[replica] = _Entry()
 
     def to_json(self) -> str:
-        """Return the whole state."""
         entries = {name: asdict(entry) for name, entry in self._entries.items()}
         return json.dumps({"round": self._round, "replicas": entries}, sort_keys=True)
 
@@ -301,3 +319,25 @@ def _judged(losses: Losses) -> tuple[float, float]:
     if difference == 0 or losses.error <= 0:
         return (1.0 if difference > 0 else -1.0), other
     return max(-1.0, min(1.0, difference / losses.error)), other
+
+
+def require_openskill() -> None:
+    """Raise ConfigError if the package is not installed."""
+    try:
+        import openskill.models  # noqa: F401
+    except ImportError:
+        key, extra = ("audit", "gauntlet"), "needs an optional package: pip install 'hetero-pp[audit]'"
+        raise ConfigError(key, f"scoring contributions {extra}") from None
+
+
+def rated(ratings: Mapping[str, Rating], order: Sequence[str]) -> dict[str, Rating]:
+    """Return the ratings of some replicas after a match, of which `order` is the result, from the worst to the best.
+
+    There are no draws: in a match with several, the model raises the replica just below them.
+    """
+    from openskill.models import PlackettLuce
+
+    model = PlackettLuce(beta=BETA, tau=TAU)
+    players = [[model.create_rating([ratings[name].mu, ratings[name].sigma])] for name in order]
+    found = model.rate(players, scores=list(range(len(order))))
+    return {name: Rating(one.mu, one.sigma) for name, (one,) in zip(order, found, strict=True)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 import torch
@@ -15,11 +15,22 @@ from hetero_pp.messages.messages_pb2 import Judgement, RoundRecord
 from hetero_pp.model.transformer import shapes_by_block, shapes_of
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, DecodedTensor, decode_blob, scale_of
 from hetero_pp.run.spec import RunSpec
-from replica_groups.audit.gauntlet.draw import draw
-from replica_groups.audit.gauntlet.losses import losses_of
+from replica_groups.audit.gauntlet.losses import Texts, losses_of
 from replica_groups.audit.gauntlet.overlap import copies
-from replica_groups.audit.gauntlet.texts import Texts
 from replica_groups.outer.apply_round import FetchBlob
+
+
+def draw(secret: bytes, record_sha256: bytes, replicas: Iterable[str], count: int) -> list[str]:
+    """Return `count` of the replicas, or all if they are fewer, in the order of their names.
+
+    Every replica is equally likely in every round, also one that was drawn in the last one. A replica that knows that
+    it will not be drawn could do no work.
+
+    `record_sha256` is that of the round's record, so the draw is unknown before the contributions are fixed. `secret`
+    is at least 16 bytes that are revealed after the run, so no contribution can be chosen by its draw. Deterministic.
+    """
+    ranks = {name: hashlib.sha256(b"\0".join((secret, record_sha256, name.encode()))).digest() for name in replicas}
+    return sorted(sorted(ranks, key=lambda name: ranks[name])[:count])
 
 
 class GauntletCheck:

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from hetero_pp.core.errors import MalformedMessage
 from hetero_pp.messages.messages_pb2 import StageMessages
-from hetero_pp.rpc.statements import check_statement
-from replica_groups.audit.recompute.group import ReplicaHere
+from hetero_pp.rpc.certificates import check_statement
+from replica_groups.audit.recompute.replica import ReplicaHere
 from stages.transcript import Place, Way, records_of
 
 NO_HOLDERS: Mapping[str, int] = MappingProxyType({})

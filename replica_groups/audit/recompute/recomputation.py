@@ -33,9 +33,8 @@ from hetero_pp.run.spec import RunSpec
 from replica_groups.audit.recompute.chains import Chains
 from replica_groups.audit.recompute.compare import Comparison, compare, difference
 from replica_groups.audit.recompute.evidence import VERSION, Evidence, this_machine, write_evidence
-from replica_groups.audit.recompute.group import RoundStart
 from replica_groups.audit.recompute.hops import blame
-from replica_groups.audit.recompute.replica import Recomputed, recompute
+from replica_groups.audit.recompute.replica import Recomputed, RoundStart, recompute
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.showing import ARRIVED, AUTHORITY, LEFT, ROUNDS_TO_SHOW, draw_key, evidence_key
 from replica_groups.member.committed_state import BEFORE, MESSAGES, load_state
@@ -260,10 +259,10 @@ class Recomputation:
             for block, shapes in shapes_by_block(self.spec.parameter_shapes).items()
         }
         found = compare(entry, differences, again, tolerance)
-        if found.is_equal or len(again.here.members) == 1:
-            return (
-                found if found.is_equal else Comparison(found.difference, found.cause, next(iter(again.here.members)))
-            )
+        if found.is_equal:
+            return found
+        if len(again.here.members) == 1:
+            return Comparison(found.difference, found.cause, next(iter(again.here.members)))
         differing = [block for block, one in differences.items() if one > tolerance]
         is_text = "another text" in found.cause
         holders = {one.member: one.holder for one in entry.commitments}

@@ -1,9 +1,15 @@
-"""A stage that computes nothing: its messages have the true shapes, and timed waits take the place of its work."""
+"""Members of a rehearsal that compute nothing: timed waits take the place of their work.
+
+An emulated stage sends messages of the true shapes. An emulated engine waits as long as all accelerators of its replica
+would compute.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,12 +22,84 @@ from hetero_pp.model.learning_rates import LearningRates
 from hetero_pp.model.transformer import ModelShape, build_part
 from hetero_pp.pipeline.coefficients import Symbols, format_of, noise_key
 from hetero_pp.run.simulate_section import MeasuredCost
-from replica_groups.rehearsal.pace import Pace
+from replica_groups.outer.parameter_store import LocalParameters
 from stages.boundary import Boundary
 from stages.stage import Stage
 
 NORM = 1.0
 """Gradient norm of each stage."""
+
+
+class Pace:
+    """The clock of an emulated device. It advances by what the device computes and by what its member waits for others.
+
+    Other work of this process, such as the conversion of messages, is part of the costs. So it shortens the next wait.
+    """
+
+    def __init__(self) -> None:
+        self.waited: Callable[[], float] = lambda: 0.0
+        """Returns the seconds for which the member has waited for others since some moment before the step."""
+        self.computed = 0.0
+        """Seconds of emulated computation so far."""
+        self.late = 0.0
+        """Most seconds by which this process was later than the device."""
+        self._free_at, self._waited_before = time.monotonic(), 0.0
+
+    def begin(self) -> None:
+        """Begin a step: what the process did since the last computation took time of the device, too."""
+        self._free_at, self._waited_before = time.monotonic(), self.waited()
+
+    def compute(self, seconds: float) -> None:
+        """Return once the device has computed for that long."""
+        waited = self.waited()
+        self._free_at += waited - self._waited_before + seconds
+        self._waited_before = waited
+        self.computed += seconds
+        left = self._free_at - time.monotonic()
+        self.late = max(self.late, -left)
+        if left > 0:
+            time.sleep(left)
+
+
+class EmulatedEngine(LocalParameters):
+    """Implements Engine without parameters. It stands for all ranks of a replica, whatever engine trains it."""
+
+    def __init__(self, cost: MeasuredCost, micro_batches: int, vocabulary: int, pace: Pace) -> None:
+        super().__init__({})
+        self.done = 0
+        self._cost, self._micro_batches, self._pace = cost, micro_batches, pace
+        self._loss = math.log(vocabulary)
+        self._rates: LearningRates | None = None
+
+    def follow(self, rates: LearningRates) -> None:
+        self._rates = rates
+
+    def inner_step(self, tokens: Tensor, step: int) -> tuple[float, float, float]:
+        self._pace.begin()
+        for _ in range(self._micro_batches):
+            self._pace.compute(self._cost.forward + self._cost.backward)
+            self.done += 1
+        self._pace.compute(self._cost.update)
+        return self._loss, NORM, math.nan if self._rates is None else self._rates.at(step)
+
+    def evaluate(self, validation: Sequence[Tensor]) -> float:
+        self._pace.begin()
+        for _ in validation:
+            self._pace.compute(self._cost.evaluate)
+            self.done += 1
+        return self._loss
+
+    def remember(self, moments: bool) -> None:
+        """Do nothing: no step changes anything."""
+
+    def undo(self) -> None:
+        """Do nothing, as `remember`."""
+
+    def save(self, folder: Path) -> None:
+        """Write nothing, as `remember`."""
+
+    def load(self, folder: Path) -> None:
+        """Read nothing, as `remember`."""
 
 
 class EmulatedBoundary(Boundary):
