@@ -215,8 +215,8 @@ def access_to(spec: RunSpec, folder: RunFolder, exchange: str | None, token: Pat
         raise ConfigError((), "expected --exchange HOST:PORT and --token-file FILE together")
     if not folder.validators.is_file():
         here = "its exchange writes the file if the YAML has `audit: {by: validators}`"
-        told = f"found no address of an exchange on this host; {here}"
-        raise ConfigError((), f"{folder.validators}: {told}; on another host, use --exchange and --token-file")
+        found = f"found no address of an exchange on this host; {here}"
+        raise ConfigError((), f"{folder.validators}: {found}; on another host, use --exchange and --token-file")
     try:
         told = read_json_object(folder.validators)
         return Access(dialled_here(str(told["exchange"])), told["secret"], told["encrypted"])

@@ -49,6 +49,7 @@ from hetero_pp.messages.messages_pb2 import (
     Report,
 )
 from hetero_pp.program.cli import app
+from hetero_pp.program.launch.mode import Invocation
 from hetero_pp.program.operate import http_server
 from hetero_pp.program.operate.collector import RunCollector
 from hetero_pp.program.operate.metrics import METRICS, build_info
@@ -342,8 +343,10 @@ def test_serve_and_join_take_the_options_of_an_operator(
         port = free.getsockname()[1]
     answers: list[tuple[int, str]] = []
 
-    def take_part(*given: Any, operations: Operations | None = None, **_: Any) -> None:
-        (operations or given[-1]).observed.follow(told(STEP, PAUSE))
+    def take_part(*given: Any) -> None:
+        last = given[-1]
+        operations: Operations = last.operations if isinstance(last, Invocation) else last
+        operations.observed.follow(told(STEP, PAUSE))
         answers.append(get(f"http://127.0.0.1:{port}/healthz"))
 
     monkeypatch.setattr("hetero_pp.program.launch.command.run_on_this_host", take_part)

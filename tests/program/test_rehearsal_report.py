@@ -95,9 +95,16 @@ def reports_of(spec: RunSpec, **more: float) -> list[Report]:
     return found
 
 
+def timings_of(spec: RunSpec, reports: list[Report]) -> Timings:
+    timings = Timings(spec)
+    for report in reports:
+        timings.apply(report)
+    return timings
+
+
 def compared(spec: RunSpec, reports: list[Report]) -> Comparison:
     predictions = Predictions.of(spec)
-    return compare(spec, Timings.of(spec, reports), predictions.rehearsed, predictions.whole)
+    return compare(spec, timings_of(spec, reports), predictions.rehearsed, predictions.whole)
 
 
 def test_a_rehearsal_that_took_what_was_predicted(spec: RunSpec) -> None:
@@ -120,14 +127,14 @@ def test_the_last_of_overlapping_rounds_is_not_timed(spec: RunSpec) -> None:
     """No next round is trained while its contributions are in transit."""
     outer = spec.config.outer.model_copy(update={"overlap": 1})
     overlapping = RunSpec(spec.config.model_copy(update={"outer": outer}), None)
-    assert Timings.of(overlapping, reports_of(spec)).timed == [2]
-    assert Timings.of(spec, reports_of(spec)).timed == [2, 3]
+    assert timings_of(overlapping, reports_of(spec)).timed == [2]
+    assert timings_of(spec, reports_of(spec)).timed == [2, 3]
 
 
 def test_a_single_round_is_what_the_slowest_member_did_in_it(spec: RunSpec) -> None:
     reports = [one for one in reports_of(spec) if _round(one) == 1]
     prediction = Predictions.of(spec).rehearsed
-    found = compare(spec, Timings.of(spec, reports), prediction, prediction)
+    found = compare(spec, timings_of(spec, reports), prediction, prediction)
     inner = max(one.inner_seconds for one in prediction.replicas)
     assert found.timed == 1 and found.measured["round_seconds"] == pytest.approx(inner + prediction.outer_seconds)
 

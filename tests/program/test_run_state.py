@@ -162,7 +162,7 @@ def test_parts_of_an_inner_step_merge_in_any_order() -> None:
     for order in (parts, parts[::-1]):
         replica = state_of(order).replicas["home"]
         step = replica.rounds[2][1]
-        assert (step.loss, step.gradient_norm, step.learning_rate, step.tokens) == (3.0, 2.5, 0.1, 100)
+        assert (step.loss, step.tokens) == (3.0, 100)
         assert (replica.steps_done, replica.loss, replica.tokens) == (4, 3.0, 100)
 
 

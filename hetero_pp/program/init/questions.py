@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.prompt import Prompt
@@ -133,40 +132,40 @@ class Answers:
 
         def parsed(question: str) -> object:
             try:
-                return PARSERS[question](given[question])
+                return QUESTIONS[question].parse(given[question])
             except ValueError as error:
                 raise ConfigError((), f"--{question}: {error}") from None
 
-        return cls(**{question: parsed(question) for question in PARSERS})  # type: ignore[arg-type]
+        return cls(**{question: parsed(question) for question in QUESTIONS})  # type: ignore[arg-type]
 
 
-PARSERS = {
-    "machines": Machines.parse,
-    "line": Line.parse,
-    "text": parse_text,
-    "model": parse_model,
-    "time": Length.parse,
-    "name": valid_run_name,
+@dataclass(frozen=True)
+class Question:
+    """A question of `init`."""
+
+    text: str
+    default: str
+    parse: Callable[[str], object]
+    """Raises ValueError for a wrong answer."""
+
+
+QUESTIONS: Mapping[str, Question] = {
+    "machines": Question(
+        "Which machines? `here`, a number of homes such as `4`, or `4 + datacenter`", "here", Machines.parse
+    ),
+    "line": Question("Mbit/s of a home's line, up/down", "20/100", Line.parse),
+    "text": Question(
+        "Which text? A file, a folder, `hf:` and a dataset, or `standard-library`", "standard-library", parse_text
+    ),
+    "model": Question(
+        "Which model? micro, 178m, 512m, 1b, or a number of parameters such as `5M`", "micro", parse_model
+    ),
+    "time": Question(
+        "How long? A time or a number of tokens, such as `10 min` or `50M tokens`", "10 min", Length.parse
+    ),
+    "name": Question("Which name? It is that of the YAML, and of the folder in runs/", "first", valid_run_name),
 }
-"""Parser of each question's answer; the option has the same name."""
-
-
-DEFAULTS: Mapping[str, str] = {
-    "machines": "here",
-    "line": "20/100",
-    "text": "standard-library",
-    "model": "micro",
-    "time": "10 min",
-    "name": "first",
-}
-_QUESTIONS: Mapping[str, str] = {
-    "machines": "Which machines? `here`, a number of homes such as `4`, or `4 + datacenter`",
-    "line": "Mbit/s of a home's line, up/down",
-    "text": "Which text? A file, a folder, `hf:` and a dataset, or `standard-library`",
-    "model": "Which model? micro, 178m, 512m, 1b, or a number of parameters such as `5M`",
-    "time": "How long? A time or a number of tokens, such as `10 min` or `50M tokens`",
-    "name": "Which name? It is that of the YAML, and of the folder in runs/",
-}
+"""Questions by name; the option of an answer has the same name."""
 
 
 def is_interactive(console: Console) -> bool:
@@ -178,16 +177,14 @@ def complete(given: Mapping[str, str | None]) -> dict[str, str]:
     """Return an answer to every question: as given, else asked on a terminal, else the default, which is printed."""
     console = standard_output()
     answers = {question: text for question, text in given.items() if text is not None}
-    missing = [question for question in PARSERS if question not in answers]
     ask = is_interactive(console)
-    for question in missing:
-        if question == "line" and not _has_homes(answers["machines"]):
-            answers[question] = DEFAULTS[question]
-        elif ask:
-            answers[question] = _asked(console, question)
-        else:
-            answers[question] = DEFAULTS[question]
-            tell(console, f"--{question}: not given, so it is `{DEFAULTS[question]}`")
+    for name, question in QUESTIONS.items():
+        if name in answers:
+            continue
+        is_needed = name != "line" or _has_homes(answers["machines"])
+        answers[name] = _asked(console, name, question) if ask and is_needed else question.default
+        if is_needed and not ask:
+            tell(console, f"--{name}: not given, so it is `{question.default}`")
     return answers
 
 
@@ -198,16 +195,15 @@ def _has_homes(machines: str) -> bool:
         return False
 
 
-def _asked(console: Console, question: str) -> str:
+def _asked(console: Console, name: str, question: Question) -> str:
     """Ask until the answer can be parsed. Raises ConfigError at the end of the input."""
-    parse: Callable[[str], Any] = PARSERS[question]
     while True:
         try:
-            text = Prompt.ask(_QUESTIONS[question], console=console, default=DEFAULTS[question])
-            parse(text)
+            text = Prompt.ask(question.text, console=console, default=question.default)
+            question.parse(text)
         except ValueError as error:
             tell(console, str(error))
         except EOFError:
-            raise ConfigError((), f"--{question}: found the end of the input, expected an answer") from None
+            raise ConfigError((), f"--{name}: found the end of the input, expected an answer") from None
         else:
             return text

@@ -121,7 +121,7 @@ def _train(membership: Membership, here: Here, has_answered: bool, operations: O
                 own = None
                 if here.rehearses:
                     own = OwnLine(prepared.spec, membership.place, _measured_line(membership, prepared.spec))
-                run_members(prepared, runs, membership.place, exchange, operations, own or AS_A_RUN)
+                run_members(prepared, runs, membership.place, exchange, operations or Operations(), own or AS_A_RUN)
                 for line in own.lines() if own is not None else ():
                     announce(f"{membership.run}: {line}")
                 if (over := read_over(folder)) is not None:

@@ -1,16 +1,12 @@
-"""Starts a process with its member and run. Imports nothing of what the process needs: the fork server has it."""
+"""Member and run of a process, as it is told at its start."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from typing import NoReturn
 
 from hetero_pp.config.changed_keys import Values
 from hetero_pp.core.errors import HeteroPPError
 from hetero_pp.run.folder import RunFolder
-from hetero_pp.store.faults import Faults
 
 FAILED = 1
 CONSEQUENCE = 3
@@ -47,10 +43,3 @@ class Job:
     """Device on which the member computes; several ranks count their devices from 0."""
     open_files: tuple[int, int] | None = None
     """The launcher's limits of open files, soft and hard."""
-
-
-def start_job(launcher: Connection, job: Job, make_faults: Callable[[], Faults]) -> NoReturn:
-    """Run one member of the run until it is over, then end the process."""
-    from hetero_pp.program.launch.member_process import process_main
-
-    process_main(launcher, job, make_faults)

@@ -27,7 +27,8 @@ from hetero_pp.core.units import format_count, format_seconds
 from hetero_pp.messages.messages_pb2 import GIVEN_UP, RESTARTED, SILENT, Happened, Report, Standing
 from hetero_pp.program.launch.addresses import is_reached
 from hetero_pp.program.launch.fork_server import fork_server, unheard
-from hetero_pp.program.launch.job import CONSEQUENCE, CRASHED, GONE, STOP, Job, start_job
+from hetero_pp.program.launch.job import CONSEQUENCE, CRASHED, GONE, STOP, Job
+from hetero_pp.program.launch.start_job import start_job
 from hetero_pp.program.launch.this_machine import require_open_files
 from hetero_pp.program.launch.watcher import Watcher
 from hetero_pp.rpc.connections import reports_of, tell_died

@@ -77,7 +77,9 @@ def _of_memory(spec: RunSpec, members: Sequence[MemberSpec], has_exchange: bool)
     memory = psutil.virtual_memory()
     total = min([memory.total, *_limits_of_containers()])
     free = min(memory.available, total)
-    held = [{name: _on_this_node(member, size) for name, size in memory.held().items()} for member, memory in memories]
+    held: list[Mapping[str, float]] = [
+        {name: _on_this_node(member, size) for name, size in memory.held().items()} for member, memory in memories
+    ]
     parameters = sum(_on_this_node(member, part_of(spec, member).parameters) for member in members)
     who = format_count(len(members), "member")
     if has_exchange:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from statistics import fmean
 
 from hetero_pp.config.links import Direction
@@ -29,14 +29,6 @@ class Timings:
         self._bytes: dict[tuple[str, str], dict[int, int]] = defaultdict(dict)
         self.lines: dict[str, MeasuredLine] = {}
         """Lines that hosts measured before they joined, by member."""
-
-    @classmethod
-    def of(cls, spec: RunSpec, reports: Iterable[Report]) -> Timings:
-        """Return what reports say."""
-        found = cls(spec)
-        for report in reports:
-            found.apply(report)
-        return found
 
     def apply(self, report: Report) -> None:
         """Take in one report. A later report on the same round replaces an earlier one."""

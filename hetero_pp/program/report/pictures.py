@@ -13,7 +13,7 @@ from hetero_pp.config.lines import WAYS, Way
 from hetero_pp.config.links import DIRECTIONS, Direction
 from hetero_pp.core.drawing import HEIGHT, STYLE, draw_curve, new_figure, palette, save_figure
 from hetero_pp.core.units import format_bits_per_second, format_bytes, format_count, format_share
-from hetero_pp.program.report.carried import LinkState
+from hetero_pp.program.report.carried import DirectionState, LinkState
 from hetero_pp.program.report.replica_state import ReplicaState
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.tables import ARROWS
@@ -165,25 +165,28 @@ def _bars(state: RunState) -> Iterator[_Bar]:
         kind = "exchange link" if links[0].reaches_exchange else "stage link"
         for direction in DIRECTIONS:
             carried = [link.directions[direction] for link in links]
-            firsts = [one.rounds[0].payload_bytes if 0 in one.rounds else 0 for one in carried]
-            sizes = [one.payload_bytes - first for one, first in zip(carried, firsts, strict=True)]
-            busy = _mean([one.busy_share(seconds) for one in carried])
-            yield _Bar(_link_label(links), kind, direction, fmean(sizes), fmean(firsts), busy)
+            busy = [one.busy_share(seconds) for one in carried]
+            yield _bar(_link_label(links), kind, direction, [[one] for one in carried], busy)
     for lines in lines_alike(state.spec, state.lines.values()):
         spec = lines[0].spec
         label = f"{range_of([line.name for line in lines])} ({spec.kind})\n{_both(spec.up, spec.down, '↑↓')}"
         for way in WAYS:
-            firsts = [
-                sum(one.rounds[0].payload_bytes for one in line.carried[way] if 0 in one.rounds) for line in lines
-            ]
-            sizes = [line.payload_bytes(way) - first for line, first in zip(lines, firsts, strict=True)]
-            busy = _mean([line.busy_share(way, seconds) for line in lines])
-            yield _Bar(label, "line", way, fmean(sizes), fmean(firsts), busy)
+            busy = [line.busy_share(way, seconds) for line in lines]
+            yield _bar(label, "line", way, [line.carried[way] for line in lines], busy)
 
 
-def _mean(shares: Sequence[float | None]) -> float | None:
-    known = [share for share in shares if share is not None]
-    return fmean(known) if known else None
+def _bar(
+    label: str,
+    kind: str,
+    way: Direction | Way,
+    carried: Sequence[Sequence[DirectionState]],
+    busy: Sequence[float | None],
+) -> _Bar:
+    """Return the means over equal links or lines. `carried`: the directions whose traffic each of them adds up."""
+    firsts = [sum(one.rounds[0].payload_bytes for one in of if 0 in one.rounds) for of in carried]
+    sizes = [sum(one.payload_bytes for one in of) - first for of, first in zip(carried, firsts, strict=True)]
+    known = [share for share in busy if share is not None]
+    return _Bar(label, kind, way, fmean(sizes), fmean(firsts), fmean(known) if known else None)
 
 
 def draw_links(state: RunState, path: Path) -> None:

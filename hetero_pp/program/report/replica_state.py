@@ -19,8 +19,6 @@ class Step:
     """One inner step of a replica, merged from the reports of its first and last stage."""
 
     loss: float | None = None
-    gradient_norm: float | None = None
-    learning_rate: float | None = None
     tokens: int = 0
     told_at: float | None = None
     """Time of the report with the tokens. A step that is trained again has another time; a repeated report does not."""
@@ -65,9 +63,8 @@ class ReplicaState:
         if report.round in self.settled:
             return
         step = self.rounds.setdefault(report.round, {}).setdefault(report.step, Step())
-        for name in ("loss", "gradient_norm", "learning_rate"):
-            if report.HasField(name):
-                setattr(step, name, getattr(report, name))
+        if report.HasField("loss"):
+            step.loss = report.loss
         if report.tokens:
             self.tokens += report.tokens - step.tokens
             if time != step.told_at:
