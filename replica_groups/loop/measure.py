@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,7 +73,7 @@ def _measure_whole(spec: RunSpec, member: MemberSpec, snapshot: Snapshot) -> Mea
 
 def _cost(spent: Mapping[str, Sequence[float]], contribute: float, apply: float) -> MeasuredCost:
     """Return the cost of a member from the seconds of each repetition, by kind of work."""
-    medians = {kind: median(seconds) for kind, seconds in spent.items()}
+    medians: dict[str, Any] = {kind: median(seconds) for kind, seconds in spent.items()}
     return MeasuredCost.model_construct(**medians, contribute=contribute, apply=apply)
 
 
