@@ -6,7 +6,7 @@ import gc
 import random
 import signal
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,11 @@ hypothesis.settings.load_profile("no deadline")
 SLOW = (
     "faults/",
     "program/test_join",
+    "program/test_groups_form",
     "engines/",
     "exchange/test_li",
     "program/test_ended_early",
+    "program/test_hosts_return",
     "program/test_only",
     "documents/",
     "program/test_full_disk",
@@ -119,13 +121,31 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(autouse=True)
-def _no_rendering(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Write placeholders in place of the pictures of runs, unless the test has the mark `renders`."""
-    if request.node.get_closest_marker("renders") is None:
-        import hetero_pp.program.compare  # noqa: F401 (it keeps the function that renders, because its charts are no run's)
+@pytest.fixture(scope="session", autouse=True)
+def _preloading() -> None:
+    """Let the fork server import what the processes of all tests need."""
+    from preloading import preload  # takes a moment, and not every call of pytest runs tests
 
-        monkeypatch.setattr(RENDERER, save_placeholder)
+    preload()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_rendering() -> Iterator[None]:
+    """Write placeholders in place of the pictures of runs, also of runs that fixtures of modules train."""
+    import hetero_pp.program.compare  # noqa: F401 (it keeps the function that renders, because its charts are no run's)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RENDERER, save_placeholder)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _rendering(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Render the pictures of runs in a test with the mark `renders`."""
+    if request.node.get_closest_marker("renders") is not None:
+        from hetero_pp.core.drawing import save_figure
+
+        monkeypatch.setattr(RENDERER, save_figure)
 
 
 @pytest.fixture

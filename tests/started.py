@@ -7,7 +7,6 @@ environment.
 
 from __future__ import annotations
 
-import multiprocessing
 import multiprocessing.forkserver
 import os
 import runpy
@@ -26,19 +25,11 @@ from pathlib import Path
 from rendering import save_placeholder
 from torch.distributed import TCPStore
 
-from hetero_pp.program.launch.fork_server import PRELOADED, UNHEARD
+from hetero_pp.program.launch.fork_server import UNHEARD, fork_server
 from hetero_pp.program.report import pictures
 
 TIMEOUT = 240.0
 """Seconds in which a program of a test ends, even on a busy machine."""
-
-LAUNCHERS = [
-    "hetero_pp.program.cli",
-    "hetero_pp.program.launch.command",
-    "tensorboard.summary.writer.record_writer",
-    "matplotlib.figure",
-]
-"""Further modules that a launcher imports, at its start or to record and draw."""
 
 
 class Started:
@@ -48,8 +39,7 @@ class Started:
         self, what: str | Path, arguments: Sequence[str], environment: Mapping[str, str] | None = None
     ) -> None:
         """`what` is a module, as for `python -m`, or the path of a script."""
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*PRELOADED, *LAUNCHERS])
+        context = fork_server()
         said = Path(tempfile.mkdtemp(prefix="said-"))
         weakref.finalize(self, shutil.rmtree, said, ignore_errors=True)
         self._files = [said / name for name in ("stdout", "stderr")]

@@ -87,13 +87,6 @@ def test_it_runs_at_its_smallest(name: str, tmp_path: Path, monkeypatch: pytest.
         assert re.search(pattern, done.stdout), (pattern, done.stdout)
 
 
-@pytest.mark.parametrize("name", LONG)
-def test_a_long_one_starts_and_describes_itself(name: str) -> None:
-    done = run_script(FOLDER / f"{name}.py", "--help", timeout=TIMEOUT)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(rf"usage: {name}\.py .*--smoke", done.stdout, re.DOTALL), done.stdout
-
-
 def test_a_rehearsal_replaces_one_of_which_less_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """A long rehearsal would otherwise end with an error in place of its result."""
     monkeypatch.syspath_prepend(str(FOLDER))

@@ -48,26 +48,41 @@ Reproduce = Callable[..., tuple[int, str, str]]
 """A function that runs `hetero-pp reproduce` with these arguments and returns exit code, stdout and stderr."""
 
 
-@pytest.fixture
-def toys(tmp_path: Path, corpus: Path) -> Path:
-    folder = tmp_path / "experiments"
-    (folder / "scales").mkdir(parents=True)
-    (folder / "toy").mkdir()
-    (folder / "scales" / "tiny.yaml").write_text(TINY.replace("CORPUS", str(corpus)))
-    (folder / "toy" / "one.yaml").write_text(EXPERIMENT)
-    return folder
+@pytest.fixture(scope="session")
+def reproduce_in(corpus: Path) -> Callable[[Path], Reproduce]:
+    """Return a function that writes the toy's table to a folder.
+
+    It returns a function that runs `reproduce` at the toy's scale, with results and runs beside the experiments.
+    """
+
+    def write(folder: Path) -> Reproduce:
+        experiments = folder / "experiments"
+        (experiments / "scales").mkdir(parents=True)
+        (experiments / "toy").mkdir()
+        (experiments / "scales" / "tiny.yaml").write_text(TINY.replace("CORPUS", str(corpus)))
+        (experiments / "toy" / "one.yaml").write_text(EXPERIMENT)
+        options = ["--experiments", experiments, "--runs", folder / "runs", "--results", folder / "results"]
+
+        def invoke(*arguments: str) -> tuple[int, str, str]:
+            command = ["reproduce", "--scale", "tiny", "--no-compile", *map(str, options), *arguments]
+            result = CliRunner().invoke(app, command)
+            return result.exit_code, result.stdout, result.stderr
+
+        return invoke
+
+    return write
 
 
 @pytest.fixture
-def reproduce(tmp_path: Path, toys: Path) -> Reproduce:
-    """Return a function that runs `reproduce` at the toy's scale, with results and runs beside the experiments."""
-    options = ["--experiments", str(toys), "--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
+def reproduce(tmp_path: Path, reproduce_in: Callable[[Path], Reproduce]) -> Reproduce:
+    """Return a function that runs `reproduce` of the toy's table in the test's folder."""
+    return reproduce_in(tmp_path)
 
-    def invoke(*arguments: str) -> tuple[int, str, str]:
-        result = CliRunner().invoke(app, ["reproduce", "--scale", "tiny", "--no-compile", *options, *arguments])
-        return result.exit_code, result.stdout, result.stderr
 
-    return invoke
+@pytest.fixture
+def toys(tmp_path: Path, reproduce: Reproduce) -> Path:
+    """Return the folder of the toy's table and scale."""
+    return tmp_path / "experiments"
 
 
 @pytest.fixture

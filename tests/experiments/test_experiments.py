@@ -337,18 +337,39 @@ def _rows(tmp_path: Path) -> Path:
     return tmp_path / "results" / "tiny" / "rows.jsonl"
 
 
-@pytest.mark.starts_processes
-def test_a_table_is_made_and_resumed(tmp_path: Path, reproduce: Reproduce) -> None:
-    docs = str(tmp_path / "results.md")
-    code, _, errors = reproduce("toy/one", "--seeds", "2", "--workers", "2", "--docs", docs)
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, reproduce_in: Callable[[Path], Reproduce]) -> tuple[Path, str]:
+    """Train the toy's table with two seeds. Return its folder and what the command printed."""
+    folder = tmp_path_factory.mktemp("trained")
+    docs = str(folder / "results.md")
+    code, said, errors = reproduce_in(folder)("toy/one", "--seeds", "2", "--workers", "2", "--docs", docs)
     assert code == 0, errors
-    result = json.loads((tmp_path / "results" / "tiny" / "toy" / "one.json").read_text())
+    return folder, said
+
+
+@pytest.fixture
+def table(trained: tuple[Path, str], tmp_path: Path, reproduce: Reproduce) -> Path:
+    """Return the trained table in the test's folder, in which `reproduce` may change it."""
+    for name in ("results", "runs"):
+        shutil.copytree(trained[0] / name, tmp_path / name)
+    return tmp_path / "results" / "tiny" / "toy" / "one.json"
+
+
+@pytest.mark.starts_processes
+def test_a_table_is_made_and_resumed(
+    trained: tuple[Path, str], table: Path, tmp_path: Path, reproduce: Reproduce
+) -> None:
+    """What is needed, and whether the corpus has it, is printed before rows are trained."""
+    result = json.loads(table.read_text())
+    told = " ".join(trained[1].split()).partition(" rows ")[0]
+    assert f"{result['corpus']['tokens']:,} tokens to train on in " in told
+    assert "272 are needed: enough" in told  # 2 rounds of 2 steps of 2 replicas, with 2 sequences of 17
     rows = {row["name"]: row for row in result["rows"]}
     assert set(rows["all"]["ours"]["seeds"]) == {"1", "2"}
     assert rows["too small"]["state"] == "not representable: k = 0.25 of 16 dimensions"
     assert rows["explodes"]["state"].startswith("diverged")
     assert [claim["verdict"] for claim in result["claims"]][1] == "not run"
-    assert (tmp_path / "results.md").exists()
+    assert (trained[0] / "results.md").exists()
     kept = _rows(tmp_path).read_text().splitlines()
     assert len(kept) == 3 * 2  # 1/4 of 16 is 4: one row serves both
     made = {"compiled": False, "stacked": False, "device": "cpu", "machine": machine(), "commit": commit()}
@@ -372,17 +393,18 @@ def test_rows_that_fail_are_told_and_the_exit_code_says_so(tmp_path: Path, repro
     checkpoints = tmp_path / "runs" / ".rows"
     checkpoints.parent.mkdir()
     checkpoints.write_text("a file where checkpoints would go")
-    assert reproduce("toy/one", "--seeds", "1")[0] == 0  # only state that an interruption would need is lost
+    only = ("--seeds", "1", "--rows", "none", "--rows", "all")
+    assert reproduce("toy/one", *only)[0] == 0  # only state that an interruption would need is lost
     keys = [json.loads(line)["key"] for line in _rows(tmp_path).read_text().splitlines()]
     shutil.rmtree(tmp_path / "results")
     checkpoints.unlink()
     checkpoints.mkdir()
     for key in keys:
         (checkpoints / f"{key}.pt").mkdir()
-    code, said, errors = reproduce("toy/one", "--seeds", "1")
+    code, said, errors = reproduce("toy/one", *only)
     assert code == 1
     assert "none, seed 1 failed: IsADirectoryError" in said
-    assert errors == "hetero-pp: 3 of 3 rows did not finish training\n"
+    assert errors == "hetero-pp: 2 of 2 rows did not finish training\n"
     assert "not run: costs" in said
 
 
@@ -390,11 +412,10 @@ def test_rows_that_fail_are_told_and_the_exit_code_says_so(tmp_path: Path, repro
 def test_a_table_may_have_seeds_that_no_other_has(tmp_path: Path, toys: Path, reproduce: Reproduce) -> None:
     path = toys / "toy" / "one.yaml"
     path.write_text(path.read_text().replace("baseline:", "first_seed: 11\nbaseline:"))
-    assert reproduce("toy/one", "--seeds", "1")[0] == 0
-    assert reproduce("toy/one", "--seeds", "2")[0] == 0
+    assert reproduce("toy/one", "--seeds", "2", "--rows", "all")[0] == 0
     result = json.loads((tmp_path / "results" / "tiny" / "toy" / "one.json").read_text())
     assert set(next(row for row in result["rows"] if row["name"] == "all")["ours"]["seeds"]) == {"11", "12"}
-    assert len(_rows(tmp_path).read_text().splitlines()) == 3 * 2
+    assert len(_rows(tmp_path).read_text().splitlines()) == 2
 
 
 def test_the_list_and_the_dry_run(tmp_path: Path, reproduce: Reproduce) -> None:
@@ -406,6 +427,7 @@ def test_the_list_and_the_dry_run(tmp_path: Path, reproduce: Reproduce) -> None:
     code, out, _ = reproduce("--dry-run")
     assert code == 0
     assert "representable" in out  # the cell may be folded
+    assert "tokens to train on in" in out
     assert not _rows(tmp_path).exists()
 
 
@@ -429,34 +451,30 @@ def test_unknown_names_list_the_known_ones(
 
 
 @pytest.mark.starts_processes
-def test_more_seeds_than_asked_for_stay_in_the_table(tmp_path: Path, reproduce: Reproduce) -> None:
-    table = tmp_path / "results" / "tiny" / "toy" / "one.json"
-    for seeds in ("2", "1"):
-        assert reproduce("toy/one", "--seeds", seeds)[0] == 0
-        assert set(json.loads(table.read_text())["rows"][0]["ours"]["seeds"]) == {"1", "2"}
+def test_more_seeds_than_asked_for_stay_in_the_table(table: Path, reproduce: Reproduce) -> None:
+    table.unlink()
+    assert reproduce("toy/one", "--seeds", "1")[0] == 0
+    assert set(json.loads(table.read_text())["rows"][0]["ours"]["seeds"]) == {"1", "2"}
 
 
 @pytest.mark.starts_processes
-def test_another_corpus_gets_a_table_of_its_own(tmp_path: Path, reproduce: Reproduce) -> None:
+def test_another_corpus_gets_a_table_of_its_own(table: Path, tmp_path: Path, reproduce: Reproduce) -> None:
     own = tmp_path / "mine"
     own.mkdir()
     (own / "a.txt").write_text("some other text " * 5000)
     (own / "loop").symlink_to(".")
-    assert reproduce("toy/one", "--seeds", "1")[0] == 0
-    kept = (tmp_path / "results" / "tiny" / "toy" / "one.json").read_text()
-    code, said, errors = reproduce("toy/one", "--seeds", "1", "--corpus", str(own))
+    kept = table.read_text()
+    code, said, errors = reproduce("toy/one", "--seeds", "1", "--rows", "none", "--corpus", str(own))
     assert code == 0, errors
     assert said.splitlines().count(f"data.corpus: {own}: read 1 file; skipped 1 repeated link") == 1
-    assert (tmp_path / "results" / "tiny" / "toy" / "one.json").read_text() == kept
+    assert table.read_text() == kept
     other = json.loads((tmp_path / "results" / "tiny" / "toy" / "one-mine.json").read_text())
     assert other["corpus"]["name"] == str(own)
     assert other["corpus"]["sha256"] != json.loads(kept)["corpus"]["sha256"]
 
 
 @pytest.mark.starts_processes
-def test_a_table_is_kept_if_nothing_of_it_is_known(tmp_path: Path, reproduce: Reproduce) -> None:
-    assert reproduce("toy/one", "--seeds", "1")[0] == 0
-    table = tmp_path / "results" / "tiny" / "toy" / "one.json"
+def test_a_table_is_kept_if_nothing_of_it_is_known(table: Path, tmp_path: Path, reproduce: Reproduce) -> None:
     kept = table.read_text()
     _rows(tmp_path).unlink()
     code, out, _ = reproduce("toy/one", "--no-train")
@@ -490,7 +508,7 @@ def test_a_small_corpus_says_what_it_lacks_or_is_repeated(tmp_path: Path, toys: 
     scale.write_text(scale.read_text().replace("validation_sequences: 4000", "validation_sequences: 4"))
     longer = scale.read_text().replace("sequence_length: 16", "sequence_length: 128")
     scale.write_text(longer.replace("rounds: 2000", "rounds: 13"))
-    code, _, errors = reproduce("toy/one", "--seeds", "1", "--repeat")
+    code, _, errors = reproduce("toy/one", "--seeds", "1", "--rows", "none", "--repeat")
     assert code == 0, errors
     table = tmp_path / "results" / "tiny" / "toy" / "one.md"
     epochs = float(table.read_text().partition("read ")[2].partition(" times")[0])
@@ -517,7 +535,7 @@ def test_a_scale_without_its_hardware_is_validated_only(tmp_path: Path, toys: Pa
         assert rows[0]["state"] == "only validated: this scale needs a GPU"
         code, _, errors = reproduce("toy/one", "--device", "cuda")
         assert (code, errors) == (2, "hetero-pp: --device cuda: found no GPU that torch can use\n")
-        assert reproduce("toy/one", "--seeds", "1", "--device", "cpu")[0] == 0
+        assert reproduce("toy/one", "--seeds", "1", "--rows", "none", "--device", "cpu")[0] == 0
     rows = json.loads((tmp_path / "results" / "tiny" / "toy" / "one.json").read_text())["rows"]
     assert rows[0]["state"] == "done"
 

@@ -32,7 +32,14 @@ from hetero_pp.program.launch.command import run_topology
 from hetero_pp.program.launch.inputs import Prepared
 from hetero_pp.program.launch.mode import Invocation
 from hetero_pp.program.launch.same_run import require_same_run
-from hetero_pp.program.launch.unfinished import CONTINUE, NEW, QUIT, find_unfinished, how_to_go_on
+from hetero_pp.program.launch.unfinished import (
+    CONTINUE,
+    NEW,
+    QUIT,
+    decide_to_resume,
+    find_unfinished,
+    how_to_go_on,
+)
 from hetero_pp.program.launch.watcher import Watcher
 from hetero_pp.program.report.earlier import reports_until
 from hetero_pp.program.report.recorder import Recorder
@@ -100,9 +107,18 @@ def _same(summary: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def test_a_run_that_was_cut_goes_on_to_the_same_bits(
-    finished: Path, cut: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+    finished: Path, cut: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """States are loaded to the CPU first, because devices may change: a GPU may have saved them."""
+    load, asked = torch.load, []
+
+    def loaded(path: Path, **options: Any) -> Any:
+        asked.append(options["map_location"])
+        return load(path, **options)
+
+    monkeypatch.setattr(torch, "load", loaded)
     assert _same(_train(corpus, cut.parent, resume=True), _summary(finished / "mixed"))
+    assert asked == ["cpu"] * 4
     said = capsys.readouterr().out
     assert f"mixed: resuming after round {ROUNDS - 1}" in said
     assert re.search(
@@ -114,7 +130,7 @@ def test_a_run_that_was_cut_goes_on_to_the_same_bits(
 # ---- not replaced ----
 
 
-def test_an_unfinished_run_is_not_replaced_without_a_word(cut: Path, corpus: Path, finished: Path) -> None:
+def test_an_unfinished_run_is_not_replaced_without_a_word(cut: Path, corpus: Path) -> None:
     """With --new, a new run moves the unfinished one aside. A finished run is replaced without --new."""
     stopped = rf"{cut}: run mixed stopped after round {ROUNDS - 1} of {ROUNDS}; "
     found = stopped + r"resume it with --resume, or start a new run with --new \(to resume: hpp launch --resume\)"
@@ -123,16 +139,14 @@ def test_an_unfinished_run_is_not_replaced_without_a_word(cut: Path, corpus: Pat
     with pytest.raises(ConfigError, match=r"^--new: found --resume, too"):
         _train(corpus, cut.parent, resume=True, new=True)
     assert [path.name for path in cut.parent.glob("[!.]*")] == ["mixed"]
-    assert _same(_train(corpus, cut.parent, new=True), _summary(finished / "mixed"))
+    assert _train(corpus, cut.parent, "outer.rounds=1", new=True)["rounds"] == 1
     assert not (cut.parent / "mixed.1" / "summary.json").exists()
-    _train(corpus, cut.parent)
+    _train(corpus, cut.parent, "outer.rounds=1")
     assert (cut.parent / "mixed.2" / "summary.json").exists()
 
 
 @pytest.mark.parametrize("answer", [CONTINUE, NEW, QUIT, None])
-def test_on_a_terminal_the_user_is_asked(
-    answer: str | None, cut: Path, corpus: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_terminal_the_user_is_asked(answer: str | None, cut: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the answer None, the terminal has been closed."""
 
     def ask(*_: object, **__: object) -> str:
@@ -143,13 +157,12 @@ def test_on_a_terminal_the_user_is_asked(
     monkeypatch.setattr(unfinished, "standard_output", lambda: Console(file=io.StringIO(), force_terminal=True))
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr(unfinished.Prompt, "ask", ask)
+    config = ConfigFile(RunFolder(cut).config).config
     if answer in (QUIT, None):
         with pytest.raises(ConfigError, match="resume it with --resume"):
-            _train(corpus, cut.parent)
-        return
-    found = _train(corpus, cut.parent)
-    assert _same(found, _summary(finished / "mixed"))
-    assert (cut.parent / "mixed.1").exists() == (answer == NEW)
+            decide_to_resume(config, cut.parent, resume=False, new=False)
+    else:
+        assert decide_to_resume(config, cut.parent, resume=False, new=False) == (answer == CONTINUE)
 
 
 def test_which_runs_are_unfinished(cut: Path, corpus: Path) -> None:
@@ -182,20 +195,6 @@ def test_a_run_that_stopped_before_it_had_begun_goes_on_from_its_beginning(
     assert _same(_train(corpus, cut.parent, resume=True), _summary(finished / "mixed"))
 
 
-def test_the_time_between_does_not_count(cut: Path, corpus: Path) -> None:
-    """The summary's times leave out the pause. The metrics keep their own times."""
-    year = 365 * 24 * 3600.0
-    lines = [json.loads(line) for line in (cut / "metrics.jsonl").read_text().splitlines()]
-    earlier = [json.dumps(line | {"time": line["time"] - year}) for line in lines]
-    (cut / "metrics.jsonl").write_text("\n".join(earlier) + "\n")
-    for _ in range(2):  # nor does the pause before the previous resume count
-        found = _train(corpus, cut.parent, resume=True)
-        _cut(cut)
-    assert found["training_seconds"] <= found["wall_seconds"] < year / 2
-    times = [json.loads(line)["time"] for line in (cut / "metrics.jsonl").read_text().splitlines()]
-    assert max(times) - min(times) > year / 2
-
-
 def _scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """Return (step, value) pairs by tag, as TensorBoard shows them."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -218,15 +217,24 @@ def _without_snapshots(folder: Path) -> Iterator[None]:
     aside.rmdir()
 
 
-def test_tensorboard_has_one_value_a_step(finished: Path, cut: Path, corpus: Path) -> None:
-    """The run may be resumed any number of times. A failed attempt leaves no values."""
-    for _ in range(2):
-        _train(corpus, cut.parent, resume=True)
-        _cut(cut)
+def test_a_run_may_be_resumed_any_number_of_times(finished: Path, cut: Path, corpus: Path) -> None:
+    """TensorBoard has one value per step, and none of a failed attempt.
+
+    The summary's times leave out all pauses. The metrics keep their own times.
+    """
+    year = 365 * 24 * 3600.0
+    lines = [json.loads(line) for line in (cut / "metrics.jsonl").read_text().splitlines()]
+    earlier = [json.dumps(line | {"time": line["time"] - year}) for line in lines]
+    (cut / "metrics.jsonl").write_text("\n".join(earlier) + "\n")
+    _train(corpus, cut.parent, resume=True)
+    _cut(cut)
     with _without_snapshots(cut), pytest.raises(HeteroPPError):
         _train(corpus, cut.parent, resume=True)
     assert len(list((cut / "tensorboard").iterdir())) == 1
-    _train(corpus, cut.parent, resume=True)
+    summary = _train(corpus, cut.parent, resume=True)
+    assert summary["training_seconds"] <= summary["wall_seconds"] < year / 2
+    times = [json.loads(line)["time"] for line in (cut / "metrics.jsonl").read_text().splitlines()]
+    assert max(times) - min(times) > year / 2
     found, unbroken = _scalars(cut), _scalars(finished / "mixed")
     assert found.keys() == unbroken.keys()
     for tag, values in unbroken.items():
@@ -318,21 +326,6 @@ def test_other_text_is_refused(cut: Path, corpus: Path, tmp_path: Path) -> None:
         _train(corpus, cut.parent, f"data.corpus={other}", resume=True)
 
 
-def test_a_state_that_a_gpu_saved_is_loaded_without_one(
-    finished: Path, cut: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Devices may change, so states are loaded to the CPU first."""
-    load, asked = torch.load, []
-
-    def loaded(path: Path, **options: Any) -> Any:
-        asked.append(options["map_location"])
-        return load(path, **options)
-
-    monkeypatch.setattr(torch, "load", loaded)
-    assert _same(_train(corpus, cut.parent, resume=True), _summary(finished / "mixed"))
-    assert asked == ["cpu"] * 4
-
-
 def test_a_round_whose_close_was_not_noted_comes_after_the_one_before(cut: Path) -> None:
     """The launcher may end after the record is written and before the metrics are."""
     lines = (cut / "metrics.jsonl").read_text().splitlines()
@@ -343,19 +336,17 @@ def test_a_round_whose_close_was_not_noted_comes_after_the_one_before(cut: Path)
     assert [report.round_closed.round for report in reports if report.HasField("round_closed")] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("metrics", ["killed as they were rewritten", "torn", "strange", "lost"])
+@pytest.mark.parametrize("metrics", ["damaged", "lost"])
 def test_the_log_alone_decides(finished: Path, cut: Path, corpus: Path, metrics: str) -> None:
+    """Damaged metrics have strange lines and a torn end. An earlier process was killed while it rewrote them."""
     whole = (cut / "metrics.jsonl").read_text()
-    if metrics == "torn":
-        (cut / "metrics.jsonl").write_text(whole + whole[:200])
-    elif metrics == "strange":
+    if metrics == "damaged":
         strange = ["[]", "7", "{}", '{"event": "evaluation"}', "[" * 5000, '{"event": "evaluation", "round": "x"}']
         strange += ['{"event": "round_closed", "round": [], "time": 1}', "9" * 5000]
-        (cut / "metrics.jsonl").write_text("\n".join(strange) + "\n" + whole)
-    elif metrics == "lost":
-        (cut / "metrics.jsonl").unlink()
-    else:
+        (cut / "metrics.jsonl").write_text("\n".join(strange) + "\n" + whole + whole[:200])
         (cut / "metrics.jsonl.part").write_text(whole[: len(whole) // 3])
+    else:
+        (cut / "metrics.jsonl").unlink()
     found, unbroken = _train(corpus, cut.parent, resume=True), _summary(finished / "mixed")
     if metrics == "lost":  # losses of earlier rounds were only there
         assert found["validation_loss"] == [None, None, *unbroken["validation_loss"][2:]]
@@ -590,25 +581,21 @@ def test_the_command_that_resumes_is_printed_once_and_before_the_pictures_are_dr
 # ---- two launches ----
 
 
-def _launch(corpus: Path, runs: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    sets = [part for key in (f"data.corpus={corpus}", "outer.rounds=1") for part in ("--set", key)]
-    return run_program("launch", str(MIXED), "--runs", str(runs), *sets, *more)
-
-
 @pytest.mark.starts_processes
 def test_two_launches_cannot_share_a_folder(tmp_path: Path, corpus: Path) -> None:
     folder = tmp_path / "mixed"
     folder.mkdir()
     (folder / "mine").write_text("a run under way")
+    sets = [part for key in (f"data.corpus={corpus}", "outer.rounds=1") for part in ("--set", key)]
     ways = [["--in-process"], ["--resume"], ["--only", "exchange", "--set", "exchange.listen=127.0.0.1:1"]]
     with claim(tmp_path, "mixed", ["home.1"]):
         for way in ways:
-            done = _launch(corpus, tmp_path, *way)
+            done = run_program("launch", str(MIXED), "--runs", str(tmp_path), *sets, *way)
             assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
             assert f"{folder}: another launch is using this folder (home.1)" in done.stderr
     assert (folder / "mine").read_text() == "a run under way"
     assert not (tmp_path / "mixed.1").exists()
-    assert _launch(corpus, tmp_path, "--in-process").returncode == 0
+    _train(corpus, tmp_path, "outer.rounds=1")
     assert (tmp_path / "mixed.1" / "mine").exists()
 
 

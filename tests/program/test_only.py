@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import signal
 import socket
-import subprocess
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from started import Started, run_program, start_program
+from hosts_of_parts import PARTS, Hosts, free_port
 from test_run_state import made_up_spec
 
 from hetero_pp.config.links import LAUNCHER
@@ -28,97 +25,8 @@ from hetero_pp.program.launch.watcher import Watcher
 from hetero_pp.rpc.credentials import Secret, SecretKeys
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.yaml_file import ConfigFile
-from replica_groups.exchange.open_log import open_log
-
-CONFIG = """
-name: hosts
-model: {preset: micro, width: 32, heads: 2, feed_forward: 64, layers: 2}
-data: {corpus: CORPUS, sequence_length: 32, validation_share: 0.2, validation_sequences: 8}
-inner: {steps: 2, learning_rate: 1e-2, warmup_steps: 2}
-outer: {rounds: ROUNDS, compression: {density: 1/32}}
-snapshots: {every: 1}
-exchange: {listen: "127.0.0.1:PORT", grace: {least: 5 min, most: 5 min}, lease: {least: 1 min}}
-links:
-  dsl: {bandwidth: 100 Mbit/s, latency: 5 ms}
-  fibre: {bandwidth: 1 Gbit/s, latency: 1 ms}
-replicas:
-  - {name: dc, kind: datacenter, batch_size: 4, uplink: fibre}
-  - name: home
-    kind: participants
-    stages: [{layers: 1, listen: "127.0.0.2:0"}, {layers: 1, listen: "127.0.0.3:0"}]
-    batch_size: 4
-    micro_batches: 2
-    link: dsl
-    uplink: dsl
-    boundary: {rank: 1/4}
-"""
-PARTS = ("exchange", "dc", "home.0", "home.1")
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
 
 KEYS = SecretKeys(Secret("a secret"), encrypted=False)
-
-
-class Hosts:
-    """A run with one folder, one copy of the YAML and one process per host."""
-
-    def __init__(self, folder: Path, corpus: Path, rounds: int) -> None:
-        self.folder, self.rounds = folder, rounds
-        self.port = _free_port()
-        self.text = CONFIG.replace("ROUNDS", str(rounds)).replace("PORT", str(self.port)).replace("CORPUS", str(corpus))
-        (folder / "token").write_text("a-secret-of-this-test-of-two-hosts\n")
-        self.processes: dict[str, Started] = {}
-
-    def start(self, part: str, *more: str) -> Started:
-        own = self.folder / part
-        own.mkdir(exist_ok=True)
-        (own / "run.yaml").write_text(self.text)
-        reach = [] if part == "exchange" else ["--exchange", f"127.0.0.1:{self.port}"]
-        shared = ["--token-file", str(self.folder / "token"), "--runs", str(own / "runs")]
-        self.processes[part] = start_program("launch", str(own / "run.yaml"), "--only", part, *reach, *shared, *more)
-        return self.processes[part]
-
-    def wait(self, part: str, seconds: float = 150) -> tuple[int, str]:
-        """Wait for a host's process. Return its exit code and stderr."""
-        _, errors = self.processes[part].communicate(timeout=seconds)
-        return self.processes[part].wait(seconds), errors
-
-    def said(self, part: str) -> str:
-        """Return the whole stdout of an ended process."""
-        return self.processes[part].communicate()[0]
-
-    def summary(self) -> dict:
-        return json.loads((self.folder / "exchange" / "runs" / "hosts" / "summary.json").read_text())
-
-    def told(self, event: str) -> list[dict]:
-        """Return the exchange's metrics that contain this text."""
-        metrics = self.folder / "exchange" / "runs" / "hosts" / "metrics.jsonl"
-        return [json.loads(line) for line in metrics.read_text().split("\n")[:-1] if event in line]
-
-    def rounds_closed(self) -> int:
-        return len(self.told('"round_closed"'))
-
-    def rounds_recorded(self) -> int:
-        """Return the number of the last record in the log."""
-        runs = self.folder / "exchange" / "runs"
-        return open_log(
-            ConfigFile(self.folder / "exchange" / "run.yaml").config, RunFolder(runs / "hosts")
-        ).last_record()
-
-    def wait_for_round(self, round_: int) -> None:
-        self.wait_for(f'"evaluation", "replica": "home", "round": {round_}')
-
-    def wait_for(self, event: str) -> None:
-        """Wait until the exchange has recorded this text in its metrics."""
-        metrics = self.folder / "exchange" / "runs" / "hosts" / "metrics.jsonl"
-        while not (metrics.exists() and event in metrics.read_text()):
-            with suppress(subprocess.TimeoutExpired):  # leaves the CPU to the processes that are waited for
-                self.processes["exchange"].wait(0.1)
-                pytest.fail(str(self.processes["exchange"].communicate()))
 
 
 @pytest.fixture
@@ -148,8 +56,7 @@ def test_five_hosts_are_one_run(hosts: Hosts, tmp_path: Path, corpus: Path) -> N
     together = hosts.summary()
     whole = tmp_path / "whole.yaml"
     whole.write_text(hosts.text)
-    done = run_program("launch", "--in-process", str(whole), "--runs", str(tmp_path / "one"))
-    assert done.returncode == 0, done.stderr
+    run_topology(whole, [], tmp_path / "one", in_process=True)
     alone = json.loads((tmp_path / "one" / "hosts" / "summary.json").read_text())
     assert together["parameters_sha256"] == alone["parameters_sha256"]
     assert together["validation_loss"] == alone["validation_loss"]
@@ -159,124 +66,9 @@ def test_five_hosts_are_one_run(hosts: Hosts, tmp_path: Path, corpus: Path) -> N
     assert not (tmp_path / "home.1" / "runs" / ".tokens").exists()  # only members that read the corpus encode it
 
 
-@pytest.fixture
-def endless(tmp_path: Path, corpus: Path) -> Iterator[Hosts]:
-    """Yield a run that the test ends."""
-    found = Hosts(tmp_path, corpus, 100000)
-    yield found
-    for part, process in found.processes.items():
-        process.kill()  # after SIGTERM, a member without an exchange tries for a minute to save its state
-        found.wait(part)
-
-
 @pytest.mark.starts_processes
-def test_the_run_goes_on_without_a_host_that_dies_and_with_it_once_it_is_started_again(endless: Hosts) -> None:
-    endless.text = endless.text.replace(
-        "grace: {least: 5 min, most: 5 min}, lease: {least: 1 min}", "lease: {least: 2 s}"
-    )
-    for part in PARTS:
-        endless.start(part)
-    endless.wait_for_round(2)
-    endless.processes["dc"].send_signal(signal.SIGKILL)
-    endless.wait_for('"what": "silent", "place": "dc"')
-    endless.wait_for_round(endless.rounds_closed() + 2)
-    endless.start("dc")
-    endless.wait_for('"member": "dc", "event": "joined", "address": "", "term": 2')
-    counted = endless.told('"contribution"')[-1]["round"]
-    endless.wait_for(f'"event": "contribution", "round": {counted + 3}, "replica": "dc"')
-    assert [line["member"] for line in endless.told('"joined"')].count("home.0") == 1
-    assert all(endless.processes[part].poll() is None for part in PARTS)
-    endless.processes["exchange"].terminate()
-    said = endless.said("exchange")
-    assert re.search(r"^hosts: dc: no heartbeat arrived for \d+ s; its slot is vacant$", said, re.MULTILINE), said
-    assert "hosts: dc has joined again (incarnation 2)" in said
-    assert re.search(r"^round \d+/100000: .*; excluded: dc \(no heartbeat arrived for", said, re.MULTILINE), said
-
-
-def _wait_until_free(port: int | str) -> None:
-    """Wait until a port is free: a process ends a moment after its launcher was killed."""
-    while True:
-        with suppress(OSError), socket.create_server(("127.0.0.1", int(port))):
-            return
-
-
-@pytest.mark.starts_processes
-def test_an_exchange_that_is_started_again_takes_over_from_the_one_that_died(endless: Hosts) -> None:
-    """Meanwhile members wait in their processes. No round is lost, and every member keeps its slot."""
-    for part in PARTS:
-        endless.start(part)
-    endless.wait_for_round(2)
-    endless.processes["exchange"].send_signal(signal.SIGKILL)
-    assert endless.wait("exchange")[0] == -signal.SIGKILL
-    recorded = endless.rounds_recorded()
-    _wait_until_free(endless.port)
-    endless.start("exchange", "--resume", "--set", "inner.learning_rate=5e-3")
-    code, errors = endless.wait("exchange")
-    assert (code, "`inner.learning_rate`: members of the run still train with the old value" in errors) == (1, True), (
-        errors
-    )
-    assert all(endless.processes[part].poll() is None for part in PARTS[1:])
-    endless.start("exchange", "--resume")
-    endless.wait_for(f'"event": "contribution", "round": {recorded + 4}, "replica": "home"')
-    assert all(endless.processes[part].poll() is None for part in PARTS)
-    assert min(line["last_round"] for line in endless.told('"begun"')[1:]) >= recorded
-    assert {line["term"] for line in endless.told('"joined"')} == {1}
-    assert not endless.told('"healed"')
-    rounds = [line["round"] for line in endless.told('"round_closed"')]
-    assert rounds == list(range(1, len(rounds) + 1))
-    for part in PARTS:
-        endless.processes[part].terminate()
-    since_its_first_round = re.split(r"^round \d+/", endless.said("dc"), maxsplit=1, flags=re.MULTILINE)[1]
-    # Before its first round, it may not have been told of the first exchange.
-    assert "resuming after round" not in since_its_first_round
-
-
-@pytest.mark.starts_processes
-def test_a_run_of_which_no_host_is_left_goes_on_with_all_started_again(endless: Hosts) -> None:
-    """All hosts are stopped at once, as by Slurm, and save the state of the last round. Later, all are killed."""
-    text, endless.text = endless.text, f"{endless.text}states: {{every: 1000}}\n"
-    for part in PARTS:
-        endless.start(part)
-    endless.wait_for('"event": "round_closed", "round": 2')
-    for part in PARTS:
-        endless.processes[part].send_signal(signal.SIGUSR1)
-    assert [endless.wait(part)[0] for part in PARTS] == [130] * len(PARTS)
-    saved = endless.rounds_recorded()
-    assert [_states(endless, part) for part in PARTS[1:]] == [{saved}] * 3
-    endless.text = text
-    endless.start("exchange", "--resume")
-    for part in PARTS[1:]:
-        endless.start(part)
-    endless.wait_for_round(saved + 2)
-    for part in PARTS:
-        endless.processes[part].send_signal(signal.SIGKILL)
-        endless.wait(part)
-    held = [_states(endless, part) for part in PARTS[1:]]
-    endless.port = _free_port()  # the port may change: members are told the new address
-    slower = ("--set", "inner.learning_rate=5e-3")  # the exchange tells it to members that do not set it
-    endless.start("exchange", "--resume", "--set", f"exchange.listen=127.0.0.1:{endless.port}", *slower)
-    for part in PARTS[1:]:
-        endless.start(part, *(slower if part == "home.1" else ()))
-    endless.wait_for_round(max(set.intersection(*held)) + 3)
-    assert _last_rates(endless) == pytest.approx({"dc": 5e-3, "home": 5e-3}, rel=1e-3)  # of 100000 rounds
-    assert endless.processes["exchange"].poll() is None
-
-
-def _last_rates(hosts: Hosts) -> dict[str, float]:
-    """Return the newest learning rate that each replica has reported."""
-    metrics = hosts.folder / "exchange" / "runs" / "hosts" / "metrics.jsonl"
-    lines = [json.loads(line) for line in metrics.read_text().split("\n")[:-1]]
-    return {line["replica"]: line["learning_rate"] for line in lines if "learning_rate" in line}
-
-
-def _states(hosts: Hosts, part: str) -> set[int]:
-    """Return the rounds after which a host has saved its state."""
-    return {int(path.name[-6:]) for path in (hosts.folder / part / "runs/hosts/state").glob("*/round-*")}
-
-
-@pytest.mark.starts_processes
-def test_a_host_with_another_configuration_or_text_is_refused(hosts: Hosts, corpus: Path, tmp_path: Path) -> None:
-    hosts.start("exchange")
+def test_a_host_with_another_configuration_text_or_token_is_refused(hosts: Hosts, corpus: Path, tmp_path: Path) -> None:
+    hosts.start("exchange", "--set", "threads=1")
     text, hosts.text = hosts.text, hosts.text.replace("learning_rate: 1e-2", "learning_rate: 2e-2")
     hosts.start("dc")
     code, errors = hosts.wait("dc")
@@ -295,24 +87,18 @@ def test_a_host_with_another_configuration_or_text_is_refused(hosts: Hosts, corp
     code, errors = hosts.wait("home.0")
     told = r"home\.0: reads another text than the run: found tokens whose sha256 begins with \w{12}, expected \w{12}"
     assert (code, errors.count("\n"), bool(re.search(f"{told}, as dc reads", errors))) == (1, 1, True), errors
+    hosts.text = text
+    (tmp_path / "another").write_text("another-secret-of-this-test-of-two-hosts")
+    hosts.start("home.1", "--token-file", str(tmp_path / "another"))
+    code, errors = hosts.wait("home.1")
+    there = f"the exchange at 127.0.0.1:{hosts.port} was started with another token than this host"
+    assert (code, f"home.1: {there}, which has the token in {tmp_path / 'another'}" in errors) == (1, True), errors
     hosts.processes["exchange"].terminate()
     hosts.wait("exchange")
     assert hosts.summary()["refusals"] == 2
-
-
-@pytest.mark.starts_processes
-def test_another_token_is_told_where_it_is(hosts: Hosts, tmp_path: Path) -> None:
-    hosts.start("exchange", "--set", "outer.rounds=1")
-    (tmp_path / "other").write_text("another-secret-of-this-test-of-two-hosts")
-    hosts.start("home.1", "--token-file", str(tmp_path / "other"))
-    code, errors = hosts.wait("home.1")
-    there = f"the exchange at 127.0.0.1:{hosts.port} was started with another token than this host"
-    assert (code, f"home.1: {there}, which has the token in {tmp_path / 'other'}" in errors) == (1, True), errors
-    hosts.processes["exchange"].terminate()
-    hosts.wait("exchange")
     again = hosts.said("exchange").splitlines()[-1]
     assert "hosts: resume with (on other hosts, repeat their commands): " in again
-    assert again.endswith("--set outer.rounds=1 --resume")
+    assert again.endswith("--set threads=1 --resume")
 
 
 @pytest.mark.starts_processes
@@ -396,7 +182,7 @@ def test_what_to_do_before_the_commands_with_key_and_line(
 def test_check_tries_the_addresses_of_this_host_only(
     tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own, taken = _free_port(), socket.create_server(("127.0.0.1", 0))
+    own, taken = free_port(), socket.create_server(("127.0.0.1", 0))
     stages = 'stages: [{layers: 1, listen: "192.0.2.7:5"}, {layers: 1, listen: "ben.invalid:7"}]'
     path = _config(tmp_path, corpus, f'exchange: {{listen: "127.0.0.1:{own}"}}', stages).path
     monkeypatch.setenv("COLUMNS", "400")
@@ -462,7 +248,7 @@ replicas:
 @pytest.mark.starts_processes
 def test_a_replica_on_two_nodes(hosts: Hosts) -> None:
     """The same command runs on each node. Both nodes share one folder."""
-    text = NODES.replace("ROUNDS", "2").replace("PORT", str(hosts.port)).replace("MEETING", str(_free_port()))
+    text = NODES.replace("ROUNDS", "2").replace("PORT", str(hosts.port)).replace("MEETING", str(free_port()))
     hosts.text = text.replace("CORPUS", re.findall(r"corpus: (\S+),", hosts.text)[0])
     hosts.start("exchange")
     first = hosts.start("titan")
@@ -475,7 +261,7 @@ def test_a_replica_on_two_nodes(hosts: Hosts) -> None:
 
 def test_a_replica_on_two_nodes_is_not_started_on_one(tmp_path: Path, corpus: Path) -> None:
     path = tmp_path / "run.yaml"
-    text = NODES.replace("ROUNDS", "2").replace("PORT", str(_free_port())).replace("CORPUS", str(corpus))
+    text = NODES.replace("ROUNDS", "2").replace("PORT", str(free_port())).replace("CORPUS", str(corpus))
     path.write_text(text.replace("127.0.0.1:MEETING", "nowhere.invalid:7"))
     with pytest.raises(ConfigError, match=r"run\.yaml:12: replicas\[0\]\.nodes: found 2, .*--print-commands"):
         run_topology(path, [], tmp_path / "runs", in_process=False)

@@ -1,0 +1,29 @@
+"""Modules that the fork server of tests imports, so that no process of a test imports them again."""
+
+from __future__ import annotations
+
+from hetero_pp.program.launch import fork_server
+
+OF_COMMANDS = [
+    "hetero_pp.program.cli",
+    "hetero_pp.program.launch.command",
+    "hetero_pp.program.join.command",
+    "hetero_pp.program.rehearse.command",
+    "hetero_pp.program.replay",
+    "hetero_pp.research.experiments.command",
+    "hetero_pp.research.experiments.jobs",
+    "tensorboard.summary.writer.record_writer",
+    "matplotlib.figure",
+]
+"""Further modules of commands, and those that a launcher imports to record and draw."""
+OF_ENGINES = ["replica_groups.engines.titan", "replica_groups.engines.zero"]
+"""Modules that import torchtitan and DeepSpeed, which takes each rank of such a replica three seconds."""
+
+
+def preload() -> None:
+    """Let the fork server import these modules too, whichever test starts it.
+
+    The program's own modules come last, because they leave all imported objects out of garbage collections.
+    """
+    more = [*OF_COMMANDS, *OF_ENGINES]
+    fork_server.PRELOADED[:] = [*more, *(name for name in fork_server.PRELOADED if name not in more)]

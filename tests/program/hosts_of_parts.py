@@ -1,0 +1,104 @@
+"""A run over several hosts, each with its copy of the YAML. Loopback addresses of this machine stand for the hosts."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from started import Started, start_program
+
+from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.yaml_file import ConfigFile
+from replica_groups.exchange.open_log import open_log
+
+CONFIG = """
+name: hosts
+model: {preset: micro, width: 32, heads: 2, feed_forward: 64, layers: 2}
+data: {corpus: CORPUS, sequence_length: 32, validation_share: 0.2, validation_sequences: 8}
+inner: {steps: 2, learning_rate: 1e-2, warmup_steps: 2}
+outer: {rounds: ROUNDS, compression: {density: 1/32}}
+snapshots: {every: 1}
+exchange: {listen: "127.0.0.1:PORT", grace: {least: 5 min, most: 5 min}, lease: {least: 1 min}}
+links:
+  dsl: {bandwidth: 100 Mbit/s, latency: 5 ms}
+  fibre: {bandwidth: 1 Gbit/s, latency: 1 ms}
+replicas:
+  - {name: dc, kind: datacenter, batch_size: 4, uplink: fibre}
+  - name: home
+    kind: participants
+    stages: [{layers: 1, listen: "127.0.0.2:0"}, {layers: 1, listen: "127.0.0.3:0"}]
+    batch_size: 4
+    micro_batches: 2
+    link: dsl
+    uplink: dsl
+    boundary: {rank: 1/4}
+"""
+PARTS = ("exchange", "dc", "home.0", "home.1")
+
+
+def free_port() -> int:
+    """Return a port on which nothing listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+class Hosts:
+    """A run with one folder, one copy of the YAML and one process per host."""
+
+    def __init__(self, folder: Path, corpus: Path, rounds: int) -> None:
+        self.folder, self.rounds = folder, rounds
+        self.port = free_port()
+        self.text = CONFIG.replace("ROUNDS", str(rounds)).replace("PORT", str(self.port)).replace("CORPUS", str(corpus))
+        (folder / "token").write_text("a-secret-of-this-test-of-two-hosts\n")
+        self.processes: dict[str, Started] = {}
+
+    def start(self, part: str, *more: str) -> Started:
+        own = self.folder / part
+        own.mkdir(exist_ok=True)
+        (own / "run.yaml").write_text(self.text)
+        reach = [] if part == "exchange" else ["--exchange", f"127.0.0.1:{self.port}"]
+        shared = ["--token-file", str(self.folder / "token"), "--runs", str(own / "runs")]
+        self.processes[part] = start_program("launch", str(own / "run.yaml"), "--only", part, *reach, *shared, *more)
+        return self.processes[part]
+
+    def wait(self, part: str, seconds: float = 150) -> tuple[int, str]:
+        """Wait for a host's process. Return its exit code and stderr."""
+        _, errors = self.processes[part].communicate(timeout=seconds)
+        return self.processes[part].wait(seconds), errors
+
+    def said(self, part: str) -> str:
+        """Return the whole stdout of an ended process."""
+        return self.processes[part].communicate()[0]
+
+    def summary(self) -> dict:
+        return json.loads((self.folder / "exchange" / "runs" / "hosts" / "summary.json").read_text())
+
+    def told(self, event: str) -> list[dict]:
+        """Return the exchange's metrics that contain this text."""
+        metrics = self.folder / "exchange" / "runs" / "hosts" / "metrics.jsonl"
+        return [json.loads(line) for line in metrics.read_text().split("\n")[:-1] if event in line]
+
+    def rounds_closed(self) -> int:
+        return len(self.told('"round_closed"'))
+
+    def rounds_recorded(self) -> int:
+        """Return the number of the last record in the log."""
+        runs = self.folder / "exchange" / "runs"
+        return open_log(
+            ConfigFile(self.folder / "exchange" / "run.yaml").config, RunFolder(runs / "hosts")
+        ).last_record()
+
+    def wait_for_round(self, round_: int) -> None:
+        self.wait_for(f'"evaluation", "replica": "home", "round": {round_}')
+
+    def wait_for(self, event: str) -> None:
+        """Wait until the exchange has recorded this text in its metrics."""
+        metrics = self.folder / "exchange" / "runs" / "hosts" / "metrics.jsonl"
+        while not (metrics.exists() and event in metrics.read_text()):
+            with suppress(subprocess.TimeoutExpired):  # leaves the CPU to the processes that are waited for
+                self.processes["exchange"].wait(0.1)
+                pytest.fail(str(self.processes["exchange"].communicate()))

@@ -1,0 +1,349 @@
+"""Tickets and slots of a run that the test's process serves: what hosts are told, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from joined_hosts import CONFIG
+from members import TIMEOUT
+from typer.testing import CliRunner
+
+from hetero_pp.core.errors import ConfigError, LinkClosed, NewRun, RunFailed
+from hetero_pp.messages.messages_pb2 import Report, StatusReply
+from hetero_pp.planner.grouping import group_spares
+from hetero_pp.program.cli import app
+from hetero_pp.program.join.command import Here, join
+from hetero_pp.program.join.invite import good_for, invite, revoke, seconds_of
+from hetero_pp.program.join.leave import leavable, leave
+from hetero_pp.program.join.membership import take_place
+from hetero_pp.program.join.status import print_status, status
+from hetero_pp.program.launch import hosts
+from hetero_pp.program.operate.operations import Operations
+from hetero_pp.program.report.own_rounds import OwnRounds
+from hetero_pp.rpc.certificates import Authority
+from hetero_pp.rpc.credentials import Keys, Secret, new_secret
+from hetero_pp.rpc.tickets import Ticket, make_ticket
+from hetero_pp.run.config import RunConfig
+from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.shared import keep_tokenizer, kept_tokenizer, own_configuration, require_data, told_of
+from hetero_pp.run.spec import RunSpec
+from hetero_pp.run.yaml_file import ConfigFile
+from replica_groups.exchange.admission import Told
+from replica_groups.exchange.host import make_exchange
+from replica_groups.exchange.lobby import Lobby
+from replica_groups.exchange.memberships import Memberships
+from replica_groups.exchange.server import OpenHouse, serve_exchange
+
+
+class Served:
+    """A run that this process serves, and its folder as `serve` writes it."""
+
+    def __init__(self, folder: Path, corpus: Path, stack: ExitStack) -> None:
+        secret = new_secret()
+        text = CONFIG.replace("ROUNDS", "3").replace("LEASE", "1 min").replace("PORT", "0")
+        run = RunFolder(folder / "runs" / "homes")
+        run.path.mkdir(parents=True)
+        run.config.write_text(text.replace("CORPUS", str(corpus)))
+        run.token.write_text(secret)
+        self.runs, self.config = folder / "runs", ConfigFile(run.config).config
+        exchange, self.memberships = make_exchange(RunSpec(self.config, 256), run), Memberships(run.memberships)
+        house = OpenHouse(self.memberships, Told(*told_of(self.config)), Lobby({}, group_spares))
+        server, port = serve_exchange(exchange, Secret(secret), "127.0.0.1:0", encrypted=True, open_house=house)
+        self.address = f"127.0.0.1:{port}"
+        stack.callback(self.memberships.close)
+        stack.callback(lambda: server.stop(None).wait(TIMEOUT))
+
+    def invite(self, place: str, capsys: pytest.CaptureFixture[str], seconds: float = 3600.0) -> str:
+        invite(self.runs, "homes", place, seconds, self.address)
+        return capsys.readouterr().out
+
+
+@pytest.fixture
+def served(tmp_path: Path, corpus: Path) -> Iterator[Served]:
+    with ExitStack() as stack:
+        yield Served(tmp_path, corpus, stack)
+
+
+def test_tickets_by_which_nobody_comes_in(served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    here, there = Here(tmp_path / "here"), Here(tmp_path / "there")
+    used, over = served.invite("home.0", capsys), served.invite("home.1", capsys, 0.0)
+    for text, who, told in (
+        ("made up", here, r"found 'madeup', expected a ticket, which begins with hpp1\."),
+        (used[:-7], here, "the ticket is incomplete: copy all of it, as one line"),
+        (over, here, r"the ticket has expired: ask for another \(or is the clock of this host wrong\?\)"),
+        (used, here, r"home\.0 reads the run's text; give the path of the text on this host with --data PATH"),
+        (
+            served.invite("dc", capsys),
+            here,
+            "dc reads the run's text; give the path of the text on this host with --data PATH",
+        ),
+        (used, there, "the ticket was used already, and admits one process: join in the folder in which it was used"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            join(text, who)
+    assert served.memberships.held_by("home.0") is None  # this host's missing package has not cost the slot
+
+
+def test_invitations_that_cannot_be(served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match=r"--slot home\.2: expected one of dc, home\.0, home\.1"):
+        served.invite("home.2", capsys)
+    with pytest.raises(
+        ConfigError,
+        match=r"--slot home: found the name of a group: leave out --slot .*, or name a stage, such as home\.0",
+    ):
+        served.invite("home", capsys)
+    with pytest.raises(ConfigError, match=r"--expires: found `soon`, expected a number and a unit such as `24h`"):
+        seconds_of("soon")
+    assert seconds_of("24h") == 24 * 3600
+    with pytest.raises(ConfigError, match="found no run that this host serves; start one with: hetero-pp serve CONFIG"):
+        invite(tmp_path, "another", None, 1.0, None)
+    with pytest.raises(ConfigError, match=r"found no host that was invited to home\.0, and no ticket with this id"):
+        revoke(served.runs, "homes", "home.0")
+    with pytest.raises(ConfigError, match="found no `hetero-pp join` of this run on this host"):
+        leave(served.runs, "homes", None)
+    path = served.runs / "homes" / "config.yaml"
+    path.write_text(path.read_text().replace("127.0.0.1:0", "0.0.0.0:47600"))
+    with pytest.raises(ConfigError, match=r"the exchange listens at 0\.0\.0\.0:47600, which other hosts cannot dial"):
+        invite(served.runs, "homes", None, 1.0, None)
+    path.write_text(path.read_text().replace("exchange: {", "exchange: {insecure: true, "))
+    with pytest.raises(ConfigError, match=r"exchange\.insecure: found true, expected false: tickets need TLS"):
+        invite(served.runs, "homes", None, 1.0, None)
+
+
+def test_an_invitation_says_what_its_ticket_is_good_for(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    def told(place: str | None) -> list[str]:
+        invite(served.runs, "homes", place, 3600.0, served.address)
+        return capsys.readouterr().err.splitlines()
+
+    first, dc = told(None)
+    assert first.startswith("homes: this ticket is for a stage of group home; it admits one host until 20")
+    command = "`hetero-pp invite homes --slot dc`"
+    assert dc == f"homes: dc is still free; a datacenter replica needs a ticket with its name: {command}"
+    (one,) = told("home.1")
+    assert one.startswith("homes: this ticket is for home.1, a stage of group home; ")
+    (one,) = told("dc")
+    assert one.startswith("homes: this ticket is for the datacenter replica dc; ")
+    assert len(told(None)) == 1  # dc has a ticket already
+
+
+@pytest.mark.parametrize("option", ["--slot", "--place"])
+def test_the_slot_of_a_ticket_is_an_option_that_also_has_its_earlier_name(option: str, served: Served) -> None:
+    arguments = ["invite", "homes", option, "home.1", "--address", served.address, "--runs", str(served.runs)]
+    result = CliRunner().invoke(app, arguments)
+    assert "this ticket is for home.1, a stage of group home" in result.stderr
+
+
+def test_groups_of_one_entry_are_called_by_its_name() -> None:
+    dc, group = {"name": "dc", "kind": "datacenter"}, {"kind": "participants", "stages": 2}
+    groups = [{"name": "home", "count": "0..50", **group}, {"name": "lab-2", **group}]
+    config = _config("standard-library", replicas=[dc, *groups])
+    assert good_for(config, None) == "a stage of group home or lab-2"
+    slots = {f"{group}.{stage}" for group in [*(f"home-{n + 1}" for n in range(50)), "lab-2"] for stage in (0, 1)}
+    assert RunSpec(config, 256).unnamed_slots == slots
+    alone = _config("standard-library", replicas=[dc])
+    assert good_for(alone, None) == "the first of dc with a free slot"
+    assert RunSpec(alone, 256).unnamed_slots == {"dc"}
+
+
+def test_who_joins_twice_is_refused_and_takes_nothing_from_who_joined_first(
+    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ticket = served.invite("home.1", capsys)
+    take_place(Ticket.from_text(ticket), tmp_path)
+    with (
+        leavable(RunFolder(tmp_path / "homes"), "home.1"),
+        pytest.raises(ConfigError, match=rf"home\.1 is already held by process {os.getpid()} on this host"),
+    ):
+        join(ticket, Here(tmp_path))
+    assert served.memberships.held_by("home.1") is not None
+
+
+def test_a_place_that_is_taken(served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    take_place(Ticket.from_text(served.invite("home.1", capsys)), tmp_path / "here")
+    with pytest.raises(ConfigError, match=r"--slot: home\.1 is taken: `hetero-pp revoke` frees it"):
+        served.invite("home.1", capsys)
+
+
+def test_who_is_there_is_asked_by_the_name_of_the_run_or_where_its_exchange_is(
+    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = tmp_path / "here"
+    (runs / "of another kind").mkdir(parents=True)
+    take_place(Ticket.from_text(served.invite("home.1", capsys)), runs)
+    later = shutil.copytree(runs / "homes", runs / "later at that address, and over")
+    (about,) = later.rglob("about.json")
+    about.write_text(json.dumps(json.loads(about.read_text()) | {"authority": Authority("another").certificate}))
+    os.utime(later, (2e9, 2e9))
+    damaged = shutil.copytree(runs / "homes", runs / "damaged")
+    (about,) = damaged.rglob("about.json")
+    about.write_text("{")
+    for run in ("homes", served.address):
+        status(runs, run, None, None)
+        assert capsys.readouterr().out.startswith("homes: not started; waiting for members to join: ")
+    with pytest.raises(ConfigError, match=r"found no run at 127\.0\.0\.1:1 that this host serves or joined"):
+        status(runs, "127.0.0.1:1", None, None)
+
+
+def test_status_says_what_a_ticket_is_good_for(
+    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def told(text: str, runs: Path) -> str:
+        status(runs, text, None, tmp_path / "ticket.json")
+        return capsys.readouterr().out
+
+    text, here = served.invite("dc", capsys).strip(), tmp_path / "here"
+    ticket = Ticket.from_text(text)
+    begins = f"homes: ticket {ticket.id} is for the datacenter replica dc; it "
+    assert told(text, here).startswith(f"{begins}admits one host until 20")
+    take_place(ticket, here)
+    for runs in (here, served.runs):  # the folder of the host that used it, and of the exchange
+        assert told(text, runs).startswith(f"{begins}was used; the host that used it may return with it until 20")
+    assert json.loads((tmp_path / "ticket.json").read_text())["state"] == "used"
+    old = Ticket(ticket.run, ticket.address, ticket.identity)
+    assert "is for a slot that it does not name (it was made by an older version); " in told(old.to_text(), here)
+    assert told(served.invite("home.1", capsys, 0.0), here).count("; it expired 20") == 1
+    with pytest.raises(ConfigError, match="the ticket is incomplete"):
+        status(here, text[:-7], None, None)
+
+
+def test_a_run_by_any_other_name_is_no_folder(tmp_path: Path) -> None:
+    """A ticket cannot make a host write outside its folder."""
+    for name in ("../up", "/etc", "..", "", "a/b"):
+        ticket = make_ticket(name, "127.0.0.1:1", Authority("a secret"), "0123456789abcdef", 2e9)
+        with pytest.raises(ConfigError, match="expected the name of a run"):
+            join(ticket.to_text(), Here(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_ticket_to_the_run_that_was_served_before_is_told_so(served: Served, tmp_path: Path) -> None:
+    ticket = make_ticket("homes", served.address, Authority("the run before"), "0123456789abcdef", time.time() + 60)
+    told = f"^a new run has started at {served.address}; your ticket belongs to the previous run; ask for a new ticket$"
+    with pytest.raises(ConfigError, match=told):
+        join(ticket.to_text(), Here(tmp_path / "here"))
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_member_whose_run_was_replaced_ends_as_one_that_the_user_can_mend(
+    goes_on: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It first waits for its own run in vain. The refusal is the cause only if it is what ends the member."""
+    cause, lines = "a new run has started at host:1; your certificate belongs to the previous run", list[str]()
+
+    class Ended:
+        """Processes of a host that end with the cause that they are told."""
+
+        credentials = None
+
+        def __init__(self, *_: object) -> None:
+            self.told: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+        def __enter__(self) -> Ended:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def start(self, *_: object) -> None: ...
+
+        join_exchange = on_report = start
+
+        def end_soon(self, cause: str) -> None:
+            self.told.put(cause)
+
+        def wait(self) -> None:
+            raise RunFailed(f"home.1: {self.told.get(timeout=TIMEOUT)} (all it said: a log)")
+
+    def told(*arguments: Any, beside: Sequence[str]) -> Iterator[Report]:
+        arguments[-1](cause)
+        raise LinkClosed("the disk is full") if goes_on else NewRun(cause)
+        yield
+
+    monkeypatch.setattr(hosts, "Supervisor", Ended)
+    monkeypatch.setattr(hosts, "reports_to_members", told)
+    spec = RunSpec(_config(str(tmp_path)), 256)
+    exchange = hosts.Exchange("host:1", cast(Keys, None), tmp_path, timeout=3600.0)
+    rounds = OwnRounds(spec, ["home.1"], lines.append)
+    with pytest.raises(RunFailed if goes_on else ConfigError, match="the disk is full" if goes_on else f"^{cause}$"):
+        hosts.launch_members(spec, "home.1", ["home.1"], RunFolder(tmp_path), exchange, rounds, Operations())
+    waits = "waiting for the exchange of this run, for up to 1:00:00"
+    assert lines == [f"{cause} (not verified, because its certificate is not of this run; {waits})"]
+
+
+def test_how_a_place_is_reached_is_shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    reply = StatusReply(last_round=3, rounds=9)
+    for address, relayed in (("", 5_000_000), ("relay", 0), ("relay", 5_000_000), ("ben:\x1b7", 0), ("ben:7", 9_000)):
+        reply.places.add(name="p", held=True, address=address, relayed_bytes=relayed)
+    reply.places.add(name="p", held=True, address="relay", dials="ann:\x1b7")
+    reply.places.add(name="p", held=True, address="relay", dials="a:7", relayed_bytes=9)
+    print_status("homes", reply)
+    rows = [line.split("│") for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    links = ["", "relayed", "5 MB relayed", r"ben:\x1b7", "ben:7, 9 kB relayed"]
+    links += [r"dials ann:\x1b7", "dials a:7, 9 B relayed"]
+    assert [row[5].strip() for row in rows] == links
+
+
+def test_groups_that_nobody_has_joined_are_counted_and_not_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    reply = StatusReply(last_round=3, rounds=9)
+    for group in range(6):
+        for stage in range(2):
+            reply.places.add(
+                name=f"g{group}.{stage}", replica=f"g{group}", held=(group, stage) == (3, 1), term=int(group == 4)
+            )
+    print_status("homes", reply)
+    said = capsys.readouterr().out
+    shown = [line.split("│")[1].strip() for line in said.splitlines() if line.startswith("│")]
+    assert shown == ["g0.0", "g0.1", "g1.0", "g1.1", "g3.0", "g3.1", "g4.0", "g4.1"]
+    assert "2 more replicas without any member" in said
+
+
+def _config(corpus: str, **more: object) -> RunConfig:
+    replicas = [
+        {"name": "dc", "kind": "datacenter"},
+        {
+            "name": "home",
+            "kind": "participants",
+            "stages": [{"layers": 2}, {"layers": 2, "listen": "ben.example:47601"}],
+        },
+    ]
+    found = {"name": "homes", "model": {"preset": "micro"}, "replicas": replicas, "data": {"corpus": corpus}} | more
+    found |= {"outer": {"rounds": 3}, "inner": {"steps": 2, "learning_rate": 1e-2}}
+    return RunConfig.model_validate(found)
+
+
+def test_a_host_is_told_no_path_and_keeps_nothing_where_it_is_told_to(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text('{"of": "the run"}')
+    (tmp_path / "tokenizer" / "tokenizer_config.json").write_text("{}")
+    config = _config(str(tmp_path / "text"), store={"url": str(tmp_path / "store")}, states={"to": "store"})
+    data = config.data.model_copy(update={"tokenizer": str(tmp_path / "tokenizer")})
+    configuration, files = told_of(config.model_copy(update={"data": data}))
+    assert files == {"tokenizer.json": b'{"of": "the run"}', "tokenizer_config.json": b"{}"}
+    assert json.loads(configuration)["data"]["corpus"] == "text"
+    assert str(tmp_path) not in configuration
+    keep_tokenizer(files, tmp_path / "here")
+    kept = kept_tokenizer(tmp_path / "here")
+    assert kept is not None
+    own = own_configuration(configuration, "home.1", "mine", kept)
+    assert own.data.corpus == str(Path("mine").absolute())
+    assert own.data.tokenizer == str(tmp_path / "here" / "tokenizer.json")
+    assert (own.store.url, own.states.to) == (None, "folder")
+    assert [stage.listen for stage in own.replicas[1].stages] == [None, None]  # type: ignore[union-attr]
+
+
+def test_who_reads_text_has_to_say_where(tmp_path: Path) -> None:
+    for member in ("dc", "home.0"):
+        with pytest.raises(ConfigError, match=f"{member} reads the run's text"):
+            require_data(_config(str(tmp_path)), member, None)
+        require_data(_config(str(tmp_path)), member, "here")
+        require_data(_config("standard-library"), member, None)
+        require_data(_config("hf:owner/text"), member, None)
+    require_data(_config(str(tmp_path)), "home.1", None)
