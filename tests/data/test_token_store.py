@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokenizers import ByteTokenizer
 from hetero_pp.data.tokens import TokenStore, prepare_tokens
 from hetero_pp.data.walk import Listing
+from hetero_pp.program.launch.fork_server import fork_server
 
 
 class CountingTokenizer(ByteTokenizer):
@@ -117,7 +117,7 @@ def test_documents_are_encoded_in_several_batches(tmp_path: Path, monkeypatch: p
 @pytest.mark.starts_processes
 def test_processes_may_prepare_at_once(tmp_path: Path) -> None:
     settings = write_texts(tmp_path / "corpus", TEXTS * 20)
-    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(2, fork_server()) as pool:
         stores = [pool.submit(prepare_tokens, settings, tmp_path / "cache") for _ in range(4)]
         assert len({(store.result().path, store.result().digest) for store in stores}) == 1
     assert len(list((tmp_path / "cache").iterdir())) == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import socket
 import threading
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from hetero_pp.core.errors import LinkClosed, LinkTimeout, PeerAtFault, Refused
 from hetero_pp.link.protocol import Message, sealed
 from hetero_pp.messages.messages_pb2 import LinkHeader, LinkHello
 from hetero_pp.messages.refusals import Kind
+from hetero_pp.program.launch.fork_server import fork_server
 from hetero_pp.rpc import stage_link
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel
 from hetero_pp.rpc.credentials import LinkCredentials
@@ -372,7 +372,7 @@ def dial_and_wait(address: str) -> None:
 
 @pytest.mark.starts_processes
 def test_an_upstream_process_that_dies(listener: Listener) -> None:
-    process = multiprocessing.get_context("spawn").Process(target=dial_and_wait, args=(listener.address,))
+    process = fork_server().Process(target=dial_and_wait, args=(listener.address,))
     process.start()
     downstream = listener.links.accept(SECONDS)
     assert downstream.receive(SECONDS).header.step == 3
@@ -394,7 +394,7 @@ def listen_and_wait(control: Connection) -> None:
 
 @pytest.mark.starts_processes
 def test_a_downstream_process_that_dies() -> None:
-    context = multiprocessing.get_context("spawn")
+    context = fork_server()
     here, there = context.Pipe()
     process = context.Process(target=listen_and_wait, args=(there,))
     process.start()

@@ -112,7 +112,7 @@ def cases(draw: st.DrawFn) -> tuple[list[Machine], int, int, dict[str, float], f
     return machines, draw(st.integers(1, 6)), draw(st.integers(0, 2)), bits, draw(st.floats(0, 1))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(cases())
 def test_packets_that_take_turns_come_to_the_same(
     case: tuple[list[Machine], int, int, dict[str, float], float],
@@ -123,7 +123,7 @@ def test_packets_that_take_turns_come_to_the_same(
     assert found == pytest.approx(packets, rel=0.01)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(cases(), st.floats(0.5, 5), st.integers(1, 3))
 def test_lines_that_are_never_full_change_nothing(
     case: tuple[list[Machine], int, int, dict[str, float], float], bandwidth: float, steps: int

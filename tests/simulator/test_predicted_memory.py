@@ -84,7 +84,6 @@ def _train(spec: RunSpec, folder: Path) -> None:
 
 
 CASES: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
-    "parameters": ([DC], {}),
     "activations": ([{**DC, "batch_size": 4}], {"data": {"sequence_length": 128}, "model": {"vocabulary": 300}}),
     "logits": ([DC], {"data": {"sequence_length": 128}}),
     "micro-batches": ([{**DC, "batch_size": 4, "micro_batches": 4}], {"data": {"sequence_length": 64}}),
@@ -94,8 +93,7 @@ CASES: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "bf16": ([{**DC, "precision": "bf16"}], {"data": {"sequence_length": 256}, "model": {"vocabulary": 300}}),
     "momentum": ([DC], {"outer": {"momentum": 0.9}}),
     "muon": ([DC], {"inner": {"optimizer": "muon"}}),
-    "stages": ([{**HOME, **RANK}], {}),
-    "long stages": ([{**HOME, **RANK}], {"data": {"sequence_length": 64}}),
+    "stages": ([{**HOME, **RANK}], {"data": {"sequence_length": 64}}),
     "anchors": ([{**HOME, "boundary": {"rank": "1/4", "anchors": {"rank": 16}}}], {}),
 }
 
