@@ -92,8 +92,7 @@ def train_fast(
     `compiles`: use torch.compile where it works. Losses then differ by rounding.
     `stacks`: replicas of one kind take their inner steps together where they can. Losses then differ by rounding. By
     default they do so on a GPU if a measurement finds it faster.
-    `every`: rounds between measurements.
-    `ranks`: the ranks of torchrun. Each calls this with the same arguments and gets the same result.
+    `every`: rounds between measurements. `ranks`: ranks of torchrun, which all call this alike and get one result.
     `checkpoint`: the file of the state, saved after a round if `checkpoint_seconds` have passed. If it exists, training
     resumes from it, bitwise equal on a CPU. It is removed once `on_result`, which stores the result, returns.
 
