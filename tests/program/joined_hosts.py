@@ -13,9 +13,8 @@ from typing import Any
 
 import psutil
 import pytest
-from click.testing import Result
 from started import Started, start_program
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.program.cli import app

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from catalogs import compute_once
 from failing_disk import FailingDisk, each_operation, failing_disk
 from matplotlib.figure import Figure
 from members import TIMEOUT, in_thread
@@ -32,6 +33,7 @@ from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.hugging_face.writing import write_weights
 from hetero_pp.model.transformer import ModelShape
+from hetero_pp.program import simulate
 from hetero_pp.program.cli import app
 from hetero_pp.program.join.membership import _own_key
 from hetero_pp.program.launch.command import run_topology
@@ -101,12 +103,11 @@ WRITERS: dict[str, Callable[[Path, int], object]] = {
 
 
 @pytest.mark.parametrize("lasts", [False, True], ids=["once", "for a while"])
-@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
-def test_a_file_is_whole_or_what_it_was_and_the_error_names_it(
-    write: Callable[[Path, int], object], lasts: bool, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_file_is_whole_or_what_it_was_and_the_error_names_it(name: str, lasts: bool, tmp_path: Path) -> None:
+    write = WRITERS[name]
     with failing_disk(tmp_path / "disk") as disk:
-        for n in each_operation(disk):
+        for n in each_operation(disk, 7 if name == "configuration" else 1):  # its most operations are short writes
             folder = tmp_path / "disk" / str(n)
             folder.mkdir(parents=True)
             if n % 2:
@@ -171,7 +172,7 @@ def test_a_state_that_cannot_be_saved_is_none_and_all_ranks_go_on(world: int, la
         return sorted(found)
 
     with failing_disk(tmp_path / "disk") as disk:
-        for n in each_operation(disk):
+        for n in each_operation(disk, 3 if world == 2 else 1):
             folder = tmp_path / "disk" / str(n)
             states = [SavedStates(folder, "run", 1, ranks) for ranks in (_ranks() if world == 2 else [ALONE])]
             assert save(states, 1) == [""] * world
@@ -290,7 +291,7 @@ def test_what_is_recorded_is_whole_once_there_is_room_and_is_said_once(
     assert _record(tmp_path / "undisturbed") == []
     expected = (tmp_path / "undisturbed" / "metrics.jsonl").read_bytes()
     with failing_disk(tmp_path / "disk") as disk:
-        for n in each_operation(disk, 3):
+        for n in each_operation(disk, 7):
             folder = tmp_path / "disk" / str(n)
             folder.mkdir(parents=True)
             told = _record(folder, disk, n, lasts)
@@ -458,8 +459,9 @@ def _run(*arguments: str) -> tuple[int, str]:
 
 
 def test_a_command_that_cannot_write_says_so_in_one_line_and_leaves_what_was_there(
-    undisturbed: Path, tmp_path: Path
+    undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    compute_once(monkeypatch, (simulate, "predict"))
     folder = tmp_path / "disk"
     plan = str(MIXED.parents[2] / "configs" / "quickstart.yaml")
     commands = {
@@ -470,7 +472,7 @@ def test_a_command_that_cannot_write_says_so_in_one_line_and_leaves_what_was_the
     }
     for name, command in commands.items():
         with failing_disk(folder) as disk:
-            for n in each_operation(disk, 7 if name == "simulate" else 3):  # most are writes of one file
+            for n in each_operation(disk, 11 if name == "simulate" else 5):  # most are writes of one file
                 folder.mkdir(exist_ok=True)
                 (folder / "snapshot").unlink(missing_ok=True)  # `replay` never replaces it
                 before = {} if name == "export" else _contents(folder)
