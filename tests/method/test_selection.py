@@ -177,14 +177,13 @@ def test_a_missing_numba_is_missed_in_one_line(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.starts_processes
-@pytest.mark.parametrize("shape", [(130, 70), (50,)], ids=str)
-def test_the_compiled_pass_keeps_what_torch_keeps(shape: tuple[int, ...]) -> None:
+def test_the_compiled_pass_keeps_what_torch_keeps() -> None:
     """Only the last place of the error may differ, where a compiler may round once instead of twice.
 
     The matrix has whole tiles, and narrower ones at both edges.
     """
     generator = torch.Generator().manual_seed(3)
-    error, delta = (torch.randn(shape, generator=generator) for _ in range(2))
+    error, delta = (torch.randn(130, 70, generator=generator) for _ in range(2))
     found = {}
     for accelerator in ("torch", "compile"):
         own = error.clone()
