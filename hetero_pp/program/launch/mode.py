@@ -57,4 +57,4 @@ class Invocation:
     operations: Operations = field(default_factory=Operations)
     """Follows the run for an operator."""
     mode: Mode = AS_A_RUN
-    """What to start of the YAML."""
+    """Whether the YAML starts as a run or, for example, as a rehearsal."""
