@@ -67,7 +67,8 @@ def exchange_messages(spec: RunSpec, member: MemberSpec, counts: Mapping[str, in
 def exchange_calls(spec: RunSpec, member: MemberSpec, counts: Mapping[str, int] | None = None) -> int:
     """Return the calls in which a member submits and fetches these blobs. Small blobs cross in one call.
 
-    Blobs of one block that are fetched have almost equal sizes, so that their mean is used.
+    Blobs of one block that are fetched have almost equal sizes, so that their mean is used. Where few of them fit in a
+    call, a member may make one call more or less for a block.
     """
     sizes, blocks = blob_sizes(spec)[member.replica.name], {block_of(name) for name in member.owned}
     own = ((block, range(sizes[block])) for block in shapes_by_block(spec.parameter_shapes) if block in blocks)

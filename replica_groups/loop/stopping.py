@@ -100,7 +100,7 @@ class Stopping:
     def end(self) -> None:
         """End this process within SECONDS_TO_LEAVE of a request from now on, because nothing is left to save.
 
-        Later code may wait for an exchange that is gone. A request that came before counts from now.
+        Later steps may wait for an exchange that is gone. A request that came before counts from now.
         """
         self._is_through = self._number is not None
         if self.is_asked:

@@ -96,11 +96,9 @@ def test_a_member_that_is_stopped_after_its_exchange_has_died_ends_by_itself(
     spec = prepare(ConfigFile(path), tmp_path / "runs").spec
     folder = begin_folder(spec, tmp_path / "runs")
     keys = SecretKeys(Secret("a secret"), encrypted=False)
-    with (
-        pytest.raises(KeyboardInterrupt),
-        FaultySupervisor(spec, folder, lambda _: None, LAUNCHER, keys) as supervisor,
-    ):
-        supervisor.waits, supervisor.fails = tmp_path / "waits", fails
+    supervisor = FaultySupervisor(spec, folder, lambda _: None, LAUNCHER, keys)
+    supervisor.waits, supervisor.fails = tmp_path / "waits", fails
+    with pytest.raises(KeyboardInterrupt), supervisor:
         supervisor.start([EXCHANGE])
         address = supervisor.open_exchange()
         supervisor.start(["dc"])
