@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from started import run_program, run_script
+from started import run_script
 from typer.testing import CliRunner
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -179,12 +179,7 @@ def test_missed_rounds_have_the_same_bits_over_the_network(cells: list[str], cor
         """Return a run's parameters, its losses and the replicas that each round includes."""
         command = [str(MIXED), "--runs", str(tmp_path / way), *flags, "--set", f"data.corpus={corpus}"]
         command += [part for cell in cells for part in ("--set", cell)]
-        with_faults = ["--set", GRACE, "--faults", str(faults)]
-        done = (
-            run_program("launch", *command)
-            if way == "whole"
-            else run_script(BENCHMARKS / "launch_with_faults.py", *command, *with_faults)
-        )
+        done = run_script(BENCHMARKS / "launch_with_faults.py", *command, "--set", GRACE, "--faults", str(faults))
         assert done.returncode == 0, done.stdout + done.stderr
         folder = tmp_path / way / "mixed"
         summary = json.loads((folder / "summary.json").read_text())
@@ -197,4 +192,3 @@ def test_missed_rounds_have_the_same_bits_over_the_network(cells: list[str], cor
         processes = pool.submit(outcome, "processes")
     assert processes.result() == threads.result()
     assert threads.result()[2] == [["dc"], ["dc", "home"], ["home"]]
-    assert threads.result()[0] != outcome("whole", "--in-process")[0]
