@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 import signal
 import sys
@@ -47,7 +48,12 @@ SLOW = (
 
 
 def pytest_configure() -> None:
-    """Let Ctrl-C interrupt. A shell's background job, such as `nohup make test &`, ignores SIGINT, which tests send."""
+    """Let Ctrl-C interrupt, and let PyTorch compute with one thread in this process and in those that tests start.
+
+    A shell's background job, such as `nohup make test &`, ignores SIGINT, which tests send. Tensors of tests are small
+    and tests run beside each other, so that more threads mostly wait for each other, and burn CPU time meanwhile.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # PyTorch reads it as it is imported
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

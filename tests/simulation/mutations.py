@@ -79,7 +79,9 @@ MUTATIONS: dict[str, tuple[Edit, ...]] = {
     "does not learn of later terms": (Edit(Coordinator, "_noted", "if event.term > place.term:", "if False:"),),
     "does not notice silence": (Edit(Place, "ends_at", "silent = self", "silent = 1e9 + self"),),
     "does not notice who hangs": (Edit(Place, "ends_at", "if self.computes", "if False"),),
-    "waits for ever for who does not leave": (Edit(Coordinator, "_tick", "now >= self._finish_by", "False"),),
+    "waits for ever for who does not leave": (
+        Edit(Coordinator, "_open_next", "now + self.rules.grace.most", "now + 1e9"),
+    ),
     "never waits again for who missed rounds": (
         Edit(Coordinator, "_note_missed", "= now + UNAWAITED_FACTOR * waited", "= 1e9"),
     ),

@@ -221,16 +221,31 @@ def test_a_member_goes_on_on_another_machine_to_the_same_bits(lasting: str, corp
         assert found[key] == expected[key]
 
 
-def test_a_run_goes_on_on_other_machines_from_its_store_alone(lasting: str, corpus: Path, tmp_path: Path) -> None:
+MACHINES = (
+    ("runs", ("outer.rounds=3",)),
+    ("others", ("outer.rounds=4",)),
+    ("more", ("outer.rounds=5", "inner.learning_rate=1e-3")),
+)
+"""Machines on which a run is trained, one after another, with its settings there."""
+
+
+@pytest.fixture(scope="module")
+def at_home(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    """Return the hashes of the same run after each part if all are trained on one machine, without a store."""
+    folder, found = tmp_path_factory.mktemp("home"), []
+    for number, (_, settings) in enumerate(MACHINES):
+        found.append(_train(corpus, folder, *settings, resume=number > 0)["parameters_sha256"])
+    return found
+
+
+def test_a_run_goes_on_on_other_machines_from_its_store_alone(
+    lasting: str, corpus: Path, tmp_path: Path, at_home: list[dict[str, str]]
+) -> None:
     sets = (f"store.url={lasting}", "states.to=store")
-    expected = _train(corpus, tmp_path / "runs", *sets, "outer.rounds=3")
-    assert _train(corpus, tmp_path / "others", *sets, "outer.rounds=4", resume=True)["rounds"] == 4
-    found = _train(corpus, tmp_path / "more", *sets, "outer.rounds=5", "inner.learning_rate=1e-3", resume=True)
-    whole = _train(corpus, tmp_path / "whole", "outer.rounds=3")
-    assert expected["parameters_sha256"] == whole["parameters_sha256"]
-    _train(corpus, tmp_path / "whole", "outer.rounds=4", resume=True)
-    whole = _train(corpus, tmp_path / "whole", "outer.rounds=5", "inner.learning_rate=1e-3", resume=True)
-    assert found["parameters_sha256"] == whole["parameters_sha256"]
+    for number, (machine, settings) in enumerate(MACHINES):
+        found = _train(corpus, tmp_path / machine, *sets, *settings, resume=number > 0)
+        assert found["parameters_sha256"] == at_home[number]
+        assert found["rounds"] == 3 + number
 
 
 def test_states_go_to_a_store_that_there_is(corpus: Path, tmp_path: Path) -> None:
