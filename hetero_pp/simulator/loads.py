@@ -81,7 +81,7 @@ def exchange_calls(spec: RunSpec, member: MemberSpec, counts: Mapping[str, int] 
 
 def _fetched(spec: RunSpec, member: MemberSpec, counts: Mapping[str, int] | None) -> dict[str, Counter[int]]:
     """Return block -> size -> number of such blobs of other replicas that a member fetches in a round."""
-    own, blocks = member.replica.name, {block_of(name) for name in member.owned}
+    sizes, own, blocks = blob_sizes(spec), member.replica.name, {block_of(name) for name in member.owned}
     wanted = blocks | ({block_of(EMBEDDING)} if member.follows_embedding else set())
     if spec.config.outer.source == "gradient":  # the norm of the whole averaged gradient is needed
         wanted = {block_of(name) for name in spec.parameter_shapes}
@@ -90,7 +90,7 @@ def _fetched(spec: RunSpec, member: MemberSpec, counts: Mapping[str, int] | None
         for block in wanted:
             down[block][blobs[block]] += count
     for block in blocks & wanted:
-        down[block][blob_sizes(spec)[own][block]] -= 1
+        down[block][sizes[own][block]] -= 1
     return down
 
 
