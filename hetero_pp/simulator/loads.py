@@ -81,13 +81,14 @@ def exchange_calls(spec: RunSpec, member: MemberSpec, counts: Mapping[str, int] 
 
 def _fetched(spec: RunSpec, member: MemberSpec, counts: Mapping[str, int] | None) -> dict[str, Counter[int]]:
     """Return block -> size -> number of such blobs of other replicas that a member fetches in a round."""
-    own, blocks, wanted = member.replica.name, {block_of(name) for name in member.owned}, wanted_blocks(spec, member)
+    sizes, own, blocks = blob_sizes(spec), member.replica.name, {block_of(name) for name in member.owned}
+    wanted = wanted_blocks(spec, member)
     down = {block: Counter[int]() for block in wanted}
     for blobs, count in _distinct_blobs(spec, tuple((counts or {}).items())):
         for block in wanted:
             down[block][blobs[block]] += count
     for block in blocks & wanted:
-        down[block][blob_sizes(spec)[own][block]] -= 1
+        down[block][sizes[own][block]] -= 1
     return down
 
 
