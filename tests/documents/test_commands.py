@@ -51,7 +51,21 @@ FAULTS_FOR_QUICKSTART = "benchmarks/fault_injection/quickstart.yaml"
 SHOWN = "tests/program/test_view_server.py::test_commands_open_a_page_or_write_it_to_a_file"
 REHEARSED = "tests/program/test_rehearse.py::test_a_rehearsal_is_shown_beside_its_prediction"
 FRIENDS = "tests/program/test_rehearse.py::test_hosts_rehearse_their_lines"
+SIMULATED = "tests/program/test_columns.py::test_simulate"
+PLANNED = "tests/program/test_columns.py::test_plan"
+COSTS = "tests/program/test_columns.py::test_what_an_experiment_would_cost"
 RUN_BY = {
+    "hetero-pp simulate configs/quickstart.yaml": SIMULATED,
+    "hetero-pp simulate configs/paper/sparseloco_figure2.yaml": SIMULATED,
+    "hetero-pp simulate configs/paper/het_pp_97_percent.yaml": SIMULATED,
+    "hetero-pp simulate configs/simulate/ten_thousand.yaml": (
+        "tests/program/test_simulate.py::test_ten_thousand_members_are_predicted"
+    ),
+    "hetero-pp plan configs/plan/unequal.yaml --target-utilization 0.97 --write plan.yaml": PLANNED,
+    "hetero-pp simulate plan.yaml": PLANNED,
+    "hetero-pp reproduce --list": "tests/program/test_columns.py::test_the_list_of_experiments",
+    "hetero-pp reproduce --dry-run": "tests/experiments/test_experiments.py::test_the_list_and_the_dry_run",
+    "hetero-pp reproduce het-pp/table1 --dry-run": COSTS,
     "hetero-pp launch configs/quickstart.yaml --view": (
         "tests/program/test_view_server.py::test_a_launched_run_is_shown_until_its_end"
     ),
@@ -74,8 +88,7 @@ RUN_BY = {
         "tests/program/test_changes.py::test_over_the_network_a_changed_run_has_the_same_bits"
     ),
     f"python benchmarks/launch_with_faults.py configs/quickstart.yaml --faults {FAULTS_FOR_QUICKSTART}": (
-        "tests/faults/test_survives.py::"
-        "test_a_stage_killed_in_training_is_replaced_and_its_group_trains_the_round_again"
+        "tests/faults/test_survives.py::test_a_datacenter_a_stage_and_the_exchange_that_are_killed_are_replaced"
     ),
     "hetero-pp launch mixed.yaml --from mixed-hf": STARTED_FROM,
     "hetero-pp launch CONFIG --from quickstart-hf": STARTED_FROM,
@@ -295,15 +308,15 @@ def test_quick_commands_do_what_is_said(page: Path, folder: Path) -> None:
             assert option not in WRITES or (folder / value).stat().st_size > 0, command
 
 
-@pytest.mark.parametrize(
-    ("page", "command"),
-    [pytest.param(page, command, id=f"{_name(page)}: {command}") for page, command in COMMANDS if _is_launch(command)],
-)
-def test_launches_train(page: Path, command: str, folder: Path, corpus: Path) -> None:
+LAUNCHED = {command.removesuffix(" --in-process"): page for page, command in COMMANDS if _is_launch(command)}
+"""Launches without the option that makes no difference here, and the last page that shows each."""
+
+
+@pytest.mark.parametrize(("command", "page"), LAUNCHED.items(), ids=list(LAUNCHED))
+def test_launches_train(command: str, page: Path, folder: Path, corpus: Path) -> None:
     """Each trains one step in one process. tests/equivalence launches over gRPC."""
     sets = [part for setting in (*SHORT, f"data.corpus={corpus}") for part in ("--set", setting)]
-    more = [] if "--in-process" in command else ["--in-process"]
-    assert "All replicas hold the same weights" in _run(command, *more, *sets)
+    assert "All replicas hold the same weights" in _run(command, "--in-process", *sets)
 
 
 def test_make_demo_is_a_launch_that_is_shown() -> None:

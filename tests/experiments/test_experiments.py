@@ -359,7 +359,7 @@ def table(trained: tuple[Path, str], tmp_path: Path, reproduce: Reproduce) -> Pa
 def test_a_table_is_made_and_resumed(
     trained: tuple[Path, str], table: Path, tmp_path: Path, reproduce: Reproduce
 ) -> None:
-    """The needed tokens, and whether the corpus has them, are printed before rows are trained."""
+    """The command prints the needed tokens, and whether the corpus has them, before it trains rows."""
     result = json.loads(table.read_text())
     told = " ".join(trained[1].split()).partition(" rows ")[0]
     assert f"{result['corpus']['tokens']:,} tokens to train on in " in told

@@ -110,10 +110,9 @@ def launch() -> Iterator[Any]:
             run.process.kill()
 
 
-@pytest.mark.parametrize("overlap", [0, 1])
-def test_a_killed_run_goes_on_to_the_same_bits(overlap: int, corpus: Path, tmp_path: Path, launch: Any) -> None:
-    """With overlap, the saved state includes the round that was trained ahead."""
-    more = ["--set", f"outer.overlap={overlap}"]
+def test_a_killed_run_goes_on_to_the_same_bits(corpus: Path, tmp_path: Path, launch: Any) -> None:
+    """The saved state includes the round that was trained ahead. The last test here resumes a run without overlap."""
+    more = ["--set", "outer.overlap=1"]
     unbroken = _summary(_command(MIXED, corpus, tmp_path / "a", "--in-process", *more), tmp_path / "a", "mixed")
     command = _command(MIXED, corpus, tmp_path / "b", *more)
     run = launch(command, tmp_path / "b" / "mixed")

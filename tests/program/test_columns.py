@@ -98,8 +98,11 @@ def test_check(name: str, corpus: Path, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("computed_once")
 def test_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan that is written can be simulated."""
     monkeypatch.chdir(tmp_path)
-    _require_fit("plan", str(CONFIGS / "plan" / "unequal.yaml"), "--write", "plan.yaml")
+    target = ["--target-utilization", "0.97"]
+    _require_fit("plan", str(CONFIGS / "plan" / "unequal.yaml"), *target, "--write", "plan.yaml")
+    _require_fit("simulate", "plan.yaml")
 
 
 @pytest.mark.usefixtures("computed_once")

@@ -31,6 +31,18 @@ replicas:
      boundary: {rank: 1/2, bits: 4}}
 """
 
+TABLE = """\
+name: one
+title: Größe
+paper: nowhere
+baseline: none
+rows:
+  - {name: none, paper: 2.0}
+  - {name: größer, compressed: all, rank: 1/4, paper: 2.2}
+claims:
+  - {text: costs, lower: [none, größer]}
+"""
+
 Run = Callable[..., tuple[int, str, str]]
 
 
@@ -101,12 +113,15 @@ def test_what_is_asked_before_a_run(run: Run, yaml: Path, tmp_path: Path) -> Non
         _require_straight(out)
 
 
-@pytest.mark.usefixtures("estimated_once")
-def test_what_reproduce_lists(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    for more in (("--list",), ("het-pp/table1", "--dry-run")):
-        code, out, _ = run("reproduce", *more, "--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "results"))
+def test_what_reproduce_lists(run: Run, tmp_path: Path, corpus: Path) -> None:
+    tables = tmp_path / "tables"
+    tables.mkdir()
+    (tables / "one.yaml").write_text(TABLE, encoding="utf-8")
+    places = [part for name in ("runs", "results") for part in (f"--{name}", str(tmp_path / name))]
+    for more in (("--list",), ("one", "--dry-run", "--corpus", str(corpus))):
+        code, out, _ = run("reproduce", *more, "--experiments", str(tables), *places)
         assert code == 0, (more, out)
+        assert "\\xf6\\xdfe" in out
         _require_straight(out)
 
 
