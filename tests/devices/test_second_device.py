@@ -28,14 +28,14 @@ torch._lazy.ts_backend.init()
 
 MEMBERS = ("dc", "home.0", "home.1", "home.2")
 ROUNDS = 2
-SECOND = {member: torch.device("lazy", number) for number, member in enumerate(MEMBERS)}
+SECOND = {member: torch.device("lazy", number) for number, member in enumerate(MEMBERS)} | {"home.1": CPU}
+"""The middle stage is on the CPU, so that links join devices of both kinds."""
 KEPT = "all of it on the second device"
 """The run with `keep_on_device`."""
 RUNS: Mapping[str, Mapping[str, torch.device]] = {
     "cpu": dict.fromkeys(MEMBERS, CPU),
     "second device": SECOND,
     KEPT: SECOND,
-    "one stage": dict.fromkeys(MEMBERS, CPU) | {"home.1": torch.device("lazy", 2)},
 }
 
 
@@ -62,6 +62,7 @@ def _spec(corpus: Path, keep_on_device: bool) -> RunSpec:
         "data": {"corpus": str(corpus), "sequence_length": 32, "validation_share": 0.2, "validation_sequences": 6},
         "inner": {"steps": 2, "warmup_steps": 2, "learning_rate": 0.01},
         "outer": {"rounds": ROUNDS, "compression": {"density": "1/8"}, "keep_on_device": keep_on_device},
+        "exchange": {"quorum": 1.0},  # nobody is late, however busy the machine is
         "replicas": [
             {"name": "dc", "kind": "datacenter", "batch_size": 4, "micro_batches": 2},
             {"name": "home", "kind": "participants", "boundary": boundary, **home},
@@ -105,13 +106,12 @@ def outcomes(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         return {name: _outcome(run_over_grpc(specs[name], tmp_path_factory.mktemp("run"), RUNS[name])) for name in RUNS}
 
 
-@pytest.mark.parametrize("name", ["second device", "one stage"])
-def test_losses_are_those_of_the_cpu(name: str, outcomes: dict[str, Outcome]) -> None:
+def test_losses_are_those_of_the_cpu(outcomes: dict[str, Outcome]) -> None:
     """Compares the loss of each inner step and evaluation of each replica."""
-    expected, found = outcomes["cpu"].losses, outcomes[name].losses
+    expected, found = outcomes["cpu"].losses, outcomes["second device"].losses
     assert len(expected) == 2 * (ROUNDS * 2 + ROUNDS + 1)
     assert found == pytest.approx(expected, abs=1e-4)
-    assert found != expected or name == "one stage"
+    assert found != expected
 
 
 @pytest.mark.parametrize("name", RUNS)

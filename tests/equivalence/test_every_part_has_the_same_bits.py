@@ -1,24 +1,25 @@
-"""Every feature that can be launched gives the same bits over gRPC and in one process."""
+"""Every feature that can be launched gives the same bits over gRPC and without it. All members are threads."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
 import pytest
-from started import run_program
+from grpc_threads import run_over_grpc
 
 from hetero_pp.config.topology import ParticipantsReplica
-from hetero_pp.messages.messages_pb2 import Report
+from hetero_pp.core.device import CPU
+from hetero_pp.messages.messages_pb2 import Report, RoundRecord
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.read import read_run
-from hetero_pp.run.yaml_file import ConfigFile
+from hetero_pp.run.read import read_run, spec_of
+from hetero_pp.run.snapshot import Snapshot
+from hetero_pp.run.yaml_file import ConfigFile, save_config
 from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.log import ContributionLog
 
@@ -28,8 +29,12 @@ ADAM = (
     "{method: diloco, rounds: 2, optimizer: adam, momentum: 0, nesterov: false, aggregation: sign, "
     "learning_rate: 0.01, final_learning_rate_share: 0.1}"
 )
+SMALL = ("model.width=32", "model.feed_forward=64", "data.sequence_length=32")
 RUNS: Mapping[str, tuple[Path, Sequence[str]]] = {
-    "quickstart": (HERE.parents[1] / "configs" / "quickstart.yaml", ["inner.steps=2", "data.validation_sequences=8"]),
+    "quickstart": (
+        HERE.parents[1] / "configs" / "quickstart.yaml",
+        [*SMALL, "inner.steps=2", "data.validation_sequences=8"],
+    ),
     "DiLoCo": (HERE / "mixed.yaml", ["outer={method: diloco, rounds: 2, aggregation: geometric_median}"]),
     "2-bit levels": (HERE / "mixed.yaml", ["outer={method: sparseloco_paper, rounds: 2, aggregation: trimmed_mean}"]),
     "inner Muon": (
@@ -45,6 +50,7 @@ RUNS: Mapping[str, tuple[Path, Sequence[str]]] = {
         HERE / "mixed.yaml",
         [
             "outer={method: diloco_lom, rounds: 2}",
+            "inner.steps=1",
             *(f"replicas.{index}.{change}" for index in (0, 1) for change in ("precision=bf16", "recompute=layers")),
         ],
     ),
@@ -58,79 +64,76 @@ def _changes(run: str, corpus: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Both:
-    """A launched run, and the same run in threads of this process."""
+    """A run whose members talk over gRPC, and the same run without it, both in threads of this process."""
 
-    launched: Path
-    in_process: Path
-    reports: Sequence[Report]
-    """Reports of the run in this process."""
+    config: RunConfig
+    folders: tuple[RunFolder, RunFolder]
+    reports: tuple[Sequence[Report], Sequence[Report]]
 
-    def config(self) -> RunConfig:
-        return ConfigFile(self.launched / "config.yaml").config
+    def snapshots(self) -> Iterator[Snapshot]:
+        """Yield the snapshot of each run's last round."""
+        for folder in self.folders:
+            yield ContributionLog(FolderStore(folder.log)).read_snapshot(ROUNDS)
+
+    def records(self, round_: int) -> Iterator[RoundRecord]:
+        """Yield each run's record of a round."""
+        for folder in self.folders:
+            yield ContributionLog(FolderStore(folder.log)).read_record(round_)
 
 
 @pytest.fixture(scope="module", params=RUNS)
 def both(request: pytest.FixtureRequest, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Both:
-    folder = tmp_path_factory.mktemp("runs")
+    """Train both runs from the configuration that a launch writes for its members.
+
+    `test_in_process_equals_grpc.py` compares a run whose members are processes.
+    """
     yaml, _ = RUNS[request.param]
-    sets = [f"--set={change}" for change in _changes(request.param, corpus)]
-    done = run_program("launch", str(yaml), "--runs", str(folder), *sets)
-    assert done.returncode == 0, done.stdout + done.stderr
-    [launched] = folder.glob("*/config.yaml")
+    over_grpc, in_process = (RunFolder(tmp_path_factory.mktemp(name)) for name in ("grpc", "in_process"))
+    asked = spec_of(ConfigFile(yaml, _changes(request.param, corpus)))
+    save_config(asked.config, over_grpc.config)
+    spec = read_run(over_grpc)
+    assert spec.config == asked.config
+    ran = run_over_grpc(spec, over_grpc.path, dict.fromkeys(spec.members, CPU))
+    assert not ran.errors
     reports: list[Report] = []
-    in_process = tmp_path_factory.mktemp("in_process")
-    run_in_process(read_run(RunFolder(launched.parent)), RunFolder(in_process), reports.append)
-    return Both(launched.parent, in_process, reports)
+    run_in_process(spec, in_process, reports.append)
+    return Both(spec.config, (over_grpc, in_process), (ran.reports, reports))
 
 
-def _events(run: Path, kind: str) -> list[dict[str, object]]:
-    events = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [event for event in events if event["event"] == kind]
-
-
-@pytest.mark.starts_processes
 def test_every_loss(both: Both) -> None:
     """Compares the loss of each inner step and evaluation of each replica."""
-    config = both.config()
-    steps = [report.inner_step for report in both.reports if report.HasField("inner_step")]
-    losses = {(step.replica, step.round, step.step): step.loss for step in steps if step.HasField("loss")}
-    told = {
-        (event["replica"], event["round"], event.get("step", 0)): event["loss"]
-        for event in _events(both.launched, "inner_step")
-        if "loss" in event
-    }
-    assert len(told) == ROUNDS * config.inner.require_steps("") * len(config.replicas)
-    assert told == losses
-    evaluations = [report.evaluation for report in both.reports if report.HasField("evaluation")]
-    evaluated = {(event["replica"], event["round"]): event["loss"] for event in _events(both.launched, "evaluation")}
-    assert len(evaluated) == (ROUNDS + 1) * len(config.replicas)
-    assert evaluated == {(one.replica, one.round): one.loss for one in evaluations}
+    losses, evaluations = [], []
+    for reports in both.reports:
+        steps = [one.inner_step for one in reports if one.HasField("inner_step")]
+        losses.append({(one.replica, one.round, one.step): one.loss for one in steps if one.HasField("loss")})
+        evaluated = [one.evaluation for one in reports if one.HasField("evaluation")]
+        evaluations.append({(one.replica, one.round): one.loss for one in evaluated})
+    assert len(losses[0]) == ROUNDS * both.config.inner.require_steps("") * len(both.config.replicas)
+    assert losses[0] == losses[1]
+    assert len(evaluations[0]) == (ROUNDS + 1) * len(both.config.replicas)
+    assert evaluations[0] == evaluations[1]
 
 
-@pytest.mark.starts_processes
 def test_every_contribution(both: Both) -> None:
     """Compares the digest of each replica's contribution."""
-    logs = [ContributionLog(FolderStore(run / "log")) for run in (both.launched, both.in_process)]
     for round_ in range(1, ROUNDS + 1):
-        digests = [{one.replica: one.digest for one in log.read_record(round_).contributions} for log in logs]
-        assert set(digests[0]) == {replica.name for replica in both.config().replicas}
+        digests = [{one.replica: one.digest for one in record.contributions} for record in both.records(round_)]
+        assert set(digests[0]) == {replica.name for replica in both.config.replicas}
         assert digests[0] == digests[1], f"round {round_}"
 
 
-@pytest.mark.starts_processes
 def test_parameters_and_outer_momentum(both: Both) -> None:
     """Compares the snapshots of the last round, and the hash of each replica."""
-    logs = [ContributionLog(FolderStore(run / "log")) for run in (both.launched, both.in_process)]
-    launched, in_process = (log.read_snapshot(ROUNDS) for log in logs)
-    outer = both.config().outer
-    assert bool(launched.momentum) == (outer.momentum > 0 or outer.optimizer == "adam")
-    assert set(launched.tensors()) == set(in_process.tensors())
-    for name, tensor in launched.tensors().items():
+    over_grpc, in_process = both.snapshots()
+    outer = both.config.outer
+    assert bool(over_grpc.momentum) == (outer.momentum > 0 or outer.optimizer == "adam")
+    assert set(over_grpc.tensors()) == set(in_process.tensors())
+    for name, tensor in over_grpc.tensors().items():
         assert tensor.equal(in_process.tensors()[name]), name
-    hashes = {one["parameters_sha256"] for one in _events(both.launched, "round_verified") if one["round"] == ROUNDS}
-    verified = [report.round_verified for report in both.reports if report.HasField("round_verified")]
-    assert hashes == {one.parameters_sha256.hex() for one in verified if one.round == ROUNDS}
-    assert len(hashes) == 1
+    verified = [[one.round_verified for one in reports if one.HasField("round_verified")] for reports in both.reports]
+    hashes = [{one.parameters_sha256 for one in own if one.round == ROUNDS} for own in verified]
+    assert hashes[0] == hashes[1]
+    assert len(hashes[0]) == 1
 
 
 def test_the_runs_have_all_parts_that_can_be_launched(corpus: Path) -> None:

@@ -192,7 +192,7 @@ def test_a_writer_that_is_killed_leaves_the_old_the_new_or_nothing(lasting: str,
     """
     contents = [tmp_path / "a", tmp_path / "b"]
     for path in contents:
-        path.write_bytes(path.name.encode() * 20_000_000)
+        path.write_bytes(path.name.encode() * 5_000_000)
     store = open_store(lasting)
     for kill in range(3):
         writer = Started(Path(__file__).with_name("writer.py"), [lasting, str(kill), *map(str, contents)])
