@@ -25,9 +25,6 @@ def version_complaint(found: int, expected: int) -> str:
 
 Options = list[tuple[str, int | str]]
 
-_HANDSHAKE_MS = 10_000
-"""Time for a connection until both sides have authenticated."""
-
 _OPTIONS: Options = [
     # Payload crosses in frames of 1 MiB; the rest is room for protobuf messages such as round records.
     ("grpc.max_send_message_length", 8 << 20),
@@ -47,9 +44,8 @@ _CHANNEL_OPTIONS: Options = [
     # Every channel has its own connection, so that two links never share one.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    # Duration of one attempt, the same as the server allows. A TLS handshake takes several round trips, and a full line
-    # or a busy machine answers after seconds. An attempt that is given up earlier starts again from the beginning.
-    ("grpc.min_reconnect_backoff_ms", _HANDSHAKE_MS),
+    # Duration of one attempt: a TLS handshake takes several round trips, and homes may be far.
+    ("grpc.min_reconnect_backoff_ms", 3_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 ]
 
@@ -59,7 +55,7 @@ _SERVER_OPTIONS: Options = [
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
     # A connection without a handshake is closed early, before it costs anything; the default is 120 seconds.
-    ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
+    ("grpc.server_handshake_timeout_ms", 10_000),
     # A member has 16 calls open at most, and shows a name, a token, a run and an incarnation. By default a connection
     # may open two billion streams, with 16 KB of headers each.
     ("grpc.max_concurrent_streams", 32),

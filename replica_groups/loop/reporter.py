@@ -16,6 +16,8 @@ from hetero_pp.outer.exchange_service import ExchangeService
 
 SECONDS_BETWEEN_SAMPLES = 0.5
 
+_SECONDS_BETWEEN_LOOKS = 0.5
+
 SECONDS_TO_REPORT = 2.0
 """Time that a member that was asked to stop waits for the delivery of its reports."""
 
@@ -67,7 +69,8 @@ class Reporter:
     def close(self) -> None:
         """Send the queued reports, and stop."""
         self._queue.put(None)
-        self._thread.join()
+        while self._thread.is_alive():  # a wait without a limit may sleep through a signal that arrives as it begins
+            self._thread.join(_SECONDS_BETWEEN_LOOKS)
 
     def _run(self) -> None:
         over = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -241,7 +242,11 @@ def test_a_new_run_at_its_address_is_told_to_a_member_and_does_not_end_it(
     address = f"127.0.0.1:{port}"
     client = stack.enter_context(closing(ExchangeClient(address, mine, "run")))
     client.wait_until_ready(TIMEOUT)
+    lost = threading.Event()
+    ready = grpc.ChannelConnectivity.READY
+    client._wires.control.subscribe(lambda state: None if state is ready else lost.set())
     server.stop(None).wait(TIMEOUT)
+    assert lost.wait(TIMEOUT)
     server, _ = serve_exchange(run.exchange, OTHER, address, encrypted=True)
 
     def on_refused(cause: str) -> None:

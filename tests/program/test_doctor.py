@@ -444,7 +444,7 @@ def test_expired_revoked_and_full(served: Served, host: Path) -> None:
 
 
 def test_a_run_without_a_free_slot(served: Served, host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served.exchange, "vacant", list)
+    monkeypatch.setattr(served.exchange.overview, "vacant", list)
     found = doctor(served.ticket(), host)
     assert found["settings"].line.startswith("every slot of the run is taken: ask the operator")
     assert found["exchange"].state is State.OK

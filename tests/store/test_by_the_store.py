@@ -53,7 +53,7 @@ def test_blobs_go_to_the_store_and_come_from_it(signing: Store, monkeypatch: pyt
     run = Run(signing, {"a": 1, "b": 1}, quorum=1.0)
     with _member(run, "a") as (client, epoch):
         monkeypatch.setattr(run.exchange, "deposit_blob", _forbidden)
-        monkeypatch.setattr(run.exchange, "fetch_many", _forbidden)
+        monkeypatch.setattr(run.exchange.decided, "fetch_many", _forbidden)
         run.assign(0, "b")
         for address in _addresses(run, "a"):
             client.deposit("a", address, run.blob(address), epoch, 7)
@@ -62,7 +62,7 @@ def test_blobs_go_to_the_store_and_come_from_it(signing: Store, monkeypatch: pyt
         run.deposit(1, "b")
         assert run.counted(1) == {"a": 2, "b": 1}
         assert [one.steps for one in client.record(1, "a").contributions] == [7, 7]
-        monkeypatch.setattr(run.exchange, "fetch_many", _forbidden)
+        monkeypatch.setattr(run.exchange.decided, "fetch_many", _forbidden)
         for name in ("a", "b"):
             for address in _addresses(run, name):
                 assert client.fetch("a", 1, name, address.block) == run.blob(address)
