@@ -71,6 +71,7 @@ MODELS = {
     "smoke": ModelShape(width=16, layers=1, heads=2, feed_forward=24, vocabulary=40),
 }
 PHASES = ("upload", "record", "download")
+CREDENTIALS = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET}
 
 Sent = Mapping[str, Sequence[tuple[str, tuple[int, ...], Selection]]]
 """Name, shape and selected values of a replica's parameters, by block."""
@@ -110,6 +111,7 @@ def contributions(setup: Setup) -> Sent:
 def serve(told: Connection, setup: Setup) -> None:
     """Serve an exchange that waits for all, in this process, until the parent is done."""
     torch.set_num_threads(1)
+    os.environ |= CREDENTIALS  # a fork server that ran before has no environment of this process
     snapshot = initial_snapshot(MODELS[setup.model], None, 1)
     blocks = shapes_by_block({name: tuple(one.shape) for name, one in snapshot.parameters.items()})
     roster = Roster({name: name for name in setup.names}, dict.fromkeys(setup.names, frozenset(blocks)))
@@ -190,7 +192,7 @@ def main() -> None:
     arguments = parse(parser, {"replicas": [2], "model": "smoke"})
     if sys.platform != "linux":
         raise SystemExit("benchmarks/object_store_round.py needs SeaweedFS, which has a package for Linux only")
-    os.environ |= {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET}
+    os.environ |= CREDENTIALS
     results = []
     columns = ("MB", *PHASES, "round, s", "lines, s")
     print(f"{'method':<27}{'R':>4}  {'by':<9}" + "".join(f"{name:>10}" for name in columns))
