@@ -57,7 +57,7 @@ from replica_groups.engines.engine import Engine
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.server import serve_exchange
-from replica_groups.loop.exchanges import CollectiveExchange
+from replica_groups.loop.collective import CollectiveExchange
 from replica_groups.loop.seat import Pulse
 from replica_groups.outer.outer_round import OuterRound
 from replica_groups.outer.ranks import Ranks, init_ranks

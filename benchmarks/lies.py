@@ -22,7 +22,7 @@ from google.protobuf.message_factory import GetMessageClass
 from hetero_pp.link.ledger import PREFIX_BYTES
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.pseudo_gradient.together import payload_bytes
-from hetero_pp.rpc import dialling, exchange_client
+from hetero_pp.rpc import dialling, exchange_wires
 from hetero_pp.rpc.callers import Metadata
 from hetero_pp.rpc.certificates import Identity
 from hetero_pp.rpc.framing import header_and_payload_frames, read_frames
@@ -340,6 +340,6 @@ def lying(
         return make
 
     with ExitStack() as stack:
-        for module in (exchange_client, dialling):  # blocks may be nested, one for each liar
+        for module in (exchange_wires, dialling):  # blocks may be nested, one for each liar
             stack.enter_context(mock.patch.object(module, "make_channel", patched(module.make_channel)))
         yield

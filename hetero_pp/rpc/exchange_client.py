@@ -19,7 +19,6 @@ import torch
 from google.protobuf.message import Message
 from torch import Tensor
 
-from hetero_pp.config.links import EXCHANGE
 from hetero_pp.core.errors import (
     AskAgain,
     ExchangeLost,
@@ -30,7 +29,6 @@ from hetero_pp.core.errors import (
     StoreError,
     WrongToken,
 )
-from hetero_pp.core.proxies import route_to
 from hetero_pp.core.units import format_seconds
 from hetero_pp.link.ledger import FRAME_BYTES
 from hetero_pp.messages import messages_pb2 as pb
@@ -46,11 +44,12 @@ from hetero_pp.outer.exchange_service import (
 from hetero_pp.pseudo_gradient.contribution import MAX_BLOB_BYTES
 from hetero_pp.pseudo_gradient.together import apart, payload_bytes
 from hetero_pp.rpc.callers import Metadata, shown
-from hetero_pp.rpc.channels import PROTOCOL_VERSION, close_polled, make_channel, readiness
+from hetero_pp.rpc.channels import PROTOCOL_VERSION, readiness
 from hetero_pp.rpc.credentials import Credentials
+from hetero_pp.rpc.exchange_wires import Wires
 from hetero_pp.rpc.framing import header_and_payload_frames, read_frames, read_into
 from hetero_pp.rpc.handshake import new_run, require_trust
-from hetero_pp.rpc.services import ERROR_OF_CODE, EXCHANGE_SERVICE, LONGEST_WAIT, calls_of
+from hetero_pp.rpc.services import ERROR_OF_CODE, LONGEST_WAIT
 from hetero_pp.store.presigned import download, is_of, upload, without_signature
 
 STANDSTILL = 60.0
@@ -99,7 +98,7 @@ class ExchangeClient(ExchangeService):
         self.address = address
         self._timeout = timeout
         self._credentials, self._run = credentials, run
-        self._wires = _Wires(address, credentials)
+        self._wires = Wires(address, credentials)
         self._was_trusted = False
         """Whether the exchange has ever proved to be of this process's run."""
         self._term: int | None = None
@@ -399,7 +398,7 @@ class ExchangeClient(ExchangeService):
             raise lost
         if self._wires.are_outdated:
             self._wires.close()
-            self._wires = _Wires(self.address, self._credentials)
+            self._wires = Wires(self.address, self._credentials)
         self.wait_until_ready(math.inf if self._timeout is None else self._timeout)
         with readiness(self._wires.bulk) as ready:  # what failed may have gone over the other connection
             try:
@@ -425,33 +424,6 @@ class ExchangeClient(ExchangeService):
             return ERROR_OF_CODE[code](details)
         cause = f"({code.name.lower()}: {details}){self._wires.route.note}"
         return ExchangeLost(f"the exchange at {self.address} does not answer {cause}")
-
-
-class _Wires:
-    """The two connections to an exchange, and their calls."""
-
-    def __init__(self, address: str, credentials: Credentials) -> None:
-        self._identity = None if credentials.identity is None else credentials.identity.latest
-        self.route = route_to(address)
-        self.control = make_channel(address, self._identity, EXCHANGE, self.route)
-        self.calls = calls_of(EXCHANGE_SERVICE, self.control)
-        # A second connection for payloads, which would delay everything else on a slow line.
-        self.bulk = make_channel(address, self._identity, EXCHANGE, self.route)
-        bulk = calls_of(EXCHANGE_SERVICE, self.bulk)
-        self.snapshot: grpc.UnaryStreamMultiCallable[pb.SnapshotRequest, bytes] = bulk["Snapshot"]
-        self.deposit: grpc.StreamUnaryMultiCallable[bytes, pb.DepositReply] = bulk["Deposit"]
-        self.show: grpc.StreamUnaryMultiCallable[bytes, pb.ShownReply] = bulk["Show"]
-        self.fetch: grpc.UnaryStreamMultiCallable[pb.FetchRequest, bytes] = bulk["Fetch"]
-
-    @property
-    def are_outdated(self) -> bool:
-        """Whether the connections use a certificate that was renewed since, so that they cannot be restored."""
-        return self._identity is not None and self._identity.latest != self._identity
-
-    def close(self) -> None:
-        """Close both connections; calls in progress fail."""
-        close_polled(self.control)
-        close_polled(self.bulk)
 
 
 def _downloaded(stored: pb.StoredBlob) -> bytes:

@@ -21,7 +21,12 @@ from replica_groups.exchange.uploads import UPLOADED
 
 @dataclass(frozen=True)
 class Retention:
-    """Retention of one run's log."""
+    """Removes replaced snapshots and excluded blobs from one run's log while the run continues.
+
+    Records, included contributions and the first snapshot stay, so that theta after any round can be computed again.
+    With `store.history: recent`, contributions up to the oldest remaining snapshot are removed, too. Nothing is removed
+    before the auditor has replayed it.
+    """
 
     log: ContributionLog
     keep: int = 2

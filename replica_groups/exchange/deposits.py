@@ -16,9 +16,9 @@ from hetero_pp.outer.exchange_service import Caller
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob, entry_of, most_bytes
 from hetero_pp.pseudo_gradient.together import TOGETHER_BYTES_MAX, apart, payload_bytes
+from replica_groups.exchange.commitments import Commitments
 from replica_groups.exchange.log import ContributionLog, blob_key
 from replica_groups.exchange.run_state import RunState
-from replica_groups.exchange.showing import Commitments
 from replica_groups.exchange.uploads import take_upload, upload_url
 from replica_groups.protocol import events as e
 

@@ -27,6 +27,7 @@ from hetero_pp.run.same import Agreement
 from hetero_pp.run.snapshot import OpenSnapshot, Snapshot
 from hetero_pp.run.spec import Roster, RunSpec
 from replica_groups.exchange.assignments import Addresses, Assignments
+from replica_groups.exchange.commitments import Commitments
 from replica_groups.exchange.confirmations import Confirmations
 from replica_groups.exchange.decided import DecidedRounds, Snapshots
 from replica_groups.exchange.decisions import Decisions
@@ -39,7 +40,7 @@ from replica_groups.exchange.overview import Overview
 from replica_groups.exchange.presence import Presence
 from replica_groups.exchange.reports import Reports
 from replica_groups.exchange.run_state import RunState
-from replica_groups.exchange.showing import Commitments, Showing, Shows, settings_sha256
+from replica_groups.exchange.showing import Showing, Shows, settings_sha256
 from replica_groups.exchange.waits import EVERYBODY
 from replica_groups.protocol import events as e
 from replica_groups.protocol.rules import Rules

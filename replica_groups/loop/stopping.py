@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from types import FrameType
 
 from hetero_pp.core.errors import Stopped
@@ -28,9 +29,10 @@ SECONDS_TO_LEAVE = 2.0
 Its last reports may reach the exchange. The exchange may be gone.
 """
 _SECONDS_UNTIL_AGAIN = 0.5
-"""Seconds after which Stopped is raised again in a block that goes on, because Python dropped it.
+"""Seconds after which a signal is sent again that had no effect.
 
-Python drops exceptions that are raised in destructors and in some callbacks.
+Python drops exceptions that are raised in destructors and in some callbacks. An unlimited wait of the main thread may
+sleep through a signal that arrives as it begins.
 """
 
 
@@ -67,8 +69,17 @@ class Stopping:
         self.closed = closed
         if self._number is not None:
             os.kill(os.getpid(), self._number)
+            if not self.is_asked:  # the main thread has not handled it yet
+                threading.Thread(target=self._ask_again, args=[self._number], name="stopping", daemon=True).start()
 
-    @contextmanager
+    def _ask_again(self, number: signal.Signals) -> None:
+        """Send the signal until the main thread has handled it."""
+        time.sleep(_SECONDS_UNTIL_AGAIN)
+        while not self.is_asked:
+            os.kill(os.getpid(), number)
+            time.sleep(_SECONDS_UNTIL_AGAIN)
+
+    @contextlib.contextmanager
     def allowed(self, round_: int | None = None, seconds: float | None = None) -> Iterator[None]:
         """Raise Stopped in the block after the signal, at any instruction of the main thread.
 
@@ -111,22 +122,30 @@ class Stopping:
         if self._is_through:
             self._leave_soon()
         elif self._is_allowed:
-            self._raise_soon()
+            self._raise_soon(frame)
 
-    def _raise_soon(self) -> None:
+    def _raise_soon(self, frame: FrameType | None = None) -> None:
         if self._round is None or (self.closed is not None and self.closed < self._round):
             signal.setitimer(signal.ITIMER_REAL, _SECONDS_UNTIL_AGAIN, _SECONDS_UNTIL_AGAIN)
-            raise Stopped
-        if self.closed is None:
+            self._raise_in(frame)
+        elif self.closed is None:
             signal.setitimer(signal.ITIMER_REAL, self._seconds, _SECONDS_UNTIL_AGAIN)
 
     def _leave_soon(self) -> None:
-        signal.setitimer(signal.ITIMER_REAL, SECONDS_TO_LEAVE)
+        signal.setitimer(signal.ITIMER_REAL, SECONDS_TO_LEAVE, _SECONDS_UNTIL_AGAIN)
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
         if self._is_through:
             self.leave()
         elif self._is_allowed:
+            self._raise_in(frame)
+
+    def _raise_in(self, frame: FrameType | None) -> None:
+        """Raise Stopped unless the frame enters or leaves a block: that block would stay allowed for ever.
+
+        The timer then raises it a moment later.
+        """
+        if frame is None or frame.f_globals is not vars(contextlib):
             raise Stopped
 
 

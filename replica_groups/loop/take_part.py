@@ -23,11 +23,13 @@ from hetero_pp.run.round_optimizer import round_optimizer
 from hetero_pp.run.snapshot import BASIS, MOMENTUM, momentum_of
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.store.faults import NO_FAULTS, Faults
+from replica_groups.loop.collective import CollectiveExchange
 from replica_groups.loop.commitments import Commitments, CommittedExchange
-from replica_groups.loop.exchanges import CarriedExchange, CollectiveExchange, HeldBack, ShapedExchange
+from replica_groups.loop.exchanges import CarriedExchange, HeldBack, ShapedExchange
 from replica_groups.loop.gate import Gate
-from replica_groups.loop.inner_loops import StepsOf, StepsTaken, round_length
+from replica_groups.loop.inner_loops import StepsTaken
 from replica_groups.loop.reporter import Reporter
+from replica_groups.loop.round_length import StepsOf, round_length
 from replica_groups.loop.saved_states import SavedStates, newest_usable_state
 from replica_groups.loop.seat import Connections, Links, Seat
 from replica_groups.loop.state_copies import StateCopies
@@ -105,19 +107,27 @@ def take_part(
         )
         if saved is not None:
             loop.load(states.path(saved), saved, holds)
-        stopping.listen()
-        try:
-            loop.run(holds, saved, spec)
-            if copies is not None:
-                copies.drain()
-        except Stopped:
-            stopping.leave()
-            raise
-        finally:
-            stopping.end()
-            if copies is not None:
-                copies.end()
-            reporter.close()
+        _run(loop, holds, saved, spec, copies)
+
+
+def _run(loop: TrainingLoop, holds: int, saved: int | None, spec: RunSpec, copies: StateCopies | None) -> None:
+    """Run the loop, as TrainingLoop.run. At its end, deliver its last reports and the copies of its checkpoints.
+
+    A member that is asked to stop leaves once its state is saved; see Stopping.end for one that fails.
+    """
+    loop.stopping.listen()
+    try:
+        loop.run(holds, saved, spec)
+        if copies is not None:
+            copies.drain()
+    except Stopped:
+        loop.stopping.leave()
+        raise
+    finally:
+        loop.stopping.end()
+        if copies is not None:
+            copies.end()
+        loop.reporter.close()
 
 
 def _shaped(spec: RunSpec, member: MemberSpec, connections: Connections, stopping: Stopping) -> ShapedExchange:

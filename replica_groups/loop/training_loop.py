@@ -19,8 +19,9 @@ from hetero_pp.run.spec import RunSpec
 from hetero_pp.store.faults import NO_FAULTS, Faults, Phase
 from replica_groups.loop.commitments import Commitments
 from replica_groups.loop.gate import Gate
-from replica_groups.loop.inner_loops import Ahead, InnerLoop, RoundLength, StepsTaken, Terms
+from replica_groups.loop.inner_loops import Ahead, InnerLoop, StepsTaken, Terms
 from replica_groups.loop.reporter import Reporter
+from replica_groups.loop.round_length import RoundLength
 from replica_groups.loop.saved_states import SavedStates
 from replica_groups.loop.seat import Seat
 from replica_groups.loop.stopping import NEVER_STOPPED, Stopping

@@ -29,6 +29,7 @@ from hetero_pp.rpc.framing import header_and_payload_frames
 from hetero_pp.run.spec import Roster
 from hetero_pp.store.folder import FolderStore
 from replica_groups.audit.recompute.chains import Broken, Chains
+from replica_groups.exchange.commitments import Commitments
 from replica_groups.exchange.log import ContributionLog, record_digest
 from replica_groups.exchange.server import _Servicer
 from replica_groups.exchange.showing import (
@@ -37,7 +38,6 @@ from replica_groups.exchange.showing import (
     MANIFEST,
     ROUNDS_TO_JUDGE,
     ROUNDS_TO_SHOW,
-    Commitments,
     Showing,
     Shows,
     draw_key,

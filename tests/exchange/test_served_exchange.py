@@ -37,7 +37,8 @@ from replica_groups.exchange import server as served_exchange
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.no_audits import NoAudits
 from replica_groups.exchange.server import serve_exchange
-from replica_groups.loop.exchanges import CarriedExchange, CollectiveExchange
+from replica_groups.loop.collective import CollectiveExchange
+from replica_groups.loop.exchanges import CarriedExchange
 from replica_groups.outer.ranks import ALONE
 
 TIMEOUT = 20.0

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any, cast
 
 import pytest
@@ -236,3 +239,42 @@ def test_a_block_is_ended_although_python_drops_the_first_exception(
         del one
         threading.Event().wait(60)
     assert dropped == [Stopped]
+
+
+def test_a_member_is_asked_again_if_its_main_thread_has_slept_through_the_signal(
+    stopping: Stopping, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal that arrives as an unlimited wait begins does not end the wait."""
+    monkeypatch.setattr(replica_groups.loop.stopping, "_SECONDS_UNTIL_AGAIN", 0.01)
+    kill, sent = os.kill, list[int]()
+
+    def lose_first(process: int, number: int) -> None:
+        sent.append(number)
+        if len(sent) > 1:
+            kill(process, number)
+
+    monkeypatch.setattr(os, "kill", lose_first)
+    with pytest.raises(Stopped), stopping.allowed():
+        stopping.ask(None)
+        threading.Event().wait(60)
+
+
+@contextmanager
+def _frame_of_with() -> Iterator[FrameType]:
+    """Yield the frame of the standard library that enters this block."""
+    yield sys._getframe(1)
+
+
+def test_a_signal_that_arrives_as_a_block_begins_or_ends_leaves_no_block_open(
+    stopping: Stopping, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped would leave the block allowed, and be raised again while the state is saved."""
+    monkeypatch.setattr(replica_groups.loop.stopping, "_SECONDS_UNTIL_AGAIN", 0.01)
+    waits = False
+    with pytest.raises(Stopped), stopping.allowed():
+        with _frame_of_with() as frame:
+            stopping._hear(signal.SIGUSR2, frame)
+        waits = True
+        threading.Event().wait(60)
+    assert waits
+    signal.raise_signal(signal.SIGALRM)  # the block is over

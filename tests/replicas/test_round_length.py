@@ -8,7 +8,8 @@ from typing import ClassVar
 import pytest
 
 from hetero_pp.messages.messages_pb2 import ContributionEntry, RoundRecord
-from replica_groups.loop.inner_loops import AsRecorded, OfFirstRank, RoundLength, SoManySteps, SoMuchTime, StepsTaken
+from replica_groups.loop.inner_loops import StepsTaken
+from replica_groups.loop.round_length import AsRecorded, OfFirstRank, RoundLength, SoManySteps, SoMuchTime
 from replica_groups.outer.ranks import Ranks
 
 

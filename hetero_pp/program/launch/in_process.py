@@ -27,7 +27,7 @@ from replica_groups.audit.beside import Followers, audited, followed
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.host import begin_run, make_exchange, rules_of
 from replica_groups.loop.gate import Gate
-from replica_groups.loop.inner_loops import StepsOf
+from replica_groups.loop.round_length import StepsOf
 from replica_groups.loop.take_part import take_part
 from replica_groups.outer.ranks import Ranks
 
