@@ -39,8 +39,8 @@ from hetero_pp.config.links import EXCHANGE, LAUNCHER
 from hetero_pp.link.ledger import FRAME_BYTES
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.model.transformer import PRESETS, shapes_by_block
+from hetero_pp.program.launch.open_files import require_open_files
 from hetero_pp.program.launch.supervisor import Supervisor
-from hetero_pp.program.launch.this_machine import require_open_files
 from hetero_pp.program.launch.watcher import Watcher
 from hetero_pp.rpc.channels import close_polled, make_channel, make_server, readiness
 from hetero_pp.rpc.connections import reports_of

@@ -12,7 +12,7 @@ from fabricated import Fabricated, hundred_members, prediction, two_kinds
 from opened_page import OpenPage, as_file
 from playwright.sync_api import Page, expect
 
-from hetero_pp.program.view.exported import self_contained
+from hetero_pp.program.view.self_contained import self_contained
 
 pytestmark = [pytest.mark.browser, pytest.mark.starts_processes]
 

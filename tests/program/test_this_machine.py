@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.model import precision
 from hetero_pp.program.cli import app
-from hetero_pp.program.launch import this_machine
+from hetero_pp.program.launch import open_files, this_machine
 from hetero_pp.program.launch.this_machine import limits_of
 from hetero_pp.run.read import spec_of
 from hetero_pp.run.yaml_file import ConfigFile
@@ -270,12 +270,12 @@ def test_the_quickstart_can_be_carried() -> None:
 
 
 def test_a_limit_of_open_files_is_told_with_what_raises_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(this_machine.resource, "getrlimit", lambda _: (24, 24))
+    monkeypatch.setattr(open_files.resource, "getrlimit", lambda _: (24, 24))
     told = r"found a limit of 24 open files, expected at least 72 for 4 processes; raise it with: ulimit -n 72"
     with pytest.raises(ConfigError, match=told):
-        this_machine.require_open_files(4)
+        open_files.require_open_files(4)
     raised: list[tuple[int, int]] = []
-    monkeypatch.setattr(this_machine.resource, "getrlimit", lambda _: (24, 4096))
-    monkeypatch.setattr(this_machine.resource, "setrlimit", lambda _, limits: raised.append(limits))
-    this_machine.require_open_files(4)
+    monkeypatch.setattr(open_files.resource, "getrlimit", lambda _: (24, 4096))
+    monkeypatch.setattr(open_files.resource, "setrlimit", lambda _, limits: raised.append(limits))
+    open_files.require_open_files(4)
     assert raised == [(72, 4096)]

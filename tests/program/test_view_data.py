@@ -34,10 +34,11 @@ from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.summary import summary_of
 from hetero_pp.program.view import followed as followed_module
 from hetero_pp.program.view import record as record_module
-from hetero_pp.program.view import run_view
+from hetero_pp.program.view import key_frames
 from hetero_pp.program.view.followed import Curve
+from hetero_pp.program.view.key_frames import KeyFrames
 from hetero_pp.program.view.record import Lines, Record
-from hetero_pp.program.view.run_view import KeyFrames, RunView
+from hetero_pp.program.view.run_view import RunView
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.yaml_file import save_config
 from replica_groups.exchange.joining import Text
@@ -389,7 +390,7 @@ def test_changes_are_told_once_and_add_up_to_the_history() -> None:
 
 def test_memory_of_curves_and_frames_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(followed_module, "MOST_POINTS", 10)
-    monkeypatch.setattr(run_view, "MOST_FRAMES", 10)
+    monkeypatch.setattr(key_frames, "MOST_FRAMES", 10)
     curve, frames = Curve(), KeyFrames(1.0)
     for step in range(1000):
         curve.add(float(step), step, 1.0)

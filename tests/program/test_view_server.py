@@ -37,11 +37,12 @@ from hetero_pp.program.view import admitted, broadcast, launched, prediction, se
 from hetero_pp.program.view.admitted import Door, door_of
 from hetero_pp.program.view.broadcast import Broadcast, EventStream
 from hetero_pp.program.view.command import show
-from hetero_pp.program.view.exported import data_of, self_contained
+from hetero_pp.program.view.exported import data_of
 from hetero_pp.program.view.launched import on_a_page
 from hetero_pp.program.view.prediction import Predicted, show_prediction
 from hetero_pp.program.view.record import Record
 from hetero_pp.program.view.run_view import RunView
+from hetero_pp.program.view.self_contained import self_contained
 from hetero_pp.program.view.server import PAGE
 from hetero_pp.program.view.serving import Served
 from hetero_pp.program.view.watched import Watched

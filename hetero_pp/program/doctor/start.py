@@ -12,7 +12,7 @@ from hetero_pp.program.doctor.finding import Finding, NotChecked, fail, ok, warn
 from hetero_pp.program.doctor.subject import Subject
 from hetero_pp.program.launch.addresses import fixed_addresses
 from hetero_pp.program.launch.claim import held_parts
-from hetero_pp.program.launch.this_machine import require_open_files
+from hetero_pp.program.launch.open_files import require_open_files
 from hetero_pp.program.launch.unfinished import find_unfinished
 
 _SHOWN = 4

@@ -1,4 +1,4 @@
-"""The five questions of `init`: asked on a terminal or answered by options, and how each answer is parsed."""
+"""The questions of `init`: asked on a terminal or answered by options, and how each answer is parsed."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,27 +10,9 @@ import psutil
 
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.files import write_whole
+from hetero_pp.program.join.processes import own_process, running_process
 from hetero_pp.program.report.output import announce
 from hetero_pp.run.folder import RunFolder
-
-_SECONDS_APART = 1.0
-"""Seconds by which two readings of a process's creation time may differ."""
-
-
-def own_process() -> str:
-    """Return an identification of this process for `running_process`."""
-    return f"{os.getpid()} {psutil.Process().create_time()}"
-
-
-def running_process(text: str) -> psutil.Process | None:
-    """Return the process that `own_process` identified; None if it has ended. Raises ValueError for any other text."""
-    number, created = text.split()
-    try:
-        process = psutil.Process(int(number))
-        return process if abs(process.create_time() - float(created)) < _SECONDS_APART else None
-    except psutil.NoSuchProcess:
-        return None
-
 
 SECONDS = 30.0
 """Seconds to wait for an interrupted process to end."""

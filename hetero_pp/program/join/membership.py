@@ -16,7 +16,7 @@ from hetero_pp.core.files import write_whole
 from hetero_pp.core.units import format_seconds
 from hetero_pp.messages.messages_pb2 import EnrolReply, InLobby
 from hetero_pp.outer.exchange_service import MOST_BETWEEN
-from hetero_pp.program.join.leave import own_process, running_process
+from hetero_pp.program.join.processes import own_process, running_process
 from hetero_pp.program.launch.hosts import no_answer
 from hetero_pp.program.launch.over import forget_over
 from hetero_pp.rpc.admission_client import enrol, renew

@@ -55,7 +55,8 @@ def run_and_record(
     state, console = recording.state, recording.console
     try:
         page = invocation.operations.page(state, recording.say)
-        with page as recording.show, LiveDisplay(state, console, since=invocation.since):
+        with page as show, LiveDisplay(state, console, since=invocation.since):
+            recording.show = show
             start(spec, folder, recording.on_report, changed)
         _require_over(state)
     except (HeteroPPError, KeyboardInterrupt) as error:

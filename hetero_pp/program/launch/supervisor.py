@@ -12,7 +12,6 @@ import signal
 import sys
 import threading
 import time
-from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -29,12 +28,12 @@ from hetero_pp.messages.messages_pb2 import GIVEN_UP, RESTARTED, SILENT, Happene
 from hetero_pp.program.launch.addresses import is_reached
 from hetero_pp.program.launch.fork_server import fork_server, unheard
 from hetero_pp.program.launch.job import CONSEQUENCE, CRASHED, GONE, STOP, Job
+from hetero_pp.program.launch.open_files import require_open_files
+from hetero_pp.program.launch.restarts import Restarts
 from hetero_pp.program.launch.start_job import start_job
-from hetero_pp.program.launch.this_machine import require_open_files
 from hetero_pp.program.launch.watcher import Watcher
 from hetero_pp.rpc.connections import reports_of, tell_died
 from hetero_pp.rpc.credentials import Keys, Secret, SecretKeys, new_secret
-from hetero_pp.run.config import RestartSettings
 from hetero_pp.run.devices import devices_of
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
@@ -82,24 +81,6 @@ def launch(
         supervisor.join_exchange(list(spec.needed), address)
         supervisor.wait()
         watcher.join()
-
-
-class Restarts:
-    """Allows a number of restarts per process within a time window. Pure: every time is an argument."""
-
-    def __init__(self, settings: RestartSettings) -> None:
-        self.settings = settings
-        self._begun: defaultdict[str, deque[float]] = defaultdict(deque)
-
-    def take(self, member: str, now: float) -> int | None:
-        """Count a restart of a member. Return its number within the window, or None if the limit is reached."""
-        begun = self._begun[member]
-        while begun and now - begun[0] > self.settings.within:
-            begun.popleft()
-        if len(begun) >= self.settings.count:
-            return None
-        begun.append(now)
-        return len(begun)
 
 
 class Supervisor:
@@ -185,9 +166,10 @@ class Supervisor:
                 process.join(max(0.0, started + seconds - time.monotonic()))
             left = [member for member in asked if self._processes[member].is_alive()]
             if left and seconds < _SECONDS_TO_SAVE:
-                who = f"waiting for {format_count(len(left), 'member')} to save the state after the last finished round"
+                waiting = f"waiting for {format_count(len(left), 'member')}"
+                line = f"{waiting} to save the state after the last finished round"
                 limit = f"for up to {format_seconds(_SECONDS_TO_SAVE)}; press Ctrl-C again to stop without saving"
-                print(f"{self._spec.config.name}: {who}, {limit}", file=sys.stderr, flush=True)
+                print(f"{self._spec.config.name}: {line}, {limit}", file=sys.stderr, flush=True)
 
     def _ask_to_stop(
         self, members: Sequence[str], request: Mapping[str, str], seconds: float = _SECONDS_TO_ANSWER

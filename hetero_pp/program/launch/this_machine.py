@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,9 +73,9 @@ def _of_memory(spec: RunSpec, members: Sequence[MemberSpec], has_exchange: bool)
     if not members:
         return
     memories = [(member, memory_of_member(spec, member, not _computes_here(member))) for member in members]
-    memory = psutil.virtual_memory()
-    total = min([memory.total, *_limits_of_containers()])
-    free = min(memory.available, total)
+    machine = psutil.virtual_memory()
+    total = min([machine.total, *_limits_of_containers()])
+    free = min(machine.available, total)
     held: list[Mapping[str, float]] = [
         {name: _on_this_node(member, size) for name, size in memory.held().items()} for member, memory in memories
     ]
@@ -173,23 +172,3 @@ def _limits_of_containers() -> Iterator[int]:
         text = path.read_text(encoding="utf-8").strip() if path.is_file() else "max"
         if text.isdigit():
             yield int(text)
-
-
-_OPEN_FILES, _OPEN_FILES_OF_A_PROCESS = 40, 8
-"""Least number of files that the launcher, and each member, opens."""
-
-
-def require_open_files(processes: int) -> None:
-    """Raise this process's limit of open files to what its child processes need.
-
-    Raises ConfigError if the system does not allow it.
-    """
-    needed = _OPEN_FILES + _OPEN_FILES_OF_A_PROCESS * processes
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return
-    if hard == resource.RLIM_INFINITY or hard >= needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
-        return
-    told = f"found a limit of {soft} open files, expected at least {needed} for {processes} processes"
-    raise ConfigError((), f"{told}; raise it with: ulimit -n {needed}")

@@ -22,8 +22,8 @@ from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.launch.addresses import is_reached
 from hetero_pp.program.launch.fork_server import begin_forked, fork_server, unheard
 from hetero_pp.program.launch.job import CONSEQUENCE, CRASHED
+from hetero_pp.program.launch.open_files import require_open_files
 from hetero_pp.program.launch.supervisor import Supervisor, launch
-from hetero_pp.program.launch.this_machine import require_open_files
 from hetero_pp.rpc.connections import NetworkConnections
 from hetero_pp.rpc.credentials import Credentials, Secret, SecretKeys, new_secret
 from hetero_pp.run.folder import RunFolder

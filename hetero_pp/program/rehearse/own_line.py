@@ -7,19 +7,18 @@ from statistics import fmean
 
 from hetero_pp.config.lines import WAYS, Way
 from hetero_pp.config.links import EXCHANGE
-from hetero_pp.core.units import format_bits_per_second, format_bytes, format_percent
+from hetero_pp.core.units import format_bytes, format_percent
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.launch.mode import Mode
 from hetero_pp.program.rehearse.command import Predictions
 from hetero_pp.program.rehearse.comparison import Comparison, compare, share
+from hetero_pp.program.rehearse.rates import shown_rates, too_slow
 from hetero_pp.program.rehearse.timings import NOTHING_TIMED, Timings
 from hetero_pp.rpc.probe import Rate
 from hetero_pp.run.spec import RunSpec
 
 ENOUGH = 0.05
 """Share of a step up to which a line may hold its neighbours up."""
-SHORT = 0.9
-"""Share of the YAML's line that a measured line has to reach: a measurement is short, and includes headers."""
 
 
 class OwnLine(Mode):
@@ -51,21 +50,6 @@ class OwnLine(Mode):
     def _reached(self) -> str:
         shown, slow = shown_rates(self._rates), too_slow(self._spec, self._member, self._rates)
         return f"{shown}; the run's YAML expects {slow}" if slow else shown
-
-
-def shown_rates(rates: Mapping[Way, Rate]) -> str:
-    return ", ".join(f"{rates[way]} {way}" for way in WAYS)
-
-
-def too_slow(spec: RunSpec, member: str, rates: Mapping[Way, Rate]) -> str:
-    """Return the rates of the YAML that a member's line does not reach: `20 Mbit/s up`; empty if it reaches them."""
-    line = next((one for one in spec.lines.values() if member in one.members), None)
-    wanted = {} if line is None else {way: line.bandwidth(way) for way in WAYS}
-    return " and ".join(
-        f"{format_bits_per_second(rate)} {way}"
-        for way, rate in wanted.items()
-        if rate is not None and rates[way].is_less_than(SHORT * rate)
-    )
 
 
 def verdict(spec: RunSpec, member: str, found: Comparison) -> str:

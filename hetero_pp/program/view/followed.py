@@ -18,6 +18,11 @@ from hetero_pp.program.view.topology import SIDES
 
 MOST_POINTS = 1000
 """Points of a curve, after thinning."""
+MOST_MARKS = 5000
+"""Marks that are kept: the newest ones."""
+_MOST_PROBLEMS = 20
+_BUSY = ("inner_step", "evaluation", "member_round")
+"""Events that show that a suspended member trains again."""
 
 
 @dataclass
@@ -93,13 +98,6 @@ class RoundTimes:
 
 def _means(members: dict[str, list[float]]) -> list[float]:
     return [fmean(times) for times in zip(*members.values(), strict=True)]
-
-
-MOST_MARKS = 5000
-"""Marks that are kept: the newest ones."""
-_MOST_PROBLEMS = 20
-_BUSY = ("inner_step", "evaluation", "member_round")
-"""Events that show that a suspended member trains again."""
 
 
 class Followed:

@@ -19,7 +19,8 @@ from hetero_pp.messages.messages_pb2 import ContributionEntry, Report
 from hetero_pp.program.join.on_disk import is_running
 from hetero_pp.program.report.flat import UnknownEvent, contribution_of, report_of
 from hetero_pp.program.report.state import RunState
-from hetero_pp.program.view.run_view import KeyFrames, RunView
+from hetero_pp.program.view.key_frames import KeyFrames
+from hetero_pp.program.view.run_view import RunView
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.read import read_run
 from replica_groups.exchange.joining import shown_digest
