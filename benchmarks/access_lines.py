@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from command_line import origin, parse, parser_of, save
-from launched import events_of, exit_on_sigterm, run_quietly, start_program, words
+from command_line import exit_on_sigterm, origin, parse, parser_of, save
+from launched import events_of, run_quietly, start_program, words
 from namespaces import HEADERS, Counted, Line, Machine, Network, network
 from processes import meanwhile
 from simulator import calibrated_prediction, measured_step

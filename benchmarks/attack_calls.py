@@ -142,7 +142,7 @@ class Call:
 
 
 def asked(call: str, request: Message, metadata: Metadata, by: Credentials) -> Call:
-    """Return a call of the exchange or of the admission service, whose request is one message."""
+    """Return a call with one request message, to the exchange or to the admission service."""
     service = ADMISSION if call in ADMISSION.methods_by_name else SERVICE
     return Call(call_path(service, call), [request.SerializeToString()], metadata, by)
 

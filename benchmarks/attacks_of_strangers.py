@@ -150,7 +150,7 @@ def another_authority(target: Target, stretch: Stretch) -> None:
 
 
 def signed_by(member: Credentials, name: str) -> Credentials:
-    """Return credentials whose certificate a member has signed as if it were the run's authority.
+    """Return credentials with a certificate that a member signed as if it were the run's authority.
 
     The member's own certificate is part of the chain.
     """
@@ -178,7 +178,7 @@ def ended(target: Target, stretch: Stretch) -> None:
 
 @attack
 def another_run(target: Target, stretch: Stretch) -> None:
-    """Call with a member's certificate for another run, and with a certificate whose name is not in the run."""
+    """Call another run with a member's certificate, and this run with the certificate of a name that is not in it."""
     elsewhere = shown(target.guest, "another run", 1)
     nobody = asked("Beat", pb.BeatRequest(), shown(target.nobody, target.run, 1), target.nobody)
     flood(target.address, stretch, [asked("Beat", pb.BeatRequest(), elsewhere, target.guest), nobody])

@@ -60,7 +60,10 @@ def compressed(group: AllReplicas) -> list[tuple[TableReplica, ParticipantsRepli
 
 @dataclass
 class Thinner(Boundary):
-    """Boundary whose gradients have other bits, or fewer coefficients: the first, or a random choice per message."""
+    """Boundary that sends gradients with other bits or with fewer coefficients.
+
+    The coefficients are the first ones, or they are drawn for each message.
+    """
 
     back: Bits = field(default_factory=lambda: Bits(4))
     share: float = 1.0

@@ -38,7 +38,7 @@ from typing import Any
 
 import numpy as np
 from chaos_run import REPLICAS, ChaosRun, role_of, tokens_a_second, tokens_of
-from command_line import parse, save
+from command_line import earlier, parse, parser_of, save
 
 from hetero_pp.research.experiments.provenance import commit, machine
 
@@ -364,7 +364,7 @@ def show(name: str, found: Mapping[str, Any]) -> None:
 
 def main() -> None:
     """Measure the missing parts, and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--minutes", type=float, default=30.0, help="minutes under faults")
     parser.add_argument("--stretch", type=float, default=2.0, help="minutes of each baseline without faults")
     parser.add_argument("--rate", type=float, default=125.0, help="faults per hour")
@@ -373,10 +373,7 @@ def main() -> None:
     parser.add_argument("--cells", type=int, default=1000, help="largest number of cells of the matrix")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=", ".join(PARTS))
     arguments = parse(parser, SMOKE)
-    found: dict[str, Any] = {}
-    if arguments.json is not None and arguments.json.exists():
-        found = json.loads(arguments.json.read_text())
-    found |= {"machine": machine(), "rate": arguments.rate, "seed": arguments.seed}
+    found = earlier(arguments.json) | {"machine": machine(), "rate": arguments.rate, "seed": arguments.seed}
     with tempfile.TemporaryDirectory(prefix="hetero-pp-chaos-") as folder:
         for name in arguments.parts:
             if found.get(name, {}).get("is_whole"):

@@ -1,9 +1,10 @@
-"""Common parts of the benchmarks' command lines: `--json FILE`, `--smoke`, and the error if an extra is missing."""
+"""Common parts of the benchmarks' command lines: `--json FILE`, `--smoke`, SIGTERM, and missing extras."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -29,6 +30,11 @@ def parse(parser: argparse.ArgumentParser, smallest: Mapping[str, Any]) -> argpa
     if parser.parse_known_args()[0].smoke:
         parser.set_defaults(**smallest)
     return parser.parse_args()
+
+
+def exit_on_sigterm() -> None:
+    """Clean up after SIGTERM as after Ctrl-C."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def origin() -> dict[str, Any]:

@@ -146,7 +146,7 @@ def launched(yaml: Path, folder: RunFolder) -> Iterator[Look]:
 def exchange_of(launcher: subprocess.Popen[bytes], folder: RunFolder) -> psutil.Process | None:
     """Wait for the process that writes the exchange's output; None if the launcher ends before there is one."""
     while launcher.poll() is None:
-        for pid, member in writers_to(folder.output(EXCHANGE).parent.resolve()):
+        for pid, member in writers_to(folder.output(EXCHANGE).parent):
             if member == EXCHANGE:
                 return psutil.Process(pid)
         time.sleep(SECONDS_BETWEEN_LOOKS)

@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from command_line import origin, parse, parser_of, save
-from launched import HETERO_PP, events_of, exit_on_sigterm, start_program, summary_of, words
+from command_line import exit_on_sigterm, origin, parse, parser_of, save
+from launched import HETERO_PP, events_of, start_program, summary_of, words
 from namespaces import Machine, apart, gateway
 from processes import cpu_seconds
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -33,11 +32,6 @@ def start_program(*arguments: str, to: Path, inside: Sequence[str] = ()) -> subp
     with to.open("wb") as said:
         command = [*inside, *HETERO_PP, *arguments]
         return subprocess.Popen(command, stdout=said, stderr=said, stdin=subprocess.DEVNULL)
-
-
-def exit_on_sigterm() -> None:
-    """Clean up after SIGTERM as after Ctrl-C."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def events_of(folder: RunFolder) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Change the calls of a member: give one field a value that an honest member does not send.
 
-A liar is a real member whose calls are changed below its client: its training and its files are honest. Tests
-(tests/exchange/test_lies.py) and attacks (attacks_of_liars.py) share this.
+A liar is a real member. Its calls are changed below its client, so its training and its files are honest. Tests
+(tests/exchange/test_lies.py) and attacks (attacks_of_liars.py) share this module.
 """
 
 from __future__ import annotations

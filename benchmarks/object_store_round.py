@@ -1,4 +1,4 @@
-"""Measure an outer round whose contributions go through an object store, and one through the exchange.
+"""Measure an outer round through an object store, and one through the exchange.
 
     python benchmarks/object_store_round.py [--json FILE] [--replicas 2 4 8]
 

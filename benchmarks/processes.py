@@ -49,12 +49,13 @@ def writers_to(logs: Path) -> Iterator[tuple[int, str]]:
 
     Not only children are found, because a launch may use a fork server.
     """
+    folder = logs.resolve()
     for pid in psutil.pids():
         try:
             said = Path(f"/proc/{pid}/fd/2").resolve()
         except OSError:
             continue
-        if said.parent == logs:
+        if said.parent == folder:
             yield pid, said.stem
 
 

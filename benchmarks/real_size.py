@@ -112,7 +112,7 @@ def write_run(folder: Path, arguments: argparse.Namespace) -> Path:
 
 @dataclass
 class Sampler:
-    """Samples the memory of the members of a run, whose output is in the folder `logs`."""
+    """Samples of the memory of a run's members, which are found by their output files in the folder `logs`."""
 
     logs: Path
     every: float
@@ -145,7 +145,7 @@ class Sampler:
 
 def launch(path: Path, folder: RunFolder, every: float) -> Sampler:
     """Launch a run as a user would, and return the samples. Raises SystemExit if it fails."""
-    said, sampler = path.with_name("output.txt"), Sampler(folder.output(EXCHANGE).parent.resolve(), every)
+    said, sampler = path.with_name("output.txt"), Sampler(folder.output(EXCHANGE).parent, every)
     with meanwhile(sampler.go_on):
         code = start_program("launch", str(path), "--runs", str(folder.path.parent), to=said).wait()
     if code != 0:

@@ -1,4 +1,4 @@
-"""Measure whether contributions that fill a home's uplink of 1 Mbit/s for a minute delay heartbeats.
+"""Measure whether heartbeats are late while contributions fill a home's uplink of 1 Mbit/s for a minute.
 
     sudo python benchmarks/slow_uplink.py [--parts beats run] [--json FILE]
 
@@ -160,7 +160,7 @@ def beats_inside(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def launched(_: argparse.Namespace) -> dict[str, Any]:
-    """Launch a run whose contributions fill the uplink for minutes. Return what the exchange reports of its members."""
+    """Launch a run with contributions that fill the uplink for minutes. Return the exchange's report on its members."""
     text = SLOW.replace("exchange:\n", f"exchange:\n  listen: 127.0.0.1:{PORT}\n")
     with tempfile.TemporaryDirectory(prefix="hetero-pp-slow-") as folder, slow_uplink() as inside:
         run = ChaosRun(Path(folder) / "slow", ["exchange.quorum=1", "exchange.limit=1h"], text, inside)

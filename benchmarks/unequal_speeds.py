@@ -2,10 +2,10 @@
 
     python benchmarks/unequal_speeds.py [--json FILE]
 
-The fast replica is a datacenter. The slow one is a group of two stages whose link is shaped in both directions, so that
-a step takes ten times as long. All messages of a step, one after the other, take about nine steps of the datacenter,
-which are timed first. Boundaries are not compressed, and both replicas read as many tokens per step. All runs are in
-process, on one core.
+The fast replica is a datacenter. The slow one is a group of two stages. Their link is shaped in both directions, so
+that a step takes ten times as long. The datacenter's steps are timed first. All messages of a group's step, one after
+the other, then take about nine of them. Boundaries are not compressed, and both replicas read as many tokens per step.
+All runs are in process, on one core.
 
 Rounds of time are run first, with equal weights and with weights by tokens. Rounds of steps follow. They have as many
 steps as the slow replica took in the first runs, so that they take as long. Shares are of the time from the first inner

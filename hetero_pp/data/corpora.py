@@ -27,7 +27,7 @@ _STREAMED_ONLY = {(".jsonl", ".gz"), (".jsonl", ".zst"), (".json", ".gz"), (".js
 
 @dataclass
 class Rows:
-    """Counts of the rows of a corpus that were read, and of those whose text is null."""
+    """Number of rows read from a corpus, and number of rows with a null text."""
 
     read: int = 0
     null: int = 0
@@ -41,11 +41,10 @@ class Rows:
 def documents(
     settings: DataSettings, on_share: OnShare = lambda _: None, rows: Rows | None = None, listing: Listing | None = None
 ) -> Iterator[str]:
-    """Yield every document of the corpus that is not blank, file by file in the order of their names.
+    """Yield the documents of the corpus that are not blank, file by file in the order of the files' names.
 
-    Rows whose text is null are skipped and counted in `rows`. `listing`: the corpus's files, if they are listed
-    already. Raises ConfigError for an unreadable file, for a file whose rows are all null, and for a corpus without
-    any document.
+    Rows with a null text are skipped and counted in `rows`. `listing`: the corpus's files, if they are listed already.
+    Raises ConfigError for an unreadable file, for a file with null rows only, and for a corpus without any document.
     """
     found, listing = False, listing or list_corpus(settings)
     for text in _documents_of(listing.files, settings, on_share, rows or Rows()):
@@ -57,7 +56,7 @@ def documents(
 
 
 def sample(settings: DataSettings, size: int) -> tuple[list[str], float]:
-    """Return documents of some files, spread evenly over all files, and the share of the corpus that they are.
+    """Return documents of some files, spread evenly over all files, and their share of the corpus.
 
     The files amount to about `size` bytes, or to all if there are fewer. From one large file, it takes the
     first documents.

@@ -1,6 +1,7 @@
-"""Small blobs of one replica that are deposited in one call, because each call and each flush has its own cost.
+"""Small blobs that cross in one call, because each call and each flush has its own cost.
 
-The header of the first blob names the others in `following`, and their bytes follow its own.
+A deposit has blobs of one replica, and the reply to a fetch has blobs of one block. The header of the first blob names
+the others in `following`, and their bytes follow its own.
 """
 
 from __future__ import annotations
@@ -14,6 +15,11 @@ Data = TypeVar("Data", bound=Sized)
 
 TOGETHER_BYTES_MAX = 4 << 20
 """Bytes of blobs in one deposit, at most. A larger blob is deposited alone."""
+FOLLOWING_BYTES_MAX, FOLLOWING_MAX = 4 << 20, 1_024
+"""Bytes and number of blobs that follow the first one in the reply to a fetch, at most. None follow a larger blob.
+
+Their names must fit in the header of a frame.
+"""
 
 
 def payload_bytes(header: BlobHeader) -> int:

@@ -38,7 +38,8 @@ RELAY_SECONDS_A_GIGABYTE = 7.7
 CALL_SECONDS = 1.1e-3
 """CPU seconds of a call that submits or fetches blobs, beside their bytes: benchmarks/exchange_load.py, 2 to 8 members.
 
-Measured on a busy machine, where a call took 2.1 ms and everything else 1.9 times the seconds given here.
+Fitted to the runs that are not held out, on a busy machine: a call took 2.1 ms, and everything else 1.9 times the
+seconds given here.
 """
 ROUND_SECONDS, MEMBER_SECONDS = 0.04, 0.004
 """CPU seconds to close and audit a round of the smallest model; for reports and hashes of a member: same benchmark."""

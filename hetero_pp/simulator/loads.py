@@ -14,11 +14,8 @@ from hetero_pp.link.token_ids import packed_tokens_bytes
 from hetero_pp.model.transformer import EMBEDDING, block_of, shapes_by_block
 from hetero_pp.pipeline.coefficients import format_of
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, blob_bytes
-from hetero_pp.pseudo_gradient.together import batches
+from hetero_pp.pseudo_gradient.together import FOLLOWING_BYTES_MAX, FOLLOWING_MAX, batches
 from hetero_pp.run.spec import MemberSpec, RunSpec
-
-_FOLLOWING_BYTES_MAX = 4 << 20
-"""Bytes of blobs that follow the first one in the reply to a fetch: replica_groups/exchange/decided.py."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +72,8 @@ def exchange_calls(spec: RunSpec, member: MemberSpec, counts: Mapping[str, int] 
     calls = sum(1 for _ in batches(own))
     for found in _fetched(spec, member, counts).values():
         count, total = sum(found.values()), sum(size * times for size, times in found.items())
-        calls += math.ceil(count / (1 + _FOLLOWING_BYTES_MAX * count // total)) if total else 0
+        if total:
+            calls += math.ceil(count / (1 + min(FOLLOWING_BYTES_MAX * count // total, FOLLOWING_MAX)))
     return calls
 
 

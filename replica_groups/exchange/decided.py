@@ -19,15 +19,12 @@ from hetero_pp.config.links import EXCHANGE
 from hetero_pp.core.errors import DamagedFile, HeteroPPError, Refused
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.outer.exchange_service import Caller
+from hetero_pp.pseudo_gradient.together import FOLLOWING_BYTES_MAX, FOLLOWING_MAX
 from hetero_pp.run.snapshot import OpenSnapshot, Snapshot
 from replica_groups.exchange.log import ContributionLog, key_of
 from replica_groups.exchange.restart import open_newest
 from replica_groups.exchange.run_state import RunState
 from replica_groups.exchange.uploads import download_url
-
-FOLLOWING_BYTES_MAX, FOLLOWING_MAX = 4 << 20, 1_024
-"""Bytes and number of blobs that follow the one of a reply, at most. None follow a larger one. Their names must fit in
-the header of a frame."""
 
 SECONDS_TO_READ = 1.0
 """No further blob is read after this time, because other fetches wait for the reply. A store may be far."""

@@ -31,18 +31,22 @@ replicas:
 """
 
 
-@pytest.mark.parametrize("most", [0.5, 100])
+@pytest.mark.parametrize(("most", "following"), [(0.5, 1_024), (100, 1_024), (100, 0)])
 def test_blobs_cross_in_as_many_calls_as_predicted(
-    most: float, tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+    most: float, following: int, tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A call has room for `most` blobs of a layer. Without compression each blob has the predicted size."""
+    """A call has room for `most` blobs of a layer, and a reply for `following` after its first.
+
+    Without compression each blob has the predicted size.
+    """
     path = tmp_path / "calls.yaml"
     path.write_text(YAML.replace("CORPUS", str(corpus)))
     spec = spec_of(ConfigFile(path))
     room = int(most * blob_sizes(spec)["home"]["layers.0"])
     monkeypatch.setattr(together, "TOGETHER_BYTES_MAX", room)
-    monkeypatch.setattr(decided, "FOLLOWING_BYTES_MAX", room)
-    monkeypatch.setattr(loads, "_FOLLOWING_BYTES_MAX", room)
+    for module in (decided, loads):
+        monkeypatch.setattr(module, "FOLLOWING_BYTES_MAX", room)
+        monkeypatch.setattr(module, "FOLLOWING_MAX", following)
     calls = Counter[str]()
 
     def counted(real: Callable[..., Any]) -> Callable[..., Any]:
