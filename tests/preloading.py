@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from hetero_pp.program.launch import fork_server
 
 OF_COMMANDS = [
@@ -17,7 +19,10 @@ OF_COMMANDS = [
 ]
 """Further modules of commands, and those that a launcher imports to record and draw."""
 OF_ENGINES = ["replica_groups.engines.titan", "replica_groups.engines.zero"]
-"""Modules that import torchtitan and DeepSpeed, which takes each rank of such a replica three seconds."""
+"""Modules that import torchtitan and DeepSpeed, which takes each rank of such a replica three seconds.
+
+Both look for a GPU as they are imported. A process that is forked afterwards could use none.
+"""
 
 
 def preload() -> None:
@@ -25,5 +30,5 @@ def preload() -> None:
 
     The program's own modules come last, because they leave all imported objects out of garbage collections.
     """
-    more = [*OF_COMMANDS, *OF_ENGINES]
+    more = OF_COMMANDS if torch.backends.cuda.is_built() else [*OF_COMMANDS, *OF_ENGINES]
     fork_server.PRELOADED[:] = [*more, *(name for name in fork_server.PRELOADED if name not in more)]

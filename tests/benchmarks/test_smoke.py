@@ -72,8 +72,7 @@ PRINTED = {
 
 SHORT = {"fuzz_contribution", "in_process", "link", "robust_means", "simulated_faults", "slow_uplink"}
 """Benchmarks that take at most three seconds at their smallest size."""
-LONG = sorted({*BENCHMARKS} - SHORT)
-SMALLEST = [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in BENCHMARKS]
+SMALLEST = [pytest.param(name, marks=[] if name in SHORT else [pytest.mark.long]) for name in BENCHMARKS]
 
 
 @pytest.mark.timeout(2 * TIMEOUT + 60)

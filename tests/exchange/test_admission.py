@@ -361,7 +361,7 @@ def test_a_certificate_is_renewed_before_it_ends(served: Served, monkeypatch: py
     client.stay()
     with renewed(membership, said.append):
         until = membership.identity.shown.until
-        _wait(lambda: membership.identity.latest.shown.until > until + 6.0)
+        served.wait_until(lambda: membership.identity.latest.shown.until > until + 6.0)
         assert time.time() > until
         assert client.last_round() == 0  # over the existing connection
         served.stop()
@@ -381,7 +381,7 @@ def test_a_certificate_without_its_holder_number_as_a_name_is_renewed_at_once(se
     assert not membership.identity.latest.shown.names_holder
     said = list[str]()
     with renewed(membership, said.append):
-        _wait(lambda: membership.identity.latest.shown.names_holder)
+        served.wait_until(lambda: membership.identity.latest.shown.names_holder)
     assert said == []
 
 
@@ -436,15 +436,6 @@ def test_a_run_without_tickets(tmp_path: Path) -> None:
     with pytest.raises(HeteroPPError, match="does not admit hosts by tickets"):
         take_place(ticket, tmp_path / "host")
     server.stop(None).wait(TIMEOUT)
-
-
-def _wait(condition: object) -> None:
-    """Wait until the condition holds. Fail after TIMEOUT."""
-    assert callable(condition)
-    deadline = time.monotonic() + TIMEOUT
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_who_finds_no_group_waits_until_enough_are_there(served: Served, capsys: pytest.CaptureFixture[str]) -> None:

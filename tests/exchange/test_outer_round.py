@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Hashable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Literal
 
@@ -265,18 +265,26 @@ def test_a_member_that_diverged_says_so_and_sends_nothing(tmp_path: Path) -> Non
 
 
 class _Late(Scratch):
-    """Copies some time after it was asked to."""
+    """Makes each copy no earlier than somebody waits for it."""
+
+    waits = threading.Semaphore(0)
 
     def keep(self, key: Hashable, tensor: Tensor) -> None:
-        time.sleep(0.05)
+        assert self.waits.acquire(timeout=TIMEOUT)
         super().keep(key, tensor)
 
 
-def test_error_feedback_changes_after_it_was_copied(tmp_path: Path) -> None:
+def test_error_feedback_changes_after_it_was_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The copies are made beside the selection, and are those from before the contribution."""
     error = {"a": torch.ones(3), "b": torch.full((4,), 2.0)}
     before = {name: tensor.clone() for name, tensor in error.items()}
-    feedback = ErrorFeedback(error, OuterSettings(rounds=1), _Late(tmp_path))
+    feedback, result = ErrorFeedback(error, OuterSettings(rounds=1), _Late(tmp_path)), Future[None].result
+
+    def waited_for(copy: Future[None]) -> None:
+        _Late.waits.release()
+        result(copy)
+
+    monkeypatch.setattr(Future, "result", waited_for)
     feedback.begin(1, None)
     for name in error:
         feedback.to_change(name).zero_()

@@ -141,7 +141,7 @@ def ending() -> Iterator[list[Run]]:
     yield made
     for run in made:
         for host, process in run.processes.items():
-            process.kill()  # members whose exchange has ended would try for a while to save their states
+            process.kill()  # at SIGTERM, members would save states that nobody needs
             run.wait(host)
 
 
