@@ -38,8 +38,7 @@ RELAY_SECONDS_A_GIGABYTE = 7.7
 CALL_SECONDS = 1.1e-3
 """CPU seconds of a call that submits or fetches blobs, beside their bytes: benchmarks/exchange_load.py, 2 to 8 members.
 
-Fitted to the runs that are not held out, on a busy machine: a call took 2.1 ms, and everything else 1.9 times the
-seconds given here.
+Half of what it took on an Intel Xeon, where everything else took twice the seconds given here, too.
 """
 ROUND_SECONDS, MEMBER_SECONDS = 0.04, 0.004
 """CPU seconds to close and audit a round of the smallest model; for reports and hashes of a member: same benchmark."""

@@ -380,15 +380,16 @@ def test_memory_of_the_exchange_is_that_of_launched_runs(
 def test_cpu_of_the_exchange_is_that_of_launched_runs(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The busy machine took 1.9 times as long as predicted. This holds for each run within 40 %."""
+    """The machine took twice as long as predicted; each run within 25 %, or 75 % with eight processes on its two cores."""
     slower = {
         one["run"]: one["measured"]["cpu_seconds"]
         / sum(_load_of(one, tmp_path, corpus, monkeypatch).cpu_seconds.values())
         for one in CPU["runs"]
     }
     usual = statistics.median(slower.values())
-    assert usual == pytest.approx(1.9, rel=0.05)
-    assert {run: ratio / usual for run, ratio in slower.items()} == pytest.approx(dict.fromkeys(slower, 1.0), abs=0.4)
+    assert usual == pytest.approx(2.0, rel=0.05)
+    for run, ratio in slower.items():
+        assert ratio / usual == pytest.approx(1.0, abs=0.75 if run.endswith("-8") else 0.25), run
 
 
 def test_a_line_without_a_bandwidth_is_named(tmp_path: Path) -> None:
