@@ -380,7 +380,7 @@ def test_memory_of_the_exchange_is_that_of_launched_runs(
 def test_cpu_of_the_exchange_is_that_of_launched_runs(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The machine took twice as long as predicted; each run within 25 %, or 75 % with eight processes on its two cores."""
+    """The machine took twice as long as predicted: within 25 %, or 75 % with eight processes on its two cores."""
     slower = {
         one["run"]: one["measured"]["cpu_seconds"]
         / sum(_load_of(one, tmp_path, corpus, monkeypatch).cpu_seconds.values())

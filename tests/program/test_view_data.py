@@ -33,8 +33,8 @@ from hetero_pp.program.report.recorder import to_json
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.summary import summary_of
 from hetero_pp.program.view import followed as followed_module
-from hetero_pp.program.view import record as record_module
 from hetero_pp.program.view import key_frames
+from hetero_pp.program.view import record as record_module
 from hetero_pp.program.view.followed import Curve
 from hetero_pp.program.view.key_frames import KeyFrames
 from hetero_pp.program.view.record import Lines, Record
