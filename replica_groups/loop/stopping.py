@@ -141,12 +141,15 @@ class Stopping:
             self._raise_in(frame)
 
     def _raise_in(self, frame: FrameType | None) -> None:
-        """Raise Stopped unless the frame enters or leaves a block: that block would stay allowed for ever.
+        """Raise Stopped unless the frame enters or leaves a block, which would stay allowed for ever.
 
         The timer then raises it a moment later.
         """
-        if frame is None or frame.f_globals is not vars(contextlib):
+        if frame is None or not (frame.f_globals is vars(contextlib) or frame.f_code is _ALLOWED):
             raise Stopped
+
+
+_ALLOWED = Stopping.allowed.__wrapped__.__code__  # type: ignore[attr-defined]
 
 
 NEVER_STOPPED = Stopping()

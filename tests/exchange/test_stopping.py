@@ -265,15 +265,16 @@ def _frame_of_with() -> Iterator[FrameType]:
     yield sys._getframe(1)
 
 
+@pytest.mark.parametrize("of_library", [True, False])
 def test_a_signal_that_arrives_as_a_block_begins_or_ends_leaves_no_block_open(
-    stopping: Stopping, monkeypatch: pytest.MonkeyPatch
+    of_library: bool, stopping: Stopping, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stopped would leave the block allowed, and be raised again while the state is saved."""
     monkeypatch.setattr(replica_groups.loop.stopping, "_SECONDS_UNTIL_AGAIN", 0.01)
-    waits = False
-    with pytest.raises(Stopped), stopping.allowed():
+    waits, block = False, stopping.allowed()
+    with pytest.raises(Stopped), block:
         with _frame_of_with() as frame:
-            stopping._hear(signal.SIGUSR2, frame)
+            stopping._hear(signal.SIGUSR2, frame if of_library else block.gen.gi_frame)  # type: ignore[attr-defined]
         waits = True
         threading.Event().wait(60)
     assert waits
