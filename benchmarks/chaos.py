@@ -187,8 +187,19 @@ def figures(run: ChaosRun, found: Mapping[str, Any]) -> dict[str, Any]:
         "hashes_are_equal": all(len(one) == 1 for one in hashes.values()),
         "participation": counted / (len(REPLICAS) * len(records)) if records else None,
         "resume_seconds": {"median": median(resumed), "worst": max(resumed), "of": len(resumed)} if resumed else None,
+        "taken_by_faults": taken(faults, max(closed.values()) - min(closed.values())) if closed else None,
         "faults": faults,
     }
+
+
+def taken(faults: Sequence[Mapping[str, Any]], seconds: float) -> float:
+    """Return the share of the replicas' time in which one was frozen, cut from a neighbour, or dead.
+
+    No system can keep more than the rest. Replicas train on without the exchange, so its faults take nothing.
+    """
+    lasted = [re.search(r"for (\d+) s", one["whom"]) for one in faults if "exchange" not in one["whom"]]
+    dead = [one["resume_seconds"] or 0.0 for one in faults if one["kind"] == "kill" and one["role"] != "exchange"]
+    return (sum(float(found[1]) for found in lasted if found) + sum(dead)) / (len(REPLICAS) * max(seconds, 1.0))
 
 
 @dataclass(frozen=True)
