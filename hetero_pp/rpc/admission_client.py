@@ -108,8 +108,10 @@ def _ask(
 
 
 def _translated(error: grpc.RpcError, address: str, seconds: float, route: Route) -> HeteroPPError:
-    if error.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE):
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return LinkTimeout(f"the exchange at {address} did not answer within {format_seconds(seconds)}{route.note}")
+    if error.code() is grpc.StatusCode.UNAVAILABLE:
+        return LinkTimeout(f"the exchange at {address} does not answer{route.note}")
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:
         return _NotServed(f"the exchange at {address} does not admit hosts by tickets")
     return _ERRORS.get(error.code(), Refused)(str(error.details()))
