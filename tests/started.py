@@ -22,6 +22,7 @@ from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 
+from preloading import INTERFACE
 from rendering import save_placeholder
 from torch.distributed import TCPStore
 
@@ -44,6 +45,7 @@ class Started:
         weakref.finalize(self, shutil.rmtree, said, ignore_errors=True)
         self._files = [said / name for name in ("stdout", "stderr")]
         settings = dict(os.environ) | dict(environment or {})
+        settings.pop(INTERFACE, None)  # a launch's ranks do not inherit this process's environment
         told = (what, list(arguments), settings, Path.cwd(), self._files)
         self._process = context.Process(target=_main, args=told)
         self._process.start()

@@ -175,14 +175,14 @@ def _outer_rounds(engine: Engine, plain: PlainLoop, folder: Path, ranks: Ranks) 
 
 
 def _undone(engine: Engine, steps: range, ranks: Ranks) -> list[list[tuple[float, float, float]]]:
-    """Take the same steps, undo and repeat them twice, and return the results of each attempt."""
+    """Take all steps but the last, undo them, take all steps and undo them. Return the results of both attempts."""
     wholes = {
         name: ranks.gather_rows(engine.read(name, rows_of(shape, TILE, ranks.rank, ranks.world)).clone(), shape[0])
         for name, shape in engine.shapes.items()
     }
     engine.remember(True)
     found = []
-    for last in (steps.stop - 1, steps.stop, steps.stop):
+    for last in (steps.stop - 1, steps.stop):
         found.append([engine.inner_step(tokens_of(step), step) for step in range(steps.start, last)])
         for name, whole in wholes.items():
             engine.write(name, whole)

@@ -12,7 +12,7 @@ from hetero_pp.model.transformer import ModelShape, Transformer
 from hetero_pp.simulator.costs import Part
 from hetero_pp.simulator.memory import Trains, activation_bytes
 
-ROWS, LENGTH, LAYERS = 2, 128, 6
+ROWS, LENGTH, LAYERS = 2, 128, 4
 
 
 def _most_bytes(shape: ModelShape, checkpointing: Checkpointing) -> int:

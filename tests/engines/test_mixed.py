@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
-import os
-import socket
 import subprocess
-import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from started import run_program
+from preloading import is_loopback
+from started import run_program, start_program
 
 pytestmark = pytest.mark.starts_processes
 
 CONFIG = Path(__file__).parents[2] / "configs" / "mixed_engines.yaml"
 SHORT = [
+    "model.width=32",
+    "model.heads=2",
+    "model.feed_forward=64",
     "outer.rounds=2",
-    "inner.steps=3",
-    "data.validation_sequences=8",
+    "inner.steps=2",
+    "data.sequence_length=32",
+    "data.validation_sequences=4",
     "data.validation_share=0.2",
     "data.repeat=true",
 ]
@@ -31,18 +33,21 @@ PLAIN = [f"replicas.{index}.{key}" for index in (0, 1) for key in ("engine=torch
 class Listening:
     """Listening sockets of a launch's processes, as (address, process, stem of its log)."""
 
-    def __init__(self) -> None:
+    def __init__(self, logs: Path) -> None:
         self.seen: set[tuple[str, int, str]] = set()
+        self._logs = logs
 
     def look(self, launcher: int) -> None:
-        """Record the sockets of all current processes."""
-        for process in [psutil.Process(launcher), *psutil.Process(launcher).children(recursive=True)]:
+        """Record the sockets of all current processes. The fork server of the tests has forked all of them."""
+        for process in psutil.Process().children(recursive=True):
             try:
-                log = Path(f"/proc/{process.pid}/fd/2").resolve().stem
+                log = Path(f"/proc/{process.pid}/fd/2").resolve()
+                if process.pid != launcher and log.parent != self._logs:
+                    continue  # a process of the tests
                 sockets = process.net_connections("inet")
             except (OSError, psutil.Error):
                 continue  # it has ended
-            self.seen |= {(one.laddr.ip, process.pid, log) for one in sockets if one.status == psutil.CONN_LISTEN}
+            self.seen |= {(one.laddr.ip, process.pid, log.stem) for one in sockets if one.status == psutil.CONN_LISTEN}
 
     def processes(self, log: str) -> int:
         """Return how many processes of a member have listened."""
@@ -50,21 +55,7 @@ class Listening:
 
     def beyond_loopback(self) -> set[str]:
         """Return the addresses that other machines could reach."""
-        return {ip for ip, _, _ in self.seen if not _is_loopback(ip)}
-
-
-def _is_loopback(ip: str) -> bool:
-    address = ipaddress.ip_address(ip)
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return (mapped or address).is_loopback
-
-
-def _public_interface() -> dict[str, str]:
-    """Return an environment in which ranks would listen on a public interface, unless a launch overrides it."""
-    for interface, addresses in psutil.net_if_addrs().items():
-        if any(one.family == socket.AF_INET and not _is_loopback(one.address) for one in addresses):
-            return {"GLOO_SOCKET_IFNAME": interface}
-    return {}
+        return {ip for ip, _, _ in self.seen if not is_loopback(ip)}
 
 
 def _command(runs: Path, corpus: Path, *more: str) -> list[str]:
@@ -74,20 +65,15 @@ def _command(runs: Path, corpus: Path, *more: str) -> list[str]:
 
 def _watched(command: list[str], listening: Listening) -> None:
     """Run a command to its end and watch its sockets."""
-    start, environment = [sys.executable, "-m", "hetero_pp", *command], os.environ | _public_interface()
-    with subprocess.Popen(
-        start, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-    ) as process:
-        said = _wait(process, listening)
-    assert process.returncode == 0, said
-
-
-def _wait(process: subprocess.Popen[str], listening: Listening) -> str:
-    while True:
-        try:
-            return process.communicate(timeout=1.0)[0]
-        except subprocess.TimeoutExpired:
-            listening.look(process.pid)
+    program = start_program(*command)
+    try:
+        while program.poll() is None:
+            with suppress(subprocess.TimeoutExpired):
+                program.wait(0.5)
+            listening.look(program.pid)
+        assert program.returncode == 0, program.communicate()
+    finally:
+        program.kill()
 
 
 def _summary(runs: Path) -> dict[str, Any]:
@@ -96,7 +82,7 @@ def _summary(runs: Path) -> dict[str, Any]:
 
 def test_engines_and_stages_are_one_run(corpus: Path, tmp_path: Path) -> None:
     """All replicas are equal to the bit after every round, with the losses of plain PyTorch, and no port is public."""
-    listening = Listening()
+    listening = Listening((tmp_path / "mixed" / "mixed-engines" / "logs").resolve())
     _watched(_command(tmp_path / "mixed", corpus), listening)
     mixed = _summary(tmp_path / "mixed")
     assert [listening.processes(log) for log in ("exchange", "titan", "zero")] == [1, 3, 3]  # the node and two ranks

@@ -19,7 +19,7 @@ from started import run_program, start_program
 pytestmark = pytest.mark.starts_processes
 
 MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
-ROUNDS = 5
+ROUNDS = 4
 ENDS = ["--set", "restarts.count=0", "--set", "exchange.quorum=1"]
 """Settings with which the death of any process ends the run."""
 
@@ -28,7 +28,7 @@ name: ranks
 model: {preset: micro, width: 32, heads: 2, feed_forward: 64, layers: 2}
 data: {corpus: CORPUS, sequence_length: 32, validation_share: 0.2, validation_sequences: 10}
 inner: {steps: 2, learning_rate: 1e-2, warmup_steps: 2}
-outer: {rounds: 5, compression: {density: 1/32}}
+outer: {rounds: 4, compression: {density: 1/32}}
 snapshots: {every: 1}
 replicas:
   - {name: titan, kind: datacenter, engine: torchtitan, ranks: 2, batch_size: 4, device: cpu}
@@ -37,7 +37,7 @@ replicas:
 
 
 def _command(config: Path, corpus: Path, runs: Path, *more: str) -> list[str]:
-    settings = [f"data.corpus={corpus}", f"outer.rounds={ROUNDS}", "snapshots.every=1"]
+    settings = [f"data.corpus={corpus}", f"outer.rounds={ROUNDS}", "inner.steps=2", "snapshots.every=1"]
     if config == MIXED:
         settings.append("replicas.1.boundary.anchors={rank: 4}")  # only a stage's saved state has them
     sets = [part for setting in settings for part in ("--set", setting)]
@@ -168,7 +168,7 @@ def test_nothing_to_go_on_with(corpus: Path, tmp_path: Path) -> None:
 
 
 ON_RANKS_AND_STAGES = f"""{
-    ON_RANKS.replace("{every: 1}", "{every: 1000}").replace("rounds: 5", "rounds: 8").replace("torchtitan", "deepspeed")
+    ON_RANKS.replace("{every: 1}", "{every: 1000}").replace("rounds: 4", "rounds: 6").replace("torchtitan", "deepspeed")
 }
   - {{name: home, kind: participants, stages: 2, batch_size: 4, micro_batches: 2, boundary: {{rank: 1/4}}}}
 """
@@ -183,7 +183,7 @@ def test_a_run_that_was_stopped_loses_no_finished_round(corpus: Path, tmp_path: 
     unbroken = _summary([*command, str(tmp_path / "a"), *plain], tmp_path / "a", "ranks")
     command += [str(tmp_path / "b")]
     run = launch(command, tmp_path / "b" / "ranks")
-    run.wait_for_round(3)
+    run.wait_for_round(2)
     run.process.send_signal(signal.SIGUSR1)
     said, errors = run.process.communicate(timeout=120)
     assert run.process.returncode == 130, errors
