@@ -10,6 +10,7 @@ import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -306,15 +307,15 @@ class LyingRun:
 class Replacer:
     """A member that sends each of the worst lies once, instead of an honest message."""
 
-    def __init__(self, run: LyingRun, paced: Mapping[str, bool]) -> None:
-        """`paced` names the calls or messages to lie about.
+    def __init__(self, run: LyingRun, paced: Mapping[str, bool], other: Replacer | None = None) -> None:
+        """`paced` names the calls or messages to lie about. A lie of `other` is not repeated.
 
         The value is true if the member lies only once per round, because it may fail by the lie and has to return.
         """
         self._run, self._paced = run, paced
-        self.said: set[tuple[str, str]] = set()
+        self.said: set[tuple[str, str]] = set() if other is None else other.said
         """Pairs of a call or message and a field that were lied about."""
-        self._done: set[tuple[str, str, str]] = set()
+        self._done: set[tuple[str, str, str]] = set() if other is None else other._done
         self._round = 0
         self._lock = threading.Lock()
 
@@ -334,18 +335,27 @@ class Replacer:
             last_round, is_paced = self._run.exchange.coordinator.last_round, self._paced.get(name)
             if is_paced is None or (is_paced and self._round > last_round):
                 return None
-            for lie in lies_about(message):
+            for lie in lies_about(message, partial(self._is_wanted, name, message)):
                 key = (name, lie.path, lie.what)
-                if lie.what in WORST and key not in self._done and _is_usual(lie, message):
+                if key not in self._done:
                     self._done.add(key)
                     self.said.add((name, lie.path))
                     self._round = last_round + 1 if is_paced else self._round
                     return lie
         return None
 
+    def _is_wanted(self, name: str, message: Message, path: str, what: str) -> bool:
+        """Return whether to make a lie.
 
-def _is_usual(lie: Lie, message: Message) -> bool:
+        Long lies are made once. The others are made again, so that another lie with the same bytes is not sent.
+        """
+        if what.startswith("far too") and (name, path, what) in self._done:
+            return False
+        return what in WORST and _is_usual(path, message)
+
+
+def _is_usual(path: str, message: Message) -> bool:
     """Return whether a changed report keeps its event. Lies beside honest calls cover these."""
-    _, _, inner = lie.path.partition(".")
+    _, _, inner = path.partition(".")
     event, _, field = inner.partition(".")
     return not isinstance(message, pb.ReportRequest) or not field or message.reports[0].WhichOneof("event") == event
