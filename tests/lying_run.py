@@ -307,15 +307,15 @@ class LyingRun:
 class Replacer:
     """A member that sends each of the worst lies once, instead of an honest message."""
 
-    def __init__(self, run: LyingRun, paced: Mapping[str, bool], other: Replacer | None = None) -> None:
-        """`paced` names the calls or messages to lie about. A lie of `other` is not repeated.
+    def __init__(self, run: LyingRun, paced: Mapping[str, bool]) -> None:
+        """`paced` names the calls or messages to lie about.
 
         The value is true if the member lies only once per round, because it may fail by the lie and has to return.
         """
         self._run, self._paced = run, paced
-        self.said: set[tuple[str, str]] = set() if other is None else other.said
+        self.said: set[tuple[str, str]] = set()
         """Pairs of a call or message and a field that were lied about."""
-        self._done: set[tuple[str, str, str]] = set() if other is None else other._done
+        self._done: set[tuple[str, str, str]] = set()
         self._round = 0
         self._lock = threading.Lock()
 

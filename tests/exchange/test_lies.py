@@ -39,7 +39,7 @@ from hetero_pp.rpc.services import ADMISSION_SERVICE as ADMISSION
 from hetero_pp.rpc.services import EXCHANGE_SERVICE as SERVED
 from hetero_pp.rpc.services import call_path
 
-ROUNDS: Mapping[bool, int] = {False: 16, True: 24}
+ROUNDS: Mapping[bool, int] = {False: 16, True: 32}
 """Rounds of a run, by whether rounds overlap. They suffice for all lies, although liars miss some rounds."""
 AT_ONCE = 8
 """Concurrent false calls beside a member's own calls. A member may have 16 calls open."""
@@ -47,9 +47,9 @@ TEMPLATES_AT_ONCE = 3
 """Kinds of calls that `c` makes in one round only to lie about them."""
 INSTEAD: Mapping[bool, Mapping[str, Mapping[str, bool]]] = {
     False: {"d": {"Assign": True, "Beat": False}, "e": {"Record": True, "Report": False}},
-    True: {"d": {"Deposit": True}, "e": {"Confirm": True, "Deposit": True}},
+    True: {"d": {"Deposit": True}, "e": {"Confirm": True}},
 }
-"""Calls in which a member lies, by member and by whether rounds overlap. Members share the lies about a call.
+"""Calls in which a member lies, by member and by whether rounds overlap.
 
 The value is true if the member lies only once per round, because the lie may make it fail.
 """
@@ -146,8 +146,11 @@ def _lies_beside(honest: Call) -> Iterator[tuple[str, str, Sequence[bytes]]]:
     tried: dict[str, str] = {}
 
     def is_wanted(path: str, what: str) -> bool:
-        """Select the worst values of every field, and every other value for one field of a call."""
-        return what in WORST or tried.setdefault(what, path) == path
+        """Select the worst values of every field, and every other value for one field of a call.
+
+        Some headers are not sent with a text that is far too long, so one that is a bit too long is sent, too.
+        """
+        return what in WORST or what == "one too long" or tried.setdefault(what, path) == path
 
     for lie in lies_about(honest.message, is_wanted):
         with suppress(ValueError):  # longer than a header may be: the receiver would not read it
@@ -235,11 +238,11 @@ def test_no_lie_to_the_exchange_bends_stalls_or_ends_a_run(corpus: Path, tmp_pat
     names = [*instead] if overlap else ["c", *instead]
     spec = lying_spec(corpus, ROUNDS[overlap], {name: {"kind": "datacenter"} for name in names}, overlap=overlap)
     with LyingRun(spec, tmp_path) as run, ExitStack() as stack:
-        beside, replacer = Liar(run), Replacer(run, {})
+        beside, replacers = Liar(run), {name: Replacer(run, paced) for name, paced in instead.items()}
         before = kept_bytes(run.exchange)
         stack.enter_context(lying("c", beside.change))
-        for name, paced in instead.items():
-            stack.enter_context(lying(name, Replacer(run, paced, replacer).change))
+        for name, replacer in replacers.items():
+            stack.enter_context(lying(name, replacer.change))
         run.until_over()
         grown = kept_bytes(run.exchange) - before
         harm = run.harm()
@@ -247,5 +250,6 @@ def test_no_lie_to_the_exchange_bends_stalls_or_ends_a_run(corpus: Path, tmp_pat
     assert beside.escaped == []
     assert grown < MOST_GROWTH
     assert overlap or [field for name in METHODS for field in _fields(name) if field not in beside.sent] == []
-    calls = {call for paced in instead.values() for call in paced if call != "Report"}
-    assert {field for call in calls for field in _fields(call) if field[1]} - replacer.said == set()
+    for name, paced in instead.items():
+        fields = {field for call in paced if call != "Report" for field in _fields(call) if field[1]}
+        assert fields - replacers[name].said == set()
