@@ -327,14 +327,15 @@ def test_other_text_is_refused(cut: Path, corpus: Path, tmp_path: Path) -> None:
         _train(corpus, cut.parent, f"data.corpus={other}", resume=True)
 
 
-def test_a_round_whose_close_was_not_noted_comes_after_the_one_before(cut: Path) -> None:
+def test_a_round_whose_close_was_not_noted_comes_after_the_one_before(finished: Path, tmp_path: Path) -> None:
     """The launcher may end after the record is written and before the metrics are."""
-    lines = (cut / "metrics.jsonl").read_text().splitlines()
-    kept = [line for line in lines if (told := json.loads(line))["event"] != "round_closed" or told["round"] != 2]
+    folder = Path(shutil.copytree(finished / "mixed", tmp_path / "mixed"))
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    kept = [line for line in lines if (told := json.loads(line))["event"] != "round_closed" or told["round"] != 3]
     assert len(kept) == len(lines) - 1
-    (cut / "metrics.jsonl").write_text("\n".join(kept) + "\n")
-    reports = reports_until(ConfigFile(cut / "config.yaml").config, RunFolder(cut), 2, pytest.fail)
-    assert [report.round_closed.round for report in reports if report.HasField("round_closed")] == [1, 2]
+    (folder / "metrics.jsonl").write_text("\n".join(kept) + "\n")
+    reports = reports_until(ConfigFile(folder / "config.yaml").config, RunFolder(folder), 3, pytest.fail)
+    assert [report.round_closed.round for report in reports if report.HasField("round_closed")] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("metrics", ["damaged", "lost"])
