@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from unittest import mock
@@ -96,35 +95,59 @@ def raw_lies(honest: Sequence[bytes]) -> Iterator[tuple[str, Sequence[bytes]]]:
     }.items()
 
 
-def lies_about(honest: Message) -> Iterator[Lie]:
-    """Yield the message with one field changed, for every field and every value that is worth a try."""
+def lies_about(honest: Message, is_wanted: Callable[[str, str], bool] = lambda path, what: True) -> Iterator[Lie]:
+    """Yield the message with one field changed, for every field and every value that is worth a try.
+
+    `is_wanted` selects lies by their path and description. Other lies are not made, because making a lie takes time.
+    """
     known = {honest.SerializeToString(deterministic=True)}
-    unknown = type(honest).FromString(honest.SerializeToString() + UNKNOWN_FIELD)
-    for lie in (Lie("", "a field that is not known", unknown), *_all_lies(honest)):
+    unknown = _Change("", "a field that is not known", lambda: _with_unknown_field(honest))
+    for path, what, make in (unknown, *_changes(honest)):
+        if not is_wanted(path, what):
+            continue
+        lie = Lie(path, what, make())
         data = lie.message.SerializeToString(deterministic=True)
         if data not in known:
             known.add(data)
             yield lie
 
 
-def _all_lies(honest: Message) -> Iterator[Lie]:
+class _Change(NamedTuple):
+    """A lie that is not made yet."""
+
+    path: str
+    what: str
+    make: Callable[[], Message]
+
+
+def _with_unknown_field(honest: Message) -> Message:
+    return type(honest).FromString(honest.SerializeToString() + UNKNOWN_FIELD)
+
+
+def _changes(honest: Message) -> Iterator[_Change]:
     for field in honest.DESCRIPTOR.fields:
         if _is_map(field):
-            yield from _map_lies(honest, field)
+            yield from _map_changes(honest, field)
         elif field.is_repeated:
-            yield from _list_lies(honest, field)
+            yield from _list_changes(honest, field)
         elif field.message_type is not None:
-            yield from _message_lies(honest, field)
+            yield from _message_changes(honest, field)
         else:
             if field.has_presence:
-                yield Lie(field.name, "left out", _with(honest, field.name, None))
+                yield _changed(honest, field.name, field.name, "left out", None)
             for what, value in values_of(field, getattr(honest, field.name)):
-                yield Lie(field.name, what, _with(honest, field.name, value))
+                yield _changed(honest, field.name, field.name, what, value)
+
+
+def _changed(honest: Message, name: str, path: str, what: str, value: Any) -> _Change:
+    """Return a change of a field to a value, or to the result of a function."""
+    return _Change(path, what, lambda: _with(honest, name, value() if callable(value) else value))
 
 
 def _with(honest: Message, name: str, value: Any) -> Message:
     """Return the message with another value of a field, or without the field if the value is None."""
-    lie = deepcopy(honest)
+    lie = type(honest)()
+    lie.CopyFrom(honest)
     lie.ClearField(name)
     match value:
         case None:
@@ -140,43 +163,43 @@ def _with(honest: Message, name: str, value: Any) -> Message:
     return lie
 
 
-def _message_lies(honest: Message, field: Any) -> Iterator[Lie]:
+def _message_changes(honest: Message, field: Any) -> Iterator[_Change]:
     own = getattr(honest, field.name)
-    yield Lie(field.name, "left out", _with(honest, field.name, None))
-    yield Lie(field.name, "empty", _with(honest, field.name, type(own)()))
-    for inner in _all_lies(own):
-        yield Lie(f"{field.name}.{inner.path}", inner.what, _with(honest, field.name, inner.message))
+    yield _changed(honest, field.name, field.name, "left out", None)
+    yield _changed(honest, field.name, field.name, "empty", type(own)())
+    for path, what, make in _changes(own):
+        yield _changed(honest, field.name, f"{field.name}.{path}", what, make)
 
 
-def _list_lies(honest: Message, field: Any) -> Iterator[Lie]:
+def _list_changes(honest: Message, field: Any) -> Iterator[_Change]:
     name, own = field.name, list(getattr(honest, field.name))
     if field.message_type is not None:
         first = own[0] if own else GetMessageClass(field.message_type)()
-        for inner in _all_lies(first):
-            yield Lie(f"{name}.{inner.path}", inner.what, _with(honest, name, [inner.message, *own[1:]]))
+        for path, what, make in _changes(first):
+            yield _changed(honest, name, f"{name}.{path}", what, lambda make=make: [make(), *own[1:]])
     else:
         first = own[0] if own else ("x" if field.type == FieldDescriptor.TYPE_STRING else 1)
         for what, value in values_of(field, first):
-            yield Lie(name, what, _with(honest, name, [value, *own[1:]]))
+            yield _changed(honest, name, name, what, [value, *own[1:]])
     lengths = {"empty": [], "one too few": own[:-1], "one too many": [*own, first]}
-    for what, entries in {**lengths, "far too many": [first] * MOST_LIED_ENTRIES}.items():
-        yield Lie(name, what, _with(honest, name, entries))
+    for what, entries in {**lengths, "far too many": lambda: [first] * MOST_LIED_ENTRIES}.items():
+        yield _changed(honest, name, name, what, entries)
 
 
-def _map_lies(honest: Message, field: Any) -> Iterator[Lie]:
+def _map_changes(honest: Message, field: Any) -> Iterator[_Change]:
     name, own = field.name, dict(getattr(honest, field.name))
     keys = sorted(own)
     first, rest = keys[0] if keys else "x", {key: own[key] for key in keys[1:]}
     value = own.get(first, bytes(32))
     assert field.message_type is not None
-    maps: dict[str, dict[str, Any]] = {"empty": {}, "one too few": rest, "one too many": {**own, "unknown": value}}
-    maps["far too many"] = {str(number): value for number in range(MOST_LIED_ENTRIES)}
+    maps: dict[str, Any] = {"empty": {}, "one too few": rest, "one too many": {**own, "unknown": value}}
+    maps["far too many"] = lambda: {str(number): value for number in range(MOST_LIED_ENTRIES)}
     for what, key in values_of(field.message_type.fields_by_name["key"], first):
         maps[f"a key {what}"] = {**rest, key: value}
     for what, one in values_of(field.message_type.fields_by_name["value"], value):
         maps[what] = {**rest, first: one}
     for what, entries in maps.items():
-        yield Lie(name, what, _with(honest, name, entries))
+        yield _changed(honest, name, name, what, entries)
 
 
 _BITS = {

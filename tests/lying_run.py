@@ -10,6 +10,7 @@ import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -334,18 +335,27 @@ class Replacer:
             last_round, is_paced = self._run.exchange.coordinator.last_round, self._paced.get(name)
             if is_paced is None or (is_paced and self._round > last_round):
                 return None
-            for lie in lies_about(message):
+            for lie in lies_about(message, partial(self._is_wanted, name, message)):
                 key = (name, lie.path, lie.what)
-                if lie.what in WORST and key not in self._done and _is_usual(lie, message):
+                if key not in self._done:
                     self._done.add(key)
                     self.said.add((name, lie.path))
                     self._round = last_round + 1 if is_paced else self._round
                     return lie
         return None
 
+    def _is_wanted(self, name: str, message: Message, path: str, what: str) -> bool:
+        """Return whether to make a lie.
 
-def _is_usual(lie: Lie, message: Message) -> bool:
+        Long lies are made once. The others are made again, so that another lie with the same bytes is not sent.
+        """
+        if what.startswith("far too") and (name, path, what) in self._done:
+            return False
+        return what in WORST and _is_usual(path, message)
+
+
+def _is_usual(path: str, message: Message) -> bool:
     """Return whether a changed report keeps its event. Lies beside honest calls cover these."""
-    _, _, inner = lie.path.partition(".")
+    _, _, inner = path.partition(".")
     event, _, field = inner.partition(".")
     return not isinstance(message, pb.ReportRequest) or not field or message.reports[0].WhichOneof("event") == event

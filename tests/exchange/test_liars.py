@@ -133,21 +133,19 @@ def test_who_claims_other_steps_is_refused_and_changes_nothing(
 
 LIES: dict[str, tuple[Lie, float]] = {
     "a million times as large": (lambda _, change: 1e6 * change, 0.4),
-    "ten times as large": (lambda _, change: 10 * change, 0.2),
     "2.5 times as large every other round": (lambda round_, change: 2.5 ** (round_ // 2) * change, 0.2),
     "next to nothing, then a million": (lambda round_, change: (1e-6 if round_ < 4 else 1e6) * change, 0.4),
     "next to nothing": (lambda _, change: 1e-6 * change, 0.9),
 }
 """Lies by name, each with the largest increase of the final loss that it may cause."""
-
-
-AGAINST_TWO = ("a million times as large", "2.5 times as large every other round", "next to nothing, then a million")
-"""Lies in a run with two honest members. With one, the bounds are others, and every lie is told."""
+AGAINST_ONE = ("a million times as large", "2.5 times as large every other round", "next to nothing")
+AGAINST_TWO = ("2.5 times as large every other round", "next to nothing, then a million")
+"""Lies in runs with one and with two honest members, each of which has other bounds."""
 
 
 @pytest.mark.parametrize(
     ("names", "lies"),
-    [(("first", LIAR), (*LIES,)), (("first", LIAR, "second"), AGAINST_TWO)],
+    [(("first", LIAR), AGAINST_ONE), (("first", LIAR, "second"), AGAINST_TWO)],
     ids=["of two", "of three"],
 )
 def test_who_sends_too_much_is_bounded_and_nobody_else_is(

@@ -31,24 +31,30 @@ def _two_sided(differences: list[float], bound: float = 0.0) -> float:
 LESS, MORE, NOISY = [0.1, 0.11, 0.13], [0.3, 0.35, 0.31], [0.2, -0.1, 0.05]
 VALUES = _values(less=LESS, more=MORE, noisy=NOISY)
 BETWEEN = [b - a for a, b in zip(LESS, MORE, strict=True)]
-P_VALUES: dict[str, tuple[Claim, float]] = {
-    "lower": (Claim(text="", lower=("base", "noisy")), _two_sided(NOISY)),
-    "lower, the other way": (Claim(text="", lower=("noisy", "base")), _two_sided(NOISY)),
-    "equal, within": (Claim(text="", equal=("base", "noisy"), margin=0.06), _two_sided(NOISY, 0.06)),
-    "equal, beyond": (Claim(text="", equal=("base", "less"), margin=0.06), _two_sided(LESS, 0.06)),
+P_VALUES: dict[str, tuple[Claim, list[list[float]], float]] = {
+    "lower": (Claim(text="", lower=("base", "noisy")), [NOISY], 0.0),
+    "lower, the other way": (Claim(text="", lower=("noisy", "base")), [NOISY], 0.0),
+    "equal, within": (Claim(text="", equal=("base", "noisy"), margin=0.06), [NOISY], 0.06),
+    "equal, beyond": (Claim(text="", equal=("base", "less"), margin=0.06), [LESS], 0.06),
     "grows: as sure as the least sure": (
         Claim(text="", grows=[("base", "base"), ("base", "less"), ("base", "more")]),
-        max(_two_sided(LESS), _two_sided(BETWEEN)),
+        [LESS, BETWEEN],
+        0.0,
     ),
     "grows: one step down": (
         Claim(text="", grows=[("base", "base"), ("base", "more"), ("base", "less")]),
-        _two_sided(BETWEEN),
+        [BETWEEN],
+        0.0,
     ),
 }
+"""Claims, the differences that decide them, and the bound that a t test compares these with."""
 
 
-@pytest.mark.parametrize(("claim", "expected"), P_VALUES.values(), ids=P_VALUES)
-def test_p_is_that_of_a_t_test_and_the_level_at_which_there_is_a_verdict(claim: Claim, expected: float) -> None:
+@pytest.mark.parametrize(("claim", "differences", "bound"), P_VALUES.values(), ids=P_VALUES)
+def test_p_is_that_of_a_t_test_and_the_level_at_which_there_is_a_verdict(
+    claim: Claim, differences: list[list[float]], bound: float
+) -> None:
+    expected = max(_two_sided(one, bound) for one in differences)
     found = p_value(claim, VALUES, {})
     assert found is not None
     assert found == pytest.approx(expected, rel=1e-9)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
 import shutil
 import stat
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import transformers  # the import of its classes takes seconds, so it happens where they are used
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
@@ -36,6 +37,9 @@ from hetero_pp.run.snapshot import open_snapshot
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile, with_weights_described
 
+if TYPE_CHECKING:
+    import transformers
+
 SHAPE = ModelShape(width=48, layers=2, heads=3, feed_forward=80, vocabulary=300, rope_theta=5000.0, norm_epsilon=1e-4)
 TEXTS = [
     "",
@@ -46,6 +50,11 @@ TEXTS = [
     "N\0UL",
     "\x7f\x80ÿ",
 ]
+
+
+def _transformers() -> ModuleType:
+    """Import transformers, which takes seconds, so that only workers that run these tests import it."""
+    return importlib.import_module("transformers")
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +98,8 @@ def tokens() -> Tensor:
 
 
 def test_transformers_has_the_same_logits(model: Transformer, tokens: Tensor, tmp_path: Path) -> None:
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(_export(model, tmp_path / "out"))
-    assert isinstance(theirs, transformers.LlamaForCausalLM)
+    theirs = _transformers().AutoModelForCausalLM.from_pretrained(_export(model, tmp_path / "out"))
+    assert isinstance(theirs, _transformers().LlamaForCausalLM)
     assert theirs.dtype == torch.float32
     with torch.no_grad():
         found = theirs(tokens).logits
@@ -113,7 +122,7 @@ def test_what_was_written_is_read_to_the_bit(model: Transformer, tmp_path: Path)
 
 def test_bf16_is_the_rounded_parameter(model: Transformer, tmp_path: Path) -> None:
     folder = _export(model, tmp_path / "out", "bf16")
-    assert transformers.AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
+    assert _transformers().AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
     for name, parameter in read_parameters(folder, _shapes()).items():
         assert torch.equal(parameter, _parameters(model)[name].bfloat16().float()), name
 
@@ -126,7 +135,7 @@ def test_shards_have_an_index_that_transformers_follows(model: Transformer, toke
     assert len(files) > 2
     assert size == sum(tensor.numel() * 4 for file in files for tensor in load_file(file).values())
     assert all(sum(t.numel() * 4 for t in load_file(file).values()) <= 60_000 for file in files)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    theirs = _transformers().AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
         torch.testing.assert_close(theirs(tokens).logits, _logits(model, tokens), rtol=0, atol=1e-5)
     read = read_parameters(folder, _shapes())
@@ -174,7 +183,7 @@ def _theirs(folder: Path, changes: dict[str, Any]) -> transformers.LlamaForCausa
         "initializer_range": 0.1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 700.0},
     }
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**(values | changes))).eval()
+    model = _transformers().LlamaForCausalLM(_transformers().LlamaConfig(**(values | changes))).eval()
     model.save_pretrained(folder)
     return model
 
@@ -204,7 +213,7 @@ def test_checkpoints_of_transformers_are_read_and_returned(name: str, tokens: Te
     assert all(torch.equal(returned[key], tensor) for key, tensor in first.items())
     assert read_architecture(back) == architecture
     with torch.no_grad():
-        again = transformers.AutoModelForCausalLM.from_pretrained(back)(tokens).logits
+        again = _transformers().AutoModelForCausalLM.from_pretrained(back)(tokens).logits
     assert torch.equal(again, expected)
 
 
@@ -311,7 +320,7 @@ def test_the_byte_tokenizer_is_the_same_everywhere(tmp_path: Path) -> None:
     ours, file, theirs = (
         ByteTokenizer(),
         FileTokenizer(tmp_path / "tokenizer.json"),
-        transformers.AutoTokenizer.from_pretrained(tmp_path),
+        _transformers().AutoTokenizer.from_pretrained(tmp_path),
     )
     assert (separator, file.separator, file.vocabulary) == (ours.separator, ours.separator, ours.vocabulary)
     assert (theirs.eos_token_id, theirs.bos_token_id, len(theirs)) == (0, 0, 256)
@@ -342,7 +351,7 @@ def test_a_tokenizer_of_the_user_is_copied(end: str | None, tmp_path: Path) -> N
         (own / "tokenizer_config.json").write_text(json.dumps({"eos_token": end, "model_max_length": 77}))
     before = load_tokenizer(DataSettings(tokenizer=str(own)))
     separator = write_tokenizer(DataSettings(tokenizer=str(own / "tokenizer.json")), copied)
-    after, theirs = FileTokenizer(copied / "tokenizer.json"), transformers.AutoTokenizer.from_pretrained(copied)
+    after, theirs = FileTokenizer(copied / "tokenizer.json"), _transformers().AutoTokenizer.from_pretrained(copied)
     assert separator == before.separator == after.separator == theirs.eos_token_id
     assert before.vocabulary == after.vocabulary == len(theirs)
     is_same = (own / "tokenizer.json").read_bytes() == (copied / "tokenizer.json").read_bytes()
@@ -528,7 +537,7 @@ def test_a_mixed_run_goes_on_from_another_format(corpus: Path, tmp_path: Path) -
     ours.load_state_dict(trained)
     tokens = torch.randint(SHAPE.vocabulary, (2, 24), generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
-        found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "after 2")(tokens).logits
+        found = _transformers().AutoModelForCausalLM.from_pretrained(tmp_path / "after 2")(tokens).logits
     torch.testing.assert_close(found, _logits(ours, tokens), rtol=0, atol=1e-5)
     (theirs / "config.json").unlink()
     assert _invoke("export", run, "--to", tmp_path / "without", "--dtype", "bf16") == (0, "")

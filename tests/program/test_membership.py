@@ -27,15 +27,20 @@ from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 
 MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
-H = 3
+H = 2
+"""Inner steps of a round."""
 SECOND = {"name": "dc2", "kind": "datacenter", "batch_size": 4, "device": "cpu"}
 
 Entries = list[dict[str, Any]]
 
 
 def _yaml(folder: Path, change: Callable[[dict[str, Any]], object] = lambda _: None) -> Path:
-    """Write the topology with a change to a file."""
+    """Write a smaller topology of the same kinds, with a change, to a file."""
     content = YAML(typ="safe").load(MIXED)
+    content["model"]["layers"], content["inner"]["steps"] = 3, H
+    content["data"]["validation_sequences"] = 4
+    content["replicas"][0]["micro_batches"], content["replicas"][1]["micro_batches"] = 1, 2
+    content["replicas"][1]["stages"] = [{"layers": 1}] * 3
     change(content)
     path = folder / "run.yaml"
     YAML().dump(content, path)
@@ -232,7 +237,7 @@ def test_who_leaves_for_good_is_not_waited_for(runs: Path, corpus: Path, capsys:
     assert "mixed: from round 7 on without home\n" in capsys.readouterr().out
     spec = read_run(RunFolder(runs / "mixed"))
     shares = [spec.share_of("dc2", round_) for round_ in (6, 7)]
-    assert [(share.replica, share.replicas, share.first_step) for share in shares] == [(2, 3, 9), (1, 2, 18)]
+    assert [(share.replica, share.replicas, share.first_step) for share in shares] == [(2, 3, 3 * H), (1, 2, 6 * H)]
 
 
 def test_a_host_may_have_the_replicas_of_any_time_and_no_others(grown: Path) -> None:

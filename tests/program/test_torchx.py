@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import socket
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ruamel.yaml import YAML
 from started import start_program
-from torchx.runner import get_runner
-from torchx.specs import AppState
 
 COMPONENT = f"{Path(__file__).parents[2] / 'hetero_pp' / 'program' / 'launch' / 'torchx_components.py'}:part"
 ARGUMENTS = ["--config", "run.yaml", "--only", "dc", "--exchange", "host:47600", "--nodes", "2", "--gpus", "4"]
@@ -28,18 +28,25 @@ replicas: [{name: dc, kind: datacenter, batch_size: 4}]
 """
 
 
+@pytest.fixture
+def runner() -> Iterator[Any]:
+    """Return TorchX's runner. Its import takes a moment, so that only workers that run these tests import it."""
+    from torchx.runner import get_runner
+
+    with get_runner() as found:
+        yield found
+
+
 @pytest.mark.starts_processes
-def test_a_slurm_job_has_the_command_on_every_node() -> None:
-    with get_runner() as runner:
-        job = str(runner.dryrun_component(COMPONENT, ARGUMENTS, scheduler="slurm", cfg={"partition": "gpu"}))
+def test_a_slurm_job_has_the_command_on_every_node(runner: Any) -> None:
+    job = str(runner.dryrun_component(COMPONENT, ARGUMENTS, scheduler="slurm", cfg={"partition": "gpu"}))
     assert job.count(COMMAND) == 2
     assert job.count("--gpus-per-task=4") == 2
     assert "--partition=gpu" in job
 
 
-def test_a_kubernetes_job_has_the_command_on_every_node() -> None:
-    with get_runner() as runner:
-        job = str(runner.dryrun_component(COMPONENT, ARGUMENTS, scheduler="kubernetes", cfg={"queue": "default"}))
+def test_a_kubernetes_job_has_the_command_on_every_node(runner: Any) -> None:
+    job = str(runner.dryrun_component(COMPONENT, ARGUMENTS, scheduler="kubernetes", cfg={"queue": "default"}))
     tasks = YAML(typ="safe").load(job)["spec"]["tasks"]
     assert len(tasks) == 2
     for task in tasks:
@@ -49,7 +56,9 @@ def test_a_kubernetes_job_has_the_command_on_every_node() -> None:
 
 
 @pytest.mark.starts_processes
-def test_the_local_scheduler_trains(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_local_scheduler_trains(runner: Any, tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchx.specs import AppState
+
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     (tmp_path / "run.yaml").write_text(CONFIG.replace("CORPUS", str(corpus)).replace("PORT", str(port)))
@@ -61,9 +70,8 @@ def test_the_local_scheduler_trains(tmp_path: Path, corpus: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)  # the local scheduler looks for `hetero-pp` here
     arguments = ["--config", "run.yaml", "--only", "dc", "--exchange", f"127.0.0.1:{port}", "--gpus", "0"]
     try:
-        with get_runner() as runner:
-            job = runner.run_component(COMPONENT, [*arguments, "--runs", "job"], scheduler="local_cwd")
-            status = runner.wait(job, wait_interval=0.5)
+        job = runner.run_component(COMPONENT, [*arguments, "--runs", "job"], scheduler="local_cwd")
+        status = runner.wait(job, wait_interval=0.5)
         assert status is not None and status.state == AppState.SUCCEEDED
         assert exchange.wait(60) == 0
     finally:
