@@ -27,6 +27,13 @@ class GauntletSettings(Settings):
         description="overlap of two contributions above which the later is a copy, from 0 for what is usual of a pair "
         "to 1 for equal ones",
     )
+    agreement: Ratio | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="agreement of a contribution's signs with those of the others below which its replica is excluded, "
+        "from 0 for chance to 1 for what is usual of a contribution; by default none is",
+    )
     include: int | None = Field(
         None, ge=1, description="number of replicas with the best scores that a round includes; by default all"
     )

@@ -413,18 +413,20 @@ class Commitment(_message.Message):
     def __init__(self, member: _Optional[str] = ..., before: _Optional[bytes] = ..., after: _Optional[bytes] = ..., text: _Optional[bytes] = ..., messages: _Optional[bytes] = ..., holder: _Optional[int] = ...) -> None: ...
 
 class Judgement(_message.Message):
-    __slots__ = ("round", "replica", "losses", "recomputed", "copies")
+    __slots__ = ("round", "replica", "losses", "recomputed", "copies", "agreement")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     LOSSES_FIELD_NUMBER: _ClassVar[int]
     RECOMPUTED_FIELD_NUMBER: _ClassVar[int]
     COPIES_FIELD_NUMBER: _ClassVar[int]
+    AGREEMENT_FIELD_NUMBER: _ClassVar[int]
     round: int
     replica: str
     losses: Losses
     recomputed: Recomputed
     copies: str
-    def __init__(self, round: _Optional[int] = ..., replica: _Optional[str] = ..., losses: _Optional[_Union[Losses, _Mapping]] = ..., recomputed: _Optional[_Union[Recomputed, _Mapping]] = ..., copies: _Optional[str] = ...) -> None: ...
+    agreement: float
+    def __init__(self, round: _Optional[int] = ..., replica: _Optional[str] = ..., losses: _Optional[_Union[Losses, _Mapping]] = ..., recomputed: _Optional[_Union[Recomputed, _Mapping]] = ..., copies: _Optional[str] = ..., agreement: _Optional[float] = ...) -> None: ...
 
 class Losses(_message.Message):
     __slots__ = ("assigned_before", "assigned_after", "other_before", "other_after", "error")

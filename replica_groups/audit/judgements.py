@@ -13,6 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 from hetero_pp.config.audit import AuditSettings
@@ -48,6 +49,8 @@ UNAUDITED_ROUNDS = 16
 """Rounds without any judgement after which the run counts as unaudited."""
 
 
+MOST_AGAINST = 1e6
+"""Largest agreement below chance that a validator may tell."""
 MOST_CHARACTERS = 400
 """Characters of a text in a judgement."""
 
@@ -59,6 +62,8 @@ class _Told:
     losses: dict[str, pb.Losses] = field(default_factory=dict)
     copies: dict[str, str] = field(default_factory=dict)
     """Each replica of a pair -> the other one."""
+    agreements: dict[str, float] = field(default_factory=dict)
+    """Those that are too low, by replica."""
 
 
 class Judgements(NoAudits):
@@ -255,6 +260,8 @@ class Judgements(NoAudits):
             told = self._told[one.round].setdefault(validator, _Told())
             if kind == "losses":
                 told.losses[one.replica] = one.losses
+            elif kind == "agreement":
+                told.agreements[one.replica] = one.agreement
             else:
                 told.copies |= {one.replica: one.copies, one.copies: one.replica}
 
@@ -305,6 +312,8 @@ class Judgements(NoAudits):
             self._reports.tell_own(judged=pb.Judgement(round=round_, replica=name, losses=one))
         for name, original in facts.copies.items():
             self._reports.tell_own(judged=pb.Judgement(round=round_, replica=name, copies=original))
+        for name, agreement in facts.against.items():
+            self._reports.tell_own(judged=pb.Judgement(round=round_, replica=name, agreement=agreement))
         self._reports.tell_own(scores=table)
 
     def _facts(self, round_: int, told: Sequence[_Told]) -> RoundFacts:
@@ -318,10 +327,13 @@ class Judgements(NoAudits):
             for later, first in sorted(agreed)
             if {later, first} <= {*arrived} and arrived.index(later) > arrived.index(first)
         }
+        low = sorted({name for one in told for name in one.agreements})
+        found = {name: [one.agreements[name] for one in told if name in one.agreements] for name in low}
+        against = {name: median(numbers) for name, numbers in found.items() if 2 * len(numbers) > len(told)}
         synchronisation = {name: float(name not in self._differing[round_]) for name in included}
         missed, left_out = frozenset(record.late), frozenset(record.left_out)
         texts = {one.replica: one.tokens for one in record.contributions}
-        return RoundFacts(round_, included, missed, synchronisation, copies, left_out, texts)
+        return RoundFacts(round_, included, missed, synchronisation, copies, left_out, texts, against)
 
     # ---- recomputation ----
 
@@ -366,6 +378,10 @@ def complaint(one: Judgement, members: Mapping[str, str]) -> str | None:
         case "copies" if one.copies not in replicas - {one.replica}:
             return f"`copies`: got `{one.copies[:40]}`, expected another replica"
         case "copies":
+            return None
+        case "agreement" if not -MOST_AGAINST <= one.agreement < 1:
+            return f"`agreement`: got {one.agreement:g}, expected a number from {-MOST_AGAINST:g} to 1"
+        case "agreement":
             return None
         case "recomputed" if found.member and members.get(found.member) != one.replica:
             return f"`recomputed.member`: got `{found.member[:40]}`, expected a member of {one.replica}"

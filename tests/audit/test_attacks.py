@@ -28,6 +28,7 @@ from hetero_pp.research.vectorized.all_replicas import AllReplicas
 from hetero_pp.research.vectorized.hostile import HostileContributions, Told
 from hetero_pp.research.vectorized.train import FastResult, train_fast
 from hetero_pp.run.spec import RunSpec
+from replica_groups.audit.gauntlet.agreement import agreements
 from replica_groups.audit.gauntlet.overlap import overlap
 
 NAMES = [f"r{index}" for index in range(8)]
@@ -147,6 +148,27 @@ def test_inner_product_manipulation_turns_the_mean_around() -> None:
     mean = (known.honest.sum(0) + 2 * sent) / 8
     assert mean @ known.honest.mean(0) < 0
     torch.testing.assert_close(sent, -4 * known.honest.mean(0))
+
+
+@pytest.mark.parametrize("name", ["sign_flip", "inner_product", "drift", "noise", "scaled_by_10"])
+def test_agreement_tells_attacks_that_go_another_way_from_those_that_do_not(name: str) -> None:
+    known, size = [_known(place=place, kept=3_000, size=20_000) for place in (0, 1)], 20_000
+    sent = [*known[0].honest, *(ATTACKS[name].contribution(one) for one in known)]
+    everything = torch.arange(size)
+    found = agreements({f"r{n}": {"all": DecodedTensor(everything, one)} for n, one in enumerate(sent)})
+    assert min(found[f"r{n}"] for n in range(6)) > 0.9
+    goes_along = name == "scaled_by_10"
+    assert all((found[f"r{n}"] > 0.5) == goes_along and (found[f"r{n}"] < 0.1) != goes_along for n in (6, 7))
+
+
+@pytest.mark.parametrize(
+    ("name", "excluded"), [("sign_flip", HOSTILE), ("inner_product", HOSTILE), ("scaled_by_10", []), ("backdoor", [])]
+)
+def test_whoever_goes_another_way_is_excluded_after_one_round(
+    name: str, excluded: list[str], corpus: Path, text: TokenStore
+) -> None:
+    scores = SCORES | {"agreement": 0.1, "grace": 100}
+    assert _told(corpus, text, {"attack": name, "scores": scores}).excluded == dict.fromkeys(excluded, 1)
 
 
 def test_text_attacks_change_labels_and_add_triggers() -> None:

@@ -32,7 +32,8 @@ ROUNDS = 9
 HONEST = {"a", "b", "s1"}
 """`s1` works, and `s2` of the same owner sends the same."""
 COPIES = {"copier": "a", "s2": "s1"}
-AUDIT = {"gauntlet": {"evaluated": 6, "sequences": 6, "alpha": 0.3, "grace": 2, "excluded_rounds": 16}}
+TRIALS = {"evaluated": 6, "sequences": 6, "alpha": 0.3, "grace": 2}
+AUDIT = {"gauntlet": {**TRIALS, "excluded_rounds": 16, "agreement": 0.1}}
 
 
 class _Cheats:
@@ -115,7 +116,7 @@ def test_cheats_are_excluded_and_honest_replicas_are_not(cheated: LyingRun) -> N
     found = _excluded(cheated)
     assert found.keys() == {"copier", "liar", "s2"}
     assert "a copy of that of a" in found["copier"] and "a copy of that of s1" in found["s2"]
-    assert "its assigned text improves too rarely" in found["liar"]
+    assert "its contribution to round 1 goes another way than the others" in found["liar"]
 
 
 def test_records_have_no_excluded_replica_and_replay_has_their_bits(cheated: LyingRun) -> None:

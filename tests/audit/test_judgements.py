@@ -90,6 +90,9 @@ def run(tmp_path: Path) -> Run:
         ("v", _losses(1, c=GOOD)[0], "no contribution of c"),
         ("v", pb.Judgement(round=1, replica="a", copies="a"), "expected another replica"),
         ("v", pb.Judgement(round=1, replica="a", copies="c"), "no contribution of c"),
+        ("v", pb.Judgement(round=1, replica="a", agreement=NAN), "`agreement`: got nan"),
+        ("v", pb.Judgement(round=1, replica="a", agreement=1.0), r"expected a number from -1e\+06 to 1"),
+        ("v", pb.Judgement(round=1, replica="c", agreement=0.0), "no contribution of c"),
         ("v", _wrong(1, "a", "b"), "expected a member of a"),
         ("v", pb.Judgement(round=1, replica="a", recomputed=pb.Recomputed(difference=NAN)), "difference"),
         ("v", pb.Judgement(round=1, replica="a", recomputed=pb.Recomputed(cause="x" * 401)), "more than 400"),
@@ -216,6 +219,17 @@ def test_the_later_of_a_pair_is_the_copy(run: Run) -> None:
     judgements.take([*_losses(1, b=GOOD), pb.Judgement(round=1, replica="c", copies="a")], "v")
     [(_, replica, cause)] = [one for one in _standings(run) if one[0] == pb.EXCLUDED]
     assert replica == "a" and "is a copy of that of c" in cause
+
+
+def test_a_replica_that_goes_another_way_is_excluded_once_most_validators_agree(run: Run) -> None:
+    judgements = _audited(run)
+    for number, low in enumerate(("", "ab"), start=1):
+        _round(run, number, *GROUPS)
+        for name, found in (("u", low), ("v", low[1:]), ("w", "")):
+            against = [pb.Judgement(round=number, replica=one, agreement=-1.0) for one in found]
+            judgements.take([*_losses(number, c=GOOD), *against], name)
+    assert judgements.exclusions.in_force.keys() == {"b"}
+    assert "goes another way than the others: agreement -1.00" in judgements.exclusions.in_force["b"].cause
 
 
 def test_recomputation_excludes_a_replica_once_most_validators_agree(run: Run) -> None:

@@ -66,6 +66,8 @@ class RoundFacts:
     """Replicas whose contributions arrived in time and are not in the mean."""
     texts: Mapping[str, int] = field(default_factory=dict)
     """Tokens that replicas trained on in the round."""
+    against: Mapping[str, float] = field(default_factory=dict)
+    """Agreement of contributions whose signs agree too little with those of the others."""
 
 
 @dataclass(frozen=True)
@@ -131,10 +133,10 @@ class ScoreBook:
         Losses of a replica that did not take part in the round are ignored.
         """
         self._round = facts.round
-        here = sorted(facts.included | facts.missed | facts.left_out | facts.copies.keys())
+        here = sorted(facts.included | facts.missed | facts.left_out | facts.copies.keys() | facts.against.keys())
         for name in here:
             entry = self._present(name, facts)
-            if name in facts.copies or entry.synchronisation == 0:
+            if name in facts.copies or name in facts.against or entry.synchronisation == 0:
                 entry = self._evaluated(entry, -1.0, 0.0)
             elif name in losses:
                 entry = self._evaluated(entry, *_judged(losses[name]))
@@ -263,8 +265,9 @@ class ScoreBook:
                 self._entries[name] = replace(entry, cause="", average=probation)
 
     def _exclude(self, here: Sequence[str], facts: RoundFacts) -> None:
-        """Exclude copies, and replicas below the bound if the text separates those that read as much or more.
+        """Exclude copies, contributions that go against the others, and replicas with a low average.
 
+        The last only if the text separates those that read as much or more.
         The more text a replica reads in a round, the less the drawn part of it improves more than other text.
         """
         bound, until = self._settings.threshold, facts.round + self._settings.excluded_rounds
@@ -279,6 +282,9 @@ class ScoreBook:
             name: f"its assigned text improves too rarely: {judged[name].average:.2f}, expected at least {bound:g}"
             for name in below
         }
+        for name, found in facts.against.items():
+            told = f"its contribution to round {facts.round} goes another way than the others"
+            causes[name] = f"{told}: agreement {found:.2f}, where 0 is chance and 1 is usual"
         for name, original in facts.copies.items():
             causes[name] = f"its contribution to round {facts.round} is a copy of that of {original}"
         for name in causes.keys() & free.keys():
