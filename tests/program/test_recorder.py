@@ -245,6 +245,16 @@ def test_a_run_goes_on_over_a_record_of_reports_that_are_out_of_range(tmp_path: 
     assert all(0 < loss < 10 for replica in state.replicas.values() for loss in replica.validation_loss.values())
 
 
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_steps_that_were_trained_ahead_of_the_last_checkpoint_are_reported_again(overlap: int, tmp_path: Path) -> None:
+    record(tmp_path, made_up_reports())
+    config = made_up_spec().config
+    config = config.model_copy(update={"outer": config.outer.model_copy(update={"overlap": overlap})})
+    reports = reports_until(config, RunFolder(tmp_path), 1, lambda _: None)
+    steps = {one.inner_step.round for one in reports if one.HasField("inner_step")}
+    assert steps == set(range(1, 2 + overlap))
+
+
 def test_what_a_member_says_that_it_refused_is_shown_as_its_word(tmp_path: Path) -> None:
     def refused(member: str, sender: str, count: int) -> Report:
         return Report(time=START, member=member, refusal=Refusal(sender=sender, kind=Kind.MALFORMED, count=count))
