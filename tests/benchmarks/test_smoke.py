@@ -19,6 +19,7 @@ BENCHMARKS = sorted(path.stem for path in FOLDER.glob("*.py") if "parse(parser, 
 """Files with a command line. The others are modules that they share."""
 PRINTED = {
     "access_lines": [r"kernel +\d.*of home\.\d: \d.*\n +launch +\d.*\n +simulate +\d|no machines in namespaces"],
+    "agreement": [r"no work +\d\.\d\d +-?\d\.\d\d\n"],
     "boundary_ideas": [r"as it is +\d", r"2 back +\d.*[-+]\d\.\d", r"by hop +\d.*[-+]\d", r"token before +\d.*[-+]\d"],
     "chaos": [r"matrix: 1 of 1 survived"],
     "codec": [r"real run: signs\W+\d", r"megabytes_micro: \d"],

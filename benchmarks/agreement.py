@@ -1,0 +1,99 @@
+"""Measure how far honest and hostile contributions agree with the others of their round (`audit.gauntlet.agreement`).
+
+    python benchmarks/agreement.py [--rounds 3] [--seed 1] [--json FILE]
+
+Trains the first rounds of each attack of `audit/attacks` without a defence, at scale micro on the CPU. Two of eight
+replicas are hostile. A last case has eight honest replicas, each with a cluster of the text, as in DiLoCo's non-iid
+rows. Reports the least agreement of an honest replica and the largest of a hostile one over all rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from command_line import origin, parse, parser_of, save
+from launched import letters
+
+from hetero_pp.data.tokens import TokenStore
+from hetero_pp.research.experiments.catalog import Catalog
+from hetero_pp.research.experiments.corpus import Corpus, prepare_corpus
+from hetero_pp.research.experiments.rows import Setting
+from hetero_pp.research.vectorized.all_replicas import AllReplicas
+from hetero_pp.research.vectorized.hostile import HostileContributions
+from hetero_pp.run.config import RunConfig
+from hetero_pp.run.spec import RunSpec
+from replica_groups.audit.gauntlet.agreement import agreements
+
+FOLDER = Path(__file__).parents[1]
+SMOKE = {"rounds": 1, "cases": 1}
+WITHOUT, CLUSTERS = ", none", "eight honest, a cluster of text each"
+
+
+def cases(setting: Setting, seed: int) -> dict[str, RunConfig]:
+    """Return the runs by name: one for each attack, and one of honest replicas with different text."""
+    rows = {row.name: setting.config(row, seed) for row in setting.experiment.rows}
+    attacks = {name.removesuffix(WITHOUT): one for name, one in rows.items() if name.endswith(WITHOUT)}
+    del attacks["eight honest"]  # has no attack, and keeps no contributions
+    apart = rows["eight honest, bounds"]
+    research = apart.research.model_copy(update={"clusters": len(apart.replicas)})
+    return attacks | {CLUSTERS: apart.model_copy(update={"research": research})}
+
+
+def measured(config: RunConfig, corpus: Corpus, rounds: int) -> dict[str, Any]:
+    """Return the agreements of each round by replica, and the names of the hostile replicas."""
+    assert isinstance(corpus.source, TokenStore)
+    data = config.data.model_copy(update={"tokenizer": corpus.data.tokenizer})
+    spec = RunSpec(config.model_copy(update={"data": data}), corpus.source.vocabulary)
+    group, found = AllReplicas(spec, corpus.source), []
+    for round_ in range(1, rounds + 1):
+        group.read_ahead(round_)
+        group.round(round_)
+        assert isinstance(group.contributions, HostileContributions)
+        found.append(agreements(group.contributions._sent))
+    return {"rounds": found, "hostile": group.contributions.told.hostile}
+
+
+def extremes(one: dict[str, Any]) -> tuple[float, float]:
+    """Return (least agreement of an honest replica, largest of a hostile one) over all rounds; NaN if there is none."""
+    told = [(name in one["hostile"], value) for round_ in one["rounds"] for name, value in round_.items()]
+    honest, hostile = ([value for is_hostile, value in told if is_hostile == kind] for kind in (False, True))
+    return min(honest, default=float("nan")), max(hostile, default=float("nan"))
+
+
+def measure(arguments: argparse.Namespace, cache: Path, text: Path | None) -> dict[str, Any]:
+    catalog = Catalog(FOLDER / "configs" / "experiments")
+    brought = None if text is None else str(text)
+    setting = Setting(catalog.scale("micro"), catalog.experiment("audit/attacks"), corpus=brought)
+    wanted = cases(setting, arguments.seed)
+    corpus = prepare_corpus(next(iter(wanted.values())).data, setting.scale.vocabulary, cache)
+    found = {}
+    print(f"{'':<40}{'honest, least':>15}{'hostile, most':>15}")
+    for name, config in list(wanted.items())[: arguments.cases]:
+        found[name] = measured(config, corpus, arguments.rounds)
+        honest, hostile = extremes(found[name])
+        print(f"{name:<40}{honest:>15.2f}{hostile:>15.2f}", flush=True)
+    return found
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--rounds", type=int, default=3, help="outer rounds of each case")
+    parser.add_argument("--cases", type=int, help="number of cases; by default all")
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parse(parser, SMOKE)
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="hetero-pp-agreement-") as name:
+        text, cache = None, Path("runs/.tokens")
+        if arguments.smoke:
+            text, cache = Path(name, "made.txt"), Path(name)
+            text.write_text(letters(2_000_000))
+        found = measure(arguments, cache, text)
+    save(origin() | {"seed": arguments.seed, "cases": found}, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
