@@ -1,4 +1,4 @@
-"""Agreement of contributions by the signs of their values, and who is excluded because of it."""
+"""Agreement of contributions by the signs of their values, and the exclusion of replicas whose agreement is low."""
 
 from __future__ import annotations
 
