@@ -22,9 +22,9 @@ from hetero_pp.data.tokens import TokenStore
 from hetero_pp.research.experiments.catalog import Catalog
 from hetero_pp.research.experiments.corpus import Corpus, prepare_corpus
 from hetero_pp.research.experiments.rows import Setting
+from hetero_pp.research.settings import ResearchConfig
 from hetero_pp.research.vectorized.all_replicas import AllReplicas
 from hetero_pp.research.vectorized.hostile import HostileContributions
-from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 from replica_groups.audit.gauntlet.agreement import agreements
 
@@ -33,7 +33,7 @@ SMOKE = {"rounds": 1, "cases": 1}
 WITHOUT, CLUSTERS = ", none", "eight honest, a cluster of text each"
 
 
-def cases(setting: Setting, seed: int) -> dict[str, RunConfig]:
+def cases(setting: Setting, seed: int) -> dict[str, ResearchConfig]:
     """Return the runs by name: one for each attack, and one of honest replicas with different text."""
     rows = {row.name: setting.config(row, seed) for row in setting.experiment.rows}
     attacks = {name.removesuffix(WITHOUT): one for name, one in rows.items() if name.endswith(WITHOUT)}
@@ -43,18 +43,19 @@ def cases(setting: Setting, seed: int) -> dict[str, RunConfig]:
     return attacks | {CLUSTERS: apart.model_copy(update={"research": research})}
 
 
-def measured(config: RunConfig, corpus: Corpus, rounds: int) -> dict[str, Any]:
+def measured(config: ResearchConfig, corpus: Corpus, rounds: int) -> dict[str, Any]:
     """Return the agreements of each round by replica, and the names of the hostile replicas."""
     assert isinstance(corpus.source, TokenStore)
     data = config.data.model_copy(update={"tokenizer": corpus.data.tokenizer})
     spec = RunSpec(config.model_copy(update={"data": data}), corpus.source.vocabulary)
     group, found = AllReplicas(spec, corpus.source), []
+    contributions = group.contributions
+    assert isinstance(contributions, HostileContributions)
     for round_ in range(1, rounds + 1):
         group.read_ahead(round_)
         group.round(round_)
-        assert isinstance(group.contributions, HostileContributions)
-        found.append(agreements(group.contributions._sent))
-    return {"rounds": found, "hostile": group.contributions.told.hostile}
+        found.append(agreements(contributions._sent))
+    return {"rounds": found, "hostile": contributions.told.hostile}
 
 
 def extremes(one: dict[str, Any]) -> tuple[float, float]:
