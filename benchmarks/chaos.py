@@ -195,7 +195,7 @@ def figures(run: ChaosRun, found: Mapping[str, Any]) -> dict[str, Any]:
 def taken(faults: Sequence[Mapping[str, Any]], seconds: float) -> float:
     """Return the share of the replicas' time in which one was frozen, cut from a neighbour, or dead.
 
-    No system can keep more than the rest. Replicas train on without the exchange, so its faults take nothing.
+    Replicas train on without the exchange, so its faults take nothing.
     """
     lasted = [re.search(r"for (\d+) s", one["whom"]) for one in faults if "exchange" not in one["whom"]]
     dead = [one["resume_seconds"] or 0.0 for one in faults if one["kind"] == "kill" and one["role"] != "exchange"]

@@ -1,4 +1,4 @@
-"""Agreement of contributions by the signs of their values, and the exclusion of replicas whose agreement is low."""
+"""Agreement of contributions by the signs of their values, and exclusion for a low one."""
 
 from __future__ import annotations
 
@@ -68,10 +68,13 @@ def test_nobody_is_judged_where_chance_explains_what_is_usual(honest: Contributi
     assert agreements(honest) == {}
 
 
-def test_a_contribution_without_values_agrees_as_by_chance() -> None:
-    sent = dict(_contributions(8))
-    sent["r7"] = {name: DecodedTensor(torch.empty(0).long(), torch.empty(0)) for name in ("a", "b")}
-    assert agreements(sent)["r7"] == 0.0
+@pytest.mark.parametrize(("replicas", "silent"), [(8, 1), (7, 3)])
+def test_contributions_without_values_agree_as_by_chance_and_do_not_end_the_check(replicas: int, silent: int) -> None:
+    sent = dict(_contributions(replicas))
+    for index in range(silent):
+        sent[f"r{index}"] = {name: DecodedTensor(torch.empty(0).long(), torch.empty(0)) for name in ("a", "b")}
+    found = agreements(sent)
+    assert [found[f"r{index}"] == 0.0 for index in range(replicas)] == [index < silent for index in range(replicas)]
 
 
 def test_the_replica_is_excluded_and_the_line_says_why() -> None:

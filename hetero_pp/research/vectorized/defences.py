@@ -17,7 +17,7 @@ from hetero_pp.model.transformer import block_of
 from hetero_pp.pseudo_gradient.contribution import DecodedTensor, scale_of
 from hetero_pp.research.settings import AttackSettings
 from hetero_pp.run.spec import RunSpec
-from replica_groups.audit.gauntlet.agreement import agreements
+from replica_groups.audit.gauntlet.agreement import against_others
 from replica_groups.audit.gauntlet.book import RoundFacts, ScoreBook
 from replica_groups.audit.gauntlet.check import draw
 from replica_groups.audit.gauntlet.losses import losses_of, median_of
@@ -106,8 +106,6 @@ class Scores:
             found = losses_of(theta, sent[name], self._spec.shape, assigned, other, rate, outer)
             losses[name] = median_of([lie(name, found), *[found] * (self._validators - 1)])
             self.forwards += 2 * (len(assigned) + len(other))
-        least = self.settings.agreement
-        agreeing = {} if least is None else agreements({name: sent[name] for name in included})
         facts = RoundFacts(
             round=round_,
             included=included,
@@ -115,7 +113,7 @@ class Scores:
             left_out=frozenset(sent) - included,
             synchronisation=dict.fromkeys(sent, 1.0),
             copies=copies(sent, arrived, self.settings.overlap),
-            against={name: found for name, found in agreeing.items() if least is not None and found < least},
+            against=against_others({name: sent[name] for name in included}, self.settings.agreement),
         )
         self.book.update(facts, losses)
         return dict(self.book.to_exclude())

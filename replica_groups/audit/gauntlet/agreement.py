@@ -5,18 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from itertools import combinations
-from statistics import median, median_high
+from statistics import median_high
 
 import torch
 
-from hetero_pp.pseudo_gradient.contribution import DecodedTensor
-
-Contribution = Mapping[str, DecodedTensor]
-"""Tensors by the parameters' names."""
+from replica_groups.audit.gauntlet.overlap import Contribution
 
 _CHANCE = 0.5
 _DEVIATIONS = 8.0
 """Least standard deviations by which the usual agreement exceeds chance. With fewer, nobody is judged."""
+
+
+def against_others(contributions: Mapping[str, Contribution], least: float | None) -> dict[str, float]:
+    """Return the agreements that are below `least`, by replica; none without a limit."""
+    if least is None:
+        return {}
+    return {name: found for name, found in agreements(contributions).items() if found < least}
 
 
 def agreements(contributions: Mapping[str, Contribution]) -> dict[str, float]:
@@ -28,18 +32,19 @@ def agreements(contributions: Mapping[str, Contribution]) -> dict[str, float]:
     too few places to tell the usual agreement from chance.
     """
     shares: dict[str, list[float]] = {name: [] for name in contributions}
-    places: list[int] = []
-    for one, other in combinations(sorted(contributions), 2):
-        equal, shared = _equal_signs(contributions[one], contributions[other])
-        share = equal / shared if shared else _CHANCE
-        shares[one].append(share)
-        shares[other].append(share)
-        places.append(shared)
+    places: dict[str, list[int]] = {name: [] for name in contributions}
+    for pair in combinations(sorted(contributions), 2):
+        equal, shared = _equal_signs(*(contributions[name] for name in pair))
+        for name in pair:
+            shares[name].append(equal / shared if shared else _CHANCE)
+            places[name].append(shared)
     if len(shares) < 3:
         return {}
     found = {name: median_high(own) for name, own in shares.items()}
     usual = median_high(found.values()) - _CHANCE
-    if usual * math.sqrt(median(places)) < _DEVIATIONS * _CHANCE:  # a share of n places deviates by .5 / sqrt(n)
+    # Most pairs may have a hostile replica, so a median over pairs would let few silent ones end the check.
+    count = median_high(median_high(own) for own in places.values())
+    if usual * math.sqrt(count) < _DEVIATIONS * _CHANCE:  # a share of n places deviates by .5 / sqrt(n)
         return {}
     return {name: (share - _CHANCE) / usual for name, share in found.items()}
 

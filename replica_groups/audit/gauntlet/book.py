@@ -267,8 +267,8 @@ class ScoreBook:
     def _exclude(self, here: Sequence[str], facts: RoundFacts) -> None:
         """Exclude copies, contributions that go against the others, and replicas with a low average.
 
-        The last only if the text separates those that read as much or more.
-        The more text a replica reads in a round, the less the drawn part of it improves more than other text.
+        A low average excludes only if the text separates those that read as much or more. The more text a replica reads
+        in a round, the less the drawn part of it improves more than other text.
         """
         bound, until = self._settings.threshold, facts.round + self._settings.excluded_rounds
         free = {name: entry for name in here if not (entry := self._entries[name]).cause}

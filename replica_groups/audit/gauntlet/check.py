@@ -15,7 +15,7 @@ from hetero_pp.messages.messages_pb2 import Judgement, RoundRecord
 from hetero_pp.model.transformer import shapes_by_block, shapes_of
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, DecodedTensor, decode_blob, scale_of
 from hetero_pp.run.spec import RunSpec
-from replica_groups.audit.gauntlet.agreement import agreements
+from replica_groups.audit.gauntlet.agreement import against_others
 from replica_groups.audit.gauntlet.losses import Texts, losses_of
 from replica_groups.audit.gauntlet.overlap import copies
 from replica_groups.outer.apply_round import FetchBlob
@@ -51,10 +51,8 @@ class GauntletCheck:
         sent = {one.replica: self._decoded(record, one.replica, theta, fetch) for one in record.contributions}
         for name, other in copies(sent, sorted(sent), self._settings.overlap).items():
             yield Judgement(round=record.round, replica=name, copies=other)
-        if (least := self._settings.agreement) is not None:
-            for name, found in agreements(sent).items():
-                if found < least:
-                    yield Judgement(round=record.round, replica=name, agreement=found)
+        for name, found in against_others(sent, self._settings.agreement).items():
+            yield Judgement(round=record.round, replica=name, agreement=found)
         on_device = {name: tensor.to(self._device) for name, tensor in theta.items()}
         rate = self._settings.step * outer.learning_rate_in(record.round)
         for name in draw(self._secret, record.sha256, sent, self._settings.evaluated):
