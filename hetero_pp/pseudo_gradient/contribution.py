@@ -78,8 +78,7 @@ class DecodedTensor:
 
     def add_to(self, total: Tensor, weight: float) -> None:
         """Add weight * values to `total` at the indices, in fp32."""
-        flat, values = total.view(-1), self.values if weight == 1.0 else self.values * weight
-        flat.index_copy_(0, self.indices, flat.index_select(0, self.indices) + values)
+        total.view(-1).index_add_(0, self.indices, self.values if weight == 1.0 else self.values * weight)
 
     def scaled(self, factor: float) -> DecodedTensor:
         """Return the values times a factor, in fp32."""
