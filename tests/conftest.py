@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import random
@@ -12,8 +13,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import flushing  # noqa: F401 (it replaces `os.fsync`)
 import hypothesis
 import pytest
+from preloading import preload, start_shared_server, use_shared_server
 from rendering import RENDERER, save_placeholder
 
 # A deadline is a timing assertion, which fails at random on shared machines.
@@ -47,7 +50,7 @@ SLOW = (
 )
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Let Ctrl-C interrupt, and let PyTorch compute with one thread in this process and in those that tests start.
 
     A shell's background job, such as `nohup make test &`, ignores SIGINT, which tests send. Tensors of tests are small
@@ -55,6 +58,20 @@ def pytest_configure() -> None:
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # PyTorch reads it as it is imported
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if (server := getattr(config, "workerinput", {}).get("fork server")) is not None:
+        use_shared_server(*server)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Let a new worker of pytest-xdist use the fork server of this process, which controls the workers."""
+    if "not starts_processes" not in node.config.option.markexpr:
+        node.workerinput["fork server"] = _shared_server()
+
+
+@functools.cache
+def _shared_server() -> tuple[str, int] | None:
+    return start_shared_server()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -67,9 +84,18 @@ def _when(item: pytest.Item) -> int:
     return next((n for n, part in enumerate(SLOW) if part in path), len(SLOW))
 
 
-def pytest_collection_finish() -> None:
-    """Freeze imported and collected objects, so that garbage collections do not scan them during every test."""
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Collect no garbage while tests are collected and imported, nor later among what is then in memory.
+
+    Otherwise garbage collections would scan ever more objects: two seconds of CPU in each worker.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 # ---- make quick: tests that start no process ----
@@ -130,8 +156,6 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session", autouse=True)
 def _preloading() -> None:
     """Let the fork server import what the processes of all tests need."""
-    from preloading import preload  # takes a moment, and not every call of pytest runs tests
-
     preload()
 
 

@@ -43,10 +43,10 @@ class Started:
         context = fork_server()
         said = Path(tempfile.mkdtemp(prefix="said-"))
         weakref.finalize(self, shutil.rmtree, said, ignore_errors=True)
-        self._files = [said / name for name in ("stdout", "stderr")]
+        self.files = [said / name for name in ("stdout", "stderr")]
         settings = dict(os.environ) | dict(environment or {})
         settings.pop(INTERFACE, None)  # a launch's ranks do not inherit this process's environment
-        told = (what, list(arguments), settings, Path.cwd(), self._files)
+        told = (what, list(arguments), settings, Path.cwd(), self.files)
         self._process = context.Process(target=_main, args=told)
         self._process.start()
         assert self._process.pid is not None
@@ -71,7 +71,7 @@ class Started:
     def communicate(self, timeout: float = TIMEOUT) -> tuple[str, str]:
         """Return all output to stdout and to stderr. Raises subprocess.TimeoutExpired."""
         self.wait(timeout)
-        stdout, stderr = (path.read_text() if path.exists() else "" for path in self._files)
+        stdout, stderr = (path.read_text() if path.exists() else "" for path in self.files)
         return stdout, stderr
 
     def send_signal(self, number: signal.Signals) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
-from preloading import is_loopback
+from preloading import forked_processes, is_loopback
 from started import run_program, start_program
 
 pytestmark = pytest.mark.starts_processes
@@ -39,7 +39,7 @@ class Listening:
 
     def look(self, launcher: int) -> None:
         """Record the sockets of all current processes. The fork server of the tests has forked all of them."""
-        for process in psutil.Process().children(recursive=True):
+        for process in forked_processes():
             try:
                 log = Path(f"/proc/{process.pid}/fd/2").resolve()
                 if process.pid != launcher and log.parent != self._logs:

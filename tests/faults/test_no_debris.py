@@ -16,6 +16,7 @@ import psutil
 import pytest
 from ended import still_running
 from listening import listening
+from preloading import forked_processes
 from started import start_program
 
 pytestmark = pytest.mark.starts_processes
@@ -51,9 +52,7 @@ class Launched:
                 break
         if self._is_forked:
             logs = [self._log(member) for member in MEMBERS]
-            self.seen = [
-                one for one in psutil.Process().children(recursive=True) if any(_writes(one, log) for log in logs)
-            ]
+            self.seen = [one for one in forked_processes() if any(_writes(one, log) for log in logs)]
         else:
             self.seen = psutil.Process(self.process.pid).children(recursive=True)
         assert len(self.seen) >= len(MEMBERS)

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 from ended import still_running
+from preloading import forked_processes
 from started import run_program, start_program
 
 pytestmark = pytest.mark.starts_processes
@@ -89,7 +90,7 @@ class Launched:
     def _writers(self, log: str = "*.log") -> list[psutil.Process]:
         """Return the processes that write to the run's logs."""
         found, logs = [], [path.resolve() for path in (self.folder / "logs").glob(log)]
-        for one in psutil.Process().children(recursive=True):
+        for one in forked_processes():
             with suppress(OSError, psutil.Error):  # it has ended
                 if Path(f"/proc/{one.pid}/fd/2").resolve() in logs:
                     found.append(one)

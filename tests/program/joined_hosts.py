@@ -83,7 +83,7 @@ class Run:
 
     def said(self, host: str) -> str:
         """Return what the host has printed so far."""
-        path = self.processes[host]._files[0]
+        path = self.processes[host].files[0]
         return path.read_text() if path.exists() else ""
 
     def wait(self, host: str, seconds: float = 150) -> tuple[int, str, str]:

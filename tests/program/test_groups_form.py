@@ -9,9 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from joined_hosts import PLACES, Run, ending, written
+from preloading import forked_processes
 from ruamel.yaml import YAML
 
 from hetero_pp.run.folder import RunFolder
@@ -122,6 +122,6 @@ def _newest_state(run: Run, host: str) -> tuple[int, dict[str, Any]]:
 
 def _members(run: Run, host: str) -> set[int]:
     """Return the ids of the processes that a host's launcher has started."""
-    pids = {one.pid: written(one) for one in psutil.Process().children(recursive=True)}
+    pids = {one.pid: written(one) for one in forked_processes()}
     log = str(run.runs(host) / "homes" / "logs" / f"{host}.log")
     return {pid for pid, written in pids.items() if written == log}

@@ -9,10 +9,10 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 from joined_hosts import PLACES, Run, ending, written
 from listening import listening
+from preloading import forked_processes
 
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.program.launch.command import run_topology
@@ -153,13 +153,16 @@ def test_places_are_left_given_back_and_taken_again(runs: list[Run], tmp_path: P
 def _listening(run: Run) -> dict[str, set[tuple[str, int]]]:
     """Return all listening addresses of the run's processes, by the name of the process.
 
-    The name is that of the log that the process writes.
+    The name is that of the log that the process writes. Launchers write no log. One server forks all processes, also
+    those of other tests.
     """
-    everything = psutil.Process().children(recursive=True)  # the launchers' members are forked from one server
     logs = {str(log): log.stem for log in run.folder.glob("*/runs/homes/logs/*.log")}
-    names = {one.pid: logs[path] for one in everything if (path := written(one)) in logs}
+    launchers = {str(process.files[1].resolve()) for process in run.processes.values()}
+    own = {one: path for one in forked_processes() if (path := written(one)) in logs or path in launchers}
+    names = {one.pid: logs[path] for one, path in own.items() if path in logs}
     assert sorted(names.values()) == ["dc", "exchange", "home.0", "home.1"]
-    return {names.get(number, "another process"): found for number, found in listening(everything).items()}
+    assert len(own) >= len(names) + len(run.processes)
+    return {names.get(number, "another process"): found for number, found in listening(own).items()}
 
 
 def _relayed(run: Run) -> dict[str, int]:
