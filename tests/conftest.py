@@ -29,18 +29,37 @@ SLOW = (
     "program/test_groups_form",
     "engines/",
     "exchange/test_li",
+    "exchange/test_admission",
     "program/test_ended_early",
     "program/test_hosts_return",
     "program/test_only",
     "documents/",
+    "program/test_columns",
+    "audit/test_attacks",
     "program/test_full_disk",
     "program/test_encoding",
+    "program/test_export",
+    "program/test_fork_server",
+    "program/test_init",
     "equivalence/",
+    "exchange/test_failing_disk",
+    "exchange/test_tls",
     "program/test_membership",
+    "program/test_replay",
+    "program/test_plan",
+    "program/test_notebook",
+    "program/test_missed_reports",
+    "program/test_rehearse",
+    "program/test_interrupts",
+    "program/test_doctor",
+    "audit/test_hostile_runs",
     "link/test_cut",
     "stages/test_undo",
-    "program/test_columns",
     "program/test_changes",
+    "program/test_overlap",
+    "program/test_alike",
+    "program/test_torchx",
+    "method/test_selection",
     "replicas/",
     "experiments/",
     "simulation/",
@@ -96,6 +115,12 @@ def pytest_collection() -> Generator[None, Any, Any]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def pytest_sessionfinish() -> None:
+    """Collect garbage once at the end. pytest collects it five times, and each time scans what all tests have left."""
+    gc.collect()
+    gc.freeze()
 
 
 # ---- make quick: tests that start no process ----
