@@ -479,7 +479,7 @@ def test_a_table_is_kept_if_nothing_of_it_is_known(table: Path, tmp_path: Path, 
     _rows(tmp_path).unlink()
     code, out, _ = reproduce("toy/one", "--no-train")
     assert code == 0
-    assert "was not changed" in out
+    assert "was not changed" in " ".join(out.split())  # a long path breaks the line
     assert table.read_text() == kept
 
 
