@@ -5,26 +5,29 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from copy import deepcopy
 from functools import partial
-from itertools import cycle, repeat
-from queue import SimpleQueue
+from itertools import cycle
+from typing import Any
 
 import grpc
 from attack_calls import CARRIED_A_SECOND, Call, Stretch, Target, attack, begin, channel_to, code_of, flood
 
+from hetero_pp.core.sockets import host_and_port
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.rpc.callers import shown
 from hetero_pp.rpc.channels import PROTOCOL_VERSION
 from hetero_pp.rpc.credentials import Credentials, LinkCredentials
 from hetero_pp.rpc.dialling import SERVICE as LINK_SERVICE
 from hetero_pp.rpc.link_end import LinkSide
-from hetero_pp.rpc.relay import CARRIED_BYTES, CREDIT, LINK, MOST_CARRIED, TAKEN_BYTES
+from hetero_pp.rpc.meeting_point import KEY_BYTES, MOST_UNKNOWN
+from hetero_pp.rpc.relay import MOST_CARRIED
 from hetero_pp.rpc.relay import SERVICE as RELAY
 from hetero_pp.rpc.relayed import RelayedDialler, RelayedListener
-from hetero_pp.rpc.services import call_path
+from hetero_pp.rpc.services import call_path, calls_of
 from hetero_pp.rpc.stage_link import StageLinkServer
 
 
@@ -51,25 +54,30 @@ def hostile_frames(target: Target) -> list[Call]:
 
 @attack
 def misused_relay(target: Target, stretch: Stretch) -> None:
-    """Ask the relay for links of others and for too many links, send too much or unread data, wait, and leave."""
+    """Ask the relay for links of others and for too many links, send and do not read, stay silent, and leave.
+
+    The relay's port gets made-up keys and connections without a key.
+    """
     with ExitStack() as stack:
         guest, dials, waits = (
-            Carrier(stack.enter_context(channel_to(target.address, one)), one, stretch)
+            Carrier(stack.enter_context(channel_to(target.address, one)), one, target.address, stretch)
             for one in (target.guest, *target.ends)
         )
-        large = [b"a", bytes(CARRIED_BYTES + 1)]
-        much, all_credit = repeat(bytes(CARRIED_BYTES)), [bytes(CARRIED_BYTES)] * (CREDIT // CARRIED_BYTES)
+        port = waits.port_for(dials, target.own_link)
         ways: Sequence[Callable[[], None]] = [
-            lambda: guest.carry(target.link.name, []),
-            lambda: dials.carry(target.link.name, large),
-            lambda: dials.carry("dc-exchange", []),
-            lambda: waits.carry(target.own_link, []),
-            lambda: dials.carry(target.own_link, large),
-            lambda: waits.carry(target.own_link, [], meets=True),
-            lambda: dials.carry(target.own_link, much, meets=True),
+            lambda: guest.carry(target.link.name),
+            lambda: dials.carry(target.link.name),
+            lambda: dials.carry("dc-exchange"),
+            lambda: waits.carry(target.own_link),
+            lambda: dials.carry(target.own_link),
+            lambda: waits.carry(target.own_link, connects=True),
+            lambda: dials.carry(target.own_link, connects=True),
+            lambda: dials.knock(port, bytes(KEY_BYTES)),
+            lambda: dials.knock(port, b"GET / HTTP/1.1\r\n\r\n"),
             waits.leave,
-            lambda: waits.carry(target.own_link, all_credit, meets=True),
-            lambda: dials.carry(target.own_link, all_credit, meets=True),
+            lambda: waits.carry(target.own_link, connects=True),
+            lambda: dials.carry(target.own_link, connects=True),
+            lambda: dials.knock(port, b""),
             dials.leave,
         ]
         for _, way in zip(stretch.paced(CARRIED_A_SECOND), cycle(ways), strict=False):
@@ -79,37 +87,53 @@ def misused_relay(target: Target, stretch: Stretch) -> None:
 
 
 class Carrier:
-    """Caller of the relay that reads no frames, or only its credit."""
+    """Caller of the relay whose connections send as much as they can and read nothing."""
 
-    def __init__(self, channel: grpc.Channel, by: Credentials, stretch: Stretch) -> None:
-        self._carry: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(call_path(RELAY, "Carry"))
-        self._by, self._stretch, self._is_over = by, stretch, threading.Event()
+    def __init__(self, channel: grpc.Channel, by: Credentials, address: str, stretch: Stretch) -> None:
+        self._carry = calls_of(RELAY, channel)["Carry"]
+        self._by, self._host, self._stretch = by, host_and_port(address)[0], stretch
         self._open: list[grpc.Call] = []
+        self._silent: deque[socket.socket] = deque()
 
-    def carry(self, link: str, frames: Iterable[bytes], meets: bool = False) -> None:
-        """Make one more call, which sends the frames and stays open.
+    def port_for(self, other: Carrier, link: str) -> int:
+        """Return the port of the relay, by meeting the other end of a link once."""
+        waits = self._carry(pb.RelayedLink(link=link), metadata=shown(self._by))
+        port = next(other._carry(pb.RelayedLink(link=link), metadata=shown(other._by))).port
+        waits.cancel()
+        return int(port)
 
-        If `meets`, the call first reads all of its credit. Else it sends without credit.
-        """
-        begun: SimpleQueue[Iterator[bytes]] = SimpleQueue()
-        call = self._carry(self._said(frames, begun if meets else None), metadata=((LINK, link), *shown(self._by)))
-        begun.put(call)
+    def carry(self, link: str, connects: bool = False) -> None:
+        """Make one more call, which stays open. If `connects`, also use the connection, once the other end is there."""
+        call = self._carry(pb.RelayedLink(link=link), metadata=shown(self._by))
         call.add_callback(lambda: self._count(call))
         self._open.append(call)
+        if connects:
+            threading.Thread(target=self._connect, args=(call,), daemon=True).start()
+
+    def _connect(self, call: Any) -> None:
+        with suppress(grpc.RpcError, StopIteration, OSError):
+            place = next(call)
+            with socket.create_connection((self._host, place.port), 1.0) as connection:
+                connection.sendall(place.key)
+                while not self._stretch.is_over.is_set():
+                    connection.sendall(bytes(1 << 20))
+
+    def knock(self, port: int, words: bytes) -> None:
+        """Connect to the relay's port with other bytes than a key, or with none, and stay."""
+        with suppress(OSError):
+            connection = socket.create_connection((self._host, port), 1.0)
+            connection.sendall(words)
+            self._silent.append(connection)
+            self._stretch.codes["knocked"] += 1
+        while len(self._silent) > 2 * MOST_UNKNOWN:
+            self._silent.popleft().close()
 
     def leave(self, but: int = MOST_CARRIED + 4) -> None:
         """Cancel the oldest calls until `but` are left. The default is more than a member may have open."""
         while len(self._open) > but:
             self._open.pop(0).cancel()
-
-    def _said(self, frames: Iterable[bytes], begun: SimpleQueue[Iterator[bytes]] | None) -> Iterator[bytes]:
-        if begun is not None:
-            with suppress(grpc.RpcError, StopIteration):
-                call = begun.get()
-                for _ in range(CREDIT // TAKEN_BYTES):
-                    next(call)
-        yield from frames
-        self._stretch.is_over.wait()
+        while not but and self._silent:
+            self._silent.pop().close()
 
     def _count(self, call: grpc.Call) -> None:
         self._stretch.codes[call.code().name] += 1

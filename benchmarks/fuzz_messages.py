@@ -21,8 +21,6 @@ from hetero_pp.rpc.channels import PROTOCOL_VERSION
 from hetero_pp.rpc.credentials import Credentials
 from hetero_pp.rpc.dialling import SERVICE as LINKS
 from hetero_pp.rpc.framing import header_and_payload_frames
-from hetero_pp.rpc.relay import CARRIED_BYTES
-from hetero_pp.rpc.relay import LINK as CARRIES
 from hetero_pp.rpc.relay import SERVICE as RELAY
 from hetero_pp.rpc.services import ADMISSION_SERVICE as ADMISSION
 from hetero_pp.rpc.services import EXCHANGE_SERVICE as EXCHANGE
@@ -159,6 +157,8 @@ def request(call: str, dice: random.Random, known: Known, texts: Sequence[str]) 
         hello = message if isinstance(message, pb.LinkHello) else message.hello
         righted(hello, known.right(dice))
         hello.epoch, hello.session = next(known.number), b"session"
+    if isinstance(message, pb.RelayedLink) and way != 1:
+        message.link = dice.choice([known.target.own_link] * 8 + [known.target.link.name, "", "dc-exchange"])
     if isinstance(message, pb.ReportRequest):
         _spare_the_run(message)
     frames = _frames(call, message, dice, known, texts)
@@ -182,8 +182,8 @@ def _frames(call: str, message: Message, dice: random.Random, known: Known, text
     if call in ("Deposit", "Show"):
         payload = known.blob if dice.random() < 0.5 else dice.randbytes(dice.randrange(2000))
         return list(header_and_payload_frames(message, [payload]))
-    if call in ("Carry", "Probe", "Measure"):
-        sizes = [dice.choice([0, 1, 100, 5000, CARRIED_BYTES, CARRIED_BYTES + 1]) for _ in range(dice.randrange(1, 5))]
+    if call in ("Probe", "Measure"):
+        sizes = [dice.choice([0, 1, 100, 5000, 512 << 10, (512 << 10) + 1]) for _ in range(dice.randrange(1, 5))]
         return [dice.randbytes(size) for size in sizes]
     if call == "Open":
         headers = [any_message(pb.LinkHeader(), dice, texts) for _ in range(dice.randrange(4))]
@@ -196,12 +196,11 @@ def metadata(caller: str, call: str, dice: random.Random, known: Known) -> Metad
     """Return the metadata of a message, by which the caller names itself beside its certificate."""
     target = known.target
     if caller == "member" and CALLS[call] is RELAY:
-        links = [target.own_link] * 8 + [target.link.name, "", "dc-exchange", "no link"]
-        return ((CARRIES, dice.choice(links)), *shown(target.ends[0]))
+        return shown(target.ends[0])
     if caller == "member":
         own = shown(target.guest, target.run if dice.random() < 0.95 else None)
         terms = [str(known.term)] * 12 + [str(known.term - 1), "0", "999999999", "-1", "one"]
         return (*own, ("term", dice.choice(terms)))
     strange = Credentials(dice.choice([target.guest.name, target.honest, "launcher", "exchange", "away", "x" * 500]))
     shows = [(), (("token", "made up"),), shown(strange, target.run, 1), (("name", strange.name), ("token", ""))]
-    return (*dice.choice(shows), (CARRIES, dice.choice([target.own_link, target.link.name])))
+    return dice.choice(shows)

@@ -36,7 +36,7 @@ UNKNOWN_FIELD = b"\xfa\x3f\x04made"
 
 HEADERS: Mapping[str, type[Message]] = {"Deposit": pb.BlobHeader, "Show": pb.ShownFile, "Open": pb.LinkHello}
 """Calls that send raw frames, with the message that their first frame holds."""
-RAW = frozenset({"Carry", "Probe", "Measure"})
+RAW = frozenset({"Probe", "Measure"})
 """Calls that send raw frames in which there is no message."""
 
 

@@ -34,6 +34,7 @@ from hetero_pp.rpc.callers import Callers
 from hetero_pp.rpc.channels import make_server
 from hetero_pp.rpc.credentials import Secret
 from hetero_pp.rpc.link_end import LinkSide
+from hetero_pp.rpc.meeting_point import MeetingPoint
 from hetero_pp.rpc.memory import keep_freed_memory
 from hetero_pp.rpc.relay import MOST_CARRIED, Relay
 from hetero_pp.rpc.relay import SERVICE as RELAY
@@ -291,12 +292,14 @@ def serve_relay(control: Connection) -> None:
     roster = Roster({"home.0": "home", "home.1": "home"}, {}, counts=ends)
     callers = Callers(SECRET, roster, encrypted=True)
     door = Door(callers)
-    handler = service_handler(RELAY, Relay(callers, ends, door), door, MOST_CARRIED)
+    meeting_point = MeetingPoint(f"{HOST}:0")
+    handler = service_handler(RELAY, Relay(callers, ends, door, meeting_point), door, MOST_CARRIED)
     server, port = make_server(f"{HOST}:0", [handler], 2 * MOST_CARRIED, SECRET.authority.identity(EXCHANGE))
     control.send(port)
     with suppress(EOFError):
         control.recv()
     server.stop(grace=0).wait()
+    meeting_point.close()
 
 
 def serve_tcp(control: Connection) -> None:

@@ -34,6 +34,7 @@ from hetero_pp.rpc.certificates import Identity, as_text, digest_of, new_key
 from hetero_pp.rpc.connections import NetworkConnections, tell_died
 from hetero_pp.rpc.credentials import Credentials, Secret
 from hetero_pp.rpc.exchange_client import ExchangeClient
+from hetero_pp.rpc.meeting_point import MeetingPoint
 from hetero_pp.rpc.tickets import make_ticket
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
@@ -122,7 +123,16 @@ class LyingRun:
         )
         self._stack.enter_context(mock.patch.object(served_exchange, "JOINS_AT_ONCE", MOST_RESTARTS))
         self._stack.enter_context(mock.patch.object(memberships, "MOST_BLAMED", MOST_RESTARTS))
-        server, port = serve_exchange(self.exchange, SECRET, "127.0.0.1:0", encrypted=True, open_house=house)
+        self.meeting_point = MeetingPoint("127.0.0.1:0")
+        self._stack.callback(self.meeting_point.close)
+        server, port = serve_exchange(
+            self.exchange,
+            SECRET,
+            "127.0.0.1:0",
+            encrypted=True,
+            open_house=house,
+            meeting_point=self.meeting_point,
+        )
         self._stack.callback(lambda: server.stop(None).wait(TIMEOUT))
         self._stack.callback(self.exchange.fail, "the test is over")
         self.address = f"127.0.0.1:{port}"

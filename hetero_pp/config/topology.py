@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from hetero_pp.config.engine_settings import EngineName, Precision, Recomputation, TorchtitanSettings
-from hetero_pp.config.links import RELAYED
+from hetero_pp.config.links import RELAYED, is_loopback
 from hetero_pp.config.settings import AddedLater, Duration, NotPartOf, Ratio, Settings
 from hetero_pp.core.units import parse_fraction
 
@@ -46,10 +46,13 @@ def dimensions_of(rank: Literal["full"] | int | float, width: int) -> int | None
     return max(1, round(rank * width)) if isinstance(rank, float) else rank
 
 
+LAST_PORT = 65_535
+
+
 def parse_address(value: Any) -> str:
     """Return HOST:PORT, or [IPV6]:PORT, unchanged. Raises ValueError for another value."""
     host, _, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
-    if not host or not port.isdigit() or int(port) > 65535:
+    if not host or not port.isdigit() or int(port) > LAST_PORT:
         raise ValueError(f"found `{value}`, expected HOST:PORT such as `127.0.0.1:47500` or `[::1]:47500`")
     if not _is_host(host):
         bare = host.strip("[]")
@@ -381,6 +384,12 @@ class ExchangeSettings(Settings):
     """Address of the exchange, and the conditions under which a round closes."""
 
     listen: Address = Field("127.0.0.1:0", description="HOST:PORT to listen on; port 0: any free port")
+    relay: Address | None = Field(
+        None,
+        description="HOST:PORT to listen on for links between stages that cannot dial each other. By default the host "
+        "of `listen` and the port after its own (on loopback any free port). Other hosts dial this port, too, so it "
+        "must be open. Without TLS there is no relay",
+    )
     insecure: bool = Field(
         False, description="do not use TLS, not even between machines; only for a network that you control"
     )
@@ -399,6 +408,19 @@ class ExchangeSettings(Settings):
     lease: LeaseSettings = LeaseSettings()
     hang: HangSettings = HangSettings()
     magnitudes: MagnitudeSettings = MagnitudeSettings()
+
+    @property
+    def relays_at(self) -> str:
+        """Return HOST:PORT of the relay."""
+        if self.relay is not None:
+            return self.relay
+        host, port = self.listen.rsplit(":", 1)
+        return f"{host}:{0 if is_loopback(self.listen) else _port_beside(int(port))}"
+
+
+def _port_beside(port: int) -> int:
+    """Return the next port, or the one before for the last one; 0, any free port, for 0."""
+    return port and port + (1 if port < LAST_PORT else -1)
 
 
 @dataclass(frozen=True)

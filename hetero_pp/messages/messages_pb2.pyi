@@ -246,7 +246,7 @@ class PreviewRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class PreviewReply(_message.Message):
-    __slots__ = ("version", "clock", "configuration", "vocabulary", "slots", "refusal", "tokens", "neighbours")
+    __slots__ = ("version", "clock", "configuration", "vocabulary", "slots", "refusal", "tokens", "neighbours", "relay_port")
     class NeighboursEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -262,6 +262,7 @@ class PreviewReply(_message.Message):
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     NEIGHBOURS_FIELD_NUMBER: _ClassVar[int]
+    RELAY_PORT_FIELD_NUMBER: _ClassVar[int]
     version: int
     clock: float
     configuration: str
@@ -270,7 +271,8 @@ class PreviewReply(_message.Message):
     refusal: str
     tokens: str
     neighbours: _containers.ScalarMap[str, str]
-    def __init__(self, version: _Optional[int] = ..., clock: _Optional[float] = ..., configuration: _Optional[str] = ..., vocabulary: _Optional[int] = ..., slots: _Optional[_Iterable[str]] = ..., refusal: _Optional[str] = ..., tokens: _Optional[str] = ..., neighbours: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    relay_port: int
+    def __init__(self, version: _Optional[int] = ..., clock: _Optional[float] = ..., configuration: _Optional[str] = ..., vocabulary: _Optional[int] = ..., slots: _Optional[_Iterable[str]] = ..., refusal: _Optional[str] = ..., tokens: _Optional[str] = ..., neighbours: _Optional[_Mapping[str, str]] = ..., relay_port: _Optional[int] = ...) -> None: ...
 
 class Guest(_message.Message):
     __slots__ = ("ticket", "seconds")
@@ -307,6 +309,20 @@ class PlaceStatus(_message.Message):
     seconds: float
     cause: str
     def __init__(self, name: _Optional[str] = ..., replica: _Optional[str] = ..., held: _Optional[bool] = ..., term: _Optional[int] = ..., address: _Optional[str] = ..., holder: _Optional[int] = ..., relayed_bytes: _Optional[int] = ..., dials: _Optional[str] = ..., round: _Optional[int] = ..., device: _Optional[str] = ..., seconds: _Optional[float] = ..., cause: _Optional[str] = ...) -> None: ...
+
+class RelayedLink(_message.Message):
+    __slots__ = ("link",)
+    LINK_FIELD_NUMBER: _ClassVar[int]
+    link: str
+    def __init__(self, link: _Optional[str] = ...) -> None: ...
+
+class RelayPlace(_message.Message):
+    __slots__ = ("port", "key")
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    port: int
+    key: bytes
+    def __init__(self, port: _Optional[int] = ..., key: _Optional[bytes] = ...) -> None: ...
 
 class TensorHeader(_message.Message):
     __slots__ = ("dtype", "shape")

@@ -93,7 +93,7 @@ def _print_run(console: Console, path: Path, prepared: Prepared) -> None:
 def _print_addresses(console: Console, config: RunConfig) -> None:
     """Print the fixed addresses of the YAML, and which of them were not tried because they belong to another host."""
     places = {True: "free on this host", False: "on another host, not checked here"}
-    found = [f"{one.member} {one.address} ({places[one.is_of_this_host]})" for one in fixed_addresses(config)]
+    found = [f"{one.name} {one.address} ({places[one.is_of_this_host]})" for one in fixed_addresses(config)]
     if found:
         say(console, f"Listening: {', '.join(found)}.")
 

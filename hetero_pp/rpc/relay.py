@@ -1,42 +1,34 @@
-"""Relay of stage links, for two ends of which neither can be dialled. It is part of the exchange's server.
+"""Relay of stage links, for two ends of which neither can be dialled. It is part of the exchange's process.
 
-Both ends dial the exchange. The relayed bytes are a TLS connection from end to end, so that the exchange can cut it but
-neither read nor change it. Only bytes in transit are kept, and these are bounded: an end sends only as much as it has
-credit for. Otherwise gRPC would keep unread bytes, tens of megabytes a call.
+Each end makes a call that names the link. When both are there, each gets a key, dials the relay's port and shows the
+key, and the relay passes on the bytes between the two connections. These bytes are a TLS connection from end to end, so
+that the exchange can cut it but neither read nor change it. A call stays open as long as its connection: it tells the
+relay at once if its member is gone or no longer admitted.
+
+The bytes do not pass through gRPC, because that takes more than twice the CPU time (benchmarks/link.py). An end that
+does not read stops the other one by TCP.
 """
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 import grpc
 
-from hetero_pp.core.errors import AskAgain, Forbidden, MalformedMessage, Refused
-from hetero_pp.messages.messages_pb2 import DESCRIPTOR
+from hetero_pp.core.errors import AskAgain, Forbidden
+from hetero_pp.messages.messages_pb2 import DESCRIPTOR, RelayedLink, RelayPlace
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.rpc.callers import Callers
+from hetero_pp.rpc.meeting_point import MeetingPoint
+from hetero_pp.rpc.pass_on import cut, pass_on, without_delay
 from hetero_pp.rpc.services import LONGEST_WAIT, Door
 
 SERVICE = DESCRIPTOR.services_by_name["Relay"]
-
-LINK = "link"
-"""Metadata key that names the link of a call."""
-
-CARRIED_BYTES = 512 << 10
-"""Largest frame in bytes. Each frame costs CPU time beside its bytes, at every process on the way."""
-
-CREDIT = 2 << 20
-"""Bytes that an end may have sent and the other end has not read."""
-
-TAKEN_BYTES = 512 << 10
-"""Bytes of credit that an empty frame grants to their sender. The first are granted when both ends have met."""
-
-LEAST_COST = 1 << 10
-"""Bytes of credit that a small frame costs, because it takes memory, too."""
 
 MOST_CARRIED = 8
 """Open calls of one member: for each link one in use, remains of former ones, and one to come."""
@@ -47,28 +39,29 @@ LOOK_SECONDS = 1.0
 _MOST_WAITING = 4
 """Waiting calls of one link: a machine that was cut off may have left some that are not known to be gone."""
 
-_LAST_WORD_SECONDS = 1.0
-"""Seconds for the error to reach an end that exceeded its credit; then its call is cut."""
-
-_LAST_FRAMES_SECONDS = 10.0
+_LAST_BYTES_SECONDS = 10.0
 """Seconds for an end to read what is in transit, once the other end has gone."""
-
-
-def cost_of(frame: bytes) -> int:
-    """Return the credit in bytes that a frame costs."""
-    return max(len(frame), LEAST_COST)
 
 
 class Relay:
     """Relay of one run."""
 
-    def __init__(self, callers: Callers, counts: Mapping[tuple[str, str], str], door: Door) -> None:
+    def __init__(
+        self, callers: Callers, counts: Mapping[tuple[str, str], str], door: Door, meeting_point: MeetingPoint
+    ) -> None:
         """`counts`: (link, direction) -> member that sends there (Roster.counts)."""
         self.carried: Counter[str] = Counter()
         """Link -> relayed bytes in both directions."""
-        self._callers, self._counts, self._door = callers, counts, door
+        self._callers, self._counts, self._meeting_point = callers, counts, meeting_point
         self._changed = threading.Condition()
-        self._waiting: Mapping[str, deque[_Half]] = defaultdict(deque)
+        self._waiting: Mapping[str, deque[_End]] = defaultdict(deque)
+        reason = "found an unknown key at the relay's port"
+        meeting_point.refuse = lambda peer: door.refuse(peer, reason, Kind.STRANGER)
+
+    @property
+    def port(self) -> int:
+        """Port of the exchange's host at which both ends connect."""
+        return self._meeting_point.port
 
     def carried_for(self, member: str) -> int:
         """Return the relayed bytes, in both directions, of all links of a member."""
@@ -76,184 +69,132 @@ class Relay:
         with self._changed:
             return sum(self.carried[link] for link in links)
 
-    def Carry(self, frames: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        """Relay a call. Raises Forbidden for a caller that is no end of the link, AskAgain if the other is away."""
-        caller, link, dials = self._which(context)
-        half = _Half(caller, link, context.cancel)
-        if not context.add_callback(partial(self._is_over, half)):
-            return
-        threading.Thread(target=self._read, args=(frames, context, half), name="relay", daemon=True).start()
-        if dials:
-            self._find(half)
-        else:
-            self._be_found(half)
-        yield from half.frames()
-        if half.complaint is not None:
-            raise half.complaint
+    def Carry(self, request: RelayedLink, context: grpc.ServicerContext) -> Iterator[RelayPlace]:
+        """Relay one connection for its end. Raises Forbidden for a caller that is no end of the link.
 
-    def _which(self, context: grpc.ServicerContext) -> tuple[str, str, bool]:
-        """Return the caller, the link of its call, and whether the caller is the end that dials.
+        Raises AskAgain if the other end does not come, and Refused once the caller is no longer admitted.
+        """
+        dials = self._dials(request.link, context)
+        end = _End(request.link, self._changed)
+        try:
+            if not context.add_callback(end.close):
+                return
+            peer = self._find(end) if dials else self._be_found(end)
+            with self._meeting_point.expecting(end.take) as key:
+                yield RelayPlace(port=self.port, key=key)
+                own, its = end.connected(), peer.connected()
+            pass_on(own, its, partial(self._passed, end, context))
+            with self._changed:
+                end.has_ended = True
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: peer.has_ended or end.is_closed, _LAST_BYTES_SECONDS)
+        finally:
+            self._leave(end)
+
+    def _dials(self, link: str, context: grpc.ServicerContext) -> bool:
+        """Return whether the caller is the end of the link that dials.
 
         Here the stage before is the one that dials; the relay works alike for both.
         """
         caller = self._callers.of(context).name
-        link = dict(context.invocation_metadata()).get(LINK, "")
-        dialler, listener = (self._counts.get((str(link), direction)) for direction in ("forward", "backward"))
+        dialler, listener = (self._counts.get((link, direction)) for direction in ("forward", "backward"))
         if dialler == listener or caller not in (dialler, listener):
             raise Forbidden(f"{caller} is not an end of the requested link")
-        return caller, str(link), caller == dialler
+        return caller == dialler
 
-    def _be_found(self, half: _Half) -> None:
-        """Wait for the end that dials."""
+    def _be_found(self, end: _End) -> _End:
+        """Wait for the end that dials, and return it."""
         with self._changed:
-            waiting = self._waiting[half.link]
-            waiting.append(half)
+            waiting = self._waiting[end.link]
+            waiting.append(end)
             if len(waiting) > _MOST_WAITING:
                 waiting.popleft().close()
             self._changed.notify_all()
-            self._changed.wait_for(lambda: half.peer is not None or half.is_closed, LONGEST_WAIT)
-            if half.peer is None:
-                if half in waiting:
-                    waiting.remove(half)
-                raise half.complaint or AskAgain(f"no member dialled {half.link}")
+            self._changed.wait_for(lambda: end.peer is not None or end.is_closed, LONGEST_WAIT)
+            if end.peer is None:
+                raise AskAgain(f"no member dialled {end.link}")
+            return end.peer
 
-    def _find(self, half: _Half) -> None:
-        """Meet an end that waits to be dialled: the newest one, which is the likeliest to be there."""
+    def _find(self, end: _End) -> _End:
+        """Meet an end that waits to be dialled, and return it: the newest one, which is the likeliest to be there."""
         with self._changed:
-            waiting = self._waiting[half.link]
-            self._changed.wait_for(lambda: waiting or half.is_closed, LONGEST_WAIT)
-            if half.is_closed or not waiting:
-                raise half.complaint or AskAgain(f"the other end of {half.link} is not connected")
+            waiting = self._waiting[end.link]
+            self._changed.wait_for(lambda: waiting or end.is_closed, LONGEST_WAIT)
+            if end.is_closed or not waiting:
+                raise AskAgain(f"the other end of {end.link} is not connected")
             other = waiting.pop()
-            other.peer, half.peer = half, other
+            other.peer, end.peer = end, other
             self._changed.notify_all()
-        for met in (half, other):
-            met.earn(CREDIT // TAKEN_BYTES)
+            return other
 
-    def _is_over(self, half: _Half) -> None:
-        half.is_over.set()
-        self._end(half)
-        half.forget()
-
-    def _end(self, half: _Half) -> None:
-        """End a connection for both ends."""
+    def _passed(self, end: _End, context: grpc.ServicerContext, count: int) -> None:
+        """Count bytes of an end. Raises Refused if its ticket has been revoked."""
         with self._changed:
-            for end in (half, half.peer):
-                if end is not None:
-                    end.close()
-            if half in self._waiting[half.link]:
-                self._waiting[half.link].remove(half)
-            self._changed.notify_all()
+            self.carried[end.link] += count
+        if time.monotonic() >= end.look_at:
+            self._callers.let_in(context)
+            end.look_at = time.monotonic() + LOOK_SECONDS
 
-    def _of_who_is_let_in(self, frames: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        """Yield the same frames until their sender's ticket is revoked."""
-        due = time.monotonic() + LOOK_SECONDS
-        for frame in frames:
-            if time.monotonic() >= due:
-                self._callers.let_in(context)
-                due = time.monotonic() + LOOK_SECONDS
-            yield frame
-
-    def _read(self, frames: Iterator[bytes], context: grpc.ServicerContext, half: _Half) -> None:
-        """Pass on the frames of an end until one end is gone or the sender exceeds its credit.
-
-        Frames are always read, so that they wait only where their bytes are counted.
-        """
-        try:
-            for frame in self._of_who_is_let_in(frames, context):
-                if not half.say(frame):
-                    break
-                with self._changed:
-                    self.carried[half.link] += len(frame)
-        except (MalformedMessage, Refused) as error:
-            kind = Kind.MALFORMED if isinstance(error, MalformedMessage) else Kind.FORBIDDEN
-            self._door.refuse(half.caller, str(error), kind)
-            half.complaint = Refused(str(error))
-        except grpc.RpcError:
-            pass  # cut, as any line may be
-        self._end(half)
-        if not half.is_over.wait(_LAST_FRAMES_SECONDS if half.complaint is None else _LAST_WORD_SECONDS):
-            half.cut()
-        if half.peer is not None and not half.peer.is_over.wait(_LAST_FRAMES_SECONDS):
-            half.peer.cut()
+    def _leave(self, end: _End) -> None:
+        """End a connection for both ends. The last call to leave closes it, when no thread uses it any more."""
+        with self._changed:
+            end.has_ended = end.has_left = True
+            both = [one for one in (end, end.peer) if one is not None]
+            for one in both:
+                one.close()
+            if end in self._waiting[end.link]:
+                self._waiting[end.link].remove(end)
+            if all(one.has_left for one in both):
+                for one in both:
+                    one.discard()
 
 
-class _Half:
-    """One end of a relayed connection, and the frames on their way to it."""
+class _End:
+    """One end of a relayed connection."""
 
-    def __init__(self, caller: str, link: str, cut: Callable[[], object]) -> None:
-        """`cut` ends its call."""
-        self.caller, self.link, self.cut = caller, link, cut
-        self.peer: _Half | None = None
+    def __init__(self, link: str, changed: threading.Condition) -> None:
+        """`changed`: lock of all ends."""
+        self.link = link
+        self.peer: _End | None = None
+        self.look_at = 0.0
+        """Time at which it is checked next whether its member is admitted."""
         self.is_closed = False
-        self.is_over = threading.Event()
-        """Ends its call."""
-        self.complaint: Refused | None = None
-        self._frames: deque[bytes] = deque()
-        self._held, self._taken, self._due = 0, 0, 0
-        """Credit that its unread frames cost, credit that it has not granted back yet, and empty frames to send."""
-        self._changed = threading.Condition()
+        """Whether it was cut."""
+        self.has_ended = False
+        """Whether no byte follows from it."""
+        self.has_left = False
+        """Whether its call no longer uses the connections."""
+        self._changed = changed
+        self._connection: socket.socket | None = None
 
-    def say(self, frame: bytes) -> bool:
-        """Pass a frame to the other end; return False if that is gone. Raises MalformedMessage."""
-        if not 0 < len(frame) <= CARRIED_BYTES:
-            raise MalformedMessage(f"found a frame of {len(frame)} bytes, expected 1 to {CARRIED_BYTES}")
-        peer = self.peer
-        if self.is_closed:
-            return False
-        if peer is None:
-            raise MalformedMessage("found a frame before the other end was connected, expected none")
-        return peer.put(frame)
-
-    def put(self, frame: bytes) -> bool:
-        """Keep a frame for this end; return False if it is gone. Raises MalformedMessage beyond the sender's credit."""
+    def take(self, connection: socket.socket) -> None:
+        """Take the connection that showed the key of this end."""
+        connection.settimeout(LOOK_SECONDS)
         with self._changed:
-            if self._held + cost_of(frame) > CREDIT:
-                raise MalformedMessage(f"found more than {CREDIT} bytes at once, expected at most the credit")
-            if not self.is_closed:
-                self._held += cost_of(frame)
-                self._frames.append(frame)
-                self._changed.notify_all()
-            return not self.is_closed
-
-    def earn(self, frames: int) -> None:
-        """Grant credit to this end, by so many empty frames."""
-        with self._changed:
-            self._due += frames
+            if self.is_closed:
+                connection.close()
+                return
+            self._connection = without_delay(connection)
             self._changed.notify_all()
 
-    def frames(self) -> Iterator[bytes]:
-        """Yield frames as they come until the end is closed, and then those in transit."""
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self.is_closed or self._frames or self._due)
-                if self._due:
-                    self._due -= 1
-                    frame = b""
-                elif self._frames:
-                    frame = self._frames.popleft()
-                else:
-                    return
-            yield frame
-            if frame:
-                self._take(cost_of(frame))
-
-    def _take(self, cost: int) -> None:
-        """Note that this end has received a frame."""
+    def connected(self) -> socket.socket:
+        """Return the connection once it is there. Raises AskAgain."""
         with self._changed:
-            self._held -= cost
-            full, self._taken = divmod(self._taken + cost, TAKEN_BYTES)
-            peer = self.peer
-        if full and peer is not None:
-            peer.earn(full)
-
-    def forget(self) -> None:
-        """Drop the references between both ends, which would keep megabytes until the garbage collector runs."""
-        with self._changed:
-            self._frames.clear()
+            self._changed.wait_for(lambda: self.is_closed or self._connection is not None, LONGEST_WAIT)
+            if self.is_closed or self._connection is None:
+                raise AskAgain(f"an end of {self.link} did not dial the relay's port")
+            return self._connection
 
     def close(self) -> None:
-        """Close this end: no frame follows."""
+        """Cut the connection. Its descriptor stays open for the threads that use it."""
         with self._changed:
             self.is_closed = True
+            if self._connection is not None:
+                cut(self._connection)
             self._changed.notify_all()
+
+    def discard(self) -> None:
+        """Close the connection, which no thread uses, and drop the references between both ends."""
+        self.peer = None
+        if self._connection is not None:
+            self._connection.close()

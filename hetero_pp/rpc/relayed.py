@@ -1,36 +1,41 @@
 """Stage links through the relay of the exchange: both ends dial the exchange, and no port is open.
 
-gRPC connects to addresses. So the dialling stage connects to a socket of its own machine, whose bytes go to the relay
-as far as there is credit. At the other stage, the bytes from the relay go to a connection to its listener.
+gRPC connects to addresses. So the dialling stage connects to a socket of its own machine, whose bytes go to the relay.
+At the other stage, the bytes from the relay go to a connection to its listener.
 """
 
 from __future__ import annotations
 
-import select
 import shutil
 import socket
+import sys
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
+from typing import Any
 
 import grpc
 
 from hetero_pp.config.links import EXCHANGE
-from hetero_pp.core.sockets import socket_folder
+from hetero_pp.core.proxies import route_to
+from hetero_pp.core.sockets import host_and_port, socket_folder
+from hetero_pp.messages.messages_pb2 import RelayedLink, RelayPlace
 from hetero_pp.rpc.callers import shown
 from hetero_pp.rpc.channels import make_channel
 from hetero_pp.rpc.credentials import Credentials
-from hetero_pp.rpc.relay import CARRIED_BYTES, LINK, SERVICE, TAKEN_BYTES, cost_of
-from hetero_pp.rpc.services import IncomingFrames, calls_of
+from hetero_pp.rpc.pass_on import cut, pass_on_both_ways, without_delay
+from hetero_pp.rpc.relay import SERVICE
+from hetero_pp.rpc.services import calls_of
 
 _AGAIN_SECONDS = 0.5
 """Pause in seconds before a relay that is gone is called again."""
-_MANY_BYTES = 64 << 10
-"""Bytes received at once after which more are likely to come."""
-_MORE_MILLISECONDS = 1
-"""Time to wait for them."""
+_SECONDS_TO_DIAL = 10.0
+"""Seconds for the relay's port to answer."""
 _UNIX = "unix:"
+
+Carrying = Any
+"""Open call of the relay, which is a grpc.Call and an iterator."""
 
 
 class LocalAddress:
@@ -56,18 +61,57 @@ class Relayed:
     def __init__(self, exchange: str, credentials: Credentials, link: str) -> None:
         """`exchange`: HOST:PORT; `credentials`: the member's, with an identity."""
         self.link = link
-        self._metadata = ((LINK, link), *shown(credentials))
+        self._exchange, self._credentials = exchange, credentials
         self._channel = make_channel(exchange, credentials.identity, EXCHANGE)
-        self._carry: grpc.StreamStreamMultiCallable[bytes, bytes] = calls_of(SERVICE, self._channel)["Carry"]
+        self._carry: Callable[..., Carrying] = calls_of(SERVICE, self._channel)["Carry"]
         self._is_closed = threading.Event()
+        self._has_complained = False
 
     def close(self) -> None:
         """Cut the connections, and relay nothing more."""
         self._is_closed.set()
         self._channel.close()
 
-    def _open(self) -> _Connection:
-        return _Connection(lambda frames: self._carry(frames, metadata=self._metadata))
+    def _meet(self) -> tuple[Carrying, RelayPlace]:
+        """Wait for the other end; return the call and where to connect. Raises grpc.RpcError or StopIteration."""
+        call = self._carry(RelayedLink(link=self.link), metadata=shown(self._credentials))
+        try:
+            return call, next(call)
+        except (grpc.RpcError, StopIteration):
+            call.cancel()
+            raise
+
+    def _relay(self, call: Carrying, place: RelayPlace, connection: socket.socket) -> None:
+        """Relay a connection of this machine until one side or the call ends, and close it."""
+        try:
+            with connection, self._dial_relay(place) as relay:
+                for one in (connection, relay):
+                    if not call.add_callback(partial(cut, one)):
+                        return
+                pass_on_both_ways(connection, relay)
+        except OSError:
+            pass
+        finally:
+            call.cancel()
+
+    def _dial_relay(self, place: RelayPlace) -> socket.socket:
+        """Return a connection to the relay's port, after its key was sent. Raises OSError."""
+        host = host_and_port(self._exchange)[0]
+        address = f"[{host}]:{place.port}" if ":" in host else f"{host}:{place.port}"
+        try:
+            connection = route_to(address).connect(address, _SECONDS_TO_DIAL)
+            connection.settimeout(None)
+            without_delay(connection).sendall(place.key)
+        except OSError as error:
+            self._complain(f"cannot connect to the relay at {address}, the exchange's second port: {error}")
+            raise
+        return connection
+
+    def _complain(self, reason: str) -> None:
+        """Print once why the link cannot be relayed. Afterwards it is tried again and again."""
+        if not self._has_complained and not self._is_closed.is_set():
+            self._has_complained = True
+            print(f"{self._credentials.name}: {reason}", file=sys.stderr, flush=True)
 
 
 class RelayedDialler(Relayed):
@@ -87,8 +131,7 @@ class RelayedDialler(Relayed):
         return str(self._address)
 
     def close(self) -> None:
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        cut(self._socket)  # wakes the thread that accepts
         self._socket.close()
         self._address.close()
         super().close()
@@ -100,8 +143,8 @@ class RelayedDialler(Relayed):
                 threading.Thread(target=self._dial, args=(connection,), name="relayed", daemon=True).start()
 
     def _dial(self, connection: socket.socket) -> None:
-        with connection, suppress(ValueError):  # closed meanwhile
-            self._open().join(connection)
+        with connection, suppress(grpc.RpcError, StopIteration, ValueError):  # the relay is gone, or this end closed
+            self._relay(*self._meet(), connection)
 
 
 class RelayedListener(Relayed):
@@ -116,103 +159,21 @@ class RelayedListener(Relayed):
     def _listen(self) -> None:
         while not self._is_closed.is_set():
             try:
-                relayed = self._open()
-                relayed.meet()
+                met = self._meet()
             except (grpc.RpcError, StopIteration, ValueError) as error:
                 if not (isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED):
                     self._is_closed.wait(_AGAIN_SECONDS)
                 continue
-            threading.Thread(target=self._join, args=(relayed,), name="relayed", daemon=True).start()
+            threading.Thread(target=self._join, args=met, name="relayed", daemon=True).start()
 
-    def _join(self, relayed: _Connection) -> None:
-        """Connect each relayed connection to this member's listener."""
+    def _join(self, call: Carrying, place: RelayPlace) -> None:
+        """Connect a relayed connection to this member's listener."""
         try:
             connection = _connected(self._listens)
         except OSError:
-            relayed.cut()
+            call.cancel()
             return
-        with connection:
-            relayed.join(connection)
-
-
-class _Connection:
-    """One connection through the relay."""
-
-    def __init__(self, carry: Callable[[Iterator[bytes]], IncomingFrames]) -> None:
-        self._changed = threading.Condition()
-        self._credit, self._is_cut = 0, False
-        self._connection: Future[socket.socket] = Future()
-        """Connection on this machine whose bytes are relayed."""
-        self._frames = carry(self._said())
-
-    def meet(self) -> None:
-        """Wait for the other end. Raises grpc.RpcError or StopIteration if it does not come."""
-        try:
-            next(self._frames)
-            self._earn()
-        except (grpc.RpcError, StopIteration):
-            self.cut()
-            raise
-
-    def join(self, connection: socket.socket) -> None:
-        """Pass on bytes in both directions until either side is cut."""
-        self._connection.set_result(connection)
-        try:
-            for frame in self._frames:
-                if frame:
-                    connection.sendall(frame)
-                else:
-                    self._earn()
-        except (grpc.RpcError, OSError):
-            pass
-        finally:
-            self.cut()
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-
-    def cut(self) -> None:
-        """Cut both sides."""
-        with self._changed:
-            self._is_cut = True
-            self._changed.notify_all()
-        self._connection.cancel()
-        self._frames.cancel()
-
-    def _earn(self) -> None:
-        with self._changed:
-            self._credit += TAKEN_BYTES
-            self._changed.notify_all()
-
-    def _said(self) -> Iterator[bytes]:
-        """Yield the bytes of the connection, as far as there is credit, until it is cut."""
-        with suppress(OSError, CancelledError):
-            for said in _frames_of(self._connection.result()):
-                if not self._spend(cost_of(said)):
-                    return
-                yield said
-
-    def _spend(self, cost: int) -> bool:
-        """Wait for so much credit; return False once the connection is cut."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_cut or self._credit >= cost)
-            self._credit -= cost
-            return not self._is_cut
-
-
-def _frames_of(connection: socket.socket) -> Iterator[bytes]:
-    """Yield the bytes of a connection until it ends, at most CARRIED_BYTES at once. Raises OSError.
-
-    A socket holds less than that. So after many bytes more are awaited, for a moment, as long as many come.
-    """
-    room = memoryview(bytearray(CARRIED_BYTES))
-    more = select.poll()
-    more.register(connection, select.POLLIN)
-    while came := connection.recv_into(room):
-        count = came
-        while came >= _MANY_BYTES and count < CARRIED_BYTES and more.poll(_MORE_MILLISECONDS):
-            came = connection.recv_into(room[count:])
-            count += came
-        yield bytes(room[:count])
+        self._relay(call, place, connection)
 
 
 def _connected(address: str) -> socket.socket:

@@ -88,7 +88,7 @@ def own_configuration(
             "store": StoreSettings(),
             "states": config.states.model_copy(update={"to": "folder"}),
             "model": config.model.model_copy(update={"weights": None}),
-            "exchange": config.exchange.model_copy(update={"listen": _NOWHERE, "insecure": False}),
+            "exchange": config.exchange.model_copy(update={"listen": _NOWHERE, "relay": None, "insecure": False}),
             "data": _own_data(config, data, tokenizer),
             "replicas": [_here(replica, member, device) for replica in config.replicas],
         }

@@ -33,8 +33,8 @@ from hetero_pp.store.opening import folder_of
 
 TRANSFER_SECONDS_A_GIGABYTE = 2.0
 """CPU seconds of a TLS stream, both ends: benchmarks/results/link_amd-epyc_2026-11-26.json, messages of 4 MiB."""
-RELAY_SECONDS_A_GIGABYTE = 7.7
-"""CPU seconds to relay traffic, both ends included: benchmarks/results/link_amd-epyc_2026-11-26.json, 4 MiB."""
+RELAY_SECONDS_A_GIGABYTE = 4.0
+"""CPU seconds to relay traffic, both ends included: benchmarks/results/link_intel-xeon_2026-11-27.json, 4 MiB."""
 CALL_SECONDS = 1.1e-3
 """CPU seconds of a call that submits or fetches blobs, beside their bytes: benchmarks/exchange_load.py, 2 to 8 members.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import grpc
@@ -22,6 +22,7 @@ from hetero_pp.rpc.callers import Callers, RemoteCaller, shown_certificate
 from hetero_pp.rpc.certificates import Authority, certified_key, digest_of, requested_key
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, version_complaint
 from hetero_pp.rpc.probe import BUSY, MEASURE_SECONDS, PROBE_SECONDS, Probe, answer_measurement
+from hetero_pp.rpc.relay import Relay
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.lobby import Lobby
 from replica_groups.exchange.memberships import LEFT, Holder, Memberships
@@ -72,11 +73,10 @@ class Admission:
         authority: Authority,
         callers: Callers,
         exchange: Exchange,
-        relayed: Callable[[str], int],
+        relay: Relay | None,
     ) -> None:
-        """`relayed`: member -> bytes through the relay."""
         self._host, self._told, self._lobby, self._unnamed = house.host, house.told, house.lobby, house.unnamed
-        self._authority, self._callers, self._exchange, self._relayed = authority, callers, exchange, relayed
+        self._authority, self._callers, self._exchange, self._relay = authority, callers, exchange, relay
         self._seating = threading.Lock()
         """Held from the choice of a free slot until it is taken."""
         self._measuring = threading.Lock()
@@ -179,6 +179,7 @@ class Admission:
                 for place in status.places
                 if place.replica in groups and place.name not in slots and place.address not in ("", RELAYED)
             },
+            relay_port=0 if self._relay is None else self._relay.port,
         )
 
     def _slots_of(self, caller: RemoteCaller) -> tuple[Sequence[str], str]:
@@ -233,5 +234,5 @@ class Admission:
         for place in reply.places:
             holder = self._host.held_by(place.name)
             place.holder = 0 if holder is None else holder.number
-            place.relayed_bytes = self._relayed(place.name)
+            place.relayed_bytes = 0 if self._relay is None else self._relay.carried_for(place.name)
         return reply

@@ -33,6 +33,7 @@ from hetero_pp.rpc.callers import Callers, RemoteCaller, claimed
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_server
 from hetero_pp.rpc.credentials import Secret
 from hetero_pp.rpc.framing import header_and_payload_frames, read_frames, read_into
+from hetero_pp.rpc.meeting_point import MeetingPoint
 from hetero_pp.rpc.permissions import CALLS, Whose, require_call, require_process, require_report
 from hetero_pp.rpc.plain_text import make_plain, plain
 from hetero_pp.rpc.reach import Reach
@@ -82,11 +83,13 @@ def serve_exchange(
     most_open: int = MOST_OPEN,
     encrypted: bool = False,
     open_house: OpenHouse | None = None,
+    meeting_point: MeetingPoint | None = None,
 ) -> tuple[grpc.Server, int]:
     """Serve an exchange at HOST:PORT to callers with credentials of the secret; return the server and its port.
 
     `most_open`: calls that one caller may have open. `encrypted`: use TLS. `open_house`: also serve ticket holders,
-    which needs TLS. Raises OSError if the port is busy.
+    which needs TLS. `meeting_point`: also relay links, which needs TLS; the caller closes it after the server. Raises
+    OSError if the port is busy.
     """
     guests = None if open_house is None else open_house.host
     if guests is not None:
@@ -98,11 +101,13 @@ def serve_exchange(
         return make_server(listen, [servicer.handler()], threads)
     if exchange.showing is not None:
         exchange.showing.authority, exchange.showing.guests = secret.authority.certificate.encode(), guests
-    relay = Relay(servicer.callers, exchange.roster.counts, servicer)
-    threads += MOST_CARRIED * len(exchange.roster.members)
-    handlers = [servicer.handler(), service_handler(RELAY, relay, servicer, MOST_CARRIED)]
+    handlers = [servicer.handler()]
+    relay = None if meeting_point is None else Relay(servicer.callers, exchange.roster.counts, servicer, meeting_point)
+    if relay is not None:
+        threads += MOST_CARRIED * len(exchange.roster.members)
+        handlers.append(service_handler(RELAY, relay, servicer, MOST_CARRIED))
     if open_house is not None:
-        admission = Admission(open_house, secret.authority, servicer.callers, exchange, relay.carried_for)
+        admission = Admission(open_house, secret.authority, servicer.callers, exchange, relay)
         of_tickets = {
             call: MOST_OPEN_OF_TICKETS for call, whose in CALLS.items() if whose in (Whose.TICKET, Whose.ANYONE)
         }

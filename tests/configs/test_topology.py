@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hetero_pp.config.links import LinkSettings
-from hetero_pp.config.topology import BoundarySettings
+from hetero_pp.config.topology import BoundarySettings, ExchangeSettings
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
@@ -90,3 +90,19 @@ def test_engines_with_keys_of_their_own_refuse_those_of_torch(engine: str, setti
         with pytest.raises(ConfigError) as refused:
             config.check()
         assert (refused.value.key, refused.value.message) == (("replicas", 0, key), told)
+
+
+@pytest.mark.parametrize(
+    ("listen", "relay", "found"),
+    [
+        ("0.0.0.0:47600", None, "0.0.0.0:47601"),
+        ("[::]:47600", None, "[::]:47601"),
+        ("host.example:65535", None, "host.example:65534"),
+        ("0.0.0.0:0", None, "0.0.0.0:0"),
+        ("127.0.0.1:47600", None, "127.0.0.1:0"),
+        ("0.0.0.0:47600", "10.0.0.1:443", "10.0.0.1:443"),
+    ],
+)
+def test_where_the_relay_listens(listen: str, relay: str | None, found: str) -> None:
+    """By default beside the exchange. On loopback nobody has to open the port, so that any free one does."""
+    assert ExchangeSettings(listen=listen, relay=relay).relays_at == found

@@ -122,7 +122,7 @@ def test_manifests_are_valid() -> None:
     [run] = (one for one in manifests if one["kind"] == "ConfigMap")
     assert RunConfig.model_validate(YAML(typ="safe").load(run["data"]["hosts.yaml"])).name == "hosts"
     [service] = (one for one in manifests if one["kind"] == "Service")
-    assert {one["port"] for one in service["spec"]["ports"]} == {47600, 9464}
+    assert {one["port"] for one in service["spec"]["ports"]} == {47600, 47601, 9464}
 
 
 def test_options_of_the_examples_exist() -> None:

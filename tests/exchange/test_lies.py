@@ -67,7 +67,6 @@ METHODS: Mapping[str, MethodDescriptor] = {
 FRAMES: Mapping[str, list[bytes]] = {
     "Probe": [bytes(PROBE_BYTES // 16)] * 16,
     "Measure": [bytes(PROBE_BYTES // 16)] * 16,
-    "Carry": [bytes(1000)],
 }
 """Valid frames of the calls that send raw frames."""
 
@@ -113,7 +112,7 @@ class Liar:
         """Return a valid call that `c` is allowed to make but does not make in this run."""
         path = call_path(METHODS[method].containing_service, method)
         if method in FRAMES:
-            return Call(path, None, FRAMES[method], (("link", "c-exchange"), *call.metadata))
+            return Call(path, None, FRAMES[method], call.metadata)
         message = TEMPLATES[method](self._run) if method in TEMPLATES else None
         assert message is not None, f"no honest call of {method} to lie about: add one to TEMPLATES"
         frames = [message.SerializeToString()]
@@ -189,6 +188,7 @@ TEMPLATES: Mapping[str, Callable[[LyingRun], Any]] = {
     "Preview": lambda run: pb.PreviewRequest(),
     "Broken": lambda run: pb.BrokenRequest(epoch=run.exchange.coordinator.replicas["c"].epoch, cause="made up"),
     "Died": lambda run: pb.DiedRequest(member="c", cause="made up", term=run.exchange.coordinator.places["c"].term),
+    "Carry": lambda run: pb.RelayedLink(link="c-exchange"),
     "Give": lambda run: pb.GiveRequest(),
 }
 """Valid requests of methods that members may call but do not call in a run of datacenter replicas.

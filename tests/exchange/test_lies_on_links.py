@@ -5,15 +5,17 @@ No value may change the result, stall the run or fail it, nor make the honest st
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import grpc
 from lying_run import LyingRun, Replacer, lying_spec
+from members import TIMEOUT
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from lies import Call, fields_of, link_lies, lying, raw_lies
@@ -22,22 +24,25 @@ from hetero_pp.config.links import EXCHANGE
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.rpc import neighbour
 from hetero_pp.rpc.channels import make_channel
-from hetero_pp.rpc.relay import LINK
+from hetero_pp.rpc.meeting_point import KEY_BYTES
 from hetero_pp.rpc.relay import SERVICE as RELAY
-from hetero_pp.rpc.services import call_path
+from hetero_pp.rpc.services import calls_of
 from hetero_pp.rpc.stage_link import StageLinkServer
 
 GROUP = {"kind": "participants", "stages": 2, "boundary": {"rank": "1/4"}}
 
 
 def misuses_relay(run: LyingRun, call: Call) -> None:
-    """Send the relay frames that no honest stage sends, for the member's own link and for others."""
+    """Ask the relay for the member's own link and for others, and send its port what no honest stage sends."""
     with closing(make_channel(run.address, run.credentials["c.0"].identity, EXCHANGE)) as channel:
-        carry: Any = channel.stream_stream(call_path(RELAY, "Carry"))
-        for link in ("c.0-1", "d.0-1", "a-exchange", ""):
-            calls = [carry(iter(frames), metadata=((LINK, link), *call.metadata)) for _, frames in raw_lies([b"x" * 9])]
-            for one in calls:
-                one.cancel()
+        carry = calls_of(RELAY, channel)["Carry"]
+        for link in ("c.0-1", "d.0-1", "a-exchange", "", "x" * 100_000):
+            carry(pb.RelayedLink(link=link), metadata=call.metadata).cancel()
+            for _, frames in raw_lies([b"x" * KEY_BYTES]):
+                # A connection is closed as soon as its key is known to be wrong.
+                dialled = socket.create_connection(("127.0.0.1", run.meeting_point.port), TIMEOUT)
+                with dialled as connection, suppress(OSError):
+                    connection.sendall(b"".join(frames))
 
 
 def test_no_lie_on_a_stage_link_bends_stalls_or_ends_a_run(corpus: Path, tmp_path: Path) -> None:

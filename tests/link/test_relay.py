@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -22,12 +23,12 @@ from members import TIMEOUT
 from small_run import Run
 
 from hetero_pp.config.links import EXCHANGE, RELAYED, LinkShape, LinkSpec
-from hetero_pp.core.errors import LinkTimeout, MalformedMessage, Refused
+from hetero_pp.core.errors import LinkTimeout, Refused
 from hetero_pp.link.protocol import Message
 from hetero_pp.link.shared_lines import Lines
-from hetero_pp.messages.messages_pb2 import LinkHeader
+from hetero_pp.messages.messages_pb2 import LinkHeader, RelayedLink, RelayPlace
 from hetero_pp.messages.refusals import Kind
-from hetero_pp.rpc import channels, relay
+from hetero_pp.rpc import meeting_point, pass_on, relay
 from hetero_pp.rpc import relayed as relayed_module
 from hetero_pp.rpc.callers import Metadata, RemoteCaller, shown
 from hetero_pp.rpc.certificates import Identity, as_text, new_key
@@ -35,8 +36,9 @@ from hetero_pp.rpc.channels import make_channel
 from hetero_pp.rpc.connections import NetworkConnections
 from hetero_pp.rpc.credentials import LinkCredentials, Secret
 from hetero_pp.rpc.link_end import GrpcLinkEnd, LinkSide
+from hetero_pp.rpc.meeting_point import MeetingPoint
 from hetero_pp.rpc.relayed import LocalAddress, RelayedDialler, RelayedListener
-from hetero_pp.rpc.services import call_path
+from hetero_pp.rpc.services import calls_of
 from hetero_pp.rpc.stage_link import StageLinkDialer, StageLinkServer
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
@@ -58,9 +60,14 @@ class Relayed:
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.run, self._stack = Run(folder, {"home": 2, "dc": 1}), stack
+        self._kept: list[Carried] = []
         self.run.exchange.roster = replace(self.run.roster, counts=COUNTS)
+        self.meeting_point = MeetingPoint("127.0.0.1:0")
+        stack.callback(self.meeting_point.close)
         with mock.patch("replica_groups.exchange.server.Relay", self._make_relay):
-            server, port = serve_exchange(self.run.exchange, SECRET, "127.0.0.1:0", encrypted=True)
+            server, port = serve_exchange(
+                self.run.exchange, SECRET, "127.0.0.1:0", encrypted=True, meeting_point=self.meeting_point
+            )
         stack.callback(lambda: server.stop(None).wait(TIMEOUT))
         self.exchange = f"127.0.0.1:{port}"
         self.proxy = CuttingProxy(self.exchange)
@@ -110,14 +117,20 @@ class Relayed:
         credentials = SECRET.credentials(name, encrypted=True)
         channel = make_channel(self.exchange, credentials.identity, EXCHANGE)
         self._stack.callback(channel.close)
-        return Carried(channel, ((relay.LINK, link), *shown(credentials)))
+        return Carried(channel, shown(credentials), link)
 
     def connections(self, spec: RunSpec, member: str, listen: str = "") -> NetworkConnections:
         """Return the connections of a member of a whole run."""
         credentials = SECRET.credentials(member, encrypted=True)
         return NetworkConnections(spec, spec.members[member], self.exchange, credentials, Lines(), listen=listen)
 
-    def newest(self) -> relay._Half | None:
+    def met(self) -> tuple[socket.socket, socket.socket]:
+        """Return the connections of both ends of one relayed connection: of the dialling end, and of the other one."""
+        waits, dials = self.carry("home.1"), self.carry("home.0")
+        self._kept += [waits, dials]  # calls without references are cancelled
+        return self._stack.enter_context(dials.meet()), self._stack.enter_context(waits.meet())
+
+    def newest(self) -> relay._End | None:
         """Return the end that waits to be dialled and came last."""
         waiting = self.relay._waiting[LINK.name]
         return waiting[-1] if waiting else None
@@ -127,43 +140,45 @@ class Relayed:
 
 
 class Carried:
-    """A raw call of the relay."""
+    """A raw call of the relay, and its connection."""
 
-    def __init__(self, channel: grpc.Channel, metadata: Metadata) -> None:
-        call: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(call_path(relay.SERVICE, "Carry"))
-        self._to_say: SimpleQueue[bytes] = SimpleQueue()
-        self._frames = call(self._saying(), metadata=metadata, wait_for_ready=True, timeout=TIMEOUT)
+    def __init__(self, channel: grpc.Channel, metadata: Metadata, link: str) -> None:
+        call = calls_of(relay.SERVICE, channel)["Carry"]
+        self._call = call(RelayedLink(link=link), metadata=metadata, wait_for_ready=True, timeout=TIMEOUT)
 
-    def say(self, *frames: bytes) -> None:
-        """Send frames, with or without credit."""
-        for frame in frames:
-            self._to_say.put(frame)
+    def place(self) -> RelayPlace:
+        """Wait for the other end, and return where to connect."""
+        found = next(self._call)
+        assert isinstance(found, RelayPlace)
+        return found
 
-    def meet(self) -> Carried:
-        """Read the credit that both ends get at first."""
-        for _ in range(relay.CREDIT // relay.TAKEN_BYTES):
-            assert self.hear() == b""
-        return self
-
-    def hear(self) -> bytes:
-        """Return the next frame, which may be one of credit."""
-        return next(self._frames)
+    def meet(self) -> socket.socket:
+        """Wait for the other end, and connect."""
+        place = self.place()
+        connection = socket.create_connection(("127.0.0.1", place.port), TIMEOUT)
+        connection.sendall(place.key)
+        return connection
 
     def leave(self) -> None:
         """Cancel the call, as if the process had gone."""
-        self._frames.cancel()
+        self._call.cancel()
 
     def code(self) -> grpc.StatusCode:
         """Read to the end and return the status code."""
         with pytest.raises(grpc.RpcError) as error:
-            for _ in self._frames:
+            for _ in self._call:
                 pass
         assert isinstance(error.value, grpc.Call)
         return error.value.code()
 
-    def _saying(self) -> Iterator[bytes]:
-        while True:
-            yield self._to_say.get()
+
+def _heard(connection: socket.socket, count: int) -> bytes:
+    """Return the next bytes of a connection; fewer if it ends before, also if it is cut."""
+    found = bytearray()
+    with suppress(ConnectionResetError):
+        while len(found) < count and (some := connection.recv(count - len(found))):
+            found += some
+    return bytes(found)
 
 
 @pytest.fixture
@@ -189,13 +204,14 @@ def _expect(end: GrpcLinkEnd, steps: range, size: int = 1000) -> None:
 
 
 def test_messages_cross_and_the_relay_reads_none_of_them(relayed: Relayed) -> None:
-    seen, put = list[bytes](), relay._Half.put
+    seen, send = list[bytes](), pass_on._send
 
-    def spied(half: relay._Half, frame: bytes) -> bool:
-        seen.append(frame)
-        return put(half, frame)
+    def spied(target: socket.socket, rest: memoryview, check: pass_on.Check) -> None:
+        if target.family == socket.AF_INET and target.getsockname()[1] == relayed.meeting_point.port:
+            seen.append(bytes(rest))
+        send(target, rest, check)
 
-    with mock.patch.object(relay._Half, "put", spied):
+    with mock.patch.object(pass_on, "_send", spied):
         server = relayed.listen()
         above = relayed.dial()
         below = server.accept(TIMEOUT)
@@ -206,7 +222,7 @@ def test_messages_cross_and_the_relay_reads_none_of_them(relayed: Relayed) -> No
         _expect(above, range(20))
     assert above.ledger.of_round(0).messages == 20
     carried = b"".join(seen)
-    assert len(carried) > 40 * 1000
+    assert 40 * 1000 < len(carried) <= relayed.relay.carried_for("home.0")
     assert carried[:3] in (b"\x16\x03\x01", b"\x16\x03\x03")  # a TLS handshake is the first message
     for text in (b"home.0-1", b"hetero_pp.StageLink", b"PRI * HTTP/2.0", bytes([7]) * 100):
         assert text not in carried, "the relay could read what it carries"
@@ -264,127 +280,187 @@ def test_who_is_no_end_of_a_link_is_refused_and_counted(relayed: Relayed, name: 
     assert relayed.refusals() == {Kind.FORBIDDEN: 1}
 
 
-@pytest.mark.parametrize("frame", [bytes(relay.CARRIED_BYTES + 1), b""], ids=["too large", "empty: the relay's credit"])
-def test_a_frame_of_another_size_ends_the_call_and_is_counted(relayed: Relayed, frame: bytes) -> None:
-    waits, dials = relayed.carry("home.1"), relayed.carry("home.0").meet()
-    dials.say(b"a", frame)
-    assert waits.meet().hear() == b"a"
-    assert dials.code() is grpc.StatusCode.PERMISSION_DENIED
-    with pytest.raises(StopIteration):
-        waits.hear()
-    assert relayed.refusals() == {Kind.MALFORMED: 1}
-
-
-@pytest.mark.parametrize("name", ["home.0", "home.1"])
-def test_who_speaks_before_the_other_end_is_there_is_refused(relayed: Relayed, name: str) -> None:
-    """Neither the call nor its frames are kept."""
-    early = relayed.carry(name)
-    early.say(b"a")
-    assert early.code() is grpc.StatusCode.PERMISSION_DENIED
-    assert relayed.refusals() == {Kind.MALFORMED: 1}
-    assert relayed.newest() is None
-
-
-def test_who_was_taken_back_is_cut_off(relayed: Relayed, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relay, "LOOK_SECONDS", 0.0)
-    waits, dials = relayed.carry("home.1"), relayed.carry("home.0").meet()
-    dials.say(b"a")
-    assert waits.meet().hear() == b"a"
-
-    def let_in(context: grpc.ServicerContext) -> RemoteCaller:
-        raise Refused("home.0: it was taken back")
-
-    monkeypatch.setattr(relayed.relay._callers, "let_in", let_in)
-    dials.say(b"b")
-    assert dials.code() is grpc.StatusCode.PERMISSION_DENIED
-    with pytest.raises(StopIteration):
-        waits.hear()
-
-
-def test_credit_is_what_the_other_end_has_taken(relayed: Relayed) -> None:
-    """An end with credit may send up to that much at once, again and again. Small frames cost more than their size."""
-    waits, dials = relayed.carry("home.1"), relayed.carry("home.0").meet()
-    waits.meet()
-    for size, cost in ((relay.CARRIED_BYTES, relay.CARRIED_BYTES), (100, relay.LEAST_COST)):
-        frames = [bytes([number % 256]) * size for number in range(relay.CREDIT // cost)]
-        for _ in range(2):
-            dials.say(*frames)
-            assert [waits.hear() for _ in frames] == frames
-            assert {dials.hear() for _ in range(relay.CREDIT // relay.TAKEN_BYTES)} == {b""}
+def test_bytes_cross_in_both_directions_and_are_counted(relayed: Relayed) -> None:
+    """An end may close one direction. Its last bytes arrive, and it still gets those of the other end."""
+    above, below = relayed.met()
+    said = bytes(range(256)) * 10_000
+    with ThreadPoolExecutor() as threads:
+        for one, other in ((above, below), (below, above)):
+            sent = threads.submit(one.sendall, said)
+            assert _heard(other, len(said)) == said
+            sent.result(TIMEOUT)
+        above.sendall(b"the last bytes")
+        above.shutdown(socket.SHUT_WR)
+        assert _heard(below, 100) == b"the last bytes"
+        sent = threads.submit(below.sendall, said)
+        assert _heard(above, len(said)) == said
+        sent.result(TIMEOUT)
+    assert relayed.relay.carried_for("home.1") == 3 * len(said) + len(b"the last bytes")
     assert relayed.refusals() == {}
 
 
-def test_an_end_fills_its_frames_while_bytes_keep_coming(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relayed_module, "_MANY_BYTES", 1)
-    monkeypatch.setattr(relayed_module, "_MORE_MILLISECONDS", 1000 * TIMEOUT)
-    said = b"".join(bytes([number % 251]) * 1000 for number in range(1100))
-    here, there = socket.socketpair()
+def test_an_end_that_does_not_read_stops_the_other_one(relayed: Relayed) -> None:
+    """The relay keeps one buffer for each direction, beside those of the system."""
+    above, below = relayed.met()
+    above.setblocking(False)
+    said = bytearray()
+    with suppress(BlockingIOError):
+        for number in range(int(TIMEOUT / 0.05)):
+            select.select([], [above], [], 0.05)
+            some = bytes([number % 251]) * 65_536
+            said += some[: above.send(some)]
+        raise AssertionError("the relay took more than its room")
+    assert len(said) > pass_on.ROOM_BYTES
+    assert _heard(below, len(said)) == said
+    above.setblocking(True)
+    above.sendall(b"more")
+    assert _heard(below, 4) == b"more"
 
-    def say() -> None:
-        with here:
-            here.sendall(said)
 
-    with there, ThreadPoolExecutor() as threads:
-        threads.submit(say)
-        frames = list(relayed_module._frames_of(there))
-    assert [len(frame) for frame in frames] == [relay.CARRIED_BYTES] * 2 + [len(said) - 2 * relay.CARRIED_BYTES]
-    assert b"".join(frames) == said
+def test_a_timeout_loses_and_doubles_no_byte() -> None:
+    """The target takes only parts of what is read at once, and for a while it takes nothing."""
+    said, checked = bytes(range(256)) * 2_000, threading.Semaphore(0)
+    (here, source), (target, there) = socket.socketpair(), socket.socketpair()
+    target.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8_192)
+    for one in (source, target):
+        one.settimeout(0.01)
+    with ThreadPoolExecutor() as threads, here, source, target, there:
+        threads.submit(pass_on.pass_on, source, target, lambda count: checked.release() if count == 0 else None)
+        sent = threads.submit(here.sendall, said)
+        for _ in range(3):
+            assert checked.acquire(timeout=TIMEOUT)
+        assert _heard(there, len(said)) == said
+        sent.result(TIMEOUT)
+        here.shutdown(socket.SHUT_WR)
+        assert _heard(there, 1) == b""
+
+
+def test_who_was_taken_back_is_cut_off(relayed: Relayed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This holds for an end that sends nothing, too."""
+    monkeypatch.setattr(relay, "LOOK_SECONDS", 0.01)
+    waits, dials = relayed.carry("home.1"), relayed.carry("home.0")
+    with dials.meet() as above, waits.meet() as below:
+        above.sendall(b"a")
+        assert _heard(below, 1) == b"a"
+
+        admitted = relayed.relay._callers.let_in
+
+        def let_in(context: grpc.ServicerContext) -> RemoteCaller:
+            if (caller := admitted(context)).name == "home.0":
+                raise Refused("home.0: it was taken back")
+            return caller
+
+        monkeypatch.setattr(relayed.relay._callers, "let_in", let_in)
+        assert _heard(below, 1) == b""
+        assert dials.code() is grpc.StatusCode.PERMISSION_DENIED
+
+
+def test_a_call_that_ends_cuts_its_connection(relayed: Relayed) -> None:
+    """A machine that vanishes is noticed by the pings of its call."""
+    waits, dials = relayed.carry("home.1"), relayed.carry("home.0")
+    with dials.meet() as above, waits.meet() as below:
+        above.sendall(b"a")
+        assert _heard(below, 1) == b"a"
+        dials.leave()
+        assert (_heard(below, 1), _heard(above, 1)) == (b"", b"")
+
+
+def test_an_end_that_does_not_connect_is_asked_for_again(relayed: Relayed) -> None:
+    """Neither its call nor that of the other end stays open, nor does the other connection."""
+    with mock.patch.object(relay, "LONGEST_WAIT", 1.0):
+        waits, dials = relayed.carry("home.1"), relayed.carry("home.0")
+        place = dials.place()
+        with waits.meet() as below:
+            assert {dials.code(), waits.code()} == {grpc.StatusCode.DEADLINE_EXCEEDED}
+            assert _heard(below, 1) == b""
+        with socket.create_connection(("127.0.0.1", place.port), TIMEOUT) as late:
+            late.sendall(place.key)
+            assert _heard(late, 1) == b""
+    assert relayed.refusals() == {}
+
+
+# ---- the port ----
+
+
+def _connected(point: MeetingPoint) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", point.port), TIMEOUT)
 
 
 @pytest.fixture
-def reads_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make unread frames wait at the sender. Otherwise the connection buffers megabytes by itself."""
-    changed: channels.Options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16)]
-    monkeypatch.setattr(channels, "_OPTIONS", [*dict([*channels._OPTIONS, *changed]).items()])
+def point() -> Iterator[MeetingPoint]:
+    found = MeetingPoint("127.0.0.1:0")
+    yield found
+    found.close()
 
 
-@pytest.mark.usefixtures("reads_on_demand")
-def test_who_says_more_than_it_has_credit_for_is_cut(relayed: Relayed) -> None:
-    waits, dials = relayed.carry("home.1"), relayed.carry("home.0").meet()
-    dials.say(*[bytes(relay.CARRIED_BYTES)] * 64)
-    assert dials.code() is grpc.StatusCode.PERMISSION_DENIED
-    assert relayed.refusals() == {Kind.MALFORMED: 1}
-    assert relay.CREDIT <= relayed.relay.carried[LINK.name] <= relay.CREDIT + (1 << 19)
-    assert waits is not dials  # keeps the call alive until here: calls without references are cancelled
+def test_a_key_is_valid_once_and_a_wrong_one_is_counted(relayed: Relayed) -> None:
+    waits, dials = relayed.carry("home.1"), relayed.carry("home.0")
+    place = dials.place()
+    with waits.meet() as below, ExitStack() as stack:
+        first, second, other = (stack.enter_context(_connected(relayed.meeting_point)) for _ in range(3))
+        other.sendall(bytes(len(place.key)))
+        assert _heard(other, 1) == b""
+        first.sendall(place.key + b"hello")
+        assert _heard(below, 5) == b"hello"
+        second.sendall(place.key)
+        assert _heard(second, 1) == b""
+    relayed.wait_until(lambda: relayed.refusals() == {Kind.STRANGER: 2})
 
 
-def test_small_frames_take_credit_for_the_memory_that_they_take() -> None:
-    half = relay._Half("home.1", LINK.name, lambda: None)
-    for _ in range(relay.CREDIT // relay.LEAST_COST):
-        assert half.put(b"a")
-    with pytest.raises(MalformedMessage, match="credit"):
-        half.put(b"a")
+def test_a_key_may_arrive_in_parts_and_what_follows_it_is_not_read(point: MeetingPoint) -> None:
+    taken: SimpleQueue[socket.socket] = SimpleQueue()
+    with point.expecting(taken.put) as key, _connected(point) as caller:
+        for start in range(0, len(key), 5):
+            caller.sendall(key[start : start + 5])
+        caller.sendall(b"and more")
+        with taken.get(timeout=TIMEOUT) as connection:
+            assert _heard(connection, 8) == b"and more"
 
 
-@pytest.mark.usefixtures("reads_on_demand")
-def test_who_reads_nothing_and_says_too_much_is_cut_all_the_same(relayed: Relayed) -> None:
-    """The error waits behind frames that the end does not read."""
-    waits = relayed.carry("home.1")
-    relayed.wait_until(lambda: relayed.newest() is not None)
-    end, dials = relayed.newest(), relayed.carry("home.0").meet()
-    waits.meet().say(*[bytes(relay.CARRIED_BYTES)] * 16)
-    relayed.wait_until(lambda: relayed.relay.carried[LINK.name] == relay.CREDIT)
-    dials.say(*[bytes(relay.CARRIED_BYTES)] * 64)
-    assert end is not None and end.peer is not None
-    assert end.peer.is_over.wait(TIMEOUT / 2)
-    assert relayed.refusals() == {Kind.MALFORMED: 1}
+def test_a_key_that_nobody_expects_any_more_is_not_taken(point: MeetingPoint) -> None:
+    """It is not counted either, because an honest end may be late."""
+    taken, refused = SimpleQueue[socket.socket](), SimpleQueue[str]()
+    point.refuse = refused.put
+    with point.expecting(taken.put) as key:
+        pass
+    for words in (key, bytes(len(key))):
+        with _connected(point) as caller:
+            caller.sendall(words)
+            assert _heard(caller, 1) == b""
+    assert refused.get(timeout=TIMEOUT) == "127.0.0.1"
+    assert (refused.empty(), taken.empty()) == (True, True)
 
 
-@pytest.mark.usefixtures("reads_on_demand")
-def test_who_does_not_read_what_is_left_of_an_end_that_has_gone_is_cut(
-    relayed: Relayed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No peer is left that would read and count what the end sends."""
-    monkeypatch.setattr(relay, "_LAST_FRAMES_SECONDS", 0.2)
-    waits = relayed.carry("home.1")
-    relayed.wait_until(lambda: relayed.newest() is not None)
-    end, dials = relayed.newest(), relayed.carry("home.0").meet()
-    waits.meet()
-    dials.say(*[bytes(relay.CARRIED_BYTES)] * 16)
-    relayed.wait_until(lambda: relayed.relay.carried[LINK.name] == relay.CREDIT)
-    dials.leave()
-    assert end is not None
-    assert end.is_over.wait(TIMEOUT / 2)
+def test_connections_without_a_key_are_closed_in_time(point: MeetingPoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are dropped oldest first, so that a flood of them keeps no caller with a key out."""
+    monkeypatch.setattr(meeting_point, "MOST_UNKNOWN", 3)
+    monkeypatch.setattr(meeting_point, "SECONDS_TO_SHOW", 10 * TIMEOUT)
+    taken: SimpleQueue[socket.socket] = SimpleQueue()
+    with ExitStack() as stack:
+        silent = [stack.enter_context(_connected(point)) for _ in range(5)]
+        assert [_heard(one, 1) for one in silent[:2]] == [b"", b""]
+        with point.expecting(taken.put) as key, _connected(point) as caller:
+            caller.sendall(key)
+            taken.get(timeout=TIMEOUT).close()
+        monkeypatch.setattr(meeting_point, "SECONDS_TO_SHOW", 0.0)
+        stack.enter_context(_connected(point))
+        late = stack.enter_context(_connected(point))
+        assert _heard(late, 1) == b""
+
+
+def test_a_relay_that_cannot_be_reached_is_named(relayed: Relayed, capsys: pytest.CaptureFixture[str]) -> None:
+    """Once, although the link is tried again and again."""
+    relayed.listen()
+    unreachable = mock.patch.object(relayed_module, "route_to", side_effect=OSError("no route to host"))
+    with unreachable, pytest.raises(LinkTimeout, match="did not answer"):
+        relayed.dial(timeout=2.0)
+    said = capsys.readouterr().err
+    port = relayed.meeting_point.port
+    assert f"home.0: cannot connect to the relay at 127.0.0.1:{port}, the exchange's second port: no route" in said
+    assert said.count("home.0: cannot connect") == 1
+
+
+# ---- who meets whom ----
 
 
 def test_who_cannot_be_dialled_where_it_says_is_sought_through_the_relay(
@@ -451,9 +527,10 @@ def test_the_end_that_came_last_is_dialled_and_few_wait(relayed: Relayed) -> Non
         newest = relayed.newest()
         waiting.append(relayed.carry("home.1"))
         relayed.wait_until(lambda newest=newest: relayed.newest() is not newest)  # type: ignore[misc]
-    dials = relayed.carry("home.0").meet()
-    dials.say(b"hello")
-    waiting[5].meet().say(b"and you")
-    assert (waiting[5].hear(), dials.hear()) == (b"hello", b"and you")
+    dials = relayed.carry("home.0")
+    with dials.meet() as above, waiting[5].meet() as below:
+        above.sendall(b"hello")
+        below.sendall(b"and you")
+        assert (_heard(below, 5), _heard(above, 7)) == (b"hello", b"and you")
     for gone in waiting[:2]:
         assert gone.code() is grpc.StatusCode.DEADLINE_EXCEEDED

@@ -45,6 +45,7 @@ from hetero_pp.program.launch.unfinished import Unfinished
 from hetero_pp.rpc import probe
 from hetero_pp.rpc.channels import PROTOCOL_VERSION
 from hetero_pp.rpc.credentials import Secret, new_secret
+from hetero_pp.rpc.meeting_point import MeetingPoint
 from hetero_pp.rpc.probe import Rate
 from hetero_pp.rpc.tickets import Ticket, make_ticket
 from hetero_pp.run.folder import RunFolder
@@ -208,7 +209,7 @@ def test_a_check_that_hangs_delays_no_other() -> None:
 
 def test_a_good_yaml_passes_all_checks_that_it_allows(write: Callable[..., Path]) -> None:
     found = doctor(write())
-    skipped = {"exchange", "clock", "neighbours", "line", "certificate"}
+    skipped = {"exchange", "clock", "neighbours", "relay", "line", "certificate"}
     assert {name for name, one in found.items() if one.state is State.SKIP} == skipped
     assert {one.state for name, one in found.items() if name not in skipped | {"output"}} == {State.OK}
     assert "starts exchange, dc, home.0, home.1 here" in found["settings"].line
@@ -332,7 +333,16 @@ class Served:
 
     def serve(self, stack: ExitStack, house: OpenHouse | None) -> str:
         """Serve the exchange at a further port; return its address."""
-        server, port = serve_exchange(self.exchange, self.secret, "127.0.0.1:0", encrypted=True, open_house=house)
+        self.meeting_point = MeetingPoint("127.0.0.1:0")
+        stack.callback(self.meeting_point.close)
+        server, port = serve_exchange(
+            self.exchange,
+            self.secret,
+            "127.0.0.1:0",
+            encrypted=True,
+            open_house=house,
+            meeting_point=self.meeting_point,
+        )
         stack.callback(lambda: server.stop(None).wait(TIMEOUT))
         return f"127.0.0.1:{port}"
 
@@ -399,10 +409,23 @@ def test_a_host_that_has_joined_checks_its_run(served: Served, host: Path) -> No
     assert found["settings"] == ok("the run homes, which this host joined as home.1, starts home.1 here")
     assert found["text"] == Finding(State.SKIP, "no member that starts here reads the text")
     assert found["certificate"].line == "the certificate of home.1 is valid for 24 h"
-    checks = ("memory", "disk", "exchange", "clock", "neighbours", "line", "leftovers")
+    checks = ("memory", "disk", "exchange", "clock", "neighbours", "relay", "line", "leftovers")
     assert {found[name].state for name in checks} == {State.OK}
+    assert found["relay"] == ok(f"127.0.0.1:{served.meeting_point.port} answers")
     served.memberships.revoke(joined.place)
     assert (doctor("homes", host)["exchange"].state) is State.FAIL
+
+
+def test_a_relay_that_does_not_answer_fails_for_stages_only(served: Served, host: Path) -> None:
+    with ExitStack() as stack, mock.patch.object(served, "meeting_point", None):
+        address, port = served.serve(stack, served.house), served.meeting_point.port
+        served.meeting_point.close()
+        found = doctor(served.ticket("home.1", address=address), host)["relay"]
+        of_whole = doctor(served.ticket("dc", address=address), host)["relay"]
+    assert found.state is State.FAIL
+    assert f"127.0.0.1:{port} does not answer" in found.line
+    assert f"open this port in the firewall and forward it as {port}" in found.line
+    assert of_whole == Finding(State.SKIP, "no stage starts here")
 
 
 def test_the_host_that_serves_checks_its_run(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,10 +165,11 @@ def test_what_to_do_before_the_commands_with_key_and_line(
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "# make one token, and copy it to every host: openssl rand -hex 16 > token"
     assert said[1].startswith(f"# {path}:8: exchange.listen: the exchange listens at `0.0.0.0:47600`; replace EXCHAN")
-    assert said[2] == (
+    assert said[2] == f"# {path}:8: exchange.relay: its relay listens at `0.0.0.0:47601`, which other hosts dial, too"
+    assert said[3] == (
         f"# {path}:16: replicas[1].stages[1].listen: found no address, so home.1 is reached through the exchange"
     )
-    assert all(line.startswith("hetero-pp launch ") for line in said[3:])
+    assert all(line.startswith("hetero-pp launch ") for line in said[4:])
     print_commands(path, ["exchange.listen=127.0.0.1:5"])
     assert (
         "--set exchange.listen=127.0.0.1:5: found `127.0.0.1:5`, expected an address that other hosts can reach"
@@ -186,13 +187,17 @@ def test_check_tries_the_addresses_of_this_host_only(
     stages = 'stages: [{layers: 1, listen: "192.0.2.7:5"}, {layers: 1, listen: "ben.invalid:7"}]'
     path = _config(tmp_path, corpus, f'exchange: {{listen: "127.0.0.1:{own}"}}', stages).path
     monkeypatch.setenv("COLUMNS", "400")
-    print_check(path, [], tmp_path / "runs")
+    relay = free_port()
+    print_check(path, [f"exchange.relay=127.0.0.1:{relay}"], tmp_path / "runs")
     assert (
-        f"Listening: exchange 127.0.0.1:{own} (free on this host), home.0 192.0.2.7:5 (on another host, not "
+        f"Listening: exchange 127.0.0.1:{own} (free on this host), exchange's relay 127.0.0.1:{relay} (free on this "
+        "host), home.0 192.0.2.7:5 (on another host, not "
         "checked here), home.1 ben.invalid:7 (on another host, not checked here)."
     ) in capsys.readouterr().out
-    with taken, pytest.raises(ConfigError, match=r"--set exchange\.listen=127.*: found .* expected a free port"):
-        print_check(path, [f"exchange.listen=127.0.0.1:{taken.getsockname()[1]}"], tmp_path / "runs")
+    with taken:
+        for key in ("listen", "relay"):
+            with pytest.raises(ConfigError, match=rf"--set exchange\.{key}=127.*: found .* expected a free port"):
+                print_check(path, [f"exchange.{key}=127.0.0.1:{taken.getsockname()[1]}"], tmp_path / "runs")
     with pytest.raises(ConfigError, match=r"stages\[0\]\.listen: .*; `launch --print-commands` prints"):
         run_topology(path, [], tmp_path / "runs", in_process=False)
 

@@ -103,11 +103,11 @@ def test_files_and_addresses_of_this_host_are_left_out(tmp_path: Path) -> None:
         model={"preset": "micro", "weights": "/home/anna/model"},
         store={"url": "s3://bucket", "endpoint": "http://169.254.169.254"},
         states={"to": "store"},
-        exchange={"listen": "0.0.0.0:22", "insecure": True},
+        exchange={"listen": "0.0.0.0:22", "relay": "0.0.0.0:23", "insecure": True},
         data={"corpus": "/home/anna/diary.txt"},
     )
     assert (own.model.weights, own.store.url, own.store.endpoint, own.states.to) == (None, None, None, "folder")
-    assert (own.exchange.listen, own.exchange.insecure) == ("127.0.0.1:0", False)
+    assert (own.exchange.listen, own.exchange.relay, own.exchange.insecure) == ("127.0.0.1:0", None, False)
     assert own.replicas[1].listen_of(1) is None  # type: ignore[union-attr]
     assert listen_told(json.dumps(TOLD), "home.1") == "10.0.0.7:22"
     assert own.data.corpus == str(Path("diary.txt").absolute())
@@ -146,6 +146,7 @@ TEXTS = {
     "endpoint": "left out",
     "region": "left out",
     "listen": "left out; that of neighbours is dialled by TLS",
+    "relay": "left out",
     "rendezvous": "refused",
     "deepspeed": "held against a list",
     "device": "one of a few names",

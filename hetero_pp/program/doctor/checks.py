@@ -13,6 +13,7 @@ from hetero_pp.program.doctor.exchange import (
     check_exchange,
     check_neighbours,
     check_proxy,
+    check_relay,
 )
 from hetero_pp.program.doctor.finding import Finding
 from hetero_pp.program.doctor.line import check_line
@@ -33,6 +34,7 @@ OF_A_SUBJECT: Mapping[str, Callable[[Subject], Finding]] = {
     "exchange": check_exchange,
     "clock": check_clock,
     "neighbours": check_neighbours,
+    "relay": check_relay,
     "line": check_line,
     "certificate": check_certificate,
 }

@@ -84,7 +84,7 @@ def check_neighbours(subject: Subject) -> Finding:
         found = {name: told[name] for name in subject.part.spec.members if name in told}
     else:
         part = subject.part
-        found = {one.member: one.address for one in fixed_addresses(part.spec.config) if not one.is_of_this_host}
+        found = {one.name: one.address for one in fixed_addresses(part.spec.config) if not one.is_of_this_host}
         if not found:
             raise NotChecked("the YAML names no address on another host")
     if not found:
@@ -97,6 +97,22 @@ def check_neighbours(subject: Subject) -> Finding:
         why = "it is not started, or a firewall is between; the exchange relays instead"
         return warn(f"{shown} cannot be dialled: {why}")
     return ok(f"dialled {format_names(list(found), _SHOWN)}")
+
+
+def check_relay(subject: Subject) -> Finding:
+    """Dial the port of the relay. A stage needs it unless it reaches its neighbours directly."""
+    if subject.peer is None:
+        raise NotChecked("needs a ticket, or a run whose exchange runs now")
+    port, part = subject.answer.reply.relay_port, subject.part
+    if not port:
+        raise NotChecked("the exchange has no relay")
+    if all(part.spec.members[name].stage is None for name in part.names if name in part.spec.members):
+        raise NotChecked("no stage starts here")
+    address = f"{subject.peer.address.rpartition(':')[0]}:{port}"
+    if _answers(address):
+        return ok(f"{address} answers")
+    mend = f"on the exchange's host, open this port in the firewall and forward it as {port}"
+    return fail(f"{address} does not answer, so stages that cannot dial each other have no link: {mend}")
 
 
 def _without_listeners(part: Part) -> str:

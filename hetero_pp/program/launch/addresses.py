@@ -16,6 +16,8 @@ from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.sockets import host_and_port
 from hetero_pp.run.config import RunConfig
 
+RELAY_KEY = ("exchange", "relay")
+
 
 @dataclass(frozen=True)
 class FixedAddress:
@@ -25,6 +27,11 @@ class FixedAddress:
     member: str
     address: str
     """HOST:PORT"""
+
+    @property
+    def name(self) -> str:
+        """Name for messages."""
+        return f"{self.member}'s relay" if self.key == RELAY_KEY else self.member
 
     @property
     def host(self) -> str:
@@ -75,6 +82,8 @@ def require_relay(config: RunConfig) -> None:
 
 def _addresses(config: RunConfig) -> Iterator[FixedAddress]:
     yield FixedAddress(("exchange", "listen"), EXCHANGE, config.exchange.listen)
+    if not config.exchange.insecure:
+        yield FixedAddress(RELAY_KEY, EXCHANGE, config.exchange.relays_at)
     yield from (FixedAddress(*found) for found in _stages(config) if found[2] != RELAYED)
 
 

@@ -12,6 +12,7 @@ from hetero_pp.config.links import EXCHANGE
 from hetero_pp.config.topology import DatacenterReplica
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.files import print_without_fail
+from hetero_pp.program.launch.addresses import RELAY_KEY, fixed_addresses
 from hetero_pp.program.launch.claim import claim, claim_store
 from hetero_pp.program.launch.hosts import (
     Exchange,
@@ -151,6 +152,11 @@ def _serve(prepared: Prepared, runs: Path, host: Host, resume: bool, invocation:
     def start(spec: RunSpec, folder: RunFolder, on_report: OnReport, resume: Values | None) -> None:
         needed = f"Members need --exchange HOST:{_port(spec)}, and the token in {write_token(folder, token)}"
         announce(f"{needed}; or one ticket for each member, from: hetero-pp invite {name}")
+        for one in fixed_addresses(spec.config):
+            if one.key == RELAY_KEY:
+                announce(
+                    f"Stages dial port {one.address.rpartition(':')[2]}, too, to reach each other through this host"
+                )
         launch_exchange(spec, folder, Secret(token), resume, on_report)
 
     with claim(runs.absolute(), name, [EXCHANGE]):

@@ -18,7 +18,7 @@ from hetero_pp.core.errors import ConfigError, RunFailed, RunOver
 from hetero_pp.core.files import write_whole
 from hetero_pp.core.units import format_seconds
 from hetero_pp.messages.messages_pb2 import Report
-from hetero_pp.program.launch.addresses import fixed_addresses
+from hetero_pp.program.launch.addresses import RELAY_KEY, fixed_addresses
 from hetero_pp.program.launch.mode import AS_A_RUN, Mode
 from hetero_pp.program.launch.over import keep_over
 from hetero_pp.program.launch.supervisor import Supervisor
@@ -238,15 +238,18 @@ def _is_on_several_hosts(replica: ReplicaSettings) -> bool:
 def notes(file: ConfigFile) -> list[str]:
     """Return notes on the commands: the token to make, and the addresses to replace, with file and line."""
     found = [f"make one token, and copy it to every host: openssl rand -hex 16 > {TOKEN_FILE}"]
-    exchange, *stages = fixed_addresses(file.config)
+    exchange, *others = fixed_addresses(file.config)
 
     def add(key: Sequence[str | int], note: str) -> None:
         found.append(str(file.located(ConfigError(key, note))))
 
     replace = "replace EXCHANGE_HOST with an address that other hosts can reach"
     add(exchange.key, f"the exchange listens at `{exchange.address}`; {replace}")
-    for one in (exchange, *stages):
-        if one.is_loopback:
+    for one in others:
+        if one.key == RELAY_KEY:
+            add(one.key, f"its relay listens at `{one.address}`, which other hosts dial, too")
+    for one in (exchange, *others):
+        if one.is_loopback and one.key != RELAY_KEY:
             expected = "expected an address that other hosts can reach, unless they use a tunnel"
             add(one.key, f"found `{one.address}`, {expected}")
     for index, replica in enumerate(file.config.replicas):

@@ -43,6 +43,7 @@ from hetero_pp.program.launch.fork_server import begin_forked
 from hetero_pp.program.launch.job import CONSEQUENCE, CRASHED, FAILED, GONE, STOP, Job, RankDied
 from hetero_pp.rpc.connections import NetworkConnections
 from hetero_pp.rpc.credentials import Credentials, Secret
+from hetero_pp.rpc.meeting_point import MeetingPoint
 from hetero_pp.rpc.memory import giving_freed_memory_back
 from hetero_pp.run.read import read_run
 from hetero_pp.run.shared import told_of
@@ -178,7 +179,8 @@ def _run_exchange(own: _Process) -> int:
         secret, most_open = Secret(message["secret"]), MOST_OPEN + _further_nodes(spec)
         opened = (lambda: keep_trying(open_house, _say)) if job.again else open_house
         house = opened() if message["encrypted"] else None
-        server, port = serve_exchange(exchange, secret, listen, most_open, house is not None, house)
+        meeting_point = None if house is None else MeetingPoint(spec.config.exchange.relays_at)
+        server, port = serve_exchange(exchange, secret, listen, most_open, house is not None, house, meeting_point)
     except (OSError, StoreError) as error:
         return own.fails(error)
     _send(own.launcher, address=f"{listen.rsplit(':', 1)[0]}:{port}")
