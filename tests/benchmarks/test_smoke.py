@@ -63,7 +63,7 @@ PRINTED = {
     "strangers": [
         r"forged_hashes: .*'PERMISSION_DENIED': [1-9].*'unexpected': [1-9]",
         r"absurd_reports: .*'OK': [1-9]",
-        r"fuzz: 638 messages.*to its end: True, same bits: True, escaped: \{\}, harm: \{\}\nno hole was found",
+        r"fuzz: 682 messages.*to its end: True, same bits: True, escaped: \{\}, harm: \{\}\nno hole was found",
     ],
     "view": [r"8 members, 2 viewers, \d+ reports/s", r"median \d+ ms", r"takes -?\d+\.\d % of a core", r"load: \d+ kB"],
     "unequal_speeds": [r"time +\d.*%.*\n", r"steps +1\.0 .*%.*\n"],
