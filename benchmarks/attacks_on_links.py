@@ -87,7 +87,7 @@ def misused_relay(target: Target, stretch: Stretch) -> None:
 
 
 class Carrier:
-    """Caller of the relay whose connections send as much as they can and read nothing."""
+    """Caller of the relay. Its connections send as much as they can, and read nothing."""
 
     def __init__(self, channel: grpc.Channel, by: Credentials, address: str, stretch: Stretch) -> None:
         self._carry = calls_of(RELAY, channel)["Carry"]

@@ -38,7 +38,7 @@ class MeetingPoint:
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
         self.refuse: Callable[[str], None] = lambda peer: None
-        """Counts a connection with a key that is not expected; `peer` is its address."""
+        """Counts a connection with a whole key that is not expected; `peer` is its address."""
         self._lock = threading.Lock()
         self._expected: dict[bytes, Take] = {}
         self._former: deque[bytes] = deque(maxlen=_FORMER_KEYS)
@@ -93,6 +93,8 @@ class MeetingPoint:
 
     def _hear(self, connection: socket.socket, host: str) -> None:
         """Read what a connection sends until its key is complete. No byte after the key is read."""
+        if connection not in self._unknown:
+            return  # dropped for a newer one, after the selector had found both ready
         shown = self._unknown[connection][1]
         try:
             found = connection.recv(KEY_BYTES - len(shown))
@@ -108,7 +110,7 @@ class MeetingPoint:
             take, is_late = self._expected.pop(key, None), key in self._former
         if take is None:
             self._drop(connection)
-            if not is_late:
+            if len(key) == KEY_BYTES and not is_late:  # others only try whether the port is open
                 self.refuse(host)
             return
         self._selector.unregister(connection)

@@ -431,6 +431,43 @@ def test_a_key_that_nobody_expects_any_more_is_not_taken(point: MeetingPoint) ->
     assert (refused.empty(), taken.empty()) == (True, True)
 
 
+def test_a_connection_that_shows_no_whole_key_is_not_counted(point: MeetingPoint) -> None:
+    """`doctor` connects to see whether the port answers. The connection with a whole key comes after the others."""
+    refused = SimpleQueue[str]()
+    point.refuse = refused.put
+    for words in (b"", b"GET / HTTP/1.1", b"x" * meeting_point.KEY_BYTES):
+        with _connected(point) as caller:
+            caller.sendall(words)
+            caller.shutdown(socket.SHUT_WR)
+            assert _heard(caller, 1) == b""
+    assert refused.get(timeout=TIMEOUT) == "127.0.0.1"
+    assert refused.empty()
+
+
+def test_a_flood_does_not_end_the_port(point: MeetingPoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection is dropped for a newer one although the selector has found it ready, too."""
+    monkeypatch.setattr(meeting_point, "MOST_UNKNOWN", 1)
+    taken = SimpleQueue[socket.socket]()
+    with _connected(point) as silent:
+        is_found, may_go_on, select_ready = threading.Event(), threading.Event(), point._selector.select
+
+        def hold(timeout: float | None = None) -> Any:
+            found = select_ready(timeout)
+            if not is_found.is_set():
+                is_found.set()
+                assert may_go_on.wait(TIMEOUT)
+                found = sorted(select_ready(0), key=lambda one: one[0].fileobj is not point._listener)
+            return found
+
+        monkeypatch.setattr(point._selector, "select", hold)
+        silent.sendall(b"a")
+        assert is_found.wait(TIMEOUT)
+        with point.expecting(taken.put) as key, _connected(point) as caller:
+            may_go_on.set()
+            caller.sendall(key)
+            taken.get(timeout=TIMEOUT).close()
+
+
 def test_connections_without_a_key_are_closed_in_time(point: MeetingPoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are dropped oldest first, so that a flood of them keeps no caller with a key out."""
     monkeypatch.setattr(meeting_point, "MOST_UNKNOWN", 3)
