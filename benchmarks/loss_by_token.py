@@ -1,10 +1,11 @@
-"""Where compression costs loss: by a token's position in its sequence, and by how frequent it is.
+"""Where two rows of a table differ: by a token's position in its sequence, by its frequency, and by what came before.
 
-    python benchmarks/loss_by_token.py [--rows NAME NAME] [--seed N] [--device cpu|cuda] [--json FILE]
+    python benchmarks/loss_by_token.py [--table NAME] [--rows NAME NAME] [--seeds N N] [--device cpu|cuda] [--json FILE]
 
-Trains two rows of `beyond/gap` at scale micro: one without compression and one with. Then it evaluates each token of
-the validation sequences in the forward of the first replica. Positions are grouped by powers of two, and tokens by
-their rank in the training text, the most frequent first. A group's gap is the second row's mean loss less the first's.
+Trains two rows; by default those of `beyond/gap` without compression and with it. Then it evaluates each token of the
+validation sequences in the forward of the first replica. Positions are grouped by powers of two, and tokens by their
+rank in the training text, the most frequent first. A token is a repetition if it followed the token before it earlier
+in its sequence, too: a model can copy it. A group's gap is the second row's mean loss less the first's.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor
 from hetero_pp.data.tokens import TokenStore
 from hetero_pp.research.experiments.catalog import Catalog
 from hetero_pp.research.experiments.corpus import prepare_corpus
+from hetero_pp.research.experiments.request import SCALE
 from hetero_pp.research.experiments.rows import Setting
 from hetero_pp.research.vectorized.all_replicas import AllReplicas
 from hetero_pp.research.vectorized.replica import TableReplica
@@ -56,7 +58,7 @@ def _each_loss(replica: TableReplica) -> Callable[..., Tensor]:
 
 def trained(config: RunConfig, store: TokenStore, device: torch.device) -> AllReplicas:
     """Return the replicas of a row after its last round."""
-    group = AllReplicas(RunSpec(config, store.vocabulary), store, device=device)
+    group = AllReplicas(RunSpec(config, store.vocabulary), store, compiles=True, device=device)
     for round_ in range(1, config.outer.rounds + 1):
         group.read_ahead(round_)
         if not group.round(round_):
@@ -64,15 +66,23 @@ def trained(config: RunConfig, store: TokenStore, device: torch.device) -> AllRe
     return group
 
 
-def groups(targets_NL: Tensor, counts_V: Tensor) -> dict[str, dict[str, Tensor]]:
-    """Return the groups of tokens by kind and name, each a mask [N, L]."""
+def groups(tokens_NL: Tensor, counts_V: Tensor) -> dict[str, dict[str, Tensor]]:
+    """Return the groups of the targets of tokens [N, L + 1] by kind and name, each a mask [N, L]."""
+    targets_NL, repeats_NL = tokens_NL[:, 1:], repetitions(tokens_NL)
     positions = torch.arange(targets_NL.shape[1]).expand_as(targets_NL)
     starts = [0, *(2**power for power in range(targets_NL.shape[1].bit_length() - 1))]
     ranks = counts_V.argsort(descending=True).argsort()[targets_NL]
     return {
         "position": _parts(positions, starts, targets_NL.shape[1]),
         "rank": _parts(ranks, RANKS, len(counts_V)),
+        "pair": {"repeated": repeats_NL, "new": ~repeats_NL},
     }
+
+
+def repetitions(tokens_NL: Tensor) -> Tensor:
+    """Return whether each target of tokens [N, L + 1] followed the same token earlier in its sequence, bool [N, L]."""
+    pairs_NL = tokens_NL[:, :-1] * (tokens_NL.max() + 1) + tokens_NL[:, 1:]
+    return (pairs_NL[:, :, None] == pairs_NL[:, None, :]).tril(-1).any(dim=2)
 
 
 def _parts(values: Tensor, starts: Sequence[int], end: int) -> dict[str, Tensor]:
@@ -86,38 +96,38 @@ def measure(arguments: argparse.Namespace, cache: Path, text: Path | None) -> di
     Reads `text` instead of the table's corpus if there is one.
     """
     catalog, device = Catalog(FOLDER / "configs" / "experiments"), torch.device(arguments.device)
-    setting = Setting(
-        catalog.scale("micro"), catalog.experiment("beyond/gap"), corpus=None if text is None else str(text)
-    )
-    rows = {row.name: row for row in setting.experiment.rows}
-    configs = [setting.config(rows[name], arguments.seed) for name in arguments.rows]
+    table = catalog.experiment(arguments.table)
+    setting = Setting(catalog.scale_of(table, table.scale or SCALE), table, corpus=None if text is None else str(text))
+    rows = {row.name: row for row in table.rows}
+    configs = [setting.config(rows[name], seed) for name, seed in zip(arguments.rows, arguments.seeds, strict=True)]
     corpus = prepare_corpus(configs[0].data, setting.scale.vocabulary, cache)
     assert isinstance(corpus.source, TokenStore)
     counts_V = torch.bincount(torch.from_numpy(corpus.source.train.astype("int64")), minlength=setting.scale.vocabulary)
-    losses, targets_NL = [], torch.empty(0)
+    losses, tokens_NL = [], torch.empty(0)
     for config in configs:
         data = config.data.model_copy(update={"tokenizer": corpus.data.tokenizer})
         outer = config.outer.model_copy(update={"rounds": arguments.rounds or config.outer.rounds})
         if arguments.sequences:
             data = data.model_copy(update={"validation_sequences": arguments.sequences})
         group = trained(config.model_copy(update={"data": data, "outer": outer}), corpus.source, device)
-        targets_NL = torch.cat(group.validation)[:, 1:].cpu().long()
+        tokens_NL = torch.cat(group.validation).cpu().long()
         losses.append(token_losses(group.replicas[0], group.validation))
     return {
-        kind: {name: _group(mask, losses, targets_NL) for name, mask in parts.items()}
-        for kind, parts in groups(targets_NL, counts_V).items()
+        kind: {name: _group(mask, losses) for name, mask in parts.items()}
+        for kind, parts in groups(tokens_NL, counts_V).items()
     }
 
 
-def _group(mask: Tensor, losses: Sequence[Tensor], targets_NL: Tensor) -> dict[str, Any]:
+def _group(mask: Tensor, losses: Sequence[Tensor]) -> dict[str, Any]:
     means = [one[mask].mean().item() for one in losses]
-    return {"share": mask.sum().item() / targets_NL.numel(), "losses": means, "gap": means[1] - means[0]}
+    return {"share": mask.sum().item() / mask.numel(), "losses": means, "gap": means[1] - means[0]}
 
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--rows", nargs=2, default=["none", "all"], metavar="NAME", help="two rows of beyond/gap")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--table", default="beyond/gap", help="an experiment of configs/experiments")
+    parser.add_argument("--rows", nargs=2, default=["none", "all"], metavar="NAME", help="two rows of the table")
+    parser.add_argument("--seeds", nargs=2, type=int, default=[1, 1], metavar="N", help="seed of each row")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, help="outer rounds, instead of the row's")
     parser.add_argument("--sequences", type=int, help="validation sequences, instead of the row's")
@@ -130,12 +140,12 @@ def main() -> None:
             text.write_text(letters(300_000))
         found = measure(arguments, cache, text)
     for kind, parts in found.items():
-        print(f"{kind:<14}{'of tokens':>10}{arguments.rows[0]:>12}{arguments.rows[1]:>12}{'gap':>9}{'%':>7}")
+        print(f"{kind:<14}{'of tokens':>10}{'first':>12}{'second':>12}{'gap':>9}{'%':>7}")
         for name, one in parts.items():
             first, second = one["losses"]
             share = f"{name:<14}{100 * one['share']:>8.1f} %{first:>12.3f}{second:>12.3f}"
             print(f"{share}{one['gap']:>9.3f}{100 * one['gap'] / first:>7.1f}")
-    asked = {name: getattr(arguments, name) for name in ("rows", "seed", "device")}
+    asked = {name: getattr(arguments, name) for name in ("table", "rows", "seeds", "device")}
     save(origin() | asked | {"groups": found}, arguments.json)
 
 

@@ -35,7 +35,7 @@ PRINTED = {
     ],
     "in_process": [r"0 of 2 +\d.*\d\n", r"1 of 2 +\d.*\d\n", r"2 of 2 +\d.*\d\n"],
     "link": [r"1 Gbit/s +\d", r"there and back at latency 20.00 ms: \d", r" 64 KiB +\d"],
-    "loss_by_token": [r"position .*\n0 to 0 +\d.*[-+]?\d\.\d\n", r"256 to 1023 +\d.*\d\n"],
+    "loss_by_token": [r"position .*\n0 to 0 +\d.*[-+]?\d\.\d\n", r"256 to 1023 +\d.*\d\n", r"repeated +\d.*\d\n"],
     "mutants": [r"\d{3} bugs can be planted; [\w-]+ is caught by tests/units/test_units\.py"],
     "object_store_round": [
         r"2 bits +2 +store( +\d+\.\d{3}){6}\n.*2 +exchange( +\d+\.\d{3}){6}\n",

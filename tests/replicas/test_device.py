@@ -70,8 +70,7 @@ def test_nothing_stays_behind_on_the_cpu(method: str, stacks: bool, corpus: Path
             "inner": {"steps": 1, "warmup_steps": 3, "learning_rate": 0.01},
             "outer": {"rounds": 2, **outer},
             "replicas": [
-                home | {"name": "a", "batch_size": 4},
-                home | {"name": "b", "batch_size": 4},
+                *(home | {"name": name, "batch_size": 4} for name in ("ab" if stacks else "a")),
                 {"name": "dc", "kind": "datacenter", "batch_size": 4},
             ],
         }
