@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import secrets
 import selectors
 import socket
@@ -9,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from hetero_pp.core.sockets import host_and_port
 
@@ -21,6 +22,9 @@ SECONDS_TO_SHOW = 10.0
 
 MOST_UNKNOWN = 256
 """Connections that have not shown their key yet. With one more, the oldest of them is closed."""
+
+PAUSE = 0.1
+"""Seconds between two attempts to accept a connection while this process has too many open files."""
 
 _FORMER_KEYS = 1_000
 """Keys that nobody expects any more. An honest end may show one when the other end has just gone."""
@@ -83,13 +87,17 @@ class MeetingPoint:
                     self._drop(connection)
 
     def _accept(self) -> None:
-        with suppress(OSError):  # the caller has gone, or this process has too many open files
+        try:
             connection, (host, *_) = self._listener.accept()
-            connection.setblocking(False)
-            self._unknown[connection] = time.monotonic() + SECONDS_TO_SHOW, bytearray()
-            self._selector.register(connection, selectors.EVENT_READ, lambda: self._hear(connection, host))
-            if len(self._unknown) > MOST_UNKNOWN:
-                self._drop(next(iter(self._unknown)))
+        except OSError as error:  # otherwise the caller has gone
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                time.sleep(PAUSE)  # the connection stays in the queue, so the listener is ready again at once
+            return
+        connection.setblocking(False)
+        self._unknown[connection] = time.monotonic() + SECONDS_TO_SHOW, bytearray()
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._hear(connection, host))
+        if len(self._unknown) > MOST_UNKNOWN:
+            self._drop(next(iter(self._unknown)))
 
     def _hear(self, connection: socket.socket, host: str) -> None:
         """Read what a connection sends until its key is complete. No byte after the key is read."""

@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 from unittest import mock
 
@@ -19,6 +18,7 @@ import grpc
 import pytest
 import torch
 from cutting_proxy import CuttingProxy
+from heard import heard
 from members import TIMEOUT
 from small_run import Run
 
@@ -28,7 +28,7 @@ from hetero_pp.link.protocol import Message
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.messages.messages_pb2 import LinkHeader, RelayedLink, RelayPlace
 from hetero_pp.messages.refusals import Kind
-from hetero_pp.rpc import meeting_point, pass_on, relay
+from hetero_pp.rpc import pass_on, relay
 from hetero_pp.rpc import relayed as relayed_module
 from hetero_pp.rpc.callers import Metadata, RemoteCaller, shown
 from hetero_pp.rpc.certificates import Identity, as_text, new_key
@@ -172,15 +172,6 @@ class Carried:
         return error.value.code()
 
 
-def _heard(connection: socket.socket, count: int) -> bytes:
-    """Return the next bytes of a connection; fewer if it ends before, also if it is cut."""
-    found = bytearray()
-    with suppress(ConnectionResetError):
-        while len(found) < count and (some := connection.recv(count - len(found))):
-            found += some
-    return bytes(found)
-
-
 @pytest.fixture
 def stack() -> Iterator[ExitStack]:
     with ExitStack() as stack:
@@ -287,13 +278,13 @@ def test_bytes_cross_in_both_directions_and_are_counted(relayed: Relayed) -> Non
     with ThreadPoolExecutor() as threads:
         for one, other in ((above, below), (below, above)):
             sent = threads.submit(one.sendall, said)
-            assert _heard(other, len(said)) == said
+            assert heard(other, len(said)) == said
             sent.result(TIMEOUT)
         above.sendall(b"the last bytes")
         above.shutdown(socket.SHUT_WR)
-        assert _heard(below, 100) == b"the last bytes"
+        assert heard(below, 100) == b"the last bytes"
         sent = threads.submit(below.sendall, said)
-        assert _heard(above, len(said)) == said
+        assert heard(above, len(said)) == said
         sent.result(TIMEOUT)
     assert relayed.relay.carried_for("home.1") == 3 * len(said) + len(b"the last bytes")
     assert relayed.refusals() == {}
@@ -311,10 +302,10 @@ def test_an_end_that_does_not_read_stops_the_other_one(relayed: Relayed) -> None
             said += some[: above.send(some)]
         raise AssertionError("the relay took more than its room")
     assert len(said) > pass_on.ROOM_BYTES
-    assert _heard(below, len(said)) == said
+    assert heard(below, len(said)) == said
     above.setblocking(True)
     above.sendall(b"more")
-    assert _heard(below, 4) == b"more"
+    assert heard(below, 4) == b"more"
 
 
 def test_a_timeout_loses_and_doubles_no_byte() -> None:
@@ -329,10 +320,10 @@ def test_a_timeout_loses_and_doubles_no_byte() -> None:
         sent = threads.submit(here.sendall, said)
         for _ in range(3):
             assert checked.acquire(timeout=TIMEOUT)
-        assert _heard(there, len(said)) == said
+        assert heard(there, len(said)) == said
         sent.result(TIMEOUT)
         here.shutdown(socket.SHUT_WR)
-        assert _heard(there, 1) == b""
+        assert heard(there, 1) == b""
 
 
 def test_who_was_taken_back_is_cut_off(relayed: Relayed, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,7 +332,7 @@ def test_who_was_taken_back_is_cut_off(relayed: Relayed, monkeypatch: pytest.Mon
     waits, dials = relayed.carry("home.1"), relayed.carry("home.0")
     with dials.meet() as above, waits.meet() as below:
         above.sendall(b"a")
-        assert _heard(below, 1) == b"a"
+        assert heard(below, 1) == b"a"
 
         admitted = relayed.relay._callers.let_in
 
@@ -351,7 +342,7 @@ def test_who_was_taken_back_is_cut_off(relayed: Relayed, monkeypatch: pytest.Mon
             return caller
 
         monkeypatch.setattr(relayed.relay._callers, "let_in", let_in)
-        assert _heard(below, 1) == b""
+        assert heard(below, 1) == b""
         assert dials.code() is grpc.StatusCode.PERMISSION_DENIED
 
 
@@ -360,9 +351,9 @@ def test_a_call_that_ends_cuts_its_connection(relayed: Relayed) -> None:
     waits, dials = relayed.carry("home.1"), relayed.carry("home.0")
     with dials.meet() as above, waits.meet() as below:
         above.sendall(b"a")
-        assert _heard(below, 1) == b"a"
+        assert heard(below, 1) == b"a"
         dials.leave()
-        assert (_heard(below, 1), _heard(above, 1)) == (b"", b"")
+        assert (heard(below, 1), heard(above, 1)) == (b"", b"")
 
 
 def test_an_end_that_does_not_connect_is_asked_for_again(relayed: Relayed) -> None:
@@ -372,10 +363,10 @@ def test_an_end_that_does_not_connect_is_asked_for_again(relayed: Relayed) -> No
         place = dials.place()
         with waits.meet() as below:
             assert {dials.code(), waits.code()} == {grpc.StatusCode.DEADLINE_EXCEEDED}
-            assert _heard(below, 1) == b""
+            assert heard(below, 1) == b""
         with socket.create_connection(("127.0.0.1", place.port), TIMEOUT) as late:
             late.sendall(place.key)
-            assert _heard(late, 1) == b""
+            assert heard(late, 1) == b""
     assert relayed.refusals() == {}
 
 
@@ -386,103 +377,18 @@ def _connected(point: MeetingPoint) -> socket.socket:
     return socket.create_connection(("127.0.0.1", point.port), TIMEOUT)
 
 
-@pytest.fixture
-def point() -> Iterator[MeetingPoint]:
-    found = MeetingPoint("127.0.0.1:0")
-    yield found
-    found.close()
-
-
 def test_a_key_is_valid_once_and_a_wrong_one_is_counted(relayed: Relayed) -> None:
     waits, dials = relayed.carry("home.1"), relayed.carry("home.0")
     place = dials.place()
     with waits.meet() as below, ExitStack() as stack:
         first, second, other = (stack.enter_context(_connected(relayed.meeting_point)) for _ in range(3))
         other.sendall(bytes(len(place.key)))
-        assert _heard(other, 1) == b""
+        assert heard(other, 1) == b""
         first.sendall(place.key + b"hello")
-        assert _heard(below, 5) == b"hello"
+        assert heard(below, 5) == b"hello"
         second.sendall(place.key)
-        assert _heard(second, 1) == b""
+        assert heard(second, 1) == b""
     relayed.wait_until(lambda: relayed.refusals() == {Kind.STRANGER: 2})
-
-
-def test_a_key_may_arrive_in_parts_and_what_follows_it_is_not_read(point: MeetingPoint) -> None:
-    taken: SimpleQueue[socket.socket] = SimpleQueue()
-    with point.expecting(taken.put) as key, _connected(point) as caller:
-        for start in range(0, len(key), 5):
-            caller.sendall(key[start : start + 5])
-        caller.sendall(b"and more")
-        with taken.get(timeout=TIMEOUT) as connection:
-            assert _heard(connection, 8) == b"and more"
-
-
-def test_a_key_that_nobody_expects_any_more_is_not_taken(point: MeetingPoint) -> None:
-    """It is not counted either, because an honest end may be late."""
-    taken, refused = SimpleQueue[socket.socket](), SimpleQueue[str]()
-    point.refuse = refused.put
-    with point.expecting(taken.put) as key:
-        pass
-    for words in (key, bytes(len(key))):
-        with _connected(point) as caller:
-            caller.sendall(words)
-            assert _heard(caller, 1) == b""
-    assert refused.get(timeout=TIMEOUT) == "127.0.0.1"
-    assert (refused.empty(), taken.empty()) == (True, True)
-
-
-def test_a_connection_that_shows_no_whole_key_is_not_counted(point: MeetingPoint) -> None:
-    """`doctor` connects to see whether the port answers. The connection with a whole key comes after the others."""
-    refused = SimpleQueue[str]()
-    point.refuse = refused.put
-    for words in (b"", b"GET / HTTP/1.1", b"x" * meeting_point.KEY_BYTES):
-        with _connected(point) as caller:
-            caller.sendall(words)
-            caller.shutdown(socket.SHUT_WR)
-            assert _heard(caller, 1) == b""
-    assert refused.get(timeout=TIMEOUT) == "127.0.0.1"
-    assert refused.empty()
-
-
-def test_a_flood_does_not_end_the_port(point: MeetingPoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A connection is dropped for a newer one although the selector has found it ready, too."""
-    monkeypatch.setattr(meeting_point, "MOST_UNKNOWN", 1)
-    taken = SimpleQueue[socket.socket]()
-    with _connected(point) as silent:
-        is_found, may_go_on, select_ready = threading.Event(), threading.Event(), point._selector.select
-
-        def hold(timeout: float | None = None) -> Any:
-            found = select_ready(timeout)
-            if not is_found.is_set():
-                is_found.set()
-                assert may_go_on.wait(TIMEOUT)
-                found = sorted(select_ready(0), key=lambda one: one[0].fileobj is not point._listener)
-            return found
-
-        monkeypatch.setattr(point._selector, "select", hold)
-        silent.sendall(b"a")
-        assert is_found.wait(TIMEOUT)
-        with point.expecting(taken.put) as key, _connected(point) as caller:
-            may_go_on.set()
-            caller.sendall(key)
-            taken.get(timeout=TIMEOUT).close()
-
-
-def test_connections_without_a_key_are_closed_in_time(point: MeetingPoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are dropped oldest first, so that a flood of them keeps no caller with a key out."""
-    monkeypatch.setattr(meeting_point, "MOST_UNKNOWN", 3)
-    monkeypatch.setattr(meeting_point, "SECONDS_TO_SHOW", 10 * TIMEOUT)
-    taken: SimpleQueue[socket.socket] = SimpleQueue()
-    with ExitStack() as stack:
-        silent = [stack.enter_context(_connected(point)) for _ in range(5)]
-        assert [_heard(one, 1) for one in silent[:2]] == [b"", b""]
-        with point.expecting(taken.put) as key, _connected(point) as caller:
-            caller.sendall(key)
-            taken.get(timeout=TIMEOUT).close()
-        monkeypatch.setattr(meeting_point, "SECONDS_TO_SHOW", 0.0)
-        stack.enter_context(_connected(point))
-        late = stack.enter_context(_connected(point))
-        assert _heard(late, 1) == b""
 
 
 def test_a_relay_that_cannot_be_reached_is_named(relayed: Relayed, capsys: pytest.CaptureFixture[str]) -> None:
@@ -568,6 +474,6 @@ def test_the_end_that_came_last_is_dialled_and_few_wait(relayed: Relayed) -> Non
     with dials.meet() as above, waiting[5].meet() as below:
         above.sendall(b"hello")
         below.sendall(b"and you")
-        assert (_heard(below, 5), _heard(above, 7)) == (b"hello", b"and you")
+        assert (heard(below, 5), heard(above, 7)) == (b"hello", b"and you")
     for gone in waiting[:2]:
         assert gone.code() is grpc.StatusCode.DEADLINE_EXCEEDED
