@@ -419,8 +419,10 @@ class ExchangeSettings(Settings):
 
 
 def _port_beside(port: int) -> int:
-    """Return the next port, or the one before for the last one; 0, any free port, for 0."""
-    return port and port + (1 if port < LAST_PORT else -1)
+    """Return the next port, or the one before if `port` is the last; 0, which means any free port, for 0."""
+    if port == 0:
+        return 0
+    return port + 1 if port < LAST_PORT else port - 1
 
 
 @dataclass(frozen=True)
