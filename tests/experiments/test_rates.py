@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from hetero_pp.research.experiments.definition import Claim, Experiment, Row, Scale
 from hetero_pp.research.experiments.markdown import markdown
-from hetero_pp.research.experiments.rates import method_of, rate_of
+from hetero_pp.research.experiments.rates import Method, method_of, rate_of
 from hetero_pp.research.experiments.report import result_of
 from hetero_pp.research.experiments.rows import Setting
 from hetero_pp.research.experiments.verdict import judge
@@ -133,7 +133,7 @@ def test_no_rate_of_a_scale_is_worse_than_the_best_of_its_search(scale: Scale) -
     search = SHIPPED.experiment(SEARCHES[scale.name])
     table = json.loads((RESULTS / scale.name / f"{search.name}.json").read_text())
     losses = {row["name"]: row["ours"]["seeds"] for row in table["rows"] if row["ours"] is not None}
-    tried: dict[str, dict[float, dict[int, float]]] = defaultdict(dict)
+    tried: dict[Method, dict[float, dict[int, float]]] = defaultdict(dict)
     for row in search.rows:
         if row.name in losses:
             config = Setting(scale, search).config(row)
