@@ -1,4 +1,4 @@
-"""What arrives on a TCP connection."""
+"""Bytes that arrive on a TCP connection."""
 
 from __future__ import annotations
 
