@@ -57,7 +57,7 @@ def _each_loss(replica: TableReplica) -> Callable[..., Tensor]:
 
 
 def trained(config: RunConfig, store: TokenStore, device: torch.device) -> AllReplicas:
-    """Return the replicas of a row after its last round."""
+    """Return the replicas of a row after its last round. Layers are compiled, as for tables."""
     group = AllReplicas(RunSpec(config, store.vocabulary), store, compiles=True, device=device)
     for round_ in range(1, config.outer.rounds + 1):
         group.read_ahead(round_)

@@ -1,4 +1,4 @@
-"""Stage links that pass through the relay of the exchange. Both ends dial the exchange, and neither opens a port.
+"""Carry stage links through the relay of the exchange. Both ends dial the exchange, and neither opens a port.
 
 gRPC connects to addresses. So the dialling stage connects to a socket of its own machine, whose bytes go to the relay.
 At the other stage, the bytes from the relay go to a connection to its listener.

@@ -56,7 +56,7 @@ COUNTS = {
 
 
 class Relayed:
-    """A run whose exchange relays the link between its two stages, over a connection that can be cut."""
+    """A run with a link between two stages that the exchange relays, over a connection that can be cut."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.run, self._stack = Run(folder, {"home": 2, "dc": 1}), stack

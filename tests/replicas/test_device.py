@@ -1,4 +1,4 @@
-"""The vectorized trainer on another device than the CPU: a run on `meta`, whose tensors hold no data."""
+"""Runs of the vectorized trainer on `meta`, a device that is not the CPU. Its tensors hold no data."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_nothing_stays_behind_on_the_cpu(method: str, stacks: bool, corpus: Path
             "inner": {"steps": 1, "warmup_steps": 3, "learning_rate": 0.01},
             "outer": {"rounds": 2, **outer},
             "replicas": [
-                *(home | {"name": name, "batch_size": 4} for name in ("ab" if stacks else "a")),
+                *(home | {"name": name, "batch_size": 4} for name in ("ab" if stacks else "a")),  # a stack needs two
                 {"name": "dc", "kind": "datacenter", "batch_size": 4},
             ],
         }
