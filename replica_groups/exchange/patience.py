@@ -204,7 +204,10 @@ def _named(missing: Missing) -> str:
 def watched(
     expected: Callable[[], Expected], tell: Callable[[Waiting], None], fail: Callable[[str], None], limit: float
 ) -> Iterator[None]:
-    """Check once a second while the block runs: `tell` receives reports, `fail` the cause to give up."""
+    """Check once a second while the block runs: `tell` receives reports, `fail` the cause to give up.
+
+    A block that ends without an error is checked once more, so that the end of a reported obstacle is reported too.
+    """
     ended, patience = threading.Event(), Patience(limit)
 
     def watch() -> None:
@@ -225,3 +228,6 @@ def watched(
     finally:
         ended.set()
         thread.join()
+    waiting = patience.look(expected(), time.monotonic())
+    if waiting is not None and not waiting.missing and not waiting.obstacle:
+        tell(waiting)

@@ -17,7 +17,6 @@ from hetero_pp.rpc.credentials import Secret
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from replica_groups.exchange import decided
 from replica_groups.exchange.server import serve_exchange
-from replica_groups.exchange.waits import Waits
 
 SECRET = Secret("a secret")
 NAMES = ("a", "b", "c", "d")
@@ -102,33 +101,29 @@ def test_a_round_that_all_fetch_is_read_once_while_others_catch_up(run: Run) -> 
     assert [one.args[0].round for one in record.call_args_list].count(newest) == 1
 
 
-def test_a_heartbeat_wakes_no_other_members_call(tmp_path: Path) -> None:
-    run, waits = Run(tmp_path, dict.fromkeys(NAMES, 1)), _Counted()
-    run.exchange.decisions.waits = waits
+def test_a_heartbeat_wakes_no_other_members_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, looks = Run(tmp_path, dict.fromkeys(NAMES, 1)), dict[str, int]()
+    waits = run.exchange.decisions.waits
+    pause = waits.pause
+
+    def counted(subject: str, seconds: float) -> None:
+        """Wait, and count how often each member was waited for."""
+        if subject in NAMES:
+            looks[subject] = looks.get(subject, 0) + 1
+            waits.changed.notify_all()
+        pause(subject, seconds)
+
+    monkeypatch.setattr(waits, "pause", counted)
     run.assign(0)
     waiting = in_thread(lambda: run.exchange.record(1, Caller("a", 1)))
     with waits.changed:
-        assert waits.changed.wait_for(lambda: waits.looks == {"a": 1}, TIMEOUT)
+        assert waits.changed.wait_for(lambda: looks == {"a": 1}, TIMEOUT)
     for _ in range(3):
         run.exchange.beat("b")
     run.deposit(1, "b", "c", "d")
-    assert waits.looks == {"a": 1}
+    assert looks == {"a": 1}
     run.deposit(1, "a")
     assert waiting.result(TIMEOUT).round == 1
-
-
-class _Counted(Waits):
-    """Waits that count how often each subject was waited for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.looks: dict[str, int] = {}
-
-    def pause(self, subject: str, seconds: float) -> None:
-        if subject in NAMES:
-            self.looks[subject] = self.looks.get(subject, 0) + 1
-            self.changed.notify_all()
-        super().pause(subject, seconds)
 
 
 def test_a_sign_of_life_does_not_wait_for_the_state_of_the_run(run: Run) -> None:

@@ -1,23 +1,24 @@
 """The stall monitor: which members the exchange waits for, when and how often it reports so, and when the run fails.
 
-The tests use a simulated clock.
+Most tests use a simulated clock.
 """
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
-from members import assign_all, begin, patient
+from members import TIMEOUT, assign_all, begin, patient
 from test_exchange import ROSTER, SETTINGS, SHAPE, _address, _blob, _deposits
 
-from hetero_pp.messages.messages_pb2 import CONTRIBUTING, FINISHING, JOINING, STORING, Report
+from hetero_pp.messages.messages_pb2 import CONTRIBUTING, FINISHING, JOINING, STORING, Report, Waiting
 from hetero_pp.outer.exchange_service import FIRST_TOLD
 from hetero_pp.run.snapshot import Snapshot, initial_snapshot
 from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
-from replica_groups.exchange.patience import NAMED, Expected, Patience, whom
+from replica_groups.exchange.patience import NAMED, Expected, Patience, watched, whom
 
 
 def _told(patience: Patience, expected: Expected, seconds: range) -> list[int]:
@@ -70,6 +71,26 @@ def test_a_disk_that_fails_is_told_at_once_and_then_at_growing_intervals_and_no_
     assert over is not None
     assert (over.awaited, over.obstacle, over.seconds) == (STORING, "", 1999.0)
     assert _told(patience, Expected(CONTRIBUTING, 3, ["home.0"], 0), range(2001, 2015)) == [2011]
+
+
+def test_the_end_of_a_disk_failure_is_told_at_the_end_of_a_run_too() -> None:
+    """The run may end before the next look."""
+    obstacle, told, paused = [("FILE: cannot be written", 5.0)], list[Waiting](), threading.Event()
+
+    def tell(waiting: Waiting) -> None:
+        told.append(waiting)
+        paused.set()
+
+    def expected() -> Expected:
+        return Expected(CONTRIBUTING, 3, [], 0, obstacle=obstacle[0] if obstacle else None)
+
+    with watched(expected, tell, pytest.fail, 60.0):
+        assert paused.wait(TIMEOUT)
+        obstacle.clear()
+    assert [(one.awaited, one.obstacle, one.seconds) for one in told] == [
+        (STORING, "FILE: cannot be written", 5.0),
+        (STORING, "", 5.0),
+    ]
 
 
 def test_a_disk_that_fails_for_a_moment_again_and_again_is_not_told_each_time() -> None:

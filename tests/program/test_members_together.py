@@ -19,10 +19,8 @@ from hetero_pp.run.yaml_file import save_config
 
 pytestmark = pytest.mark.starts_processes
 
-ROUNDS = 2
 
-
-def _spec(folder: RunFolder, **top: object) -> RunSpec:
+def _spec(folder: RunFolder, rounds: int, **top: object) -> RunSpec:
     """Return a rehearsal of five members, kept in the folder."""
     few = {"name": "few", "kind": "participants", "stages": 3, "batch_size": 2, "micro_batches": 2}
     alone = [{"name": name, "kind": "datacenter", "batch_size": 1} for name in ("one", "two")]
@@ -31,10 +29,10 @@ def _spec(folder: RunFolder, **top: object) -> RunSpec:
         "model": {"preset": "micro", "width": 32, "heads": 2, "feed_forward": 64},
         "data": {"sequence_length": 32, "validation_sequences": 2},
         "inner": {"steps": 2},
-        "outer": {"rounds": ROUNDS},
+        "outer": {"rounds": rounds},
         "replicas": [few, *alone],
     }
-    config = RunConfig.model_validate(base | top).as_rehearsal(ROUNDS, 2)
+    config = RunConfig.model_validate(base | top).as_rehearsal(rounds, 2)
     folder.path.mkdir(parents=True)
     save_config(config, folder.config)
     return RunSpec(config, 256)
@@ -43,7 +41,7 @@ def _spec(folder: RunFolder, **top: object) -> RunSpec:
 def test_members_that_share_processes_take_part_in_every_round(tmp_path: Path) -> None:
     """The group's stages are divided: two are in one process, and the third in another."""
     folder, reports = RunFolder(tmp_path / "run"), list[Report]()
-    launch_rehearsal(_spec(folder), folder, reports.append, most_alone=4, most_together=2)
+    launch_rehearsal(_spec(folder, rounds=2), folder, reports.append, most_alone=4, most_together=2)
     closed = [report.round_closed for report in reports if report.HasField("round_closed")]
     assert [one.round for one in closed] == [1, 2]
     verified = [
@@ -56,7 +54,7 @@ def test_members_that_share_processes_take_part_in_every_round(tmp_path: Path) -
 
 def test_a_process_of_several_members_that_dies_ends_the_rehearsal(tmp_path: Path) -> None:
     folder, ended = RunFolder(tmp_path / "run"), list[str]()
-    spec = _spec(folder, inner={"steps": 2}, exchange={"quorum": 1.0})
+    spec = _spec(folder, rounds=1000, exchange={"quorum": 1.0})  # far more than pass before a report arrives
 
     def on_report(report: Report) -> None:
         if report.HasField("inner_step") and not ended:
