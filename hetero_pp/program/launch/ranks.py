@@ -11,7 +11,9 @@ import math
 import signal
 from collections.abc import Callable, Iterable
 from multiprocessing import Pipe
+from tempfile import TemporaryDirectory
 
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -49,22 +51,24 @@ def run_ranks(
     where = (device, interface_towards(endpoint))
     job = RankJob(replica.name, folder, exchange, credentials, *where, sorted(missed))
     register()
-    config = LaunchConfig(
-        min_nodes=replica.nodes,
-        max_nodes=replica.nodes,
-        nproc_per_node=replica.ranks,
-        run_id=f"{run}-{replica.name}",
-        rdzv_backend=BACKEND,
-        rdzv_endpoint=endpoint,
-        rdzv_configs={"timeout": math.ceil(timeout)},
-        max_restarts=0,
-        monitor_interval=0.1,
-        start_method="forkserver",
-    )
     share_fork_server()
     lifeline, ours = Pipe(duplex=False)
-    with lifeline, ours:
+    # torch would leave behind the folder in which failed ranks note their causes
+    with lifeline, ours, TemporaryDirectory(prefix="hetero-pp-", ignore_cleanup_errors=True) as causes:
         on_start(ours.send)
+        config = LaunchConfig(
+            min_nodes=replica.nodes,
+            max_nodes=replica.nodes,
+            nproc_per_node=replica.ranks,
+            run_id=f"{run}-{replica.name}",
+            rdzv_backend=BACKEND,
+            rdzv_endpoint=endpoint,
+            rdzv_configs={"timeout": math.ceil(timeout)},
+            max_restarts=0,
+            monitor_interval=0.1,
+            start_method="forkserver",
+            logs_specs=DefaultLogsSpecs(log_dir=causes),
+        )
         try:
             elastic_launch(config, rank_main)(job, lifeline)
         except ChildFailedError as error:
