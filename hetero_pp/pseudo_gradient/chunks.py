@@ -67,18 +67,23 @@ class Group:
 
     def flat_indices(self, positions: Tensor) -> Tensor:
         """Return indices into the flattened tensor for positions [count, k] within the chunks."""
-        rows = torch.arange(self.top, self.bottom, self.rows, device=positions.device)
-        columns = torch.arange(self.left, self.right, self.columns, device=positions.device)
-        origins = (rows[:, None] * self.stride + columns).reshape(-1, 1)
-        offsets = _offsets(self.rows, self.columns, self.stride, positions.device)
+        origins, offsets = _origins(self, positions.device), _offsets(self, positions.device)
         return origins + offsets.index_select(0, positions.reshape(-1)).view(positions.shape)
 
 
-@lru_cache(maxsize=64)
-def _offsets(rows: int, columns: int, stride: int, device: torch.device) -> Tensor:
+@lru_cache(maxsize=256)
+def _origins(group: Group, device: torch.device) -> Tensor:
+    """Return the flat index of each chunk's first element [count, 1]."""
+    rows = torch.arange(group.top, group.bottom, group.rows, device=device)
+    columns = torch.arange(group.left, group.right, group.columns, device=device)
+    return (rows[:, None] * group.stride + columns).reshape(-1, 1)
+
+
+@lru_cache(maxsize=256)
+def _offsets(group: Group, device: torch.device) -> Tensor:
     """Return the flat indices of a chunk's elements [size], relative to its first element."""
-    within = torch.arange(rows * columns, device=device)
-    return within // columns * stride + within % columns
+    within = torch.arange(group.size, device=device)
+    return within // group.columns * group.stride + within % group.columns
 
 
 def as_matrix(tensor: Tensor) -> Tensor:

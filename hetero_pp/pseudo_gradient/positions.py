@@ -8,7 +8,7 @@ rows or by columns, whichever is smaller: embeddings use few rows, heads few col
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -64,17 +64,18 @@ def write_positions(writer: Writer, group: Group, positions: Tensor) -> None:
     if kept == group.size:
         return
     if positions.numel() > FEW:
-        writer.put_bytes(_encode(positions, usual_low_bits(group.size, kept)))
+        chunks = max(8, AT_ONCE // kept // 8 * 8)  # in parts of whole bytes
+        writer.put_bytes(_encode(writer.part(), map(_gaps, positions.split(chunks)), usual_low_bits(group.size, kept)))
         return
+    gaps = [_gaps(positions)]
     widest = math.floor(math.log2(group.size / kept))
-    writer.put_bytes(min((_encode(positions, low) for low in range(widest + 1)), key=len))
+    writer.put_bytes(min((_encode(writer.part(), gaps, low) for low in range(widest + 1)), key=len))
 
 
-def _encode(positions: Tensor, low: int) -> bytes:
-    writer, lows, highs = Writer(), [], []
-    chunks = max(8, AT_ONCE // positions.shape[1] // 8 * 8)  # in parts of whole bytes
-    for some in positions.split(chunks):
-        gaps = _gaps(some)
+def _encode(writer: Writer, parts: Iterable[NDArray[np.int32]], low: int) -> bytes:
+    """Encode gaps, given in parts, with a number of low bits."""
+    lows, highs = [], []
+    for gaps in parts:
         if low:
             lows.append(bits.pack(gaps & ((1 << low) - 1), low).tobytes())
         highs.append(_as_bytes(gaps >> low).tobytes())

@@ -144,9 +144,8 @@ def dequantise_signs(codes: Tensor, magnitudes: Tensor, base: int, kept: Kept) -
     of_chunks = _table(base, codes.device).index_select(0, magnitudes.int()).view(torch.int32)
     values = torch.empty(len(codes), dtype=torch.int32, device=codes.device)
     sizes = [chunks * each for chunks, each in kept]
-    parts = zip(
-        values.split(sizes), codes.split(sizes), of_chunks.split([chunks for chunks, _ in kept]), kept, strict=True
-    )
+    groups = of_chunks.split_with_sizes([chunks for chunks, _ in kept])
+    parts = zip(values.split_with_sizes(sizes), codes.split_with_sizes(sizes), groups, kept, strict=True)
     for out, part, own, shape in parts:
         # A sign is set by its bit: torch.where takes ten times as long for a mask of random bits.
         torch.bitwise_xor(part.view(shape).int() << 31, own[:, None], out=out.view(shape))

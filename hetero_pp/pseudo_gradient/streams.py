@@ -19,10 +19,15 @@ AS_IT_IS, ZSTD = 0, 1
 
 
 class Writer:
-    """Writes little-endian fields in sequence."""
+    """Writes little-endian fields in sequence. Not thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, compressor: zstandard.ZstdCompressor | None = None) -> None:
         self._parts: list[bytes] = []
+        self._compressor = compressor or zstandard.ZstdCompressor(level=LEVEL, write_checksum=False)
+
+    def part(self) -> Writer:
+        """Return an empty writer with the same compressor: a new one takes longer than a short stream."""
+        return Writer(self._compressor)
 
     def put(self, layout: str, *values: float) -> None:
         """Write numbers in a layout of `struct`."""
@@ -40,7 +45,7 @@ class Writer:
 
     def put_stream(self, data: bytes) -> None:
         """Write the coding, the coded length in four bytes, and the coded data."""
-        coded = zstandard.ZstdCompressor(level=LEVEL, write_checksum=False).compress(data) if data else b""
+        coded = self._compressor.compress(data) if data else b""
         is_smaller = len(coded) < len(data)
         self.put("BI", ZSTD if is_smaller else AS_IT_IS, len(coded) if is_smaller else len(data))
         self._parts.append(coded if is_smaller else data)
