@@ -17,7 +17,7 @@ import flushing  # noqa: F401 (it replaces `os.fsync`)
 import hypothesis
 import pytest
 from preloading import preload, start_shared_server, use_shared_server
-from rendering import RENDERER, save_placeholder
+from rendering import DRAWS, RECORDER, draw_placeholder
 
 # A deadline is a timing assertion, which fails at random on shared machines.
 hypothesis.settings.register_profile("no deadline", deadline=None)
@@ -187,10 +187,9 @@ def _preloading() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _no_rendering() -> Iterator[None]:
     """Write placeholders in place of the pictures of runs, also of runs that fixtures of modules train."""
-    import hetero_pp.program.compare  # noqa: F401 (it keeps the function that renders, because its charts are no run's)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RENDERER, save_placeholder)
+        for name in DRAWS:
+            patch.setattr(f"{RECORDER}.{name}", draw_placeholder)
         yield
 
 
@@ -198,9 +197,10 @@ def _no_rendering() -> Iterator[None]:
 def _rendering(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Render the pictures of runs in a test with the mark `renders`."""
     if request.node.get_closest_marker("renders") is not None:
-        from hetero_pp.core.drawing import save_figure
+        from hetero_pp.program.report import pictures
 
-        monkeypatch.setattr(RENDERER, save_figure)
+        for name in DRAWS:
+            monkeypatch.setattr(f"{RECORDER}.{name}", getattr(pictures, name))
 
 
 @pytest.fixture

@@ -1,4 +1,7 @@
-"""A stand-in for rendering, which takes a third of a short run's CPU time. Tests with the mark `renders` do render."""
+"""A stand-in for the pictures of a run, which take half of a short run's CPU time. The mark `renders` draws them.
+
+This module is imported before the settings of PyTorch are made, so it imports nothing that imports PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,14 @@ from typing import TYPE_CHECKING
 from hetero_pp.core.files import write_whole
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from hetero_pp.program.report.state import RunState
 
-RENDERER = "hetero_pp.program.report.pictures.save_figure"
-"""Function that renders the pictures of a run. `save_placeholder` replaces it; figures are still composed."""
+RECORDER = "hetero_pp.program.report.recorder"
+DRAWS = ("draw_losses", "draw_links")
+"""Names in the recorder of the functions that draw a run's pictures."""
 
 
-def save_placeholder(figure: Figure, path: Path, dpi: int = 0) -> None:
-    """Write a file in place of a rendered picture."""
-    write_whole(path, b"a picture")
+def draw_placeholder(state: RunState, path: Path) -> None:
+    """Write a file in place of a picture. As with pictures, there is none before the first inner step."""
+    if state.first_step is not None:
+        write_whole(path, b"a picture")

@@ -23,11 +23,11 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 from preloading import INTERFACE
-from rendering import save_placeholder
+from rendering import DRAWS, draw_placeholder
 from torch.distributed import TCPStore
 
 from hetero_pp.program.launch.fork_server import UNHEARD, fork_server
-from hetero_pp.program.report import pictures
+from hetero_pp.program.report import recorder
 
 TIMEOUT = 240.0
 """Seconds in which a program of a test ends, even on a busy machine."""
@@ -153,7 +153,8 @@ def _main(
     server.ensure_running = lambda: None  # type: ignore[method-assign]
     os.environ.clear()
     os.environ.update(environment)
-    pictures.save_figure = save_placeholder
+    for name in DRAWS:
+        setattr(recorder, name, draw_placeholder)
     try:
         if isinstance(what, Path):
             sys.path.insert(0, str(what.parent))

@@ -31,10 +31,10 @@ def _blocks(page: Path, language: str) -> list[str]:
 PYTHON = [page for page in sorted((ROOT / "docs").glob("*.md")) if _blocks(page, "python")]
 PATCHED = [page for page in PYTHON if "git apply" in "".join(_blocks(page, "bash"))]
 NO_RENDERING = """
-import rendering
-from hetero_pp.program.report import pictures
+from rendering import draw_placeholder
+from hetero_pp.program.report import recorder
 
-pictures.save_figure = rendering.save_placeholder
+recorder.draw_losses = recorder.draw_links = draw_placeholder
 """
 TUTORIAL = ROOT / "docs" / "tutorial_researcher.md"
 

@@ -88,6 +88,8 @@ class Request:
         if self.sweeps:
             setting = swept(setting, self.sweeps)
         brought = [short_name(one) for one in (self.corpus, self.tokenizer) if one is not None]
+        if not brought:
+            return setting
         named = setting.experiment.model_copy(update={"name": "-".join([setting.experiment.name, *brought])})
         return replace(setting, experiment=named)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from pydantic import ValidationError
@@ -53,6 +54,18 @@ class Setting:
 
     def config(self, row: Row, seed: int = 0) -> ResearchConfig:
         """Return the row's validated configuration. Raises ConfigError with the row, and with file, line and key."""
+        known, config = self._configs.get((row.name, seed), (None, None))
+        if known is not row or config is None:
+            config = self._validated(row, seed)
+            self._configs[row.name, seed] = row, config
+        return config
+
+    @cached_property
+    def _configs(self) -> dict[tuple[str, int], tuple[Row, ResearchConfig]]:
+        """Configurations by name and seed, each with its row, because a list of all experiments asks for each three times."""
+        return {}
+
+    def _validated(self, row: Row, seed: int) -> ResearchConfig:
         try:
             config = self._at_its_rate(row, ResearchConfig.model_validate(self._values(row, seed)))
             config.check()
