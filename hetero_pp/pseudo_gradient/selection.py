@@ -19,6 +19,9 @@ from hetero_pp.pseudo_gradient.chunks import Group
 GROUPS_PER_KEPT = 8
 """Fewest groups of a chunk per kept value; more groups have fewer rows, and so fewer candidates."""
 
+FEW_VALUES = 1 << 14
+"""Values up to which one search of all takes less time than the many operations of two searches."""
+
 MAGNITUDE = 0x7FFFFFFF
 """Mask of a float's bits without its sign; the bits have the order of magnitudes and cannot be NaN."""
 
@@ -29,8 +32,13 @@ def find_largest(matrix: Tensor, band: Group, kept: int) -> Tensor:
     The matrix is fp32. The result equals that of `top_k_positions`, including ties.
     """
     height = group_height(band, kept)
-    if height == 1:
+    if height == 1 or band.count * band.size <= FEW_VALUES:
         return top_k_positions(band.gather(matrix), kept)
+    return find_in_groups(matrix, band, height, kept)
+
+
+def find_in_groups(matrix: Tensor, band: Group, height: int, kept: int) -> Tensor:
+    """Return what `find_largest` returns, by two searches; a group has `height` rows, at least 2."""
     magnitudes = band.part(matrix).view(torch.int32).bitwise_and(MAGNITUDE)
     largest = magnitudes.view(magnitudes.shape[0] // height, height, -1).amax(dim=1)
     chosen = choose(largest, band, height, kept)

@@ -62,7 +62,7 @@ class Setting:
 
     @cached_property
     def _configs(self) -> dict[tuple[str, int], tuple[Row, ResearchConfig]]:
-        """Configurations by name and seed, each with its row, because a list of all experiments asks for each three times."""
+        """Configurations by name and seed, each with its row: a list of experiments asks for each several times."""
         return {}
 
     def _validated(self, row: Row, seed: int) -> ResearchConfig:
