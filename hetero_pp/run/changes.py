@@ -95,7 +95,7 @@ class Override:
         before = _at(node, place[-1])
         if place == METHOD:
             change_method(node, self.value)
-        elif _is_stages(place) and isinstance(self.value, int):
+        elif _is_stages(place) and type(self.value) is int:  # `true` is an int, too, and no number of stages
             node[place[-1]] = _with_count(before, self.value, place)
         elif not (self.merges and isinstance(before, dict)):
             node[place[-1]] = _commented(self.value)

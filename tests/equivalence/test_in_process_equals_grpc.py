@@ -36,11 +36,13 @@ BEHIND_LINES = [
 ]
 """Two processes share the line of a house, and all members share that of the exchange."""
 ANCHORS = "replicas.1.boundary.anchors={rank: 4, fade: [0.4, 1]}"
+MICRO_BATCHES = "replicas.1.micro_batches=4"
+"""A micro-batch of the group is one sequence, so that validation has no smaller batch."""
 
 
 def _run(corpus: Path, runs: Path, *options: str) -> Path:
     """Launch the topology as a user would. Return the run's folder."""
-    changes = [f"--set={change}" for change in (*BEHIND_LINES, ANCHORS, f"data.corpus={corpus}")]
+    changes = [f"--set={change}" for change in (*BEHIND_LINES, ANCHORS, MICRO_BATCHES, f"data.corpus={corpus}")]
     done = run_program("launch", str(YAML), "--runs", str(runs), *options, *changes)
     assert done.returncode == 0, done.stdout + done.stderr
     return runs / "mixed"
@@ -172,7 +174,7 @@ def _stage_messages(spec: RunSpec, replica: ParticipantsReplica) -> dict[Directi
     """Return every message between two stages in a whole run. Its tensors have a size but no data."""
     data, rounds, steps = spec.config.data, spec.config.outer.rounds, spec.inner_steps
     rows, length = replica.batch_size // replica.micro_batches, data.sequence_length
-    assert rows == 1  # so that validation has no smaller batch
+    assert rows == 1
     rank = replica.boundary.dimensions(spec.shape.width)
     assert rank is not None and replica.boundary.dtype == "bf16"
     coefficients = torch.empty(rows, length, rank, dtype=torch.bfloat16, device="meta")

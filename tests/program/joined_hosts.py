@@ -27,7 +27,7 @@ data: {corpus: CORPUS, sequence_length: 32, validation_share: 0.2, validation_se
 inner: {steps: 2, learning_rate: 1e-2, warmup_steps: 2}
 outer: {rounds: ROUNDS, compression: {density: 1/32}}
 exchange: {listen: "127.0.0.1:PORT", grace: {least: 5 min, most: 5 min}, lease: {least: LEASE}}
-links: {far: {latency: 20 ms}}
+links: {far: {latency: 50 ms}}
 replicas:
   - {name: dc, kind: datacenter, batch_size: 4, uplink: far}
   - {name: home, kind: participants, stages: 2, batch_size: 4, micro_batches: 2, boundary: {rank: 8}, link: far,
