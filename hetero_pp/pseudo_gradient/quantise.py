@@ -15,9 +15,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from hetero_pp.core.device import CPU
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 
 RANGE_IN_DEVIATIONS = 6.0
@@ -140,16 +142,32 @@ def magnitudes_of(
 
 
 def dequantise_signs(codes: Tensor, magnitudes: Tensor, base: int, kept: Kept) -> Tensor:
-    """Return the magnitude of its chunk with each sign [n], fp32, bitwise equal on every device."""
+    """Return the magnitude of its chunk with each sign [n], fp32, bitwise equal on every device.
+
+    A sign is set by its bit: torch.where takes ten times as long for a mask of random bits.
+    """
+    if codes.device.type == "cpu":
+        return _dequantise_signs_on_cpu(codes, magnitudes, base, kept)
     of_chunks = _table(base, codes.device).index_select(0, magnitudes.int()).view(torch.int32)
     values = torch.empty(len(codes), dtype=torch.int32, device=codes.device)
     sizes = [chunks * each for chunks, each in kept]
     groups = of_chunks.split_with_sizes([chunks for chunks, _ in kept])
     parts = zip(values.split_with_sizes(sizes), codes.split_with_sizes(sizes), groups, kept, strict=True)
     for out, part, own, shape in parts:
-        # A sign is set by its bit: torch.where takes ten times as long for a mask of random bits.
         torch.bitwise_xor(part.view(shape).int() << 31, own[:, None], out=out.view(shape))
     return values.view(torch.float32)
+
+
+def _dequantise_signs_on_cpu(codes: Tensor, magnitudes: Tensor, base: int, kept: Kept) -> Tensor:
+    """Return the same by numpy, which takes a tenth of the time for a small tensor, and no more for a large one."""
+    of_chunks = _table(base, CPU).numpy().view(np.int32)[magnitudes.numpy()]
+    values = np.left_shift(codes.numpy(), 31, dtype=np.int32)
+    start = chunk = 0
+    for chunks, each in kept:
+        part = values[start : start + chunks * each].reshape(chunks, each)
+        part ^= of_chunks[chunk : chunk + chunks, None]
+        start, chunk = start + chunks * each, chunk + chunks
+    return torch.from_numpy(values).view(torch.float32)
 
 
 @lru_cache(maxsize=256)  # tensors of a run have few bases, and a table takes longer than a small tensor's values
