@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +31,16 @@ from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import save_config
 from hetero_pp.simulator.volumes import expected_volume
 
-ROUNDS = 4
+ROUNDS = 3
 SPARSE: dict[str, Any] = {"compression": {"density": "1/16", "value_bits": 2, "quantiser": "levels"}}
 DENSE: dict[str, Any] = {"method": "diloco", "compression": {"value_bits": 8}}
+KINDS: dict[str, dict[str, Any]] = {"codes": SPARSE, "dense": DENSE, "signs": {}}
+"""Settings of the outer rounds by kind of contribution."""
+Logged = Callable[[str], tuple[Path, list[float]]]
+"""The type of the fixture `logged`."""
 
 
-def _spec(corpus: Path, outer: dict[str, Any]) -> RunSpec:
+def _spec(corpus: Path, outer: dict[str, Any], rounds: int = ROUNDS) -> RunSpec:
     torch.set_num_threads(1)
     config = table_config(
         {
@@ -41,7 +48,7 @@ def _spec(corpus: Path, outer: dict[str, Any]) -> RunSpec:
             "model": {"width": 64, "heads": 2, "feed_forward": 128, "layers": 2},
             "data": {"corpus": str(corpus), "sequence_length": 32, "validation_share": 0.2, "validation_sequences": 8},
             "inner": {"steps": 2, "warmup_steps": 2, "learning_rate": 0.01},
-            "outer": {"rounds": ROUNDS, **outer},
+            "outer": {"rounds": rounds, **outer},
             "exchange": {"quorum": 1.0},
             "replicas": [{"name": f"r{index}", "kind": "datacenter", "batch_size": 2} for index in range(3)],
         }
@@ -105,26 +112,42 @@ def test_of_dense_ones_a_ring_sends_all_twice_but_for_its_own_parts() -> None:
     assert found.sparse_ring == pytest.approx(2 * 3 / 4 * 12_000, rel=0.1)  # fp32, through an entropy coder
 
 
-def _logged(spec: RunSpec, folder: RunFolder) -> list[float]:
-    """Return the mean bytes that a replica sends in each round, from the records."""
-    reports: list[Report] = []
-    run_in_process(spec, folder, reports.append)
-    closed = [one.round_closed for one in reports if one.HasField("round_closed")]
-    sizes = [[sum(blob.size for blob in entry.blobs) for entry in record.contributions] for record in closed]
-    return [sum(own) / len(own) for own in sizes]
+@pytest.fixture(scope="module")
+def logged(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Logged:
+    """Return a function that trains a run with a kind of contributions, once.
+
+    It returns the run's folder and the mean bytes that a replica sends in each round, from the records.
+    """
+
+    @functools.cache
+    def train(kind: str) -> tuple[Path, list[float]]:
+        spec, folder = _spec(corpus, KINDS[kind]), RunFolder(tmp_path_factory.mktemp(kind) / "run")
+        reports: list[Report] = []
+        run_in_process(spec, folder, reports.append)
+        save_config(spec.config, folder.config)
+        closed = [one.round_closed for one in reports if one.HasField("round_closed")]
+        sizes = [[sum(blob.size for blob in entry.blobs) for entry in record.contributions] for record in closed]
+        return folder.path, [sum(own) / len(own) for own in sizes]
+
+    return train
 
 
-@pytest.mark.parametrize("outer", [SPARSE, DENSE, {}], ids=["codes", "dense", "signs"])
+@pytest.fixture
+def finished(logged: Logged, tmp_path: Path) -> Path:
+    """Return a copy of the folder of a finished run."""
+    return shutil.copytree(logged("codes")[0], tmp_path / "run")
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_fast_path_a_log_and_its_command_count_the_same(
-    outer: dict[str, Any], corpus: Path, tmp_path: Path
+    kind: str, logged: Logged, corpus: Path, tmp_path: Path
 ) -> None:
     """The bytes are equal, because contributions have the same bits. Formulas come close."""
-    spec = _spec(corpus, outer)
+    spec = _spec(corpus, KINDS[kind])
     fast = train_fast(spec, prepare_tokens(spec.config.data, tmp_path / "cache"), every=Every(volume=1))
-    folder = RunFolder(tmp_path / "run")
-    assert [one[1] for one in fast.volume] == _logged(spec, folder)
-    save_config(spec.config, folder.config)
-    done = CliRunner().invoke(app, ["volume", str(tmp_path / "run"), "--json", str(tmp_path / "volume.json")])
+    folder, sizes = logged(kind)
+    assert [one[1] for one in fast.volume] == sizes
+    done = CliRunner().invoke(app, ["volume", str(folder), "--json", str(tmp_path / "volume.json")])
     assert done.exit_code == 0, done.output
     rounds = json.loads((tmp_path / "volume.json").read_text())["rounds"]
     assert [(one["round"], *one["measured"].values()) for one in rounds] == fast.volume
@@ -132,9 +155,9 @@ def test_the_fast_path_a_log_and_its_command_count_the_same(
     formula = expected_volume(spec, 3)
     assert [Volume(**one["by_formula"]) for one in rounds] == ROUNDS * [formula]
     assert fast.volume[-1][1] == pytest.approx(formula.gather, rel=0.1)
-    assert (fast.volume[-1][3] is None) == (formula.ring_all_reduce is None) == (outer is not DENSE)
+    assert (fast.volume[-1][3] is None) == (formula.ring_all_reduce is None) == (kind != "dense")
     assert fast.volume[-1][4] < 1.05 * formula.sparse_ring
-    assert "one of 3, mean over 4 rounds" in done.output
+    assert "one of 3, mean over 3 rounds" in done.output
 
 
 def test_who_is_dropped_sends_nothing(corpus: Path, tmp_path: Path) -> None:
@@ -142,13 +165,13 @@ def test_who_is_dropped_sends_nothing(corpus: Path, tmp_path: Path) -> None:
     group = AllReplicas(spec, prepare_tokens(spec.config.data, tmp_path), every=Every(volume=1))
     for round_ in range(1, ROUNDS + 1):
         assert group.round(round_)
-    assert [one[0] for one in group.measured.volume] == [1, 2, 3, 4]
+    assert [one[0] for one in group.measured.volume] == [1, 2, 3]
     counts = [round(ring / gather) + 1 for _, gather, ring, *_ in group.measured.volume]
     assert min(counts) < 3
 
 
 def test_nothing_depends_on_it_and_a_row_that_goes_on_keeps_it(corpus: Path, tmp_path: Path) -> None:
-    spec, path = _spec(corpus, SPARSE), tmp_path / "checkpoint"
+    spec, path = _spec(corpus, SPARSE, rounds=4), tmp_path / "checkpoint"
     tokens = prepare_tokens(spec.config.data, tmp_path)
 
     def interrupt(round_: int, loss: float) -> None:
@@ -177,14 +200,6 @@ def test_what_a_gpu_holds_is_not_encoded(corpus: Path) -> None:
         Measured(_spec(corpus, SPARSE), every=Every(volume=1), device=torch.device("cuda"))
 
 
-@pytest.fixture
-def finished(corpus: Path, tmp_path: Path) -> Path:
-    spec, folder = _spec(corpus, SPARSE), RunFolder(tmp_path / "run")
-    _logged(spec, folder)
-    save_config(spec.config, folder.config)
-    return tmp_path / "run"
-
-
 def test_a_contribution_that_is_lost_is_damage_unless_history_may_go(finished: Path) -> None:
     next((finished / "log" / "round-000002").rglob("*.blob")).unlink()
     done = CliRunner().invoke(app, ["volume", str(finished)])
@@ -194,7 +209,7 @@ def test_a_contribution_that_is_lost_is_damage_unless_history_may_go(finished: P
     config.write_text(config.read_text().replace("history: whole", "history: recent"))
     done = CliRunner().invoke(app, ["volume", str(finished)])
     assert done.exit_code == 0
-    assert "mean over 3 rounds of 4 (other contributions were removed)" in " ".join(done.output.split())
+    assert "mean over 2 rounds of 3 (other contributions were removed)" in " ".join(done.output.split())
 
 
 @pytest.mark.parametrize("command", ["volume", "replay"])
