@@ -211,7 +211,7 @@ def test_a_stream_that_ends_leaves_what_repeating_it_goes_on_from(
 ) -> None:
     scale, table = toys / "scales" / "tiny.yaml", toys / "toy" / "one.yaml"
     longer = scale.read_text().replace("sequence_length: 16", "sequence_length: 64")
-    scale.write_text(longer.replace("rounds: 2", "rounds: 23"))
+    scale.write_text(longer.replace("rounds: 2", "rounds: 8").replace("batch_size: 2", "batch_size: 6"))
     table.write_text(table.read_text().partition("  - {name: the same")[0])
     options = ["--seeds", "1", "--corpus", f"hf:{brought / 'web'}", "--tokenizer", str(tmp_path / "bpe")]
     code, out, _ = reproduce("toy/one", *options)
@@ -227,7 +227,7 @@ def test_a_stream_that_ends_leaves_what_repeating_it_goes_on_from(
     losses = {one["row"].partition(": ")[2]: one["validation_loss"] for one in _rows(tmp_path)}
     for path in checkpoints:
         assert not path.exists()
-    assert {name: len(found) for name, found in losses.items()} == {"none": 23, "all": 23}
+    assert {name: len(found) for name, found in losses.items()} == {"none": 8, "all": 8}
 
 
 def test_too_little_text_is_told_with_what_to_bring_before_anything_is_trained(
@@ -253,8 +253,6 @@ def test_the_standard_library_is_too_little_for_the_scale_small(reproduce: Repro
     told = " ".join(out.split())
     assert "M tokens in standard-library, expected 65,664,000: about " in told
     assert "--repeat reads this corpus " in told
-    code, out, _ = reproduce("toy/one", "--scale", "small", "--corpus", "standard-library", "--dry-run", "--repeat")
-    assert "are needed: they are read " in " ".join(out.split())
 
 
 @pytest.mark.parametrize("kind", ["files", "one.jsonl", "one.parquet", "one.txt"])
@@ -263,15 +261,19 @@ def test_estimates_are_near_what_is_counted(
     kind: str, is_named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Estimates read a tenth of the corpus, except a single .txt file, which is one document."""
-    texts = [_text(i) for i in range(600)]
-    (tmp_path / "files").mkdir()
-    for i, text in enumerate(texts):
-        (tmp_path / "files" / f"{i:03d}.txt").write_text(text)
-    (tmp_path / "one.txt").write_text("\n".join(texts))
+    texts, path = [_text(i) for i in range(600)], tmp_path / kind
     records = [{"text": text} for text in texts * 4]
-    (tmp_path / "one.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    pq.write_table(pa.Table.from_pylist(records), tmp_path / "one.parquet")
-    values: dict[str, Any] = {"corpus": str(tmp_path / kind)}
+    if kind == "files":
+        path.mkdir()
+        for i, text in enumerate(texts):
+            (path / f"{i:03d}.txt").write_text(text)
+    elif kind == "one.txt":
+        path.write_text("\n".join(texts))
+    elif kind == "one.jsonl":
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    else:
+        pq.write_table(pa.Table.from_pylist(records), path)
+    values: dict[str, Any] = {"corpus": str(path)}
     if is_named:
         values["tokenizer"] = str(_write_tokenizer(tmp_path / "bpe", 290))
     data = DataSettings.model_validate(values)

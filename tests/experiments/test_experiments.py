@@ -508,6 +508,9 @@ def test_a_small_corpus_says_what_it_lacks_or_is_repeated(tmp_path: Path, toys: 
     scale.write_text(scale.read_text().replace("validation_sequences: 4000", "validation_sequences: 4"))
     longer = scale.read_text().replace("sequence_length: 16", "sequence_length: 128")
     scale.write_text(longer.replace("rounds: 2000", "rounds: 13"))
+    code, out, _ = reproduce("toy/one", "--dry-run", "--repeat")
+    assert code == 0
+    assert "are needed: they are read " in " ".join(out.split())
     code, _, errors = reproduce("toy/one", "--seeds", "1", "--rows", "none", "--repeat")
     assert code == 0, errors
     table = tmp_path / "results" / "tiny" / "toy" / "one.md"

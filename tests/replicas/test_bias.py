@@ -19,13 +19,19 @@ from replica_groups.outer.ranks import ALONE
 
 
 def _train(
-    corpus: Path, folder: Path, compressed: int, rank: int, every: int | None = 1, embedding: str = "free"
+    corpus: Path,
+    folder: Path,
+    compressed: int,
+    rank: int,
+    every: int | None = 1,
+    embedding: str = "free",
+    rounds: int = 2,
 ) -> FastResult:
-    spec = _spec(corpus, compressed, rank, embedding)
+    spec = _spec(corpus, compressed, rank, embedding, rounds)
     return train_fast(spec, prepare_tokens(spec.config.data, folder), every=Every(bias=every))
 
 
-def _spec(corpus: Path, compressed: int, rank: int, embedding: str = "free") -> RunSpec:
+def _spec(corpus: Path, compressed: int, rank: int, embedding: str = "free", rounds: int = 2) -> RunSpec:
     torch.set_num_threads(1)
     boundary = {"rank": rank, "dtype": "fp32", "embedding": embedding}
     home = {"kind": "participants", "stages": 2, "boundary": boundary}
@@ -39,7 +45,7 @@ def _spec(corpus: Path, compressed: int, rank: int, embedding: str = "free") -> 
             "model": {"width": 32, "heads": 2, "feed_forward": 48, "layers": 2},
             "data": {"corpus": str(corpus), "sequence_length": 32, "validation_share": 0.2, "validation_sequences": 8},
             "inner": {"steps": 3, "warmup_steps": 3, "learning_rate": 0.01},
-            "outer": {"rounds": 3, "compression": {"value_bits": 32}},
+            "outer": {"rounds": rounds, "compression": {"value_bits": 32}},
             "replicas": replicas,
         }
     )
@@ -50,12 +56,12 @@ def _spec(corpus: Path, compressed: int, rank: int, embedding: str = "free") -> 
 def test_a_full_basis_loses_nothing(embedding: str, corpus: Path, tmp_path: Path) -> None:
     """With k = d, the split embedding has no part outside the subspace, and coefficients are complete."""
     result = _train(corpus, tmp_path, 4, 32, embedding=embedding)
-    assert [round_ for round_, _ in result.bias] == [1, 2, 3]
+    assert [round_ for round_, _ in result.bias] == [1, 2]
     assert max(abs(share) for _, share in result.bias) < 2e-2  # Adam amplifies rounding where gradients are near 0
 
 
 def test_it_falls_with_the_share_of_compressed_replicas(corpus: Path, tmp_path: Path) -> None:
-    firsts = [_train(corpus, tmp_path, compressed, 4).bias[0][1] for compressed in (0, 1, 2, 4)]
+    firsts = [_train(corpus, tmp_path, compressed, 4, rounds=1).bias[0][1] for compressed in (0, 1, 2, 4)]
     assert firsts[0] == 0
     assert 0.02 < firsts[1] < firsts[2] < firsts[3]
 
@@ -88,7 +94,7 @@ def test_a_share_is_that_of_the_two_runs_of_each_compressed_replica(corpus: Path
     spec, store = _spec(corpus, 2, 4), prepare_tokens(_spec(corpus, 2, 4).config.data, tmp_path)
     group = AllReplicas(spec, store)
     twins = [uncompressed_twin(replica) for replica in group.replicas[:2]]
-    meter = BiasMeter(group.replicas, group.batches, range(3), 9, 2)
+    meter = BiasMeter(group.replicas, group.batches, range(3), 6, 2)
     for index, one in enumerate([*group.replicas, *twins]):
         for step in range(3):
             one.inner_step(group.batches[index % 4].train(step), step)

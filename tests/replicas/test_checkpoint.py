@@ -16,11 +16,10 @@ from hetero_pp.run.spec import RunSpec
 
 METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sparseloco": ({}, {"ablations": {"adaptation": "stale"}}),
-    "diloco": ({"method": "diloco"}, {}),
+    "diloco": ({"method": "diloco"}, {"anchors": {"rank": 4}}),
     "adamw_ddp": ({"method": "adamw_ddp"}, {}),
     "coefficients": ({}, {"embedding": "coefficients", "ablations": {"modified_adamw": True}}),
     "discarded": ({}, {"embedding": "coefficients", "ablations": {"adaptation": "discarded"}}),
-    "anchors": ({}, {"anchors": {"rank": 4}}),
     "resbm": ({}, {"ablations": {"peer": {"method": "resbm"}}}),
     "mapl": ({}, {"ablations": {"peer": {"method": "mapl"}}}),
     "grassmann": ({}, {"ablations": {"grassmann_every": 1}}),
@@ -42,7 +41,7 @@ def _spec(corpus: Path, method: str) -> RunSpec:
             "model": {"width": 32, "heads": 2, "feed_forward": 48, "layers": 2},
             "data": {"corpus": str(corpus), "sequence_length": 32, "validation_share": 0.2, "validation_sequences": 8},
             "inner": {"steps": 3, "warmup_steps": 3, "learning_rate": 0.01},
-            "outer": {"rounds": 4, **outer},
+            "outer": {"rounds": 3, **outer},
             "replicas": [home | {"batch_size": 4}, {"name": "dc", "kind": "datacenter", "batch_size": 4}],
         }
     )
@@ -66,13 +65,13 @@ def test_it_goes_on_to_the_same_bits(method: str, corpus: Path, tmp_path: Path) 
     spec, path = _spec(corpus, method), tmp_path / "rows" / "checkpoint"
     store = prepare_tokens(spec.config.data, tmp_path)
     expected = train_fast(spec, store)
-    for round_ in (1, 3):
+    for round_ in (1, 2):
         with pytest.raises(_Interrupted):
             train_fast(spec, store, _interrupt_after(round_), checkpoint=path, checkpoint_seconds=0)
         assert [file.name for file in path.parent.iterdir()] == ["checkpoint"]
     rounds: list[int] = []
     result = train_fast(spec, store, lambda round_, loss: rounds.append(round_), checkpoint=path)
-    assert rounds == [4]
+    assert rounds == [3]
     assert _told(result) == _told(expected)
     assert not list(path.parent.iterdir())
 

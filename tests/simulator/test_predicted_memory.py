@@ -69,7 +69,7 @@ def _spec(corpus: Path, replicas: list[dict[str, Any]], **changes: Any) -> RunSp
         "name": "t",
         "model": {"preset": "micro", "width": 64, "heads": 2, "feed_forward": 192, "layers": 3, "vocabulary": 2000},
         "data": {"corpus": str(corpus), "sequence_length": 16, "validation_sequences": 2, "validation_share": 0.1},
-        "inner": {"steps": 2},
+        "inner": {"steps": 1},
         "replicas": replicas,
         "outer": {**outer, **changes.pop("outer", {})},
     }
