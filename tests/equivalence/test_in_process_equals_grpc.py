@@ -36,13 +36,13 @@ BEHIND_LINES = [
 ]
 """Two processes share the line of a house, and all members share that of the exchange."""
 ANCHORS = "replicas.1.boundary.anchors={rank: 4, fade: [0.4, 1]}"
-MICRO_BATCHES = "replicas.1.micro_batches=4"
+UNEVEN = ["model.layers=4", "replicas.1.stages=[{layers: 1}, {layers: 2}, {layers: 1}]", "replicas.1.micro_batches=4"]
 """A micro-batch of the group is one sequence, so that validation has no smaller batch."""
 
 
 def _run(corpus: Path, runs: Path, *options: str) -> Path:
     """Launch the topology as a user would. Return the run's folder."""
-    changes = [f"--set={change}" for change in (*BEHIND_LINES, ANCHORS, MICRO_BATCHES, f"data.corpus={corpus}")]
+    changes = [f"--set={change}" for change in (*BEHIND_LINES, *UNEVEN, ANCHORS, f"data.corpus={corpus}")]
     done = run_program("launch", str(YAML), "--runs", str(runs), *options, *changes)
     assert done.returncode == 0, done.stdout + done.stderr
     return runs / "mixed"

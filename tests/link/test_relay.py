@@ -429,7 +429,7 @@ def test_who_cannot_be_dialled_where_it_says_is_sought_through_the_relay(
 
 
 def test_a_group_of_one_stage_has_nobody_to_listen_for(relayed: Relayed, stack: ExitStack) -> None:
-    config = ConfigFile(MIXED, ["replicas.1.stages=[{layers: 4}]"]).config
+    config = ConfigFile(MIXED, ["replicas.1.stages=[{layers: 3}]"]).config
     alone = stack.enter_context(relayed.connections(RunSpec(config, 256), "home.0", listen="127.0.0.1:0"))
     assert alone.listen() == ""
 
