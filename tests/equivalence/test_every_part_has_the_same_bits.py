@@ -25,41 +25,40 @@ from replica_groups.exchange.log import ContributionLog
 
 HERE = Path(__file__).parent
 ROUNDS = 2
-ADAM = (
-    "{method: diloco, rounds: 2, optimizer: adam, momentum: 0, nesterov: false, aggregation: sign, "
-    "learning_rate: 0.01, final_learning_rate_share: 0.1}"
+SMALL = ("model.width=32", "model.feed_forward=64", "data.sequence_length=32", "data.validation_sequences=4")
+QUICKSTART = (
+    HERE.parents[1] / "configs" / "quickstart.yaml",
+    (*SMALL, "inner.steps=2", "replicas.0.batch_size=4", "replicas.1.batch_size=4"),
 )
-SMALL = ("model.width=32", "model.feed_forward=64", "data.sequence_length=32")
-RUNS: Mapping[str, tuple[Path, Sequence[str]]] = {
-    "quickstart": (
-        HERE.parents[1] / "configs" / "quickstart.yaml",
-        [*SMALL, "inner.steps=2", "data.validation_sequences=8"],
+STAGES = ("model.layers=3", "replicas.1.stages=[{layers: 2}, {layers: 1}]", "replicas.1.micro_batches=2")
+MIXED = (HERE / "mixed.yaml", (*SMALL, *STAGES, "inner.steps=2"))
+ADAM = "optimizer: adam, learning_rate: 0.01, final_learning_rate_share: 0.1"
+RUNS: Mapping[str, tuple[tuple[Path, Sequence[str]], Sequence[str]]] = {
+    "quickstart": (QUICKSTART, []),
+    "DiLoCo, inner Muon": (
+        MIXED,
+        ["inner.optimizer=muon", "outer={method: diloco, rounds: 2, aggregation: geometric_median}"],
     ),
-    "DiLoCo": (HERE / "mixed.yaml", ["outer={method: diloco, rounds: 2, aggregation: geometric_median}"]),
-    "2-bit levels": (HERE / "mixed.yaml", ["outer={method: sparseloco_paper, rounds: 2, aggregation: trimmed_mean}"]),
-    "inner Muon": (
-        HERE / "mixed.yaml",
-        ["inner.optimizer=muon", "outer.compression.value_bits=2", "outer.aggregation=centred_clipping"],
-    ),
-    "outer Adam": (HERE / "mixed.yaml", [f"outer={ADAM}"]),
-    "DeMo": (
-        HERE / "mixed.yaml",
-        ["inner.optimizer=sgd", "inner.learning_rate=0.1", "outer={method: demo, rounds: 2}"],
+    "2-bit levels": (MIXED, ["outer={method: sparseloco_paper, rounds: 2, aggregation: trimmed_mean}"]),
+    "DeMo, outer Adam": (
+        MIXED,
+        ["inner.optimizer=sgd", "inner.learning_rate=0.1", f"outer={{method: demo, rounds: 2, {ADAM}}}"],
     ),
     "DiLoCo-LOM in bf16": (
-        HERE / "mixed.yaml",
+        MIXED,
         [
-            "outer={method: diloco_lom, rounds: 2}",
+            "outer={method: diloco_lom, rounds: 2, aggregation: centred_clipping}",
             "inner.steps=1",
             *(f"replicas.{index}.{change}" for index in (0, 1) for change in ("precision=bf16", "recompute=layers")),
         ],
     ),
 }
-"""A YAML for each run, with its changes apart from rounds and corpus."""
+"""A YAML for each run with changes that runs share, and its own changes apart from rounds and corpus."""
 
 
-def _changes(run: str, corpus: Path) -> list[str]:
-    return [f"outer.rounds={ROUNDS}", f"data.corpus={corpus}", *RUNS[run][1]]
+def _file(run: str, corpus: Path) -> ConfigFile:
+    (yaml, shared), own = RUNS[run]
+    return ConfigFile(yaml, [f"outer.rounds={ROUNDS}", f"data.corpus={corpus}", *shared, *own])
 
 
 @dataclass(frozen=True)
@@ -87,9 +86,8 @@ def both(request: pytest.FixtureRequest, corpus: Path, tmp_path_factory: pytest.
 
     `test_in_process_equals_grpc.py` compares a run whose members are processes.
     """
-    yaml, _ = RUNS[request.param]
     over_grpc, in_process = (RunFolder(tmp_path_factory.mktemp(name)) for name in ("grpc", "in_process"))
-    asked = spec_of(ConfigFile(yaml, _changes(request.param, corpus)))
+    asked = spec_of(_file(request.param, corpus))
     save_config(asked.config, over_grpc.config)
     spec = read_run(over_grpc)
     assert spec.config == asked.config
@@ -137,11 +135,13 @@ def test_parameters_and_outer_momentum(both: Both) -> None:
 
 
 def test_the_runs_have_all_parts_that_can_be_launched(corpus: Path) -> None:
-    """The features are 4-bit boundaries, outer momentum, levels of 2 bits and every aggregation."""
-    configs = {run: ConfigFile(yaml, _changes(run, corpus)).config for run, (yaml, _) in RUNS.items()}
+    """The features are 4-bit boundaries, every optimizer, outer momentum, levels of 2 bits and every aggregation."""
+    configs = {run: _file(run, corpus).config for run in RUNS}
     [home] = [one for one in configs["quickstart"].replicas if isinstance(one, ParticipantsReplica)]
     assert home.boundary.bits == 4
-    assert configs["DiLoCo"].outer.momentum == 0.9
+    assert {config.inner.optimizer for config in configs.values()} == {"adamw", "muon", "sgd"}
+    assert {config.outer.optimizer for config in configs.values()} == {"sgd", "adam"}
+    assert configs["DiLoCo, inner Muon"].outer.momentum == 0.9
     compression = configs["2-bit levels"].outer.compression
     assert (compression.quantiser, compression.value_bits) == ("levels", 2)
     aggregations = OuterSettings.model_fields["aggregation"].annotation
