@@ -317,15 +317,16 @@ class LyingRun:
 class Replacer:
     """A member that sends each of the worst lies once, instead of an honest message."""
 
-    def __init__(self, run: LyingRun, paced: Mapping[str, bool]) -> None:
+    def __init__(self, run: LyingRun, paced: Mapping[str, bool], told: set[tuple[str, str, str]] | None = None) -> None:
         """`paced` names the calls or messages to lie about.
 
         The value is true if the member lies only once per round, because it may fail by the lie and has to return.
+        Members with the same `told` share the lies. It gets the call or message, the field and the value of each.
         """
         self._run, self._paced = run, paced
         self.said: set[tuple[str, str]] = set()
         """Pairs of a call or message and a field that were lied about."""
-        self._done: set[tuple[str, str, str]] = set()
+        self._done = set[tuple[str, str, str]]() if told is None else told
         self._round = 0
         self._lock = threading.Lock()
 
