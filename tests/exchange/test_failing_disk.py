@@ -10,6 +10,7 @@ import hashlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from members import TIMEOUT, assign_all, in_thread, patient
 from test_exchange import SETTINGS, _blob
 
 from hetero_pp.core.files import PART
-from hetero_pp.model.transformer import ModelShape
+from hetero_pp.model.transformer import ModelShape, block_of
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.run.snapshot import Snapshot, initial_snapshot
 from hetero_pp.run.spec import Roster
@@ -31,7 +32,8 @@ from replica_groups.exchange.log import ContributionLog
 
 TRANSIENT = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES, errno.ENFILE, errno.EMFILE)
 SHAPE = ModelShape(width=16, layers=1, heads=2, feed_forward=24, vocabulary=64)
-BLOCKS = frozenset({"tok_embeddings", "layers.0", "norm", "lm_head"})
+PARAMETERS = ("tok_embeddings.weight", "norm.weight")
+BLOCKS = frozenset(map(block_of, PARAMETERS))
 ROSTER = Roster({"dc": "dc"}, {"dc": BLOCKS})
 TOKENS = "ab" * 32
 ROUNDS = 1
@@ -48,7 +50,9 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def snapshot() -> Snapshot:
-    return initial_snapshot(SHAPE, rank=4, seed=1)
+    """Return two blocks of a model. Each other block would add the same disk operations."""
+    whole = initial_snapshot(SHAPE, rank=4, seed=1)
+    return replace(whole, parameters={name: whole.parameters[name] for name in PARAMETERS})
 
 
 class _Log:

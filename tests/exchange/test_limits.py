@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hetero_pp.model.inner import InnerOptimizer, InnerSettings
+from hetero_pp.model.inner import AdamW, InnerOptimizer, InnerSettings
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pseudo_gradient.error_feedback import select
 from hetero_pp.run.config import RunConfig
@@ -53,7 +53,7 @@ def test_the_bound_on_a_step_is_reached_and_never_exceeded(betas: tuple[float, f
     largest = 0.0
     for growth in (1.0, second / first, 1.01, 2.0):
         value = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-        adamw = torch.optim.AdamW([value], lr=1.0, betas=betas, eps=1e-300, weight_decay=0.0)
+        adamw = AdamW([value], lr=1.0, betas=betas, eps=1e-300, weight_decay=0.0)
         for step in range(100):
             before, value.grad = value.item(), torch.full_like(value, growth**step)
             adamw.step()
