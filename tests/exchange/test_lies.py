@@ -39,7 +39,7 @@ from hetero_pp.rpc.services import ADMISSION_SERVICE as ADMISSION
 from hetero_pp.rpc.services import EXCHANGE_SERVICE as SERVED
 from hetero_pp.rpc.services import call_path
 
-ROUNDS: Mapping[bool, int] = {False: 10, True: 20}
+ROUNDS: Mapping[bool, int] = {False: 12, True: 26}
 """Rounds of a run, by whether rounds overlap. They suffice for all lies, although liars miss some rounds."""
 AT_ONCE = 8
 """Concurrent false calls beside a member's own calls. A member may have 16 calls open."""
