@@ -1,4 +1,4 @@
-"""A stand-in for the pictures of a run, which take half of a short run's CPU time. The mark `renders` draws them.
+"""A stand-in for the pictures of a run: rendering takes a third of a short run's CPU time. The mark `renders` draws.
 
 This module is imported before the settings of PyTorch are made, so it imports nothing that imports PyTorch.
 """

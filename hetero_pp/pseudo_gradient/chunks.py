@@ -67,7 +67,8 @@ class Group:
 
     def flat_indices(self, positions: Tensor) -> Tensor:
         """Return indices into the flattened tensor for positions [count, k] within the chunks."""
-        origins, offsets = _origins(self, positions.device), _offsets(self, positions.device)
+        origins = _origins(self, positions.device)
+        offsets = _offsets(self.rows, self.columns, self.stride, positions.device)
         return origins + offsets.index_select(0, positions.reshape(-1)).view(positions.shape)
 
 
@@ -79,11 +80,11 @@ def _origins(group: Group, device: torch.device) -> Tensor:
     return (rows[:, None] * group.stride + columns).reshape(-1, 1)
 
 
-@lru_cache(maxsize=256)
-def _offsets(group: Group, device: torch.device) -> Tensor:
+@lru_cache(maxsize=64)
+def _offsets(rows: int, columns: int, stride: int, device: torch.device) -> Tensor:
     """Return the flat indices of a chunk's elements [size], relative to its first element."""
-    within = torch.arange(group.size, device=device)
-    return within // group.columns * group.stride + within % group.columns
+    within = torch.arange(rows * columns, device=device)
+    return within // columns * stride + within % columns
 
 
 def as_matrix(tensor: Tensor) -> Tensor:

@@ -30,8 +30,8 @@ QUICKSTART = (
     HERE.parents[1] / "configs" / "quickstart.yaml",
     (*SMALL, "inner.steps=2", "replicas.0.batch_size=4", "replicas.1.batch_size=4"),
 )
-STAGES = ("model.layers=3", "replicas.1.stages=[{layers: 2}, {layers: 1}]", "replicas.1.micro_batches=2")
-MIXED = (HERE / "mixed.yaml", (*SMALL, *STAGES, "inner.steps=2"))
+UNEVEN = "replicas.1.stages=[{layers: 2}, {layers: 1}]"
+MIXED = (HERE / "mixed.yaml", (*SMALL, UNEVEN, "inner.steps=2"))
 ADAM = "optimizer: adam, learning_rate: 0.01, final_learning_rate_share: 0.1"
 RUNS: Mapping[str, tuple[tuple[Path, Sequence[str]], Sequence[str]]] = {
     "quickstart": (QUICKSTART, []),

@@ -37,7 +37,7 @@ BEHIND_LINES = [
 """Two processes share the line of a house, and all members share that of the exchange."""
 ANCHORS = "replicas.1.boundary.anchors={rank: 4, fade: [0.4, 1]}"
 UNEVEN = ["model.layers=4", "replicas.1.stages=[{layers: 1}, {layers: 2}, {layers: 1}]", "replicas.1.micro_batches=4"]
-"""A micro-batch of the group is one sequence, so that validation has no smaller batch."""
+"""The stages differ in size. A micro-batch is one sequence, so that validation has no smaller batch."""
 
 
 def _run(corpus: Path, runs: Path, *options: str) -> Path:

@@ -15,7 +15,7 @@ from hetero_pp.pseudo_gradient.chunks import Group, as_matrix, groups_of
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob, encode_blob, kept_values
 from hetero_pp.pseudo_gradient.error_feedback import Selection, give_back, select
-from hetero_pp.pseudo_gradient.quantise import dequantise, quantise, quantise_signs
+from hetero_pp.pseudo_gradient.quantise import dequantise, quantise, quantise_signs, signs_by_numpy, signs_by_torch
 from hetero_pp.pseudo_gradient.selection import generator_of, random_positions, top_k_positions
 
 unhurried = settings(deadline=None, max_examples=60)
@@ -247,6 +247,17 @@ def test_signs_are_the_signs_and_magnitudes_the_chunks_means(kept: list[int], ex
     for ours, theirs in zip(quantised.values.split(kept), values.split(kept), strict=True):
         assert ours.abs().unique().numel() == 1
         assert abs(math.log2(ours[0].abs() / theirs.abs().mean())) <= 1 / 32 + 1e-4
+
+
+@pytest.mark.parametrize("kept", [[(8, 128)], [(3, 5), (1, 7), (2, 9)], [(0, 4)], []], ids=str)
+def test_numpy_and_torch_decode_signs_to_the_same_bits(kept: list[tuple[int, int]]) -> None:
+    """CPUs use numpy, and other devices torch."""
+    generator = torch.Generator().manual_seed(1)
+    count, chunks = sum(number * each for number, each in kept), sum(number for number, _ in kept)
+    codes = torch.randint(0, 2, (count,), generator=generator, dtype=torch.uint8)
+    magnitudes = torch.randint(0, 256, (chunks,), generator=generator, dtype=torch.uint8)
+    ours, theirs = (decode(codes, magnitudes, 3, kept) for decode in (signs_by_numpy, signs_by_torch))
+    assert ours.view(torch.int32).equal(theirs.view(torch.int32))
 
 
 def test_a_chunk_of_zeros_stays_zeros() -> None:

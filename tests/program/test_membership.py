@@ -37,10 +37,9 @@ Entries = list[dict[str, Any]]
 def _yaml(folder: Path, change: Callable[[dict[str, Any]], object] = lambda _: None) -> Path:
     """Write a smaller topology of the same kinds, with a change, to a file."""
     content = YAML(typ="safe").load(MIXED)
-    content["model"]["layers"], content["inner"]["steps"] = 3, H
+    content["inner"]["steps"] = H
     content["data"]["validation_sequences"] = 4
-    content["replicas"][0]["micro_batches"], content["replicas"][1]["micro_batches"] = 1, 2
-    content["replicas"][1]["stages"] = [{"layers": 1}] * 3
+    content["replicas"][0]["micro_batches"] = 1
     change(content)
     path = folder / "run.yaml"
     YAML().dump(content, path)

@@ -74,7 +74,7 @@ class Request:
         return not self.rows or any(fnmatchcase(name, pattern) for pattern in self.rows)
 
     def _setting(self, name: str) -> Setting:
-        """Return an experiment whose every row is a valid run. Raises ConfigError otherwise."""
+        """Return an experiment with all its rows validated. Raises ConfigError if one is no valid run."""
         experiment = self.catalog.experiment(name)
         scale = with_tokenizer(self.catalog.scale_of(experiment, self.scale), self.tokenizer)
         if not experiment.has_scale(scale.name):

@@ -54,11 +54,10 @@ class Setting:
 
     def config(self, row: Row, seed: int = 0) -> ResearchConfig:
         """Return the row's validated configuration. Raises ConfigError with the row, and with file, line and key."""
-        known, config = self._configs.get((row.name, seed), (None, None))
-        if known is not row or config is None:
-            config = self._validated(row, seed)
-            self._configs[row.name, seed] = row, config
-        return config
+        known = self._configs.get((row.name, seed))
+        if known is None or known[0] is not row:
+            known = self._configs[row.name, seed] = row, self._validated(row, seed)
+        return known[1]
 
     @cached_property
     def _configs(self) -> dict[tuple[str, int], tuple[Row, ResearchConfig]]:
