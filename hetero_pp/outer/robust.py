@@ -64,7 +64,7 @@ def robust_mean(
     sent = [_scaled(one, share) for one, share in zip(sent, shares, strict=True)]
     if len(rows) < shape[0]:
         sent = [one.part(rows.start * stride, rows.stop * stride) for one in sent]
-    mean = torch.zeros(len(rows), *shape[1:], device=sent[0].values.device)
+    mean = torch.zeros(len(rows), *shape[1:], dtype=torch.float32, device=sent[0].values.device)
     if kind == "trimmed_mean":
         _trim(mean.view(-1), sent, settings.trim)
     else:

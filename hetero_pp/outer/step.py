@@ -41,9 +41,9 @@ class WeightedMean:
     """Accumulates contributions to one tensor, dense, until the mean is asked for."""
 
     def __init__(self, shape: tuple[int, ...], divides_by: DividesBy, device: torch.device) -> None:
-        self.total = torch.zeros(shape, device=device)
+        self.total = torch.zeros(shape, dtype=torch.float32, device=device)
         self.weight = 0.0
-        self.sent = torch.zeros(shape, device=device) if divides_by == "senders" else None
+        self.sent = torch.zeros(shape, dtype=torch.float32, device=device) if divides_by == "senders" else None
         """Sum of the weights of the contributions that have a coordinate."""
 
     def add(self, decoded: DecodedTensor, weight: float = 1.0) -> None:

@@ -6,7 +6,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,18 @@ SECONDS_TO_LEAVE = 5.0
 
 A member that a slow link still delays after that trains no more, and ends once the link releases it.
 """
+
+
+@contextmanager
+def _own_defaults() -> Iterator[None]:
+    """Create tensors as a launched process does, fp32 on the CPU, whatever defaults the notebook has set."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
 
 
 @dataclass(frozen=True)
@@ -147,7 +159,7 @@ class Run:
     def parameters(self) -> dict[str, Tensor]:
         """Return the synced model after the rounds so far: fp32 tensors by name, which share no memory with the run."""
         self._require_begun()
-        with theta_after(self.spec, self.folder, len(self.results)) as (_, tensor):
+        with _own_defaults(), theta_after(self.spec, self.folder, len(self.results)) as (_, tensor):
             return {name: tensor(name) for name in self.spec.parameter_shapes}
 
     def predict(self) -> Prediction:
@@ -196,8 +208,9 @@ class Run:
         if self._ended is not None:
             raise RunFailed(f"{self!r} has ended: {self._ended}")
         try:
-            members = self._begin() if self._members is None else self._members
-            members.train(round_)
+            with _own_defaults():
+                members = self._begin() if self._members is None else self._members
+                members.train(round_)
             if self._state.failed is not None:
                 raise RunFailed(self._state.failed)
         except BaseException as error:

@@ -170,7 +170,7 @@ class OpenSnapshot:
     def tensor(self, name: str) -> Tensor:
         """Return a tensor in new memory. Raises StoreError if the disk fails."""
         with _reading(self._called):
-            return read_at(self._descriptor, torch.empty(self.shapes[name]), self._starts[name])
+            return read_at(self._descriptor, torch.empty(self.shapes[name], dtype=torch.float32), self._starts[name])
 
     def pieces(self, name: str) -> Iterator[memoryview | bytes]:
         """Yield the bytes of a tensor. Raises StoreError if the disk fails."""

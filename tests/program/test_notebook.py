@@ -85,12 +85,20 @@ def _member_threads() -> set[str]:
 
 @pytest.fixture(scope="module")
 def trained(corpus: Path) -> Iterator[tuple[float, Run]]:
-    """Train the same run in three ways. Yield its initial loss and the run."""
+    """Train the same run in three ways, in a notebook with defaults of its own. Yield its initial loss and the run."""
     with _run(corpus) as run:
-        initial = run.validation_loss
-        run.round()
-        next(iter(run))
-        run.train()
+        torch.set_default_dtype(torch.bfloat16)
+        torch.set_default_device("meta")
+        try:
+            initial = run.validation_loss
+            run.round()
+            next(iter(run))
+            run.train()
+            assert torch.empty(1).is_meta  # the notebook's defaults are as they were
+            assert torch.empty(1).dtype == torch.bfloat16
+        finally:
+            torch.set_default_dtype(torch.float32)
+            torch.set_default_device(None)
         yield initial, run
 
 
