@@ -87,6 +87,8 @@ def read_architecture(folder: Path) -> Architecture:
     """Read the config.json in a folder. Raises ConfigError if it is missing, or not of a model like ours."""
     path = folder / "config.json"
     values = read_json(path)
+    # The first check, because other models name the keys of their shapes otherwise.
+    _require_values(path, values, {"model_type": "llama"})
     rope, scaling = _rope(values, path)
     shape = {ours: values.get(theirs) for ours, theirs in _NAMES.items()}
     shape["norm_epsilon"] = values.get("rms_norm_eps", 1e-6)  # transformers' own default, which older files leave out
@@ -145,11 +147,15 @@ def _require(path: Path, values: dict[str, Any], shape: ModelShape) -> None:
     if (fault := shape.fault()) is not None:
         name, value, allowed = fault
         raise _refused(path, _NAMES.get(name, name), value, allowed)
-    wanted = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+    features = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+    _require_values(path, {**features, **{key: value for key, value in values.items() if value is not None}}, features)
+
+
+def _require_values(path: Path, values: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Raise ConfigError unless the file has the wanted value of each key."""
     for key, expected in wanted.items():
-        found = values.get(key)
-        if found != expected and (found is not None or key == "model_type"):
-            raise _refused(path, key, found, f"`{expected}`")
+        if values.get(key) != expected:
+            raise _refused(path, key, values.get(key), f"`{expected}`")
 
 
 def _refused(path: Path, key: str, found: object, expected: object) -> ConfigError:

@@ -235,6 +235,7 @@ def test_shared_heads_and_scaled_rotation_affect_the_logits(tokens: Tensor, tmp_
 
 REFUSED = {
     "architecture": ({"model_type": "qwen2"}, "model_type: found `qwen2`, expected `llama`"),
+    "another family": ({"model_type": "gpt2", "hidden_size": None}, "model_type: found `gpt2`, expected `llama`"),
     "no architecture": ({"model_type": None}, "model_type: found nothing, expected `llama`"),
     "biases": ({"attention_bias": True}, "attention_bias: found `True`, expected `False`"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act: found `gelu`, expected `silu`"),
