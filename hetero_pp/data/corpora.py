@@ -131,12 +131,13 @@ def _within(on_share: OnShare, before: float, part: float, share: float) -> None
 
 
 def fingerprint(settings: DataSettings, listing: Listing | None = None) -> str:
-    """Return a digest of names, sizes and modification times, which detects a changed corpus without reading it.
+    """Return a digest of names, sizes and times of change, which detects a changed corpus without reading it.
 
-    `listing`: the corpus's files, if they are listed already.
+    The time of the last change of a file's status is among them: no program can set it back, as editors and
+    unpackers do with the modification time. `listing`: the corpus's files, if they are listed already.
     """
     files = (listing or list_corpus(settings)).files
-    found = [(str(path), (status := path.stat()).st_size, status.st_mtime_ns) for path in files]
+    found = [(str(path), (now := path.stat()).st_size, now.st_mtime_ns, now.st_ctime_ns) for path in files]
     is_docstrings = settings.corpus == DOCSTRINGS
     return hashlib.sha256(json.dumps([is_docstrings, settings.text_field, found]).encode()).hexdigest()
 
