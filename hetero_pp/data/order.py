@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.seeds import seed_of
 from hetero_pp.data.batches import permute
 
@@ -50,10 +51,20 @@ def deal(parts: Sequence[Part], replicas: int, replica: int) -> tuple[Part, ...]
     return (*(part.split(replicas)[replica] for part in parts[:split]), *parts[split + replica :: replicas])
 
 
-def epoch_of(shards: int, epoch: int, seed: int, held_out: int) -> list[Part]:
-    """Return all shards in the order of an epoch, without the first `held_out` documents of shard 0."""
+def epoch_of(shards: int, epoch: int, seed: int, held_out: HeldOut) -> list[Part]:
+    """Return all shards in the order of an epoch, without the documents that are held out."""
     order = permute(np.arange(shards), shards, seed_of(seed, "shards", epoch))
-    return [Part(epoch, int(shard), held_out if shard == 0 else 0, 1) for shard in order]
+    return [Part(epoch, int(shard), held_out.documents if shard == held_out.shard else 0, 1) for shard in order]
+
+
+class HeldOut(NamedTuple):
+    """The first documents of a shard, on which no replica trains."""
+
+    shard: int = 0
+    documents: int = 0
+
+
+NOTHING_HELD_OUT = HeldOut()
 
 
 class ShardReader(Protocol):
@@ -102,12 +113,24 @@ class Order:
     replica: int
     replicas: int
     shuffle_buffer: int
-    held_out: int = 0
-    """Documents at the start of shard 0 that no replica trains on."""
+    held_out: HeldOut = NOTHING_HELD_OUT
 
     def start(self, epoch: int) -> Position:
         parts = deal(epoch_of(self.shards.count, epoch, self.seed, self.held_out), self.replicas, self.replica)
         return Position(epoch, 0, parts)
+
+    def require_text(self) -> None:
+        """Raise ConfigError if the replica has no document to train on. Reads one document."""
+        if next(self._read(self.start(0)), None) is None:
+            raise self.without_text()
+
+    def without_text(self) -> ConfigError:
+        """Return the error for a replica that has no document to train on."""
+        which = f"replica {self.replica} of {self.replicas}"
+        if not self.held_out.documents:
+            return ConfigError(("data", "corpus"), f"found no text for {which}, expected more documents")
+        found = f"found {self.held_out.documents}, which leaves no text for {which}"
+        return ConfigError(("data", "stream", "validation_documents"), f"{found}, expected fewer, or more documents")
 
     def blocks(self, position: Position) -> Iterator[Block]:
         """Yield the remaining blocks of the epoch, starting with the block of the position."""

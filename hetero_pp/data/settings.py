@@ -43,7 +43,7 @@ class StreamSettings(Settings):
         2000,
         ge=1,
         description="documents held out for validation if there is no validation_split, "
-        "from the start of the first shard",
+        "from the start of the first shard with text",
     )
     shuffle_buffer: int = Field(10_000, ge=1, description="documents in a replica's shuffle buffer")
 

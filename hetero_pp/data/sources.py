@@ -16,7 +16,7 @@ from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.progress import OnProgress, untold
 from hetero_pp.core.units import format_count
 from hetero_pp.data.hub import Shards, open_splits
-from hetero_pp.data.order import Order
+from hetero_pp.data.order import NOTHING_HELD_OUT, HeldOut, Order
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.stream import ENCODED_AT_ONCE, StreamBatches, TokenStream, encode
 from hetero_pp.data.tokenizers import Tokenizer, load_tokenizer
@@ -57,7 +57,7 @@ class StreamedCorpus:
             replica=replica,
             replicas=replicas,
             shuffle_buffer=stream.shuffle_buffer,
-            held_out=stream.validation_documents if stream.validation_split is None else 0,
+            held_out=NOTHING_HELD_OUT if stream.validation_split is not None else self._held_out,
         )
         return StreamBatches(TokenStream(order, self.tokenizer, self.settings.repeat), sequence_length, batch_size)
 
@@ -91,13 +91,21 @@ class StreamedCorpus:
         return hashlib.sha256(json.dumps([files, stream], sort_keys=True).encode()).hexdigest()
 
     @cached_property
+    def _held_out(self) -> HeldOut:
+        """The documents to validate on if there is no validation split: at the start of the first shard with text."""
+        shards = self._training
+        full = (shard for shard in range(shards.count) if any(text.strip() for text in shards.documents(shard, 0)))
+        return HeldOut(next(full, 0), self.settings.stream.validation_documents)
+
+    @cached_property
     def _validation(self) -> torch.Tensor:
         """First tokens of the validation split or of the held-out documents, int64 [validation_sequences, L + 1]."""
         rows, columns = self.settings.validation_sequences, self.settings.sequence_length + 1
         stream = self.settings.stream
         texts: Iterator[str]
         if stream.validation_split is None:
-            key, texts = "validation_documents", islice(self._training.documents(0, 0), stream.validation_documents)
+            key, (shard, documents) = "validation_documents", self._held_out
+            texts = islice(self._training.documents(shard, 0), documents)
         else:
             key, split = "validation_split", self._split("validation_split", stream.validation_split)
             texts = chain.from_iterable(split.documents(shard, 0) for shard in range(split.count))

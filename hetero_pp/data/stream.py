@@ -97,10 +97,7 @@ class TokenStream:
         self._at = self.order.start(self._at.epoch + 1)
         self._open()
         if not self._block:
-            raise ConfigError(
-                ("data", "corpus"),
-                f"found no text for replica {self.order.replica} of {self.order.replicas}, expected more documents",
-            )
+            raise self.order.without_text()
 
 
 def encode(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:

@@ -14,12 +14,14 @@ from hetero_pp.run.spec import MemberSpec, RunSpec
 def replica_batches(spec: RunSpec, member: MemberSpec, source: Source) -> tuple[SharedBatches, list[Tensor]]:
     """Return the training batches of a replica, and the validation rows in batches of its micro-batch size.
 
-    Raises ConfigError if the corpus is too small; for a streamed corpus, only the validation rows can be checked.
+    Raises ConfigError if the corpus is too small; a streamed corpus needs the validation rows and one document.
     """
-    batches = SharedBatches(
-        spec.share_of(member.replica.name, 1), lambda share: batches_of(spec, member, source, share)
-    )
-    return batches, validation_rows(spec, member, source)
+    share = spec.share_of(member.replica.name, 1)
+    batches = SharedBatches(share, lambda share: batches_of(spec, member, source, share))
+    rows = validation_rows(spec, member, source)
+    if isinstance(source, StreamedCorpus):
+        source.batches(1, share.seed(spec.config.seed), share.replica, share.replicas, 1).stream.order.require_text()
+    return batches, rows
 
 
 def validation_rows(spec: RunSpec, member: MemberSpec, source: Source) -> list[Tensor]:

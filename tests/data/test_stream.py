@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.batches import load_position
-from hetero_pp.data.order import Order, Part, Position, deal, epoch_of
+from hetero_pp.data.order import HeldOut, Order, Part, Position, deal, epoch_of
 from hetero_pp.data.shares import Share, SharedBatches
 from hetero_pp.data.stream import StreamBatches, TokenStream
 
@@ -91,7 +91,9 @@ def test_an_epoch_holds_every_document_once(
     lengths: list[list[int]], replicas: int, buffer: int, held_out: int
 ) -> None:
     shards = Lists(lengths)
-    streams = [stream_of(shards, i, replicas, shuffle_buffer=buffer, held_out=held_out) for i in range(replicas)]
+    streams = [
+        stream_of(shards, i, replicas, shuffle_buffer=buffer, held_out=HeldOut(0, held_out)) for i in range(replicas)
+    ]
     assert Counter(token for stream in streams for token in rest_of(stream)) == shards.tokens(held_out)
 
 
@@ -110,7 +112,7 @@ def test_the_order_is_another_in_every_epoch_and_for_every_seed() -> None:
     orders.append(stream_of(shards, shuffle_buffer=20, seed=2).take(count).tolist())
     assert all(Counter(order) == shards.tokens() for order in orders)
     assert len(set(map(tuple, orders))) == 3
-    shards_first = [[part.shard for part in epoch_of(8, epoch, 1, 0)] for epoch in range(4)]
+    shards_first = [[part.shard for part in epoch_of(8, epoch, 1, HeldOut())] for epoch in range(4)]
     assert len(set(map(tuple, shards_first))) == 4
 
 
@@ -214,5 +216,8 @@ def test_a_round_that_was_trained_ahead_can_be_read_again(undone: bool, tmp_path
 def test_no_text_is_one_line() -> None:
     with pytest.raises(ConfigError, match="found no text for replica 1 of 2, expected more documents"):
         stream_of(Lists([[3]]), 1, 2).take(1)
-    with pytest.raises(ConfigError, match="found no text"):
-        stream_of(Lists([[3, 3]]), held_out=2).take(1)
+    all_of_it = stream_of(Lists([[3, 3]]), held_out=HeldOut(0, 2))
+    for reads in (lambda: all_of_it.take(1), all_of_it.order.require_text):
+        with pytest.raises(ConfigError, match="validation_documents: found 2, which leaves no text for replica 0 of 1"):
+            reads()
+    stream_of(Lists([[3, 3]]), held_out=HeldOut(0, 1)).order.require_text()

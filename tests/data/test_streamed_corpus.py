@@ -123,6 +123,16 @@ def test_held_out_documents_are_never_trained_on(dclm: Path, parquet: Path, patt
     assert sorted(epoch(settings_of(target))) == sorted(TRAINING[10:])
 
 
+@pytest.mark.parametrize("first", [gzip.compress(b""), gzip.compress(b'{"text": " "}\n' * 3)])
+def test_the_first_file_may_have_no_text(first: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.json.gz").write_bytes(first)
+    for name, shard in {"b.json.gz": 0, "c.json.gz": 1}.items():
+        (tmp_path / name).write_bytes(gzip.compress(lines(shard)))
+    settings = settings_of(tmp_path / "*.gz", validation_sequences=1)
+    assert len(StreamedCorpus(settings).validation(1)) == 1
+    assert sorted(epoch(settings)) == sorted(TRAINING[10 : 2 * DOCUMENTS])
+
+
 def test_one_file_and_a_pattern_of_json(c4: Path) -> None:
     for pattern in ("en/c4-train.00001-of-00003.json.gz", "en/c4-train.00001*.gz"):
         settings = settings_of(c4 / pattern, stream={"validation_documents": 4})
