@@ -9,6 +9,7 @@ import typer
 
 from hetero_pp.core.shipped import shipped
 from hetero_pp.program.commands.options import _find
+from hetero_pp.research.experiments.catalog import Catalog
 from hetero_pp.research.experiments.request import EXPERIMENTS, RESULTS, experiments_in, results_in
 
 ROWS = Path("micro") / "rows.jsonl"
@@ -36,6 +37,12 @@ def test_results_are_read_where_they_are_and_copied_before_they_change(own: Path
     (RESULTS / ROWS).write_text("mine")
     assert results_in(RESULTS, writes=True) == results_in(RESULTS, writes=False) == RESULTS
     assert (RESULTS / ROWS).read_text() == "mine"
+
+
+def test_a_checkout_reads_its_experiments_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert experiments_in(EXPERIMENTS) == shipped(str(EXPERIMENTS))
+    assert Catalog(experiments_in(EXPERIMENTS)).experiments
 
 
 def test_folders_of_the_user_come_first(own: Path) -> None:

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.core.shipped import is_installed, shipped
+from hetero_pp.core.shipped import shipped
 from hetero_pp.data.settings import STREAMED
 from hetero_pp.research.experiments.catalog import Catalog
 from hetero_pp.research.experiments.clock import deployments_of
@@ -21,7 +21,7 @@ from hetero_pp.research.experiments.rows import Setting
 from hetero_pp.research.experiments.sweep import swept
 
 EXPERIMENTS, RESULTS = Path("configs/experiments"), Path("benchmarks/results")
-"""Default folders. In a folder without them, an installed package uses its own files."""
+"""Default folders. In a folder without them, the program uses its own files."""
 SCALE = "micro"
 """Default scale."""
 _ENDINGS = re.compile(r"(\.(txt|jsonl?|parquet|gz|zst|bz2|xz))+$")
@@ -124,7 +124,7 @@ def results_in(folder: Path, writes: bool) -> Path:
 
 
 def _is_missing_default(folder: Path, default: Path) -> bool:
-    return folder == default and is_installed() and not folder.exists()
+    return folder == default and not folder.exists()
 
 
 def scale_of(catalog: Catalog, names: Sequence[str]) -> str:
