@@ -19,7 +19,7 @@ from hetero_pp.program.report.output import announce, say, standard_output
 from hetero_pp.program.report.replica_state import ReplicaState
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.tables import PlainTable
-from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.folder import RunFolder, recorded_run
 from hetero_pp.run.read import read_trained
 from hetero_pp.simulator.sweep import quantity_of
 
@@ -89,7 +89,7 @@ def compare(runs: Path, named: Sequence[str], chart: Path) -> None:
     """
     if len(named) < 2:
         raise ConfigError((), f"found one run, `{named[0]}`, expected at least two")
-    folders = [_folder(runs, name) for name in named]
+    folders = [recorded_run(runs, name) for name in named]
     paths = [folder.path.resolve() for folder in folders]
     for index, path in enumerate(paths):
         if path in paths[:index]:
@@ -106,13 +106,6 @@ def compare(runs: Path, named: Sequence[str], chart: Path) -> None:
         say(console, f"The validation losses are drawn in {chart}.")
     else:
         say(console, "No picture is drawn, because no run has a validation loss yet.")
-
-
-def _folder(runs: Path, name: str) -> RunFolder:
-    for path in (runs / name, Path(name)):
-        if (path / "config.yaml").is_file() and (path / "metrics.jsonl").is_file():
-            return RunFolder(path)
-    raise ConfigError((), f"{name}: found no run, expected a name in {runs}/ or a run folder")
 
 
 def _read(name: str, folder: RunFolder) -> ComparedRun:

@@ -10,7 +10,7 @@ from pathlib import Path
 from hetero_pp.core.errors import ConfigError, DamagedFile
 from hetero_pp.hugging_face.writing import DTypeName, Parameters, write_model
 from hetero_pp.program.report.output import announce
-from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.folder import RunFolder, recorded_run
 from hetero_pp.run.read import read_trained
 from hetero_pp.run.round_optimizer import round_optimizer
 from hetero_pp.run.spec import RunSpec
@@ -19,15 +19,13 @@ from replica_groups.exchange.open_log import open_log
 from replica_groups.exchange.restart import snapshot_after
 
 
-def export(run: Path, to: Path, dtype: DTypeName, round_: int | None) -> None:
+def export(runs: Path, run: str, to: Path, dtype: DTypeName, round_: int | None) -> None:
     """Write the model of a run after a round into a new or empty folder.
 
     `round_`: None means the newest run checkpoint. Raises ConfigError if the run or the round does not exist, or if the
     folder has files.
     """
-    folder = RunFolder(run)
-    if not folder.config.is_file():
-        raise ConfigError((), f"{run}: found no config.yaml, expected a run folder, such as runs/quickstart")
+    folder = recorded_run(runs, run)
     spec = read_trained(folder)
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ConfigError((), f"--to {to}: found files in this folder, expected a new or empty folder")

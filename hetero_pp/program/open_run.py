@@ -1,4 +1,4 @@
-"""Opens a run, current or past, by its folder or by the URL of its log in a store."""
+"""Opens a run, current or past, by its name, its folder or the URL of its log in a store."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.folder import RunFolder, recorded_run
 from hetero_pp.run.read import read_trained
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.store.opening import folder_of, open_store
@@ -14,15 +14,13 @@ from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.open_log import open_log
 
 
-def open_run(run: str) -> tuple[RunSpec, ContributionLog]:
-    """Return a run's specification and its log. Raises ConfigError if there is none.
+def open_run(runs: Path, run: str) -> tuple[RunSpec, ContributionLog]:
+    """Return a run's specification and its log. `run`: its name in `runs`, its folder or the URL of its log.
 
-    A log in a store holds the run's configuration.
+    A log in a store holds the run's configuration. Raises ConfigError if there is no such run here.
     """
-    if folder_of(run) is not None:
-        folder = RunFolder(Path(run))
-        if not folder.config.is_file():
-            raise ConfigError((), f"{run}: found no config.yaml, expected a run folder, such as runs/quickstart")
+    if (local := folder_of(run)) is not None:
+        folder = recorded_run(runs, str(local))
         spec = read_trained(folder)
         return spec, open_log(spec.config, folder)
     log = ContributionLog(open_store(run))

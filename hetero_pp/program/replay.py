@@ -16,7 +16,7 @@ from replica_groups.exchange.check_log import CheckedRound, LogCheck
 from replica_groups.exchange.log import ContributionLog
 
 
-def replay_run(run: str, round_: int | None, json_path: Path | None, to: Path | None) -> None:
+def replay_run(runs: Path, run: str, round_: int | None, json_path: Path | None, to: Path | None) -> None:
     """Replay a run's log up to a round, and print one line per round.
 
     `round_`: round to replay to; None means the last closed round. `json_path`: file for the findings, as JSON. `to`:
@@ -27,7 +27,7 @@ def replay_run(run: str, round_: int | None, json_path: Path | None, to: Path | 
     """
     if to is not None and to.exists():
         raise ConfigError((), f"--to {to}: found a file, expected a new name")
-    spec, log = open_run(run)
+    spec, log = open_run(runs, run)
     last = _last(log, round_)
     check, found = LogCheck(log, spec.run, partial(round_optimizer, spec)), list[CheckedRound]()
     for one in check.rounds(last):

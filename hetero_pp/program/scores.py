@@ -10,12 +10,10 @@ from typing import Any
 from hetero_pp.core.errors import DamagedFile
 from hetero_pp.core.files import write_json
 from hetero_pp.messages.messages_pb2 import Score, Scores
-from hetero_pp.program.join.status import run_folder
 from hetero_pp.program.open_run import open_run
 from hetero_pp.program.report.output import standard_output, tell
 from hetero_pp.program.report.tables import PlainTable
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.store.opening import folder_of
 from replica_groups.exchange.audits import KeptScores, newest_scores
 from replica_groups.exchange.log import ContributionLog
 
@@ -28,7 +26,7 @@ def print_scores(runs: Path, run: str, json_path: Path | None) -> None:
 
     Raises ConfigError if there is no such run, DamagedFile if its scores were altered.
     """
-    spec, log = open_run(run if folder_of(run) is None else str(run_folder(runs.absolute(), run).path))
+    spec, log = open_run(runs, run)
     kept, name, console = newest_scores(log.store), spec.config.name, standard_output()
     if kept is None:
         tell(console, f"{name}: {_why_none(spec, log)}")

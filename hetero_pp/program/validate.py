@@ -22,14 +22,13 @@ from hetero_pp.core.units import format_count
 from hetero_pp.data.sources import Source, open_source, tokens_digest
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.outer.exchange_service import Caller
-from hetero_pp.program.join.status import run_folder
 from hetero_pp.program.launch.addresses import dialled_here
 from hetero_pp.program.launch.hosts import read_token
 from hetero_pp.program.open_run import open_run
 from hetero_pp.program.report.output import announce
 from hetero_pp.rpc.credentials import Secret
 from hetero_pp.rpc.exchange_client import ExchangeClient
-from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.folder import RunFolder, run_folder
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.store.opening import folder_of
 from replica_groups.audit.validator import Validator, checks_of
@@ -161,9 +160,8 @@ def _has_changed_under(
     runs: Path, run: str, exchange: str | None, token: Path | None, device: str, name: str | None
 ) -> bool:
     """Follow a run as `validate` does; return whether it has to be followed anew, because it has resumed otherwise."""
-    is_url = folder_of(run) is None
-    folder = None if is_url else run_folder(runs.absolute(), run)
-    spec, log = open_run(run if folder is None else str(folder.path))
+    folder = None if folder_of(run) is None else run_folder(runs, run)
+    spec, log = open_run(runs, run)
     audit, title = spec.config.audit, spec.config.name
     if audit.gauntlet is None and audit.recompute is None:
         raise ConfigError((), f"{title}: found a run without audits, expected `audit.gauntlet` or `audit.recompute`")

@@ -91,7 +91,7 @@ def _store_of(run: str) -> Store:
     if (path := folder_of(run)) is None:
         return open_store(run)
     folder = RunFolder(path)
-    return open_run(str(path))[1].store if folder.config.is_file() else open_store(str(folder.log))
+    return open_run(path.parent, path.name)[1].store if folder.config.is_file() else open_store(str(folder.log))
 
 
 @dataclass

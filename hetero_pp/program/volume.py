@@ -39,13 +39,13 @@ class RoundSent:
     by_formula: Volume
 
 
-def print_volume(run: str, json_path: Path | None) -> None:
+def print_volume(runs: Path, run: str, json_path: Path | None) -> None:
     """Print the mean bytes that one replica sends per round with each collective, measured and by formula.
 
     Rounds count only if the log still has their contributions. Raises ConfigError if there is no such run or no such
     round, HeteroPPError if a file is damaged.
     """
-    spec, log = open_run(run)
+    spec, log = open_run(runs, run)
     rounds = sorted(log.records())
     found = [one for round_ in rounds if (one := _round(spec, log, round_)) is not None]
     if not found:

@@ -1,9 +1,13 @@
-"""Paths below the folder of a run, runs/<name>/: results of the run, and files that it resumes from."""
+"""The folder of a run, runs/<name>/, found by name or path, and the paths below it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
+
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.units import format_names
 
 CONFIG = "config.yaml"
 CACHE = ".tokens"
@@ -92,3 +96,38 @@ class RunFolder:
     def output(self, member: str) -> Path:
         """Return the file that keeps the output of a member's process."""
         return self.path / "logs" / f"{member}.log"
+
+
+def run_folder(runs: Path, run: str) -> RunFolder:
+    """Return the folder of a run that this host started, serves or joined, named by its name in `runs` or its path.
+
+    Raises ConfigError with similar names if none exists.
+    """
+    runs = runs.absolute()
+    for path in (runs / run, Path(run).absolute()):
+        if path != runs and _is_of_a_run(path):
+            return RunFolder(path)
+    names = sorted(path.name for path in runs.glob("*/") if _is_of_a_run(path))
+    near = get_close_matches(run, names, n=3)
+    there = f"known runs: {format_names(names, 8)}" if names else "this folder has no runs"
+    if near:
+        there = f"did you mean {' or '.join(near)}?"
+    raise ConfigError((), f"{runs}: found no run {run} that this host started, serves or joined: {there}")
+
+
+def _is_of_a_run(path: Path) -> bool:
+    folder = RunFolder(path)
+    return folder.config.is_file() or folder.identity("").is_dir() or bool(own_parts(folder))
+
+
+def own_parts(folder: RunFolder) -> list[str]:
+    """Return the members or replicas of a run served elsewhere that this host started with the run's token."""
+    return sorted(path.stem.removeprefix("config-") for path in folder.path.glob("config-*.yaml"))
+
+
+def recorded_run(runs: Path, run: str) -> RunFolder:
+    """Return the folder of a run that this host recorded. Raises ConfigError if this host only joined the run."""
+    folder = run_folder(runs, run)
+    if not folder.config.is_file():
+        raise ConfigError((), f"{folder.path}: found no log: this host joined the run, and its exchange has the log")
+    return folder

@@ -245,7 +245,7 @@ def test_the_url_of_a_log_finds_the_exchange_of_this_host(
         found.append(access)
         raise RunFailed("the test is over")
 
-    monkeypatch.setattr(program, "open_run", lambda run: (spec, None))
+    monkeypatch.setattr(program, "open_run", lambda runs, run: (spec, None))
     monkeypatch.setattr(program, "FollowedRun", followed)
     with pytest.raises(RunFailed):
         validate(tmp_path, "s3://bucket/t", None, None, "cpu", None)

@@ -99,7 +99,7 @@ def test_a_replica_that_one_run_lacks_is_one_row(runs: Path, tmp_path: Path, cor
     ("named", "told"),
     [
         (["over"], "found one run, `over`, expected at least two"),
-        (["over", "nope"], "nope: found no run, expected a name in RUNS/ or a run folder"),
+        (["over", "nope"], "RUNS: found no run nope that this host started, serves or joined: did you mean open?"),
         (["over", "RUNS/over"], "RUNS/over: found the run RUNS/over twice, expected different runs"),
     ],
 )

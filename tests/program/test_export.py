@@ -438,7 +438,7 @@ def test_a_round_without_a_snapshot_is_replayed(run: Path, tmp_path: Path) -> No
 
 def test_what_cannot_be_exported_is_said(run: Path, exported: Path, tmp_path: Path) -> None:
     for folder, to, words in [
-        (tmp_path, tmp_path / "new", f"{tmp_path}: found no config.yaml, expected a run folder"),
+        (tmp_path, tmp_path / "new", f"{Path('runs').absolute()}: found no run {tmp_path} that this host started"),
         (run, exported, f"--to {exported}: found files in this folder, expected a new or empty folder"),
         (run, run / "config.yaml" / "new", f"--to {run / 'config.yaml' / 'new'}: cannot be created (Not a directory)"),
     ]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 from hetero_pp.program.cli import app
@@ -171,10 +172,32 @@ def test_after_damage_the_next_snapshot_is_gone_on_from(run: Path) -> None:
     assert "2 files are damaged, missing, or differ from the log" in errors
 
 
+def test_every_command_takes_the_name_of_a_run_or_its_folder(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(finished, tmp_path / "elsewhere" / "other")
+    more = {"export": ["--to", "hf"], "revoke": ["dc"], "view": ["--export", "page.html"]}
+    commands = {
+        name: [*more.get(name, []), *([tmp_path / "elsewhere" / "other"] if name == "compare" else [])]
+        for name, command in typer.main.get_command(app).commands.items()  # type: ignore[attr-defined]
+        if any((one.metavar or "").startswith("RUN") and one.param_type_name == "argument" for one in command.params)
+    }
+    assert {"export", "leave", "replay", "status", "validate", "view"} <= commands.keys()
+    for name, words in commands.items():
+        found = []
+        for run, runs in (("mixed", finished.parent), (finished, "runs")):
+            shutil.rmtree(tmp_path / "hf", ignore_errors=True)
+            code, printed, errors = _invoke(name, run, *words, "--runs", runs)
+            found.append((code, printed, errors.replace(str(finished), "mixed")))
+        assert found[0] == found[1], name
+        assert "found no run mixed" not in found[0][2]
+
+
 def test_what_cannot_be_replayed_is_said(run: Path, tmp_path: Path) -> None:
     (tmp_path / "there").write_text("mine")
     for arguments, words in [
-        ((tmp_path,), f"{tmp_path}: found no config.yaml, expected a run folder"),
+        ((tmp_path,), f"{Path('runs').absolute()}: found no run {tmp_path} that this host started"),
         ((run, "--round", 5), f"--round 5: found a round that the log in {run / 'log'} does not have, expected 0 to 4"),
         ((run, "--to", tmp_path / "there"), f"--to {tmp_path / 'there'}: found a file, expected a new name"),
     ]:

@@ -222,4 +222,4 @@ def test_a_folder_is_no_file_to_write(command: str, finished: Path, tmp_path: Pa
 def test_a_run_that_is_not_there_is_told(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["volume", str(tmp_path)])
     assert done.exit_code == 2
-    assert "found no config.yaml, expected a run folder" in done.output.replace("\n", " ")
+    assert f"found no run {tmp_path}" in done.output.replace("\n", " ")

@@ -85,7 +85,7 @@ def test_a_run_whose_log_lies_elsewhere(lasting: str, corpus: Path, tmp_path: Pa
     told = CliRunner().invoke(app, ["replay", url])
     assert told.exit_code == 0, told.output
     assert f"sha256 {expected['dc']}" in told.stdout
-    export(folder.path, tmp_path / "model", "fp32", 1)
+    export(runs, str(folder.path), tmp_path / "model", "fp32", 1)
     assert (tmp_path / "model" / "config.json").is_file()
 
 

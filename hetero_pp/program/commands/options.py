@@ -32,8 +32,7 @@ def _find(path: Path) -> Path:
         raise ConfigError((), f"{path}: found no such file, expected a YAML or one of the shipped {known}")
 
 
-RunName = Annotated[str, typer.Argument(metavar="RUN", help="The run's name: its folder in runs/.")]
-RunLog = Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or URL of a run log.")]
+RunName = Annotated[str, typer.Argument(metavar="RUN", help="Run name, or run folder.")]
 RunOrLog = Annotated[str, typer.Argument(metavar="RUN", help="Run name, run folder, or URL of a run log.")]
 ConfigPath = Annotated[
     Path,

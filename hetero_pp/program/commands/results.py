@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from hetero_pp.program.commands.errors import readable_errors
-from hetero_pp.program.commands.options import RunLog, RunOrLog, RunsFolder, parsed_address
+from hetero_pp.program.commands.options import RunName, RunOrLog, RunsFolder, parsed_address
 
 Experiments = Annotated[
     list[str] | None,
@@ -100,7 +100,7 @@ def reproduce(
 
 
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, such as runs/quickstart.")],
+    run: RunName,
     to: Annotated[Path, typer.Option(metavar="FOLDER", help="Write the files to this new or empty folder.")],
     format_: Annotated[
         Literal["hf"], typer.Option("--format", help="Choose the format: `hf` is for transformers, vLLM and llama.cpp.")
@@ -110,16 +110,17 @@ def export(
         int | None,
         typer.Option("--round", min=0, help="Export the model after this round; by default, the newest snapshot."),
     ] = None,
+    runs: RunsFolder = Path("runs"),
 ) -> None:
     """Export a run's model as a LLaMA checkpoint with configuration and tokenizer, for other programs."""
     with readable_errors():
         from hetero_pp.program.export import export as write_checkpoint
 
-        write_checkpoint(run, to, dtype, round_)
+        write_checkpoint(runs, run, to, dtype, round_)
 
 
 def replay(
-    run: RunLog,
+    run: RunOrLog,
     round_: Annotated[
         int | None,
         typer.Option("--round", min=0, help="Stop after this round; by default, after the last closed round."),
@@ -128,12 +129,13 @@ def replay(
         Path | None, typer.Option(metavar="FILE", help="Write the snapshot after the last replayed round to this file.")
     ] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
+    runs: RunsFolder = Path("runs"),
 ) -> None:
     """Rebuild a run's parameters from its log, and verify every file in the log."""
     with readable_errors():
         from hetero_pp.program.replay import replay_run
 
-        replay_run(run, round_, json_path, to)
+        replay_run(runs, run, round_, json_path, to)
 
 
 def verify(
@@ -210,16 +212,17 @@ def view(
 
 
 def volume(
-    run: RunLog,
+    run: RunOrLog,
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Write the bytes of each round to this file.")
     ] = None,
+    runs: RunsFolder = Path("runs"),
 ) -> None:
     """Measure the bytes that a run's contributions would take with each collective: all-gather, or a ring."""
     with readable_errors():
         from hetero_pp.program.volume import print_volume
 
-        print_volume(run, json_path)
+        print_volume(runs, run, json_path)
 
 
 def methods() -> None:

@@ -18,13 +18,13 @@ from hetero_pp.messages.messages_pb2 import PreviewReply
 from hetero_pp.program.doctor.finding import NotChecked, in_background
 from hetero_pp.program.join.membership import Membership, has_joined, is_name, memberships_in, read_membership
 from hetero_pp.program.join.on_disk import is_running
-from hetero_pp.program.join.status import known_run, run_folder
+from hetero_pp.program.join.status import known_run
 from hetero_pp.program.launch.inputs import settled
 from hetero_pp.rpc.admission_client import preview
 from hetero_pp.rpc.certificates import Identity
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, version_complaint
 from hetero_pp.rpc.tickets import Ticket, is_ticket
-from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.folder import RunFolder, run_folder
 from hetero_pp.run.shared import own_configuration
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
@@ -138,7 +138,7 @@ def subject_of(named: str | None, runs: Path, data: str | None) -> Subject:
             return _of_ticket(Ticket.from_text(named), runs, data)
         if Path(named).suffix in _YAML or Path(named).is_file():
             return _of_yaml(Path(named), runs)
-        return _of_run(run_folder(runs.absolute(), named))
+        return _of_run(run_folder(runs, named))
     except (ConfigError, Refused) as error:
         return Subject(runs=runs, problem=str(error))
 

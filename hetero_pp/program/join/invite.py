@@ -24,7 +24,7 @@ from hetero_pp.rpc.admission_client import status
 from hetero_pp.rpc.certificates import Authority
 from hetero_pp.rpc.tickets import make_ticket
 from hetero_pp.run.config import RunConfig
-from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.folder import RunFolder, run_folder
 from hetero_pp.run.read import config_of
 from replica_groups.exchange.memberships import Memberships
 from replica_groups.exchange.patience import NAMED, listed
@@ -51,7 +51,8 @@ def invite(runs: Path, run: str, place: str | None, seconds: float, address: str
             raise ConfigError((), f"--slot: {error}") from None
     until, slots, store = time.time() + seconds, good_for(config, place), config.store.as_one_url()
     is_rehearsal = config.rehearsal is not None
-    sys.stdout.write(make_ticket(run, reached, authority, ticket, until, slots, store, is_rehearsal).to_text() + "\n")
+    made = make_ticket(config.name, reached, authority, ticket, until, slots, store, is_rehearsal)
+    sys.stdout.write(made.to_text() + "\n")
     how = "; it is of a rehearsal, so `join` needs --rehearse" if is_rehearsal else ""
     valid = f"it admits one host until {datetime.fromtimestamp(until):%Y-%m-%d %H:%M}"
     complain(f"{run}: this ticket is for {slots}; {valid}{how}")
@@ -121,10 +122,10 @@ def seconds_of(text: str) -> float:
 
 def _served(runs: Path, run: str) -> tuple[RunFolder, RunConfig]:
     """Return the folder and the configuration of a run that this host serves. Raises ConfigError for any other run."""
-    folder = RunFolder(runs.absolute() / run)
+    folder = run_folder(runs, run)
     if not folder.config.is_file() or not folder.token.is_file():
         found = "found no run that this host serves; start one with: hetero-pp serve CONFIG"
-        raise ConfigError((), f"{runs / run}: {found}")
+        raise ConfigError((), f"{folder.path}: {found}")
     config = config_of(folder)
     if config.exchange.insecure:
         raise ConfigError((), f"{folder.config}: exchange.insecure: found true, expected false: tickets need TLS")

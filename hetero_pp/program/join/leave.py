@@ -12,7 +12,7 @@ from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.files import write_whole
 from hetero_pp.program.join.processes import own_process, running_process
 from hetero_pp.program.report.output import announce
-from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.folder import RunFolder, run_folder
 
 SECONDS = 30.0
 """Seconds to wait for an interrupted process to end."""
@@ -39,11 +39,11 @@ def leave(runs: Path, run: str, place: str | None) -> None:
 
     Raises ConfigError if there are none.
     """
-    folder = RunFolder(runs.absolute() / run)
+    folder = run_folder(runs, run)
     found = [path for path in sorted(folder.path.glob(_PROCESS.format(place=place or "*"))) if _process(path)]
     if not found:
         slot = f" for {place}" if place else ""
-        raise ConfigError((), f"{runs / run}: found no `hetero-pp join` of this run on this host{slot}")
+        raise ConfigError((), f"{folder.path}: found no `hetero-pp join` of this run on this host{slot}")
     for path in found:
         process = _process(path)
         if process is not None:

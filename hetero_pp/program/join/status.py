@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from difflib import get_close_matches
 from pathlib import Path
 
 from hetero_pp.config.links import LAUNCHER
@@ -29,7 +28,7 @@ from hetero_pp.program.report.state import RunState
 from hetero_pp.rpc.admission_client import status as ask
 from hetero_pp.rpc.certificates import Authority, Identity
 from hetero_pp.rpc.tickets import Ticket, is_ticket
-from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.folder import RunFolder, own_parts, run_folder
 from hetero_pp.run.read import config_of, read_run
 from replica_groups.exchange.memberships import LEFT, Memberships
 from replica_groups.exchange.patience import listed
@@ -50,34 +49,8 @@ def status(runs: Path, run: str, address: str | None, json_path: Path | None) ->
     elif ":" in run:
         found = _of_address(runs.absolute(), run)
     else:
-        found = _of_folder(run_folder(runs.absolute(), run), address)
+        found = _of_folder(run_folder(runs, run), address)
     write_json(json_path, found)
-
-
-def run_folder(runs: Path, run: str) -> RunFolder:
-    """Return the run's folder, named by its path or the run's name.
-
-    Raises ConfigError with similar names if none exists.
-    """
-    for path in (runs / run, Path(run).absolute()):
-        if path != runs and _is_of_a_run(path):
-            return RunFolder(path)
-    names = sorted(path.name for path in runs.glob("*/") if _is_of_a_run(path))
-    near = get_close_matches(run, names, n=3)
-    there = f"known runs: {listed(names)}" if names else "this folder has no runs"
-    if near:
-        there = f"did you mean {' or '.join(near)}?"
-    raise ConfigError((), f"{runs}: found no run {run} that this host started, serves or joined: {there}")
-
-
-def _is_of_a_run(path: Path) -> bool:
-    folder = RunFolder(path)
-    return folder.config.is_file() or folder.identity("").is_dir() or bool(_own_parts(folder))
-
-
-def _own_parts(folder: RunFolder) -> list[str]:
-    """Return the members or replicas of a run served elsewhere that this host started with the run's token."""
-    return sorted(path.stem.removeprefix("config-") for path in folder.path.glob("config-*.yaml"))
 
 
 def _of_folder(folder: RunFolder, address: str | None) -> dict[str, object]:
@@ -173,7 +146,7 @@ def known_run(folder: RunFolder) -> Known:
         return Known(folder, listen, Authority(read_token(folder.token)).identity(LAUNCHER), serves=True)
     found = memberships_in(folder)
     if not found:
-        own = f": it runs {', '.join(parts)} with the run's token" if (parts := _own_parts(folder)) else ""
+        own = f": it runs {', '.join(parts)} with the run's token" if (parts := own_parts(folder)) else ""
         what = f"found no run that this host serves or joined with a ticket{own}"
         raise ConfigError((), f"{folder.path}: {what}; run `status` on the host of the exchange")
     return Known(folder, found[0].address, found[0].identity.latest, serves=False)

@@ -10,7 +10,7 @@ from hetero_pp.config.links import is_loopback
 from hetero_pp.core.errors import ConfigError, HeteroPPError
 from hetero_pp.core.units import format_count
 from hetero_pp.program.join.membership import memberships_in
-from hetero_pp.program.join.status import Known, known_run, run_folder, runs_at
+from hetero_pp.program.join.status import Known, known_run, runs_at
 from hetero_pp.program.report.output import announce
 from hetero_pp.program.view.admitted import Door, door_of
 from hetero_pp.program.view.exported import export_page
@@ -18,7 +18,7 @@ from hetero_pp.program.view.record import Record
 from hetero_pp.program.view.run_view import Source
 from hetero_pp.program.view.serving import LOOPBACK, Served
 from hetero_pp.program.view.watched import Watched
-from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.folder import RunFolder, run_folder
 from hetero_pp.run.read import read_run
 
 _SECONDS_TO_READ = 600.0
