@@ -30,6 +30,15 @@ _NUMBER_AND_UNIT = re.compile(r"\s*([0-9][0-9_]*\.?[0-9]*(?:[eE][+-]?[0-9]{1,3})
 
 _FRACTION = re.compile(r"-?[0-9]{1,30}(/[0-9]{1,30}|(\.[0-9]{0,30})?([eE][+-]?[0-9]{1,3})?)\s*%?")
 
+ROUND_TIMES = [
+    *(digit * 10.0**exponent for exponent in range(-6, 1) for digit in (1, 2, 5) if digit * 10.0**exponent <= 5),
+    *(10.0, 20.0, 30.0),
+    *(60.0 * minutes for minutes in (1, 2, 5, 10, 20, 30)),
+    *(3600.0 * hours for hours in (1, 2, 5, 10, 24)),
+    *(86400.0 * digit * 10**exponent for exponent in range(6) for digit in (2, 5, 10)),
+]
+"""Seconds, in steps of the units that people use for time."""
+
 
 def parse_quantity(value: Any, units: dict[str, float], example: str) -> float:
     """Parse `value` ("100 Mbit/s") to base units. Raises ValueError that names the expected form."""

@@ -25,6 +25,7 @@ from hetero_pp.simulator.inner_loops import round_lengths
 from hetero_pp.simulator.loads import stage_link_loads
 from hetero_pp.simulator.machines import SHOWN, assumption, hardware_of, unnamed
 from hetero_pp.simulator.pipeline import GroupClock, Groups, Hops
+from hetero_pp.simulator.waiting import alone
 
 EXTRA_IN_FLIGHT = (0, 1, 2, 3, 4, 6, 8)
 NUMBERS_OF_MICRO_BATCHES = 3
@@ -205,18 +206,11 @@ def _with(replica: ParticipantsReplica, load: Load, counts: Sequence[int]) -> Pa
 
 
 def _schedule(config: RunConfig, vocabulary: int | None, replica: ReplicaSettings) -> Schedule:
-    simulate = config.simulate
-    own = simulate.model_copy(
-        update={
-            "fleets": {name: fleet for name, fleet in simulate.fleets.items() if name == replica.name},
-            "measured": {name: cost for name, cost in simulate.measured.items() if name in replica.members},
-        }
-    )
     if isinstance(replica, ParticipantsReplica):
         full = replica.boundary.model_copy(update={"rank": "full", "bits": None, "dtype": "bf16"})
         replica = replica.model_copy(update={"boundary": full})
-    spec = RunSpec(config.model_copy(update={"replicas": [replica], "simulate": own}), vocabulary)
-    [fleet] = fleets_of(spec, np.random.default_rng(simulate.seed))
+    spec = RunSpec(alone(config, replica), vocabulary)
+    [fleet] = fleets_of(spec, np.random.default_rng(config.simulate.seed))
     [length] = round_lengths(spec, [fleet], [GroupClock(fleet.without_communication())])
     return Schedule(replica, spec, fleet, int(length(np.zeros(fleet.count)).counts.max()))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -12,7 +13,7 @@ from rich.console import Console
 from hetero_pp.config.lines import WAYS, Way
 from hetero_pp.config.links import DIRECTIONS, Direction, exchange_link_name, stage_link_name
 from hetero_pp.config.topology import AnchorSettings, DatacenterReplica, ParticipantsReplica
-from hetero_pp.core.errors import dotted
+from hetero_pp.core.errors import ConfigError, dotted
 from hetero_pp.core.units import format_bits_per_second, format_bytes, format_count, format_ratio, format_seconds
 from hetero_pp.link.ledger import raw_frames, wire_bytes
 from hetero_pp.model.transformer import ModelShape
@@ -23,6 +24,7 @@ from hetero_pp.program.report.reading import shown_reading
 from hetero_pp.program.report.round_lines import audit_lines
 from hetero_pp.program.report.tables import PlainTable, format_bandwidth, spanned, spanned_limits
 from hetero_pp.program.show_exchange import print_exchange
+from hetero_pp.program.show_prediction import print_assumption, print_waiting
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.run.alike import alike, lines_alike, links_alike, range_of, table_rows
 from hetero_pp.run.config import RunConfig
@@ -31,6 +33,9 @@ from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.exchange_load import exchange_load
 from hetero_pp.simulator.loads import LinkLoad, blob_sizes, exchange_link_loads, stage_link_loads
+from hetero_pp.simulator.machines import assumed_in
+from hetero_pp.simulator.prediction import predict
+from hetero_pp.simulator.waiting import waiting
 
 
 def print_check(path: Path, overrides: Sequence[str], runs: Path) -> None:
@@ -48,6 +53,10 @@ def print_check(path: Path, overrides: Sequence[str], runs: Path) -> None:
     if spec.lines:
         console.print(_lines_table(spec, loads))
     print_exchange(console, exchange_load(spec))
+    with suppress(ConfigError):  # members that fit no memory, for example: `simulate` and `launch` say so
+        if (waits := waiting(spec, predict(spec))) is not None:
+            print_waiting(console, waits)
+            print_assumption(console, assumed_in(spec))
     for limit in prepared.limits:
         small = f"this machine is too small for all members: {dotted(limit.key)}: "
         say(console, f"Note: {small if limit.is_final else 'on this machine, '}{limit.message}.")

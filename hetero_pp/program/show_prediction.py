@@ -29,9 +29,12 @@ from hetero_pp.simulator.memory import by_kind, memory_assumptions
 from hetero_pp.simulator.prediction import Prediction, ReplicaPrediction
 from hetero_pp.simulator.published import Comparison
 from hetero_pp.simulator.sweep import Sweep, changes_nothing
+from hetero_pp.simulator.waiting import Waiting
 
 
-def print_prediction(console: Console, path: Path, spec: RunSpec, prediction: Prediction) -> None:
+def print_prediction(
+    console: Console, path: Path, spec: RunSpec, prediction: Prediction, waits: Waiting | None
+) -> None:
     """Print the times of a step and a round, then tables of replicas, members, links, lines and the exchange."""
     use = prediction.utilization
     parameters = sum(math.prod(shape) for shape in spec.parameter_shapes.values())
@@ -47,6 +50,7 @@ def print_prediction(console: Console, path: Path, spec: RunSpec, prediction: Pr
     whole = f"{prediction.tokens:,} tokens in {format_duration(prediction.days * 86400)}"
     hours = _accelerator_time(prediction.accelerator_hours)
     say(console, f"{prediction.tokens_per_second:,.0f} tokens per second: {whole}; {hours}.")
+    print_waiting(console, waits)
     has_stages = any(link.target != EXCHANGE for link in spec.links.values())
     between = "; the tables below have the traffic between stages" if has_stages else ""
     sent, received = format_bytes(prediction.sent_bytes), format_bytes(prediction.received_bytes)
@@ -61,6 +65,12 @@ def print_prediction(console: Console, path: Path, spec: RunSpec, prediction: Pr
     _print_folded(console, spec)
     print_exchange(console, prediction.exchange)
     _print_published(console, "", {"": prediction.published})
+
+
+def print_waiting(console: Console, waits: Waiting | None) -> None:
+    """Print which replicas wait, and what rounds of a given time would change."""
+    for line in () if waits is None else waits.told():
+        say(console, line)
 
 
 def print_assumption(console: Console, assumed: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hetero_pp.core.errors import ConfigError
@@ -19,6 +19,7 @@ from hetero_pp.simulator.machines import assumed_in
 from hetero_pp.simulator.prediction import Prediction, predict
 from hetero_pp.simulator.sweep import Sweep
 from hetero_pp.simulator.timeline import Timeline
+from hetero_pp.simulator.waiting import waiting
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,12 @@ def simulate(path: Path, overrides: Sequence[Given], sweep: str | None, curves: 
     timeline = None if outputs.timeline is None else Timeline()
     prediction = _predict(file, spec, timeline)
     console = standard_output()
-    print_prediction(console, path, spec, prediction)
+    waits = waiting(spec, prediction)
+    print_prediction(console, path, spec, prediction, waits)
     print_assumption(console, assumed_in(spec))
     if timeline is not None and outputs.timeline is not None:
         timeline.write(outputs.timeline)
-    write_json(outputs.json, prediction.as_json())
+    write_json(outputs.json, prediction.as_json() | {"waiting": None if waits is None else asdict(waits)})
     if outputs.chart is not None:
         draw_prediction(spec, prediction, outputs.chart)
 

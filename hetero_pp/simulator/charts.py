@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hetero_pp.config.links import DIRECTIONS
 from hetero_pp.core.drawing import save_figure
-from hetero_pp.core.units import FORMATS, format_bytes, format_duration, format_number
+from hetero_pp.core.units import FORMATS, ROUND_TIMES, format_bytes, format_duration, format_number
 from hetero_pp.run.alike import alike, lines_alike, links_alike, range_of
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.prediction import Prediction
@@ -131,14 +131,6 @@ def _scale(axis: Any, unit: str, values: Sequence[float]) -> None:
     axis.set_minor_locator(NullLocator())
 
 
-_ROUND_TIMES = [
-    *(digit * 10.0**exponent for exponent in range(-6, 1) for digit in (1, 2, 5) if digit * 10.0**exponent <= 5),
-    *(10.0, 20.0, 30.0),
-    *(60.0 * minutes for minutes in (1, 2, 5, 10, 20, 30)),
-    *(3600.0 * hours for hours in (1, 2, 5, 10, 24)),
-    *(86400.0 * digit * 10**exponent for exponent in range(6) for digit in (2, 5, 10)),
-]
-"""Seconds, in steps of the units that people use for time."""
 _MOST_TICKS = 6
 
 
@@ -146,9 +138,9 @@ def _time_ticks(values: Sequence[float], is_log: bool) -> list[float]:
     """Return the times to mark: on a log scale between the extreme values, else at equal steps from 0."""
     low, high = min(values), max(values)
     if not is_log:
-        step = next((one for one in _ROUND_TIMES if high / one < _MOST_TICKS), high)
+        step = next((one for one in ROUND_TIMES if high / one < _MOST_TICKS), high)
         return [step * number for number in range(_MOST_TICKS) if step * number <= high]
-    inside = [one for one in _ROUND_TIMES if low / 1.1 <= one <= high * 1.1]
+    inside = [one for one in ROUND_TIMES if low / 1.1 <= one <= high * 1.1]
     return inside[:: -(-len(inside) // _MOST_TICKS)] if len(inside) > 1 else [low, high]
 
 

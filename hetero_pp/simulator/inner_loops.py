@@ -23,6 +23,9 @@ PROBED = 17
 The first counts separately, because no other precedes it; the others count by their mean.
 """
 
+MOST_TIMED = 1000
+"""Most steps of a round of a given time that clocks run; the others take the mean."""
+
 
 @dataclass(frozen=True)
 class RoundSteps:
@@ -34,14 +37,18 @@ class RoundSteps:
     """Seconds of a step after the first; None if all groups have the same number of steps."""
 
     @property
-    def of_first(self) -> int:
-        """Steps of the first group. A timeline shows this group, and the clocks run its number of steps."""
-        return int(self.counts[0])
+    def timed(self) -> int:
+        """Steps that clocks run: those of the first group, which a timeline shows.
+
+        They are at most MOST_TIMED in rounds of a given time, because millions of steps may fit with free links.
+        """
+        first = int(self.counts[0])
+        return first if self.a_step is None else min(first, MOST_TIMED)
 
     def finish(self, clock: GroupClock) -> None:
-        """Shift the groups with another number of steps than the first to where their own steps end."""
+        """Shift the groups with another number of steps than was timed to where their own steps end."""
         if self.a_step is not None:
-            clock.shift((self.counts - self.of_first) * self.a_step)
+            clock.shift((self.counts - self.timed) * self.a_step)
 
 
 StepsWithin = Callable[[Array], RoundSteps]

@@ -233,7 +233,7 @@ def _run(spec: RunSpec, fleets: Sequence[Fleet], communicates: bool, watch: Call
         starts = [clock.free[0].copy() for clock in clocks]
         spent = [start - opened + after for start, after in zip(starts, to_contribute, strict=True)]
         steps = [length(seconds) for length, seconds in zip(lengths, spent, strict=True)]
-        step_ends = inner_loops(spec, fleets, clocks, [own.of_first for own in steps])
+        step_ends = inner_loops(spec, fleets, clocks, [own.timed for own in steps])
         for own, clock in zip(steps, clocks, strict=True):
             own.finish(clock)
         inner = [clock.free.max(axis=0) - start for clock, start in zip(clocks, starts, strict=True)]
@@ -261,7 +261,7 @@ def _run_overlapped(
     def train() -> None:
         nonlocal spent, inner, step_ends
         starts, began = [clock.free[0].copy() for clock in clocks], _last_of(clocks)
-        step_ends = inner_loops(spec, fleets, clocks, [own.of_first for own in steps])
+        step_ends = inner_loops(spec, fleets, clocks, [own.timed for own in steps])
         inner = [clock.free.max(axis=0) - start for clock, start in zip(clocks, starts, strict=True)]
         spent = _last_of(clocks) - began
 

@@ -115,6 +115,36 @@ def test_a_shared_exchange_delays_all(yaml: Path) -> None:
     assert found.outer_seconds > received * 8 / 10e3 > 3 * _predict(yaml).outer_seconds
 
 
+def test_a_replica_that_others_wait_for_is_named(yaml: Path, tmp_path: Path) -> None:
+    """The numbers are those of `simulate` for each replica in a YAML of its own, and for the YAML with that `inner`."""
+    whole, dc, text = yaml, tmp_path / "dc.yaml", yaml.read_text()
+    middle, end = text.index("  - {name: home"), text.index("simulate:")
+    dc.write_text(text[:middle] + text[end:].split("    home.0")[0])
+    code, out, errors = _invoke(str(whole), "--json", str(tmp_path / "found.json"))
+    assert code == 0, errors
+    found = json.loads((tmp_path / "found.json").read_text())
+    waits = found["waiting"]
+    assert waits["slowest"] == "home"
+    inner = {one["name"]: one["inner_seconds"] for one in found["replicas"]}
+    assert waits["shares"]["dc"] == pytest.approx((inner["home"] - inner["dc"]) / found["round_seconds"])
+    assert waits["alone"]["dc"] == pytest.approx(_predict(dc).tokens_per_second)
+    timed = waits["timed"]
+    written = re.search(r"write `inner: ({.*?})`", " ".join(out.split()))
+    assert written is not None
+    inner_section = f"inner={written[1][:-1]}, learning_rate: 1e-2}}"
+    again = _predict(whole, inner_section)
+    assert again.tokens_per_second == pytest.approx(timed["tokens_per_second"])
+    assert again.tokens_per_second > 1.1 * found["tokens_per_second"]
+    assert {one.name: one.steps for one in again.replicas} == timed["steps"]
+    said = " ".join(CliRunner().invoke(app, ["check", str(whole), "--runs", str(tmp_path)]).stdout.split())
+    for line in ("waits for home: ", written[0]):
+        assert line in " ".join(out.split())
+        assert line in said
+    for silent in ([str(whole), "--set", inner_section], [str(dc)]):
+        code, out, errors = _invoke(*silent)
+        assert (code, "waits for" in out) == (0, False), errors
+
+
 def test_fleets_draw_their_links_and_lose_members(yaml: Path) -> None:
     fleet = "simulate.fleets={home: {count: 400, bandwidth: [1 Mbit/s, 100 Mbit/s], stragglers: 10 %, churn: 1 %}}"
     found = _predict(yaml, fleet)

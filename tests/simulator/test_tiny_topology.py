@@ -196,7 +196,7 @@ def test_groups_of_a_fleet_have_steps_of_their_own() -> None:
         *_, before, last = clock.inner_loop(int(count) + 1)
         assert before[0] <= 5000.0 < last[0], f"group {index}"
     together = GroupClock(fleets[0].groups)
-    together.inner_loop(own.of_first)
+    together.inner_loop(own.timed)
     own.finish(together)
     for index, count in enumerate(own.counts):
         clock = GroupClock(fleets[0].groups.columns(slice(index, index + 1), 1))
