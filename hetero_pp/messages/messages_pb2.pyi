@@ -172,18 +172,20 @@ class EnrolReply(_message.Message):
     def __init__(self, place: _Optional[str] = ..., certificate: _Optional[_Union[Certificate, _Mapping]] = ..., configuration: _Optional[str] = ..., tokenizer: _Optional[_Mapping[str, bytes]] = ..., in_lobby: _Optional[_Union[InLobby, _Mapping]] = ...) -> None: ...
 
 class InLobby(_message.Message):
-    __slots__ = ("here", "needed", "probed", "last_round", "rounds")
+    __slots__ = ("here", "needed", "probed", "last_round", "rounds", "why")
     HERE_FIELD_NUMBER: _ClassVar[int]
     NEEDED_FIELD_NUMBER: _ClassVar[int]
     PROBED_FIELD_NUMBER: _ClassVar[int]
     LAST_ROUND_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
     here: int
     needed: int
     probed: bool
     last_round: int
     rounds: int
-    def __init__(self, here: _Optional[int] = ..., needed: _Optional[int] = ..., probed: _Optional[bool] = ..., last_round: _Optional[int] = ..., rounds: _Optional[int] = ...) -> None: ...
+    why: str
+    def __init__(self, here: _Optional[int] = ..., needed: _Optional[int] = ..., probed: _Optional[bool] = ..., last_round: _Optional[int] = ..., rounds: _Optional[int] = ..., why: _Optional[str] = ...) -> None: ...
 
 class RenewRequest(_message.Message):
     __slots__ = ()

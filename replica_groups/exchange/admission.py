@@ -107,13 +107,33 @@ class Admission:
         with self._seating:
             vacant: Sequence[str] = self._exchange.overview.vacant()
             if self._host.lacks_place(ticket, key):
-                given = self._lobby.place_for(ticket, self._open_to_all(vacant))
+                free = self._away_from_parted(ticket, vacant)
+                if not free:
+                    why = "waiting for a slot that is not beside a host with which it exchanged malformed messages"
+                    return pb.InLobby(here=1, probed=True, why=why)
+                given = self._lobby.place_for(ticket, free)
                 if isinstance(given, pb.InLobby):
                     return given
                 vacant = [given]
             holder = self._host.enrol(ticket, key, vacant, CERTIFICATE_SECONDS)
             self._lobby.seated(ticket)
             return holder
+
+    def _away_from_parted(self, ticket: str, vacant: Sequence[str]) -> Sequence[str]:
+        """Return the free slots that a ticket may take, without those beside a host from which it was parted.
+
+        Raises Refused if no slot is free at all.
+        """
+        found, places = (
+            self._host.own_slots(ticket, vacant) or self._open_to_all(vacant),
+            self._exchange.coordinator.places,
+        )
+
+        def beside(slot: str) -> dict[str, bool]:
+            both = [one for one in self._exchange.state.beside(slot) if one]
+            return {one: one not in vacant or not places[one].is_guest for one in both}
+
+        return [slot for slot in found if self._host.may_be_beside(ticket, beside(slot))]
 
     def _open_to_all(self, vacant: Sequence[str]) -> Sequence[str]:
         """Return the free slots that a ticket without a slot may take.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import sqlite3
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,9 +24,11 @@ CREATE TABLE IF NOT EXISTS tickets (
 );
 CREATE TABLE IF NOT EXISTS holders (
     place TEXT NOT NULL, holder INTEGER NOT NULL, ticket TEXT NOT NULL, key BLOB NOT NULL, until REAL NOT NULL,
-    ended TEXT, PRIMARY KEY (place, holder)
+    joins_by REAL, ended TEXT, PRIMARY KEY (place, holder)
 );
-CREATE TABLE IF NOT EXISTS blamed (ticket TEXT PRIMARY KEY, count INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS malformed (
+    ticket TEXT NOT NULL, other TEXT NOT NULL, count INTEGER NOT NULL, until REAL, PRIMARY KEY (ticket, other)
+);
 """
 _BUSY_SECONDS = 10.0
 
@@ -34,7 +36,24 @@ LEFT = "it has left"
 """Cause of the end of a member that freed its slot."""
 
 MOST_BLAMED = 3
-"""Malformed messages on the links of a ticket's holder after which the ticket is revoked."""
+"""Malformed messages between two holders after which both are parted."""
+
+PARTED = "was parted from its neighbour"
+"""Beginning of the cause of the end of a member that has to take another slot."""
+
+PARTED_SECONDS = 3600.0
+"""Seconds for which two parted holders are not placed beside each other."""
+
+STRANGERS = 3
+"""Neighbours with different tickets from which a ticket was parted when it is revoked. One liar rarely has as many
+tickets. The operator's own members count as one neighbour.
+"""
+
+_OPERATOR = ""
+"""Stands for a ticket at a slot whose holder was started with the run's secret."""
+
+RESERVED_SECONDS = 600.0
+"""Seconds for which a slot is kept for a holder that has not joined. A host that prepares itself renews them."""
 
 SEATS_A_MINUTE, SEATS_AT_ONCE = 10.0, 20
 """Slots that one ticket may take per minute and at once. Each is a row that is flushed while all calls wait."""
@@ -61,6 +80,8 @@ class Holder:
     """Number of the holder at its slot, from 1."""
     until: float
     """Seconds since 1970 until which it is admitted."""
+    joins_by: float | None
+    """Seconds since 1970 by which it must have joined; None once it has."""
     ended: str | None
     """Why it is not admitted any more; None if it is."""
 
@@ -122,16 +143,18 @@ class Memberships:
     def enrol(self, ticket: str, key: bytes, vacant: Collection[str], seconds: float) -> Holder:
         """Give a ticket with a key a slot for `seconds`; return its holder.
 
-        May be repeated with the same key, after a lost reply or a departure. `vacant`: the free slots. Raises Refused
-        for an unknown ticket and if no slot is free, Forbidden for a ticket that is used, expired or revoked, TooMuch
-        for one that takes slots too often.
+        May be repeated with the same key, after a lost reply or a departure. `vacant`: the free slots; a ticket that
+        names a slot takes one of them only if it was parted from a neighbour. Raises Refused for an unknown ticket and
+        if no slot is free, Forbidden for a ticket that is used, expired or revoked, TooMuch for one that takes slots
+        too often.
         """
         with self._changing():
             place = self._good_for(ticket, key)
             if not self._is_in(self._of_ticket(ticket)):
                 if (wait_seconds := self._seats.refused_for(ticket)) > 0:
                     raise TooMuch(f"this ticket takes a slot too often; it may again in {max(1.0, wait_seconds):.0f} s")
-                self._let_in(ticket, key, self._place_for(place, vacant), seconds)
+                wanted = None if self._parted_from(ticket) else place
+                self._let_in(ticket, key, self._place_for(wanted, vacant), seconds)
             found = self._of_ticket(ticket)
             assert found is not None
             return found
@@ -139,15 +162,22 @@ class Memberships:
     def lacks_place(self, ticket: str, key: bytes) -> bool:
         """Return whether a ticket with a key needs a slot to be chosen. Raises as `enrol`."""
         with self._reading():
-            return self._good_for(ticket, key) is None and not self._is_in(self._of_ticket(ticket))
+            chooses = self._good_for(ticket, key) is None or bool(self._parted_from(ticket))
+            return chooses and not self._is_in(self._of_ticket(ticket))
 
     def slot_of(self, ticket: str) -> str | None:
-        """Return the slot that a ticket names; None if it admits to any. Raises Refused if it admits to none."""
+        """Return the slot of an unused ticket; None if it admits to any. Raises Refused if it admits to none."""
         with self._reading():
             place, _, used, _ = self._ticket(ticket)
             if used is not None:
                 raise Refused(_USED)
             return None if place is None else self._place_for(place, ())
+
+    def own_slots(self, ticket: str, vacant: Collection[str]) -> list[str]:
+        """Return the slot that a ticket names, if it is free."""
+        with self._reading():
+            own = self._ticket(ticket)[0]
+            return [own] if own is not None and own in vacant and not self._is_in(self._newest(own)) else []
 
     def _good_for(self, ticket: str, key: bytes) -> str | None:
         """Return the slot that a ticket names. Raises as `enrol`."""
@@ -181,9 +211,11 @@ class Memberships:
 
     def _let_in(self, ticket: str, key: bytes, place: str, seconds: float) -> None:
         newest = self._newest(place)
-        row = (place, newest.number + 1 if newest else 1, ticket, key, self._clock() + seconds)
+        now = self._clock()
+        row = (place, newest.number + 1 if newest else 1, ticket, key, now + seconds, now + RESERVED_SECONDS)
         self._database.execute("UPDATE tickets SET key = ? WHERE id = ?", (key, ticket))
-        self._database.execute("INSERT INTO holders (place, holder, ticket, key, until) VALUES (?, ?, ?, ?, ?)", row)
+        query = "INSERT INTO holders (place, holder, ticket, key, until, joins_by) VALUES (?, ?, ?, ?, ?, ?)"
+        self._database.execute(query, row)
         self._database.execute("DELETE FROM holders WHERE place = ? AND holder <= ?", (place, row[1] - HOLDERS_KEPT))
 
     def renew(self, place: str, number: int, key: bytes, seconds: float) -> Holder:
@@ -197,8 +229,16 @@ class Memberships:
             assert found is not None
             if found.until > until - RENEWED_SHARE * seconds:
                 return found
-            self._database.execute("UPDATE holders SET until = ? WHERE place = ? AND holder = ?", (until, *holder))
-            return replace(found, until=until)
+            joins_by = None if found.joins_by is None else self._clock() + RESERVED_SECONDS
+            query = "UPDATE holders SET until = ?, joins_by = ? WHERE place = ? AND holder = ?"
+            self._database.execute(query, (until, joins_by, *holder))
+            return replace(found, until=until, joins_by=joins_by)
+
+    def joined(self, place: str, number: int) -> None:
+        """Note that a holder has joined, so that its slot is kept for as long as its certificate is valid."""
+        with self._changing():
+            query = "UPDATE holders SET joins_by = NULL WHERE place = ? AND holder = ? AND joins_by IS NOT NULL"
+            self._database.execute(query, (place, number))
 
     def end(self, place: str, number: int, why: str) -> None:
         """End a holder's admission, and free its slot. Does nothing if it has ended already."""
@@ -207,24 +247,65 @@ class Memberships:
                 "UPDATE holders SET ended = ? WHERE place = ? AND holder = ? AND ended IS NULL", (why, place, number)
             )
 
-    def blame(self, place: str, number: int) -> bool:
-        """Count a malformed message on a stage link of a holder, by its ticket; return whether the ticket is revoked.
+    def part(self, ends: Mapping[str, int]) -> dict[str, str]:
+        """Count a malformed message between two holders, slot -> number; number 0 has no ticket.
 
-        With the last of MOST_BLAMED both the ticket and the slot are revoked. A holder that leaves and comes back with
-        its ticket gets another number, so numbers are not counted.
+        With the last of MOST_BLAMED both lose their slots, because nobody can know which of them lies. Their tickets
+        stay valid for slots that are not beside each other. Return slot -> why, for the slots that a ticket lost.
+
+        Counts are of the two tickets. A holder that leaves and comes back with its ticket gets another number.
         """
         with self._changing():
-            if (ticket := self._ticket_of(place, number)) is None:
-                return False
-            self._database.execute(
-                "INSERT INTO blamed VALUES (?, 1) ON CONFLICT (ticket) DO UPDATE SET count = count + 1", (ticket,)
+            tickets = [self._ticket_of(*end) if end[1] else _OPERATOR for end in ends.items()]
+            if None in tickets or len(set(tickets)) < 2:
+                return {}
+            pairs = [tuple(tickets), tuple(tickets[::-1])]
+            self._database.executemany(
+                "INSERT INTO malformed VALUES (?, ?, 1, NULL) ON CONFLICT DO UPDATE SET count = count + 1", pairs
             )
-            query = "SELECT count FROM blamed WHERE ticket = ?"
-            count: int = self._database.execute(query, (ticket,)).fetchone()[0]
-            if count < MOST_BLAMED:
-                return False
-            self._revoke(ticket, f"its links had {count} malformed messages")
+            query, found = "SELECT count FROM malformed WHERE ticket = ? AND other = ?", dict[str, str]()
+            if self._database.execute(query, pairs[0]).fetchone()[0] < MOST_BLAMED:
+                return {}
+            until = self._clock() + PARTED_SECONDS
+            update = "UPDATE malformed SET count = 0, until = ? WHERE ticket = ? AND other = ?"
+            self._database.executemany(update, [(until, *pair) for pair in pairs])
+            for place, neighbour, ticket in zip(ends, [*ends][::-1], tickets, strict=True):
+                if ticket:
+                    found[place] = self._part(ticket, f"{PARTED} {neighbour} after {MOST_BLAMED} malformed messages")
+            return found
+
+    def _part(self, ticket: str, why: str) -> str:
+        """End a ticket's holder; revoke the ticket if several strangers were parted from it. Return why it ended."""
+        query = "SELECT COUNT(*) FROM malformed WHERE ticket = ? AND until IS NOT NULL"
+        count: int = self._database.execute(query, (ticket,)).fetchone()[0]
+        if count >= STRANGERS:
+            why = f"{count} neighbours with different tickets had malformed messages on their links to it"
+            self._revoke(ticket, why)
+        self._database.execute("UPDATE holders SET ended = ? WHERE ticket = ? AND ended IS NULL", (why, ticket))
+        return why
+
+    def may_be_beside(self, ticket: str, neighbours: Mapping[str, bool]) -> bool:
+        """Return whether a ticket was not parted lately from the holder of a neighbouring slot.
+
+        `neighbours`: slot -> whether it is the operator's unless a ticket holder has it.
+        """
+        with self._reading():
+            if not (parted := self._parted_from(ticket)):
+                return True
+            for place, is_operators in neighbours.items():
+                newest = self._newest(place)
+                if newest is not None and self._is_in(newest):
+                    beside = self._ticket_of(place, newest.number)
+                else:
+                    beside = _OPERATOR if is_operators else None
+                if beside in parted:
+                    return False
             return True
+
+    def _parted_from(self, ticket: str) -> set[str | None]:
+        """Return the tickets beside which this one is not placed now."""
+        query = "SELECT other FROM malformed WHERE ticket = ? AND until > ?"
+        return {row[0] for row in self._database.execute(query, (ticket, self._clock()))}
 
     def condemn(self, place: str, number: int, why: str) -> None:
         """Revoke the ticket and the slots of a holder, present or former, because of what an audit found."""
@@ -308,10 +389,14 @@ class Memberships:
         if newest.ended is not None:
             raise Refused(f"{place}: {newest.ended}")
         if not self._is_in(newest):
-            raise Refused(f"{place}: the certificate was not renewed in time")
+            late = self._clock() <= newest.until
+            why = "its holder did not join in time" if late else "the certificate was not renewed in time"
+            raise Refused(f"{place}: {why}")
 
     def _is_in(self, holder: Holder | None) -> bool:
-        return holder is not None and holder.ended is None and self._clock() <= holder.until
+        if holder is None or holder.ended is not None:
+            return False
+        return self._clock() <= min(holder.until, holder.until if holder.joins_by is None else holder.joins_by)
 
     def _newest(self, place: str) -> Holder | None:
         return next(self._holders("WHERE place = ? ORDER BY holder DESC LIMIT 1", place), None)
@@ -322,7 +407,7 @@ class Memberships:
 
     def _holders(self, clauses: str, *values: str) -> Iterator[Holder]:
         """Return the holders that a query finds, in its order."""
-        found = self._database.execute(f"SELECT place, holder, until, ended FROM holders {clauses}", values)
+        found = self._database.execute(f"SELECT place, holder, until, joins_by, ended FROM holders {clauses}", values)
         return (Holder(*row) for row in found.fetchall())
 
     @contextmanager

@@ -42,7 +42,7 @@ from hetero_pp.rpc.relay import SERVICE as RELAY
 from hetero_pp.rpc.services import ADMISSION_SERVICE, EXCHANGE_SERVICE, LONGEST_WAIT, service_handler
 from replica_groups.exchange.admission import Admission, OpenHouse
 from replica_groups.exchange.exchange import Exchange
-from replica_groups.exchange.memberships import MOST_BLAMED, Memberships
+from replica_groups.exchange.memberships import Memberships
 
 MOST_UNREAD = 50_000
 """Unread reports at which a stream of reports is cut; its reader may open another."""
@@ -233,7 +233,10 @@ class _Servicer:
         request.damaged[:] = map(plain, request.damaged)
         caller = self._waiting(context)
         request.address = self._listens(context, request.address, is_new=True)
-        return self.exchange.call(request, caller)
+        reply = self.exchange.call(request, caller)
+        if self._guests is not None and caller.holder:
+            self._guests.joined(caller.name, caller.holder)
+        return reply
 
     def _listens(self, context: grpc.ServicerContext, address: str, is_new: bool = False) -> str:
         """Return where a member says that it listens. The exchange then knows whether the member is reached there."""
@@ -264,10 +267,11 @@ class _Servicer:
 
     def Broken(self, request: pb.BrokenRequest, context: grpc.ServicerContext) -> pb.BrokenReply:
         request.cause, request.blames = plain(request.cause), plain(request.blames)
-        for place, holder, term in self.exchange.assignments.link_broke(request, self.callers.of(context)):
-            if holder and self._guests is not None and self._guests.blame(place, holder):
-                why = f"its ticket was revoked after {MOST_BLAMED} malformed messages: {request.cause}"
-                self.exchange.died(place, why, term)
+        ends = {one.place: one for one in self.exchange.assignments.link_broke(request, self.callers.of(context))}
+        if self._guests is not None and len(ends) == 2:
+            parted = self._guests.part({place: one.holder for place, one in ends.items()})
+            for place, why in parted.items():
+                self.exchange.died(place, f"{why}: {request.cause}", ends[place].term)
         return pb.BrokenReply()
 
     def Died(self, request: pb.DiedRequest, context: grpc.ServicerContext) -> pb.DiedReply:

@@ -29,6 +29,7 @@ from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2 import Failure, Finished, Report
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.planner.grouping import group_spares
+from hetero_pp.program.join import command as join_command
 from hetero_pp.program.join import membership as membership_module
 from hetero_pp.program.join.command import Here, join
 from hetero_pp.program.join.membership import Membership, read_membership, renew_once, renewed, take_place
@@ -45,7 +46,7 @@ from hetero_pp.rpc.tickets import Ticket, make_ticket, ticket_of
 from replica_groups.exchange import admission
 from replica_groups.exchange.admission import Told
 from replica_groups.exchange.lobby import FORGET_SECONDS, Lobby
-from replica_groups.exchange.memberships import Memberships
+from replica_groups.exchange.memberships import PARTED, Memberships
 from replica_groups.exchange.server import OpenHouse, serve_exchange
 
 SECRET = Secret("the run's secret")
@@ -676,6 +677,24 @@ def test_hosts_that_wait_for_a_group_hear_that_the_run_is_over(
     assert capsys.readouterr().out.endswith("run: the run is over (round 9 of 9); no round was left to train\n")
     status_of(served.folder / "late", "run", None, None)
     assert capsys.readouterr().out.startswith("run: the run is over (round 9 of 9), as reported 20")
+
+
+def test_join_takes_another_slot_for_a_host_that_was_parted_from_its_neighbour(
+    served: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = list[str]()
+
+    def trains(membership: Membership, *_: object) -> None:
+        taken.append(membership.place)
+        if len(taken) == 1:
+            served.memberships.end(membership.place, 1, f"{PARTED} home.1")
+            raise RunFailed(f"{membership.place}: {PARTED} home.1 (output: a file)")
+
+    monkeypatch.setattr(join_command, "_train", trains)
+    join(served.ticket().to_text(), Here(served.folder / "host"))
+    assert taken == ["a", "a"]
+    assert [(one.number, one.ended) for one in served.memberships.holders()] == [(1, f"{PARTED} home.1"), (2, None)]
+    assert "run: a was parted from its neighbour: this host takes another slot\n" in capsys.readouterr().out
 
 
 def test_a_host_whose_line_is_measured_hears_that_the_run_is_over(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,18 +19,19 @@ from small_run import GRACE, Run
 from hetero_pp.core.errors import HeteroPPError, Refused
 from hetero_pp.link.protocol import Message
 from hetero_pp.link.shared_lines import Lines
-from hetero_pp.messages.messages_pb2 import EXCLUDED, GRADIENT, AssignReply, BlobHeader
+from hetero_pp.messages.messages_pb2 import EXCLUDED, GRADIENT, AssignReply, BlobHeader, EnrolReply
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.outer.exchange_service import Caller
 from hetero_pp.planner.grouping import group_spares
 from hetero_pp.program.join.membership import take_place
 from hetero_pp.program.launch.in_process import run_in_process
-from hetero_pp.rpc.certificates import Identity, as_text, new_key
+from hetero_pp.rpc.admission_client import enrol
+from hetero_pp.rpc.certificates import Identity, as_text, new_key, signing_request
 from hetero_pp.rpc.connections import NetworkConnections
 from hetero_pp.rpc.credentials import Credentials, Secret
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.link_end import GrpcLinkEnd
-from hetero_pp.rpc.tickets import make_ticket
+from hetero_pp.rpc.tickets import Ticket, make_ticket
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.shared import told_of
@@ -39,7 +40,7 @@ from replica_groups.exchange.admission import Told
 from replica_groups.exchange.host import begin_run, make_exchange
 from replica_groups.exchange.lobby import Lobby
 from replica_groups.exchange.log import ContributionLog
-from replica_groups.exchange.memberships import MOST_BLAMED, Memberships
+from replica_groups.exchange.memberships import MOST_BLAMED, STRANGERS, Memberships
 from replica_groups.exchange.server import OpenHouse, serve_exchange
 from replica_groups.loop.take_part import take_part
 from replica_groups.protocol import slots
@@ -173,7 +174,7 @@ class Liar:
         monkeypatch.setattr(GrpcLinkEnd, "send", lie)
 
 
-def test_the_sender_of_malformed_messages_loses_its_ticket_and_the_run_comes_to_its_bits(
+def test_the_sender_of_malformed_messages_is_parted_and_the_run_comes_to_its_bits(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stack: ExitStack
 ) -> None:
     """The group forms again with the next host. The result has the bits of a run without an attack."""
@@ -183,7 +184,7 @@ def test_the_sender_of_malformed_messages_loses_its_ticket_and_the_run_comes_to_
         hosts.trusted(name)
     hosts.guest("liar")
     hosts.wait_until(lambda: "liar" in hosts.failed)
-    assert f"its links had {MOST_BLAMED} malformed messages" in hosts.failed["liar"]
+    assert f"was parted from its neighbour home.0 after {MOST_BLAMED} malformed messages" in hosts.failed["liar"]
     assert hosts.exchange.coordinator.last_round == 1
     liar.is_lying = False
     hosts.guest("honest")
@@ -198,42 +199,85 @@ def test_the_sender_of_malformed_messages_loses_its_ticket_and_the_run_comes_to_
 
 
 class Group:
-    """The exchange of small_run over gRPC, with a group of two members. home.1 is held by a ticket."""
+    """The exchange of small_run over gRPC, with groups of two and three stages and slots for ticket holders."""
 
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
-        self.run = Run(folder / "log", {"dc": 1, "home": 2}, quorum=0.5)
+    def __init__(self, folder: Path, stack: ExitStack, groups: Mapping[str, int]) -> None:
+        self.run, self._stack = Run(folder / "log", {"dc": 1, **groups}, quorum=1 / 3), stack
         self.memberships = Memberships(folder / "members.sqlite")
         stack.callback(self.memberships.close)
-        house = OpenHouse(self.memberships, Told("{}", {}), Lobby({}, group_spares))
+        house = OpenHouse(self.memberships, Told('{"name": "run"}', {}), Lobby({}, group_spares))
         server, port = serve_exchange(self.run.exchange, SECRET, "127.0.0.1:0", encrypted=True, open_house=house)
         stack.callback(lambda: server.stop(None).wait(TIMEOUT))
-        holder = self.memberships.enrol(self.memberships.invite("home.1", HOUR), b"key", ["home.1"], HOUR)
+        self.address = f"127.0.0.1:{port}"
+        for group, stages in groups.items():
+            for stage in range(stages):
+                self.run.exchange.died(f"{group}.{stage}", "its host is not needed", None)
         self.clients: dict[str, ExchangeClient] = {}
-        for name, number in (("home.0", 0), ("home.1", holder.number)):
-            key = new_key()
-            certificate = SECRET.authority.sign(key.public_key(), name, number, time.time() + HOUR)
-            identity = Identity(certificate, as_text(key), SECRET.authority.certificate)
-            client = ExchangeClient(f"127.0.0.1:{port}", Credentials(name, identity=identity), "run", timeout=TIMEOUT)
-            client._term = 1
-            stack.callback(client.close)
-            self.clients[name] = client
+        """By slot, the client of its present holder."""
 
-    def forms(self) -> list[AssignReply]:
-        """Let all vacant members join, then return the assignments of all."""
-        for name, client in self.clients.items():
+    def trusted(self, name: str) -> None:
+        """Let a host with the run's secret take a slot."""
+        self._joins(SECRET.credentials(name, encrypted=True))
+
+    def _joins(self, credentials: Credentials) -> None:
+        client = ExchangeClient(self.address, credentials, "run", timeout=TIMEOUT)
+        self._stack.callback(client.close)
+        client._term = client.join(credentials.name, "")
+        self.clients[credentials.name] = client
+
+    def host(self, slot: str | None = None) -> Host:
+        issued = self.memberships.invite(slot, HOUR)
+        return Host(self, make_ticket("run", self.address, SECRET.authority, issued, time.time() + HOUR))
+
+    def forms(self, group: str = "home") -> AssignReply:
+        """Let all members of a group ask for work; return the assignment of its first one."""
+        members = [name for name in self.clients if name.startswith(f"{group}.")]
+        for name in members:
             if not self.run.exchange.coordinator.places[name].held:
-                client._term = client.join(name, "")
+                self.clients[name]._term = self.clients[name].join(name, "")
         with ThreadPoolExecutor() as threads:
-            return list(threads.map(lambda one: one[1].assign(one[0], 0), self.clients.items()))
+            return next(iter(threads.map(lambda name: self.clients[name].assign(name, 0), members)))
+
+    def accuses(self, slot: str, other: str, times: int = MOST_BLAMED) -> None:
+        """Let the holder of a slot say that its neighbour sent malformed messages, each time the group has formed."""
+        for _ in range(times):
+            work = self.forms(slot.partition(".")[0])
+            self.clients[slot].broken(slot, work.epoch, "a cause", other)
+
+
+class Host:
+    """A home with a ticket."""
+
+    def __init__(self, group: Group, ticket: Ticket) -> None:
+        self._group, self._ticket, self._key = group, ticket, new_key()
+
+    def enrols(self) -> EnrolReply:
+        return enrol(self._group.address, self._ticket.identity, signing_request(self._key))
+
+    def joins(self, slot: str) -> None:
+        """Take a slot by the ticket and join. It has to be the one that is expected."""
+        reply = self.enrols()
+        assert reply.place == slot
+        identity = Identity(reply.certificate.pem, as_text(self._key), SECRET.authority.certificate)
+        self._group._joins(Credentials(slot, identity=identity))
+
+    def may_return(self) -> bool:
+        """Return whether its ticket is valid still."""
+        return not self._group.memberships._ticket(self._ticket.id)[3]
 
 
 @pytest.fixture
 def group(tmp_path: Path, stack: ExitStack) -> Group:
-    return Group(tmp_path, stack)
+    """A group whose first stage has the run's secret. A ticket holder has the second one."""
+    group = Group(tmp_path, stack, {"home": 2})
+    group.trusted("home.0")
+    return group
 
 
 def test_members_are_told_the_holders_beside_them(group: Group) -> None:
-    first, second = group.forms()
+    group.host("home.1").joins("home.1")
+    with ThreadPoolExecutor() as threads:
+        first, second = threads.map(lambda one: one[1].assign(one[0], 0), group.clients.items())
     assert (first.HasField("upstream_holder"), first.downstream_holder) == (False, 1)
     assert (second.upstream_holder, second.HasField("downstream_holder")) == (0, False)
     assert second.HasField("upstream_holder")
@@ -241,14 +285,16 @@ def test_members_are_told_the_holders_beside_them(group: Group) -> None:
 
 def test_a_revoked_place_is_vacant_at_the_next_heartbeat_of_its_neighbour(group: Group) -> None:
     """The heartbeat's answer says that the neighbour's links are over, so it drops them at once."""
-    (work, _) = group.forms()
+    group.host("home.1").joins("home.1")
+    work = group.forms()
     group.memberships.revoke("home.1")
     assert group.clients["home.0"].beat("home.0", work.round, work.epoch).suspended == work.epoch
     assert not group.run.exchange.coordinator.places["home.1"].held
 
 
 def test_a_member_is_blamed_once_a_generation_and_by_its_neighbours_alone(group: Group) -> None:
-    (work, _) = group.forms()
+    group.host("home.1").joins("home.1")
+    work = group.forms()
     with pytest.raises(Refused, match="blames dc, which is not a neighbouring stage"):
         group.clients["home.1"].broken("home.1", work.epoch, "a cause", "dc")
     for _ in range(MOST_BLAMED + 1):
@@ -256,21 +302,77 @@ def test_a_member_is_blamed_once_a_generation_and_by_its_neighbours_alone(group:
     assert group.memberships.held_by("home.1") is not None
 
 
-def test_a_ticket_answers_for_its_links_whoever_blames_whom(group: Group) -> None:
-    """The run continues, and the member without a ticket keeps its slot."""
-    for number in range(1, MOST_BLAMED + 1):
-        (work, _) = group.forms()
-        group.clients["home.1"].broken("home.1", work.epoch, "a cause", "home.0")
-        assert (group.memberships.held_by("home.1") is None) == (number == MOST_BLAMED)
-    assert [group.run.exchange.coordinator.places[name].held for name in ("home.0", "home.1")] == [True, False]
+@pytest.mark.parametrize("accuser", ["home.0", "home.1"])
+def test_a_ticket_loses_its_slot_beside_the_operator_and_no_more_whoever_accuses(group: Group, accuser: str) -> None:
+    """The operator's member keeps its slot. The next ticket takes that of the parted one, which waits."""
+    parted, other = group.host("home.1"), group.host("home.1")
+    parted.joins("home.1")
+    group.accuses(accuser, "home.0" if accuser == "home.1" else "home.1")
+    coordinator = group.run.exchange.coordinator
+    assert [coordinator.places[name].held for name in ("home.0", "home.1")] == [accuser == "home.1", False]
     assert group.run.exchange.decisions.failure is None
-    with pytest.raises(Refused, match=f"its links had {MOST_BLAMED} malformed messages"):
+    with pytest.raises(Refused, match=f"home.1: was parted from its neighbour home.0 after {MOST_BLAMED} malformed"):
         group.clients["home.1"].join("home.1", "")
+    waits = parted.enrols()
+    assert (
+        waits.in_lobby.why == "waiting for a slot that is not beside a host with which it exchanged malformed messages"
+    )
+    other.joins("home.1")
+    assert group.forms().round == 1
+    assert parted.may_return()
+
+
+def test_a_liar_with_two_tickets_costs_an_honest_home_its_slot_and_not_its_ticket(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    """Whatever the liar says, and whether it sends malformed messages itself: nobody can know which end lies.
+
+    The honest home is placed away from both tickets of the liar, and trains there.
+    """
+    group = Group(tmp_path, stack, {"home": 2, "more": 3})
+    first, second, honest = group.host(), group.host(), group.host()
+    first.joins("home.0")
+    honest.joins("home.1")
+    group.accuses("home.0", "home.1")
+    del group.clients["home.0"], group.clients["home.1"]
+    second.joins("home.0")  # before the honest home is back, which finds another liar beside its slot
+    honest.joins("home.1")
+    group.accuses("home.1", "home.0")  # now the honest home finds that the liar's messages are malformed
+    del group.clients["home.0"], group.clients["home.1"]
+    first.joins("home.0")
+    honest.joins("more.0")  # home.1 is beside the first ticket
+    second.joins("home.1")
+    assert [one.may_return() for one in (first, second, honest)] == [True] * 3
+    group.host().joins("more.1")
+    group.host().joins("more.2")
+    assert group.forms("more").round == 1
+
+
+def test_a_ticket_that_strangers_were_parted_from_is_revoked(tmp_path: Path, stack: ExitStack) -> None:
+    """Two of them may be one liar. None of them loses its own ticket."""
+    group = Group(tmp_path, stack, {"home": 2, "more": 2, "most": 2, "last": 2})
+    liar, slots = group.host(), ("home.0", "more.0", "most.0")
+    hosts = [group.host(slot) for slot in slots]
+    for host, slot in zip(hosts, slots, strict=True):
+        assert liar.may_return()
+        host.joins(slot)
+        liar.joins(beside := slot.replace("0", "1"))
+        group.accuses(slot, beside)
+        del group.clients[slot], group.clients[beside]
+        host.joins(slot)
+    assert not liar.may_return()
+    with pytest.raises(Refused, match="the ticket was revoked"):
+        liar.enrols()
+    assert all(host.may_return() for host in hosts)
+    assert [one.ended for one in group.memberships.holders() if one.place == "most.1"] == [
+        f"{STRANGERS} neighbours with different tickets had malformed messages on their links to it"
+    ]
 
 
 def test_a_group_that_breaks_again_and_again_is_not_waited_for(group: Group) -> None:
+    group.host("home.1").joins("home.1")
     for _ in range(4):
-        (work, _) = group.forms()
+        work = group.forms()
         group.clients["home.0"].broken("home.0", work.epoch, "nothing came from home.1")
     group.run.deposit(1, "dc")
     group.run.passes(GRACE.most + 1)

@@ -15,7 +15,16 @@ import pytest
 
 from hetero_pp.core.errors import Refused, StoreError, TooMuch
 from replica_groups.exchange import memberships as memberships_module
-from replica_groups.exchange.memberships import MOST_BLAMED, SEATS_A_MINUTE, SEATS_AT_ONCE, Memberships
+from replica_groups.exchange.memberships import (
+    LEFT,
+    MOST_BLAMED,
+    PARTED,
+    PARTED_SECONDS,
+    RESERVED_SECONDS,
+    SEATS_A_MINUTE,
+    SEATS_AT_ONCE,
+    Memberships,
+)
 
 DAY, HOUR = 86400.0, 3600.0
 PLACES = ["dc", "home.0", "home.1"]
@@ -103,6 +112,7 @@ def test_a_place_that_is_held_is_promised_to_nobody_else(memberships: Membership
 
 def test_who_renews_stays(memberships: Memberships, clock: Clock) -> None:
     memberships.enrol(memberships.invite("home.1", DAY), ANNA, PLACES, HOUR)
+    memberships.joined("home.1", 1)
     clock.time += HOUR / 2
     with pytest.raises(Refused, match="for its original key"):
         memberships.renew("home.1", 1, BEN, HOUR)
@@ -207,20 +217,45 @@ def test_a_database_that_cannot_be_opened_is_told_as_a_store_that_fails(tmp_path
         Memberships(path)
 
 
-def test_malformed_messages_are_counted_by_the_ticket_whatever_number_it_has(memberships: Memberships) -> None:
-    """A member that leaves and returns keeps its count. Unused tickets stay valid."""
-    ticket, next_one = memberships.invite("home.1", DAY), memberships.invite("home.1", DAY)
+def test_malformed_messages_are_counted_by_both_tickets_whatever_numbers_they_have(
+    memberships: Memberships, clock: Clock
+) -> None:
+    """Members that leave and return keep their count. For an hour, neither is placed beside the other one."""
+    tickets = [memberships.invite(place, DAY) for place in ("home.0", "home.1")]
     for number in range(1, MOST_BLAMED + 1):
-        assert memberships.enrol(ticket, ANNA, PLACES, HOUR).number == number
-        assert memberships.blame("home.1", number) == (number == MOST_BLAMED)
+        for ticket, key in zip(tickets, (ANNA, BEN), strict=True):
+            assert memberships.enrol(ticket, key, PLACES, HOUR).number == number
+        parted = memberships.part({"home.0": number, "home.1": number})
         if number < MOST_BLAMED:
-            memberships.end("home.1", number, "its slot was returned")
-    with pytest.raises(Refused, match=f"its links had {MOST_BLAMED} malformed messages"):
+            assert parted == {}
+            for place in ("home.0", "home.1"):
+                memberships.end(place, number, LEFT)
+    with pytest.raises(Refused, match=f"home.1: {PARTED} home.0 after {MOST_BLAMED} malformed messages"):
         memberships.require_in("home.1", MOST_BLAMED)
-    with pytest.raises(Refused, match="the ticket was revoked"):
-        memberships.enrol(ticket, ANNA, PLACES, HOUR)
-    assert not memberships.blame("home.0", 1)
-    assert memberships.enrol(next_one, BEN, PLACES, HOUR).number == MOST_BLAMED + 1
+    assert parted.keys() == {"home.0", "home.1"}
+    assert memberships.enrol(tickets[0], ANNA, ["home.0"], HOUR).place == "home.0"
+    assert not memberships.may_be_beside(tickets[1], {"home.0": False})
+    assert memberships.may_be_beside(tickets[1], {"home.2": True})  # its holder has the run's secret
+    assert memberships.enrol(tickets[1], BEN, ["home.2"], HOUR).place == "home.2"
+    clock.time += PARTED_SECONDS
+    assert memberships.may_be_beside(tickets[1], {"home.0": False})
+
+
+def test_a_slot_is_kept_for_minutes_until_its_holder_joins(memberships: Memberships, clock: Clock) -> None:
+    """A host that prepares itself renews them. Afterwards the slot is kept for as long as the certificate is valid."""
+    silent, slow, next_one = (memberships.invite("home.0", 3 * DAY) for _ in range(3))
+    memberships.enrol(silent, ANNA, PLACES, DAY)
+    clock.time += RESERVED_SECONDS + 1
+    with pytest.raises(Refused, match="its holder did not join in time"):
+        memberships.require_in("home.0", 1)
+    memberships.enrol(slow, BEN, PLACES, DAY)
+    for _ in range(3):
+        clock.time += RESERVED_SECONDS - 1
+        memberships.renew("home.0", 2, BEN, DAY)
+    memberships.joined("home.0", 2)
+    clock.time += DAY - 1
+    with pytest.raises(Refused, match="is taken"):
+        memberships.enrol(next_one, ANNA, PLACES, DAY)
 
 
 def _take_and_give(memberships: Memberships, ticket: str, key: bytes) -> None:
@@ -254,6 +289,7 @@ def test_the_database_keeps_the_newest_holders_of_a_slot(
 def test_renewals_in_a_loop_write_nothing(memberships: Memberships, clock: Clock, tmp_path: Path) -> None:
     ticket = memberships.invite("home.0", DAY)
     number = memberships.enrol(ticket, ANNA, PLACES, HOUR).number
+    memberships.joined("home.0", number)
     changes = memberships._database.total_changes
     for _ in range(100):
         clock.time += 0.01

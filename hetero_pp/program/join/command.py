@@ -18,6 +18,7 @@ from hetero_pp.core.errors import (
     LinkTimeout,
     NewRun,
     Refused,
+    RunFailed,
     RunOver,
     TooMuch,
 )
@@ -49,6 +50,7 @@ from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile, save_config
 from hetero_pp.store.opening import parsed
 from hetero_pp.store.settings import StoreSettings
+from replica_groups.exchange.memberships import PARTED, RESERVED_SECONDS
 
 _SECONDS_TO_ASK = 10.0
 
@@ -79,9 +81,24 @@ def join(text: str, here: Here, operations: Operations | None = None) -> None:
     print_without_fail()
     try:
         ticket = Ticket.from_text(text)
-        _require_wanted(ticket.rehearsal, here)
-        name_run(ticket.run)
-        membership = take_place(ticket, here.runs.absolute(), announce)
+    except Refused as error:
+        raise ConfigError((), str(error)) from None
+    _require_wanted(ticket.rehearsal, here)
+    name_run(ticket.run)
+    while (membership := _place_of(ticket, here)) is not None:
+        try:
+            _train(membership, here, not ticket.is_over, operations)
+            return
+        except RunFailed as error:
+            if PARTED not in str(error):
+                raise
+            announce(f"{ticket.run}: {membership.place} {PARTED}: this host takes another slot")
+
+
+def _place_of(ticket: Ticket, here: Here) -> Membership | None:
+    """Take a slot; return None if the run is over. Raises ConfigError if the ticket is refused."""
+    try:
+        return take_place(ticket, here.runs.absolute(), announce)
     except LinkTimeout as error:
         raise ConfigError((), unanswered(error, ticket.run)) from None
     except (Refused, TooMuch) as error:
@@ -89,8 +106,7 @@ def join(text: str, here: Here, operations: Operations | None = None) -> None:
     except RunOver as error:
         announce(f"{ticket.run}: {error}")
         keep_over(RunFolder(here.runs.absolute() / ticket.run), error)
-        return
-    _train(membership, here, not ticket.is_over, operations)
+        return None
 
 
 def _require_wanted(is_rehearsal: bool, here: Here) -> None:
@@ -114,8 +130,9 @@ def _train(membership: Membership, here: Here, has_answered: bool, operations: O
     folder = RunFolder(runs / membership.run, f"config-{membership.place}.yaml")
     with leavable(folder, membership.place):  # outside the `try`: a refused second join frees no slot
         try:
-            prepared = _prepared(membership, here, folder)
-            _require_same_text(membership, prepared)
+            with renewed(membership, announce, RESERVED_SECONDS / 3):  # to read a large corpus takes longer
+                prepared = _prepared(membership, here, folder)
+                _require_same_text(membership, prepared)
             with renewed(membership, announce):
                 exchange = _exchange(membership, prepared.spec.config, here, has_answered)
                 own = None

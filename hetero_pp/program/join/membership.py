@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -109,6 +110,7 @@ def _enrolled(ticket: Ticket, request: bytes, folder: Path, say: Callable[[str],
             show(lobby)
             if not lobby.probed:
                 why = be_probed(ticket.address, ticket.identity)
+            why = why or lobby.why
             said = why or f"waiting for a group to form: {max(lobby.here, 1)} of {lobby.needed} hosts are waiting"
             if said != told:
                 say(f"{ticket.run}: {said}")
@@ -216,10 +218,10 @@ def memberships_in(folder: RunFolder) -> list[Membership]:
 
 
 @contextmanager
-def renewed(membership: Membership, say: Callable[[str], None]) -> Iterator[None]:
-    """Renew the certificate before it expires while the block runs."""
+def renewed(membership: Membership, say: Callable[[str], None], every: float = math.inf) -> Iterator[None]:
+    """Renew the certificate before it expires while the block runs, or each time that `every` seconds have passed."""
     over = threading.Event()
-    arguments = (membership, over, say)
+    arguments = (membership, over, say, every)
     thread = threading.Thread(target=_keep_renewing, args=arguments, name="renewal", daemon=True)
     thread.start()
     try:
@@ -229,11 +231,11 @@ def renewed(membership: Membership, say: Callable[[str], None]) -> Iterator[None
         thread.join()
 
 
-def _keep_renewing(membership: Membership, over: threading.Event, say: Callable[[str], None]) -> None:
+def _keep_renewing(membership: Membership, over: threading.Event, say: Callable[[str], None], every: float) -> None:
     told = ""
     while not over.is_set():
         try:
-            if over.wait(_due_in(membership.identity)):
+            if over.wait(min(every, _due_in(membership.identity))):
                 return
             renew_once(membership)
             shown = membership.identity.latest.shown  # a wrong clock here must not renew without a pause
