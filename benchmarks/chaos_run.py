@@ -70,7 +70,7 @@ class ChaosRun:
     def start(self, faults: Sequence[str] = (), resume: bool = False) -> None:
         """Start the run. `faults` are entries of a fault file. A resumed run writes its metrics file anew."""
         self._events, self._read = [], 0
-        program, more = ["-m", "hetero_pp", "launch"], ["--resume" if resume else "--new"]
+        program, more = ["-P", "-m", "hetero_pp", "launch"], ["--resume" if resume else "--new"]
         if faults:
             self._faults.write_text("faults:\n" + "".join(f"  - {fault}\n" for fault in faults))
             program, more = [str(WITH_FAULTS)], [*more, "--faults", str(self._faults)]
@@ -135,7 +135,7 @@ class ChaosRun:
 
     def replay(self) -> str:
         """Return the exit code and the last line of `hetero-pp replay` for the run."""
-        command = [sys.executable, "-m", "hetero_pp", "replay", str(self.folder)]
+        command = [sys.executable, "-P", "-m", "hetero_pp", "replay", str(self.folder)]
         done = subprocess.run(command, capture_output=True, text=True)
         return f"rc {done.returncode}: " + ([*done.stdout.splitlines(), *done.stderr.splitlines()] or [""])[-1]
 

@@ -32,6 +32,7 @@ from processes import reset_peak, status_bytes, when_idle
 from rich.console import Console
 from torch import Tensor
 
+from hetero_pp.program.launch.fork_server import safe_path
 from hetero_pp.program.report.tables import PlainTable
 from hetero_pp.pseudo_gradient.chunks import groups_of
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
@@ -258,7 +259,7 @@ def measure_memory(embedding: Sequence[int], kept: int, accelerator: str) -> flo
 
 def _elsewhere(work: Callable[..., float], *arguments: object) -> float:
     """Run in a process of its own, because this process keeps memory that it has freed."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
+    with safe_path(), multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(work, arguments)
 
 

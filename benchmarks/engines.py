@@ -263,7 +263,7 @@ def _measure(case: Case) -> dict[str, Any]:
     """Run a case with torchrun, and return what its first rank wrote."""
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"HETERO_PP_CASE": json.dumps(asdict(case)), "HETERO_PP_FOLDER": folder}
-        command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.ranks}", __file__]
+        command = ["-P", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.ranks}", __file__]
         done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True)
         if done.returncode != 0:
             return asdict(case) | {"failed": f"exit code {done.returncode}", "log": done.stderr[-4000:]}

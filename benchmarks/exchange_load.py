@@ -164,7 +164,7 @@ def look_at(process: psutil.Process, folder: RunFolder) -> Look | None:
 
 def idle_bytes() -> int:
     """Return the peak memory of a Python that has imported torch and grpc, and does nothing."""
-    return 1024 * int(subprocess.run([sys.executable, "-c", IDLE], capture_output=True, check=True).stdout)
+    return 1024 * int(subprocess.run([sys.executable, "-P", "-c", IDLE], capture_output=True, check=True).stdout)
 
 
 def line_of(found: Mapping[str, Any], idle: int) -> str:

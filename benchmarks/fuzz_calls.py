@@ -32,6 +32,7 @@ from hetero_pp.config.links import LinkSpec
 from hetero_pp.core.errors import HeteroPPError
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.model.transformer import shapes_by_block
+from hetero_pp.program.launch.fork_server import safe_path
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import select
@@ -105,7 +106,8 @@ class Fuzzer:
         context = multiprocessing.get_context("forkserver")
         far, theirs = context.Pipe()
         self._far = context.Process(target=far_end_main, args=(theirs, target.link, target.listener), daemon=True)
-        self._far.start()
+        with safe_path():
+            self._far.start()
         self._parent, child = context.Pipe()
         block = shapes_by_block(spec.parameter_shapes)[target.blocks[0]]
         given = (child, target, far.recv(), seed, block, spec.config.outer.compression)

@@ -16,7 +16,7 @@ from hetero_pp.program.launch.command import run_topology
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.yaml_file import ConfigFile
 
-HETERO_PP = [sys.executable, "-m", "hetero_pp"]
+HETERO_PP = [sys.executable, "-P", "-m", "hetero_pp"]
 """The program, as the start of a command."""
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import psutil
 import torch
 
+from hetero_pp.program.launch.fork_server import safe_path
+
 SECONDS_TO_END = 60.0
 
 
@@ -69,7 +71,8 @@ def serving(serve: Callable[..., None], *arguments: object) -> Iterator[Any]:
     context.set_forkserver_preload(["hetero_pp.rpc.stage_link"])  # imports torch and grpc, once for all processes
     here, there = context.Pipe()
     process = context.Process(target=serve, args=(there, *arguments), daemon=True)
-    process.start()
+    with safe_path():
+        process.start()
     there.close()
     try:
         yield here.recv()

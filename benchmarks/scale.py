@@ -39,6 +39,7 @@ from hetero_pp.config.links import EXCHANGE, LAUNCHER
 from hetero_pp.link.ledger import FRAME_BYTES
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.model.transformer import PRESETS, shapes_by_block
+from hetero_pp.program.launch.fork_server import safe_path
 from hetero_pp.program.launch.open_files import require_open_files
 from hetero_pp.program.launch.supervisor import Supervisor
 from hetero_pp.program.launch.watcher import Watcher
@@ -232,7 +233,8 @@ def _start(target: Callable[..., None], arguments: Sequence[Sequence[Any]]) -> l
     context, pipes = multiprocessing.get_context("spawn"), list[Connection]()
     for own in arguments:
         ours, theirs = context.Pipe()
-        context.Process(target=target, args=(theirs, *own), daemon=True).start()
+        with safe_path():
+            context.Process(target=target, args=(theirs, *own), daemon=True).start()
         pipes.append(ours)
     return pipes
 

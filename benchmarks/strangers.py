@@ -52,6 +52,7 @@ from strangers_run import (
 )
 
 from hetero_pp.config.links import EXCHANGE
+from hetero_pp.program.launch.fork_server import safe_path
 from hetero_pp.research.experiments.provenance import commit
 
 QUICK = {
@@ -114,7 +115,8 @@ class Attacker:
         self._is_over = context.Event()
         self._parent, child = context.Pipe()
         self._process = context.Process(target=attack_main, args=(child, name, target, self._is_over), daemon=True)
-        self._process.start()
+        with safe_path():
+            self._process.start()
         self._parent.recv()
 
     @contextmanager

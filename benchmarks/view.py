@@ -28,6 +28,7 @@ from command_line import origin, parse, parser_of, save
 from hetero_pp.config.links import EXCHANGE
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2 import Report
+from hetero_pp.program.launch.fork_server import safe_path
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.view.launched import on_a_page
 from hetero_pp.program.view.server import PAGE
@@ -164,7 +165,8 @@ def measure(size: Size, shows: bool) -> dict[str, Any]:
     context = multiprocessing.get_context("spawn")
     own, other = context.Pipe()
     process = context.Process(target=launcher, args=(size, shows, other))
-    process.start()
+    with safe_path():
+        process.start()
     url = own.recv() if shows else ""
     viewers = [Viewer(url) for _ in range(size.viewers if shows else 0)]
     threads = [threading.Thread(target=viewer.read) for viewer in viewers]

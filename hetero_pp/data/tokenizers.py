@@ -30,7 +30,7 @@ _ENDS_OF_TEXT = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[SEP]")
 
 _CONVERT = (
     "found `{found}` of SentencePiece, expected a tokenizer.json; `pip install transformers sentencepiece` and "
-    '`python -c "from transformers import LlamaTokenizer as T; '
+    '`python -P -c "from transformers import LlamaTokenizer as T; '
     "T.from_pretrained('{folder}').save_pretrained('{folder}')\"` write one"
 )
 

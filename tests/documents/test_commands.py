@@ -150,7 +150,7 @@ NOT_RUN = {
     ".venv/bin/pip install --editable .": DOWNLOADS,
     "torchx run -s slurm -cfg partition=gpu hetero_pp/program/launch/torchx_components.py:part "
     "--config three-hosts.yaml --only dc --exchange dc.example:47600 --gpus 8": SCHEDULER,
-    "torchrun --nproc-per-node 8 -m hetero_pp reproduce het-pp/table2 --scale paper "
+    "torchrun --nproc-per-node 8 --no-python hetero-pp reproduce het-pp/table2 --scale paper "
     "--corpus hf:mlfoundations/dclm-baseline-1.0 --tokenizer /data/llama-2": HOURS,
     "pip install dist/hetero_pp-0.1.0-py3-none-any.whl": DOWNLOADS,
     "hetero-pp --install-completion": "changes files of the shell: tests/program/test_completion.py",

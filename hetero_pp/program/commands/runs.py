@@ -341,5 +341,5 @@ def typed() -> list[str]:
     """Return the command as the user can type it again in the same folder."""
     program = Path(sys.argv[0])
     if program.name == "__main__.py":
-        return [sys.executable, "-m", "hetero_pp", *sys.argv[1:]]
+        return [sys.executable, "-P", "-m", "hetero_pp", *sys.argv[1:]]
     return [program.name if shutil.which(program.name) == str(program) else str(program), *sys.argv[1:]]

@@ -31,6 +31,9 @@ PRELOADED = ["hetero_pp.program.launch.preloaded"]
 ALONE = frozenset({"--in-process", "--print-commands", "--help"})
 """Options of `launch` with which it starts no other process."""
 
+SAFE_PATH = "PYTHONSAFEPATH"
+"""Environment variable with the meaning of `python -P`."""
+
 UNHEARD = (signal.SIGINT, signal.SIGUSR1)
 """Signals that a terminal or Slurm sends to every process of a run.
 
@@ -82,17 +85,37 @@ def _end(server: int) -> None:
 def unheard() -> Iterator[None]:
     """Block the signals of UNHEARD in processes that the block starts, the fork server among them.
 
-    Otherwise Ctrl-C prints tracebacks of the fork server's imports, and SIGUSR1 ends it. This process gets a blocked
-    signal when the block ends.
+    Otherwise Ctrl-C prints tracebacks of the fork server's imports, and SIGUSR1 ends it. This process gets a
+    blocked signal when the block ends. The processes import nothing from the working folder.
     """
     place_sockets_of_multiprocessing()
     kept = signal.pthread_sigmask(signal.SIG_BLOCK, UNHEARD)
     try:
-        resource_tracker.ensure_running()  # this call unblocks SIGINT after it has started its process
-        signal.pthread_sigmask(signal.SIG_BLOCK, UNHEARD)
-        yield
+        with safe_path():
+            resource_tracker.ensure_running()  # this call unblocks SIGINT after it has started its process
+            signal.pthread_sigmask(signal.SIG_BLOCK, UNHEARD)
+            yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, kept)
+
+
+@contextmanager
+def safe_path() -> Iterator[None]:
+    """Keep the working folder off the module path of processes that the block starts, and of those below them.
+
+    multiprocessing starts the fork server and the resource tracker with `python -c`, which would import a file of that
+    folder in place of a module of the same name. The variable does not stay, because other programs of a notebook may
+    import from their folder.
+    """
+    kept = os.environ.get(SAFE_PATH)
+    os.environ[SAFE_PATH] = "1"
+    try:
+        yield
+    finally:
+        if kept is None:
+            del os.environ[SAFE_PATH]
+        else:
+            os.environ[SAFE_PATH] = kept
 
 
 def begin_forked(output: Path, goes_on: bool, open_files: tuple[int, int] | None = None) -> None:
