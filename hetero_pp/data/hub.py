@@ -10,9 +10,11 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -146,11 +148,12 @@ def open_splits(settings: DataSettings) -> dict[str, Shards]:
         raise ConfigError(_KEY, f"found `{settings.corpus}`, {extra}") from None
     tqdm.set_lock(threading.RLock())  # its default is a system semaphore, which leaks when a member exits abruptly
     try:
-        found = _matching(settings) or load_dataset_builder(**_dataset(settings)).config.data_files
-        files, skips = _each_once(found, settings)
-        first = next(iter(files.values()))[0]
-        columns = {"columns": [settings.text_field]} if _format_of(first) == "parquet" else {}
-        splits = load_dataset(_format_of(first), data_files=files, streaming=True, **columns)
+        with _retries_told_once(settings):
+            found = _matching(settings) or load_dataset_builder(**_dataset(settings)).config.data_files
+            files, skips = _each_once(found, settings)
+            first = next(iter(files.values()))[0]
+            columns = {"columns": [settings.text_field]} if _format_of(first) == "parquet" else {}
+            splits = load_dataset(_format_of(first), data_files=files, streaming=True, **columns)
     except ConfigError:
         raise
     except Exception as error:  # a dozen error types, from a missing folder to no network
@@ -162,6 +165,24 @@ def open_splits(settings: DataSettings) -> dict[str, Shards]:
         print(f"{rows.note(settings)} (so far)", file=sys.stderr, flush=True)
 
     return {str(name): Shards(files[name], splits[name], field, skips[name], say) for name in splits}
+
+
+@contextmanager
+def _retries_told_once(settings: DataSettings) -> Iterator[None]:
+    """Print one line in place of the two that the client of the Hub logs for each of its retries."""
+    logger, told = logging.getLogger("huggingface_hub.utils._http"), list[str]()
+
+    def tell_first(record: logging.LogRecord) -> bool:
+        if not told:
+            told.append(f"data.corpus: {settings.corpus}: {record.getMessage()}; trying again for half a minute")
+            print(told[0], file=sys.stderr, flush=True)
+        return False
+
+    logger.addFilter(tell_first)
+    try:
+        yield
+    finally:
+        logger.removeFilter(tell_first)
 
 
 def _each_once(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import logging
 import os
 import random
 import sys
@@ -371,6 +372,21 @@ def test_broken_files_are_one_line(tmp_path: Path) -> None:
             stream = {"validation_documents": 50}
             StreamedCorpus(settings_of(tmp_path / name, validation_sequences=200, stream=stream)).validation(4)
         assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_hub_that_does_not_answer_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(**_: Any) -> None:
+        for number in range(1, 6):
+            logging.getLogger("huggingface_hub.utils._http").warning("no answer")
+            logging.getLogger("huggingface_hub.utils._http").warning(f"Retrying in 1s [Retry {number}/5].")
+        raise ConnectionError("not reached")
+
+    monkeypatch.setattr("datasets.load_dataset_builder", fail)
+    with pytest.raises(ConfigError, match=r"found `hf:a/b`, expected a dataset that can be opened \(ConnectionError"):
+        open_splits(settings_of("a/b"))
+    assert capsys.readouterr().err == "data.corpus: hf:a/b: no answer; trying again for half a minute\n"
 
 
 def test_without_the_extra(dclm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
