@@ -225,6 +225,8 @@ class Fabricated:
                     "tokens_per_second": 1700.0,
                     "tokens": int(1700 * time),
                     "steps_done": int(time / ROUND_SECONDS * 10),
+                    "included": sum(self.cell(name, own, one)["state"] == "included" for one in range(1, closed + 1)),
+                    "missed": sum(self.cell(name, own, one)["state"] != "included" for one in range(1, closed + 1)),
                 }
                 for name, own in replicas.items()
             },

@@ -60,10 +60,11 @@ class Run:
         magnitudes: MagnitudeSettings | None = None,
         optional: Collection[str] = (),
         overlap: bool = False,
+        so_far: Path | None = None,
     ) -> None:
         """`groups`: replica -> number of stages; 1 means a datacenter replica.
 
-        `where`: a folder or a store for the run log.
+        `where`: a folder or a store for the run log. `so_far`: as in Reports.
         """
         self.snapshot: Snapshot = initial_snapshot(SHAPE, None, seed=1)
         blocks = sorted(set(map(block_of, self.snapshot.parameters)))
@@ -90,7 +91,7 @@ class Run:
             overlap=overlap,
             optional=frozenset(optional),
         )
-        self._magnitudes = magnitudes
+        self._magnitudes, self._so_far = magnitudes, so_far
         self.exchange = self._open(goes_on=False)
         begin(self.exchange, self.snapshot)
 
@@ -106,6 +107,7 @@ class Run:
             tokens_a_step=self.tokens,
             magnitudes=self._magnitudes,
             clock=self.clock,
+            so_far=self._so_far,
         )
         exchange.decisions.end()  # no thread of its own: `passes` advances the time
         return exchange

@@ -210,7 +210,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("name", "last_round", "rounds", "places", "refusals", "in_lobby", "needed_in_lobby", "guests", "has_begun", "is_over", "paused", "missing", "obstacle", "obstacle_seconds", "rehearsal")
+    __slots__ = ("name", "last_round", "rounds", "places", "refusals", "in_lobby", "needed_in_lobby", "guests", "has_begun", "is_over", "paused", "missing", "obstacle", "obstacle_seconds", "rehearsal", "credits", "training_seconds")
     NAME_FIELD_NUMBER: _ClassVar[int]
     LAST_ROUND_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
@@ -226,6 +226,8 @@ class StatusReply(_message.Message):
     OBSTACLE_FIELD_NUMBER: _ClassVar[int]
     OBSTACLE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     REHEARSAL_FIELD_NUMBER: _ClassVar[int]
+    CREDITS_FIELD_NUMBER: _ClassVar[int]
+    TRAINING_SECONDS_FIELD_NUMBER: _ClassVar[int]
     name: str
     last_round: int
     rounds: int
@@ -241,7 +243,9 @@ class StatusReply(_message.Message):
     obstacle: str
     obstacle_seconds: float
     rehearsal: bool
-    def __init__(self, name: _Optional[str] = ..., last_round: _Optional[int] = ..., rounds: _Optional[int] = ..., places: _Optional[_Iterable[_Union[PlaceStatus, _Mapping]]] = ..., refusals: _Optional[int] = ..., in_lobby: _Optional[int] = ..., needed_in_lobby: _Optional[int] = ..., guests: _Optional[_Iterable[_Union[Guest, _Mapping]]] = ..., has_begun: _Optional[bool] = ..., is_over: _Optional[bool] = ..., paused: _Optional[str] = ..., missing: _Optional[_Iterable[str]] = ..., obstacle: _Optional[str] = ..., obstacle_seconds: _Optional[float] = ..., rehearsal: _Optional[bool] = ...) -> None: ...
+    credits: _containers.RepeatedCompositeFieldContainer[Credit]
+    training_seconds: float
+    def __init__(self, name: _Optional[str] = ..., last_round: _Optional[int] = ..., rounds: _Optional[int] = ..., places: _Optional[_Iterable[_Union[PlaceStatus, _Mapping]]] = ..., refusals: _Optional[int] = ..., in_lobby: _Optional[int] = ..., needed_in_lobby: _Optional[int] = ..., guests: _Optional[_Iterable[_Union[Guest, _Mapping]]] = ..., has_begun: _Optional[bool] = ..., is_over: _Optional[bool] = ..., paused: _Optional[str] = ..., missing: _Optional[_Iterable[str]] = ..., obstacle: _Optional[str] = ..., obstacle_seconds: _Optional[float] = ..., rehearsal: _Optional[bool] = ..., credits: _Optional[_Iterable[_Union[Credit, _Mapping]]] = ..., training_seconds: _Optional[float] = ...) -> None: ...
 
 class PreviewRequest(_message.Message):
     __slots__ = ()
@@ -1027,6 +1031,36 @@ class Reading(_message.Message):
     share: float
     def __init__(self, what: _Optional[str] = ..., share: _Optional[float] = ...) -> None: ...
 
+class SoFar(_message.Message):
+    __slots__ = ("seconds", "training_seconds", "last_round", "credits", "carried", "refusals")
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TRAINING_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LAST_ROUND_FIELD_NUMBER: _ClassVar[int]
+    CREDITS_FIELD_NUMBER: _ClassVar[int]
+    CARRIED_FIELD_NUMBER: _ClassVar[int]
+    REFUSALS_FIELD_NUMBER: _ClassVar[int]
+    seconds: float
+    training_seconds: float
+    last_round: int
+    credits: _containers.RepeatedCompositeFieldContainer[Credit]
+    carried: _containers.RepeatedCompositeFieldContainer[LinkUse]
+    refusals: int
+    def __init__(self, seconds: _Optional[float] = ..., training_seconds: _Optional[float] = ..., last_round: _Optional[int] = ..., credits: _Optional[_Iterable[_Union[Credit, _Mapping]]] = ..., carried: _Optional[_Iterable[_Union[LinkUse, _Mapping]]] = ..., refusals: _Optional[int] = ...) -> None: ...
+
+class Credit(_message.Message):
+    __slots__ = ("replica", "included", "missed", "tokens", "bytes")
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    INCLUDED_FIELD_NUMBER: _ClassVar[int]
+    MISSED_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    replica: str
+    included: int
+    missed: int
+    tokens: int
+    bytes: int
+    def __init__(self, replica: _Optional[str] = ..., included: _Optional[int] = ..., missed: _Optional[int] = ..., tokens: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
+
 class Missing(_message.Message):
     __slots__ = ("member", "silent_seconds", "computes")
     MEMBER_FIELD_NUMBER: _ClassVar[int]
@@ -1038,7 +1072,7 @@ class Missing(_message.Message):
     def __init__(self, member: _Optional[str] = ..., silent_seconds: _Optional[float] = ..., computes: _Optional[bool] = ...) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ("time", "member", "inner_step", "evaluation", "link_use", "member_round", "failure", "refusal", "round_closed", "round_verified", "joined", "finished", "begun", "waiting", "reading", "standing", "over", "state_saving", "computes", "activity", "scores", "judged", "measured_line", "sent")
+    __slots__ = ("time", "member", "inner_step", "evaluation", "link_use", "member_round", "failure", "refusal", "round_closed", "round_verified", "joined", "finished", "begun", "waiting", "reading", "standing", "over", "state_saving", "computes", "activity", "scores", "judged", "measured_line", "so_far", "sent")
     TIME_FIELD_NUMBER: _ClassVar[int]
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     INNER_STEP_FIELD_NUMBER: _ClassVar[int]
@@ -1062,6 +1096,7 @@ class Report(_message.Message):
     SCORES_FIELD_NUMBER: _ClassVar[int]
     JUDGED_FIELD_NUMBER: _ClassVar[int]
     MEASURED_LINE_FIELD_NUMBER: _ClassVar[int]
+    SO_FAR_FIELD_NUMBER: _ClassVar[int]
     SENT_FIELD_NUMBER: _ClassVar[int]
     time: float
     member: str
@@ -1086,8 +1121,9 @@ class Report(_message.Message):
     scores: Scores
     judged: Judgement
     measured_line: MeasuredLine
+    so_far: SoFar
     sent: float
-    def __init__(self, time: _Optional[float] = ..., member: _Optional[str] = ..., inner_step: _Optional[_Union[InnerStep, _Mapping]] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., link_use: _Optional[_Union[LinkUse, _Mapping]] = ..., member_round: _Optional[_Union[MemberRound, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., round_closed: _Optional[_Union[RoundRecord, _Mapping]] = ..., round_verified: _Optional[_Union[RoundVerified, _Mapping]] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., reading: _Optional[_Union[Reading, _Mapping]] = ..., standing: _Optional[_Union[Standing, _Mapping]] = ..., over: _Optional[_Union[Over, _Mapping]] = ..., state_saving: _Optional[_Union[StateSaving, _Mapping]] = ..., computes: _Optional[_Union[Computes, _Mapping]] = ..., activity: _Optional[_Union[Activity, _Mapping]] = ..., scores: _Optional[_Union[Scores, _Mapping]] = ..., judged: _Optional[_Union[Judgement, _Mapping]] = ..., measured_line: _Optional[_Union[MeasuredLine, _Mapping]] = ..., sent: _Optional[float] = ...) -> None: ...
+    def __init__(self, time: _Optional[float] = ..., member: _Optional[str] = ..., inner_step: _Optional[_Union[InnerStep, _Mapping]] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., link_use: _Optional[_Union[LinkUse, _Mapping]] = ..., member_round: _Optional[_Union[MemberRound, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., round_closed: _Optional[_Union[RoundRecord, _Mapping]] = ..., round_verified: _Optional[_Union[RoundVerified, _Mapping]] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., reading: _Optional[_Union[Reading, _Mapping]] = ..., standing: _Optional[_Union[Standing, _Mapping]] = ..., over: _Optional[_Union[Over, _Mapping]] = ..., state_saving: _Optional[_Union[StateSaving, _Mapping]] = ..., computes: _Optional[_Union[Computes, _Mapping]] = ..., activity: _Optional[_Union[Activity, _Mapping]] = ..., scores: _Optional[_Union[Scores, _Mapping]] = ..., judged: _Optional[_Union[Judgement, _Mapping]] = ..., measured_line: _Optional[_Union[MeasuredLine, _Mapping]] = ..., so_far: _Optional[_Union[SoFar, _Mapping]] = ..., sent: _Optional[float] = ...) -> None: ...
 
 class ReportRequest(_message.Message):
     __slots__ = ("reports",)
@@ -1100,7 +1136,9 @@ class ReportReply(_message.Message):
     def __init__(self) -> None: ...
 
 class WatchRequest(_message.Message):
-    __slots__ = ("members",)
+    __slots__ = ("members", "so_far")
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    SO_FAR_FIELD_NUMBER: _ClassVar[int]
     members: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, members: _Optional[_Iterable[str]] = ...) -> None: ...
+    so_far: bool
+    def __init__(self, members: _Optional[_Iterable[str]] = ..., so_far: _Optional[bool] = ...) -> None: ...

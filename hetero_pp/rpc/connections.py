@@ -84,7 +84,7 @@ def reports_to_members(
     on_refused: Callable[[str], None] = lambda _: None,
     beside: Sequence[str] = (),
 ) -> Iterator[Report]:
-    """Yield the reports of some members and those that concern all, until these members are through.
+    """Yield the state of the run, then reports of some members and those that concern all, until these are through.
 
     `beside`: further members, whose reports are wanted, too.
 
@@ -106,7 +106,7 @@ def reports_to_members(
             exchange.wait_until_ready(timeout, waits, on_refused)
             has_answered = True
             with suppress(ExchangeLost):
-                for report in filter(is_new, exchange.watch([*members, *beside])):
+                for report in filter(is_new, exchange.watch([*members, *beside], so_far=True)):
                     yield report
                     if report.HasField("over"):
                         over = RunOver.after(report.over.round, report.over.rounds)

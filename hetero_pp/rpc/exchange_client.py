@@ -350,9 +350,9 @@ class ExchangeClient(ExchangeService):
         within = f"{format_seconds(seconds)}{self._wires.route.note}"
         return LinkTimeout(f"the exchange at {self.address} did not answer within {within}; giving up")
 
-    def watch(self, members: Sequence[str] = ()) -> Iterator[pb.Report]:
-        """Yield every report until the run is over; with `members` only theirs, and those that concern all members."""
-        return self._stream(self._wires.calls["Watch"], pb.WatchRequest(members=members))
+    def watch(self, members: Sequence[str] = (), so_far: bool = False) -> Iterator[pb.Report]:
+        """Yield reports as `Watchers.watch` does, until the run is over."""
+        return self._stream(self._wires.calls["Watch"], pb.WatchRequest(members=members, so_far=so_far))
 
     def _once(self, call: str, request: Message, seconds: float = ANSWER_SECONDS) -> Any:
         """Make a call once. Raises grpc.RpcError."""

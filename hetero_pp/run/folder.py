@@ -71,6 +71,11 @@ class RunFolder:
         """Digest of the run's text, as the first reader told the exchange."""
         return self.path / "text"
 
+    @property
+    def so_far(self) -> Path:
+        """Counters of the run after its last audited round, on the exchange's host."""
+        return self.path / "so_far"
+
     def identity(self, ticket: str) -> Path:
         """Return the folder of the files that a host received for a ticket."""
         return self.path / "identity" / ticket

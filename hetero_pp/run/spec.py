@@ -185,6 +185,10 @@ class RunSpec:
         """Return the replicas that take part in a round, if they are present."""
         return self._replicas_since[max(since for since in self._replicas_since if since <= max(round_, 1))]
 
+    def awaited_in(self, round_: int) -> list[str]:
+        """Return the names of the replicas that a round should include. Optional replicas are not missed."""
+        return [replica.name for replica in self.replicas_in(round_) if not replica.optional]
+
     def at(self, round_: int) -> RunConfig:
         """Return the configuration of a round, with the replicas that take part in it."""
         since = self.changes.newest(round_)

@@ -136,6 +136,7 @@ class Auditor:
         self.exchange.confirm(EXCHANGE, round_, hashes)
         store, sha256 = self.exchange.log.store, parameters_sha256(hashes)
         self.exchange.decisions.patiently(lambda: write_audit(store, round_, record.sha256, sha256))
+        self.exchange.reports.keep_so_far()
         self._unpruned.append(round_)
         with suppress(StoreError):  # what is not removed is in nobody's way, and is tried again after the next round
             while self._unpruned:

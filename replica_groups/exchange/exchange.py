@@ -70,12 +70,14 @@ class Exchange(ExchangeService):
         bounds: ReportBounds | None = None,
         shows: Shows | None = None,
         rehearsed: Mapping[str, tuple[int, ...]] | None = None,
+        so_far: Path | None = None,
     ) -> None:
         """Create an exchange. Without a snapshot, members can only join until `begin` brings one.
 
         `goes_on`: another process was this run's exchange a moment ago, and members may be there still. `bounds`: what
         members may report. `shows`: settings of draws, if rounds are computed again. `agreement`, `text`: as in
-        Joining. `rehearsed`: shapes of the parameters in a rehearsal, whose snapshots have none.
+        Joining. `rehearsed`: shapes of the parameters in a rehearsal, whose snapshots have none. `so_far`: as in
+        Reports.
         """
         self.run, self.roster, self.settings, self.log = run, roster, settings, log
         self.decisions = Decisions(
@@ -92,7 +94,7 @@ class Exchange(ExchangeService):
         self._refusals = Refusals(lambda refusal: self.reports.tell_own(refusal=refusal))
         self.state = state = RunState(run, roster, self.decisions, self._refusals, settings.rounds, goes_on)
         self.presence = Presence(state)
-        self.reports = Reports(state, self.presence, bounds or ReportBounds())
+        self.reports = Reports(state, self.presence, bounds or ReportBounds(), so_far)
         self.addresses = Addresses(state)
         self.joining = Joining(state, self.presence, self.reports, self.addresses, agreement, text)
         self.snapshots = Snapshots(state, log)
@@ -136,8 +138,10 @@ class Exchange(ExchangeService):
             state.names = frozenset(snapshot.parameters)
             if spec is not None:
                 state.rounds, state.changes = spec.latest.outer.rounds, spec.changes
+                self.reports.tally.awaited = spec.awaited_in
             self.snapshots.begin(snapshot)
             state.begun_after = last_round
+        self.reports.count_on(self.log, last_round)
         if self.showing is not None:
             self.showing.begin(last_round, "" if spec is None else settings_sha256(spec))
         self.decisions.tell(e.Began(last_round, state.rounds))
@@ -227,9 +231,13 @@ class Exchange(ExchangeService):
         self._refusals.add(sender, reason, kind)
 
     def watch(
-        self, members: Collection[str] = (), is_asked: IsAsked = always, most_unread: float = math.inf
+        self,
+        members: Collection[str] = (),
+        is_asked: IsAsked = always,
+        most_unread: float = math.inf,
+        so_far: bool = False,
     ) -> Iterator[pb.Report]:
-        return self.reports.watchers.watch(members, is_asked, most_unread)
+        return self.reports.watchers.watch(members, is_asked, most_unread, so_far)
 
     # ---- the host's part ----
 

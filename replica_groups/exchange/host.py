@@ -65,6 +65,7 @@ def make_exchange(
         bounds=bounds_of(spec),
         shows=shows_of(spec),
         rehearsed=spec.parameter_shapes if rehearses else None,
+        so_far=folder.so_far,
     )
 
 

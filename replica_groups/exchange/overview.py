@@ -67,7 +67,7 @@ class Overview:
 
     def status(self) -> StatusReply:
         """Return the run's progress, and the holder and the addresses of each slot."""
-        expected, state = self.expected(), self._state
+        expected, state, so_far = self.expected(), self._state, self._reports.watchers.so_far()[-1].so_far
         with state.changed:
             view = state.coordinator.view()
             reply = StatusReply(
@@ -77,6 +77,8 @@ class Overview:
                 missing=expected.missing,
                 has_begun=view.has_begun,
                 is_over=view.is_over,
+                credits=so_far.credits,
+                training_seconds=so_far.training_seconds,
             )
             if view.paused is not None:
                 reply.paused = why_paused(view.paused.there, view.replicas, view.paused.needed)

@@ -12,10 +12,15 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+from google.protobuf.message import DecodeError
+
 from hetero_pp.config.links import EXCHANGE
-from hetero_pp.core.errors import TooMuch
+from hetero_pp.core.errors import DamagedFile, TooMuch
+from hetero_pp.core.files import write_whole
 from hetero_pp.core.steady_clock import steady_clock
 from hetero_pp.core.units import format_seconds
 from hetero_pp.messages import messages_pb2 as pb
@@ -24,8 +29,10 @@ from hetero_pp.messages.refusals import Kind
 from hetero_pp.messages.report_bounds import ReportBounds, complaint, drop_unknown
 from hetero_pp.outer.exchange_service import Caller, IsAsked, always
 from hetero_pp.run.spec import Roster
+from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.presence import Presence
 from replica_groups.exchange.run_state import RunState
+from replica_groups.exchange.tally import Tally
 from replica_groups.protocol import events as e
 
 REMEMBERED_REPORTS = 10_000
@@ -34,7 +41,7 @@ REMEMBERED_REPORTS = 10_000
 SECONDS_BETWEEN_LOOKS = 0.5
 """Interval at which it is checked whether a watcher is still there."""
 
-_CONCERN_ALL = ("joined", "waiting", "begun", "reading", "failure", "standing", "over")
+_CONCERN_ALL = ("joined", "waiting", "begun", "reading", "failure", "standing", "over", "so_far")
 
 TRIES = 8
 """Number of times that one round may be reported, because a replica that reforms trains its round again."""
@@ -56,8 +63,12 @@ REFUSAL_CHARACTERS = 200
 class Reports:
     """Reports of one run. Thread-safe."""
 
-    def __init__(self, state: RunState, presence: Presence, bounds: ReportBounds) -> None:
-        self.watchers = Watchers()
+    def __init__(self, state: RunState, presence: Presence, bounds: ReportBounds, so_far: Path | None = None) -> None:
+        """`so_far`: file that keeps the counters of the run; without one they end with this process."""
+        roster, optional = state.roster.members, state.coordinator.rules.optional
+        self.tally = Tally(roster, lambda round_: set(roster.values()) - optional)
+        self.watchers = Watchers(self.tally, self.now)
+        self._so_far = so_far
         self.steps_told = 0
         """Number of inner steps that members have reported."""
         self.devices: dict[str, str] = {}
@@ -149,6 +160,42 @@ class Reports:
             self.devices.pop(member, None)
             self.changes[member] = time.monotonic(), ""
         self._tell([pb.Report(member=member, joined=pb.Joined(address=address, term=term))])
+
+    def now(self) -> float:
+        """Return the seconds since 1970, by the clock that dates reports."""
+        with self._reporting:
+            return self._reports.now()
+
+    def keep_so_far(self) -> None:
+        """Write the counters to the disk. A disk that does not take them fails nothing: records have the rounds."""
+        if self._so_far is not None:
+            told = pb.ReportRequest(reports=self.watchers.so_far())
+            with suppress(OSError):
+                write_whole(self._so_far, told.SerializeToString())
+
+    def count_on(self, log: ContributionLog, last_round: int) -> None:
+        """Continue to count where an earlier process of the exchange has ended; the run goes on after `last_round`.
+
+        Rounds beyond those of the file, or all if it has later ones that are undone, are counted from their records.
+        """
+        kept, now, holds = pb.ReportRequest(), self.now(), self._state.goes_on
+        if self._so_far is not None:
+            with suppress(OSError, DecodeError):
+                kept = pb.ReportRequest.FromString(self._so_far.read_bytes())
+        if not (kept.reports or last_round):
+            return  # a new run
+        *newest, last = [*kept.reports] or [pb.Report(time=now)]
+        told, since = last.so_far, max(0.0, now - last.time) if holds else 0.0  # members were there all the time
+        told.seconds += since
+        told.training_seconds += since if told.training_seconds else 0.0
+        if told.last_round > last_round:
+            told.last_round = 0
+            told.ClearField("credits")
+        records = []
+        for round_ in range(told.last_round + 1, last_round + 1):
+            with suppress(DamagedFile, FileNotFoundError):
+                records.append(log.read_record(round_))
+        self.watchers.count_on(told, newest if holds else [], records, now)
 
     def tell_own(self, **event: Any) -> None:
         """Pass on a report of the exchange itself, given by the field of its event."""
@@ -318,9 +365,10 @@ class _Watcher:
 class Watchers:
     """Distributes every report to all watchers. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, tally: Tally | None = None, clock: Callable[[], float] = time.time) -> None:
         self.reported = 0
         """Number of reports so far."""
+        self._tally, self._clock = tally or Tally({}, lambda _: ()), clock
         self._lock = threading.Lock()
         self._watchers: list[_Watcher] = []
         self._reports: deque[bytes] = deque(maxlen=REMEMBERED_REPORTS)  # as messages they would take five times as much
@@ -332,21 +380,50 @@ class Watchers:
             self._reports.extend(report.SerializeToString() for report in reports)
             self.reported += len(reports)
             for report in reports:
+                self._tally.apply(report)
                 for watcher in self._watchers:
                     watcher.put(report)
 
-    def watch(
-        self, members: Collection[str] = (), is_asked: IsAsked = always, most_unread: float = math.inf
-    ) -> Iterator[Report]:
-        """Yield every report since the start of the run, until there are no more or the watcher is gone.
-
-        With `members` only theirs, and those that concern all members. Raises TooMuch for a watcher that leaves
-        `most_unread` reports unread.
-        """
-        watcher = _Watcher(most_unread)
+    def so_far(self) -> list[Report]:
+        """Return the state of the run: the newest report on each thing that holds now, and then the counters."""
+        now = self._clock()
         with self._lock:
-            for report in self._reports:
-                watcher.put(report)  # as bytes, which is all that a watcher that does not read occupies
+            return [*self._tally.newest(), self._told(now)]
+
+    def _told(self, now: float) -> Report:
+        return Report(time=now, member=EXCHANGE, so_far=self._tally.told(now))
+
+    def count_on(self, told: pb.SoFar, newest: Sequence[Report], records: Sequence[pb.RoundRecord], now: float) -> None:
+        """Begin with the counters of an earlier process and the reports that still hold, and count `records`."""
+        with self._lock:
+            for report in newest:
+                self._tally.apply(report)
+            self._tally.count_on(told, now)
+            for record in records:
+                self._tally.apply(Report(time=now, round_closed=record))
+
+    def watch(
+        self,
+        members: Collection[str] = (),
+        is_asked: IsAsked = always,
+        most_unread: float = math.inf,
+        so_far: bool = False,
+    ) -> Iterator[Report]:
+        """Yield the remembered reports and all later ones, until there are no more or the watcher is gone.
+
+        With `members` only theirs, and those that concern all members. With `so_far`, the state of the run takes the
+        place of the remembered reports; if all members are watched, the state also stands before them, because they may
+        lack the beginning. Raises TooMuch for a watcher that leaves `most_unread` reports unread.
+        """
+        watcher, now = _Watcher(most_unread), self._clock()
+        with self._lock:
+            before = list[Report | bytes](self._reports)  # as bytes, which is all that one that does not read occupies
+            if so_far:
+                newest = self._tally.newest(0 if members else len(self._reports))
+                before = [*newest] if members else [self._told(now), *newest, *before]
+                before.append(self._told(now))  # corrects what was counted from the reports before it
+            for report in before:
+                watcher.put(report)
             if self._ended:
                 watcher.put(None)
             self._watchers.append(watcher)

@@ -398,7 +398,7 @@ class _Servicer:
         return self._answer(request, context)
 
     def Watch(self, request: pb.WatchRequest, context: grpc.ServicerContext) -> Iterator[pb.Report]:
-        yield from self.exchange.watch(request.members, self._is_let_in(context), MOST_UNREAD)
+        yield from self.exchange.watch(request.members, self._is_let_in(context), MOST_UNREAD, request.so_far)
 
     def _is_let_in(self, context: grpc.ServicerContext) -> IsAsked:
         """Return a check that a call's caller is there; it raises Refused once the caller is not admitted any more."""

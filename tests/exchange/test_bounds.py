@@ -220,7 +220,9 @@ def test_who_reads_too_slowly_is_cut() -> None:
 def test_who_was_cut_watches_again(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """It misses no event that the exchange still remembers."""
     watch, most = served.run.exchange.watch, iter([1, REMEMBERED_REPORTS])
-    monkeypatch.setattr(served.run.exchange, "watch", lambda members, is_asked, _: watch(members, is_asked, next(most)))
+    monkeypatch.setattr(
+        served.run.exchange, "watch", lambda members, is_asked, *_: watch(members, is_asked, next(most))
+    )
     served.run.exchange.end_watching()
     told = list(reports_of(served.address, SECRET.credentials(LAUNCHER)))
     assert [one.WhichOneof("event") for one in told] == ["joined", "joined", "begun", "refusal"]

@@ -178,7 +178,9 @@ class Recorder:
         self._note("Fetch", caller, request)
         return pb.BlobHeader(size=len(BLOB)), [memoryview(BLOB)]
 
-    def watch(self, members: Collection[str], is_asked: IsAsked, most_unread: float) -> Iterator[pb.Report]:
+    def watch(
+        self, members: Collection[str], is_asked: IsAsked, most_unread: float, so_far: bool
+    ) -> Iterator[pb.Report]:
         self.asked.append(("Watch", *members))
         yield from self.reports
 

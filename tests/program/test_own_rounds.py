@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from test_run_state import START, begun, evaluation, inner_step, joined, link_use, made_up_spec, waiting
+from test_run_state import START, begun, evaluation, inner_step, joined, link_use, made_up_spec, so_far, waiting
 
-from hetero_pp.messages.messages_pb2 import CONTRIBUTING, JOINING, Over, Report
+from hetero_pp.messages.messages_pb2 import CONTRIBUTING, JOINING, TERM_OVER, Over, Report
 from hetero_pp.program.report.own_rounds import OwnRounds
 
 
@@ -19,9 +19,9 @@ def member_round(member: str, round_: int, wait: float = 2.0) -> Report:
 def shown(members: list[str], reports: list[Report]) -> list[str]:
     lines: list[str] = []
     rounds = OwnRounds(made_up_spec(), members, lines.append)
-    for report in reports:
+    for report in [so_far(START - 5), *reports]:
         rounds.on_report(report)
-    return lines
+    return lines[1:]
 
 
 def test_a_round_with_what_is_known_here() -> None:
@@ -68,21 +68,31 @@ def test_whom_the_run_waits_for_and_where_it_goes_on() -> None:
     ]
 
 
-def test_rounds_of_an_earlier_start_are_one_line() -> None:
-    """The exchange reports them again to a member that returns."""
+def test_a_host_that_joins_is_told_what_holds_and_not_what_was() -> None:
+    """The first state of the run ends what was before. Of the past remains only what still holds."""
+    killed = Report(time=START + 50, member="exchange")
+    killed.standing.what, killed.standing.place, killed.standing.replica = TERM_OVER, "home.1", "home"
+    killed.standing.term, killed.standing.cause = 1, "home.1 was killed by SIGKILL"
+    before = [joined(START, "dc"), joined(START, "home.0"), joined(START, "home.1"), begun(START + 31, 1), killed]
     lines: list[str] = []
-    rounds = OwnRounds(made_up_spec(outer={"rounds": 9}), ["dc"], lines.append, since=START + 20)
-    for round_ in (1, 2, 3):
-        rounds.on_report(member_round("dc", round_))
-    for round_ in (4, 5):
-        again = member_round("dc", round_, wait=0.0)
-        again.time = START + 30
-        rounds.on_report(again)
+    rounds = OwnRounds(made_up_spec(outer={"rounds": 300}), ["dc"], lines.append)
+    for report in [*before, member_round("dc", 236), so_far(START + 60, last_round=236)]:
+        rounds.on_report(report)
     assert lines == [
-        "dc trained up to round 3 in an earlier start",
-        "round 4/9: dc: 8 s (exchange with other replicas 2.5 s), sent 0 B",
-        "round 5/9: dc: 8 s (exchange with other replicas 2.5 s), sent 0 B",
+        "round 237 of 300 is open; 2 of 3 members are present",
+        "home.1 was killed by SIGKILL; its slot is vacant",
     ]
+    back = joined(START + 61, "home.1")
+    back.joined.term = 2
+    rounds.on_report(back)
+    rounds.on_report(so_far(START + 90, last_round=236))  # the connection was interrupted
+    assert lines[2:] == ["home.1 has joined again (incarnation 2)"]
+    assert shown(["dc"], []) == []
+    early: list[str] = []
+    rounds = OwnRounds(made_up_spec(), ["dc"], early.append)
+    for report in [joined(START, "dc"), so_far(START)]:
+        rounds.on_report(report)
+    assert early == ["1 of 3 members have joined, missing: home.0, home.1"]
 
 
 def test_a_host_that_took_no_part_in_the_last_round_says_that_the_run_is_over() -> None:

@@ -10,7 +10,16 @@ import pytest
 
 from hetero_pp.config.lines import LineSpec
 from hetero_pp.core.units import format_share
-from hetero_pp.messages.messages_pb2 import LATE, Awaited, BlobEntry, ContributionEntry, LinkUse, Report, RoundRecord
+from hetero_pp.messages.messages_pb2 import (
+    LATE,
+    Awaited,
+    BlobEntry,
+    ContributionEntry,
+    LinkUse,
+    Report,
+    RoundRecord,
+    SoFar,
+)
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.program.report.carried import DirectionState, LineState
 from hetero_pp.program.report.pictures import training_losses
@@ -104,6 +113,11 @@ def waiting(time: float, awaited: Awaited, *missing: str, seconds: float = 0.0) 
     for member in missing:
         report.waiting.missing.add(member=member)
     return report
+
+
+def so_far(time: float, **values: Any) -> Report:
+    """Return the counters of a run, which a host that joins is told behind what holds."""
+    return Report(time=time, member="exchange", so_far=SoFar(**values))
 
 
 def finished(time: float, member: str) -> Report:
@@ -365,6 +379,25 @@ def test_members_that_never_stopped_end_the_pause_with_their_next_step() -> None
     state.apply(round_closed(START + 1005, 2))
     assert state.elapsed() == 12.0 + 3.0
     assert state.round_seconds(2) > 3.0 - 1e-6
+
+
+def test_counters_of_a_run_of_which_the_beginning_is_missing(whole: RunState) -> None:
+    """They are those of who has seen all, also if some reports of the same rounds come between the two states."""
+    now = START + 40
+    told = so_far(now, **_fields_of(whole.tally.told(now)))
+    rest = [one for one in made_up_reports() if one.time > START + ROUND_SECONDS]
+    state = state_of([told, *rest, told])
+    assert state.rounds == whole.rounds
+    assert state.tally.credits == whole.tally.credits and state.tally.participation == 1.0
+    assert (state.elapsed(now), state.training_seconds(now)) == (whole.elapsed(now), whole.training_seconds(now))
+    assert {name: one.wire_bytes for name, one in state.links.items()} == {
+        name: one.wire_bytes for name, one in whole.links.items()
+    }
+    assert state.refusals.total() == whole.refusals.total()
+
+
+def _fields_of(told: SoFar) -> dict[str, Any]:
+    return {field.name: value for field, value in told.ListFields()}
 
 
 def test_progress_is_that_of_the_slowest_replica() -> None:

@@ -21,6 +21,7 @@ from test_run_state import (
     made_up_round,
     made_up_spec,
     round_closed,
+    so_far,
     state_of,
 )
 
@@ -274,7 +275,7 @@ def test_what_faults_cost_is_in_the_summary_and_at_the_end() -> None:
     assert found["goodput"]["tokens_per_second"] == pytest.approx(600 / 20)
     assert found["replicas"][1]["tokens"] == 400
     lines = result_of(state)
-    assert "home.1: restarted once, joined again once." in lines
+    assert "home.1: restarted once." in lines  # a process that is restarted joins again
     assert "home: returned to the start of a round once." in lines
     assert "home: excluded from 1 round (2)." in lines
     assert "Below quorum: 1 pause, 4 s in total." in lines
@@ -333,7 +334,7 @@ def test_metrics_name_what_happened_and_a_run_that_goes_on_tells_it_again(tmp_pa
     assert [json.loads(to_json(line)) for one in again for line in flat_lines(one) if line["event"] == "standing"] == [
         line for line in lines if line["event"] == "standing" and line["what"] != "late"
     ]
-    assert _after(spec, again).standings.participation() is None  # its log has no record to report again
+    assert _after(spec, again).tally.participation is None  # its log has no record to report again
 
 
 def _after(spec: RunSpec, reports: list[Report]) -> RunState:
@@ -343,20 +344,20 @@ def _after(spec: RunSpec, reports: list[Report]) -> RunState:
     return state
 
 
-def test_presence_is_that_of_each_rounds_close_in_whatever_order_it_is_told() -> None:
+def test_participation_counts_each_missed_round_in_whatever_order_it_is_told() -> None:
     earlier = [*there(), *killed(START + 5), closed_without(START + 8, 1, "home"), back(START + 9)]
     now = [joined(START + 100, member, 3) for member in ("dc", "home.0", "home.1")]
     state = state_of([*now, *earlier, round_closed(START + 110, 2)])
-    assert state.standings.participation() == 1.0
+    assert state.tally.participation == 3 / 4  # the summary names the missed round, too
     assert not state.standings.vacant
 
 
 def test_a_host_shows_what_happens_to_others_and_goes_on_once() -> None:
     lines: list[str] = []
     own = OwnRounds(made_up_spec(), ["dc"], lines.append)
-    for report in [*there()[:3], begun(START, 1), *killed(START + ROUND_SECONDS), begun(START + 20, 1)]:
+    for report in [so_far(START), *there()[:3], begun(START, 1), *killed(START + ROUND_SECONDS), begun(START + 20, 1)]:
         own.on_report(report)
-    assert lines == [
+    assert lines[1:] == [
         "all 3 members have joined",
         "resuming after round 1",
         RESTART,

@@ -90,7 +90,7 @@ class Telling:
         if ends:
             self._stopped.set()
 
-    def watch(self, members: Collection[str], is_asked: IsAsked, most_unread: float) -> Iterator[Report]:
+    def watch(self, members: Collection[str], is_asked: IsAsked, most_unread: float, so_far: bool) -> Iterator[Report]:
         yield from self._reports
         self._stopped.wait(TIMEOUT)
 

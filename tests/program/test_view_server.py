@@ -368,7 +368,7 @@ class _Exchange:
 
     def __init__(self, address: str, credentials: object) -> None: ...
 
-    def watch(self) -> Iterator[Report]:
+    def watch(self, so_far: bool) -> Iterator[Report]:
         _Exchange.connections += 1
         if _Exchange.connections == 1:
             yield from made_up_reports()[:10]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -191,7 +190,7 @@ def run_members(
     with claim(runs, name, [one for one in prepared.names if not _is_shared(prepared.spec, one)]):
         save_config(prepared.spec.config, folder.config)
         announce(f"{name}: {', '.join(prepared.names)} (their output: {folder.path}/logs)")
-        rounds = OwnRounds(prepared.spec, prepared.names, announce, since=time.time())
+        rounds = OwnRounds(prepared.spec, prepared.names, announce)
         operations.observed.follow(rounds.state, prepared.names)
         launch_members(prepared.spec, only, prepared.names, folder, exchange, rounds, operations, mode)
 

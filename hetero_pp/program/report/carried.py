@@ -43,6 +43,8 @@ class DirectionState:
     """Traffic of one direction of a link."""
 
     bandwidth: float | None
+    unreported_bytes: int = 0
+    """Bytes on the wire of which no report is known, only the sum."""
     rounds: dict[int, LinkUse] = field(default_factory=dict)
     """Latest count of every round that may still be reported; round 0 is the traffic before the first inner step."""
     _settled_payload: Settled = field(default_factory=Settled)
@@ -84,7 +86,7 @@ class DirectionState:
 
     @property
     def wire_bytes(self) -> int:
-        return self._recent[-1][1] if self._recent else 0
+        return self.unreported_bytes + (self._recent[-1][1] if self._recent else 0)
 
     @property
     def busy_seconds(self) -> float:

@@ -16,7 +16,6 @@ from hetero_pp.program.report.carried import LineState, LinkState
 from hetero_pp.program.report.reading import reading_line
 from hetero_pp.program.report.replica_state import ReplicaState
 from hetero_pp.program.report.round_lines import format_amount, joined_line, waiting_line
-from hetero_pp.program.report.standings import Standings
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.tables import PlainTable, format_loss, format_two, heads_of
 
@@ -78,8 +77,7 @@ def _status(state: RunState, now: float) -> Iterator[Text]:
 
 def status_lines(state: RunState, now: float) -> Iterator[tuple[str, bool]]:
     """Yield lines on members that are gone, and on what the run waits for; each with whether it is trouble."""
-    yield from ((line, True) for line in _trouble_lines(state.standings, now))
-    yield from ((line, True) for line in _audit_lines(state))
+    yield from ((line, True) for line in trouble_lines(state, now))
     if state.waiting is not None and state.waiting_told is not None:
         yield waiting_line(state, now), True
     elif state.reading is not None:
@@ -88,21 +86,17 @@ def status_lines(state: RunState, now: float) -> Iterator[tuple[str, bool]]:
         yield joined_line(state), False
 
 
-def _trouble_lines(standings: Standings, now: float) -> Iterator[str]:
-    """Yield lines about a pause and vacant slots; none if there is no trouble."""
-    pause, given_up = standings.pause, standings.given_up
+def trouble_lines(state: RunState, now: float) -> Iterator[str]:
+    """Yield lines about a pause, vacant slots, excluded replicas and the end of audits; none if there is no trouble."""
+    pause, given_up = state.standings.pause, state.standings.given_up
     if pause is not None:
         seconds = format_seconds(round(max(0.0, now - pause.start)))
         yield f"round {pause.round} pauses for {seconds}: {pause.cause}"
-    vacant = {place: f"{cause}; its slot is vacant" for place, cause in standings.vacant.items()}
+    vacant = {place: f"{cause}; its slot is vacant" for place, cause in state.standings.vacant.items()}
     causes = list((vacant | given_up).values())
     yield from causes[:ROWS_OF_TROUBLE]
     if len(causes) > ROWS_OF_TROUBLE:
         yield f"and {format_count(len(causes) - ROWS_OF_TROUBLE, 'more slot')} without a member"
-
-
-def _audit_lines(state: RunState) -> Iterator[str]:
-    """Yield lines about excluded replicas, and about the end of audits."""
     if state.standings.unaudited is not None:
         yield f"unaudited: {state.standings.unaudited}"
     excluded = [f"{one.replica} is excluded: {one.excluded}" for one in state.scores.values() if one.excluded]

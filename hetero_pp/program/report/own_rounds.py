@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from hetero_pp.config.links import DIRECTIONS, LinkSpec
 from hetero_pp.core.errors import RunOver
-from hetero_pp.core.units import format_bytes, format_seconds
+from hetero_pp.core.units import format_bytes, format_count, format_seconds
 from hetero_pp.messages.messages_pb2 import MemberRound, Report
 from hetero_pp.program.report.happenings import Happenings
+from hetero_pp.program.report.live_view import trouble_lines
 from hetero_pp.program.report.reading import now_and_then
 from hetero_pp.program.report.round_lines import joined_line, waiting_line
-from hetero_pp.program.report.state import RunState
+from hetero_pp.program.report.state import Presence, RunState
 from hetero_pp.run.spec import RunSpec
 
 
@@ -23,55 +23,54 @@ class OwnRounds:
     Needs no reports of other members.
     """
 
-    def __init__(
-        self, spec: RunSpec, members: Sequence[str], say: Callable[[str], None], since: float = -math.inf
-    ) -> None:
-        """`since`: when this host started these members, in seconds since 1970.
-
-        Their rounds before that are summed up in one line.
-        """
-        self._since = since
-        self._earlier: dict[str, int] = {}
-        """Last round that each member reported before this start."""
+    def __init__(self, spec: RunSpec, members: Sequence[str], say: Callable[[str], None]) -> None:
         self.state = RunState(spec)
         """State of the run, as far as this host gets reports."""
         self._happenings = Happenings(spec)
         self._members = members
         self.say = say
-        self._has_begun = False
+        self._is_told = self._has_begun = False
         self._reading = now_and_then(say, time.monotonic)
 
     def on_report(self, report: Report) -> None:
-        """Take in one report, and print what is new."""
+        """Take in one report, and print what is new. What was before the first state of the run is not new."""
         had_joined = self.state.joined_at is not None
         self.state.apply(report)
-        for line in self._happenings.lines(report):
-            self.say(line)
+        lines = [*self._happenings.lines(report)]
         if not had_joined and self.state.joined_at is not None:
-            self.say(joined_line(self.state))
+            lines.append(joined_line(self.state))
         if report.HasField("waiting") and self.state.waiting is not None:
-            self.say(waiting_line(self.state, sees_all=False))
-        if report.HasField("reading"):
-            self._reading(report.reading.what, report.reading.share)
+            lines.append(waiting_line(self.state, sees_all=False))
         if report.HasField("begun"):
             if report.begun.last_round and not self._has_begun:
-                self.say(f"resuming after round {report.begun.last_round}")
+                lines.append(f"resuming after round {report.begun.last_round}")
             self._has_begun = True
+        if report.HasField("member_round") and report.member in self._members:
+            lines.append(self._line(report.member, report.member_round))
+        if report.HasField("so_far") and not self._is_told:
+            self._is_told, lines = True, [*self._present(report.time)]
         if report.HasField("over") and not self._take_part(report.over.finishing):
             self.say(f"{self.state.spec.config.name}: {RunOver.after(report.over.round, report.over.rounds)}")
-        if report.HasField("member_round") and report.member in self._members:
-            sent = report.sent if report.HasField("sent") else report.time
-            self._round(sent, report.member, report.member_round)
+        if self._is_told and report.HasField("reading"):
+            self._reading(report.reading.what, report.reading.share)
+        for line in lines if self._is_told else ():
+            self.say(line)
 
-    def _round(self, sent: float, member: str, told: MemberRound) -> None:
-        """Print the line of a round. `sent`: when a member of this host sent the report, by this host's clock."""
-        if sent < self._since:
-            self._earlier[member] = max(told.round, self._earlier.get(member, 0))
+    def _present(self, now: float) -> Iterator[str]:
+        """Yield lines on the state of the run as this host comes."""
+        state = self.state
+        if not (self._has_begun or state.rounds):
+            yield joined_line(state) if state.waiting is None else waiting_line(state, now, sees_all=False)
             return
-        for name, last in self._earlier.items():
-            self.say(f"{name} trained up to round {last} in an earlier start")
-        self._earlier.clear()
-        self.say(self._line(member, told))
+        if state.has_closed_all_rounds:
+            return
+        members = state.spec.needed.keys() | state.joined
+        there = sum(state.presence(one) in (Presence.PRESENT, Presence.FINISHED) for one in members)
+        here = f"{there} of {format_count(len(members), 'member')} {'is' if there == 1 else 'are'} present"
+        yield f"round {state.rounds + 1} of {state.rounds_planned} is open; {here}"
+        yield from trouble_lines(state, now)
+        if state.waiting is not None:
+            yield waiting_line(state, now, sees_all=False)
 
     def _take_part(self, finishing: Collection[str]) -> bool:
         """Return whether a member of this host took part in the last round."""

@@ -113,7 +113,8 @@ def _membership_events(summary: Mapping[str, Any]) -> Iterator[str]:
     """Yield lines about the membership events in a run's summary and their cost; none if there were no events."""
     found, goodput = summary["standings"], summary["goodput"]
     for name, one in found["members"].items():
-        times = [f"{what} {format_times(one[key])}" for key, what in _TIMES.items() if one[key]]
+        counts = dict(one) | {"taken_again": max(0, one["taken_again"] - one["restarts"])}  # a restart joins once
+        times = [f"{what} {format_times(counts[key])}" for key, what in _TIMES.items() if counts[key]]
         yield f"{name}: {', '.join([*times, *([one['gone']] if one['gone'] else [])])}."
     for replica, count in found["suspended"].items():
         yield f"{replica}: returned to the start of a round {format_times(count)}."

@@ -43,7 +43,7 @@ class PlaceState:
     vacant: str | None = None
     """Reason why no member holds the slot; None if one does."""
     taken_again: int = 0
-    """Number of times the slot was taken since the run began or resumed."""
+    """Number of times the slot was taken again, after another holder, since the run began or resumed."""
     changes: list[tuple[float, bool, str]] = field(default_factory=list)
     """(time, whether the slot is held from then on, reason if not), in order of time."""
 
@@ -127,7 +127,7 @@ class Standings:
     def _joined(self, time: float, place: PlaceState, term: int) -> None:
         insort(place.changes, (time, True, ""))
         if term >= place.term:  # a resumed run reports earlier starts later, with lower incarnations
-            place.taken_again += self.has_begun
+            place.taken_again += self.has_begun and term > max(place.term, 1)
             place.term, place.vacant = term, None
 
     def _closed(self, time: float, record: RoundRecord) -> None:
@@ -174,7 +174,7 @@ class Standings:
 
     def awaited(self, round_: int) -> list[str]:
         """Return the replicas that a round should include. Optional replicas are not missed."""
-        return [replica.name for replica in self.of_round(round_) if not replica.optional]
+        return self._spec.awaited_in(round_)
 
     def of_round(self, round_: int) -> Sequence[ReplicaSettings]:
         """Return the replicas that take part in a round if they are present."""
@@ -231,18 +231,6 @@ class Standings:
         causes = (place.between(start, end) for place in self.places.values() if place.replica == replica)
         return next((cause for cause in causes if cause is not None), None)
 
-    def _live(self, round_: int) -> frozenset[str]:
-        """Return the replicas that were present as a round closed, and those that it includes."""
-        closed = self.rounds[round_]
-        gone = {place.replica for place in self.places.values() if place.at(closed.time) is not None}
-        return frozenset(self.awaited(round_)) - gone | closed.counted
-
-    def participation(self) -> float | None:
-        """Return the included share of the replicas that were present, over all closed rounds; None before one."""
-        known = {round_: closed for round_, closed in self.rounds.items() if closed.counted}
-        live = sum(len(self._live(round_)) for round_ in known)
-        return sum(len(closed.counted) for closed in known.values()) / live if live else None
-
     @property
     def counted_tokens(self) -> int:
         """Tokens of all contributions that rounds include."""
@@ -251,7 +239,6 @@ class Standings:
     def summary(self) -> dict[str, Any]:
         missed = {round_: self.not_counted(round_) for round_ in sorted(self.rounds)}
         return {
-            "participation": self.participation(),
             "not_counted": [
                 {"round": round_, "replica": replica, "cause": cause}
                 for round_, causes in missed.items()

@@ -31,6 +31,7 @@ from hetero_pp.messages.messages_pb2 import (
     RoundRecord,
     RoundVerified,
     Score,
+    SoFar,
     Waiting,
 )
 from hetero_pp.messages.refusals import Kind
@@ -41,6 +42,7 @@ from hetero_pp.program.report.replica_state import ReplicaState
 from hetero_pp.program.report.spent import Spent
 from hetero_pp.program.report.standings import Standings
 from hetero_pp.run.spec import RunSpec
+from replica_groups.exchange.tally import Tally
 
 _KINDS = frozenset(Kind)
 _ANY = ReportBounds()
@@ -120,6 +122,8 @@ class RunState:
         self.failed_checks: list[Judgement] = []
         """Recomputations that found something else than a replica had contributed."""
         self.standings = Standings(spec)
+        self.tally = Tally({name: member.replica.name for name, member in spec.members.items()}, self.standings.awaited)
+        """Counters of the whole run, also where reports of its beginning are missing."""
         self.spent = {name: Spent() for name in spec.members}
         """Seconds of each member's rounds."""
         self._pauses = Pauses()
@@ -142,6 +146,7 @@ class RunState:
             self.latest = report.time if self.latest is None else max(self.latest, report.time)
             self._pauses.apply(report)
             self.standings.apply(report)
+            self.tally.apply(report)
             match report.WhichOneof("event"):
                 case "begun":
                     self._begun(report.begun)
@@ -178,6 +183,8 @@ class RunState:
                 case "judged" if report.judged.HasField("recomputed"):
                     self.checks += 1
                     self.failed_checks += [] if report.judged.recomputed.is_equal else [report.judged]
+                case "so_far":
+                    self._so_far(report.time, report.so_far)
                 case "waiting":
                     self.waiting = report.waiting if report.waiting.missing or report.waiting.obstacle else None
                     self.waiting_told = report.time
@@ -199,6 +206,24 @@ class RunState:
         kind = refusal.kind if refusal.kind in _KINDS else Kind.UNEXPECTED
         self.refusals[kind] += refusal.count or 1
         self.refusals_told[member] += refusal.count or 1
+
+    def _so_far(self, time: float, told: SoFar) -> None:
+        """Take in the counters of a run of which reports are missing. Its pauses are in none of its times."""
+        pauses = self._pauses.between(0.0, time)
+        self.started = time - told.seconds - pauses
+        self.first_step = time - told.training_seconds - pauses if told.training_seconds else None
+        self._last_closed = max(self._last_closed, told.last_round)
+        for credit in told.credits:
+            replica, own = self._replica(credit.replica), self.tally.credits.get(credit.replica)
+            if replica is not None:
+                replica.tokens += credit.tokens - (0 if own is None else own.tokens)
+        for use in told.carried:
+            link = self._links.get(use.link)
+            for way in DIRECTIONS:
+                if link is not None and way == use.direction:
+                    link.directions[way].unreported_bytes += use.wire_bytes - link.directions[way].wire_bytes
+        self.refusals[Kind.UNEXPECTED] += told.refusals - self.refusals.total()
+        self.tally.count_on(told, time)
 
     def fail(self, cause: str) -> None:
         """Record why the run ended early. The launcher knows the cause better than any member."""
@@ -315,7 +340,7 @@ class RunState:
     @property
     def contribution_bytes(self) -> int:
         """Bytes of all contributions that rounds include."""
-        return sum(closed.bytes for closed in self.closed.values())
+        return sum(credit.bytes for credit in self.tally.credits.values())
 
     @property
     def finished(self) -> frozenset[str]:

@@ -32,7 +32,7 @@ def summary_of(state: RunState) -> dict[str, Any]:
             "training_seconds": seconds,
             "tokens_per_second": state.tokens_per_second(),
             "goodput": dict(zip(("tokens_per_second", "share"), state.goodput(), strict=True)),
-            "standings": state.standings.summary(),
+            "standings": {"participation": state.tally.participation} | state.standings.summary(),
             "refusals": state.refusals.total(),
             "refusals_by_kind": dict(sorted(state.refusals.items())),
             "refusals_told_by": dict(sorted(state.refusals_told.items())),

@@ -186,6 +186,12 @@ class Followed:
             self.problems.append(problem)
             self.version += 1
 
+    def complain_of_missing_rounds(self) -> None:
+        """Note that curves and events of early rounds are missing, if they are."""
+        if missing := min(self.state.closed, default=1) - 1:
+            told = f"curves and events of rounds 1 to {missing} are missing: the exchange has its last 10,000 reports"
+            self.complain(f"{told}; counters are of the whole run")
+
     def _of_member(self, member: MemberDetails, report: Report) -> None:
         event = report.WhichOneof("event")
         member.heard = report.time

@@ -8,7 +8,7 @@ from typing import Any
 from hetero_pp.config.lines import WAYS
 from hetero_pp.config.links import Direction, LinkSpec
 from hetero_pp.config.topology import ReplicaSettings
-from hetero_pp.messages.messages_pb2 import CONTRIBUTING, Doing
+from hetero_pp.messages.messages_pb2 import CONTRIBUTING, Credit, Doing
 from hetero_pp.program.report.live_view import status_lines
 from hetero_pp.program.report.replica_state import ReplicaState
 from hetero_pp.program.report.spent import awaiting
@@ -134,16 +134,19 @@ def _score(state: RunState, replica: str) -> dict[str, Any]:
     return {} if found is None else {"score": found.final, "excluded": found.excluded}
 
 
-_NUMBERS = ("loss", "validation_loss", "tokens_per_second", "tokens", "steps_done")
+_NUMBERS = ("loss", "validation_loss", "tokens_per_second", "tokens", "steps_done", "included", "missed")
 
 
 def _numbers(state: RunState, replica: ReplicaState, now: float) -> Mapping[str, float | None]:
+    credit = state.tally.credits.get(replica.name, Credit())
     return {
         "loss": replica.loss,
         "validation_loss": replica.last_validation_loss,
         "tokens_per_second": state.tokens_per_second(replica, now),
         "tokens": replica.tokens,
         "steps_done": replica.steps_done,
+        "included": credit.included,
+        "missed": credit.missed,
     }
 
 

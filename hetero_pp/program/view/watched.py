@@ -6,7 +6,6 @@ import threading
 from contextlib import suppress
 
 from hetero_pp.core.errors import HeteroPPError
-from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.join.membership import Membership
 from hetero_pp.program.launch.over import read_over
 from hetero_pp.program.report.state import RunState
@@ -16,8 +15,6 @@ from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 
 _SECONDS_BETWEEN_TRIES = 5.0
-_FIRST = ("joined", "reading", "waiting", "begun", "computes", "activity", "refusal")
-"""Events with which the reports of a whole run begin."""
 
 
 class Watched:
@@ -47,7 +44,7 @@ class Watched:
         self._thread.join()
 
     def _run(self) -> None:
-        """Follow the run until it is over. After a break the exchange tells its last reports again."""
+        """Follow the run until it is over. After a break the exchange tells its counters and last reports again."""
         complaint = ""
         while not self._ended.is_set():
             self._client = ExchangeClient(self._membership.address, self._membership.credentials)
@@ -79,23 +76,19 @@ class Watched:
     def _follow(self, client: ExchangeClient) -> bool:
         """Take in reports until the connection ends. Return whether the run is over."""
         view: RunView | None = None
-        for report in client.watch():
-            if view is None:
-                view = self.view = self._begun(report)
+        for report in client.watch(so_far=True):
+            if view is None:  # the counters come first, and again after the reports that the exchange remembers
+                view = self.view = self._new_view()
             with view.state.lock:
                 if view.state.apply(report):
                     view.take(report)
+                if report.HasField("so_far") and view.state.closed:
+                    view.complain_of_missing_rounds()
             self._heard.set()
         if view is None or not (view.state.is_over or view.state.failed or view.has_told_the_end):
             return False
         view.end("over" if view.state.failed is None else f"failed: {view.state.failed}", False)
         return True
-
-    def _begun(self, first: Report) -> RunView:
-        view = self._new_view()
-        if first.WhichOneof("event") not in _FIRST:
-            view.complain("the exchange tells only its last 10,000 reports: what happened before is missing")
-        return view
 
     def _new_view(self) -> RunView:
         view = RunView(RunState(self._spec))

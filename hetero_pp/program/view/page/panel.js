@@ -87,6 +87,7 @@ function replica(id, { history, frame }, choose) {
         ["Validation loss", now.validation_loss == null ? null : loss(now.validation_loss)],
         ["Speed", now.tokens_per_second == null ? null : `${count(now.tokens_per_second)} tokens/s`],
         ["Tokens", now.tokens == null ? null : count(now.tokens)],
+        ["Rounds included", now.included == null ? null : `${count(now.included)} of ${count(now.included + now.missed)}`],
         ["Steps", now.steps_done == null ? null : count(now.steps_done)],
         ["Score", now.score == null ? null : loss(now.score)],
         ["Excluded", now.excluded || null],

@@ -86,7 +86,7 @@ export function drawTiles(root, { history, frame, time }) {
   fillTile(root, "Tokens per second", frame ? count(speed) : "–", `${count(tokens)} tokens so far`);
   fillTile(root, "Members here", `${here} of ${members.length}`, `${tally(members)}${open ? ` · ${open} optional replicas without any` : ""}`);
   const own = history.topology.members.filter(({ id }) => history.own?.includes(id));
-  if (own.length) fillTile(root, "This host", own.map(({ id }) => id).join(", "), share(own[0].replica, history, frame, speed, until));
+  if (own.length) fillTile(root, "This host", own.map(({ id }) => id).join(", "), share(own[0].replica, frame?.replicas[own[0].replica], tokens, speed));
   else root.querySelector('[data-tile="This host"]')?.remove();
   const left = frame?.seconds_left;
   fillTile(
@@ -98,13 +98,11 @@ export function drawTiles(root, { history, frame, time }) {
 }
 
 // What the replica of this host adds to the run.
-function share(replica, history, frame, speed, until) {
-  const cells = history.rounds.filter(({ closed }) => closed <= until).map(({ cells }) => cells[replica]?.state);
-  const there = cells.filter((state) => state && state !== "absent");
-  const included = `${there.filter((state) => state === "included").length} of ${there.length} rounds of ${replica} included`;
-  const own = frame?.replicas[replica];
+function share(replica, own, tokens, speed) {
+  const closed = (own?.included ?? 0) + (own?.missed ?? 0);
+  const included = `${count(own?.included ?? 0)} of ${count(closed)} rounds of ${replica} included; ${percent(tokens ? own?.tokens / tokens : null)} of the tokens`;
   if (!speed || own?.tokens_per_second == null || own.state === "suspended") return included;
-  return `${included}; ${percent(own.tokens_per_second / speed)} of the tokens per second`;
+  return `${included}, ${percent(own.tokens_per_second / speed)} of the tokens per second`;
 }
 
 function tally(states) {
