@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from dataclasses import replace
 
@@ -87,7 +86,7 @@ class Overview:
             for slot in view.slots:
                 address = self._addresses.of(slot.name)
                 dials = self._addresses.to_dial(slot.name)[0] if address else ""
-                since, cause = self._reports.changes.get(slot.name, (None, ""))
+                seconds, cause = self._reports.watchers.last_change(slot.name) or (None, "")
                 reply.places.add(
                     name=slot.name,
                     replica=slot.replica,
@@ -97,7 +96,7 @@ class Overview:
                     address=address,
                     dials=dials,
                     device=self._reports.devices.get(slot.name, ""),
-                    seconds=None if since is None else time.monotonic() - since,
+                    seconds=seconds,
                     cause=cause,
                 )
             return reply

@@ -73,8 +73,6 @@ class Reports:
         """Number of inner steps that members have reported."""
         self.devices: dict[str, str] = {}
         """Member -> name of the device on which it computes, as its present process has reported."""
-        self.changes: dict[str, tuple[float, str]] = {}
-        """Slot -> time (monotonic clock) at which it was last taken, lost or suspended, and why it was lost."""
         self._state, self._presence = state, presence
         self._reports, self._reporting = MemberReports(state.roster, bounds), threading.Lock()
         self._failed: dict[str, str] = {}
@@ -158,7 +156,6 @@ class Reports:
         with self._state.changed:
             self._failed.pop(member, None)
             self.devices.pop(member, None)
-            self.changes[member] = time.monotonic(), ""
         self._tell([pb.Report(member=member, joined=pb.Joined(address=address, term=term))])
 
     def now(self) -> float:
@@ -215,11 +212,7 @@ class Reports:
             closed = self._state.decisions.kept(effect.record.round)
             self._tell([pb.Report(member=EXCHANGE, round_closed=closed)])
         else:
-            found = list(_reports_of(effect, self._state.roster.members))
-            for one in found:
-                if one.standing.what in (pb.SILENT, pb.TERM_OVER, pb.SUSPENDED):
-                    self.changes[one.standing.place] = time.monotonic(), one.standing.cause
-            self._tell(found)
+            self._tell(list(_reports_of(effect, self._state.roster.members)))
 
     def _tell(self, reports: Sequence[pb.Report]) -> None:
         """Date reports by one clock that is never set back, and pass them on in that order."""
@@ -389,6 +382,13 @@ class Watchers:
         now = self._clock()
         with self._lock:
             return [*self._tally.newest(), self._told(now)]
+
+    def last_change(self, place: str) -> tuple[float, str] | None:
+        """Return the seconds since a slot was taken, lost or suspended, and why it was; None if it never was."""
+        now = self._clock()
+        with self._lock:
+            found = self._tally.last_change(place)
+        return None if found is None else (max(0.0, now - found.time), found.standing.cause)
 
     def _told(self, now: float) -> Report:
         return Report(time=now, member=EXCHANGE, so_far=self._tally.told(now))

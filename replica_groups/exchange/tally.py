@@ -77,7 +77,12 @@ class Tally:
             credit = self._credit(entry.replica)
             credit.included, credit.tokens = credit.included + 1, credit.tokens + entry.tokens
             credit.bytes += sum(blob.size for blob in entry.blobs)
-            self._newest.pop((Happened.EXCLUDED, entry.replica), None)
+            ended = [
+                (Happened.EXCLUDED, entry.replica),
+                *(("suspended", one) for one in self._places.get(entry.replica, ())),
+            ]
+            for about in ended:
+                self._newest.pop(about, None)
         expected = {*self.awaited(record.round), *record.late, *record.left_out, *(self._began_with & self._lacked)}
         for replica in expected - counted if counted else ():
             self._credit(replica).missed += 1
@@ -118,6 +123,8 @@ class Tally:
                 about = event, report.inner_step.replica
             case "standing" if told.what in _GONE:
                 about = "gone", told.place
+            case "standing" if told.what == Happened.SUSPENDED:
+                about = "suspended", told.place
             case "standing" if told.what in _KEPT:
                 about = told.what, told.replica
             case "standing" if told.what in _ENDED_BY:
@@ -136,6 +143,11 @@ class Tally:
         for (link, direction), rounds in self._carried.items():
             found.carried.add(link=link, direction=direction, wire_bytes=sum(rounds.values()))
         return found
+
+    def last_change(self, place: str) -> Report | None:
+        """Return the report with which a slot was last taken, lost or suspended; None if there is none."""
+        found = [self._newest.get((what, place)) for what in ("joined", "gone", "suspended")]
+        return max((one for one in found if one is not None), key=lambda one: one[0], default=(0, None))[1]
 
     def newest(self, but_last: int = 0) -> list[Report]:
         """Return the newest report on each thing that holds now, without those among the last `but_last` reports."""

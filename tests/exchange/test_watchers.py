@@ -8,7 +8,7 @@ import pytest
 from members import TIMEOUT, in_thread
 from small_run import Run
 
-from hetero_pp.messages.messages_pb2 import LATE, TERM_OVER, Report, SoFar, Standing
+from hetero_pp.messages.messages_pb2 import LATE, SUSPENDED, TERM_OVER, Report, SoFar, Standing
 from hetero_pp.outer.exchange_service import Caller
 from replica_groups.exchange import reports
 from replica_groups.exchange.reports import Watchers
@@ -95,7 +95,7 @@ def test_who_comes_late_is_told_the_state_and_not_the_history(forgetful: Run) ->
     assert _credits(told) == {"dc": (5, 0, 3500), "home": (3, 2, 2100)}
     assert [(use.link, use.wire_bytes) for use in told.carried] == [("home.0-exchange", 5 * 400)]
     kinds = [one.standing.what or one.WhichOneof("event") for one in newest]
-    assert kinds == ["joined", "joined", "joined", "begun", TERM_OVER]
+    assert kinds == ["joined", "joined", "joined", "begun", TERM_OVER, SUSPENDED]
     everything, last = _state(forgetful)
     assert _credits(everything[0].so_far) == _credits(last) == _credits(told)
     assert len(everything) == 1 + len(newest) + 3  # the state, and the reports that the exchange remembers
@@ -108,7 +108,7 @@ def test_counters_outlive_the_process_of_the_exchange(forgetful: Run, tmp_path: 
     newest, again = _state(forgetful, "dc")
     assert (_credits(again), list(again.carried)) == (_credits(told), list(told.carried))
     assert again.seconds >= told.seconds
-    assert [one.WhichOneof("event") for one in newest] == ["joined", "joined", "joined", "standing", "begun"]
+    assert [one.WhichOneof("event") for one in newest] == [*["joined"] * 3, *["standing"] * 2, "begun"]
     (tmp_path / "so_far").unlink()  # the log has the rounds, but not who was there
     forgetful.take_over()
     assert _credits(_state(forgetful, "dc")[1]) == {"dc": (5, 0, 3500), "home": (3, 0, 2100)}

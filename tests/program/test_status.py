@@ -41,6 +41,8 @@ def reply(state: str = "training") -> StatusReply:
     found.places.add(name="one.1", replica="one", term=1, seconds=41, cause="no heartbeat arrived for 15 s")
     found.places.add(name="two.0", replica="two", holder=1)
     found.places.add(name="two.1", replica="two")
+    found.credits.add(replica="one", included=82, missed=4, tokens=2_000_000)
+    found.credits.add(replica="dc", included=270, missed=2, tokens=6_000_000)
     return found
 
 
@@ -88,14 +90,18 @@ def test_each_slot_has_its_state_and_who_let_it_in(capsys: pytest.CaptureFixture
     print_status("solo", reply())
     said = capsys.readouterr().out
     rows = [[cell.strip() for cell in line.split("│")[1:5]] for line in said.splitlines() if line.startswith("│")]
-    assert rows == [
+    assert rows[:5] == [
         ["dc", "training round 4", "2:05", "the run's token"],
-        ["one.0", "waiting for its group", "", "a ticket (holder 3)"],
-        ["one.1", "left", "41 s", ""],
-        ["two.0", "admitted, not connected", "", "a ticket"],
+        ["one.0", "suspended", "", "a ticket (holder 3)"],
+        ["one.1", "vacant", "41 s", ""],
+        ["two.0", "reserved", "", "a ticket"],
         ["two.1", "free", "", ""],
     ]
-    assert "one.1 is away for 41 s: no heartbeat arrived for 15 s\n" in said
+    credits = said.partition("Replica")[2].splitlines()
+    added = [[cell.strip() for cell in line.split("│")[1:5]] for line in credits if line.startswith("│")]
+    assert added == [["dc", "270 of 272", "6,000,000", "75 %"], ["one", "82 of 86", "2,000,000", "25 %"]]
+    assert as_json(reply())["replicas"]["one"] == {"rounds_included": 82, "rounds_missed": 4, "tokens": 2_000_000}  # type: ignore[index]
+    assert "one.1 is vacant for 41 s: no heartbeat arrived for 15 s\n" in said
     assert "one is incomplete: waiting for hosts to join as one.1\n" in said
 
 

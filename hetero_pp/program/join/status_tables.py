@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hetero_pp.config.links import RELAYED
-from hetero_pp.core.units import format_bytes, format_count, format_seconds
+from hetero_pp.core.units import format_bytes, format_count, format_seconds, format_share
 from hetero_pp.messages.messages_pb2 import PlaceStatus, StatusReply
 from hetero_pp.program.report.output import standard_output, tell
 from hetero_pp.rpc.plain_text import plain
@@ -73,11 +73,25 @@ def print_status(run: str, reply: StatusReply) -> None:
         tell(console, f"devices: {in_words(devices)}")
     for slot in reply.places:
         if slot.cause and not slot.held:
-            tell(console, f"{slot.name} is away for {_since(slot, reply)}: {plain(slot.cause)}")
+            tell(console, f"{slot.name} is vacant for {_since(slot, reply)}: {plain(slot.cause)}")
     for replica, missing in incomplete.items():
         tell(console, f"{replica} is incomplete: waiting for hosts to join as {', '.join(missing)}")
+    if reply.credits:
+        console.print(_credits(reply))
     _print_guests(console, reply)
     tell(console, f"refused calls so far: {reply.refusals}")
+
+
+def _credits(reply: StatusReply) -> Table:
+    """Return a table of what each replica added to the run. A replica that never had a member is left out."""
+    table = Table("Replica", "Rounds included", "Tokens", "Share")
+    whole = sum(one.tokens for one in reply.credits)
+    for one in sorted(reply.credits, key=lambda one: -one.tokens):
+        rounds = f"{one.included:,} of {one.included + one.missed:,}"
+        table.add_row(
+            plain(one.replica), rounds, f"{one.tokens:,}", format_share(one.tokens / whole if whole else None)
+        )
+    return table
 
 
 def _incomplete(reply: StatusReply) -> dict[str, list[str]]:
@@ -97,14 +111,15 @@ def _empty(reply: StatusReply) -> list[str]:
 
 
 def _state(reply: StatusReply, slot: PlaceStatus, is_incomplete: bool) -> str:
+    """Return the state of a slot, in the words of the page of a run."""
     if not slot.held:
-        return "admitted, not connected" if slot.holder else "left" if slot.term else "free"
+        return "reserved" if slot.holder else "vacant" if slot.term else "free"
     if reply.is_over:
-        return "ending"
+        return "finishing"
     if is_incomplete:
-        return "waiting for its group"
+        return "suspended"
     what = "rehearsing" if reply.rehearsal else "training"
-    return f"{what} round {slot.round}" if slot.round else "waiting for a round"
+    return f"{what} round {slot.round}" if slot.round else "waiting"
 
 
 def _since(slot: PlaceStatus, reply: StatusReply) -> str:
@@ -167,6 +182,11 @@ def as_json(reply: StatusReply) -> dict[str, object]:
         "waiting": reply.in_lobby,
         "needed_to_form": reply.needed_in_lobby,
         "guests": [{"ticket": one.ticket, "seconds": one.seconds} for one in reply.guests],
+        "training_seconds": reply.training_seconds,
+        "replicas": {
+            one.replica: {"rounds_included": one.included, "rounds_missed": one.missed, "tokens": one.tokens}
+            for one in reply.credits
+        },
         "places": {slot.name: _slot(slot) for slot in reply.places},
     }
 

@@ -27,7 +27,7 @@ const PATHS = {
 const form = (word, icon, tone) => ({ word, icon, tone });
 
 export const MEMBER_STATES = {
-  absent: form("not here yet", "minus", "quiet"),
+  absent: form("free", "minus", "quiet"),
   reading: form("reading text", "lines", "quiet"),
   forward: form("forward", "right", "forward"),
   backward: form("backward", "left", "backward"),
@@ -44,8 +44,8 @@ export const MEMBER_STATES = {
 export const REPLICA_STATES = {
   training: form("training", "right", "forward"),
   suspended: form("suspended", "pause", "bad"),
-  absent: form("not here yet", "minus", "quiet"),
-  left: form("left", "minus", "quiet"),
+  absent: form("free", "minus", "quiet"),
+  left: form("vacant", "ring", "quiet"),
   barred: form("barred", "ban", "bad"),
   finished: form("finished", "check", "good"),
 };
