@@ -96,6 +96,7 @@ TOLD: dict[str, tuple[pb.Report, set[str]]] = {
     "reading": (pb.Report(reading=pb.Reading(what="text")), set()),
     "standing": (pb.Report(standing=pb.Standing(what=pb.TERM_OVER)), set()),
     "scores": (pb.Report(scores=pb.Scores(round=1)), set()),
+    "counters": (pb.Report(so_far=pb.SoFar(last_round=9)), set()),
     "judgement": (pb.Report(judged=pb.Judgement(round=1)), set()),
     "nothing": (pb.Report(), set()),
 }
