@@ -46,9 +46,19 @@ def anchors_of(
     if settings is None:
         return None
     rank = settings.dimensions(shape.width)
-    anchors = Anchors(shape.vocabulary, shape.width, rank, inner, total_steps, seed_of("anchors", *of), device)
+    anchors = Anchors(shape.vocabulary, shape.width, rank, inner, total_steps, anchors_seed(*of), device)
     anchors.weight_in = partial(settings.weight, rounds=rounds)
     return anchors
+
+
+def anchors_seed(*of: object) -> int:
+    """Return the seed of the anchors of a hop; `of` as in `anchors_of`."""
+    return seed_of("anchors", *of)
+
+
+def first_expansion(rank: int, width: int, seed: int) -> Tensor:
+    """Return W [R, D] before the first step."""
+    return torch.randn(rank, width, generator=torch.Generator().manual_seed(seed)) / rank**0.5
 
 
 class Anchors(OwnParameters):
@@ -76,8 +86,7 @@ class Anchors(OwnParameters):
         self.expansion: nn.Parameter | None = None
         parameters = {"table": self.table}
         if rank is not None:
-            random = torch.randn(rank, width, generator=torch.Generator().manual_seed(seed))
-            self.expansion = parameters["expansion"] = nn.Parameter((random / rank**0.5).to(device))
+            self.expansion = parameters["expansion"] = nn.Parameter(first_expansion(rank, width, seed).to(device))
         super().__init__(parameters, inner.model_copy(update={"weight_decay": 0.0}), total_steps)
 
     def add(self, x_BLD: Tensor, tokens_BL: Tensor) -> Tensor:

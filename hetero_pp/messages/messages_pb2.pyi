@@ -419,20 +419,22 @@ class ContributionEntry(_message.Message):
     def __init__(self, replica: _Optional[str] = ..., weight: _Optional[float] = ..., digest: _Optional[bytes] = ..., blobs: _Optional[_Iterable[_Union[BlobEntry, _Mapping]]] = ..., epoch: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., scale: _Optional[float] = ..., commitments: _Optional[_Iterable[_Union[Commitment, _Mapping]]] = ...) -> None: ...
 
 class Commitment(_message.Message):
-    __slots__ = ("member", "before", "after", "text", "messages", "holder")
+    __slots__ = ("member", "before", "after", "text", "messages", "holder", "rest")
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     BEFORE_FIELD_NUMBER: _ClassVar[int]
     AFTER_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     HOLDER_FIELD_NUMBER: _ClassVar[int]
+    REST_FIELD_NUMBER: _ClassVar[int]
     member: str
     before: bytes
     after: bytes
     text: bytes
     messages: bytes
     holder: int
-    def __init__(self, member: _Optional[str] = ..., before: _Optional[bytes] = ..., after: _Optional[bytes] = ..., text: _Optional[bytes] = ..., messages: _Optional[bytes] = ..., holder: _Optional[int] = ...) -> None: ...
+    rest: bytes
+    def __init__(self, member: _Optional[str] = ..., before: _Optional[bytes] = ..., after: _Optional[bytes] = ..., text: _Optional[bytes] = ..., messages: _Optional[bytes] = ..., holder: _Optional[int] = ..., rest: _Optional[bytes] = ...) -> None: ...
 
 class Judgement(_message.Message):
     __slots__ = ("round", "replica", "losses", "recomputed", "copies", "agreement")
@@ -603,7 +605,7 @@ class AssignRequest(_message.Message):
     def __init__(self, holds: _Optional[int] = ..., address: _Optional[str] = ..., trained: _Optional[int] = ...) -> None: ...
 
 class AssignReply(_message.Message):
-    __slots__ = ("round", "epoch", "downstream", "heals", "is_first", "elapsed", "upstream", "trained", "changed", "upstream_holder", "downstream_holder", "shows")
+    __slots__ = ("round", "epoch", "downstream", "heals", "is_first", "elapsed", "upstream", "trained", "changed", "upstream_holder", "downstream_holder", "shows", "committed")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     DOWNSTREAM_FIELD_NUMBER: _ClassVar[int]
@@ -616,6 +618,7 @@ class AssignReply(_message.Message):
     UPSTREAM_HOLDER_FIELD_NUMBER: _ClassVar[int]
     DOWNSTREAM_HOLDER_FIELD_NUMBER: _ClassVar[int]
     SHOWS_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
     round: int
     epoch: int
     downstream: str
@@ -628,7 +631,8 @@ class AssignReply(_message.Message):
     upstream_holder: int
     downstream_holder: int
     shows: int
-    def __init__(self, round: _Optional[int] = ..., epoch: _Optional[int] = ..., downstream: _Optional[str] = ..., heals: _Optional[bool] = ..., is_first: _Optional[bool] = ..., elapsed: _Optional[float] = ..., upstream: _Optional[str] = ..., trained: _Optional[int] = ..., changed: _Optional[int] = ..., upstream_holder: _Optional[int] = ..., downstream_holder: _Optional[int] = ..., shows: _Optional[int] = ...) -> None: ...
+    committed: bytes
+    def __init__(self, round: _Optional[int] = ..., epoch: _Optional[int] = ..., downstream: _Optional[str] = ..., heals: _Optional[bool] = ..., is_first: _Optional[bool] = ..., elapsed: _Optional[float] = ..., upstream: _Optional[str] = ..., trained: _Optional[int] = ..., changed: _Optional[int] = ..., upstream_holder: _Optional[int] = ..., downstream_holder: _Optional[int] = ..., shows: _Optional[int] = ..., committed: _Optional[bytes] = ...) -> None: ...
 
 class BeatRequest(_message.Message):
     __slots__ = ("round", "epoch", "progress", "computes")

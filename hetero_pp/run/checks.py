@@ -218,7 +218,7 @@ def check_audit(audit: AuditSettings, outer: OuterSettings, inner: InnerSettings
 _WITH = "with `audit.recompute`"
 
 
-def check_recomputed(outer: OuterSettings, replicas: Sequence[ReplicaSettings], undo: bool) -> None:
+def check_recomputed(outer: OuterSettings, replicas: Sequence[ReplicaSettings], undo: bool, every: int | None) -> None:
     """Raise ConfigError for settings with which a round does not follow from theta and a member's checkpoint alone."""
     if outer.overlap:
         found = f"found {outer.overlap:g} {_WITH}, expected 0"
@@ -232,6 +232,9 @@ def check_recomputed(outer: OuterSettings, replicas: Sequence[ReplicaSettings], 
     if not undo:
         found = f"found false {_WITH}, expected true"
         raise ConfigError(("states", "undo"), f"{found}: a repeated round would start with other moments")
+    if every not in (None, 1):
+        found = f"found {every} {_WITH}, expected 1"
+        raise ConfigError(("states", "every"), f"{found}: a member that returns begins with its last state, or fresh")
     for index, replica in enumerate(replicas):
         if isinstance(replica, DatacenterReplica) and replica.engine != "torch":
             found = f"found `{replica.engine}` for {replica.name} {_WITH}, expected `torch`"

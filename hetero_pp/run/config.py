@@ -95,7 +95,9 @@ class StateSettings(Settings):
     """Schedule and location of member checkpoints: each member's own state, which no snapshot has."""
 
     every: Annotated[int | None, NotPartOf.EITHER] = Field(
-        None, ge=1, description="rounds between member checkpoints; by default `snapshots.every`"
+        None,
+        ge=1,
+        description="rounds between member checkpoints; by default `snapshots.every`, with `audit.recompute` 1",
     )
     to: Annotated[Literal["folder", "store"], NotPartOf.EITHER] = Field(
         "folder",
@@ -190,7 +192,7 @@ class RunConfig(Settings):
                 ("states", "to"), "found `store` without a `store.url`, expected `folder`, or a `store.url`, too"
             )
         if self.audit.recompute is not None:
-            check_recomputed(self.outer, self.replicas, self.states.undo)
+            check_recomputed(self.outer, self.replicas, self.states.undo, self.states.every)
         if self.inner.optimizer != "adamw":
             self._require_no_adamw()
         if self.outer.overlap:
@@ -231,8 +233,8 @@ class RunConfig(Settings):
 
     @property
     def states_every(self) -> int:
-        """Rounds between member checkpoints (`states`)."""
-        return self.states.every or self.snapshots.every
+        """Rounds between member checkpoints (`states`). A run that is audited by recomputation loses no state."""
+        return 1 if self.audit.recompute is not None else self.states.every or self.snapshots.every
 
     @property
     def rehearsal_name(self) -> str:

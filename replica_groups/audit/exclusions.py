@@ -126,12 +126,12 @@ class Exclusions:
             accusers.add(validator)
             return len(accusers)
 
-    def punish(self, one: Judgement) -> None:
+    def punish(self, one: Judgement, why: str) -> None:
         """Revoke the ticket of a member that computed something else; without a ticket, exclude its replica.
 
         A replica whose members have changed since is not excluded, because its present ones may be honest.
         """
-        member, why = one.recomputed.member, f"its round {one.round} was computed again: {one.recomputed.cause}"
+        member = one.recomputed.member
         if (holder := self._committed(one)) and self.guests is not None:
             self.guests.condemn(member, holder, why)
             self._end_revoked(member, why)

@@ -9,7 +9,7 @@ import json
 import math
 import re
 import threading
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -26,7 +26,6 @@ from hetero_pp.outer.exchange_service import Caller
 from replica_groups.audit.exclusions import Exclusions
 from replica_groups.audit.gauntlet.book import RoundFacts, ScoreBook
 from replica_groups.audit.gauntlet.losses import median_of
-from replica_groups.audit.recompute.chains import Chains
 from replica_groups.exchange.assignments import Assignments
 from replica_groups.exchange.audits import keep_scores, newest_scores
 from replica_groups.exchange.log import ContributionLog
@@ -132,12 +131,12 @@ class Judgements(NoAudits):
             return
         self.exclusions.restore(kept.excluded, last_round)
 
-    def decide(self, record: pb.RoundRecord) -> None:
+    def decide(self, record: pb.RoundRecord, owing: dict[str, str]) -> None:
         with self._state.changed:
             self._arrived[record.round] = self._state.coordinator.arrived(record.round)
         names = [one.replica for one in record.contributions]
         with self._lock:
-            out = self.exclusions.of(record.round, names)
+            out = self.exclusions.of(record.round, names) | owing
             if self._book is not None and self._settings.gauntlet is not None and self._settings.gauntlet.include:
                 best = self._book.chosen([name for name in names if name not in out])
                 why = f"its score is not among the best {self._settings.gauntlet.include}"
@@ -228,7 +227,7 @@ class Judgements(NoAudits):
         sent = {entry.replica for entry in record.contributions}
         if missing := {one.replica, *([one.copies] if kind == "copies" else [])} - sent:
             return f"round {one.round} includes no contribution of {', '.join(sorted(missing))}"
-        if kind == "recomputed" and not one.recomputed.is_equal and not self._is_checked(record, one.replica):
+        if kind == "recomputed" and not one.recomputed.is_equal and not self._is_drawn(record, one.replica):
             return f"{one.replica} was not drawn in round {one.round}"
         key = (one.round, one.replica, kind)
         if (validator, *key[1:]) in self._seen[one.round] or key in new:
@@ -236,17 +235,13 @@ class Judgements(NoAudits):
         new.add(key)
         return None
 
-    def _is_checked(self, record: pb.RoundRecord, replica: str) -> bool:
-        """Return whether a replica was drawn in a round, or its chain of commitments is broken there."""
-        with suppress(FileNotFoundError):
+    def _is_drawn(self, record: pb.RoundRecord, replica: str) -> bool:
+        """Return whether a replica was drawn in a round."""
+        try:
             draw = json.loads(self._state.decisions.patiently(lambda: self._log.store.get(draw_key(record.round))))
-            if draw["record"] == record.sha256.hex() and replica in draw["drawn"]:
-                return True
-        if record.round == 1:
+        except FileNotFoundError:
             return False
-        chains = Chains()
-        deque(chains.follow(self._state.decisions.wait_for_record(record.round - 1)), maxlen=0)
-        return replica in {broken.replica for broken in chains.follow(record)}
+        return bool(draw["record"] == record.sha256.hex() and replica in draw["drawn"])
 
     def _note(self, one: pb.Judgement, validator: str) -> None:
         kind = one.WhichOneof("finding") or ""
@@ -353,11 +348,15 @@ class Judgements(NoAudits):
         else:
             self._accuse(one, validator)
 
+    def unshown(self, found: pb.Judgement) -> None:
+        self._reports.tell_own(judged=found)
+        self.exclusions.punish(found, found.recomputed.cause)
+
     def _accuse(self, one: pb.Judgement, validator: str) -> None:
         known = [*self._validators.items(), *self._checkers.items()]
         active = {name for name, last in known if last > one.round - JUDGED_ROUNDS}
         if self.exclusions.accuse(one, validator) * 2 > len(active):
-            self.exclusions.punish(one)
+            self.exclusions.punish(one, f"its round {one.round} was computed again: {one.recomputed.cause}")
 
 
 def _medians(told: Sequence[Mapping[str, pb.Losses]]) -> Iterator[tuple[str, pb.Losses]]:

@@ -9,6 +9,7 @@ from hetero_pp.config.links import RELAYED, is_loopback
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.outer.exchange_service import Caller, HeldBy
+from replica_groups.exchange.commitments import Commitments
 from replica_groups.exchange.run_state import RunState
 from replica_groups.exchange.showing import Showing
 from replica_groups.protocol import events as e
@@ -99,7 +100,8 @@ class Assignments:
     def __init__(self, state: RunState, addresses: Addresses) -> None:
         self._state, self._addresses = state, addresses
         self.showing: Showing | None = None
-        """Draws rounds that are computed again, if the run is audited so."""
+        self.commitments: Commitments | None = None
+        """Draws rounds that are computed again, and knows members' states, if the run is audited so."""
         self._holders: dict[str, HeldBy] = {}
         """By slot, the member that asked for work last."""
         self._formed: dict[str, _Formed] = {}
@@ -117,7 +119,7 @@ class Assignments:
         decisions.asks(member, term)
         decisions.tell(e.Asked(member, term, request.holds, request.trained))
         work = decisions.wait_for_work(member, term, caller.is_asked)
-        shows = None if self.showing is None else self.showing.asks(member, caller.holder)
+        shows = None if self.showing is None else self.showing.asks(member, caller.holder, term)
         upstream, downstream = self._addresses.to_dial(member)
         with state.changed:
             before, after = map(self.held_by, state.beside(member))
@@ -135,6 +137,7 @@ class Assignments:
                 downstream_holder=None if after is None else after.holder,
                 changed=state.changes.mark,
                 shows=shows,
+                committed=b"" if self.commitments is None else self.commitments.expected(member),
             )
 
     def broken(self, request: pb.BrokenRequest, caller: Caller) -> pb.BrokenReply:

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +103,10 @@ class Exchange(ExchangeService):
         self.deposits, self._rehearsed = Deposits(state, log, settings.compression), rehearsed
         self.showing: Showing | None = None
         if shows is not None:
-            self.deposits.commitments = Commitments(roster.members, shows.readers)
+            self.deposits.commitments = Commitments(roster.members, shows.readers, shows.fresh)
+            self.assignments.commitments = self.deposits.commitments
             self.assignments.showing = self.showing = Showing(state, log, shows)
+            self.showing.accuse = lambda found: self.audits.unshown(found)
         self.decided = DecidedRounds(state, log)
         self.confirmations = Confirmations(state, self.reports)
         self.audits = NoAudits()
@@ -142,8 +145,10 @@ class Exchange(ExchangeService):
             self.snapshots.begin(snapshot)
             state.begun_after = last_round
         self.reports.count_on(self.log, last_round)
-        if self.showing is not None:
+        if self.showing is not None and (commitments := self.deposits.commitments) is not None:
             self.showing.begin(last_round, "" if spec is None else settings_sha256(spec))
+            patiently, read = self.decisions.patiently, self.log.read_record
+            commitments.begin(last_round, lambda round_: patiently(partial(read, round_)))
         self.decisions.tell(e.Began(last_round, state.rounds))
         self.audits.begin(last_round)
         begun = pb.Begun(last_round=last_round, damaged=damaged, changes=state.changes.to_json(), note=note)
@@ -151,9 +156,9 @@ class Exchange(ExchangeService):
 
     def _decide_by_audits(self, record: pb.RoundRecord) -> None:
         """Let the audits change a record before it is written."""
-        self.audits.decide(record)
         if self.deposits.commitments is not None:
             self.deposits.commitments.add_to(record)
+        self.audits.decide(record, {} if self.showing is None else self.showing.owing(record))
 
     def _on_effect(self, effect: e.Effect) -> None:
         """Report a decision of the rules, and tell the audits of it."""
@@ -162,6 +167,8 @@ class Exchange(ExchangeService):
         self.reports.tell_effect(effect)
         if isinstance(effect, e.Closed):
             self.audits.closed(effect.record.round)
+            if self.deposits.commitments is not None:
+                self.deposits.commitments.closed(self.decisions.kept(effect.record.round))
         elif isinstance(effect, e.Heal):
             self.audits.differed(self.roster.members[effect.place], effect.round)
 

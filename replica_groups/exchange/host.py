@@ -25,6 +25,7 @@ from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.open_log import keep_configuration, open_log
 from replica_groups.exchange.restart import Restart, find_restart, newest_sound
 from replica_groups.exchange.showing import Shows
+from replica_groups.member.build_member import fresh_sha256
 from replica_groups.protocol.rules import Rules, Window
 
 _ROOM_OF_HEADERS = 1 << 20
@@ -81,7 +82,8 @@ def shows_of(spec: RunSpec) -> Shows | None:
     values = {name: 4 * sum(math.prod(shapes[one]) for one in own.owned) for name, own in spec.members.items()}
     most = {name: 4 * (count + anchors * (spec.members[name].stage is not None)) for name, count in values.items()}
     readers = frozenset(name for name, member in spec.members.items() if member.reads_data)
-    return Shows(recompute.share, readers, {name: size + _ROOM_OF_HEADERS for name, size in most.items()})
+    fresh = {name: fresh_sha256(spec, member) for name, member in spec.members.items()}
+    return Shows(recompute.share, readers, {name: size + _ROOM_OF_HEADERS for name, size in most.items()}, fresh)
 
 
 def bounds_of(spec: RunSpec) -> ReportBounds:

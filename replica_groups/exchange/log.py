@@ -253,7 +253,7 @@ def _add_entry(add: Callable[[bytes], None], entry: ContributionEntry) -> None:
     if any(blob.norm for blob in entry.blobs):
         add(struct.pack(f"<{2 * len(entry.blobs)}f", *(n for b in entry.blobs for n in (b.norm, b.peak))))
     for one in entry.commitments:
-        for part in (one.member.encode(), one.before, one.after, one.text, one.messages):
+        for part in (one.member.encode(), one.before, one.after, one.text, one.messages, one.rest):
             add(struct.pack("<Q", len(part)) + part)
         add(struct.pack("<I", one.holder))
 

@@ -17,8 +17,11 @@ class NoAudits:
     def begin(self, last_round: int) -> None:
         """Begin or resume after a round."""
 
-    def decide(self, record: pb.RoundRecord) -> None:
-        """Leave out contributions of a record that nobody has read yet, and set weights."""
+    def decide(self, record: pb.RoundRecord, owing: dict[str, str]) -> None:
+        """Leave out contributions of a record that nobody has read yet, and set weights.
+
+        `owing`: replicas that owe a checkpoint, each with the reason.
+        """
 
     def why(self, round_: int, replica: str) -> str:
         """Return why an audit left a replica out of a round; empty if none did."""
@@ -29,6 +32,9 @@ class NoAudits:
 
     def differed(self, replica: str, round_: int) -> None:
         """Note that a replica's parameters after a round differ from the log's, so it begins the next one with them."""
+
+    def unshown(self, found: pb.Judgement) -> None:
+        """Take what the exchange found about a member that did not show the checkpoint of a drawn round."""
 
     def judge(self, request: pb.JudgeRequest, caller: Caller) -> pb.JudgeReply:
         """Take judgements of a validator. Raises Refused for all of them if one is wrong, or nobody asked for any."""

@@ -16,13 +16,13 @@ import json
 import re
 import secrets
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from hetero_pp.core.errors import DamagedFile
-from hetero_pp.messages.messages_pb2 import Commitment, ShownFile
+from hetero_pp.messages.messages_pb2 import Commitment, Judgement, Recomputed, RoundRecord, ShownFile
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.outer.exchange_service import Caller
 from hetero_pp.run.spec import RunSpec
@@ -36,6 +36,9 @@ DRAWS, EVIDENCE, ARRIVED, AUTHORITY = "draws", "evidence", "arrived.json", "auth
 
 ROUNDS_TO_SHOW = 32
 """Rounds within which a checkpoint has to arrive; a line that needs longer is too slow for such audits."""
+
+MOST_LEFT, WITHIN = 3, 256
+"""Times that a ticket may leave before it has shown a drawn round, within so many rounds."""
 
 ROUNDS_TO_JUDGE = 3 * ROUNDS_TO_SHOW
 """Rounds after which no validator judges what was shown, and it is removed."""
@@ -58,6 +61,8 @@ class Shows:
     """Members that read the corpus."""
     most_bytes: Mapping[str, int]
     """Member -> largest size of its checkpoint."""
+    fresh: Mapping[str, bytes]
+    """Member -> digest of the tensors of its state before its first step."""
 
 
 @dataclass
@@ -66,6 +71,10 @@ class _Asked:
 
     commitment: Commitment
     told: int = 0
+    incarnation: int = 0
+    """The last one that was told."""
+    refuses: bool = False
+    """Whether one incarnation was told twice: it has gone on without showing anything."""
     tries: int = 0
     missing: set[str] = field(default_factory=set)
     """Files that are not here yet."""
@@ -78,6 +87,7 @@ class _Asked:
 class _Drawn:
     round: int
     replica: str
+    generation: int
     members: dict[str, _Asked]
 
     @property
@@ -98,12 +108,16 @@ class Showing:
         """Certificate (PEM) of the authority that signed those of the members; None if the run is not encrypted."""
         self.guests: Memberships | None = None
         """Members with a ticket, once they are served."""
+        self.accuse: Callable[[Judgement], object] = lambda found: None
+        """Gets what is found about a member that did not show what it was asked for."""
         self._lock, self._drawing = threading.RLock(), threading.Lock()
         self._chain: Chain | None = None
         self._settings = ""
         self._next = 1
         self._open: list[_Drawn] = []
         """Draws whose files are not all here, oldest first."""
+        self._departures: dict[str, dict[tuple[str, int], int]] = {}
+        """Ticket, or slot without one -> (replica, generation) in which it left -> round that it did not show."""
 
     def begin(self, last_round: int, settings: str = "") -> None:
         """Publish the end of a new chain, before the round after `last_round`; remove what is of later rounds.
@@ -127,7 +141,7 @@ class Showing:
 
     # ---- draws ----
 
-    def asks(self, member: str, holder: int) -> int | None:
+    def asks(self, member: str, holder: int, incarnation: int) -> int | None:
         """Return the audited round for which a member has to show its checkpoint, if there is one."""
         self._draw()
         with self._lock:
@@ -135,8 +149,26 @@ class Showing:
             if not mine:
                 return None
             chosen = min(mine, key=lambda one: one.members[member].told)  # each once before it is too late to keep it
-            chosen.members[member].told += 1
+            asked = chosen.members[member]
+            asked.refuses |= asked.told > 0 and asked.incarnation == incarnation
+            asked.told, asked.incarnation = asked.told + 1, incarnation
             return chosen.round
+
+    def owing(self, record: RoundRecord) -> dict[str, str]:
+        """Return the replicas of a record whose members were asked for a checkpoint that is not here, each with why.
+
+        Honest members send it before they contribute again.
+        """
+        found: dict[str, str] = {}
+        with self._lock:
+            owed = {(name, one.round): asked for one in self._open for name, asked in one.members.items()}
+            for entry in record.contributions:
+                for made in entry.commitments:
+                    for (name, round_), asked in owed.items():
+                        is_told = name == made.member and asked.told and not asked.is_hindered
+                        if is_told and self._is_owed(asked, made.holder):
+                            found[entry.replica] = f"{name} owes its checkpoint from before round {round_}"
+        return found
 
     def _is_owed(self, asked: _Asked, holder: int) -> bool:
         """Return whether a holder of the slot still has to show files: it committed, and may have come back since."""
@@ -171,7 +203,7 @@ class Showing:
                     one.member: _Asked(one, missing={BEFORE, MESSAGES} if one.messages else {BEFORE})
                     for one in entry.commitments
                 }
-                self._open.append(_Drawn(round_, replica, members))
+                self._open.append(_Drawn(round_, replica, entry.epoch, members))
             self._give_up(round_ - ROUNDS_TO_SHOW, f"within {ROUNDS_TO_SHOW} rounds")
         self._settle()
         if found:
@@ -187,13 +219,26 @@ class Showing:
             if f"{evidence_key(number, replica)}/{MANIFEST}" not in keys:
                 store.delete(keys)
 
-    def _give_up(self, round_: int, when: str) -> None:
-        """End the wait for the files of rounds up to this one."""
+    def _give_up(self, round_: int, when: str, is_last: bool = False) -> None:
+        """End the wait for the files of rounds up to this one. `is_last`: the run is over."""
         for one in self._open:
-            for asked in one.members.values() if one.round <= round_ else ():
-                if asked.missing and not asked.failure:
-                    is_to_blame = asked.told and not asked.is_hindered
-                    asked.failure = f"did not show its checkpoint {when}" if is_to_blame else LEFT
+            for name, asked in one.members.items() if one.round <= round_ else ():
+                if not asked.missing or asked.failure:
+                    continue
+                asked.failure = LEFT
+                if asked.is_hindered:
+                    continue
+                if asked.refuses or (is_last and asked.told):
+                    asked.failure = f"did not show its checkpoint {when}"
+                elif not is_last and self._left(one, name, asked.commitment) > MOST_LEFT:
+                    asked.failure = f"left before it showed a drawn round, {MOST_LEFT + 1} times in {WITHIN} rounds"
+
+    def _left(self, drawn: _Drawn, member: str, made: Commitment) -> int:
+        """Note that a member left before it had shown a round; return how often its ticket did, or else its slot."""
+        ticket = self.guests.ticket_of(member, made.holder) if self.guests is not None and made.holder else None
+        times = self._departures.setdefault(ticket or member, {})
+        times[drawn.replica, drawn.generation] = drawn.round
+        return sum(round_ > drawn.round - WITHIN for round_ in times.values())
 
     def _settle(self) -> None:
         """Write what arrived of the draws that are over."""
@@ -205,12 +250,16 @@ class Showing:
             if (authority := self.authority) is not None:
                 self._state.decisions.patiently(partial(self._log.store.put, f"{one.folder}/{AUTHORITY}", authority))
             self._put(f"{one.folder}/{ARRIVED}", {"round": one.round, "replica": one.replica, "missing": failures})
+            for name, why in failures.items():
+                if why != LEFT:
+                    found = Recomputed(member=name, cause=f"{name} {why}")
+                    self.accuse(Judgement(round=one.round, replica=one.replica, recomputed=found))
 
     def end(self) -> None:
         """End all waits, because the members have left after the last round."""
         self._draw()
         with self._lock:
-            self._give_up(self._next, "before it left the run")
+            self._give_up(self._next, "before it left the run", is_last=True)
         self._settle()
 
     # ---- files ----
@@ -274,7 +323,7 @@ class Showing:
 
 
 LEFT = "left"
-"""Failure of a member that was never asked, because it was gone: nobody is blamed for it."""
+"""Failure of a member that was gone: nobody is blamed for it, unless it happens too often."""
 
 
 def settings_sha256(spec: RunSpec) -> str:

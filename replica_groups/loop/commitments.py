@@ -5,6 +5,9 @@
 
 These are apart from the member checkpoints from which it resumes. The folders of the round in progress and of the round
 before it stay, and those that are being shown.
+
+A round begins with the state after the last round that counted the member, so a round that does not is undone. A member
+that lost that state begins with a fresh one. The exchange takes no other: nobody could tell it from an invented one.
 """
 
 from __future__ import annotations
@@ -19,8 +22,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hetero_pp.core.errors import HeteroPPError, Refused
-from hetero_pp.core.files import complaint
+from hetero_pp.core.files import complaint, rename_whole
 from hetero_pp.data.shares import Hash
 from hetero_pp.messages.messages_pb2 import BlobHeader, Commitment, ShownFile
 from hetero_pp.outer.exchange_service import Caller, ForwardedExchange
@@ -28,6 +33,8 @@ from replica_groups.loop.inner_loops import StepsTaken
 from replica_groups.member.committed_state import BEFORE, MESSAGES, CommittedState, messages_sha256
 from replica_groups.member.training_member import TrainingMember
 from replica_groups.outer.outer_round import OuterRound
+
+_LOST = "its state is not the one after the last round that counted it"
 
 INHERITED_ROUNDS = 32
 """Rounds for which states of an earlier process stay: an audit that asked that process may ask this one."""
@@ -62,16 +69,24 @@ class Commitments:
         self._folder, self._exchange = folder, exchange
         self._inherited = {number for number, _ in self._kept()}
         """Rounds of an earlier process of the member, for which an audit may ask again."""
-        self._before = b""
+        self._before, self._rest = b"", b""
+        self._first = {name: tensor.clone() for name, tensor in member.moments().items() if tensor.any()}
+        """Those moments that are not zero before the first step."""
         self._text: Hash | None = None
         self._shows: dict[int, threading.Thread] = {}
         """Audited round -> thread that sends the checkpoint from before it."""
         outer.on_compressed = self.commit
 
-    def begin(self, round_: int) -> None:
-        """Save the state before a round, and begin to note on what the member trains."""
+    def begin(self, round_: int, committed: bytes) -> None:
+        """Save the state before a round, and begin to note on what the member trains.
+
+        `committed`: digest of the state that the exchange expects. With another one the member begins fresh.
+        """
         state = self._state(self._steps.known(round_))
-        self._before = state.sha256
+        if state.sha256 != committed and self._forget():
+            print(f"{self._name}: begins round {round_} without moments and error feedback: {_LOST}", file=sys.stderr)
+            state = self._state(self._steps.known(round_))
+        self._before, self._rest = state.sha256, state.rest_sha256
         if (batches := self._member.batches) is not None:
             batches.text = self._text = hashlib.sha256()
         try:
@@ -88,6 +103,7 @@ class Commitments:
         self._exchange.commitment = Commitment(
             member=self._name,
             before=self._before,
+            rest=self._rest,
             after=self._state(self._steps.known_after(round_, steps)).sha256,
             text=b"" if self._text is None else self._text.digest(),
             messages=messages_sha256(digests),
@@ -107,6 +123,21 @@ class Commitments:
         for thread in list(self._shows.values()):
             thread.join(seconds)
 
+    @torch.no_grad()
+    def _forget(self) -> bool:
+        """Return to the state before the first step; return whether the member had another one."""
+        error, moments = self._outer.error.values(), self._member.moments()
+        kept = [name for name, tensor in moments.items() if name not in self._first and tensor.any()]
+        kept += [name for name, first in self._first.items() if not torch.equal(moments[name], first)]
+        if not kept and not any(one.any() for one in error):
+            return False
+        for one in error:
+            one.zero_()
+        fresh = {name: self._first.get(name, torch.zeros_like(tensor)) for name, tensor in moments.items()}
+        self._member.load_moments(fresh)
+        self._member.start_round(self._outer)
+        return True
+
     def _state(self, steps: dict[str, Any] | None) -> CommittedState:
         batches = self._member.batches
         return state_of(self._member, self._outer, None if batches is None else batches.state(), steps)
@@ -120,7 +151,7 @@ class Commitments:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
         state.save(part / BEFORE)
-        part.rename(folder)
+        rename_whole(part, folder)  # whoever is drawn has to show it, also after a power cut
 
     def _save_messages(self, digests: bytes, path: Path) -> None:
         try:

@@ -41,8 +41,8 @@ class StepsTaken:
         """Return the number of a round's first step, counted over the run."""
         return self._total if self._of_each_round is None else (round_ - 1) * self._of_each_round
 
-    def end_round(self, steps: int, record: RoundRecord) -> None:
-        """Add this member's `steps` of a finished round, whether the record includes them or not."""
+    def end_round(self, steps: int | None, record: RoundRecord) -> None:
+        """Add this member's `steps` of a finished round, included or not; None: the round is undone."""
         self._follow(record, steps)
 
     def catch_up(self, round_: int, record_of: Callable[[int], RoundRecord]) -> None:

@@ -258,10 +258,16 @@ class TrainingLoop:
                 spent_ahead += time.monotonic()
 
         self.reporter.does(Doing.OUTER_ROUND)
+        if self.commitments is not None:
+            with self._allowed_to_stop():
+                self.commitments.wait(SECONDS_TO_SHOW)  # no round counts a member that owes a checkpoint
         with computing("outer round", self.outer.ranks.device):
             record = self.outer.synchronise(round_, work.epoch, loop.steps, contributed)
         self._position, self.holds = _Position.AT_START, round_
-        self.steps.end_round(loop.steps, record)
+        is_undone = self.commitments is not None and self.outer.calls.entry(record) is None
+        if is_undone:  # the error feedback is undone, too (OuterRound)
+            self.member.undo(self.outer)
+        self.steps.end_round(None if is_undone else loop.steps, record)
         self.seat.pulse.trains(None, work.epoch)
         self.member.start_round(self.outer)
         spent = loop.timing
@@ -291,9 +297,9 @@ class TrainingLoop:
             self.member.undo(self.outer)
         self.outer.own.trained.clear()
         self.outer.start_local(round_, work.trained)
-        self.member.remember()
         if self.commitments is not None:
-            self.commitments.begin(round_)
+            self.commitments.begin(round_, work.committed)
+        self.member.remember()
         self._position = _Position.IN_ROUND
         self.seat.pulse.trains(round_, work.epoch)
         loop = self._train(round_, round_, terms)

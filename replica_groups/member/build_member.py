@@ -20,11 +20,12 @@ from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from replica_groups.engines.build import build_engine, build_model
 from replica_groups.engines.plain import PlainEngine
+from replica_groups.member.committed_state import tensors_sha256
 from replica_groups.member.datacenter import DatacenterMember
 from replica_groups.member.participants import StageMember
 from replica_groups.member.training_member import TrainingMember
 from replica_groups.outer.ranks import Ranks
-from stages.anchors import anchors_of
+from stages.anchors import anchors_of, anchors_seed, first_expansion
 from stages.boundary import boundary_of
 from stages.stage import Stage
 from stages.transcript import Place, Sketches, Transcript
@@ -114,6 +115,17 @@ def _build_stage(
         worker.transcript = Transcript(Place(spec.run, replica.members, member.stage.index), sketches)
     count = -(-config.data.validation_sequences // rows)
     return StageMember(replica.name, worker, batches, validation, count, config.states.undo, folder)
+
+
+def fresh_sha256(spec: RunSpec, member: MemberSpec) -> bytes:
+    """Return the digest of the tensors of a member's state before its first step: W of its anchors."""
+    own, first = member.replica, dict[str, Tensor]()
+    if isinstance(own, ParticipantsReplica) and member.stage is not None and not member.stage.is_first:
+        rank = None if own.boundary.anchors is None else own.boundary.anchors.dimensions(spec.shape.width)
+        if rank is not None:
+            seed = anchors_seed(spec.config.seed, own.name, member.stage.index - 1)
+            first["moments:anchors.values.expansion"] = first_expansion(rank, spec.shape.width, seed)
+    return tensors_sha256(first, first.__getitem__)
 
 
 def worker_settings(config: RunConfig, replica: ParticipantsReplica) -> WorkerSettings:

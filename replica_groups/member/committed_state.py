@@ -1,7 +1,8 @@
 """State to which a member commits: moments, error feedback and position in the data, in one file without pickle.
 
 The digest depends on the names, shapes and bytes of the tensors and on the JSON of the rest, not on the file. Theta is
-not part of it, because it follows from the run log.
+not part of it, because it follows from the run log. Tensors that are all zero are left out, so that everybody knows the
+digest of a state without moments and error feedback, whatever its size.
 """
 
 from __future__ import annotations
@@ -41,7 +42,11 @@ class CommittedState:
     @property
     def sha256(self) -> bytes:
         """The digest to which the member commits."""
-        return _digest(self.rest, self.tensors, self.tensors.__getitem__)
+        return state_sha256(self.rest_sha256, tensors_sha256(self.tensors, self.tensors.__getitem__))
+
+    @property
+    def rest_sha256(self) -> bytes:
+        return hashlib.sha256(_text(self.rest).encode()).digest()
 
     def save(self, path: Path) -> None:
         """Write the state to a safetensors file. Raises OSError."""
@@ -70,7 +75,7 @@ def load_state(path: Path) -> CommittedState:
 def sha256_in(path: Path) -> bytes:
     """Return the digest of the state in a file, with one tensor in memory at a time. Raises DamagedFile."""
     with _opened(path) as (file, rest):
-        return _digest(rest, file.keys(), file.get_tensor)
+        return state_sha256(CommittedState({}, rest).rest_sha256, tensors_sha256(file.keys(), file.get_tensor))
 
 
 @contextmanager
@@ -85,12 +90,20 @@ def _opened(path: Path) -> Iterator[tuple[safe_open, dict[str, Any]]]:
         raise DamagedFile(f"{path.name}: found no member checkpoint ({type(error).__name__})") from None
 
 
-def _digest(rest: Mapping[str, Any], names: Iterable[str], tensor_of: Callable[[str], Tensor]) -> bytes:
-    digest = hashlib.sha256(_text(rest).encode())
+def state_sha256(rest: bytes, tensors: bytes) -> bytes:
+    """Return the digest of a state from those of its two parts."""
+    return hashlib.sha256(rest + tensors).digest()
+
+
+def tensors_sha256(names: Iterable[str], tensor_of: Callable[[str], Tensor]) -> bytes:
+    """Return the digest of the tensors that are not all zero."""
+    digest = hashlib.sha256()
     for name in sorted(names):
         tensor = tensor_of(name).detach().cpu().contiguous()
-        digest.update(f"\n{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        data = tensor.reshape(-1).view(torch.uint8)
+        if data.any():
+            digest.update(f"\n{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+            digest.update(data.numpy().data)
     return digest.digest()
 
 

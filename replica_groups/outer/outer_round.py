@@ -84,7 +84,10 @@ class OuterRound:
         error = {name: kept(torch.zeros_like(self.theta[name]), kept_on, is_pinned) for name in parameters.shapes}
         self.feedback = ErrorFeedback(error, settings, Scratch(folder) if keeps_undo else None)
         self.on_compressed: Callable[[int, int], object] | None = None
-        """If set, it is called with the round and its steps once a contribution is compressed, before any deposit."""
+        """If set, it is called with the round and its steps once a contribution is compressed, before any deposit.
+
+        The run is audited by recomputation then, and a contribution that is not included is taken back as a whole.
+        """
         self.own = OwnRounds()
         self._is_applying = False
         """Whether the outer optimizer's state is partly that after the round in progress."""
@@ -223,9 +226,12 @@ class OuterRound:
         include a contribution of an earlier generation of the replica, which another coordinator received first. That
         one is then subtracted from error feedback.
         """
+        counted = self.calls.entry(record)
+        if self.on_compressed is not None and counted is None:
+            self.feedback.take_back()
+            return False
         decided, self.feedback.undecided = self.feedback.undecided, None
         assert decided is not None
-        counted = self.calls.entry(record)
         if decided.is_named_by(counted):
             return True
         own = decided.blobs

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,6 +20,7 @@ from hetero_pp.core.errors import DamagedFile, Refused, TooMuch
 from hetero_pp.messages.messages_pb2 import (
     Commitment,
     ContributionEntry,
+    Judgement,
     RoundRecord,
     ShownFile,
     StageMessages,
@@ -28,38 +30,54 @@ from hetero_pp.outer.exchange_service import Caller
 from hetero_pp.rpc.framing import header_and_payload_frames
 from hetero_pp.run.spec import Roster
 from hetero_pp.store.folder import FolderStore
-from replica_groups.audit.recompute.chains import Broken, Chains
-from replica_groups.exchange.commitments import Commitments
+from replica_groups.exchange.commitments import ROUNDS_REMEMBERED, Commitments
 from replica_groups.exchange.log import ContributionLog, record_digest
 from replica_groups.exchange.server import _Servicer
 from replica_groups.exchange.showing import (
     ARRIVED,
     LEFT,
     MANIFEST,
+    MOST_LEFT,
     ROUNDS_TO_JUDGE,
     ROUNDS_TO_SHOW,
+    WITHIN,
     Showing,
     Shows,
     draw_key,
     evidence_key,
 )
-from replica_groups.member.committed_state import BEFORE, CommittedState, load_state, messages_sha256, sha256_in
+from replica_groups.member.committed_state import (
+    BEFORE,
+    CommittedState,
+    load_state,
+    messages_sha256,
+    sha256_in,
+    state_sha256,
+)
 from replica_groups.protocol.draws import leads_to
 
 MEMBERS = {"home.0": "home", "home.1": "home", "dc": "dc"}
 READERS = frozenset({"home.0", "dc"})
+NO_TENSORS = hashlib.sha256().digest()
 
 
 def digest(number: int) -> bytes:
     return bytes([number]) * 32
 
 
+FRESH = state_sha256(digest(3), NO_TENSORS)
+
+
+def commitments() -> Commitments:
+    return Commitments(MEMBERS, READERS, dict.fromkeys(MEMBERS, NO_TENSORS))
+
+
 def commitment(
-    member: str, before: bytes = digest(1), after: bytes = digest(2), text: bytes | None = None, messages: bytes = b""
+    member: str, before: bytes = FRESH, after: bytes = digest(2), text: bytes | None = None, messages: bytes = b""
 ) -> Commitment:
     read = digest(9) if member in READERS else b""
     text = read if text is None else text
-    return Commitment(member=member, before=before, after=after, text=text, messages=messages)
+    return Commitment(member=member, before=before, after=after, rest=digest(3), text=text, messages=messages)
 
 
 # ---- what the exchange requires ----
@@ -70,36 +88,39 @@ def commitment(
     [
         (Commitment(), "found a contribution without a commitment, expected `audit.recompute`"),
         (commitment("home.0"), "found a commitment of `home.0`, expected its own"),
-        (commitment("dc", text=b""), r"found a commitment with digests of \[32, 32, 0, 0\] bytes"),
-        (commitment("dc", after=b"short"), r"digests of \[32, 5, 32, 0\] bytes"),
-        (commitment("dc", messages=b"short"), r"digests of \[32, 32, 32, 5\] bytes, expected \[32, 32, 32, 0\]"),
+        (commitment("dc", text=b""), r"found a commitment with digests of \[32, 32, 32, 0, 0\] bytes"),
+        (commitment("dc", after=b"short"), r"digests of \[32, 5, 32, 32, 0\] bytes"),
+        (
+            commitment("dc", messages=b"short"),
+            r"digests of \[32, 32, 32, 32, 5\] bytes, expected \[32, 32, 32, 32, 0\]",
+        ),
     ],
 )
 def test_a_contribution_needs_a_sound_commitment(found: Commitment, complaint: str) -> None:
-    kept = Commitments(MEMBERS, READERS)
+    kept = commitments()
     with pytest.raises(AssertionError, match=complaint):
         assert kept.take("dc", 1, 1, found, 0) is None, kept.take("dc", 1, 1, found, 0)
 
 
 def test_a_stage_commits_to_its_messages() -> None:
     """One that did not could not be told from its neighbours."""
-    kept, own = Commitments(MEMBERS, READERS), commitment("home.1", messages=digest(4))
+    kept, own = commitments(), commitment("home.1", messages=digest(4))
     assert kept.take("home.1", 1, 1, own, 0) is None
     own.messages = b""
-    expected = "found a commitment with digests of [32, 32, 0, 0] bytes, expected [32, 32, 0, 32]"
+    expected = "found a commitment with digests of [32, 32, 32, 0, 0] bytes, expected [32, 32, 32, 0, 32]"
     assert kept.take("home.1", 1, 1, own, 0) == expected
 
 
 def test_a_member_commits_once_in_a_generation() -> None:
-    kept = Commitments(MEMBERS, READERS)
+    kept = commitments()
     assert kept.take("dc", 1, 1, commitment("dc"), 7) is None
     assert kept.take("dc", 1, 1, commitment("dc"), 7) is None
-    assert kept.take("dc", 1, 1, commitment("dc", digest(5)), 7) == "a second, different commitment for round 1"
-    assert kept.take("dc", 1, 2, commitment("dc", digest(5)), 7) is None
+    assert kept.take("dc", 1, 1, commitment("dc", after=digest(5)), 7) == "a second, different commitment for round 1"
+    assert kept.take("dc", 1, 2, commitment("dc", after=digest(5)), 7) is None
 
 
 def test_the_record_says_who_committed_not_who_the_member_says_it_is() -> None:
-    kept, claimed = Commitments(MEMBERS, READERS), commitment("dc")
+    kept, claimed = commitments(), commitment("dc")
     claimed.holder = 3
     kept.take("dc", 1, 1, claimed, 7)
     record = RoundRecord(round=1, contributions=[ContributionEntry(replica="dc", epoch=1)])
@@ -112,14 +133,14 @@ def test_the_record_says_who_committed_not_who_the_member_says_it_is() -> None:
 
 
 def test_the_record_keeps_the_commitments_of_its_generation() -> None:
-    kept = Commitments(MEMBERS, READERS)
+    kept = commitments()
     for member, epoch, number in (("home.1", 2, 3), ("home.0", 2, 4), ("home.0", 1, 5), ("dc", 1, 6)):
         messages = digest(8) if member != "dc" else b""
-        kept.take(member, 1, epoch, commitment(member, digest(number), messages=messages), 0)
+        kept.take(member, 1, epoch, commitment(member, after=digest(number), messages=messages), 0)
     record = RoundRecord(round=1, contributions=[ContributionEntry(replica="home", epoch=2)])
     before = record_digest(record)
     kept.add_to(record)
-    assert [(one.member, one.before) for one in record.contributions[0].commitments] == [
+    assert [(one.member, one.after) for one in record.contributions[0].commitments] == [
         ("home.0", digest(4)),
         ("home.1", digest(3)),
     ]
@@ -130,7 +151,7 @@ def test_the_record_keeps_the_commitments_of_its_generation() -> None:
 
 def test_a_round_that_is_trained_twice_has_one_commitment() -> None:
     """Signatures differ each time. A group whose link breaks trains a round again, in the same generation."""
-    kept = Commitments(MEMBERS, READERS)
+    kept = commitments()
     for signature in (b"once", b"again"):
         shown = StageMessages(records=bytes(47), from_next=Statement(signature=signature)).SerializeToString()
         found = commitment("home.1", messages=messages_sha256(shown))
@@ -139,32 +160,44 @@ def test_a_round_that_is_trained_twice_has_one_commitment() -> None:
         messages_sha256(b"\xff\xff")
 
 
-# ---- chains ----
+# ---- the state that a round begins with ----
 
 
-def record(round_: int, *states: tuple[str, int, int, int]) -> RoundRecord:
-    """Return a record of (replica, generation, before, after)."""
-    entries = [
-        ContributionEntry(replica=name, epoch=epoch, commitments=[commitment(name, digest(before), digest(after))])
-        for name, epoch, before, after in states
-    ]
-    return RoundRecord(round=round_, contributions=entries)
+def record(round_: int, replica: str, after: bytes) -> RoundRecord:
+    made = commitment(replica, after=after)
+    return RoundRecord(round=round_, contributions=[ContributionEntry(replica=replica, commitments=[made])])
 
 
-@pytest.mark.parametrize(
-    ("records", "broken", "anchors"),
-    [
-        ([record(1, ("dc", 1, 1, 2)), record(2, ("dc", 1, 2, 3))], [], 1),
-        ([record(1, ("dc", 1, 1, 2)), record(2, ("dc", 1, 7, 3))], [Broken("dc", "dc")], 1),
-        ([record(1, ("dc", 1, 1, 2)), record(2, ("dc", 2, 7, 3))], [], 2),  # it was formed anew
-        ([record(1, ("dc", 1, 1, 2)), record(2), record(3, ("dc", 1, 7, 3))], [], 2),  # it was excluded
-    ],
-    ids=["whole", "broken", "formed anew", "excluded"],
-)
-def test_chains(records: Sequence[RoundRecord], broken: list[Broken], anchors: int) -> None:
-    chains = Chains()
-    assert [found for one in records for found in chains.follow(one)] == broken
-    assert chains.anchors["dc"] == anchors
+def _unknown(kept: Commitments, round_: int, before: bytes, rest: bytes = digest(3)) -> bool:
+    """Return whether a member cannot begin a round with a state."""
+    made = commitment("dc", before)
+    made.rest = rest
+    complaint = kept.take("dc", round_, round_, made, 0)
+    assert complaint is None or "with an unknown state" in complaint
+    return complaint is not None
+
+
+def test_a_round_begins_with_the_state_of_the_last_one_that_counted_the_member_or_fresh() -> None:
+    kept = commitments()
+    kept.closed(record(1, "dc", digest(5)))
+    for last_round in (1, 2):  # also if the rounds since did not count it, and in any incarnation
+        assert kept.expected("dc") == digest(5)
+        assert _unknown(kept, last_round + 1, digest(4))
+        assert not _unknown(kept, last_round + 1, digest(5))
+        kept.closed(RoundRecord(round=last_round + 1))
+    assert not _unknown(kept, 4, FRESH)
+    assert _unknown(kept, 5, FRESH, rest=digest(9)), "the digest of another position in the data"
+    assert not _unknown(kept, 1, digest(8)), "a round that has closed since: it may have counted the member"
+
+
+def test_a_run_that_goes_on_knows_the_states_and_forgets_those_of_long_ago() -> None:
+    records = {1: record(1, "dc", digest(5)), 2: record(2, "home.0", digest(6))}
+    kept = commitments()
+    kept.closed(record(3, "dc", digest(7)))  # of a round that the run has removed as it resumed
+    kept.begin(2, records.__getitem__)
+    assert [kept.expected(name) for name in ("dc", "home.0")] == [digest(5), digest(6)]
+    kept.closed(RoundRecord(round=ROUNDS_REMEMBERED + 1))
+    assert [kept.expected(name) for name in ("dc", "home.0")] == [b"", digest(6)]
 
 
 # ---- states ----
@@ -218,6 +251,8 @@ class Shown:
 
     def __init__(self, folder: Path) -> None:
         self.last_round = 0
+        self.generation: Callable[[int], int] = lambda round_: 1
+        self.counts: Callable[[int], bool] = lambda round_: True
         self.right = state()
         decisions = SimpleNamespace(wait_for_record=self._record, patiently=lambda do: do())
         run: Any = SimpleNamespace(
@@ -228,19 +263,21 @@ class Shown:
             refused=lambda sender, reason, kind=None: Refused(f"{sender}: {reason}"),
         )
         self.log = ContributionLog(FolderStore(folder))
-        self.showing = Showing(run, self.log, Shows(1.0, READERS, dict.fromkeys(MEMBERS, 10_000)))
+        self.showing = Showing(run, self.log, Shows(1.0, READERS, dict.fromkeys(MEMBERS, 10_000), {}))
         self.showing.begin(0)
 
     def _record(self, round_: int) -> RoundRecord:
         entries = [
             ContributionEntry(
                 replica=name,
-                epoch=1,
+                epoch=self.generation(round_),
                 commitments=[_held(commitment(one, before=self.right.sha256)) for one in members],
             )
             for name, members in (("dc", ["dc"]), ("home", ["home.0", "home.1"]))
         ]
-        return RoundRecord(round=round_, contributions=entries, sha256=digest(round_))
+        return RoundRecord(
+            round=round_, contributions=entries if self.counts(round_) else (), sha256=digest(round_ % 256)
+        )
 
     def close(self, round_: int) -> None:
         self.last_round = round_
@@ -262,12 +299,12 @@ def shown(tmp_path: Path) -> Shown:
 
 
 def test_who_is_drawn_is_asked_and_the_secret_is_revealed(shown: Shown) -> None:
-    assert shown.showing.asks("dc", 3) is None
+    assert shown.showing.asks("dc", 3, 1) is None
     chain = json.loads(shown.log.store.get(next(key for key in shown.log.store.below("draws"))))
     shown.close(1)
-    assert shown.showing.asks("dc", 3) == 1
-    assert shown.showing.asks("home.1", 3) == 1
-    assert shown.showing.asks("home.0", 4) is None, "the slot has another holder"
+    assert shown.showing.asks("dc", 3, 1) == 1
+    assert shown.showing.asks("home.1", 3, 1) == 1
+    assert shown.showing.asks("home.0", 4, 1) is None, "the slot has another holder"
     draw = json.loads(shown.log.store.get(draw_key(1)))
     assert draw["drawn"] == ["dc", "home"]
     assert leads_to(bytes.fromhex(draw["secret"]), 1, chain["first"], bytes.fromhex(chain["end"]))
@@ -276,15 +313,15 @@ def test_who_is_drawn_is_asked_and_the_secret_is_revealed(shown: Shown) -> None:
 def test_who_left_and_comes_back_with_its_ticket_is_asked_again(shown: Shown) -> None:
     shown.close(1)
     shown.showing.guests = cast(Any, SimpleNamespace(ticket_of=lambda place, number: "his" if number != 4 else "other"))
-    assert [shown.showing.asks("dc", holder) for holder in (4, 5)] == [None, 1]
+    assert [shown.showing.asks("dc", holder, 1) for holder in (4, 5)] == [None, 1]
 
 
 def test_files_of_all_members_arrive(shown: Shown, tmp_path: Path) -> None:
     shown.close(1)
     for member in ("home.0", "home.1"):
-        assert shown.showing.asks(member, 3) == 1
+        assert shown.showing.asks(member, 3, 1) == 1
         shown.take(member, 1, shown.right, tmp_path / "file")
-        assert shown.showing.asks(member, 3) is None
+        assert shown.showing.asks(member, 3, 1) is None
     assert shown.arrived("000001-home") == {}
     assert shown.log.store.size(f"evidence/000001-home/home.0/{BEFORE}") > 0
 
@@ -300,14 +337,14 @@ def test_files_of_all_members_arrive(shown: Shown, tmp_path: Path) -> None:
 )
 def test_what_nobody_asked_for_is_refused(shown: Shown, tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
     shown.close(1)
-    shown.showing.asks("dc", 3)
+    shown.showing.asks("dc", 3, 1)
     with pytest.raises(Refused, match=reason):
         shown.take("dc", 1, shown.right, tmp_path / "file", **changes)
 
 
 def test_another_checkpoint_counts_after_one_retry(shown: Shown, tmp_path: Path) -> None:
     shown.close(1)
-    shown.showing.asks("dc", 3)
+    shown.showing.asks("dc", 3, 1)
     for _ in range(2):
         with pytest.raises(Refused, match="does not match its commitment"):
             shown.take("dc", 1, state(2.0), tmp_path / "file")
@@ -315,17 +352,57 @@ def test_another_checkpoint_counts_after_one_retry(shown: Shown, tmp_path: Path)
 
 
 def test_who_shows_nothing_is_named_and_who_is_gone_is_not(shown: Shown) -> None:
+    accused: list[Judgement] = []
+    shown.showing.accuse = accused.append
     shown.close(1)
-    shown.showing.asks("dc", 3)
+    for member, holder, incarnation in (("dc", 3, 1), ("dc", 3, 1), ("home.0", 3, 1), ("home.0", 3, 2)):
+        assert shown.showing.asks(member, holder, incarnation) == 1
     shown.close(1 + ROUNDS_TO_SHOW)
-    shown.showing.asks("dc", 3)
+    shown.showing.asks("dc", 3, 1)
     assert shown.arrived("000001-dc") == {"dc": f"did not show its checkpoint within {ROUNDS_TO_SHOW} rounds"}
-    assert shown.arrived("000001-home") == {"home.0": LEFT, "home.1": LEFT}
+    assert shown.arrived("000001-home") == {"home.0": LEFT, "home.1": LEFT}, "one was killed as soon as it was asked"
+    [found] = accused
+    assert (found.replica, found.recomputed.member, found.recomputed.is_equal) == ("dc", "dc", False)
+
+
+@pytest.mark.parametrize("distance", [ROUNDS_TO_SHOW + 1, WITHIN])
+def test_who_leaves_before_each_draw_is_named_and_who_seldom_does_is_not(shown: Shown, distance: int) -> None:
+    accused: list[Judgement] = []
+    shown.showing.accuse = accused.append
+    shown.showing.guests = cast(Any, SimpleNamespace(ticket_of=lambda place, number: f"of {place}"))
+    shown.generation = lambda round_: round_ // distance
+    shown.counts = lambda round_: round_ % distance < 2  # two rounds each time, of which the second was not shown
+    for round_ in range(1, MOST_LEFT * distance + ROUNDS_TO_SHOW):
+        shown.close(round_)
+        shown.showing._draw()
+    assert not accused, f"{MOST_LEFT} times are allowed"
+    for round_ in range(shown.last_round + 1, (MOST_LEFT + 1) * distance + ROUNDS_TO_SHOW + 2):
+        shown.close(round_)
+        shown.showing._draw()
+    expected = f"left before it showed a drawn round, {MOST_LEFT + 1} times in {WITHIN} rounds"
+    named = {one.recomputed.cause for one in accused}
+    assert named == ({f"{member} {expected}" for member in MEMBERS} if distance < WITHIN else set())
+
+
+def test_a_replica_is_left_out_while_its_holder_owes_a_checkpoint(shown: Shown, tmp_path: Path) -> None:
+    def owing(holder: int = 3) -> set[str]:
+        record = shown._record(2)
+        for entry in record.contributions:
+            for made in entry.commitments:
+                made.holder = holder
+        return {*shown.showing.owing(record)}
+
+    shown.close(1)
+    shown.showing.asks("home.1", 3, 1)
+    assert owing() == {"home"}, "the others were not asked yet"
+    assert owing(holder=4) == set(), "another holder is not to blame"
+    shown.take("home.1", 1, shown.right, tmp_path / "file")
+    assert owing() == set()
 
 
 def test_who_finds_a_full_disk_is_not_named(shown: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
     shown.close(1)
-    shown.showing.asks("dc", 3)
+    shown.showing.asks("dc", 3, 1)
     full = OSError(errno.ENOSPC, "No space left on device")
     monkeypatch.setattr(os, "posix_fallocate", mock.Mock(side_effect=full), raising=False)
     servicer: Any = SimpleNamespace(
@@ -337,18 +414,18 @@ def test_who_finds_a_full_disk_is_not_named(shown: Shown, monkeypatch: pytest.Mo
     with pytest.raises(TooMuch, match="the exchange has no room for a file of 9 bytes"):
         _Servicer.Show(servicer, frames, cast(Any, None))
     shown.close(1 + ROUNDS_TO_SHOW)
-    shown.showing.asks("dc", 3)
+    shown.showing.asks("dc", 3, 1)
     assert shown.arrived("000001-dc") == {"dc": LEFT}
 
 
 def test_what_no_validator_judges_is_removed_and_evidence_is_not(shown: Shown, tmp_path: Path) -> None:
     shown.close(2)
     for round_ in (1, 2):
-        shown.showing.asks("dc", 3)
+        shown.showing.asks("dc", 3, 1)
         shown.take("dc", round_, shown.right, tmp_path / "file")
     shown.log.store.put(f"{evidence_key(1, 'dc')}/{MANIFEST}", b"{}")
     shown.close(2 + ROUNDS_TO_JUDGE)
-    shown.showing.asks("dc", 3)
+    shown.showing.asks("dc", 3, 1)
     kept = {key.split("/")[1] for key in shown.log.store.below("evidence")}
     assert "000001-dc" in kept and "000002-dc" not in kept and "000003-dc" in kept
 

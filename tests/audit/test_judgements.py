@@ -6,7 +6,7 @@ import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -323,7 +323,8 @@ def _committed_by(run: Run, holder: int) -> None:
         for entry in record.contributions:
             entry.commitments.extend([pb.Commitment(member="b", holder=holder)] if entry.replica == "b" else [])
 
-    run.exchange.deposits.commitments = cast(Any, SimpleNamespace(take=lambda *of_a_blob: None, add_to=add_to))
+    made: Any = SimpleNamespace(take=lambda *of_a_blob: None, add_to=add_to, closed=lambda record: None)
+    run.exchange.deposits.commitments = made
 
 
 def test_a_replica_whose_holders_have_changed_is_not_excluded_for_them(run: Run, tmp_path: Path) -> None:

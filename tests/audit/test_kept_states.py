@@ -29,19 +29,19 @@ def _rounds(folder: Path) -> list[int]:
 def test_a_member_that_restarts_keeps_what_it_may_be_asked_for(tmp_path: Path) -> None:
     first = _member(tmp_path)
     for number in range(1, 4):
-        first.begin(number)
+        first.begin(number, b"")
     assert _rounds(tmp_path) == [2, 3]
     second = _member(tmp_path)
     for number in range(4, 8):
-        second.begin(number)
+        second.begin(number, b"")
     assert _rounds(tmp_path) == [2, 3, 6, 7]
-    second.begin(4 + INHERITED_ROUNDS)
+    second.begin(4 + INHERITED_ROUNDS, b"")
     assert 2 not in _rounds(tmp_path)
 
 
 def test_digests_that_find_a_full_disk_are_not_shown_in_part(tmp_path: Path) -> None:
     member = _member(tmp_path)
-    member.begin(1)
+    member.begin(1, b"")
 
     def writes_a_part(path: Path, data: bytes) -> None:
         with path.open("wb") as file:

@@ -5,20 +5,24 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 from audited_run import flips, lying, rereads, skips
 from lying_run import HONEST, LyingRun, lying_spec
 
-from hetero_pp.messages.messages_pb2 import Judgement, Recomputed, ShownFile
+from hetero_pp.core.errors import HeteroPPError
+from hetero_pp.messages.messages_pb2 import Commitment, Judgement, Recomputed, ShownFile
 from hetero_pp.outer.exchange_service import Caller
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from replica_groups.exchange import showing
 from replica_groups.exchange.audits import read_audit
 from replica_groups.exchange.showing import DRAWS, EVIDENCE
 from replica_groups.loop.commitments import Commitments
+from replica_groups.member.committed_state import CommittedState, state_sha256
 
 ROUNDS = 4
 CAUSES = {
@@ -27,9 +31,12 @@ CAUSES = {
     "rereads": "trained on another text",
     "forges": "does not match its commitment, 2 times",
     "hides": "did not show its checkpoint",
-    "swaps": "another state than it ended the one before",
+    "swaps": "another state than its round ends with",
+    "returns": "differs by",
 }
-"""Replica -> part of the cause by which it is found."""
+"""Replica -> part of the cause by which it is found. `returns` leaves before each round, and joins again."""
+INVENTS, CRASHES = "anchors", "crashes"
+"""A replica that returns with error feedback of its own, and an honest one that is killed before each round."""
 
 
 def _commit(commit: Callable[[Commitments, int, int], None]) -> Callable[[Commitments, int, int], None]:
@@ -39,16 +46,36 @@ def _commit(commit: Callable[[Commitments, int, int], None]) -> Callable[[Commit
         commit(own, round_, steps)
         made = own._exchange.commitment
         assert made is not None
-        if made.member == "forges":  # a chain of made-up digests
-            made.before, made.after = (hashlib.sha256(str(one).encode()).digest() for one in (round_, round_ + 1))
-        elif made.member == "swaps":
+        if made.member == "swaps":
             made.after = hashlib.sha256(b"another state").digest()
 
     return lied
 
 
+def _begin(begin: Callable[[Commitments, int, bytes], None]) -> Callable[[Commitments, int, bytes], None]:
+    began, told = set[int](), set[str]()
+
+    def changed(own: Commitments, round_: int, committed: bytes) -> None:
+        if own._name in ("returns", CRASHES):
+            if id(own) in began:
+                raise HeteroPPError("killed")
+            began.add(id(own))
+        if own._name == INVENTS and round_ > 1 and not told:
+            told.add(own._name)
+            for tensor in own._outer.error.values():
+                tensor.fill_(-6e-3)
+            committed = own._state(own._steps.known(round_)).sha256
+        begin(own, round_, committed)
+
+    return changed
+
+
 def _show(show: Callable[..., None]) -> Callable[..., None]:
     def hidden(client: ExchangeClient, header: ShownFile, path: Path, caller: Caller) -> None:
+        if caller.name == "forges":
+            path = path.with_suffix(".forged")
+            CommittedState({"error:a": torch.ones(1)}, {}).save(path)
+            header.size = path.stat().st_size
         if caller.name != "hides":
             show(client, header, path, caller)
 
@@ -57,16 +84,16 @@ def _show(show: Callable[..., None]) -> Callable[..., None]:
 
 @pytest.fixture(scope="module")
 def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LyingRun]:
-    spec = lying_spec(
-        corpus, ROUNDS, {name: {"kind": "datacenter"} for name in CAUSES}, audit={"recompute": {"share": 1}}
-    )
+    liars = {name: {"kind": "datacenter"} for name in [*CAUSES, INVENTS, CRASHES]}
+    spec = lying_spec(corpus, ROUNDS, liars, audit={"recompute": {"share": 1}})
     with LyingRun(spec, tmp_path_factory.mktemp("run")) as one, ExitStack() as stack:
         for owner, name, change in (
             (Commitments, "commit", _commit),
+            (Commitments, "begin", _begin),
             (ExchangeClient, "show_file", _show),
         ):
             stack.enter_context(mock.patch.object(owner, name, change(getattr(owner, name))))
-        stack.enter_context(lying({"skips": skips, "invents": flips, "rereads": rereads}))
+        stack.enter_context(lying({"skips": skips, "invents": flips, "returns": flips, "rereads": rereads}))
         stack.enter_context(mock.patch.object(showing, "ROUNDS_TO_SHOW", 2))
         one.until_over()
         yield one
@@ -76,6 +103,39 @@ def _found(run: LyingRun) -> list[Judgement]:
     return [one.judged for one in run.told if one.HasField("judged")]
 
 
+def _committed(run: LyingRun, replica: str) -> dict[int, Commitment]:
+    """Return what a replica committed to, by round, in the rounds that count it."""
+    records = map(run.exchange.log.read_record, range(1, ROUNDS + 1))
+    found = [(one.round, entry) for one in records for entry in one.contributions if entry.replica == replica]
+    return {round_: entry.commitments[0] for round_, entry in found}
+
+
+def test_no_round_counts_a_state_that_a_member_invents(run: LyingRun) -> None:
+    """It would be a new beginning of its chain, from which all that it contributes follows."""
+    assert any("began round 2 with an unknown state" in str(error) for error in run.errors[INVENTS])
+    made, known = _committed(run, INVENTS), {b""}
+    for round_, one in made.items():
+        assert one.before in known or one.before == state_sha256(one.rest, hashlib.sha256().digest()), round_
+        known = {one.after}
+    assert made
+
+
+def test_who_is_killed_before_each_round_goes_on_from_its_state(run: LyingRun) -> None:
+    made = list(_committed(run, CRASHES).values())
+    assert len(made) >= 2 and len(run.errors[CRASHES]) >= 2
+    assert all(one.after == then.before for one, then in pairwise(made))
+
+
+def test_no_round_counts_a_member_that_owes_a_checkpoint(run: LyingRun) -> None:
+    counted, kept = _committed(run, "hides"), run.exchange.deposits.commitments
+    assert kept is not None
+    made = {round_: one for (round_, name, _), one in kept._kept.items() if name == "hides"}
+    own = [round_ for round_, one in made.items() if one.holder == counted[1].holder]
+    assert max(own) > 1
+    assert [round_ for round_ in own if round_ in counted] == [1], "once it is named, its slot is given to another"
+    assert {made[round_].before for round_ in own[1:]} == {counted[1].after}, "what it trains meanwhile is undone"
+
+
 @pytest.mark.parametrize("replica", CAUSES)
 def test_a_liar_is_named(run: LyingRun, replica: str) -> None:
     causes = [one.recomputed.cause for one in _found(run) if one.replica == replica and not one.recomputed.is_equal]
@@ -83,8 +143,9 @@ def test_a_liar_is_named(run: LyingRun, replica: str) -> None:
 
 
 def test_no_honest_replica_is_named(run: LyingRun) -> None:
-    own: list[Recomputed] = [one.recomputed for one in _found(run) if one.replica in HONEST]
-    assert len(own) >= len(HONEST)
+    honest = {*HONEST, INVENTS, CRASHES}  # what it invented was never taken
+    own: list[Recomputed] = [one.recomputed for one in _found(run) if one.replica in honest]
+    assert len(own) >= len(honest)
     assert all(one.is_equal and one.difference == 0 for one in own)
     assert not any(run.errors[name] for name in HONEST)
 

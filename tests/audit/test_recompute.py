@@ -24,6 +24,7 @@ from hetero_pp.store.folder import FolderStore
 from replica_groups.audit.recompute.compare import Comparison, compare, difference
 from replica_groups.audit.recompute.replica import Recomputed, ReplicaHere, RoundStart, recompute
 from replica_groups.exchange.audits import read_audit
+from replica_groups.exchange.log import ContributionLog
 from replica_groups.loop.commitments import state_of
 from replica_groups.member.committed_state import CommittedState, load_state
 
@@ -62,6 +63,25 @@ def test_a_run_that_is_audited_has_the_bits_of_one_that_is_not(corpus: Path, tmp
         assert of_kind == [(1, "group"), (1, LIAR), (2, "group"), (2, LIAR)]
     again = [one.recomputed for one in found if one.HasField("recomputed")]
     assert all(one.is_equal and one.difference == 0 for one in again)
+
+
+@pytest.mark.parametrize("inner", [{"steps": STEPS}, {"seconds": 1.0}], ids=["steps", "seconds"])
+def test_a_round_that_does_not_count_a_replica_is_undone(corpus: Path, tmp_path: Path, inner: dict[str, Any]) -> None:
+    """Its state would not be known otherwise, and could be invented."""
+    model, outer = {"width": 16, "heads": 2, "feed_forward": 24, "layers": 2}, {"rounds": 3}
+    boundary = GROUP["boundary"] | {"anchors": {"rank": "1/4"}}  # type: ignore[operator]
+    changes = {"model": model, "outer": outer, "inner": inner, "replicas": [DATACENTER, GROUP | {"boundary": boundary}]}
+    spec, folder, told = audited_spec(corpus, changes), RunFolder(tmp_path / "t"), list[Report]()
+    folder.path.mkdir()
+    late = {"group": frozenset({2})}
+    run_in_process(spec, folder, told.append, steps_of=lambda replica, round_: STEPS, missed=late)
+    log = ContributionLog(FolderStore(folder.log))
+    entries = [{one.replica: one for one in log.read_record(round_).contributions} for round_ in (1, 2, 3)]
+    assert ["group" in one for one in entries] == [True, False, True]
+    for before, after in zip(entries[0]["group"].commitments, entries[2]["group"].commitments, strict=True):
+        assert before.after == after.before
+    found = [one.judged.recomputed for one in told if one.HasField("judged")]
+    assert len(found) == 5 and all(one.is_equal and one.difference == 0 for one in found)
 
 
 # ---- one round ----
@@ -204,6 +224,7 @@ def test_a_hostile_checkpoint_is_refused(trained: Trained, alter: Callable[[dict
         ({"outer": {"rounds": 2, "keep_local": True}}, ("outer", "keep_local")),
         ({"outer": {"rounds": 2, "method": "adamw_ddp"}, "inner": {"steps": 1}}, ("outer", "method")),
         ({"states": {"undo": False}}, ("states", "undo")),
+        ({"states": {"every": 2}}, ("states", "every")),
         ({"replicas": [DATACENTER | {"engine": "deepspeed"}]}, ("replicas", 0, "engine")),
     ],
 )

@@ -30,13 +30,12 @@ from hetero_pp.outer.step import parameter_sha256, parameters_sha256
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.run.snapshot import Snapshot
 from hetero_pp.run.spec import RunSpec
-from replica_groups.audit.recompute.chains import Chains
 from replica_groups.audit.recompute.compare import Comparison, compare, difference
 from replica_groups.audit.recompute.evidence import VERSION, Evidence, this_machine, write_evidence
 from replica_groups.audit.recompute.hops import blame
 from replica_groups.audit.recompute.replica import Recomputed, RoundStart, recompute
 from replica_groups.exchange.log import ContributionLog
-from replica_groups.exchange.showing import ARRIVED, AUTHORITY, LEFT, ROUNDS_TO_SHOW, draw_key, evidence_key
+from replica_groups.exchange.showing import ARRIVED, AUTHORITY, ROUNDS_TO_SHOW, draw_key, evidence_key
 from replica_groups.member.committed_state import BEFORE, MESSAGES, load_state
 from replica_groups.outer.apply_round import FetchBlob
 
@@ -94,23 +93,12 @@ class Recomputation:
         """`source`: the run's text. `device`: where rounds are computed again. `folder` holds theta (Scratch)."""
         self.spec, self._settings, self._log, self._source, self._device = spec, settings, log, source, device
         self._folder = folder
-        self.chains = Chains()
-        self.unaudited = 0
-        """Number of drawn rounds of replicas whose members left before they could be asked."""
-        self._broken: set[tuple[int, str]] = set()
-        """(round, replica) whose chain was found to be broken, so that nothing else needs to be found."""
         self._basis: Tensor | None = None
         self._undrawn: list[_Seen] = []
         self._waiting: list[_Drawn] = []
 
     def check(self, record: RoundRecord, theta: Theta, fetch: FetchBlob) -> Iterator[Judgement]:
         """Take a round, and yield what was found about this or earlier ones. As RoundCheck.check."""
-        self._broken = {key for key in self._broken if key[0] > record.round - 2 * ROUNDS_TO_SHOW}
-        found = {broken.replica: broken for broken in self.chains.follow(record)}
-        for broken in found.values():
-            cause = f"{broken.member} began round {record.round} with another state than it ended the one before"
-            self._broken.add((record.round, broken.replica))
-            yield _judgement(record.round, broken.replica, Comparison(0.0, cause, broken.member))
         if any(entry.commitments for entry in record.contributions):
             kept = Scratch(self._folder)
             for name, tensor in theta.items():
@@ -168,24 +156,13 @@ class Recomputation:
     # ---- one round of one replica ----
 
     def _judged(self, drawn: _Drawn, missing: Mapping[str, str]) -> list[Judgement]:
+        if missing:  # the exchange has drawn its own conclusions
+            self._forget(drawn.seen.record.round, drawn.replica)
+            return []
         try:
-            return list(self._judge(drawn, missing))
+            return [self._recomputed(drawn)]
         except FileNotFoundError:  # another validator has judged it, and has removed its files
             return []
-
-    def _judge(self, drawn: _Drawn, missing: Mapping[str, str]) -> Iterator[Judgement]:
-        number, replica = drawn.seen.record.round, drawn.replica
-        if LEFT in missing.values():
-            self.unaudited += 1
-        elif (number, replica) in self._broken:
-            pass
-        elif missing:
-            member, why = next(iter(missing.items()))
-            yield _judgement(number, replica, Comparison(0.0, f"{member} {why}", member))
-        else:
-            yield self._recomputed(drawn)
-            return
-        self._forget(number, replica)
 
     def _recomputed(self, drawn: _Drawn) -> Judgement:
         seen, number, own = drawn.seen, drawn.seen.record.round, drawn.contributed
