@@ -1,4 +1,4 @@
-"""Ends a command at Ctrl-C, SIGTERM or SIGUSR1 with one line and exit code 130, at whatever moment it arrives."""
+"""Ends a command at Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 with one line and exit code 130, whenever it arrives."""
 
 from __future__ import annotations
 
@@ -14,8 +14,12 @@ from types import FrameType
 INTERRUPTED = 130
 """Exit code of an interrupted command."""
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""Signals that interrupt a command. Slurm sends SIGUSR1 some time before a job's limit: `--signal=USR1@120`."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that interrupt a command.
+
+A terminal that is closed sends SIGHUP, which `nohup` ignores. Slurm sends SIGUSR1 some time before a job's limit:
+`--signal=USR1@120`.
+"""
 
 _COMMANDS = "hetero_pp.program.commands."
 _SECONDS_FOR_THE_END = 5.0
@@ -30,12 +34,12 @@ def leave_when_interrupted() -> None:
 
 
 def keep_exit_code() -> None:
-    """Ignore Ctrl-C and SIGUSR1 while Python shuts down, so that the exit code stays. SIGTERM exits at once.
+    """Ignore Ctrl-C, SIGHUP and SIGUSR1 while Python shuts down, so that the exit code stays. SIGTERM exits at once.
 
     Python resets handlers before its end, but signals that are ignored stay ignored.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _leave)
 
 
@@ -101,7 +105,7 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 def _install(handler: Callable[[int, FrameType | None], None]) -> None:
     for number in SIGNALS:
-        # A signal that is ignored stays ignored: shells have background jobs ignore SIGINT, and users may, too.
+        # A signal that is ignored stays ignored: shells have background jobs ignore SIGINT, `nohup` SIGHUP.
         if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, handler)
 

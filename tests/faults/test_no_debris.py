@@ -117,10 +117,11 @@ def launched(request: pytest.FixtureRequest, corpus: Path, tmp_path: Path) -> It
     indirect=["launched"],
 )
 def test_interrupt_ends_everything(launched: Launched, numbers: Sequence[signal.Signals]) -> None:
-    """Members ignore SIGUSR1, which Slurm may send to every process of a step."""
+    """Members ignore SIGUSR1 and SIGHUP, which Slurm and terminals may send to every process of a step."""
     if signal.SIGTERM in numbers:
         for process in launched.seen:
             process.send_signal(signal.SIGUSR1)
+            process.send_signal(signal.SIGHUP)
         launched.wait_for_another_round()
         assert still_running(launched.seen, 0) == launched.seen
     for number in numbers:

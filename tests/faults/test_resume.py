@@ -182,7 +182,7 @@ ON_RANKS_AND_STAGES = f"""{
 
 
 def test_a_run_that_was_stopped_loses_no_finished_round(corpus: Path, tmp_path: Path, launch: Any) -> None:
-    """After SIGUSR1, ranks, a process and stages save their states after the same round, though none was due."""
+    """When the terminal closes, ranks, a process and stages save their states after the same round, though none was due."""
     config = tmp_path / "ranks.yaml"
     config.write_text(ON_RANKS_AND_STAGES)
     command = ["launch", str(config), "--set", f"data.corpus={corpus}", "--runs"]
@@ -191,7 +191,7 @@ def test_a_run_that_was_stopped_loses_no_finished_round(corpus: Path, tmp_path: 
     command += [str(tmp_path / "b")]
     run = launch(command, tmp_path / "b" / "ranks")
     run.wait_for_round(2)
-    run.process.send_signal(signal.SIGUSR1)
+    run.process.send_signal(signal.SIGHUP)
     said, errors = run.process.communicate(timeout=120)
     assert run.process.returncode == 130, errors
     assert said.splitlines()[-1].startswith("ranks: resume with: ")

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGUSR1 end a command in one line and with exit code 130, even during its imports."""
+"""Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 end a command in one line and with exit code 130, even during its imports."""
 
 from __future__ import annotations
 
@@ -128,14 +128,18 @@ def test_an_interrupt_that_python_drops_is_repeated() -> None:
         repeated.wait(TIMEOUT)
 
 
-def test_what_is_ignored_stays_so() -> None:
-    """A shell's background jobs ignore Ctrl-C."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_what_is_ignored_stays_so(number: signal.Signals) -> None:
+    """A shell's background jobs ignore Ctrl-C, and `nohup` the end of a terminal. Otherwise both interrupt."""
+    before = signal.signal(number, signal.SIG_IGN)
     try:
         with interruptible():
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
+        signal.signal(number, signal.SIG_DFL)
+        with pytest.raises(KeyboardInterrupt), interruptible():
+            signal.raise_signal(number)
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(number, before)
 
 
 def test_sockets_have_short_paths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ ALONE = frozenset({"--in-process", "--print-commands", "--help"})
 SAFE_PATH = "PYTHONSAFEPATH"
 """Environment variable with the meaning of `python -P`."""
 
-UNHEARD = (signal.SIGINT, signal.SIGUSR1)
+UNHEARD = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Signals that a terminal or Slurm sends to every process of a run.
 
 The launcher alone acts on them, and ends the others.
@@ -85,7 +85,7 @@ def _end(server: int) -> None:
 def unheard() -> Iterator[None]:
     """Block the signals of UNHEARD in processes that the block starts, the fork server among them.
 
-    Otherwise Ctrl-C prints tracebacks of the fork server's imports, and SIGUSR1 ends it. This process gets a
+    Otherwise Ctrl-C prints tracebacks of the fork server's imports, and SIGUSR1 and SIGHUP end it. This process gets a
     blocked signal when the block ends. The processes import nothing from the working folder.
     """
     place_sockets_of_multiprocessing()
