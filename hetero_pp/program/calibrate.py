@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-import psutil
 import torch
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
@@ -13,6 +12,7 @@ from ruamel.yaml.error import YAMLError
 from hetero_pp.core.bounded import read_yaml, yaml_complaint
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.files import whole
+from hetero_pp.core.host_memory import host_memory
 from hetero_pp.core.units import format_count, format_seconds
 from hetero_pp.program.report.output import say, standard_output
 from hetero_pp.program.report.tables import PlainTable
@@ -76,7 +76,7 @@ def _machine_entry(speed: float) -> dict[str, str | float]:
     return {
         "flops": f"{speed / 1e9:.4g} GFLOP/s",
         "mfu": 1.0,
-        "memory": f"{psutil.virtual_memory().total / 1e9:.4g} GB",
+        "memory": f"{host_memory().total / 1e9:.4g} GB",
         "memory_bandwidth": f"{bandwidth / 1e9:.4g} GB/s",
         "source": "measured by hetero-pp calibrate",
     }

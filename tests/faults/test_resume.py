@@ -182,7 +182,7 @@ ON_RANKS_AND_STAGES = f"""{
 
 
 def test_a_run_that_was_stopped_loses_no_finished_round(corpus: Path, tmp_path: Path, launch: Any) -> None:
-    """When the terminal closes, ranks, a process and stages save their states after the same round, though none was due."""
+    """When its terminal closes, ranks, a process and stages save their states after one round, though none was due."""
     config = tmp_path / "ranks.yaml"
     config.write_text(ON_RANKS_AND_STAGES)
     command = ["launch", str(config), "--set", f"data.corpus={corpus}", "--runs"]

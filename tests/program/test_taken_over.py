@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import grpc
 import pytest
+from control_groups import use_groups
 from test_ended_early import MIXED, ROUNDS
 from test_run_state import made_up_spec
 
@@ -206,26 +207,40 @@ def test_members_that_have_nothing_left_to_train_are_ended_well(
 
 
 class KilledAtEachRestart(Supervisor):
-    """A supervisor of processes that are killed as soon as they are restarted."""
+    """A supervisor of processes that are killed as soon as they are restarted, for the reason of `counts`."""
+
+    counts: Path
+    """File in which the kernel counts processes that it has killed for memory."""
+    is_for_memory = False
 
     def start(self, members: Sequence[str], again: bool = False) -> None:
         super().start(members, again)
         for member in members:
+            if self.is_for_memory:
+                killed = int(self.counts.read_text().split()[-1])
+                self.counts.write_text(f"low 0\noom_kill {killed + 1}\n")
             self._processes[member].kill()
             self._processes[member].join()
 
 
 @pytest.mark.starts_processes
-@pytest.mark.parametrize("member", [EXCHANGE, "home.0"])
+@pytest.mark.parametrize(("member", "for_memory"), [(EXCHANGE, False), ("home.0", True)])
 def test_a_process_that_is_killed_while_it_restarts_is_restarted_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, member: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, member: str, for_memory: bool
 ) -> None:
+    """A process that the kernel kills because the job's memory is used up is named so each time."""
     monkeypatch.setattr(Supervisor, "_say_died", lambda *_: None)  # no exchange listens
+    counts = use_groups(monkeypatch, tmp_path, "cgroup2", {"/job": 900 * 10**6}, "/job")
     reports: list[Report] = []
     keys = SecretKeys(SECRET, encrypted=False)
     with KilledAtEachRestart(made_up_spec(), RunFolder(tmp_path), reports.append, "home", keys) as supervisor:
+        supervisor.counts, supervisor.is_for_memory = counts, for_memory
         supervisor.start([member])
         supervisor.join_exchange([], "127.0.0.1:1")
-        with pytest.raises(RunFailed, match=f"{member} was killed by SIGKILL"):
+        with pytest.raises(RunFailed) as failed:
             supervisor.wait()
+    why = " because memory was used up: this machine has 900 MB of memory (the limit of its control group /job)"
+    cause = f"{member} was killed by SIGKILL{why if for_memory else ''}"
+    assert str(failed.value) == cause
     assert [report.standing.what for report in reports] == [RESTARTED] * made_up_spec().config.restarts.count
+    assert all(report.standing.cause.startswith(f"{cause}; restarting it") for report in reports)

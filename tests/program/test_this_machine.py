@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
-from dataclasses import dataclass
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
+from control_groups import use_groups, use_machine
 from typer.testing import CliRunner
 
 from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.host_memory import host_memory
 from hetero_pp.model import precision
 from hetero_pp.program.cli import app
 from hetero_pp.program.launch import open_files, this_machine
@@ -29,6 +34,15 @@ replicas:
   - {name: dc, kind: datacenter}
   - {name: home, kind: participants, stages: 4}
 """
+KILLED = """
+import os, subprocess, sys
+from hetero_pp.core.host_memory import MemoryKills
+kills = MemoryKills()
+process = subprocess.Popen([sys.executable, "-c", "CODE"])
+code = process.wait()
+print(code, kills.explain(process.pid, code))
+""".replace("CODE", "import os; os.kill(os.getpid(), 9)")
+KILLED_FOR_MEMORY = KILLED.replace("os.kill(os.getpid(), 9)", "b = bytearray(500 * 10**6)")
 PARAMETERS = 1_204_881_408
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
@@ -45,18 +59,11 @@ They are those of a whole replica, of one without pieces, and of four stages.
 BOTH = DATACENTER + HOME
 
 
-@dataclass(frozen=True)
-class _Memory:
-    total: float
-    available: float
-
-
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A machine with two cores, 32 GB, no GPU and no container limits."""
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: _Memory(32e9, 30e9))
+    """A machine with two cores, 32 GB, no GPU and no control group."""
+    use_machine(monkeypatch, 32e9, 30e9)
     monkeypatch.setattr(this_machine, "usable_cores", lambda: 2)
-    monkeypatch.setattr(this_machine, "LIMITS_OF_CONTAINERS", ())
     _have_gpus(monkeypatch, 0)
     return monkeypatch
 
@@ -147,22 +154,75 @@ def test_memory_is_that_of_the_members_that_start_here(
     assert expected is None or _gigabytes(refused[0]) == pytest.approx(_expected(*expected), rel=0.01)
 
 
-def test_a_container_may_have_less(yaml: Path, machine: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name, text in (("new", "2000000000\n"), ("old", "9223372036854771712\n"), ("none", "max\n")):
-        (tmp_path / name).write_text(text)
-    machine.setattr(this_machine, "LIMITS_OF_CONTAINERS", [tmp_path / name for name in ("new", "old", "none", "no")])
-    assert "expected at most its 2 GB of memory" in _limits(yaml, only="home.1")[0][1]
+@pytest.mark.parametrize(
+    ("kind", "groups", "own", "root", "least"),
+    [
+        ("cgroup2", {"/": None, "/job": 20 * 10**8, "/job/step": None}, "/job/step", "/", ("/job", 2.0)),
+        ("cgroup2", {"/job": 20 * 10**8, "/job/step": 10**8}, "/job/step", "/", ("/job/step", 0.1)),
+        ("cgroup", {"/": None, "/slurm": None, "/slurm/job_1": 2 * 10**9}, "/slurm/job_1", "/", ("/slurm/job_1", 2.0)),
+        ("cgroup", {"/": 2 * 10**9}, "/docker/1a2b", "/docker/1a2b", ("/", 2.0)),
+        ("cgroup2", {"/": 2 * 10**9}, "/not/seen/inside", "/", ("/", 2.0)),
+        ("cgroup2", {"/": None, "/job": 64 * 10**9}, "/job", "/", ("", 32.0)),
+    ],
+)
+def test_a_control_group_and_those_above_it_may_have_less(
+    machine: pytest.MonkeyPatch,
+    tmp_path: Path,
+    kind: str,
+    groups: dict[str, int | None],
+    own: str,
+    root: str,
+    least: tuple[str, float],
+) -> None:
+    """Memory is free if nothing uses it, or only a cache of files."""
+    use_groups(machine, tmp_path, kind, groups, own, root)
+    found = host_memory()
+    assert (found.group, found.total / 1e9) == least
+    assert found.available == (0.875 * found.total if found.group else 30e9)
+
+
+def test_limits_of_a_job_are_told(yaml: Path, machine: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    use_groups(machine, tmp_path, "cgroup2", {"/": None, "/job": 2 * 10**9}, "/job")
+    told = "expected at most its 2 GB of memory (the limit of its control group /job)"
+    assert told in _limits(yaml, only="home.1")[0][1]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[str]:
+    """Return what a shell runs to enter a control group of 300 MB; empty if this machine does not allow to make one."""
+    name, limit = f"hetero-pp-test-{os.getpid()}", str(300 * 10**6)
+    for top, file in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
+        group = Path(top) / name
+        try:
+            group.mkdir()
+            (group / file).write_text(limit)
+        except OSError:
+            with suppress(OSError):
+                group.rmdir()
+            continue
+        yield f"echo $$ > {group}/cgroup.procs; "
+        group.rmdir()
+        return
+    yield ""
+
+
+@pytest.mark.starts_processes
+def test_the_kernel_and_this_program_agree_about_a_limit(job: str) -> None:
+    """In a real group, a process that takes too much memory is killed, and named so. Without one, nothing is named."""
+    command = f"{job}exec {sys.executable} -c '{KILLED_FOR_MEMORY if job else KILLED}'"
+    said = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=120)
+    assert said.stdout.startswith("-9  because memory was used up: this machine has 300 MB" if job else "-9 \n"), said
 
 
 def test_what_fits_only_without_other_programs_is_a_warning(yaml: Path, machine: pytest.MonkeyPatch) -> None:
     needed = _expected(20, DATACENTER, 1)
-    machine.setattr(psutil, "virtual_memory", lambda: _Memory(64e9, needed * 1.01e9))
+    use_machine(machine, 64e9, needed * 1.01e9)
     assert not [message for _, message in _limits(yaml, only="dc") if "memory" in message]
-    machine.setattr(psutil, "virtual_memory", lambda: _Memory(64e9, needed * 0.99e9))
+    use_machine(machine, 64e9, needed * 0.99e9)
     [(is_final, message)] = [found for found in _limits(yaml, only="dc") if "memory" in found[1]]
     assert not is_final
     assert message.startswith(f"1 member with {PARAMETERS:,} parameters need")
-    assert f"; {needed * 0.99:.3g} GB of memory are free: --set replicas.dc.micro_batches=2 saves " in message
+    assert f"; {needed * 0.99:.3g} GB of its 64 GB of memory are free: --set replicas.dc.micro_batches=2" in message
 
 
 def test_a_gpu_that_holds_too_little_is_refused_with_the_key_that_helps(
@@ -187,7 +247,7 @@ def test_the_free_memory_of_a_device_that_torch_does_not_know_is_unknown() -> No
 def test_members_that_share_a_gpu_share_its_memory(yaml: Path, machine: pytest.MonkeyPatch) -> None:
     """Four stages on two GPUs take them in turn."""
     _have_gpus(machine, 2)
-    machine.setattr(psutil, "virtual_memory", lambda: _Memory(640e9, 640e9))
+    use_machine(machine, 640e9, 640e9)
     machine.setattr(this_machine, "free_bytes", lambda device: 6e9)
     found = [message for is_final, message in _limits(yaml, only="home") if is_final]
     assert [message.split(" with ")[0] for message in found] == [
@@ -204,7 +264,7 @@ def test_a_step_that_takes_minutes_is_a_warning(yaml: Path, machine: pytest.Monk
     tokens, matrices = 8 * 512, PARAMETERS - 32000 * 2048 - 33 * 2048
     seconds = 3 * (2 * matrices + 16 * 2 * 512 * 2048) * tokens / 22.5e9
     minutes = f"a step would take about {round(seconds) // 60}:{round(seconds) % 60:02d} on 1 CPU core, and the run"
-    machine.setattr(psutil, "virtual_memory", lambda: _Memory(640e9, 640e9))
+    use_machine(machine, 640e9, 640e9)
     [(is_final, message)] = _limits(yaml, only="dc")
     assert (is_final, message.startswith(minutes)) == (False, True)
     assert f"{3000 * seconds / 86400:.3g} days" in message

@@ -9,10 +9,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
-
 from hetero_pp.core.device import accelerators, name_of
 from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.host_memory import host_memory
 from hetero_pp.core.units import format_percent
 from hetero_pp.data.corpora import corpus_bytes
 from hetero_pp.data.settings import DataSettings
@@ -141,7 +140,7 @@ def _simulated(machines: Machines, hardware: str | None) -> dict[str, Any]:
     here = {
         "flops": f"{cores * core.flops / 1e9:g} GFLOP/s",
         "mfu": core.mfu,
-        "memory": f"{psutil.virtual_memory().total / 1e9:.3g} GB",
+        "memory": f"{host_memory().total / 1e9:.3g} GB",
         "memory_bandwidth": f"{cores * core.memory_bandwidth / 8e9:g} GB/s",
     }
     return {"machine": "here", "hardware": {"here": here}}

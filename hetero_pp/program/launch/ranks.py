@@ -19,6 +19,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from hetero_pp.config.topology import DatacenterReplica
 from hetero_pp.core.errors import HeteroPPError, RunFailed
+from hetero_pp.core.host_memory import MemoryKills
 from hetero_pp.program.launch.fork_server import share_fork_server
 from hetero_pp.program.launch.job import CONSEQUENCE, RankDied
 from hetero_pp.program.launch.rank_process import RankJob, rank_main
@@ -52,7 +53,7 @@ def run_ranks(
     job = RankJob(replica.name, folder, exchange, credentials, *where, sorted(missed))
     register()
     share_fork_server()
-    lifeline, ours = Pipe(duplex=False)
+    (lifeline, ours), kills = Pipe(duplex=False), MemoryKills()
     # torch would leave behind the folder in which failed ranks note their causes
     with lifeline, ours, TemporaryDirectory(prefix="hetero-pp-", ignore_cleanup_errors=True) as causes:
         on_start(ours.send)
@@ -76,7 +77,8 @@ def run_ranks(
             if failure.exitcode == CONSEQUENCE:
                 raise RunFailed(_cause(failure.message)) from None
             if failure.exitcode < 0:
-                raise RankDied(f"rank {rank} of {replica.name}: killed by {failure.signal_name()}") from None
+                how = f"killed by {failure.signal_name()}{kills.explain(failure.pid, failure.exitcode)}"
+                raise RankDied(f"rank {rank} of {replica.name}: {how}") from None
             raise HeteroPPError(f"rank {rank} of {replica.name}: {_cause(failure.message)}") from None
 
 

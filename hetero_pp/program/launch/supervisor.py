@@ -23,6 +23,7 @@ from hetero_pp.config.changed_keys import Values
 from hetero_pp.config.links import EXCHANGE, LAUNCHER
 from hetero_pp.core.errors import GivenUp, RunFailed
 from hetero_pp.core.files import write_whole
+from hetero_pp.core.host_memory import MemoryKills
 from hetero_pp.core.units import format_count, format_seconds
 from hetero_pp.messages.messages_pb2 import GIVEN_UP, RESTARTED, SILENT, Happened, Report, Standing
 from hetero_pp.program.launch.addresses import is_reached
@@ -123,6 +124,7 @@ class Supervisor:
         self._lock = threading.Lock()
         self._told = ""
         self._is_interrupted = False
+        self._kills = MemoryKills()
 
     def __enter__(self) -> Self:
         return self
@@ -444,6 +446,7 @@ class Supervisor:
     def _cause(self, member: str, answer: dict[str, str] | None = None) -> str:
         cause = (answer or self._receive(member)).get("failure", "") or self._told
         code = self._exit_code(member)
+        for_memory = self._kills.explain(self._processes[member].pid or 0, code)
         if code < 0:
-            return f"{member} was killed by {signal.Signals(-code).name}"
+            return f"{member} was killed by {signal.Signals(-code).name}{for_memory}"
         return f"{member}: {cause or f'exited with code {code}'} (output: {self._folder.output(member)})"

@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import psutil
 import torch
 
 from hetero_pp.config.links import EXCHANGE
 from hetero_pp.config.topology import DatacenterReplica
 from hetero_pp.core.device import accelerators
 from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.host_memory import host_memory
 from hetero_pp.core.units import format_bytes, format_count, format_duration, format_names, format_seconds
 from hetero_pp.run.devices import devices_of
 from hetero_pp.run.hardware import ASSUMED, CATALOG
@@ -28,8 +27,6 @@ LONG_STEP, LONG_RUN = 60.0, 2 * 86400.0
 
 _SHOWN = 4
 """Largest number of members that a message names."""
-
-LIMITS_OF_CONTAINERS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 @dataclass(frozen=True)
@@ -73,9 +70,8 @@ def _of_memory(spec: RunSpec, members: Sequence[MemberSpec], has_exchange: bool)
     if not members:
         return
     memories = [(member, memory_of_member(spec, member, not _computes_here(member))) for member in members]
-    machine = psutil.virtual_memory()
-    total = min([machine.total, *_limits_of_containers()])
-    free = min(machine.available, total)
+    machine = host_memory()
+    total, free = machine.total, machine.available
     held: list[Mapping[str, float]] = [
         {name: _on_this_node(member, size) for name, size in memory.held().items()} for member, memory in memories
     ]
@@ -88,12 +84,12 @@ def _of_memory(spec: RunSpec, members: Sequence[MemberSpec], has_exchange: bool)
     if needed > total:
         helps = remedy(spec, memories, needed, total, "host")
         found = f"found {who} to start on this machine, which need {format_bytes(needed)} {why}"
-        expected = f"expected at most its {format_bytes(total)} of memory"
+        expected = f"expected at most its {machine}"
         helps = f"{helps}; or start fewer members here, with `launch --only`"
         yield Limit(("replicas",), f"{found}, {expected}: {helps}", is_final=True)
     elif needed > free:
         helps = remedy(spec, memories, needed, free, "host")
-        told = f"{who} need {format_bytes(needed)} {why}; {format_bytes(free)} of memory are free: {helps}"
+        told = f"{who} need {format_bytes(needed)} {why}; {format_bytes(free)} of its {machine} are free: {helps}"
         yield Limit(("replicas",), told, is_final=False)
 
 
@@ -164,11 +160,3 @@ def _processes(member: MemberSpec) -> int:
 
 def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _limits_of_containers() -> Iterator[int]:
-    """Yield the memory limits of the container, in bytes, if it has any."""
-    for path in map(Path, LIMITS_OF_CONTAINERS):
-        text = path.read_text(encoding="utf-8").strip() if path.is_file() else "max"
-        if text.isdigit():
-            yield int(text)
