@@ -16,6 +16,8 @@ from hetero_pp.config.settings import Bandwidth, Duration, Settings
 EXCHANGE = "exchange"
 LAUNCHER = "launcher"
 """Name of the launcher, which starts all processes of a run."""
+VALIDATOR = "validator."
+"""Begins the name of a validator, which goes on with the name that the operator gave it. No slot has such a name."""
 RELAYED = "relay"
 """Address of a member that cannot be dialled, and is reached through the exchange."""
 Direction = Literal["forward", "backward"]

@@ -495,12 +495,10 @@ class ShownReply(_message.Message):
     def __init__(self) -> None: ...
 
 class JudgeRequest(_message.Message):
-    __slots__ = ("validator", "judgements")
-    VALIDATOR_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("judgements",)
     JUDGEMENTS_FIELD_NUMBER: _ClassVar[int]
-    validator: str
     judgements: _containers.RepeatedCompositeFieldContainer[Judgement]
-    def __init__(self, validator: _Optional[str] = ..., judgements: _Optional[_Iterable[_Union[Judgement, _Mapping]]] = ...) -> None: ...
+    def __init__(self, judgements: _Optional[_Iterable[_Union[Judgement, _Mapping]]] = ...) -> None: ...
 
 class JudgeReply(_message.Message):
     __slots__ = ()

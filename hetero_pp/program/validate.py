@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from hetero_pp.config.links import LAUNCHER
+from hetero_pp.config.links import EXCHANGE, VALIDATOR
 from hetero_pp.core.bounded import read_json_object
 from hetero_pp.core.device import resolved
 from hetero_pp.core.errors import ConfigError, ExchangeLost, HeteroPPError, Refused, RunFailed, RunOver, StoreError
@@ -23,10 +23,10 @@ from hetero_pp.data.sources import Source, open_source, tokens_digest
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.outer.exchange_service import Caller
 from hetero_pp.program.launch.addresses import dialled_here
-from hetero_pp.program.launch.hosts import read_token
 from hetero_pp.program.open_run import open_run
 from hetero_pp.program.report.output import announce
-from hetero_pp.rpc.credentials import Secret
+from hetero_pp.rpc.certificates import Identity
+from hetero_pp.rpc.credentials import Credentials, Secret, is_validators
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.run.folder import RunFolder, run_folder
 from hetero_pp.run.spec import RunSpec
@@ -47,11 +47,39 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Access:
-    """How a validator reaches the exchange."""
+    """How a validator reaches the exchange, and in which name: each name has one vote."""
 
     address: str
-    secret: str
-    encrypted: bool
+    credentials: Credentials
+    draws: str
+    """Secret of all validators of the run (Secret.draws)."""
+
+    @property
+    def name(self) -> str:
+        return self.credentials.name.removeprefix(VALIDATOR)
+
+    @classmethod
+    def by_secret(cls, name: str, address: str, secret: Secret, encrypted: bool) -> Access:
+        return cls(address, secret.credentials(VALIDATOR + name, encrypted=encrypted), secret.draws)
+
+    def to_json(self) -> str:
+        """Return what a validator needs on another host, as one line."""
+        own = self.credentials.identity
+        assert own is not None, "only encrypted runs have validators on other hosts"
+        pem = {"certificate": own.certificate, "key": own.key, "authority": own.authority}
+        return json.dumps({"exchange": self.address, "draws": self.draws, **pem})
+
+    @classmethod
+    def read(cls, path: Path) -> Access:
+        """Return what `to_json` wrote to a file. Raises ConfigError for another file."""
+        try:
+            told = read_json_object(path)
+            exchange, draws, *pem = (str(told[key]) for key in ("exchange", "draws", "certificate", "key", "authority"))
+            name = (identity := Identity(*pem)).shown.name
+        except (OSError, ValueError, KeyError) as error:
+            found = f"--pass {path}: cannot be read ({error})"
+            raise ConfigError((), f"{found}, expected what `hetero-pp invite RUN --validator NAME` printed") from None
+        return cls(exchange, Credentials(name, identity=identity), draws)
 
 
 class RunChanged(HeteroPPError):
@@ -61,12 +89,10 @@ class RunChanged(HeteroPPError):
 class FollowedRun:
     """A run elsewhere, by its log and its exchange. Implements ValidatedRun."""
 
-    def __init__(self, name: str, spec: RunSpec, log: ContributionLog, access: Access, say: Callable[[str], None]):
-        """`name`: name of the validator."""
+    def __init__(self, spec: RunSpec, log: ContributionLog, access: Access, say: Callable[[str], None]):
         self.log = log
-        self._name, self._say = name, say
-        credentials = Secret(access.secret).credentials(LAUNCHER, encrypted=access.encrypted)
-        self.client = ExchangeClient(access.address, credentials, spec.run)
+        self._say, self._credentials = say, access.credentials
+        self.client = ExchangeClient(access.address, access.credentials, spec.run)
         self.spec = spec
         """The run, with the changes that its exchange knows."""
         with suppress(ExchangeLost):
@@ -121,11 +147,11 @@ class FollowedRun:
 
     def take(self, judgements: Sequence[pb.Judgement]) -> None:
         """Send judgements. They are reported and dropped if the exchange refuses them or does not answer in time."""
-        request = pb.JudgeRequest(validator=self._name, judgements=judgements)
+        request = pb.JudgeRequest(judgements=judgements)
         until, round_ = time.monotonic() + SECONDS_FOR_AN_EXCHANGE, judgements[0].round
         while True:
             try:
-                self.client.call(request, Caller(LAUNCHER))
+                self.client.call(request, Caller(self._credentials.name))
                 self._is_gone = False
                 return
             except Refused as error:
@@ -146,19 +172,17 @@ class FollowedRun:
             self._say(f"{error}; waiting for it")
 
 
-def validate(runs: Path, run: str, exchange: str | None, token: Path | None, device: str, name: str | None) -> None:
+def validate(runs: Path, run: str, pass_: Path | None, device: str, name: str | None) -> None:
     """Follow a run until its last round, and judge its rounds. `run`: its name, its folder or the URL of its log.
 
-    `exchange` and `token`: address and token file, for another host than the exchange's. Raises ConfigError for a run
-    without audits, and if this host cannot reach the exchange.
+    `pass_`: file of a validator on another host than the exchange's. Raises ConfigError for a run without audits, and
+    if this host cannot reach the exchange.
     """
-    while _has_changed_under(runs, run, exchange, token, device, name):
+    while _has_changed_under(runs, run, pass_, device, name):
         pass
 
 
-def _has_changed_under(
-    runs: Path, run: str, exchange: str | None, token: Path | None, device: str, name: str | None
-) -> bool:
+def _has_changed_under(runs: Path, run: str, pass_: Path | None, device: str, name: str | None) -> bool:
     """Follow a run as `validate` does; return whether it has to be followed anew, because it has resumed otherwise."""
     folder = None if folder_of(run) is None else run_folder(runs, run)
     spec, log = open_run(runs, run)
@@ -166,8 +190,7 @@ def _has_changed_under(
     if audit.gauntlet is None and audit.recompute is None:
         raise ConfigError((), f"{title}: found a run without audits, expected `audit.gauntlet` or `audit.recompute`")
     here = folder or RunFolder(runs.absolute() / title)
-    access = access_to(spec, here, exchange, token)
-    name = name or re.sub(r"[^A-Za-z0-9_.-]+", "-", platform.node()).strip("-._")[:40] or "validator"
+    access = access_to(here, pass_, name)
 
     def say(line: str) -> None:
         announce(f"{title}: {line}")
@@ -175,13 +198,13 @@ def _has_changed_under(
     def on_round(round_: int, count: int) -> None:
         say(f"round {round_}: {format_count(count, 'judgement') if count else 'not judged'}")
 
-    followed = FollowedRun(name, spec, log, access, say)
+    followed = FollowedRun(spec, log, access, say)
     spec = followed.spec
     source = open_source(spec.config.data, here.cache)
     require_same_text(here, source)
     torch.set_num_threads(spec.config.threads)
-    checks = checks_of(spec, log, source, access.secret, resolved(device))
-    say(f"{name} judges its rounds for the exchange at {access.address}")
+    checks = checks_of(spec, log, source, access.draws, resolved(device))
+    say(f"{access.name} judges its rounds for the exchange at {access.address}")
     try:
         _wait_for_snapshot(followed)
         newest = newest_sound(log, followed.last_round(), [])
@@ -205,21 +228,30 @@ def require_same_text(folder: RunFolder, source: Source) -> None:
         raise ConfigError(("data", "corpus"), complaint)
 
 
-def access_to(spec: RunSpec, folder: RunFolder, exchange: str | None, token: Path | None) -> Access:
-    """Return how to reach the exchange: as told, or else as this host's exchange wrote it into the run's folder."""
-    if exchange is not None and token is not None:
-        return Access(exchange, read_token(token), not spec.config.exchange.insecure)
-    if exchange is not None or token is not None:
-        raise ConfigError((), "expected --exchange HOST:PORT and --token-file FILE together")
+def access_to(folder: RunFolder, pass_: Path | None, name: str | None) -> Access:
+    """Return how to reach the exchange: as a pass says, or else as this host's exchange wrote it into the folder."""
+    if pass_ is not None:
+        if name is not None:
+            raise ConfigError((), f"--name: found `{name}` with --pass, which has a name")
+        return Access.read(pass_)
     if not folder.validators.is_file():
         here = "its exchange writes the file if the YAML has `audit: {by: validators}`"
         found = f"found no address of an exchange on this host; {here}"
-        raise ConfigError((), f"{folder.validators}: {found}; on another host, use --exchange and --token-file")
+        raise ConfigError((), f"{folder.validators}: {found}; on another host, use --pass")
+    own = require_name(name or re.sub(r"[^A-Za-z0-9_-]+", "-", platform.node()).strip("-_0123456789")[:40] or "here")
     try:
         told = read_json_object(folder.validators)
-        return Access(dialled_here(str(told["exchange"])), told["secret"], told["encrypted"])
+        return Access.by_secret(own, dialled_here(str(told["exchange"])), Secret(told["secret"]), told["encrypted"])
     except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
         raise ConfigError((), f"{folder.validators}: cannot be read ({error})") from None
+
+
+def require_name(name: str) -> str:
+    """Return the name of a validator. Raises ConfigError for one that it cannot have."""
+    if not is_validators(VALIDATOR + name):
+        expected = f"expected up to 40 letters, digits, `-` and `_`, beginning with a letter, and not `{EXCHANGE}`"
+        raise ConfigError((), f"found a validator `{name}`, {expected}")
+    return name
 
 
 def _wait_for_snapshot(run: FollowedRun) -> None:

@@ -13,7 +13,7 @@ from hetero_pp.config.links import EXCHANGE, LAUNCHER
 from hetero_pp.core.errors import Refused, WrongToken
 from hetero_pp.outer.exchange_service import Caller
 from hetero_pp.rpc.certificates import Shown, read_certificate
-from hetero_pp.rpc.credentials import Credentials, Secret
+from hetero_pp.rpc.credentials import Credentials, Secret, is_validators
 from hetero_pp.rpc.tickets import ticket_of
 from hetero_pp.run.spec import Roster
 
@@ -31,6 +31,7 @@ class RemoteCaller(Caller):
     members: frozenset[str] = frozenset()
     """Members whose processes it has started, or that it is."""
     is_member: bool = False
+    is_validator: bool = False
     run: str | None = None
     """Name of the run that it claims."""
     ticket: str | None = None
@@ -80,15 +81,22 @@ class Callers:
         """
         told = {key: value for key, value in context.invocation_metadata() if isinstance(value, str)}
         found, term = self._shown(context, told), told.get(_TERM, "")
-        ticket = ticket_of(found.name)
-        if ticket is None and found.name not in self._members:
+        ticket, is_validator = ticket_of(found.name), is_validators(found.name)
+        if ticket is None and not is_validator and found.name not in self._members:
             if found.holder:
                 raise Refused(f"{found.name} is no longer a slot of this run")
             raise WrongToken(_STRANGER)
         number = int(term) if term.isdecimal() and term.isascii() and len(term) <= _MOST_DIGITS else None
         members, is_member = self._members.get(found.name, frozenset()), found.name in self._roster.members
         return RemoteCaller(
-            found.name, number, found.holder, members=members, is_member=is_member, run=told.get(_RUN), ticket=ticket
+            found.name,
+            number,
+            found.holder,
+            members=members,
+            is_member=is_member,
+            is_validator=is_validator,
+            run=told.get(_RUN),
+            ticket=ticket,
         )
 
     def _require_invited(self, caller: RemoteCaller) -> None:

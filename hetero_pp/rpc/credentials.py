@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import re
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Protocol
 
-from hetero_pp.config.links import LinkSpec
+from hetero_pp.config.links import EXCHANGE, VALIDATOR, LinkSpec
 from hetero_pp.rpc.certificates import Authority, Identity
 
 
@@ -20,7 +21,7 @@ class Credentials:
     """Credentials of one process. They are valid for its name only."""
 
     name: str
-    """A member, a replica (launcher of its members), `launcher`, or `exchange`."""
+    """A member, a replica (launcher of its members), `launcher`, `exchange`, or a validator."""
     token: str = ""
     """Token, used without an identity."""
     links: Mapping[str, str] = field(default_factory=dict)
@@ -68,6 +69,11 @@ class Secret:
         own = {link.name: self._derived("link", link.name) for link in links if name in (link.source, link.target)}
         return Credentials(name, self._derived("name", name), own)
 
+    @cached_property
+    def draws(self) -> str:
+        """Secret of the validators, by which they draw what they try."""
+        return self._derived("draws", "")
+
     def is_of(self, name: str, token: str) -> bool:
         """Return whether a token belongs to a name, in constant time."""
         return hmac.compare_digest(self._derived("name", name).encode(), token.encode())
@@ -104,6 +110,12 @@ class InvitedKeys:
     def of(self, name: str, links: Iterable[LinkSpec] = ()) -> Credentials:
         assert name == self.credentials.name
         return self.credentials
+
+
+def is_validators(name: str) -> bool:
+    """Return whether a process of this name is a validator. None is called as the one beside the exchange."""
+    own = name.removeprefix(VALIDATOR)
+    return own not in (name, EXCHANGE) and re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]{0,39}", own) is not None
 
 
 def new_secret() -> str:

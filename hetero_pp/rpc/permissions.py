@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from enum import Enum
 
-from hetero_pp.config.links import LAUNCHER
 from hetero_pp.core.errors import Forbidden
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.rpc.callers import RemoteCaller
@@ -22,7 +21,7 @@ class Whose(Enum):
     PROCESS = "is the member's process, or started it"
     PLACE = "is a member, for its own slot"
     TERM = "is a member, for its own slot, and sends its incarnation"
-    SECRET = "has the run's secret, and is neither a member nor invited"
+    VALIDATOR = "is a validator, with a name that the operator gave it"
 
 
 CALLS: Mapping[str, Whose] = {
@@ -43,7 +42,7 @@ CALLS: Mapping[str, Whose] = {
     "Fetch": Whose.PLACE,
     "Confirm": Whose.TERM,
     "Show": Whose.TERM,
-    "Judge": Whose.SECRET,
+    "Judge": Whose.VALIDATOR,
     "Report": Whose.PLACE,
     "Stay": Whose.PLACE,
     "Watch": Whose.RUN,
@@ -100,8 +99,8 @@ def require_call(call: str, caller: RemoteCaller) -> None:
         raise Forbidden(f"{call} is only for members that joined by a ticket, and {caller.name} did not")
     if whose in (Whose.PLACE, Whose.TERM) and not caller.is_member:
         raise Forbidden(f"{call} is only for members, and {caller.name} is not one")
-    if whose is Whose.SECRET and (caller.name != LAUNCHER or caller.holder):
-        raise Forbidden(f"{call} is only for validators, which have the run's secret, and {caller.name} is not one")
+    if whose is Whose.VALIDATOR and not caller.is_validator:
+        raise Forbidden(f"{call} is only for validators, and {caller.name} is not one")
     if whose is Whose.TERM and caller.term is None:
         raise Forbidden(f"{call} needs the incarnation that {caller.name} holds")
 

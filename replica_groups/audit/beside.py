@@ -13,6 +13,7 @@ import torch
 from hetero_pp.core.errors import Refused
 from hetero_pp.data.sources import open_source
 from hetero_pp.messages.messages_pb2 import Judgement, RoundRecord
+from hetero_pp.rpc.credentials import Secret
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from replica_groups.audit.judgements import Judgements
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from replica_groups.audit.validator import ValidatorThread
 
 BESIDE_EXCHANGE = "exchange"
-"""Name of the validator beside the exchange."""
+"""Name of the validator beside the exchange, which no other has."""
 
 _SECONDS_TO_JUDGE = 30.0
 """Seconds that the end of a run waits for the judgements of its last rounds."""
@@ -110,7 +111,7 @@ def followed(
     def make() -> Validator:
         snapshot = run.patiently(lambda: newest_sound(exchange.log, since, []))
         source = open_source(spec.config.data, folder.cache)
-        secret_of_draws = secret or secrets.token_hex(16)
+        secret_of_draws = Secret(secret or secrets.token_hex(16)).draws
         checks = checks_of(spec, exchange.log, source, secret_of_draws, torch.device("cpu"), folder.path)
         return Validator(spec, run, checks, snapshot, since, folder.path)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from statistics import median
 from typing import Any
 
 from hetero_pp.config.audit import AuditSettings
+from hetero_pp.config.links import VALIDATOR
 from hetero_pp.core.errors import DamagedFile, StoreError
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2 import Happened, Judgement, Losses
@@ -174,7 +174,7 @@ class Judgements(NoAudits):
     # ---- what validators tell ----
 
     def judge(self, request: pb.JudgeRequest, caller: Caller) -> pb.JudgeReply:
-        self.take(request.judgements, request.validator)
+        self.take(request.judgements, caller.name.removeprefix(VALIDATOR))
         return pb.JudgeReply()
 
     def take(self, judgements: Sequence[pb.Judgement], validator: str) -> None:
@@ -214,8 +214,6 @@ class Judgements(NoAudits):
     def _complaint(self, one: pb.Judgement, validator: str, new: set[tuple[int, str, str]]) -> str | None:
         """Return why a judgement is refused; None if it is not. `new`: those of the same request."""
         names = {*self._validators, *self._checkers}
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}", validator):
-            return "found a name with other signs than letters, digits, `.`, `-` and `_`, or more than 40 of them"
         if validator not in names and len(names) >= MOST_VALIDATORS:
             return f"found more than {MOST_VALIDATORS} validators"
         kind, last = one.WhichOneof("finding") or "nothing", self._state.coordinator.last_round

@@ -70,7 +70,7 @@ class ValidatedRun(Protocol):
 def checks_of(
     spec: RunSpec, log: ContributionLog, source: Source, secret: str, device: torch.device, folder: Path | None = None
 ) -> list[RoundCheck]:
-    """Return the checks that the run's audit asks for. `secret`: the run's; it decides what is scored.
+    """Return the checks that the run's audit asks for. `secret`: that of the draws; it decides what is scored.
 
     `folder` holds theta of rounds whose files are on their way (Recomputation).
     """

@@ -28,6 +28,7 @@ from hetero_pp.program.report.happenings import Happenings
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.summary import summary_of
 from hetero_pp.program.validate import Access, FollowedRun, RunChanged, access_to, require_same_text, validate
+from hetero_pp.rpc.credentials import Secret
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.yaml_file import save_config
@@ -72,8 +73,12 @@ def test_a_validator_that_dies_ends_nothing_and_the_run_says_so(
 def test_a_validator_elsewhere_judges_over_grpc(corpus: Path, tmp_path: Path) -> None:
     """Each round waits until the one before is judged, so that the run does not end too early for the test."""
     spec = lying_spec(corpus, 4, {}, audit={"by": "validators", **GAUNTLET})
-    run, token = LyingRun(spec, tmp_path), tmp_path / "token"
-    token.write_text(SECRET.text)
+    run, pass_, judge, names = LyingRun(spec, tmp_path), tmp_path / "pass", Judgements.take, set[str]()
+
+    def judged(own: Judgements, judgements: Any, validator: str) -> None:
+        names.add(validator)
+        judge(own, judgements, validator)
+
     deposit = ExchangeClient.deposit_blob
 
     def deposit_later(client: ExchangeClient, header: Any, *rest: Any) -> None:
@@ -83,10 +88,15 @@ def test_a_validator_elsewhere_judges_over_grpc(corpus: Path, tmp_path: Path) ->
             assert judgements._taking.wait_for(lambda: judgements._judged >= header.round - 1, TIMEOUT)
         deposit(client, header, *rest)
 
-    with run, mock.patch.object(ExchangeClient, "deposit_blob", deposit_later):
+    patched = mock.patch.object(ExchangeClient, "deposit_blob", deposit_later)
+    with run, patched, mock.patch.object(Judgements, "take", judged):
         save_config(spec.config, run.folder.config)
-        command = ["validate", "t", "--exchange", run.address, "--token-file", str(token), "--device", "cpu"]
-        command += ["--name", "one", "--runs", str(run.folder.path.parent)]
+        run.folder.token.write_text(SECRET.text)
+        runs = ["--runs", str(run.folder.path.parent)]
+        told = CliRunner().invoke(app, ["invite", "t", "--validator", "one", "--address", run.address, *runs])
+        pass_.write_text(told.stdout)
+        assert told.exit_code == 0 and SECRET.text not in told.stdout
+        command = ["validate", "t", "--pass", str(pass_), "--device", "cpu", *runs]
         with ThreadPoolExecutor(1) as members:
             trained = members.submit(run.until_over)
             done = CliRunner().invoke(app, command)
@@ -97,6 +107,7 @@ def test_a_validator_elsewhere_judges_over_grpc(corpus: Path, tmp_path: Path) ->
     assert [one.evaluations for one in kept.scores.scores] == [4, 4]
     assert not {one.standing.what for one in run.told} & {UNAUDITED, AUDITED}
     assert "round 4: 2 judgements" in done.output
+    assert names == {"one"}, "its name is that of its pass"
 
 
 class _Log:
@@ -173,7 +184,8 @@ def test_a_run_that_resumes_is_followed_anew(corpus: Path, what: str) -> None:
     """Otherwise a validator would blame honest members: it has other parameters, or other settings."""
     spec, records = lying_spec(corpus, 9, {}), {number: RoundRecord(round=number, sha256=b"a") for number in (1, 2)}
     log: Any = SimpleNamespace(read_record=records.__getitem__)
-    followed = FollowedRun("v", spec, log, Access("127.0.0.1:1", SECRET.text, False), lambda line: None)
+    access = Access.by_secret("v", "127.0.0.1:1", SECRET, encrypted=False)
+    followed = FollowedRun(spec, log, access, lambda line: None)
     known = [spec.changes]
     followed.client = cast(Any, SimpleNamespace(changes=lambda: known[0]))
     followed.record(1)
@@ -224,14 +236,24 @@ def test_a_validator_that_cannot_reach_the_exchange(corpus: Path, tmp_path: Path
     folder.path.mkdir()
     save_config(spec.config, folder.config)
     with pytest.raises(ConfigError, match="t: found a run without audits"):
-        validate(tmp_path, "t", None, None, "cpu", None)
-    with pytest.raises(ConfigError, match="--exchange HOST:PORT and --token-file FILE together"):
-        access_to(spec, folder, "127.0.0.1:1", None)
+        validate(tmp_path, "t", None, "cpu", None)
+    spec = lying_spec(corpus, 2, {}, audit={"by": "validators", **GAUNTLET})
+    save_config(spec.config, folder.config)
+    command = ["validate", "t", "--pass", str(folder.config), "--name", "first", "--runs", str(tmp_path)]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 2 and "--name: found `first` with --pass, which has a name" in done.stderr
+    with pytest.raises(
+        ConfigError, match=r"--pass .*config.yaml: cannot be read .*, expected what `hetero-pp invite RUN"
+    ):
+        access_to(folder, folder.config, None)
     with pytest.raises(ConfigError, match=r"validators\.json: found no address of an exchange on this host"):
-        access_to(spec, folder, None, None)
+        access_to(folder, None, None)
     folder.validators.write_text('{"exchange": "0.0.0.0:47600"}')
     with pytest.raises(ConfigError, match=r"validators.json: cannot be read \('secret'\)"):
-        access_to(spec, folder, None, None)
+        access_to(folder, None, None)
+    for name in ("0", "a" * 41, "exchange", "a.b"):
+        with pytest.raises(ConfigError, match=f"found a validator `{name}`, expected up to 40 letters"):
+            access_to(folder, None, name)
 
 
 def test_the_url_of_a_log_finds_the_exchange_of_this_host(
@@ -241,12 +263,12 @@ def test_the_url_of_a_log_finds_the_exchange_of_this_host(
     folder.path.mkdir()
     folder.validators.write_text('{"exchange": "127.0.0.1:1", "secret": "of the run", "encrypted": false}')
 
-    def followed(name: str, spec: Any, log: Any, access: Access, say: Any) -> FollowedRun:
+    def followed(spec: Any, log: Any, access: Access, say: Any) -> FollowedRun:
         found.append(access)
         raise RunFailed("the test is over")
 
     monkeypatch.setattr(program, "open_run", lambda runs, run: (spec, None))
     monkeypatch.setattr(program, "FollowedRun", followed)
     with pytest.raises(RunFailed):
-        validate(tmp_path, "s3://bucket/t", None, None, "cpu", None)
-    assert found == [Access("127.0.0.1:1", "of the run", encrypted=False)]
+        validate(tmp_path, "s3://bucket/t", None, "cpu", "first")
+    assert found == [Access.by_secret("first", "127.0.0.1:1", Secret("of the run"), encrypted=False)]

@@ -53,6 +53,7 @@ REHEARSED = "tests/program/test_rehearse.py::test_a_rehearsal_is_shown_beside_it
 FRIENDS = "tests/program/test_rehearse.py::test_hosts_rehearse_their_lines"
 SIMULATED = "tests/program/test_columns.py::test_simulate"
 PLANNED = "tests/program/test_columns.py::test_plan"
+VALIDATED = "tests/audit/test_validator.py::test_a_validator_elsewhere_judges_over_grpc"
 COSTS = "tests/program/test_columns.py::test_what_an_experiment_would_cost"
 RUN_BY = {
     "hetero-pp simulate configs/quickstart.yaml": SIMULATED,
@@ -97,9 +98,9 @@ RUN_BY = {
     "hetero-pp export runs/quickstart --to quickstart-hf-12 --round 12 --dtype bf16": EXPORTED,
     "hetero-pp replay runs/quickstart": REPLAYED,
     "hetero-pp replay runs/quickstart --round 12 --to theta-12.safetensors --json found.json": REPLAYED,
-    "hetero-pp validate quickstart --device cpu --name first": (
-        "tests/audit/test_validator.py::test_a_validator_elsewhere_judges_over_grpc"
-    ),
+    "hetero-pp validate quickstart --device cpu --name first": VALIDATED,
+    "hetero-pp invite quickstart --validator second > second.pass": VALIDATED,
+    "hetero-pp validate s3://bucket/quickstart --pass second.pass": VALIDATED,
     "hetero-pp scores quickstart --json scores.json": (
         "tests/audit/test_hostile_runs.py::test_the_command_shows_who_is_excluded_and_why"
     ),

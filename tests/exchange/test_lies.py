@@ -180,7 +180,7 @@ TEMPLATES: Mapping[str, Callable[[LyingRun], Any]] = {
     "Show": lambda run: pb.ShownFile(
         round=max(1, run.exchange.coordinator.last_round), name="before.safetensors", size=0
     ),
-    "Judge": lambda run: pb.JudgeRequest(validator="c", judgements=[pb.Judgement(round=1, replica="a")]),
+    "Judge": lambda run: pb.JudgeRequest(judgements=[pb.Judgement(round=1, replica="a")]),
     "Watch": lambda run: pb.WatchRequest(members=["a"]),
     "Enrol": lambda run: pb.EnrolRequest(version=PROTOCOL_VERSION, request=signing_request(new_key())),
     "Renew": lambda run: pb.RenewRequest(),

@@ -43,8 +43,10 @@ MAY: dict[tuple[str, bool], str] = {
     ("home.1", False): f"{_EVERYBODY} {_MEMBERS}",
     ("home", True): _EVERYBODY,
     ("home", False): _EVERYBODY,
-    (LAUNCHER, True): f"{_EVERYBODY} Judge",
-    (LAUNCHER, False): f"{_EVERYBODY} Judge",
+    (LAUNCHER, True): _EVERYBODY,
+    (LAUNCHER, False): _EVERYBODY,
+    ("validator.first", True): f"{_EVERYBODY} Judge",
+    ("validator.first", False): f"{_EVERYBODY} Judge",
     (EXCHANGE, True): _EVERYBODY,
     (EXCHANGE, False): _EVERYBODY,
 }
@@ -67,6 +69,7 @@ STARTED: dict[str, set[str]] = {
     "home": {"home.0", "home.1"},
     LAUNCHER: {"dc", "home.0", "home.1"},
     EXCHANGE: set(),
+    "validator.first": set(),
 }
 
 STEP = pb.InnerStep(replica="home", round=1, step=1, loss=3.0)

@@ -290,7 +290,7 @@ def test_a_stranger_is_refused_counted_and_reaches_nothing(path: str, known: dic
 @pytest.mark.parametrize("run", [{"run": RUN}, {}], ids=["run", "no run"])
 def test_with_the_token_every_call_gets_through(path: str, run: dict[str, str], served: Served) -> None:
     name = path.rpartition("/")[2]
-    caller = LAUNCHER if name == "Judge" else "dc"
+    caller = "validator.first" if name == "Judge" else "dc"
     _call(served, path, {"name": caller, "token": SECRET.credentials(caller).token, "term": "1"} | run)
     served.stop()
     asked = [what for what, *_ in served.exchange.asked]
@@ -412,7 +412,7 @@ def test_every_field_crosses_in_both_directions(call: str, served: Served, monke
         request.exchange = ""
     sent = type(request).FromString(request.SerializeToString())
     monkeypatch.setitem(REPLIES, type(request), reply)
-    caller = LAUNCHER if call == "Judge" else "dc"
+    caller = "validator.first" if call == "Judge" else "dc"
     client = ExchangeClient(served.address, SECRET.credentials(caller), RUN)
     client._term = TERM
     link = LinkSpec("dc-exchange", "dc", "exchange", LinkShape(), LinkShape())

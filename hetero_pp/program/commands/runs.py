@@ -181,14 +181,22 @@ def invite(
         str | None,
         typer.Option(metavar="HOST:PORT", help="Set the exchange's address for other hosts, if the YAML has none."),
     ] = None,
+    validator: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Print the pass of a validator, which has one vote, and no ticket."),
+    ] = None,
     runs: RunsFolder = Path("runs"),
 ) -> None:
     """Print a ticket that admits one process to a run that this host serves."""
     with readable_errors():
         from hetero_pp.program.join.invite import invite as print_ticket
-        from hetero_pp.program.join.invite import seconds_of
+        from hetero_pp.program.join.invite import invite_validator, seconds_of
 
-        print_ticket(runs, run, place, seconds_of(expires), parsed_address("--address", address))
+        reached = parsed_address("--address", address)
+        if validator is not None:
+            invite_validator(runs, run, validator, reached)
+            return
+        print_ticket(runs, run, place, seconds_of(expires), reached)
 
 
 def revoke(
@@ -296,12 +304,9 @@ def status(
 
 def validate(
     run: RunOrLog,
-    exchange: Annotated[
-        str | None,
-        typer.Option("--exchange", metavar="HOST:PORT", help="Dial the exchange at this address, from another host."),
-    ] = None,
-    token: Annotated[
-        Path | None, typer.Option("--token-file", help="With --exchange: read the run's token from this file.")
+    pass_: Annotated[
+        Path | None,
+        typer.Option("--pass", metavar="FILE", help="On another host: read what `invite --validator` printed."),
     ] = None,
     device: Device = "auto",
     name: Annotated[
@@ -316,7 +321,7 @@ def validate(
         from hetero_pp.program.validate import validate as follow
 
         where = parsed("--device", parse_device, device)
-        follow(runs, run, parsed_address("--exchange", exchange), token, where, name)
+        follow(runs, run, pass_, where, name)
 
 
 def _started() -> float:

@@ -22,6 +22,7 @@ from hetero_pp.program.launch.hosts import read_token
 from hetero_pp.program.report.output import announce, complain
 from hetero_pp.rpc.admission_client import status
 from hetero_pp.rpc.certificates import Authority
+from hetero_pp.rpc.credentials import Secret
 from hetero_pp.rpc.tickets import make_ticket
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder, run_folder
@@ -60,6 +61,19 @@ def invite(runs: Path, run: str, place: str | None, seconds: float, address: str
         commands = " or ".join(f"`hetero-pp invite {run} --slot {name}`" for name in open_slots)
         names = ", ".join(open_slots)
         complain(f"{run}: {names} is still free; a datacenter replica needs a ticket with its name: {commands}")
+
+
+def invite_validator(runs: Path, run: str, name: str, address: str | None) -> None:
+    """Print the pass of a validator. It judges in this name only, however many hosts use it. Raises as `invite`."""
+    from hetero_pp.program.validate import Access, require_name  # a ticket does not need PyTorch
+
+    folder, config = _served(runs, run)
+    if config.audit.by != "validators":
+        raise ConfigError((), f"{folder.config}: audit.by: found `exchange`, expected `validators`")
+    secret = Secret(read_token(folder.token))
+    given = Access.by_secret(require_name(name), address or _reached(config), secret, encrypted=True)
+    sys.stdout.write(given.to_json() + "\n")
+    complain(f"{run}: this pass is for the validator {name}; on its host: hetero-pp validate LOG --pass FILE")
 
 
 def good_for(config: RunConfig, place: str | None) -> str:
