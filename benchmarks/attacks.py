@@ -31,6 +31,7 @@ COUNTED = (
     "takes_rounds",
     "malformed_to_neighbour",
     "former_holder",
+    "tunnel",
 )
 """Attacks by members whose contributions are included or waited for. They change the parameters of the run."""
 THROUGH_RELAY = ("misused_relay", "hostile_relay")

@@ -14,14 +14,17 @@ from itertools import cycle
 from typing import Any
 
 import grpc
-from attack_calls import CARRIED_A_SECOND, Call, Stretch, Target, attack, begin, channel_to, code_of, flood
+from attack_calls import CARRIED_A_SECOND, TIMEOUT, Call, Stretch, Target, attack, begin, channel_to, code_of, flood
 
+from hetero_pp.core.errors import HeteroPPError
 from hetero_pp.core.sockets import host_and_port
 from hetero_pp.messages import messages_pb2 as pb
+from hetero_pp.rpc import admission_client
 from hetero_pp.rpc.callers import shown
 from hetero_pp.rpc.channels import PROTOCOL_VERSION
 from hetero_pp.rpc.credentials import Credentials, LinkCredentials
 from hetero_pp.rpc.dialling import SERVICE as LINK_SERVICE
+from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.link_end import LinkSide
 from hetero_pp.rpc.meeting_point import KEY_BYTES, MOST_UNKNOWN
 from hetero_pp.rpc.relay import MOST_CARRIED
@@ -29,6 +32,9 @@ from hetero_pp.rpc.relay import SERVICE as RELAY
 from hetero_pp.rpc.relayed import RelayedDialler, RelayedListener
 from hetero_pp.rpc.services import call_path, calls_of
 from hetero_pp.rpc.stage_link import StageLinkServer
+
+TUNNELS = 4
+"""Connections that an attacker opens through the relay for one link."""
 
 
 @attack
@@ -63,7 +69,10 @@ def misused_relay(target: Target, stretch: Stretch) -> None:
             Carrier(stack.enter_context(channel_to(target.address, one)), one, target.address, stretch)
             for one in (target.guest, *target.ends)
         )
-        port = waits.port_for(dials, target.own_link)
+        assert target.guest.identity is not None
+        preview = admission_client.preview(target.address, target.guest.identity, TIMEOUT)
+        assert preview is not None
+        port = preview.relay_port
         ways: Sequence[Callable[[], None]] = [
             lambda: guest.carry(target.link.name),
             lambda: dials.carry(target.link.name),
@@ -86,6 +95,59 @@ def misused_relay(target: Target, stretch: Stretch) -> None:
             one.leave(0)
 
 
+@attack
+def tunnel(target: Target, stretch: Stretch) -> None:
+    """Take both slots of a group, ask for every round, and send through the relay as much as it carries."""
+    with ExitStack() as stack:
+        clients = [
+            stack.enter_context(closing(ExchangeClient(target.address, one, target.run, timeout=TIMEOUT)))
+            for one in target.ends
+        ]
+        for client, one in zip(clients, target.ends, strict=True):
+            client._term = client.join(one.name, "")
+        channels = [stack.enter_context(channel_to(target.address, one)) for one in target.ends]
+        threads = [
+            threading.Thread(target=_asks, args=(client, one.name, stretch), daemon=True)
+            for client, one in zip(clients, target.ends, strict=True)
+        ]
+        for _ in range(TUNNELS):
+            for channel, one, sends in zip(channels, target.ends, (True, False), strict=True):
+                threads.append(
+                    threading.Thread(target=_passes, args=(target, stretch, channel, one, sends), daemon=True)
+                )
+        for thread in threads:
+            thread.start()
+        stretch.is_under_way.set()
+        stretch.is_over.wait()
+        for client, one in zip(clients, target.ends, strict=True):
+            client.died(one.name, "it has ended", None)
+
+
+def _asks(client: ExchangeClient, member: str, stretch: Stretch) -> None:
+    holds = 0
+    while not stretch.is_over.is_set():
+        with suppress(HeteroPPError):
+            holds = client.assign(member, holds).round or holds
+
+
+def _passes(target: Target, stretch: Stretch, channel: grpc.Channel, by: Credentials, sends: bool) -> None:
+    """Send or receive through one connection after the other."""
+    carry, host, room = calls_of(RELAY, channel)["Carry"], host_and_port(target.address)[0], bytearray(1 << 20)
+    while not stretch.is_over.wait(0.05):
+        with suppress(grpc.RpcError, StopIteration, OSError):
+            call = carry(pb.RelayedLink(link=target.own_link), metadata=shown(by))
+            place = next(call)
+            with socket.create_connection((host, place.port), TIMEOUT) as connection:
+                connection.sendall(place.key)
+                while not stretch.is_over.is_set():
+                    if sends:
+                        connection.sendall(room)
+                    elif count := connection.recv_into(room):
+                        stretch.codes["bytes carried"] += count
+                    else:
+                        break
+
+
 class Carrier:
     """Caller of the relay. Its connections send as much as they can, and read nothing."""
 
@@ -94,13 +156,6 @@ class Carrier:
         self._by, self._host, self._stretch = by, host_and_port(address)[0], stretch
         self._open: list[grpc.Call] = []
         self._silent: deque[socket.socket] = deque()
-
-    def port_for(self, other: Carrier, link: str) -> int:
-        """Return the port of the relay, by meeting the other end of a link once."""
-        waits = self._carry(pb.RelayedLink(link=link), metadata=shown(self._by))
-        port = next(other._carry(pb.RelayedLink(link=link), metadata=shown(other._by))).port
-        waits.cancel()
-        return int(port)
 
     def carry(self, link: str, connects: bool = False) -> None:
         """Make one more call, which stays open. If `connects`, also use the connection, once the other end is there."""

@@ -26,6 +26,7 @@ from processes import cpu_seconds, serving
 
 from hetero_pp.config.links import EXCHANGE, LinkShape, LinkSpec
 from hetero_pp.core.errors import LinkClosed
+from hetero_pp.link.allowance import LinkLimit, Training
 from hetero_pp.link.ledger import FRAME_BYTES
 from hetero_pp.link.protocol import LinkEnd, Message
 from hetero_pp.messages.messages_pb2 import FLUSH, LinkHeader
@@ -293,7 +294,9 @@ def serve_relay(control: Connection) -> None:
     callers = Callers(SECRET, roster, encrypted=True)
     door = Door(callers)
     meeting_point = MeetingPoint(f"{HOST}:0")
-    handler = service_handler(RELAY, Relay(callers, ends, door, meeting_point), door, MOST_CARRIED)
+    limits = {key: LinkLimit(step_bytes=1.0, bits_a_second=1e12) for key in ends}
+    relay = Relay(callers, ends, door, meeting_point, limits, lambda link: Training(1, 1, steps=1e15))
+    handler = service_handler(RELAY, relay, door, MOST_CARRIED)
     server, port = make_server(f"{HOST}:0", [handler], 2 * MOST_CARRIED, SECRET.authority.identity(EXCHANGE))
     control.send(port)
     with suppress(EOFError):

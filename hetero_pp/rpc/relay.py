@@ -7,6 +7,9 @@ relay at once if its member is gone or no longer admitted.
 
 The bytes do not pass through gRPC, because that takes more than twice the CPU time (benchmarks/link.py). An end that
 does not read stops the other one by TCP.
+
+The relay cannot see what it carries, so two ends could use it as a tunnel. So it carries one connection of each link,
+while the group of the link trains, and in each direction not more than a few times what the run predicts for a round.
 """
 
 from __future__ import annotations
@@ -15,12 +18,13 @@ import socket
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import grpc
 
 from hetero_pp.core.errors import AskAgain, Forbidden
+from hetero_pp.link.allowance import Budget, LinkLimit, Training
 from hetero_pp.messages.messages_pb2 import DESCRIPTOR, RelayedLink, RelayPlace
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.rpc.callers import Callers
@@ -32,6 +36,12 @@ SERVICE = DESCRIPTOR.services_by_name["Relay"]
 
 MOST_CARRIED = 8
 """Open calls of one member: for each link one in use, remains of former ones, and one to come."""
+
+IDLE_SECONDS = 10.0
+"""Seconds after which a connection is cut whose group does not train."""
+
+_POLL_SECONDS = 0.05
+"""Interval at which an end that has to wait checks whether its group trains, or trains another round."""
 
 LOOK_SECONDS = 1.0
 """Interval in seconds at which it is checked whether the sender is still admitted."""
@@ -47,12 +57,25 @@ class Relay:
     """Relay of one run."""
 
     def __init__(
-        self, callers: Callers, counts: Mapping[tuple[str, str], str], door: Door, meeting_point: MeetingPoint
+        self,
+        callers: Callers,
+        counts: Mapping[tuple[str, str], str],
+        door: Door,
+        meeting_point: MeetingPoint,
+        limits: Mapping[tuple[str, str], LinkLimit],
+        trains: Callable[[str], Training | None],
     ) -> None:
-        """`counts`: (link, direction) -> member that sends there (Roster.counts)."""
+        """`counts`: (link, direction) -> member that sends there (Roster.counts).
+
+        `limits`: what they may carry; `trains`: what the group of a link trains, None if nothing.
+        """
         self.carried: Counter[str] = Counter()
         """Link -> relayed bytes in both directions."""
         self._callers, self._counts, self._meeting_point = callers, counts, meeting_point
+        self._door, self._trains = door, trains
+        self._budgets = {key: Budget(limit) for key, limit in limits.items()}
+        self._in_use: dict[str, _End] = {}
+        """Link -> the end that dialled last."""
         self._changed = threading.Condition()
         self._waiting: Mapping[str, deque[_End]] = defaultdict(deque)
         reason = "found an unknown key at the relay's port"
@@ -74,8 +97,9 @@ class Relay:
 
         Raises AskAgain if the other end does not come, and Refused once the caller is no longer admitted.
         """
-        dials = self._dials(request.link, context)
-        end = _End(request.link, self._changed)
+        sender, dials = self._sender(request.link, context)
+        budget = self._budgets[request.link, "forward" if dials else "backward"]
+        end = _End(request.link, sender, budget, self._changed)
         try:
             if not context.add_callback(end.close):
                 return
@@ -91,8 +115,8 @@ class Relay:
         finally:
             self._leave(end)
 
-    def _dials(self, link: str, context: grpc.ServicerContext) -> bool:
-        """Return whether the caller is the end of the link that dials.
+    def _sender(self, link: str, context: grpc.ServicerContext) -> tuple[str, bool]:
+        """Return the caller, and whether it is the end of the link that dials.
 
         Here the stage before is the one that dials; the relay works alike for both.
         """
@@ -100,7 +124,7 @@ class Relay:
         dialler, listener = (self._counts.get((link, direction)) for direction in ("forward", "backward"))
         if dialler == listener or caller not in (dialler, listener):
             raise Forbidden(f"{caller} is not an end of the requested link")
-        return caller == dialler
+        return caller, caller == dialler
 
     def _be_found(self, end: _End) -> _End:
         """Wait for the end that dials, and return it."""
@@ -116,24 +140,55 @@ class Relay:
             return end.peer
 
     def _find(self, end: _End) -> _End:
-        """Meet an end that waits to be dialled, and return it: the newest one, which is the likeliest to be there."""
+        """Meet an end that waits to be dialled, and return it: the newest one, which is the likeliest to be there.
+
+        The connection that the link had before is cut, so that it has one.
+        """
+        until = time.monotonic() + LONGEST_WAIT
         with self._changed:
             waiting = self._waiting[end.link]
-            self._changed.wait_for(lambda: waiting or end.is_closed, LONGEST_WAIT)
-            if end.is_closed or not waiting:
-                raise AskAgain(f"the other end of {end.link} is not connected")
+            while not waiting or self._trains(end.link) is None:
+                if end.is_closed or time.monotonic() > until:
+                    why = "is not connected" if not waiting else "is of a group that does not train"
+                    raise AskAgain(f"the other end of {end.link} {why}")
+                self._changed.wait(_POLL_SECONDS if waiting else 1.0)
             other = waiting.pop()
             other.peer, end.peer = end, other
+            if (former := self._in_use.get(end.link)) is not None:
+                for one in (former, former.peer):
+                    if one is not None:
+                        one.close()
+            self._in_use[end.link] = end
             self._changed.notify_all()
             return other
 
     def _passed(self, end: _End, context: grpc.ServicerContext, count: int) -> None:
-        """Count bytes of an end. Raises Refused if its ticket has been revoked."""
+        """Count bytes of an end, and wait until it may send more.
+
+        Raises Refused if its ticket has been revoked, AskAgain if its group trains no more.
+        """
+        trains = partial(self._trains, end.link)
         with self._changed:
             self.carried[end.link] += count
-        if time.monotonic() >= end.look_at:
-            self._callers.let_in(context)
-            end.look_at = time.monotonic() + LOOK_SECONDS
+            may_send = end.budget.carry(count, trains)
+        while True:
+            if (now := time.monotonic()) >= end.look_at:
+                self._callers.let_in(context)
+                end.look_at = now + LOOK_SECONDS
+                end.trained_at = now if trains() is not None else end.trained_at
+                if now - end.trained_at > IDLE_SECONDS:
+                    raise AskAgain(f"the group of {end.link} does not train")
+            if may_send or count == 0:
+                return
+            with self._changed:
+                is_counted = end.budget.is_newly_used_up()
+            if is_counted:
+                reason = f"sends more through the relay than {end.link} may carry in a round"
+                self._door.refuse(end.sender, reason, Kind.UNEXPECTED)
+            with self._changed:
+                if self._changed.wait_for(lambda: end.is_closed, _POLL_SECONDS):
+                    return
+                may_send = end.budget.carry(0, trains)
 
     def _leave(self, end: _End) -> None:
         """End a connection for both ends. The last call to leave closes it, when no thread uses it any more."""
@@ -144,6 +199,8 @@ class Relay:
                 one.close()
             if end in self._waiting[end.link]:
                 self._waiting[end.link].remove(end)
+            if self._in_use.get(end.link) is end:
+                del self._in_use[end.link]
             if all(one.has_left for one in both):
                 for one in both:
                     one.discard()
@@ -152,12 +209,12 @@ class Relay:
 class _End:
     """One end of a relayed connection."""
 
-    def __init__(self, link: str, changed: threading.Condition) -> None:
-        """`changed`: lock of all ends."""
-        self.link = link
+    def __init__(self, link: str, sender: str, budget: Budget, changed: threading.Condition) -> None:
+        """`sender`: its member. `budget`: what it may send. `changed`: lock of all ends."""
+        self.link, self.sender, self.budget = link, sender, budget
         self.peer: _End | None = None
-        self.look_at = 0.0
-        """Time at which it is checked next whether its member is admitted."""
+        self.look_at, self.trained_at = 0.0, time.monotonic()
+        """When it is checked next whether its member is admitted; when its group was last seen to train."""
         self.is_closed = False
         """Whether it was cut."""
         self.has_ended = False

@@ -18,6 +18,7 @@ from google.protobuf.message import Message
 from torch import Tensor
 
 from hetero_pp.config.topology import MagnitudeSettings
+from hetero_pp.link.allowance import LinkLimit, Training
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.refusals import Kind, Refusals
 from hetero_pp.messages.report_bounds import ReportBounds
@@ -46,6 +47,11 @@ from replica_groups.exchange.waits import EVERYBODY
 from replica_groups.protocol import events as e
 from replica_groups.protocol.rules import Rules
 
+FIRST_STEPS, STEPS_GROW = 100, 4
+"""In rounds of a fixed time, the relay carries a group's links for this share of the largest number of inner steps in
+its first round, which are 10 a second, and later for so many times the steps of its last contribution.
+"""
+
 
 class Exchange(ExchangeService):
     """The parts of the exchange of one run, and the part that answers each request.
@@ -72,15 +78,19 @@ class Exchange(ExchangeService):
         shows: Shows | None = None,
         rehearsed: Mapping[str, tuple[int, ...]] | None = None,
         so_far: Path | None = None,
+        link_limits: Mapping[tuple[str, str], LinkLimit] | None = None,
     ) -> None:
         """Create an exchange. Without a snapshot, members can only join until `begin` brings one.
 
         `goes_on`: another process was this run's exchange a moment ago, and members may be there still. `bounds`: what
         members may report. `shows`: settings of draws, if rounds are computed again. `agreement`, `text`: as in
         Joining. `rehearsed`: shapes of the parameters in a rehearsal, whose snapshots have none. `so_far`: as in
-        Reports.
+        Reports. `link_limits`: (link, direction) -> what the relay may carry.
         """
         self.run, self.roster, self.settings, self.log = run, roster, settings, log
+        self.link_limits = link_limits or {}
+        self._last_steps: dict[str, int] = {}
+        """Inner steps of the last contribution of each replica."""
         self.decisions = Decisions(
             rules or Rules(roster.members, roster.blocks),
             log,
@@ -166,6 +176,7 @@ class Exchange(ExchangeService):
             effect = replace(effect, cause=self.audits.why(effect.round, effect.replica))
         self.reports.tell_effect(effect)
         if isinstance(effect, e.Closed):
+            self._last_steps |= {one.replica: one.steps for one in effect.record.contributions}
             self.audits.closed(effect.record.round)
             if self.deposits.commitments is not None:
                 self.deposits.commitments.closed(self.decisions.kept(effect.record.round))
@@ -247,6 +258,20 @@ class Exchange(ExchangeService):
         return self.reports.watchers.watch(members, is_asked, most_unread, so_far)
 
     # ---- the host's part ----
+
+    def trains(self, link: str) -> Training | None:
+        """Return what the group of a stage link trains or evaluates; None if a member is missing or no work is given.
+
+        After the last round its members evaluate until they leave.
+        """
+        replica = self.coordinator.replicas[self.roster.members[self.roster.counts[link, "forward"]]]
+        if not all(place.held for place in replica.places):
+            return None
+        if replica.round is None and not (self.coordinator.is_over or any(place.presumed for place in replica.places)):
+            return None
+        steps, last = self.coordinator.rules.steps, self._last_steps.get(replica.name)
+        most = steps[-1] if len(steps) == 1 else steps[-1] / FIRST_STEPS if last is None else STEPS_GROW * last
+        return Training(replica.round or 0, replica.epoch, most)
 
     @property
     def is_rehearsal(self) -> bool:

@@ -7,8 +7,11 @@ import time
 from functools import partial
 
 from hetero_pp.config.changed_keys import REPLICAS, Values, read_changes, replicas_of, write_changes
+from hetero_pp.config.links import DIRECTIONS, stage_link_name
+from hetero_pp.config.topology import ParticipantsReplica
 from hetero_pp.core.errors import DamagedFile, HeteroPPError
 from hetero_pp.core.progress import NowAndThen
+from hetero_pp.link.allowance import MESSAGE_BYTES, LinkLimit
 from hetero_pp.messages.report_bounds import ReportBounds
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
@@ -16,6 +19,7 @@ from hetero_pp.run.round_optimizer import round_optimizer
 from hetero_pp.run.same import Agreement
 from hetero_pp.run.snapshot import first_snapshot
 from hetero_pp.run.spec import RunSpec
+from hetero_pp.simulator.loads import stage_link_loads
 from hetero_pp.store.faults import NO_FAULTS, Faults
 from hetero_pp.store.folder import storing
 from replica_groups.exchange.auditor import Auditor, Retention
@@ -67,7 +71,25 @@ def make_exchange(
         shows=shows_of(spec),
         rehearsed=spec.parameter_shapes if rehearses else None,
         so_far=folder.so_far,
+        link_limits=link_limits(spec),
     )
+
+
+def link_limits(spec: RunSpec) -> dict[tuple[str, str], LinkLimit]:
+    """Return what the relay may carry in each direction of each stage link."""
+    found = dict[tuple[str, str], LinkLimit]()
+    for replica in spec.config.replicas:
+        if not isinstance(replica, ParticipantsReplica):
+            continue
+        loads = stage_link_loads(spec, replica)
+        batches = -(-spec.config.data.validation_sequences // (replica.batch_size // replica.micro_batches))
+        for hop in range(replica.stage_count - 1):
+            link = spec.links[stage_link_name(replica.name, hop)]
+            for direction in DIRECTIONS:
+                step = loads[direction].step + replica.micro_batches * MESSAGE_BYTES
+                evaluation = loads[direction].evaluation + batches * MESSAGE_BYTES
+                found[link.name, direction] = LinkLimit(step, evaluation, link.bottleneck(direction))
+    return found
 
 
 def shows_of(spec: RunSpec) -> Shows | None:

@@ -102,8 +102,10 @@ def serve_exchange(
     if exchange.showing is not None:
         exchange.showing.authority, exchange.showing.guests = secret.authority.certificate.encode(), guests
     handlers = [servicer.handler()]
-    relay = None if meeting_point is None else Relay(servicer.callers, exchange.roster.counts, servicer, meeting_point)
-    if relay is not None:
+    relay = None
+    if meeting_point is not None:
+        limits, trains = exchange.link_limits, exchange.trains
+        relay = Relay(servicer.callers, exchange.roster.counts, servicer, meeting_point, limits, trains)
         threads += MOST_CARRIED * len(exchange.roster.members)
         handlers.append(service_handler(RELAY, relay, servicer, MOST_CARRIED))
     if open_house is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import select
 import socket
 import threading
@@ -22,8 +23,11 @@ from heard import heard
 from members import TIMEOUT
 from small_run import Run
 
-from hetero_pp.config.links import EXCHANGE, RELAYED, LinkShape, LinkSpec
+from hetero_pp.config.links import DIRECTIONS, EXCHANGE, RELAYED, LinkShape, LinkSpec
+from hetero_pp.config.topology import ParticipantsReplica
 from hetero_pp.core.errors import LinkTimeout, Refused
+from hetero_pp.link import allowance
+from hetero_pp.link.allowance import Budget, LinkLimit, Training
 from hetero_pp.link.protocol import Message
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.messages.messages_pb2 import LinkHeader, RelayedLink, RelayPlace
@@ -42,6 +46,8 @@ from hetero_pp.rpc.services import calls_of
 from hetero_pp.rpc.stage_link import StageLinkDialer, StageLinkServer
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
+from hetero_pp.simulator.loads import stage_link_loads
+from replica_groups.exchange.host import link_limits
 from replica_groups.exchange.server import serve_exchange
 
 SECRET = Secret("the run's secret")
@@ -60,6 +66,9 @@ class Relayed:
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.run, self._stack = Run(folder, {"home": 2, "dc": 1}), stack
+        self.training: Training | None = Training(1, 1, steps=1e12)
+        self.run.exchange.link_limits = {(LINK.name, way): LinkLimit(step_bytes=1.0) for way in DIRECTIONS}
+        self.run.exchange.trains = lambda link: self.training  # type: ignore[method-assign]
         self._kept: list[Carried] = []
         self.run.exchange.roster = replace(self.run.roster, counts=COUNTS)
         self.meeting_point = MeetingPoint("127.0.0.1:0")
@@ -288,6 +297,124 @@ def test_bytes_cross_in_both_directions_and_are_counted(relayed: Relayed) -> Non
         sent.result(TIMEOUT)
     assert relayed.relay.carried_for("home.1") == 3 * len(said) + len(b"the last bytes")
     assert relayed.refusals() == {}
+
+
+def _pumped(relayed: Relayed, above: socket.socket, below: socket.socket) -> int:
+    """Send until the relay takes nothing more for a while; return the bytes that arrived."""
+    above.settimeout(0.5)
+    received = 0
+    with suppress(TimeoutError), ThreadPoolExecutor() as threads:
+        sent = threads.submit(_send_for_ever, above)
+        below.settimeout(1.0)
+        with suppress(TimeoutError):
+            while count := len(below.recv(1 << 20)):
+                received += count
+        sent.result(TIMEOUT)
+    return received
+
+
+def _send_for_ever(connection: socket.socket) -> None:
+    with suppress(OSError):
+        while True:
+            connection.sendall(bytes(1 << 16))
+
+
+def test_a_link_carries_what_it_may_in_each_round_and_more_is_counted(
+    relayed: Relayed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sender is refused once a round. The other direction is not concerned."""
+    monkeypatch.setattr(allowance, "REFILL_SECONDS", 1e9)
+    may_carry = LinkLimit(step_bytes=1.0).round_bytes(steps=1e6)
+    relayed.training = Training(1, 1, steps=1e6)
+    above, below = relayed.met()
+    found = _pumped(relayed, above, below)
+    assert may_carry <= found <= may_carry + pass_on.ROOM_BYTES
+    assert found == relayed.relay.carried_for("home.0")
+    assert relayed.refusals() == {Kind.UNEXPECTED: 1}
+    below.sendall(b"the answer")
+    assert heard(above, 10) == b"the answer"
+    relayed.training = Training(2, 1, steps=1e6)
+    found = _pumped(relayed, above, below)
+    assert may_carry <= found <= may_carry + 2 * pass_on.ROOM_BYTES
+    assert relayed.refusals() == {Kind.UNEXPECTED: 2}
+
+
+def test_a_budget_of_a_link_grows_with_its_rounds_and_its_line() -> None:
+    now, training = 0.0, Training(1, 1, steps=10)
+    limit = LinkLimit(step_bytes=1e6, evaluation_bytes=2e6, bits_a_second=8e6)
+    whole = limit.round_bytes(10)
+    assert whole == allowance.FREE_BYTES + 3 * 12e6
+    budget = Budget(limit, lambda: now)
+
+    def carry(count: float, trains: Training | None = training) -> bool:
+        return budget.carry(int(count), lambda: trains)
+
+    assert not carry(0, None)  # a group that does not train carries nothing
+    assert carry(0)
+    now = 1000.0
+    assert carry(1.2e6)
+    assert not carry(0.1e6)  # 1.25 MB a second, a second ahead
+    now += 0.1
+    assert carry(0)
+    now = 2000.0
+    assert not carry(whole)
+    assert budget.is_newly_used_up()
+    assert not budget.is_newly_used_up()
+    now += 1000.0
+    assert not carry(0, None)
+    assert carry(0)  # minutes bring as much again, for rounds with many cuts
+    assert carry(0, Training(2, 1, steps=10))
+
+
+def test_a_link_has_one_connection_and_a_group_that_trains_nothing_has_none(
+    relayed: Relayed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(relay, "IDLE_SECONDS", 0.1)
+    former = relayed.met()
+    above, below = relayed.met()
+    for one in former:
+        assert heard(one, 1) == b""
+    above.sendall(b"a")
+    assert heard(below, 1) == b"a"
+    relayed.training = None
+    for one in (above, below):
+        assert heard(one, 1) == b""
+    waits, dials = relayed.carry("home.1"), relayed.carry("home.0")
+    with ThreadPoolExecutor() as threads:
+        met = [threads.submit(one.meet) for one in (dials, waits)]
+        relayed.wait_until(lambda: relayed.newest() is not None)
+        assert not any(one.done() for one in met)
+        relayed.training = Training(1, 2, steps=1.0)
+        for met_one in met:
+            met_one.result(TIMEOUT).close()
+
+
+def test_the_exchange_relays_for_a_group_with_all_its_members_and_a_round(tmp_path: Path) -> None:
+    exchange = (run := Run(tmp_path, {"home": 2, "dc": 1})).exchange
+    exchange.roster = replace(run.roster, counts=COUNTS)
+    assert exchange.trains(LINK.name) is None
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(lambda name: exchange.assign(name, 0), ("home.0", "home.1")))
+    found = exchange.trains(LINK.name)
+    assert found is not None
+    assert (found.round, found.epoch) == (1, 2)
+    exchange.died("home.1", "its host is gone", None)
+    assert exchange.trains(LINK.name) is None
+
+
+def test_a_link_may_carry_what_its_run_predicts_and_its_line_has() -> None:
+    spec = RunSpec(ConfigFile(MIXED).config, 256)
+    limits = link_limits(spec)
+    links = [name for name, link in spec.links.items() if link.target != EXCHANGE]
+    assert limits.keys() == set(itertools.product(links, DIRECTIONS))
+    for name, way in itertools.product(links, DIRECTIONS):
+        limit = limits[name, way]
+        group = next(one for one in spec.config.replicas if one.name == name.partition(".")[0])
+        assert isinstance(group, ParticipantsReplica)
+        load = stage_link_loads(spec, group)[way]
+        assert limit.step_bytes == load.step + group.micro_batches * allowance.MESSAGE_BYTES
+        assert limit.bits_a_second == spec.links[name].bottleneck(way)
 
 
 def test_an_end_that_does_not_read_stops_the_other_one(relayed: Relayed) -> None:
