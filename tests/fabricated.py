@@ -25,6 +25,8 @@ class Fabricated:
     outages: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Member -> the seconds between which it is away."""
     is_live: bool = False
+    empty: int = 0
+    """Optional groups in which nobody is any more."""
 
     @property
     def span(self) -> float:
@@ -38,10 +40,12 @@ class Fabricated:
         for n in range(1, self.groups + 1):
             name = f"home{n}" if self.groups > 1 else "home"
             members[name] = [f"{name}.{stage}" for stage in range(self.stages)]
-        return members
+        return members | {f"guest-{n}": [f"guest-{n}.{stage}" for stage in range(2)] for n in range(1, self.empty + 1)}
 
     def is_away(self, member: str, time: float) -> bool:
         """Return whether an outage covers this moment."""
+        if member.startswith("guest-"):
+            return True
         start, end = self.outages.get(member, (math.inf, math.inf))
         return start <= time < end
 
@@ -49,9 +53,7 @@ class Fabricated:
         """Return all that an exported page holds."""
         times = [n * self.span / 160 for n in range(161)]
         return {
-            "runs": [
-                {"id": self.name, "name": self.name, "kind": "run", "is_live": self.is_live, "has_prediction": True}
-            ],
+            "runs": [{"id": self.name, "name": self.name, "kind": "run", "is_live": self.is_live, "predicts": False}],
             "histories": {self.name: self.history()},
             "frames": {self.name: [self.frame(time) for time in times]},
             "predictions": {self.name: prediction(self.stages)},
@@ -123,7 +125,7 @@ class Fabricated:
                 {
                     "id": name,
                     "kind": "participants" if len(own) > 1 else "datacenter",
-                    "optional": False,
+                    "optional": name.startswith("guest-"),
                     "members": own,
                     "boundary": "64 of 128, 4 bits" if len(own) > 1 else None,
                     "batch_size": 8,

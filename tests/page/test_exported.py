@@ -84,7 +84,9 @@ def test_a_host_that_joined_sees_what_its_member_adds(tmp_path: Path, opened: Op
     data = two_kinds().data()
     data["histories"]["faulty"]["own"] = ["home1.2"]
     page = opened(as_file(self_contained(data), tmp_path) + "#view=topology&time=23")
-    told = re.compile(r"home1\.2.*\d+ of \d+ rounds of home1 included; 33 % of the tokens per second", re.DOTALL)
+    told = re.compile(
+        r"home1\.2.*\d+ of \d+ rounds of home1 included; 33 % of the tokens, 33 % of the tokens per second", re.DOTALL
+    )
     expect(page.locator('[data-tile="This host"]')).to_have_text(told)
     expect(page.locator('[data-item="member:home1.2"]')).to_have_attribute("aria-label", re.compile("(this host)"))
 
@@ -129,6 +131,70 @@ def test_a_hundred_members_are_shown_on_a_phone(tmp_path: Path, opened: OpenPage
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
 
 
+def test_optional_replicas_without_anybody_share_one_box(tmp_path: Path, opened: OpenPage) -> None:
+    data = Fabricated("many", groups=1, empty=49).data()
+    page = opened(as_file(self_contained(data), tmp_path) + "#view=topology&time=35")
+    expect(page.locator('[data-item^="replica:"][role="button"]')).to_have_count(2)
+    expect(page.locator("[data-empty]")).to_contain_text("49 optional replicas49 vacant")
+    expect(page.locator("#attention")).to_be_hidden()
+    expect(page.locator('[data-tile="Members here"]')).to_contain_text("5 of 5")
+
+
+LEAVES_ITS_BOX = """
+() => [...document.querySelectorAll(".zoomed g")].flatMap((group) => {
+  const box = group.querySelector(":scope > rect")?.getBBox()
+  if (!box) return []
+  return [...group.querySelectorAll(":scope > text")]
+    .filter((text) => text.textContent)
+    .filter((text) => text.getBBox().x < box.x || text.getBBox().x + text.getBBox().width > box.x + box.width)
+    .map((text) => text.textContent)
+})
+"""
+
+
+@pytest.mark.parametrize("width", [390, 1280, 2400])
+def test_no_text_leaves_its_box(tmp_path: Path, opened: OpenPage, width: int) -> None:
+    """Names of replicas, sites and devices may be long, and one card is that of this host."""
+    data = Fabricated("wide", groups=1, sites={"a site whose name is long": ["home.1"]}).data()
+    history = data["histories"]["wide"]
+    history["own"] = ["home.1"]
+    for member in history["topology"]["members"]:
+        member["layers"] = "layers 1234-5678"
+    for frame in data["frames"]["wide"]:
+        for member in frame["members"].values():
+            member["device"], member["detail"] = "cuda:0 NVIDIA H100 80GB HBM3", "waits for a member with a long name"
+        frame["replicas"]["home"] |= {"loss": 12345.678, "tokens_per_second": 123456789}
+    text = self_contained(data).replace('"home', '"home-of-somebody-1')
+    page = opened(as_file(text, tmp_path) + "#view=topology&time=35", width=width)
+    expect(page.locator(".card").first).to_be_visible()
+    assert page.evaluate(LEAVES_ITS_BOX) == []
+
+
+def test_the_first_view_has_the_loss_and_charts_zoom_and_smooth(address: str, opened: OpenPage) -> None:
+    page = opened(f"{address}#view=topology")
+    chart = page.locator("#topology .chart")
+    picture = chart.locator('[role="img"]')
+    expect(chart.locator("canvas")).to_be_visible()
+    before = picture.screenshot()
+    chart.get_by_label("Smoothing").select_option("smoothing strong")
+    chart.get_by_label("log loss").check()
+    chart.get_by_label("log x").check()
+    expect(picture).to_have_attribute("aria-label", re.compile("smoothing strong; logarithmic x; logarithmic y$"))
+    assert picture.screenshot() != before
+    chart.get_by_label("log x").uncheck()
+    over = chart.locator(".u-over").bounding_box()
+    assert over is not None
+    page.mouse.move(over["x"] + over["width"] / 4, over["y"] + 50)
+    page.mouse.down()
+    page.mouse.move(over["x"] + over["width"] / 2, over["y"] + 50, steps=5)
+    page.mouse.up()
+    expect(picture).to_have_attribute("aria-label", re.compile("; round [34][.0-9]* to [78][.0-9]*; smoothing"))
+    chart.get_by_label("Show the whole curves").click()
+    expect(picture).not_to_have_attribute("aria-label", re.compile("; round"))
+    chart.get_by_label("Show less of the curves, enlarged").click()
+    expect(picture).to_have_attribute("aria-label", re.compile("; round 4[.0-9]* to 12"))
+
+
 def test_text_of_a_run_stays_text(tmp_path: Path, opened: OpenPage) -> None:
     data = Fabricated(HOSTILE, groups=1, rounds=2, sites={HOSTILE: ["home.1"]}).data()
     history = data["histories"][HOSTILE]
@@ -162,7 +228,7 @@ def test_megabytes_of_labels_do_not_hang_the_page(tmp_path: Path, opened: OpenPa
 
 
 def test_a_prediction_without_a_run_is_shown(tmp_path: Path, opened: OpenPage) -> None:
-    alone = {"id": "planned", "name": "planned", "kind": "prediction", "is_live": False, "has_prediction": True}
+    alone = {"id": "planned", "name": "planned", "kind": "prediction", "is_live": False, "predicts": True}
     data = {"runs": [alone], "histories": {}, "frames": {}, "predictions": {"planned": prediction(3)}}
     page = opened(as_file(self_contained(data), tmp_path))
     expect(page.locator("#prediction")).to_contain_text("A step takes 1.52 s.")
@@ -176,7 +242,7 @@ def test_a_prediction_without_a_run_is_shown(tmp_path: Path, opened: OpenPage) -
 
 def test_a_prediction_stands_beside_a_rehearsal_whose_losses_mean_nothing(tmp_path: Path, opened: OpenPage) -> None:
     data = two_kinds().data()
-    data["runs"][0]["has_prediction"], data["histories"]["faulty"]["rehearsal"] = True, True
+    data["runs"][0]["predicts"], data["histories"]["faulty"]["rehearsal"] = True, True
     bars = [("computed", 0.0, 0.7), ("waited", 0.7, 1.9)]
     measured = [{"kind": kind, "start": start, "end": end, "micro_batch": None} for kind, start, end in bars]
     data["predictions"] = {"faulty": prediction(3) | {"measured": [{"id": "home1.0", "bars": measured}]}}

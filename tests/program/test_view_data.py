@@ -17,8 +17,10 @@ from test_run_state import (
     begun,
     evaluation,
     failure,
+    finished,
     inner_step,
     made_up_reports,
+    made_up_round,
     made_up_spec,
     round_closed,
     state_of,
@@ -367,6 +369,30 @@ def test_an_earlier_start_that_is_told_again_replaces_later_frames() -> None:
     view = view_of([*now, *made_up_reports()])
     assert json.loads(view.frame_at(0.0))["rounds_closed"] == 0
     assert json.loads(view.frame_at(15.0))["time"] == pytest.approx(15.0, abs=1.0)
+
+
+def test_a_pause_between_two_sittings_takes_no_room_on_the_page() -> None:
+    """The second sitting reports who is there before it tells the first one again. It began 50 hours later."""
+    hours = 180_000.0
+    now = [
+        Report(time=START + hours + second, member=name, joined=pb.Joined(term=2))
+        for second, name in enumerate(("dc", "home.0"))
+    ]
+    later = [*made_up_round(2), finished(START + 20, "dc")]
+    for report in later:
+        report.time += hours
+    first = [report for report in made_up_reports() if report.time <= START + 10]
+    view = view_of([*now, *first, begun(START + hours + 5, 1), *later])
+    marks = [one["time"] for one in view.marks()]
+    assert marks == sorted(marks) and {one["kind"] for one in view.marks()} == {"joined", "resumed_run"}
+    history = view.history("x")
+    assert history["span"] < 30 and [one["closed"] for one in history["rounds"]] == sorted(
+        one["closed"] for one in history["rounds"]
+    )
+    assert frame(view)["time"] < 30 and frame(view)["elapsed"] < 30
+    closed = [json.loads(view.frame_at(when))["rounds_closed"] for when in (0.0, 9.9, 10.1, 29.0)]
+    assert closed == [0, 0, 1, 2]
+    assert [time for time, *_ in history["steps"]["dc"]] == sorted(time for time, *_ in history["steps"]["dc"])
 
 
 def test_changes_are_told_once_and_add_up_to_the_history() -> None:

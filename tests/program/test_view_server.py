@@ -20,7 +20,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from test_run_state import START, inner_step, made_up_reports
+from test_run_state import START, inner_step, made_up_reports, made_up_spec
 from test_standings import standing, there
 from test_view_data import recorded, run_folder, view_of
 from typer.testing import CliRunner
@@ -33,13 +33,13 @@ from hetero_pp.program.join.status import Known as KnownRun
 from hetero_pp.program.launch.over import keep_over
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.summary import summary_of
-from hetero_pp.program.view import admitted, broadcast, launched, prediction, serving, watched
+from hetero_pp.program.view import admitted, broadcast, launched, predicted, serving, watched
 from hetero_pp.program.view.admitted import Door, door_of
 from hetero_pp.program.view.broadcast import Broadcast, EventStream
 from hetero_pp.program.view.command import show
 from hetero_pp.program.view.exported import data_of
 from hetero_pp.program.view.launched import on_a_page
-from hetero_pp.program.view.prediction import Predicted, show_prediction
+from hetero_pp.program.view.predicted import Predicted, show_prediction
 from hetero_pp.program.view.record import Record
 from hetero_pp.program.view.run_view import RunView
 from hetero_pp.program.view.self_contained import self_contained
@@ -60,7 +60,7 @@ HOSTILE = "</script><script>alert(1)</script><!-- \u2028"
 class Known:
     """A run whose reports are all known. Implements Source."""
 
-    prediction = None
+    prediction, predicts = None, False
 
     def __init__(self, reports: Sequence[Report]) -> None:
         self.view = view_of(reports)
@@ -115,7 +115,7 @@ def over() -> Iterator[str]:
 
 def test_runs_history_and_frames_are_json(over: str) -> None:
     assert json.loads(get(over + "api/runs")[2])["runs"] == [
-        {"id": "a b", "name": "made-up", "kind": "run", "is_live": False, "has_prediction": False}
+        {"id": "a b", "name": "made-up", "kind": "run", "is_live": False, "predicts": False}
     ]
     history = json.loads(get(over + "api/runs/a%20b/history")[2])
     assert (history["id"], len(history["rounds"]), history["outcome"]) == ("a b", 2, "over")
@@ -409,6 +409,33 @@ def test_a_run_elsewhere_is_followed_over_breaks(tmp_path: Path, monkeypatch: py
     source.close()
 
 
+def test_a_run_elsewhere_of_which_the_exchange_has_forgotten_most_is_counted_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, now = view_of(made_up_reports()).state, START + 20
+    told = Report(time=now, member="exchange", so_far=whole.tally.told(now))
+    told.so_far.last_round = 272
+    for credit in told.so_far.credits:
+        credit.included, credit.missed = 272, 3
+    late = [one for one in made_up_reports() if one.time > START + 9]
+    for one in late:
+        if one.HasField("round_closed"):
+            one.round_closed.round = 272
+    exchange = mock.Mock(watch=lambda so_far: iter([told, *late, told]))
+    monkeypatch.setattr(watched, "ExchangeClient", lambda *_: exchange)
+    source = Watched(made_up_spec(outer={"rounds": 300}), MEMBERSHIP, RunFolder(tmp_path))
+    source.start()
+    assert source.wait(60)
+    source.close()
+    shown = json.loads(source.view.frame())
+    assert (shown["replicas"]["home"]["included"], shown["replicas"]["home"]["missed"]) == (272, 3)
+    assert shown["rounds_closed"] == 272 and shown["elapsed"] >= 22
+    told_of = "curves and events of rounds 1 to 271 are missing: the exchange has its last 10,000 reports"
+    assert source.view.problems[0] == f"{told_of}; counters are of the whole run"
+    [closed] = source.view.history("x")["rounds"]
+    assert closed["seconds"] is None  # it is not known when the round before closed
+
+
 def test_a_predicted_step_fills_the_time_of_each_member_beside_measured_numbers(tmp_path: Path) -> None:
     file = ConfigFile(MIXED)
     source = Predicted(file, spec_of(file), None)
@@ -431,12 +458,27 @@ def test_a_predicted_step_fills_the_time_of_each_member_beside_measured_numbers(
         assert (member["id"], bars) == ("home.1", [("computed", 0.0, 1.5), ("waited", 1.5, 2.0)])  # two steps a round
 
 
+def test_an_ordinary_run_is_predicted_when_it_is_asked_for(tmp_path: Path) -> None:
+    record = Record(run_folder(tmp_path / "x", recorded(made_up_reports())))
+    record.start()
+    with served(record) as url:
+        assert record.wait(60)
+        assert json.loads(get(url + "api/runs")[2])["runs"][0]["predicts"] is False  # the page begins with the run
+        found = json.loads(get(url + "api/runs/a%20b/prediction")[2])
+        assert {one["name"]: one["measured"] for one in found["values"]}["round"] == 9.0
+        assert [one["id"] for one in found["members"]] == ["dc", "home.0", "home.1"]
+    record.close()
+    rehearsal = Record(run_folder(tmp_path / "y", [], rehearsal={"rounds": 9, "steps": 2}))
+    with served(rehearsal) as url:
+        assert get(url + "api/runs/a%20b/prediction")[0] == 404
+
+
 def test_a_predicted_step_stands_beside_a_rehearsal_if_there_is_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The steps of a rehearsal are those of the run, and its rounds are shorter."""
     shown: list[Predicted] = []
-    monkeypatch.setattr(prediction, "show", lambda sources: shown.extend(sources.values()))
+    monkeypatch.setattr(predicted, "show", lambda sources: shown.extend(sources.values()))
     rehearsed = {"rehearsal": {"rounds": 9, "steps": 2}}
     folder = run_folder(tmp_path / "mixed-rehearsal", recorded(made_up_reports()), **rehearsed)
     parts = {"compute": 1.0, "wait_previous": 2.0, "wait_next": 1.0}

@@ -239,8 +239,12 @@ class Followed:
     # ---- reading ----
 
     def since_start(self, when: float) -> float:
-        """Return a time as seconds since the run's first report."""
-        return round(max(0.0, when - (self.state.started or when)), 3)
+        """Return a time as seconds since the run's first report, without pauses between two sittings."""
+        return round(self.state.elapsed(when), 3)
+
+    def round_seconds(self, round_: int) -> float | None:
+        """Return the seconds of a closed round; None if it is not known when the round before closed."""
+        return self.state.round_seconds(round_) if round_ == 1 or round_ - 1 in self.state.closed else None
 
     def now(self) -> float:
         """Return the present time by the clock of the reports: it stands still once the run has ended."""
@@ -248,5 +252,6 @@ class Followed:
         return latest + (time.monotonic() - self._heard_at) if self.is_live and self.state.latest else latest
 
     def marks(self, since: int = 0) -> list[dict[str, Any]]:
-        """Return the marks from a number on."""
-        return [mark | {"time": self.since_start(mark["time"])} for mark in self._marks if mark["id"] >= since]
+        """Return the marks from a number on, in order of time: a run that goes on reports its earlier start later."""
+        found = sorted((mark for mark in self._marks if mark["id"] >= since), key=lambda mark: mark["time"])
+        return [mark | {"time": self.since_start(mark["time"])} for mark in found]

@@ -77,7 +77,7 @@ def round_of(view: Followed, round_: int) -> dict[str, Any]:
     return {
         "round": round_,
         "closed": view.since_start(closed.time),
-        "seconds": state.round_seconds(round_),
+        "seconds": view.round_seconds(round_),
         "bytes": closed.bytes,
         "tokens": view.tokens.get(round_),
         "validation_loss": state.mean_validation_loss(round_),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.report.recorder import INTERRUPTED
@@ -15,11 +16,15 @@ from hetero_pp.program.view.serving import Served
 class Launched:
     """A run in this process. An error of the page never reaches the run. Implements Source."""
 
-    prediction = None
+    predicts = False
 
     def __init__(self, state: RunState) -> None:
         self.view = RunView(state)
         self._is_broken = False
+
+    @property
+    def prediction(self) -> dict[str, Any] | None:
+        return self.view.prediction()
 
     def start(self) -> None:
         """Do nothing: the launcher gives it the reports."""

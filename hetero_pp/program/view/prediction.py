@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
 from hetero_pp.config.links import stage_link_name
 from hetero_pp.config.topology import ReplicaSettings
-from hetero_pp.core.bounded import read_json_object
-from hetero_pp.core.errors import ConfigError
-from hetero_pp.program.view.command import show
-from hetero_pp.program.view.record import Record
-from hetero_pp.program.view.run_view import RunView
-from hetero_pp.run.changes import Given
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.read import spec_of
+from hetero_pp.program.view.followed import Followed
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.prediction import Prediction, predict
 from hetero_pp.simulator.timeline import Span, Timeline
 
@@ -27,54 +17,31 @@ _ENOUGH = 1e-9
 """Shortest gap, in seconds, that is drawn as waiting."""
 
 
-def show_prediction(path: Path, overrides: Sequence[Given], runs: Path) -> None:
-    """Serve the page of a YAML's prediction until an interrupt, with the run of its name or else its rehearsal."""
-    file = ConfigFile(path, overrides)
-    spec = spec_of(file)
-    folders = [RunFolder(runs / name) for name in (spec.config.name, spec.config.rehearsal_name)]
-    record = next((Record(folder) for folder in folders if folder.config.is_file()), None)
-    show({spec.config.name: Predicted(file, spec, record)})
+class Measured(NamedTuple):
+    """Quantities by the names that the page shows, and how each member spends a mean step; empty if unknown."""
+
+    values: Mapping[str, float]
+    members: Sequence[dict[str, Any]]
 
 
-class Predicted:
-    """A predicted step, beside the run or its rehearsal if there is one. Implements Source."""
+class PredictedStep:
+    """The prediction of one run, which takes about a second."""
 
-    def __init__(self, file: ConfigFile, spec: RunSpec, record: Record | None) -> None:
+    def __init__(self, spec: RunSpec) -> None:
         """Raises ConfigError for a topology that cannot be predicted."""
-        self._record = record
         timeline = Timeline()
-        try:
-            self._found = predict(spec, timeline.of)
-        except ConfigError as error:
-            raise file.located(error) from None
+        self.found = predict(spec, timeline.of)
         self._step = step_of(spec, timeline.spans)
 
-    @property
-    def view(self) -> RunView | None:
-        return None if self._record is None else self._record.view
-
-    @property
-    def prediction(self) -> dict[str, Any]:
-        bubbles = [replica.bubble for replica in self._found.replicas]
-        beside = measured(self._record, self._found)
+    def beside(self, measured: Measured) -> dict[str, Any]:
+        """Return the prediction beside what was measured, in the form that the page reads."""
         return {
-            "step_seconds": self._found.step_seconds,
-            "utilization": self._found.utilization["absolute"],
-            "bubble": max(bubbles, default=0.0),
-            "values": list(values_of(self._found, beside.values)),
-            "measured": beside.members,
+            "step_seconds": self.found.step_seconds,
+            "utilization": self.found.utilization["absolute"],
+            "bubble": max((replica.bubble for replica in self.found.replicas), default=0.0),
+            "values": list(values_of(self.found, measured.values)),
+            "measured": measured.members,
         } | self._step
-
-    def start(self) -> None:
-        if self._record is not None:
-            self._record.start()
-
-    def wait(self, seconds: float) -> bool:
-        return self._record is None or self._record.wait(seconds)
-
-    def close(self) -> None:
-        if self._record is not None:
-            self._record.close()
 
 
 def step_of(spec: RunSpec, spans: Sequence[Span]) -> dict[str, Any]:
@@ -134,25 +101,7 @@ def values_of(found: Prediction, measured: Mapping[str, float]) -> Iterator[dict
         yield {"name": name, "unit": unit, "predicted": predicted, "measured": measured.get(name)}
 
 
-class Measured(NamedTuple):
-    """Quantities by the names that the page shows, and how each member spends a mean step; empty if unknown."""
-
-    values: Mapping[str, float]
-    members: Sequence[dict[str, Any]]
-
-
-def measured(record: Record | None, predicted: Prediction) -> Measured:
-    """Return what the run or the rehearsal of a record measured so far. `predicted`: the run's prediction."""
-    if record is None:
-        return Measured({}, [])
-    if record.view.state.spec.config.rehearsal is None:
-        return Measured(_of_run(record.view), list(_members_of_run(record.view)))
-    with suppress(OSError, ValueError, KeyError, TypeError, ZeroDivisionError):  # it goes on, or the file is damaged
-        return _of_rehearsal(read_json_object(record.folder.rehearsal), predicted)
-    return Measured({}, [])
-
-
-def _of_rehearsal(found: Mapping[str, Any], predicted: Prediction) -> Measured:
+def measured_of_rehearsal(found: Mapping[str, Any], predicted: Prediction) -> Measured:
     """Return the values of a comparison. A rehearsed round is shorter, so the comparison concludes the run's round."""
     round_seconds = found["whole_run"]["round_seconds"]
     values = {
@@ -170,25 +119,30 @@ def _of_rehearsal(found: Mapping[str, Any], predicted: Prediction) -> Measured:
     return Measured(values, members)
 
 
-def _of_run(view: RunView) -> dict[str, float]:
+def measured_of_run(view: Followed) -> Measured:
     """Return what a run took so far: the means over its closed rounds, of the slowest replica.
 
     The outer round is taken from the replica that waits least in it, because all others also wait for steps.
     """
     with view.state.lock:
-        state = view.state
-        if not state.closed:
-            return {}
-        times = [[view.times.of(round_, name) for round_ in state.closed] for name in state.replicas]
-        found = {"round": fmean(state.round_seconds(one) for one in state.closed)}
-        found["tokens per second"] = state.tokens_per_second()
-        steps = [_mean(of, "compute", "wait") for of in times]
-        outer = [_mean(of, "outer", "blocked") for of in times]
-        if state.inner_steps is not None and any(steps):
-            found["step"] = max(steps) / state.inner_steps
-        if any(outer):
-            found["outer round"] = min(filter(None, outer))
-        return found
+        return Measured(_of_run(view), list(_members_of_run(view)))
+
+
+def _of_run(view: Followed) -> dict[str, float]:
+    state = view.state
+    if not state.closed:
+        return {}
+    times = [[view.times.of(round_, name) for round_ in state.closed] for name in state.replicas]
+    found = {"tokens per second": state.tokens_per_second()}
+    if seconds := [known for one in state.closed if (known := view.round_seconds(one)) is not None]:
+        found["round"] = fmean(seconds)
+    steps = [_mean(of, "compute", "wait") for of in times]
+    outer = [_mean(of, "outer", "blocked") for of in times]
+    if state.inner_steps is not None and any(steps):
+        found["step"] = max(steps) / state.inner_steps
+    if any(outer):
+        found["outer round"] = min(filter(None, outer))
+    return found
 
 
 def _mean(rounds: Sequence[dict[str, float | None]], *names: str) -> float:
@@ -197,13 +151,12 @@ def _mean(rounds: Sequence[dict[str, float | None]], *names: str) -> float:
     return fmean(known) if known else 0.0
 
 
-def _members_of_run(view: RunView) -> Iterator[dict[str, Any]]:
+def _members_of_run(view: Followed) -> Iterator[dict[str, Any]]:
     """Yield the mean step of each member that has finished a round."""
-    with view.state.lock:
-        for name, spent in view.state.spent.items():
-            steps = spent.rounds * (view.state.inner_steps or 0)
-            if steps:
-                yield _step_of(name, spent.seconds("compute") / steps, spent.seconds("wait") / steps)
+    for name, spent in view.state.spent.items():
+        steps = spent.rounds * (view.state.inner_steps or 0)
+        if steps:
+            yield _step_of(name, spent.seconds("compute") / steps, spent.seconds("wait") / steps)
 
 
 def _step_of(member: str, compute: float, wait: float) -> dict[str, Any]:

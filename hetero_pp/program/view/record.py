@@ -9,8 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from hetero_pp.core.bounded import parse_json, read_json_object
 from hetero_pp.core.errors import HeteroPPError
@@ -19,7 +18,6 @@ from hetero_pp.messages.messages_pb2 import ContributionEntry, Report
 from hetero_pp.program.join.on_disk import is_running
 from hetero_pp.program.report.flat import UnknownEvent, contribution_of, report_of
 from hetero_pp.program.report.state import RunState
-from hetero_pp.program.view.key_frames import KeyFrames
 from hetero_pp.program.view.run_view import RunView
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.read import read_run
@@ -33,7 +31,6 @@ _SECONDS_BETWEEN_LOOKS = 2.0
 """Interval at which it is checked whether the run's processes are still there."""
 _SECONDS_UNTIL_STALE = 60.0
 _BYTES_OF_A_FULL_DISK = 2**20
-_KEY_FRAMES = 600
 _UNKNOWN_MAX = 100
 """Kinds of unknown events that are told apart."""
 _STRANGE = (AttributeError, KeyError, OverflowError, TypeError, ValueError)
@@ -101,11 +98,12 @@ class Lines:
 class Record:
     """The run in a folder. A thread follows its record until `close`. Implements Source."""
 
+    predicts = False
+
     def __init__(self, folder: RunFolder) -> None:
         """Raises ConfigError if the configuration in the folder cannot be read."""
         self.folder = folder
         self.view = self._new_view()
-        self.prediction = None
         self._caught_up = threading.Event()
         """Set once the record has been read to its present end."""
         self._ended = threading.Event()
@@ -114,6 +112,10 @@ class Record:
         self._half = b""
         self._looked = -_SECONDS_BETWEEN_LOOKS
         self._thread = threading.Thread(target=self._run, name=f"record {folder.path.name}", daemon=True)
+
+    @property
+    def prediction(self) -> dict[str, Any] | None:
+        return self.view.prediction()
 
     def start(self) -> None:
         self._thread.start()
@@ -165,7 +167,6 @@ class Record:
             self.view = self._new_view()
         self._file, self._lines, self._half = path.open("rb"), Lines(path.name), b""
         self.view.problems = [one for one in self.view.problems if not one.startswith(f"{path.name} is missing")]
-        self.view.key_frames = KeyFrames(_interval(path))
 
     def _read(self, file: IO[bytes]) -> bool:
         """Apply the next lines. Return whether there may be more now."""
@@ -234,13 +235,3 @@ class Record:
                 return "over"
             killed = "it ended without a summary: it was killed, or its host stopped; --resume continues it"
             return f"failed: {self.view.state.failed or killed}"
-
-
-def _interval(path: Path) -> float:
-    """Return the seconds between two key frames of a record, from the times of its first and last line."""
-    with path.open("rb") as file, suppress(*_STRANGE, OSError):
-        first = parse_json(file.readline(_LINE_BYTES_MAX))["time"]
-        file.seek(max(0, path.stat().st_size - 2**16))
-        last = parse_json(file.read().rstrip(b"\n").rpartition(b"\n")[2])["time"]
-        return max(0.1, abs(float(last) - float(first)) / _KEY_FRAMES)
-    return 0.5

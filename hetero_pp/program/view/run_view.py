@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, Protocol
 
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.report.recorder import to_json
 from hetero_pp.program.report.state import RunState
@@ -11,6 +13,7 @@ from hetero_pp.program.view.followed import Followed
 from hetero_pp.program.view.frame import frame_of
 from hetero_pp.program.view.history import cost_of, history_of, round_of
 from hetero_pp.program.view.key_frames import KeyFrames
+from hetero_pp.program.view.prediction import PredictedStep, measured_of_run
 
 
 class Source(Protocol):
@@ -22,7 +25,11 @@ class Source(Protocol):
 
     @property
     def prediction(self) -> dict[str, Any] | None:
-        """The prediction of one step; None if there is none."""
+        """The prediction of one step, which takes a second when it is first asked for; None if there is none."""
+
+    @property
+    def predicts(self) -> bool:
+        """Whether the prediction is what the user asked for."""
 
     def start(self) -> None:
         """Begin to follow the run."""
@@ -45,13 +52,14 @@ class RunView(Followed):
         super().__init__(state)
         self.key_frames = KeyFrames(max(_SECONDS_BETWEEN_KEY_FRAMES, _SECONDS_PER_MEMBER * len(self.members)))
         self._marks_told = 0
+        self._predicted: PredictedStep | None = None
         self._told_head: dict[str, Any] = {}
 
     def take(self, report: Report) -> bool:
         with self.state.lock:
             has_mark = super().take(report)
-            if has_mark or self.key_frames.is_due(report.time):
-                self.key_frames.add(report.time, to_json(frame_of(self, report.time)))
+            if has_mark or self.key_frames.is_due(self.since_start(report.time)):
+                self.key_frames.add(self.since_start(report.time), to_json(frame_of(self, report.time)))
         return has_mark
 
     def frame(self) -> str:
@@ -62,12 +70,20 @@ class RunView(Followed):
     def frame_at(self, when: float) -> str:
         """Return the frame at a time in seconds since the first report, as JSON."""
         with self.state.lock:
-            return self.key_frames.at(when + (self.state.started or 0.0)) or to_json(frame_of(self, self.now()))
+            return self.key_frames.at(when) or to_json(frame_of(self, self.now()))
 
     def history(self, identifier: str) -> dict[str, Any]:
         """Return everything but the frames."""
         with self.state.lock:
             return {"id": identifier} | history_of(self)
+
+    def prediction(self) -> dict[str, Any] | None:
+        """Return the prediction of the run beside what it measured; None for one that cannot be predicted."""
+        if self._predicted is None:
+            spec = self.state.spec
+            with suppress(ConfigError):
+                self._predicted = None if spec.config.rehearsal is not None else PredictedStep(spec)
+        return None if self._predicted is None else self._predicted.beside(measured_of_run(self))
 
     def take_changes(self, identifier: str) -> dict[str, Any]:
         """Return what the history has gained since the last call: for each key that changed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -63,9 +64,10 @@ def page_app(sources: Mapping[str, Source], hosts: list[str] | None = None) -> S
 
     async def prediction(request: Request) -> Response:
         source = _source(sources, request.path_params["name"])
-        if source.prediction is None:
+        found = await asyncio.to_thread(lambda: source.prediction)
+        if found is None:
             raise HTTPException(404, "found no prediction of this run")
-        return _json(source.prediction)
+        return _json(found)
 
     app = Starlette(
         routes=[
@@ -95,7 +97,7 @@ def run_of(name: str, source: Source) -> dict[str, object]:
         "name": shown,
         "kind": "prediction" if view is None else "run",
         "is_live": view is not None and view.is_live,
-        "has_prediction": source.prediction is not None,
+        "predicts": source.predicts,
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import suppress
+from typing import Any
 
 from hetero_pp.core.errors import HeteroPPError
 from hetero_pp.program.join.membership import Membership
@@ -20,7 +21,7 @@ _SECONDS_BETWEEN_TRIES = 5.0
 class Watched:
     """A run elsewhere. A thread follows its reports until `close`. Implements Source."""
 
-    prediction = None
+    predicts = False
 
     def __init__(self, spec: RunSpec, membership: Membership, folder: RunFolder) -> None:
         """`folder`: of the run on this host, which keeps that the run is over."""
@@ -29,6 +30,10 @@ class Watched:
         self._heard, self._ended = threading.Event(), threading.Event()
         self._client: ExchangeClient | None = None
         self._thread = threading.Thread(target=self._run, name=f"watch {spec.config.name}", daemon=True)
+
+    @property
+    def prediction(self) -> dict[str, Any] | None:
+        return self.view.prediction()
 
     def start(self) -> None:
         self._thread.start()

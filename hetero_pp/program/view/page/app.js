@@ -62,28 +62,31 @@ class Page {
 
   async openRun(id, wanted = new URLSearchParams()) {
     this.stop?.();
-    const { kind, has_prediction: isPredicted } = this.shown.runs.find((run) => run.id === id);
-    const { history, live, prediction } = await this.fetched(id);
-    Object.assign(this.shown, { run: id, kind, history, prediction, live, frame: live, time: null, select: null });
+    const { kind, predicts } = this.shown.runs.find((run) => run.id === id);
+    const { history, live } = await this.fetched(id);
+    Object.assign(this.shown, { run: id, kind, history, live, frame: live, time: null, select: null });
+    this.shown.prediction = undefined; // not asked for yet
     byId("run-select").value = id;
     say(byId("run-name"), byId("run-choice").hidden ? cut(history?.name ?? id, 60) : "");
     document.title = `${cut(history?.name ?? id, 60)} – hetero-pp`;
     show(byId("rehearsal"), Boolean(history?.rehearsal));
     show(byId("loading"), false);
-    if (isPredicted && !wanted.get("view")) wanted.set("view", "prediction"); // it was asked for
+    if (predicts && !wanted.get("view")) wanted.set("view", "prediction"); // it was asked for
     this.read(wanted);
     if (history?.is_live && !this.source.isEmbedded) this.follow(id);
   }
 
   async fetched(id) {
-    const { kind, has_prediction: isPredicted } = this.shown.runs.find((run) => run.id === id);
-    const isRun = kind !== "prediction";
-    const [history, live, prediction] = await Promise.all([
-      isRun ? this.source.history(id) : null,
-      isRun ? this.source.frame(id, null) : null,
-      isPredicted ? this.source.prediction(id) : null,
-    ]);
-    return { history, live, prediction };
+    const isRun = this.shown.runs.find((run) => run.id === id).kind !== "prediction";
+    const [history, live] = await Promise.all(isRun ? [this.source.history(id), this.source.frame(id, null)] : [null, null]);
+    return { history, live };
+  }
+
+  // Fetches the prediction, which the server makes when it is first asked, and what was measured up to now.
+  async predict() {
+    const { run } = this.shown;
+    const prediction = await this.source.prediction(run).catch(() => null);
+    if (run === this.shown.run) this.change({ prediction });
   }
 
   follow(id) {
@@ -103,13 +106,11 @@ class Page {
 
   async reload(id) {
     this.missed = []; // what is told while the history is on its way
-    const { history: got, live, prediction } = await this.fetched(id);
+    const { history: got, live } = await this.fetched(id);
     const history = this.missed.reduce(merged, got);
     this.missed = null;
     if (id === this.shown.run && got)
-      this.change(
-        this.shown.time === null ? { history, live, frame: live, prediction } : { history, live, prediction },
-      );
+      this.change(this.shown.time === null ? { history, live, frame: live } : { history, live });
   }
 
   readFragment() {
@@ -167,6 +168,7 @@ class Page {
 
   change(changes) {
     Object.assign(this.shown, changes);
+    if (changes.view === "prediction") this.predict();
     if (this.isDue) return;
     this.isDue = true;
     queueMicrotask(() => {

@@ -12,7 +12,7 @@ const SIZES = {
     lane: 118,
     hub: 132,
     space: 22,
-    minimum: 210,
+    minimum: 212,
   },
   medium: {
     name: "medium",
@@ -25,7 +25,7 @@ const SIZES = {
     lane: 92,
     hub: 120,
     space: 14,
-    minimum: 190,
+    minimum: 212,
   },
   small: {
     name: "small",
@@ -38,7 +38,7 @@ const SIZES = {
     lane: 56,
     hub: 112,
     space: 10,
-    minimum: 190,
+    minimum: 212,
   },
 };
 const SITE_TITLE = 18;
@@ -150,12 +150,12 @@ function stack(picture, topology, replicas, size, perRow, left, top = 0, width =
   for (const replica of replicas) {
     const hasSites = replica.members.some((id) => site.get(id));
     const columns = Math.min(replica.members.length, perRow) || 1;
-    const rows = Math.ceil(replica.members.length / columns) || 1;
+    const rows = Math.ceil(replica.members.length / columns);
     const rowHeight = size.height + (hasSites ? SITE_TITLE + 6 : 0);
     const between = columns === 1 ? size.between : Math.round(size.between * 0.7);
     const frame = { id: replica.id, replica, y, width: width ?? frameWidth(size, columns) };
     frame.x = left(frame.width);
-    frame.height = size.title + rows * rowHeight + (rows - 1) * between + size.pad;
+    frame.height = size.title + rows * rowHeight + Math.max(0, rows - 1) * between + size.pad;
     const cardWidth = replica.members.length === 1 && width === null ? frame.width - 2 * size.pad : size.width;
     const inset = columns === 1 && width !== null ? (frame.width - size.width) / 2 : size.pad;
     replica.members.forEach((id, n) => {

@@ -143,7 +143,7 @@ export function lanesLayer({ picture, history, updates }) {
     "g",
     {},
     bus,
-    picture.replicas.map((frame) => {
+    picture.replicas.filter(({ replica }) => replica.members.length).map((frame) => {
       const y = frame.y + frame.height / 2;
       const [x1, x2] =
         frame.x < picture.hub.x ? [frame.x + frame.width, picture.hub.x] : [frame.x, picture.hub.x + picture.hub.width];

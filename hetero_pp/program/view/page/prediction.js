@@ -32,11 +32,7 @@ const classOf = (kind) => (Object.hasOwn(CLASSES, kind) ? CLASSES[kind] : "bar-o
 
 export class PredictionView {
   constructor(root) {
-    this.empty = el(
-      "p",
-      { class: "empty" },
-      "There is no prediction of this run. hetero-pp simulate CONFIG --view makes one.",
-    );
+    this.empty = el("p", { class: "empty" });
     this.facts = el("p", { class: "lead" });
     this.chart = el("div", {
       class: "gantt",
@@ -78,6 +74,7 @@ export class PredictionView {
 
   update({ prediction }) {
     show(this.empty, !prediction);
+    say(this.empty, prediction === undefined ? "A step is being predicted …" : "This run cannot be predicted: a rehearsal has the prediction of its run.");
     show(this.body, Boolean(prediction));
     if (!prediction || prediction === this.prediction) return;
     this.prediction = prediction;

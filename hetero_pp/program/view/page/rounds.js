@@ -272,7 +272,8 @@ function cell(round, replica, marks, choose) {
 // Where a round lies along an axis.
 export const along = { round: (round) => round.round, time: (round) => round.closed, tokens: (round) => round.tokens };
 
-function curves(history, rounds, until, axis) {
+// Training loss of each replica, and the synchronized validation loss, up to a moment.
+export function curves(history, rounds, until, axis) {
   const perRound = history.inner_steps;
   const byTokens = new Map(rounds.map((round) => [round.round, round.tokens]));
   const x = (time, step) => {

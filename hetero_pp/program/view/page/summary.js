@@ -4,22 +4,24 @@ import { attribute, cut, el, say, show } from "./dom.js";
 import { count, duration, loss, percent } from "./format.js";
 import { MEMBER_STATES, REPLICA_STATES, icon, lookUp } from "./states.js";
 
-// The topology without optional replicas that nobody has joined, but for the first `kept` of them.
+const GONE = ["absent", "vacant", "given_up"];
+const MOST = 8; // lines of the list of troubles
+
+// The topology without optional replicas in which nobody is, if there are more than `kept` of them. `empty` has these.
 export function withoutEmpty(topology, frame, kept) {
-  const isEmpty = ({ optional, members }) => optional && members.every((id) => (frame?.members[id]?.state ?? "absent") === "absent");
-  const gone = new Set(topology.replicas.filter(isEmpty).slice(kept).map(({ id }) => id));
-  if (!gone.size) return topology;
+  const state = (id) => frame?.members[id]?.state ?? "absent";
+  const empty = topology.replicas.filter(({ optional, members }) => optional && members.every((id) => GONE.includes(state(id))));
+  if (empty.length <= kept) return { ...topology, empty: [] };
+  const gone = new Set(empty.map(({ id }) => id));
   const out = new Set(topology.members.filter(({ replica }) => gone.has(replica)).map(({ id }) => id));
   return {
     ...topology,
     replicas: topology.replicas.filter(({ id }) => !gone.has(id)),
     members: topology.members.filter(({ id }) => !out.has(id)),
     links: topology.links.filter(({ source, target }) => !out.has(source) && !out.has(target)),
+    empty: empty.map(({ id, members }) => ({ id, isFree: members.every((one) => state(one) === "absent") })),
   };
 }
-
-const GONE = ["absent", "vacant", "given_up"];
-const MOST = 8; // lines of the list of troubles
 
 function tile(root, name) {
   const found = root.querySelector(`[data-tile="${name}"]`);
@@ -48,8 +50,8 @@ export function drawTiles(root, { history, frame, time }) {
   const rounds = history.rounds.filter((round) => round.closed <= until && round.validation_loss !== null);
   const [last, before] = [rounds.at(-1), rounds.at(-2)];
   const replicas = Object.values(frame?.replicas ?? {});
-  const open = history.topology.replicas.length - withoutEmpty(history.topology, frame, 0).replicas.length;
-  const members = withoutEmpty(history.topology, frame, 0).members.map(({ id }) => frame?.members[id]?.state ?? "absent");
+  const { empty, members: present } = withoutEmpty(history.topology, frame, 0);
+  const members = present.map(({ id }) => frame?.members[id]?.state ?? "absent");
   const here = members.filter((state) => !GONE.includes(state)).length;
   const speed = replicas.reduce(
     (sum, replica) => sum + (replica.state === "suspended" ? 0 : (replica.tokens_per_second ?? 0)),
@@ -84,7 +86,7 @@ export function drawTiles(root, { history, frame, time }) {
   if (history.rehearsal) fillTile(root, "Validation loss", "–", "nothing is trained");
   else fillTile(root, "Validation loss", loss(last?.validation_loss), isOld ? `after round ${last.round}, the last with all replicas` : change);
   fillTile(root, "Tokens per second", frame ? count(speed) : "–", `${count(tokens)} tokens so far`);
-  fillTile(root, "Members here", `${here} of ${members.length}`, `${tally(members)}${open ? ` · ${open} optional replicas without any` : ""}`);
+  fillTile(root, "Members here", `${here} of ${members.length}`, `${tally(members)}${empty.length ? ` · ${empty.length} optional replicas without any` : ""}`);
   const own = history.topology.members.filter(({ id }) => history.own?.includes(id));
   if (own.length) fillTile(root, "This host", own.map(({ id }) => id).join(", "), share(own[0].replica, frame?.replicas[own[0].replica], tokens, speed));
   else root.querySelector('[data-tile="This host"]')?.remove();
@@ -149,15 +151,15 @@ function messages(history, frame) {
 }
 
 function replicasIn(history, frame) {
-  return history.topology.replicas
-    .map(({ id }) => ({ id, form: lookUp(REPLICA_STATES, frame?.replicas[id]?.state ?? "absent") }))
+  return withoutEmpty(history.topology, frame, 0)
+    .replicas.map(({ id }) => ({ id, form: lookUp(REPLICA_STATES, frame?.replicas[id]?.state ?? "absent") }))
     .filter(({ form }) => form.tone === "bad")
     .map(({ id, form }) => ({ item: `replica:${id}`, text: `${cut(id, 60)} is ${form.word}` }));
 }
 
 function membersIn(history, frame) {
-  return history.topology.members
-    .filter(({ id }) => ["vacant", "given_up"].includes(frame?.members[id]?.state))
+  return withoutEmpty(history.topology, frame, 0)
+    .members.filter(({ id }) => ["vacant", "given_up"].includes(frame?.members[id]?.state))
     .map(({ id }) => ({
       item: `member:${id}`,
       text: `${cut(id, 60)} is ${lookUp(MEMBER_STATES, frame.members[id].state).word} for ${duration(Math.max(0, frame.time - (frame.members[id].since ?? frame.time)))}`,

@@ -1,26 +1,28 @@
 // The picture of sites, groups, stages, links and the exchange, at one moment.
 
+import { LineChart } from "./chart.js";
 import { attribute, behind, cut, el, say, show, svg, table } from "./dom.js";
 import { count, duration, loss, percent, rate } from "./format.js";
 import { eventsList } from "./events.js";
 import { place } from "./layout.js";
 import { lanesLayer, linksLayer, toExchange } from "./links.js";
-import { button, rect, text } from "./shapes.js";
+import { curves } from "./rounds.js";
+import { button, fit, rect, text } from "./shapes.js";
 import { MEMBER_STATES, REPLICA_STATES, icon, lookUp, path } from "./states.js";
 import { withoutEmpty } from "./summary.js";
 import { ZoomedPicture } from "./zoom.js";
 
-const WORD = { full: 21, medium: 15, small: 7 }; // characters that fit a card
 const CARD_TEXT = { full: [19, 40], medium: [18, 37], small: [18, 18] }; // baselines of the name and of the state
 const LATEST = 8; // events
-const EMPTY_SHOWN = 2; // optional replicas without members
+const EMPTY_SHOWN = 2; // optional replicas without members; more of them share a box
 const MIDDLE = 210; // the exchange's words stand at most this far down
 
 export class TopologyView {
   constructor(root, choose, goTo) {
     Object.assign(this, { choose, goTo });
     this.events = el("div", { class: "box" });
-    this.more = el("p", { class: "muted" });
+    const label = "Training loss of each replica and synchronized validation loss; the view Rounds has a table of them";
+    this.chart = new LineChart(label, "Loss", 220);
     this.holder = el("div", { class: "picture" });
     this.zoomed = new ZoomedPicture(this.holder, (item) => choose(item));
     this.membersTable = behind("Members as a table", () => membersTable(this.history, this.frame));
@@ -28,12 +30,15 @@ export class TopologyView {
     root.append(
       el("div", { class: "bar" }, el("h2", {}, "Topology"), this.zoomed.buttons),
       this.holder,
-      this.more,
+      el(
+        "div",
+        { class: "beside" },
+        this.chart.holder,
+        this.events,
+      ),
       legend(),
       this.membersTable.node,
       this.linksTable.node,
-      el("h3", {}, "Latest events"),
-      this.events,
     );
     new ResizeObserver(() => this.resize()).observe(this.holder);
   }
@@ -45,24 +50,32 @@ export class TopologyView {
 
   update({ history, frame, select, time }) {
     const topology = withoutEmpty(history.topology, frame, EMPTY_SHOWN);
-    const key = JSON.stringify(topology);
+    if (topology.empty.length) topology.replicas.push({ id: "", kind: "empty", members: [] });
+    const key = JSON.stringify({ ...topology, empty: topology.empty.length });
     const isSame = key === this.key;
     Object.assign(this, { history, frame, key, shown: { ...history, topology } });
     if (!isSame || !this.picture) this.build();
-    const more = history.topology.replicas.length - topology.replicas.length;
-    say(this.more, more ? `${count(more)} more optional replicas that no member has joined` : "");
-    show(this.more, more > 0);
     this.draw();
     this.zoomed.mark(select);
     this.drawEvents(history.marks.filter((mark) => mark.time <= (time ?? Infinity)));
+    this.drawLoss(history, time ?? Infinity);
     this.membersTable.refresh();
     this.linksTable.refresh();
   }
 
   drawEvents(marks) {
     const key = `${marks.length} ${marks.at(-1)?.text}`;
-    if (key !== this.eventsKey) this.events.replaceChildren(eventsList(marks, this.goTo, LATEST));
+    if (key !== this.eventsKey)
+      this.events.replaceChildren(el("h3", {}, "Latest events"), eventsList(marks, this.goTo, LATEST));
     this.eventsKey = key;
+  }
+
+  drawLoss(history, until) {
+    const rounds = history.rounds.filter((round) => round.closed <= until);
+    const lines = curves(history, rounds, until, "round");
+    const key = `${lines.map(({ points }) => points.length)} ${rounds.length} ${document.documentElement.dataset.theme}`;
+    if (key !== this.lossKey) this.chart.update(lines, "round");
+    this.lossKey = key;
   }
 
   build() {
@@ -105,7 +118,7 @@ function patterns() {
   return svg("defs", {}, hatch, arrow);
 }
 
-function sitesLayer({ picture, history }) {
+function sitesLayer({ picture, history, updates }) {
   const label = new Map(history.topology.sites.map((site) => [site.id, site.label]));
   return svg(
     "g",
@@ -115,10 +128,16 @@ function sitesLayer({ picture, history }) {
         "g",
         {},
         rect(box, "site"),
-        text(box.x + 8, box.y + 13, "small muted", `site ${cut(label.get(box.site) ?? box.site, 24)}`),
+        siteName(box, `site ${label.get(box.site) ?? box.site}`, updates),
       ),
     ),
   );
+}
+
+function siteName(box, words, updates) {
+  const node = text(box.x + 8, box.y + 13, "small muted");
+  updates.push(() => fit(node, words, box.width - 12));
+  return node;
 }
 
 function framesLayer({ picture, updates, history }) {
@@ -129,15 +148,16 @@ function framesLayer({ picture, updates, history }) {
     {},
     picture.replicas.map((frame) => {
       const { replica } = frame;
+      if (!replica.members.length) return emptyFrame(frame, size, updates);
       const kind = replica.kind === "datacenter" ? "datacenter" : `group of ${replica.members.length}`;
       const box = rect(frame, "frame", 12);
       const symbol = svg("path", {
         transform: `translate(${frame.x + 10} ${frame.y + base - 10}) scale(.72)`,
         "fill-rule": "evenodd",
       });
-      const title = text(frame.x + 26, frame.y + base, "strong", cut(replica.id, 18));
-      const nextTo = svg("tspan", { class: "muted plain", dx: 6 }, size === "small" ? "" : kind);
-      title.append(nextTo);
+      const title = text(frame.x + 26, frame.y + base, "strong");
+      const [name, nextTo] = [svg("tspan"), svg("tspan", { class: "muted plain", dx: 6 })];
+      title.append(name, nextTo);
       const facts =
         size === "small"
           ? text(frame.x + frame.width - 8, frame.y + base, "small muted", "", "end")
@@ -154,17 +174,15 @@ function framesLayer({ picture, updates, history }) {
         attribute(box, "class", `frame${isBad ? " troubled" : ""}`);
         attribute(symbol, "d", path(form.icon));
         attribute(symbol, "class", `tone-${form.tone}`);
-        say(
-          facts,
-          size === "small"
-            ? isBad
-              ? form.word
-              : own.loss == null
-                ? ""
-                : `loss ${own.loss.toFixed(3)}`
-            : replicaLine(form, own),
-        );
+        const short = isBad ? form.word : own.loss == null ? "" : `loss ${own.loss.toFixed(3)}`;
+        fit(facts, size === "small" ? short : replicaLine(form, own), frame.width - 36);
         if (outer) say(outer, isBad ? "" : toExchange(history, replica, now));
+        const taken = size === "small" ? facts : outer;
+        const room = frame.width - 42 - (taken?.getComputedTextLength() ?? 0);
+        fit(name, replica.id, room);
+        const left = room - name.getComputedTextLength();
+        fit(nextTo, size === "small" ? "" : kind, Math.max(0, left));
+        if (nextTo.textContent !== kind) say(nextTo, ""); // part of it says nothing
         attribute(
           group,
           "aria-label",
@@ -174,6 +192,20 @@ function framesLayer({ picture, updates, history }) {
       return group;
     }),
   );
+}
+
+// One box for all optional replicas in which nobody is.
+function emptyFrame(frame, size, updates) {
+  const [title, facts] = [18, 34].map((y, n) => text(frame.x + 14, frame.y + y, n ? "small muted" : "strong"));
+  const names = svg("title");
+  updates.push((_, { topology: { empty } }) => {
+    const free = empty.filter(({ isFree }) => isFree).length;
+    const states = [`${count(empty.length - free)} vacant`, `${count(free)} free`].filter((one) => !one.startsWith("0 "));
+    fit(title, `${count(empty.length)} optional replicas`, frame.width - 28);
+    if (size !== "small") fit(facts, states.join(", "), frame.width - 28);
+    say(names, `Nobody is in ${empty.map(({ id }) => id).join(", ")}`);
+  });
+  return svg("g", { "data-empty": "" }, rect(frame, "frame empty", 12), title, facts, names);
 }
 
 function replicaLine(form, own) {
@@ -231,8 +263,7 @@ function card(member, picture, history, updates) {
   });
   const shortName = size === "small" ? member.id.slice(member.replica.length) || member.id : member.id;
   const isOwn = history.own?.includes(member.id);
-  const shown = isOwn && size === "full" ? `${cut(shortName, 8)} (this host)` : cut(shortName, WORD[size]);
-  const name = text(box.x + (size === "small" ? 26 : 11), box.y + nameY, "strong", shown);
+  const name = text(box.x + (size === "small" ? 26 : 11), box.y + nameY, "strong");
   const state = text(box.x + 27, box.y + stateY, "");
   const layers = text(box.x + 11, box.y + 60, "small muted");
   const usage = text(box.x + 11, box.y + 78, "small muted");
@@ -247,10 +278,12 @@ function card(member, picture, history, updates) {
     attribute(stripe, "class", `tone-${form.tone}`);
     attribute(symbol, "class", `tone-${form.tone}`);
     attribute(symbol, "d", path(form.icon));
-    say(state, cut(activity(form, facts, size), WORD[size]));
-    say(layers, cut([member.layers, facts.device].filter(Boolean).join(" · "), 24));
+    fit(name, shortName, box.width - (size === "small" ? 30 : 18));
+    fit(state, activity(form, facts, size), box.width - 34);
+    const told = [isOwn ? "this host" : "", member.layers, facts.device].filter(Boolean).join(" · ");
+    fit(layers, told, box.width - 18);
     const flow = line && now?.lines?.[line.id];
-    say(usage, flow ? `line ↑ ${percent(flow.up?.busy)}  ↓ ${percent(flow.down?.busy)}` : "");
+    fit(usage, flow ? `line ↑ ${percent(flow.up?.busy)}  ↓ ${percent(flow.down?.busy)}` : "", box.width - 18);
     attribute(node, "aria-label", `${member.id}${isOwn ? " (this host)" : ""}: ${form.word}${facts.detail ? `, ${facts.detail}` : ""}`);
   });
   return node;
