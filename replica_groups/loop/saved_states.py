@@ -17,6 +17,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -87,6 +88,16 @@ class SavedStates:
         """Return the rounds that have a checkpoint folder, intact or not."""
         found = self.folder.iterdir() if self.folder.is_dir() else ()
         return sorted(int(match[1]) for path in found if (match := re.fullmatch(r"round-(\d{6,})", path.name)))
+
+    def written_by(self) -> int | None:
+        """Return how many ranks wrote the newest checkpoint of this run; None without one."""
+        for round_ in reversed(self.rounds()):
+            with suppress(OSError, ValidationError):
+                noted = _Noted.model_validate_json((self.path(round_) / DIGESTS).read_bytes())
+                worlds = [match[1] for name in noted.files if (match := re.fullmatch(r"outer-\d+-of-(\d+)\..*", name))]
+                if noted.run == self.run and worlds:
+                    return int(worlds[0])
+        return None
 
     def check(self) -> AvailableStates:
         """Read all checkpoints of this run and compare them with their digests."""

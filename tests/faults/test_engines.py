@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import cast
 
 import psutil
 import pytest
@@ -18,10 +21,18 @@ from hetero_pp.config.topology import DatacenterReplica
 from hetero_pp.core.errors import ConfigError, HeteroPPError
 from hetero_pp.program.cli import app
 from hetero_pp.program.launch import ranks
+from hetero_pp.program.launch.command import run_members
+from hetero_pp.program.launch.hosts import Exchange
+from hetero_pp.program.launch.inputs import Prepared, require_same_ranks
+from hetero_pp.program.launch.recorded import begin_folder
+from hetero_pp.program.operate.operations import Operations
 from hetero_pp.rpc.credentials import Secret
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.spec import RunSpec
+from hetero_pp.run.yaml_file import ConfigFile
 from replica_groups.engines.build import require_engine
+from replica_groups.loop.saved_states import SavedStates
 
 CONFIG = Path(__file__).parents[2] / "configs" / "mixed_engines.yaml"
 SMALL = [
@@ -97,6 +108,35 @@ def test_what_cannot_be_is_refused_before_anything_starts(
     assert complaint in done.stderr
     assert "mixed_engines.yaml:" in done.stderr or f"--set {setting}: " in done.stderr
     assert not (tmp_path / "mixed-engines").exists()
+
+
+@pytest.mark.parametrize(("stage", "is_refused"), [(0, False), (1, True), (3, True)])
+def test_another_number_of_ranks_is_refused_where_deepspeed_cannot_read_its_checkpoint(
+    stage: int, is_refused: bool, tmp_path: Path
+) -> None:
+    """It split the optimizer over the ranks that wrote it."""
+    zero = '{"zero_optimization": {"stage": STAGE}}'.replace("STAGE", str(stage))
+    file = ConfigFile(CONFIG, [f"replicas.1.deepspeed={zero}", "replicas.1.ranks=1"])
+    spec = RunSpec(file.config, 256)
+    folder = begin_folder(spec, tmp_path)
+    for run, wrote in ((spec.run, 2), ("another run", 4)):
+        names = [f"outer-{rank}-of-{wrote}.safetensors" for rank in range(wrote)]
+        SavedStates(folder.state("zero"), run, 1).save(wrote, partial(_touch, names))
+    if not is_refused:
+        require_same_ranks(spec, spec.config, ["zero"], folder)
+        return
+    prepared, exchange = Prepared(spec, ["zero"], None, located=file.located), cast(Exchange, None)
+    told = "--set replicas.1.ranks=1: found 1, expected 2: 2 ranks wrote its checkpoints of ZeRO "
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        run_members(prepared, tmp_path, "zero", exchange, Operations())
+    (wrong,) = folder.state("zero").glob("round-000002")
+    shutil.rmtree(wrong)
+    require_same_ranks(spec, spec.config, ["zero"], folder)
+
+
+def _touch(names: Sequence[str], folder: Path) -> None:
+    for name in names:
+        (folder / name).touch()
 
 
 @pytest.mark.parametrize("heads", [(3, 3), (4, 1)], ids=str)

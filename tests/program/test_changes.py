@@ -14,7 +14,7 @@ from started import run_program
 
 from hetero_pp.config.changed_keys import NO_CHANGES, Changes, read_changes, values_of, with_values
 from hetero_pp.config.settings import NotPartOf, meaning
-from hetero_pp.core.errors import ConfigError, HeteroPPError, MalformedMessage
+from hetero_pp.core.errors import ConfigError, MalformedMessage
 from hetero_pp.program.launch.command import run_topology
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
@@ -178,12 +178,30 @@ def test_what_is_given_counts_and_what_the_yaml_says_changes_nothing(
 
 def test_fewer_rounds_than_are_done_are_refused(runs: Path, corpus: Path) -> None:
     before = RunFolder(runs / "mixed").changes.read_bytes()
-    with pytest.raises(
-        HeteroPPError, match=(r"outer\.rounds: found 5, expected at least 6, the number of finished rounds")
-    ):
+    told = r"--set outer\.rounds=5: found 5, expected at least 6, the number of finished rounds"
+    with pytest.raises(ConfigError, match=told):
         _train(corpus, runs, "outer.rounds=5")
     assert RunFolder(runs / "mixed").changes.read_bytes() == before
     assert _train(corpus, runs)["rounds"] == 6
+
+
+def test_a_finished_run_starts_nothing_and_says_how_to_extend_it(
+    runs: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """If its summary is missing, members tell what they hold, and it is written again."""
+
+    def start(*_: object) -> None:
+        pytest.fail("a member starts")
+
+    run_topology(MIXED, [f"data.corpus={corpus}"], runs, in_process=False, resume=True, start=start)
+    told = "mixed: the run is over (round 6 of 6); extend it with `--resume --set outer.rounds=N`, N > 6\n"
+    assert capsys.readouterr().out.endswith(told)
+    summary = RunFolder(runs / "mixed").summary
+    before = summary.read_bytes()
+    summary.unlink()
+    _train(corpus, runs)
+    assert told in capsys.readouterr().out
+    assert json.loads(summary.read_bytes())["parameters_sha256"] == json.loads(before)["parameters_sha256"]
 
 
 @pytest.mark.starts_processes

@@ -13,8 +13,10 @@ import pytest
 from joined_hosts import PLACES, Run, ending, written
 from listening import listening
 from preloading import forked_processes
+from typer.testing import CliRunner
 
 from hetero_pp.data.tokens import prepare_tokens
+from hetero_pp.program.cli import app
 from hetero_pp.program.launch.command import run_topology
 from hetero_pp.rpc.tickets import Ticket
 
@@ -67,10 +69,21 @@ def test_three_hosts_join_by_tickets_and_come_to_the_bits_of_one_process(
     assert said.endswith("homes: the run is over (round 3 of 3); no round was left to train\n")
     assert run.ask("status").stdout.startswith("homes: over after round 3 of 3, at 20")
     assert run.ask("status", host="waits").stdout.startswith("homes: the run is over (round 3 of 3), as reported 20")
+    _require_no_more_hosts(run, tickets["anna"])
     run_topology(tmp_path / "run.yaml", [], run.runs("alone"), in_process=True)
     for found in ("parameters_sha256", "validation_loss"):
         assert run.summary()[found] == run.summary("alone")[found]
     assert str(corpus.parent) not in Ticket.from_text(tickets["anna"]).to_text()
+
+
+def _require_no_more_hosts(run: Run, ticket: str) -> None:
+    """Require that nobody is invited to a run that is over, or waits for it in vain."""
+    refused = run.ask("invite")
+    told = "homes: the run is over (round 3 of 3); extend it with `--resume --set outer.rounds=N`, N > 3\n"
+    assert (refused.exit_code, refused.stderr.endswith(told)) == (2, True), refused.stderr
+    again = CliRunner().invoke(app, ["join", ticket, "--data", str(run.corpus), "--runs", str(run.runs("anna"))])
+    told = f"homes: the run is over (round 3 of 3), and nothing answers at {run.address} any more\n"
+    assert (again.exit_code, again.stdout) == (0, told), again.output
 
 
 def _require_same_text(run: Run, host: str, ticket: str) -> None:

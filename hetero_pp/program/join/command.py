@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from contextlib import closing
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from hetero_pp.core.errors import (
     TooMuch,
 )
 from hetero_pp.core.files import print_without_fail
+from hetero_pp.core.sockets import host_and_port
 from hetero_pp.data.sources import tokens_digest
 from hetero_pp.messages.messages_pb2 import MeasuredLine, Report
 from hetero_pp.program.join.leave import leavable
@@ -97,6 +99,11 @@ def join(text: str, here: Here, operations: Operations | None = None) -> None:
 
 def _place_of(ticket: Ticket, here: Here) -> Membership | None:
     """Take a slot; return None if the run is over. Raises ConfigError if the ticket is refused."""
+    folder = RunFolder(here.runs.absolute() / ticket.run)
+    over = read_over(folder)
+    if over is not None and not _answers(ticket.address):
+        announce(f"{ticket.run}: {over.told}, and nothing answers at {ticket.address} any more")
+        return None
     try:
         return take_place(ticket, here.runs.absolute(), announce)
     except LinkTimeout as error:
@@ -105,8 +112,17 @@ def _place_of(ticket: Ticket, here: Here) -> Membership | None:
         raise ConfigError((), str(error)) from None
     except RunOver as error:
         announce(f"{ticket.run}: {error}")
-        keep_over(RunFolder(here.runs.absolute() / ticket.run), error)
+        keep_over(folder, error)
         return None
+
+
+def _answers(address: str) -> bool:
+    """Return whether something listens at HOST:PORT."""
+    try:
+        socket.create_connection(host_and_port(address), _SECONDS_TO_ASK).close()
+    except OSError:
+        return False
+    return True
 
 
 def _require_wanted(is_rehearsal: bool, here: Here) -> None:

@@ -19,6 +19,7 @@ from hetero_pp.core.units import SECONDS, parse_quantity
 from hetero_pp.program.join.on_disk import is_running
 from hetero_pp.program.launch.addresses import dialled_here
 from hetero_pp.program.launch.hosts import read_token
+from hetero_pp.program.launch.over import over_on_disk
 from hetero_pp.program.report.output import announce, complain
 from hetero_pp.rpc.admission_client import status
 from hetero_pp.rpc.certificates import Authority
@@ -42,6 +43,8 @@ def invite(runs: Path, run: str, place: str | None, seconds: float, address: str
     a run that this host does not serve, and for a slot that does not exist or is taken.
     """
     folder, config = _served(runs, run)
+    if over := over_on_disk(folder):
+        raise ConfigError((), f"{folder.path}: {over}")
     _require_place(config, place)
     reached = address or _reached(config)
     authority = Authority(read_token(folder.token))

@@ -23,7 +23,7 @@ from hetero_pp.program.launch.hosts import (
     read_token,
     write_token,
 )
-from hetero_pp.program.launch.inputs import Prepared, prepare
+from hetero_pp.program.launch.inputs import Prepared, prepare, require_same_ranks
 from hetero_pp.program.launch.mode import AS_A_RUN, Invocation, Mode
 from hetero_pp.program.launch.recorded import OnReport, Start, run_and_record
 from hetero_pp.program.launch.supervisor import launch
@@ -187,6 +187,10 @@ def run_members(
     """
     name = prepared.spec.config.name
     folder = RunFolder(runs / name, f"config-{only}.yaml")
+    try:
+        require_same_ranks(prepared.spec, prepared.spec.config, prepared.names, folder)
+    except ConfigError as error:
+        raise prepared.located(error) from None
     with claim(runs, name, [one for one in prepared.names if not _is_shared(prepared.spec, one)]):
         save_config(prepared.spec.config, folder.config)
         announce(f"{name}: {', '.join(prepared.names)} (their output: {folder.path}/logs)")

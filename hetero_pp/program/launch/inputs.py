@@ -30,6 +30,7 @@ from hetero_pp.run.yaml_file import ConfigFile
 from replica_groups.audit.gauntlet.book import require_openskill
 from replica_groups.audit.gauntlet.losses import Texts
 from replica_groups.engines.build import require_engine
+from replica_groups.loop.saved_states import SavedStates
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,22 @@ def _require_engines(config: RunConfig, names: Sequence[str]) -> None:
                 require_engine(replica.engine)
             except ConfigError as error:
                 raise ConfigError(("replicas", index, "engine"), error.message) from None
+
+
+def require_same_ranks(spec: RunSpec, config: RunConfig, names: Sequence[str], folder: RunFolder) -> None:
+    """Raise ConfigError for a replica of `config` whose checkpoints in a folder only fit another number of ranks.
+
+    DeepSpeed splits the optimizer over the ranks from ZeRO 1 on, and cannot split it anew.
+    """
+    for index, replica in enumerate(config.replicas):
+        if not isinstance(replica, DatacenterReplica) or replica.name not in names or replica.engine != "deepspeed":
+            continue
+        stage = replica.deepspeed.get("zero_optimization", {}).get("stage", 0)
+        wrote = SavedStates(folder.state(replica.name), spec.run, spec.latest.states_every).written_by()
+        if stage and wrote not in (None, replica.world):
+            expected = f"expected {wrote / replica.nodes:g}: {wrote} ranks wrote its checkpoints of ZeRO {stage}"
+            told = f"found {replica.ranks}, {expected}, which DeepSpeed reads on the same number only"
+            raise ConfigError(("replicas", index, "ranks"), told)
 
 
 def _require_meeting_places(config: RunConfig, names: Sequence[str], only: str | None) -> None:

@@ -7,10 +7,13 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
+from hetero_pp.config.changed_keys import read_changes
 from hetero_pp.core.bounded import read_json_object
 from hetero_pp.core.errors import RunOver
 from hetero_pp.core.files import write_whole
 from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.read import config_of
+from replica_groups.exchange.open_log import open_log
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,15 @@ class Over:
     """Message of the exchange, such as `the run is over (round 100 of 100)`."""
     heard: float
     """Time of the message, in seconds since 1970."""
+
+
+def over_on_disk(folder: RunFolder) -> str:
+    """Return that the run of a folder with its exchange is over, and how to extend it; empty if it is not over."""
+    config = config_of(folder)
+    log, rounds = open_log(config, folder), read_changes(folder.changes).had("outer.rounds", config.outer.rounds)[-1]
+    if log.last_record() < rounds or rounds not in log.snapshots():
+        return ""
+    return f"the run is over (round {rounds} of {rounds}); extend it with `--resume --set outer.rounds=N`, N > {rounds}"
 
 
 def keep_over(folder: RunFolder, over: RunOver) -> None:

@@ -12,8 +12,9 @@ from hetero_pp.config.links import EXCHANGE
 from hetero_pp.core.errors import ConfigError, HeteroPPError, RunFailed
 from hetero_pp.messages.messages_pb2 import Begun, Report
 from hetero_pp.program.launch.claim import claim_all
-from hetero_pp.program.launch.inputs import Prepared, new_run_folder
+from hetero_pp.program.launch.inputs import Prepared, new_run_folder, require_same_ranks
 from hetero_pp.program.launch.mode import Invocation
+from hetero_pp.program.launch.over import over_on_disk
 from hetero_pp.program.launch.same_run import require_same_run, unheeded
 from hetero_pp.program.report.display import LiveDisplay
 from hetero_pp.program.report.earlier import reports_until
@@ -51,6 +52,10 @@ def run_and_record(
     spec, changed = _going_on(prepared, folder) if resume else (prepared.spec, None)
     if not resume:
         begin_folder(spec, runs.absolute())
+    elif over := over_on_disk(folder):
+        announce(f"{spec.config.name}: {over}")
+        if _is_summarized(folder, spec.latest.outer.rounds):
+            return
     recording, is_stopped = _Recording(spec, folder, resume, invocation), False
     state, console = recording.state, recording.console
     try:
@@ -142,6 +147,19 @@ class _Recording:
                 self._take(Report(time=report.time, member=EXCHANGE, round_closed=log.read_record(round_)))
 
 
+def _is_summarized(folder: RunFolder, rounds: int) -> bool:
+    """Return whether nothing of the record of a finished run is missing, so that no member has to tell it again."""
+    try:
+        summary = json.loads(folder.summary.read_bytes())
+        return (
+            summary["rounds"] == rounds
+            and "failed" not in summary
+            and all((folder.path / name).is_file() for name in ("loss.png", "links.png"))
+        )
+    except (OSError, ValueError, KeyError):
+        return False
+
+
 def _require_over(state: RunState) -> None:
     """Raise RunFailed for a run that ended early."""
     if not state.is_over:
@@ -191,10 +209,14 @@ def _going_on(prepared: Prepared, folder: RunFolder) -> tuple[RunSpec, Values]:
     fetch_configuration(prepared.spec.config, folder)
     try:
         agreement = require_same_run(prepared.spec.config, prepared.given, folder)
-        next_round = open_log(prepared.spec.config, folder).last_record() + 1
-        changes = agreement.changes.changed(agreement.first, next_round, agreement.wanted)
+        last_round = open_log(prepared.spec.config, folder).last_record()
+        changes = agreement.changes.changed(agreement.first, last_round + 1, agreement.wanted)
         spec = RunSpec(agreement.first, prepared.spec.shape.vocabulary, changes)
         require_known_basis(spec)
+        if (rounds := spec.latest.outer.rounds) < last_round:
+            found = f"found {rounds}, expected at least {last_round}, the number of finished rounds"
+            raise ConfigError(("outer", "rounds"), found)
+        require_same_ranks(spec, prepared.spec.config, prepared.names, folder)
     except ConfigError as error:
         raise prepared.located(error) if error.key else error from None
     for line in unheeded(prepared.spec.config, agreement):
