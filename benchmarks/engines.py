@@ -33,6 +33,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from hetero_pp.config.topology import DatacenterReplica
+from hetero_pp.core.device import name_of
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.model.inner import InnerSettings
 from hetero_pp.model.loss import next_token_loss
@@ -47,7 +48,7 @@ from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.program.report.tables import PlainTable
 from hetero_pp.rpc.credentials import Secret
 from hetero_pp.rpc.exchange_client import ExchangeClient
-from hetero_pp.run.hardware import CATALOG
+from hetero_pp.run.hardware import hardware_of
 from hetero_pp.run.snapshot import Snapshot
 from hetero_pp.run.spec import Roster
 from hetero_pp.simulator.costs import Part, forward_flops
@@ -249,11 +250,7 @@ def _reset_peak(device: torch.device) -> int:
 
 
 def _mfu(case: Case, step_seconds: float, device: torch.device) -> float | None:
-    if device.type == "cpu":
-        return None
-    name = torch.cuda.get_device_name(device).lower()
-    known = next((entry for key, entry in CATALOG.items() if key in name.replace(" ", "-")), None)
-    shape = case.shape
+    known, shape = hardware_of(name_of(device)), case.shape
     part = Part(shape.layers, True, 0)
     flops = 3 * forward_flops(shape, part, case.batch_size, case.length)
     return None if known is None else flops / step_seconds / known.flops / case.ranks

@@ -65,6 +65,16 @@ def name_of(device: torch.device) -> str:
     return str(device) if named is None else f"{device} {named(device)}"
 
 
+def peak_bytes(device: torch.device) -> int | None:
+    """Return the most memory that this process had in use on an accelerator; None if torch does not know it."""
+    if device.type == "cpu":
+        return None
+    try:
+        return int(torch.get_device_module(device).max_memory_allocated(device))
+    except (AttributeError, AssertionError, RuntimeError):
+        return None
+
+
 @contextmanager
 def computing(phase: str, device: torch.device) -> Iterator[None]:
     """Raise OutOfMemory, with the phase and the keys that help, if the device's memory does not suffice for a block."""

@@ -892,7 +892,7 @@ class StateSaving(_message.Message):
     def __init__(self, round: _Optional[int] = ..., failure: _Optional[str] = ...) -> None: ...
 
 class MemberRound(_message.Message):
-    __slots__ = ("round", "compute_seconds", "wait_seconds", "outer_seconds", "evaluation_seconds", "blocked_seconds", "wait_previous_seconds", "wait_next_seconds")
+    __slots__ = ("round", "compute_seconds", "wait_seconds", "outer_seconds", "evaluation_seconds", "blocked_seconds", "wait_previous_seconds", "wait_next_seconds", "device_bytes")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -901,6 +901,7 @@ class MemberRound(_message.Message):
     BLOCKED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     WAIT_PREVIOUS_SECONDS_FIELD_NUMBER: _ClassVar[int]
     WAIT_NEXT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_BYTES_FIELD_NUMBER: _ClassVar[int]
     round: int
     compute_seconds: float
     wait_seconds: float
@@ -909,7 +910,8 @@ class MemberRound(_message.Message):
     blocked_seconds: float
     wait_previous_seconds: float
     wait_next_seconds: float
-    def __init__(self, round: _Optional[int] = ..., compute_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., outer_seconds: _Optional[float] = ..., evaluation_seconds: _Optional[float] = ..., blocked_seconds: _Optional[float] = ..., wait_previous_seconds: _Optional[float] = ..., wait_next_seconds: _Optional[float] = ...) -> None: ...
+    device_bytes: int
+    def __init__(self, round: _Optional[int] = ..., compute_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., outer_seconds: _Optional[float] = ..., evaluation_seconds: _Optional[float] = ..., blocked_seconds: _Optional[float] = ..., wait_previous_seconds: _Optional[float] = ..., wait_next_seconds: _Optional[float] = ..., device_bytes: _Optional[int] = ...) -> None: ...
 
 class Computes(_message.Message):
     __slots__ = ("device",)

@@ -55,7 +55,8 @@ _RANGES: Mapping[str, Mapping[str, tuple[float, float]]] = {
             "wait_next_seconds",
         ),
         _SECONDS,
-    ),
+    )
+    | {"device_bytes": (0, MOST_BYTES)},
     "refusal": {"count": (0, MOST_REFUSED)},
     "activity": {"doing": (1, max(Doing.values()))},
     "state_saving": {},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from pydantic import Field
@@ -55,6 +56,20 @@ CATALOG: Mapping[str, Hardware] = {
     ),
 }
 """Peaks are from the vendors. The MFU is an assumption: what tuned training code reaches at these models' sizes."""
+
+_NO_MODEL = re.compile(r"nvidia|geforce|tesla|gpu|sxm\d*|\d+gb|hbm\d+e?")
+"""Words in the name of a device that do not tell its peak."""
+
+
+def hardware_of(device: str) -> Hardware | None:
+    """Return the entry of the catalog for a device as `name_of` calls it; None for a model that it does not have.
+
+    Other words name another model with another peak, such as the one for laptops, or `PCIe` of an H100.
+    """
+    words = re.findall(r"[a-z0-9]+", device.partition(" ")[2].lower())
+    model = "-".join(word for word in words if not _NO_MODEL.fullmatch(word))
+    return CATALOG.get("a100" if model == "a100-pcie" else model)  # an A100 computes as fast in either form
+
 
 ASSUMED = "cpu-core"
 """Hardware that is assumed if none is named."""

@@ -139,6 +139,12 @@ def part_of(spec: RunSpec, member: MemberSpec) -> Part:
     return Part(layers, predicts, parameters, own)
 
 
+def step_flops(spec: RunSpec, member: MemberSpec) -> float:
+    """Return the operations of a member's inner step, forward and backward, without recomputation."""
+    length = spec.config.data.sequence_length
+    return 3 * forward_flops(spec.shape, part_of(spec, member), member.replica.batch_size, length)
+
+
 def cost_of(spec: RunSpec, member: MemberSpec) -> MeasuredCost:
     """Return the measured cost, or the cost that follows from the member's part and hardware.
 

@@ -10,7 +10,7 @@ from enum import Enum, auto
 from functools import partial
 from pathlib import Path
 
-from hetero_pp.core.device import computing
+from hetero_pp.core.device import computing, peak_bytes
 from hetero_pp.core.errors import LinkError, PeerAtFault, Stopped, Suspended, TermOver
 from hetero_pp.messages.messages_pb2 import AssignReply, Doing, Evaluation, LinkUse, MemberRound, StateSaving
 from hetero_pp.rpc.memory import give_freed_memory_back
@@ -271,8 +271,14 @@ class TrainingLoop:
         self.seat.pulse.trains(None, work.epoch)
         self.member.start_round(self.outer)
         spent = loop.timing
-        waited = {"wait_previous_seconds": spent.waited_previous, "wait_next_seconds": spent.waited_next}
-        times = MemberRound(round=round_, compute_seconds=spent.compute, wait_seconds=sum(waited.values()), **waited)
+        times = MemberRound(
+            round=round_,
+            compute_seconds=spent.compute,
+            wait_seconds=spent.waited_previous + spent.waited_next,
+            wait_previous_seconds=spent.waited_previous,
+            wait_next_seconds=spent.waited_next,
+            device_bytes=peak_bytes(self.outer.ranks.device),
+        )
         self._finish(round_, times, started + spent_ahead)
         # A run may be extended after its last round, so that one is always saved.
         if self.states.is_due(round_) or round_ == spec.latest.outer.rounds:

@@ -36,16 +36,17 @@ def test_a_round_with_what_is_known_here() -> None:
     end = member_round("home.1", 1)
     assert shown(["home.1"], [*losses, *links, evaluation(START, "home", 1, 4.5), end]) == [
         "round 1/2: home.1: validation loss 4.5000, training loss 5.5000, 10 s "
-        "(waiting for neighbours 2 s, exchange with other replicas 2.5 s), sent 4.02 kB"
+        "(waiting for neighbours 2 s, exchange with other replicas 2.5 s), 205 tokens/s, sent 4.02 kB"
     ]
 
 
 def test_a_round_of_a_member_that_knows_no_loss() -> None:
     assert shown(["home.0"], [link_use(START, "home.0-1", "forward", 1, 990), member_round("home.0", 1)]) == [
-        "round 1/2: home.0: 10 s (waiting for neighbours 2 s, exchange with other replicas 2.5 s), sent 1 kB"
+        "round 1/2: home.0: 10 s (waiting for neighbours 2 s, exchange with other replicas 2.5 s), "
+        "205 tokens/s, sent 1 kB"
     ]
     assert shown(["dc"], [member_round("dc", 2, wait=0.0)]) == [
-        "round 2/2: dc: 8 s (exchange with other replicas 2.5 s), sent 0 B"
+        "round 2/2: dc: 8 s (exchange with other replicas 2.5 s), 256 tokens/s, sent 0 B"
     ]
 
 

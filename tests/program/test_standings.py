@@ -27,6 +27,7 @@ from test_run_state import (
 
 from hetero_pp.config.audit import AuditSettings
 from hetero_pp.core.files import write_whole
+from hetero_pp.core.units import format_share
 from hetero_pp.messages.messages_pb2 import (
     GIVEN_UP,
     HEALED,
@@ -40,6 +41,7 @@ from hetero_pp.messages.messages_pb2 import (
     TERM_OVER,
     UNAUDITED,
     WENT_ON,
+    Computes,
     Happened,
     Over,
     Report,
@@ -56,6 +58,7 @@ from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.summary import summary_of
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
+from hetero_pp.simulator.costs import step_flops
 
 KILLED = "home.1 was killed by SIGKILL"
 LEFT = "no restart is left, so the run continues without it"
@@ -280,6 +283,23 @@ def test_what_faults_cost_is_in_the_summary_and_at_the_end() -> None:
     assert "home: excluded from 1 round (2)." in lines
     assert "Below quorum: 1 pause, 4 s in total." in lines
     assert "Participation 75 %; included contributions: 30 tokens/s, 60 % of the trained tokens." in lines
+
+
+def test_the_line_of_a_round_has_its_speed_and_on_a_known_accelerator_mfu_and_memory() -> None:
+    spec = made_up_spec()
+    reports = [*there(), *made_up_round(1)]
+    closed = next(one for one in reports if one.HasField("round_closed"))
+    for entry, tokens in zip(closed.round_closed.contributions, (1000, 600), strict=True):
+        entry.tokens, entry.steps = tokens, 2
+    assert round_line(state_of(reports), 1).endswith(", 8 s, 200 tokens/s")
+    rounds = Report(time=START + 9, member="dc")
+    rounds.member_round.round, rounds.member_round.device_bytes = 1, 61_200_000_000
+    flops = 2 * step_flops(spec, spec.members["dc"]) / 8
+    known = f"MFU {format_share(flops / 989e12)}, "
+    for device, told in (("cuda:0 NVIDIA H100 80GB HBM3", known), ("cuda:0 NVIDIA B1", "")):
+        computes = Report(time=START, member="dc", computes=Computes(device=device))
+        line = round_line(state_of([computes, *reports, rounds]), 1)
+        assert line.endswith(f", 8 s, 200 tokens/s, {told}61.2 GB of GPU memory")
 
 
 def test_what_is_told_twice_is_trained_once() -> None:

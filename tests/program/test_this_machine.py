@@ -21,6 +21,7 @@ from hetero_pp.model import precision
 from hetero_pp.program.cli import app
 from hetero_pp.program.launch import open_files, this_machine
 from hetero_pp.program.launch.this_machine import limits_of
+from hetero_pp.run.hardware import CATALOG, hardware_of
 from hetero_pp.run.read import spec_of
 from hetero_pp.run.yaml_file import ConfigFile
 
@@ -339,3 +340,22 @@ def test_a_limit_of_open_files_is_told_with_what_raises_it(monkeypatch: pytest.M
     monkeypatch.setattr(open_files.resource, "setrlimit", lambda _, limits: raised.append(limits))
     open_files.require_open_files(4)
     assert raised == [(72, 4096)]
+
+
+@pytest.mark.parametrize(
+    ("device", "entry"),
+    [
+        ("cuda:0 NVIDIA H100 80GB HBM3", "h100"),
+        ("cuda:3 NVIDIA H200", "h200"),
+        ("cuda:0 NVIDIA A100-SXM4-80GB", "a100"),
+        ("cuda:0 NVIDIA A100-PCIE-40GB", "a100"),
+        ("cuda:0 NVIDIA GeForce RTX 3090", "rtx-3090"),
+        ("cuda:0 NVIDIA H100 PCIe", None),
+        ("cuda:0 NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("cuda:0 NVIDIA GeForce RTX 3090 Ti", None),
+        ("cpu", None),
+        ("", None),
+    ],
+)
+def test_the_peak_of_a_device_is_known_by_its_whole_name(device: str, entry: str | None) -> None:
+    assert hardware_of(device) is (None if entry is None else CATALOG[entry])

@@ -17,7 +17,7 @@ from hetero_pp.core.units import format_bytes, format_count, format_duration, fo
 from hetero_pp.run.devices import devices_of
 from hetero_pp.run.hardware import ASSUMED, CATALOG
 from hetero_pp.run.spec import MemberSpec, RunSpec
-from hetero_pp.simulator.costs import forward_flops, part_of
+from hetero_pp.simulator.costs import part_of, step_flops
 from hetero_pp.simulator.exchange_load import exchange_load
 from hetero_pp.simulator.memory import LAUNCHER_BYTES, memory_of_member
 from hetero_pp.simulator.too_little_memory import listed_by_kind, remedy
@@ -129,20 +129,13 @@ def _of_time(spec: RunSpec, members: Sequence[MemberSpec]) -> Iterator[Limit]:
         return
     cores = min(usable_cores(), spec.config.threads * sum(_processes(member) for member in computing))
     speed = CATALOG[ASSUMED].achieved_flops
-    step = sum(_step_flops(spec, member) for member in computing) / (speed * cores)
+    step = sum(_on_this_node(member, step_flops(spec, member)) for member in computing) / (speed * cores)
     inner, rounds = spec.config.inner, spec.latest.outer.rounds
     whole = rounds * (step * inner.steps if inner.steps is not None else max(step, inner.seconds or 0.0))
     if step > LONG_STEP or whole > LONG_RUN:
         long = f"a step would take about {format_seconds(step)} on {format_count(cores, 'CPU core')}"
         rate = f"{speed / 1e9:g} GFLOP/s per core (`hetero-pp calibrate` measures it)"
         yield Limit(("replicas",), f"{long}, and the run {format_duration(whole)}, at {rate}", is_final=False)
-
-
-def _step_flops(spec: RunSpec, member: MemberSpec) -> float:
-    """Return the floating-point operations of an inner step, forward and backward."""
-    sequences = member.replica.batch_size
-    flops = 3 * forward_flops(spec.shape, part_of(spec, member), sequences, spec.config.data.sequence_length)
-    return _on_this_node(member, flops)
 
 
 def _computes_here(member: MemberSpec) -> bool:

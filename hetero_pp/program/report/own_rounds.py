@@ -12,7 +12,7 @@ from hetero_pp.messages.messages_pb2 import MemberRound, Report
 from hetero_pp.program.report.happenings import Happenings
 from hetero_pp.program.report.live_view import trouble_lines
 from hetero_pp.program.report.reading import now_and_then
-from hetero_pp.program.report.round_lines import joined_line, waiting_line
+from hetero_pp.program.report.round_lines import joined_line, speeds, waiting_line
 from hetero_pp.program.report.state import Presence, RunState
 from hetero_pp.run.spec import RunSpec
 
@@ -80,14 +80,19 @@ class OwnRounds:
         """Return the line of a member's round.
 
         It is of the form `round 3/16: home.1: training loss 4.2, 12 s (waiting for neighbours 3 s, exchange with other
-        replicas 2 s), sent 1.2 MB`.
+        replicas 2 s), 1,700 tokens/s, sent 1.2 MB`.
         """
+        replica = self.state.spec.members[member].replica
+        known = self.state.replicas.get(replica.name)
+        steps = self.state.inner_steps or (0 if known is None else known.steps(told.round))
+        tokens = steps * replica.batch_size * self.state.spec.config.data.sequence_length
         whole = told.compute_seconds + told.wait_seconds + told.outer_seconds + told.evaluation_seconds
         shares = {"waiting for neighbours": told.wait_seconds, "exchange with other replicas": told.outer_seconds}
         within = ", ".join(f"{what} {format_seconds(seconds)}" for what, seconds in shares.items() if seconds)
         parts = [
             *self._losses(member, told.round),
             f"{format_seconds(whole)} ({within})",
+            *speeds(self.state, told.round, [member], tokens, whole),
             f"sent {format_bytes(self._sent(member, told.round))}",
         ]
         return f"round {told.round}/{self.state.rounds_planned}: {member}: {', '.join(parts)}"

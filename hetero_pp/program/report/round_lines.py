@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from hetero_pp.config.topology import DatacenterReplica
-from hetero_pp.core.units import format_bytes, format_count, format_number, format_seconds
+from hetero_pp.core.units import format_bytes, format_count, format_number, format_seconds, format_share
 from hetero_pp.messages.messages_pb2 import CONTRIBUTING, FINISHING, JOINING, STORING, Waiting
 from hetero_pp.outer.exchange_service import FIRST_TOLD
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.tables import format_loss
+from hetero_pp.run.hardware import hardware_of
 from hetero_pp.run.spec import RunSpec
+from hetero_pp.simulator.costs import step_flops
 from replica_groups.audit.gauntlet.cost import share_of_compute
 from replica_groups.exchange.patience import listed, whom
 
@@ -146,9 +148,35 @@ def round_line(state: RunState, round_: int) -> str:
     what = f"validation loss {_validation(state, round_)}, training loss {losses}"
     if state.spec.config.rehearsal is not None:
         what = "rehearsed"
-    return f"round {round_}/{state.rounds_planned}: {what}, {format_seconds(state.round_seconds(round_))}" + "".join(
+    seconds, counted = state.round_seconds(round_), state.standings.rounds[round_]
+    included = [replica for replica in state.spec.replicas_ever if replica.name in counted.counted]
+    members = [member for replica in included for member in replica.members]
+    speed = speeds(state, round_, members, counted.tokens, seconds)
+    told = ", ".join([what, format_seconds(seconds), *speed])
+    return f"round {round_}/{state.rounds_planned}: {told}" + "".join(
         f"; {what}: {_reasons(why)}" for what, why in without.items() if why
     )
+
+
+def speeds(state: RunState, round_: int, members: Sequence[str], tokens: int, seconds: float) -> Iterator[str]:
+    """Yield what some members reached in a round: tokens per second, and on accelerators MFU and memory.
+
+    The MFU is over the whole round, exchange and evaluation included, and only of devices whose peak is known.
+    """
+    if state.spec.config.rehearsal is not None or not tokens or seconds <= 0:
+        return
+    yield f"{tokens / seconds:,.0f} tokens/s"
+    done = peak = 0.0
+    for name in members:
+        member, hardware = state.spec.members[name], hardware_of(state.devices.get(name, ""))
+        steps = state.replicas[member.replica.name].steps(round_) or state.inner_steps or 0
+        if hardware is not None and steps:
+            done += steps * step_flops(state.spec, member)
+            peak += hardware.flops * (member.replica.world if isinstance(member.replica, DatacenterReplica) else 1)
+    if peak:
+        yield f"MFU {format_share(done / seconds / peak)}"
+    if used := max((state.device_bytes.get(name, 0) for name in members), default=0):
+        yield f"{format_bytes(used)} of GPU memory"
 
 
 def _validation(state: RunState, round_: int) -> str:

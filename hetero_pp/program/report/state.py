@@ -126,6 +126,10 @@ class RunState:
         """Counters of the whole run, also where reports of its beginning are missing."""
         self.spent = {name: Spent() for name in spec.members}
         """Seconds of each member's rounds."""
+        self.devices: dict[str, str] = {}
+        """Member -> name of the device on which it computes."""
+        self.device_bytes: dict[str, int] = {}
+        """Member -> most memory that it had in use on its accelerator."""
         self._pauses = Pauses()
         self._finished: set[str] = set()
         self._over: Over | None = None
@@ -160,6 +164,11 @@ class RunState:
                     self._came(report.member)
                     if report.member in self.spent:
                         self.spent[report.member].apply(report.member_round)
+                        if report.member_round.HasField("device_bytes"):
+                            self.device_bytes[report.member] = report.member_round.device_bytes
+                case "computes" if report.member in self.spec.members:
+                    self.devices[report.member] = report.computes.device
+                    self.device_bytes.pop(report.member, None)
                 case "link_use":
                     self._used(report.time, report.link_use)
                 case "round_closed":
