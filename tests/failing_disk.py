@@ -125,6 +125,13 @@ class _File:
 def failing_disk(folder: Path) -> Iterator[FailingDisk]:
     """Patch file operations below the folder while the block runs; yield the disk that controls their failures."""
     disk = FailingDisk(folder)
+    with patched(disk):
+        yield disk
+
+
+@contextmanager
+def patched(disk: FailingDisk) -> Iterator[None]:
+    """Let this disk see the file operations below its folder while the block runs."""
     with pytest.MonkeyPatch.context() as patch:
         _replace_files(patch, disk)
         fsync = os.fsync
@@ -135,7 +142,7 @@ def failing_disk(folder: Path) -> Iterator[FailingDisk]:
         for name in ("replace", "rename", "link"):
             _count(patch, disk, os, name, lambda arguments: arguments[1])
         _replace_libraries(patch, disk)
-        yield disk
+        yield
 
 
 def each_operation(disk: FailingDisk, step: int = 1) -> Iterator[int]:

@@ -15,7 +15,7 @@ from hetero_pp.store.store import Store
 
 
 class Phase(StrEnum):
-    """Phases of a member in a round, in this order."""
+    """Phases of a member in a round."""
 
     TRAINING = "training"
     """Begins with the first inner step."""
@@ -24,6 +24,7 @@ class Phase(StrEnum):
     """Waits for the round record."""
     EVALUATING = "evaluating"
     SAVING = "saving"
+    """Writes its member checkpoint: before the last deposit, or, with overlap, at the end of the round."""
 
 
 class Faults:

@@ -65,10 +65,15 @@ class StepsTaken:
         known = self.known(round_)
         return None if known is None else {"first": known["first"] + steps, "last": steps}
 
-    def save(self, folder: Path) -> None:
-        """Write the counts, if they do not follow from the round."""
+    def save(self, folder: Path, ahead: tuple[int, int] | None = None) -> None:
+        """Write the counts, if they do not follow from the round.
+
+        `ahead`: an undecided round and its steps, to write the counts after it if its record includes them.
+        """
         if self._of_each_round is None:
             known = {"round": self._round, "total": self._total, "last": self.last}
+            if ahead is not None:
+                known = {"round": ahead[0], "total": self._total + ahead[1], "last": ahead[1]}
             (folder / _STEPS_FILE).write_text(json.dumps(known), encoding="utf-8")
 
     def load(self, folder: Path) -> None:

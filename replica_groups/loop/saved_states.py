@@ -2,10 +2,16 @@
 
   <folder>/round-000010/...
   <folder>/round-000010/digests.json
+  <folder>/pending-000020/...
 
 A folder gets its final name only once it is complete and on disk. The newest two are kept. If a run dies while its
 members save, it resumes from the newest round that all members have. Nothing else is deleted. A run that starts again,
 or resumes from an earlier round, moves unused checkpoints to <folder>/aside-1, aside-2, ...
+
+A *pending* checkpoint is that after a round whose record the member does not know yet. It is on disk before the
+exchange can include the contribution from which it follows. A record that includes exactly that contribution makes it
+the checkpoint after the round, and any other record makes it void. So a member that is killed in between returns to the
+same bits.
 """
 
 from __future__ import annotations
@@ -27,8 +33,10 @@ from pydantic import BaseModel, ValidationError
 
 from hetero_pp.core.errors import Refused
 from hetero_pp.core.files import complaint, file_sha256, keep_trying, naming, rename_whole, write_whole
+from hetero_pp.messages.messages_pb2 import ContributionEntry, RoundRecord
 from hetero_pp.outer.exchange_service import AvailableStates, ExchangeService
 from replica_groups.loop.state_copies import StateCopies
+from replica_groups.outer.error_feedback import Undecided, is_named
 from replica_groups.outer.ranks import ALONE, Ranks
 
 KEPT = 2
@@ -45,6 +53,9 @@ class _Noted(BaseModel):
 
     run: str
     files: dict[str, str]
+    generation: int | None = None
+    blobs: dict[str, str] | None = None
+    """Block -> sha256 of the contribution without which the checkpoint is void; None if it is not pending."""
 
 
 @dataclass(frozen=True)
@@ -84,10 +95,18 @@ class SavedStates:
     def path(self, round_: int) -> Path:
         return self.folder / f"round-{round_:06d}"
 
-    def rounds(self) -> list[int]:
+    def _pending(self, round_: int) -> Path:
+        return self.folder / f"pending-{round_:06d}"
+
+    def rounds(self, kind: str = "round") -> list[int]:
         """Return the rounds that have a checkpoint folder, intact or not."""
         found = self.folder.iterdir() if self.folder.is_dir() else ()
-        return sorted(int(match[1]) for path in found if (match := re.fullmatch(r"round-(\d{6,})", path.name)))
+        return sorted(int(match[1]) for path in found if (match := re.fullmatch(rf"{kind}-(\d{{6,}})", path.name)))
+
+    @property
+    def pending(self) -> int:
+        """Round of the pending checkpoint; 0 if there is none. The same on all ranks."""
+        return max(self._broadcast(self.rounds("pending")), default=0)
 
     def written_by(self) -> int | None:
         """Return how many ranks wrote the newest checkpoint of this run; None without one."""
@@ -103,8 +122,7 @@ class SavedStates:
         """Read all checkpoints of this run and compare them with their digests."""
         whole, damaged = [], []
         for round_ in self._broadcast(self.rounds()):
-            digests = self._digests(self.path(round_))
-            complaint = self._broadcast(self._complaint(round_, digests))
+            complaint = self._complaint_of(self.path(round_))
             if complaint is None:
                 whole.append(round_)
             elif complaint:
@@ -115,10 +133,14 @@ class SavedStates:
         """Return the first rank's value on all ranks, because they all have to take the same branches."""
         return json.loads(self.ranks.broadcast_bytes(json.dumps(seen).encode()))
 
-    def _complaint(self, round_: int, digests: dict[str, str]) -> str | None:
+    def _complaint_of(self, folder: Path) -> str | None:
         """Return what is wrong with a checkpoint: None if nothing, an empty string if it belongs to another run."""
+        digests = self._digests(folder)
+        return self._broadcast(self._complaint(folder, digests))
+
+    def _complaint(self, folder: Path, digests: dict[str, str]) -> str | None:
         try:
-            noted = _Noted.model_validate_json((self.path(round_) / DIGESTS).read_bytes())
+            noted = _Noted.model_validate_json((folder / DIGESTS).read_bytes())
         except (OSError, ValidationError):
             return f"{DIGESTS} cannot be read"
         if noted.run != self.run:
@@ -165,8 +187,10 @@ class SavedStates:
     def is_due(self, round_: int) -> bool:
         return round_ % self.every == 0
 
-    def save(self, round_: int, write: Callable[[Path], object]) -> str:
+    def save(self, round_: int, write: Callable[[Path], object], awaits: Undecided | None = None) -> str:
         """Let `write` fill a folder for this round, and delete all but the newest checkpoints.
+
+        With `awaits` the checkpoint is pending until `settle` knows whether the round includes that contribution.
 
         If writing fails on the disk of any rank, return the reason on all ranks; otherwise return an empty string.
         After a failure the earlier checkpoints stay, and nothing of this round is left.
@@ -175,14 +199,45 @@ class SavedStates:
         failure = (
             self._failure_of(partial(self._begin, part), self.ranks.is_first)
             or self._failure_of(partial(write, part))
-            or self._failure_of(partial(self._end, part, round_, self._digests(part)), self.ranks.is_first)
+            or self._failure_of(partial(self._end, part, round_, self._digests(part), awaits), self.ranks.is_first)
         )
         if self.ranks.is_first:
             if failure:
                 shutil.rmtree(part, ignore_errors=True)
-            elif self.copies is not None:
-                self.copies.saved(round_, self.path(round_))
+            elif awaits is None:
+                self._saved(round_)
         return failure
+
+    def settle(self, round_: int, counted: ContributionEntry | None, reads: bool = False) -> bool:
+        """Make the pending checkpoint that of this round if `counted`, the record's entry, is what it awaits.
+
+        Return whether it is; else remove it. `reads`: whether to compare its files with their digests first.
+        """
+        pending, is_named_ = self._pending(round_), False
+        if self.ranks.is_first and pending.exists():
+            with suppress(OSError, ValidationError):
+                noted = _Noted.model_validate_json((pending / DIGESTS).read_bytes())
+                is_named_ = noted.blobs is not None and is_named(counted, noted.generation, noted.blobs)
+        is_taken = self._broadcast(is_named_)
+        if is_taken and reads and (complaint := self._complaint_of(pending)) is not None:
+            self._say(f"{pending} is damaged: {complaint}")
+            is_taken = False
+        if not is_taken:
+            if self.ranks.is_first:
+                shutil.rmtree(pending, ignore_errors=True)
+            return False
+        failure = self._failure_of(partial(rename_whole, pending, self.path(round_)), self.ranks.is_first)
+        if self.ranks.is_first and not failure:
+            self._saved(round_)
+        return not failure
+
+    def _saved(self, round_: int) -> None:
+        """Remove all but the newest checkpoints, and copy this one to the store."""
+        with suppress(OSError):  # the next save tries again
+            for old in self.rounds()[:-KEPT]:
+                shutil.rmtree(self.path(old), ignore_errors=True)
+        if self.copies is not None:
+            self.copies.saved(round_, self.path(round_))
 
     def _failure_of(self, do: Callable[[], object], is_mine: bool = True) -> str:
         """Call `do` on the ranks with `is_mine`; return the message of any rank's OSError on all ranks."""
@@ -197,18 +252,20 @@ class SavedStates:
         return next(filter(None, failures), "")
 
     def _begin(self, part: Path) -> None:
-        if part.exists():  # a failed save left it
-            shutil.rmtree(part)
+        for left in (part, *map(self._pending, self.rounds("pending"))):  # by a failed save, and by a round in vain
+            if left.exists():
+                shutil.rmtree(left)
         part.mkdir(parents=True)
 
-    def _end(self, part: Path, round_: int, files: dict[str, str]) -> None:
+    def _end(self, part: Path, round_: int, files: dict[str, str], awaits: Undecided | None) -> None:
         for name, digest in files.items():
             if digest.startswith(_UNREAD):
                 raise OSError(errno.EIO, digest, str(part / name))
-        write_whole(part / DIGESTS, _Noted(run=self.run, files=files).model_dump_json(indent=1).encode())
-        rename_whole(part, self.path(round_))
-        for old in self.rounds()[:-KEPT]:
-            shutil.rmtree(self.path(old), ignore_errors=True)  # if this fails, the next save tries again
+        noted = _Noted(run=self.run, files=files)
+        if awaits is not None:
+            noted.generation, noted.blobs = awaits.generation, awaits.digests
+        write_whole(part / DIGESTS, noted.model_dump_json(indent=1).encode())
+        rename_whole(part, self.path(round_) if awaits is None else self._pending(round_))
 
     def _say(self, line: str) -> None:
         print(f"{self.folder.name}: {line}", file=sys.stderr, flush=True)
@@ -229,7 +286,11 @@ def newest_usable_state(
 
     States that this run cannot use are moved aside, not removed, because they may be all that is left of another run.
     """
-    last_round = exchange.last_round()
+    last_round, pending = exchange.last_round(), states.pending
+    if 0 < pending <= last_round:  # the record came while the member was gone
+        counted = _entry(exchange.record(pending, member), replica)
+        if states.settle(pending, counted, reads=True):
+            available = AvailableStates(available.rounds | {pending}, available.damaged)
     useful = frozenset(round_ for round_ in available.rounds if round_ <= last_round)
     if useful and not _is_known_since(exchange, member, replica, range(max(useful) + 1, last_round + 1)):
         useful = frozenset()  # what was counted since cannot be taken out of its error feedback
@@ -242,10 +303,13 @@ def newest_usable_state(
 def _is_known_since(exchange: ExchangeService, member: str, replica: str, rounds: range) -> bool:
     """Return whether the log still has what these rounds included of a replica; older contributions go first."""
     for round_ in rounds:
-        for entry in exchange.record(round_, member).contributions:
-            if entry.replica == replica:
-                try:
-                    return bool(exchange.fetch(member, round_, replica, entry.blobs[0].block))
-                except Refused:
-                    return False
+        if (entry := _entry(exchange.record(round_, member), replica)) is not None:
+            try:
+                return bool(exchange.fetch(member, round_, replica, entry.blobs[0].block))
+            except Refused:
+                return False
     return True
+
+
+def _entry(record: RoundRecord, replica: str) -> ContributionEntry | None:
+    return next((one for one in record.contributions if one.replica == replica), None)

@@ -106,7 +106,7 @@ def take_part(
             commitments=commitments,
         )
         if saved is not None:
-            loop.load(states.path(saved), saved, holds)
+            loop.load(saved)
         _run(loop, holds, saved, spec, copies)
 
 

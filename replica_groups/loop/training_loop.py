@@ -79,6 +79,8 @@ class TrainingLoop:
         """Round after which the member holds theta."""
         self._unsaved = 0
         """Number of consecutive checkpoints that could not be saved."""
+        self._seconds_to_save = 0.0
+        """Duration of the newest save."""
         self._saved: int | None = None
         """Round of the loaded member checkpoint, until the rounds since then are caught up."""
         self._has_started = False
@@ -86,10 +88,11 @@ class TrainingLoop:
         self._position = _Position.CATCHING_UP
         self.ahead = Ahead()
 
-    def load(self, folder: Path, saved: int, holds: int) -> None:
-        """Restore the member checkpoint after round `saved`, in a member built from the snapshot after `holds`."""
+    def load(self, saved: int) -> None:
+        """Restore the member checkpoint after round `saved`. Theta and the outer optimizer stay as they are."""
+        folder = self.states.path(saved)
         self.member.load(folder)
-        self.outer.load(folder, saved, holds)
+        self.outer.load(folder)
         self.outer.restore()
         self.steps.load(folder)
         self.ahead.load(folder)
@@ -149,11 +152,13 @@ class TrainingLoop:
             print(f"{self.reporter.member}: its state was not saved: {error}", file=sys.stderr, flush=True)
             return
         self.reporter.flush(lambda: True)
-        self._save_state(self.holds)
+        if not self.states.has(self.holds):
+            self._save_state(self.holds)
 
     def _catch_up_before_the_end(self, missed: range) -> None:
         for round_ in missed:
-            self.outer.catch_up(range(round_, round_ + 1), range(round_, round_ + 1))
+            one = range(round_, round_ + 1)
+            self.outer.catch_up(one, range(0) if self._load_settled(one) else one)
             self.holds = round_
             self.steps.catch_up(round_, lambda one: self.outer.calls.record(one))
 
@@ -169,15 +174,16 @@ class TrainingLoop:
 
     def _reach(self, work: AssignReply, snapshots_every: int) -> None:
         """Bring the member to the start of the assigned round."""
-        self.length.begin(work.elapsed)
+        saves_first = self.states.is_due(work.round) and not self.outer.settings.overlap
+        self.length.begin(work.elapsed + (self._seconds_to_save if saves_first else 0.0))
         self.reporter.does(Doing.CATCHING_UP)
         self._position = _Position.CATCHING_UP
         if work.heals:
             self._heal()
             if self.holds >= work.round:
                 raise Suspended(f"round {work.round} closed in the meantime")
-        before = work.round - 1
-        if before > self.holds + self._has_started and self._saved is None:
+        before, is_settled = work.round - 1, self._load_settled(range(self.holds + 1, work.round))
+        if before > self.holds + self._has_started and (self._saved is None or is_settled):
             self._take_newer_snapshot(before, snapshots_every if self._has_started else 1)
         missed = range(self.holds + 1, work.round)
         # A contribution restored to error feedback may have been included, if the incarnation ended before the reply.
@@ -196,6 +202,21 @@ class TrainingLoop:
             self._evaluate(before)  # repeated after a resume, as the run may have died before the report
             if before == 0:
                 self._report_links(0)
+
+    def _load_settled(self, missed: range) -> bool:
+        """Load the pending member checkpoint, if one of the missed rounds includes the contribution that it awaits.
+
+        The member has returned to the start of that round, or is a new process, and the contribution stayed.
+        """
+        round_ = self.states.pending if missed else 0
+        if round_ not in missed:
+            return False
+        entry = self.outer.calls.entry(self.outer.calls.record(round_))
+        if not self.states.settle(round_, entry, reads=True):
+            return False
+        self.load(round_)
+        self._saved = round_
+        return True
 
     def _take_newer_snapshot(self, before: int, least: int) -> None:
         """Load the newest run checkpoint instead of replaying rounds, if it is at least `least` rounds newer.
@@ -251,18 +272,23 @@ class TrainingLoop:
 
         def contributed() -> None:
             nonlocal spent_ahead
-            self.length.contributed(time.monotonic() - started)
+            self.length.contributed(time.monotonic() - started - (self._seconds_to_save if saves_first else 0.0))
             if spec.config.outer.overlap and round_ < spec.latest.outer.rounds:
                 spent_ahead = -time.monotonic()
                 self._train_ahead(round_, spec)
                 spent_ahead += time.monotonic()
 
+        # A run may be extended after its last round, so that one is always saved.
+        is_saved = self.states.is_due(round_) or round_ == spec.latest.outer.rounds
+        # With overlap, the state has what is trained ahead while the contribution is in transit.
+        saves_first = is_saved and not spec.config.outer.overlap
+        before_last = partial(self._save_state, round_, loop.steps) if saves_first else lambda: None
         self.reporter.does(Doing.OUTER_ROUND)
         if self.commitments is not None:
             with self._allowed_to_stop():
                 self.commitments.wait(SECONDS_TO_SHOW)  # no round counts a member that owes a checkpoint
         with computing("outer round", self.outer.ranks.device):
-            record = self.outer.synchronise(round_, work.epoch, loop.steps, contributed)
+            record = self.outer.synchronise(round_, work.epoch, loop.steps, contributed, before_last)
         self._position, self.holds = _Position.AT_START, round_
         is_undone = self.commitments is not None and self.outer.calls.entry(record) is None
         if is_undone:  # the error feedback is undone, too (OuterRound)
@@ -280,10 +306,11 @@ class TrainingLoop:
             device_bytes=peak_bytes(self.outer.ranks.device),
         )
         self._finish(round_, times, started + spent_ahead)
-        # A run may be extended after its last round, so that one is always saved.
-        if self.states.is_due(round_) or round_ == spec.latest.outer.rounds:
+        if is_saved:
             self.reporter.flush(lambda: self.stopping.is_asked)  # a run that resumes from here has lost no report
-            self._save_state(round_)
+            is_settled = self.states.settle(round_, self.outer.calls.entry(record))
+            if not is_settled and not (saves_first and self._unsaved):  # the disk took nothing a moment ago
+                self._save_state(round_)
 
     def _inner_loop_of(self, work: AssignReply, spec: RunSpec) -> InnerLoop:
         """Return the inner loop of the assigned round: the one trained ahead if it is valid, else a new one.
@@ -390,9 +417,14 @@ class TrainingLoop:
         self._report_links(round_)  # first, so that the link use is known once the round is reported
         self.reporter.tell(member_round=times)
 
-    def _save_state(self, round_: int) -> None:
-        """Save the state after a round. If the disk fails, the member trains on and reports it at growing intervals."""
-        failure = self.states.save(round_, partial(self._save, round_))
+    def _save_state(self, round_: int, steps: int | None = None) -> None:
+        """Save the state after a round. If the disk fails, the member trains on and reports it at growing intervals.
+
+        With `steps`, the contribution of so many steps is undecided, and the state is that after a round with it.
+        """
+        awaits, began = None if steps is None else self.outer.feedback.undecided, time.monotonic()
+        failure = self.states.save(round_, partial(self._save, round_, steps), awaits)
+        self._seconds_to_save = time.monotonic() - began
         has_failed, self._unsaved = self._unsaved, self._unsaved + 1 if failure else 0
         is_told = has_failed > 0
         if failure:  # the 1st, 2nd, 4th, 8th, ... consecutive failure
@@ -401,12 +433,12 @@ class TrainingLoop:
         if is_told and self.outer.ranks.is_first:
             self.reporter.tell(state_saving=StateSaving(round=round_, failure=failure))
 
-    def _save(self, round_: int, folder: Path) -> None:
+    def _save(self, round_: int, steps: int | None, folder: Path) -> None:
         self.faults.write()
         self.member.save(folder)
         self.faults.reached(Phase.SAVING, round_)
         self.outer.save(folder)
-        self.steps.save(folder)
+        self.steps.save(folder, None if steps is None else (round_, steps))
         if self.outer.own.trained:
             self.ahead.save(folder)
 

@@ -7,6 +7,7 @@ it is undecided, a copy of error feedback from before it can be restored, so tha
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -37,10 +38,20 @@ class Undecided:
         Two coordinators at once may have formed two groups of the same generation, so comparing generations is not
         enough.
         """
-        if counted is None or self.generation not in (None, counted.epoch):
-            return False
-        named = {blob.block: blob.sha256 for blob in counted.blobs}
-        return all(named.get(block) == hashlib.sha256(data).digest() for block, data in self.blobs.items())
+        return is_named(counted, self.generation, self.digests)
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """The sha256 of each blob, as hexadecimal digits, by block."""
+        return {block: hashlib.sha256(data).hexdigest() for block, data in self.blobs.items()}
+
+
+def is_named(counted: ContributionEntry | None, generation: int | None, digests: Mapping[str, str]) -> bool:
+    """Return whether an entry of a record is of this generation (None: of any) and has these blobs, by block."""
+    if counted is None or generation not in (None, counted.epoch):
+        return False
+    named = {blob.block: blob.sha256.hex() for blob in counted.blobs}
+    return all(named.get(block) == digest for block, digest in digests.items())
 
 
 class ErrorFeedback:

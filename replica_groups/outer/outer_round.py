@@ -89,8 +89,6 @@ class OuterRound:
         The run is audited by recomputation then, and a contribution that is not included is taken back as a whole.
         """
         self.own = OwnRounds()
-        self._is_applying = False
-        """Whether the outer optimizer's state is partly that after the round in progress."""
 
     @property
     def error(self) -> dict[str, Tensor]:
@@ -105,16 +103,22 @@ class OuterRound:
     # ---- a round ----
 
     def synchronise(
-        self, round_: int, epoch: int | None = None, steps: int = 0, on_contributed: Callable[[], object] = lambda: None
+        self,
+        round_: int,
+        epoch: int | None = None,
+        steps: int = 0,
+        on_contributed: Callable[[], object] = lambda: None,
+        before_last: Callable[[], object] = lambda: None,
     ) -> RoundRecord:
         """Contribute `steps` inner steps and apply the round, so that all replicas hold the same parameters.
 
         `on_contributed` is called while the contribution is in transit; with overlap, it may train the next round.
+        `before_last`: as in `contribute`.
 
         Raises Suspended or TermOver if the round has to be trained again; call `undo` then. Raises Stopped if the
         member is asked to stop; after `undo`, `save` writes the state before the round.
         """
-        own = self.contribute(round_, epoch, steps)
+        own = self.contribute(round_, epoch, steps, before_last)
         if self._carrier is not None:
             self._carrier.carry(self.calls.member, round_, self.calls.replica, self.needed())
         on_contributed()
@@ -137,8 +141,8 @@ class OuterRound:
     def _undone_if_stopped(self) -> Iterator[None]:
         """If the block raises Stopped, let `ErrorFeedback.take_back` restore the error feedback from before the round.
 
-        Theta and the outer optimizer's state may be partly those after the round, but the process ends, and a member
-        checkpoint does without both.
+        Theta and the outer optimizer's state may be partly those after the round, but the process ends, and both are
+        in the run log.
         """
         undecided = self.feedback.undecided
         try:
@@ -148,15 +152,24 @@ class OuterRound:
             raise
 
     @torch.no_grad()
-    def contribute(self, round_: int, epoch: int | None = None, steps: int = 0) -> Mapping[str, bytes]:
-        """Compress and deposit every block; return the blobs on the first rank."""
+    def contribute(
+        self,
+        round_: int,
+        epoch: int | None = None,
+        steps: int = 0,
+        before_last: Callable[[], object] = lambda: None,
+    ) -> Mapping[str, bytes]:
+        """Compress and deposit every block; return the blobs on the first rank.
+
+        `before_last` is called on all ranks before the contribution can be included: error feedback no longer has it.
+        """
         undecided = self.feedback.begin(round_, epoch)
         blobs = self._blobs(round_, undecided.blobs)
         if self.on_compressed is not None:
             deque(blobs, maxlen=0)
             self.on_compressed(round_, steps)
             blobs = iter(undecided.blobs.items())
-        self.calls.deposit(round_, blobs, epoch, steps)
+        self.calls.deposit(round_, blobs, epoch, steps, before_last)
         undecided.is_sent = True
         return undecided.blobs
 
@@ -264,9 +277,7 @@ class OuterRound:
                 return self.ranks.broadcast_bytes(own.get(block))
             return fetched(replica, block)
 
-        self._is_applying = True
         apply_round(self.theta, self.calls.run, record, fetch, self.optimizer)
-        self._is_applying = False
         hashes = {}
         for name, rows in self.theta.items():
             whole = self.rows.whole(name, rows)
@@ -360,27 +371,19 @@ class OuterRound:
         self.optimizer.load({name: self.rows.cut(name, one) for name, one in momentum.items()}, round_)
 
     def save(self, folder: Path) -> None:
-        """Write this rank's error feedback and the outer optimizer's state. Theta is in the run checkpoints.
+        """Write this rank's error feedback, and what the replica trained beyond theta.
 
-        The optimizer's state is there, too. It is left out if a stop has interrupted the round that changes it.
+        Theta and the outer optimizer's state are in the run checkpoints. A replica whose contribution is included, as a
+        checkpoint with an undecided one assumes, has no parameters of its own.
         """
-        tensors = {f"error:{name}": tensor for name, tensor in self.error.items()} | self.own.tensors()
-        optimizer = {} if self._is_applying else self.optimizer.state
-        write_part(folder, self.ranks, tensors | {f"optimizer:{name}": t for name, t in optimizer.items()})
+        tensors = {f"error:{name}": tensor for name, tensor in self.error.items()}
+        own = {} if self.feedback.undecided is not None else self.own.tensors()
+        write_part(folder, self.ranks, tensors | own)
 
-    def load(self, folder: Path, round_: int, snapshot: int | None = None) -> None:
-        """Restore the state after a round, on any number of ranks.
-
-        The member started from the run checkpoint after `snapshot`.
-
-        If `snapshot` is another round, or the member checkpoint lacks the outer optimizer's state, the optimizer keeps
-        its state from that run checkpoint.
-        """
+    def load(self, folder: Path) -> None:
+        """Restore what `save` wrote, on any number of ranks."""
         tensors = read_part(folder, self.ranks, self.rows.shapes, self.settings.compression.tile)
         for name, error in self.error.items():
             error.copy_(tensors[f"error:{name}"])
-        if snapshot in (None, round_):
-            states = {name.split(":")[1]: tensor for name, tensor in tensors.items() if name.startswith("optimizer:")}
-            if states or snapshot is None:
-                self.optimizer.load(states, round_)
+        self.feedback.undecided = None
         self.own.load(tensors)

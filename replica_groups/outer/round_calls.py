@@ -46,12 +46,32 @@ class RoundCalls:
     def address(self, round_: int, block: str) -> BlobAddress:
         return BlobAddress(self.run, round_, self.replica, block)
 
-    def deposit(self, round_: int, blobs: Iterable[tuple[str, bytes]], epoch: int | None, steps: int) -> None:
-        """Deposit blobs of this member, by block, as they are made. Small ones go together."""
-        for batch in batches(blobs):
+    def deposit(
+        self,
+        round_: int,
+        blobs: Iterable[tuple[str, bytes]],
+        epoch: int | None,
+        steps: int,
+        before_last: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Deposit blobs of this member, by block, as they are made. Small ones go together.
+
+        `before_last` is called once all are made, and before the last are sent: then the contribution is complete.
+        """
+
+        def send(batch: Iterable[tuple[str, bytes]]) -> None:
             with self._blocking():
                 own = {self.address(round_, block): data for block, data in batch}
                 self.exchange.deposit_together(self.member, own, epoch, steps)
+
+        last = None
+        for batch in batches(blobs):
+            if last is not None:
+                send(last)
+            last = batch
+        before_last()
+        if last is not None:
+            send(last)
 
     def record(
         self, round_: int, own: Mapping[str, bytes] | None = None, epoch: int | None = None, steps: int = 0

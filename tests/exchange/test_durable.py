@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from log_files import folder_of, snapshot_path
 
 from hetero_pp.core.errors import StoreError
 from hetero_pp.core.files import PART, whole, write_whole
-from hetero_pp.messages.messages_pb2 import Report, RoundRecord
+from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry, Report, RoundRecord
 from hetero_pp.model.transformer import ModelShape
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.research.vectorized.checkpoint import Checkpoint
@@ -25,6 +26,7 @@ from replica_groups.exchange.log import ContributionLog
 from replica_groups.loop import reporter as reporter_module
 from replica_groups.loop.reporter import Reporter
 from replica_groups.loop.saved_states import SavedStates
+from replica_groups.outer.error_feedback import Undecided
 from replica_groups.outer.ranks import ALONE
 
 SHAPE = ModelShape(width=16, layers=2, heads=2, feed_forward=24, vocabulary=64)
@@ -99,6 +101,27 @@ def test_a_state_that_is_torn_is_none(tmp_path: Path) -> None:
     assert states.check().rounds == {1}
     states.save(2, lambda folder: (folder / "moments").write_text("2"))
     assert states.check().rounds == {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("generation", "data", "is_damaged", "is_taken"),
+    [(3, b"own", False, True), (4, b"own", False, False), (3, b"other", False, False), (3, b"own", True, False)],
+    ids=["included", "another generation", "another contribution", "damaged"],
+)
+def test_a_pending_state_counts_once_a_record_includes_its_contribution(
+    generation: int, data: bytes, is_damaged: bool, is_taken: bool, tmp_path: Path
+) -> None:
+    states = SavedStates(tmp_path, "run", 1)
+    for round_ in (1, 2):
+        states.save(round_, lambda folder: (folder / "moments").write_text("before"))
+    states.save(3, lambda folder: (folder / "moments").write_text("after"), Undecided(3, 3, {"head": b"own"}))
+    assert (states.pending, states.check().rounds) == (3, {1, 2})
+    if is_damaged:
+        (tmp_path / "pending-000003" / "moments").write_text("afteR")
+    sent = BlobEntry(block="head", sha256=hashlib.sha256(data).digest())
+    entry = ContributionEntry(replica="dc", epoch=generation, blobs=[sent])
+    assert states.settle(3, entry, reads=True) == is_taken
+    assert (states.pending, states.check().rounds) == (0, {2, 3} if is_taken else {1, 2})
 
 
 def test_who_goes_on_removes_what_a_kill_left(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ class Run:
     """Two replicas of one member each, with the exchange and its auditor, started from a snapshot."""
 
     def __init__(self, settings: OuterSettings, snapshot: Snapshot, folder: Path) -> None:
-        self.settings, self.first, self.folder = settings, snapshot.round, folder
+        self.settings, self.start, self.folder = settings, snapshot, folder
         blocks = frozenset(shapes_by_block(shapes_of(snapshot.parameters)))
         roster = Roster(dict(zip(NAMES, NAMES, strict=True)), dict.fromkeys(NAMES, blocks))
         log = ContributionLog(FolderStore(folder / "log"))
@@ -91,9 +91,11 @@ class Run:
             )
 
     def load(self, folder: Path) -> None:
-        """Load the states that members saved after the round of the snapshot."""
+        """Load the states that members saved after the round of the snapshot, and what the snapshot has of them."""
+        start = self.start
         for name, outer in self.outer.items():
-            outer.load(folder / f"{name}-{self.first}", self.first)
+            outer.reset(start.parameters, start.momentum, start.round)
+            outer.load(folder / f"{name}-{start.round}")
 
     def train(self) -> None:
         """Train all remaining rounds and save each member's state after each.
@@ -113,7 +115,7 @@ class Run:
 
     def _member(self, name: str) -> None:
         try:
-            for round_ in range(self.first + 1, ROUNDS + 1):
+            for round_ in range(self.start.round + 1, ROUNDS + 1):
                 self._learn(name, round_)
                 work = self.exchange.assign(name, round_ - 1)
                 self.outer[name].synchronise(round_, work.epoch)
@@ -212,8 +214,7 @@ def test_a_member_stopped_while_it_fetches_a_round_saves_the_state_before_it(
     resumed.load(tmp_path)
     (tmp_path / "saved").mkdir()
     outer.save(tmp_path / "saved")
-    resumed.outer[name].reset(middle.parameters, middle.momentum, 1)
-    resumed.outer[name].load(tmp_path / "saved", 1, 1)
+    resumed.outer[name].load(tmp_path / "saved")
     resumed.train()
     _assert_equal(resumed.snapshot(ROUNDS).tensors(), unbroken.snapshot(ROUNDS).tensors())
     _assert_equal(resumed.outer[name].error, unbroken.outer[name].error)

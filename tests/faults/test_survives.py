@@ -55,7 +55,8 @@ class Survived:
         command = [str(config), "--runs", str(runs), "--faults", str(path)]
         short = [f"data.corpus={corpus}", f"outer.rounds={rounds}", "inner.steps=2", "data.validation_sequences=4"]
         sets = [*short, "snapshots.every=1", "exchange.quorum=1", *settings]
-        done = run_script(LAUNCH_WITH_FAULTS, *command, *(part for one in sets for part in ("--set", one)))
+        self._config, self._settings = str(config), [part for one in sets for part in ("--set", one)]
+        done = run_script(LAUNCH_WITH_FAULTS, *command, *self._settings)
         (folder,) = (path.parent for path in runs.glob("*/summary.json"))
         self.folder, self.rounds, self.code, self.errors = folder, rounds, done.returncode, done.stderr
         self.summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
@@ -85,6 +86,13 @@ class Survived:
         assert replayed.exit_code == 0, replayed.stderr
         assert replayed.stdout.split()[-1] == sha256
 
+    def assert_undisturbed(self, runs: Path) -> None:
+        """Require the weights of a run in one process without faults."""
+        done = run_program("launch", self._config, "--in-process", "--runs", str(runs), *self._settings)
+        assert done.returncode == 0, done.stderr
+        (summary,) = runs.glob("*/summary.json")
+        assert json.loads(summary.read_text())["parameters_sha256"] == self.summary["parameters_sha256"]
+
 
 @pytest.fixture
 def survive(corpus: Path, tmp_path: Path) -> Any:
@@ -94,13 +102,18 @@ def survive(corpus: Path, tmp_path: Path) -> Any:
     return run
 
 
-def test_a_datacenter_a_stage_and_the_exchange_that_are_killed_are_replaced(survive: Any) -> None:
-    """The stage's group trains its round again. The exchange, with contributions in it, takes over from its log."""
+def test_a_datacenter_a_stage_and_the_exchange_that_are_killed_are_replaced(survive: Any, tmp_path: Path) -> None:
+    """The stage's group trains its round again. The exchange, with contributions in it, takes over from its log.
+
+    The datacenter dies once its contribution is complete: it returns to the state after the round that includes it.
+    """
     run = survive(
-        "{kill: dc, at: {round: 2, phase: contributing}}, {kill: home.1, at: {round: 3, phase: training}}, "
-        "{kill: exchange, at: {round: 4, phase: waiting}}"
+        "{kill: dc, at: {round: 2, phase: waiting}}, {kill: home.1, at: {round: 3, phase: training}}, "
+        "{kill: exchange, at: {round: 4, phase: waiting}}",
+        "states.every=1",
     )
     run.assert_sound()
+    run.assert_undisturbed(tmp_path / "undisturbed")
     assert [one.partition(":")[0] for one in run.happened(RESTARTED)] == ["dc", "home.1", "exchange"]
     assert any("killed by SIGKILL; restarting it (attempt 1 of 3" in one for one in run.happened(RESTARTED, "home.1"))
     assert run.happened(TERM_OVER, "dc")
