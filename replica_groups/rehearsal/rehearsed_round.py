@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import numpy as np
 
@@ -55,9 +55,15 @@ class RehearsedRound(OuterRound):
         addresses = {block: self.calls.address(round_, block) for block in self._shapes}
         return RehearsedBlobs(addresses, self._shapes, self._sizes, self.settings.compression, epoch or 0)
 
-    def contribute(self, round_: int, epoch: int | None = None, steps: int = 0) -> Mapping[str, bytes]:
+    def contribute(
+        self,
+        round_: int,
+        epoch: int | None = None,
+        steps: int = 0,
+        before_last: Callable[[], object] = lambda: None,
+    ) -> Mapping[str, bytes]:
         undecided, blobs = self.feedback.begin(round_, epoch), self.blobs(round_, epoch)
-        self.calls.deposit(round_, self._compressed(blobs), epoch, steps)
+        self.calls.deposit(round_, self._compressed(blobs), epoch, steps, before_last)
         undecided.is_sent = True
         return blobs
 
