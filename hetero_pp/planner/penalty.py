@@ -85,12 +85,22 @@ def _rung(own: BoundarySettings, rank: str | float, bits: int | None, equivalent
     return Rung(own.model_copy(update={"rank": rank, "bits": bits, "dtype": "bf16"}), equivalent)
 
 
+def rung_of(boundary: BoundarySettings, width: int) -> Rung:
+    """Return the rung of any boundary. If its rank or bits were not measured, the nearest measured ones count."""
+    rank = (boundary.dimensions(width) or width) / width
+    measured, bits = (min(FOUR_BITS), max(FOUR_BITS)), None if boundary.bits is None else 4
+    if rank == 1 and bits is None:
+        return Rung(boundary, 1.0)
+    low, high = (min(PAPER[1.0]), 1.0) if bits is None else measured
+    return Rung(boundary, equivalent_rank(min(max(rank, low), high), bits))
+
+
 def _costs_no_more(other: Rung, one: Rung, width: int) -> bool:
     """Return whether another rung loses less at no more bits per token."""
-    return other.equivalent > one.equivalent and _bits(other, width) <= _bits(one, width)
+    return other.equivalent > one.equivalent and bits_per_token(other, width) <= bits_per_token(one, width)
 
 
-def _bits(rung: Rung, width: int) -> int:
+def bits_per_token(rung: Rung, width: int) -> int:
     """Return the bits of a token on the wire. Low-bit coefficients come with a scale of one byte."""
     numbers = rung.boundary.dimensions(width) or width
     return 16 * numbers if rung.boundary.bits is None else rung.boundary.bits * numbers + 8

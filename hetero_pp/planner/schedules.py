@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -196,11 +197,13 @@ def _loads(config: RunConfig, replica: ParticipantsReplica) -> Iterator[Load]:
 
 
 def _with(replica: ParticipantsReplica, load: Load, counts: Sequence[int]) -> ParticipantsReplica:
-    stages = [
+    stages: Any = [
         {"layers": count, "line": replica.line_of(stage)}
         | ({} if (old := replica.stage_settings(stage)) is None else old.model_dump(exclude={"layers", "line"}))
         for stage, count in enumerate(counts)
     ]
+    if not isinstance(replica.stages, list) and list(counts) == list(map(len, replica.layer_ranges(sum(counts)))):
+        stages = replica.stages
     changes = {"stages": stages, "micro_batches": load.micro_batches, "extra_in_flight": load.extra_in_flight}
     return ParticipantsReplica.model_validate(replica.model_dump() | changes)
 

@@ -1,35 +1,49 @@
 """Search for a topology that reaches a target: groups, then H and density, then boundaries; the result is predicted.
 
-The utilization is the relative one of `simulate`: the time of a round with free links over its time. If a round lasts a
-given time, it is its tokens over the tokens with free links.
+The utilization is that of the whole run: its tokens per second over those of the fastest schedules with free links, for
+rounds of the same length. A run that reaches the target as it is stays as it is.
 
 The exchange may take half of the time that the target leaves, and the boundaries get the rest. A replica that would
-wait for a slower one may spend that time on a less lossy boundary. No replica waits in rounds of a given time: each
-must do, in the time that the target allows, the steps that fit into a round with free links.
+wait for a slower one may spend that time on a less lossy boundary. In rounds of a given time no replica waits, and the
+least lossy boundaries with which the whole run reaches the target are chosen.
+
+Without a target the aim is AIM, but no boundary costs a point of loss for less than a point of utilization.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 from hetero_pp.config.lines import LineSpec, Way
 from hetero_pp.config.links import DIRECTIONS, LinkSpec, exchange_link_name
-from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica, ReplicaSettings
+from hetero_pp.config.topology import BoundarySettings, DatacenterReplica, ParticipantsReplica, ReplicaSettings
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.core.units import format_bits_per_second, format_ratio, format_seconds
+from hetero_pp.core.units import format_bits_per_second, format_duration, format_ratio, format_seconds
 from hetero_pp.planner.grouping import LARGEST_LINK
 from hetero_pp.planner.outer import OuterChoice, choose_outer, with_outer
 from hetero_pp.planner.participants import Grouped, group_participants
-from hetero_pp.planner.penalty import Penalty, Rung, ladder, penalty_of
+from hetero_pp.planner.penalty import Penalty, Rung, bits_per_token, ladder, penalty_of, rung_of
 from hetero_pp.planner.schedules import Schedule, describe, is_measured, schedules_of
 from hetero_pp.run.alike import alike, label_of
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.prediction import Prediction, predict
+from hetero_pp.simulator.waiting import Waiting, waiting, with_rounds_of
+
+AIM, CLOSE_TO_AIM = 0.97, 0.965
+"""Utilization to reach without a target, and what is accepted for it."""
 
 ATTEMPTS = 6
 """Attempts to meet the target, because the whole run takes a little longer than its parts predict."""
+
+HALVINGS = 8
+"""Predictions in the search for the slowest boundaries that rounds of a given time allow."""
+
+WORTH_A_ROW = 1.01
+"""Smallest factor between the tokens per second of two rows of the table of boundaries."""
 
 CLOSE = 1.01
 """If the target is out of reach: accepted time of a round, as a multiple of the fastest. Limits the loss."""
@@ -57,6 +71,20 @@ class Boundary:
     """Next rung that would lose less."""
 
 
+@dataclass(frozen=True)
+class Row:
+    """The run with one boundary for all groups, and what it costs."""
+
+    rung: Rung
+    bytes_per_token: float
+    """Bytes that cross a boundary for a token, in each direction."""
+    tokens_per_second: float
+    utilization: float
+    penalty: Penalty
+    chosen_by: Sequence[str]
+    """Labels of the groups for which the plan has this boundary."""
+
+
 Classes = Sequence[Sequence[int]]
 """Replicas with equal settings, as indices into `config.replicas`. All of a class are planned alike."""
 
@@ -67,7 +95,7 @@ class Result:
 
     config: RunConfig
     before: float | None
-    """Relative utilization of the YAML before planning; None if it cannot run."""
+    """Utilization of the YAML before planning; None if it cannot run."""
     prediction: Prediction
     utilization: float
     reached: bool
@@ -82,45 +110,185 @@ class Result:
     penalty: Penalty | None
     """Expected penalty of the whole run; None if nothing is compressed."""
     compressed_share: float
+    predict_rows: Callable[[], Iterator[Row]]
+    """Predicts each of `rows`, which takes a while."""
+    wanted: str = ""
+    """Without a target: what AIM would have cost, if the plan stays below it."""
+    waits: Waiting | None = None
+    """Replicas that wait in the planned run; with rounds of a given time, in the run that these replaced."""
+
+    @cached_property
+    def rows(self) -> Sequence[Row]:
+        """Boundaries to choose from, the least lossy first; empty without groups that have boundaries."""
+        return list(self.predict_rows())
 
 
 def search(config: RunConfig, vocabulary: int | None, target: float) -> Result:
     """Plan a run. Raises ConfigError if it cannot run at all: unknown hardware, or too little memory."""
-    before = _utilization_before(config, vocabulary)
-    grouped = group_participants(config, vocabulary) if config.plan.participants else None
+    return _search(config, vocabulary, target, _grouped(config, vocabulary))
+
+
+def search_all(config: RunConfig, vocabulary: int | None, target: float | None) -> Result:
+    """Plan a run as `search` does, with its waits. Without a target, loss counts; `plan.timed_rounds` counts, too."""
+    grouped = _grouped(config, vocabulary)
+    found = _worth_its_loss(config, vocabulary, target, grouped)
+    waits = waiting(RunSpec(found.config, vocabulary), found.prediction)
+    if waits is None or waits.timed is None or not config.plan.timed_rounds:
+        return replace(found, waits=waits)
+    rounds = waits.timed
+
+    def with_rounds(own: RunConfig) -> RunConfig:
+        return with_rounds_of(own, rounds.seconds, rounds.rounds, rounds.warmup_rounds)
+
+    if grouped is not None:
+        grouped = replace(grouped, config=with_rounds(grouped.config))
+    timed = _worth_its_loss(with_rounds(config), vocabulary, target, grouped)
+    length = f"{rounds.rounds:,} of {format_duration(rounds.seconds)}"
+    chosen = Choice("rounds", length, "replicas would wait, and `plan.timed_rounds` is true")
+    return replace(timed, waits=replace(waits, timed=None), choices=[chosen, *timed.choices])
+
+
+def _grouped(config: RunConfig, vocabulary: int | None) -> Grouped | None:
+    return group_participants(config, vocabulary) if config.plan.participants else None
+
+
+def _worth_its_loss(config: RunConfig, vocabulary: int | None, target: float | None, grouped: Grouped | None) -> Result:
+    """Plan for the target; without one, for AIM or the best of the less lossy boundaries."""
+    found = _search(config, vocabulary, AIM if target is None else target, grouped)
+    if target is not None:
+        return found
+    found = replace(found, reached=found.utilization >= CLOSE_TO_AIM)
+    if found.penalty is None or not found.reached:
+        return found
+    # A point of utilization may cost at most a point of loss, by the table of the larger model.
+    best = max(found.rows, key=lambda row: min(row.utilization, AIM) - row.penalty.paper)
+    if best.penalty.paper >= found.penalty.paper or best.utilization >= found.utilization:
+        return found
+    cheaper = _search(config, vocabulary, best.utilization * (1 - 1e-6), grouped)
+    less = Penalty(0.0, 0.0) if cheaper.penalty is None else cheaper.penalty
+    if less.paper >= found.penalty.paper:
+        return found
+    more = f"{describe_penalty(found.penalty)}, instead of {describe_penalty(less)}"
+    told = f"{found.utilization:.1%} would cost more than it gains: {more}; `--target-utilization {AIM}` plans it."
+    return replace(cheaper, wanted=told)
+
+
+def _search(config: RunConfig, vocabulary: int | None, target: float, grouped: Grouped | None) -> Result:
     asked = config if grouped is None else grouped.config
     classes = _classes(asked, vocabulary)
     schedules = [schedules_of(asked, vocabulary, indices[0]) for indices in classes]
-    base = _with_replicas(asked, classes, [_quickest(ways).replica for ways in schedules])
-    outer, own_outer = choose_outer(base, vocabulary, (1 - target) / 2)
-    asked = with_outer(asked, outer.length, outer.density)
-    schedules = [schedules_of(asked, vocabulary, indices[0]) for indices in classes]
-    free = max(_quickest(ways).free_seconds for ways in schedules)
-    boundaries = _fit_boundaries(asked, vocabulary, classes, schedules, outer, free, target)
-    planned = _with_boundaries(asked, classes, boundaries)
-    prediction = predict(RunSpec(planned, vocabulary))
-    utilization = _utilization(prediction, outer)
+    fastest = _free_rate(asked, vocabulary, classes, schedules)
+    before: Prediction | None = None
+    if grouped is None:
+        with suppress(ConfigError):
+            before = predict(RunSpec(asked, vocabulary))
+            fastest = max(fastest, before.tokens_per_second / before.utilization["relative"])
+    was = None if before is None else before.tokens_per_second / fastest
+    if before is not None and was is not None and was >= target:
+        planned, prediction, utilization, limit = asked, before, was, ""
+        boundaries = [_as_it_is(asked.replicas[one[0]], ways) for one, ways in zip(classes, schedules, strict=True)]
+        choices = [Choice("the YAML", "unchanged", "it reaches the target as it is")]
+    else:
+        base = _with_replicas(asked, classes, [_quickest(ways).replica for ways in schedules])
+        outer, own_outer = choose_outer(base, vocabulary, (1 - target) / 2)
+        asked = with_outer(asked, outer.length, outer.density)
+        schedules = [schedules_of(asked, vocabulary, indices[0]) for indices in classes]
+        if outer is not own_outer:
+            fastest = _free_rate(asked, vocabulary, classes, schedules)
+        free = max(_quickest(ways).free_seconds for ways in schedules)
+        boundaries = _fit_boundaries(asked, vocabulary, classes, schedules, outer, free, target, fastest)
+        planned = _with_boundaries(asked, classes, boundaries)
+        prediction = predict(RunSpec(planned, vocabulary))
+        utilization = prediction.tokens_per_second / fastest
+        limit = _limit(boundaries, outer, free)
+        choices = [
+            *(_grouping_choices(grouped) if grouped is not None else ()),
+            *_outer_choices(config, planned, vocabulary, outer, own_outer),
+            *_replica_choices(
+                planned, vocabulary, classes, boundaries, outer, free, _compressed_share(planned), fastest
+            ),
+        ]
     share = _compressed_share(planned)
     slowest = max(range(len(boundaries)), key=lambda one: boundaries[one].seconds)
-    worst = min(one.rung.equivalent for one in boundaries if one.rung is not None) if share else 1.0
+    worst = min((one.rung.equivalent for one in boundaries if one.rung is not None), default=1.0)
     return Result(
         config=planned,
-        before=before,
+        before=was,
         prediction=prediction,
         utilization=utilization,
         reached=utilization >= target,
-        limit=_limit(boundaries, outer, free),
+        limit=limit,
         slowest=label_of([planned.replicas[one] for one in classes[slowest]]),
-        choices=[
-            *(_grouping_choices(grouped) if grouped is not None else ()),
-            *_outer_choices(config, planned, vocabulary, outer, own_outer),
-            *_replica_choices(planned, vocabulary, classes, boundaries, outer, free, share),
-        ],
+        choices=choices,
         groups={} if grouped is None else dict(zip(grouped.names, grouped.members, strict=True)),
         left_out=[] if grouped is None else grouped.left_out,
         penalty=penalty_of(worst, share) if worst < 1 else None,
         compressed_share=share,
+        predict_rows=partial(_rows, planned, vocabulary, classes, boundaries, fastest),
     )
+
+
+def _free_rate(
+    config: RunConfig, vocabulary: int | None, classes: Classes, schedules: Sequence[Sequence[Schedule]]
+) -> float:
+    """Return the tokens per second of the fastest schedules with free links."""
+    fastest = _with_replicas(config, classes, [_quickest(ways).replica for ways in schedules])
+    found = predict(RunSpec(fastest, vocabulary), stage_links=False)
+    return found.tokens_per_second / found.utilization["relative"]
+
+
+def _as_it_is(replica: ReplicaSettings, ways: Sequence[Schedule]) -> Boundary:
+    """Return the boundary that a replica has, for a run that stays as it is."""
+    if isinstance(replica, DatacenterReplica) or replica.stage_count == 1:
+        return Boundary(ways[0], None, ways[0].free_seconds, None)
+    rung = rung_of(replica.boundary, ways[0].spec.shape.width)
+    return Boundary(ways[0], rung, ways[0].seconds(rung), None)
+
+
+def _rows(
+    config: RunConfig, vocabulary: int | None, classes: Classes, boundaries: Sequence[Boundary], fastest: float
+) -> Iterator[Row]:
+    """Yield the run with each boundary for all groups, and without those that are hardly faster than the one before."""
+    groups = [one for one in boundaries if one.rung is not None]
+    if not groups:
+        return
+    counts = [_count(config, config.replicas[indices[0]].name) * len(indices) for indices in classes]
+    share = sum(count for count, one in zip(counts, boundaries, strict=True) if one.rung is not None) / sum(counts)
+    labels = {
+        label_of([config.replicas[one] for one in indices]): found.rung
+        for indices, found in zip(classes, boundaries, strict=True)
+        if found.rung is not None
+    }
+    width, last = groups[0].schedule.spec.shape.width, 0.0
+    worst = min(one.rung.equivalent for one in groups if one.rung is not None)
+    own = [config.replicas[indices[0]] for indices in classes]
+    ladders = [ladder(one.rung.boundary, width, config.plan.few_bits) if one.rung else [] for one in boundaries]
+    every = {str(rung): rung for rung in [*next(filter(None, ladders)), *labels.values()] if rung is not None}
+    for text, rung in sorted(every.items(), key=lambda one: -one[1].equivalent):
+        chosen = [label for label, one in labels.items() if str(one) == text]
+        changed = [
+            replica if found.rung is None else replica.model_copy(update={"boundary": _like(found.rung, rung)})
+            for replica, found in zip(own, boundaries, strict=True)
+        ]
+        rate = predict(RunSpec(_with_replicas(config, classes, changed), vocabulary)).tokens_per_second
+        if chosen or rate >= WORTH_A_ROW * last:
+            yield Row(
+                rung,
+                bits_per_token(rung, width) / 8,
+                rate,
+                rate / fastest,
+                penalty_of(rung.equivalent, share),
+                chosen,
+            )
+        last = max(last, rate)
+        if last * WORTH_A_ROW >= fastest and rung.equivalent <= worst:
+            return
+
+
+def _like(own: Rung, other: Rung) -> BoundarySettings:
+    """Return another boundary with the settings of `own` that do not change its bytes."""
+    taken = {key: getattr(other.boundary, key) for key in ("rank", "bits", "dtype")}
+    return own.boundary.model_copy(update=taken)
 
 
 def _fit_boundaries(
@@ -131,39 +299,49 @@ def _fit_boundaries(
     outer: OuterChoice,
     free: float,
     target: float,
+    fastest: float,
 ) -> list[Boundary]:
     """Return the least lossy boundary of each class with which the run meets the target, or comes close to it."""
+
+    def fitted(allowed: float) -> tuple[list[Boundary], float]:
+        found = [_choose_boundary(ways, allowed, config.plan.few_bits) for ways in schedules]
+        prediction = predict(RunSpec(_with_boundaries(config, classes, found), vocabulary))
+        return found, prediction.tokens_per_second
+
+    if config.inner.steps is None:  # the seconds of a class are those of the steps that fit with free links
+        low, high = free, 2 * max(_least_lossy_seconds(ways) for ways in schedules)
+        best, rate = fitted(high)
+        if rate >= target * fastest:
+            return best
+        best, _ = fitted(low)
+        for _ in range(HALVINGS):
+            found, rate = fitted(middle := (low * high) ** 0.5)
+            if rate >= target * fastest:
+                best, low = found, middle
+            else:
+                high = middle
+        return best
     aim = outer.free_seconds / target
     left = aim - outer.free_seconds - outer.exchange_seconds
     allowed = free + (left if left > 0 else (aim - outer.free_seconds) / 2)
     for _ in range(ATTEMPTS):
-        found = [_choose_boundary(ways, allowed, config.plan.few_bits) for ways in schedules]
-        prediction = predict(RunSpec(_with_boundaries(config, classes, found), vocabulary))
-        if left <= 0 or _utilization(prediction, outer) >= target or any(one.seconds > allowed for one in found):
+        found, rate = fitted(allowed)
+        if left <= 0 or rate >= target * fastest or any(one.seconds > allowed for one in found):
             break
-        taken = prediction.round_seconds  # a round of given time did fewer steps: convert to the time for all of them
-        if config.inner.steps is None:
-            taken = outer.free_seconds / _utilization(prediction, outer)
+        taken = outer.free_seconds * fastest / rate
         allowed -= 1.05 * max(taken - aim, 0.001 * (allowed - free))
     return found
 
 
-def _utilization(prediction: Prediction, outer: OuterChoice) -> float:
-    """Return the smaller of two utilizations: against this plan with free links, and against the fastest plan."""
-    return min(prediction.utilization["relative"], outer.free_seconds / prediction.round_seconds)
+def _least_lossy_seconds(ways: Sequence[Schedule]) -> float:
+    replica = ways[0].replica
+    if isinstance(replica, DatacenterReplica) or replica.stage_count == 1:
+        return ways[0].free_seconds
+    return max(way.seconds(ladder(replica.boundary, way.spec.shape.width)[0]) for way in ways)
 
 
 def _with_boundaries(config: RunConfig, classes: Classes, found: Sequence[Boundary]) -> RunConfig:
     return _with_replicas(config, classes, [one.schedule.with_boundary(one.rung) for one in found])
-
-
-def _utilization_before(config: RunConfig, vocabulary: int | None) -> float | None:
-    if config.plan.participants:
-        return None
-    try:
-        return predict(RunSpec(config, vocabulary)).utilization["relative"]
-    except ConfigError:
-        return None
 
 
 def _quickest(ways: Sequence[Schedule]) -> Schedule:
@@ -203,10 +381,16 @@ def _choose_boundary(ways: Sequence[Schedule], allowed: float, few_bits: bool) -
     return next(one for one in tried if one.seconds <= CLOSE * fastest)
 
 
+def _count(config: RunConfig, name: str) -> int:
+    """Return the number of replicas that a name stands for."""
+    fleet = config.simulate.fleets.get(name)
+    return 1 if fleet is None else fleet.count
+
+
 def _compressed_share(config: RunConfig) -> float:
     compressed = total = 0
     for replica in config.replicas:
-        count = fleet.count if (fleet := config.simulate.fleets.get(replica.name)) else 1
+        count = _count(config, replica.name)
         total += count
         if isinstance(replica, ParticipantsReplica) and replica.stage_count > 1 and replica.boundary.rank != "full":
             compressed += count
@@ -252,6 +436,7 @@ def _replica_choices(
     outer: OuterChoice,
     free: float,
     share: float,
+    fastest: float,
 ) -> Iterator[Choice]:
     for indices, found in zip(classes, boundaries, strict=True):
         index, replica = indices[0], config.replicas[indices[0]]
@@ -267,20 +452,27 @@ def _replica_choices(
             chosen = f"{replica.micro_batches} micro-batches of {rows}, {replica.extra_in_flight} extra in flight"
             why = "smallest bubble, with the fewest micro-batches in flight that hide the links as far as required"
             yield Choice(label, chosen, why)
-        if found.rung is not None:
-            yield _boundary_choice(label, found, outer, free, share)
+        if found.rung is None:
+            continue
+        later = 0.0 if found.spurned is None else max(0.0, found.schedule.seconds(found.spurned) - free)
+        spurned = outer.free_seconds / (outer.free_seconds + outer.exchange_seconds + later)
+        if config.inner.steps is None and found.spurned is not None:  # others do not wait for this group
+            own = [config.replicas[one[0]] for one in classes]
+            own[classes.index(indices)] = replica.model_copy(update={"boundary": _like(found.rung, found.spurned)})
+            lossier = predict(RunSpec(_with_replicas(config, classes, own), vocabulary))
+            spurned = lossier.tokens_per_second / fastest
+        yield _boundary_choice(label, found, spurned, share)
 
 
-def _boundary_choice(label: str, found: Boundary, outer: OuterChoice, free: float, share: float) -> Choice:
+def _boundary_choice(label: str, found: Boundary, spurned: float, share: float) -> Choice:
+    """Describe a boundary; `spurned` is the utilization with the less lossy one that was not chosen."""
     assert found.rung is not None
     slowest = found.schedule.slowest(found.rung)
     if slowest is None:
         return Choice(label, str(found.rung), "links between its stages cost no time")
     why = f"{_described(slowest)} decides"
     if found.spurned is not None:
-        later = max(0.0, found.schedule.seconds(found.spurned) - free)
-        lossier = outer.free_seconds + outer.exchange_seconds + later
-        why += f"; {found.spurned} would reduce utilization to {outer.free_seconds / lossier:.1%}"
+        why += f"; {found.spurned} would reduce utilization to {spurned:.1%}"
     if found.rung.equivalent < 1:
         why += f"; {describe_penalty(penalty_of(found.rung.equivalent, share))}"
     return Choice(label, str(found.rung), why)

@@ -14,17 +14,18 @@ from typing import Any
 from rich.console import Console
 
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.core.files import write_json
-from hetero_pp.core.units import format_count, parse_fraction
+from hetero_pp.core.files import write_json, write_whole
+from hetero_pp.core.units import format_bytes, format_count, parse_fraction
 from hetero_pp.data.tokenizers import load_tokenizer
-from hetero_pp.planner.search import Choice, Result, describe_penalty, search
+from hetero_pp.planner.search import AIM, Choice, Result, describe_penalty, search_all
 from hetero_pp.program.rehearse.plan_input import MeasuredInput
 from hetero_pp.program.report.output import say, standard_output
+from hetero_pp.program.report.tables import PlainTable
 from hetero_pp.program.show_exchange import print_exchange
-from hetero_pp.program.show_prediction import print_assumption
+from hetero_pp.program.show_prediction import print_assumption, print_waiting
 from hetero_pp.run.alike import range_of
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.run.yaml_file import ConfigFile, save_config
+from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.machines import assumed_in
 
 MOST_EXPLAINED = 8
@@ -36,7 +37,7 @@ _NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+|/[1-9]\d*)?")
 def plan(
     path: Path,
     overrides: Sequence[str],
-    target: str,
+    target: str | None,
     json_path: Path | None,
     write: Path | None,
     measured: Path | None = None,
@@ -45,7 +46,7 @@ def plan(
 
     `measured`: what a rehearsal measured, which replaces lines and costs of the YAML.
     """
-    share = _share(target)
+    share = None if target is None else _share(target)
     write = write or Path(f"{path.stem}.plan.yaml")
     if write.exists() and write.samefile(path):
         raise ConfigError((), f"--write {write}: found the input file, expected another file")
@@ -63,7 +64,7 @@ def plan(
         say(console, found.told())
     try:
         with console.status("searching"):
-            result = search(config, vocabulary, share)
+            result = search_all(config, vocabulary, share)
     except ConfigError as error:
         raise file.located(error) from None
     lines = list(_lines(path, share, result))
@@ -72,19 +73,23 @@ def plan(
         say(console, line)
     explained, hidden = _explained(result.choices, result.slowest)
     _print_choices(console, explained, hidden)
+    if result.rows:
+        _print_rows(console, result)
+    print_waiting(console, result.waits)
     print_exchange(console, result.prediction.exchange)
     print_assumption(console, assumed_in(RunSpec(result.config, vocabulary)))
     write_json(json_path, _as_json(share, result, write))
     if not result.reached:
         best = f"the best plan reaches {result.utilization:.1%}, limited by {result.limit}; nothing was written"
-        raise ConfigError((), f"{path}: a utilization of {share:.1%} cannot be reached: {best}")
+        wanted = AIM if share is None else share
+        raise ConfigError((), f"{path}: a utilization of {wanted:.1%} cannot be reached: {best}")
     try:
         result.config.check()
     except ConfigError as error:
         grouped = f"{error.message} (the plan has {format_count(len(result.config.replicas), 'replica')})"
         raise file.located(ConfigError(error.key, grouped)) from None
     reasons = (f"{what}: {chosen}: {why}" for what, own in explained for chosen, why in own)
-    save_config(result.config, write, [*lines, *reasons])
+    write_whole(write, file.with_config(result.config, [*lines, *reasons]).encode())
     say(console, f"Written to {write}.")
 
 
@@ -98,19 +103,46 @@ def _share(target: str) -> float:
     return share
 
 
-def _lines(path: Path, target: float, result: Result) -> Sequence[str]:
+def _lines(path: Path, target: float | None, result: Result) -> Sequence[str]:
     absolute, tokens = result.prediction.utilization["absolute"], result.prediction.tokens_per_second
     before = "" if result.before is None else f", from {result.before:.1%} before planning"
     if result.before is None and not result.groups:
         before = "; the YAML could not run before planning"
+    requested = f"aim: {AIM:.1%}" if target is None else f"requested: {target:.1%}"
     lines = [
-        f"{path}: {result.utilization:.1%} of the utilization with free links{before} (requested: {target:.1%}).",
+        f"{path}: {result.utilization:.1%} of the tokens per second with free links{before} ({requested}).",
         f"Members train {absolute:.1%} of the time: {tokens:,.0f} tokens per second.",
     ]
     if result.penalty is not None:
         share = f"{result.compressed_share:.0%} of the replicas compress"
         lines.append(f"Expected at most: {describe_penalty(result.penalty)}, as {share}.")
-    return lines
+    return [*lines, result.wanted] if result.wanted else lines
+
+
+def _print_rows(console: Console, result: Result) -> None:
+    """Print the boundaries to choose from, with what each gives and costs."""
+    table = PlainTable(["rank"], ["bytes a token", "tokens/s", "utilization", "loss, Het-PP", "loss, here", "chosen"])
+    for row in result.rows:
+        losses = [row.penalty.paper, row.penalty.measured]
+        shown = ["–" if loss is None else f"+{loss:.1%}" for loss in losses]
+        chosen = range_of(list(row.chosen_by)) if row.chosen_by else ""
+        rate = f"{row.tokens_per_second:,.0f}"
+        table.add_row(
+            str(row.rung).removeprefix("rank "),
+            format_bytes(row.bytes_per_token),
+            rate,
+            f"{row.utilization:.1%}",
+            *shown,
+            chosen,
+        )
+    console.print(table)
+    say(
+        console,
+        "each row: this boundary for all groups. Loss: expected rise over no compression, from Het-PP Table 2 (512M "
+        "parameters) and from our tables (0.34M; –: not measured)",
+        style="dim",
+        indent="  ",
+    )
 
 
 Explained = tuple[str, list[tuple[str, str]]]
@@ -181,7 +213,12 @@ def _print_choices(console: Console, explained: Sequence[Explained], hidden: int
         say(console, f"{hidden:,} more are not shown; `--json FILE` has every choice.")
 
 
-def _as_json(target: float, result: Result, write: Path) -> dict[str, Any]:
+def _as_json(target: float | None, result: Result, write: Path) -> dict[str, Any]:
+    rows = [
+        {"boundary": str(row.rung), "loss": asdict(row.penalty), "chosen_by": list(row.chosen_by)}
+        | {key: getattr(row, key) for key in ("bytes_per_token", "tokens_per_second", "utilization")}
+        for row in result.rows
+    ]
     return {
         "target_utilization": target,
         "reached": result.reached,
@@ -196,6 +233,8 @@ def _as_json(target: float, result: Result, write: Path) -> dict[str, Any]:
         "compressed_share": result.compressed_share,
         "groups": result.groups,
         "left_out": result.left_out,
+        "boundaries": rows,
+        "waiting": None if result.waits is None else asdict(result.waits),
         "choices": [asdict(choice) for choice in result.choices],
         "written": str(write) if result.reached else None,
         "config": result.config.model_dump(mode="json"),

@@ -6,6 +6,7 @@ import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,14 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from hetero_pp.core.bounded import parse_yaml
 from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.units import (
+    format_bits_per_second,
+    format_bytes,
+    format_duration,
+    format_ratio,
+    parse_any,
+    parse_fraction,
+)
 from hetero_pp.outer.methods import change_method
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.known_keys import Key, entry_of, places_of
@@ -131,7 +140,10 @@ def _at(node: Any, part: str | int) -> Any:
 def _commented(value: Any) -> Any:
     """Return a value as a node of a YAML's content."""
     if isinstance(value, Mapping):
-        return CommentedMap({key: _commented(below) for key, below in value.items()})
+        section = CommentedMap({key: _commented(below) for key, below in value.items()})
+        if not any(isinstance(below, Mapping | list) for below in value.values()):
+            section.fa.set_flow_style()
+        return section
     return CommentedSeq(map(_commented, value)) if isinstance(value, list | tuple) else value
 
 
@@ -157,6 +169,66 @@ def _with_count(before: Any, count: int, place: Key) -> Any:
         raise ConfigError((), f"{told}, expected a list of stages, or `{{count: {count}}}` to drop these settings")
     line = before[0].get("line") if before else None
     return count if line is None else CommentedMap(count=count, line=line)
+
+
+def put_changes(root: CommentedMap, before: RunConfig, after: RunConfig) -> None:
+    """Change the content of a YAML, whose configuration is `before`, to that of `after`."""
+    old, new = (config.model_dump(mode="json") for config in (before, after))
+    short = after.model_dump(mode="json", exclude_defaults=True)
+    was = {one["name"]: one for one in old.pop("replicas")}
+    now = {one["name"]: one for one in new.pop("replicas")}
+    found = {one["name"]: one for one in short.pop("replicas", [])}
+    entries = []
+    for entry in root.get("replicas") or []:
+        numbered = rf"{re.escape(str(entry.get('name', '')))}-\d+"
+        own = [name for name in was if re.fullmatch(numbered, name)] if entry.get("count") is not None else []
+        own = own or [str(entry.get("name"))]
+        settings = [{**now[name], "name": "", "optional": False} for name in own]
+        if all(one == settings[0] for one in settings):
+            _put_changed(entry, was[own[0]], now[own[0]], found[own[0]])
+            entries.append(entry)
+        else:  # the groups of one entry become different
+            entries += [_commented(_readable(found[name])) for name in own]
+    entries += [_commented(_readable(found[name])) for name in now if name not in was]
+    if root.get("replicas") is None or len(entries) != len(root["replicas"]):
+        root["replicas"] = CommentedSeq(entries)
+    _put_changed(root, old, new, short)
+
+
+def _put_changed(node: CommentedMap, old: Mapping[str, Any], new: Mapping[str, Any], short: Mapping[str, Any]) -> None:
+    """Set the keys in which `new` differs from `old`; `short` is `new` without defaults."""
+    for key in [*old, *(key for key in new if key not in old)]:
+        if old.get(key) == new.get(key) and key in old and key in new:
+            continue
+        if new.get(key) is None:
+            node.pop(key, None)
+        elif isinstance(node.get(key), CommentedMap) and isinstance(old.get(key), dict) and isinstance(new[key], dict):
+            _put_changed(node[key], old[key], new[key], short.get(key, {}))
+        else:
+            value = short.get(key, new[key])
+            node[key] = _commented(
+                _readable(value, key) if isinstance(value, dict | list) else _readable(new[key], key)
+            )
+
+
+_FORMATTED = {"bit/s": format_bits_per_second, "s": format_duration, "B": format_bytes}
+_RATIOS = ("rank", "density")
+
+
+def _readable(value: Any, key: str = "") -> Any:
+    """Return a value of a dumped configuration as people write it, if that has exactly the same meaning."""
+    if isinstance(value, dict):
+        return {name: _readable(below, name) for name, below in value.items() if below is not None}
+    if isinstance(value, list):
+        return [_readable(below, key) for below in value]
+    if isinstance(value, float) and key in _RATIOS:
+        return shown if parse_fraction(shown := format_ratio(value)) == value else value
+    number, _, unit = value.partition(" ") if isinstance(value, str) else ("", "", "")
+    if unit in _FORMATTED:
+        with suppress(ValueError):
+            if parse_any(shown := _FORMATTED[unit](float(number))) == float(number):
+                return shown
+    return value
 
 
 def require_named(config: RunConfig, added: Sequence[Entry]) -> None:

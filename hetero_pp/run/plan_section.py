@@ -47,6 +47,9 @@ class PlanSettings(Settings):
         0.9, gt=0, le=1, description="share of the best speed that must remain when better links are preferred"
     )
     few_bits: bool = Field(True, description="allow boundaries with 4 bits per number; otherwise only the papers' bf16")
+    timed_rounds: bool = Field(
+        False, description="plan rounds of a given time (`inner.seconds`) if replicas would wait for a slower one"
+    )
     smallest_micro_batch: int = Field(1, ge=1, description="sequences per micro-batch, for groups and planned replicas")
 
 

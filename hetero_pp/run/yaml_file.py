@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from copy import copy
+from copy import copy, deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,10 @@ from hetero_pp.core.errors import ConfigError, dotted
 from hetero_pp.core.files import write_whole
 from hetero_pp.hugging_face.config_json import read_architecture
 from hetero_pp.model.transformer import PRESETS, ModelShape
-from hetero_pp.run.changes import Entry, Given, Override, in_order, require_named
+from hetero_pp.run.changes import Entry, Given, Override, in_order, put_changes, require_named
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.known_keys import Key
-from hetero_pp.run.yaml_lines import YamlLines, complaint
+from hetero_pp.run.yaml_lines import YamlLines, complaint, plain
 
 _OF_A_RUN = ("log", "state", "metrics.jsonl")
 """Files beside the config.yaml of a run."""
@@ -74,6 +74,21 @@ class ConfigFile:
             raise self.located(error) from None
         return found
 
+    def with_config(self, config: RunConfig, comments: Sequence[str]) -> str:
+        """Return this file's YAML with what `config` changes, in units as people write them, below comment lines.
+
+        Its own comments and order stay. Paths are those of the file.
+        """
+        own = {name: getattr(self.config, name) for name in ("data", "model", "store")}
+        config, root = config.model_copy(update=own), deepcopy(self._lines.root)
+        put_changes(root, self.config, config)
+        assert RunConfig.model_validate(plain(root)).model_dump() == config.model_dump(), "a change got lost"
+        yaml, text = YAML(), io.StringIO()
+        yaml.width, yaml.preserve_quotes = 100_000, True
+        yaml.indent(mapping=2, sequence=4, offset=2)
+        yaml.dump(root, text)
+        return "".join(f"# {line}\n" for line in comments) + text.getvalue()
+
     def _of_this_file(self, error: ConfigError) -> ConfigError:
         """Extend an error about a run's own config file with what to do about it."""
         folder = self.path.parent
@@ -121,10 +136,9 @@ def _overlap(one: Key, other: Key) -> bool:
     return one[:length] == other[:length]
 
 
-def save_config(config: RunConfig, path: Path, comments: Sequence[str] = ()) -> None:
-    """Write the resolved configuration below comment lines; loading it gives an equal one."""
-    header = "".join(f"# {line}\n" for line in comments)
-    write_whole(path, f"{header}{config_text(config)}".encode())
+def save_config(config: RunConfig, path: Path) -> None:
+    """Write the resolved configuration; loading it gives an equal one."""
+    write_whole(path, config_text(config).encode())
 
 
 def config_text(config: RunConfig) -> str:

@@ -32,7 +32,7 @@ class YamlLines:
         except (OSError, ValueError) as error:
             raise ConfigError((), yaml_complaint(path, error)) from None
         ordinary = parse_ordinary_yaml(self._data)
-        self._ordinary = ordinary if isinstance(ordinary, dict) else _plain(self.root)
+        self._ordinary = ordinary if isinstance(ordinary, dict) else plain(self.root)
 
     def located(self, error: ConfigError, model: type[BaseModel] = RunConfig) -> ConfigError:
         """Return the error with file and line in front; `model` describes the file."""
@@ -54,7 +54,7 @@ class YamlLines:
 
     def plain(self) -> Any:
         """Return the content of the root as dicts and lists."""
-        return _plain(self.root) if "root" in vars(self) else self._ordinary
+        return plain(self.root) if "root" in vars(self) else self._ordinary
 
     @cached_property
     def root(self) -> CommentedMap:
@@ -92,11 +92,12 @@ def _line(position: Any, part: str | int, otherwise: int) -> int:
     return data[part][0] + 1 if part in data else otherwise
 
 
-def _plain(node: Any) -> Any:
+def plain(node: Any) -> Any:
+    """Return the content of a YAML's node as dicts and lists."""
     if isinstance(node, CommentedMap):
-        return {key: _plain(value) for key, value in node.items()}
+        return {key: plain(value) for key, value in node.items()}
     if isinstance(node, CommentedSeq):
-        return [_plain(value) for value in node]
+        return [plain(value) for value in node]
     return node
 
 

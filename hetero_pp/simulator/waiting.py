@@ -37,7 +37,10 @@ class TimedRounds:
     """Rounds of a given time in place of a number of steps."""
 
     seconds: float
+    rounds: int
+    """Rounds in which the run trains about as many tokens as before."""
     warmup_rounds: float
+    """The same share of the run as before."""
     tokens_per_second: float
     steps: Mapping[str, float]
     """Steps of a round, by replica."""
@@ -79,7 +82,7 @@ class Waiting:
                 f"Rounds of {format_duration(self.timed.seconds)} would give {self.timed.tokens_per_second:,.0f} "
                 f"tokens per second (steps a round: {steps}): write `inner: {{seconds: "
                 f"{format_duration(self.timed.seconds)}, warmup_rounds: {self.timed.warmup_rounds:g}}}` in place of "
-                "`steps` and `warmup_steps`."
+                f"`steps` and `warmup_steps`, and `outer.rounds: {self.timed.rounds}` for as many tokens."
             )
 
 
@@ -154,13 +157,18 @@ def _timed(spec: RunSpec, prediction: Prediction, shortest: float, longest: floa
         seconds = next(one for one in lengths if predicted(one) >= _GOOD_ENOUGH * best)
     except ConfigError:  # another setting needs a number of steps, or steps take no time
         return None
-    warmup = with_rounds_of(spec.config, seconds).inner.warmup_rounds
-    steps = {replica.name: replica.steps for replica in found[seconds].replicas}
-    return TimedRounds(seconds, warmup or 0.0, found[seconds].tokens_per_second, steps)
+    then, before = found[seconds], spec.latest.outer.rounds
+    rounds = max(1, round(before * (prediction.tokens / prediction.rounds) / (then.tokens / then.rounds)))
+    inner = spec.config.inner
+    warmup = float(f"{(inner.warmup_steps or 0) / (inner.steps or 1) * rounds / before:.2g}")
+    steps = {replica.name: replica.steps for replica in then.replicas}
+    return TimedRounds(seconds, rounds, warmup, then.tokens_per_second, steps)
 
 
-def with_rounds_of(config: RunConfig, seconds: float) -> RunConfig:
-    """Return the configuration with rounds of a given time, and a warm-up that is as many rounds long as before."""
-    warmup = float(f"{(config.inner.warmup_steps or 0) / (config.inner.steps or 1):.2g}")
+def with_rounds_of(config: RunConfig, seconds: float, rounds: int | None = None, warmup: float = 1.0) -> RunConfig:
+    """Return the configuration with rounds of a given time."""
     inner = {"steps": None, "seconds": seconds, "warmup_steps": None, "warmup_rounds": warmup}
-    return config.model_copy(update={"inner": config.inner.model_copy(update=inner)})
+    outer = {} if rounds is None else {"rounds": rounds}
+    return config.model_copy(
+        update={"inner": config.inner.model_copy(update=inner), "outer": config.outer.model_copy(update=outer)}
+    )

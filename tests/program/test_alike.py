@@ -124,7 +124,7 @@ def test_output_does_not_grow_with_the_number_of_equal_groups(
     monkeypatch.setenv("COLUMNS", "200")
     options = ["--target-utilization", "0.01", "--write", tmp_path / "plan.yaml"] if command == "plan" else []
     few, many = (_run(command, _written(tmp_path, corpus, count), *options) for count in (12, 60))
-    assert abs(len(many.splitlines()) - len(few.splitlines())) <= 6  # few wait, many do not
+    assert abs(len(many.splitlines()) - len(few.splitlines())) <= 10  # few groups make others wait, many do not
     assert not re.search(r"home-[3-8]\b", many)  # each row names the first and the last
     if command == "check":
         assert "home-1.1 .. home-60.1 " in many

@@ -63,8 +63,13 @@ def simulate(
 def plan(
     config: ConfigPath,
     target: Annotated[
-        str, typer.Option("--target-utilization", help="Reach this share of the utilization with free links.")
-    ] = "0.97",
+        str | None,
+        typer.Option(
+            "--target-utilization",
+            help="Reach this share of the tokens per second with free links; by default 0.97, or less where a point of "
+            "it costs more than a point of loss.",
+        ),
+    ] = None,
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Write the choices and their reasons to this file.")
     ] = None,
