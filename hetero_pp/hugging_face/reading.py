@@ -72,6 +72,9 @@ def read_parameters(
 def _read(files: Mapping[str, Any], name: str, architecture: Architecture) -> Tensor:
     source = _source(name, architecture)
     weight = files[source].get_tensor(source).to(torch.float32, copy=True)
+    if not torch.isfinite(weight).all():  # each member would train to NaN, and its contribution would be refused
+        wrong = f"{int((~torch.isfinite(weight)).sum()):,} of {weight.numel():,} values that are NaN or infinite"
+        raise ConfigError(WEIGHTS_KEY, f"found {wrong} in `{source}`, expected finite weights")
     return pairs_of_halves(weight, architecture.shape.head_size) if is_rotated(name) else weight
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import re
 import shutil
@@ -568,6 +569,21 @@ def test_weights_of_another_shape_are_refused(case: str, exported: Path, corpus:
     assert code == 2
     assert errors.startswith(f"hetero-pp: {path}:1: {words}"), errors
     assert len(errors.splitlines()) == 1
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_weights_that_are_not_finite_are_refused(value: float, exported: Path, corpus: Path, tmp_path: Path) -> None:
+    """Otherwise the members train to NaN, and honest contributions are refused."""
+    weights = Path(shutil.copytree(exported, tmp_path / "weights"))
+    tensors = load_file(weights / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name][0, 1] = value
+    save_file(tensors, weights / "model.safetensors")
+    path = tmp_path / "run.yaml"
+    path.write_text(CONTINUED.replace("CORPUS", str(corpus)))
+    code, errors = _invoke("launch", "--in-process", path, "--runs", tmp_path / "runs", "--from", weights)
+    told = f"found 1 of {tensors[name].numel():,} values that are NaN or infinite in `{name}`, expected finite weights"
+    assert (code, errors) == (2, f"hetero-pp: model.weights: {told}\n")
 
 
 def test_a_configuration_that_names_all_reads_no_folder() -> None:
