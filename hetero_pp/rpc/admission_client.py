@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import closing
 from typing import Any
 
 import grpc
@@ -15,7 +14,7 @@ from hetero_pp.core.proxies import Route, route_to
 from hetero_pp.core.units import format_seconds
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.rpc.certificates import Identity
-from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel, readiness
+from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel, polled, readiness
 from hetero_pp.rpc.handshake import require_trust
 from hetero_pp.rpc.services import ADMISSION_SERVICE, calls_of
 
@@ -94,7 +93,7 @@ def _ask(
 ) -> Any:
     """Make a call. `waits`: also wait for a connection that is not there yet."""
     seconds, route = SECONDS if seconds is None else seconds, route_to(address)
-    with closing(make_channel(address, identity, EXCHANGE, route)) as channel:
+    with polled(make_channel(address, identity, EXCHANGE, route)) as channel:
         with readiness(channel) as ready:
             try:
                 ready.result(seconds / 10)

@@ -65,7 +65,7 @@ _SERVER_OPTIONS: Options = [
 
 _CALLS_A_WORKER = 4
 
-_POLL_ENDS = 1.0
+_POLL_ENDS = 5.0
 """Seconds that `close_polled` waits at most. On a busy machine gRPC's thread may come late."""
 
 
@@ -100,8 +100,17 @@ def readiness(channel: grpc.Channel) -> Iterator[grpc.Future]:
         ready.cancel()
 
 
+@contextmanager
+def polled(channel: grpc.Channel) -> Iterator[grpc.Channel]:
+    """Yield a channel, and close it with `close_polled`."""
+    try:
+        yield channel
+    finally:
+        close_polled(channel)
+
+
 def close_polled(channel: grpc.Channel) -> None:
-    """Close a channel once gRPC no longer polls whether it is connected: at most 0.4 s after the last `readiness`.
+    """Close a channel once gRPC no longer polls whether it is connected: about 0.4 s after the last `readiness`.
 
     gRPC's polling thread looks every 0.2 s, and would print a traceback if it found the channel closed. Nothing public
     tells when it ends, so a channel of another kind or version of gRPC is closed at once.

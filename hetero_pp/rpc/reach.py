@@ -10,7 +10,7 @@ import grpc
 
 from hetero_pp.core.proxies import DIRECT, numeric_address
 from hetero_pp.rpc.certificates import Identity
-from hetero_pp.rpc.channels import close_polled, make_channel, readiness
+from hetero_pp.rpc.channels import make_channel, polled, readiness
 
 DIAL_SECONDS = 4.0
 """Seconds within which a member has to answer."""
@@ -45,14 +45,11 @@ class Reach:
         return answers
 
     def _answers(self, member: str, address: str) -> bool:
-        channel = make_channel(address, self._identity, member, DIRECT)
-        try:
-            with readiness(channel) as ready:
+        with polled(make_channel(address, self._identity, member, DIRECT)) as channel, readiness(channel) as ready:
+            try:
                 ready.result(DIAL_SECONDS)
-        except grpc.FutureTimeoutError:
-            return False
-        finally:
-            close_polled(channel)
+            except grpc.FutureTimeoutError:
+                return False
         return True
 
 

@@ -7,6 +7,9 @@ import threading
 import grpc
 import pytest
 
+from hetero_pp.core.errors import HeteroPPError
+from hetero_pp.rpc import admission_client
+from hetero_pp.rpc.certificates import Authority
 from hetero_pp.rpc.channels import close_polled, make_channel, make_server, readiness
 
 SECONDS = 20.0
@@ -26,6 +29,22 @@ def test_a_channel_that_was_waited_for_twice_is_closed_after_its_poll(monkeypatc
     close_polled(channel)
     assert not state.polling and not failed
     server.stop(None).wait()
+
+
+def test_a_channel_to_ask_for_admission_is_closed_after_its_poll(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[grpc.Channel]()
+
+    def make(address: str, *_: object) -> grpc.Channel:
+        made.append(make_channel(address))
+        return made[-1]
+
+    monkeypatch.setattr(admission_client, "make_channel", make)
+    server, port = make_server("127.0.0.1:0", [], 1)
+    with pytest.raises(HeteroPPError, match="does not admit hosts by tickets"):
+        admission_client.status(f"127.0.0.1:{port}", Authority("a secret").identity("home.0"), SECONDS)
+    server.stop(None).wait()
+    (channel,) = made
+    assert not channel._connectivity_state.polling  # type: ignore[attr-defined]
 
 
 class _Names(grpc.UnaryUnaryClientInterceptor):

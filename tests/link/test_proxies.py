@@ -15,7 +15,7 @@ from connect_proxy import ConnectProxy
 from hetero_pp.core import proxies
 from hetero_pp.core.errors import LinkTimeout
 from hetero_pp.core.proxies import DIRECT, is_private, route_to
-from hetero_pp.rpc.channels import make_channel, make_server, readiness
+from hetero_pp.rpc.channels import make_channel, make_server, polled, readiness
 from hetero_pp.rpc.credentials import Credentials
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.store.objects import ObjectStore
@@ -60,7 +60,7 @@ def public(environment: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def _connects(address: str) -> None:
-    with closing(make_channel(address)) as channel, readiness(channel) as ready:
+    with polled(make_channel(address)) as channel, readiness(channel) as ready:
         ready.result(SECONDS)
 
 
@@ -101,7 +101,7 @@ def test_a_proxy_that_works_is_used(environment: pytest.MonkeyPatch, public: str
         route = route_to(public)
         assert route.note == f" (through the proxy http://us%40r@{proxy.address} ({variable}))"
         del proxy.asked[:]
-        with closing(make_channel(public, route=route)) as channel, readiness(channel) as ready:
+        with polled(make_channel(public, route=route)) as channel, readiness(channel) as ready:
             ready.result(SECONDS)
         assert proxy.asked == [(public, "Basic dXNAcjpzZWNyZXQ=")]  # us@r:secret
 
