@@ -10,16 +10,17 @@ from typing import Any
 
 import pytest
 from test_recorder import made_up_reports, made_up_spec
+from test_run_state import made_up_round
 
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.report.recorder import Recorder
-from hetero_pp.program.report.sinks.sink import MakeSink, Scalar, makers_of
+from hetero_pp.program.report.sinks.sink import Kept, MakeSink, Scalar, makers_of
 from hetero_pp.program.report.state import RunState
 from hetero_pp.run.folder import RunFolder
 
 
-class Kept:
+class Noted:
     """A sink that keeps what it gets. It fails at its n-th scalar, and at its end if n is 0."""
 
     def __init__(self, fails_at: float = math.inf) -> None:
@@ -38,11 +39,19 @@ class Kept:
             raise RuntimeError("the service\nis gone")
 
 
-def record(folder: Path, boards: dict[str, MakeSink], reports: Sequence[Report] = ()) -> list[str]:
-    """Record reports, by default made-up ones; return the complaints."""
+def record(
+    folder: Path, boards: dict[str, MakeSink], reports: Sequence[Report] = (), again: Sequence[Report] | None = None
+) -> list[str]:
+    """Record reports, by default made-up ones; return the complaints. `again`: earlier reports of a resumed run."""
     complaints: list[str] = []
     state = RunState(made_up_spec())
-    recorder = Recorder(made_up_spec(), RunFolder(folder), state, complain=complaints.append, boards=boards)
+    resume = again is not None
+    recorder = Recorder(made_up_spec(), RunFolder(folder), state, resume, complaints.append, boards)
+    for report in again or ():
+        state.apply(report)
+        recorder.on_report(report)
+    if resume:
+        recorder.go_on()
     for report in reports or made_up_reports():
         state.apply(report)
         recorder.on_report(report)
@@ -70,8 +79,8 @@ def curves(scalars: list[Scalar]) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_every_sink_gets_what_tensorboard_gets(tmp_path: Path) -> None:
-    kept = Kept()
-    assert record(tmp_path, {"kept": lambda state: kept}) == []
+    kept = Noted()
+    assert record(tmp_path, {"kept": lambda state, kept_at: kept}) == []
     assert curves(kept.scalars) == expected(tmp_path)
     assert kept.is_closed
     assert {one.axis for one in kept.scalars if one.tag.startswith("training_loss/")} == {"inner_step"}
@@ -79,27 +88,46 @@ def test_every_sink_gets_what_tensorboard_gets(tmp_path: Path) -> None:
 
 
 def test_a_step_that_is_trained_again_is_one_point(tmp_path: Path) -> None:
-    kept = Kept()
-    record(tmp_path, {"kept": lambda state: kept}, [*made_up_reports(), *made_up_reports()])
+    kept = Noted()
+    record(tmp_path, {"kept": lambda state, kept_at: kept}, [*made_up_reports(), *made_up_reports()])
     assert curves(kept.scalars) == expected(tmp_path)
     assert [step for step, _ in curves(kept.scalars)["training_loss/dc"]] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("fails_at", [0, 1, 5])
 def test_a_sink_that_fails_is_one_line_and_the_run_continues(fails_at: int, tmp_path: Path) -> None:
-    fails, kept = Kept(fails_at), Kept()
-    complaints = record(tmp_path, {"fails": lambda state: fails, "kept": lambda state: kept})
+    fails, kept = Noted(fails_at), Noted()
+    complaints = record(tmp_path, {"fails": lambda state, kept_at: fails, "kept": lambda state, kept_at: kept})
     assert complaints == ["fails gets no more curves, but the run continues: the service is gone"]
     assert curves(kept.scalars) == expected(tmp_path)
     assert (tmp_path / "summary.json").is_file()
 
 
 def test_a_sink_that_cannot_be_opened_is_one_line(tmp_path: Path) -> None:
-    def make(state: RunState) -> Kept:
+    def make(state: RunState, kept: Kept) -> Noted:
         raise ConnectionError("no route to host")
 
     assert record(tmp_path, {"far": make}) == ["far gets no more curves, but the run continues: no route to host"]
     assert (tmp_path / "summary.json").is_file()
+
+
+def test_a_resumed_run_continues_its_run_of_a_service(tmp_path: Path) -> None:
+    """The service gets each point once. A board that is new gets the earlier points, too."""
+    reports = made_up_reports()
+    half = len(reports) - len([*made_up_round(2)]) - 3  # of two rounds, and of three members that finish
+    sinks, given = [Noted(), Noted(), Noted()], list[Kept]()
+
+    def make(state: RunState, kept: Kept) -> Noted:
+        given.append(kept)
+        return sinks[len(given) - 1]
+
+    record(tmp_path, {"service": make}, reports[:half])
+    record(tmp_path, {"service": make, "new": make}, reports[half:], again=reports[:half])
+    assert curves(sinks[0].scalars + sinks[1].scalars) == curves(sinks[2].scalars) == expected(tmp_path)
+    first, second, other = given
+    assert (first.goes_on, second.goes_on, other.goes_on) == (False, True, False)
+    assert first.id == second.id != other.id
+    assert first.folder == second.folder == tmp_path / "boards" / "service"
 
 
 def test_a_sink_that_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,12 +143,20 @@ def test_trackio_keeps_the_curves_on_this_machine(tmp_path: Path, monkeypatch: p
     import trackio.sqlite_storage as storage
 
     monkeypatch.setattr(storage, "TRACKIO_DIR", tmp_path / "trackio")
-    assert record(tmp_path, makers_of(["trackio"])) == []
+    reports = made_up_reports()
+    half = len(reports) - len([*made_up_round(2)]) - 3  # of two rounds, and of three members that finish
+    assert record(tmp_path, makers_of(["trackio"]), reports[:half]) == []
+    assert record(tmp_path, makers_of(["trackio"]), reports[half:], again=reports[:half]) == []
+    assert len(storage.SQLiteStorage.get_runs("hetero-pp")) == 1
     found: dict[str, list[tuple[int, float]]] = {}
-    for line in storage.SQLiteStorage.get_logs("hetero-pp", "made-up"):
+    for line in storage.SQLiteStorage.get_logs("hetero-pp", f"made-up-{_id(tmp_path, 'trackio')}"):
         for tag in line.keys() - {"step", "timestamp"}:
             found.setdefault(tag, []).append((line["step"], line[tag]))
     assert found == expected(tmp_path)
+
+
+def _id(folder: Path, board: str) -> str:
+    return (folder / "boards" / board / "id").read_text()
 
 
 def wandb_records(path: Path) -> Iterator[bytes]:
@@ -145,10 +181,9 @@ def test_wandb_keeps_the_curves_offline(tmp_path: Path, monkeypatch: pytest.Monk
     from wandb.proto import wandb_internal_pb2
 
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     assert record(tmp_path, makers_of(["wandb"])) == []
     wandb.teardown()  # as at exit: its process may write the file after the run is finished
-    (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    (path,) = tmp_path.glob(f"boards/wandb/wandb/offline-run-*/run-{_id(tmp_path, 'wandb')}.wandb")
     axes: dict[str, str] = {}
     found: dict[str, list[tuple[int, float]]] = {}
     for data in wandb_records(path):

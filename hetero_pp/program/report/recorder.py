@@ -64,7 +64,9 @@ class Recorder:
         self._metrics = LastingLog(self._path)
         self._metrics.flush()
         self._board = TensorBoard(folder.path / "tensorboard", state)
-        self._boards = [OptionalSink(name, make, state, complain) for name, make in boards.items()]
+        self._boards = [
+            OptionalSink(name, make, state, folder.path / "boards" / name, complain) for name, make in boards.items()
+        ]
         self._scalars = Scalars(state, [self._board, *self._boards])
 
     def go_on(self) -> None:
@@ -74,6 +76,9 @@ class Recorder:
         """
         with self._lock:
             self._has_begun = self._takes_place = True
+            self._last(self._scalars.close, "has gaps")  # no board gets the end of earlier rounds twice
+            for board in self._boards:
+                board.go_on()
             self._take_place()
 
     def _take_place(self) -> None:

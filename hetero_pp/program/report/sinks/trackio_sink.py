@@ -7,19 +7,20 @@ from contextlib import redirect_stdout
 
 import trackio
 
-from hetero_pp.program.report.sinks.sink import PROJECT, Scalar
+from hetero_pp.program.report.sinks.sink import PROJECT, Kept, Scalar
 from hetero_pp.program.report.state import RunState
 
 
 class TrackioSink:
     """Logs curves to trackio's folder, which TRACKIO_DIR sets."""
 
-    def __init__(self, state: RunState) -> None:
+    def __init__(self, state: RunState, kept: Kept) -> None:
         config = state.spec.with_changes(state.changes).latest
         with redirect_stdout(io.StringIO()):  # it prints colours even to a pipe
             self._run = trackio.init(
                 project=PROJECT,
-                name=config.name,
+                name=f"{config.name}-{kept.id}",  # trackio continues a run by its name
+                resume="allow" if kept.goes_on else "never",
                 config=config.model_dump(mode="json"),
                 embed=False,
                 auto_log_cpu=False,

@@ -1,4 +1,4 @@
-"""Weights & Biases: one run of the project for each start of a run. WANDB_MODE=offline keeps it on the disk."""
+"""Weights & Biases: one run of the project, which a resumed run continues. WANDB_MODE=offline keeps it on the disk."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 import wandb
 
-from hetero_pp.program.report.sinks.sink import PROJECT, Scalar
+from hetero_pp.program.report.sinks.sink import PROJECT, Kept, Scalar
 from hetero_pp.program.report.state import RunState
 
 _SECONDS = 30.0
@@ -16,7 +16,7 @@ _SECONDS = 30.0
 class WandbSink:
     """Logs each curve over its own axis. Nothing but curves and the configuration leaves this machine."""
 
-    def __init__(self, state: RunState) -> None:
+    def __init__(self, state: RunState, kept: Kept) -> None:
         """Raises wandb's errors if the service cannot be reached, or if the user has no key for it."""
         settings = wandb.Settings(
             console="off",
@@ -33,6 +33,9 @@ class WandbSink:
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             name=config.name,
+            id=kept.id,
+            resume="allow",
+            dir=str(kept.folder),
             config=config.model_dump(mode="json"),
             settings=settings,
         )
