@@ -55,6 +55,16 @@ def documents(
         raise ConfigError(_KEY, f"found no text in `{settings.corpus}`{skips}, expected at least one document")
 
 
+def place_of(settings: DataSettings, listing: Listing, index: int) -> str:
+    """Return the name of a document for an error message; `index` is its number in the corpus, from 0."""
+    for path in listing.files:
+        for number, _ in enumerate(_documents_of([path], settings, lambda _: None, Rows())):
+            if index == 0:
+                return f"document {number + 1:,} of {path}"
+            index -= 1
+    return "a document that has just been removed"
+
+
 def sample(settings: DataSettings, size: int) -> tuple[list[str], float]:
     """Return documents of some files, spread evenly over all files, and their share of the corpus.
 

@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from hetero_pp.core.control_characters import without_controls
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.order import Block, Order, Position
-from hetero_pp.data.tokenizers import Tokenizer
+from hetero_pp.data.tokenizers import CannotEncode, Tokenizer
 
 ENCODED_AT_ONCE = 64
 """Number of documents per tokenizer call: enough for all cores."""
+_SHOWN_CHARACTERS = 40
 _REMEMBERED = 1024
 """Number of recent steps to which reading can go back."""
 
@@ -103,7 +105,12 @@ class TokenStream:
 def encode(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
     """Return the ids of each text, followed by a separator, int64."""
     separator = np.array([tokenizer.separator], np.int64)
-    return [np.concatenate([ids.astype(np.int64), separator]) for ids in tokenizer.encode_batch(texts)]
+    try:
+        encoded = tokenizer.encode_batch(texts)
+    except CannotEncode as error:
+        start = without_controls(texts[error.index][:_SHOWN_CHARACTERS])
+        raise error.of(f"the document of the stream that begins with `{start}`") from None
+    return [np.concatenate([ids.astype(np.int64), separator]) for ids in encoded]
 
 
 class StreamBatches:

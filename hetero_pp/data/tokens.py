@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -22,9 +22,9 @@ from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.files import file_sha256, naming, rename_whole, write_whole
 from hetero_pp.core.progress import OnProgress, untold
 from hetero_pp.core.units import format_number
-from hetero_pp.data.corpora import Rows, documents, fingerprint, list_corpus, skipped_files
+from hetero_pp.data.corpora import Rows, documents, fingerprint, list_corpus, place_of, skipped_files
 from hetero_pp.data.settings import DataSettings
-from hetero_pp.data.tokenizers import Tokenizer, load_tokenizer
+from hetero_pp.data.tokenizers import CannotEncode, Tokenizer, load_tokenizer
 from hetero_pp.data.walk import Listing
 
 _FORMAT = 1
@@ -72,7 +72,7 @@ def prepare_tokens(
         with naming(path), TemporaryDirectory(prefix="encoding-", dir=cache, ignore_cleanup_errors=True) as scratch:
             rows = Rows()
             texts = documents(settings, partial(on_progress, "encoding the corpus"), rows, listing)
-            written = _write(Path(scratch), texts, tokenizer, on_progress)
+            written = _write(Path(scratch), texts, tokenizer, on_progress, partial(place_of, settings, listing))
             _keep_rows(path, rows)
             rename_whole(written, path)
     with naming(path):
@@ -118,11 +118,16 @@ def _kept_rows(path: Path, settings: DataSettings) -> Iterator[str]:
         yield Rows(**json.loads(beside.read_text(encoding="utf-8"))).note(settings)
 
 
-def _write(scratch: Path, texts: Iterable[str], tokenizer: Tokenizer, on_progress: OnProgress) -> Path:
-    """Encode the documents in the order in which they arrive, then copy them in the order of their digests."""
+def _write(
+    scratch: Path, texts: Iterable[str], tokenizer: Tokenizer, on_progress: OnProgress, where: Callable[[int], str]
+) -> Path:
+    """Encode the documents in the order in which they arrive, then copy them in the order of their digests.
+
+    `where` names the document of a number, from 0.
+    """
     dtype = np.dtype("<u2" if tokenizer.vocabulary <= 1 << 16 else "<u4")
     unordered = scratch / "unordered"
-    spans = _encode(texts, tokenizer, dtype, unordered)
+    spans = _encode(texts, tokenizer, dtype, unordered, where)
     source = np.memmap(unordered, dtype=dtype, mode="r")
     path = scratch / "tokens.npy"
     header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": source.shape}
@@ -136,14 +141,20 @@ def _write(scratch: Path, texts: Iterable[str], tokenizer: Tokenizer, on_progres
     return path
 
 
-def _encode(texts: Iterable[str], tokenizer: Tokenizer, dtype: np.dtype, path: Path) -> list[Span]:
-    """Write every document and a separator to a raw file; return the span of each document."""
+def _encode(
+    texts: Iterable[str], tokenizer: Tokenizer, dtype: np.dtype, path: Path, where: Callable[[int], str]
+) -> list[Span]:
+    """Write every document and a separator to a raw file; return the span of each document. `where`: as in `_write`."""
     separator = np.array([tokenizer.separator], dtype)
     spans = []
     end = 0
     with path.open("wb") as file:
         for batch in _batched(texts):
-            for text, ids in zip(batch, tokenizer.encode_batch(batch), strict=True):
+            try:
+                encoded = tokenizer.encode_batch(batch)
+            except CannotEncode as error:
+                raise error.of(where(len(spans) + error.index)) from None
+            for text, ids in zip(batch, encoded, strict=True):
                 file.write(np.concatenate([ids.astype(dtype), separator]).data)
                 spans.append((hashlib.sha256(text.encode()).digest(), end, end + len(ids) + 1))
                 end += len(ids) + 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.settings import DataSettings
+from hetero_pp.data.stream import encode
 from hetero_pp.data.tokenizers import ByteTokenizer, FileTokenizer, load_tokenizer
 from hetero_pp.data.tokens import prepare_tokens
 
@@ -231,7 +233,9 @@ def test_rules_that_would_end_the_process_are_refused(rules: object, told: str, 
 def test_a_text_on_which_rules_fail_is_an_error_that_can_be_caught(tmp_path: Path) -> None:
     """If a regular expression needs too many attempts, the library panics, and Python gets no Exception."""
     (tmp_path / "tokenizer.json").write_text(json.dumps(_rules(pre_tokenizer=_split("(a+)+$x"))))
-    with pytest.raises(ConfigError, match=r"cannot encode the text \(the tokenizers library failed: "):
+    with pytest.raises(
+        ConfigError, match=r"cannot encode document 1 of a batch: the tokenizers library failed: .*, up to"
+    ):
         FileTokenizer(tmp_path / "tokenizer.json").encode_batch(["a" * 100_000])
 
 
@@ -241,3 +245,98 @@ def test_deep_json_is_no_tokenizer(tmp_path: Path) -> None:
         (tmp_path / name).write_text("[" * 100_000)
         with pytest.raises(ConfigError, match=kind):
             FileTokenizer(tmp_path / "tokenizer.json")
+
+
+def _replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+def _in_turn(*rules: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "Sequence", "normalizers": list(rules)}
+
+
+_TO_MANY = _replace({"String": "a"}, "a" * 1000)
+_MANY = base64.b64encode((4).to_bytes(4, "little") + bytes(4) + b"a" * 20_000 + b"\0").decode()
+
+
+@pytest.mark.parametrize(
+    ("rules", "told"),
+    [
+        (
+            _rules(normalizer=_in_turn({"type": "NFC"}, *[_TO_MANY] * 8)),
+            r"normalizer\.normalizers\[2\], Replace: makes a text 3,000,000 times as long, expected at most 10,000",
+        ),
+        (_rules(normalizer={"type": "Prepend", "prepend": "a" * 20_000}), "normalizer, Prepend: makes a text 20,001 t"),
+        (_rules(normalizer=_in_turn(*[{"type": "NFKC"}] * 8)), r"normalizers\[3\], NFKC: makes"),
+        (_rules(normalizer=_replace({"Regex": "(?=.{9000})"}, "a" * 99)), "Replace: makes a text 100 times as long"),
+        (_rules(normalizer=_replace({"Regex": ""}, "a" * 20_000)), "Replace: makes a text 20,001 times as long"),
+        (_rules(normalizer={"type": "Precompiled", "precompiled_charsmap": _MANY}), "Precompiled: makes a text 20,001"),
+        (_rules(normalizer=_TO_MANY, pre_tokenizer=_replace({"String": "a"}, "a" * 11)), "pre_tokenizer, Replace: m"),
+        (_rules(decoder=_in_turn(_TO_MANY)), r"decoder\.normalizers\[0\], Replace: makes a text 1,000 times as long"),
+        (_rules(added_tokens=[{"content": "a" * 1001, "id": 2}]), "added_tokens: found a text of 1,001 bytes"),
+        (
+            _rules(added_tokens=[{"content": f"{one}", "id": one} for one in range(30_000)], normalizer=_TO_MANY),
+            "added_tokens: rules may make 138,890,000 bytes of them",
+        ),
+        (_rules(model={"type": "BPE", "continuing_subword_prefix": "#" * 1001}), "continuing_subword_prefix: found a"),
+    ],
+)
+def test_rules_that_would_fill_the_memory_are_refused_before_they_act(rules: Any, told: str, tmp_path: Path) -> None:
+    """The library itself applies rules to added tokens while it reads a file, and allocates as it goes."""
+    (tmp_path / "tokenizer.json").write_text(json.dumps(rules))
+    with pytest.raises(ConfigError, match=told) as found:
+        FileTokenizer(tmp_path / "tokenizer.json")
+    assert str(tmp_path / "tokenizer.json") in str(found.value) and "\n" not in str(found.value)
+
+
+def test_a_text_that_rules_make_far_longer_is_refused_and_others_are_not(tmp_path: Path) -> None:
+    model = {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": [], "unk_token": "b"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(_rules(model=model, normalizer=_TO_MANY)))
+    tokenizer = FileTokenizer(tmp_path / "tokenizer.json")
+    assert [len(ids) for ids in tokenizer.encode_batch(["b" * 3000, "ab"])] == [3000, 1001]
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    (corpus / "1.txt").write_text("b" * 3000)
+    (corpus / "2.jsonl").write_text(
+        "\n".join(json.dumps({"text": text}) for text in ("bb", "b" * 500 + "a" * 5_000_000))
+    )
+    settings = DataSettings(corpus=str(corpus), tokenizer=str(tmp_path / "tokenizer.json"))
+    told = r"document 2 of .*2\.jsonl: its normalizer makes 500,500 characters of the first 1,000, expected at most 16"
+    with pytest.raises(ConfigError, match=told) as found:
+        prepare_tokens(settings, tmp_path)
+    assert found.value.key == ("data", "tokenizer") and str(tmp_path / "tokenizer.json") in str(found.value)
+
+
+def test_a_template_adds_nothing(tmp_path: Path) -> None:
+    """Its text may occur in it many times, even if no special token is added."""
+    many = {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 5, "special_tokens": {}}
+    many["pair"] = [{"Sequence": {"id": one, "type_id": 0}} for one in "AB"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(_rules(post_processor=many)))
+    assert FileTokenizer(tmp_path / "tokenizer.json").encode_batch(["a"])[0].tolist() == [0]
+
+
+def test_a_text_without_an_unknown_token_is_named_with_its_place(tmp_path: Path) -> None:
+    model = {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "[UNK]"}
+    rules = _rules(model=model, pre_tokenizer={"type": "Whitespace"})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(rules))
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for name, text in (("1.txt", "a b"), ("2.txt", "a b a new word b"), ("3.txt", "b")):
+        (corpus / name).write_text(text)
+    settings = DataSettings(corpus=str(corpus), tokenizer=str(tmp_path / "tokenizer.json"))
+    told = (
+        r"cannot encode document 1 of .*2\.txt: WordLevel error: Missing \[UNK\].*, up to character 7 \(`a b a n`\); "
+    )
+    with pytest.raises(ConfigError, match=told) as found:
+        prepare_tokens(settings, tmp_path)
+    assert "\n" not in str(found.value)
+    with pytest.raises(ConfigError, match=r"which cannot encode the document of the stream that begins with `a new`"):
+        encode(FileTokenizer(tmp_path / "tokenizer.json"), ["a", "a new"])
+
+
+def test_dropout_is_switched_off_and_said(tmp_path: Path) -> None:
+    model = {"type": "BPE", "dropout": 0.5, "vocab": {"a": 0, "aa": 1}, "merges": [["a", "a"]]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(_rules(model=model)))
+    tokenizer = FileTokenizer(tmp_path / "tokenizer.json")
+    assert tokenizer.encode_batch(["aa" * 1000])[0].tolist() == [1] * 1000
+    assert any("dropout 0.5 is switched off" in note for note in tokenizer.notes)
