@@ -34,8 +34,13 @@ from hetero_pp.rpc.services import call_path
 from replica_groups.loop.take_part import take_part
 
 LIES_A_SECOND = 20
+TOGETHER = 14
+"""Oversized requests at a time, as many as a member may have open beside its own two."""
+MADE_UP = 300_000
+"""Names in an oversized confirmation: 4 MB."""
 RESETS_A_SECOND = 1000
 HEADER_BYTES = 1 << 20
+LOOK_SECONDS = 0.1
 SECONDS_TO_RESTART = 2.0
 """Seconds before a failed member restarts. They are long enough for the exchange's bound on joins."""
 HASHED_ROUNDS = 6
@@ -272,6 +277,27 @@ def unsent_deposits(target: Target, stretch: Stretch) -> None:
         for _ in stretch.paced(LIES_A_SECOND):
             call = send.future(nothing(), metadata=seat.metadata, timeout=TIMEOUT)
             call.add_done_callback(lambda one: stretch.codes.update([code_of(one)]))
+
+
+@attack
+def oversized_requests(target: Target, stretch: Stretch) -> None:
+    """Confirm made-up names and report empty entries, in requests of megabytes, always 14 at a time."""
+    names = {f"{number:x}": b"" for number in range(MADE_UP)}
+    calls = {"Confirm": pb.HashReport(round=1, sha256=names).SerializeToString(), "Report": b"\x0a\x00" * 2_000_000}
+    room, numbers = threading.Semaphore(TOGETHER), count()
+
+    def done(call: grpc.Future[bytes]) -> None:
+        stretch.codes[code_of(call)] += 1
+        room.release()
+
+    with seated(target) as seat, channel_to(target.address, target.guest) as channel:
+        while not stretch.is_over.is_set():
+            if not room.acquire(timeout=LOOK_SECONDS):
+                continue
+            name = tuple(calls)[next(numbers) % len(calls)]
+            send: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(call_path(SERVICE, name))
+            send.future(calls[name], metadata=seat.metadata, timeout=TIMEOUT).add_done_callback(done)
+            stretch.is_under_way.set()
 
 
 # ---- links between stages ----

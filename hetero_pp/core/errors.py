@@ -10,6 +10,7 @@ HeteroPPError
 │   │   └── PeerAtFault    the other end sent a message that no honest stage sends
 │   └── LinkTimeout        nothing arrived in time (a slow link, or a peer that hangs)
 ├── MalformedMessage       bytes from the network that no honest peer sends
+│   ├── InvalidRequest     a request that is too long, or cannot be parsed
 │   └── MalformedContribution
 ├── OutOfMemory            the memory of a member's device does not suffice
 ├── Refused                the exchange refused a request: wrong run, wrong round
@@ -88,6 +89,10 @@ class LinkTimeout(LinkError):
 
 class MalformedMessage(HeteroPPError):
     """Bytes from the network do not follow the wire format."""
+
+
+class InvalidRequest(MalformedMessage):
+    """A request is longer than any in its run, or cannot be parsed: its sender is at fault, whatever it says."""
 
 
 class MalformedContribution(MalformedMessage):

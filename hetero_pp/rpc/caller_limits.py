@@ -1,4 +1,4 @@
-"""Limits for each caller of a server: its rate of calls, its open calls, and streams without progress.
+"""Limits for each caller of a server: calls, bytes and CPU seconds, open calls, and streams without progress.
 
 gRPC bounds no rate of calls: a stream that is opened and reset at once costs its sender two small frames, and the
 server a Python call. The connection of a caller that exceeds the rate of calls is closed. No other caller is affected.
@@ -6,6 +6,7 @@ server a Python call. The connection of a caller that exceeds the rate of calls 
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import threading
@@ -30,6 +31,15 @@ BACKLOG_SECONDS_MAX = 1.0
 
 CUT_SECONDS = 10.0
 """A caller that was cut is cut again at each call for this long."""
+
+REQUEST_BYTES_A_SECOND, REQUEST_BYTES_AT_ONCE = float(1 << 20), 16 << 20
+"""Bytes of requests that one caller may send, without frames of payload. Honest members send some KB per second."""
+
+CPU_SHARE, CPU_SECONDS_AT_ONCE = 0.25, 10
+"""Share of one core, and seconds of it at once, that the calls of one caller may take."""
+
+DEBT_SECONDS_MAX = 10.0
+"""Seconds that a call waits for bytes or CPU seconds of earlier ones. If it had to wait longer, it is then refused."""
 
 _CALLERS_MAX = 1_000
 """Callers that are remembered before those whose budget is full again are forgotten."""
@@ -73,9 +83,22 @@ class Pace:
                 self._empty_until[caller] = since
         return max(0.0, since - now)
 
-    def _empty_after(self, caller: str, count: int, now: float) -> float:
+    def spend(self, caller: str, amount: float) -> None:
+        """Take out of a bucket what a call has cost. It may become less than empty."""
+        with self._lock:
+            now = self._clock()
+            if len(self._empty_until) > _CALLERS_MAX:
+                self._forget_full(now)
+            self._empty_until[caller] = self._empty_after(caller, amount, now)
+
+    def debt_seconds(self, caller: str) -> float:
+        """Return the seconds until a bucket is not less than empty."""
+        with self._lock:
+            return max(0.0, self._empty_until.get(caller, -math.inf) - self._clock())
+
+    def _empty_after(self, caller: str, count: float, now: float) -> float:
         """Return when the caller's bucket is empty once so much is taken from it."""
-        return max(self._empty_until.get(caller, -float("inf")), self._full_since(now)) + count / self._rate
+        return max(self._empty_until.get(caller, -math.inf), self._full_since(now)) + count / self._rate
 
     def _full_since(self, now: float) -> float:
         """Return the time at which a bucket was empty that is full just now."""

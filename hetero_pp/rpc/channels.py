@@ -25,10 +25,15 @@ def version_complaint(found: int, expected: int) -> str:
 
 Options = list[tuple[str, int | str]]
 
+RECEIVED_BYTES_MAX = 4 << 20
+"""Bytes of a message that a server receives; gRPC drops longer ones unread. Frames and honest requests are shorter.
+
+What lies between them and this limit counts against its sender. That cannot be said of a call that gRPC has ended.
+"""
+
 _OPTIONS: Options = [
     # Payload crosses in frames of 1 MiB; the rest is room for protobuf messages such as round records.
     ("grpc.max_send_message_length", 8 << 20),
-    ("grpc.max_receive_message_length", 8 << 20),
     # A machine that vanishes is noticed within 15 seconds; a process that dies, at once by TCP.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
@@ -41,6 +46,7 @@ _OPTIONS: Options = [
 ]
 
 _CHANNEL_OPTIONS: Options = [
+    ("grpc.max_receive_message_length", 8 << 20),
     # Every channel has its own connection, so that two links never share one.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -50,6 +56,7 @@ _CHANNEL_OPTIONS: Options = [
 ]
 
 _SERVER_OPTIONS: Options = [
+    ("grpc.max_receive_message_length", RECEIVED_BYTES_MAX),
     # With SO_REUSEPORT a second server on a busy port would share its connections instead of failing.
     ("grpc.so_reuseport", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),

@@ -19,6 +19,7 @@ from hetero_pp.rpc.channels import make_channel
 from hetero_pp.rpc.link_end import GrpcLinkEnd
 from hetero_pp.rpc.link_hello import Complaint, Introduction, first_frame
 from hetero_pp.rpc.link_stream import LinkStream
+from hetero_pp.rpc.plain_text import plain
 from hetero_pp.rpc.services import IncomingFrames, calls_of
 
 SERVICE = DESCRIPTOR.services_by_name["StageLink"]
@@ -146,7 +147,7 @@ class Dialling:
 
     def _part(self) -> None:
         if self._end.failure is not None and self._end.streams > 0:
-            farewell = LinkFarewell(hello=self._hello(), cause=self._end.failure)
+            farewell = LinkFarewell(hello=self._hello(), cause=plain(self._end.failure))
             with suppress(grpc.RpcError):
                 self._leave(farewell, metadata=self._introduction.metadata, timeout=PART_SECONDS)
         with self._lock:

@@ -49,6 +49,8 @@ from hetero_pp.rpc.credentials import Credentials
 from hetero_pp.rpc.exchange_wires import Wires
 from hetero_pp.rpc.framing import header_and_payload_frames, read_frames, read_into
 from hetero_pp.rpc.handshake import new_run, require_trust
+from hetero_pp.rpc.plain_text import make_plain
+from hetero_pp.rpc.request_bounds import REPORTS_BYTES_MAX, STATES_MAX
 from hetero_pp.rpc.services import ERROR_OF_CODE, LONGEST_WAIT
 from hetero_pp.store.presigned import download, is_of, upload, without_signature
 
@@ -60,6 +62,9 @@ ANSWER_SECONDS = LONGEST_WAIT + 10.0
 
 STREAM_SECONDS = 6 * 3600.0
 """Seconds within which a contribution or a snapshot has to cross, on any line."""
+
+_ENTRY_BYTES = 6
+"""Largest tag and length of a report in a request."""
 
 AGAIN_SECONDS = 0.1
 """Pause between two attempts if an exchange ends the call at once."""
@@ -145,10 +150,19 @@ class ExchangeClient(ExchangeService):
                 return self._record(request)
             case pb.JoinRequest():
                 request.version, request.process = PROTOCOL_VERSION, request.process or self._process
+                request.rounds[:], request.damaged[:] = request.rounds[-STATES_MAX:], request.damaged[-STATES_MAX:]
+                make_plain(request)
                 joined: pb.JoinReply = self._ask(request, wait=True)
                 self._term, self._takes_following = joined.term, joined.takes_following
                 self.stay()
                 return joined
+            case pb.ReportRequest():
+                reply = pb.ReportReply()
+                for part in _parts(request):
+                    reply = self._ask(part)
+                return reply
+            case pb.BrokenRequest() | pb.DiedRequest():
+                make_plain(request)
             case pb.AgreeRequest():
                 agreed: pb.AgreeReply = self._ask(request, wait=True)
                 self._run = agreed.run
@@ -424,6 +438,20 @@ class ExchangeClient(ExchangeService):
             return ERROR_OF_CODE[code](details)
         cause = f"({code.name.lower()}: {details}){self._wires.route.note}"
         return ExchangeLost(f"the exchange at {self.address} does not answer {cause}")
+
+
+def _parts(request: pb.ReportRequest) -> Iterator[pb.ReportRequest]:
+    """Yield the reports of a request in parts that the exchange takes, with texts as long as it takes them."""
+    part, size = pb.ReportRequest(), 0
+    for report in request.reports:
+        make_plain(report)
+        own = report.ByteSize() + _ENTRY_BYTES
+        if part.reports and size + own > REPORTS_BYTES_MAX:
+            yield part
+            part, size = pb.ReportRequest(), 0
+        part.reports.append(report)
+        size += own
+    yield part
 
 
 def _downloaded(stored: pb.StoredBlob) -> bytes:

@@ -24,12 +24,14 @@ from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as Protobuf
 from torch import Tensor
 
-from hetero_pp.core.errors import MalformedMessage
+from hetero_pp.core.errors import InvalidRequest, MalformedMessage
 from hetero_pp.link.ledger import FRAME_BYTES, PREFIX_BYTES
 from hetero_pp.link.protocol import MAX_MESSAGE_BYTES, WIRE_DTYPES, Message
 from hetero_pp.messages.messages_pb2 import DType, LinkHeader
 
 MAX_HEADER_BYTES = 256 << 10
+LINK_HEADER_BYTES_MAX = 16 << 10
+"""Bytes of the header of a message between stages: a few tensors, and at the end of a round a certificate."""
 MAX_TENSORS = 1024
 MAX_DIMENSIONS = 8
 MOST_TOGETHER = 16
@@ -109,25 +111,28 @@ class _Payload:
         return rest
 
 
-def _split(frame: bytes | memoryview, header_type: type[Header]) -> tuple[Header, int, memoryview]:
-    """Return the header of a first frame, the header's length, and the payload after it."""
+def _split(frame: bytes | memoryview, header_type: type[Header], most: int) -> tuple[Header, int, memoryview]:
+    """Return the header of a first frame, of at most `most` bytes, the header's length, and the payload after it."""
     if not PREFIX_BYTES <= len(frame) <= FRAME_BYTES:
         raise MalformedMessage(f"found a first frame of {len(frame)} bytes, expected {PREFIX_BYTES} to {FRAME_BYTES}")
     (length,) = _LENGTH.unpack_from(frame)
-    most = min(MAX_HEADER_BYTES, len(frame) - PREFIX_BYTES)
-    if length > most:
-        raise MalformedMessage(f"found a header of {length} bytes, expected at most {most}")
+    if length > (most := min(most, len(frame) - PREFIX_BYTES)):
+        raise InvalidRequest(f"found a header of {length} bytes, expected at most {most}")
     rest = memoryview(frame)[PREFIX_BYTES:]
     header = header_type()
     try:
         header.ParseFromString(bytes(rest[:length]))
     except DecodeError as error:
-        raise MalformedMessage(f"found {length} bytes that are no {header_type.__name__}") from error
+        raise InvalidRequest(f"found {length} bytes that are no {header_type.__name__}") from error
     return header, length, rest[length:]
 
 
 def read_frames(
-    frames: Iterator[bytes], header_type: type[Header], size_of: Callable[[Header], int], max_bytes: int
+    frames: Iterator[bytes],
+    header_type: type[Header],
+    size_of: Callable[[Header], int],
+    max_bytes: int,
+    max_header_bytes: int = MAX_HEADER_BYTES,
 ) -> tuple[Header, bytearray]:
     """Read what `header_and_payload_frames` wrote; `size_of` tells the payload's size from the header.
 
@@ -142,7 +147,7 @@ def read_frames(
         buffers.append(bytearray(size))
         return map(memoryview, buffers)
 
-    return read_into(frames, header_type, room_for), buffers[0]
+    return read_into(frames, header_type, room_for, max_header_bytes=max_header_bytes), buffers[0]
 
 
 def read_into(
@@ -150,12 +155,13 @@ def read_into(
     header_type: type[Header],
     room_for: Callable[[Header], Iterable[memoryview]],
     arrived: Callable[[int], None] = lambda n_bytes: None,
+    max_header_bytes: int = MAX_HEADER_BYTES,
 ) -> Header:
     """As `read_frames`, into the memory that `room_for` has for the payload of a header.
 
     `arrived` is told the bytes of payload of each frame.
     """
-    header, header_bytes, part = _split(_next(frames), header_type)
+    header, header_bytes, part = _split(_next(frames), header_type, max_header_bytes)
     payload = _Payload(header_bytes, room_for(header))
     payload.add(part)
     arrived(len(part))
@@ -239,7 +245,7 @@ class Decoder:
 
     def _first(self, frame: bytes | memoryview, most: int) -> tuple[list[Message], memoryview]:
         """Read the message of at most so much payload that begins a frame. Return it if it is whole, and the rest."""
-        header, header_bytes, part = _split(frame, LinkHeader)
+        header, header_bytes, part = _split(frame, LinkHeader, LINK_HEADER_BYTES_MAX)
         self._message, segments = self._allocate(header, most)
         self._payload = _Payload(header_bytes, segments)
         rest = self._payload.add_first(part)

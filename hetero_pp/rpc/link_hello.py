@@ -17,7 +17,7 @@ from hetero_pp.rpc.callers import shown_by
 from hetero_pp.rpc.channels import PROTOCOL_VERSION
 from hetero_pp.rpc.credentials import LinkCredentials
 
-_MAX_HELLO_BYTES = 4096
+HELLO_BYTES_MAX = 4096
 _TOKEN = "token"
 
 
@@ -70,8 +70,8 @@ class Introduction:
 
     def read(self, frame: bytes) -> tuple[LinkHello, Complaint | None]:
         """Parse a hello; return it, and the reason to refuse its sender (see `judge`)."""
-        if len(frame) > _MAX_HELLO_BYTES:
-            reason = f"found a hello of {len(frame)} bytes, expected at most {_MAX_HELLO_BYTES}"
+        if len(frame) > HELLO_BYTES_MAX:
+            reason = f"found a hello of {len(frame)} bytes, expected at most {HELLO_BYTES_MAX}"
             return LinkHello(), Complaint(Kind.STRANGER, reason)
         try:
             hello = LinkHello.FromString(frame)

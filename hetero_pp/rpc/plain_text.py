@@ -8,14 +8,16 @@ from google.protobuf.message import Message
 from hetero_pp.core.control_characters import escaped
 
 MOST_CHARACTERS = 2_000
+TEXT_BYTES_MAX = 4 * (MOST_CHARACTERS + 1)
+"""Bytes of a text that `plain` has returned, in UTF-8."""
 
 
 def plain(text: str, most: int = MOST_CHARACTERS) -> str:
     """Return at most `most` characters, all printable: white space as blanks, other characters as their escapes."""
-    cut = text[:most] + ("…" if len(text) > most else "")
-    if cut.isprintable():
-        return cut
-    return "".join(one if one.isprintable() else " " if one.isspace() else escaped(one) for one in cut)
+    cut = text[:most]
+    if not cut.isprintable():
+        cut = "".join(one if one.isprintable() else " " if one.isspace() else escaped(one) for one in cut)
+    return cut[:most] + ("…" if max(len(text), len(cut)) > most else "")
 
 
 def make_plain(message: Message) -> None:

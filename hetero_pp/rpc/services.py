@@ -5,6 +5,7 @@ A `Frame` of messages.proto stands for one frame of raw bytes; all other message
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
@@ -21,6 +22,7 @@ from hetero_pp.core.errors import (
     ExchangeLost,
     Forbidden,
     HeteroPPError,
+    InvalidRequest,
     MalformedMessage,
     Refused,
     ReplicasDiffer,
@@ -33,7 +35,20 @@ from hetero_pp.core.errors import (
 )
 from hetero_pp.messages.messages_pb2 import DESCRIPTOR, Frame
 from hetero_pp.messages.refusals import Kind
-from hetero_pp.rpc.caller_limits import STALL_SECONDS, CallRate, OpenCalls, StreamWatch, close_connection
+from hetero_pp.rpc.caller_limits import (
+    CPU_SECONDS_AT_ONCE,
+    CPU_SHARE,
+    DEBT_SECONDS_MAX,
+    REQUEST_BYTES_A_SECOND,
+    REQUEST_BYTES_AT_ONCE,
+    STALL_SECONDS,
+    CallRate,
+    OpenCalls,
+    Pace,
+    StreamWatch,
+    close_connection,
+)
+from hetero_pp.rpc.channels import RECEIVED_BYTES_MAX
 
 EXCHANGE_SERVICE = DESCRIPTOR.services_by_name["Exchange"]
 ADMISSION_SERVICE = DESCRIPTOR.services_by_name["Admission"]
@@ -49,13 +64,19 @@ class IncomingFrames(Iterator[bytes], Protocol):
 
 
 class Door(Protocol):
-    """Admission of callers to a service."""
+    """Admission of callers to a service, and what is done about their requests."""
 
     def admit(self, call: str, context: grpc.ServicerContext) -> str:
         """Return the caller of a call. Raises Refused for callers that may not make it."""
 
     def refuse(self, sender: str, reason: str, kind: Kind) -> None:
         """Count a refusal."""
+
+    def request_bytes_max(self, call: str) -> int:
+        """Return the size of the largest request of a call."""
+
+    def blame(self, context: grpc.ServicerContext, reason: str) -> None:
+        """Count a request that no honest caller sends against the caller that proved to be its sender."""
 
 
 _CODE_OF_ERROR: dict[type[HeteroPPError], grpc.StatusCode] = {
@@ -84,11 +105,11 @@ ERROR_OF_CODE: dict[grpc.StatusCode, type[HeteroPPError]] = {
 """Error that a caller raises for each status code."""
 
 
-REQUEST_BYTES_MAX = 64 << 10
-"""Size of a request in bytes, checked before it is parsed: parsing can take fifteen times as much memory."""
+_DEPOSITS = ("Deposit", "Uploaded", "Show")
+"""Calls whose work is useful once, and large in a large model. It costs no CPU budget if it is accepted."""
 
-_REQUEST_BYTES_MAX = {"Agree": 1 << 20, "Confirm": 4 << 20, "Report": 4 << 20, "Snapshot": 1 << 20}
-"""The same for calls that carry a configuration, hashes or names of all parameters, or many reports."""
+_STREAMED_SECONDS_MAX = 1.0
+"""CPU seconds that a refused call with many replies counts for: it may have been open for long."""
 
 REQUEST_SECONDS = STALL_SECONDS
 """Seconds after which a call whose request has not arrived is cut. 4 MiB take 34 s at 1 Mbit/s."""
@@ -136,6 +157,7 @@ def service_handler(
     """
     open_calls, open_streams = OpenCalls(most_open), OpenCalls(min(most_open, BULK_CALLS_MAX), "streams")
     rate, requests = CallRate(), StreamWatch(REQUEST_SECONDS)
+    sent_bytes, cpu_seconds = Pace(REQUEST_BYTES_A_SECOND, REQUEST_BYTES_AT_ONCE), Pace(CPU_SHARE, CPU_SECONDS_AT_ONCE)
     together = {call: OpenCalls(most) for call, most in (most_together or {}).items()}
     handlers = {
         call.name: _call_handler(
@@ -148,6 +170,8 @@ def service_handler(
                 together.get(call.name),
                 rate,
                 requests,
+                sent_bytes=sent_bytes,
+                cpu_seconds=cpu_seconds,
             )
         )
         for call in service.methods
@@ -170,23 +194,34 @@ class _Call:
     rate: CallRate
     requests: StreamWatch
     """Cuts calls whose request does not arrive."""
+    sent_bytes: Pace
+    cpu_seconds: Pace
 
     @contextmanager
-    def entered(self, context: grpc.ServicerContext) -> Iterator[None]:
-        """Admit a caller, and turn errors of the block into status codes."""
-        caller = None
+    def entered(self, context: grpc.ServicerContext) -> Iterator[str]:
+        """Admit a caller, and turn errors of the block into status codes. Yields the caller's name."""
+        caller, began = None, time.thread_time()
         try:
             caller = self._admitted(context)
             due = self._due_in(caller, context)
             with self.open_calls.one_more(caller), self._one_more_stream(caller), self._one_more_of_all():
-                time.sleep(due)  # it holds one of the caller's own open calls
-                yield
+                time.sleep(min(due, DEBT_SECONDS_MAX))  # it holds one of the caller's own open calls
+                if due > DEBT_SECONDS_MAX:
+                    raise TooMuch(f"{caller} has spent its bytes or CPU seconds; it may call in {due:.0f} s")
+                yield caller
         except HeteroPPError as error:
             if caller is not None and isinstance(error, MalformedMessage):
                 self.door.refuse(caller, str(error), Kind.MALFORMED)
             elif caller is not None and isinstance(error, Forbidden | TooMuch):
                 self.door.refuse(caller, str(error), Kind.FORBIDDEN)
+            if caller is not None:
+                most = _STREAMED_SECONDS_MAX if self.method.server_streaming else math.inf
+                self.cpu_seconds.spend(caller, min(time.thread_time() - began, most))
+                if isinstance(error, InvalidRequest):
+                    self.door.blame(context, str(error))
             _abort(context, error)
+        if not self.method.server_streaming and self.method.name not in _DEPOSITS:
+            self.cpu_seconds.spend(caller, time.thread_time() - began)
 
     def _one_more_stream(self, caller: str) -> AbstractContextManager[None]:
         return nullcontext() if self.open_streams is None else self.open_streams.one_more(caller)
@@ -205,18 +240,24 @@ class _Call:
     def _due_in(self, caller: str, context: grpc.ServicerContext) -> float:
         """Return the seconds that a call has to wait. Closes the connection of a caller that calls too often."""
         try:
-            return self.rate.due_in(caller)
+            due = self.rate.due_in(caller)
         except TooMuch:
             close_connection(context.peer())
             raise
+        return max(due, self.sent_bytes.debt_seconds(caller), self.cpu_seconds.debt_seconds(caller))
 
-    def request(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> object:
+    def request(self, caller: str, messages: Iterator[bytes], context: grpc.ServicerContext) -> object:
         """Return the request; for streams and raw frames, the iterator of messages."""
         if self.method.client_streaming:
             return messages
-        most = _REQUEST_BYTES_MAX.get(self.method.name, REQUEST_BYTES_MAX)
-        with closing(self.requests.watched(messages, context)) as watched:
-            message = next(watched, None)
+        most = self.door.request_bytes_max(self.method.name)
+        try:
+            with closing(self.requests.watched(messages, context)) as watched:
+                message = next(watched, None)
+        except grpc.RpcError:  # it was too long for gRPC, or the caller has canceled the call
+            self.sent_bytes.spend(caller, RECEIVED_BYTES_MAX)
+            raise
+        self.sent_bytes.spend(caller, len(message or b""))
         return _parsed(self.method.input_type, message, most)
 
 
@@ -224,12 +265,12 @@ def _call_handler(call: _Call) -> grpc.RpcMethodHandler[Any, Any]:
     """Return the handler of a call. Requests are read as streams: gRPC would wait for a single one before `admit`."""
 
     def one(messages: Iterator[bytes], context: grpc.ServicerContext) -> object:
-        with call.entered(context):
-            return call.answer(call.request(messages, context), context)
+        with call.entered(context) as caller:
+            return call.answer(call.request(caller, messages, context), context)
 
     def many(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[object]:
-        with call.entered(context):
-            yield from call.answer(call.request(messages, context), context)
+        with call.entered(context) as caller:
+            yield from call.answer(call.request(caller, messages, context), context)
 
     serializer = _serializer(call.method.output_type)
     if call.method.server_streaming:
@@ -246,11 +287,11 @@ def _parsed(kind: Descriptor, message: bytes | None, most: int) -> Message:
     if message is None:
         raise MalformedMessage("found the end of the call, expected a request")
     if len(message) > most:
-        raise MalformedMessage(f"found {len(message)} bytes of {kind.name}, expected at most {most}")
+        raise InvalidRequest(f"found {len(message)} bytes of {kind.name}, expected at most {most}")
     try:
         return GetMessageClass(kind).FromString(message)
     except DecodeError:
-        raise MalformedMessage(f"found {len(message)} bytes that are no {kind.name}") from None
+        raise InvalidRequest(f"found {len(message)} bytes that are no {kind.name}") from None
 
 
 def _serializer(message: Descriptor) -> Callable[[Message], bytes] | None:

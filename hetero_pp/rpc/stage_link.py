@@ -21,9 +21,9 @@ from hetero_pp.rpc.channels import make_server
 from hetero_pp.rpc.dialling import SERVICE, Dialling
 from hetero_pp.rpc.epochs import Epochs
 from hetero_pp.rpc.link_end import STOP_SECONDS, GrpcLinkEnd, LinkSide
-from hetero_pp.rpc.link_hello import Complaint, first_frame
+from hetero_pp.rpc.link_hello import HELLO_BYTES_MAX, Complaint, first_frame
 from hetero_pp.rpc.link_stream import LinkStream
-from hetero_pp.rpc.plain_text import plain
+from hetero_pp.rpc.plain_text import TEXT_BYTES_MAX, plain
 from hetero_pp.rpc.services import service_handler
 
 HELLO_SECONDS = 10.0
@@ -278,6 +278,12 @@ class _Door:
 
     def refuse(self, sender: str, reason: str, kind: Kind) -> None:
         self._servers[0].refuse(sender, reason, kind)
+
+    def request_bytes_max(self, call: str) -> int:
+        return HELLO_BYTES_MAX + 2 * TEXT_BYTES_MAX
+
+    def blame(self, context: grpc.ServicerContext, reason: str) -> None:
+        """Do nothing: what the neighbour sends on the link itself counts against it (`_accuse`)."""
 
     def Open(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         yield from self._of(context).open(requests, context)

@@ -28,6 +28,11 @@ class Agreement:
     wanted: Values
     """Values that change when the run is resumed."""
 
+    @property
+    def configuration_bytes(self) -> int:
+        """Size of the configuration that a host shows (RunSpec.agreed)."""
+        return len(json.dumps(meaning(self.first, NotPartOf.RUN)))
+
     def complaint(self, other: Mapping[str, Any]) -> str:
         """Return the differences that prevent another host from joining this run; empty if there are none.
 

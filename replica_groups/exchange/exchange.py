@@ -25,6 +25,7 @@ from hetero_pp.messages.report_bounds import ReportBounds
 from hetero_pp.model.transformer import shapes_by_block, shapes_of
 from hetero_pp.outer.exchange_service import Arrived, Caller, ExchangeService, IsAsked, always, untold
 from hetero_pp.outer.methods import OuterSettings
+from hetero_pp.rpc.request_bounds import RequestBounds
 from hetero_pp.run.same import Agreement
 from hetero_pp.run.snapshot import OpenSnapshot, Snapshot
 from hetero_pp.run.spec import Roster, RunSpec
@@ -79,13 +80,15 @@ class Exchange(ExchangeService):
         rehearsed: Mapping[str, tuple[int, ...]] | None = None,
         so_far: Path | None = None,
         link_limits: Mapping[tuple[str, str], LinkLimit] | None = None,
+        parameters: Collection[str] = (),
     ) -> None:
         """Create an exchange. Without a snapshot, members can only join until `begin` brings one.
 
         `goes_on`: another process was this run's exchange a moment ago, and members may be there still. `bounds`: what
         members may report. `shows`: settings of draws, if rounds are computed again. `agreement`, `text`: as in
         Joining. `rehearsed`: shapes of the parameters in a rehearsal, whose snapshots have none. `so_far`: as in
-        Reports. `link_limits`: (link, direction) -> what the relay may carry.
+        Reports. `link_limits`: (link, direction) -> what the relay may carry. `parameters`: names of all parameters, if
+        members may call before the snapshot is there.
         """
         self.run, self.roster, self.settings, self.log = run, roster, settings, log
         self.link_limits = link_limits or {}
@@ -123,6 +126,9 @@ class Exchange(ExchangeService):
         """Replaced before the run begins, if it is audited."""
         self.decisions.decide_by_audits = self._decide_by_audits
         self.overview = Overview(state, self.presence, self.joining, self.addresses, self.reports)
+        self._configuration_bytes = 0 if agreement is None else agreement.configuration_bytes
+        self.requests = RequestBounds(roster, parameters, self._configuration_bytes)
+        """Largest request of each call."""
         self._answers = self._table()
         if snapshot is not None:
             self.begin(snapshot)
@@ -149,6 +155,7 @@ class Exchange(ExchangeService):
                 limits.begin(snapshot.parameters, snapshot.round)
                 self.decisions.limits = limits
             state.names = frozenset(snapshot.parameters)
+            self.requests = RequestBounds(self.roster, shapes, self._configuration_bytes)
             if spec is not None:
                 state.rounds, state.changes = spec.latest.outer.rounds, spec.changes
                 self.reports.tally.awaited = spec.awaited_in

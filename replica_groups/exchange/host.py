@@ -72,6 +72,7 @@ def make_exchange(
         rehearsed=spec.parameter_shapes if rehearses else None,
         so_far=folder.so_far,
         link_limits=link_limits(spec),
+        parameters=spec.parameter_shapes,
     )
 
 

@@ -29,6 +29,7 @@ CREATE TABLE IF NOT EXISTS holders (
 CREATE TABLE IF NOT EXISTS malformed (
     ticket TEXT NOT NULL, other TEXT NOT NULL, count INTEGER NOT NULL, until REAL, PRIMARY KEY (ticket, other)
 );
+CREATE TABLE IF NOT EXISTS blamed (ticket TEXT PRIMARY KEY, count INTEGER NOT NULL);
 """
 _BUSY_SECONDS = 10.0
 
@@ -36,7 +37,7 @@ LEFT = "it has left"
 """Cause of the end of a member that freed its slot."""
 
 MOST_BLAMED = 3
-"""Malformed messages between two holders after which both are parted."""
+"""Malformed messages between two holders after which both are parted, and requests that no honest holder sends."""
 
 PARTED = "was parted from its neighbour"
 """Beginning of the cause of the end of a member that has to take another slot."""
@@ -301,6 +302,18 @@ class Memberships:
                 if beside in parted:
                     return False
             return True
+
+    def blame(self, ticket: str) -> bool:
+        """Count a request that no honest caller sends; return whether the ticket is revoked, after MOST_BLAMED."""
+        with self._changing():
+            self._database.execute(
+                "INSERT INTO blamed VALUES (?, 1) ON CONFLICT DO UPDATE SET count = count + 1", (ticket,)
+            )
+            query = "SELECT count FROM blamed WHERE ticket = ?"
+            count: int = self._database.execute(query, (ticket,)).fetchone()[0]
+            if count >= MOST_BLAMED:
+                self._revoke(ticket, f"it sent {count} requests that no honest member sends")
+            return count >= MOST_BLAMED
 
     def _parted_from(self, ticket: str) -> set[str | None]:
         """Return the tickets beside which this one is not placed now."""

@@ -12,6 +12,7 @@ import secrets
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -39,10 +40,11 @@ from hetero_pp.rpc.plain_text import make_plain, plain
 from hetero_pp.rpc.reach import Reach
 from hetero_pp.rpc.relay import MOST_CARRIED, Relay
 from hetero_pp.rpc.relay import SERVICE as RELAY
+from hetero_pp.rpc.request_bounds import ADDRESS_BYTES_MAX, STATES_MAX
 from hetero_pp.rpc.services import ADMISSION_SERVICE, EXCHANGE_SERVICE, LONGEST_WAIT, service_handler
 from replica_groups.exchange.admission import Admission, OpenHouse
 from replica_groups.exchange.exchange import Exchange
-from replica_groups.exchange.memberships import Memberships
+from replica_groups.exchange.memberships import MOST_BLAMED, Memberships
 
 MOST_UNREAD = 50_000
 """Unread reports at which a stream of reports is cut; its reader may open another."""
@@ -52,9 +54,6 @@ REPORTS_A_SECOND, MOST_REPORTS = 1000.0, 10_000
 
 JOINS_A_MINUTE, JOINS_AT_ONCE = 10.0, 20
 """Joins of one member per minute and at once, because each reforms its group and adds a file to the run log."""
-
-STATES_MAX = 1_000
-"""Saved states that a member may name when it joins."""
 
 SNAPSHOTS_SENT_MAX = 3
 """Number of rounds whose snapshots are sent at the same time, to any number of members."""
@@ -71,9 +70,6 @@ _MOST_OPEN_OF_A_TICKET = 2
 
 MOST_OPEN_OF_TICKETS = 32
 """Calls by tickets at once, of each of their kinds: each call has a thread, and there may be many tickets."""
-
-MOST_OF_AN_ADDRESS = 300
-"""Characters of an address; a host name has at most 253."""
 
 
 def serve_exchange(
@@ -146,6 +142,8 @@ class _Servicer:
         self._counting = threading.Lock()
         self._sent: dict[int, list[grpc.ServicerContext]] = {}
         """Round -> calls that send its snapshot."""
+        self._blamed: Counter[str] = Counter()
+        """Member without a ticket -> requests that no honest member sends."""
         self.process = secrets.token_hex(8)
         """Name of this process. Another one in its place does not know what members told this one."""
 
@@ -179,6 +177,26 @@ class _Servicer:
     def refuse(self, sender: str, reason: str, kind: Kind) -> None:
         """Count a refusal, with bounds on the texts that the caller chose."""
         self.exchange.refuse(plain(sender, MOST_OF_A_NAME), plain(reason), kind)
+
+    def request_bytes_max(self, call: str) -> int:
+        return self.exchange.requests.of(call)
+
+    def blame(self, context: grpc.ServicerContext, reason: str) -> None:
+        """Count it by the caller's ticket. With the last of MOST_BLAMED the ticket and the slot are revoked.
+
+        A member that has the run's secret loses its incarnation at the same number.
+        """
+        caller = self.callers.of(context)
+        if self._guests is not None and (caller.ticket is not None or caller.holder):
+            ticket = caller.ticket or self._guests.ticket_of(caller.name, caller.holder)
+            is_revoked, lost = ticket is not None and self._guests.blame(ticket), "ticket was revoked"
+        else:
+            with self._counting:
+                self._blamed[caller.name] += 1
+                is_revoked, lost = self._blamed[caller.name] % MOST_BLAMED == 0, "incarnation is over"
+        if is_revoked and caller.is_member:
+            why = f"its {lost} after {MOST_BLAMED} requests that no honest member sends: {reason}"
+            self.exchange.died(caller.name, why, caller.term)
 
     def _member(self, context: grpc.ServicerContext) -> str:
         return self.callers.of(context).name
@@ -242,7 +260,7 @@ class _Servicer:
 
     def _listens(self, context: grpc.ServicerContext, address: str, is_new: bool = False) -> str:
         """Return where a member says that it listens. The exchange then knows whether the member is reached there."""
-        member, address = self._member(context), plain(address, MOST_OF_AN_ADDRESS)
+        member, address = self._member(context), plain(address, ADDRESS_BYTES_MAX)
         if self._reach is not None:
             is_reached = self._reach.of(member, address, context.peer(), is_new)
             self.exchange.addresses.dialled(member, address, is_reached)
@@ -328,7 +346,8 @@ class _Servicer:
             self.exchange.deposits.expect(header, caller)
             return payload_bytes(header)
 
-        header, data = read_frames(self._moving(frames, context), pb.BlobHeader, announced, MAX_BLOB_BYTES)
+        most, moving = self.exchange.requests.largest(pb.BlobHeader.DESCRIPTOR), self._moving(frames, context)
+        header, data = read_frames(moving, pb.BlobHeader, announced, MAX_BLOB_BYTES, most)
         self.exchange.deposit_blob(header, bytes(data), caller)
         return pb.DepositReply(exchange=self.process)
 
@@ -348,7 +367,8 @@ class _Servicer:
                     raise TooMuch(f"the exchange has no room for a file of {header.size} bytes: {error}") from None
                 yield memoryview(mmap.mmap(file.fileno(), header.size))
 
-            header = read_into(self._moving(frames, context), pb.ShownFile, room_for)
+            most, moving = self.exchange.requests.largest(pb.ShownFile.DESCRIPTOR), self._moving(frames, context)
+            header = read_into(moving, pb.ShownFile, room_for, max_header_bytes=most)
             self.exchange.show_file(header, Path(file.name), caller)
         return pb.ShownReply()
 

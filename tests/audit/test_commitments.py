@@ -28,6 +28,7 @@ from hetero_pp.messages.messages_pb2 import (
 )
 from hetero_pp.outer.exchange_service import Caller
 from hetero_pp.rpc.framing import header_and_payload_frames
+from hetero_pp.rpc.request_bounds import RequestBounds
 from hetero_pp.run.spec import Roster
 from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.commitments import ROUNDS_REMEMBERED, Commitments
@@ -406,7 +407,7 @@ def test_who_finds_a_full_disk_is_not_named(shown: Shown, monkeypatch: pytest.Mo
     full = OSError(errno.ENOSPC, "No space left on device")
     monkeypatch.setattr(os, "posix_fallocate", mock.Mock(side_effect=full), raising=False)
     servicer: Any = SimpleNamespace(
-        exchange=SimpleNamespace(shown_by=lambda caller: shown.showing),
+        exchange=SimpleNamespace(shown_by=lambda caller: shown.showing, requests=RequestBounds(Roster({}, {}), (), 0)),
         callers=SimpleNamespace(of=lambda context: Caller("dc", holder=3)),
         _moving=lambda frames, context: frames,
     )

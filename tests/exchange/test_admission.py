@@ -46,7 +46,7 @@ from hetero_pp.rpc.tickets import Ticket, make_ticket, ticket_of
 from replica_groups.exchange import admission
 from replica_groups.exchange.admission import Told
 from replica_groups.exchange.lobby import FORGET_SECONDS, Lobby
-from replica_groups.exchange.memberships import PARTED, Memberships
+from replica_groups.exchange.memberships import MOST_BLAMED, PARTED, Memberships
 from replica_groups.exchange.server import OpenHouse, serve_exchange
 
 SECRET = Secret("the run's secret")
@@ -333,6 +333,31 @@ def test_who_was_invited_and_fails_ends_its_own_part_alone(served: Served) -> No
     other.report([failed])
     with pytest.raises(RunFailed, match="made up"):
         other.beat("a")
+
+
+def test_a_guest_that_sends_oversized_requests_again_and_again_loses_its_ticket(served: Served) -> None:
+    """Nothing of them is parsed, and others go on. A ticket that took no slot is revoked alike."""
+    ticket = served.ticket("a")
+    own = served.takes(ticket).credentials
+    guest = served.client(own)
+    served.run.exchange.died("a", "it has ended")
+    guest.join("a", "")
+    names = {f"{number:x}": b"" for number in range(10_000)}
+    for count in range(1, MOST_BLAMED + 1):
+        with pytest.raises(Refused, match=r"^found \d+ bytes of HashReport, expected at most \d+$"):
+            guest.confirm("a", 1, names)
+        assert (served.memberships.held_by("a") is None) == (count == MOST_BLAMED)
+    with pytest.raises(Refused, match=f"a: it sent {MOST_BLAMED} requests that no honest member sends"):
+        guest.last_round()
+    assert not served.run.exchange.coordinator.slot("a").held
+    with pytest.raises(Refused, match="the ticket was revoked"):
+        served.takes(ticket)
+    other = served.ticket("b")
+    for _ in range(MOST_BLAMED):
+        with pytest.raises(Refused, match="bytes of EnrolRequest, expected at most"):
+            enrol(served.address, other.identity, bytes(100_000))
+    with pytest.raises(Refused, match="the ticket was revoked"):
+        served.takes(other)
 
 
 def test_who_leaves_gives_its_place_to_the_next(served: Served) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, suppress
@@ -14,7 +15,9 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 from members import TIMEOUT, in_thread
 from small_run import SETTINGS, Run
 
@@ -25,16 +28,30 @@ from hetero_pp.messages.refusals import Kind
 from hetero_pp.model.transformer import shapes_by_block, shapes_of
 from hetero_pp.outer.exchange_service import Caller
 from hetero_pp.pseudo_gradient.contribution import most_bytes
-from hetero_pp.rpc.caller_limits import BURST, CALLS_A_SECOND, CUT_SECONDS, CallRate, Pace, StreamWatch
+from hetero_pp.rpc.caller_limits import (
+    BURST,
+    CALLS_A_SECOND,
+    CPU_SECONDS_AT_ONCE,
+    CPU_SHARE,
+    CUT_SECONDS,
+    DEBT_SECONDS_MAX,
+    REQUEST_BYTES_A_SECOND,
+    REQUEST_BYTES_AT_ONCE,
+    CallRate,
+    Pace,
+    StreamWatch,
+)
 from hetero_pp.rpc.callers import Callers, shown
-from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel
+from hetero_pp.rpc.channels import PROTOCOL_VERSION, RECEIVED_BYTES_MAX, make_channel, make_server
 from hetero_pp.rpc.connections import reports_of
 from hetero_pp.rpc.credentials import Credentials, Secret
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.framing import header_and_payload_frames
-from hetero_pp.rpc.services import BULK_CALLS_MAX, REQUEST_BYTES_MAX, call_path
+from hetero_pp.rpc.request_bounds import RequestBounds
+from hetero_pp.rpc.services import BULK_CALLS_MAX, call_path, service_handler
 from hetero_pp.rpc.services import EXCHANGE_SERVICE as SERVICE
 from replica_groups.exchange import server as served_exchange
+from replica_groups.exchange.memberships import MOST_BLAMED
 from replica_groups.exchange.reports import REMEMBERED_REPORTS, Watchers
 from replica_groups.exchange.server import MOST_OPEN, MOST_REPORTS, serve_exchange
 
@@ -287,19 +304,163 @@ def _ask(served: Served, call: str, request: bytes) -> grpc.RpcError:
     return error.value
 
 
-def test_a_request_that_is_too_long_is_not_parsed(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    request = pb.JoinRequest(version=PROTOCOL_VERSION, rounds=range(1, 40_000)).SerializeToString()
-    assert len(request) > REQUEST_BYTES_MAX
+def _fullest(requests: RequestBounds, descriptor: Any) -> Message:
+    """Return the largest message of a type: each field has all its entries, and the longest text."""
+    message = GetMessageClass(descriptor)()
+    for field in sorted(descriptor.fields, key=requests._largest_field):  # the last one set stays in a oneof
+        name = field.full_name.removeprefix("hetero_pp.")
+        if requests.fields.get(name) == 0:
+            continue
+        entries = requests.fields[name] if field.is_repeated else 1
+        text = requests.fields.get(f"{name}[]" if field.is_repeated else name, 0)
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            key, value = (
+                requests.fields[one.full_name.removeprefix("hetero_pp.")] for one in field.message_type.fields
+            )
+            getattr(message, field.name).update({f"{one:0{key}}": bytes(value) for one in range(entries)})
+            continue
+        one: Any = {"string": "x" * text, "bytes": bytes(text), "number": MOST_NUMBERS.get(field.type, 1)}[
+            {FieldDescriptor.TYPE_STRING: "string", FieldDescriptor.TYPE_BYTES: "bytes"}.get(field.type, "number")
+        ]
+        if field.message_type is not None:
+            one = _fullest(requests, field.message_type)
+        if field.is_repeated:
+            getattr(message, field.name).extend([one] * entries)
+        elif field.message_type is None:
+            setattr(message, field.name, one)
+        else:
+            getattr(message, field.name).CopyFrom(one)
+    return message
+
+
+MOST_NUMBERS = {FieldDescriptor.TYPE_UINT32: (1 << 32) - 1, FieldDescriptor.TYPE_UINT64: (1 << 64) - 1}
+REQUESTS = {
+    call.name: call
+    for service in ("Exchange", "Admission", "Relay")
+    for call in pb.DESCRIPTOR.services_by_name[service].methods
+    if call.input_type is not pb.Frame.DESCRIPTOR
+}
+
+
+class Anything:
+    """A door that admits everybody, and a service that answers every request with nothing."""
+
+    def __init__(self, requests: RequestBounds) -> None:
+        self.request_bytes_max = requests.of
+        self.taken, self.blamed = list[Message](), list[str]()
+
+    def __getattr__(self, call: str) -> Any:
+        def answer(request: Message, _: object) -> Any:
+            self.taken.append(request)
+            return iter(()) if REQUESTS[call].server_streaming else GetMessageClass(REQUESTS[call].output_type)()
+
+        return answer
+
+    def admit(self, *_: object) -> str:
+        return "a"
+
+    def refuse(self, *_: object) -> None:
+        pass
+
+    def blame(self, _: object, reason: str) -> None:
+        self.blamed.append(reason)
+
+
+def test_the_largest_request_of_each_call_is_taken_and_a_longer_one_is_not_parsed(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each field of a variable length has a bound from the run: making RequestBounds fails for one without."""
+    requests = served.run.exchange.requests
+    anything, services = (
+        Anything(requests),
+        {call.containing_service.name: call.containing_service for call in REQUESTS.values()},
+    )
+    handlers = [service_handler(service, anything, anything, 4) for service in services.values()]
+    server, port = make_server("127.0.0.1:0", handlers, 4)
+    served._stack.callback(lambda: server.stop(None).wait(TIMEOUT))
+    channel = served._stack.enter_context(make_channel(f"127.0.0.1:{port}"))
+
+    def send(call: str, request: bytes) -> None:
+        ask: grpc.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(
+            call_path(REQUESTS[call].containing_service, call)
+        )
+        list(ask(request, timeout=TIMEOUT))
+
+    fullest = {call: _fullest(requests, method.input_type) for call, method in REQUESTS.items()}
+    for call, request in fullest.items():
+        largest, most = requests.largest(REQUESTS[call].input_type), requests.of(call)
+        assert 0.9 * largest <= request.ByteSize() <= largest <= most < RECEIVED_BYTES_MAX, call
+        send(call, request.SerializeToString())
+    assert anything.taken == list(fullest.values())
     monkeypatch.setattr("hetero_pp.rpc.services.GetMessageClass", lambda _: pytest.fail("it was parsed"))
-    error = _ask(served, "Join", request)
-    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert error.details() == f"found {len(request)} bytes of JoinRequest, expected at most {REQUEST_BYTES_MAX}"
-    assert served.refusals == {Kind.MALFORMED: 1}
+    for call in REQUESTS:
+        with pytest.raises(grpc.RpcError, match="INVALID_ARGUMENT"):
+            send(call, bytes(requests.of(call) + 1))
+    assert len(anything.blamed) == len(REQUESTS)
 
 
-def test_a_member_names_a_bounded_number_of_states(served: Served) -> None:
-    request = pb.JoinRequest(version=PROTOCOL_VERSION, rounds=range(served_exchange.STATES_MAX + 1))
-    assert _ask(served, "Join", request.SerializeToString()).code() is grpc.StatusCode.INVALID_ARGUMENT
+@pytest.mark.parametrize("call", ["Deposit", "Show"])
+def test_a_header_that_is_too_long_is_not_parsed(call: str, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    header = pb.BlobHeader(following=[pb.FollowingBlob()] * 4_000)
+    monkeypatch.setattr(served.run.exchange, "shown_by", lambda _: pytest.fail("it was parsed"))
+    with make_channel(served.address) as channel, pytest.raises(grpc.RpcError) as error:
+        send: grpc.StreamUnaryMultiCallable[bytes, bytes] = channel.stream_unary(call_path(SERVICE, call))
+        send(header_and_payload_frames(header, []), metadata=shown(SECRET.credentials("a"), "run", 1), timeout=TIMEOUT)
+    assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert (error.value.details() or "").startswith(f"found a header of {header.ByteSize()} bytes, expected at most ")
+
+
+def test_a_member_that_sends_oversized_requests_again_and_again_loses_its_incarnation(served: Served) -> None:
+    """As one that sends malformed messages to its neighbours. The size of a confirmation follows from the model."""
+    names = {f"{number:x}": b"" for number in range(3_000)}
+    request = pb.HashReport(round=1, sha256=names).SerializeToString()
+    shapes = shapes_of(served.run.snapshot.parameters)
+    assert served.run.exchange.requests.of("Confirm") < 400 * len(shapes) < len(request)
+    for _ in range(MOST_BLAMED):
+        assert served.run.exchange.coordinator.slot("a").held
+        assert _ask(served, "Confirm", request).code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert not served.run.exchange.coordinator.slot("a").held
+    assert served.run.exchange.coordinator.slot("b").held
+
+
+def test_a_caller_that_has_spent_its_bytes_or_cpu_seconds_waits_and_is_then_refused(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spent, waited, paces = list[tuple[str, float]](), list[float](), list[Pace]()
+    spend = Pace.spend
+
+    def spent_by(pace: Pace, caller: str, amount: float) -> None:
+        spent.append((caller, amount))
+        paces.append(pace)
+        spend(pace, caller, amount)
+
+    monkeypatch.setattr(Pace, "spend", spent_by)
+    clock = SimpleNamespace(sleep=waited.append, thread_time=lambda: 0.0)
+    monkeypatch.setattr("hetero_pp.rpc.services.time", clock)
+    client, request = served.client("a"), pb.BeatRequest(round=1, epoch=1)
+    client.beat("a", 1, 1)
+    assert spent == [("a", request.ByteSize()), ("a", 0.0)]  # bytes of the request, CPU seconds of the call
+    bytes_, cpu = paces
+    spend(bytes_, "a", REQUEST_BYTES_AT_ONCE + 5 * REQUEST_BYTES_A_SECOND)
+    client.beat("a", 1, 1)
+    assert waited[-1] == pytest.approx(5.0, abs=1.0)
+    spend(cpu, "a", CPU_SECONDS_AT_ONCE + 60 * CPU_SHARE)
+    waited.clear()
+    error = _ask(served, "Beat", request.SerializeToString())
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert not served.client("b").beat("b", 1, 1).is_over
+    assert waited == [DEBT_SECONDS_MAX, 0.0]
+
+
+def test_many_and_long_reports_are_sent_in_parts_that_the_exchange_takes(served: Served) -> None:
+    """An honest member is never refused for its length, whatever its error messages contain."""
+    step = pb.Report(inner_step=pb.InnerStep(replica="a", round=1))
+    long = pb.Report(state_saving=pb.StateSaving(round=1, failure="\x07\U0001f40d" * 10_000))
+    before = served.run.exchange.reports.watchers.reported
+    served.client("a").report([step, long] * 20)
+    assert served.run.exchange.reports.watchers.reported == before + 40
+    served.client("a").broken("a", 1, "\U0001f40d" * 100_000)
+    assert served.refusals == {}
 
 
 def test_a_member_that_joins_in_a_loop_has_to_wait(served: Served) -> None:
@@ -425,7 +586,8 @@ def test_a_caller_that_begins_too_many_calls_is_cut_until_it_stops() -> None:
 
 def test_a_call_beyond_the_rate_waits(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     client, waited = served.client("a"), list[float]()
-    monkeypatch.setattr("hetero_pp.rpc.services.time", SimpleNamespace(sleep=waited.append))
+    clock = SimpleNamespace(sleep=waited.append, thread_time=time.thread_time)
+    monkeypatch.setattr("hetero_pp.rpc.services.time", clock)
     monkeypatch.setattr(CallRate, "due_in", lambda *_: 0.75)
     assert not client.beat("a", 1, 1).is_over
     assert waited == [0.75]

@@ -323,7 +323,7 @@ def test_text_of_a_member_reaches_no_terminal_as_it_is(served: _Served) -> None:
 def test_what_no_report_has_is_not_remembered(served: _Served) -> None:
     """The report has a field that is unknown here, which protobuf would keep. The address has 60 KiB."""
     served.run.assign(0, "a", "b")
-    client, unknown = served.client(SECRET.credentials("a"), 1), b"\xfa\x3f\x80\x80\x40" + bytes(1 << 20)
+    client, unknown = served.client(SECRET.credentials("a"), 1), b"\xfa\x3f\x80\x80\x01" + bytes(1 << 14)
     told = pb.Report(finished=pb.Finished()).SerializeToString() + unknown
     client.report([pb.Report.FromString(told)])
     served.run.exchange.died("b", "it has ended")
@@ -331,7 +331,7 @@ def test_what_no_report_has_is_not_remembered(served: _Served) -> None:
     assert max(one.ByteSize() for one in _reports(served.run)) < 2_000
 
 
-@pytest.mark.parametrize("configuration", ["", "no JSON", "[" * 100_000, "[]", "null"])
+@pytest.mark.parametrize("configuration", ["", "no JSON", "[" * 60_000, "[]", "null"])
 def test_a_configuration_that_is_none(configuration: str, served: _Served) -> None:
     with pytest.raises(Refused, match="not a JSON object"):
         served.client(SECRET.credentials("a")).agree("a", configuration)

@@ -29,6 +29,7 @@ from hetero_pp.rpc.connections import reports_of, reports_to_members
 from hetero_pp.rpc.credentials import Secret
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.framing import header_and_payload_frames
+from hetero_pp.rpc.request_bounds import RequestBounds
 from hetero_pp.rpc.services import EXCHANGE_SERVICE as SERVICE
 from hetero_pp.rpc.services import calls_of
 from hetero_pp.run.snapshot import Snapshot
@@ -149,6 +150,10 @@ class Recorder:
 
     def deposit_blob(self, header: pb.BlobHeader, data: bytes, caller: Caller) -> None:
         self._note("Deposit", caller, header, data)
+
+    @property
+    def requests(self) -> RequestBounds:
+        return RequestBounds(self.roster, ["norm.weight"], 1000)
 
     def shown_by(self, caller: Caller) -> Recorder:
         return self

@@ -291,8 +291,8 @@ def test_a_neighbour_that_begins_a_stream_again_and_again_is_waited_for_as_long_
 
 
 def test_an_oversized_frame_of_the_peer_closes_the_link(stack: ExitStack, listener: Listener) -> None:
-    replies = raw_stream(stack, listener.address, HELLO.SerializeToString(), bytes(7 << 20), bytes(1))
-    with pytest.raises(LinkClosed, match="found a first frame of 7340032 bytes"):
+    replies = raw_stream(stack, listener.address, HELLO.SerializeToString(), bytes(3 << 20), bytes(1))
+    with pytest.raises(LinkClosed, match="found a first frame of 3145728 bytes"):
         listener.links.accept(SECONDS).receive(SECONDS)
     with pytest.raises(grpc.RpcError):
         list(replies)

@@ -25,6 +25,7 @@ from hetero_pp.program.launch.supervisor import Supervisor
 from hetero_pp.rpc import exchange_client
 from hetero_pp.rpc.connections import reports_of, reports_to_members
 from hetero_pp.rpc.credentials import Secret, SecretKeys
+from hetero_pp.rpc.request_bounds import RequestBounds
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import Roster
 from replica_groups.exchange.exchange import Exchange
@@ -88,6 +89,7 @@ class Telling:
     def __init__(self, reports: Sequence[Report], ends: bool) -> None:
         self.run, self.roster = "run", Roster({"dc": "dc"}, {"dc": frozenset()})
         self._reports, self._stopped, self.presence = reports, threading.Event(), self
+        self.requests = RequestBounds(self.roster, (), 0)
         if ends:
             self._stopped.set()
 
