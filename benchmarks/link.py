@@ -285,6 +285,12 @@ class Door:
     def refuse(self, sender: str, reason: str, kind: Kind) -> None:
         """Ignore the refusal."""
 
+    def request_bytes_max(self, call: str) -> int:
+        return FRAME_BYTES
+
+    def blame(self, context: grpc.ServicerContext, reason: str) -> None:
+        """Ignore the request."""
+
 
 def serve_relay(control: Connection) -> None:
     """Carry the link, as the process of an exchange does, until the parent is done."""

@@ -70,8 +70,8 @@ class FullDisk:
     def url(self, key: str = "") -> str:
         return self._store.url(key)
 
-    def sign(self, method: Literal["GET", "PUT"], key: str, seconds: float) -> str | None:
-        return self._store.sign(method, key, seconds)
+    def sign(self, method: Literal["GET", "PUT"], key: str, seconds: float, size: int | None = None) -> str | None:
+        return self._store.sign(method, key, seconds, size)
 
     def forget_parts(self) -> None:
         self._store.forget_parts()

@@ -261,9 +261,10 @@ def _require_simple(rules: object) -> None:
         if (size := len(text.encode(errors="replace"))) > _STRING_BYTES_MAX:
             raise ValueError(f"{name}: found a text of {size:,} bytes, expected at most {_STRING_BYTES_MAX:,}")
     growth = _growth(rules)
-    if (size := growth * sum(len(one["content"]) for one in tokens)) > _ADDED_BYTES_MAX and growth > _GROWTH_UNMEASURED:
+    most = growth * sum(len(one["content"]) for one in tokens)
+    if most > _ADDED_BYTES_MAX and growth > _GROWTH_UNMEASURED:
         raise ValueError(
-            f"added_tokens: rules may make {size:,.0f} bytes of them, expected at most {_ADDED_BYTES_MAX:,}"
+            f"added_tokens: rules may make {most:,.0f} bytes of them, expected at most {_ADDED_BYTES_MAX:,}"
         )
 
 

@@ -146,7 +146,7 @@ def _encode(
 ) -> list[Span]:
     """Write every document and a separator to a raw file; return the span of each document. `where`: as in `_write`."""
     separator = np.array([tokenizer.separator], dtype)
-    spans = []
+    spans: list[Span] = []
     end = 0
     with path.open("wb") as file:
         for batch in _batched(texts):

@@ -111,7 +111,7 @@ class FolderStore:
     def url(self, key: str = "") -> str:
         return str(self.folder / key)
 
-    def sign(self, method: Literal["GET", "PUT"], key: str, seconds: float) -> str | None:
+    def sign(self, method: Literal["GET", "PUT"], key: str, seconds: float, size: int | None = None) -> str | None:
         """Return None: a folder has no URLs."""
         return None
 

@@ -6,6 +6,7 @@ Writes are atomic. `create` uses conditional writes: `If-None-Match: *` on S3, a
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import sys
 import threading
@@ -29,6 +30,7 @@ from hetero_pp.core.errors import StoreError
 from hetero_pp.core.files import whole
 from hetero_pp.core.proxies import PRIVATE_NETWORKS, is_private
 from hetero_pp.core.units import format_bytes
+from hetero_pp.store.presigned import with_length
 from hetero_pp.store.store import checked
 
 PART_BYTES, MOST_PARTS = 8 * 2**20, 9_000
@@ -62,7 +64,10 @@ class ObjectStore:
 
         Raises StoreError if the URL or an option is invalid.
         """
-        self._url = url.rstrip("/")
+        self._url, own = url.rstrip("/"), (options.get("access_key_id"), options.get("secret_access_key"))
+        environment = os.environ.get("AWS_ACCESS_KEY_ID"), os.environ.get("AWS_SECRET_ACCESS_KEY")
+        self._secrets = {key: secret for key, secret in (environment, own) if key and secret}
+        """Access key -> its secret, for what obstore does not sign."""
         self._objects = _opened(url, options, patience)
 
     def get(self, key: str) -> bytes:
@@ -147,11 +152,12 @@ class ObjectStore:
     def url(self, key: str = "") -> str:
         return f"{self._url}/{key}".rstrip("/")
 
-    def sign(self, method: Literal["GET", "PUT"], key: str, seconds: float) -> str | None:
+    def sign(self, method: Literal["GET", "PUT"], key: str, seconds: float, size: int | None = None) -> str | None:
         if isinstance(self._objects, MemoryStore):
             return None
         with self._told("signed", key):
-            return obstore.sign(self._objects, method, checked(key), timedelta(seconds=seconds))
+            url = obstore.sign(self._objects, method, checked(key), timedelta(seconds=seconds))
+        return url if size is None else with_length(url, method, size, self._secrets)
 
     def forget_parts(self) -> None:
         """Do nothing: incomplete uploads are removed by the bucket's lifecycle rules."""

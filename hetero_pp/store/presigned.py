@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import hmac
 import http.client
 import io
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, quote, urlsplit
 
 from hetero_pp.core.errors import StoreError
 from hetero_pp.core.proxies import needs_no_proxy
 
 HEADERS = {"Content-Type": "application/octet-stream", "x-ms-blob-type": "BlockBlob"}
 """Headers of an upload. The second one is required by Azure and ignored by other services."""
+
+_SIGNATURE = "X-Amz-Signature"
 
 _ANSWER_BYTES_MAX = 64 * 2**10
 
@@ -59,6 +63,28 @@ def upload(url: str, data: bytes, timeout: float) -> None:
     # For a bytes body the timeout would apply to the whole transfer; for a file it applies to each part.
     headers = HEADERS | {"Content-Length": str(len(data))}
     _ask(urllib.request.Request(url, io.BytesIO(data), headers, method="PUT"), "uploaded", timeout, _ANSWER_BYTES_MAX)
+
+
+def with_length(url: str, method: str, size: int, secrets: Mapping[str, str]) -> str | None:
+    """Return a signed URL of S3 (signature version 4) that is good for a body of `size` bytes only.
+
+    The length becomes a signed header, so the service refuses other bodies. `secrets`: access key -> its secret. None
+    for a URL of another service, or of a key without its secret, as on a machine with a role.
+    """
+    parts = urlsplit(url)
+    query = {key: value for key, value in parse_qsl(parts.query, keep_blank_values=True) if key != _SIGNATURE}
+    access_key, *scope = query.get("X-Amz-Credential", "").split("/")
+    if access_key not in secrets:
+        return None
+    query["X-Amz-SignedHeaders"] = names = "content-length;host"
+    asked = "&".join(f"{quote(key, safe='')}={quote(value, safe='')}" for key, value in sorted(query.items()))
+    headers = f"content-length:{size}\nhost:{parts.netloc}\n"
+    request = "\n".join([method, parts.path, asked, headers, names, "UNSIGNED-PAYLOAD"])
+    digest = hashlib.sha256(request.encode()).hexdigest()
+    key = f"AWS4{secrets[access_key]}".encode()
+    for part in (*scope, "\n".join(["AWS4-HMAC-SHA256", query["X-Amz-Date"], "/".join(scope), digest])):
+        key = hmac.digest(key, part.encode(), "sha256")
+    return parts._replace(query=f"{asked}&{_SIGNATURE}={key.hex()}").geturl()
 
 
 def download(url: str, size: int, timeout: float) -> bytes:

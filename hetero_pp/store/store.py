@@ -71,8 +71,11 @@ class Store(Protocol):
     def url(self, key: str = "") -> str:
         """Return the name of an object, or of the store, for messages."""
 
-    def sign(self, method: Literal["GET", "PUT"], key: str, seconds: float) -> str | None:
-        """Return a URL with which any client may GET or PUT this object for `seconds`; None if unsupported."""
+    def sign(self, method: Literal["GET", "PUT"], key: str, seconds: float, size: int | None = None) -> str | None:
+        """Return a URL with which any client may GET or PUT this object for `seconds`; None if unsupported.
+
+        With `size`, the URL is for an object of this number of bytes only; None if the service cannot be told that.
+        """
 
     def forget_parts(self) -> None:
         """Remove the remains of killed writers. No process may be writing meanwhile."""

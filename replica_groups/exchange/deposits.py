@@ -62,6 +62,8 @@ class Deposits:
         self._shapes: Mapping[str, Shapes] = {}
         self._decodes = True
         self._being_kept: set[tuple[BlobAddress, int]] = set()
+        self._announced: dict[tuple[BlobAddress, int], tuple[bytes, int]] = {}
+        """Blob of a generation -> digest and size for which a URL was signed, in rounds that are open."""
         self._checking = threading.BoundedSemaphore(os.cpu_count() or 1)
         """As many blobs are decoded at once as there are cores: decoding takes several times a blob's memory."""
         self._checking_small = threading.Lock()
@@ -111,11 +113,18 @@ class Deposits:
 
         None if the store has no such URLs; empty if the blob need not be sent, because it is included or late.
         """
-        offer = self._offer(request.blob, request.sha256, caller)
+        offer, size = self._offer(request.blob, request.sha256, caller), request.blob.size
         self._expect_own(offer)
+        self._expect_size(offer.member, offer.address, size)
         if not self._is_awaited(offer) or self._is_counted(offer):
             return ""
-        return self._decisions.patiently(lambda: upload_url(self._log, offer.key))
+        with self._decisions.changed:
+            last_round = self._state.coordinator.last_round
+            self._announced = {key: one for key, one in self._announced.items() if key[0].round > last_round}
+            announced = self._announced.setdefault(_kept_as(offer), (offer.sha256, size))
+        if announced != (offer.sha256, size):  # each would be another object in the store
+            raise self._state.refused(offer.member, f"`{offer.address.block}`: a second, different blob to upload")
+        return self._decisions.patiently(lambda: upload_url(self._log, offer.key, size, offer.holder > 0))
 
     def uploaded(self, request: Upload, caller: Caller) -> None:
         """Take a blob that a member has put into the store."""

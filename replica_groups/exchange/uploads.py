@@ -14,9 +14,13 @@ URL_SECONDS = 900.0
 """Seconds within which an upload or a download with a URL has to begin; large, because clocks differ."""
 
 
-def upload_url(log: ContributionLog, key: str) -> str | None:
-    """Return a URL at which the blob of this key may be put, and nothing else; None if the store has no such URLs."""
-    return log.store.sign("PUT", key + UPLOADED, URL_SECONDS)
+def upload_url(log: ContributionLog, key: str, size: int, is_guest: bool) -> str | None:
+    """Return a URL at which the blob of this key, of `size` bytes, may be put; None if the store has no such URLs.
+
+    Where the length cannot be signed, only a guest gets none: it might fill the store.
+    """
+    url = log.store.sign("PUT", key + UPLOADED, URL_SECONDS, size)
+    return log.store.sign("PUT", key + UPLOADED, URL_SECONDS) if url is None and not is_guest else url
 
 
 def download_url(log: ContributionLog, key: str) -> str | None:

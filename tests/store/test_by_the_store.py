@@ -105,12 +105,19 @@ def test_who_says_what_is_not_so_is_refused_and_counted(signing: Store) -> None:
         blob = pb.BlobHeader(round=1, replica="a", block=own.block, epoch=epoch)
         with pytest.raises(Refused, match="found a digest of 8 bytes, expected 32"):
             _ask(client, "Uploaded", pb.Upload(blob=blob, sha256=digest[:8]))
-        with pytest.raises(Refused, match=f"a: {own.block}"):
-            client.deposit("a", own, b"no blob at all", epoch, 7)
-        assert run.exchange.refusals == 5
+        with pytest.raises(Refused, match=f"a: `{own.block}`: found 67108864 bytes, expected at most"):
+            blob.size = 64 << 20
+            _ask(client, "UploadUrl", pb.Upload(blob=blob, sha256=digest))
         client.deposit("a", own, run.blob(own), epoch, 7)
         with pytest.raises(Refused, match=f"a second, different `{own.block}`"):
             client.deposit("a", own, run.blob(own, seed=9), epoch, 7)
+        second = _addresses(run, "a")[1]
+        with pytest.raises(Refused, match=f"a: {second.block}"):
+            client.deposit("a", second, b"no blob at all", epoch, 7)
+        with pytest.raises(Refused, match=f"`{second.block}`: a second, different blob to upload"):
+            client.deposit("a", second, run.blob(second), epoch, 7)
+        assert sum(key.endswith(".uploaded") for key in signing.below()) <= 1
+        assert run.exchange.refusals == 8
 
 
 def _ask(client: ExchangeClient, call: str, request: pb.Upload) -> None:
@@ -126,7 +133,7 @@ def test_a_member_that_does_not_reach_the_store_says_so_and_goes_by_the_exchange
     run = Run(signing, {"a": 1, "b": 1}, quorum=1.0)
     asked = list[str]()
 
-    def elsewhere(method: str, key: str, seconds: float) -> str:
+    def elsewhere(method: str, key: str, seconds: float, size: int | None = None) -> str:
         asked.append(key)
         return f"http://127.0.0.1:{free_port}/{key}?X-Amz-Signature=secret"
 

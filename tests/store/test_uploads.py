@@ -44,13 +44,13 @@ def _key(blob: bytes) -> str:
 def test_what_was_uploaded_is_kept_where_nobody_has_a_url_for(signing: Store) -> None:
     log, blob = ContributionLog(signing), _blob(1)
     key, digest = _key(blob), hashlib.sha256(blob).digest()
-    url = upload_url(log, key)
+    url = upload_url(log, key, len(blob), is_guest=True)
     assert url is not None
     upload(url, blob, 60)
     upload(url, blob, 60)  # a client that does not know whether it arrived repeats it
     assert take_upload(log, key, digest, MOST) == blob
     assert signing.below() == [key]
-    upload(url, b"another", 60)
+    upload(url, bytes(len(blob)), 60)
     assert take_upload(log, key, digest, MOST) == blob == log.read_blob(key, digest)
     get = download_url(log, key)
     assert get is not None and download(get, len(blob), 60) == blob
@@ -64,7 +64,7 @@ def test_what_is_not_what_was_said_is_not_kept(signing: Store) -> None:
     key, digest = _key(blob), hashlib.sha256(blob).digest()
     with pytest.raises(FileNotFoundError):
         take_upload(log, key, digest, MOST)
-    url = upload_url(log, key)
+    url = upload_url(log, key, len(_blob(2)), is_guest=True)
     assert url is not None
     upload(url, _blob(2), 60)
     with pytest.raises(MalformedContribution, match="uploaded other data than announced"):
@@ -74,8 +74,12 @@ def test_what_is_not_what_was_said_is_not_kept(signing: Store) -> None:
 
 def test_what_is_too_large_is_not_read(signing: Store) -> None:
     log, blob = ContributionLog(signing), bytes(1001)
-    url = upload_url(log, _key(blob))
+    url = upload_url(log, _key(blob), len(blob), is_guest=True)
     assert url is not None
+    for size in (0, 1000, 1002, 5_000_000):
+        with pytest.raises(StoreError, match=r"cannot be uploaded \("):
+            upload(url, bytes(size), 60)
+    assert signing.below() == []
     upload(url, blob, 60)
     with pytest.raises(MalformedContribution, match="uploaded 1001 bytes, expected at most 1000"):
         take_upload(log, _key(blob), hashlib.sha256(blob).digest(), 1000)
@@ -84,12 +88,12 @@ def test_what_is_too_large_is_not_read(signing: Store) -> None:
 
 def test_a_url_is_for_one_object_and_a_refusal_is_one_line(signing: Store) -> None:
     log, key = ContributionLog(signing), _key(_blob(1))
-    url = upload_url(log, key)
+    url = upload_url(log, key, 17, is_guest=True)
     assert url is not None
     with pytest.raises(StoreError, match=r"^http://127\.0\.0\.1:\S+\.uploaded: cannot be uploaded \(HTTP 403 "):
         upload(url.replace("/home/2/", "/home/3/"), b"another epoch's", 60)
     with pytest.raises(StoreError, match=r"cannot be uploaded \(HTTP 403 "):
-        upload(url.replace(".uploaded", ""), b"what is counted", 60)
+        upload(url.replace(".uploaded", ""), b"what is included.", 60)
     with pytest.raises(StoreError, match=r"cannot be downloaded \(HTTP 403 "):
         download(url, 60, 60)
     assert signing.below() == []
@@ -208,4 +212,12 @@ def test_who_cannot_be_reached_is_one_line(free_port: int) -> None:
 @pytest.mark.parametrize("url", ["folder", "memory://"])
 def test_some_stores_have_no_urls(url: str, tmp_path: Path) -> None:
     store = open_store(str(tmp_path) if url == "folder" else url)
-    assert upload_url(ContributionLog(store), _key(b"")) is None
+    assert upload_url(ContributionLog(store), _key(b""), 0, is_guest=False) is None
+
+
+def test_a_length_that_cannot_be_signed_is_signed_for_no_guest(signing: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with credentials of a machine's role, whose secret only obstore has."""
+    monkeypatch.setattr(signing, "_secrets", {})
+    log = ContributionLog(signing)
+    assert upload_url(log, "key", 100, is_guest=True) is None
+    assert "X-Amz-Signature" in (upload_url(log, "key", 100, is_guest=False) or "")
