@@ -179,12 +179,11 @@ class Snapshots:
         self._held: Snapshot | OpenSnapshot | None = None
         """In memory only until the run log has it."""
         self._newest = 0
-        self._has_begun = False
         self._reading = threading.Lock()  # not the lock of everything else, because reading may take minutes
 
     def begin(self, snapshot: Snapshot) -> None:
         """Serve this snapshot, with which the run begins."""
-        self._held, self._newest, self._has_begun = snapshot, snapshot.round, True
+        self._held, self._newest = snapshot, snapshot.round
 
     def kept(self, round_: int) -> None:
         """Note that the run log has this snapshot, the newest."""
@@ -210,8 +209,9 @@ class Snapshots:
                     print(f"{EXCHANGE}: {one}; reading an older one", file=sys.stderr, flush=True)
             return pb.NewestSnapshotReply(round=held.round, names=held.shapes)
 
-    def open(self, request: pb.SnapshotRequest) -> Snapshot | OpenSnapshot:
+    def open(self, request: pb.SnapshotRequest, caller: Caller) -> Snapshot | OpenSnapshot:
         """Return a snapshot that has the tensors of a request, by default the newest."""
+        self._state.require_begun(_ANYBODY, caller.is_asked)
         snapshot = self._after(request.round if request.HasField("round") else self._newest)
         unknown = [name for name in request.names if name not in snapshot.shapes]
         if unknown:
@@ -222,8 +222,6 @@ class Snapshots:
 
     def _after(self, round_: int) -> Snapshot | OpenSnapshot:
         """Return the snapshot after a round, from the log unless it is open or in memory."""
-        if not self._has_begun:
-            raise self._state.refused(_ANYBODY, "the run has not started: some members have not joined")
         with self._reading:
             held = self._held
             if held is None or held.round != round_:

@@ -216,7 +216,7 @@ class Exchange(ExchangeService):
     def read_snapshot(
         self, request: pb.SnapshotRequest, caller: Caller, arrived: Arrived = untold
     ) -> dict[str, Tensor]:
-        snapshot = self.snapshots.open(request)
+        snapshot = self.snapshots.open(request, caller)
         tensors = {}
         for name in request.names:
             tensors[name] = snapshot.tensor(name)
@@ -225,7 +225,7 @@ class Exchange(ExchangeService):
 
     def open_snapshot(self, request: pb.SnapshotRequest, caller: Caller) -> Snapshot | OpenSnapshot:
         """Return a snapshot that has the tensors of a request, to send them in pieces."""
-        return self.snapshots.open(request)
+        return self.snapshots.open(request, caller)
 
     def deposit_blob(self, header: pb.BlobHeader, data: bytes, caller: Caller) -> None:
         self.deposits.take(header, data, caller)
@@ -237,6 +237,7 @@ class Exchange(ExchangeService):
         """Return the part that takes files of checkpoints. Raises Refused in a run without recomputation."""
         if self.showing is None:
             raise self.state.refused(caller.name, "shows a checkpoint, and this run is not audited by recomputation")
+        self.state.require_begun(caller.name)
         return self.showing
 
     def show_file(self, header: pb.ShownFile, path: Path, caller: Caller) -> None:

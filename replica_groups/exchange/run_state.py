@@ -45,10 +45,10 @@ class RunState:
         """Wait until all members have joined and the run begins."""
         self.decisions.wait_until(lambda: self.has_begun, is_asked, subject=EVERYBODY)
 
-    def require_begun(self, member: str) -> None:
+    def require_begun(self, member: str, is_asked: IsAsked = always) -> None:
         """Raise Refused if the run has not begun. An exchange that takes over from another lets members wait."""
         if self.goes_on:
-            self.wait_until_begun()
+            self.wait_until_begun(is_asked)
         if not self.has_begun:
             raise self.refused(member, "the run has not started: some members have not joined")
 

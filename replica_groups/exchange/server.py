@@ -332,7 +332,7 @@ class _Servicer:
         names = request.names
         if len(names) != len(set(names)):
             raise MalformedMessage("found a tensor named twice, expected unique names")
-        snapshot = self.exchange.open_snapshot(request, self.callers.of(context))
+        snapshot = self.exchange.open_snapshot(request, self._waiting(context))
         header = pb.SnapshotHeader(names=names)
         for name in names:
             header.tensors.add(dtype=pb.FP32, shape=snapshot.shapes[name])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from threading import Semaphore
+from threading import Event, Semaphore
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from small_run import Run
 from test_uncounted import Member
 
 from hetero_pp.core.errors import ExchangeLost, Refused, RunFailed, StoreError
-from hetero_pp.messages.messages_pb2 import RecordRequest, Report
+from hetero_pp.messages.messages_pb2 import DESCRIPTOR, BlobHeader, Computes, RecordRequest, Report, Upload
 from hetero_pp.outer.exchange_service import Caller
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.rpc.callers import shown
@@ -21,6 +22,7 @@ from hetero_pp.rpc.credentials import Secret
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.server import serve_exchange
+from replica_groups.exchange.showing import Showing, Shows
 
 SECRET = Secret("a secret")
 
@@ -198,3 +200,70 @@ def test_a_process_whose_place_is_anothers_does_not_end_the_run(tmp_path: Path) 
         first.close()
         second.close()
         server.stop(None).wait()
+
+
+def _header(run: Run, data: bytes = b"") -> BlobHeader:
+    block = min(run.roster.blocks["a"])
+    return BlobHeader(round=2, replica="a", block=block, size=len(data), epoch=1, steps=7)
+
+
+def _joins_again(run: Run) -> int:
+    run.exchange.died("a", "it has a successor", 1)
+    return run.exchange.join("a", "")
+
+
+def _shows(run: Run, caller: Caller) -> Any:
+    run.exchange.showing = Showing(run.exchange.state, run.log, Shows(1.0, frozenset(), {}, {}))
+    return run.exchange.shown_by(caller)
+
+
+CALLS: dict[str, Callable[[Run, Caller], Any]] = {
+    "Agree": lambda run, a: run.exchange.agree(a, "{}"),
+    "Join": lambda run, a: _joins_again(run),
+    "LastRound": lambda run, a: run.exchange.last_round(),
+    "Changes": lambda run, a: run.exchange.changes(),
+    "Assign": lambda run, a: run.exchange.assign(a, 1),
+    "Beat": lambda run, a: run.exchange.beat(a, 2, 1),
+    "Broken": lambda run, a: run.exchange.broken(a, 1, "a cause"),
+    "Died": lambda run, a: run.exchange.died("b", "a cause", 1),
+    "NewestSnapshot": lambda run, a: run.exchange.newest_snapshot(),
+    "Snapshot": lambda run, a: run.exchange.snapshot(["norm.weight"], 0),
+    "Deposit": lambda run, a: run.deposit(2, "a", epoch=1, term=1),
+    "UploadUrl": lambda run, a: run.exchange.deposits.upload_url(Upload(blob=_header(run), sha256=bytes(32)), a),
+    "Uploaded": lambda run, a: run.exchange.deposits.uploaded(Upload(blob=_header(run), sha256=bytes(32)), a),
+    "Record": lambda run, a: run.exchange.record(1, a),
+    "Fetch": lambda run, a: run.exchange.fetch(a, 1, "b", min(run.roster.blocks["b"])),
+    "Confirm": lambda run, a: run.exchange.confirm(a, 1, dict.fromkeys(run.snapshot.parameters, bytes(32))),
+    "Show": _shows,
+    "Report": lambda run, a: run.exchange.report([Report(member="a", computes=Computes(device="cpu"))], a),
+}
+
+
+def test_every_call_of_a_member_is_tried() -> None:
+    """Judge is a validator's. Stay and Watch only wait."""
+    service = DESCRIPTOR.services_by_name["Exchange"]
+    assert {*CALLS, "Judge", "Stay", "Watch"} == {one.name for one in service.methods}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_no_call_is_refused_while_the_next_exchange_reads_the_log(call: str, tmp_path: Path) -> None:
+    """A member may make any call before this exchange has begun: it trains, or has just heard where the run begins."""
+    run = Run(tmp_path, {"a": 1, "b": 1}, quorum=1.0)
+    run.assign(0)
+    run.deposit(1, "a", "b")
+    run.assign(1)
+    run.exchange = next_one = run._open(goes_on=True)
+    waits, wait_until = Event(), next_one.decisions.wait_until
+
+    def waited(*arguments: Any, **options: Any) -> None:
+        waits.set()
+        wait_until(*arguments, **options)
+
+    next_one.decisions.wait_until = waited  # type: ignore[method-assign]
+    answer = in_thread(lambda: CALLS[call](run, Caller("a", 1)))
+    answer.add_done_callback(lambda _: waits.set())
+    assert waits.wait(TIMEOUT)
+    assert next_one.refusals == 0, answer.exception(TIMEOUT)
+    next_one.begin(run.snapshot, last_round=1)
+    refused = answer.exception(TIMEOUT)
+    assert refused is None or (call == "Uploaded" and "was not uploaded" in str(refused)), refused
