@@ -438,6 +438,9 @@ def test_a_run_elsewhere_of_which_the_exchange_has_forgotten_most_is_counted_who
 
 def test_a_predicted_step_fills_the_time_of_each_member_beside_measured_numbers(tmp_path: Path) -> None:
     file = ConfigFile(MIXED)
+    alike = ConfigFile(MIXED, ["replicas.1.count=3"])
+    members = [one["id"] for one in Predicted(alike, spec_of(alike), None).prediction["members"]]
+    assert members == ["dc", "home-1.0", "home-1.1", "home-1.2"]  # one group for all that are alike
     source = Predicted(file, spec_of(file), None)
     found = source.prediction
     assert [one["id"] for one in found["members"]] == ["dc", "home.0", "home.1", "home.2"]

@@ -7,8 +7,8 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from hetero_pp.config.links import stage_link_name
-from hetero_pp.config.topology import ReplicaSettings
 from hetero_pp.program.view.followed import Followed
+from hetero_pp.run.alike import alike, label_of
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.prediction import Prediction, predict
 from hetero_pp.simulator.timeline import Span, Timeline
@@ -45,11 +45,12 @@ class PredictedStep:
 
 
 def step_of(spec: RunSpec, spans: Sequence[Span]) -> dict[str, Any]:
-    """Return bars of members and links for the second inner step of each replica, or the only one."""
+    """Return bars of members and links for the second inner step, or the only one, of the first of replicas alike."""
+    first = {label_of(replicas): replicas[0] for replicas in alike(spec)}
     members: list[dict[str, Any]] = []
     links: list[dict[str, Any]] = []
     for name in dict.fromkeys(span.replica for span in spans):
-        replica = _replica(spec, name)
+        replica = first[name]
         own = [span for span in spans if span.replica == name]
         updates = [span.end for span in own if span.track == "stage 0" and span.name == "update"]
         start, end = ([0.0, *updates[:1]] if len(updates) < 2 else updates[:2])[:2]
@@ -61,11 +62,6 @@ def step_of(spec: RunSpec, spans: Sequence[Span]) -> dict[str, Any]:
             bars = [_bar(one, start) for one in within if one.track.startswith(f"hop {hop} ")]
             links.append({"id": stage_link_name(replica.name, hop), "bars": bars})
     return {"members": members, "links": links}
-
-
-def _replica(spec: RunSpec, name: str) -> ReplicaSettings:
-    """Return the replica that a timeline names; the first one of several alike."""
-    return next(one for one in spec.config.replicas if name in (one.name, one.name.rpartition("-")[0]))
 
 
 _KINDS = {"activation": "there", "gradient": "back"}

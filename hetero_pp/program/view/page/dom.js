@@ -35,8 +35,8 @@ export function say(node, text) {
   if (node.textContent !== shown) node.textContent = shown;
 }
 
-export function attribute(node, name, value) {
-  const text = cut(value);
+export function attribute(node, name, value, longest = LONGEST) {
+  const text = cut(value, longest);
   if (node.getAttribute(name) !== text) node.setAttribute(name, text);
 }
 

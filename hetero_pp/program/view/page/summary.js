@@ -1,6 +1,6 @@
 // The run in a few numbers, and what needs attention.
 
-import { attribute, cut, el, say, show } from "./dom.js";
+import { attribute, cut, el, say, show, svg } from "./dom.js";
 import { count, duration, loss, percent } from "./format.js";
 import { MEMBER_STATES, REPLICA_STATES, icon, lookUp } from "./states.js";
 
@@ -33,6 +33,14 @@ function tile(root, name) {
     el("strong", { class: "value" }),
     el("span", { class: "sub" }),
   );
+  if (name === "Validation loss")
+    made.append(
+      svg(
+        "svg",
+        { class: "sparkline", viewBox: "0 0 100 24", preserveAspectRatio: "none", "aria-hidden": "true" },
+        svg("polyline", {}),
+      ),
+    );
   if (name === "Round") made.append(el("progress", { max: 1, "aria-label": "Progress of the run" }));
   root.append(made);
   return made;
@@ -84,11 +92,14 @@ export function drawTiles(root, { history, frame, time }) {
       : "";
   const isOld = last && last.round < closed; // a replica that is away evaluates nothing
   if (history.rehearsal) fillTile(root, "Validation loss", "–", "nothing is trained");
-  else fillTile(root, "Validation loss", loss(last?.validation_loss), isOld ? `after round ${last.round}, the last with all replicas` : change);
+  else {
+    const tile = fillTile(root, "Validation loss", loss(last?.validation_loss), isOld ? `after round ${last.round}, the last with all replicas` : change);
+    sparkline(tile.querySelector("polyline"), rounds);
+  }
   fillTile(root, "Tokens per second", frame ? count(speed) : "–", `${count(tokens)} tokens so far`);
   fillTile(root, "Members here", `${here} of ${members.length}`, `${tally(members)}${empty.length ? ` · ${empty.length} optional replicas without any` : ""}`);
   const own = history.topology.members.filter(({ id }) => history.own?.includes(id));
-  if (own.length) fillTile(root, "This host", own.map(({ id }) => id).join(", "), share(own[0].replica, frame?.replicas[own[0].replica], tokens, speed));
+  if (own.length) fillTile(root, "This host", own.map(({ id }) => id).join(", "), share(own[0].replica, frame?.replicas[own[0].replica], tokens));
   else root.querySelector('[data-tile="This host"]')?.remove();
   const left = frame?.seconds_left;
   fillTile(
@@ -99,12 +110,21 @@ export function drawTiles(root, { history, frame, time }) {
   );
 }
 
-// What the replica of this host adds to the run.
-function share(replica, own, tokens, speed) {
+// What the replica of this host added to the run.
+function share(replica, own, tokens) {
   const closed = (own?.included ?? 0) + (own?.missed ?? 0);
-  const included = `${count(own?.included ?? 0)} of ${count(closed)} rounds of ${replica} included; ${percent(tokens ? own?.tokens / tokens : null)} of the tokens`;
-  if (!speed || own?.tokens_per_second == null || own.state === "suspended") return included;
-  return `${included}, ${percent(own.tokens_per_second / speed)} of the tokens per second`;
+  const added = tokens ? (own?.tokens ?? 0) / tokens : null;
+  return `${count(own?.included ?? 0)} of ${count(closed)} rounds of ${replica} included; ${percent(added)} of the tokens`;
+}
+
+// The synchronized validation loss over the rounds, as a line without words.
+function sparkline(node, rounds) {
+  const every = Math.ceil(rounds.length / 120);
+  const losses = rounds.filter((_, n) => n % every === 0 || n === rounds.length - 1).map((round) => round.validation_loss);
+  const [low, high] = [Math.min(...losses), Math.max(...losses)];
+  const at = (loss, n) =>
+    `${((n / Math.max(1, losses.length - 1)) * 100).toFixed(1)},${(22 - ((loss - low) / (high - low || 1)) * 20).toFixed(1)}`;
+  attribute(node, "points", losses.length > 1 ? losses.map(at).join(" ") : "", Infinity);
 }
 
 function tally(states) {
