@@ -84,9 +84,7 @@ def test_a_host_that_joined_sees_what_its_member_adds(tmp_path: Path, opened: Op
     data = two_kinds().data()
     data["histories"]["faulty"]["own"] = ["home1.2"]
     page = opened(as_file(self_contained(data), tmp_path) + "#view=topology&time=23")
-    told = re.compile(
-        r"home1\.2.*\d+ of \d+ rounds of home1 included; 33 % of the tokens", re.DOTALL
-    )
+    told = re.compile(r"home1\.2.*\d+ of \d+ rounds of home1 included; 33 % of the tokens", re.DOTALL)
     expect(page.locator('[data-tile="This host"]')).to_have_text(told)
     expect(page.locator('[data-item="member:home1.2"]')).to_have_attribute("aria-label", re.compile("(this host)"))
 

@@ -49,7 +49,7 @@ from hetero_pp.messages.messages_pb2 import (
 from hetero_pp.program.report.earlier import reports_until
 from hetero_pp.program.report.flat import flat_lines
 from hetero_pp.program.report.happenings import Happenings
-from hetero_pp.program.report.live_view import live_view
+from hetero_pp.program.report.live_view import live_view, trouble_lines
 from hetero_pp.program.report.own_rounds import OwnRounds
 from hetero_pp.program.report.recorder import to_json
 from hetero_pp.program.report.result import print_result
@@ -246,6 +246,17 @@ def test_the_live_view_says_who_is_gone_while_it_is() -> None:
     shown = text_of(live_view(state, START + 7, height=40))
     assert "pauses" not in shown
     assert "vacant" not in shown
+
+
+def test_an_optional_group_in_which_nobody_is_any_more_is_no_trouble() -> None:
+    data = made_up_spec().config.model_dump(mode="json")
+    data["replicas"][1]["optional"] = True
+    spec = RunSpec(type(made_up_spec().config).model_validate(data), made_up_spec().shape.vocabulary)
+    slots = [{"place": f"home.{n}", "replica": "home", "term": 1, "cause": "it has left"} for n in (0, 1)]
+    left = [standing(START + 1, TERM_OVER, **slot) for slot in slots]
+    for gone, lines in ((left[:1], 1), (left, 0)):
+        state = state_of([*there(), *gone], spec)
+        assert len(list(trouble_lines(state, START + 5))) == lines
 
 
 def with_tokens(report: Report, tokens: int) -> Report:

@@ -20,7 +20,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from test_run_state import START, inner_step, made_up_reports, made_up_spec
+from test_run_state import START, begun, inner_step, made_up_reports, made_up_spec
 from test_standings import standing, there
 from test_view_data import recorded, run_folder, view_of
 from typer.testing import CliRunner
@@ -191,6 +191,27 @@ def test_a_viewer_that_reads_nothing_is_dropped_and_delays_nobody(monkeypatch: p
 
     heard, unread = asyncio.run(both())
     assert heard == 2 * broadcast._MOST_UNREAD and unread < broadcast._MOST_UNREAD
+
+
+def test_viewers_read_all_again_once_an_earlier_sitting_is_known() -> None:
+    """The times that they were told were counted from the present sitting."""
+    source = Known([])
+    for report in there():
+        report.time += 5000
+        source.view.state.apply(report)
+
+    async def viewed() -> list[bytes]:
+        channel, found = Broadcast("x", source).events(), list[bytes]()
+        found.append(await anext(channel))
+        await asyncio.sleep(0)  # the channel begins
+        for report in [*made_up_reports()[:20], begun(START + 5010, 1)]:
+            source.view.state.apply(report)
+            source.view.take(report)
+        while b"event: history" not in found[-1]:
+            found.append(await anext(channel))
+        return found
+
+    assert [one.split(b"\n")[0] for one in asyncio.run(viewed())[1:2]] == [b"event: reset"]
 
 
 def test_viewers_are_let_go_when_the_page_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from hetero_pp.program.report.carried import LineState, LinkState
 from hetero_pp.program.report.reading import reading_line
 from hetero_pp.program.report.replica_state import ReplicaState
 from hetero_pp.program.report.round_lines import format_amount, joined_line, waiting_line
-from hetero_pp.program.report.state import RunState
+from hetero_pp.program.report.state import Presence, RunState
 from hetero_pp.program.report.tables import PlainTable, format_loss, format_two, heads_of
 
 ROWS_BESIDE_LINKS = 13
@@ -87,12 +87,20 @@ def status_lines(state: RunState, now: float) -> Iterator[tuple[str, bool]]:
 
 
 def trouble_lines(state: RunState, now: float) -> Iterator[str]:
-    """Yield lines about a pause, vacant slots, excluded replicas and the end of audits; none if there is no trouble."""
+    """Yield lines about a pause, vacant slots, excluded replicas and the end of audits; none if there is no trouble.
+
+    An optional replica in which nobody is any more is no trouble.
+    """
     pause, given_up = state.standings.pause, state.standings.given_up
     if pause is not None:
         seconds = format_seconds(round(max(0.0, now - pause.start)))
         yield f"round {pause.round} pauses for {seconds}: {pause.cause}"
-    vacant = {place: f"{cause}; its slot is vacant" for place, cause in state.standings.vacant.items()}
+    nobody = (Presence.VACANT, Presence.MISSING)
+    optional = [replica for replica in state.spec.replicas_ever if replica.optional]
+    left = [one for one in optional if all(state.presence(name) in nobody for name in one.members)]
+    empty = {place for replica in left for place in replica.members}
+    away = {place: cause for place, cause in state.standings.vacant.items() if place not in empty}
+    vacant = {place: f"{cause}; its slot is vacant" for place, cause in away.items()}
     causes = list((vacant | given_up).values())
     yield from causes[:ROWS_OF_TROUBLE]
     if len(causes) > ROWS_OF_TROUBLE:

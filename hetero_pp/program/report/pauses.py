@@ -33,6 +33,9 @@ class Pauses:
         if event in _WORK:
             self._last_work = report.time if self._last_work is None else max(self._last_work, report.time)
 
+    def __len__(self) -> int:
+        return len(self._found)
+
     def between(self, start: float, end: float) -> float:
         """Return the seconds from `start` to `end` in which the run paused.
 

@@ -396,6 +396,11 @@ class RunState:
         """Return the seconds since the first report, until `now` or else the last report, without pauses."""
         return self._seconds(self.started, self.latest if now is None else now)
 
+    @property
+    def clock(self) -> tuple[float | None, int]:
+        """What times without pauses are counted from: the time of the first report, and the number of pauses."""
+        return self.started, len(self._pauses)
+
     def training_seconds(self, now: float | None = None) -> float:
         """Return the seconds since the first inner step, until `now` or else the last report, without pauses."""
         return self._seconds(self.first_step, self.latest if now is None else now)

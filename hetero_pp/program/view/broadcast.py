@@ -67,16 +67,17 @@ class Broadcast:
                 self._drop(viewer)
 
     async def _tell(self, view: RunView) -> None:
-        loop = asyncio.get_running_loop()
+        loop, clock = asyncio.get_running_loop(), view.state.clock
         version, told = -1, loop.time()
         while self._viewers:
             await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
             if self.is_closing:
                 return
-            now = self._source.view
-            if now is not None and now is not view:
-                view, version = now, -1
+            now = self._source.view or view
+            if now is not view or (clock[0] is not None and now.state.clock != clock):
+                version = -1  # it began anew, or a pause or an earlier start became known: all told times are others
                 self._send(_event("reset", "{}"))
+            view, clock = now, now.state.clock
             due = max(SECONDS_BETWEEN_FRAMES, min(self._cost / _SHARE, _LONGEST))
             if loop.time() < told + (due if view.version != version else _SECONDS_WHEN_NOTHING_IS_NEW):
                 continue

@@ -100,7 +100,7 @@ class Page {
         this.missed?.push(changes);
         this.change({ history: merged(this.shown.history, changes) });
       },
-      restarted: () => this.openRun(id),
+      restarted: () => this.openRun(id, new URLSearchParams(location.hash.slice(1))),
     });
   }
 
