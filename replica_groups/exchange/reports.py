@@ -412,8 +412,8 @@ class Watchers:
         """Yield the remembered reports and all later ones, until there are no more or the watcher is gone.
 
         With `members` only theirs, and those that concern all members. With `so_far`, the state of the run takes the
-        place of the remembered reports; if all members are watched, the state also stands before them, because they may
-        lack the beginning. Raises TooMuch for a watcher that leaves `most_unread` reports unread.
+        place of the remembered reports. A watcher of all members gets both, and the state before and after the reports.
+        Raises TooMuch for a watcher that leaves `most_unread` reports unread.
         """
         watcher, now = _Watcher(most_unread), self._clock()
         with self._lock:

@@ -1,4 +1,4 @@
-"""What a run has done so far: rounds, tokens and bytes of each replica, time, and the newest report on what holds.
+"""Counters of a run so far: rounds, tokens and bytes of each replica, and time. Also the newest report on what holds.
 
 The exchange remembers only its newest reports, so it tells a watcher this state in place of the others. A launcher has
 all reports, and counts them by the same rules.
@@ -44,7 +44,7 @@ class Tally:
         """(link, direction) -> round -> bytes on the wire; round -1: those of all earlier rounds."""
         self._count = 0
         self._newest: dict[tuple[object, str], tuple[int, Report]] = {}
-        """What a report is about -> number and content of the newest such report, in the order in which they came."""
+        """Subject of a report -> number and content of the newest report on it, in the order in which they came."""
 
     def apply(self, report: Report) -> None:
         event, told = report.WhichOneof("event"), report.standing

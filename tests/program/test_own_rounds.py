@@ -70,7 +70,7 @@ def test_whom_the_run_waits_for_and_where_it_goes_on() -> None:
 
 
 def test_a_host_that_joins_is_told_what_holds_and_not_what_was() -> None:
-    """The first state of the run ends what was before. Of the past remains only what still holds."""
+    """The first state of the run ends the past, of which only the present state remains."""
     killed = Report(time=START + 50, member="exchange")
     killed.standing.what, killed.standing.place, killed.standing.replica = TERM_OVER, "home.1", "home"
     killed.standing.term, killed.standing.cause = 1, "home.1 was killed by SIGKILL"

@@ -382,7 +382,7 @@ def test_members_that_never_stopped_end_the_pause_with_their_next_step() -> None
 
 
 def test_counters_of_a_run_of_which_the_beginning_is_missing(whole: RunState) -> None:
-    """They are those of who has seen all, also if some reports of the same rounds come between the two states."""
+    """They are those of a reader of all reports, also if reports of the same rounds come in between."""
     now = START + 40
     told = so_far(now, **_fields_of(whole.tally.told(now)))
     rest = [one for one in made_up_reports() if one.time > START + ROUND_SECONDS]

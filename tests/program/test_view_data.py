@@ -372,7 +372,7 @@ def test_an_earlier_start_that_is_told_again_replaces_later_frames() -> None:
 
 
 def test_a_pause_between_two_sittings_takes_no_room_on_the_page() -> None:
-    """The second sitting reports who is there before it tells the first one again. It began 50 hours later."""
+    """The second sitting reports present members before it tells the first one again. It began 50 hours later."""
     hours = 180_000.0
     now = [
         Report(time=START + hours + second, member=name, joined=pb.Joined(term=2))

@@ -33,7 +33,7 @@ class OwnRounds:
         self._reading = now_and_then(say, time.monotonic)
 
     def on_report(self, report: Report) -> None:
-        """Take in one report, and print what is new. What was before the first state of the run is not new."""
+        """Take in one report, and print what is new. Reports before the first state of the run are not new."""
         had_joined = self.state.joined_at is not None
         self.state.apply(report)
         lines = [*self._happenings.lines(report)]

@@ -398,7 +398,7 @@ class RunState:
 
     @property
     def clock(self) -> tuple[float | None, int]:
-        """What times without pauses are counted from: the time of the first report, and the number of pauses."""
+        """Time of the first report, and number of pauses: times without pauses depend on both."""
         return self.started, len(self._pauses)
 
     def training_seconds(self, now: float | None = None) -> float:
