@@ -17,11 +17,11 @@ from hetero_pp.core.errors import ConfigError, dotted
 from hetero_pp.core.units import format_bits_per_second, format_bytes, format_count, format_ratio, format_seconds
 from hetero_pp.link.ledger import raw_frames, wire_bytes
 from hetero_pp.model.transformer import ModelShape
+from hetero_pp.program.defences import defence_lines
 from hetero_pp.program.launch.addresses import fixed_addresses
 from hetero_pp.program.launch.inputs import Prepared, prepare
 from hetero_pp.program.report.output import SafeConsole, say, standard_output, tell
 from hetero_pp.program.report.reading import shown_reading
-from hetero_pp.program.report.round_lines import audit_lines
 from hetero_pp.program.report.tables import PlainTable, format_bandwidth, spanned, spanned_limits
 from hetero_pp.program.show_exchange import print_exchange
 from hetero_pp.program.show_prediction import print_assumption, print_waiting
@@ -95,7 +95,7 @@ def _print_run(console: Console, path: Path, prepared: Prepared) -> None:
     kept = f"density {format_ratio(compression.density)}, {_values_of(compression)}"
     size = format_bytes(max(sum(blobs.values()) for blobs in blob_sizes(spec).values()))
     say(console, f"Contributions: {kept}, about {size} per replica and round.")
-    for line in audit_lines(spec):
+    for line in defence_lines(spec):
         say(console, f"{line}.")
 
 

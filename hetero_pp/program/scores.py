@@ -61,7 +61,7 @@ def _as_json(one: Score, kept: KeptScores) -> dict[str, Any]:
 
 
 def _why_none(spec: RunSpec, log: ContributionLog) -> str:
-    if spec.config.audit.gauntlet is None:
+    if spec.config.audit.scores is None:
         return "its contributions are not scored; `audit: {gauntlet: {}}` in the YAML turns scores on"
     return f"no round has been judged yet; {log.last_record()} rounds are closed"
 

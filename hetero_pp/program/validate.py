@@ -187,7 +187,7 @@ def _has_changed_under(runs: Path, run: str, pass_: Path | None, device: str, na
     folder = None if folder_of(run) is None else run_folder(runs, run)
     spec, log = open_run(runs, run)
     audit, title = spec.config.audit, spec.config.name
-    if audit.gauntlet is None and audit.recompute is None:
+    if not audit.needs_validators:
         raise ConfigError((), f"{title}: found a run without audits, expected `audit.gauntlet` or `audit.recompute`")
     here = folder or RunFolder(runs.absolute() / title)
     access = access_to(here, pass_, name)

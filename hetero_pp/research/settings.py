@@ -7,7 +7,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, PositiveInt
 
-from hetero_pp.config.audit import GauntletSettings, RecomputeSettings
+from hetero_pp.config.audit import LEAST_SEQUENCES, GauntletSettings, RecomputeSettings
 from hetero_pp.config.settings import AddedLater, Ratio, Settings
 from hetero_pp.config.topology import MagnitudeSettings, ParticipantsReplica, ReplicaSettings
 from hetero_pp.core.errors import ConfigError
@@ -64,6 +64,14 @@ class AblationSettings(Settings):
     peer: PeerSettings | None = Field(None, description="published boundary in place of the subspace")
 
 
+class ScoreSettings(GauntletSettings):
+    """Scores of a row. Its contributions with a low agreement are excluded from the next round on."""
+
+    evaluated: int = Field(2, ge=1, description="number of replicas drawn in each round")
+    sequences: int = Field(LEAST_SEQUENCES, ge=2, description="sequences of assigned, and of other text")
+    agreement: Ratio | None = Field(None, gt=0, lt=1, description="least agreement of signs; by default none")
+
+
 class AttackSettings(Settings):
     """Hostile replicas, which are the last ones of the list, and what the others defend themselves with."""
 
@@ -72,7 +80,10 @@ class AttackSettings(Settings):
     bounds: MagnitudeSettings | None = Field(
         None, description="bounds of sizes, as `exchange.magnitudes`; `{}` turns them on"
     )
-    scores: GauntletSettings | None = Field(None, description="scores, as `audit.gauntlet`; `{}` turns them on")
+    signs: Annotated[Ratio | None, AddedLater()] = Field(
+        None, gt=0, lt=1, description="least agreement of signs, as `audit.gauntlet.agreement`; by default none"
+    )
+    scores: ScoreSettings | None = Field(None, description="scores, as `audit.gauntlet`; `{}` turns them on")
     validators: int = Field(3, ge=1, description="number of validators, of which the median counts; the first may lie")
     recomputes: RecomputeSettings | None = Field(
         None, description="recomputation, as `audit.recompute`; `{}` turns it on"
@@ -85,7 +96,7 @@ class AttackSettings(Settings):
     @property
     def excludes(self) -> bool:
         """Whether a replica may be excluded from later rounds."""
-        return self.scores is not None or self.recomputes is not None
+        return self.signs is not None or self.scores is not None or self.recomputes is not None
 
 
 class ResearchSettings(Settings):

@@ -195,24 +195,28 @@ def check_exchange(exchange: ExchangeSettings) -> None:
 
 def check_audit(audit: AuditSettings, outer: OuterSettings, inner: InnerSettings, data: DataSettings) -> None:
     """Raise ConfigError for an audit that cannot work with the rest of the configuration."""
-    if outer.weights == "scores" and audit.gauntlet is None:
+    if outer.weights == "scores" and audit.scores is None:
         raise ConfigError(("outer", "weights"), "found `scores` without scores, expected `audit.gauntlet`, too")
-    if audit.by == "validators" and audit.gauntlet is None and audit.recompute is None:
+    if audit.by == "validators" and not audit.needs_validators:
         raise ConfigError(
             ("audit", "by"), "found nothing to audit, expected `audit.gauntlet` or `audit.recompute`, too"
         )
-    if audit.gauntlet is None:
-        return
-    key = ("audit", "gauntlet")
+    if audit.scores is not None:
+        try:
+            check_scores(outer, inner, data)
+        except ConfigError as error:
+            expected = "expected `evaluated: 0`, with which only signs are compared"
+            raise ConfigError(("audit", "gauntlet"), f"found scores, {expected}: {error.message}") from None
+
+
+def check_scores(outer: OuterSettings, inner: InnerSettings, data: DataSettings) -> None:
+    """Raise ConfigError if contributions cannot be tried on the text of their replicas."""
     if outer.source == "gradient":
-        found = f"found it with method {outer.method}, expected `outer.source: difference`"
-        raise ConfigError(key, f"{found}: the gradient of one step tells too little")
+        raise ConfigError((), f"with method {outer.method} the gradient of one step tells too little")
     if inner.steps is None:
-        found = "found it with `inner.seconds`, expected `inner.steps`"
-        raise ConfigError(key, f"{found}: the text that a replica trained on is not known otherwise")
+        raise ConfigError((), "with `inner.seconds` the text that a replica trained on is not known")
     if data.streamed is not None:
-        found = "found it with a streamed corpus, expected one that is encoded once"
-        raise ConfigError(key, f"{found}: a validator cannot read a stream at any place")
+        raise ConfigError((), "a validator cannot read a streamed corpus at any place")
 
 
 _WITH = "with `audit.recompute`"

@@ -16,6 +16,7 @@ from hetero_pp.messages.messages_pb2 import Judgement, RoundRecord
 from hetero_pp.rpc.credentials import Secret
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
+from replica_groups.audit.gauntlet.agreement import SignCheck
 from replica_groups.audit.judgements import Judgements
 from replica_groups.exchange.auditor import Auditor
 from replica_groups.exchange.exchange import Exchange
@@ -83,11 +84,11 @@ class Followers:
 def audited(exchange: Exchange, spec: RunSpec) -> Exchange:
     """Return the exchange, which takes judgements from now on if the run's configuration asks for audits."""
     audit = spec.config.audit
-    if audit.gauntlet is not None or audit.recompute is not None:
+    if (compares := audit.compares) is not None or audit.recompute is not None:
         weighs = spec.config.outer.weights == "scores"
-        exchange.audits = Judgements(
-            exchange.state, exchange.log, exchange.reports, exchange.assignments, audit, weighs=weighs
-        )
+        signs = None if compares is None or compares.agreement is None else SignCheck(spec, compares.agreement)
+        own = exchange.state, exchange.log, exchange.reports, exchange.assignments
+        exchange.audits = Judgements(*own, audit, weighs, signs)
     return exchange
 
 
@@ -101,7 +102,7 @@ def followed(
     judgements = exchange.audits
     if not isinstance(judgements, Judgements):
         return Followers(auditor)
-    if spec.config.audit.by != "exchange":
+    if spec.config.audit.by != "exchange" or not spec.config.audit.needs_validators:
         return Followers(auditor, judgements)
     from replica_groups.audit.validator import Validator, ValidatorThread, checks_of
 

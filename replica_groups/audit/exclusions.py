@@ -28,7 +28,7 @@ class Exclusions:
         self.guests: Memberships | None = None
         """Members with a ticket, once they are served."""
         self._state, self._assignments = state, assignments
-        self._rounds = BARRED_ROUNDS if settings.gauntlet is None else settings.gauntlet.excluded_rounds
+        self._rounds = BARRED_ROUNDS if settings.compares is None else settings.compares.excluded_rounds
         self._lock = threading.Lock()
         self._excluded: dict[str, Exclusion] = {}
         self._why: dict[int, Mapping[str, str]] = {}

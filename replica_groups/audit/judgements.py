@@ -1,6 +1,7 @@
-"""Judgements of validators: their medians update the scores, and failing replicas are excluded.
+"""Audits of one run: signs are compared before a round closes, and judgements of validators follow later.
 
-No call about a round waits for a judgement. With nobody excluded, a record is the same as without audits.
+The medians of the judgements update the scores, and failing replicas are excluded. No call about a round waits for a
+judgement. With nobody excluded, a record is the same as without audits.
 """
 
 from __future__ import annotations
@@ -9,10 +10,9 @@ import json
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 from hetero_pp.config.audit import AuditSettings
@@ -24,6 +24,7 @@ from hetero_pp.messages.refusals import Kind
 from hetero_pp.messages.report_bounds import MOST_LOSS
 from hetero_pp.outer.exchange_service import Caller
 from replica_groups.audit.exclusions import Exclusions
+from replica_groups.audit.gauntlet.agreement import SignCheck, why
 from replica_groups.audit.gauntlet.book import RoundFacts, ScoreBook
 from replica_groups.audit.gauntlet.losses import median_of
 from replica_groups.exchange.assignments import Assignments
@@ -48,8 +49,6 @@ UNAUDITED_ROUNDS = 16
 """Rounds without any judgement after which the run counts as unaudited."""
 
 
-MOST_AGAINST = 1e6
-"""Largest agreement below chance that a validator may tell."""
 MOST_CHARACTERS = 400
 """Characters of a text in a judgement."""
 
@@ -61,8 +60,6 @@ class _Told:
     losses: dict[str, pb.Losses] = field(default_factory=dict)
     copies: dict[str, str] = field(default_factory=dict)
     """Each replica of a pair -> the other one."""
-    agreements: dict[str, float] = field(default_factory=dict)
-    """Those that are too low, by replica."""
 
 
 class Judgements(NoAudits):
@@ -76,12 +73,13 @@ class Judgements(NoAudits):
         assignments: Assignments,
         settings: AuditSettings,
         weighs: bool,
+        signs: SignCheck | None = None,
     ) -> None:
-        """`weighs`: scores are the weights of contributions."""
+        """`weighs`: scores are the weights of contributions. `signs` compares those of each round before it closes."""
+        self._signs = signs
         self._state, self._log, self._reports, self._settings = state, log, reports, settings
         self.exclusions = Exclusions(state, assignments, settings)
-        gauntlet = settings.gauntlet
-        self._book = None if gauntlet is None else ScoreBook(gauntlet, state.roster.replicas)
+        self._book = None if settings.scores is None else ScoreBook(settings.scores, state.roster.replicas)
         self._weighs = weighs
         self._taking = threading.Condition()
         """Held while judgements are taken, also during writes to the store. No call about a round waits for it."""
@@ -101,6 +99,8 @@ class Judgements(NoAudits):
         """Validators whose recomputation of some replica had its bits, or was near enough."""
         self._unsound: dict[str, list[pb.Judgement]] = defaultdict(list)
         """Validator that is not sound yet -> what it found by recomputation."""
+        self._against: dict[int, dict[str, float]] = {}
+        """Round -> agreement of the contributions that go against the others."""
         self._arrived: dict[int, list[str]] = {}
         self._differing: dict[int, set[str]] = defaultdict(set)
         """Round -> replicas that began it with other parameters."""
@@ -124,8 +124,8 @@ class Judgements(NoAudits):
             if kept is None:
                 return
             with self._lock:
-                if kept.book is not None and self._settings.gauntlet is not None:
-                    self._book = ScoreBook.from_json(self._settings.gauntlet, kept.book)
+                if kept.book is not None and self._settings.scores is not None:
+                    self._book = ScoreBook.from_json(self._settings.scores, kept.book)
         except DamagedFile as error:
             self._standing(pb.UNAUDITED, f"{error}; all scores begin anew")
             return
@@ -134,13 +134,16 @@ class Judgements(NoAudits):
     def decide(self, record: pb.RoundRecord, owing: dict[str, str]) -> None:
         with self._state.changed:
             self._arrived[record.round] = self._state.coordinator.arrived(record.round)
+        for by_round in (self._arrived, self._against):
+            by_round.pop(record.round - JUDGED_ROUNDS, None)
         names = [one.replica for one in record.contributions]
+        self._compare_signs(record, {*self.exclusions.of(record.round, names), *owing})
         with self._lock:
             out = self.exclusions.of(record.round, names) | owing
-            if self._book is not None and self._settings.gauntlet is not None and self._settings.gauntlet.include:
+            if self._book is not None and self._settings.scores is not None and self._settings.scores.include:
                 best = self._book.chosen([name for name in names if name not in out])
-                why = f"its score is not among the best {self._settings.gauntlet.include}"
-                out |= {name: why for name in names if name not in out and name not in best}
+                cause = f"its score is not among the best {self._settings.scores.include}"
+                out |= {name: cause for name in names if name not in out and name not in best}
             if len(out) == len(names):
                 out = {}
             left = [name for name in names if name not in out]
@@ -151,6 +154,22 @@ class Judgements(NoAudits):
         for one in record.contributions:
             one.weight = weights.get(one.replica, one.weight)
         self.exclusions.note(record.round, out)
+
+    def _compare_signs(self, record: pb.RoundRecord, out: Collection[str]) -> None:
+        """Exclude, from this round on, replicas whose contributions go against the others; `out` are excluded already.
+
+        A record that could not be written is decided again, about the same contributions or others.
+        """
+        if self._signs is None:
+            return
+        compared = pb.RoundRecord(round=record.round)
+        compared.contributions.extend(one for one in record.contributions if one.replica not in out)
+        found = self._signs.against(compared, self._log.blobs_of(compared))
+        known = self._against.setdefault(record.round, {})
+        for name in sorted(found.keys() - known.keys()):
+            self.exclusions.exclude(name, record.round, why(record.round, found[name]))
+            self._reports.tell_own(judged=pb.Judgement(round=record.round, replica=name, agreement=found[name]))
+        known |= found
 
     def closed(self, round_: int) -> None:
         self.exclusions.closed(round_)
@@ -253,14 +272,12 @@ class Judgements(NoAudits):
             told = self._told[one.round].setdefault(validator, _Told())
             if kind == "losses":
                 told.losses[one.replica] = one.losses
-            elif kind == "agreement":
-                told.agreements[one.replica] = one.agreement
             else:
                 told.copies |= {one.replica: one.copies, one.copies: one.replica}
 
     def _forget_old(self, newest: int) -> None:
         """Forget what is of rounds up to `newest`, and validators that have judged no later one."""
-        kept: tuple[dict[int, Any], ...] = (self._arrived, self._differing, self._seen, self._told)
+        kept: tuple[dict[int, Any], ...] = (self._differing, self._seen, self._told)
         for by_round in kept:
             for old in [one for one in list(by_round) if one <= newest]:
                 by_round.pop(old, None)
@@ -293,8 +310,9 @@ class Judgements(NoAudits):
             found = self._book.to_exclude()
             scores, text = self._book.scores(), self._book.to_json()
         self._judged = round_
-        for replica, why in sorted(found.items() - before):
-            self.exclusions.exclude(replica, round_, why)
+        for replica, cause in sorted(found.items() - before):
+            if replica not in facts.against:  # it is excluded since the round itself
+                self.exclusions.exclude(replica, round_, cause)
         table = pb.Scores(round=round_)
         for name in sorted(scores):
             table.scores.append(scores[name])
@@ -305,8 +323,6 @@ class Judgements(NoAudits):
             self._reports.tell_own(judged=pb.Judgement(round=round_, replica=name, losses=one))
         for name, original in facts.copies.items():
             self._reports.tell_own(judged=pb.Judgement(round=round_, replica=name, copies=original))
-        for name, agreement in facts.against.items():
-            self._reports.tell_own(judged=pb.Judgement(round=round_, replica=name, agreement=agreement))
         self._reports.tell_own(scores=table)
 
     def _facts(self, round_: int, told: Sequence[_Told]) -> RoundFacts:
@@ -320,13 +336,12 @@ class Judgements(NoAudits):
             for later, first in sorted(agreed)
             if {later, first} <= {*arrived} and arrived.index(later) > arrived.index(first)
         }
-        low = sorted({name for one in told for name in one.agreements})
-        found = {name: [one.agreements[name] for one in told if name in one.agreements] for name in low}
-        against = {name: median(numbers) for name, numbers in found.items() if 2 * len(numbers) > len(told)}
         synchronisation = {name: float(name not in self._differing[round_]) for name in included}
         missed, left_out = frozenset(record.late), frozenset(record.left_out)
         texts = {one.replica: one.tokens for one in record.contributions}
-        return RoundFacts(round_, included, missed, synchronisation, copies, left_out, texts, against)
+        return RoundFacts(
+            round_, included, missed, synchronisation, copies, left_out, texts, self._against.get(round_, {})
+        )
 
     # ---- recomputation ----
 
@@ -376,10 +391,8 @@ def complaint(one: Judgement, members: Mapping[str, str]) -> str | None:
             return f"`copies`: got `{one.copies[:40]}`, expected another replica"
         case "copies":
             return None
-        case "agreement" if not -MOST_AGAINST <= one.agreement < 1:
-            return f"`agreement`: got {one.agreement:g}, expected a number from {-MOST_AGAINST:g} to 1"
         case "agreement":
-            return None
+            return "`agreement`: the exchange compares signs itself, and takes no judgement about them"
         case "recomputed" if found.member and members.get(found.member) != one.replica:
             return f"`recomputed.member`: got `{found.member[:40]}`, expected a member of {one.replica}"
         case "recomputed" if not found.difference >= 0:

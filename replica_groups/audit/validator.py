@@ -74,7 +74,7 @@ def checks_of(
 
     `folder` holds theta of rounds whose files are on their way (Recomputation).
     """
-    gauntlet, again = spec.config.audit.gauntlet, recomputation_of(spec, log, source, device, folder)
+    gauntlet, again = spec.config.audit.scores, recomputation_of(spec, log, source, device, folder)
     scores: list[RoundCheck] = [] if gauntlet is None else [GauntletCheck(spec, gauntlet, source, secret, device)]
     return scores if again is None else [*scores, again]
 

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+from lying_run import lying_spec
 
 from hetero_pp.config.audit import GauntletSettings
-from hetero_pp.pseudo_gradient.contribution import DecodedTensor
-from replica_groups.audit.gauntlet.agreement import agreements
+from hetero_pp.messages.messages_pb2 import RoundRecord
+from hetero_pp.model.transformer import shapes_by_block
+from hetero_pp.pseudo_gradient.contribution import BlobAddress, DecodedTensor, encode_blob
+from hetero_pp.pseudo_gradient.error_feedback import select
+from replica_groups.audit.gauntlet import agreement
+from replica_groups.audit.gauntlet.agreement import SignCheck, agreements, too_low
 from replica_groups.audit.gauntlet.book import RoundFacts, ScoreBook
 
 PLACES = 20_000
@@ -44,8 +53,8 @@ def test_fewer_than_half_that_go_the_other_way_are_found_and_change_nothing_for_
     liars = {f"r{index}" for index in range(hostile)}
     found = agreements(_changed(_contributions(replicas), liars, lambda values: -1e6 * values))
     assert found.keys() == {f"r{index}" for index in range(replicas)}
-    for name, agreement in found.items():
-        assert agreement == pytest.approx(-1.0 if name in liars else 1.0, abs=0.5), name
+    for name, value in found.items():
+        assert value == pytest.approx(-1.0 if name in liars else 1.0, abs=0.5), name
 
 
 def test_noise_agrees_as_by_chance() -> None:
@@ -84,3 +93,46 @@ def test_the_replica_is_excluded_and_the_line_says_why() -> None:
     told = "its contribution to round 7 goes another way than the others: agreement -0.90"
     assert book.to_exclude() == {"b": f"{told}, where 0 is chance and 1 is usual"}
     assert book.scores()["b"].evaluations == 1
+
+
+@pytest.mark.parametrize("replicas", [3, 4, 8, 20])
+def test_no_honest_replica_is_below_the_limit_at_any_size(replicas: int) -> None:
+    """One in three trains on a sixteenth of the text, so that its signal is a quarter of the others'."""
+    draw, names = torch.Generator().manual_seed(1), [f"r{index}" for index in range(replicas)]
+    direction, everywhere = torch.randn(PLACES, generator=draw), torch.arange(PLACES)
+    tokens = {name: 100 if index % 3 else 1600 for index, name in enumerate(names)}
+    for _ in range(20):
+        sent = {}
+        for name in names:
+            noise = 10 * torch.randn(PLACES, generator=draw) / math.sqrt(tokens[name] / 100)
+            sent[name] = {"a": DecodedTensor(everywhere, direction + noise)}
+        assert too_low(agreements(sent), tokens, 0.1) == {}
+
+
+def test_of_a_large_model_only_some_places_are_compared_and_nobody_can_choose_them(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All contributions decide which ones."""
+    spec = lying_spec(corpus, 1, {"liar": {"kind": "datacenter"}})
+    shapes, settings = shapes_by_block(spec.parameter_shapes), spec.config.outer.compression
+    record, blobs, draw = RoundRecord(round=1), dict[tuple[str, str], bytes](), torch.Generator().manual_seed(1)
+    direction = {name: torch.randn(shape, generator=draw) for name, shape in spec.parameter_shapes.items()}
+    for replica, factor in (("a", 1.0), ("b", 1.0), ("liar", -4.0)):
+        entry = record.contributions.add(replica=replica, tokens=32)
+        for block, of_block in shapes.items():
+            address, tensors = BlobAddress(spec.run, 1, replica, block), []
+            for name, shape in of_block.items():
+                kept = select(torch.zeros(shape), factor * direction[name], settings)
+                tensors.append((name, shape, kept))
+            blobs[replica, block] = encode_blob(address, tensors, settings)
+            entry.blobs.add(block=block, sha256=hashlib.sha256(blobs[replica, block]).digest())
+    seen = dict[int, int]()
+    for places in (agreement.MOST_PLACES, 2_000):
+        monkeypatch.setattr(agreement, "MOST_PLACES", places)
+        comparison = mock.Mock(wraps=agreement._Comparison)
+        monkeypatch.setattr(agreement, "_Comparison", comparison)
+        found = SignCheck(spec, 0.1).against(record, lambda *key: blobs[key])
+        assert found.keys() == {"liar"} and found["liar"] == pytest.approx(-1.0)
+        seen[places] = comparison.call_args.args[1]
+    total = sum(math.prod(shape) for shape in spec.parameter_shapes.values())
+    assert list(seen.values()) == [1, math.ceil(total / 2_000)]

@@ -14,10 +14,12 @@ from lying_run import SECRET, LyingRun, lying_spec
 from members import TIMEOUT
 from typer.testing import CliRunner
 
+from hetero_pp.config.audit import GauntletSettings
 from hetero_pp.messages.messages_pb2 import EXCLUDED, LEFT_OUT, UNAUDITED, BlobHeader
 from hetero_pp.model.transformer import shapes_by_block
 from hetero_pp.outer.exchange_service import Caller
 from hetero_pp.program.cli import app
+from hetero_pp.program.defences import defended
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, decode_blob, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import select
 from hetero_pp.pseudo_gradient.together import apart
@@ -32,15 +34,16 @@ ROUNDS = 9
 HONEST = {"a", "b", "s1"}
 """`s1` works, and `s2` of the same owner sends the same."""
 COPIES = {"copier": "a", "s2": "s1"}
-TRIALS = {"evaluated": 6, "sequences": 6, "alpha": 0.3, "grace": 2}
-AUDIT = {"gauntlet": {**TRIALS, "excluded_rounds": 16, "agreement": 0.1}}
+TRIALS = {"evaluated": 6, "sequences": 6, "alpha": 0.3, "grace": 2, "threshold": 0}
+"""Scores of so little text are noise, so they exclude nobody: what is compared does."""
+AUDIT = {"gauntlet": {**TRIALS, "excluded_rounds": 16}}
 
 
 class _Cheats:
     """Alters what members deposit. A round closes only after the rounds before it were judged."""
 
-    def __init__(self, run: LyingRun, deposit: Callable[..., None]) -> None:
-        self._run, self._deposit = run, deposit
+    def __init__(self, run: LyingRun, deposit: Callable[..., None], factor: float = -1.0) -> None:
+        self._run, self._deposit, self._factor = run, deposit, factor
         self._sent: dict[tuple[str, int, str], bytes] = {}
 
     def deposit_all(self, client: ExchangeClient, header: BlobHeader, data: bytes, caller: Caller) -> None:
@@ -50,9 +53,9 @@ class _Cheats:
     def deposit(self, client: ExchangeClient, header: BlobHeader, data: bytes, caller: Caller) -> None:
         judgements = self._run.exchange.audits
         assert isinstance(judgements, Judgements)
-        with judgements._taking:
-            judged = judgements._taking.wait_for(lambda: judgements._judged >= header.round - 1, TIMEOUT)
-        assert judged
+        if self._run.spec.config.audit.scores is not None:
+            with judgements._taking:
+                assert judgements._taking.wait_for(lambda: judgements._judged >= header.round - 1, TIMEOUT)
         if header.replica == "liar":
             data = self._flipped(header, data)
         elif header.replica in COPIES:
@@ -65,7 +68,7 @@ class _Cheats:
 
     def _flipped(self, header: BlobHeader, data: bytes) -> bytes:
         """Return a contribution of the same size that goes the other way."""
-        return self._encoded(header, header.replica, data, -1.0)
+        return self._encoded(header, header.replica, data, self._factor)
 
     def _copied(self, original: str, header: BlobHeader) -> bytes:
         """Return what another replica has deposited, under the own name."""
@@ -89,7 +92,6 @@ class _Cheats:
 
 def _spec(corpus: Path) -> RunSpec:
     liars = {name: {"kind": "datacenter"} for name in ("copier", "liar", "s1", "s2")}
-    # Scores of a round with less text are mostly noise, and could exclude an honest replica.
     inner = {"steps": 8, "learning_rate": 0.01, "final_learning_rate_share": 1}
     outer = {"rounds": ROUNDS, "weights": "scores", "compression": {"density": 1 / 8}}
     return lying_spec(corpus, ROUNDS, liars, audit=AUDIT, inner=inner, outer=outer)
@@ -114,7 +116,7 @@ def _excluded(run: LyingRun) -> Mapping[str, str]:
 
 def test_cheats_are_excluded_and_honest_replicas_are_not(cheated: LyingRun) -> None:
     found = _excluded(cheated)
-    assert found.keys() == {"copier", "liar", "s2"}
+    assert found.keys() == {"copier", "liar", "s2"}, found
     assert "a copy of that of a" in found["copier"] and "a copy of that of s1" in found["s2"]
     assert "its contribution to round 1 goes another way than the others" in found["liar"]
 
@@ -123,7 +125,8 @@ def test_records_have_no_excluded_replica_and_replay_has_their_bits(cheated: Lyi
     log, spec = cheated.exchange.log, cheated.spec
     last = [one.replica for one in log.read_record(ROUNDS).contributions]
     assert set(last) == HONEST
-    assert {one.replica for one in log.read_record(1).contributions} == HONEST | {"copier", "liar", "s2"}
+    assert {one.replica for one in log.read_record(1).contributions} == HONEST | {"copier", "s2"}
+    assert list(log.read_record(1).left_out) == ["liar"]
     checked = list(LogCheck(log, spec.run, partial(round_optimizer, spec)).rounds(ROUNDS))
     assert [one.round for one in checked if one.damaged or (one.round and not one.is_audited)] == []
     told = [one.standing for one in cheated.told if one.HasField("standing")]
@@ -140,3 +143,29 @@ def test_the_command_shows_who_is_excluded_and_why(cheated: LyingRun, tmp_path: 
     assert excluded.keys() == {"copier", "liar", "s2"} and min(excluded.values()) > ROUNDS
     assert all(one["evaluations"] >= 8 for one in told["replicas"] if one["replica"] in HONEST)
     assert SECRET.text not in found.read_text() + out
+
+
+def test_one_liar_of_four_is_in_no_round_of_the_default_run_and_streams_are_compared_too(
+    corpus: Path, tmp_path: Path
+) -> None:
+    """A guest sends the negative of its contribution at four times the size; rounds end as those of three honest."""
+    ends, text = {}, "".join(one.read_text() for one in corpus.glob("*.txt"))
+    lines = [json.dumps({"text": text[at : at + 200]}) for at in range(0, min(len(text), 400_000), 200)]
+    (tmp_path / "text.jsonl").write_text("\n".join(lines))
+    for liars in (("c", "liar"), ("c",)):
+        guests = {name: {"kind": "datacenter", "optional": name == "liar"} for name in ("c", "liar") if name in liars}
+        data = {"corpus": f"hf:{tmp_path}/text.jsonl", "sequence_length": 16, "validation_sequences": 4}
+        data["stream"] = {"validation_documents": 4}
+        run = LyingRun(defended(lying_spec(corpus, 6, guests, data=data), is_served=True), tmp_path / liars[-1])
+        scores = run.spec.config.audit.gauntlet
+        with run:
+            cheats = _Cheats(run, ExchangeClient.deposit_blob, factor=-4.0)
+            with mock.patch.object(ExchangeClient, "deposit_blob", lambda *found, by=cheats: by.deposit_all(*found)):
+                run.until_over()
+        rounds = [run.exchange.log.read_record(number) for number in range(1, 7)]
+        assert isinstance(scores, GauntletSettings) and scores.evaluated == 0
+        assert _excluded(run).keys() == {*liars} - {"c"}
+        assert all({one.replica for one in record.contributions} == {"a", "b", "c"} for record in rounds)
+        told = [one.evaluation for one in run.told if one.HasField("evaluation")]
+        ends[liars[-1]] = next(one.loss for one in told if one.round == 6 and one.replica == "a")
+    assert ends["liar"] == pytest.approx(ends["c"], abs=0.5)  # the text of each replica differs between the runs

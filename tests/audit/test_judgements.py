@@ -6,18 +6,19 @@ import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
 from small_run import GRACE, Run
 
 from hetero_pp.config.audit import AuditSettings
-from hetero_pp.core.errors import Refused
+from hetero_pp.core.errors import Refused, StoreError
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.outer.exchange_service import Caller, HeldBy
 from replica_groups.audit import judgements as module
+from replica_groups.audit.gauntlet.agreement import SignCheck
 from replica_groups.audit.judgements import Judgements
 from replica_groups.exchange.audits import newest_scores
 from replica_groups.exchange.log import record_digest
@@ -90,9 +91,7 @@ def run(tmp_path: Path) -> Run:
         ("v", _losses(1, c=GOOD)[0], "no contribution of c"),
         ("v", pb.Judgement(round=1, replica="a", copies="a"), "expected another replica"),
         ("v", pb.Judgement(round=1, replica="a", copies="c"), "no contribution of c"),
-        ("v", pb.Judgement(round=1, replica="a", agreement=NAN), "`agreement`: got nan"),
-        ("v", pb.Judgement(round=1, replica="a", agreement=1.0), r"expected a number from -1e\+06 to 1"),
-        ("v", pb.Judgement(round=1, replica="c", agreement=0.0), "no contribution of c"),
+        ("v", pb.Judgement(round=1, replica="a", agreement=-5.0), "the exchange compares signs itself"),
         ("v", _wrong(1, "a", "b"), "expected a member of a"),
         ("v", pb.Judgement(round=1, replica="a", recomputed=pb.Recomputed(difference=NAN)), "difference"),
         ("v", pb.Judgement(round=1, replica="a", recomputed=pb.Recomputed(cause="x" * 401)), "more than 400"),
@@ -219,15 +218,24 @@ def test_the_later_of_a_pair_is_the_copy(run: Run) -> None:
     assert replica == "a" and "is a copy of that of c" in cause
 
 
-def test_a_replica_that_goes_another_way_is_excluded_once_most_validators_agree(run: Run) -> None:
-    judgements = _audited(run)
-    for number, low in enumerate(("", "ab"), start=1):
-        _round(run, number, *GROUPS)
-        for name, found in (("u", low), ("v", low[1:]), ("w", "")):
-            against = [pb.Judgement(round=number, replica=one, agreement=-1.0) for one in found]
-            judgements.take([*_losses(number, c=GOOD), *against], name)
-    assert judgements.exclusions.in_force.keys() == {"b"}
-    assert "goes another way than the others: agreement -1.00" in judgements.exclusions.in_force["b"].cause
+def test_a_contribution_against_the_others_is_in_no_round_and_is_told_once(run: Run) -> None:
+    """The record is decided twice, because the store is full at first. Nobody else may judge signs."""
+    judgements, compared = _audited(run), list[set[str]]()
+
+    def against(record: pb.RoundRecord, fetch: object) -> dict[str, float]:
+        compared.append({one.replica for one in record.contributions})
+        return {"b": -1.0} if "b" in compared[-1] else {}
+
+    judgements._signs = cast(SignCheck, SimpleNamespace(against=against))
+    create = run.log.create_record
+    with mock.patch.object(run.log, "create_record", side_effect=[StoreError("no room"), mock.DEFAULT], wraps=create):
+        record = _round(run, 1, *GROUPS)
+    assert list(record.left_out) == ["b"] and {one.replica for one in record.contributions} == {"a", "c"}
+    assert compared == [{"a", "b", "c"}, {"a", "c"}], "an excluded replica has no part in the comparison"
+    [(_, replica, cause)] = [one for one in _standings(run) if one[0] == pb.EXCLUDED]
+    assert replica == "b" and "goes another way than the others: agreement -1.00" in cause
+    judgements.take(_losses(1, a=GOOD), "v")
+    assert len([one for one in _standings(run) if one[0] == pb.EXCLUDED]) == 1
 
 
 def test_recomputation_excludes_a_replica_once_most_validators_agree(run: Run) -> None:

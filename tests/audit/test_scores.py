@@ -233,14 +233,15 @@ def test_a_contribution_that_breaks_the_model_scores_as_badly_as_possible() -> N
     )
 
 
-def test_honest_replicas_are_never_excluded_in_1000_rounds() -> None:
+@pytest.mark.parametrize("replicas", [4, 8, 20])
+def test_honest_replicas_are_never_excluded_in_1000_rounds(replicas: int) -> None:
     """Their assigned text improves by 2 standard errors more on average, as measured with the default settings."""
-    settings, chance = GauntletSettings(), random.Random(3)
-    book = ScoreBook(settings, EIGHT)
+    settings, chance, names = GauntletSettings(), random.Random(3), [f"r{index}" for index in range(replicas)]
+    book = ScoreBook(settings, names)
     for round_ in range(1, 1001):
-        drawn = draw(b"secret", round_.to_bytes(4, "big"), EIGHT, settings.evaluated)
+        drawn = draw(b"secret", round_.to_bytes(4, "big"), names, settings.sizes(replicas, 0).evaluated)
         found = {name: _losses(chance.gauss(0.002, 0.0008), chance.gauss(2, 1)) for name in drawn}
-        book.update(_facts(round_, EIGHT), found)
+        book.update(_facts(round_, names), found)
         assert book.to_exclude() == {}
     assert min(score.evaluations for score in book.scores().values()) > 200
 

@@ -202,9 +202,9 @@ def test_a_run_that_resumes_is_followed_anew(corpus: Path, what: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "found"),
     [
-        ({"outer": {"rounds": 2, "method": "adamw_ddp"}, "inner": {"steps": 1}}, "`outer.source: difference`"),
-        ({"inner": {"seconds": 5}}, "expected `inner.steps`"),
-        ({"data": {"corpus": "hf:someone/text", "sequence_length": 16}}, "found it with a streamed corpus"),
+        ({"outer": {"rounds": 2, "method": "adamw_ddp"}, "inner": {"steps": 1}}, "gradient of one step"),
+        ({"inner": {"seconds": 5}}, "with `inner.seconds` the text"),
+        ({"data": {"corpus": "hf:someone/text", "sequence_length": 16}}, "cannot read a streamed corpus"),
     ],
 )
 def test_what_cannot_be_scored_is_refused(corpus: Path, changes: dict[str, Any], found: str) -> None:

@@ -11,6 +11,7 @@ from hetero_pp.config.links import EXCHANGE
 from hetero_pp.config.topology import DatacenterReplica
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.files import print_without_fail
+from hetero_pp.program.defences import defence_lines
 from hetero_pp.program.launch.addresses import RELAY_KEY, fixed_addresses
 from hetero_pp.program.launch.claim import claim, claim_store
 from hetero_pp.program.launch.hosts import (
@@ -33,7 +34,6 @@ from hetero_pp.program.report.json_lines import name_run
 from hetero_pp.program.report.output import announce, standard_output, tell
 from hetero_pp.program.report.own_rounds import OwnRounds
 from hetero_pp.program.report.reading import shown_reading
-from hetero_pp.program.report.round_lines import audit_lines
 from hetero_pp.rpc.credentials import Secret, SecretKeys, new_secret
 from hetero_pp.run.changes import Given
 from hetero_pp.run.devices import in_words
@@ -228,7 +228,7 @@ def _prepare(file: ConfigFile, runs: Path, only: str | None, resume: bool) -> Pr
         announce(f"{file.config.name}: devices: {in_words(prepared.devices)}")
     for note in prepared.notes:
         announce(note)
-    for line in audit_lines(prepared.spec):
+    for line in defence_lines(prepared.spec):
         announce(f"{file.config.name}: {line}")
     return prepared
 

@@ -8,12 +8,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hetero_pp.config.audit import LEAST_SEQUENCES
 from hetero_pp.config.links import EXCHANGE
 from hetero_pp.config.topology import DatacenterReplica
 from hetero_pp.core.device import name_of
 from hetero_pp.core.errors import ConfigError, HeteroPPError, StoreError
 from hetero_pp.core.progress import OnProgress, untold
 from hetero_pp.data.sources import Source, open_source
+from hetero_pp.program.defences import defended
 from hetero_pp.program.launch.addresses import fixed_addresses, require_relay
 from hetero_pp.program.launch.hosts import members_named, require_reachable
 from hetero_pp.program.launch.this_machine import Limit, limits_of, require_carried
@@ -106,7 +108,7 @@ def settled(config: RunConfig, only: str | None, resume: bool) -> tuple[RunSpec,
     config = config.with_absolute_paths()
     config.require_grouped()
     require_launchable(config)
-    spec = RunSpec(config, needed_vocabulary(config))
+    spec = defended(RunSpec(config, needed_vocabulary(config)), is_served=only == EXCHANGE)
     on_weights = () if resume else require_weights(spec)
     names = [EXCHANGE, *spec.needed] if only is None else members_named(config, only)
     if only is None and not spec.needed:
@@ -117,7 +119,7 @@ def settled(config: RunConfig, only: str | None, resume: bool) -> tuple[RunSpec,
     if config.rehearsal is None:
         _require_engines(config, names)
         config.outer.compression.require_accelerator()
-    if config.audit.gauntlet is not None and EXCHANGE in names:
+    if spec.config.audit.scores is not None and EXCHANGE in names:
         require_openskill()
     require_relay(config)
     return spec, names, on_weights
@@ -177,14 +179,14 @@ def _open_corpus(spec: RunSpec, names: Sequence[str], cache: Path, on_progress: 
     """Encode or open the corpus if a member started here reads it, or a validator beside the exchange does."""
     readers = [spec.members[name] for name in names if name in spec.members and spec.members[name].reads_data]
     audit = spec.config.audit
-    validates = EXCHANGE in names and audit.gauntlet is not None and audit.by == "exchange"
-    if not readers and not validates:
+    scores = audit.scores if EXCHANGE in names and audit.by == "exchange" else None
+    if not readers and scores is None:
         return None
     source = open_source(spec.config.data, cache, on_progress)
     for member in readers:
         replica_batches(spec, member, source)
-    if validates and audit.gauntlet is not None:
-        Texts(spec, source, audit.gauntlet.sequences)
+    if scores is not None:
+        Texts(spec, source, scores.sequences or LEAST_SEQUENCES)
     return source
 
 

@@ -1,8 +1,7 @@
-"""Lines about a run's start, the cost of its audits, its rounds, and what it waits for."""
+"""Lines about a run's start, its rounds, and what it waits for."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from hetero_pp.config.topology import DatacenterReplica
@@ -12,16 +11,11 @@ from hetero_pp.outer.exchange_service import FIRST_TOLD
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.tables import format_loss
 from hetero_pp.run.hardware import hardware_of
-from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.costs import step_flops
-from replica_groups.audit.gauntlet.cost import share_of_compute
 from replica_groups.exchange.patience import listed, whom
 
 STALL_SECONDS = 60.0
 """Seconds without an inner step after which a member that trains, and sends heartbeats, is shown as stalled."""
-
-_COPIES = 3
-"""Copies of the parameters in the memory of a validator: those before the round, the model, and contributions."""
 
 
 def start_line(state: RunState) -> str:
@@ -31,21 +25,6 @@ def start_line(state: RunState) -> str:
     members = format_count(len(spec.needed), "member")
     rounds = format_count(state.rounds_planned, "outer round")
     return f"{spec.config.name}: {replicas}, {members}, {rounds} of {spec.config.inner.length}"
-
-
-def audit_lines(spec: RunSpec) -> Iterator[str]:
-    """Yield a line for each audit of a run."""
-    audit, replicas = spec.config.audit, spec.config.replicas
-    where = "beside the exchange" if audit.by == "exchange" else "by each `hetero-pp validate`"
-    if audit.gauntlet is not None:
-        sequences = spec.inner_steps * sum(replica.batch_size for replica in replicas)
-        share = share_of_compute(audit.gauntlet, len(replicas), sequences)
-        memory = 4 * _COPIES * sum(math.prod(shape) for shape in spec.parameter_shapes.values())
-        tried = format_count(min(audit.gauntlet.evaluated, len(replicas)), "contribution")
-        costs = f"{100 * share:.2g} % of the replicas' compute, and {format_bytes(memory)} of memory"
-        yield f"Scores: {tried} of each round tried {where}, on 2 x {audit.gauntlet.sequences} sequences: {costs}"
-    if audit.recompute is not None:
-        yield f"Recomputation: {100 * audit.recompute.share:.2g} % of the replicas' rounds are computed again {where}"
 
 
 def joined_line(state: RunState, since: float | None = None) -> str:

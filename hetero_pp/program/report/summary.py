@@ -43,7 +43,7 @@ def summary_of(state: RunState) -> dict[str, Any]:
 
 def _audit(state: RunState) -> dict[str, Any]:
     """Return what audits found, under `audit`; nothing for a run without audits."""
-    is_judged = state.spec.config.audit.gauntlet is None or state.scores or not state.rounds
+    is_judged = state.spec.config.audit.scores is None or state.scores or not state.rounds
     found = {
         "scores": [_fields(one) for one in state.scores.values()],
         "checks": state.checks,

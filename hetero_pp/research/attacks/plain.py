@@ -40,6 +40,11 @@ def sign_flip(known: Known) -> Tensor:
     return -known.own
 
 
+def flip_by_4(known: Known) -> Tensor:
+    """Contribute the negative of its own contribution at four times the size, which bounds of sizes allow."""
+    return -4 * known.own
+
+
 def scaled_by_10(known: Known) -> Tensor:
     """Contribute ten times its own contribution (Bagdasaryan et al. 2020, without their model)."""
     return 10 * known.own

@@ -26,6 +26,7 @@ ATTACKS: dict[str, Attack] = {
     "copy_of_another": Attack(plain.copy_of_another, needs_honest=True),
     "noise": Attack(plain.noise),
     "sign_flip": Attack(plain.sign_flip),
+    "flip_by_4": Attack(plain.flip_by_4),
     "scaled_by_10": Attack(plain.scaled_by_10),
     "drift": Attack(plain.drift, needs_honest=True),
     "sybils": Attack(plain.sybils),

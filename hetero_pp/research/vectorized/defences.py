@@ -17,7 +17,7 @@ from hetero_pp.model.transformer import block_of
 from hetero_pp.pseudo_gradient.contribution import DecodedTensor, scale_of
 from hetero_pp.research.settings import AttackSettings
 from hetero_pp.run.spec import RunSpec
-from replica_groups.audit.gauntlet.agreement import against_others
+from replica_groups.audit.gauntlet.agreement import agreements, too_low
 from replica_groups.audit.gauntlet.book import RoundFacts, ScoreBook
 from replica_groups.audit.gauntlet.check import draw
 from replica_groups.audit.gauntlet.losses import losses_of, median_of
@@ -113,10 +113,16 @@ class Scores:
             left_out=frozenset(sent) - included,
             synchronisation=dict.fromkeys(sent, 1.0),
             copies=copies(sent, arrived, self.settings.overlap),
-            against=against_others({name: sent[name] for name in included}, self.settings.agreement),
+            against=against_others(self._spec, {name: sent[name] for name in included}, self.settings.agreement),
         )
         self.book.update(facts, losses)
         return dict(self.book.to_exclude())
+
+
+def against_others(spec: RunSpec, sent: Mapping[str, Contribution], least: float | None) -> dict[str, float]:
+    """Return the agreements that are too low, by replica; none without a limit."""
+    tokens = {one.name: one.batch_size for one in spec.config.replicas}
+    return {} if least is None else too_low(agreements(sent), tokens, least)
 
 
 def recomputed(seed: int, round_: int, replica: str, share: float) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hetero_pp.config.audit import FORWARDS_A_STEP, GauntletSettings
 from hetero_pp.core.device import CPU
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.seeds import seed_of
@@ -27,15 +28,18 @@ from hetero_pp.research.vectorized.defences import (
     Bounds,
     Contribution,
     Scores,
+    against_others,
     equal_bits,
     recomputed,
 )
 from hetero_pp.research.vectorized.measured import Measured
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.loads import blob_sizes
+from replica_groups.audit.gauntlet.agreement import why
 from replica_groups.audit.gauntlet.book import ScoreBook
-from replica_groups.audit.gauntlet.cost import FORWARDS_A_STEP
 from replica_groups.outer.ranks import Ranks
+
+EXCLUDED_ROUNDS = GauntletSettings().excluded_rounds
 
 FOR_EVER = 2**31
 """Last round of the exclusion of a replica whose ticket is revoked."""
@@ -108,10 +112,13 @@ class HostileContributions(Contributions):
                     name, parameter, self.errors[index], delta.to(CPU)
                 )
         self._sent = dict(programs) | self._attacked(programs)
-        self._scales = dict.fromkeys(self._sent, 1.0)
-        if self._bounds is not None:
-            self._scales |= self._bounds.scales(round_, self._sent)
-        for name, scale in self._scales.items():
+        against = against_others(self._spec, self._sent, self._settings.signs)
+        for name, agreement in against.items():
+            self._exclude(name, round_ + EXCLUDED_ROUNDS, why(round_, agreement))
+        left = {name: one for name, one in self._sent.items() if name not in against}
+        bounded = dict.fromkeys(left, 1.0) if self._bounds is None else self._bounds.scales(round_, left)
+        self._scales = dict.fromkeys(against, 0.0) | bounded
+        for name, scale in bounded.items():
             if scale == 0:
                 self._exclude(name, round_, "its contribution is far too large")
             elif scale < 1:

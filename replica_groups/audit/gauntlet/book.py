@@ -13,6 +13,7 @@ from hetero_pp.config.audit import GauntletSettings
 from hetero_pp.core.errors import ConfigError, DamagedFile
 from hetero_pp.core.seeds import seed_of
 from hetero_pp.messages.messages_pb2 import Losses, Score
+from replica_groups.audit.gauntlet.agreement import why
 
 RECENT_ROUNDS = 16
 """Rounds for which a replica that is away still counts as a rival."""
@@ -282,9 +283,7 @@ class ScoreBook:
             name: f"its assigned text improves too rarely: {judged[name].average:.2f}, expected at least {bound:g}"
             for name in below
         }
-        for name, found in facts.against.items():
-            told = f"its contribution to round {facts.round} goes another way than the others"
-            causes[name] = f"{told}: agreement {found:.2f}, where 0 is chance and 1 is usual"
+        causes |= {name: why(facts.round, found) for name, found in facts.against.items()}
         for name, original in facts.copies.items():
             causes[name] = f"its contribution to round {facts.round} is a copy of that of {original}"
         for name in causes.keys() & free.keys():

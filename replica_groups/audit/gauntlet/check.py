@@ -1,4 +1,4 @@
-"""The check of a round by Gauntlet: tries drawn contributions on text, and compares all of them with each other."""
+"""The check of a round by Gauntlet: tries drawn contributions on text, and looks for copies among all."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hetero_pp.config.audit import GauntletSettings
+from hetero_pp.config.audit import LEAST_SEQUENCES, GauntletSettings
 from hetero_pp.data.sources import Source
 from hetero_pp.messages.messages_pb2 import Judgement, RoundRecord
 from hetero_pp.model.transformer import shapes_by_block, shapes_of
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, DecodedTensor, decode_blob, scale_of
 from hetero_pp.run.spec import RunSpec
-from replica_groups.audit.gauntlet.agreement import against_others
 from replica_groups.audit.gauntlet.losses import Texts, losses_of
 from replica_groups.audit.gauntlet.overlap import copies
 from replica_groups.outer.apply_round import FetchBlob
@@ -43,7 +42,7 @@ class GauntletCheck:
         """`secret`: known to the validators alone; it decides which replicas are drawn, and on which text."""
         self._spec, self._settings, self._device = spec, settings, device
         self._secret = hashlib.sha256(f"audit {secret}".encode()).digest()
-        self._texts = Texts(spec, source, settings.sequences)
+        self._texts = Texts(spec, source, settings.sequences or LEAST_SEQUENCES)
 
     def check(self, record: RoundRecord, theta: Mapping[str, Tensor], fetch: FetchBlob) -> Iterator[Judgement]:
         """Yield what was found about the contributions that a round includes. `theta` is from before the round."""
@@ -51,13 +50,13 @@ class GauntletCheck:
         sent = {one.replica: self._decoded(record, one.replica, theta, fetch) for one in record.contributions}
         for name, other in copies(sent, sorted(sent), self._settings.overlap).items():
             yield Judgement(round=record.round, replica=name, copies=other)
-        for name, found in against_others(sent, self._settings.agreement).items():
-            yield Judgement(round=record.round, replica=name, agreement=found)
         on_device = {name: tensor.to(self._device) for name, tensor in theta.items()}
         rate = self._settings.step * outer.learning_rate_in(record.round)
-        for name in draw(self._secret, record.sha256, sent, self._settings.evaluated):
+        read = sum(one.tokens for one in record.contributions) // self._spec.config.data.sequence_length
+        evaluated, sequences = self._settings.sizes(len(sent), read)
+        for name in draw(self._secret, record.sha256, sent, evaluated):
             seed = hashlib.sha256(b"text" + self._secret + record.sha256 + name.encode()).digest()
-            texts = self._texts.of(name, record.round, np.random.default_rng(list(seed)))
+            texts = self._texts.of(name, record.round, sequences, np.random.default_rng(list(seed)))
             losses = losses_of(on_device, self._moved(sent[name]), self._spec.shape, *texts, rate, outer)
             yield Judgement(round=record.round, replica=name, losses=losses)
 

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from hetero_pp.config.audit import GauntletSettings
-
-TEXTS, PARAMETERS = 2, 2
-"""Assigned and other text, each with the parameters before and after a contribution."""
-FORWARDS_A_STEP = 3
-"""Cost of a sequence in an inner step, in forward passes: the backward takes two."""
+from hetero_pp.config.audit import FORWARDS_A_STEP, PARAMETERS, TEXTS, GauntletSettings
 
 
 def share_of_compute(settings: GauntletSettings, replicas: int, sequences: int) -> float:
@@ -15,5 +10,6 @@ def share_of_compute(settings: GauntletSettings, replicas: int, sequences: int) 
 
     `sequences`: training sequences of all replicas in a round, as inner steps x the sum of the batch sizes.
     """
-    tried = min(settings.evaluated, replicas) * settings.sequences * TEXTS * PARAMETERS
+    sizes = settings.sizes(replicas, sequences)
+    tried = sizes.evaluated * sizes.sequences * TEXTS * PARAMETERS
     return tried / (FORWARDS_A_STEP * sequences)

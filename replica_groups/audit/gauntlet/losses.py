@@ -93,8 +93,8 @@ class Texts:
     """Text of a run with a corpus that is encoded once."""
 
     def __init__(self, spec: RunSpec, source: Source, rows: int) -> None:
-        """`rows`: number of sequences of each kind. Raises ConfigError for a corpus with fewer."""
-        self._spec, self._source, self._rows = spec, source, rows
+        """`rows`: least number of sequences of each kind. Raises ConfigError for a corpus with fewer."""
+        self._spec, self._source = spec, source
         self._members = {member.replica.name: member for member in spec.members.values()}
         batches = self._batches(next(iter(self._members)), 1)
         self._windows = len(batches.store.train) // (batches.sequence_length + 1)
@@ -102,20 +102,23 @@ class Texts:
             key, found = ("audit", "gauntlet", "sequences"), f"found {rows}, expected at most {self._windows}"
             raise ConfigError(key, f"{found}, the sequences of the corpus")
 
-    def of(self, replica: str, round_: int, drawing: np.random.Generator) -> tuple[Tensor, Tensor]:
+    def of(self, replica: str, round_: int, rows: int, drawing: np.random.Generator) -> tuple[Tensor, Tensor]:
         """Return drawn sequences that a replica trained on in a round, and others, int64 [rows, L + 1] each.
+
+        The corpus may be smaller than `rows`.
 
         The others are assigned to no replica in this round. If there are too few, because a round reads nearly the
         whole corpus, the rest are any that are not assigned to this replica, and then any.
         """
         own, batches = self._assigned(replica, round_), self._batches(replica, round_)
+        rows = min(rows, self._windows)
         all_ = np.concatenate([self._assigned(one.name, round_) for one in self._spec.replicas_in(round_)])
         candidates = drawing.permutation(min(self._windows, 1 << 20))
         if self._windows > len(candidates):
-            candidates = drawing.integers(self._windows, size=_TRIES * self._rows)
+            candidates = drawing.integers(self._windows, size=_TRIES * rows)
         known = np.where(np.isin(candidates, own), 2, np.isin(candidates, all_))
-        others = candidates[np.argsort(known, kind="stable")][: self._rows]
-        return batches.rows(drawing.choice(own, self._rows, replace=len(own) < self._rows)), batches.rows(others)
+        others = candidates[np.argsort(known, kind="stable")][:rows]
+        return batches.rows(drawing.choice(own, rows, replace=len(own) < rows)), batches.rows(others)
 
     def _assigned(self, replica: str, round_: int) -> np.ndarray:
         """Return the numbers of the training windows that a replica reads in a round."""

@@ -1,0 +1,87 @@
+"""Defences that a run has by default: which, of what size, and the line that names them or their price."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_pp.config.audit import GauntletSettings, Sizes
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.program.defences import defence_lines, defended
+from hetero_pp.run.config import RunConfig
+from hetero_pp.run.spec import RunSpec
+
+GUESTS = {"name": "home", "kind": "participants", "count": "0..3", "stages": 2}
+
+
+def _spec(corpus: Path, *replicas: dict[str, Any], **changes: Any) -> RunSpec:
+    config = {
+        "name": "t",
+        "model": {"width": 16, "heads": 2, "feed_forward": 24, "layers": 2},
+        "data": {"corpus": str(corpus), "sequence_length": 16, "validation_sequences": 1},
+        "outer": {"rounds": 2},
+        "replicas": [{"name": "dc", "kind": "datacenter"}, *replicas],
+    }
+    found = RunConfig.model_validate(config | changes)
+    found.check()
+    return RunSpec(found, 256)
+
+
+def _told(spec: RunSpec, is_served: bool = False) -> list[str]:
+    return list(defence_lines(defended(spec, is_served)))
+
+
+def test_a_run_with_optional_groups_compares_and_scores_by_default(corpus: Path) -> None:
+    spec = _spec(corpus, GUESTS)
+    found = defended(spec, is_served=False)
+    assert found.config.audit.gauntlet == GauntletSettings() and found.run == spec.run
+    signs, scores = defence_lines(found)
+    assert signs.startswith("Signs: compared before a round closes") and scores.startswith("Scores: 2 contributions")
+
+
+def test_a_run_that_only_this_host_carries_has_none(corpus: Path) -> None:
+    required = [{"name": name, "kind": "datacenter"} for name in "ab"]
+    assert defended(_spec(corpus, *required), is_served=False).config.audit.gauntlet is None
+    assert defended(_spec(corpus, *required), is_served=True).config.audit.gauntlet is not None
+    assert _told(_spec(corpus, *required, exchange={"listen": "0.0.0.0:0"}))[0].startswith("Signs")
+    assert defended(_spec(corpus, required[0]), is_served=True).config.audit.gauntlet is None
+
+
+def test_off_is_one_line_and_its_price_is_told(corpus: Path) -> None:
+    for value in ("off", False):
+        [line] = _told(_spec(corpus, GUESTS, audit={"gauntlet": value}), is_served=True)
+        assert line.startswith("Defences: off (`audit.gauntlet`). One hostile replica of four")
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"inner": {"seconds": 5}}, "with `inner.seconds` the text that a replica trained on is not known"),
+        ({"data": {"corpus": "gone.txt", "sequence_length": 16}}, "this host does not have the corpus"),
+        (
+            {"model": {"width": 4096, "heads": 2, "feed_forward": 16384, "layers": 8}},
+            "the trials of a round would take",
+        ),
+    ],
+)
+def test_what_cannot_work_is_left_out_and_signs_stay(corpus: Path, changes: dict[str, Any], why: str) -> None:
+    found = defended(_spec(corpus, GUESTS, **changes), is_served=False)
+    assert found.config.audit.gauntlet == GauntletSettings(evaluated=0), found
+    signs, scores = defence_lines(found)
+    assert signs.startswith("Signs") and scores.startswith(f"Scores: none, because {why}")
+
+
+def test_scores_that_cannot_work_are_refused_if_the_yaml_asks_for_them(corpus: Path) -> None:
+    with pytest.raises(ConfigError, match="expected `evaluated: 0`, with which only signs are compared"):
+        _spec(corpus, GUESTS, inner={"seconds": 5}, audit={"gauntlet": {}})
+    assert _told(_spec(corpus, GUESTS, inner={"seconds": 5}, audit={"gauntlet": {"evaluated": 0}}))
+
+
+def test_sizes_follow_the_replicas_and_their_text() -> None:
+    sizes = GauntletSettings().sizes
+    assert [sizes(replicas, 0).evaluated for replicas in (1, 2, 4, 8, 20, 50)] == [1, 2, 2, 2, 5, 13]
+    assert [sizes(4, texts).sequences for texts in (80, 1_920, 10_000)] == [8, 36, 64]
+    assert GauntletSettings(evaluated=3, sequences=5).sizes(8, 10_000) == Sizes(3, 5)
+    assert GauntletSettings(evaluated=3).sizes(2, 0).evaluated == 2
