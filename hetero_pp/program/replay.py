@@ -40,8 +40,12 @@ def replay_run(runs: Path, run: str, round_: int | None, json_path: Path | None,
     damaged = sum(len(one.damaged) for one in found)
     if damaged:
         raise HeteroPPError(f"{log.store.url()}: {damaged} files are damaged, missing, or differ from the log")
+    if snapshot is None:
+        raise HeteroPPError(f"{log.store.url()}: the run has removed rounds before they were read: replay it again")
     written = f", written to {to}" if to is not None else ""
-    announce(f"{spec.config.name} after round {last}: sha256 {found[-1].sha256}{written}")
+    rounds = spec.latest.outer.rounds
+    which = f" of {rounds}, the last closed one" if round_ is None and last < rounds else ""
+    announce(f"{spec.config.name} after round {last}{which}: sha256 {found[-1].sha256}{written}")
 
 
 def _last(log: ContributionLog, wanted: int | None) -> int:

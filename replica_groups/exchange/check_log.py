@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -42,7 +42,11 @@ class CheckedRound:
 
 
 class LogCheck:
-    """A pass over the log of one run. After damage it continues from the next undamaged snapshot."""
+    """A pass over the log of one run. After damage it continues from the next undamaged snapshot.
+
+    A run that trains meanwhile removes snapshots that newer ones replace, and with `store.history: recent` the
+    contributions before them. That is no damage.
+    """
 
     def __init__(
         self, log: ContributionLog, run: str, optimizer_for: Callable[[Tensor | None], RoundOptimizer]
@@ -54,13 +58,16 @@ class LogCheck:
         self._theta: dict[str, Tensor] | None = None
         self._basis: Tensor | None = None
         self._damaged: list[str] = []
+        self._newest = 0
+        """Round of the newest snapshot when the pass began."""
 
     def rounds(self, last: int) -> Iterator[CheckedRound]:
         """Yield every round from the first snapshot to `last` as it is checked.
 
         Raises FileNotFoundError if there is no such snapshot.
         """
-        snapshots = {round_ for round_ in self._log.snapshots() if round_ <= last}
+        found = self._log.snapshots()
+        snapshots, self._newest = {round_ for round_ in found if round_ <= last}, max(found, default=0)
         if not snapshots:
             raise FileNotFoundError(f"found no snapshot up to round {last} in {self._log.store.url()}")
         for round_ in range(min(snapshots), last + 1):
@@ -93,9 +100,13 @@ class LogCheck:
         if record is None:
             return None
         read, lost = self._log.blobs_of(record), len(self._damaged)
+
+        def is_before_all(now: Collection[int]) -> bool:
+            return min(now) >= round_
+
         for entry in record.contributions:
             for blob in entry.blobs:
-                self._noting(partial(read, entry.replica, blob.block))
+                self._noting(partial(read, entry.replica, blob.block), is_before_all)
         if theta is not None and self._optimizer is not None and len(self._damaged) == lost:
             optimizer = self._optimizer
 
@@ -103,11 +114,11 @@ class LogCheck:
                 apply_round(theta, self._run, record, read, optimizer)
                 return theta
 
-            self._theta = self._noting(apply)
+            self._theta = self._noting(apply, is_before_all)
         return record
 
     def _hold_against_snapshot(self, round_: int) -> bool:
-        snapshot = self._noting(lambda: self._log.read_snapshot(round_))
+        snapshot = self._noting(lambda: self._log.read_snapshot(round_), lambda now: max(now) > self._newest)
         if snapshot is None:
             return False
         if self._theta is None:
@@ -141,11 +152,18 @@ class LogCheck:
             self._damaged.append(f"{where} has {audit.parameters_sha256}, the log gives {sha256}")
         return len(self._damaged) == before
 
-    def _noting(self, read: Callable[[], T]) -> T | None:
-        """Return what `read` returns, or note the error and return None."""
+    def _noting(
+        self, read: Callable[[], T], is_removed: Callable[[Collection[int]], bool] = lambda now: False
+    ) -> T | None:
+        """Return what `read` returns, or note the error and return None.
+
+        `is_removed`: whether the run has removed a missing file since the pass began, given the snapshots of now.
+        """
         try:
             return read()
         except FileNotFoundError as error:
+            if (now := self._log.snapshots()) and is_removed(now):
+                return None
             self._damaged.append(f"{error.filename} is missing" if error.filename else str(error))
         except (DamagedFile, MalformedContribution) as error:
             self._damaged.append(str(error))

@@ -16,6 +16,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+from hetero_pp.program import replay
 from hetero_pp.program.cli import app
 from hetero_pp.run.snapshot import open_snapshot, save_snapshot
 from hetero_pp.store.folder import FolderStore
@@ -87,6 +88,38 @@ def test_up_to_a_round(run: Path, tmp_path: Path) -> None:
     assert open_snapshot(tmp_path / "third").snapshot().round == 3
     code, again, _ = _invoke("replay", run)
     assert again.splitlines()[3] == told.splitlines()[3]
+
+
+@pytest.mark.parametrize("history", ["whole", "recent"])
+def test_a_run_that_trains_meanwhile_is_replayed_up_to_its_last_closed_round(
+    history: str, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run removes snapshots that this has listed, and with a short history also rounds that it has not read."""
+    log, newest = run / "log", (run / "log" / snapshot_key(4)).read_bytes()
+    (log / snapshot_key(4)).unlink()
+    (log / audit_key(4)).unlink()
+    record = log / record_key(4)
+    record.rename(record.with_name("record.json.0123abcd.part"))  # it is being written
+
+    def announced(line: str) -> None:
+        print(line)
+        if line.startswith("round 1:"):
+            (log / snapshot_key(4)).write_bytes(newest)
+            (log / snapshot_key(2)).unlink()
+            if history == "recent":
+                (log / snapshot_key(0)).unlink()
+                shutil.rmtree(log / "round-000002" / "home")
+
+    monkeypatch.setattr(replay, "announce", announced)
+    code, told, errors = _invoke("replay", run)
+    lines = told.splitlines()
+    assert [line.partition(":")[0] for line in lines[:4]] == ["round 0", "round 1", "round 2", "round 3"]
+    if history == "whole":
+        assert (code, errors) == (0, "")
+        assert lines[4].startswith("mixed after round 3 of 4, the last closed one: sha256 ")
+    else:
+        assert (code, len(lines)) == (1, 4)
+        assert errors == f"hetero-pp: {log}: the run has removed rounds before they were read: replay it again\n"
 
 
 def _flip(path: Path, share: float = 0.5) -> None:
