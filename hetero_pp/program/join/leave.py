@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,8 @@ from hetero_pp.program.report.output import announce
 from hetero_pp.run.folder import RunFolder, run_folder
 
 SECONDS = 30.0
-"""Seconds to wait for an interrupted process to end."""
+"""Seconds to wait until an interrupted process has left."""
+_SECONDS_BETWEEN_LOOKS = 0.02
 
 _PROCESS = "joined-{place}.pid"
 
@@ -48,7 +50,11 @@ def leave(runs: Path, run: str, place: str | None) -> None:
         process = _process(path)
         if process is not None:
             process.terminate()
-            if psutil.wait_procs([process], SECONDS)[1]:
+            # Not for the end of the process: the interpreter takes seconds to end after its slot is free.
+            until = time.monotonic() + SECONDS
+            while _process(path) is not None and time.monotonic() < until:
+                time.sleep(_SECONDS_BETWEEN_LOOKS)
+            if _process(path) is not None:
                 late = f"has not ended within {SECONDS:g} s; it may still save its state"
                 announce(f"{run}: process {process.pid} {late}")
                 continue
