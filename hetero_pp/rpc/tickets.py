@@ -14,12 +14,10 @@ from typing import Any
 
 from hetero_pp.core.bounded import parse_json
 from hetero_pp.core.errors import Refused
+from hetero_pp.core.ticket_text import MOST_CHARACTERS, PREFIX, bodies
 from hetero_pp.rpc.certificates import Authority, Identity, as_text, new_key
 
-PREFIX = "hpp1."
-"""Prefix of every ticket, with the version of its content."""
 _CHECK_BYTES = 4
-MOST_CHARACTERS = 20_000
 MOST_PORT = 65535
 _SCHEMES = ("unix", "unix-abstract", "vsock", "dns", "xds", "ipv4", "ipv6")
 """Prefixes of addresses that gRPC does not take as HOST:PORT."""
@@ -54,24 +52,26 @@ class Ticket:
 
     @classmethod
     def from_text(cls, text: str) -> Ticket:
-        """Parse a ticket. Raises Refused for a text that is no ticket, or not whole."""
-        text = _bare(text)
-        if not text.startswith(PREFIX) or len(text) > MOST_CHARACTERS:
-            found = (
-                f"found {text[:12]!r}{'...' if len(text) > 12 else ''}, expected a ticket, which begins with {PREFIX}"
+        """Parse a ticket as it was pasted. Raises Refused for a text that is no ticket, or not whole."""
+        found = list(bodies(text))
+        if not found:
+            shown = f"{text[:12]!r}{'...' if len(text) > 12 else ''}"
+            raise Refused(
+                f"found {shown}, expected a ticket, which begins with {PREFIX}; "
+                "to read it from a file: hetero-pp join - < FILE"
             )
-            raise Refused(f"{found}; to read it from a file: hetero-pp join - < FILE")
-        try:
-            body = text.removeprefix(PREFIX)
-            data = base64.b64decode(body + "=" * (-len(body) % 4), b"-_", validate=True)
-            check, data = data[:_CHECK_BYTES], data[_CHECK_BYTES:]
-            if hashlib.sha256(data).digest()[:_CHECK_BYTES] != check:
-                raise ValueError
-            ticket = cls._of(parse_json(_inflated(data)))
-            ticket.id  # noqa: B018 (its certificate can be read)
-        except (ValueError, KeyError, TypeError, zlib.error, binascii.Error):
-            raise Refused("the ticket is incomplete: copy all of it, as one line") from None
-        return ticket
+        for body in found:
+            try:
+                data = base64.b64decode(body + "=" * (-len(body) % 4), b"-_", validate=True)
+                check, data = data[:_CHECK_BYTES], data[_CHECK_BYTES:]
+                if hashlib.sha256(data).digest()[:_CHECK_BYTES] != check:
+                    raise ValueError
+                ticket = cls._of(parse_json(_inflated(data)))
+                ticket.id  # noqa: B018 (its certificate can be read)
+            except (ValueError, KeyError, TypeError, zlib.error, binascii.Error):
+                continue
+            return ticket
+        raise Refused("the ticket is incomplete: copy all of it, as one line")
 
     @classmethod
     def _of(cls, found: Any) -> Ticket:
@@ -107,16 +107,6 @@ class Ticket:
         """Raise Refused if it has expired."""
         if self.is_over:
             raise Refused("the ticket has expired: ask for another (or is the clock of this host wrong?)")
-
-
-def is_ticket(text: str) -> bool:
-    """Return whether a text begins as a ticket does."""
-    return _bare(text).startswith(PREFIX)
-
-
-def _bare(text: str) -> str:
-    """Return a ticket without what a chat or a mail puts around and into it: spaces, line breaks, quotation marks."""
-    return "".join(text.split()).strip("\"'`<>\u201c\u201d")
 
 
 def make_ticket(

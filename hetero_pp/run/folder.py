@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.ticket_text import is_ticket
 from hetero_pp.core.units import format_names
 
 CONFIG = "config.yaml"
@@ -108,6 +109,8 @@ def run_folder(runs: Path, run: str) -> RunFolder:
 
     Raises ConfigError with similar names if none exists.
     """
+    if is_ticket(run):  # it is a secret, so it is not printed
+        raise ConfigError((), "found a ticket, expected the name or the folder of a run")
     runs = runs.absolute()
     for path in (runs / run, Path(run).absolute()):
         if path != runs and _is_of_a_run(path):
@@ -122,7 +125,10 @@ def run_folder(runs: Path, run: str) -> RunFolder:
 
 def _is_of_a_run(path: Path) -> bool:
     folder = RunFolder(path)
-    return folder.config.is_file() or folder.identity("").is_dir() or bool(own_parts(folder))
+    try:
+        return folder.config.is_file() or folder.identity("").is_dir() or bool(own_parts(folder))
+    except (OSError, ValueError):  # no system has such a path
+        return False
 
 
 def own_parts(folder: RunFolder) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -250,9 +251,8 @@ def join(
         from hetero_pp.program.join.command import Here
         from hetero_pp.program.join.command import join as take_part
         from hetero_pp.program.operate.operations import operated
-        from hetero_pp.rpc.tickets import MOST_CHARACTERS
 
-        text = sys.stdin.readline(MOST_CHARACTERS) if ticket == "-" else ticket
+        text = _read_ticket() if ticket == "-" else ticket
         own = Here(
             runs,
             data,
@@ -263,6 +263,20 @@ def join(
         )
         with operated(metrics) as operations:
             take_part(text, own, operations)
+
+
+def _read_ticket() -> str:
+    """Return a ticket from standard input, up to the line that completes it, because a mail may have wrapped it."""
+    from hetero_pp.core.errors import Refused
+    from hetero_pp.rpc.tickets import MOST_CHARACTERS, Ticket
+
+    text = ""
+    while len(text) < MOST_CHARACTERS and (line := sys.stdin.readline(MOST_CHARACTERS)):
+        text += line
+        with suppress(Refused):
+            Ticket.from_text(text)
+            break
+    return text
 
 
 def leave(

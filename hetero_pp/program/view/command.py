@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hetero_pp.config.links import is_loopback
 from hetero_pp.core.errors import ConfigError, HeteroPPError
+from hetero_pp.core.ticket_text import is_ticket
 from hetero_pp.core.units import format_count
 from hetero_pp.program.join.membership import memberships_in
 from hetero_pp.program.join.status import Known, known_run, runs_at
@@ -91,7 +92,7 @@ def _source(folder: RunFolder) -> Source:
 
 def _folder(runs: Path, name: str) -> RunFolder:
     """Return the folder of a run: by its name, its path, or the address of its exchange. Raises ConfigError."""
-    if ":" not in name or Path(name).is_dir():
+    if ":" not in name or is_ticket(name) or Path(name).is_dir():
         return run_folder(runs, name)
     return runs_at(runs, name)[0].folder
 
