@@ -25,7 +25,7 @@ from members import TIMEOUT
 from typer.testing import CliRunner
 
 from hetero_pp.config.links import EXCHANGE
-from hetero_pp.core.errors import LinkTimeout
+from hetero_pp.core.errors import ConfigError, LinkTimeout
 from hetero_pp.core.proxies import Proxy, Route
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokens import prepare_tokens
@@ -36,13 +36,15 @@ from hetero_pp.program.doctor import command, disk, exchange, packages, start, s
 from hetero_pp.program.doctor.command import find
 from hetero_pp.program.doctor.devices import Gpu, verdict
 from hetero_pp.program.doctor.exchange import check_proxy, clock_verdict
-from hetero_pp.program.doctor.finding import Finding, State, fail, make_checks, ok
+from hetero_pp.program.doctor.finding import Finding, State, fail, make_checks, ok, warn
 from hetero_pp.program.doctor.line import line_verdict, step_bytes
 from hetero_pp.program.doctor.subject import Peer, Subject
-from hetero_pp.program.join.membership import Membership, take_place
+from hetero_pp.program.join.membership import Membership, note_left, take_place
+from hetero_pp.program.join.status import status
 from hetero_pp.program.launch.claim import LOCKS, claim
 from hetero_pp.program.launch.unfinished import Unfinished
 from hetero_pp.rpc import probe
+from hetero_pp.rpc.admission_client import give
 from hetero_pp.rpc.channels import PROTOCOL_VERSION
 from hetero_pp.rpc.credentials import Secret, new_secret
 from hetero_pp.rpc.meeting_point import MeetingPoint
@@ -287,6 +289,21 @@ def test_neighbours_of_a_yaml(write: Callable[..., Path]) -> None:
     assert (found.state, "home.1 at 192.0.2.1:9 cannot be dialled" in found.line) == (State.WARN, True)
 
 
+def test_the_address_at_which_the_nodes_of_a_replica_meet_is_tried(write: Callable[..., Path]) -> None:
+    def found(address: str) -> dict[str, Finding]:
+        return doctor(
+            write(("batch_size: 4}", f'batch_size: 4, engine: torchtitan, nodes: 2, rendezvous: "{address}"}}'))
+        )
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        ports = found(address)["ports"]
+    assert (ports.state, f"replicas[0].rendezvous: found `{address}`" in ports.line) == (State.WARN, True)
+    assert found(address)["ports"] == ok(f"{address} (free)")
+    silent = "the nodes of dc at 192.0.2.1:9 cannot be dialled: it is not started, or a firewall is between"
+    assert found("192.0.2.1:9")["neighbours"] == warn(silent)
+
+
 def test_leftovers(write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     path, runs = write(), Path("runs").absolute()
     with claim(runs, "homes", ["dc"]):
@@ -416,6 +433,23 @@ def test_a_host_that_has_joined_checks_its_run(served: Served, host: Path) -> No
     assert (doctor("homes", host)["exchange"].state) is State.FAIL
 
 
+def test_a_host_that_has_left_checks_whether_it_may_join_again(served: Served, host: Path) -> None:
+    """Its certificate is no longer admitted, and its ticket is. No refusal is counted."""
+    membership, before = served.joined(ticket := served.ticket("home.1"), host), served.exchange.refusals
+    give(membership.address, membership.identity)
+    note_left(membership)
+    for named in ("homes", ticket):
+        found = doctor(named, host)
+        assert found["settings"].line == "the run homes, which this host left as home.1, starts home.1 here"
+        assert found["exchange"].state is State.OK
+        assert found["certificate"].line.startswith("the ticket is valid for ")
+    with pytest.raises(ConfigError, match=r"homes: home\.1 has left the run; the same `join` command returns to it"):
+        status(host, "homes", None, None)
+    assert served.exchange.refusals == before
+    assert not served.joined(ticket, host).has_left
+    served.memberships.revoke("home.1")
+
+
 def test_a_relay_that_does_not_answer_fails_for_stages_only(served: Served, host: Path) -> None:
     with ExitStack() as stack, mock.patch.object(served, "meeting_point", None):
         address, port = served.serve(stack, served.house), served.meeting_point.port
@@ -430,7 +464,8 @@ def test_a_relay_that_does_not_answer_fails_for_stages_only(served: Served, host
 
 def test_the_host_that_serves_checks_its_run(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = served.folder.path.parent
-    assert doctor("homes", runs)["exchange"].state is State.SKIP  # `serve` does not run
+    told = f"resume it with: hetero-pp serve {runs}/homes/config.yaml --resume --runs {runs}"
+    assert doctor("homes", runs)["exchange"] == warn(f"the exchange of homes does not run now; {told}")
     listens = served.folder.config.read_text()
     served.folder.config.write_text(listens.replace("127.0.0.1:0", served.address))
     with claim(runs, "homes", [EXCHANGE]):

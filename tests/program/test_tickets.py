@@ -77,7 +77,7 @@ def test_tickets_by_which_nobody_comes_in(served: Served, tmp_path: Path, capsys
     here, there = Here(tmp_path / "here"), Here(tmp_path / "there")
     used, over = served.invite("home.0", capsys), served.invite("home.1", capsys, 0.0)
     for text, who, told in (
-        ("made up", here, r"found 'madeup', expected a ticket, which begins with hpp1\."),
+        ("made up", here, r"found 'made up', expected a ticket, which begins with hpp1\."),
         (used[:-7], here, "the ticket is incomplete: copy all of it, as one line"),
         (over, here, r"the ticket has expired: ask for another \(or is the clock of this host wrong\?\)"),
         (used, here, r"home\.0 reads the run's text; give the path of the text on this host with --data PATH"),
@@ -101,10 +101,14 @@ def test_invitations_that_cannot_be(served: Served, tmp_path: Path, capsys: pyte
         match=r"--slot home: found the name of a group: leave out --slot .*, or name a stage, such as home\.0",
     ):
         served.invite("home", capsys)
+    with pytest.raises(ConfigError, match=r"--address: found here:0, expected the port at which"):
+        invite(served.runs, "homes", "home.1", 1.0, "here:0")
+    with pytest.raises(ConfigError, match=r"listens at a free port \(127\.0\.0\.1:0\), so its port is not"):
+        invite(served.runs, "homes", "home.1", 1.0, None)
     with pytest.raises(ConfigError, match=r"--expires: found `soon`, expected a number and a unit such as `24h`"):
         seconds_of("soon")
     assert seconds_of("24h") == 24 * 3600
-    with pytest.raises(ConfigError, match="found no run that this host serves; start one with: hetero-pp serve CONFIG"):
+    with pytest.raises(ConfigError, match="found no run another that this host started, serves or joined"):
         invite(tmp_path, "another", None, 1.0, None)
     with pytest.raises(ConfigError, match=r"found no host that was invited to home\.0, and no ticket with this id"):
         revoke(served.runs, "homes", "home.0")
@@ -122,7 +126,10 @@ def test_invitations_that_cannot_be(served: Served, tmp_path: Path, capsys: pyte
 def test_an_invitation_says_what_its_ticket_is_good_for(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
     def told(place: str | None) -> list[str]:
         invite(served.runs, "homes", place, 3600.0, served.address)
-        return capsys.readouterr().err.splitlines()
+        lines = capsys.readouterr().err.splitlines()
+        [down] = [line for line in lines if "its exchange does not run now, so no host can join; resume" in line]
+        assert down.endswith(f"hetero-pp serve {served.runs}/homes/config.yaml --resume --runs {served.runs}")
+        return [line for line in lines if line != down]
 
     first, dc = told(None)
     assert first.startswith("homes: this ticket is for a stage of group home; it admits one host until 20")
@@ -140,6 +147,19 @@ def test_the_slot_of_a_ticket_is_an_option_that_also_has_its_earlier_name(option
     arguments = ["invite", "homes", option, "home.1", "--address", served.address, "--runs", str(served.runs)]
     result = CliRunner().invoke(app, arguments)
     assert "this ticket is for home.1, a stage of group home" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["status", "doctor", "view", "leave", "invite", "export"])
+def test_no_command_prints_a_pasted_ticket(command: str, served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    """A ticket with other text around it is taken, or refused in one line. A part of a ticket is refused."""
+    text = served.invite("home.1", capsys).strip()
+    rest = ["--to", "a folder"] if command == "export" else []
+    for pasted in (f"\u200b{text}", f"here it is: {text}", text[:-9], text[5:], f"{text[:40]} {text[40:]}"):
+        result = CliRunner().invoke(app, [command, pasted, "--runs", str(served.runs), *rest])
+        said = result.stdout + result.stderr
+        assert not isinstance(result.exception, Exception) or isinstance(result.exception, SystemExit)
+        assert text[45:75] not in said.replace("\n", "")
+        assert command == "doctor" or len(said.splitlines()) < 4
 
 
 def test_groups_of_one_entry_are_called_by_its_name() -> None:

@@ -13,7 +13,8 @@ from hetero_pp.core.units import format_duration, format_names
 from hetero_pp.program.doctor.finding import Finding, NotChecked, fail, in_background, ok, warn
 from hetero_pp.program.doctor.subject import Part, Subject
 from hetero_pp.program.join.membership import unanswered
-from hetero_pp.program.launch.addresses import fixed_addresses
+from hetero_pp.program.join.on_disk import read_run_on_disk
+from hetero_pp.program.launch.addresses import fixed_addresses, meeting_places
 from hetero_pp.rpc.certificates import CLOCKS_DIFFER
 
 _PUBLIC = "192.0.2.1"
@@ -39,6 +40,7 @@ CLOCK_WARNING_SECONDS = 60.0
 """Difference of clocks from which logs and expiry dates mislead."""
 
 _SECONDS_TO_DIAL = 1.5
+_NODES_OF = "the nodes of "
 _MOST_DIALLED = 16
 """Neighbours that are dialled, each in a thread. A group rarely has more stages."""
 _SHOWN = 4
@@ -47,6 +49,8 @@ _SHOWN = 4
 def check_exchange(subject: Subject) -> Finding:
     """Check that the exchange answers and admits this host. Nothing changes there. Raises Refused with its reason."""
     if subject.peer is None or subject.answer_ is None:
+        if subject.kind == "run" and (resume := read_run_on_disk(subject.folder).resume):
+            return warn(f"the exchange of {subject.name} does not run now; resume it with: {resume}")
         raise NotChecked("needs a ticket, or a run whose exchange runs now")
     address = subject.peer.address
     try:
@@ -85,6 +89,8 @@ def check_neighbours(subject: Subject) -> Finding:
     else:
         part = subject.part
         found = {one.name: one.address for one in fixed_addresses(part.spec.config) if not one.is_of_this_host}
+        places = [one for one in meeting_places(part.spec.config) if one.member in part.names]
+        found |= {f"{_NODES_OF}{one.name}": one.address for one in places if not one.is_of_this_host}
         if not found:
             raise NotChecked("the YAML names no address on another host")
     if not found:
@@ -94,7 +100,8 @@ def check_neighbours(subject: Subject) -> Finding:
     silent = {name: found[name] for name, answers in dialled.items() if not answers.result()}
     if silent:
         shown = format_names([f"{name} at {address}" for name, address in silent.items()], _SHOWN)
-        why = "it is not started, or a firewall is between; the exchange relays instead"
+        relays = any(not name.startswith(_NODES_OF) for name in silent)
+        why = f"it is not started, or a firewall is between{'; the exchange relays instead' if relays else ''}"
         return warn(f"{shown} cannot be dialled: {why}")
     return ok(f"dialled {format_names(list(found), _SHOWN)}")
 

@@ -10,7 +10,7 @@ from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.units import format_count, format_names
 from hetero_pp.program.doctor.finding import Finding, NotChecked, fail, ok, warn
 from hetero_pp.program.doctor.subject import Subject
-from hetero_pp.program.launch.addresses import fixed_addresses
+from hetero_pp.program.launch.addresses import fixed_addresses, meeting_places
 from hetero_pp.program.launch.claim import held_parts
 from hetero_pp.program.launch.open_files import require_open_files
 from hetero_pp.program.launch.unfinished import find_unfinished
@@ -51,6 +51,13 @@ def check_ports(subject: Subject) -> Finding:
             one.try_to_listen()
         except ConfigError as error:
             return fail(str(part.located(error)))
+    places = [one for one in meeting_places(part.spec.config) if one.member in part.names and one.is_of_this_host]
+    for one in places:
+        try:
+            one.try_to_listen()
+        except ConfigError as error:
+            return warn(f"{part.located(error)}; if this is another node of {one.member}, all is well")
+    own += places
     if not own:
         return ok("no fixed port on this host; free ones are chosen")
     shown = [f"{one.address} ({'used by this run' if one.member in running else 'free'})" for one in own]

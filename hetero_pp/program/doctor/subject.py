@@ -13,6 +13,7 @@ from typing import Any
 from hetero_pp.config.links import EXCHANGE
 from hetero_pp.core.bounded import parse_json
 from hetero_pp.core.errors import ConfigError, HeteroPPError, LinkTimeout, Refused
+from hetero_pp.core.ticket_text import is_ticket
 from hetero_pp.core.units import format_seconds
 from hetero_pp.messages.messages_pb2 import PreviewReply
 from hetero_pp.program.doctor.finding import NotChecked, in_background
@@ -23,7 +24,7 @@ from hetero_pp.program.launch.inputs import settled
 from hetero_pp.rpc.admission_client import preview
 from hetero_pp.rpc.certificates import Identity
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, version_complaint
-from hetero_pp.rpc.tickets import Ticket, is_ticket
+from hetero_pp.rpc.tickets import Ticket
 from hetero_pp.run.folder import RunFolder, run_folder
 from hetero_pp.run.shared import own_configuration
 from hetero_pp.run.spec import RunSpec
@@ -155,6 +156,9 @@ def _of_yaml(path: Path, runs: Path) -> Subject:
 
 
 def _part(file: ConfigFile, only: str | None, resume: bool = False) -> Part:
+    """Return the part of a YAML that this host starts: all of it, or a replica of several nodes, if there is one."""
+    if only is None:
+        only = next((one.name for one in file.config.replicas if one.kind == "datacenter" and one.nodes > 1), None)
     try:
         spec, names, _ = settled(file.config, only, resume)
     except ConfigError as error:
@@ -203,16 +207,16 @@ def _of_run(folder: RunFolder) -> Subject:
 
 def _of_membership(own: Membership, runs: Path) -> Subject:
     """Return the subject of a run that this host joined. Raises ConfigError if its settings were not kept."""
-    identity, file = own.identity.latest, ConfigFile(runs / own.run / f"config-{own.place}.yaml", kept=True)
+    identity, file = own.shown, ConfigFile(runs / own.run / f"config-{own.place}.yaml", kept=True)
     return Subject(
         runs=runs,
         name=own.run,
         kind="run",
-        told=f"the run {own.run}, which this host joined as {own.place}",
+        told=f"the run {own.run}, which this host {'left' if own.has_left else 'joined'} as {own.place}",
         peer=Peer(own.address, identity),
         part_=in_background(lambda: _part(file, own.place, resume=True)),
         answer_=in_background(lambda: _asked(own.address, identity)),
-        until=(f"the certificate of {own.place}", identity.shown.until),
+        until=("the ticket" if own.has_left else f"the certificate of {own.place}", identity.shown.until),
     )
 
 

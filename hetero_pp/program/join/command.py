@@ -28,7 +28,7 @@ from hetero_pp.core.sockets import host_and_port
 from hetero_pp.data.sources import tokens_digest
 from hetero_pp.messages.messages_pb2 import MeasuredLine, Report
 from hetero_pp.program.join.leave import leavable
-from hetero_pp.program.join.membership import Membership, renewed, take_place, unanswered
+from hetero_pp.program.join.membership import Membership, note_left, renewed, take_place, unanswered
 from hetero_pp.program.launch.command import run_members
 from hetero_pp.program.launch.hosts import Exchange, listens
 from hetero_pp.program.launch.inputs import Prepared, prepare
@@ -263,6 +263,7 @@ def _give_back(membership: Membership) -> str:
     """Free the slot, and say in words whether that succeeded; an empty string if the run no longer exists."""
     try:
         give(membership.address, membership.identity.latest)
+        note_left(membership)
     except NewRun:
         return ""
     except (HeteroPPError, OSError) as error:

@@ -16,7 +16,7 @@ from hetero_pp.config.links import LAUNCHER
 from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica
 from hetero_pp.core.errors import ConfigError, HeteroPPError
 from hetero_pp.core.units import SECONDS, parse_quantity
-from hetero_pp.program.join.on_disk import is_running
+from hetero_pp.program.join.on_disk import is_running, read_run_on_disk
 from hetero_pp.program.launch.addresses import dialled_here
 from hetero_pp.program.launch.hosts import read_token
 from hetero_pp.program.launch.over import over_on_disk
@@ -46,7 +46,7 @@ def invite(runs: Path, run: str, place: str | None, seconds: float, address: str
     if over := over_on_disk(folder):
         raise ConfigError((), f"{folder.path}: {over}")
     _require_place(config, place)
-    reached = address or _reached(config)
+    reached = _address(config, address)
     authority = Authority(read_token(folder.token))
     with closing(Memberships(folder.memberships)) as memberships:
         try:
@@ -60,6 +60,8 @@ def invite(runs: Path, run: str, place: str | None, seconds: float, address: str
     how = "; it is of a rehearsal, so `join` needs --rehearse" if is_rehearsal else ""
     valid = f"it admits one host until {datetime.fromtimestamp(until):%Y-%m-%d %H:%M}"
     complain(f"{run}: this ticket is for {slots}; {valid}{how}")
+    if not is_running(folder) and (resume := read_run_on_disk(folder).resume):
+        complain(f"{run}: its exchange does not run now, so no host can join; resume it with: {resume}")
     if place is None and (open_slots := _open_datacenters(config, folder, authority)):
         commands = " or ".join(f"`hetero-pp invite {run} --slot {name}`" for name in open_slots)
         names = ", ".join(open_slots)
@@ -74,7 +76,7 @@ def invite_validator(runs: Path, run: str, name: str, address: str | None) -> No
     if config.audit.by != "validators":
         raise ConfigError((), f"{folder.config}: audit.by: found `exchange`, expected `validators`")
     secret = Secret(read_token(folder.token))
-    given = Access.by_secret(require_name(name), address or _reached(config), secret, encrypted=True)
+    given = Access.by_secret(require_name(name), _address(config, address), secret, encrypted=True)
     sys.stdout.write(given.to_json() + "\n")
     complain(f"{run}: this pass is for the validator {name}; on its host: hetero-pp validate LOG --pass FILE")
 
@@ -162,9 +164,19 @@ def _require_place(config: RunConfig, place: str | None) -> None:
         raise ConfigError((), f"--slot {place}: expected one of {listed(list(dict.fromkeys([*near, *places])))}")
 
 
-def _reached(config: RunConfig) -> str:
-    """Return the address at which other hosts dial the exchange, as its YAML says. Raises ConfigError if none can."""
+def _address(config: RunConfig, given: str | None) -> str:
+    """Return the address at which other hosts dial the exchange: the given one, or the YAML's.
+
+    Raises ConfigError if none can.
+    """
+    if given is not None:
+        if given.endswith(":0"):
+            raise ConfigError((), f"--address: found {given}, expected the port at which hosts dial the exchange")
+        return given
     listen = config.exchange.listen
+    if listen.endswith(":0"):
+        told = "so its port is not known here; give its address with --address HOST:PORT"
+        raise ConfigError((), f"the exchange listens at a free port ({listen}), {told}")
     if listen.rpartition(":")[0] in _EVERYWHERE:
         told = "which other hosts cannot dial; give its address with --address HOST:PORT"
         raise ConfigError((), f"the exchange listens at {listen}, {told}")

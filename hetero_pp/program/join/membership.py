@@ -52,6 +52,15 @@ class Membership:
     """Path of the run's tokenizer, if its exchange sent one."""
     store: str = ""
     """The URL of the run's store, as the ticket says."""
+    ticket: tuple[str, str] = ("", "")
+    """Certificate and key of the ticket, with which a host that has left may ask for a slot."""
+    has_left: bool = False
+
+    @property
+    def shown(self) -> Identity:
+        """Identity that the exchange admits now: that of the slot, or of the ticket once the host has left."""
+        certificate, key = self.ticket
+        return Identity(certificate, key, self.identity.authority) if self.has_left else self.identity.latest
 
     @property
     def credentials(self) -> Credentials:
@@ -84,11 +93,19 @@ def take_place(ticket: Ticket, runs: Path, say: Callable[[str], None] = print) -
         "authority": identity.authority,
         "configuration": reply.configuration,
         "store": ticket.store,
+        "ticket": (ticket.identity.certificate, ticket.identity.key),
     }
     keep_tokenizer(reply.tokenizer, folder)
     write_whole(folder / _CERTIFICATE, identity.certificate.encode(), is_secret=True)
     write_whole(folder / _ABOUT, json.dumps(about).encode(), is_secret=True)
     return read_membership(folder)
+
+
+def note_left(membership: Membership) -> None:
+    """Keep that the host has left, until it joins again by the same ticket."""
+    path = Path(membership.identity.kept_in).parent / _ABOUT
+    with suppress(OSError, ValueError):  # then the exchange says so
+        write_whole(path, json.dumps({**read_json_object(path), "has_left": True}).encode(), is_secret=True)
 
 
 def unanswered(error: LinkTimeout, run: str) -> str:
@@ -212,9 +229,9 @@ def has_joined(folder: Path) -> bool:
 
 
 def memberships_in(folder: RunFolder) -> list[Membership]:
-    """Return this host's memberships in a run, newest first."""
+    """Return this host's memberships in a run, newest first, and those that it has left at the end."""
     found = sorted(folder.identity("").glob(f"*/{_ABOUT}"), key=lambda path: -path.stat().st_mtime)
-    return [read_membership(path.parent) for path in found]
+    return sorted((read_membership(path.parent) for path in found), key=lambda one: one.has_left)
 
 
 @contextmanager

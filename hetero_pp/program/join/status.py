@@ -12,6 +12,7 @@ from pathlib import Path
 from hetero_pp.config.links import LAUNCHER
 from hetero_pp.core.errors import ConfigError, HeteroPPError, LinkTimeout, Refused
 from hetero_pp.core.files import write_json
+from hetero_pp.core.ticket_text import is_ticket
 from hetero_pp.core.units import format_seconds
 from hetero_pp.messages.messages_pb2 import StatusReply
 from hetero_pp.program.join.invite import good_for
@@ -27,10 +28,10 @@ from hetero_pp.program.report.output import announce
 from hetero_pp.program.report.state import RunState
 from hetero_pp.rpc.admission_client import status as ask
 from hetero_pp.rpc.certificates import Authority, Identity
-from hetero_pp.rpc.tickets import Ticket, is_ticket
+from hetero_pp.rpc.tickets import Ticket
 from hetero_pp.run.folder import RunFolder, own_parts, run_folder
 from hetero_pp.run.read import config_of, read_run
-from replica_groups.exchange.memberships import LEFT, Memberships
+from replica_groups.exchange.memberships import Memberships
 from replica_groups.exchange.patience import listed
 
 SECONDS = 10.0
@@ -67,8 +68,6 @@ def _of_folder(folder: RunFolder, address: str | None) -> dict[str, object]:
     except HeteroPPError as error:
         if over is not None:
             return _print_over(name, over)
-        if str(error).endswith(LEFT):
-            raise ConfigError((), f"{name}: {error} the run; the same `join` command returns to it") from None
         if not isinstance(error, LinkTimeout):
             raise
         since = f"{address or known.address} did not answer within {format_seconds(SECONDS)}"
@@ -149,7 +148,11 @@ def known_run(folder: RunFolder) -> Known:
         own = f": it runs {', '.join(parts)} with the run's token" if (parts := own_parts(folder)) else ""
         what = f"found no run that this host serves or joined with a ticket{own}"
         raise ConfigError((), f"{folder.path}: {what}; run `status` on the host of the exchange")
-    return Known(folder, found[0].address, found[0].identity.latest, serves=False)
+    newest = found[0]
+    if newest.has_left:
+        told = f"{newest.place} has left the run; the same `join` command returns to it"
+        raise ConfigError((), f"{folder.path.name}: {told}")
+    return Known(folder, newest.address, newest.identity.latest, serves=False)
 
 
 # ---- when the exchange does not answer ----

@@ -11,7 +11,7 @@ from functools import cached_property
 import psutil
 
 from hetero_pp.config.links import EXCHANGE, RELAYED
-from hetero_pp.config.topology import ParticipantsReplica
+from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.sockets import host_and_port
 from hetero_pp.run.config import RunConfig
@@ -64,6 +64,13 @@ class FixedAddress:
 def fixed_addresses(config: RunConfig) -> Iterator[FixedAddress]:
     """Yield every address with a fixed port in the YAML."""
     yield from (one for one in _addresses(config) if not one.address.endswith(":0"))
+
+
+def meeting_places(config: RunConfig) -> Iterator[FixedAddress]:
+    """Yield the address at which the nodes of each replica of several nodes meet: one of them listens there."""
+    for index, replica in enumerate(config.replicas):
+        if isinstance(replica, DatacenterReplica) and replica.nodes > 1 and replica.rendezvous is not None:
+            yield FixedAddress(("replicas", index, "rendezvous"), replica.name, replica.rendezvous)
 
 
 def is_reached(config: RunConfig) -> bool:
