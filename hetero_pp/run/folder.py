@@ -140,5 +140,6 @@ def recorded_run(runs: Path, run: str) -> RunFolder:
     """Return the folder of a run that this host recorded. Raises ConfigError if this host only joined the run."""
     folder = run_folder(runs, run)
     if not folder.config.is_file():
-        raise ConfigError((), f"{folder.path}: found no log: this host joined the run, and its exchange has the log")
+        told = "found no log and no model: this host joined the run, and its exchange has both; export the model there"
+        raise ConfigError((), f"{folder.path}: {told}: hetero-pp export {folder.path.name} --to FOLDER")
     return folder

@@ -335,8 +335,9 @@ def _report(what: pb.Happened, **facts: Any) -> pb.Report:
 class _Watcher:
     """Reports on their way to one watcher: a bounded number. A watcher that reads too slowly is cut."""
 
-    def __init__(self, most: float) -> None:
-        self.is_cut = False
+    def __init__(self, most: float, is_of_members: bool = False) -> None:
+        """`is_of_members`: it gets the reports of some members only, and so cannot count for the whole run."""
+        self.is_cut, self.is_of_members = False, is_of_members
         self._most = most
         self._reports: queue.SimpleQueue[Report | bytes | None] = queue.SimpleQueue()
 
@@ -375,6 +376,8 @@ class Watchers:
             for report in reports:
                 self._tally.apply(report)
                 for watcher in self._watchers:
+                    if report.HasField("over") and watcher.is_of_members:
+                        watcher.put(self._told(report.time))
                     watcher.put(report)
 
     def so_far(self) -> list[Report]:
@@ -412,10 +415,11 @@ class Watchers:
         """Yield the remembered reports and all later ones, until there are no more or the watcher is gone.
 
         With `members` only theirs, and those that concern all members. With `so_far`, the state of the run takes the
-        place of the remembered reports. A watcher of all members gets both, and the state before and after the reports.
-        Raises TooMuch for a watcher that leaves `most_unread` reports unread.
+        place of the remembered reports. A watcher of all members gets both, and the state before and after the reports. A
+        watcher of some members gets the counters again before the end of the run. Raises TooMuch for a watcher that
+        leaves `most_unread` reports unread.
         """
-        watcher, now = _Watcher(most_unread), self._clock()
+        watcher, now = _Watcher(most_unread, so_far and bool(members)), self._clock()
         with self._lock:
             before = list[Report | bytes](self._reports)  # as bytes, which is all that one that does not read occupies
             if so_far:

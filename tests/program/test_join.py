@@ -60,7 +60,15 @@ def test_three_hosts_join_by_tickets_and_come_to_the_bits_of_one_process(
         (place,) = re.findall(r"^homes: this host has joined as (\S+)$", said, re.MULTILINE)
         assert (place == "home.1") == (host == "anna")
         assert re.findall(rf"^round (\d)/3: {re.escape(place)}: ", said, re.MULTILINE) == ["1", "2", "3"]
+        replica = place.partition(".")[0]
+        farewell = f"homes: {replica} added 768 tokens in 3 rounds, 50 % of all; the exchange's host has the model, "
+        there = "and writes it with: hetero-pp export homes --to FOLDER\n"
+        assert said.endswith(f"homes: the run is over (round 3 of 3)\n{farewell}{there}")
     assert run.wait("exchange")[0] == 0
+    for command in (["export", "homes", "--to", str(tmp_path / "model")], ["replay", "homes"]):
+        refused = CliRunner().invoke(app, [*command, "--runs", str(run.runs("anna"))])
+        told = "this host joined the run, and its exchange has both; export the model there: hetero-pp export homes"
+        assert (refused.exit_code, told in refused.stderr) == (2, True), refused.output
     for host in tickets:
         secrets = {path.name: path.stat().st_mode & 0o777 for path in run.runs(host).rglob("*.pem")}
         assert secrets == {"key.pem": 0o600, "certificate.pem": 0o600}, host

@@ -157,8 +157,6 @@ def _train(membership: Membership, here: Here, has_answered: bool, operations: O
                 run_members(prepared, runs, membership.place, exchange, operations or Operations(), own or AS_A_RUN)
                 for line in own.lines() if own is not None else ():
                     announce(f"{membership.run}: {line}")
-                if (over := read_over(folder)) is not None:
-                    announce(f"{membership.run}: {over.told}")
         except (ConfigError, GivenUp, OSError, KeyboardInterrupt):
             if became := _give_back(membership):
                 announce(f"{membership.run}: {became}")

@@ -26,6 +26,7 @@ from hetero_pp.program.launch.hosts import (
 )
 from hetero_pp.program.launch.inputs import Prepared, prepare, require_same_ranks
 from hetero_pp.program.launch.mode import AS_A_RUN, Invocation, Mode
+from hetero_pp.program.launch.over import read_over
 from hetero_pp.program.launch.recorded import OnReport, Start, run_and_record
 from hetero_pp.program.launch.supervisor import launch
 from hetero_pp.program.launch.unfinished import ResumeHint, decide_to_resume
@@ -197,6 +198,10 @@ def run_members(
         rounds = OwnRounds(prepared.spec, prepared.names, announce)
         operations.observed.follow(rounds.state, prepared.names)
         launch_members(prepared.spec, only, prepared.names, folder, exchange, rounds, operations, mode)
+    if (over := read_over(folder)) is not None:
+        announce(f"{name}: {over.told}")
+    if farewell := rounds.farewell():
+        announce(f"{name}: {farewell}")
 
 
 def _is_shared(spec: RunSpec, member: str) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 from hetero_pp.config.links import DIRECTIONS, LinkSpec
 from hetero_pp.core.errors import RunOver
-from hetero_pp.core.units import format_bytes, format_count, format_seconds
+from hetero_pp.core.units import format_bytes, format_count, format_names, format_seconds, format_share
 from hetero_pp.messages.messages_pb2 import MemberRound, Report
 from hetero_pp.program.report.happenings import Happenings
 from hetero_pp.program.report.live_view import trouble_lines
@@ -15,6 +15,9 @@ from hetero_pp.program.report.reading import now_and_then
 from hetero_pp.program.report.round_lines import joined_line, speeds, waiting_line
 from hetero_pp.program.report.state import Presence, RunState
 from hetero_pp.run.spec import RunSpec
+
+_SHOWN = 4
+"""Largest number of replicas that a line names."""
 
 
 class OwnRounds:
@@ -29,7 +32,7 @@ class OwnRounds:
         self._happenings = Happenings(spec)
         self._members = members
         self.say = say
-        self._is_told = self._has_begun = False
+        self._is_told = self._has_begun = self._is_over = False
         self._reading = now_and_then(say, time.monotonic)
 
     def on_report(self, report: Report) -> None:
@@ -49,6 +52,7 @@ class OwnRounds:
             lines.append(self._line(report.member, report.member_round))
         if report.HasField("so_far") and not self._is_told:
             self._is_told, lines = True, [*self._present(report.time)]
+        self._is_over |= report.HasField("over")
         if report.HasField("over") and not self._take_part(report.over.finishing):
             self.say(f"{self.state.spec.config.name}: {RunOver.after(report.over.round, report.over.rounds)}")
         if self._is_told and report.HasField("reading"):
@@ -75,6 +79,23 @@ class OwnRounds:
     def _take_part(self, finishing: Collection[str]) -> bool:
         """Return whether a member of this host took part in the last round."""
         return any(self.state.spec.members[member].replica.name in finishing for member in self._members)
+
+    def farewell(self) -> str:
+        """Return what this host's replicas added to a run that is over, and where its model is; empty otherwise."""
+        spec, credits = self.state.spec, self.state.tally.credits
+        if not self._is_over or spec.config.rehearsal is not None:
+            return ""
+        own = dict.fromkeys(spec.members[one].replica.name for one in self._members)
+        whole = sum(one.tokens for one in credits.values())
+        added = [
+            f"{name} added {one.tokens:,} tokens in {one.included:,} rounds, {format_share(one.tokens / whole)} of all"
+            for name in own
+            if (one := credits.get(name)) is not None and one.tokens
+        ] or [f"no round includes {format_names(list(own), _SHOWN)}"]
+        model = (
+            f"the exchange's host has the model, and writes it with: hetero-pp export {spec.config.name} --to FOLDER"
+        )
+        return f"{'; '.join(added)}; {model}"
 
     def _line(self, member: str, told: MemberRound) -> str:
         """Return the line of a member's round.
