@@ -415,8 +415,8 @@ class Watchers:
         """Yield the remembered reports and all later ones, until there are no more or the watcher is gone.
 
         With `members` only theirs, and those that concern all members. With `so_far`, the state of the run takes the
-        place of the remembered reports. A watcher of all members gets both, and the state before and after the reports. A
-        watcher of some members gets the counters again before the end of the run. Raises TooMuch for a watcher that
+        place of the remembered reports. A watcher of all members gets both, and the state before and after the reports.
+        A watcher of some members gets the counters again before the end of the run. Raises TooMuch for a watcher that
         leaves `most_unread` reports unread.
         """
         watcher, now = _Watcher(most_unread, so_far and bool(members)), self._clock()
