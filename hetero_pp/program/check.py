@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from hetero_pp.config.lines import WAYS, Way
-from hetero_pp.config.links import DIRECTIONS, Direction, exchange_link_name, stage_link_name
+from hetero_pp.config.links import DIRECTIONS, EXCHANGE, Direction, exchange_link_name, stage_link_name
 from hetero_pp.config.topology import AnchorSettings, DatacenterReplica, ParticipantsReplica
 from hetero_pp.core.errors import ConfigError, dotted
 from hetero_pp.core.units import format_bits_per_second, format_bytes, format_count, format_ratio, format_seconds
@@ -31,6 +31,7 @@ from hetero_pp.run.config import RunConfig
 from hetero_pp.run.devices import in_words
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
+from hetero_pp.simulator.disk import OF_THE_ROUND, disk_bytes, disk_files, space_on_disk
 from hetero_pp.simulator.exchange_load import exchange_load
 from hetero_pp.simulator.loads import LinkLoad, blob_sizes, exchange_link_loads, stage_link_loads
 from hetero_pp.simulator.machines import assumed_in
@@ -95,8 +96,19 @@ def _print_run(console: Console, path: Path, prepared: Prepared) -> None:
     kept = f"density {format_ratio(compression.density)}, {_values_of(compression)}"
     size = format_bytes(max(sum(blobs.values()) for blobs in blob_sizes(spec).values()))
     say(console, f"Contributions: {kept}, about {size} per replica and round.")
+    say(console, _on_disk(spec))
     for line in defence_lines(spec):
         say(console, f"{line}.")
+
+
+def _on_disk(spec: RunSpec) -> str:
+    """Return a line with the bytes and files that the run leaves on all hosts together, without its encoded text."""
+    names = [EXCHANGE, *spec.members]
+    sizes, space, files = disk_bytes(spec, names), space_on_disk(spec, names), sum(disk_files(spec, names).values())
+    del sizes[OF_THE_ROUND], space[OF_THE_ROUND]
+    parts = ", ".join(f"{purpose} {format_bytes(size)}" for purpose, size in sizes.items() if size >= 1)
+    whole = f"{format_bytes(sum(space.values()))} in blocks of the file system"
+    return f"Disk: the run leaves about {files:,} files and {format_bytes(sum(sizes.values()))} ({parts}); {whole}."
 
 
 def _print_addresses(console: Console, config: RunConfig) -> None:

@@ -28,7 +28,8 @@ Options = list[tuple[str, int | str]]
 RECEIVED_BYTES_MAX = 4 << 20
 """Bytes of a message that a server receives; gRPC drops longer ones unread. Frames and honest requests are shorter.
 
-What lies between them and this limit counts against its sender. That cannot be said of a call that gRPC has ended.
+A request between their length and this limit counts against its sender. A call that gRPC has ended does not: honest
+callers end calls, too.
 """
 
 _OPTIONS: Options = [

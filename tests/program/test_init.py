@@ -16,7 +16,7 @@ from hetero_pp.program.init.draft import model_of, parameters_of, stages_of
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
-from hetero_pp.simulator.disk import disk_bytes
+from hetero_pp.simulator.disk import disk_bytes, disk_files, space_on_disk
 from hetero_pp.simulator.prediction import predict
 
 
@@ -69,13 +69,24 @@ def test_a_first_yaml_trains_and_its_disk_is_predicted() -> None:
     done = CliRunner().invoke(app, ["launch", "first.yaml", "--in-process", "--set", "inner.steps=1"])
     assert done.exit_code == 0, done.output
     spec = RunSpec(config, 256)
-    written = {
-        name: sum(path.stat().st_size for path in Path("runs/first", name).rglob("*") if path.is_file())
+    found = {
+        name: [path.stat() for path in Path("runs/first", name).rglob("*") if path.is_file()]
         for name in ("state", "log")
     }
-    predicted = disk_bytes(spec, ["exchange", *spec.members])
-    assert predicted["run checkpoints"] + predicted["contributions"] == pytest.approx(written["log"], rel=0.15)
+    written = {name: sum(one.st_size for one in files) for name, files in found.items()}
+    everything = ["exchange", *spec.members]
+    predicted, files = disk_bytes(spec, everything), disk_files(spec, everything)
+    in_log = ("run checkpoints", "contributions", "records")
+    assert sum(predicted[one] for one in in_log) == pytest.approx(written["log"], rel=0.15)
     assert predicted["member checkpoints"] / 2 == pytest.approx(written["state"], rel=0.15)  # one of two was written
+    assert sum(files[one] for one in in_log) + len(spec.members) == len(found["log"])
+    assert files["member checkpoints"] == len(found["state"])
+    kept = [path.stat() for path in Path("runs/first").rglob("*") if path.is_file()]
+    assert sum(files.values()) == pytest.approx(len(kept), rel=0.1)
+    told = " ".join(CliRunner().invoke(app, ["check", "first.yaml", "--set", "inner.steps=1"]).output.split())
+    assert f"Disk: the run leaves about {sum(files.values()):,} files and " in told
+    space, taken = space_on_disk(spec, everything), sum(512 * one.st_blocks for one in found["log"])
+    assert sum(space[one] for one in in_log) == pytest.approx(taken, rel=0.15)
 
 
 def test_the_planner_chooses_a_boundary_where_it_reaches_the_target() -> None:
