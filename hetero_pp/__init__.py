@@ -36,11 +36,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hetero_pp.program.notebook import Run
 
-__all__ = ["Run"]
+    __version__: str
+
+__all__ = ["Run", "__version__"]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> Any:
     """Import Run on first use, so that importing a part of the package does not wait for torch."""
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("hetero-pp")
     if name == "Run":
         from hetero_pp.program.notebook import Run
 

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Flag, auto
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 
 from hetero_pp.core.units import BITS_PER_SECOND, BYTES, FLOPS, SECONDS, parse_fraction, parse_quantity
@@ -25,10 +33,29 @@ class Settings(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _ignore_former_keys(cls, values: Any) -> Any:
-        if not cls.former or not isinstance(values, dict):
+    def _as_written(cls, values: Any) -> Any:
+        """Leave out former keys, and turn `true` for a number into text, which is none: to Python it is 1."""
+        if not isinstance(values, dict):
             return values
-        return {key: value for key, value in values.items() if key not in cls.former or value != cls.former[key]}
+        kept = {key: value for key, value in values.items() if key not in cls.former or value != cls.former[key]}
+        for key, field in cls.model_fields.items():
+            parts = value if isinstance(value := kept.get(key), list | tuple) else [value]
+            if any(isinstance(one, bool) for one in parts):
+                kinds = _kinds_in(field.annotation)
+                if bool not in kinds and kinds & {int, float}:
+                    written = [str(one).lower() if isinstance(one, bool) else one for one in parts]
+                    kept[key] = written if isinstance(value, list | tuple) else written[0]
+        return kept
+
+
+def _kinds_in(annotation: Any) -> set[Any]:
+    """Return the types that an annotation allows, and those of its literals and of items of lists and tuples."""
+    parts = get_args(annotation)
+    if get_origin(annotation) is Literal:
+        return {type(one) for one in parts}
+    if get_origin(annotation) is dict:
+        return set()
+    return set().union(*map(_kinds_in, parts)) if parts else {annotation}
 
 
 class NotPartOf(Flag):

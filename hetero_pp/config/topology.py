@@ -158,7 +158,11 @@ class BoundarySettings(Settings):
 class StageSettings(Settings):
     """One stage of a participant group, on one machine."""
 
-    layers: int = Field(ge=1, description="number of consecutive layers of this stage")
+    layers: int | None = Field(
+        None,
+        ge=1,
+        description="number of consecutive layers of this stage; an even split if no stage has one",
+    )
     listen: Annotated[StageAddress | None, NotPartOf.EITHER] = Field(
         None,
         description="HOST:PORT to listen on for the neighbouring stages, or `relay`: do not listen, "
@@ -332,8 +336,8 @@ class ParticipantsReplica(_Replica):
     def layer_ranges(self, layers: int) -> list[range]:
         """Return the layers of each stage: as in the YAML, or split evenly with earlier stages taking the remainder."""
         if isinstance(self.stages, list):
-            counts = [stage.layers for stage in self.stages]
-        else:
+            counts = [stage.layers or 0 for stage in self.stages]
+        if not isinstance(self.stages, list) or not any(counts):
             share, more = divmod(layers, self.stage_count)
             counts = [share + (stage < more) for stage in range(self.stage_count)]
         starts = [sum(counts[:stage]) for stage in range(len(counts))]

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.files import write_whole
 
 if TYPE_CHECKING:
@@ -58,8 +59,17 @@ def draw_curve(axes: Axes, points: Iterable[tuple[float, float]], most_marks: in
     axes.plot(x, y, marker="o" if len(x) <= most_marks else "", **style)
 
 
+FORMATS = (".png", ".svg", ".pdf", ".jpg", ".webp")
+
+
+def require_format(path: Path | None) -> None:
+    """Raise ConfigError for a picture whose format is not known; a name without a suffix is a PNG."""
+    if path is not None and path.suffix.lower() not in ("", *FORMATS):
+        raise ConfigError((), f"{path}: found the format `{path.suffix}`, expected one of {', '.join(FORMATS)}")
+
+
 def save_figure(figure: Figure, path: Path, dpi: int = DPI) -> None:
     """Write a figure to a file. The suffix of its name selects the format; by default PNG."""
     content = io.BytesIO()
-    figure.savefig(content, dpi=dpi, format=path.suffix.removeprefix(".") or "png")
+    figure.savefig(content, dpi=dpi, format=path.suffix.lower().removeprefix(".") or "png")
     write_whole(path, content.getvalue())

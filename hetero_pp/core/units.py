@@ -44,6 +44,8 @@ def parse_quantity(value: Any, units: dict[str, float], example: str) -> float:
     """Parse `value` ("100 Mbit/s") to base units. Raises ValueError that names the expected form."""
     expected = f"expected a number and a unit such as `{example}`"
     match = _NUMBER_AND_UNIT.fullmatch(value) if isinstance(value, str) else None
+    if match is None and isinstance(value, str) and value.strip()[:1] == "-":
+        raise ValueError(f"found `{value}`, expected a number and a unit such as `{example}`, at least 0")
     if match is None or not match[2]:
         raise ValueError(f"found `{value}`, {expected}")
     number, unit = match[1], match[2]

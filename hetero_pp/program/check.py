@@ -59,7 +59,7 @@ def print_check(path: Path, overrides: Sequence[str], runs: Path) -> None:
             print_waiting(console, waits)
             print_assumption(console, assumed_in(spec))
     for limit in prepared.limits:
-        small = f"this machine is too small for all members: {dotted(limit.key)}: "
+        small = f"this machine cannot hold all members, others may: {dotted(limit.key)}: "
         say(console, f"Note: {small if limit.is_final else 'on this machine, '}{limit.message}.")
     notes = (
         "→ is from the first to the second endpoint. Sizes are those of tensors and contributions, "
@@ -86,6 +86,13 @@ def _print_run(console: Console, path: Path, prepared: Prepared) -> None:
     rounds = f"{format_count(config.outer.rounds, 'outer round')} of {config.inner.length}"
     total = "" if tokens is None else f", {tokens:,} in total"
     say(console, f"Schedule: {rounds}, {per_step:,} tokens per step over all replicas{total}.")
+    warmup = config.inner.warmup_steps or 0
+    if spec.total_steps is not None and warmup >= spec.total_steps:
+        told = f"the run has {format_count(spec.total_steps, 'step')}, so the learning rate never reaches its peak"
+        say(console, f"Note: inner.warmup_steps: found {warmup:,}, but {told}.")
+    elif (config.inner.warmup_rounds or 0) >= config.outer.rounds:
+        told = f"the run has {format_count(config.outer.rounds, 'round')}, so the learning rate never reaches its peak"
+        say(console, f"Note: inner.warmup_rounds: found {config.inner.warmup_rounds:g}, but {told}.")
     if prepared.source is not None:
         say(console, f"Data: {config.data.corpus}, {prepared.source.describe(tokens)}.")
         for note in prepared.notes:
@@ -147,6 +154,8 @@ def _boundary_of(replica: ParticipantsReplica, shape: ModelShape) -> str:
     boundary = replica.boundary
     rank = boundary.dimensions(shape.width)
     crosses = "all dimensions" if rank is None else f"rank {rank} of {shape.width}"
+    if isinstance(boundary.rank, float) and (exact := boundary.rank * shape.width) != rank:
+        crosses += f" ({format_ratio(boundary.rank)} of it is {exact:.4g}, rounded)"
     values = f"{boundary.bits} bits" if boundary.bits else boundary.dtype
     learned = "" if boundary.anchors is None else f", {_anchors_of(boundary.anchors, shape)}"
     return f"{crosses}, {values}{learned}"

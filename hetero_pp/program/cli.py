@@ -1,6 +1,8 @@
-"""The command line: all commands in the order of the help text."""
+"""The command line: all commands in the groups and the order of the help text."""
 
 from __future__ import annotations
+
+from typing import Annotated
 
 import typer
 
@@ -14,31 +16,26 @@ app = typer.Typer(
     context_settings={"token_normalize_func": lambda name: "slot" if name == "place" else name},  # the earlier option
 )
 
-for command in (
-    first_steps.init,
-    first_steps.doctor,
-    runs.launch,
-    runs.rehearse,
-    runs.serve,
-    runs.invite,
-    runs.revoke,
-    runs.join,
-    runs.leave,
-    runs.status,
-    runs.validate,
-    results.view,
-    predictions.check,
-    predictions.simulate,
-    predictions.plan,
-    predictions.calibrate,
-    results.reproduce,
-    results.export,
-    results.replay,
-    results.verify,
-    results.scores,
-    results.compare,
-    results.volume,
-    results.methods,
-    results.schema,
-):
-    app.command()(command)
+
+@app.callback(invoke_without_command=True)
+def _main(
+    version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version, and exit.")] = False,
+) -> None:
+    if version:
+        import hetero_pp
+
+        typer.echo(f"hetero-pp {hetero_pp.__version__}")
+        raise typer.Exit
+
+
+_GROUPS = {
+    "Start": (first_steps.init, first_steps.doctor, runs.launch, results.view),
+    "Predict": (predictions.check, predictions.simulate, predictions.plan, predictions.calibrate, runs.rehearse),
+    "Together": (runs.serve, runs.invite, runs.revoke, runs.join, runs.leave, runs.status),
+    "Audit": (runs.validate, results.replay, results.verify, results.scores),
+    "Reproduce": (results.reproduce, results.methods, results.compare, results.volume, results.export, results.schema),
+}
+
+for group, commands in _GROUPS.items():
+    for command in commands:
+        app.command(rich_help_panel=group)(command)

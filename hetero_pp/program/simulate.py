@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from hetero_pp.core.drawing import require_format
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.files import write_json
 from hetero_pp.program.report.output import standard_output
@@ -36,6 +37,7 @@ def simulate(path: Path, overrides: Sequence[Given], sweep: str | None, curves: 
 
     Options of the command line take precedence over the `simulate` section of the YAML.
     """
+    require_format(outputs.chart)
     file = ConfigFile(path, overrides)
     settings = file.config.simulate
     by_sweep, by_curves = ("--sweep" if sweep else "simulate.sweep"), ("--curves" if curves else "simulate.curves")

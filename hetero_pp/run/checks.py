@@ -141,6 +141,10 @@ def _check_group(
     count = replica.stage_count
     if not 1 <= count <= layers:
         raise ConfigError((*here, "stages"), f"found {count} stages, expected 1 to the model's {layers} layers")
+    split = [one.layers for one in replica.stages] if isinstance(replica.stages, list) else []
+    if any(split) and None in split:
+        key = (*here, "stages", split.index(None), "layers")
+        raise ConfigError(key, "found nothing, expected a number: other stages of this group have one")
     total = sum(map(len, replica.layer_ranges(layers)))
     if total != layers:
         raise ConfigError(

@@ -111,6 +111,7 @@ def complaint(error: ValidationError, model: type[BaseModel] = RunConfig) -> Con
     return ConfigError(detail["loc"], _explain(detail, model))
 
 
+_KIND = " (one whole model; homes that hold one together)"
 _ONLY_IN_ROWS = ("missed", "averages_moments", "taking_part", "pretraining", "clusters", "memory_drops", "research")
 """Keys that a run's YAML cannot have, but a row of a table, in its cells; beside `ablations`."""
 
@@ -135,7 +136,9 @@ def _explain(detail: Any, model: type[BaseModel]) -> str:
         name = context["discriminator"].strip("'")
         if kind == "union_tag_not_found":
             return f"found no `{name}`, expected `{name}: datacenter` or `{name}: participants`"
-        return f"found `{name}: {context['tag']}`, expected one of {context['expected_tags'].replace(chr(39), '`')}"
+        return (
+            f"found `{name}: {context['tag']}`, expected one of {context['expected_tags'].replace(chr(39), '`')}{_KIND}"
+        )
     return f"found {_shown(detail['input'])}, expected {_expected(kind, message, detail.get('ctx', {}))}"
 
 

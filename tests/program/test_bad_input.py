@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import re
 import socket
+from collections.abc import Iterator
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
+import hetero_pp
 from hetero_pp.program.cli import app
 from hetero_pp.run.yaml_file import ConfigFile
 
@@ -264,3 +268,59 @@ def test_changes_on_the_command_line_count(tmp_path: Path, corpus: Path) -> None
     assert result.exit_code == 0
     assert "7 outer rounds" in result.stdout
     assert "16 of 64" in " ".join(result.stdout.split())
+
+
+def _options() -> Iterator[tuple[str, str, str, list[str]]]:
+    """Yield each option of each command that takes a path or a format, and what it takes."""
+    for name, command in get_command(app).commands.items():  # type: ignore[attr-defined]
+        [registered] = [one for one in app.registered_commands if getattr(one.callback, "__name__", "") == name]
+        hints = get_type_hints(registered.callback)
+        needed = ["quickstart" for one in command.params if one.param_type_name == "argument" and one.required]
+        for option in command.params:
+            text, flag = getattr(option, "help", "") or "", max(option.opts, key=len)
+            if option.param_type_name == "option" and hints[option.name] in (Path, Path | None):
+                writes = re.match("Write|Draw|With --list: write|Keep", text)
+                yield name, flag, ("folder" if "folder" in text else "file") if writes else "read", needed
+            elif name != "reproduce" and flag in ("--board", "--log-format", "--metrics", "--device", "--sweep"):
+                yield name, flag, "format", needed
+
+
+@pytest.mark.parametrize(("command", "option", "kind", "arguments"), list(_options()))
+def test_a_path_or_a_format_that_cannot_be_is_one_line(
+    command: str, option: str, kind: str, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every option of every command, before any work is done: never a traceback, and the exit code is 2."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    wrong = {"file": ["folder", "file/x.json"], "folder": ["file/x", "file"], "read": ["none", "folder/none/x"]}
+    values = [*wrong.get(kind, ["x.foo"]), *(["x.foo"] if option == "--chart" else [])]
+    more = ["--only", "dc"] if option == "--token-file" and command == "launch" else []
+    more += ["--exchange", "127.0.0.1:1"] if option == "--token-file" and command != "serve" else []
+    more += ["--list"] if command == "reproduce" and option == "--json" else []
+    for value in values:
+        result = CliRunner().invoke(app, [command, *arguments, option, value, *more])
+        assert (result.exit_code, type(result.exception)) == (2, SystemExit), (value, result.output, result.exception)
+        assert len(result.stderr.strip().splitlines()) <= 6 and "Traceback" not in result.output
+
+
+def test_numbers_are_no_truth_values_and_stages_are_split_evenly(tmp_path: Path, corpus: Path) -> None:
+    """`true` is 1 to Python. Stages that name their hardware need no layers."""
+    numbers = ("outer.rounds", "replicas.0.batch_size", "inner.learning_rate", "outer.overlap", "exchange.quorum")
+    for key in (*numbers, "links.home.latency", "replicas.1.boundary.rank"):
+        code, error, _ = _invoke(GOOD, tmp_path, corpus, "--set", f"{key}=true")
+        assert code == 2 and re.search(f"--set {key}=true: .*found `true`, expected", error), error
+    code, error, _ = _invoke(GOOD, tmp_path, corpus, "--set", "inner.betas=[true, 0.9]")
+    assert code == 2 and "inner.betas[0]: found `true`, expected a number" in error
+    path = tmp_path / "even.yaml"
+    path.write_text(GOOD.replace("CORPUS", str(corpus)))
+    stages = "[{hardware: rtx-3090}, {hardware: rtx-4090}]"
+    [group] = [one for one in ConfigFile(path, [f"replicas.1.stages={stages}"]).config.replicas if one.name == "home"]
+    assert [len(own) for own in group.layer_ranges(5)] == [3, 2]  # type: ignore[union-attr]
+    code, error, _ = _invoke(GOOD, tmp_path, corpus, "--set", "replicas.1.stages=[{layers: 1}, {hardware: h100}]")
+    assert code == 2 and "layers: found nothing, expected a number: other stages of this group have one" in error
+
+
+def test_the_version_is_printed_and_run_is_listed() -> None:
+    assert CliRunner().invoke(app, ["--version"]).stdout == f"hetero-pp {hetero_pp.__version__}\n"
+    assert "Run" in dir(hetero_pp)

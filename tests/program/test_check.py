@@ -48,3 +48,12 @@ def test_it_speaks_as_the_yaml_does(yaml: Path) -> None:
     assert "4 outer rounds of as many inner steps as fit into 5:00, " in timed
     assert "per step over all replicas. " in timed
     assert "`a round` and `takes` are without them." in timed
+
+
+def test_a_warm_up_beyond_the_run_and_a_rounded_rank_are_told(yaml: Path) -> None:
+    said = _check(yaml, "--set", "inner.warmup_steps=1000", "--set", "replicas.1.boundary.rank=1/3")
+    assert "inner.warmup_steps: found 1,000, but the run has 30 steps, so the learning rate never reaches" in said
+    assert "rank 21 of 64 (1/3 of it is 21.33, rounded)" in said
+    assert "never reaches" not in _check(
+        yaml, "--set", "inner.warmup_steps=10", "--set", "replicas.1.boundary.rank=1/4"
+    )

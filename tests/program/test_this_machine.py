@@ -321,8 +321,8 @@ def test_check_tells_it_too(yaml: Path, corpus: Path) -> None:
     result = CliRunner().invoke(app, ["check", str(yaml), "--runs", str(yaml.parent / "runs"), *sets])
     said = " ".join(result.stdout.split())
     assert result.exit_code == 0, result.stderr
-    assert "Note: this machine is too small for all members: replicas[0].device: found `cuda`" in said
-    assert "Note: this machine is too small for all members: replicas: found 5 members and the exchange" in said
+    assert "Note: this machine cannot hold all members, others may: replicas[0].device: found `cuda`" in said
+    assert "Note: this machine cannot hold all members, others may: replicas: found 5 members and the exchange" in said
     assert "Note: on this machine, a step would take about" in said
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from hetero_pp.program.commands.errors import FAILED, readable_errors
-from hetero_pp.program.commands.options import RunsFolder
+from hetero_pp.program.commands.options import RunsFolder, new_file
 
 
 def init(
@@ -58,7 +58,12 @@ def doctor(
         str | None, typer.Option(metavar="PATH", help="Compare the text at this path with the run's, for a ticket.")
     ] = None,
     json_path: Annotated[
-        Path | None, typer.Option("--json", help="Write the results to this file; `-` prints them instead.")
+        Path | None,
+        typer.Option(
+            "--json",
+            callback=new_file,
+            help="Write the results to this file; `-` prints them instead.",
+        ),
     ] = None,
     runs: RunsFolder = Path("runs"),
 ) -> None:

@@ -23,13 +23,37 @@ def _find(path: Path) -> Path:
     inside = path if is_name else path.relative_to("configs") if path.is_relative_to("configs") else None
     if inside is None or os.path.exists(path):  # noqa: PTH110 (it answers for names that are too long, too)
         return path
-    folder = shipped("configs")
-    names = [one.relative_to(folder).with_suffix("").as_posix() for one in sorted(folder.rglob("*.yaml"))]
+    configs = shipped("configs")
+    names = [one.relative_to(configs).with_suffix("").as_posix() for one in sorted(configs.rglob("*.yaml"))]
     if inside.with_suffix("").as_posix() in names:
-        return folder / inside.with_suffix(".yaml")
+        return configs / inside.with_suffix(".yaml")
     with readable_errors():
         known = ", ".join(name for name in names if not name.startswith("experiments/"))
         raise ConfigError((), f"{path}: found no such file, expected a YAML or one of the shipped {known}")
+
+
+def new_file(path: Path | None) -> Path | None:
+    """Return the path of a file to write. Ends with one line, before any work, for a folder or a path below a file."""
+    if path is not None and str(path) != "-":
+        with readable_errors():
+            if path.is_dir():
+                raise ConfigError((), f"{path}: found a folder, expected a file")
+            _require_folder(path.absolute().parent)
+    return path
+
+
+def folder(path: Path) -> Path:
+    """Return the path of a folder. Ends with one line for a file, or a path below one."""
+    with readable_errors():
+        _require_folder(path)
+    return path
+
+
+def _require_folder(path: Path) -> None:
+    """Raise ConfigError if something else than a folder is there, or above it."""
+    for one in (path, *path.parents):
+        if one.exists() and not one.is_dir():
+            raise ConfigError((), f"{one}: found a file, expected a folder")
 
 
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="Run name, or run folder.")]
@@ -42,7 +66,9 @@ ConfigPath = Annotated[
         callback=_find,
     ),
 ]
-RunsFolder = Annotated[Path, typer.Option("--runs", help="Keep runs and encoded corpora in this folder.")]
+RunsFolder = Annotated[
+    Path, typer.Option("--runs", callback=folder, help="Keep runs and encoded corpora in this folder.")
+]
 Overrides = Annotated[
     list[str],
     typer.Option("--set", metavar="KEY=VALUE", help="Replace one value of the YAML, such as `outer.rounds=20`."),

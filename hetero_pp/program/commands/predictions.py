@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from hetero_pp.program.commands.errors import readable_errors
-from hetero_pp.program.commands.options import Calibration, ConfigPath, Overrides, RunsFolder
+from hetero_pp.program.commands.options import Calibration, ConfigPath, Overrides, RunsFolder, new_file
 
 
 def check(config: ConfigPath, runs: RunsFolder = Path("runs"), overrides: Overrides = []) -> None:  # noqa: B006
@@ -21,9 +21,28 @@ def check(config: ConfigPath, runs: RunsFolder = Path("runs"), overrides: Overri
 
 def simulate(
     config: ConfigPath,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write the prediction to this file.")] = None,
-    timeline: Annotated[Path | None, typer.Option(help="Write a trace for ui.perfetto.dev to this file.")] = None,
-    chart: Annotated[Path | None, typer.Option(help="Draw a picture of the round (.png).")] = None,
+    json_path: Annotated[
+        Path | None,
+        typer.Option(
+            "--json",
+            callback=new_file,
+            help="Write the prediction to this file.",
+        ),
+    ] = None,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(
+            callback=new_file,
+            help="Write a trace for ui.perfetto.dev to this file.",
+        ),
+    ] = None,
+    chart: Annotated[
+        Path | None,
+        typer.Option(
+            callback=new_file,
+            help="Draw a picture of the round (.png).",
+        ),
+    ] = None,
     sweep: Annotated[
         str | None,
         typer.Option(
@@ -71,10 +90,19 @@ def plan(
         ),
     ] = None,
     json_path: Annotated[
-        Path | None, typer.Option("--json", help="Write the choices and their reasons to this file.")
+        Path | None,
+        typer.Option(
+            "--json",
+            callback=new_file,
+            help="Write the choices and their reasons to this file.",
+        ),
     ] = None,
     write: Annotated[
-        Path | None, typer.Option(help="Write the YAML to this file; by default <CONFIG>.plan.yaml.")
+        Path | None,
+        typer.Option(
+            callback=new_file,
+            help="Write the YAML to this file; by default <CONFIG>.plan.yaml.",
+        ),
     ] = None,
     measured: Annotated[
         Path | None,
@@ -92,7 +120,11 @@ def plan(
 def calibrate(
     config: ConfigPath,
     write: Annotated[
-        Path | None, typer.Option(help="Write the costs to this file, for `simulate --calibration`.")
+        Path | None,
+        typer.Option(
+            callback=new_file,
+            help="Write the costs to this file, for `simulate --calibration`.",
+        ),
     ] = None,
     overrides: Overrides = [],  # noqa: B006 (typer copies it)
 ) -> None:

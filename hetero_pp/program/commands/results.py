@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from hetero_pp.program.commands.errors import readable_errors
-from hetero_pp.program.commands.options import RunName, RunOrLog, RunsFolder, parsed_address
+from hetero_pp.program.commands.options import RunName, RunOrLog, RunsFolder, folder, new_file, parsed_address
 
 Experiments = Annotated[
     list[str] | None,
@@ -39,7 +39,14 @@ def reproduce(
     show_list: Annotated[
         bool, typer.Option("--list", help="List the experiments with their claims and states.")
     ] = False,
-    json_path: Annotated[Path | None, typer.Option("--json", help="With --list: write the list to this file.")] = None,
+    json_path: Annotated[
+        Path | None,
+        typer.Option(
+            "--json",
+            callback=new_file,
+            help="With --list: write the list to this file.",
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Validate every row and print its cost.")] = False,
     train: Annotated[bool, typer.Option(help="Train missing rows; --no-train only writes tables.")] = True,
     sweep: Annotated[
@@ -53,9 +60,21 @@ def reproduce(
     ] = "auto",
     compiles: Annotated[bool, typer.Option("--compile/--no-compile", help="Use torch.compile where it works.")] = True,
     runs: RunsFolder = Path("runs"),
-    results: Annotated[Path, typer.Option(help="Write the tables to this folder.")] = Path("benchmarks/results"),
+    results: Annotated[
+        Path,
+        typer.Option(
+            callback=folder,
+            help="Write the tables to this folder.",
+        ),
+    ] = Path("benchmarks/results"),
     experiments: Annotated[Path, typer.Option(help="Read experiments from this folder.")] = Path("configs/experiments"),
-    docs: Annotated[Path | None, typer.Option(help="Write an overview of all results to this file.")] = None,
+    docs: Annotated[
+        Path | None,
+        typer.Option(
+            callback=new_file,
+            help="Write an overview of all results to this file.",
+        ),
+    ] = None,
 ) -> None:
     """Train the rows of a paper's tables; write the tables with the paper's numbers beside ours, and verdicts.
 
@@ -126,9 +145,19 @@ def replay(
         typer.Option("--round", min=0, help="Stop after this round; by default, after the last closed round."),
     ] = None,
     to: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the snapshot after the last replayed round to this file.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", callback=new_file, help="Write the snapshot after the last replayed round to this file."
+        ),
     ] = None,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
+    json_path: Annotated[
+        Path | None,
+        typer.Option(
+            "--json",
+            callback=new_file,
+            help="Write the results to this file.",
+        ),
+    ] = None,
     runs: RunsFolder = Path("runs"),
 ) -> None:
     """Rebuild a run's parameters from its log, and verify every file in the log."""
@@ -160,7 +189,14 @@ def verify(
 
 def scores(
     run: RunOrLog,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write the scores to this file.")] = None,
+    json_path: Annotated[
+        Path | None,
+        typer.Option(
+            "--json",
+            callback=new_file,
+            help="Write the scores to this file.",
+        ),
+    ] = None,
     runs: RunsFolder = Path("runs"),
 ) -> None:
     """Show the scores of a run's replicas, and which of them are excluded and why (docs/audit.md)."""
@@ -172,9 +208,13 @@ def scores(
 
 def compare(
     named: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help="Names of runs in runs/, or run folders.")],
-    chart: Annotated[Path, typer.Option(help="Draw a picture of the losses in this file (.png).")] = Path(
-        "compare.png"
-    ),
+    chart: Annotated[
+        Path,
+        typer.Option(
+            callback=new_file,
+            help="Draw a picture of the losses in this file (.png).",
+        ),
+    ] = Path("compare.png"),
     runs: RunsFolder = Path("runs"),
 ) -> None:
     """Compare runs: print the keys that differ and what each run reached, and draw their validation losses."""
@@ -200,7 +240,10 @@ def view(
         ),
     ] = None,
     export_path: Annotated[
-        Path | None, typer.Option("--export", metavar="FILE", help="Write the page with its data to one HTML file.")
+        Path | None,
+        typer.Option(
+            "--export", metavar="FILE", callback=new_file, help="Write the page with its data to one HTML file."
+        ),
     ] = None,
     runs: RunsFolder = Path("runs"),
 ) -> None:
@@ -214,7 +257,12 @@ def view(
 def volume(
     run: RunOrLog,
     json_path: Annotated[
-        Path | None, typer.Option("--json", help="Write the bytes of each round to this file.")
+        Path | None,
+        typer.Option(
+            "--json",
+            callback=new_file,
+            help="Write the bytes of each round to this file.",
+        ),
     ] = None,
     runs: RunsFolder = Path("runs"),
 ) -> None:

@@ -25,6 +25,7 @@ from hetero_pp.program.commands.options import (
     RunOrLog,
     RunsFolder,
     StartNew,
+    new_file,
     parsed,
     parsed_address,
 )
@@ -105,7 +106,14 @@ def rehearse(
     rounds: Annotated[int, typer.Option(min=1, help="Rehearse at most this many outer rounds.")] = 3,
     steps: Annotated[int, typer.Option(min=1, help="Rehearse at most this many inner steps of each round.")] = 4,
     calibration: Calibration = None,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write the comparison to this file.")] = None,
+    json_path: Annotated[
+        Path | None,
+        typer.Option(
+            "--json",
+            callback=new_file,
+            help="Write the comparison to this file.",
+        ),
+    ] = None,
     page: Annotated[bool, typer.Option("--view", help="Show the rehearsal on a page of this machine, too.")] = False,
     metrics: Metrics = None,
     log_format: LogFormat = "text",
@@ -302,7 +310,14 @@ def status(
         str | None,
         typer.Option(metavar="HOST:PORT", help="Dial the exchange at this address instead of the known one."),
     ] = None,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write the table to this file.")] = None,
+    json_path: Annotated[
+        Path | None,
+        typer.Option(
+            "--json",
+            callback=new_file,
+            help="Write the table to this file.",
+        ),
+    ] = None,
     runs: RunsFolder = Path("runs"),
 ) -> None:
     """Show the round or the end of a run, its slots and members, hosts that wait for a group, and open tickets.

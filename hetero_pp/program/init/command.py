@@ -16,6 +16,7 @@ from hetero_pp.program.init.questions import Answers, complete
 from hetero_pp.program.init.yaml_text import yaml_of
 from hetero_pp.program.report.output import announce, standard_output
 from hetero_pp.run.yaml_file import ConfigFile
+from hetero_pp.simulator.machines import HOW_TO_NAME
 
 _PORT = 47600
 
@@ -33,7 +34,10 @@ def init(path: Path | None, given: Mapping[str, str | None], hardware: str | Non
         with console.status("planning"):
             found = draft(answers, hardware)
     except ConfigError as error:
-        raise ConfigError((), f"{path} was not written: {error}") from None
+        told = str(error).replace(HOW_TO_NAME, "name it with `--hardware`, such as `--hardware h100`")
+        if error.key[:1] == ("replicas",) and hardware is None and "--hardware" not in told:
+            told += "; `--hardware`, such as `--hardware h100`, predicts for another machine"
+        raise ConfigError((), f"{path} was not written: {told}") from None
     write_whole(path, yaml_of(found, str(path)).encode())
     ConfigFile(path)
     _tell_next(path, answers, found)
