@@ -55,8 +55,8 @@ class GauntletSettings(Settings):
         0.4,
         gt=0,
         le=1,
-        description="overlap of two contributions above which the later is a copy, from 0 for what is usual of a pair "
-        "to 1 for equal ones",
+        description="overlap of two contributions above which one is a copy, from 0 for what is usual of a pair to 1 "
+        "for equal ones",
     )
     agreement: Ratio | None = Field(
         0.1,

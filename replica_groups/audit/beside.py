@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from hetero_pp.core.errors import Refused
+from hetero_pp.core.errors import HeteroPPError, Refused
 from hetero_pp.data.sources import open_source
 from hetero_pp.messages.messages_pb2 import Judgement, RoundRecord
 from hetero_pp.rpc.credentials import Secret
@@ -87,8 +87,19 @@ def audited(exchange: Exchange, spec: RunSpec) -> Exchange:
     if (compares := audit.compares) is not None or audit.recompute is not None:
         weighs = spec.config.outer.weights == "scores"
         signs = None if compares is None or compares.agreement is None else SignCheck(spec, compares.agreement)
+
+        def overlap(record: RoundRecord) -> Collection[tuple[str, str]]:
+            from replica_groups.audit.gauntlet.check import decoded, overlapping
+
+            assert compares is not None, "only validators that score tell of copies"
+            fetch = exchange.log.blobs_of(record)
+            with suppress(HeteroPPError, FileNotFoundError):  # the log keeps only the newest contributions
+                sent = {one.replica: decoded(spec, record, one.replica, fetch) for one in record.contributions}
+                return overlapping(sent, compares.overlap)
+            return []
+
         own = exchange.state, exchange.log, exchange.reports, exchange.assignments
-        exchange.audits = Judgements(*own, audit, weighs, signs)
+        exchange.audits = Judgements(*own, audit, weighs, overlap, signs)
     return exchange
 
 

@@ -10,7 +10,7 @@ import json
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,7 +59,7 @@ class _Told:
 
     losses: dict[str, pb.Losses] = field(default_factory=dict)
     copies: dict[str, str] = field(default_factory=dict)
-    """Each replica of a pair -> the other one."""
+    """Copy -> the original."""
 
 
 class Judgements(NoAudits):
@@ -73,10 +73,14 @@ class Judgements(NoAudits):
         assignments: Assignments,
         settings: AuditSettings,
         weighs: bool,
+        overlapping: Callable[[pb.RoundRecord], Collection[tuple[str, str]]],
         signs: SignCheck | None = None,
     ) -> None:
-        """`weighs`: scores are the weights of contributions. `signs` compares those of each round before it closes."""
-        self._signs = signs
+        """`weighs`: scores are the weights of contributions. `overlapping` compares all contributions to a round.
+
+        `signs` compares their signs before the round closes.
+        """
+        self._signs, self._overlapping = signs, overlapping
         self._state, self._log, self._reports, self._settings = state, log, reports, settings
         self.exclusions = Exclusions(state, assignments, settings)
         self._book = None if settings.scores is None else ScoreBook(settings.scores, state.roster.replicas)
@@ -101,7 +105,6 @@ class Judgements(NoAudits):
         """Validator that is not sound yet -> what it found by recomputation."""
         self._against: dict[int, dict[str, float]] = {}
         """Round -> agreement of the contributions that go against the others."""
-        self._arrived: dict[int, list[str]] = {}
         self._differing: dict[int, set[str]] = defaultdict(set)
         """Round -> replicas that began it with other parameters."""
         self._heard = 0
@@ -132,10 +135,7 @@ class Judgements(NoAudits):
         self.exclusions.restore(kept.excluded, last_round)
 
     def decide(self, record: pb.RoundRecord, owing: dict[str, str]) -> None:
-        with self._state.changed:
-            self._arrived[record.round] = self._state.coordinator.arrived(record.round)
-        for by_round in (self._arrived, self._against):
-            by_round.pop(record.round - JUDGED_ROUNDS, None)
+        self._against.pop(record.round - JUDGED_ROUNDS, None)
         names = [one.replica for one in record.contributions]
         self._compare_signs(record, {*self.exclusions.of(record.round, names), *owing})
         with self._lock:
@@ -273,7 +273,7 @@ class Judgements(NoAudits):
             if kind == "losses":
                 told.losses[one.replica] = one.losses
             else:
-                told.copies |= {one.replica: one.copies, one.copies: one.replica}
+                told.copies[one.replica] = one.copies
 
     def _forget_old(self, newest: int) -> None:
         """Forget what is of rounds up to `newest`, and validators that have judged no later one."""
@@ -328,14 +328,11 @@ class Judgements(NoAudits):
     def _facts(self, round_: int, told: Sequence[_Told]) -> RoundFacts:
         record = self._state.decisions.wait_for_record(round_)
         included = frozenset(one.replica for one in record.contributions)
-        arrived = self._arrived.get(round_, sorted(included))
         pairs = [pair for one in told for pair in one.copies.items()]
-        agreed = {pair for pair in pairs if 2 * pairs.count(pair) > len(told)}
-        copies = {
-            later: first
-            for later, first in sorted(agreed)
-            if {later, first} <= {*arrived} and arrived.index(later) > arrived.index(first)
-        }
+        agreed = sorted({pair for pair in pairs if 2 * pairs.count(pair) > len(told)})
+        # Validators say whose text it is. That the two are alike needs no vote.
+        alike = {frozenset(pair) for pair in self._overlapping(record)} if agreed else set()
+        copies = {copy: original for copy, original in agreed if {copy, original} in alike}
         synchronisation = {name: float(name not in self._differing[round_]) for name in included}
         missed, left_out = frozenset(record.late), frozenset(record.left_out)
         texts = {one.replica: one.tokens for one in record.contributions}

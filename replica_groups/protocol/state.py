@@ -188,10 +188,6 @@ class State:
         """Return when a round was opened; None if it is not the open one."""
         return self.open.opened_at if self.open is not None and self.open.number == round_ else None
 
-    def arrived(self, round_: int) -> list[str]:
-        """Return the replicas whose contributions to the open round are complete, in the order of their arrival."""
-        return list(self.open.whole) if self.open is not None and self.open.number == round_ else []
-
     def deposited(self, replica: str, epoch: int, block: str) -> Hashable | None:
         """Return the entry of a blob that a generation of a replica has deposited for the open round."""
         own = None if self.open is None else self.open.deposits.get(replica)

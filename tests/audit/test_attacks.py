@@ -28,6 +28,7 @@ from hetero_pp.research.vectorized.all_replicas import AllReplicas
 from hetero_pp.research.vectorized.hostile import HostileContributions, Told
 from hetero_pp.research.vectorized.train import FastResult, train_fast
 from hetero_pp.run.spec import RunSpec
+from replica_groups.audit.gauntlet import losses
 from replica_groups.audit.gauntlet.agreement import agreements
 from replica_groups.audit.gauntlet.overlap import overlap
 
@@ -37,13 +38,15 @@ ROUNDS = 2
 SCORES: dict[str, Any] = {"evaluated": 8, "sequences": 2, "overlap": 1.0, "alpha": 0.5, "grace": 1, "threshold": 0.0}
 
 
-def _config(corpus: Path, attacks: dict[str, Any] | None, replicas: int = 8, **outer: Any) -> ResearchConfig:
+def _config(
+    corpus: Path, attacks: dict[str, Any] | None, replicas: int = 8, steps: int = 2, **outer: Any
+) -> ResearchConfig:
     values: dict[str, Any] = {
         "name": "t",
         "seed": 3,
         "model": {"width": 16, "heads": 2, "feed_forward": 24, "layers": 2},
         "data": {"corpus": str(corpus), "sequence_length": 16, "validation_share": 0.2, "validation_sequences": 4},
-        "inner": {"steps": 2, "warmup_steps": 0, "learning_rate": 0.01},
+        "inner": {"steps": steps, "warmup_steps": 0, "learning_rate": 0.01},
         "outer": {"rounds": ROUNDS, "compression": {"density": 1 / 4, "value_bits": 32}, **outer},
         "replicas": [{"name": name, "kind": "datacenter", "batch_size": 2} for name in NAMES[:replicas]],
         "research": {} if attacks is None else {"attacks": attacks},
@@ -302,10 +305,13 @@ def test_scores_exclude_who_does_no_work_and_a_validator_that_lies_changes_nothi
     assert set(judged(Attack(plain.sign_flip, losses=slandered), 1).excluded) == set(HOSTILE)
 
 
-def test_a_copy_is_the_contribution_that_arrives_later(corpus: Path, text: TokenStore) -> None:
+def test_a_copy_is_the_contribution_that_does_not_show_its_text(
+    corpus: Path, text: TokenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(losses, "CLEAR", 1.0)  # a round has little text
     scores = {**SCORES, "overlap": 0.9, "threshold": -1.0}
-    told = _told(corpus, text, {"attack": "copy_of_another", "scores": scores})
-    assert told.excluded == dict.fromkeys(HOSTILE, 1)
+    told = _told(corpus, text, {"attack": "copy_of_another", "scores": scores}, steps=16)
+    assert told.excluded.keys() == {*HOSTILE}
     assert "copy" in told.causes["r6"] and "r0" in told.causes["r6"]
 
 

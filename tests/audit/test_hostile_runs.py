@@ -1,4 +1,4 @@
-"""Planted cheats in a live run over gRPC with TLS: a datacenter that lies, a copier, and two sybils."""
+"""Planted cheats in a live run over gRPC with TLS: a datacenter that lies, a copier that is first, and two sybils."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.run.round_optimizer import round_optimizer
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import save_config
+from replica_groups.audit.gauntlet import losses
 from replica_groups.audit.judgements import Judgements
 from replica_groups.exchange.check_log import LogCheck
 
@@ -34,6 +35,7 @@ ROUNDS = 9
 HONEST = {"a", "b", "s1"}
 """`s1` works, and `s2` of the same owner sends the same."""
 COPIES = {"copier": "a", "s2": "s1"}
+"""Copy -> original. `copier` sends first, as one that trains on the text of a slower replica."""
 TRIALS = {"evaluated": 6, "sequences": 6, "alpha": 0.3, "grace": 2, "threshold": 0}
 """Scores of so little text are noise, so they exclude nobody: what is compared does."""
 AUDIT = {"gauntlet": {**TRIALS, "excluded_rounds": 16}}
@@ -61,10 +63,18 @@ class _Cheats:
         elif header.replica in COPIES:
             data = self._copied(COPIES[header.replica], header)
         header.size = len(data)
-        self._deposit(client, header, data, caller)
-        with self._run.exchange.decisions.changed:
-            self._sent[header.replica, header.round, header.block] = data
-            self._run.exchange.decisions.changed.notify_all()
+        is_copied = header.replica == COPIES["copier"] and "copier" in self._run.spec.roster.replicas
+        key, changed = (header.replica, header.round, header.block), self._run.exchange.decisions.changed
+        if not is_copied:
+            self._deposit(client, header, data, caller)
+        with changed:
+            self._sent[key] = data
+            changed.notify_all()
+            if is_copied:
+                copier, copy = self._run.exchange.coordinator.replicas["copier"], ("copier", *key[1:])
+                changed.wait_for(lambda: copy in self._sent or copier.round != header.round, TIMEOUT)
+        if is_copied:
+            self._deposit(client, header, data, caller)
 
     def _flipped(self, header: BlobHeader, data: bytes) -> bytes:
         """Return a contribution of the same size that goes the other way."""
@@ -102,7 +112,8 @@ def cheated(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> LyingRun:
     run = LyingRun(_spec(corpus), tmp_path_factory.mktemp("hostile"))
     with run:
         cheats = _Cheats(run, ExchangeClient.deposit_blob)
-        with mock.patch.object(ExchangeClient, "deposit_blob", lambda *found: cheats.deposit_all(*found)):
+        little = mock.patch.object(losses, "CLEAR", 1.0)  # a round has little text
+        with little, mock.patch.object(ExchangeClient, "deposit_blob", lambda *found: cheats.deposit_all(*found)):
             run.until_over()
         assert run.exchange.decisions.failure is None
     save_config(run.spec.config, run.folder.config)
@@ -137,7 +148,7 @@ def test_records_have_no_excluded_replica_and_replay_has_their_bits(cheated: Lyi
 def test_the_command_shows_who_is_excluded_and_why(cheated: LyingRun, tmp_path: Path) -> None:
     runs, found = cheated.folder.path.parent, tmp_path / "scores.json"
     out = CliRunner().invoke(app, ["scores", "t", "--json", str(found), "--runs", str(runs)]).output
-    assert out.count("copy of") == 2 and f"t: scores after round {ROUNDS}" in out
+    assert "copy of" in out and f"t: scores after round {ROUNDS}" in out
     told = json.loads(found.read_text())
     excluded = {one["replica"]: one["excluded_until"] for one in told["replicas"] if one["excluded"]}
     assert excluded.keys() == {"copier", "liar", "s2"} and min(excluded.values()) > ROUNDS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -31,13 +32,15 @@ BAD = {"assigned_before": 4.0, "assigned_after": 4.5, "other_before": 4.0, "othe
 NAN = math.nan
 
 
-def _audited(run: Run, weighs: bool = False, by: str = "exchange", **gauntlet: Any) -> Judgements:
+def _audited(
+    run: Run, weighs: bool = False, by: str = "exchange", alike: Sequence[tuple[str, str]] = (), **gauntlet: Any
+) -> Judgements:
+    """`alike`: contributions that overlap."""
     own = {"grace": 2, "alpha": 1, "excluded_rounds": 3, **gauntlet}
     settings = AuditSettings.model_validate({"by": by, "gauntlet": own})
     exchange = run.exchange
-    judgements = Judgements(
-        exchange.state, exchange.log, exchange.reports, exchange.assignments, settings, weighs=weighs
-    )
+    parts = exchange.state, exchange.log, exchange.reports, exchange.assignments
+    judgements = Judgements(*parts, settings, weighs=weighs, overlapping=lambda record: alike)
     exchange.audits = judgements
     judgements.begin(exchange.coordinator.last_round)
     return judgements
@@ -210,10 +213,14 @@ def test_a_validator_that_dies_is_awaited_for_a_few_rounds(run: Run) -> None:
         assert kept is not None and kept.round == (1 if number < 6 else 2 if number == 6 else 3)
 
 
-def test_the_later_of_a_pair_is_the_copy(run: Run) -> None:
-    judgements = _audited(run)
-    _round(run, 1, "c", "b", "a")
-    judgements.take([*_losses(1, b=GOOD), pb.Judgement(round=1, replica="c", copies="a")], "v")
+@pytest.mark.parametrize("order", [("c", "b", "a"), ("a", "b", "c")])
+def test_the_copy_is_the_one_that_most_validators_name_whatever_arrives_first(run: Run, order: list[str]) -> None:
+    judgements = _audited(run, alike=[("a", "c")])
+    _round(run, 1, *order)
+    for validator, copy, original in (("u", "a", "c"), ("v", "c", "a"), ("w", "a", "c")):
+        judgements.take([*_losses(1, b=GOOD), pb.Judgement(round=1, replica=copy, copies=original)], validator)
+    if not judgements.exclusions.in_force:  # the first of them was alone, and is settled with the next round
+        _round(run, 2, *order)
     [(_, replica, cause)] = [one for one in _standings(run) if one[0] == pb.EXCLUDED]
     assert replica == "a" and "is a copy of that of c" in cause
 
@@ -236,6 +243,13 @@ def test_a_contribution_against_the_others_is_in_no_round_and_is_told_once(run: 
     assert replica == "b" and "goes another way than the others: agreement -1.00" in cause
     judgements.take(_losses(1, a=GOOD), "v")
     assert len([one for one in _standings(run) if one[0] == pb.EXCLUDED]) == 1
+
+
+def test_validators_cannot_call_a_contribution_a_copy_that_is_none(run: Run) -> None:
+    judgements = _audited(run, alike=[("a", "b")])
+    _round(run, 1, *GROUPS)
+    judgements.take([*_losses(1, b=GOOD), pb.Judgement(round=1, replica="c", copies="a")], "liar")
+    assert not judgements.exclusions.in_force
 
 
 def test_recomputation_excludes_a_replica_once_most_validators_agree(run: Run) -> None:

@@ -17,8 +17,8 @@ from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import DecodedTensor
 from hetero_pp.pseudo_gradient.error_feedback import select
 from replica_groups.audit.gauntlet.book import RoundFacts, ScoreBook
-from replica_groups.audit.gauntlet.losses import losses_of
-from replica_groups.audit.gauntlet.overlap import copies, overlap
+from replica_groups.audit.gauntlet.losses import copy_of, losses_of
+from replica_groups.audit.gauntlet.overlap import overlap, overlapping
 from replica_groups.audit.judgements import complaint
 
 SHAPE = ModelShape(width=32, layers=1, heads=2, feed_forward=48, vocabulary=64)
@@ -110,23 +110,39 @@ DENSE = OuterSettings(rounds=1, method="diloco")
 def test_a_copy_is_found_with_noise_and_if_all_values_are_sent(outer: OuterSettings) -> None:
     sent = _contributions(outer)
     assert overlap(sent["r0"], sent["r0"]) == pytest.approx(1)
-    assert copies(sent, ["r2", "r1", "r0"], 0.4) == {}
-    generator = torch.Generator().manual_seed(4)
-    noisy = {
-        name: DecodedTensor(
-            one.indices, one.values + 0.3 * one.values.abs().mean() * torch.randn(one.values.shape, generator=generator)
-        )
-        for name, one in sent["r1"].items()
-    }
-    assert copies({**sent, "late": noisy}, ["r2", "r1", "r0", "late"], 0.4) == {"late": "r1"}
-    assert copies({**sent, "late": noisy}, ["late", "r2", "r1", "r0"], 0.4) == {"r1": "late"}
+    assert overlapping(sent, 0.4) == []
+    noisy = {name: _disguised(one, 0.3) for name, one in sent["r1"].items()}
+    assert overlapping({**sent, "late": noisy}, 0.4) == [("late", "r1")]
 
 
 def test_of_two_replicas_only_near_equal_ones_are_copies() -> None:
     sent = _contributions(DENSE)
     assert 0.4 < overlap(sent["r0"], sent["r1"]) < 0.7
-    assert copies({"r0": sent["r0"], "r1": sent["r1"]}, ["r0", "r1"], 0.4) == {}
-    assert copies({"r0": sent["r0"], "r1": sent["r0"]}, ["r0", "r1"], 0.4) == {"r1": "r0"}
+    assert overlapping({"r0": sent["r0"], "r1": sent["r1"]}, 0.4) == []
+    assert overlapping({"r0": sent["r0"], "r1": sent["r0"]}, 0.4) == [("r0", "r1")]
+
+
+@pytest.mark.parametrize("pair", [("honest", "twin"), ("twin", "honest")])
+@pytest.mark.parametrize("noise", [0.0, 0.3])
+def test_the_copy_is_the_one_whose_text_the_contributions_do_not_show(pair: tuple[str, str], noise: float) -> None:
+    theta, texts = _theta(), {"honest": _tokens(1, 16), "twin": _tokens(2, 16)}
+    sent = {"honest": _trained(theta, texts["honest"], SPARSE)}
+    sent["twin"] = {name: _disguised(one, noise) for name, one in sent["honest"].items()}
+
+    def found(assigned: Mapping[str, Tensor]) -> str | None:
+        return copy_of(pair, sent, theta, SHAPE, (assigned[pair[0]], assigned[pair[1]]), 1.0, SPARSE)
+
+    assert found(texts) == "twin"
+    unclear = {name: torch.cat([_tokens(9, 30), tokens[:2]]) for name, tokens in texts.items()}
+    assert found(unclear) is None, "the two texts are nearly the same"
+    assert found(dict.fromkeys(texts, texts["honest"])) is None
+    assert found({"honest": _tokens(3, 16), "twin": texts["twin"]}) is None, "it was trained on neither"
+
+
+def _disguised(one: DecodedTensor, noise: float) -> DecodedTensor:
+    generator = torch.Generator().manual_seed(4)
+    drawn = torch.randn(one.values.shape, generator=generator)
+    return DecodedTensor(one.indices, one.values + noise * one.values.abs().mean() * drawn)
 
 
 def _noisy(batches: Mapping[str, float]) -> dict[str, dict[str, DecodedTensor]]:
@@ -143,8 +159,8 @@ def _noisy(batches: Mapping[str, float]) -> dict[str, dict[str, DecodedTensor]]:
 def test_two_replicas_with_large_batches_are_no_copies_of_each_other(small: int) -> None:
     sent = _noisy({"a": 8.0, "b": 8.0} | {f"s{number}": 1.0 for number in range(small)})
     assert overlap(sent["a"], sent["b"]) > 0.85 > 0.7 > overlap(sent["a"], sent["s0"])
-    assert copies(sent, list(sent), 0.4) == {}
-    assert copies({**sent, "late": sent["s0"]}, [*sent, "late"], 0.4) == {"late": "s0"}
+    assert overlapping(sent, 0.4) == []
+    assert overlapping({**sent, "late": sent["s0"]}, 0.4) == [("late", "s0")]
 
 
 @pytest.mark.parametrize("honest", [3, 6])
@@ -152,4 +168,4 @@ def test_a_replica_that_sends_the_opposite_makes_no_copies_of_others(honest: int
     sent = _noisy({f"h{number}": 4.0 for number in range(honest)} | {"flips": 4.0})
     sent["flips"]["w"] = sent["flips"]["w"].scaled(-1.0)
     assert overlap(sent["h0"], sent["h1"]) > 0.75 > -0.75 > overlap(sent["h0"], sent["flips"])
-    assert copies(sent, [*sent], 0.4) == {}
+    assert overlapping(sent, 0.4) == []

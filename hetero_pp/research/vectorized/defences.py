@@ -6,7 +6,7 @@ As in a run, bounds act on the round itself. Scores and recomputation follow the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -20,8 +20,8 @@ from hetero_pp.run.spec import RunSpec
 from replica_groups.audit.gauntlet.agreement import agreements, too_low
 from replica_groups.audit.gauntlet.book import RoundFacts, ScoreBook
 from replica_groups.audit.gauntlet.check import draw
-from replica_groups.audit.gauntlet.losses import losses_of, median_of
-from replica_groups.audit.gauntlet.overlap import copies
+from replica_groups.audit.gauntlet.losses import SEQUENCES_OF_A_PAIR, copy_of, losses_of, median_of
+from replica_groups.audit.gauntlet.overlap import overlapping
 from replica_groups.exchange.limits import contribution_limits
 from replica_groups.exchange.magnitudes import bound, remembered_before
 
@@ -87,7 +87,6 @@ class Scores:
         round_: int,
         theta: Mapping[str, Tensor],
         sent: Mapping[str, Contribution],
-        arrived: Sequence[str],
         included: frozenset[str],
         text: Callable[[str], tuple[Tensor, Tensor]],
         lie: Callable[[str, Losses], Losses],
@@ -99,20 +98,26 @@ class Scores:
         """
         seed, outer = self._spec.config.seed, self._spec.config.outer
         drawn = draw(f"secret of seed {seed}".encode(), str(round_).encode(), sorted(included), self.settings.evaluated)
+        rate = self.settings.step * outer.learning_rate_in(round_)
         losses = {}
         for name in drawn:
-            rate = self.settings.step * outer.learning_rate_in(round_)
             assigned, other = (tokens[: self.settings.sequences] for tokens in text(name))
             found = losses_of(theta, sent[name], self._spec.shape, assigned, other, rate, outer)
             losses[name] = median_of([lie(name, found), *[found] * (self._validators - 1)])
             self.forwards += 2 * (len(assigned) + len(other))
+        copies = {}
+        for pair in overlapping(sent, self.settings.overlap):
+            texts = text(pair[0])[0][:SEQUENCES_OF_A_PAIR], text(pair[1])[0][:SEQUENCES_OF_A_PAIR]
+            self.forwards += 2 * len(pair) * sum(map(len, texts))
+            if (copy := copy_of(pair, sent, theta, self._spec.shape, texts, rate, outer)) is not None:
+                [copies[copy]] = {*pair} - {copy}
         facts = RoundFacts(
             round=round_,
             included=included,
             missed=frozenset(),
             left_out=frozenset(sent) - included,
             synchronisation=dict.fromkeys(sent, 1.0),
-            copies=copies(sent, arrived, self.settings.overlap),
+            copies=copies,
             against=against_others(self._spec, {name: sent[name] for name in included}, self.settings.agreement),
         )
         self.book.update(facts, losses)

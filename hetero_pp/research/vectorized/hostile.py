@@ -218,9 +218,7 @@ class HostileContributions(Contributions):
         """Score the round's contributions and compute drawn ones again; exclude replicas from the next round on."""
         included = frozenset(name for name, scale in self._scales.items() if scale > 0)
         if self._scores is not None:
-            honest = [name for name in self._sent if name not in self._hostile]
-            arrived = [*honest, *(name for name in self._sent if name in self._hostile)]
-            causes = self._scores.judge(round_, self._theta, self._sent, arrived, included, self._text, self._lie)
+            causes = self._scores.judge(round_, self._theta, self._sent, included, self._text, self._lie)
             for name in included & causes.keys():
                 self._exclude(name, round_ + self._scores.settings.excluded_rounds, causes[name])
             self.told.audit_bytes += self._contribution_bytes * len(self._sent)

@@ -12,11 +12,11 @@ from torch import Tensor
 from hetero_pp.config.audit import LEAST_SEQUENCES, GauntletSettings
 from hetero_pp.data.sources import Source
 from hetero_pp.messages.messages_pb2 import Judgement, RoundRecord
-from hetero_pp.model.transformer import shapes_by_block, shapes_of
+from hetero_pp.model.transformer import shapes_by_block
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, DecodedTensor, decode_blob, scale_of
 from hetero_pp.run.spec import RunSpec
-from replica_groups.audit.gauntlet.losses import Texts, losses_of
-from replica_groups.audit.gauntlet.overlap import copies
+from replica_groups.audit.gauntlet.losses import Texts, copy_of, losses_of
+from replica_groups.audit.gauntlet.overlap import overlapping
 from replica_groups.outer.apply_round import FetchBlob
 
 
@@ -33,6 +33,17 @@ def draw(secret: bytes, record_sha256: bytes, replicas: Iterable[str], count: in
     return sorted(sorted(ranks, key=lambda name: ranks[name])[:count])
 
 
+def decoded(spec: RunSpec, record: RoundRecord, replica: str, fetch: FetchBlob) -> dict[str, DecodedTensor]:
+    """Return a contribution as the round applies it, by name."""
+    settings, found = spec.config.outer.compression, dict[str, DecodedTensor]()
+    scale = scale_of(next(one for one in record.contributions if one.replica == replica))
+    for block, shapes in shapes_by_block(spec.parameter_shapes).items():
+        address = BlobAddress(spec.run, record.round, replica, block)
+        blob = decode_blob(fetch(replica, block), address, shapes, settings)
+        found |= {name: tensor.scaled(scale) for name, tensor in blob.items()}
+    return found
+
+
 class GauntletCheck:
     """Judges contributions by losses. Implements RoundCheck."""
 
@@ -47,11 +58,17 @@ class GauntletCheck:
     def check(self, record: RoundRecord, theta: Mapping[str, Tensor], fetch: FetchBlob) -> Iterator[Judgement]:
         """Yield what was found about the contributions that a round includes. `theta` is from before the round."""
         outer = self._spec.at(record.round).outer
-        sent = {one.replica: self._decoded(record, one.replica, theta, fetch) for one in record.contributions}
-        for name, other in copies(sent, sorted(sent), self._settings.overlap).items():
-            yield Judgement(round=record.round, replica=name, copies=other)
+        sent = {one.replica: decoded(self._spec, record, one.replica, fetch) for one in record.contributions}
         on_device = {name: tensor.to(self._device) for name, tensor in theta.items()}
         rate = self._settings.step * outer.learning_rate_in(record.round)
+        for pair in overlapping(sent, self._settings.overlap):
+            seed = hashlib.sha256(b"pair" + self._secret + record.sha256 + " ".join(pair).encode()).digest()
+            of_both = self._texts.of_pair(pair, record.round, np.random.default_rng(list(seed)))
+            moved = {name: self._moved(sent[name]) for name in pair}
+            copy = copy_of(pair, moved, on_device, self._spec.shape, of_both, rate, outer)
+            if copy is not None:
+                [original] = {*pair} - {copy}
+                yield Judgement(round=record.round, replica=copy, copies=original)
         read = sum(one.tokens for one in record.contributions) // self._spec.config.data.sequence_length
         evaluated, sequences = self._settings.sizes(len(sent), read)
         for name in draw(self._secret, record.sha256, sent, evaluated):
@@ -63,18 +80,6 @@ class GauntletCheck:
     def finish(self) -> Iterator[Judgement]:
         """Yield nothing: each round is judged as it closes."""
         yield from ()
-
-    def _decoded(
-        self, record: RoundRecord, replica: str, theta: Mapping[str, Tensor], fetch: FetchBlob
-    ) -> dict[str, DecodedTensor]:
-        """Return a contribution as the round applies it, by name."""
-        settings, found = self._spec.config.outer.compression, dict[str, DecodedTensor]()
-        scale = scale_of(next(one for one in record.contributions if one.replica == replica))
-        for block, shapes in shapes_by_block(shapes_of(theta)).items():
-            address = BlobAddress(self._spec.run, record.round, replica, block)
-            decoded = decode_blob(fetch(replica, block), address, shapes, settings)
-            found |= {name: tensor.scaled(scale) for name, tensor in decoded.items()}
-        return found
 
     def _moved(self, contribution: Mapping[str, DecodedTensor]) -> dict[str, DecodedTensor]:
         return {

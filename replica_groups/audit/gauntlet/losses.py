@@ -23,6 +23,12 @@ from hetero_pp.pseudo_gradient.cosines import restored
 from hetero_pp.run.batches import batches_of
 from hetero_pp.run.spec import RunSpec
 
+CLEAR = 4.0
+"""Standard errors between the improvements on two texts from which on a contribution was trained on one of them."""
+
+SEQUENCES_OF_A_PAIR = 64
+"""Most sequences of each of two replicas of which one sent a copy. Few rounds have such a pair."""
+
 _TRIES = 16
 """Windows that are drawn for each one that is needed, because some may be assigned to a replica."""
 
@@ -53,6 +59,30 @@ def losses_of(
         other_after=fmean(after[1]),
         error=_error([_gains(*both) for both in zip(before, after, strict=True)]),
     )
+
+
+def copy_of(
+    pair: tuple[str, str],
+    sent: Mapping[str, Mapping[str, DecodedTensor]],
+    theta: Mapping[str, Tensor],
+    shape: ModelShape,
+    texts: tuple[Tensor, Tensor],
+    rate: float,
+    outer: OuterSettings,
+) -> str | None:
+    """Return which of two replicas sent a copy: the one on whose text the contributions improve less; None if unclear.
+
+    The order in which they arrived says nothing: one that trains on the text of a slower replica sends first. `sent`
+    has the contributions of both, and `texts` the tokens [S, L + 1] that each was assigned. Others as of `losses_of`.
+    """
+    clear = []
+    for name in pair:
+        found = losses_of(theta, sent[name], shape, *texts, rate, outer)
+        gains = _gains([found.assigned_before, found.other_before], [found.assigned_after, found.other_after])
+        clear.append((gains[0] - gains[1]) / found.error if found.error > 0 else 0.0)
+    if max(map(abs, clear)) < CLEAR or min(clear) * max(clear) <= 0:
+        return None
+    return pair[1] if clear[0] > 0 else pair[0]
 
 
 def median_of(told: Sequence[Losses]) -> Losses:
@@ -119,6 +149,12 @@ class Texts:
         known = np.where(np.isin(candidates, own), 2, np.isin(candidates, all_))
         others = candidates[np.argsort(known, kind="stable")][:rows]
         return batches.rows(drawing.choice(own, rows, replace=len(own) < rows)), batches.rows(others)
+
+    def of_pair(self, pair: tuple[str, str], round_: int, drawing: np.random.Generator) -> tuple[Tensor, Tensor]:
+        """Return drawn sequences that each of two replicas was assigned in a round, int64 [S, L + 1] each."""
+        drawn = [drawing.permutation(self._assigned(name, round_))[:SEQUENCES_OF_A_PAIR] for name in pair]
+        one, other = (self._batches(name, round_).rows(rows) for name, rows in zip(pair, drawn, strict=True))
+        return one, other
 
     def _assigned(self, replica: str, round_: int) -> np.ndarray:
         """Return the numbers of the training windows that a replica reads in a round."""

@@ -34,21 +34,23 @@ def overlap(one: Contribution, other: Contribution) -> float:
     return total / max(1, sum(kept.values()))
 
 
-def copies(contributions: Mapping[str, Contribution], arrived: Sequence[str], limit: float) -> dict[str, str]:
-    """Return the original of each copy: of two contributions that overlap too much, the later is a copy.
+def overlapping(contributions: Mapping[str, Contribution], limit: float) -> list[tuple[str, str]]:
+    """Return the pairs of contributions that overlap too much, the nearest first: at least one of each is a copy.
 
-    `arrived`: all replicas, in the order in which their contributions arrived. `limit` is on a scale from what is
-    usual of a pair (0) to equal contributions (1): what is usual differs between methods, and grows with the batches.
+    `limit` is on a scale from what is usual of a pair (0) to equal contributions (1): what is usual differs between
+    methods, and grows with the batches.
     """
-    pairs = {pair: overlap(contributions[pair[0]], contributions[pair[1]]) for pair in combinations(arrived, 2)}
-    between = pairs | {(later, original): share for (original, later), share in pairs.items()}
+    names = sorted(contributions)
+    pairs = {pair: overlap(contributions[pair[0]], contributions[pair[1]]) for pair in combinations(names, 2)}
+    between = pairs | {(other, one): share for (one, other), share in pairs.items()}
     least = median(pairs.values()) if pairs else 0.0
-    found: dict[str, str] = {}
-    for (original, later), share in sorted(pairs.items(), key=lambda one: -one[1]):
-        others = [name for name in arrived if name not in (original, later, *found)]
-        usual = max(least, _usual(original, later, others, between))
+    found: list[tuple[str, str]] = []
+    for (one, other), share in sorted(pairs.items(), key=lambda pair: -pair[1]):
+        known = {pair[1] for pair in found}  # one of each pair does not tell what is usual
+        others = [name for name in names if name not in (one, other) and name not in known]
+        usual = max(least, _usual(one, other, others, between))
         if share - usual > limit * (1 - usual):
-            found.setdefault(later, original)
+            found.append((one, other))
     return found
 
 
