@@ -33,7 +33,7 @@ with many cuts ends at last.
 
 @dataclass(frozen=True)
 class LinkLimit:
-    """What one direction of a link may carry."""
+    """Limit of what one direction of a link may carry."""
 
     step_bytes: float
     """Predicted bytes of an inner step."""

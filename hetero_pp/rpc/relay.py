@@ -9,7 +9,7 @@ The bytes do not pass through gRPC, because that takes more than twice the CPU t
 does not read stops the other one by TCP.
 
 The relay cannot see what it carries, so two ends could use it as a tunnel. So it carries one connection of each link,
-while the group of the link trains, and in each direction not more than a few times what the run predicts for a round.
+while the group of the link trains. Each direction gets a few times the bytes that the run predicts for a round.
 """
 
 from __future__ import annotations

@@ -49,8 +49,9 @@ from replica_groups.protocol import events as e
 from replica_groups.protocol.rules import Rules
 
 FIRST_STEPS, STEPS_GROW = 100, 4
-"""In rounds of a fixed time, the relay carries a group's links for this share of the largest number of inner steps in
-its first round, which are 10 a second, and later for so many times the steps of its last contribution.
+"""Inner steps for which the relay carries a group's links in a round of a fixed time. The first round has the largest
+number divided by the first value, which is 10 a second. A later round has the steps of the last contribution times the
+second value.
 """
 
 
