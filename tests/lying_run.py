@@ -79,7 +79,7 @@ def lying_spec(
         "model": {"width": 16, "heads": 2, "feed_forward": 24, "layers": layers},
         "data": {"corpus": str(corpus), "sequence_length": 16, "validation_sequences": 1, "repeat": True},
         "inner": {"steps": 2, "learning_rate": 0.01, "final_learning_rate_share": 1},
-        "outer": {"rounds": rounds, "weights": "tokens", "compression": {"density": 1 / 8}, "overlap": overlap},
+        "outer": {"rounds": rounds, "weights": "tokens", "compression": {"density": 1 / 8}, "overlap": int(overlap)},
         "snapshots": {"every": 5},
         "exchange": {"grace": {"least": "20 s", "most": "20 s"}, "lease": {"least": "60 s", "most": "60 s"}},
         "replicas": [*honest, *({"name": name, "batch_size": 1, **one} for name, one in liars.items())],
