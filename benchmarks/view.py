@@ -103,7 +103,7 @@ class Fabricated:
         entries = [pb.ContributionEntry(replica=name, weight=1, steps=STEPS, tokens=20_480) for name in names]
         yield Report(member=EXCHANGE, round_closed=pb.RoundRecord(round=round_, contributions=entries))
         for name, member in self._spec.members.items():
-            waited = {"wait_seconds": 2, "wait_previous_seconds": 1.5, "wait_next_seconds": 0.5}
+            waited: dict[str, Any] = {"wait_seconds": 2, "wait_previous_seconds": 1.5, "wait_next_seconds": 0.5}
             yield Report(member=name, member_round=pb.MemberRound(round=round_, compute_seconds=8, **waited))
             if member.stage is not None and member.stage.is_last:
                 told = pb.Evaluation(replica=member.replica.name, round=round_, loss=4.0, tokens=4096)

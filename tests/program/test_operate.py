@@ -169,7 +169,7 @@ def test_metrics_of_a_whole_run() -> None:
 
 def test_who_waits_for_a_link_is_its_receiver() -> None:
     """Only the receiver tells; an older version does not tell for which neighbour it waited."""
-    waited = {"wait_seconds": 4.0, "wait_previous_seconds": 3.0, "wait_next_seconds": 1.0}
+    waited: dict[str, Any] = {"wait_seconds": 4.0, "wait_previous_seconds": 3.0, "wait_next_seconds": 1.0}
     times = MemberRound(round=1, compute_seconds=5, outer_seconds=1, blocked_seconds=0.5, **waited)
     state = told(Report(time=START + 3, member="home.1", member_round=times))
     name = "link_waited_seconds_total"

@@ -59,7 +59,7 @@ def spec(yaml: Path) -> RunSpec:
 
 
 def member_round(member: str, round_: int, seconds: dict[str, float]) -> Report:
-    fields = {f"{part}_seconds": value for part, value in seconds.items()}
+    fields: dict[str, Any] = {f"{part}_seconds": value for part, value in seconds.items()}
     fields["wait_seconds"] = seconds.get("wait_previous", 0.0) + seconds.get("wait_next", 0.0)
     return Report(member=member, member_round=MemberRound(round=round_, **fields))
 

@@ -282,7 +282,7 @@ def test_topology_has_bandwidths_in_bytes_and_what_crosses() -> None:
 
 
 def test_a_link_shows_the_share_of_its_receivers_last_round_for_which_it_was_awaited() -> None:
-    def told(round_: int, **seconds: float) -> Report:
+    def told(round_: int, **seconds: Any) -> Report:
         times = pb.MemberRound(round=round_, compute_seconds=4.0, outer_seconds=2.0, blocked_seconds=1.0, **seconds)
         return Report(time=START + round_, member="home.1", member_round=times)
 

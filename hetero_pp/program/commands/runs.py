@@ -335,7 +335,7 @@ def validate(
     run: RunOrLog,
     pass_: Annotated[
         Path | None,
-        typer.Option("--pass", metavar="FILE", help="On another host: read what `invite --validator` printed."),
+        typer.Option("--pass", metavar="FILE", help="Read what `invite --validator` printed, on another host."),
     ] = None,
     device: Device = "auto",
     name: Annotated[
