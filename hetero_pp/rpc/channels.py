@@ -12,7 +12,7 @@ import grpc
 from hetero_pp.core.proxies import Route, route_to
 from hetero_pp.rpc.certificates import Identity
 
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 """Version of calls and frames. Members with different versions refuse each other."""
 
 
