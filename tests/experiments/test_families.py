@@ -62,6 +62,12 @@ def test_p_is_that_of_a_t_test_and_the_level_at_which_there_is_a_verdict(
     assert judge(claim, VALUES, {}, found * 1.02).verdict != "within noise"
 
 
+def test_without_spread_a_difference_beyond_its_bound_is_certain_and_one_at_its_bound_is_never() -> None:
+    values = {"base": {1: 0.5, 2: 1.5}, "more": {1: 1.5, 2: 2.5}}
+    assert p_value(Claim(text="", lower=("base", "more")), values, {}) == 0.0
+    assert p_value(Claim(text="", lower=("base", "base")), values, {}) == 1.0
+
+
 def test_one_seed_has_no_p() -> None:
     assert p_value(Claim(text="", lower=("a", "b")), {"a": {1: 1.0}, "b": {1: 2.0}}, {}) is None
     assert p_value(Claim(text="", lower=("a", "b")), {"a": {1: 1.0}, "b": {2: 2.0}}, {}) is None

@@ -167,4 +167,4 @@ def _tail(distance: float, values: Sequence[float]) -> float:
     from scipy.special import stdtr
 
     error = stdev(values) / math.sqrt(len(values))
-    return 0.0 if error == 0 else float(2 * stdtr(len(values) - 1, -distance / error))
+    return float(distance == 0) if error == 0 else float(2 * stdtr(len(values) - 1, -distance / error))
