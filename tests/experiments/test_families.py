@@ -9,7 +9,7 @@ import pytest
 
 from hetero_pp.research.experiments.claims import claim_results
 from hetero_pp.research.experiments.definition import Claim, Experiment, Row
-from hetero_pp.research.experiments.figures import distinct_claims
+from hetero_pp.research.experiments.overview import distinct_claims
 from hetero_pp.research.experiments.verdict import Values, holm, interval_of, judge, p_value
 
 BASE = [4.0, 5.0, 6.0]

@@ -115,7 +115,6 @@ FIGURES = {
     "{s/t | verdict | it costs | compressed}": "one seed",
     "{s/t | verdict | it pays}": "does not hold (2 seeds)",
     "{s/t | law | a | 64}": "4.6 % (1.0 to 20.0)",
-    "{claims | papers | all}, {claims | papers | holds} and {claims | ours | holds}": "1, 1 and 0",
 }
 
 
@@ -144,6 +143,32 @@ def test_a_figure_that_is_not_known_is_told_by_its_line(text: str, tmp_path: Pat
     with pytest.raises(ConfigError) as error:
         with_figures(tmp_path / "found.md", {"s/t": RESULT})
     assert str(error.value).startswith(f"{tmp_path / 'found.md'}:3: found `{text}`")
+
+
+def test_the_page_begins_with_the_claims_beyond_noise_and_not_with_those_that_hold(tmp_path: Path) -> None:
+    """Four of five claims have a verdict if each is judged alone; two of them still have one as a family."""
+    claims = [
+        {"p": p, "verdict": verdict, "ours": ours, "about": None, "of": "own"}
+        for p, verdict, ours in (
+            (0.0, "holds", True),
+            (0.01, "does not hold", False),
+            (0.03, "holds", False),
+            (0.04, "holds", True),
+            (0.2, "within noise", True),
+            (None, "one seed", False),
+        )
+    ]
+    result = json.loads((RESULTS / "micro" / "het-pp" / "table1.json").read_text()) | {"claims": claims}
+    (path := tmp_path / "results" / "micro" / "het-pp" / "table1.json").parent.mkdir(parents=True)
+    path.write_text(json.dumps(result))
+    write_overview(tmp_path / "results", tmp_path / "page.md", tmp_path)
+    paragraphs = (tmp_path / "page.md").read_text().split("\n\n")[:3]
+    heading, statistic, alone = (" ".join(one.split()) for one in paragraphs)
+    assert heading == "# Results"
+    assert statistic.startswith("2 of 5 claims are beyond noise ")
+    assert ": 1 of the papers (*does not hold* 1) and 1 of ours (*holds* 1). 1 of them rest on" in statistic
+    verdicts = "*holds* 1, *does not hold* 1, *one seed* 1", "*holds* 2, *within noise* 1"
+    assert f": 3 of the papers ({verdicts[0]}) and 3 of ours ({verdicts[1]})." in alone
 
 
 def test_tables_are_listed_by_paper_below_what_was_found(tmp_path: Path) -> None:

@@ -22,8 +22,7 @@ Results = Mapping[str, Result]
 def with_figures(path: Path, results: Results) -> str:
     """Return the text of a file with its figures filled in.
 
-    `{claims | WHOSE | VERDICT}` is the number of distinct claims of `papers`, or of `ours`, with that verdict; `all`
-    counts all of them. `{TABLE | WHAT | NAME...}` is one of:
+    `{TABLE | WHAT | NAME...}` is one of:
     - `loss` (nats) or `percent` (above the baseline) of a row; `paper` and `paper percent` are the paper's values.
     - `bias` (percent), `similarity`, `momentum`, `kept_momentum` (cosines), `norm`, `uncorrelated`, `gather`, `ring`,
       `sparse_ring` (megabytes), predicted `hours` of a row.
@@ -46,20 +45,6 @@ def with_figures(path: Path, results: Results) -> str:
     return _folded(re.sub(r"\{([^{}]*)\}", figure, text))
 
 
-WHOSE = {"papers": False, "ours": True}
-"""Claims of the papers, and those that are ours."""
-
-
-def distinct_claims(results: Results, ours: bool | None = None) -> list[Mapping[str, Any]]:
-    """Return the claims of all tables; claims that state the same about the same rows are returned once.
-
-    `ours`: only those that are ours, or only the papers'.
-    """
-    claims = [claim for one in results.values() for claim in one["claims"] if ours in (None, claim["ours"])]
-    known = {claim["about"]: claim for claim in reversed(claims) if claim["about"] is not None}
-    return [claim for claim in claims if claim["about"] is None or known[claim["about"]] is claim]
-
-
 def _folded(text: str) -> str:
     """Wrap every paragraph and list item to lines of even length; keep tables and the gaps between."""
     texts_and_gaps = re.split(r"(\n(?=- )|\n\n)", text.strip())
@@ -73,10 +58,6 @@ def _folded(text: str) -> str:
 
 
 def _figure(parts: list[str], results: Results) -> str:
-    if parts[0] == "claims":
-        _, whose, kind = parts
-        verdicts = [claim["verdict"] for claim in distinct_claims(results, WHOSE[whose])]
-        return str(len(verdicts) if kind == "all" else verdicts.count(kind))
     table, what, *names = parts
     result = results[table]
     forward = names.pop() if names[-1] in FORWARDS else None

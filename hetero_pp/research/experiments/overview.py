@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.files import write_whole
-from hetero_pp.research.experiments.figures import FOUND, distinct_claims, with_figures
+from hetero_pp.research.experiments.figures import FOUND, Results, with_figures
 from hetero_pp.research.experiments.markdown import COLUMNS
 from hetero_pp.research.experiments.verdict import holm
 
@@ -44,15 +45,17 @@ pass."""
 def write_overview(folder: Path, path: Path, experiments: Path) -> None:
     """Write a page that summarizes the results of a folder and links to the page of each table.
 
-    The findings in the experiments' `found.md` come first, if the file exists. Raises ConfigError if they contain a
-    figure that no result has.
+    The number of claims beyond noise comes first, then the findings in the experiments' `found.md`, if the file
+    exists. Raises ConfigError if they contain a figure that no result has.
     """
     results = dict(sorted(_results(folder), key=_place))
     lines = ["# Results", ""]
+    for paragraph in _beyond_noise(results):
+        lines += [fill(paragraph, 120, break_on_hyphens=False), ""]
     if (experiments / FOUND).exists():
         lines += [with_figures(experiments / FOUND, results).strip(), ""]
     lines += ["## How to read the tables", "", INTRODUCTION, "", *_columns(), ""]
-    lines += ["## All tables", "", *_counts(results, os.path.relpath(folder, path.parent)), "", *_together(results)]
+    lines += ["## All tables", "", *_counts(results, os.path.relpath(folder, path.parent))]
     write_whole(path, ("\n".join(lines) + "\n").encode())
 
 
@@ -93,14 +96,37 @@ def _counts(results: dict[str, dict[str, Any]], folder: str) -> Iterator[str]:
         yield f"| {link} | {result['title']} | {result['scale']} | {counts} | {ours} |"
 
 
-def _together(results: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Yield the verdicts of all tables together."""
+def distinct_claims(results: Results) -> list[Mapping[str, Any]]:
+    """Return the claims of all tables; claims that state the same about the same rows are returned once."""
+    claims = [claim for one in results.values() for claim in one["claims"]]
+    known = {claim["about"]: claim for claim in reversed(claims) if claim["about"] is not None}
+    return [claim for claim in claims if claim["about"] is None or known[claim["about"]] is claim]
+
+
+def _beyond_noise(results: Results) -> Iterator[str]:
+    """Yield paragraphs: how many claims are beyond noise after Holm's correction, and the verdicts without it."""
     claims = distinct_claims(results)
     levels = holm([claim["p"] for claim in claims])
-    kept = sum(level is not None and claim["p"] <= level for claim, level in zip(claims, levels, strict=True))
-    for whose, is_ours in (("The papers' claims", False), ("Our claims", True)):
-        verdicts = [claim["verdict"] for claim in distinct_claims(results, is_ours)]
-        yield f"{whose}: {', '.join(f'{verdicts.count(kind)} {kind}' for kind in VERDICTS)}."
     judged = len(levels) - levels.count(None)
-    yield f"Claims that compare the same rows count once. {judged} claims have two seeds or more. If Holm's correction"
-    yield f"treats these as one family, {kept} of them are not `within noise`."
+    beyond = [one for one, level in zip(claims, levels, strict=True) if level is not None and one["p"] <= level]
+    exact = sum(one["p"] == 0 for one in beyond)
+    yield (
+        f"{len(beyond)} of {judged} claims are beyond noise if Holm's correction treats all tables as one family: "
+        f"{_verdicts(beyond)}. {exact} of them rest on a difference that is the same at each seed, such as a count of "
+        "0. This statistic has the claims with two seeds or more. A claim that several tables make about the same rows "
+        "counts once."
+    )
+    yield (
+        f"Without the correction, each claim judged alone at 5 %: {_verdicts(claims)}. One of twenty claims about "
+        "nothing then gets a verdict by chance, and one seed decides nothing."
+    )
+
+
+def _verdicts(claims: Sequence[Mapping[str, Any]]) -> str:
+    """Return how many claims are the papers' and how many ours, with their verdicts."""
+    told = []
+    for whose, is_ours in (("the papers", False), ("ours", True)):
+        verdicts = [claim["verdict"] for claim in claims if claim["ours"] is is_ours]
+        kinds = ", ".join(f"*{kind}* {verdicts.count(kind)}" for kind in VERDICTS if kind in verdicts)
+        told.append(f"{len(verdicts)} of {whose} ({kinds or 'none'})")
+    return " and ".join(told)
