@@ -18,6 +18,7 @@ import pytest
 from ruamel.yaml import YAML
 from typer.testing import CliRunner
 
+from hetero_pp.config.topology import BoundarySettings
 from hetero_pp.program.cli import app
 
 ROOT = Path(__file__).parents[2]
@@ -89,6 +90,19 @@ def test_the_blocks_of_a_page_run_once_its_patches_are_applied(page: Path, folde
         [sys.executable, "page.py"], cwd=folder, env=elsewhere, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_tutorial_names_the_embedding_of_the_papers_rows_and_that_of_its_own() -> None:
+    [table] = _blocks(TUTORIAL, "yaml")
+    own = [row for row in YAML(typ="safe").load(table)["rows"] if "rank" in row]
+    papers = YAML(typ="safe").load((ROOT / "configs/experiments/het-pp/table1.yaml").read_text())["rows"]
+    embeddings = {row["embedding"] for row in papers if "paper" in row and "rank" in row}
+    text = " ".join(TUTORIAL.read_text().split())
+    assert embeddings == {"coefficients"} and "For the paper's row, write `embedding: coefficients`" in text
+    assert own and not any("embedding" in row for row in own)
+    assert (
+        BoundarySettings(rank=8).embedding == "free" and "train the whole token embedding, which is our default" in text
+    )
 
 
 @pytest.mark.starts_processes
