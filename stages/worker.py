@@ -25,6 +25,7 @@ from hetero_pp.core.finite import is_finite
 from hetero_pp.link.protocol import ACKNOWLEDGED_EVERY, LinkEnd, Message
 from hetero_pp.link.token_ids import pack_tokens, unpack_tokens
 from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, FLUSH, GRADIENT, LinkHeader, Purpose
+from hetero_pp.model.inner import REMEDIES
 from hetero_pp.pipeline.coefficients import Symbols, noise_key
 from hetero_pp.pipeline.schedule import Action, Event, forward_only, one_forward_one_backward
 from stages.activity import Activity, Timing
@@ -268,7 +269,8 @@ class StageWorker:
         alone, raises HeteroPPError.
         """
         if link is None:
-            raise HeteroPPError(f"stage {self.stage.spec.index} of {self.settings.replica} diverged: {reason}")
+            stage = f"stage {self.stage.spec.index} of {self.settings.replica}"
+            raise HeteroPPError(f"{stage} diverged: {reason}; {REMEDIES}")
         raise link.accuse(f"{reason}, computed from received values: training diverged, or these values are wrong")
 
     def _require_finite(self, symbols: Symbols, link: LinkEnd | None, what: str) -> None:

@@ -23,7 +23,7 @@ from hetero_pp.core.units import BITS_PER_SECOND, BYTES, FLOPS, SECONDS, parse_f
 class Settings(BaseModel):
     """A section of the YAML: unknown keys are errors, values do not change after loading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     former: ClassVar[Mapping[str, Any]] = {}
     """Keys that the section had, with the values that change nothing.

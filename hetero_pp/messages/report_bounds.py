@@ -18,10 +18,12 @@ MOST_LOSS = 1e6
 """Nats per token. A model that guesses has the logarithm of its vocabulary, about 12; one that diverges has more."""
 MOST_NORM = 1e30
 """Norm of a gradient: below the largest fp32 number, 3e38."""
+_MOST_DIVERGED = 1e60
+"""Above every norm and loss that is computed from fp32 numbers and is finite."""
 MOST_RATE = 1e6
-"""Learning rate."""
+"""Learning rate, also in the settings."""
 MOST_SECONDS = 1e8
-"""Three years."""
+"""Three years, also in the settings."""
 MOST_BYTES = 1 << 50
 """Bytes on one direction of one link in one round: 1 PiB."""
 LEAST_BITS_PER_SECOND, MOST_BITS_PER_SECOND = 1.0, 1e15
@@ -32,7 +34,7 @@ MOST_TOKENS = 1 << 40
 MOST_REFUSED = 1_000_000
 """Messages that one report of refusals may stand for. They are reported once per second."""
 MOST_STEPS = 1 << 30
-"""Inner steps of a round, if neither their number nor the duration of a round is known."""
+"""Inner steps of a round, also in the settings, and if neither their number nor the duration of a round is known."""
 
 _SECONDS = (0.0, MOST_SECONDS)
 _RANGES: Mapping[str, Mapping[str, tuple[float, float]]] = {
@@ -67,8 +69,8 @@ _RANGES: Mapping[str, Mapping[str, tuple[float, float]]] = {
 }
 """Event that a member may report -> field -> smallest and largest number, both allowed."""
 
-_DIVERGING = ("loss", "gradient_norm")
-"""Fields that are not finite in an honest report of a run that diverges; such a number counts as unknown."""
+_DIVERGING = {"loss": MOST_LOSS, "gradient_norm": MOST_NORM}
+"""Fields that are out of range or not finite in an honest report of a run that diverges."""
 
 _FIRST_ROUND: Mapping[str, int] = {
     "inner_step": 1,
@@ -110,22 +112,21 @@ def complaint(report: Report, last_round: int, bounds: ReportBounds) -> str | No
     return None
 
 
-def drop_unknown(report: Report) -> bool:
-    """Clear losses and norms of an inner step that are not finite, as happens in a run that diverges.
-
-    Return False for an evaluation with a loss that is not finite, because nothing is left of it.
-    """
-    if report.HasField("inner_step"):
-        step = report.inner_step
-        for name in _DIVERGING:
-            if step.HasField(name) and not math.isfinite(getattr(step, name)):
-                step.ClearField(name)
-    return not report.HasField("evaluation") or math.isfinite(report.evaluation.loss)
+def limit_diverged(report: Report) -> None:
+    """Set losses and norms that diverged to the end of their range, because no reader has to expect NaN or more."""
+    event = report.WhichOneof("event") or ""
+    for name in _RANGES.get(event, {}).keys() & _DIVERGING.keys():
+        told = getattr(report, event)
+        if _is_told(told, name) and _has_diverged(told, name):
+            setattr(told, name, _DIVERGING[name])
 
 
 def _has_diverged(told: Message, name: str) -> bool:
-    """Return whether a loss or a norm has a value that occurs when training diverges: NaN or infinity."""
-    return name in _DIVERGING and (math.isnan(getattr(told, name)) or getattr(told, name) == math.inf)
+    """Return whether a loss or a norm has a value that occurs only when training diverges."""
+    if name not in _DIVERGING:
+        return False
+    value = getattr(told, name)
+    return math.isnan(value) or value == math.inf or _DIVERGING[name] < value <= _MOST_DIVERGED
 
 
 def _is_told(told: Message, name: str) -> bool:

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from hetero_pp.config.settings import Beta, NotPartOf, Seconds, Settings
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.units import format_count, format_seconds
+from hetero_pp.messages.report_bounds import MOST_RATE, MOST_SECONDS, MOST_STEPS
 from hetero_pp.model.learning_rates import ByRounds, BySteps, LearningRates
 from hetero_pp.model.transformer import EMBEDDING, LAYERS
 
@@ -31,19 +32,24 @@ _ROWS = 4096
 """Rows of the embedding that weight decay changes at once."""
 
 
+REMEDIES = "lower inner.learning_rate, inner.clip_norm or outer.learning_rate, or raise inner.warmup_steps"
+"""Settings that help a run that diverges."""
+
+
 class InnerSettings(Settings):
     """Inner loop of a round: a number of steps, or as many as fit into a given time."""
 
     steps: int | None = Field(
-        10, ge=1, description="inner steps per outer round (H in the papers); null with `seconds`"
+        10, ge=1, le=MOST_STEPS, description="inner steps per outer round (H in the papers); null with `seconds`"
     )
     seconds: Seconds | None = Field(
         None,
         gt=0,
+        le=MOST_SECONDS,
         description="duration of the inner steps of a round, instead of `steps`: each "
         "replica takes as many as fit, at least one",
     )
-    learning_rate: Annotated[float, NotPartOf.PAST] = Field(1e-2, gt=0)
+    learning_rate: Annotated[float, NotPartOf.PAST] = Field(1e-2, gt=0, le=MOST_RATE)
     final_learning_rate_share: Annotated[float, NotPartOf.PAST] = Field(
         0.1, ge=0, le=1, description="learning rate at the end of the cosine, as a share of the peak"
     )
@@ -51,7 +57,7 @@ class InnerSettings(Settings):
         10, ge=0, description="steps of linear warmup, with `steps`"
     )
     warmup_rounds: Annotated[float | None, NotPartOf.PAST] = Field(
-        None, ge=0, allow_inf_nan=False, description="rounds of linear warmup with `seconds`; 1 by default"
+        None, ge=0, description="rounds of linear warmup with `seconds`; 1 by default"
     )
     optimizer: Literal["adamw", "sgd", "muon"] = Field(
         "adamw",

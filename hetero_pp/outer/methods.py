@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from hetero_pp.config.settings import AddedLater, Beta, NotPartOf, Ratio, Settings
+from hetero_pp.messages.report_bounds import MOST_RATE
 from hetero_pp.model.learning_rates import BySteps
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 
@@ -107,7 +108,7 @@ class OuterSettings(Settings):
         "difference", description="values to average: parameter differences after H steps, or gradients in every step"
     )
     learning_rate: Annotated[float, NotPartOf.PAST] = Field(
-        1.0, gt=0, description="outer learning rate (eta in the papers)"
+        1.0, gt=0, le=MOST_RATE, description="outer learning rate (eta in the papers)"
     )
     final_learning_rate_share: Annotated[float, NotPartOf.PAST] = Field(
         1.0,

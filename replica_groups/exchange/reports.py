@@ -26,7 +26,7 @@ from hetero_pp.core.units import format_seconds
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.messages.refusals import Kind
-from hetero_pp.messages.report_bounds import ReportBounds, complaint, drop_unknown
+from hetero_pp.messages.report_bounds import ReportBounds, complaint, limit_diverged
 from hetero_pp.outer.exchange_service import Caller, IsAsked, always
 from hetero_pp.run.spec import Roster
 from replica_groups.exchange.log import ContributionLog
@@ -217,14 +217,12 @@ class Reports:
     def _tell(self, reports: Sequence[pb.Report]) -> None:
         """Date reports by one clock that is never set back, and pass them on in that order."""
         with self._reporting:
-            kept = []
             for report in reports:
                 if report.member == EXCHANGE:
                     report.time = self._reports.now()
-                    kept.append(report)
-                elif self._reports.take(report):
-                    kept.append(report)
-            self.watchers.tell(kept)
+                else:
+                    self._reports.take(report)
+            self.watchers.tell(reports)
 
 
 class MemberReports:
@@ -275,8 +273,8 @@ class MemberReports:
                 return _REFUSALS_AT_ONCE + math.ceil(_REFUSALS_A_SECOND * seconds)
         return rounds
 
-    def take(self, report: pb.Report) -> bool:
-        """Date an accepted report; return False if nothing useful is left of it.
+    def take(self, report: pb.Report) -> None:
+        """Date an accepted report, and bring its numbers into their ranges.
 
         Its time becomes the exchange's time of its arrival, less its age when it was sent. A member cannot date a
         report before its previous one.
@@ -290,7 +288,7 @@ class MemberReports:
         if report.HasField("computes"):
             report.computes.device = report.computes.device[:DEVICE_CHARACTERS]
         report.time = self._newest[report.member] = max(made, self._newest.get(report.member, self._first))
-        return drop_unknown(report)
+        limit_diverged(report)
 
 
 def _reports_of(effect: e.Effect, replicas: Mapping[str, str]) -> Iterator[pb.Report]:

@@ -20,6 +20,7 @@ from hetero_pp.core.errors import HeteroPPError, Stopped
 from hetero_pp.core.finite import is_finite
 from hetero_pp.core.tensor_files import Scratch
 from hetero_pp.messages.messages_pb2 import RoundRecord
+from hetero_pp.model.inner import REMEDIES
 from hetero_pp.model.transformer import Shapes, block_of, shapes_by_block
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import OuterOptimizer, RoundOptimizer, parameter_sha256, start_before_mean
@@ -189,7 +190,8 @@ class OuterRound:
         for name, shape in shapes.items():
             delta = self._contributed(round_, name)
             if not is_finite(delta):
-                raise HeteroPPError(f"{self.calls.member} diverged: {name} is not finite after round {round_}")
+                found = f"{name} is not finite after round {round_}"
+                raise HeteroPPError(f"{self.calls.member} diverged: {found}; {REMEDIES}")
             yield name, shape, self._select(name, delta, round_)
 
     def _contributed(self, round_: int, name: str) -> Tensor:

@@ -6,15 +6,22 @@ import math
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import get_args
 
 import pytest
+from pydantic.fields import FieldInfo
 from small_run import Run
+from typer.testing import CliRunner
 
 from hetero_pp.core.errors import Refused
 from hetero_pp.core.steady_clock import steady_clock
 from hetero_pp.messages import messages_pb2 as pb
+from hetero_pp.messages import report_bounds
 from hetero_pp.messages.refusals import Kind
-from hetero_pp.messages.report_bounds import MOST_BYTES, ReportBounds, complaint
+from hetero_pp.messages.report_bounds import MOST_BYTES, MOST_LOSS, MOST_NORM, ReportBounds, complaint
+from hetero_pp.model.inner import InnerSettings
+from hetero_pp.outer.methods import OuterSettings
+from hetero_pp.program.cli import app
 from hetero_pp.rpc.permissions import REPORTS
 from hetero_pp.run.spec import Roster
 from replica_groups.exchange import reports as reports_module
@@ -137,15 +144,52 @@ def test_what_is_in_range_is_passed_on(run: Run) -> None:
     assert run.exchange.refusals == 0
 
 
-def test_losses_of_a_run_that_diverges_are_unknown(run: Run) -> None:
-    """Such losses are honest, but not numbers that statistics could use."""
-    run.exchange.report([_step(loss=math.nan, gradient_norm=math.inf), _evaluation(loss=math.nan)])
+def test_losses_of_a_run_that_diverges_end_at_their_largest_number(run: Run) -> None:
+    """Such losses are honest, but not numbers that readers of JSON and statistics could use."""
+    diverged = [_step(loss=math.nan, gradient_norm=3e38), _evaluation(loss=math.inf), _step(loss=1e12)]
+    run.exchange.report([*diverged, _step(loss=3.0), _evaluation(loss=4.0)])
     run.exchange.end_watching()
     told = [one for one in run.exchange.watch() if one.member == "a" and not one.HasField("joined")]
-    assert [one.WhichOneof("event") for one in told] == ["inner_step"]
-    assert not told[0].inner_step.HasField("loss")
-    assert not told[0].inner_step.HasField("gradient_norm")
+    losses = [getattr(one, one.WhichOneof("event") or "").loss for one in told]
+    assert losses == [MOST_LOSS, MOST_LOSS, MOST_LOSS, 3.0, 4.0]
+    assert told[0].inner_step.gradient_norm == MOST_NORM
+    assert not told[3].inner_step.HasField("gradient_norm")
     assert run.exchange.refusals == 0
+
+
+def test_no_setting_is_larger_than_what_a_report_of_it_may_say() -> None:
+    """Otherwise `check` accepts a setting, and then the exchange refuses an honest member."""
+    reported = {name: most for ranges in report_bounds._RANGES.values() for name, (_, most) in ranges.items()}
+    reported |= {"steps": report_bounds.MOST_STEPS, "seconds": reported["compute_seconds"]}
+    found = []
+    for section in (InnerSettings, OuterSettings):
+        for name in section.model_fields.keys() & reported.keys():
+            most = next(one.le for one in _constraints(section.model_fields[name]) if hasattr(one, "le"))
+            assert most <= reported[name], f"{section.__name__}.{name}"
+            found.append(name)
+    assert sorted(found) == ["learning_rate", "learning_rate", "seconds", "steps"]
+
+
+def _constraints(field: FieldInfo) -> Iterator[object]:
+    """Yield the constraints of a field, also of one that may be null."""
+    yield from field.metadata
+    for part in get_args(field.annotation):
+        yield from getattr(part, "__metadata__", ())
+
+
+def test_a_setting_beyond_its_reports_is_refused_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "t.yaml"
+    said = {
+        "inner: {learning_rate: 1e8}": "inner.learning_rate: found `100000000.0`, expected at most 1e+06",
+        "outer: {rounds: 1, learning_rate: .inf}": "outer.learning_rate",
+        "inner: {weight_decay: .inf}": "inner.weight_decay",
+        "inner: {seconds: 1e9}": "inner.seconds: found `1000000000.0`, expected at most 1e+08",
+    }
+    for line, expected in said.items():
+        path.write_text(f"name: t\n{line}\n")
+        result = CliRunner().invoke(app, ["check", str(path)])
+        assert result.exit_code == 2
+        assert f"{path}:2: {expected}" in result.stderr
 
 
 @pytest.mark.parametrize("make", [_evaluation, _round, _use, _refusal, _activity])
@@ -177,7 +221,7 @@ class _Clock:
 
 def _dated(reports: MemberReports, time: float, sent: float | None = None) -> float:
     report = pb.Report(member="a", time=time, sent=sent, finished=pb.Finished())
-    assert reports.take(report)
+    reports.take(report)
     return report.time
 
 

@@ -29,6 +29,8 @@ from test_standings import standing
 
 from hetero_pp.config.links import DIRECTIONS
 from hetero_pp.messages.messages_pb2 import CONTRIBUTING, FINISHING, JOINING, PAUSED, SILENT, Report
+from hetero_pp.messages.report_bounds import MOST_LOSS
+from hetero_pp.model.inner import REMEDIES
 from hetero_pp.program.report.display import LOSS_SECONDS, LiveDisplay
 from hetero_pp.program.report.live_view import live_view
 from hetero_pp.program.report.result import print_result
@@ -84,6 +86,31 @@ def test_rounds_of_time_in_lines_and_live() -> None:
     shown = text_of(live_view(state, START + 21, height=40))
     assert re.search(r"seconds of this round .* 3/8\b", shown)
     assert re.search(r"dc +datacenter +8 ", shown)
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_replicas_that_diverge_are_told_once_with_what_helps(is_terminal: bool) -> None:
+    """In one line, although their losses arrive one by one, and at the end again. NaN arrives as the largest loss."""
+    out, state = io.StringIO(), RunState(made_up_spec())
+    console = Console(file=out, width=400, force_terminal=is_terminal)
+    high = {"dc": 41.5, "home": MOST_LOSS}
+    with LiveDisplay(state, console, lambda: START) as display:
+        for report in made_up_reports():
+            if report.HasField("evaluation") and report.evaluation.round > 0:
+                report.evaluation.loss = high[report.evaluation.replica]
+            state.apply(report)
+            display.refresh()
+    losses = "dc 41.5000 in round 1, home 1,000,000 or more in round 1"
+    line = f"Training diverged: loss of the untrained model 6.2000, of {losses}; {REMEDIES}"
+    assert out.getvalue().count("diverged") == out.getvalue().count(line) == 1
+    summary = summary_of(state)
+    assert [(one["replica"], one["round"], one["loss"]) for one in summary["diverged"]] == [
+        ("dc", 1, 41.5),
+        ("home", 1, MOST_LOSS),
+    ]
+    closing = io.StringIO()
+    print_result(Console(file=closing, width=400), summary, Path("/runs/made-up"))
+    assert f"{line}." in closing.getvalue()
 
 
 def test_who_is_missing_at_the_start_and_later_is_told_once() -> None:

@@ -25,7 +25,7 @@ from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.outer.step import parameter_sha256, parameters_sha256
 from hetero_pp.program.launch import in_process
 from hetero_pp.program.launch.command import run_topology
-from hetero_pp.program.report.state import RunState
+from hetero_pp.program.report.state import DIVERGED_NATS, RunState
 from hetero_pp.program.simulate import Outputs, simulate
 from hetero_pp.run.snapshot import open_snapshot
 from replica_groups.exchange.auditor import Auditor
@@ -105,6 +105,7 @@ def trained(corpus: Path) -> Iterator[tuple[float, Run]]:
 def test_it_has_the_bits_of_a_launched_run(launched: Path, trained: tuple[float, Run]) -> None:
     expected, (initial, run) = _summary(launched), trained
     assert initial == expected["initial_validation_loss"]
+    assert "diverged" not in expected
     assert [one.round for one in run.results] == [1, 2, 3]
     assert [one.validation_loss for one in run.results] == expected["validation_loss"]
     assert run.validation_loss == expected["validation_loss"][-1]
@@ -133,6 +134,18 @@ def test_links_carried_the_bytes_of_a_launched_run(launched: Path, trained: tupl
     }
     assert len(told) == (4 + 2) * 2 * ROUNDS
     assert told == {key: size for key, size in uses.items() if key[2] > 0}
+
+
+def test_a_run_that_diverges_says_so_and_ends_well(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    replicas = "replicas=[{name: a, kind: datacenter, batch_size: 4}, {name: b, kind: datacenter, batch_size: 4}]"
+    changed = [f"data.corpus={corpus}", "inner={steps: 3, learning_rate: 30, warmup_steps: 0}", replicas]
+    run_topology(MIXED, changed, tmp_path, in_process=True)
+    said, found = capsys.readouterr().out, _summary(tmp_path / "mixed")["diverged"]
+    assert [line for line in said.splitlines() if line.startswith("Training diverged: loss of the untrained model ")]
+    assert {one["replica"] for one in found} == {"a", "b"}
+    assert all(one["loss"] > one["untrained_loss"] + DIVERGED_NATS for one in found)
 
 
 def test_what_cannot_begin_leaves_no_member_behind(

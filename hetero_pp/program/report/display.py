@@ -14,7 +14,7 @@ from hetero_pp.program.report.json_lines import about
 from hetero_pp.program.report.live_view import live_view
 from hetero_pp.program.report.output import tell
 from hetero_pp.program.report.reading import now_and_then
-from hetero_pp.program.report.round_lines import joined_line, round_line, start_line, waiting_line
+from hetero_pp.program.report.round_lines import divergence_line, joined_line, round_line, start_line, waiting_line
 from hetero_pp.program.report.state import RunState
 
 REFRESH_SECONDS = 0.25
@@ -35,6 +35,7 @@ class LiveDisplay:
         self._reading = now_and_then(self._say, clock)
         self._joining_told = False
         self._waiting_told: Waiting | None = None
+        self._diverged_told: set[str] = set()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="display", daemon=True)
 
@@ -58,6 +59,7 @@ class LiveDisplay:
             self._live.stop()
         else:
             self._say_what_is_new(is_last=True)
+        self._say_divergence(is_last=True)
 
     def refresh(self) -> None:
         """Update what is shown. The display does so by itself every REFRESH_SECONDS."""
@@ -65,6 +67,7 @@ class LiveDisplay:
             self._live.update(self.view(), refresh=True)
         else:
             self._say_what_is_new(is_last=False)
+        self._say_divergence(is_last=False)
 
     def view(self) -> Group:
         with self._state.lock:
@@ -111,6 +114,16 @@ class LiveDisplay:
                 lines.append(round_line(self._state, round_))
                 self._rounds_told = round_
         return lines
+
+    def _say_divergence(self, is_last: bool) -> None:
+        """Say once of each replica that it diverged: of all whose losses of a round show it in one line."""
+        with self._state.lock:
+            untold = [one for name, one in self._state.diverged.items() if name not in self._diverged_told]
+            due = [one for one in untold if is_last or self._is_complete(one.round)]
+            self._diverged_told |= {one.replica for one in due}
+        if due:
+            with about("diverged"):
+                self._say(divergence_line(due))
 
     def _is_complete(self, round_: int) -> bool:
         """Return whether the validation loss of a round is known, or is not waited for any longer.

@@ -15,7 +15,7 @@ from typing import TextIO
 from hetero_pp.core.files import print_without_fail
 from hetero_pp.messages.messages_pb2 import Happened, Report
 
-_WARNINGS = frozenset({"refusal", "failure", "waiting", "state_saving"}) | {
+_WARNINGS = frozenset({"refusal", "failure", "waiting", "state_saving", "diverged"}) | {
     Happened.Name(what).lower()
     for what in Happened.values()
     if Happened.Name(what) not in ("HAPPENED_UNSPECIFIED", "WENT_ON", "HEALED", "INJECTED")

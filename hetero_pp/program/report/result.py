@@ -13,6 +13,8 @@ from hetero_pp.config.lines import WAYS
 from hetero_pp.config.links import DIRECTIONS, EXCHANGE
 from hetero_pp.core.units import format_bytes, format_count, format_number, format_seconds, format_share, format_times
 from hetero_pp.program.report.output import say
+from hetero_pp.program.report.round_lines import divergence_line
+from hetero_pp.program.report.state import Divergence
 from hetero_pp.program.report.tables import PlainTable, format_bandwidth, format_loss
 from replica_groups.exchange.patience import listed
 
@@ -79,6 +81,8 @@ def _result_lines(summary: Mapping[str, Any], folder: Path) -> Iterator[str]:
     elif hashes:
         yield "The replicas do not hold the same weights."
     yield from _membership_events(summary)
+    if "diverged" in summary:
+        yield f"{divergence_line([Divergence(**one) for one in summary['diverged']])}."
     yield from _audit_lines(summary.get("audit", {}))
     if summary["refusals"]:
         kinds = ", ".join(f"{count} {kind}" for kind, count in summary["refusals_by_kind"].items())

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from hetero_pp.config.topology import DatacenterReplica
 from hetero_pp.core.units import format_bytes, format_count, format_number, format_seconds, format_share
 from hetero_pp.messages.messages_pb2 import CONTRIBUTING, FINISHING, JOINING, STORING, Waiting
+from hetero_pp.model.inner import REMEDIES
 from hetero_pp.outer.exchange_service import FIRST_TOLD
-from hetero_pp.program.report.state import RunState
+from hetero_pp.program.report.state import Divergence, RunState
 from hetero_pp.program.report.tables import format_loss
 from hetero_pp.run.hardware import hardware_of
 from hetero_pp.simulator.costs import step_flops
@@ -156,6 +157,13 @@ def speeds(state: RunState, round_: int, members: Sequence[str], tokens: int, se
         yield f"MFU {format_share(done / seconds / peak)}"
     if used := max((state.device_bytes.get(name, 0) for name in members), default=0):
         yield f"{format_bytes(used)} of GPU memory"
+
+
+def divergence_line(found: Sequence[Divergence]) -> str:
+    """Return a line on replicas that have diverged, with the settings that help."""
+    losses = listed([f"{one.replica} {format_loss(one.loss)} in round {one.round}" for one in found])
+    untrained = format_loss(max(one.untrained_loss for one in found))
+    return f"Training diverged: loss of the untrained model {untrained}, of {losses}; {REMEDIES}"
 
 
 def _validation(state: RunState, round_: int) -> str:

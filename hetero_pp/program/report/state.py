@@ -46,6 +46,8 @@ from replica_groups.exchange.tally import Tally
 
 _KINDS = frozenset(Kind)
 _ANY = ReportBounds()
+DIVERGED_NATS = 1.0
+"""Nats above the loss of the untrained model that no honest run reaches, in an evaluation or as the mean of a round."""
 MOST_STEPS_SHOWN = 1_000_000
 """Most inner steps of a round whose number of steps is not known beforehand."""
 
@@ -69,6 +71,17 @@ class ClosedRound:
     time: float
     bytes: int
     kept_values: int
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """First loss of a replica that is far above that of the untrained model."""
+
+    replica: str
+    round: int
+    loss: float
+    untrained_loss: float
+    """Loss of the untrained model: that of a guess, or of the initial weights if it is larger."""
 
 
 class RunState:
@@ -121,6 +134,8 @@ class RunState:
         """Number of recomputations of a replica's round."""
         self.failed_checks: list[Judgement] = []
         """Recomputations that found something else than a replica had contributed."""
+        self.diverged: dict[str, Divergence] = {}
+        """Replicas that have diverged."""
         self.standings = Standings(spec)
         self.tally = Tally({name: member.replica.name for name, member in spec.members.items()}, self.standings.awaited)
         """Counters of the whole run, also where reports of its beginning are missing."""
@@ -289,6 +304,13 @@ class RunState:
         replica = self._replica(evaluation.replica)
         if replica is not None:
             replica.validation_loss[evaluation.round] = evaluation.loss
+            self._compare(replica, evaluation.round, evaluation.loss)
+
+    def _compare(self, replica: ReplicaState, round_: int, loss: float | None) -> None:
+        """Compare a loss with that of the untrained model, and keep the first that is far above it."""
+        untrained = max(math.log(self.spec.shape.vocabulary), replica.validation_loss.get(0, 0.0))
+        if loss is not None and loss > untrained + DIVERGED_NATS and replica.name not in self.diverged:
+            self.diverged[replica.name] = Divergence(replica.name, round_, loss, untrained)
 
     def _used(self, time: float, use: LinkUse) -> None:
         link = self._links.get(use.link)
@@ -304,6 +326,7 @@ class RunState:
                 tokens = rows.get(one.name, 0) * self.spec.config.data.sequence_length
                 one.keep(record.round, contribution.steps, tokens)
         for replica in self.replicas.values():
+            self._compare(replica, record.round, replica.round_loss(record.round))
             replica.settle(record.round)
         for link in self._links.values():
             for direction in link.directions.values():

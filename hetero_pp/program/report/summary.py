@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from google.protobuf.message import Message
@@ -38,6 +39,7 @@ def summary_of(state: RunState) -> dict[str, Any]:
             "refusals_told_by": dict(sorted(state.refusals_told.items())),
             "changes": state.changes.history,
             **_audit(state),
+            **_diverged(state),
         } | ({} if state.failed is None else {"failed": state.failed})
 
 
@@ -53,6 +55,11 @@ def _audit(state: RunState) -> dict[str, Any]:
         "unaudited": state.standings.unaudited or (None if is_judged else "no validator has judged a round"),
     }
     return {"audit": found} if any(found.values()) else {}
+
+
+def _diverged(state: RunState) -> dict[str, Any]:
+    """Return the replicas that have diverged, under `diverged`; nothing if there are none."""
+    return {"diverged": [asdict(one) for one in state.diverged.values()]} if state.diverged else {}
 
 
 def _fields(message: Message) -> dict[str, Any]:

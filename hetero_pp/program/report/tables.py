@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hetero_pp.core.units import format_bits_per_second
+from hetero_pp.messages.report_bounds import MOST_LOSS
 from hetero_pp.program.report.encoding import in_ascii
 from hetero_pp.program.report.folding import fold, fold_names, widest_part, widest_word
 
@@ -172,5 +173,7 @@ def format_two(there: float | None, back: float | None) -> str:
 
 
 def format_loss(loss: float | None) -> str:
-    """Format a loss; None (not known) is a dash."""
+    """Format a loss; None (not known) is a dash. Reports end at MOST_LOSS, which also stands for NaN."""
+    if loss is not None and loss >= MOST_LOSS:
+        return f"{MOST_LOSS:,.0f} or more"
     return "–" if loss is None else f"{loss:.4f}"
