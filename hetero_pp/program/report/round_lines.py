@@ -149,7 +149,8 @@ def speeds(state: RunState, round_: int, members: Sequence[str], tokens: int, se
     done = peak = 0.0
     for name in members:
         member, hardware = state.spec.members[name], hardware_of(state.devices.get(name, ""))
-        steps = state.replicas[member.replica.name].steps(round_) or state.inner_steps or 0
+        known = state.replicas.get(member.replica.name)  # reports on an optional replica may have been missed
+        steps = (known and known.steps(round_)) or state.inner_steps or 0
         if hardware is not None and steps:
             done += steps * step_flops(state.spec, member)
             peak += hardware.flops * (member.replica.world if isinstance(member.replica, DatacenterReplica) else 1)
