@@ -200,7 +200,7 @@ class Told:
     def seconds(self, member: str, replica: str, round_: int, samples: Sequence[Sample]) -> dict[str, float]:
         """Return the seconds of a round beside its steps."""
         began, applied, done = self.outer(member, round_)
-        blobs = self.written(f"log/round-{round_:06d}/{replica}/**/*.blob")
+        blobs = self.written(f"log/round-{round_:06d}/{replica}/**/*.blob*")
         state = self.folder.state(member) / f"round-{round_:06d}" / "digests.json"
         found = {
             "contribute": blobs - began,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -31,10 +31,6 @@ class FullDisk:
     def put(self, key: str, data: bytes) -> None:
         self._require_space(key)
         self._store.put(key, data)
-
-    def put_all(self, objects: Mapping[str, bytes]) -> None:
-        self._require_space(next(iter(objects)))
-        self._store.put_all(objects)
 
     def create(self, key: str, data: bytes) -> bool:
         self._require_space(key)

@@ -11,7 +11,7 @@ import secrets
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -57,29 +57,6 @@ def write_json(path: Path | None, value: Any) -> None:
     """Write a value as JSON, as `write_whole` does; without a path do nothing."""
     if path is not None:
         write_whole(path, (json.dumps(value, indent=1) + "\n").encode())
-
-
-def write_all(files: Mapping[Path, bytes]) -> None:
-    """Write files as `write_whole` does, into folders that exist. Each folder is flushed once.
-
-    If this fails, some of the files may be written. An OSError names the file, and no partial file is left.
-    """
-    parts = {path: part_of(path) for path in files}
-    try:
-        for path, part in parts.items():
-            with naming(path):
-                part.write_bytes(files[path])
-        for path, part in parts.items():  # after all writes, so that the disk takes them together
-            with naming(path):
-                flush(part)
-                part.replace(path)
-    finally:
-        for part in parts.values():
-            with suppress(OSError):  # already renamed, or never created
-                part.unlink()
-    for folder in {path.parent for path in files}:
-        with naming(folder):
-            flush(folder)
 
 
 @contextmanager

@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 
 from hetero_pp.config.links import EXCHANGE
-from hetero_pp.run.spec import RunSpec
+from hetero_pp.pseudo_gradient.together import batches
+from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.simulator.loads import blob_sizes
 from hetero_pp.simulator.memory import moment_bytes, outer_moment_bytes, parameters_of_model
 
@@ -70,7 +71,7 @@ def disk_files(spec: RunSpec, names: Sequence[str]) -> dict[str, int]:
     found["other"] = _OTHER_FILES
     if config.store.url is None:
         found["run checkpoints"] = 1 + min(config.snapshots.keep, -(-rounds // config.snapshots.every))
-        found["contributions"] = _held_rounds(spec) * sum(map(len, blob_sizes(spec).values()))
+        found["contributions"] = _held_rounds(spec) * sum(_deposits(spec, one) for one in spec.members.values())
         found["records"] = 2 * rounds
         found["other"] += len(spec.members)  # the incarnation of each slot
     return found
@@ -83,6 +84,12 @@ def space_on_disk(spec: RunSpec, names: Sequence[str]) -> dict[str, float]:
         count = max(1, files.get(purpose, 1))
         space[purpose] = count * _DISK_BLOCK_BYTES * math.ceil(size / count / _DISK_BLOCK_BYTES)
     return space
+
+
+def _deposits(spec: RunSpec, member: MemberSpec) -> int:
+    """Return how many files have the blobs of one member and round: one for each deposit."""
+    blocks, sizes = spec.roster.blocks[member.name], blob_sizes(spec)[member.replica.name]
+    return sum(1 for _ in batches((block, range(size)) for block, size in sizes.items() if block in blocks))
 
 
 def _held_rounds(spec: RunSpec) -> int:

@@ -13,13 +13,13 @@ import errno
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, TypeVar
 
 from hetero_pp.core.errors import StoreError
-from hetero_pp.core.files import flush, free_space, is_part, part_of, remove_parts, whole, write_all
+from hetero_pp.core.files import flush, free_space, is_part, part_of, remove_parts, whole, write_whole
 from hetero_pp.store.store import Store, checked
 
 MOST_TRIES = 10
@@ -38,19 +38,13 @@ class FolderStore:
             return self.path(key).read_bytes()
 
     def put(self, key: str, data: bytes) -> None:
-        self.put_all({key: data})
-
-    def put_all(self, objects: Mapping[str, bytes]) -> None:
-        """Write objects; each folder is flushed once, which takes as long as a file."""
-        files = {self.path(key): data for key, data in objects.items()}
+        path = self.path(key)
 
         def put() -> None:
-            for folder in {path.parent for path in files}:
-                make_folder(folder)
-            write_all(files)
+            make_folder(path.parent)
+            write_whole(path, data)
 
-        first = next(iter(files))
-        with storing("written", first if len(files) == 1 else first.parent):
+        with storing("written", path):
             _retried(put)
 
     def create(self, key: str, data: bytes) -> bool:

@@ -78,10 +78,6 @@ class ObjectStore:
         with self._told("written", key):
             obstore.put(self._objects, checked(key), data, chunk_size=PART_BYTES)
 
-    def put_all(self, objects: Mapping[str, bytes]) -> None:
-        for key, data in objects.items():
-            self.put(key, data)
-
     def create(self, key: str, data: bytes) -> bool:
         with self._told("written", key):
             try:

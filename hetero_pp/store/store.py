@@ -7,7 +7,7 @@ on any machines, which one was first.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -30,9 +30,6 @@ class Store(Protocol):
 
     def put(self, key: str, data: bytes) -> None:
         """Write an object, replacing any earlier one."""
-
-    def put_all(self, objects: Mapping[str, bytes]) -> None:
-        """Write several objects. If this fails, some may be written."""
 
     def create(self, key: str, data: bytes) -> bool:
         """Write an object unless it exists; return whether this call created it.

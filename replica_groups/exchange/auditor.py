@@ -15,7 +15,7 @@ from hetero_pp.run.snapshot import Snapshot
 from replica_groups.exchange.audits import write_audit
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.follower import Follower
-from replica_groups.exchange.log import ContributionLog, key_of, round_key, snapshot_key
+from replica_groups.exchange.log import TOGETHER, ContributionLog, key_of, round_key, snapshot_key
 from replica_groups.exchange.uploads import UPLOADED
 
 
@@ -64,7 +64,7 @@ class Retention:
             self.log.store.delete(blobs)
 
     def _blobs(self, round_: int) -> list[str]:
-        return [key for key in self.log.store.below(round_key(round_)) if key.endswith((".blob", UPLOADED))]
+        return [key for key in self.log.store.below(round_key(round_)) if key.endswith((".blob", TOGETHER, UPLOADED))]
 
     def _remove_uncounted(self, round_: int) -> None:
         try:
@@ -72,7 +72,10 @@ class Retention:
         except (DamagedFile, FileNotFoundError):
             return  # of a round before the run went on, from a later snapshot: nobody knows what counted
         counted = {key_of(record, entry, blob) for entry in record.contributions for blob in entry.blobs}
-        self.log.store.delete([key for key in self._blobs(round_) if key not in counted])
+        for key in self._blobs(round_):
+            with suppress(DamagedFile):  # it stays, for whoever repairs it
+                if counted.isdisjoint(self.log.index(key) if key.endswith(TOGETHER) else [key]):
+                    self.log.store.delete([key])
 
 
 class Auditor:

@@ -3,6 +3,7 @@
     snapshot-000000.safetensors
     round-000001/record.json
     round-000001/<replica>/<epoch>/<block>.<digest>.blob
+    round-000001/<replica>/<epoch>/<digest>.blobs           several of one deposit, behind an index of them
     audited/round-000001.json
     audited/scores-000001.json
     terms/<place>/<n>
@@ -17,10 +18,12 @@ blob overwrites another. An exchange therefore holds nothing that cannot be read
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import secrets
 import struct
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 
 from google.protobuf.json_format import MessageToJson, Parse, ParseError
 
@@ -29,7 +32,7 @@ from hetero_pp.core.errors import DamagedFile, StoreError
 from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry, RoundRecord
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, contribution_digest
 from hetero_pp.run.snapshot import OpenSnapshot, Snapshot, open_snapshot, save_snapshot
-from hetero_pp.store.folder import reading, writing
+from hetero_pp.store.folder import reading, storing, writing
 from hetero_pp.store.store import Store
 from replica_groups.exchange.audits import audit_key, audited, scored, scores_key
 
@@ -41,6 +44,13 @@ newest claims must not succeed with an older number."""
 _NAMED_DIGITS = 16
 """Digits of a blob's digest in its name, enough to tell the blobs of one member, round and generation apart."""
 
+TOGETHER = ".blobs"
+_INDEX_LENGTH = struct.Struct("<I")
+_INDEX_BYTES_MAX = 1 << 20
+"""Bytes of an index, at most: a deposit names a thousand blobs in less."""
+_INDEXES = 256
+"""Indexes in memory, a few hundred bytes each."""
+
 
 class ContributionLog:
     """Reads and writes the log in one store. May be used by many threads and machines at once."""
@@ -49,23 +59,76 @@ class ContributionLog:
         self.store = store
         self._unsure: dict[str, bytes] = {}
         """Claims whose write failed, so that the store may have them or not, and their contents."""
+        self.index = lru_cache(_INDEXES)(self._read_index)
+        """`_read_index` of the objects that were read last. Their names follow from their contents."""
 
     # ---- contributions ----
 
     def write_blobs(self, blobs: Mapping[BlobAddress, bytes], epoch: int) -> None:
-        """Write blobs of a generation (`epoch`) of a replica."""
+        """Write blobs of one round and generation (`epoch`) of a replica.
+
+        Several are one object, because each file takes a flush, an entry of its folder, and a block of the disk.
+        """
         keys = {
             blob_key(own.round, own.replica, epoch, own.block, hashlib.sha256(data).digest()): data
             for own, data in blobs.items()
         }
-        self.store.put_all(keys)
+        first, *others = keys
+        if not others:
+            self.store.put(first, keys[first])
+            return
+        folder = first.rpartition("/")[0]
+        index = json.dumps([[key.rpartition("/")[2], len(data)] for key, data in keys.items()]).encode()
+        whole = b"".join((_INDEX_LENGTH.pack(len(index)), index, *keys.values()))
+        self.store.put(f"{folder}/{_index_digest(index)}{TOGETHER}", whole)
 
     def read_blob(self, key: str, sha256: bytes) -> bytes:
         """Return the blob with this digest. Raises DamagedFile if it differs, FileNotFoundError if there is none."""
-        data = self.store.get(key)
+        where = key
+        try:
+            data = self.store.get(key)
+        except FileNotFoundError:
+            together = self._holder_of(key)
+            if together is None:
+                raise
+            where = f"{together} ({key.rpartition('/')[2]})"
+            data = self._read(together, *self.index(together)[key])
         if hashlib.sha256(data).digest() != sha256:
-            raise DamagedFile(f"{self.store.url(key)} is damaged: it does not match its digest")
+            raise DamagedFile(f"{self.store.url(where)} is damaged: it does not match its digest")
         return data
+
+    def _holder_of(self, key: str) -> str | None:
+        """Return the key of the object that has this blob among others."""
+        folder = key.rpartition("/")[0]
+        keys = (f"{folder}/{name}" for name in self.store.names(folder) if name.endswith(TOGETHER))
+        return next((together for together in keys if key in self.index(together)), None)
+
+    def _read_index(self, together: str) -> Mapping[str, tuple[int, int]]:
+        """Return the key of each blob in an object -> (first byte, size). Raises DamagedFile."""
+        folder, _, name = together.rpartition("/")
+        length = _INDEX_LENGTH.size
+        try:
+            (size,) = _INDEX_LENGTH.unpack(self._read(together, 0, length))
+            index = self._read(together, length, size if size <= _INDEX_BYTES_MAX else 0)
+            if f"{_index_digest(index)}{TOGETHER}" != name:
+                raise ValueError("its index does not match its name")
+            blobs = json.loads(index)
+        except (struct.error, ValueError) as error:
+            raise DamagedFile(f"{self.store.url(together)} is damaged: {error}") from None
+        found, start = dict[str, tuple[int, int]](), length + size
+        for blob, size in blobs:
+            found[f"{folder}/{blob}"] = start, size
+            start += size
+        return found
+
+    def _read(self, key: str, start: int, size: int) -> bytes:
+        """Return part of an object, less if it is truncated. Of an object that is no file, all is read."""
+        path = self.store.path(key)
+        if path is None:
+            return self.store.get(key)[start : start + size]
+        with storing("read", path), path.open("rb") as file:
+            file.seek(start)
+            return file.read(size)
 
     def blobs_of(self, record: RoundRecord) -> Callable[[str, str], bytes]:
         """Return a function that reads the blob of (replica, block) in a record.
@@ -225,6 +288,11 @@ def blob_key(round_: int, replica: str, epoch: int, block: str, sha256: bytes) -
 
 def key_of(record: RoundRecord, entry: ContributionEntry, blob: BlobEntry) -> str:
     return blob_key(record.round, entry.replica, entry.epoch, blob.block, blob.sha256)
+
+
+def _index_digest(index: bytes) -> str:
+    """Return the name of an object of several blobs: the index has the digest of each in its name."""
+    return hashlib.sha256(index).hexdigest()[:_NAMED_DIGITS]
 
 
 def round_key(round_: int) -> str:

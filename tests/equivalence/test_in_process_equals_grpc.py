@@ -143,9 +143,15 @@ def test_the_summary_has_what_others_rely_on(both: dict[str, Path]) -> None:
     }
     assert all(replica["tokens"] == 3 * 3 * 4 * 32 for replica in summary["replicas"])
     assert summary["contributions"]["bytes"] > 0
+    log = ContributionLog(FolderStore(both["grpc"] / "log"))
     assert summary["contributions"]["bytes"] == sum(
-        blob.stat().st_size for blob in (both["grpc"] / "log").rglob("*.blob")
+        len(log.blobs_of(record)(entry.replica, blob.block))
+        for record in map(log.read_record, (1, 2, 3))
+        for entry in record.contributions
+        for blob in entry.blobs
     )
+    files = [path for path in (both["grpc"] / "log").glob("round-*/*/*/*") if path.is_file()]
+    assert len(files) == 3 * 4  # one for each member and round
     for name in ("config.yaml", "metrics.jsonl", "loss.png", "links.png"):
         assert (both["grpc"] / name).stat().st_size > 0
     assert list((both["grpc"] / "tensorboard").iterdir())

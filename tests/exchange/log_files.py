@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 from hetero_pp.store.folder import FolderStore
-from replica_groups.exchange.log import ContributionLog, round_key, snapshot_key
+from replica_groups.exchange.log import TOGETHER, ContributionLog, round_key, snapshot_key
 
 
 def folder_of(log: ContributionLog) -> Path:
@@ -20,7 +21,26 @@ def snapshot_path(log: ContributionLog, round_: int) -> Path:
 
 
 def stored_blob(log: ContributionLog, round_: int, replica: str, epoch: int, block: str) -> str:
-    """Return the key of the only blob in the log for this round, replica, generation and block."""
+    """Return the key of the only blob in the log for this round, replica, generation and block.
+
+    If it is stored together with others, an object of this key is read in its place.
+    """
     folder = f"{round_key(round_)}/{replica}/{epoch}"
-    (name,) = (name for name in log.store.names(folder) if name.startswith(f"{block}."))
-    return f"{folder}/{name}"
+    found = [f"{folder}/{name}" for name in log.store.names(folder)]
+    (key,) = {key for one in found for key in _held_by(log, one) if key.startswith(f"{folder}/{block}.")}
+    return key
+
+
+def stored_bytes(log: ContributionLog, round_: int, replica: str, epoch: int, block: str) -> bytes:
+    """Return the blob of `stored_blob` as it is, without a look at its digest."""
+    key = stored_blob(log, round_, replica, epoch, block)
+    folder, _, name = key.rpartition("/")
+    if name in log.store.names(folder):
+        return log.store.get(key)
+    (together,) = (one for one in log.store.below(folder) if one.endswith(TOGETHER) and key in log.index(one))
+    start, size = log.index(together)[key]
+    return log.store.get(together)[start : start + size]
+
+
+def _held_by(log: ContributionLog, key: str) -> Collection[str]:
+    return log.index(key) if key.endswith(TOGETHER) else [key]

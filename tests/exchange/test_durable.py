@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import threading
@@ -14,7 +13,6 @@ import safetensors.torch
 import torch
 from log_files import folder_of, snapshot_path
 
-from hetero_pp.core.errors import StoreError
 from hetero_pp.core.files import PART, whole, write_whole
 from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry, Report, RoundRecord
 from hetero_pp.model.transformer import ModelShape
@@ -161,40 +159,6 @@ class _Disk:
             return real(path, target)
 
         monkeypatch.setattr(Path, name, named)
-
-
-def test_each_of_several_objects_is_on_the_disk_before_it_has_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Their folder is flushed once, when all have their names."""
-    store, disk = FolderStore(tmp_path), _Disk(monkeypatch)
-    store.put_all({"round/one": b"1", "round/two": b"2"})
-    done = [(what, name.split(".")[0]) for what, name in disk.done]
-    assert done[0] == ("flushed", tmp_path.name)
-    assert done.index(("flushed", "one")) < done.index(("named", "one"))
-    assert done.index(("flushed", "two")) < done.index(("named", "two"))
-    assert done[-1] == ("flushed", "round")
-    assert len(done) == 6
-
-
-def test_if_one_of_several_objects_cannot_be_written_no_partial_file_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store, fsync, left = FolderStore(tmp_path), os.fsync, [2]
-
-    def fails_at_the_second_file(descriptor: int) -> None:
-        left[0] -= Path(f"/proc/self/fd/{descriptor}").resolve().is_file()
-        if not left[0]:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        fsync(descriptor)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", fails_at_the_second_file)
-        with pytest.raises(StoreError, match=r"round: cannot be written \(No space left on device"):
-            store.put_all({"round/one": b"1", "round/two": b"2", "round/three": b"3"})
-    assert [path.relative_to(tmp_path).as_posix() for path in _files(tmp_path)] == ["round/one"]
-    store.put_all({"round/one": b"1", "round/two": b"2"})
-    assert store.names("round") == ["one", "two"]
 
 
 def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

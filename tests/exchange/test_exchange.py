@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from log_files import folder_of, snapshot_path, stored_blob
+from log_files import folder_of, snapshot_path, stored_blob, stored_bytes
 from members import assign_all, begin, in_thread, patient
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -873,7 +873,7 @@ def test_a_blob_that_was_changed_in_the_log_is_found(
     theta, record = dict(snapshot.parameters), exchange.record(2)
 
     def as_it_is(replica: str, block: str) -> bytes:
-        return exchange.log.store.get(stored_blob(exchange.log, 2, replica, EPOCHS[replica], block))
+        return stored_bytes(exchange.log, 2, replica, EPOCHS[replica], block)
 
     with pytest.raises(MalformedContribution, match="home, norm"):
         apply_round(theta, "run", record, as_it_is, OuterOptimizer(SETTINGS))

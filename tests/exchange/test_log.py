@@ -107,6 +107,26 @@ def test_blobs_are_of_the_epoch_that_was_counted(log: ContributionLog) -> None:
         read("home", "norm")
 
 
+def test_the_blobs_of_a_deposit_are_one_object(log: ContributionLog) -> None:
+    """An index in front of them has their names, sizes and digests, and gives the object its name."""
+    blobs = {"norm": BLOB, "layers.0": b"first layer" * 9, "empty": b""}
+    log.write_blobs({BlobAddress("run", 1, "home", block): data for block, data in blobs.items()}, 2)
+    (together,) = log.store.below("round-000001")
+    digests = {block: hashlib.sha256(data).digest() for block, data in blobs.items()}
+    keys = {block: blob_key(1, "home", 2, block, digest) for block, digest in digests.items()}
+    assert {block: log.read_blob(keys[block], digests[block]) for block in blobs} == blobs
+    with pytest.raises(FileNotFoundError):
+        log.read_blob(blob_key(1, "home", 3, "norm", digests["norm"]), digests["norm"])
+    whole = log.store.get(together)
+    log.store.put(together, whole[:-1] + b"?")
+    with pytest.raises(DamagedFile, match=r"\.blobs \(layers\.0\.[0-9a-f]{16}\.blob\) is damaged: it does not match"):
+        log.read_blob(keys["layers.0"], digests["layers.0"])
+    for damaged in (whole[:4], whole[:20], b"\xff" * 4 + whole[4:], whole.replace(b"norm", b"form"), b""):
+        log.store.put(together, damaged)
+        with pytest.raises(DamagedFile, match=r"/round-000001/home/2/[0-9a-f]{16}\.blobs is damaged: "):
+            ContributionLog(log.store).read_blob(keys["norm"], digests["norm"])
+
+
 def test_which_rounds_are_closed(log: ContributionLog) -> None:
     assert (log.records(), log.last_record()) == (set(), 0)
     for round_ in (1, 2, 3):

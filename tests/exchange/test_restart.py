@@ -215,8 +215,8 @@ def test_what_needs_a_damaged_record_or_contribution_is_not_taken(log: Contribut
     found = _find(log, _held(dc={3, 4}))
     assert found.snapshot.round == 3
     assert "round-000004/record.json is damaged" in found.damaged[0]
-    blob = next((folder_of(log) / "round-000003").rglob("*.blob"))
-    _flip(blob, 8 * 60)
+    blob = next((folder_of(log) / "round-000003").rglob("*.blobs"))
+    _flip(blob, 8 * (blob.stat().st_size - 1))
     found = _find(log, _held(dc={2, 3}))
     assert found.snapshot.round == 2
     assert "does not match its digest" in found.damaged[0]
@@ -284,7 +284,7 @@ def test_a_snapshot_under_another_name_or_none_at_all(log: ContributionLog) -> N
 
 
 def test_a_contribution_that_is_lost_is_named(log: ContributionLog) -> None:
-    next((folder_of(log) / "round-000003").rglob("*.blob")).unlink()
+    next((folder_of(log) / "round-000003").rglob("*.blobs")).unlink()
     found = _find(log, _held(dc={3}))
     assert found.snapshot.round == 5  # from a later snapshot
     assert [one for one in found.damaged if re.search(r"round-000003/dc/1/[\w.]+\.blob is missing", one)]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from log_files import stored_blob
+from log_files import stored_bytes
 from members import TIMEOUT, in_thread
 from small_run import GRACE, SETTINGS, Run
 from torch import Tensor, nn
@@ -73,7 +73,7 @@ class Member:
     def logged(self, round_: int, epoch: int) -> dict[str, Tensor]:
         log = self.run.exchange.log
         blobs = {
-            block: log.store.get(stored_blob(log, round_, self.name, epoch, block))
+            block: stored_bytes(log, round_, self.name, epoch, block)
             for block in shapes_by_block(shapes_of(self.start))
         }
         return self.sent(round_, blobs)

@@ -152,8 +152,8 @@ def _other_momentum(path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "damage", "round_", "line"),
     [
-        ("round-000003/home/3/norm.*.blob", _flip, 3, ".blob is damaged: it does not match its digest"),
-        ("round-000003/home/3/norm.*.blob", Path.unlink, 3, ".blob is missing"),
+        ("round-000003/dc/1/*.blobs", _flip, 3, ".blob) is damaged: it does not match its digest"),
+        ("round-000003/dc/1/*.blobs", Path.unlink, 3, ".blob is missing"),
         (record_key(3), _flip, 3, "round-000003/record.json is damaged: "),
         (record_key(3), Path.unlink, 3, "round-000003/record.json is missing"),
         (record_key(3), _other_weight, 3, "audited/round-000003.json belongs to another record"),
@@ -195,7 +195,7 @@ def test_a_rejected_contribution_is_named(run: Path) -> None:
 
 def test_after_damage_the_next_snapshot_is_gone_on_from(run: Path) -> None:
     for round_ in (1, 2):
-        (path,) = (run / "log").glob(f"round-{round_:06d}/dc/1/layers.0.*.blob")
+        (path,) = (run / "log").glob(f"round-{round_:06d}/dc/1/*.blobs")
         _flip(path)
     code, found, errors = _found(run)
     assert code == 1

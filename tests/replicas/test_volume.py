@@ -201,7 +201,7 @@ def test_what_a_gpu_holds_is_not_encoded(corpus: Path) -> None:
 
 
 def test_a_contribution_that_is_lost_is_damage_unless_history_may_go(finished: Path) -> None:
-    next((finished / "log" / "round-000002").rglob("*.blob")).unlink()
+    next((finished / "log" / "round-000002").rglob("*.blobs")).unlink()
     done = CliRunner().invoke(app, ["volume", str(finished)])
     assert done.exit_code == 1
     assert "a contribution to round 2 is missing" in " ".join(done.output.split())
@@ -216,7 +216,7 @@ def test_a_contribution_that_is_lost_is_damage_unless_history_may_go(finished: P
 def test_a_folder_is_no_file_to_write(command: str, finished: Path, tmp_path: Path) -> None:
     done = CliRunner().invoke(app, [command, str(finished), "--json", str(tmp_path)])
     assert done.exit_code == 2
-    assert "Is a directory" in done.output
+    assert "found a folder, expected a file" in done.output
 
 
 def test_a_run_that_is_not_there_is_told(tmp_path: Path) -> None:

@@ -130,13 +130,6 @@ def test_a_large_file_comes_back(store: Store, tmp_path: Path) -> None:
     assert (tmp_path / "back").read_bytes() == path.read_bytes()
 
 
-def test_several_objects_are_written_at_once(store: Store) -> None:
-    store.put("folder/a", b"before")
-    objects = {"folder/a": b"first", "folder/b": b"", "folder/deeper/c": b"third", "d": b"fourth"}
-    store.put_all(objects)
-    assert {key: store.get(key) for key in store.below()} == objects
-
-
 def test_files_for_as_long_as_a_block_runs(store: Store) -> None:
     with writing(store, "round/file") as path:
         path.write_bytes(b"content")
