@@ -37,6 +37,7 @@ from hetero_pp.messages.messages_pb2 import BeatReply, JoinReply, JoinRequest
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.rpc.credentials import Secret
 from hetero_pp.rpc.exchange_client import ExchangeClient
+from hetero_pp.rpc.request_bounds import RequestBounds
 from hetero_pp.run.spec import Roster
 from replica_groups.exchange.server import serve_exchange
 
@@ -91,6 +92,7 @@ class FarEnd:
 
     def __init__(self) -> None:
         self.is_over = threading.Event()
+        self.requests = RequestBounds(self.roster, [], 0)
         self.presence = self.deposits = self.decisions = self
 
     def call(self, request: Message, _: object) -> Message:

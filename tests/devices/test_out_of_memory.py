@@ -126,7 +126,7 @@ def test_a_run_in_one_process_goes_on_without_the_member(
 class _Ended:
     """A process that has ended because its device has too little memory, and its connection."""
 
-    exitcode = GONE
+    exitcode, pid = GONE, None
 
     def __init__(self) -> None:
         self.sentinel, writing = os.pipe()

@@ -186,7 +186,7 @@ LENGTHS = {
     "neither": ("{steps: null}", "inner.steps: found nothing, expected `steps` or `seconds`"),
     "no time": ("{seconds: 0}", "inner.seconds: found `0`, expected more than 0"),
     "no unit that is known": ("{seconds: 5 weeks}", "inner.seconds: found `5 weeks` with the unknown unit `weeks`"),
-    "not a number": ("{seconds: true}", "inner.seconds: found `True`, expected a number and a unit such as `5 min`"),
+    "not a number": ("{seconds: true}", "inner.seconds: found `true`, expected a number and a unit such as `5 min`"),
     "warm-up in steps": (
         "{seconds: 9, warmup_steps: 3}",
         "inner.warmup_steps: found 3, expected `warmup_rounds` with `seconds`",

@@ -62,7 +62,7 @@ def _require_fit(*arguments: str) -> None:
 @pytest.fixture
 def computed_once(estimated_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute predictions, plans and estimates once for all widths."""
-    compute_once(monkeypatch, (simulate, "predict"), (plan, "search"))
+    compute_once(monkeypatch, (simulate, "predict"), (plan, "search_all"))
 
 
 @pytest.mark.usefixtures("computed_once")

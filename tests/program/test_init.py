@@ -115,7 +115,7 @@ def test_hardware_is_what_predictions_assume() -> None:
     here = of_text("--force")
     assert here.simulate.machine in ("here", "h100", "h200", "a100", "l40s", "rtx-4090", "rtx-3090")
     done = init("--text", "text", "--machines", "4", "--model", "1b", "--force")
-    assert (done.exit_code, "set `hardware: h100`" in done.stderr) == (2, True)
+    assert (done.exit_code, "`--hardware h100`" in done.stderr) == (2, True)
 
 
 @pytest.mark.parametrize("size", [3e5, 5e6, 1.78e8, 7e9])

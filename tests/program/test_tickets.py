@@ -155,7 +155,7 @@ def test_no_command_prints_a_pasted_ticket(command: str, served: Served, capsys:
     text = served.invite("home.1", capsys).strip()
     rest = ["--to", "a folder"] if command == "export" else []
     for pasted in (f"\u200b{text}", f"here it is: {text}", text[:-9], text[5:], f"{text[:40]} {text[40:]}"):
-        result = CliRunner().invoke(app, [command, pasted, "--runs", str(served.runs), *rest])
+        result = CliRunner().invoke(app, [command, "--runs", str(served.runs), *rest, "--", pasted])
         said = result.stdout + result.stderr
         assert not isinstance(result.exception, Exception) or isinstance(result.exception, SystemExit)
         assert text[45:75] not in said.replace("\n", "")

@@ -69,9 +69,10 @@ _KINDS = {"activation": "there", "gradient": "back"}
 
 def _bar(span: Span, start: float) -> dict[str, Any]:
     what, _, number = span.name.partition(" ")
-    micro_batch = int(number) if number else None
+    micro_batch = int(number) if number.isdecimal() else None
+    kind = what if micro_batch is not None else span.name
     times = {"start": span.start - start, "end": span.end - start}
-    return times | {"kind": _KINDS.get(what, what), "micro_batch": micro_batch}
+    return times | {"kind": _KINDS.get(kind, kind), "micro_batch": micro_batch}
 
 
 def _with_waits(track: Sequence[Span], start: float, end: float) -> Iterator[dict[str, Any]]:
