@@ -39,7 +39,7 @@ from hetero_pp.rpc.services import ADMISSION_SERVICE as ADMISSION
 from hetero_pp.rpc.services import EXCHANGE_SERVICE as SERVED
 from hetero_pp.rpc.services import call_path
 
-ROUNDS: Mapping[bool, int] = {False: 12, True: 26}
+ROUNDS: Mapping[bool, int] = {False: 20, True: 26}
 """Rounds of a run, by whether rounds overlap. They suffice for all lies, although liars miss some rounds."""
 AT_ONCE = 8
 """Concurrent false calls beside a member's own calls. A member may have 16 calls open."""
@@ -236,7 +236,14 @@ def test_no_lie_to_the_exchange_bends_stalls_or_ends_a_run(corpus: Path, tmp_pat
     """
     instead = INSTEAD[overlap]
     names = [*instead] if overlap else ["c", *instead]
-    spec = lying_spec(corpus, ROUNDS[overlap], {name: {"kind": "datacenter"} for name in names}, overlap=overlap)
+    liars = {name: {"kind": "datacenter"} for name in names}
+    exchange = {
+        "grace": {"least": "20 s", "most": "20 s"},
+        "lease": {"least": "60 s", "most": "60 s"},
+        # Late in the run, honest contributions may be 5.2 times as large as usual, and a run without lies scales them.
+        "magnitudes": {"scale": 10.0},
+    }
+    spec = lying_spec(corpus, ROUNDS[overlap], liars, overlap=overlap, exchange=exchange)
     with LyingRun(spec, tmp_path) as run, ExitStack() as stack:
         beside, told = Liar(run), set[tuple[str, str, str]]()
         replacers = {name: Replacer(run, paced, told) for name, paced in instead.items()}
