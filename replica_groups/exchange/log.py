@@ -122,7 +122,7 @@ class ContributionLog:
         return found
 
     def _read(self, key: str, start: int, size: int) -> bytes:
-        """Return part of an object, less if it is truncated. Of an object that is no file, all is read."""
+        """Return part of an object, less if it is truncated. An object that is no file is read whole."""
         path = self.store.path(key)
         if path is None:
             return self.store.get(key)[start : start + size]

@@ -270,7 +270,7 @@ def test_slices_are_of_the_same_validation_rows(corpus: Path, tmp_path: Path) ->
 
 
 def test_a_run_that_diverges_says_so(corpus: Path, tmp_path: Path) -> None:
-    config = _config(corpus, {"learning_rate": 1e30}, [DC])
+    config = _config(corpus, {"learning_rate": 1e6}, [DC])
     result, _, _ = _train(config, tmp_path)
     assert result.diverged
     assert len(result.validation_loss) < 3
