@@ -73,7 +73,7 @@ class Retention:
             return  # of a round before the run went on, from a later snapshot: nobody knows what counted
         counted = {key_of(record, entry, blob) for entry in record.contributions for blob in entry.blobs}
         for key in self._blobs(round_):
-            with suppress(DamagedFile):  # it stays, for whoever repairs it
+            with suppress(DamagedFile):  # it stays, so that it can be repaired
                 if counted.isdisjoint(self.log.index(key) if key.endswith(TOGETHER) else [key]):
                     self.log.store.delete([key])
 
