@@ -110,6 +110,7 @@ OVER = Report(time=START + 9, member="exchange", over=Over(round=2, rounds=2))
     [
         ([], 5, Condition.STARTING, ""),
         ([STEP], 5, Condition.RUNNING, ""),
+        ([round_closed(START + 1, 1)], 5, Condition.RUNNING, ""),  # before the reports of its steps
         ([STEP], SILENT_SECONDS + 2, Condition.STALLED, "no report for"),
         ([STEP, PAUSE], 5, Condition.PAUSED, "round 1 is paused: 1 of 2 replicas is present"),
         ([STEP, PAUSE, standing(START + 3, WENT_ON)], 5, Condition.RUNNING, ""),

@@ -346,6 +346,7 @@ def test_phases_of_a_run() -> None:
     reports = [*there(), inner_step(START, "dc", "dc", 1, 0, loss=5.0)]
     paused = standing(START + 1, pb.PAUSED, round=1, cause="1 of 2 replicas are present, 2 are required")
     assert frame(view_of([]))["phase"] == "joining"
+    assert frame(view_of([round_closed(START, 1)]))["phase"] == "training"  # before the reports of its steps
     assert frame(view_of(reports))["phase"] == "training"
     assert frame(view_of([*reports, paused]))["phase"] == "paused"
     assert frame(view_of([*reports, failure(START + 1, "dc", "diverged")]))["message"] == "dc: diverged"

@@ -25,7 +25,7 @@ class Condition(StrEnum):
     """Condition of a run."""
 
     STARTING = "starting"
-    """No inner step was reported yet."""
+    """Training has not begun."""
     RUNNING = "running"
     PAUSED = "paused"
     """Fewer replicas are present than a round needs."""
@@ -55,7 +55,7 @@ def health_of(state: RunState, now: float, sees_all: bool = True) -> Health:
     `sees_all`: whether `state` gets the reports of all members. Otherwise silence is normal while others train.
     """
     with state.lock:
-        pause, begun = state.standings.pause, state.first_step is not None
+        pause = state.standings.pause
         if state.failed is not None:
             return Health(Condition.FAILED, state.failed)
         if state.has_closed_all_rounds:
@@ -67,7 +67,7 @@ def health_of(state: RunState, now: float, sees_all: bool = True) -> Health:
         silent = 0.0 if state.latest is None else now - state.latest
         if sees_all and silent > SILENT_SECONDS:
             return Health(Condition.STALLED, f"no report for {format_seconds(silent)}")
-        return Health(Condition.RUNNING if begun else Condition.STARTING)
+        return Health(Condition.RUNNING if state.has_begun else Condition.STARTING)
 
 
 def _has_stalled(state: RunState, now: float) -> bool:

@@ -390,6 +390,11 @@ class RunState:
         return Presence.PRESENT if member in self.joined else Presence.MISSING
 
     @property
+    def has_begun(self) -> bool:
+        """Whether training has begun. A record may overtake the reports of the round's inner steps."""
+        return self.first_step is not None or self.rounds > 0
+
+    @property
     def has_all_needed(self) -> bool:
         """Whether all members that the run requires have joined."""
         return self.joined >= self.spec.needed.keys()

@@ -67,7 +67,7 @@ def _phase(view: Followed) -> str:
         return "failed"
     if state.is_over or view.outcome == "over":
         return "over"
-    if state.first_step is None:
+    if not state.has_begun:
         return "joining"
     if state.standings.pause is not None:
         return "paused"
@@ -105,7 +105,7 @@ def _what(state: RunState, name: str, details: MemberDetails) -> tuple[str, str]
         return "suspended", "returns to the start of its round"
     if details.doing in _DOINGS:
         return _DOINGS[details.doing], _awaited(state, name, details.doing)
-    return ("reading", "") if state.first_step is None else ("computing", "")
+    return ("computing", "") if state.has_begun else ("reading", "")
 
 
 def _awaited(state: RunState, name: str, doing: Doing) -> str:
