@@ -31,7 +31,7 @@ from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.framing import header_and_payload_frames
 from hetero_pp.rpc.services import EXCHANGE_SERVICE as SERVICE
 from hetero_pp.rpc.services import call_path
-from replica_groups.loop.take_part import take_part
+from replica_groups.member.take_part import take_part
 
 LIES_A_SECOND = 20
 TOGETHER = 14

@@ -14,6 +14,7 @@ import torch
 from hetero_pp.core.errors import HeteroPPError
 from hetero_pp.messages.messages_pb2 import InnerStep, Report, RoundRecord
 from hetero_pp.model.transformer import shapes_by_block
+from hetero_pp.outer.apply_round import apply_round
 from hetero_pp.outer.step import OuterOptimizer, parameter_sha256
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, blob_of, encode_tensor
 from hetero_pp.pseudo_gradient.error_feedback import select
@@ -23,7 +24,6 @@ from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.read import read_run
 from hetero_pp.run.spec import RunSpec
-from replica_groups.outer.apply_round import apply_round
 
 SECONDS_BETWEEN_BEATS = 1.0
 

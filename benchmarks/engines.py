@@ -55,13 +55,13 @@ from hetero_pp.simulator.costs import Part, forward_flops
 from hetero_pp.store.folder import FolderStore
 from replica_groups.engines.build import build_engine, require_engine
 from replica_groups.engines.engine import Engine
+from replica_groups.engines.ranks import Ranks, init_ranks
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.server import serve_exchange
-from replica_groups.loop.collective import CollectiveExchange
-from replica_groups.loop.seat import Pulse
-from replica_groups.outer.outer_round import OuterRound
-from replica_groups.outer.ranks import Ranks, init_ranks
+from replica_groups.member.collective import CollectiveExchange
+from replica_groups.member.outer_round import OuterRound
+from replica_groups.member.seat import Pulse
 
 SECRET = Secret("of this benchmark only")
 OUTER = OuterSettings.model_validate({"rounds": 2, "compression": {"density": 1 / 128}})

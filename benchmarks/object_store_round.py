@@ -49,7 +49,7 @@ from hetero_pp.store.opening import open_store
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.server import serve_exchange
-from replica_groups.protocol.rules import Rules, Window
+from replica_groups.rounds.rules import Rules, Window
 
 RUN = "round"
 RUN_SECRET = Secret("of this benchmark")

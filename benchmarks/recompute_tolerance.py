@@ -29,6 +29,7 @@ from torch import Tensor
 from hetero_pp.data.sources import open_source
 from hetero_pp.messages.messages_pb2 import ContributionEntry, RoundRecord
 from hetero_pp.model.transformer import shapes_by_block
+from hetero_pp.outer.apply_round import apply_round
 from hetero_pp.outer.step import OuterOptimizer
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, entry_of
 from hetero_pp.run.config import RunConfig
@@ -36,9 +37,8 @@ from hetero_pp.run.snapshot import first_snapshot
 from hetero_pp.run.spec import RunSpec
 from replica_groups.audit.recompute.compare import difference
 from replica_groups.audit.recompute.replica import ReplicaHere, RoundStart
-from replica_groups.loop.commitments import state_of
+from replica_groups.member.commitments import state_of
 from replica_groups.member.committed_state import load_state
-from replica_groups.outer.apply_round import apply_round
 
 REPLICA = "home"
 SMOKE = {"steps": [2], "rounds": 2, "honest_rounds": 3, "width": 16, "values": ["fp32"], "environments": 1}

@@ -32,7 +32,7 @@ from hetero_pp.config.links import exchange_link_name
 from hetero_pp.run.read import spec_of
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.prediction import Prediction, predict
-from replica_groups.loop.measure import measure_all
+from replica_groups.member.measure import measure_all
 
 STEPS, ROUNDS = 8, 2
 SMOKE = {

@@ -11,7 +11,7 @@ Path of the data, and the module of each step:
       <- gradients, the same path back            stages.worker
       -> inner optimizer step                     hetero_pp.model.inner
     after H inner steps, per parameter tensor:
-      theta_start - theta_local                   replica_groups.outer.outer_round
+      theta_start - theta_local                   replica_groups.member.outer_round
       -> error feedback, top-k per chunk          hetero_pp.pseudo_gradient.error_feedback, .selection, .chunks
       -> quantise                                 hetero_pp.pseudo_gradient.quantise
       -> contribution                             hetero_pp.pseudo_gradient.contribution, .positions, .streams
@@ -20,12 +20,12 @@ Path of the data, and the module of each step:
            over gRPC                              replica_groups.exchange.server
     each member, and the auditor, with the contributions that the record names:
       -> fetch, decode                            hetero_pp.pseudo_gradient.contribution.ReceivedBlob
-      -> mean, outer step                         replica_groups.outer.apply_round, hetero_pp.outer.step
+      -> mean, outer step                         hetero_pp.outer.apply_round, hetero_pp.outer.step
       -> identical weights: hashes compared       replica_groups.exchange.exchange, replica_groups.exchange.auditor
     token embedding: split again                  hetero_pp.pipeline.subspace, stages.stage
 
 hetero_pp.program.launch.supervisor starts a process for each member; hetero_pp.program.launch.in_process starts a
-thread for each. Every member of the run (hetero_pp.run.spec) runs replica_groups.loop.take_part. In a notebook, use
+thread for each. Every member of the run (hetero_pp.run.spec) runs replica_groups.member.take_part. In a notebook, use
 `from hetero_pp import Run` (hetero_pp.program.notebook).
 """
 

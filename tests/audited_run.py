@@ -12,7 +12,7 @@ import torch
 
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
-from replica_groups.loop import take_part
+from replica_groups.member import take_part
 
 LIAR, ROUNDS, STEPS = "home", 2, 2
 

@@ -13,6 +13,7 @@ import torch
 
 from hetero_pp.data.sources import open_source
 from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry, RoundRecord
+from hetero_pp.outer.apply_round import apply_round
 from hetero_pp.outer.step import OuterOptimizer
 from hetero_pp.rpc.certificates import Authority, IdentitySigner
 from hetero_pp.run.config import RunConfig
@@ -20,10 +21,9 @@ from hetero_pp.run.snapshot import first_snapshot
 from hetero_pp.run.spec import RunSpec
 from replica_groups.audit.recompute.hops import Blame, blame
 from replica_groups.audit.recompute.replica import ReplicaHere, RoundStart
-from replica_groups.loop.commitments import state_of
+from replica_groups.member.commitments import state_of
 from replica_groups.member.committed_state import load_state
 from replica_groups.member.participants import StageMember
-from replica_groups.outer.apply_round import apply_round
 from stages.stage import Stage
 
 STAGES = 4

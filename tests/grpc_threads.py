@@ -17,10 +17,10 @@ from hetero_pp.rpc.connections import NetworkConnections
 from hetero_pp.rpc.credentials import Secret, new_secret
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
+from replica_groups.engines.ranks import Ranks
 from replica_groups.exchange.host import begin_run, make_exchange
 from replica_groups.exchange.server import serve_exchange
-from replica_groups.loop.take_part import take_part
-from replica_groups.outer.ranks import Ranks
+from replica_groups.member.take_part import take_part
 
 
 @dataclass(frozen=True)

@@ -27,13 +27,13 @@ from hetero_pp.core.errors import HeteroPPError, LinkError, RunFailed, RunOver
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2 import BlobHeader, Happened, Report
-from hetero_pp.outer.exchange_service import Caller
 from hetero_pp.planner.grouping import group_spares
 from hetero_pp.pseudo_gradient.together import apart
 from hetero_pp.rpc.certificates import Identity, as_text, digest_of, new_key
 from hetero_pp.rpc.connections import NetworkConnections, tell_died
 from hetero_pp.rpc.credentials import Credentials, Secret
 from hetero_pp.rpc.exchange_client import ExchangeClient
+from hetero_pp.rpc.exchange_service import Caller
 from hetero_pp.rpc.meeting_point import MeetingPoint
 from hetero_pp.rpc.tickets import make_ticket
 from hetero_pp.run.config import RunConfig
@@ -49,8 +49,8 @@ from replica_groups.exchange.host import begin_run, make_exchange
 from replica_groups.exchange.lobby import Lobby
 from replica_groups.exchange.memberships import Memberships
 from replica_groups.exchange.server import OpenHouse, serve_exchange
-from replica_groups.loop import seat
-from replica_groups.loop.take_part import take_part
+from replica_groups.member import seat
+from replica_groups.member.take_part import take_part
 
 SECRET = Secret("the secret of a run that has liars")
 HOUR = 3600.0

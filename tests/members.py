@@ -13,7 +13,7 @@ from hetero_pp.messages.messages_pb2 import AssignReply
 from hetero_pp.run.snapshot import Snapshot
 from hetero_pp.run.spec import Roster
 from replica_groups.exchange.exchange import Exchange
-from replica_groups.protocol.rules import Rules, Window
+from replica_groups.rounds.rules import Rules, Window
 
 Answer = TypeVar("Answer")
 TIMEOUT = 30.0

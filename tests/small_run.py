@@ -14,19 +14,19 @@ from hetero_pp.config.topology import MagnitudeSettings
 from hetero_pp.messages.messages_pb2 import AssignReply
 from hetero_pp.messages.messages_pb2 import Standing as Told
 from hetero_pp.model.transformer import ModelShape, block_of, shapes_by_block, shapes_of
-from hetero_pp.outer.exchange_service import Caller
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import select
+from hetero_pp.rpc.exchange_service import Caller
 from hetero_pp.run.snapshot import Snapshot, initial_snapshot
 from hetero_pp.run.spec import Roster
 from hetero_pp.store.folder import FolderStore
 from hetero_pp.store.store import Store
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
-from replica_groups.protocol import events as e
-from replica_groups.protocol.rules import Rules, Window
+from replica_groups.rounds import events as e
+from replica_groups.rounds.rules import Rules, Window
 
 SHAPE = ModelShape(width=16, layers=1, heads=2, feed_forward=24, vocabulary=40)
 SETTINGS = OuterSettings(

@@ -20,10 +20,10 @@ from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.snapshot import first_snapshot
 from hetero_pp.run.spec import RunSpec
+from replica_groups.engines.ranks import ALONE
 from replica_groups.member.build_member import Start, build_member
+from replica_groups.member.outer_round import OuterRound
 from replica_groups.member.participants import StageMember
-from replica_groups.outer.outer_round import OuterRound
-from replica_groups.outer.ranks import ALONE
 
 T = TypeVar("T")
 SECONDS = 120.0

@@ -22,7 +22,7 @@ from hetero_pp.run.simulate_section import MeasuredCost
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.costs import forward_flops, part_of
-from replica_groups.loop.measure import measure_all, median_seconds
+from replica_groups.member.measure import measure_all, median_seconds
 
 
 def calibrate(path: Path, overrides: list[str], write: Path | None) -> None:

@@ -37,7 +37,7 @@ from replica_groups.exchange.follower import Follower
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.showing import DRAWS, EVIDENCE, MANIFEST, draw_key, settings_sha256
 from replica_groups.member.committed_state import BEFORE, MESSAGES, messages_sha256, sha256_in
-from replica_groups.protocol.draws import drawn, leads_to
+from replica_groups.rounds.draws import drawn, leads_to
 
 
 def verify(evidence: str, log: str | None, corpus: str | None, tolerance: float | None) -> None:

@@ -20,7 +20,7 @@ from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import DecodedTensor
 from hetero_pp.pseudo_gradient.error_feedback import select
 from replica_groups.engines.plain import WholeReplica
-from replica_groups.outer.ranks import Ranks
+from replica_groups.engines.ranks import Ranks
 
 KINDS = ("exp_avg", "exp_avg_sq")
 

@@ -11,9 +11,9 @@ import grpc
 
 from hetero_pp.config.links import EXCHANGE, LAUNCHER
 from hetero_pp.core.errors import Refused, WrongToken
-from hetero_pp.outer.exchange_service import Caller
 from hetero_pp.rpc.certificates import Shown, read_certificate
 from hetero_pp.rpc.credentials import Credentials, Secret, is_validators
+from hetero_pp.rpc.exchange_service import Caller
 from hetero_pp.rpc.tickets import ticket_of
 from hetero_pp.run.spec import Roster
 

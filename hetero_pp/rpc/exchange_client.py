@@ -32,7 +32,12 @@ from hetero_pp.core.errors import (
 from hetero_pp.core.units import format_seconds
 from hetero_pp.link.ledger import FRAME_BYTES
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.outer.exchange_service import (
+from hetero_pp.pseudo_gradient.contribution import MAX_BLOB_BYTES
+from hetero_pp.pseudo_gradient.together import apart, payload_bytes
+from hetero_pp.rpc.callers import Metadata, shown
+from hetero_pp.rpc.channels import PROTOCOL_VERSION, readiness
+from hetero_pp.rpc.credentials import Credentials
+from hetero_pp.rpc.exchange_service import (
     FIRST_TOLD,
     MOST_BETWEEN,
     Arrived,
@@ -41,11 +46,6 @@ from hetero_pp.outer.exchange_service import (
     call_of,
     untold,
 )
-from hetero_pp.pseudo_gradient.contribution import MAX_BLOB_BYTES
-from hetero_pp.pseudo_gradient.together import apart, payload_bytes
-from hetero_pp.rpc.callers import Metadata, shown
-from hetero_pp.rpc.channels import PROTOCOL_VERSION, readiness
-from hetero_pp.rpc.credentials import Credentials
 from hetero_pp.rpc.exchange_wires import Wires
 from hetero_pp.rpc.framing import header_and_payload_frames, read_frames, read_into
 from hetero_pp.rpc.handshake import new_run, require_trust

@@ -15,7 +15,7 @@ OF_THE_ROUND = "the start of the round"
 """Purpose of what is removed when the run ends."""
 
 _MEMBER_CHECKPOINTS = 2
-"""Newest member checkpoints that are kept: replica_groups/loop/saved_states.py."""
+"""Newest member checkpoints that are kept: replica_groups/member/saved_states.py."""
 _STEP_BYTES, _ROUND_BYTES = 220, 1_000
 """Bytes in metrics.jsonl for an inner step of a member, and for a round of a member."""
 _LINK_BYTES, _ACTIVITY_BYTES = 220, 110
@@ -27,7 +27,7 @@ _DISK_BLOCK_BYTES = 4096
 _OTHER_FILES = 10
 """Files of any run: its configuration, charts, summary and the like."""
 _A_SECOND = 2
-"""Most reports of each activity and each direction a second: replica_groups/loop/reporter.py, training_loop.py."""
+"""Most reports of each activity and each direction a second: replica_groups/member/reporter.py, training_loop.py."""
 
 
 def disk_bytes(spec: RunSpec, names: Sequence[str]) -> dict[str, float]:

@@ -9,13 +9,13 @@ from collections.abc import Iterable, Mapping
 from hetero_pp.config.audit import AuditSettings
 from hetero_pp.core.errors import Refused
 from hetero_pp.messages.messages_pb2 import Judgement
-from hetero_pp.outer.exchange_service import HeldBy
+from hetero_pp.rpc.exchange_service import HeldBy
 from replica_groups.exchange.assignments import Assignments
 from replica_groups.exchange.audits import Exclusion
 from replica_groups.exchange.memberships import Memberships
 from replica_groups.exchange.run_state import RunState
-from replica_groups.protocol import events as e
-from replica_groups.protocol.slots import BARRED_ROUNDS
+from replica_groups.rounds import events as e
+from replica_groups.rounds.slots import BARRED_ROUNDS
 
 REMEMBERED_ROUNDS = 64
 """Number of recent rounds whose members are known."""

@@ -22,7 +22,7 @@ from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2 import Happened, Judgement, Losses
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.messages.report_bounds import MOST_LOSS
-from hetero_pp.outer.exchange_service import Caller
+from hetero_pp.rpc.exchange_service import Caller
 from replica_groups.audit.exclusions import Exclusions
 from replica_groups.audit.gauntlet.agreement import SignCheck, why
 from replica_groups.audit.gauntlet.book import RoundFacts, ScoreBook

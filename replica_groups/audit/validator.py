@@ -18,6 +18,7 @@ from torch import Tensor
 from hetero_pp.core.errors import RunFailed
 from hetero_pp.data.sources import Source
 from hetero_pp.messages.messages_pb2 import Judgement, RoundRecord
+from hetero_pp.outer.apply_round import FetchBlob
 from hetero_pp.run.round_optimizer import round_optimizer
 from hetero_pp.run.snapshot import Snapshot
 from hetero_pp.run.spec import RunSpec
@@ -26,7 +27,6 @@ from replica_groups.audit.recompute.recomputation import recomputation_of
 from replica_groups.exchange.follower import Follower
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.restart import newest_sound
-from replica_groups.outer.apply_round import FetchBlob
 
 MOST_BEHIND = 8
 """Closed rounds after a round from which the round is applied without being checked."""

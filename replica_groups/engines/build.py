@@ -18,7 +18,7 @@ from hetero_pp.model.precision import compute_dtype
 from hetero_pp.model.transformer import ModelShape, Transformer, build_filled
 from replica_groups.engines.engine import Engine, Parameters
 from replica_groups.engines.plain import PlainEngine, WholeReplica
-from replica_groups.outer.ranks import Ranks
+from replica_groups.engines.ranks import Ranks
 
 
 def build_engine(

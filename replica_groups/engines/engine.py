@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from hetero_pp.model.learning_rates import LearningRates
-from replica_groups.outer.parameter_store import ParameterStore
+from replica_groups.engines.parameter_store import ParameterStore
 
 
 class Engine(ParameterStore, Protocol):

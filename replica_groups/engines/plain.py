@@ -16,7 +16,7 @@ from hetero_pp.model.inner import InnerOptimizer, InnerSettings
 from hetero_pp.model.learning_rates import LearningRates
 from hetero_pp.model.transformer import EMBEDDING, AfterLayer, Transformer, parameters_of
 from replica_groups.engines.moments import Moments
-from replica_groups.outer.parameter_store import LocalParameters
+from replica_groups.engines.parameter_store import LocalParameters
 
 _STATE = "replica.pt"
 

@@ -40,9 +40,9 @@ from hetero_pp.model.loss import next_token_loss
 from hetero_pp.model.transformer import ModelShape, Transformer
 from replica_groups.engines.engine import Parameters
 from replica_groups.engines.moments import Moments
+from replica_groups.engines.parameter_store import Shape
+from replica_groups.engines.ranks import Ranks
 from replica_groups.engines.schedule import Schedule
-from replica_groups.outer.parameter_store import Shape
-from replica_groups.outer.ranks import Ranks
 
 
 class TitanEngine:

@@ -8,11 +8,11 @@ from typing import NamedTuple
 from hetero_pp.config.links import RELAYED, is_loopback
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.refusals import Kind
-from hetero_pp.outer.exchange_service import Caller, HeldBy
+from hetero_pp.rpc.exchange_service import Caller, HeldBy
 from replica_groups.exchange.commitments import Commitments
 from replica_groups.exchange.run_state import RunState
 from replica_groups.exchange.showing import Showing
-from replica_groups.protocol import events as e
+from replica_groups.rounds import events as e
 
 
 class Listens(NamedTuple):

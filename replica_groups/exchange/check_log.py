@@ -12,11 +12,11 @@ from torch import Tensor
 
 from hetero_pp.core.errors import DamagedFile, MalformedContribution
 from hetero_pp.messages.messages_pb2 import RoundRecord
+from hetero_pp.outer.apply_round import apply_round
 from hetero_pp.outer.step import RoundOptimizer, parameter_sha256, parameters_sha256
 from hetero_pp.run.snapshot import Snapshot
 from replica_groups.exchange.audits import audit_key, read_audit
 from replica_groups.exchange.log import ContributionLog, snapshot_key
-from replica_groups.outer.apply_round import apply_round
 
 T = TypeVar("T")
 

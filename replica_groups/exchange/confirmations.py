@@ -9,12 +9,12 @@ from hetero_pp.config.links import EXCHANGE
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.model.transformer import block_of
-from hetero_pp.outer.exchange_service import Caller
 from hetero_pp.outer.step import parameters_sha256
+from hetero_pp.rpc.exchange_service import Caller
 from replica_groups.exchange.deposits import DIGEST_BYTES
 from replica_groups.exchange.reports import Reports
 from replica_groups.exchange.run_state import RunState
-from replica_groups.protocol import events as e
+from replica_groups.rounds import events as e
 
 _REMEMBERED_CONFIRMATIONS = 4
 """Number of recent rounds whose confirmations are kept."""

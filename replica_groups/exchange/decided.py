@@ -18,8 +18,8 @@ from itertools import accumulate, islice
 from hetero_pp.config.links import EXCHANGE
 from hetero_pp.core.errors import DamagedFile, HeteroPPError, Refused
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.outer.exchange_service import Caller
 from hetero_pp.pseudo_gradient.together import FOLLOWING_BYTES_MAX, FOLLOWING_MAX
+from hetero_pp.rpc.exchange_service import Caller
 from hetero_pp.run.snapshot import OpenSnapshot, Snapshot
 from replica_groups.exchange.log import ContributionLog, key_of
 from replica_groups.exchange.restart import open_newest

@@ -26,16 +26,16 @@ from hetero_pp.core.errors import (
 )
 from hetero_pp.core.files import FIRST_PAUSE, LONGEST_PAUSE
 from hetero_pp.messages.messages_pb2 import BlobEntry, RoundRecord
-from hetero_pp.outer.exchange_service import IsAsked, always
 from hetero_pp.pseudo_gradient.contribution import contribution_digest, scale_of
+from hetero_pp.rpc.exchange_service import IsAsked, always
 from replica_groups.exchange.limits import ContributionLimits
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.magnitudes import bound, remembered_before
 from replica_groups.exchange.patience import Obstacles
 from replica_groups.exchange.waits import CLOCK, EVERYBODY, Waits
-from replica_groups.protocol import events as e
-from replica_groups.protocol.coordinator import Coordinator
-from replica_groups.protocol.rules import Rules
+from replica_groups.rounds import events as e
+from replica_groups.rounds.coordinator import Coordinator
+from replica_groups.rounds.rules import Rules
 
 T = TypeVar("T")
 

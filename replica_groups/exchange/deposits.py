@@ -12,15 +12,15 @@ from hetero_pp.core.errors import MalformedContribution, Suspended
 from hetero_pp.messages.messages_pb2 import BlobEntry, BlobHeader, Commitment, Upload
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.model.transformer import Shapes
-from hetero_pp.outer.exchange_service import Caller
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob, entry_of, most_bytes
 from hetero_pp.pseudo_gradient.together import TOGETHER_BYTES_MAX, apart, payload_bytes
+from hetero_pp.rpc.exchange_service import Caller
 from replica_groups.exchange.commitments import Commitments
 from replica_groups.exchange.log import ContributionLog, blob_key
 from replica_groups.exchange.run_state import RunState
 from replica_groups.exchange.uploads import take_upload, upload_url
-from replica_groups.protocol import events as e
+from replica_groups.rounds import events as e
 
 SMALL_BYTES = 256 << 10
 """Size of a blob from which on two threads decode faster than one: blobs of 117 KB take 1.3 times as long with two.

@@ -1,6 +1,6 @@
 """The exchange of a run: takes contributions, closes rounds with a record, and returns what the records include.
 
-One object serves every member, over the network or in process, and is thread-safe. The rules (replica_groups.protocol)
+One object serves every member, over the network or in process, and is thread-safe. The rules (replica_groups.rounds)
 decide when a round closes, and the holder of each slot. Each other file of this folder answers one kind of request.
 """
 
@@ -23,8 +23,8 @@ from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.refusals import Kind, Refusals
 from hetero_pp.messages.report_bounds import ReportBounds
 from hetero_pp.model.transformer import shapes_by_block, shapes_of
-from hetero_pp.outer.exchange_service import Arrived, Caller, ExchangeService, IsAsked, always, untold
 from hetero_pp.outer.methods import OuterSettings
+from hetero_pp.rpc.exchange_service import Arrived, Caller, ExchangeService, IsAsked, always, untold
 from hetero_pp.rpc.request_bounds import RequestBounds
 from hetero_pp.run.same import Agreement
 from hetero_pp.run.snapshot import OpenSnapshot, Snapshot
@@ -45,8 +45,8 @@ from replica_groups.exchange.reports import Reports
 from replica_groups.exchange.run_state import RunState
 from replica_groups.exchange.showing import Showing, Shows, settings_sha256
 from replica_groups.exchange.waits import EVERYBODY
-from replica_groups.protocol import events as e
-from replica_groups.protocol.rules import Rules
+from replica_groups.rounds import events as e
+from replica_groups.rounds.rules import Rules
 
 FIRST_STEPS, STEPS_GROW = 100, 4
 """Inner steps for which the relay carries a group's links in a round of a fixed time. The first round has the largest

@@ -19,14 +19,14 @@ from hetero_pp.core.errors import DamagedFile
 from hetero_pp.core.files import write_whole
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.refusals import Kind
-from hetero_pp.outer.exchange_service import AvailableStates, Caller
+from hetero_pp.rpc.exchange_service import AvailableStates, Caller
 from hetero_pp.run.same import Agreement
 from hetero_pp.store.folder import storing
 from replica_groups.exchange.assignments import Addresses
 from replica_groups.exchange.presence import Presence
 from replica_groups.exchange.reports import Reports
 from replica_groups.exchange.run_state import RunState
-from replica_groups.protocol import events as e
+from replica_groups.rounds import events as e
 
 _SHOWN = 12
 """Digits of a digest that messages show."""

@@ -21,7 +21,7 @@ from hetero_pp.config.topology import MagnitudeSettings
 from hetero_pp.messages.messages_pb2 import ContributionEntry, RoundRecord
 from hetero_pp.pseudo_gradient.contribution import scale_of
 from replica_groups.exchange.limits import ContributionLimits, Sizes
-from replica_groups.protocol.rules import MOST_TIMES_THE_STEPS
+from replica_groups.rounds.rules import MOST_TIMES_THE_STEPS
 
 RECENT_ROUNDS = 8
 """Number of rounds whose median is a replica's own level."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hetero_pp.core.errors import Refused
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.outer.exchange_service import Caller
+from hetero_pp.rpc.exchange_service import Caller
 from replica_groups.exchange.memberships import Memberships
 
 

@@ -16,7 +16,7 @@ from hetero_pp.config.links import EXCHANGE
 from hetero_pp.core.files import LONGEST_PAUSE
 from hetero_pp.core.units import format_names, format_seconds
 from hetero_pp.messages.messages_pb2 import CONTRIBUTING, JOINING, STORING, Awaited, Missing, Waiting
-from hetero_pp.outer.exchange_service import FIRST_TOLD, MOST_BETWEEN
+from hetero_pp.rpc.exchange_service import FIRST_TOLD, MOST_BETWEEN
 
 NAMED = 8
 """Number of members that a line names."""

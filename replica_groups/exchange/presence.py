@@ -7,9 +7,9 @@ import time
 from collections.abc import Mapping
 
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.outer.exchange_service import Caller
+from hetero_pp.rpc.exchange_service import Caller
 from replica_groups.exchange.run_state import RunState
-from replica_groups.protocol import events as e
+from replica_groups.rounds import events as e
 
 
 class Presence:

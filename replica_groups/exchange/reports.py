@@ -27,13 +27,13 @@ from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.messages.report_bounds import ReportBounds, complaint, limit_diverged
-from hetero_pp.outer.exchange_service import Caller, IsAsked, always
+from hetero_pp.rpc.exchange_service import Caller, IsAsked, always
 from hetero_pp.run.spec import Roster
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.presence import Presence
 from replica_groups.exchange.run_state import RunState
 from replica_groups.exchange.tally import Tally
-from replica_groups.protocol import events as e
+from replica_groups.rounds import events as e
 
 REMEMBERED_REPORTS = 10_000
 """Number of past reports that a new watcher receives."""

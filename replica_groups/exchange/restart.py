@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from hetero_pp.core.errors import DamagedFile, HeteroPPError, MalformedContribution, StoreError
-from hetero_pp.outer.exchange_service import AvailableStates
+from hetero_pp.outer.apply_round import apply_round
 from hetero_pp.outer.step import RoundOptimizer
+from hetero_pp.rpc.exchange_service import AvailableStates
 from hetero_pp.run.snapshot import OpenSnapshot, Snapshot
 from replica_groups.exchange.log import ContributionLog
-from replica_groups.outer.apply_round import apply_round
 
 OptimizerFor = Callable[[Tensor | None], RoundOptimizer]
 """Returns the run's outer optimizer for the run's basis."""

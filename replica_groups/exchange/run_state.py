@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hetero_pp.config.changed_keys import NO_CHANGES
 from hetero_pp.core.errors import Refused
 from hetero_pp.messages.refusals import Kind, Refusals
-from hetero_pp.outer.exchange_service import Caller, IsAsked, always
+from hetero_pp.rpc.exchange_service import Caller, IsAsked, always
 from hetero_pp.run.spec import Roster
 from replica_groups.exchange.decisions import Decisions
 from replica_groups.exchange.waits import EVERYBODY

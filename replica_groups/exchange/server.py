@@ -26,13 +26,13 @@ from hetero_pp.config.links import EXCHANGE
 from hetero_pp.core.errors import ExchangeLost, Forbidden, MalformedMessage, Refused, TooMuch, WrongToken
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.refusals import Kind
-from hetero_pp.outer.exchange_service import IsAsked
 from hetero_pp.pseudo_gradient.contribution import MAX_BLOB_BYTES
 from hetero_pp.pseudo_gradient.together import payload_bytes
 from hetero_pp.rpc.caller_limits import Pace, StreamWatch
 from hetero_pp.rpc.callers import Callers, RemoteCaller, claimed
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_server
 from hetero_pp.rpc.credentials import Secret
+from hetero_pp.rpc.exchange_service import IsAsked
 from hetero_pp.rpc.framing import header_and_payload_frames, read_frames, read_into
 from hetero_pp.rpc.meeting_point import MeetingPoint
 from hetero_pp.rpc.permissions import CALLS, Whose, require_call, require_process, require_report

@@ -24,13 +24,13 @@ from pathlib import Path
 from hetero_pp.core.errors import DamagedFile
 from hetero_pp.messages.messages_pb2 import Commitment, Judgement, Recomputed, RoundRecord, ShownFile
 from hetero_pp.messages.refusals import Kind
-from hetero_pp.outer.exchange_service import Caller
+from hetero_pp.rpc.exchange_service import Caller
 from hetero_pp.run.spec import RunSpec
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.memberships import Memberships
 from replica_groups.exchange.run_state import RunState
 from replica_groups.member.committed_state import BEFORE, MESSAGES, messages_sha256, sha256_in
-from replica_groups.protocol.draws import Chain, drawn
+from replica_groups.rounds.draws import Chain, drawn
 
 DRAWS, EVIDENCE, ARRIVED, AUTHORITY = "draws", "evidence", "arrived.json", "authority.pem"
 

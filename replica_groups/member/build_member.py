@@ -20,11 +20,11 @@ from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from replica_groups.engines.build import build_engine, build_model
 from replica_groups.engines.plain import PlainEngine
+from replica_groups.engines.ranks import Ranks
 from replica_groups.member.committed_state import tensors_sha256
 from replica_groups.member.datacenter import DatacenterMember
 from replica_groups.member.participants import StageMember
 from replica_groups.member.training_member import TrainingMember
-from replica_groups.outer.ranks import Ranks
 from stages.anchors import anchors_of, anchors_seed, first_expansion
 from stages.boundary import boundary_of
 from stages.stage import Stage

@@ -15,7 +15,7 @@ from hetero_pp.messages.messages_pb2 import Doing, InnerStep
 from hetero_pp.model.learning_rates import LearningRates
 from replica_groups.engines.engine import Engine
 from replica_groups.engines.plain import PlainEngine
-from replica_groups.outer.outer_round import OuterRound
+from replica_groups.member.outer_round import OuterRound
 from stages.activity import Timing
 
 

@@ -16,8 +16,8 @@ from hetero_pp.messages.messages_pb2 import Doing, InnerStep
 from hetero_pp.model.learning_rates import LearningRates
 from hetero_pp.model.transformer import EMBEDDING
 from replica_groups.engines.moments import Moments
-from replica_groups.outer.outer_round import OuterRound
-from replica_groups.outer.parameter_store import LocalParameters
+from replica_groups.engines.parameter_store import LocalParameters
+from replica_groups.member.outer_round import OuterRound
 from stages.activity import Timing
 from stages.worker import StageWorker
 

@@ -12,8 +12,8 @@ from hetero_pp.data.shares import Share, SharedBatches
 from hetero_pp.link.protocol import LinkEnds
 from hetero_pp.messages.messages_pb2 import Doing, InnerStep
 from hetero_pp.model.learning_rates import LearningRates
-from replica_groups.outer.outer_round import OuterRound
-from replica_groups.outer.parameter_store import ParameterStore
+from replica_groups.engines.parameter_store import ParameterStore
+from replica_groups.member.outer_round import OuterRound
 from stages.activity import Timing
 
 

@@ -22,7 +22,7 @@ from hetero_pp.model.learning_rates import LearningRates
 from hetero_pp.model.transformer import ModelShape, build_part
 from hetero_pp.pipeline.coefficients import Symbols, format_of, noise_key
 from hetero_pp.run.simulate_section import MeasuredCost
-from replica_groups.outer.parameter_store import LocalParameters
+from replica_groups.engines.parameter_store import LocalParameters
 from stages.boundary import Boundary
 from stages.stage import Stage
 

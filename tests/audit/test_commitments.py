@@ -26,7 +26,7 @@ from hetero_pp.messages.messages_pb2 import (
     StageMessages,
     Statement,
 )
-from hetero_pp.outer.exchange_service import Caller
+from hetero_pp.rpc.exchange_service import Caller
 from hetero_pp.rpc.framing import header_and_payload_frames
 from hetero_pp.rpc.request_bounds import RequestBounds
 from hetero_pp.run.spec import Roster
@@ -55,7 +55,7 @@ from replica_groups.member.committed_state import (
     sha256_in,
     state_sha256,
 )
-from replica_groups.protocol.draws import leads_to
+from replica_groups.rounds.draws import leads_to
 
 MEMBERS = {"home.0": "home", "home.1": "home", "dc": "dc"}
 READERS = frozenset({"home.0", "dc"})

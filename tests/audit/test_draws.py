@@ -6,7 +6,7 @@ import hashlib
 
 import pytest
 
-from replica_groups.protocol.draws import CHAIN_ROUNDS, Chain, drawn, leads_to
+from replica_groups.rounds.draws import CHAIN_ROUNDS, Chain, drawn, leads_to
 
 SEED = b"s" * 32
 

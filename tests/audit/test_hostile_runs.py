@@ -17,13 +17,13 @@ from typer.testing import CliRunner
 from hetero_pp.config.audit import GauntletSettings
 from hetero_pp.messages.messages_pb2 import EXCLUDED, LEFT_OUT, UNAUDITED, BlobHeader
 from hetero_pp.model.transformer import shapes_by_block
-from hetero_pp.outer.exchange_service import Caller
 from hetero_pp.program.cli import app
 from hetero_pp.program.defences import defended
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, decode_blob, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import select
 from hetero_pp.pseudo_gradient.together import apart
 from hetero_pp.rpc.exchange_client import ExchangeClient
+from hetero_pp.rpc.exchange_service import Caller
 from hetero_pp.run.round_optimizer import round_optimizer
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import save_config

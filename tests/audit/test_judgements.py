@@ -17,7 +17,7 @@ from hetero_pp.config.audit import AuditSettings
 from hetero_pp.core.errors import Refused, StoreError
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.refusals import Kind
-from hetero_pp.outer.exchange_service import Caller, HeldBy
+from hetero_pp.rpc.exchange_service import Caller, HeldBy
 from replica_groups.audit import judgements as module
 from replica_groups.audit.gauntlet.agreement import SignCheck
 from replica_groups.audit.judgements import Judgements

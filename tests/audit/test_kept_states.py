@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 from hetero_pp.messages.messages_pb2 import StageMessages
-from replica_groups.loop.commitments import INHERITED_ROUNDS, Commitments
+from replica_groups.member.commitments import INHERITED_ROUNDS, Commitments
 from replica_groups.member.committed_state import BEFORE
 
 

@@ -16,12 +16,12 @@ from lying_run import HONEST, LyingRun, lying_spec
 
 from hetero_pp.core.errors import HeteroPPError
 from hetero_pp.messages.messages_pb2 import Commitment, Judgement, Recomputed, ShownFile
-from hetero_pp.outer.exchange_service import Caller
 from hetero_pp.rpc.exchange_client import ExchangeClient
+from hetero_pp.rpc.exchange_service import Caller
 from replica_groups.exchange import showing
 from replica_groups.exchange.audits import read_audit
 from replica_groups.exchange.showing import DRAWS, EVIDENCE
-from replica_groups.loop.commitments import Commitments
+from replica_groups.member.commitments import Commitments
 from replica_groups.member.committed_state import CommittedState, state_sha256
 
 ROUNDS = 4

@@ -25,7 +25,7 @@ from replica_groups.audit.recompute.compare import Comparison, compare, differen
 from replica_groups.audit.recompute.replica import Recomputed, ReplicaHere, RoundStart, recompute
 from replica_groups.exchange.audits import read_audit
 from replica_groups.exchange.log import ContributionLog
-from replica_groups.loop.commitments import state_of
+from replica_groups.member.commitments import state_of
 from replica_groups.member.committed_state import CommittedState, load_state
 
 GROUP = {

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from hetero_pp.core.errors import ConfigError, RunFailed
 from hetero_pp.data.sources import open_source, tokens_digest
 from hetero_pp.messages.messages_pb2 import AUDITED, UNAUDITED, Judgement, Report, RoundRecord
+from hetero_pp.outer.apply_round import FetchBlob
 from hetero_pp.outer.step import OuterOptimizer
 from hetero_pp.program import validate as program
 from hetero_pp.program.cli import app
@@ -40,7 +41,6 @@ from replica_groups.exchange.audits import newest_scores
 from replica_groups.exchange.follower import Follower
 from replica_groups.exchange.joining import Text
 from replica_groups.exchange.log import key_of
-from replica_groups.outer.apply_round import FetchBlob
 
 GAUNTLET = {"gauntlet": {"evaluated": 2, "sequences": 2}}
 

@@ -18,7 +18,7 @@ from hetero_pp.research.vectorized.train import train_fast
 from hetero_pp.run.batches import replica_batches
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
-from replica_groups.outer.ranks import Ranks
+from replica_groups.engines.ranks import Ranks
 
 
 @pytest.fixture(scope="module")

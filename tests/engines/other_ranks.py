@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from rank import build, tokens_of
 
-from replica_groups.outer.ranks import init_ranks
+from replica_groups.engines.ranks import init_ranks
 
 ALONE = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 """Environment of a single rank, as torchrun would set it."""

@@ -29,11 +29,11 @@ from hetero_pp.store.folder import FolderStore
 from replica_groups.engines.build import build_engine
 from replica_groups.engines.engine import Engine
 from replica_groups.engines.plain import PlainEngine
+from replica_groups.engines.ranks import Ranks, init_ranks
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
-from replica_groups.loop.collective import CollectiveExchange
-from replica_groups.outer.outer_round import OuterRound
-from replica_groups.outer.ranks import Ranks, init_ranks
+from replica_groups.member.collective import CollectiveExchange
+from replica_groups.member.outer_round import OuterRound
 
 SHAPE = ModelSettings(width=64, layers=2, heads=4, kv_heads=2, feed_forward=160, vocabulary=200).resolve(None)
 INNER = InnerSettings(learning_rate=1e-3, warmup_steps=2)

@@ -13,7 +13,7 @@ from members import TIMEOUT, in_thread
 from small_run import Run, closed
 
 from hetero_pp.core.errors import Suspended
-from hetero_pp.outer.exchange_service import Caller
+from hetero_pp.rpc.exchange_service import Caller
 
 MIXED = {"dc": 1, "home": 2}
 HOMES = ("home.0", "home.1")

@@ -26,7 +26,6 @@ from hetero_pp.core.errors import Refused, TooMuch
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.model.transformer import shapes_by_block, shapes_of
-from hetero_pp.outer.exchange_service import Caller
 from hetero_pp.pseudo_gradient.contribution import most_bytes
 from hetero_pp.rpc.caller_limits import (
     BURST,
@@ -46,6 +45,7 @@ from hetero_pp.rpc.channels import PROTOCOL_VERSION, RECEIVED_BYTES_MAX, make_ch
 from hetero_pp.rpc.connections import reports_of
 from hetero_pp.rpc.credentials import Credentials, Secret
 from hetero_pp.rpc.exchange_client import ExchangeClient
+from hetero_pp.rpc.exchange_service import Caller
 from hetero_pp.rpc.framing import header_and_payload_frames
 from hetero_pp.rpc.request_bounds import RequestBounds
 from hetero_pp.rpc.services import BULK_CALLS_MAX, call_path, service_handler

@@ -12,9 +12,9 @@ from torch import Tensor
 from hetero_pp.config.links import LinkShape, LinkSpec
 from hetero_pp.core.errors import ExchangeLost, HeteroPPError
 from hetero_pp.messages.messages_pb2 import BlobHeader, FetchRequest, RecordRequest, RoundRecord, SnapshotRequest
-from hetero_pp.outer.exchange_service import Arrived, Caller, ExchangeService, untold
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
-from replica_groups.loop.exchanges import CarriedExchange
+from hetero_pp.rpc.exchange_service import Arrived, Caller, ExchangeService, untold
+from replica_groups.member.exchanges import CarriedExchange
 
 MINE, OTHERS = b"mine", b"others"
 

@@ -10,15 +10,15 @@ from small_run import Run
 
 from hetero_pp.core.errors import Refused
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.outer.exchange_service import Caller
 from hetero_pp.pseudo_gradient import together as limits
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.pseudo_gradient.together import apart, batches, together
 from hetero_pp.rpc.credentials import Secret
 from hetero_pp.rpc.exchange_client import ExchangeClient
+from hetero_pp.rpc.exchange_service import Caller
 from replica_groups.exchange import deposits
 from replica_groups.exchange.server import serve_exchange
-from replica_groups.outer.round_calls import RoundCalls
+from replica_groups.member.round_calls import RoundCalls
 
 SECRET = Secret("a secret")
 EPOCH, STEPS = 1, 7

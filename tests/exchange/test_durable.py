@@ -20,12 +20,12 @@ from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.research.vectorized.checkpoint import Checkpoint
 from hetero_pp.run.snapshot import Snapshot, initial_snapshot, save_snapshot
 from hetero_pp.store.folder import FolderStore
+from replica_groups.engines.ranks import ALONE
 from replica_groups.exchange.log import ContributionLog
-from replica_groups.loop import reporter as reporter_module
-from replica_groups.loop.reporter import Reporter
-from replica_groups.loop.saved_states import SavedStates
-from replica_groups.outer.error_feedback import Undecided
-from replica_groups.outer.ranks import ALONE
+from replica_groups.member import reporter as reporter_module
+from replica_groups.member.error_feedback import Undecided
+from replica_groups.member.reporter import Reporter
+from replica_groups.member.saved_states import SavedStates
 
 SHAPE = ModelShape(width=16, layers=2, heads=2, feed_forward=24, vocabulary=64)
 

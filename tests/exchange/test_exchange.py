@@ -22,25 +22,25 @@ from hetero_pp.config.links import EXCHANGE
 from hetero_pp.core.errors import DamagedFile, HeteroPPError, MalformedContribution, Refused, RunFailed
 from hetero_pp.messages.messages_pb2 import EXCLUDED, HEALED, Report, RoundRecord
 from hetero_pp.model.transformer import ModelShape, block_of, shapes_by_block, shapes_of
-from hetero_pp.outer.exchange_service import Caller
+from hetero_pp.outer.apply_round import apply_round
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import OuterOptimizer, parameter_sha256, parameters_sha256
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, contribution_digest, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import select
+from hetero_pp.rpc.exchange_service import Caller
 from hetero_pp.run.snapshot import Snapshot, initial_snapshot, open_snapshot
 from hetero_pp.run.spec import Roster
 from hetero_pp.store.folder import FolderStore
+from replica_groups.engines.parameter_store import LocalParameters
 from replica_groups.exchange.auditor import Auditor
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.waits import Waits
-from replica_groups.outer.apply_round import apply_round
-from replica_groups.outer.outer_round import OuterRound
-from replica_groups.outer.parameter_store import LocalParameters
-from replica_groups.protocol import events as e
-from replica_groups.protocol.coordinator import Coordinator
-from replica_groups.protocol.rules import Rules
+from replica_groups.member.outer_round import OuterRound
+from replica_groups.rounds import events as e
+from replica_groups.rounds.coordinator import Coordinator
+from replica_groups.rounds.rules import Rules
 
 TIMEOUT = 10.0
 SHAPE = ModelShape(width=16, layers=2, heads=2, feed_forward=24, vocabulary=64)

@@ -45,7 +45,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("replica_groups.exchange.decisions.FIRST_PAUSE", 0.001)
     monkeypatch.setattr("replica_groups.exchange.decisions.LONGEST_PAUSE", 0.001)
     for module in ("coordinator", "slots"):
-        monkeypatch.setattr(f"replica_groups.protocol.{module}.RETRY_SECONDS", 0.001)
+        monkeypatch.setattr(f"replica_groups.rounds.{module}.RETRY_SECONDS", 0.001)
 
 
 @pytest.fixture(scope="module")

@@ -23,11 +23,11 @@ from hetero_pp.pipeline.subspace import random_basis
 from hetero_pp.run.snapshot import Snapshot, initial_snapshot, open_snapshot
 from hetero_pp.run.spec import Roster
 from hetero_pp.store.folder import FolderStore
+from replica_groups.engines.parameter_store import LocalParameters
 from replica_groups.exchange.auditor import Auditor, Retention
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
-from replica_groups.outer.outer_round import OuterRound
-from replica_groups.outer.parameter_store import LocalParameters
+from replica_groups.member.outer_round import OuterRound
 
 TIMEOUT = 20.0
 ROUNDS = 4

@@ -24,10 +24,10 @@ from torch import Tensor
 from hetero_pp.core.errors import HeteroPPError, RunFailed
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.outer.exchange_service import Arrived, Caller, ForwardedExchange, untold
 from hetero_pp.rpc.connections import NetworkConnections
 from hetero_pp.rpc.credentials import Secret, new_secret
 from hetero_pp.rpc.exchange_client import ExchangeClient
+from hetero_pp.rpc.exchange_service import Arrived, Caller, ForwardedExchange, untold
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
@@ -35,7 +35,7 @@ from replica_groups.exchange import server
 from replica_groups.exchange.host import begin_run, make_exchange
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.server import serve_exchange
-from replica_groups.loop.take_part import take_part
+from replica_groups.member.take_part import take_part
 
 ROUNDS = 400
 """More rounds than any member has windows."""

@@ -22,6 +22,7 @@ from hetero_pp.core.errors import Refused
 from hetero_pp.messages.messages_pb2 import LEFT_OUT, SCALED, BlobEntry, ContributionEntry, RoundRecord
 from hetero_pp.model.inner import InnerSettings
 from hetero_pp.model.transformer import shapes_by_block, shapes_of
+from hetero_pp.outer.apply_round import apply_round
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import OuterOptimizer
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
@@ -30,8 +31,7 @@ from hetero_pp.pseudo_gradient.error_feedback import select
 from replica_groups.exchange.limits import ContributionLimits
 from replica_groups.exchange.log import key_of
 from replica_groups.exchange.magnitudes import REMEMBERED_ROUNDS, bound, remembered_before
-from replica_groups.outer.apply_round import apply_round
-from replica_groups.protocol.rules import MOST_TIMES_THE_STEPS
+from replica_groups.rounds.rules import MOST_TIMES_THE_STEPS
 
 SETTING = MagnitudeSettings()
 

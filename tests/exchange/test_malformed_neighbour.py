@@ -21,7 +21,6 @@ from hetero_pp.link.protocol import Message
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.messages.messages_pb2 import EXCLUDED, GRADIENT, AssignReply, BlobHeader, EnrolReply
 from hetero_pp.messages.refusals import Kind
-from hetero_pp.outer.exchange_service import Caller
 from hetero_pp.planner.grouping import group_spares
 from hetero_pp.program.join.membership import take_place
 from hetero_pp.program.launch.in_process import run_in_process
@@ -30,6 +29,7 @@ from hetero_pp.rpc.certificates import Identity, as_text, new_key, signing_reque
 from hetero_pp.rpc.connections import NetworkConnections
 from hetero_pp.rpc.credentials import Credentials, Secret
 from hetero_pp.rpc.exchange_client import ExchangeClient
+from hetero_pp.rpc.exchange_service import Caller
 from hetero_pp.rpc.link_end import GrpcLinkEnd
 from hetero_pp.rpc.tickets import Ticket, make_ticket
 from hetero_pp.run.config import RunConfig
@@ -42,9 +42,9 @@ from replica_groups.exchange.lobby import Lobby
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.memberships import MOST_BLAMED, STRANGERS, Memberships
 from replica_groups.exchange.server import OpenHouse, serve_exchange
-from replica_groups.loop.take_part import take_part
-from replica_groups.protocol import slots
-from replica_groups.protocol.slots import MOST_MALFORMED
+from replica_groups.member.take_part import take_part
+from replica_groups.rounds import slots
+from replica_groups.rounds.slots import MOST_MALFORMED
 
 ROUNDS = 3
 SECRET = Secret("the run's secret")

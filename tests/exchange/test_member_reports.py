@@ -27,8 +27,8 @@ from hetero_pp.run.spec import Roster
 from replica_groups.exchange import reports as reports_module
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.reports import MemberReports
-from replica_groups.loop import reporter as reporter_module
-from replica_groups.loop.reporter import Reporter
+from replica_groups.member import reporter as reporter_module
+from replica_groups.member.reporter import Reporter
 
 STEPS, TOKENS = 10, 400
 

@@ -18,19 +18,19 @@ from hetero_pp.core.tensor_files import Scratch
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.model.inner import InnerOptimizer, InnerSettings
 from hetero_pp.model.transformer import EMBEDDING
-from hetero_pp.outer.exchange_service import Caller
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pipeline.subspace import perpendicular, random_basis
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
+from hetero_pp.rpc.exchange_service import Caller
 from hetero_pp.run.snapshot import OpenSnapshot, Snapshot, open_snapshot, save_snapshot
 from hetero_pp.run.spec import Roster
 from hetero_pp.store.folder import FolderStore
 from replica_groups.engines.moments import Moments
+from replica_groups.engines.parameter_store import LocalParameters
 from replica_groups.exchange.auditor import Auditor
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog, snapshot_key
-from replica_groups.outer.outer_round import OuterRound
-from replica_groups.outer.parameter_store import LocalParameters
+from replica_groups.member.outer_round import OuterRound
 
 SETTINGS = OuterSettings.model_validate({"rounds": 2, "momentum": 0.9, "compression": {"density": 1 / 32}})
 SHAPE = (256, 512)

@@ -13,7 +13,7 @@ from hetero_pp.messages.messages_pb2 import JOINING, PAUSED, WENT_ON, Finished, 
 from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
-from replica_groups.protocol.rules import Rules
+from replica_groups.rounds.rules import Rules
 
 MIXED = {"dc": 1, "one": 2, "two": 2}
 

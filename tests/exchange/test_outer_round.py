@@ -24,11 +24,11 @@ from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.run.snapshot import Snapshot, initial_snapshot
 from hetero_pp.run.spec import Roster
 from hetero_pp.store.folder import FolderStore
+from replica_groups.engines.parameter_store import LocalParameters
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
-from replica_groups.outer.error_feedback import ErrorFeedback
-from replica_groups.outer.outer_round import OuterRound
-from replica_groups.outer.parameter_store import LocalParameters
+from replica_groups.member.error_feedback import ErrorFeedback
+from replica_groups.member.outer_round import OuterRound
 
 Array = NDArray[np.float32]
 TIMEOUT = 10.0

@@ -11,7 +11,7 @@ from small_run import GRACE, LEASE, Run, closed
 
 from hetero_pp.core.errors import Refused, Suspended, TermOver
 from hetero_pp.messages.messages_pb2 import SILENT, SUSPENDED, TERM_OVER, BeatReply, Report
-from hetero_pp.outer.exchange_service import Caller
+from hetero_pp.rpc.exchange_service import Caller
 
 MIXED = {"dc": 1, "home": 2}
 

@@ -14,16 +14,16 @@ from members import TIMEOUT
 from hetero_pp.core.errors import ExchangeLost, HeteroPPError, LinkClosed, Refused, RunFailed
 from hetero_pp.link.protocol import LinkEnds
 from hetero_pp.messages.messages_pb2 import AssignReply, BeatReply, BeatRequest, Report, ReportRequest
-from hetero_pp.outer.exchange_service import NO_STATES, Caller, ExchangeService
 from hetero_pp.program.launch import in_process
 from hetero_pp.rpc.epochs import Epochs
+from hetero_pp.rpc.exchange_service import NO_STATES, Caller, ExchangeService
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.store.faults import Missed, Phase
 from replica_groups.exchange.exchange import Exchange
-from replica_groups.loop import seat as seat_module
-from replica_groups.loop.seat import LedgerOf, Links, Pulse, Seat
+from replica_groups.member import seat as seat_module
+from replica_groups.member.seat import LedgerOf, Links, Pulse, Seat
 
 MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 

@@ -10,8 +10,8 @@ from small_run import GRACE, LIMIT, Run, closed
 
 from hetero_pp.core.errors import Refused
 from hetero_pp.messages.messages_pb2 import LATE, NOT_AWAITED, PAUSED, WENT_ON
-from hetero_pp.outer.exchange_service import Caller
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
+from hetero_pp.rpc.exchange_service import Caller
 
 THREE = {"a": 1, "b": 1, "c": 1}
 FOUR = {"a": 1, "b": 1, "c": 1, "d": 1}

@@ -18,20 +18,20 @@ from torch import Tensor, nn
 import hetero_pp.run.snapshot
 from hetero_pp.core.errors import DamagedFile, HeteroPPError
 from hetero_pp.model.transformer import ModelShape, block_of
-from hetero_pp.outer.exchange_service import AvailableStates
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import OuterOptimizer
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
+from hetero_pp.rpc.exchange_service import AvailableStates
 from hetero_pp.run.snapshot import Snapshot, initial_snapshot, open_snapshot, save_snapshot
 from hetero_pp.run.spec import Roster
 from hetero_pp.store.folder import FolderStore
+from replica_groups.engines.parameter_store import LocalParameters
 from replica_groups.exchange.auditor import Auditor, Retention
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.restart import Restart, find_restart
-from replica_groups.loop.saved_states import DIGESTS, SavedStates, newest_usable_state
-from replica_groups.outer.outer_round import OuterRound
-from replica_groups.outer.parameter_store import LocalParameters
+from replica_groups.member.outer_round import OuterRound
+from replica_groups.member.saved_states import DIGESTS, SavedStates, newest_usable_state
 
 SHAPE = ModelShape(width=16, layers=2, heads=2, feed_forward=24, vocabulary=64)
 SETTINGS = OuterSettings(

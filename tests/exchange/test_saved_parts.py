@@ -9,8 +9,8 @@ import torch
 
 from hetero_pp.core.errors import HeteroPPError
 from hetero_pp.pseudo_gradient.rows import rows_of
-from replica_groups.outer.rank_rows import read_part, write_part
-from replica_groups.outer.ranks import Ranks
+from replica_groups.engines.ranks import Ranks
+from replica_groups.member.rank_rows import read_part, write_part
 
 TILE = (8, 8)
 SHAPES = {"a": (37, 5), "b": (9,), "c": (16, 3)}

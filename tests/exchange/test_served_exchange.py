@@ -21,26 +21,26 @@ from hetero_pp.config.links import LAUNCHER, LinkShape, LinkSpec
 from hetero_pp.core.errors import LinkClosed, LinkTimeout, Refused
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.refusals import Kind
-from hetero_pp.outer.exchange_service import AvailableStates, Caller, HeldBy, IsAsked, call_of
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.rpc.callers import Callers, shown
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel
 from hetero_pp.rpc.connections import reports_of, reports_to_members
 from hetero_pp.rpc.credentials import Secret
 from hetero_pp.rpc.exchange_client import ExchangeClient
+from hetero_pp.rpc.exchange_service import AvailableStates, Caller, HeldBy, IsAsked, call_of
 from hetero_pp.rpc.framing import header_and_payload_frames
 from hetero_pp.rpc.request_bounds import RequestBounds
 from hetero_pp.rpc.services import EXCHANGE_SERVICE as SERVICE
 from hetero_pp.rpc.services import calls_of
 from hetero_pp.run.snapshot import Snapshot
 from hetero_pp.run.spec import Roster
+from replica_groups.engines.ranks import ALONE
 from replica_groups.exchange import server as served_exchange
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.no_audits import NoAudits
 from replica_groups.exchange.server import serve_exchange
-from replica_groups.loop.collective import CollectiveExchange
-from replica_groups.loop.exchanges import CarriedExchange
-from replica_groups.outer.ranks import ALONE
+from replica_groups.member.collective import CollectiveExchange
+from replica_groups.member.exchanges import CarriedExchange
 
 TIMEOUT = 20.0
 RUN = "run"

@@ -15,16 +15,16 @@ from typing import Any, cast
 import pytest
 from small_run import Run
 
-import replica_groups.loop.stopping
+import replica_groups.member.stopping
 from hetero_pp.config.links import EXCHANGE, LinkShape, LinkSpec
 from hetero_pp.core.errors import Stopped
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.outer.exchange_service import ExchangeService
-from replica_groups.loop import exchanges
-from replica_groups.loop.exchanges import ShapedExchange
-from replica_groups.loop.stopping import Stopping
-from replica_groups.outer.ranks import ALONE
+from hetero_pp.rpc.exchange_service import ExchangeService
+from replica_groups.engines.ranks import ALONE
+from replica_groups.member import exchanges
+from replica_groups.member.exchanges import ShapedExchange
+from replica_groups.member.stopping import Stopping
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_a_block_is_ended_at_once_unless_its_round_may_be_closed(
 
 def test_the_record_of_a_closed_round_is_waited_for(stopping: Stopping, monkeypatch: pytest.MonkeyPatch) -> None:
     """This holds on slow machines too: other members have the record, and save their states after that round."""
-    monkeypatch.setattr(replica_groups.loop.stopping, "SECONDS_TO_AGREE", 0.01)
+    monkeypatch.setattr(replica_groups.member.stopping, "SECONDS_TO_AGREE", 0.01)
     assert not _is_ended(stopping, 5, 5, seconds=0.2)
     stopping.check(ALONE, 5)  # it trains ahead of that round
     with pytest.raises(Stopped):
@@ -69,7 +69,7 @@ def test_the_record_of_a_closed_round_is_waited_for(stopping: Stopping, monkeypa
 def test_the_record_of_a_round_is_not_waited_for_long_if_nobody_knows_whether_it_is_closed(
     stopping: Stopping, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica_groups.loop.stopping, "SECONDS_TO_AGREE", 0.01)
+    monkeypatch.setattr(replica_groups.member.stopping, "SECONDS_TO_AGREE", 0.01)
     assert _is_ended(stopping, None, 5, seconds=60)
 
 
@@ -110,7 +110,7 @@ def test_a_member_that_is_stopped_does_not_wait_for_the_answer_to_its_confirmati
     stopping: Stopping, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has applied the round, and saves its state although the exchange is gone."""
-    monkeypatch.setattr(replica_groups.loop.stopping, "SECONDS_TO_AGREE", 0.01)
+    monkeypatch.setattr(replica_groups.member.stopping, "SECONDS_TO_AGREE", 0.01)
     is_over = threading.Event()
 
     class Gone:
@@ -157,7 +157,7 @@ def test_a_member_that_is_stopped_does_not_wait_for_a_contribution_from_an_excha
 def test_a_member_that_is_stopped_waits_for_no_reply_of_an_exchange_that_is_gone(
     ask: Callable[[ExchangeService], object], stopping: Stopping, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module, name in ((exchanges, "SECONDS_TO_FETCH"), (replica_groups.loop.stopping, "SECONDS_TO_AGREE")):
+    for module, name in ((exchanges, "SECONDS_TO_FETCH"), (replica_groups.member.stopping, "SECONDS_TO_AGREE")):
         monkeypatch.setattr(module, name, 0.01)
 
     class Gone:
@@ -193,7 +193,7 @@ def test_a_member_with_nothing_left_to_save_ends_wherever_it_waits(
     is_asked_before: bool, stopping: Stopping, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may wait for an exchange that is gone, to tell it that the member failed, or to deliver its last reports."""
-    monkeypatch.setattr(replica_groups.loop.stopping, "SECONDS_TO_LEAVE", 0.01)
+    monkeypatch.setattr(replica_groups.member.stopping, "SECONDS_TO_LEAVE", 0.01)
 
     def leave() -> None:
         raise _Left
@@ -226,8 +226,8 @@ def test_a_block_is_ended_although_python_drops_the_first_exception(
     """Round 5: the alarm comes while a destructor runs."""
     dropped: list[type[BaseException]] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda one: dropped.append(one.exc_type))
-    monkeypatch.setattr(replica_groups.loop.stopping, "SECONDS_TO_AGREE", 0.01)
-    monkeypatch.setattr(replica_groups.loop.stopping, "_SECONDS_UNTIL_AGAIN", 0.01)
+    monkeypatch.setattr(replica_groups.member.stopping, "SECONDS_TO_AGREE", 0.01)
+    monkeypatch.setattr(replica_groups.member.stopping, "_SECONDS_UNTIL_AGAIN", 0.01)
 
     class Waits(_Asks):
         def __del__(self) -> None:
@@ -245,7 +245,7 @@ def test_a_member_is_asked_again_if_its_main_thread_has_slept_through_the_signal
     stopping: Stopping, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A signal that arrives as an unlimited wait begins does not end the wait."""
-    monkeypatch.setattr(replica_groups.loop.stopping, "_SECONDS_UNTIL_AGAIN", 0.01)
+    monkeypatch.setattr(replica_groups.member.stopping, "_SECONDS_UNTIL_AGAIN", 0.01)
     kill, sent = os.kill, list[int]()
 
     def lose_first(process: int, number: int) -> None:
@@ -270,7 +270,7 @@ def test_a_signal_that_arrives_as_a_block_begins_or_ends_leaves_no_block_open(
     of_library: bool, stopping: Stopping, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stopped would leave the block allowed, and be raised again while the state is saved."""
-    monkeypatch.setattr(replica_groups.loop.stopping, "_SECONDS_UNTIL_AGAIN", 0.01)
+    monkeypatch.setattr(replica_groups.member.stopping, "_SECONDS_UNTIL_AGAIN", 0.01)
     waits, block = False, stopping.allowed()
     with pytest.raises(Stopped), block:
         with _frame_of_with() as frame:

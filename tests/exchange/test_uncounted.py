@@ -18,14 +18,14 @@ from hetero_pp.config.links import EXCHANGE
 from hetero_pp.core.errors import Refused, Suspended, TermOver
 from hetero_pp.messages.messages_pb2 import HEALED, AssignReply, BlobHeader, RoundRecord
 from hetero_pp.model.transformer import shapes_by_block, shapes_of
-from hetero_pp.outer.exchange_service import Caller
 from hetero_pp.pseudo_gradient import together
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, decode_blob
+from hetero_pp.rpc.exchange_service import Caller
 from hetero_pp.run.snapshot import MOMENTUM
+from replica_groups.engines.parameter_store import LocalParameters
 from replica_groups.exchange.auditor import Auditor
 from replica_groups.exchange.log import snapshot_key
-from replica_groups.outer.outer_round import OuterRound
-from replica_groups.outer.parameter_store import LocalParameters
+from replica_groups.member.outer_round import OuterRound
 
 DECAY = SETTINGS.compression.error_feedback_decay
 

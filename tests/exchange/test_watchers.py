@@ -9,7 +9,7 @@ from members import TIMEOUT, in_thread
 from small_run import Run
 
 from hetero_pp.messages.messages_pb2 import LATE, SUSPENDED, TERM_OVER, Over, Report, SoFar, Standing
-from hetero_pp.outer.exchange_service import Caller
+from hetero_pp.rpc.exchange_service import Caller
 from replica_groups.exchange import reports
 from replica_groups.exchange.reports import Watchers
 

@@ -32,7 +32,7 @@ from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from replica_groups.engines.build import require_engine
-from replica_groups.loop.saved_states import SavedStates
+from replica_groups.member.saved_states import SavedStates
 
 CONFIG = Path(__file__).parents[2] / "configs" / "mixed_engines.yaml"
 SMALL = [

@@ -21,7 +21,7 @@ from hetero_pp.program.launch.supervisor import Supervisor
 from hetero_pp.rpc.credentials import Secret, SecretKeys
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.store.faults import Faults, Phase
-from replica_groups.loop.reporter import Reporter
+from replica_groups.member.reporter import Reporter
 
 pytestmark = pytest.mark.starts_processes
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from hetero_pp.config.links import LinkShape, LinkSpec
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.outer.exchange_service import Arrived, Caller, ExchangeService, call_of, untold
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.pseudo_gradient.together import together
-from replica_groups.loop.exchanges import ShapedExchange
+from hetero_pp.rpc.exchange_service import Arrived, Caller, ExchangeService, call_of, untold
+from replica_groups.member.exchanges import ShapedExchange
 
 BLOB = bytes(1000)
 WIRE = 1000 + 5 + 9

@@ -46,9 +46,9 @@ from hetero_pp.research.vectorized.checkpoint import Checkpoint
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.snapshot import Snapshot, initial_snapshot, save_snapshot
 from hetero_pp.run.yaml_file import save_config
+from replica_groups.engines.ranks import ALONE, Ranks
 from replica_groups.exchange.memberships import Memberships
-from replica_groups.loop.saved_states import SavedStates
-from replica_groups.outer.ranks import ALONE, Ranks
+from replica_groups.member.saved_states import SavedStates
 
 MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 SHAPE = ModelShape(width=16, layers=1, heads=2, feed_forward=24, vocabulary=64)

@@ -29,8 +29,8 @@ from hetero_pp.program.report.state import DIVERGED_NATS, RunState
 from hetero_pp.program.simulate import Outputs, simulate
 from hetero_pp.run.snapshot import open_snapshot
 from replica_groups.exchange.auditor import Auditor
-from replica_groups.loop.gate import Gate
-from replica_groups.outer.outer_round import OuterRound
+from replica_groups.member.gate import Gate
+from replica_groups.member.outer_round import OuterRound
 
 MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 ROUNDS = 3

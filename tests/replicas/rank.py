@@ -24,7 +24,7 @@ from hetero_pp.research.settings import Every, ResearchConfig
 from hetero_pp.research.vectorized.all_replicas import AllReplicas
 from hetero_pp.research.vectorized.train import train_fast
 from hetero_pp.run.spec import RunSpec
-from replica_groups.outer.ranks import Ranks, init_ranks
+from replica_groups.engines.ranks import Ranks, init_ranks
 
 METHODS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "sparseloco": ({"compression": {"density": 1 / 16}}, {"anchors": {"rank": 4}}, {"missed": 0.4}),

@@ -15,7 +15,7 @@ from hetero_pp.research.vectorized.bias import BiasMeter, Products, uncompressed
 from hetero_pp.research.vectorized.train import FastResult, train_fast
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
-from replica_groups.outer.ranks import ALONE
+from replica_groups.engines.ranks import ALONE
 
 
 def _train(

@@ -8,8 +8,8 @@ from unittest.mock import MagicMock
 import pytest
 
 from hetero_pp.messages.messages_pb2 import AssignReply
-from replica_groups.loop.training_loop import TrainingLoop
-from replica_groups.outer.ranks import ALONE
+from replica_groups.engines.ranks import ALONE
+from replica_groups.member.training_loop import TrainingLoop
 
 
 @pytest.mark.parametrize(("newest", "read", "replayed"), [(4, 4, [5]), (1, None, [2, 3, 4, 5])])

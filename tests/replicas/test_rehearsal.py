@@ -13,8 +13,8 @@ from live_bytes import LiveBytes
 from hetero_pp.core.errors import MalformedContribution
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.model.transformer import shapes_by_block
-from hetero_pp.outer.exchange_service import ExchangeService
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob
+from hetero_pp.rpc.exchange_service import ExchangeService
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
@@ -23,7 +23,7 @@ from hetero_pp.simulator.costs import cost_of
 from hetero_pp.simulator.loads import blob_sizes, exchange_link_loads
 from hetero_pp.simulator.prediction import predict
 from replica_groups.exchange.open_log import open_log
-from replica_groups.rehearsal.build import build_rehearsed
+from replica_groups.member.rehearsed import build_rehearsed
 from replica_groups.rehearsal.emulated import Pace
 
 ROUNDS, STEPS = 2, 3

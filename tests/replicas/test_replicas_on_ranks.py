@@ -10,7 +10,7 @@ import pytest
 from started import run_on_ranks
 
 from hetero_pp.core.errors import ConfigError
-from replica_groups.outer.ranks import ALONE, Ranks
+from replica_groups.engines.ranks import ALONE, Ranks
 
 SCRIPT = Path(__file__).with_name("rank.py")
 

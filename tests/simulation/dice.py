@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from random import Random
 
-from replica_groups.protocol.rules import Rules, Window
+from replica_groups.rounds.rules import Rules, Window
 
 QUORUMS = (0.5, 0.5, 0.5, 0.34, 0.67, 1.0)
 LIGHT_SECONDS = 400.0

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from simulation.member import TRAINING
 
-from replica_groups.protocol import events as e
+from replica_groups.rounds import events as e
 
 if TYPE_CHECKING:
     from simulation.host import Host

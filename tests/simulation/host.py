@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from simulation.stores import StoreFailed
 
-from replica_groups.protocol import events as e
-from replica_groups.protocol.coordinator import Coordinator
+from replica_groups.rounds import events as e
+from replica_groups.rounds.coordinator import Coordinator
 
 if TYPE_CHECKING:
     from simulation.member import Member

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from simulation.stores import THETA, Path, Units, replayed
 from simulation.violation import Violation
 
-from replica_groups.protocol import events as e
-from replica_groups.protocol.coordinator import LATE_IN_A_ROW, REMEMBERED_HASHES, Coordinator
+from replica_groups.rounds import events as e
+from replica_groups.rounds.coordinator import LATE_IN_A_ROW, REMEMBERED_HASHES, Coordinator
 
 if TYPE_CHECKING:
     from simulation.host import Host

@@ -1,4 +1,4 @@
-"""A process that holds a slot, as a model of replica_groups/loop/take_part.py.
+"""A process that holds a slot, as a model of replica_groups/member/take_part.py.
 
 Training is modelled by names: each training adds a unit to every position of the parameters.
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from simulation.stores import THETA, Blob, Kept, Path, State, StoreFailed, Units, replayed
 from simulation.violation import Violation
 
-from replica_groups.protocol import events as e
+from replica_groups.rounds import events as e
 
 if TYPE_CHECKING:
     from simulation.host import Host

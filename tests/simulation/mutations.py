@@ -11,9 +11,9 @@ from typing import NamedTuple
 from simulation.member import Member
 from simulation.stores import Store
 
-from replica_groups.protocol.coordinator import Coordinator
-from replica_groups.protocol.places import Place
-from replica_groups.protocol.rounds import OpenRound
+from replica_groups.rounds.coordinator import Coordinator
+from replica_groups.rounds.places import Place
+from replica_groups.rounds.rounds import OpenRound
 
 
 class Edit(NamedTuple):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from simulation.timeline import Timeline
 
-from replica_groups.protocol.events import Record
+from replica_groups.rounds.events import Record
 
 Units = frozenset[int]
 """The trainings that changed one position of a slot's parameters, each by its number."""

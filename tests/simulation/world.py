@@ -17,8 +17,8 @@ from simulation.timeline import Timeline
 from simulation.training import Trainings
 from simulation.violation import Violation
 
-from replica_groups.protocol.coordinator import UNAWAITED_FACTOR
-from replica_groups.protocol.events import Record
+from replica_groups.rounds.coordinator import UNAWAITED_FACTOR
+from replica_groups.rounds.events import Record
 
 ROUND_SECONDS = 60.0
 """Seconds of faults per round. After that, the run is left without faults."""

@@ -20,8 +20,8 @@ from hetero_pp.simulator.exchange_memory import memory_of_exchange
 from hetero_pp.simulator.memory import Memory, Phase, memory_of_member
 from replica_groups.engines import build
 from replica_groups.exchange.auditor import Auditor
-from replica_groups.loop.training_loop import TrainingLoop
-from replica_groups.outer.outer_round import OuterRound
+from replica_groups.member.outer_round import OuterRound
+from replica_groups.member.training_loop import TrainingLoop
 
 NO_TENSORS = {"process", "allocator", "own contribution", "one block of all contributions", "snapshot"}
 """Terms of bytes that are no tensors, and of tensors that an exchange in the same process shares."""

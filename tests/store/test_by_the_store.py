@@ -20,7 +20,7 @@ from hetero_pp.rpc.credentials import Secret
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.store.store import Store
 from replica_groups.exchange.server import serve_exchange
-from replica_groups.protocol import events as e
+from replica_groups.rounds import events as e
 
 SECRET = Secret("a secret")
 

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from hetero_pp.core.errors import ConfigError, StoreError
-from hetero_pp.outer.exchange_service import AvailableStates
 from hetero_pp.program.launch.command import run_topology
+from hetero_pp.rpc.exchange_service import AvailableStates
 from hetero_pp.store.folder import FolderStore
 from hetero_pp.store.settings import StoreSettings
 from hetero_pp.store.store import Store
 from replica_groups.exchange.log import record_key, snapshot_key
-from replica_groups.loop.saved_states import SavedStates
-from replica_groups.loop.state_copies import StateCopies
+from replica_groups.member.saved_states import SavedStates
+from replica_groups.member.state_copies import StateCopies
 
 SMALL = Path(__file__).with_name("small.yaml")
 TIMEOUT = 60.0

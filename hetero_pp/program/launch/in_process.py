@@ -24,12 +24,12 @@ from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.store.faults import Missed
 from replica_groups.audit.beside import Followers, audited, followed
+from replica_groups.engines.ranks import Ranks
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.host import begin_run, make_exchange, rules_of
-from replica_groups.loop.gate import Gate
-from replica_groups.loop.round_length import StepsOf
-from replica_groups.loop.take_part import take_part
-from replica_groups.outer.ranks import Ranks
+from replica_groups.member.gate import Gate
+from replica_groups.member.round_length import StepsOf
+from replica_groups.member.take_part import take_part
 
 _SECONDS_BETWEEN_LOOKS = 1.0
 """Interval at which a wait for a member looks whether the run continues without it."""

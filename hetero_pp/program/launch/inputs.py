@@ -32,7 +32,7 @@ from hetero_pp.run.yaml_file import ConfigFile
 from replica_groups.audit.gauntlet.book import require_openskill
 from replica_groups.audit.gauntlet.losses import Texts
 from replica_groups.engines.build import require_engine
-from replica_groups.loop.saved_states import SavedStates
+from replica_groups.member.saved_states import SavedStates
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,7 @@ from hetero_pp.run.shared import told_of
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.store.faults import Faults
 from replica_groups.audit.beside import audited, followed
+from replica_groups.engines.ranks import Ranks
 from replica_groups.exchange.admission import Told
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.host import UnderWay, begin_run, make_exchange
@@ -57,9 +58,8 @@ from replica_groups.exchange.lobby import Lobby
 from replica_groups.exchange.memberships import Memberships
 from replica_groups.exchange.patience import watched
 from replica_groups.exchange.server import MOST_OPEN, OpenHouse, serve_exchange
-from replica_groups.loop.stopping import Stopping
-from replica_groups.loop.take_part import take_part
-from replica_groups.outer.ranks import Ranks
+from replica_groups.member.stopping import Stopping
+from replica_groups.member.take_part import take_part
 
 _SECONDS_TO_HEAR = 5.0
 """Seconds for which the exchange still answers after the run has ended, for members that have not heard of it."""

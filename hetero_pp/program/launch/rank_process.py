@@ -27,9 +27,9 @@ from hetero_pp.rpc.credentials import Credentials
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.read import read_run
 from hetero_pp.store.faults import Missed
-from replica_groups.loop.stopping import Stopping
-from replica_groups.loop.take_part import take_part
-from replica_groups.outer.ranks import Ranks, init_ranks
+from replica_groups.engines.ranks import Ranks, init_ranks
+from replica_groups.member.stopping import Stopping
+from replica_groups.member.take_part import take_part
 
 _COLLECTIVE_TIMEOUT = timedelta(days=7)
 """Timeout of collectives. It is long because ranks wait in one while the first rank waits for other replicas.

@@ -29,7 +29,7 @@ from hetero_pp.rpc.credentials import Credentials, Secret, SecretKeys, new_secre
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.read import read_run
 from hetero_pp.run.spec import RunSpec
-from replica_groups.loop.take_part import take_part
+from replica_groups.member.take_part import take_part
 
 MOST_ALONE = 8
 """Most members of a rehearsal that have a process each, of about 70 MB and its messages. A thread takes about 3 MB."""

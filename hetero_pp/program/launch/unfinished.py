@@ -24,7 +24,7 @@ from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.read import config_of
 from replica_groups.exchange.memberships import Memberships
 from replica_groups.exchange.open_log import fetch_configuration, open_log
-from replica_groups.loop.saved_states import SavedStates
+from replica_groups.member.saved_states import SavedStates
 
 CONTINUE, NEW, QUIT = "continue", "new", "quit"
 

@@ -10,12 +10,12 @@ from enum import StrEnum
 from hetero_pp.config.links import DIRECTIONS, Direction
 from hetero_pp.core.units import format_seconds
 from hetero_pp.messages.messages_pb2 import STORING, Report
-from hetero_pp.outer.exchange_service import MOST_BETWEEN
 from hetero_pp.program.report.carried import DirectionState
 from hetero_pp.program.report.own_rounds import sender
 from hetero_pp.program.report.replica_state import ReplicaState
 from hetero_pp.program.report.round_lines import STALL_SECONDS, waiting_line
 from hetero_pp.program.report.state import RunState
+from hetero_pp.rpc.exchange_service import MOST_BETWEEN
 
 SILENT_SECONDS = MOST_BETWEEN + STALL_SECONDS
 """Seconds without any report after which a run has stalled. The exchange reports a wait every MOST_BETWEEN seconds."""

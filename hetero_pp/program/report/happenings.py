@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from hetero_pp.core.units import format_number, format_seconds
 from hetero_pp.messages.messages_pb2 import STORING, Happened, Report, Standing, StateSaving
 from hetero_pp.run.spec import RunSpec
-from replica_groups.protocol.places import with_name
+from replica_groups.rounds.places import with_name
 
 
 class Happenings:

@@ -12,8 +12,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Column
 
 from hetero_pp.core.progress import NowAndThen, OnProgress
-from hetero_pp.outer.exchange_service import FIRST_TOLD, MOST_BETWEEN
 from hetero_pp.program.report.output import tell
+from hetero_pp.rpc.exchange_service import FIRST_TOLD, MOST_BETWEEN
 
 _SECONDS_BETWEEN_LOOKS = 0.1
 

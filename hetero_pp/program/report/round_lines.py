@@ -8,9 +8,9 @@ from hetero_pp.config.topology import DatacenterReplica
 from hetero_pp.core.units import format_bytes, format_count, format_number, format_seconds, format_share
 from hetero_pp.messages.messages_pb2 import CONTRIBUTING, FINISHING, JOINING, STORING, Waiting
 from hetero_pp.model.inner import REMEDIES
-from hetero_pp.outer.exchange_service import FIRST_TOLD
 from hetero_pp.program.report.state import Divergence, RunState
 from hetero_pp.program.report.tables import format_loss
+from hetero_pp.rpc.exchange_service import FIRST_TOLD
 from hetero_pp.run.hardware import hardware_of
 from hetero_pp.simulator.costs import step_flops
 from replica_groups.exchange.patience import listed, whom

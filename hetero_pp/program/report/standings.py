@@ -16,7 +16,7 @@ from hetero_pp.config.changed_keys import Changes
 from hetero_pp.config.topology import ReplicaSettings
 from hetero_pp.messages.messages_pb2 import Happened, Report, RoundRecord, Standing
 from hetero_pp.run.spec import RunSpec
-from replica_groups.protocol.places import with_name
+from replica_groups.rounds.places import with_name
 
 
 class Outcome(StrEnum):

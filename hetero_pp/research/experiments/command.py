@@ -25,7 +25,7 @@ from hetero_pp.research.experiments.rows import Setting
 from hetero_pp.research.experiments.supply import counted
 from hetero_pp.research.experiments.training import train, train_on_ranks
 from hetero_pp.run.folder import CACHE
-from replica_groups.outer.ranks import init_ranks
+from replica_groups.engines.ranks import init_ranks
 
 
 def reproduce(request: Request) -> None:

@@ -28,7 +28,7 @@ from hetero_pp.research.vectorized.together import constraint_of
 from hetero_pp.research.vectorized.train import FastResult, train_fast
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
-from replica_groups.outer.ranks import ALONE, Ranks
+from replica_groups.engines.ranks import ALONE, Ranks
 
 OUTCOME_VERSION = 1
 """Version of outcomes. Raise it if a change, even of a default, alters outcomes by more than rounding.

@@ -20,9 +20,9 @@ from rich.progress import (
 from rich.table import Column
 
 from hetero_pp.core.progress import NowAndThen
-from hetero_pp.outer.exchange_service import MOST_BETWEEN
 from hetero_pp.program.report.output import tell
 from hetero_pp.research.experiments.jobs import Job
+from hetero_pp.rpc.exchange_service import MOST_BETWEEN
 
 FIRST_LINE = 60.0
 """Seconds before a row's first line without a terminal; most rows of small tables finish earlier."""

@@ -17,7 +17,7 @@ from hetero_pp.program.launch.fork_server import fork_server, unheard
 from hetero_pp.research.experiments.jobs import Job, Training, train_job
 from hetero_pp.research.experiments.outcomes import Outcome
 from hetero_pp.research.experiments.row_progress import RowProgress, Told
-from replica_groups.outer.ranks import Ranks
+from replica_groups.engines.ranks import Ranks
 
 
 def train(jobs: Sequence[Job], training: Training, workers: int, console: Console) -> Mapping[str, str]:

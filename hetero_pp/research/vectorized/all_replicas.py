@@ -34,7 +34,7 @@ from hetero_pp.research.vectorized.together import StepsTogether
 from hetero_pp.run.snapshot import first_snapshot
 from hetero_pp.run.spec import RunSpec
 from replica_groups.engines.plain import WholeReplica
-from replica_groups.outer.ranks import ALONE, CPU, Ranks
+from replica_groups.engines.ranks import ALONE, CPU, Ranks
 
 
 class AllReplicas:

@@ -23,7 +23,7 @@ from hetero_pp.model.subspace_optimizer import SubspaceOptimizer
 from hetero_pp.research.settings import research_of
 from hetero_pp.research.vectorized.replica import TableReplica
 from hetero_pp.run.spec import RunSpec
-from replica_groups.outer.ranks import Ranks
+from replica_groups.engines.ranks import Ranks
 
 
 class BiasMeter:

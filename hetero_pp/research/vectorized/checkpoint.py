@@ -19,7 +19,7 @@ import torch
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.files import PART, complaint, flush, naming
 from hetero_pp.core.tensor_files import save_object
-from replica_groups.outer.ranks import Ranks
+from replica_groups.engines.ranks import Ranks
 
 
 class Checkpoint:

@@ -21,7 +21,7 @@ from hetero_pp.research.participation import missed_in, replicas_in
 from hetero_pp.research.settings import research_of
 from hetero_pp.research.vectorized.measured import Measured
 from hetero_pp.run.spec import RunSpec
-from replica_groups.outer.ranks import Ranks
+from replica_groups.engines.ranks import Ranks
 
 WORTH_NUMBA = 10_000
 """Selections of a run that save several times as much with numba as its import takes, 0.7 s."""

@@ -37,7 +37,7 @@ from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.loads import blob_sizes
 from replica_groups.audit.gauntlet.agreement import why
 from replica_groups.audit.gauntlet.book import ScoreBook
-from replica_groups.outer.ranks import Ranks
+from replica_groups.engines.ranks import Ranks
 
 EXCLUDED_ROUNDS = GauntletSettings().excluded_rounds
 

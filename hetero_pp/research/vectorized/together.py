@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hetero_pp.config.topology import ParticipantsReplica, ReplicaSettings
 from hetero_pp.research.vectorized.replica import TableReplica
-from replica_groups.outer.ranks import Ranks
+from replica_groups.engines.ranks import Ranks
 
 
 def constraint_of(replica: ReplicaSettings) -> object:

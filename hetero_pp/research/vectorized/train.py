@@ -31,7 +31,7 @@ from hetero_pp.research.vectorized.hostile import HostileContributions
 from hetero_pp.research.vectorized.measured import contribution_bytes
 from hetero_pp.research.vectorized.outer_gradients import OuterGradient
 from hetero_pp.run.spec import RunSpec
-from replica_groups.outer.ranks import ALONE, CPU, Ranks
+from replica_groups.engines.ranks import ALONE, CPU, Ranks
 
 SLICES = 8
 """Number of consecutive parts of the validation rows; losses on them show what other rows would have given."""

@@ -26,6 +26,7 @@ from hetero_pp.data.sources import Source
 from hetero_pp.messages.messages_pb2 import ContributionEntry, Judgement, RoundRecord
 from hetero_pp.messages.messages_pb2 import Recomputed as Finding
 from hetero_pp.model.transformer import shapes_by_block
+from hetero_pp.outer.apply_round import FetchBlob
 from hetero_pp.outer.step import parameter_sha256, parameters_sha256
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.run.snapshot import Snapshot
@@ -37,7 +38,6 @@ from replica_groups.audit.recompute.replica import Recomputed, RoundStart, recom
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.showing import ARRIVED, AUTHORITY, ROUNDS_TO_SHOW, draw_key, evidence_key
 from replica_groups.member.committed_state import BEFORE, MESSAGES, load_state
-from replica_groups.outer.apply_round import FetchBlob
 
 SECONDS_BETWEEN_LOOKS = 0.1
 SECONDS_TO_FINISH = 25.0

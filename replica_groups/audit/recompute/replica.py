@@ -22,12 +22,12 @@ from hetero_pp.messages.messages_pb2 import RoundRecord
 from hetero_pp.model.transformer import EMBEDDING
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.run.spec import MemberSpec, RunSpec
-from replica_groups.loop.commitments import state_of
+from replica_groups.engines.ranks import Ranks
 from replica_groups.member.build_member import Start, build_member
+from replica_groups.member.commitments import state_of
 from replica_groups.member.committed_state import CommittedState
+from replica_groups.member.outer_round import OuterRound
 from replica_groups.member.training_member import TrainingMember
-from replica_groups.outer.outer_round import OuterRound
-from replica_groups.outer.ranks import Ranks
 
 _OF_A_STATE = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError)
 """Errors that an invented state leads to, when it is loaded or used. Others may be those of this machine."""

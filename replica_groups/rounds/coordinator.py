@@ -17,11 +17,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
-from replica_groups.protocol import events as e
-from replica_groups.protocol.places import Place, Replica
-from replica_groups.protocol.rounds import OpenRound
-from replica_groups.protocol.slots import BARRED_ROUNDS, RETRY_SECONDS, SlotTransitions
-from replica_groups.protocol.state import Late
+from replica_groups.rounds import events as e
+from replica_groups.rounds.places import Place, Replica
+from replica_groups.rounds.rounds import OpenRound
+from replica_groups.rounds.slots import BARRED_ROUNDS, RETRY_SECONDS, SlotTransitions
+from replica_groups.rounds.state import Late
 
 LOOK_SECONDS = 10.0
 """Interval at which a coordinator without a quorum checks whether another one has closed the round."""

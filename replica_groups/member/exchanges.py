@@ -23,10 +23,10 @@ from hetero_pp.link.shaping import busy_seconds
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.link.turns import ShapedMessage, Shaper
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.outer.exchange_service import Arrived, Caller, ExchangeService, ForwardedExchange, untold
 from hetero_pp.pseudo_gradient.together import apart
+from hetero_pp.rpc.exchange_service import Arrived, Caller, ExchangeService, ForwardedExchange, untold
 from hetero_pp.store.faults import Faults, Phase
-from replica_groups.loop.stopping import NEVER_STOPPED, SECONDS_TO_FETCH, Stopping
+from replica_groups.member.stopping import NEVER_STOPPED, SECONDS_TO_FETCH, Stopping
 
 _Blob = tuple[pb.BlobHeader, bytes, Caller]
 """Arguments of `deposit_blob`."""

@@ -6,8 +6,8 @@ from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass, field
 from statistics import median_low
 
-from replica_groups.protocol.events import Contribution, Record
-from replica_groups.protocol.rules import MOST_TIMES_THE_STEPS, Rules
+from replica_groups.rounds.events import Contribution, Record
+from replica_groups.rounds.rules import MOST_TIMES_THE_STEPS, Rules
 
 
 @dataclass

@@ -12,7 +12,7 @@ from typing import Any
 
 from hetero_pp.core.errors import HeteroPPError, Refused
 from hetero_pp.messages.messages_pb2 import Doing, Report
-from hetero_pp.outer.exchange_service import ExchangeService
+from hetero_pp.rpc.exchange_service import ExchangeService
 
 SECONDS_BETWEEN_SAMPLES = 0.5
 

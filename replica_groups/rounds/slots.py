@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 
-from replica_groups.protocol import events as e
-from replica_groups.protocol.places import Place, Replica, with_name
-from replica_groups.protocol.state import State
+from replica_groups.rounds import events as e
+from replica_groups.rounds.places import Place, Replica, with_name
+from replica_groups.rounds.state import State
 
 RETRY_SECONDS = 1.0
 """Pause before a failed write to a store is retried."""

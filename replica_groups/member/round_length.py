@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hetero_pp.run.spec import MemberSpec, RunSpec
-from replica_groups.outer.ranks import Ranks
+from replica_groups.engines.ranks import Ranks
 
 StepsOf = Callable[[str, int], int]
 """Function (replica, round) -> number of inner steps that the replica took in the round."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hetero_pp.model.transformer import Shapes
 from hetero_pp.outer.step import RoundOptimizer
-from replica_groups.outer.rank_rows import RankRows
+from replica_groups.member.rank_rows import RankRows
 
 
 class _Wrapped:

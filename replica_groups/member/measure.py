@@ -26,10 +26,10 @@ from hetero_pp.run.simulate_section import MeasuredCost
 from hetero_pp.run.snapshot import Snapshot, initial_snapshot
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from replica_groups.engines.build import build_model
+from replica_groups.engines.parameter_store import LocalParameters
 from replica_groups.engines.plain import WholeReplica
 from replica_groups.member.build_member import Start, build_stage
-from replica_groups.outer.outer_round import OuterRound
-from replica_groups.outer.parameter_store import LocalParameters
+from replica_groups.member.outer_round import OuterRound
 from stages.stage import Stage
 
 REPEATS = 9

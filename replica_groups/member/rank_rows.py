@@ -16,7 +16,7 @@ from hetero_pp.core.tensor_files import save_tensors
 from hetero_pp.model.transformer import Shapes
 from hetero_pp.outer.step import parameter_of
 from hetero_pp.pseudo_gradient.rows import Shape, rows_of
-from replica_groups.outer.ranks import Ranks
+from replica_groups.engines.ranks import Ranks
 
 
 class RankRows:

@@ -34,10 +34,10 @@ from pydantic import BaseModel, ValidationError
 from hetero_pp.core.errors import Refused
 from hetero_pp.core.files import complaint, file_sha256, keep_trying, naming, rename_whole, write_whole
 from hetero_pp.messages.messages_pb2 import ContributionEntry, RoundRecord
-from hetero_pp.outer.exchange_service import AvailableStates, ExchangeService
-from replica_groups.loop.state_copies import StateCopies
-from replica_groups.outer.error_feedback import Undecided, is_named
-from replica_groups.outer.ranks import ALONE, Ranks
+from hetero_pp.rpc.exchange_service import AvailableStates, ExchangeService
+from replica_groups.engines.ranks import ALONE, Ranks
+from replica_groups.member.error_feedback import Undecided, is_named
+from replica_groups.member.state_copies import StateCopies
 
 KEPT = 2
 DIGESTS = "digests.json"

@@ -9,17 +9,17 @@ from torch import Tensor
 
 from hetero_pp.config.topology import ParticipantsReplica
 from hetero_pp.data.shares import SharedBatches
-from hetero_pp.outer.exchange_service import ExchangeService
+from hetero_pp.rpc.exchange_service import ExchangeService
 from hetero_pp.run.simulate_section import MeasuredCost
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.simulator.costs import cost_of
 from replica_groups.member.build_member import worker_settings
 from replica_groups.member.datacenter import DatacenterMember
 from replica_groups.member.participants import StageMember
+from replica_groups.member.rehearsed_round import RehearsedRound
+from replica_groups.member.round_calls import Carrier
 from replica_groups.member.training_member import TrainingMember
-from replica_groups.outer.round_calls import Carrier
 from replica_groups.rehearsal.emulated import EmulatedBoundary, EmulatedEngine, EmulatedStage, Pace
-from replica_groups.rehearsal.rehearsed_round import RehearsedRound
 from stages.activity import Timing
 from stages.worker import StageWorker
 

@@ -28,11 +28,11 @@ from hetero_pp.core.errors import HeteroPPError, Refused
 from hetero_pp.core.files import complaint, rename_whole
 from hetero_pp.data.shares import Hash
 from hetero_pp.messages.messages_pb2 import BlobHeader, Commitment, ShownFile
-from hetero_pp.outer.exchange_service import Caller, ForwardedExchange
-from replica_groups.loop.inner_loops import StepsTaken
+from hetero_pp.rpc.exchange_service import Caller, ForwardedExchange
 from replica_groups.member.committed_state import BEFORE, MESSAGES, CommittedState, messages_sha256
+from replica_groups.member.inner_loops import StepsTaken
+from replica_groups.member.outer_round import OuterRound
 from replica_groups.member.training_member import TrainingMember
-from replica_groups.outer.outer_round import OuterRound
 
 _LOST = "its state is not the one after the last round that counted it"
 

@@ -7,10 +7,10 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from replica_groups.protocol import events as e
-from replica_groups.protocol.places import Lateness, Place, Replica
-from replica_groups.protocol.rounds import OpenRound
-from replica_groups.protocol.rules import Rules
+from replica_groups.rounds import events as e
+from replica_groups.rounds.places import Lateness, Place, Replica
+from replica_groups.rounds.rounds import OpenRound
+from replica_groups.rounds.rules import Rules
 
 
 class Late(NamedTuple):

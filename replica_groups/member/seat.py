@@ -16,9 +16,9 @@ from hetero_pp.link.ledger import Ledger
 from hetero_pp.link.protocol import NOT_KNOWN, Holders, LinkEnds
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.messages.messages_pb2 import AssignReply
-from hetero_pp.outer.exchange_service import AvailableStates, ExchangeService
+from hetero_pp.rpc.exchange_service import AvailableStates, ExchangeService
 from hetero_pp.run.spec import MemberSpec
-from replica_groups.loop.exchanges import ShapedExchange
+from replica_groups.member.exchanges import ShapedExchange
 
 LedgerOf = tuple[str, Direction, Ledger]
 """(link, direction, this member's byte counts)"""

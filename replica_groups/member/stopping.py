@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 from hetero_pp.core.errors import Stopped
-from replica_groups.outer.ranks import Ranks
+from replica_groups.engines.ranks import Ranks
 
 SECONDS_TO_AGREE = 2.0
 """Seconds for which a stopping member waits for the record of its round, if it does not know whether it is closed.

@@ -11,15 +11,15 @@ from hetero_pp.core.errors import MalformedContribution
 from hetero_pp.core.seeds import seed_of
 from hetero_pp.messages.messages_pb2 import RoundRecord
 from hetero_pp.model.transformer import EMBEDDING, Shapes, block_of, shapes_by_block
-from hetero_pp.outer.exchange_service import ExchangeService
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, blob_of
+from hetero_pp.rpc.exchange_service import ExchangeService
 from hetero_pp.run.simulate_section import MeasuredCost
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.simulator.loads import blob_sizes
-from replica_groups.outer.outer_round import OuterRound
-from replica_groups.outer.parameter_store import LocalParameters
-from replica_groups.outer.round_calls import Carrier
+from replica_groups.engines.parameter_store import LocalParameters
+from replica_groups.member.outer_round import OuterRound
+from replica_groups.member.round_calls import Carrier
 from replica_groups.rehearsal.emulated import Pace
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from hetero_pp.core.errors import ExchangeLost, HeteroPPError, RunFailed, Stopped, Suspended, TermOver
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.outer.exchange_service import Arrived, Caller, ExchangeService, call_of, untold
-from replica_groups.outer.ranks import Ranks
+from hetero_pp.rpc.exchange_service import Arrived, Caller, ExchangeService, call_of, untold
+from replica_groups.engines.ranks import Ranks
 
 _ANSWER = b"\0"
 

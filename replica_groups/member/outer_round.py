@@ -22,20 +22,20 @@ from hetero_pp.core.tensor_files import Scratch
 from hetero_pp.messages.messages_pb2 import RoundRecord
 from hetero_pp.model.inner import REMEDIES
 from hetero_pp.model.transformer import Shapes, block_of, shapes_by_block
+from hetero_pp.outer.apply_round import FetchBlob, apply_round, cut_rows
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import OuterOptimizer, RoundOptimizer, parameter_sha256, start_before_mean
 from hetero_pp.pseudo_gradient.contribution import DecodedTensor, ReceivedBlob, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import Selection, select
 from hetero_pp.pseudo_gradient.rows import join, packed
 from hetero_pp.pseudo_gradient.selection import generator_of
-from replica_groups.outer.apply_round import FetchBlob, apply_round, cut_rows
-from replica_groups.outer.error_feedback import ErrorFeedback
-from replica_groups.outer.own_rounds import LocalStart, OwnRounds
-from replica_groups.outer.parameter_store import ParameterStore
-from replica_groups.outer.rank_rows import RankRows, kept, read_part, write_part
-from replica_groups.outer.ranks import ALONE, Ranks
-from replica_groups.outer.round_calls import Carrier, Contributions, RoundCalls
-from replica_groups.outer.wrapped import ByRows, OnHost
+from replica_groups.engines.parameter_store import ParameterStore
+from replica_groups.engines.ranks import ALONE, Ranks
+from replica_groups.member.error_feedback import ErrorFeedback
+from replica_groups.member.own_rounds import LocalStart, OwnRounds
+from replica_groups.member.rank_rows import RankRows, kept, read_part, write_part
+from replica_groups.member.round_calls import Carrier, Contributions, RoundCalls
+from replica_groups.member.wrapped import ByRows, OnHost
 
 
 class OuterRound:

@@ -9,7 +9,7 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
-from replica_groups.protocol.rules import Rules, Window
+from replica_groups.rounds.rules import Rules, Window
 
 _NO_WINDOW = Window(0.0, 0.0, 0.0)
 

@@ -17,16 +17,16 @@ from hetero_pp.rpc.memory import give_freed_memory_back
 from hetero_pp.run.snapshot import MOMENTUM, momentum_of
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.store.faults import NO_FAULTS, Faults, Phase
-from replica_groups.loop.commitments import Commitments
-from replica_groups.loop.gate import Gate
-from replica_groups.loop.inner_loops import Ahead, InnerLoop, StepsTaken, Terms
-from replica_groups.loop.reporter import Reporter
-from replica_groups.loop.round_length import RoundLength
-from replica_groups.loop.saved_states import SavedStates
-from replica_groups.loop.seat import Seat
-from replica_groups.loop.stopping import NEVER_STOPPED, Stopping
+from replica_groups.member.commitments import Commitments
+from replica_groups.member.gate import Gate
+from replica_groups.member.inner_loops import Ahead, InnerLoop, StepsTaken, Terms
+from replica_groups.member.outer_round import OuterRound
+from replica_groups.member.reporter import Reporter
+from replica_groups.member.round_length import RoundLength
+from replica_groups.member.saved_states import SavedStates
+from replica_groups.member.seat import Seat
+from replica_groups.member.stopping import NEVER_STOPPED, Stopping
 from replica_groups.member.training_member import TrainingMember
-from replica_groups.outer.outer_round import OuterRound
 from stages.activity import Timing
 
 SECONDS_BETWEEN_LINK_REPORTS = 0.5

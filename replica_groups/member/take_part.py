@@ -16,30 +16,30 @@ from hetero_pp.data.sources import Source, open_source, tokens_digest
 from hetero_pp.link.protocol import LinkEnds
 from hetero_pp.messages.messages_pb2 import Computes
 from hetero_pp.model.transformer import EMBEDDING
-from hetero_pp.outer.exchange_service import ExchangeService
+from hetero_pp.rpc.exchange_service import ExchangeService
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.round_optimizer import round_optimizer
 from hetero_pp.run.snapshot import BASIS, MOMENTUM, momentum_of
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.store.faults import NO_FAULTS, Faults
-from replica_groups.loop.collective import CollectiveExchange
-from replica_groups.loop.commitments import Commitments, CommittedExchange
-from replica_groups.loop.exchanges import CarriedExchange, HeldBack, ShapedExchange
-from replica_groups.loop.gate import Gate
-from replica_groups.loop.inner_loops import StepsTaken
-from replica_groups.loop.reporter import Reporter
-from replica_groups.loop.round_length import StepsOf, round_length
-from replica_groups.loop.saved_states import SavedStates, newest_usable_state
-from replica_groups.loop.seat import Connections, Links, Seat
-from replica_groups.loop.state_copies import StateCopies
-from replica_groups.loop.stopping import NEVER_STOPPED, Stopping
-from replica_groups.loop.training_loop import TrainingLoop
+from replica_groups.engines.ranks import ALONE, Ranks
 from replica_groups.member.build_member import Start, build_member
+from replica_groups.member.collective import CollectiveExchange
+from replica_groups.member.commitments import Commitments, CommittedExchange
+from replica_groups.member.exchanges import CarriedExchange, HeldBack, ShapedExchange
+from replica_groups.member.gate import Gate
+from replica_groups.member.inner_loops import StepsTaken
+from replica_groups.member.outer_round import OuterRound
+from replica_groups.member.reporter import Reporter
+from replica_groups.member.round_calls import Carrier
+from replica_groups.member.round_length import StepsOf, round_length
+from replica_groups.member.saved_states import SavedStates, newest_usable_state
+from replica_groups.member.seat import Connections, Links, Seat
+from replica_groups.member.state_copies import StateCopies
+from replica_groups.member.stopping import NEVER_STOPPED, Stopping
+from replica_groups.member.training_loop import TrainingLoop
 from replica_groups.member.training_member import TrainingMember
-from replica_groups.outer.outer_round import OuterRound
-from replica_groups.outer.ranks import ALONE, Ranks
-from replica_groups.outer.round_calls import Carrier
 
 
 def take_part(
@@ -158,7 +158,7 @@ def _build(
     `tell` is given how long it took to read the checkpoint. In a rehearsal nothing is read.
     """
     if spec.config.rehearsal is not None:
-        from replica_groups.rehearsal.build import build_rehearsed  # a run that trains does not need it
+        from replica_groups.member.rehearsed import build_rehearsed  # a run that trains does not need it
 
         return *build_rehearsed(spec, run, member, exchange, carrier), exchange.newest_snapshot()[0]
     held = [*member.owned, *([EMBEDDING] if member.follows_embedding else [])]

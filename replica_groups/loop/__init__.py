@@ -1,1 +1,0 @@
-"""A member's rounds from joining the run to its end."""

@@ -1,1 +1,0 @@
-"""A member's side of the outer round."""
