@@ -176,7 +176,8 @@ def launched(_: argparse.Namespace) -> dict[str, Any]:
 def _told(run: ChaosRun) -> dict[str, Any]:
     happened = [one for one in run.events() if one["event"] == "standing"]
     outer = [one["outer_seconds"] for one in run.events() if one["event"] == "member_round"]
-    contributed = [one["bytes"] for one in run.events() if one["event"] == "contribution"]
+    closed = [one for one in run.events() if one["event"] == "round_closed"]
+    contributed = [blob["size"] for one in closed for sent in one.get("contributions", ()) for blob in sent["blobs"]]
     return {
         "taken_for_dead": sum(one["what"] in DEATHS for one in happened),
         "what_happened": [f"{one['what']} {one.get('place')}: {one.get('cause')}" for one in happened],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -80,7 +81,8 @@ class Hosts:
     def told(self, event: str) -> list[dict]:
         """Return the exchange's metrics that contain this text."""
         metrics = self.folder / "exchange" / "runs" / "hosts" / "metrics.jsonl"
-        return [json.loads(line) for line in metrics.read_text().split("\n")[:-1] if event in line]
+        text = metrics.read_text() if metrics.exists() else ""
+        return [json.loads(line) for line in text.split("\n")[:-1] if event in line]
 
     def rounds_closed(self) -> int:
         return len(self.told('"round_closed"'))
@@ -97,8 +99,18 @@ class Hosts:
 
     def wait_for(self, event: str) -> None:
         """Wait until the exchange has recorded this text in its metrics."""
-        metrics = self.folder / "exchange" / "runs" / "hosts" / "metrics.jsonl"
-        while not (metrics.exists() and event in metrics.read_text()):
+        self._wait_until(lambda: bool(self.told(event)))
+
+    def wait_for_contribution(self, round_: int, replica: str) -> None:
+        """Wait until a round has closed that includes a replica."""
+        self._wait_until(lambda: (round_, replica) in self._contributed())
+
+    def _contributed(self) -> set[tuple[int, str]]:
+        closed = self.told('"round_closed"')
+        return {(one["round"], sent["replica"]) for one in closed for sent in one.get("contributions", ())}
+
+    def _wait_until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
             with suppress(subprocess.TimeoutExpired):  # leaves the CPU to the processes that are waited for
                 self.processes["exchange"].wait(0.1)
                 pytest.fail(str(self.processes["exchange"].communicate()))

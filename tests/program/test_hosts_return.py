@@ -38,8 +38,8 @@ def test_the_run_goes_on_without_a_host_that_dies_and_with_it_once_it_is_started
     endless.wait_for_round(endless.rounds_closed() + 2)
     endless.start("dc")
     endless.wait_for('"member": "dc", "event": "joined", "address": "", "term": 2')
-    counted = endless.told('"contribution"')[-1]["round"]
-    endless.wait_for(f'"event": "contribution", "round": {counted + 3}, "replica": "dc"')
+    counted = endless.rounds_closed()
+    endless.wait_for_contribution(counted + 3, "dc")
     assert [line["member"] for line in endless.told('"joined"')].count("home.0") == 1
     assert all(endless.processes[part].poll() is None for part in PARTS)
     endless.processes["exchange"].terminate()
@@ -73,7 +73,7 @@ def test_an_exchange_that_is_started_again_takes_over_from_the_one_that_died(end
     )
     assert all(endless.processes[part].poll() is None for part in PARTS[1:])
     endless.start("exchange", "--resume")
-    endless.wait_for(f'"event": "contribution", "round": {recorded + 4}, "replica": "home"')
+    endless.wait_for_contribution(recorded + 4, "home")
     assert all(endless.processes[part].poll() is None for part in PARTS)
     assert min(line["last_round"] for line in endless.told('"begun"')[1:]) >= recorded
     assert {line["term"] for line in endless.told('"joined"')} == {1}

@@ -26,8 +26,7 @@ from hetero_pp.config.links import DIRECTIONS
 from hetero_pp.messages.messages_pb2 import CONTRIBUTING, WAITING_FOR_PREVIOUS, Activity, MemberRound, Refusal, Report
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.program.launch.recorded import MOST_REFUSALS_OF_A_MEMBER, _teller_of_refusals
-from hetero_pp.program.report.earlier import reports_until
-from hetero_pp.program.report.flat import flat_lines
+from hetero_pp.program.report.events import line_of, report_of, reports_until
 from hetero_pp.program.report.recorder import Recorder
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.summary import summary_of
@@ -60,15 +59,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_report_is_a_flat_line(folder: Path) -> None:
+def test_every_report_is_a_line(folder: Path) -> None:
     written = lines(folder)
-    assert len(written) == len(made_up_reports()) + 4  # two contributions in each of two rounds
-    for line in written:
-        assert {"time", "member", "event"} <= line.keys()
-        assert not any(isinstance(value, dict | list) for value in line.values())
+    assert len(written) == len(made_up_reports())
+    assert all({"time", "member", "event"} <= line.keys() for line in written)
+    assert [report_of(line) for line in written if line["event"] != "round_closed"] == [
+        report for report in made_up_reports() if not report.HasField("round_closed")
+    ]
 
 
-def test_whom_the_exchange_waits_for_is_a_flat_line(tmp_path: Path) -> None:
+def test_whom_the_exchange_waits_for_is_a_line(tmp_path: Path) -> None:
     report = waiting(START, CONTRIBUTING, "home.0", "home.1", seconds=12.5)
     record(tmp_path, [report])
     assert lines(tmp_path) == [
@@ -79,7 +79,8 @@ def test_whom_the_exchange_waits_for_is_a_flat_line(tmp_path: Path) -> None:
             "awaited": "contributing",
             "round": 2,
             "seconds": 12.5,
-            "members": "home.0, home.1",
+            "missing": [{"member": "home.0"}, {"member": "home.1"}],
+            "obstacle": "",
         }
     ]
 
@@ -101,10 +102,10 @@ def test_fields_that_were_not_told_are_left_out(folder: Path) -> None:
 def test_closed_rounds_and_hashes(folder: Path) -> None:
     by_event = {line["event"]: line for line in lines(folder)}
     assert by_event["round_verified"]["parameters_sha256"] == "02" * 32
-    assert (by_event["round_closed"]["round"], by_event["round_closed"]["contributions"]) == (2, 2)
-    contribution = by_event["contribution"]
+    assert by_event["round_closed"]["round"] == 2
+    contribution = by_event["round_closed"]["contributions"][1]
     assert (contribution["replica"], contribution["digest"]) == ("home", "0102")
-    assert (contribution["bytes"], contribution["kept_values"]) == (1000, 500)
+    assert contribution["blobs"] == [{"size": 1000, "kept_values": 500}]
 
 
 def test_summary_is_the_state_s(folder: Path) -> None:
@@ -282,6 +283,6 @@ def test_the_forecast_of_the_record_covers_every_report(tmp_path: Path) -> None:
             reports += [Report(time=time, member=name, activity=Activity(doing=WAITING_FOR_PREVIOUS))] * 2
         for link in spec.links:
             reports += [link_use(time, link, way, 1, 10**7, busy=1.234567890123) for way in DIRECTIONS]
-    written = len("".join(json.dumps(line) + "\n" for report in reports for line in flat_lines(report)))
+    written = len("".join(json.dumps(line) + "\n" for line in map(line_of, reports)))
     predicted = disk_bytes(spec, ["exchange"])["metrics"] / spec.latest.outer.rounds
     assert written < predicted < 1.5 * written

@@ -46,8 +46,7 @@ from hetero_pp.messages.messages_pb2 import (
     Over,
     Report,
 )
-from hetero_pp.program.report.earlier import reports_until
-from hetero_pp.program.report.flat import flat_lines
+from hetero_pp.program.report.events import line_of, reports_until
 from hetero_pp.program.report.happenings import Happenings
 from hetero_pp.program.report.live_view import live_view, trouble_lines
 from hetero_pp.program.report.own_rounds import OwnRounds
@@ -335,9 +334,7 @@ def test_a_run_is_over_though_a_replica_that_took_no_part_in_the_last_round_neve
     assert state_of([*reports, over]).is_over
     over.over.finishing.append("dc")
     assert not state_of([*reports, over]).is_over
-    assert list(flat_lines(over)) == [
-        {"time": START + 50, "member": "exchange", "event": "over", "round": 2, "rounds": 2, "finishing": "home, dc"}
-    ]
+    assert line_of(over)["finishing"] == ["home", "dc"]
 
 
 def test_hashes_at_the_end_are_of_those_that_are_there() -> None:
@@ -352,17 +349,17 @@ def test_metrics_name_what_happened_and_a_run_that_goes_on_tells_it_again(tmp_pa
     spec, folder = made_up_spec(), RunFolder(tmp_path)
     reports = [*there(), *killed(START + 1), back(START + 2), closed_without(START + 8, 1, "home", late=True)]
     reports.append(standing(START + 9, LATE, replica="home", round=2))
-    lines = [line for report in reports for line in flat_lines(report)]
+    lines = [line_of(report) for report in reports]
     assert [line["what"] for line in lines if line["event"] == "standing"] == [
         "restarted",
         "term_over",
         "suspended",
         "late",
     ]
-    assert next(line["late"] for line in lines if line["event"] == "round_closed") == "home"
+    assert next(line["late"] for line in lines if line["event"] == "round_closed") == ["home"]
     write_whole(folder.metrics, "".join(f"{to_json(line)}\n" for line in lines).encode())
     again = reports_until(spec.config, folder, 1, lambda _: None)
-    assert [json.loads(to_json(line)) for one in again for line in flat_lines(one) if line["event"] == "standing"] == [
+    assert [json.loads(to_json(line_of(one))) for one in again if one.HasField("standing")] == [
         line for line in lines if line["event"] == "standing" and line["what"] != "late"
     ]
     assert _after(spec, again).tally.participation is None  # its log has no record to report again

@@ -10,7 +10,7 @@ from hetero_pp.config.changed_keys import LAST, read_changes
 from hetero_pp.config.links import EXCHANGE
 from hetero_pp.core.bounded import read_json_object
 from hetero_pp.program.launch.claim import is_held
-from hetero_pp.program.report.earlier import last_closed
+from hetero_pp.program.report.events import last_closed
 from hetero_pp.program.report.recorder import INTERRUPTED
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.read import config_of

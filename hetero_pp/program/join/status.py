@@ -22,7 +22,7 @@ from hetero_pp.program.join.status_tables import as_json, print_status, print_ti
 from hetero_pp.program.launch.addresses import dialled_here
 from hetero_pp.program.launch.hosts import read_token
 from hetero_pp.program.launch.over import Over, read_over
-from hetero_pp.program.report.earlier import who_takes_part
+from hetero_pp.program.report.events import who_takes_part
 from hetero_pp.program.report.live_view import status_lines
 from hetero_pp.program.report.output import announce
 from hetero_pp.program.report.state import RunState

@@ -17,7 +17,7 @@ from hetero_pp.program.launch.mode import Invocation
 from hetero_pp.program.launch.over import over_on_disk
 from hetero_pp.program.launch.same_run import require_same_run, unheeded
 from hetero_pp.program.report.display import LiveDisplay
-from hetero_pp.program.report.earlier import reports_until
+from hetero_pp.program.report.events import reports_until
 from hetero_pp.program.report.happenings import Happenings
 from hetero_pp.program.report.json_lines import about, about_report
 from hetero_pp.program.report.output import announce, standard_output, tell

@@ -13,7 +13,7 @@ from typing import Any
 
 from hetero_pp.core.files import PART, LastingLog, complaint, flush, write_whole
 from hetero_pp.messages.messages_pb2 import Report
-from hetero_pp.program.report.flat import flat_lines
+from hetero_pp.program.report.events import line_of
 from hetero_pp.program.report.pictures import draw_links, draw_losses
 from hetero_pp.program.report.scalars import Scalars
 from hetero_pp.program.report.sinks.sink import MakeSink, OptionalSink
@@ -111,8 +111,8 @@ class Recorder:
                 self._fails(error)
 
     def _write(self, report: Report) -> None:
-        for line in flat_lines(report):
-            self._metrics.write((to_json(line) + "\n").encode())
+        if report.WhichOneof("event") is not None:
+            self._metrics.write((to_json(line_of(report)) + "\n").encode())
         self._scalars.on_report(report)
         if self._takes_place:
             self._take_place()

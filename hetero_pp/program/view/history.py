@@ -60,8 +60,6 @@ def cost_of(view: Followed) -> dict[str, Any]:
         "goodput_share": share,
         "contribution_bytes": state.contribution_bytes,
     }
-    if state.rounds:  # a closed round has used some of each: zero means that the record of an earlier version lacks it
-        used = {key: value or None for key, value in used.items()}
     return used | {
         "rounds": state.rounds,
         "wire_bytes": sum(link.wire_bytes for link in state.links.values()),

@@ -7,23 +7,20 @@ import shutil
 import stat
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import IO, Any
 
 from hetero_pp.core.bounded import parse_json, read_json_object
 from hetero_pp.core.errors import HeteroPPError
 from hetero_pp.core.units import format_bytes, format_seconds
-from hetero_pp.messages.messages_pb2 import ContributionEntry, Report
 from hetero_pp.program.join.on_disk import is_running
-from hetero_pp.program.report.flat import UnknownEvent, contribution_of, report_of
+from hetero_pp.program.report.events import LINE_BYTES_MAX, STRANGE, report_of
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.view.run_view import RunView
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.read import read_run
 from replica_groups.exchange.joining import shown_digest
 
-_LINE_BYTES_MAX = 2**20
 _BATCH = 1000
 """Lines after which readers of the view get their turn."""
 _SECONDS_BETWEEN_READS = 0.2
@@ -31,68 +28,6 @@ _SECONDS_BETWEEN_LOOKS = 2.0
 """Interval at which it is checked whether the run's processes are still there."""
 _SECONDS_UNTIL_STALE = 60.0
 _BYTES_OF_A_FULL_DISK = 2**20
-_UNKNOWN_MAX = 100
-"""Kinds of unknown events that are told apart."""
-_STRANGE = (AttributeError, KeyError, OverflowError, TypeError, ValueError)
-
-
-class Lines:
-    """Turns the lines of a record into reports. Damaged and unknown ones are skipped and counted."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._number = 0
-        self._closed: tuple[Report, int] | None = None
-        """A closed round, and the number of its contributions that have not been read."""
-        self._unknown: set[str] = set()
-        self._lacks = False
-
-    def reports(self, line: bytes, problems: list[str]) -> Iterator[Report]:
-        """Yield the reports that a line completes; append to `problems` why it was skipped."""
-        self._number += 1
-        try:
-            yield from self._parsed(line, problems)
-        except UnknownEvent as error:
-            if str(error) not in self._unknown and len(self._unknown) < _UNKNOWN_MAX:
-                problems.append(f"{self.here} was skipped: {error}, which another version wrote")
-                self._unknown.add(str(error))
-        except _STRANGE:
-            problems.append(f"{self.here} is damaged and was skipped")
-
-    def rest(self) -> Iterator[Report]:
-        """Yield a closed round with incomplete contributions."""
-        if self._closed is not None:
-            report, self._closed = self._closed[0], None
-            yield report
-
-    @property
-    def here(self) -> str:
-        """The last line that was read, in words."""
-        return f"{self._name}: line {self._number}"
-
-    def _parsed(self, line: bytes, problems: list[str]) -> Iterator[Report]:
-        found = parse_json(line)
-        if found["event"] == "contribution":
-            self._add(contribution_of(found), problems, "steps" in found)
-            if self._closed is not None and self._closed[1] == 0:
-                yield from self.rest()
-            return
-        report = report_of(found)
-        yield from self.rest()
-        if report.HasField("round_closed") and found.get("contributions"):
-            self._closed = report, int(found["contributions"])
-        else:
-            yield report
-
-    def _add(self, entry: ContributionEntry, problems: list[str], has_steps: bool) -> None:
-        if not has_steps and not self._lacks:
-            self._lacks = True
-            problems.append(f"{self.here}: an earlier version wrote it without the steps and tokens of contributions")
-        if self._closed is None:
-            raise ValueError("found a contribution outside of a closed round")
-        report, left = self._closed
-        report.round_closed.contributions.append(entry)
-        self._closed = report, left - 1
 
 
 class Record:
@@ -108,7 +43,8 @@ class Record:
         """Set once the record has been read to its present end."""
         self._ended = threading.Event()
         self._file: IO[bytes] | None = None
-        self._lines = Lines(folder.metrics.name)
+        self._line = 0
+        """Number of the last line that was read."""
         self._half = b""
         self._looked = -_SECONDS_BETWEEN_LOOKS
         self._thread = threading.Thread(target=self._run, name=f"record {folder.path.name}", daemon=True)
@@ -165,35 +101,35 @@ class Record:
                 return
             self._file.close()
             self.view = self._new_view()
-        self._file, self._lines, self._half = path.open("rb"), Lines(path.name), b""
+        self._file, self._line, self._half = path.open("rb"), 0, b""
         self.view.problems = [one for one in self.view.problems if not one.startswith(f"{path.name} is missing")]
 
     def _read(self, file: IO[bytes]) -> bool:
         """Apply the next lines. Return whether there may be more now."""
-        problems: list[str] = []
         with self.view.state.lock:
             for _ in range(_BATCH):
-                line = self._half + file.readline(_LINE_BYTES_MAX)
-                if not line.endswith(b"\n") and len(line) < _LINE_BYTES_MAX:
+                line = self._half + file.readline(LINE_BYTES_MAX)
+                if not line.endswith(b"\n") and len(line) < LINE_BYTES_MAX:
                     self._half = line  # a half line: its other half is being written
                     break
-                self._half = b""
-                for report in self._lines.reports(line, problems):
-                    self._take(report, problems)
-            for problem in problems:
-                self.view.complain(problem)
+                self._half, self._line = b"", self._line + 1
+                self._take(line)
         return not self._half and bool(line)
 
-    def _take(self, report: Report, problems: list[str]) -> None:
-        """Apply one report. One that this run cannot have is skipped: a damaged line may hold any number."""
-        view = self.view
+    def _take(self, line: bytes) -> None:
+        """Apply the report of a line. One that this run cannot have is skipped: a damaged line may hold any number."""
+        view, here = self.view, f"{self.folder.metrics.name}: line {self._line}"
         try:
+            report = report_of(parse_json(line))
             if view.state.apply(report):
                 view.take(report)
-            else:
-                problems.append(f"{self._lines.here} is damaged and was skipped")
+                return
+        except STRANGE:
+            pass
         except Exception as error:  # noqa: BLE001 (the page shows what it has)
-            problems.append(f"{self._lines.here} does not fit the run ({type(error).__name__}: {error})")
+            view.complain(f"{here} does not fit the run ({type(error).__name__}: {error})")
+            return
+        view.complain(f"{here} is damaged and was skipped")
 
     def _look(self) -> None:
         """Note whether the run still goes on, or how it ended."""
