@@ -43,7 +43,7 @@ from hetero_pp.program.launch.fork_server import safe_path
 from hetero_pp.program.launch.open_files import require_open_files
 from hetero_pp.program.launch.supervisor import Supervisor
 from hetero_pp.program.launch.watcher import Watcher
-from hetero_pp.rpc.channels import close_polled, make_channel, make_server, readiness
+from hetero_pp.rpc.channels import is_reached, make_channel, make_server
 from hetero_pp.rpc.connections import reports_of
 from hetero_pp.rpc.credentials import Secret, SecretKeys, new_secret
 from hetero_pp.run.folder import RunFolder
@@ -108,13 +108,12 @@ def run_plain(pipe: Connection, port: int, members: int, size: int) -> None:
 
     with ThreadPoolExecutor(members) as pool:
         for channel in channels:
-            with readiness(channel) as ready:
-                ready.result(60)
+            assert is_reached(channel, 60)
         pipe.send(0)
         for step in iter(pipe.recv, None):
             pipe.send(sum(pool.map({"deposit": up, "fetch": down}[step], channels)))
     for channel in channels:
-        close_polled(channel)
+        channel.close()
     pipe.send(0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import grpc
@@ -14,7 +15,7 @@ from hetero_pp.core.proxies import Route, route_to
 from hetero_pp.core.units import format_seconds
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.rpc.certificates import Identity
-from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel, polled, readiness
+from hetero_pp.rpc.channels import PROTOCOL_VERSION, is_reached, make_channel
 from hetero_pp.rpc.handshake import require_trust
 from hetero_pp.rpc.services import ADMISSION_SERVICE, calls_of
 
@@ -93,13 +94,10 @@ def _ask(
 ) -> Any:
     """Make a call. `waits`: also wait for a connection that is not there yet."""
     seconds, route = SECONDS if seconds is None else seconds, route_to(address)
-    with polled(make_channel(address, identity, EXCHANGE, route)) as channel:
-        with readiness(channel) as ready:
-            try:
-                ready.result(seconds / 10)
-            except grpc.FutureTimeoutError:
-                require_trust(address, identity, route)
-                on_wait(seconds / 10, seconds)
+    with closing(make_channel(address, identity, EXCHANGE, route)) as channel:
+        if not is_reached(channel, seconds / 10):
+            require_trust(address, identity, route)
+            on_wait(seconds / 10, seconds)
         try:
             return calls_of(ADMISSION_SERVICE, channel)[call](request, wait_for_ready=waits, timeout=seconds)
         except grpc.RpcError as error:

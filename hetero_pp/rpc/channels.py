@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import grpc
 
@@ -73,8 +73,7 @@ _SERVER_OPTIONS: Options = [
 
 _CALLS_A_WORKER = 4
 
-_POLL_ENDS = 5.0
-"""Seconds that `close_polled` waits at most. On a busy machine gRPC's thread may come late."""
+_NOBODYS_CALL = "/hetero_pp.Nobody/Answers"
 
 
 def make_channel(
@@ -98,36 +97,28 @@ def _options_of(route: Route) -> Options:
     return [("grpc.enable_http_proxy", 0)] if route.proxy is None else [("grpc.http_proxy", route.proxy.url)]
 
 
-@contextmanager
-def readiness(channel: grpc.Channel) -> Iterator[grpc.Future]:
-    """Yield a future that is done when the channel is connected. `close_polled` closes such a channel."""
-    ready = grpc.channel_ready_future(channel)
-    try:
-        yield ready
-    finally:
-        ready.cancel()
+def is_reached(channel: grpc.Channel, seconds: float | None) -> bool:
+    """Connect, and return whether a gRPC server answers within some seconds (None: whenever it does).
 
-
-@contextmanager
-def polled(channel: grpc.Channel) -> Iterator[grpc.Channel]:
-    """Yield a channel, and close it with `close_polled`."""
-    try:
-        yield channel
-    finally:
-        close_polled(channel)
-
-
-def close_polled(channel: grpc.Channel) -> None:
-    """Close a channel once gRPC no longer polls whether it is connected: about 0.4 s after the last `readiness`.
-
-    gRPC's polling thread looks every 0.2 s, and would print a traceback if it found the channel closed. Nothing public
-    tells when it ends, so a channel of another kind or version of gRPC is closed at once.
+    False also if the channel is closed. gRPC's own `channel_ready_future` starts a thread that looks every 0.2 s, and
+    prints a traceback when it finds the channel closed. Nothing public tells when that thread ends.
     """
-    state, until = getattr(channel, "_connectivity_state", None), time.monotonic() + _POLL_ENDS
-    getattr(channel, "_unsubscribe_all", lambda: None)()
-    while getattr(state, "polling", False) and time.monotonic() < until:
-        time.sleep(0.01)
-    channel.close()
+    until = None if seconds is None or math.isinf(seconds) else time.monotonic() + seconds
+    while True:
+        left = None if until is None else max(0.0, until - time.monotonic())
+        try:
+            # No server has this call: gRPC itself answers, before any limit of ours counts it.
+            channel.unary_unary(_NOBODYS_CALL)(b"", wait_for_ready=True, timeout=left)  # type: ignore[arg-type]
+        except ValueError:  # closed before
+            return False
+        except grpc.RpcError as error:
+            if error.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
+                return False
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                return True
+        if left == 0:
+            return False
+        time.sleep(0.01)  # the connection was lost while it was asked
 
 
 def make_server(

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,7 +34,7 @@ from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.pseudo_gradient.contribution import MAX_BLOB_BYTES
 from hetero_pp.pseudo_gradient.together import apart, payload_bytes
 from hetero_pp.rpc.callers import Metadata, shown
-from hetero_pp.rpc.channels import PROTOCOL_VERSION, readiness
+from hetero_pp.rpc.channels import PROTOCOL_VERSION, is_reached
 from hetero_pp.rpc.credentials import Credentials
 from hetero_pp.rpc.exchange_service import (
     FIRST_TOLD,
@@ -315,36 +314,28 @@ class ExchangeClient(ExchangeService):
         gets the reason and Refused is raised only after `seconds`, so that another server at the exchange's address
         cannot end a member.
         """
-        with readiness(self._wires.control) as ready:
-            self._wait_for(ready, seconds, on_wait, on_refused)
-        self._was_trusted = True
-
-    def _wait_for(
-        self,
-        ready: grpc.Future,
-        seconds: float,
-        on_wait: Callable[[float], None],
-        on_refused: Callable[[str], None],
-    ) -> None:
-        waited, due = 0.0, FIRST_TOLD
+        control, waited, due = self._wires.control, 0.0, FIRST_TOLD
         refused: Refused | None = None
-        with suppress(grpc.FutureTimeoutError):
-            return ready.result(min(_AT_ONCE, seconds))
-        while waited < seconds:
+        if self._has_reached(control, min(_AT_ONCE, seconds)):
+            return
+        while waited < seconds and not self._closed.is_set():
             before, refused = refused, self._refusal()
             if refused is not None and not self._was_trusted:
                 raise refused
             if refused is not None and str(refused) != str(before):
                 on_refused(str(refused))
             step = min(due - waited, SECONDS_BETWEEN_LOOKS, seconds - waited)
-            try:
-                return ready.result(step)
-            except grpc.FutureTimeoutError:
-                waited += step
+            if self._has_reached(control, step):
+                return
+            waited += step
             if waited >= min(due, seconds):
                 on_wait(waited)
                 due = waited + min(waited, MOST_BETWEEN)
         raise refused or self._does_not_answer(seconds)
+
+    def _has_reached(self, control: grpc.Channel, seconds: float) -> bool:
+        self._was_trusted |= (reached := is_reached(control, seconds))
+        return reached
 
     def _refusal(self) -> Refused | None:
         """Return why no connection to the exchange is possible, if one attempt shows it."""
@@ -414,11 +405,8 @@ class ExchangeClient(ExchangeService):
             self._wires.close()
             self._wires = Wires(self.address, self._credentials)
         self.wait_until_ready(math.inf if self._timeout is None else self._timeout)
-        with readiness(self._wires.bulk) as ready:  # what failed may have gone over the other connection
-            try:
-                ready.result(self._timeout)
-            except grpc.FutureTimeoutError:
-                raise self._does_not_answer(self._timeout or math.inf) from None
+        if not is_reached(self._wires.bulk, self._timeout):  # what failed may have gone over the other connection
+            raise self._does_not_answer(self._timeout or math.inf)
 
     def _stream(
         self, call: grpc.UnaryStreamMultiCallable[Request, Reply], request: Request, timeout: float | None = None

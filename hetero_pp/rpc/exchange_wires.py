@@ -7,7 +7,7 @@ import grpc
 from hetero_pp.config.links import EXCHANGE
 from hetero_pp.core.proxies import route_to
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.rpc.channels import close_polled, make_channel
+from hetero_pp.rpc.channels import make_channel
 from hetero_pp.rpc.credentials import Credentials
 from hetero_pp.rpc.services import EXCHANGE_SERVICE, calls_of
 
@@ -35,5 +35,5 @@ class Wires:
 
     def close(self) -> None:
         """Close both connections; calls in progress fail."""
-        close_polled(self.control)
-        close_polled(self.bulk)
+        self.control.close()
+        self.bulk.close()

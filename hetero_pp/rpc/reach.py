@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import socket
 import threading
+from contextlib import closing
 from urllib.parse import unquote
-
-import grpc
 
 from hetero_pp.core.proxies import DIRECT, numeric_address
 from hetero_pp.rpc.certificates import Identity
-from hetero_pp.rpc.channels import make_channel, polled, readiness
+from hetero_pp.rpc.channels import is_reached, make_channel
 
 DIAL_SECONDS = 4.0
 """Seconds within which a member has to answer."""
@@ -45,12 +44,8 @@ class Reach:
         return answers
 
     def _answers(self, member: str, address: str) -> bool:
-        with polled(make_channel(address, self._identity, member, DIRECT)) as channel, readiness(channel) as ready:
-            try:
-                ready.result(DIAL_SECONDS)
-            except grpc.FutureTimeoutError:
-                return False
-        return True
+        with closing(make_channel(address, self._identity, member, DIRECT)) as channel:
+            return is_reached(channel, DIAL_SECONDS)
 
 
 def _of(address: str, peer: str) -> str | None:

@@ -1,50 +1,53 @@
-"""Channels are closed without a traceback of gRPC's polling thread."""
+"""Channels that are waited for and closed, by one thread or by two, without a traceback of a thread of gRPC."""
 
 from __future__ import annotations
 
 import threading
+import time
 
 import grpc
 import pytest
 
-from hetero_pp.core.errors import HeteroPPError
-from hetero_pp.rpc import admission_client
-from hetero_pp.rpc.certificates import Authority
-from hetero_pp.rpc.channels import close_polled, make_channel, make_server, readiness
+from hetero_pp.rpc.channels import is_reached, make_channel, make_server
 
 SECONDS = 20.0
 
 
-def test_a_channel_that_was_waited_for_twice_is_closed_after_its_poll(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waiting again within 0.2 s makes gRPC look once more, also if the channel is closed by then."""
+@pytest.fixture
+def failed(monkeypatch: pytest.MonkeyPatch) -> list[threading.ExceptHookArgs]:
+    """Errors with which threads end."""
     failed = list[threading.ExceptHookArgs]()
     monkeypatch.setattr(threading, "excepthook", failed.append)
+    return failed
+
+
+def test_a_server_that_starts_later_is_reached_and_the_channel_closed_at_once(
+    failed: list[threading.ExceptHookArgs],
+) -> None:
     server, port = make_server("127.0.0.1:0", [], 1)
+    server.stop(None).wait()
     channel = make_channel(f"127.0.0.1:{port}")
-    for _ in range(2):
-        with readiness(channel) as ready:
-            ready.result(SECONDS)
-    state = channel._connectivity_state  # type: ignore[attr-defined]
-    assert state.polling
-    close_polled(channel)
-    assert not state.polling and not failed
+    assert not is_reached(channel, 0.3)
+    server, _ = make_server(f"127.0.0.1:{port}", [], 1)
+    assert is_reached(channel, SECONDS) and is_reached(channel, None)
+    channel.close()
+    time.sleep(0.5)  # gRPC looks at a channel that it polls every 0.2 s
+    assert not is_reached(channel, SECONDS) and not failed
     server.stop(None).wait()
 
 
-def test_a_channel_to_ask_for_admission_is_closed_after_its_poll(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = list[grpc.Channel]()
-
-    def make(address: str, *_: object) -> grpc.Channel:
-        made.append(make_channel(address))
-        return made[-1]
-
-    monkeypatch.setattr(admission_client, "make_channel", make)
-    server, port = make_server("127.0.0.1:0", [], 1)
-    with pytest.raises(HeteroPPError, match="does not admit hosts by tickets"):
-        admission_client.status(f"127.0.0.1:{port}", Authority("a secret").identity("home.0"), SECONDS)
-    server.stop(None).wait()
-    (channel,) = made
-    assert not channel._connectivity_state.polling  # type: ignore[attr-defined]
+def test_whoever_waits_for_a_channel_that_is_closed_learns_it_at_once(failed: list[threading.ExceptHookArgs]) -> None:
+    """A member closes its connections while its other threads wait for the exchange to come back."""
+    channel, reached = make_channel("127.0.0.1:1"), list[bool]()
+    waits = [threading.Thread(target=lambda: reached.append(is_reached(channel, None))) for _ in range(4)]
+    for thread in waits:
+        thread.start()
+    time.sleep(0.1)
+    channel.close()
+    for thread in waits:
+        thread.join(SECONDS)
+    time.sleep(0.5)
+    assert reached == [False] * 4 and not failed
 
 
 class _Names(grpc.UnaryUnaryClientInterceptor):
@@ -54,8 +57,10 @@ class _Names(grpc.UnaryUnaryClientInterceptor):
         return continuation(details, request)
 
 
-def test_a_channel_that_hides_its_poll_is_closed() -> None:
-    inner = make_channel("127.0.0.1:1")
-    close_polled(grpc.intercept_channel(inner, _Names()))
-    with pytest.raises(ValueError, match="closed channel"):
-        inner.unary_unary("/any/Call")(b"")  # type: ignore[arg-type]
+def test_a_channel_with_an_interceptor_is_reached_and_closed() -> None:
+    server, port = make_server("127.0.0.1:0", [], 1)
+    channel = grpc.intercept_channel(make_channel(f"127.0.0.1:{port}"), _Names())
+    assert is_reached(channel, SECONDS)
+    channel.close()
+    assert not is_reached(channel, SECONDS)
+    server.stop(None).wait()

@@ -15,7 +15,7 @@ from connect_proxy import ConnectProxy
 from hetero_pp.core import proxies
 from hetero_pp.core.errors import LinkTimeout
 from hetero_pp.core.proxies import DIRECT, is_private, route_to
-from hetero_pp.rpc.channels import make_channel, make_server, polled, readiness
+from hetero_pp.rpc.channels import is_reached, make_channel, make_server
 from hetero_pp.rpc.credentials import Credentials
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.store.objects import ObjectStore
@@ -60,8 +60,8 @@ def public(environment: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def _connects(address: str) -> None:
-    with polled(make_channel(address)) as channel, readiness(channel) as ready:
-        ready.result(SECONDS)
+    with closing(make_channel(address)) as channel:
+        assert is_reached(channel, SECONDS)
 
 
 PRIVATE = "127.0.0.1 127.8.8.8 10.1.2.3 172.31.0.1 192.168.7.7 169.254.169.254 100.64.0.1 ::1 fe80::1%eth0 fd00::1"
@@ -101,8 +101,8 @@ def test_a_proxy_that_works_is_used(environment: pytest.MonkeyPatch, public: str
         route = route_to(public)
         assert route.note == f" (through the proxy http://us%40r@{proxy.address} ({variable}))"
         del proxy.asked[:]
-        with polled(make_channel(public, route=route)) as channel, readiness(channel) as ready:
-            ready.result(SECONDS)
+        with closing(make_channel(public, route=route)) as channel:
+            assert is_reached(channel, SECONDS)
         assert proxy.asked == [(public, "Basic dXNAcjpzZWNyZXQ=")]  # us@r:secret
 
 
