@@ -119,7 +119,7 @@ def test_python_and_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["python"].line.endswith(", expected >=9.1: make a virtual environment with a newer Python")
     line = found["packages"].line
     assert f"found numpy {metadata.version('numpy')}, expected >=99; no-such-package is not installed" in line
-    assert line.endswith("python -P -m pip install 'numpy>=99' 'no-such-package>=1'")
+    assert line.endswith("pip install 'numpy>=99' 'no-such-package>=1'")
     assert {found[name].state for name in ("python", "packages")} == {State.FAIL}
 
 
@@ -270,7 +270,7 @@ def test_text_that_is_missing_or_streamed(write: Callable[..., Path], monkeypatc
     path = write(("CORPUS", '"hf:owner/name"'))
     assert doctor(path)["text"].state is State.WARN
     monkeypatch.setattr(text, "find_spec", lambda _: None)
-    assert "python -P -m pip install 'hetero-pp[datasets]'" in doctor(path)["text"].line
+    assert "pip install 'hetero-pp[datasets]'" in doctor(path)["text"].line
 
 
 def test_a_port_in_use(write: Callable[..., Path]) -> None:

@@ -164,7 +164,7 @@ def test_without_a_terminal_defaults_are_used_and_told() -> None:
 def test_a_streamed_text_needs_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "find_spec", lambda _: None)
     done = init("--text", "hf:owner/name", "--time", "5 s")
-    assert "its text needs a package: python -P -m pip install 'hetero-pp[datasets]'" in done.stdout
+    assert "its text needs a package: pip install 'hetero-pp[datasets]'" in done.stdout
     assert "  corpus: 'hf:owner/name'" in Path("first.yaml").read_text()
 
 

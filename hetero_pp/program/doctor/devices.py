@@ -18,7 +18,7 @@ from hetero_pp.run.devices import devices_of, in_words
 
 _SHOWN = 4
 _NVIDIA = Path("/proc/driver/nvidia/version")
-_CUDA_BUILD = "python -P -m pip install --force-reinstall torch (docs/tutorial_home.md)"
+_CUDA_BUILD = "pip install --force-reinstall torch (docs/tutorial_home.md)"
 
 
 def check_memory(subject: Subject) -> Finding:

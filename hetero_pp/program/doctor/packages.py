@@ -15,7 +15,7 @@ from hetero_pp.core.units import format_count
 from hetero_pp.program.doctor.finding import Finding, fail, ok, warn
 
 NAME = "hetero-pp"
-_INSTALL = "in the folder of hetero-pp: python -P -m pip install --editable ."
+_INSTALL = "in the folder of hetero-pp: pip install --editable ."
 
 
 def check_python() -> Finding:
@@ -40,7 +40,7 @@ def check_packages() -> Finding:
     wrong = {str(one): complaint for one in own if (complaint := _complaint(one))}
     if wrong:
         names = " ".join(f"'{one}'" for one in wrong)
-        return fail(f"{'; '.join(wrong.values())}: python -P -m pip install {names}")
+        return fail(f"{'; '.join(wrong.values())}: pip install {names}")
     return ok(f"{format_count(len(own), 'package')} as hetero-pp needs them")
 
 

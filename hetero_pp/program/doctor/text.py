@@ -63,5 +63,5 @@ def _compared(subject: Subject, part: Part, told: str, size: int, expected: str)
 
 def _of_stream(data: DataSettings) -> Finding:
     if find_spec("datasets") is None:
-        return fail(f"{data.corpus} is streamed, which needs a package: python -P -m pip install 'hetero-pp[datasets]'")
+        return fail(f"{data.corpus} is streamed, which needs a package: pip install 'hetero-pp[datasets]'")
     return warn(f"{data.corpus} is streamed and was not opened here; `hetero-pp check` opens it")

@@ -53,7 +53,7 @@ def _tell_next(path: Path, answers: Answers, found: Draft) -> None:
     length = f"{format_count(rounds, 'round')} of {format_seconds(seconds)}, {format_duration(rounds * seconds)} in all"
     announce(f"{path}: {length}, as predicted with {found.machine}; `hetero-pp calibrate {path}` measures this machine")
     if answers.text.startswith(STREAMED) and find_spec("datasets") is None:
-        announce("its text needs a package: python -P -m pip install 'hetero-pp[datasets]'")
+        announce("its text needs a package: pip install 'hetero-pp[datasets]'")
     shown = shlex.quote(str(path))
     announce(f"next: hetero-pp doctor {shown}")
     announce(f"next: hetero-pp launch {shown}{'    # all machines as processes of this one' if homes else ''}")
