@@ -5,6 +5,7 @@ from __future__ import annotations
 from test_run_state import START, begun, evaluation, inner_step, joined, link_use, made_up_spec, so_far, waiting
 
 from hetero_pp.messages.messages_pb2 import CONTRIBUTING, JOINING, TERM_OVER, Over, Report
+from hetero_pp.program.launch.mode import AS_A_RUN
 from hetero_pp.program.report.own_rounds import OwnRounds
 
 
@@ -100,3 +101,10 @@ def test_a_host_that_took_no_part_in_the_last_round_says_that_the_run_is_over() 
     over = Report(time=START + 40, member="exchange", over=Over(round=2, rounds=2, finishing=["dc"]))
     assert shown(["home.0"], [over]) == ["made-up: the run is over (round 2 of 2); no round was left to train"]
     assert shown(["dc"], [over]) == []
+
+
+def test_a_host_learns_once_that_its_replica_diverged_also_from_its_groups_last_stage() -> None:
+    far = [evaluation(START, "home", round_, 99.0) for round_ in (1, 2)]
+    [line] = shown(["home.0"], [*far, evaluation(START, "dc", 1, 99.0)])
+    assert line.startswith("Training diverged: loss of the untrained model ") and "home 99.0000 in round 1" in line
+    assert AS_A_RUN.watched(made_up_spec(), ["home.0", "dc"]) == ["home.1"]

@@ -32,8 +32,9 @@ class Mode:
         """Take in what begins, before its members start. Raises ConfigError if it cannot."""
 
     def watched(self, spec: RunSpec, members: Sequence[str]) -> Sequence[str]:
-        """Return the members that a host needs reports of, beside its own `members`."""
-        return ()
+        """Return the members that a host needs reports of, beside its own `members`: its group's last stage."""
+        last = (spec.members[member].replica.members[-1] for member in members)
+        return [member for member in dict.fromkeys(last) if member not in members]
 
     def on_report(self, report: Report) -> None:
         """Take in a report."""

@@ -12,7 +12,7 @@ from hetero_pp.messages.messages_pb2 import MemberRound, Report
 from hetero_pp.program.report.happenings import Happenings
 from hetero_pp.program.report.live_view import trouble_lines
 from hetero_pp.program.report.reading import now_and_then
-from hetero_pp.program.report.round_lines import joined_line, speeds, waiting_line
+from hetero_pp.program.report.round_lines import divergence_line, joined_line, speeds, waiting_line
 from hetero_pp.program.report.state import Presence, RunState
 from hetero_pp.run.spec import RunSpec
 
@@ -33,6 +33,7 @@ class OwnRounds:
         self._members = members
         self.say = say
         self._is_told = self._has_begun = self._is_over = False
+        self._diverged_told: set[str] = set()
         self._reading = now_and_then(say, time.monotonic)
 
     def on_report(self, report: Report) -> None:
@@ -57,8 +58,16 @@ class OwnRounds:
             self.say(f"{self.state.spec.config.name}: {RunOver.after(report.over.round, report.over.rounds)}")
         if self._is_told and report.HasField("reading"):
             self._reading(report.reading.what, report.reading.share)
+        lines += self._divergence() if self._is_told else ()
         for line in lines if self._is_told else ():
             self.say(line)
+
+    def _divergence(self) -> Iterator[str]:
+        """Yield a line on this host's replicas that have diverged, once for each."""
+        own = {self.state.spec.members[one].replica.name for one in self._members} - self._diverged_told
+        if due := [one for name, one in self.state.diverged.items() if name in own]:
+            self._diverged_told |= {one.replica for one in due}
+            yield divergence_line(due)
 
     def _present(self, now: float) -> Iterator[str]:
         """Yield lines on the state of the run as this host comes."""
