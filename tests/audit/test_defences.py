@@ -9,7 +9,7 @@ import pytest
 
 from hetero_pp.config.audit import GauntletSettings, Sizes
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.program.defences import defence_lines, defended
+from hetero_pp.program.defences import PRICE, defence_lines, defended
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 
@@ -53,6 +53,13 @@ def test_off_is_one_line_and_its_price_is_told(corpus: Path) -> None:
     for value in ("off", False):
         [line] = _told(_spec(corpus, GUESTS, audit={"gauntlet": value}), is_served=True)
         assert line.startswith("Defences: off (`audit.gauntlet`). One hostile replica of four")
+
+
+def test_the_price_is_that_of_the_committed_table() -> None:
+    table = Path(__file__).parents[2] / "benchmarks" / "results" / "micro" / "audit" / "one_of_four.md"
+    cells = [line.split("|") for line in table.read_text(encoding="utf-8").splitlines()]
+    loss = {cell[1].strip(): float(cell[2]) for cell in cells if len(cell) > 10 and cell[1].strip().startswith("flip")}
+    assert f" {loss['flip by 4, off']:.2f} instead of {loss['flip by 4, on']:.2f} " in PRICE
 
 
 @pytest.mark.parametrize(
