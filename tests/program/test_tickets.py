@@ -6,6 +6,8 @@ import json
 import os
 import queue
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -15,9 +17,10 @@ from typing import Any, cast
 import pytest
 from joined_hosts import CONFIG
 from members import TIMEOUT
+from started import run_program
 from typer.testing import CliRunner
 
-from hetero_pp.core.errors import ConfigError, LinkClosed, NewRun, RunFailed
+from hetero_pp.core.errors import ConfigError, LinkClosed, NewRun, RunFailed, RunOver
 from hetero_pp.messages.messages_pb2 import Report, StatusReply
 from hetero_pp.planner.grouping import group_spares
 from hetero_pp.program.cli import app
@@ -27,6 +30,7 @@ from hetero_pp.program.join.leave import leavable, leave
 from hetero_pp.program.join.membership import take_place
 from hetero_pp.program.join.status import print_status, status
 from hetero_pp.program.launch import hosts
+from hetero_pp.program.launch.over import keep_over
 from hetero_pp.program.operate.operations import Operations
 from hetero_pp.program.report.own_rounds import OwnRounds
 from hetero_pp.rpc.certificates import Authority
@@ -242,6 +246,55 @@ def test_a_run_by_any_other_name_is_no_folder(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="expected the name of a run"):
             join(ticket.to_text(), Here(tmp_path))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.starts_processes
+def test_join_reads_a_ticket_from_stdin_up_to_the_line_that_completes_it(tmp_path: Path) -> None:
+    """A mail has wrapped it, after a greeting. The command does not wait for the end of the input."""
+    keep_over(RunFolder(tmp_path / "homes"), RunOver.after(9, 9))
+    text = make_ticket("homes", "127.0.0.1:1", Authority("a secret"), "0123456789abcdef", 2e9).to_text()
+    given = f"Your ticket:\n\n  {text[:70]}\n  {text[70:]}\n"
+    command = [sys.executable, "-P", "-m", "hetero_pp", "join", "-", "--runs", str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(given)
+        process.stdin.flush()  # and stays open
+        assert process.stdout.read() == (
+            "homes: the run is over (round 9 of 9), and nothing answers at 127.0.0.1:1 any more\n"
+        )
+    assert process.returncode == 0
+
+
+_HOLDS = """
+import signal, sys, time
+from pathlib import Path
+from hetero_pp.program.join.leave import leavable
+from hetero_pp.run.folder import RunFolder
+signal.signal(signal.SIGTERM, signal.default_int_handler)
+with leavable(RunFolder(Path(sys.argv[1])), sys.argv[2]):
+    print("joined", flush=True)
+    time.sleep(600)
+"""
+"""Stands for `hetero-pp join`: `leave` interrupts it, and it gives its slot back."""
+
+
+@pytest.mark.starts_processes
+def test_leave_ends_who_joined_from_this_host_and_nobody_else(tmp_path: Path) -> None:
+    RunFolder(tmp_path / "homes").identity("").mkdir(parents=True)
+    with ExitStack() as stack:
+        held = {}
+        for slot in ("home.0", "home.1"):
+            command = [sys.executable, "-P", "-c", _HOLDS, str(tmp_path / "homes"), slot]
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+            held[slot] = stack.enter_context(subprocess.Popen(command, text=True, **pipes))  # type: ignore[call-overload]
+            stack.callback(held[slot].kill)
+        assert [one.stdout.readline() for one in held.values()] == ["joined\n"] * 2
+        left = run_program("leave", "homes", "--slot", "home.1", "--runs", str(tmp_path))
+        assert (left.returncode, left.stdout, left.stderr) == (0, "homes: home.1 has left\n", "")
+        assert held["home.1"].wait(TIMEOUT) != 0 and held["home.0"].poll() is None
+        assert run_program("leave", "homes", "--runs", str(tmp_path)).stdout == "homes: home.0 has left\n"
+    nobody = run_program("leave", "homes", "--runs", str(tmp_path))
+    assert nobody.returncode == 2 and "found no `hetero-pp join` of this run on this host" in nobody.stderr
 
 
 def test_a_ticket_to_the_run_that_was_served_before_is_told_so(served: Served, tmp_path: Path) -> None:
