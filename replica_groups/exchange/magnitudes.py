@@ -7,6 +7,9 @@ A contribution is held against up to three measures, block by block, by its norm
 3. its replica's own contributions before, as far as the learning rates let these grow or shrink. Where only two
    contribute, its own lowest level counts as well, unless the other one is as large.
 
+New replicas begin without moments and error feedback, so their contributions are small. If fewer than three of a round
+were in each of the last three rounds, these few are held against their own lowest level instead of the median.
+
 Where the first exists, nothing that one replica sends has another's contribution scaled. Honest runs of twelve methods
 and mixes came to .80 of the first at most, and to 2.4 times the others.
 """
@@ -32,6 +35,9 @@ REMEMBERED_ROUNDS = 64
 _LEAST_ROUNDS = 3
 """Number of a replica's own contributions that are enough for a level."""
 
+_STEADY_ROUNDS = 3
+"""Number of rounds in a row, just before, that included a steady replica."""
+
 _LEAST_REPLICAS = 3
 """Smallest number of contributions whose median a single replica cannot set."""
 
@@ -56,16 +62,21 @@ def bound(
     With fewer than three, one without history is rejected only for exceeding the limits. If all would be rejected,
     none is.
     """
-    if len(record.contributions) >= _LEAST_REPLICAS:  # the others are a measure; the lowest own level is not
+    by_level, is_crowd = {one.replica for one in record.contributions}, len(record.contributions) >= _LEAST_REPLICAS
+    if is_crowd:  # the others are a measure, if enough of them are not new; the lowest level of long ago is not
         before = [past for past in before if past.round >= record.round - RECENT_ROUNDS]
+        last = [past for past in before if past.round >= record.round - _STEADY_ROUNDS]
+        steady = by_level.intersection(*({one.replica for one in past.contributions} for past in last))
+        by_level = steady if len(last) >= _STEADY_ROUNDS and len(steady) < _LEAST_REPLICAS else set()
     *earlier, measured = _with_all_steps([*before, record]) if trains_on else [*before, record]
     if limits is not None:
         earlier = [_as_in(record.round, past, limits) for past in earlier]
     largest = {} if limits is None else limits.of(record.round)
     beyond = {one.replica: _beyond(one, largest) for one in measured.contributions}
     own, lower = _own(earlier), _lower_medians(measured)
+    is_limited = not is_crowd and limits is not None
     excess = {
-        one.replica: _excess(one, own.get(one.replica, []), lower(one), len(measured.contributions), limits is not None)
+        one.replica: _excess(one, own.get(one.replica, []), lower(one), one.replica in by_level, is_limited)
         for one in measured.contributions
     }
     left_out = [replica for replica, ratio in excess.items() if ratio > settings.leave_out]
@@ -118,22 +129,21 @@ def _beyond(one: ContributionEntry, largest: Sizes) -> float:
 
 
 def _excess(
-    one: ContributionEntry, earlier: Sequence[ContributionEntry], lower: Sizes, count: int, has_limits: bool
+    one: ContributionEntry, earlier: Sequence[ContributionEntry], lower: Sizes, by_level: bool, is_limited: bool
 ) -> float:
     """Return how many times as large as others, or its own before, a contribution is, where that is most.
 
-    `earlier`: its replica's own. `lower`: the lower medians of the round's, of which there are `count`.
+    `earlier`: its replica's own. `lower`: the lower medians of the round's. `by_level`: its own lowest level replaces
+    these, once it has one. `is_limited`: it needs neither, because the configuration limits it.
     """
     own = [_sizes(past, one) for past in earlier]
-    has_history, is_crowd = len(own) >= _LEAST_ROUNDS, count >= _LEAST_REPLICAS
-    ratios = [0.0]
+    has_history, ratios = len(own) >= _LEAST_ROUNDS, [0.0]
     for what, size in _sizes(one).items():
         references = [median(sizes[what] for sizes in own[-RECENT_ROUNDS:])] if has_history else []
-        smaller = lower[what]
-        if is_crowd or not (has_history or has_limits):
-            references.append(smaller)
-        if has_history and not is_crowd:
-            references.append(max(_lowest_level([sizes[what] for sizes in own]), smaller))
+        if has_history and by_level:
+            references.append(max(_lowest_level([sizes[what] for sizes in own]), lower[what]))
+        elif not is_limited:
+            references.append(lower[what])
         ratios += [size / reference for reference in references if reference > 0]
     return max(ratios)
 

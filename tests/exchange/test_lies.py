@@ -240,8 +240,6 @@ def test_no_lie_to_the_exchange_bends_stalls_or_ends_a_run(corpus: Path, tmp_pat
     exchange = {
         "grace": {"least": "20 s", "most": "20 s"},
         "lease": {"least": "60 s", "most": "60 s"},
-        # Late in the run, honest contributions may be 5.2 times as large as usual, and a run without lies scales them.
-        "magnitudes": {"scale": 10.0},
     }
     spec = lying_spec(corpus, ROUNDS[overlap], liars, overlap=overlap, exchange=exchange)
     with LyingRun(spec, tmp_path) as run, ExitStack() as stack:

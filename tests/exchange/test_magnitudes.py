@@ -167,6 +167,21 @@ def _limits(allowed: float, rates: Callable[[int], float] = lambda _: 1.0) -> Co
     return found
 
 
+@pytest.mark.parametrize("new", [2, 3])
+def test_whoever_was_there_is_not_held_against_those_that_are_new(new: int) -> None:
+    """New replicas begin without moments and error feedback: in one run the others sent 5.2 times as much by then.
+
+    A new one, and one that comes and goes, is still held against all of them, so that nobody gains by leaving.
+    """
+    before = [_record(_entry("x", 1.0), _entry("y", 1.0), round_=round_) for round_ in range(1, 9)]
+    fresh = [_entry(name, 0.15) for name in "abc"[:new]]
+    assert set(_bounded(_record(_entry("x", 1.0), _entry("y", 1.0), *fresh), before)[0].values()) == {1.0}
+    assert _bounded(_record(_entry("x", 6.0), _entry("y", 1.0), *fresh), before)[0]["x"] == pytest.approx(5 / 6)
+    assert _bounded(_record(_entry("x", 1.0), _entry("z", 1.0), *fresh), before)[0]["z"] == pytest.approx(0.75)
+    gone = [*before[:-1], _record(_entry("y", 1.0), round_=8)]
+    assert _bounded(_record(_entry("x", 1.0), _entry("y", 1.0), *fresh), gone)[0]["x"] == pytest.approx(0.75)
+
+
 def test_of_two_that_begin_nobody_is_scaled_for_the_others_smallness() -> None:
     record = _record(_entry("x", 1e-6), _entry("y", 1.0, peak=0.1), round_=1)
     bound(record, [], SETTING, limits=_limits(1.2))
