@@ -54,8 +54,8 @@ from hetero_pp.run.read import spec_of
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.exchange_load import exchange_load
-from hetero_pp.simulator.loads import exchange_link_loads, snapshot_bytes
 from hetero_pp.simulator.memory import memory_of_member
+from hetero_pp.simulator.traffic import exchange_link_loads, snapshot_bytes
 
 SMOKE = {"model": "tiny", "rounds": 2, "steps": 2, "length": 32}
 DISK_BYTES = 45

@@ -40,10 +40,10 @@ Their machines have enough memory, and their model enough layers.
 def changes_for(of: str, size: int) -> list[str]:
     """Return the changes of the YAML for a size of what grows."""
     if of == "participants":
-        return [f"simulate.fleets.home.count={size // STAGES}"]
-    groups = [f"simulate.fleets.home.count={GROUPS}", "replicas.0.hardware=h200", "model.layers=32"]
+        return [f"simulate.fleets.cable.count={size // STAGES}"]
     keys = {"stages": ["stages"], "micro-batches": ["batch_size", "micro_batches"]}[of]
-    return groups + [f"replicas.0.{key}={size}" for key in keys]
+    replicas = [f"replicas.{name}.{key}={size}" for name in ("fibre", "cable", "old") for key in keys]
+    return [*replicas, *(f"replicas.{name}.hardware=h200" for name in ("fibre", "cable", "old")), "model.layers=32"]
 
 
 def measure(overrides: list[str]) -> dict[str, float]:

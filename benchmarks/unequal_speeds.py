@@ -31,7 +31,7 @@ from hetero_pp.config.topology import ParticipantsReplica
 from hetero_pp.run.read import spec_of
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
-from hetero_pp.simulator.loads import stage_link_loads
+from hetero_pp.simulator.traffic import stage_link_loads
 
 RATIO = 10
 SMOKE = {"seconds": 1.0, "rounds": 1, "repeats": 1, "ways": ["time", "steps"]}

@@ -19,7 +19,7 @@ from hetero_pp.run.config import RunConfig
 from hetero_pp.run.hardware import Hardware, hardware_named
 from hetero_pp.run.plan_section import LooseParticipant, PlanSettings
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.simulator.machines import SHOWN, assumption
+from hetero_pp.simulator.costs import SHOWN, assumption
 
 TIME_LIMIT = 45.0
 """Longest search for groups, in seconds."""

@@ -21,22 +21,16 @@ from hetero_pp.planner.penalty import Rung
 from hetero_pp.planner.split import Array, Load, Sizes, best_split, part_of_stage, stage_bytes, stage_seconds
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.simulator.fleets import Fleet, fleets_of, limited_lines
-from hetero_pp.simulator.inner_loops import round_lengths
-from hetero_pp.simulator.loads import stage_link_loads
-from hetero_pp.simulator.machines import SHOWN, assumption, hardware_of, unnamed
-from hetero_pp.simulator.pipeline import GroupClock, Groups, Hops
+from hetero_pp.simulator.costs import SHOWN, assumption, hardware_of, unnamed
+from hetero_pp.simulator.events import Group, GroupClock, LineWay, inner_loops
+from hetero_pp.simulator.fleets import Fleet, fleets_of
+from hetero_pp.simulator.rounds import round_lengths
+from hetero_pp.simulator.traffic import stage_link_loads
 from hetero_pp.simulator.waiting import alone
 
 EXTRA_IN_FLIGHT = (0, 1, 2, 3, 4, 6, 8)
 NUMBERS_OF_MICRO_BATCHES = 3
 """Number of micro-batch counts that are tried: the largest that divide the batch."""
-
-TIMED_STEPS = 4
-"""Inner steps that are timed.
-
-The others take their mean, as they differ only by jitter; the final plan is timed fully.
-"""
 
 
 @dataclass(frozen=True)
@@ -53,26 +47,27 @@ class Schedule:
     @cached_property
     def free_seconds(self) -> float:
         """Seconds of a round whose links cost nothing."""
-        groups = self.fleet.without_communication()
-        return self._seconds(groups, groups.activations)
+        return self._seconds(self.fleet.group.without_communication())
 
     def seconds(self, rung: Rung) -> float:
         """Return the seconds of a round with these boundaries."""
-        fleet, (activation, gradient) = self.fleet, self._ratios(rung)
-        groups = replace(
-            fleet.groups,
-            activations=_scaled(fleet.groups.activations, activation),
-            gradients=_scaled(fleet.groups.gradients, gradient),
+        group, (activation, gradient) = self.fleet.group, self._ratios(rung)
+        return self._seconds(
+            replace(
+                group,
+                activations=[replace(hop, bits=hop.bits * activation) for hop in group.activations],
+                gradients=[replace(hop, bits=hop.bits * gradient) for hop in group.gradients],
+                evaluations=[replace(hop, bits=hop.bits * activation) for hop in group.evaluations],
+            )
         )
-        return self._seconds(groups, _scaled(fleet.evaluation_hops, activation))
 
     def least_seconds(self, rung: Rung) -> float:
         """Return a cheap lower bound of `seconds`: the busiest direction of a link or line in the inner loop."""
-        groups, (activation, gradient) = self.fleet.groups, self._ratios(rung)
-        forward = float(groups.activations.seconds.max(initial=0)) * activation
-        backward = float(groups.gradients.seconds.max(initial=0)) * gradient
-        lines = (seconds for _, _, seconds in self._line_seconds(rung))
-        return self.steps * groups.micro_batches * max(forward, backward, *lines, 0.0)
+        group, (activation, gradient) = self.fleet.group, self._ratios(rung)
+        links = [hop.seconds * activation for hop in group.activations] + [
+            hop.seconds * gradient for hop in group.gradients
+        ]
+        return self.steps * group.micro_batches * max([*links, *self._line_seconds(rung).values(), 0.0])
 
     def slowest(self, rung: Rung) -> LinkSpec | tuple[LineSpec, Way] | None:
         """Return the slowest link or line.
@@ -80,25 +75,28 @@ class Schedule:
         It is the link whose messages take longest, with latency, or the direction of a line that takes longer. None if
         no message takes any time.
         """
-        groups, (activation, gradient) = self.fleet.groups, self._ratios(rung)
-        forward = groups.activations.seconds * activation + groups.activations.latency
-        backward = groups.gradients.seconds * gradient + groups.gradients.latency
-        seconds = np.maximum(forward, backward).max(axis=1, initial=0)
-        line = max(self._line_seconds(rung), key=lambda one: one[2], default=None)
-        if line is not None and line[2] > seconds.max(initial=0):
-            return line[0], line[1]
-        if seconds.max(initial=0) == 0:
+        group, (activation, gradient) = self.fleet.group, self._ratios(rung)
+        seconds = [
+            max(forward.seconds * activation + forward.latency, backward.seconds * gradient + backward.latency)
+            for forward, backward in zip(group.activations, group.gradients, strict=True)
+        ]
+        longest, lines = max(seconds, default=0.0), self._line_seconds(rung)
+        if lines and max(lines.values()) > longest:
+            name, way = max(lines, key=lambda one: lines[one])
+            return self.spec.lines[name], way
+        if longest == 0:
             return None
-        return self.spec.links[stage_link_name(self.replica.name, int(seconds.argmax()))]
+        return self.spec.links[stage_link_name(self.replica.name, seconds.index(longest))]
 
-    def _line_seconds(self, rung: Rung) -> Iterator[tuple[LineSpec, Way, float]]:
-        """Yield each direction of a line, and the seconds that all messages of a micro-batch occupy it."""
-        groups, (activation, gradient) = self.fleet.groups, self._ratios(rung)
-        for place, (line, way) in enumerate(limited_lines(self.spec, self.replica)):
-            bits = 0.0
-            for hops, ratio in ((groups.activations, activation), (groups.gradients, gradient)):
-                bits += hops.bits * ratio * sum(place in passed for passed in hops.lines)
-            yield line, way, bits / groups.capacities[place]
+    def _line_seconds(self, rung: Rung) -> dict[LineWay, float]:
+        """Return the seconds that all messages of a micro-batch occupy each direction of a line."""
+        group, (activation, gradient) = self.fleet.group, self._ratios(rung)
+        bits = dict.fromkeys(group.capacities, 0.0)
+        for hops, ratio in ((group.activations, activation), (group.gradients, gradient)):
+            for hop in hops:
+                for line in hop.lines:
+                    bits[line] += hop.bits * ratio
+        return {line: total / group.capacities[line] for line, total in bits.items()}
 
     def with_boundary(self, rung: Rung | None) -> ReplicaSettings:
         return self.replica if rung is None else self.replica.model_copy(update={"boundary": rung.boundary})
@@ -112,13 +110,11 @@ class Schedule:
         wire = self.fleet.message_bytes["activation"], self.fleet.message_bytes["gradient"]
         return 1 - (old[0] - new[0]) / wire[0], 1 - (old[1] - new[1]) / wire[1]
 
-    def _seconds(self, groups: Groups, evaluation: Hops) -> float:
-        clock = GroupClock(groups, np.random.default_rng(self.spec.config.simulate.seed + 1))
-        ends = clock.inner_loop(min(self.steps, TIMED_STEPS))
-        if self.steps > TIMED_STEPS:
-            clock.free += (self.steps - TIMED_STEPS) * (ends[-1] - ends[0]) / (TIMED_STEPS - 1)
-        clock.evaluate(self.fleet.evaluation_batches, self.fleet.evaluation_forward, evaluation)
-        return float(clock.free.max())
+    def _seconds(self, group: Group) -> float:
+        clock = GroupClock(group, np.random.default_rng(self.spec.config.simulate.seed + 1))
+        inner_loops([clock], [self.steps])
+        clock.evaluate()
+        return max(clock.free)
 
 
 def _tensor_bytes(spec: RunSpec, replica: ReplicaSettings) -> tuple[float, float]:
@@ -126,10 +122,6 @@ def _tensor_bytes(spec: RunSpec, replica: ReplicaSettings) -> tuple[float, float
     assert isinstance(replica, ParticipantsReplica)
     loads = stage_link_loads(spec, replica)
     return loads["forward"].step / replica.micro_batches, loads["backward"].step / replica.micro_batches
-
-
-def _scaled(hops: Hops, ratio: float) -> Hops:
-    return replace(hops, seconds=hops.seconds * ratio, bits=hops.bits * ratio)
 
 
 def schedules_of(config: RunConfig, vocabulary: int | None, index: int) -> Sequence[Schedule]:
@@ -213,9 +205,9 @@ def _schedule(config: RunConfig, vocabulary: int | None, replica: ReplicaSetting
         full = replica.boundary.model_copy(update={"rank": "full", "bits": None, "dtype": "bf16"})
         replica = replica.model_copy(update={"boundary": full})
     spec = RunSpec(alone(config, replica), vocabulary)
-    [fleet] = fleets_of(spec, np.random.default_rng(config.simulate.seed))
-    [length] = round_lengths(spec, [fleet], [GroupClock(fleet.without_communication())])
-    return Schedule(replica, spec, fleet, int(length(np.zeros(fleet.count)).counts.max()))
+    [fleet] = fleets_of(spec)
+    [length] = round_lengths(spec, [fleet], communicates=False)
+    return Schedule(replica, spec, fleet, length(0.0))
 
 
 def describe(replica: ParticipantsReplica, config: RunConfig, vocabulary: int | None, index: int) -> str:

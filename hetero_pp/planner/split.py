@@ -17,8 +17,8 @@ from hetero_pp.model.transformer import EMBEDDING, ModelShape, block_of
 from hetero_pp.run.hardware import Hardware
 from hetero_pp.simulator.costs import NOTHING, Part, beside, cost_on
 from hetero_pp.simulator.memory import Trains, memory_of_part
-from hetero_pp.simulator.pipeline import Array
 
+Array = np.ndarray
 NOT_COMPRESSED = BoundarySettings()
 
 

@@ -31,11 +31,11 @@ from hetero_pp.run.config import RunConfig
 from hetero_pp.run.devices import in_words
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
+from hetero_pp.simulator.costs import assumed_in
 from hetero_pp.simulator.disk import OF_THE_ROUND, disk_bytes, disk_files, space_on_disk
 from hetero_pp.simulator.exchange_load import exchange_load
-from hetero_pp.simulator.loads import LinkLoad, blob_sizes, exchange_link_loads, stage_link_loads
-from hetero_pp.simulator.machines import assumed_in
 from hetero_pp.simulator.prediction import predict
+from hetero_pp.simulator.traffic import LinkLoad, blob_sizes, exchange_link_loads, stage_link_loads
 from hetero_pp.simulator.waiting import waiting
 
 

@@ -26,7 +26,7 @@ from hetero_pp.program.show_prediction import print_assumption, print_waiting
 from hetero_pp.run.alike import range_of
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
-from hetero_pp.simulator.machines import assumed_in
+from hetero_pp.simulator.costs import assumed_in
 
 MOST_EXPLAINED = 8
 """Most entries of the explanation that are shown."""

@@ -17,7 +17,7 @@ from hetero_pp.simulator.exchange_load import (
     VALUE_SECONDS,
     ExchangeLoad,
 )
-from hetero_pp.simulator.volumes import RINGS
+from hetero_pp.simulator.traffic import RINGS
 
 ASSUMED_LINE = 1e9
 """Bits per second that the table assumes for an exchange without a line."""

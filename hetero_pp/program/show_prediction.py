@@ -174,7 +174,7 @@ def _print_folded(console: Console, spec: RunSpec) -> None:
     folded = sum(len(replicas) for replicas in table_rows(spec)) if len(table_rows(spec)) < len(alike(spec)) else 0
     if folded:
         rows = "Rows with ranges are for replicas that differ; `--json FILE` lists each replica."
-        draw = "To draw many replicas from ranges of bandwidth and speed instead of listing them, use simulate.fleets."
+        draw = "To predict many equal replicas without listing them, use simulate.fleets."
         say(console, f"{rows} {draw}", style="dim")
 
 

@@ -16,7 +16,7 @@ from hetero_pp.run.read import spec_of
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.charts import draw_prediction, draw_sweep
-from hetero_pp.simulator.machines import assumed_in
+from hetero_pp.simulator.costs import assumed_in
 from hetero_pp.simulator.prediction import Prediction, predict
 from hetero_pp.simulator.sweep import Sweep
 from hetero_pp.simulator.timeline import Timeline

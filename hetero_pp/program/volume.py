@@ -18,7 +18,7 @@ from hetero_pp.program.report.output import say, standard_output
 from hetero_pp.program.report.tables import PlainTable
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.simulator.volumes import expected_volume
+from hetero_pp.simulator.traffic import expected_volume
 from replica_groups.exchange.log import ContributionLog
 
 WAYS = {

@@ -23,19 +23,9 @@ class MeasuredCost(Settings):
 
 
 class FleetSettings(Settings):
-    """Many replicas in place of one that the topology names, each drawn at random."""
+    """Many equal replicas in place of one that the topology names."""
 
     count: int = Field(ge=1)
-    bandwidth: tuple[Bandwidth, Bandwidth] | None = Field(
-        None,
-        description="smallest and largest bandwidth between stages: drawn uniformly on a "
-        "logarithmic scale for each hop",
-    )
-    uplink: tuple[Bandwidth, Bandwidth] | None = Field(
-        None, description="smallest and largest bandwidth to the exchange, drawn likewise for each member"
-    )
-    stragglers: Ratio = Field(0.0, ge=0, le=1, description="share of members that are slow")
-    slowdown: float = Field(3.0, ge=1, description="factor by which slow members are slower")
     churn: Ratio = Field(0.0, ge=0, lt=1, description="share of members that leave within a round")
 
 
@@ -77,7 +67,7 @@ class SimulateSettings(Settings):
         default_factory=dict, description="measured costs, by member"
     )
     fleets: Annotated[dict[str, FleetSettings], WhomItConcerns()] = Field(
-        default_factory=dict, description="randomly drawn replicas, by replica"
+        default_factory=dict, description="equal replicas behind a name, by replica"
     )
     exchange: ExchangeKind = Field(
         "gather",
@@ -104,7 +94,7 @@ class SimulateSettings(Settings):
     sweep: str | None = Field(None, description="KEY=FROM..TO or KEY=A,B: predict at these values, as --sweep does")
     curves: str | None = Field(None, description="KEY=A,B: draw one curve of the sweep for each, as --curves does")
     tokens: int | None = Field(None, ge=1, description="token budget; by default the run's")
-    seed: int = Field(0, ge=0, description="seed of jitter and fleets")
+    seed: int = Field(0, ge=0, description="seed of jitter")
 
     @model_validator(mode="after")
     def _one_sweep(self) -> SimulateSettings:

@@ -10,15 +10,16 @@ another width than D / N, D in attention is the width of all heads together.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from hetero_pp.config.engine_settings import Checkpointing
 from hetero_pp.config.topology import BoundarySettings, DatacenterReplica, ParticipantsReplica, ReplicaSettings
+from hetero_pp.core.units import format_bytes, format_names
 from hetero_pp.model.transformer import LAYERS, ModelShape, block_of
-from hetero_pp.run.hardware import Hardware
-from hetero_pp.run.simulate_section import MeasuredCost
+from hetero_pp.run.hardware import ASSUMED, Hardware, hardware_named
+from hetero_pp.run.simulate_section import MeasuredCost, SimulateSettings
 from hetero_pp.run.spec import MemberSpec, RunSpec
-from hetero_pp.simulator.machines import hardware_of
 
 UPDATE_BYTES = 28
 """Bytes per parameter that AdamW moves. Reads: weight, gradient, two moments; writes: weight, two moments."""
@@ -158,3 +159,50 @@ def cost_of(spec: RunSpec, member: MemberSpec) -> MeasuredCost:
     part, checkpointing = part_of(spec, member), checkpointing_of(replica)
     cost = cost_on(spec.shape, part, hardware, replica.accelerators_of_member, rows, length, checkpointing)
     return MeasuredCost.model_construct(**asdict(cost), evaluate=cost.forward)
+
+
+# ---- the machine of a member: the hardware that the YAML names, or the assumed one ----
+
+SHOWN = 5
+"""Largest number of names in a message."""
+
+HOW_TO_NAME = "set `hardware: h100` of the replica, or of all members with `--set simulate.machine=h100`"
+
+
+def hardware_of(spec: RunSpec, member: MemberSpec) -> Hardware:
+    """Return the machine of a member. Raises ConfigError for unknown hardware."""
+    name, key = _named(member)
+    if name is None:
+        name, key = spec.config.simulate.machine, ("simulate", "machine")
+    return hardware_named(name, spec.config.simulate.hardware, key)
+
+
+def unnamed(members: Iterable[MemberSpec]) -> list[str]:
+    """Return the names of members whose hardware the YAML does not name."""
+    return [member.name for member in members if _named(member)[0] is None]
+
+
+def assumption(settings: SimulateSettings, unnamed: Sequence[str]) -> str:
+    """Return a sentence on the assumed hardware and how to name it; empty if `simulate.machine` names another."""
+    if not unnamed or settings.machine != ASSUMED:
+        return ""
+    core = hardware_named(ASSUMED, settings.hardware, ("simulate", "machine"))
+    speed = f"{core.achieved_flops / 1e9:.3g} GFLOP/s in training, {format_bytes(core.memory)}"
+    names = format_names(unnamed, SHOWN)
+    return f"no hardware is set for {names}, so one CPU core each is assumed ({speed}): {HOW_TO_NAME}"
+
+
+def assumed_in(spec: RunSpec) -> str:
+    """Return this sentence for all members without measured costs."""
+    measured = spec.config.simulate.measured
+    return assumption(spec.config.simulate, unnamed(one for one in spec.members.values() if one.name not in measured))
+
+
+def _named(member: MemberSpec) -> tuple[str | None, tuple[str | int, ...]]:
+    """Return the hardware that the YAML names for a member, and its key."""
+    replica, here = member.replica, ("replicas", member.replica_index)
+    if member.stage is not None and isinstance(replica, ParticipantsReplica):
+        own = replica.stage_settings(member.stage.index)
+        if own is not None and own.hardware is not None:
+            return own.hardware, (*here, "stages", member.stage.index, "hardware")
+    return replica.hardware, (*here, "hardware")

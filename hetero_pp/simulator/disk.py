@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from hetero_pp.config.links import EXCHANGE
 from hetero_pp.pseudo_gradient.together import batches
 from hetero_pp.run.spec import MemberSpec, RunSpec
-from hetero_pp.simulator.loads import blob_sizes
 from hetero_pp.simulator.memory import moment_bytes, outer_moment_bytes, parameters_of_model
+from hetero_pp.simulator.traffic import blob_sizes
 
 OF_THE_ROUND = "the start of the round"
 """Purpose of what is removed when the run ends."""

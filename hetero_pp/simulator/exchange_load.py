@@ -15,18 +15,25 @@ from hetero_pp.config.links import RELAYED, is_loopback
 from hetero_pp.config.topology import ParticipantsReplica
 from hetero_pp.pseudo_gradient.contribution import kept_values
 from hetero_pp.run.spec import MemberSpec, RunSpec
-from hetero_pp.simulator.exchange_memory import is_freed_at_once, memory_of_exchange
-from hetero_pp.simulator.fleets import message_bytes
-from hetero_pp.simulator.loads import Messages, exchange_calls, snapshot_bytes
-from hetero_pp.simulator.memory import outer_moment_bytes, parameters_of_model, representatives
-from hetero_pp.simulator.volumes import (
+from hetero_pp.simulator.memory import (
+    is_freed_at_once,
+    memory_of_exchange,
+    outer_moment_bytes,
+    parameters_of_model,
+    representatives,
+)
+from hetero_pp.simulator.traffic import (
     RINGS,
+    Messages,
     exchange_bandwidth,
+    exchange_calls,
     is_beside_exchange,
     is_ring,
     line_of_exchange,
+    message_bytes,
     outer_messages,
     replica_count,
+    snapshot_bytes,
     wire_bytes_of,
 )
 from hetero_pp.store.opening import folder_of
@@ -157,7 +164,7 @@ def _calls(spec: RunSpec, member: MemberSpec, messages: Messages) -> int:
     simulate = spec.config.simulate
     if simulate.exchange != "gather" or _goes_by_store(spec):
         return sum(times for way in messages.values() for _, times in way)
-    return exchange_calls(spec, member, {name: fleet.count for name, fleet in simulate.fleets.items()})
+    return exchange_calls(spec, member)
 
 
 def _goes_by_store(spec: RunSpec) -> bool:

@@ -1,69 +1,51 @@
-"""Arrays of times for every replica of a run, or for the many replicas that a fleet stands for.
+"""Fleets: equal replicas of a run, each fleet simulated once, with its seconds, messages, crossings and memory.
 
-Replicas that differ only in their name form one fleet, with a column for each, so that their schedule is timed once.
-
-Shapes: S stages (1 for a datacenter replica), G replicas of one kind.
+Replicas that differ only in their name form one fleet, and so do those that `simulate.fleets` puts behind a name.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-import torch
-
-from hetero_pp.config.lines import WAYS, LineSpec, Way
+from hetero_pp.config.lines import WAYS
 from hetero_pp.config.links import Direction, stage_link_name
 from hetero_pp.config.topology import ParticipantsReplica, ReplicaSettings
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.link.protocol import Message, sealed, wire_frames
-from hetero_pp.link.token_ids import packed_tokens_bytes
-from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, GRADIENT, LinkHeader
-from hetero_pp.pipeline.coefficients import format_of, noise_key
 from hetero_pp.run.alike import equal_replicas
 from hetero_pp.run.simulate_section import FleetSettings
 from hetero_pp.run.spec import MemberSpec, RunSpec
-from hetero_pp.simulator.costs import cost_of
-from hetero_pp.simulator.fluid import INFINITY
-from hetero_pp.simulator.machines import hardware_of
-from hetero_pp.simulator.memory import Memory, memory_of_member
-from hetero_pp.simulator.pipeline import Array, Groups, Hops
-from hetero_pp.simulator.too_little_memory import require_memory
-from hetero_pp.simulator.volumes import Crossing, check_exchange, crossing, is_beside_exchange, site_of
+from hetero_pp.simulator.costs import cost_of, hardware_of
+from hetero_pp.simulator.events import Group, Hop, LineWay
+from hetero_pp.simulator.memory import Memory, memory_of_member, require_memory
+from hetero_pp.simulator.traffic import Crossing, check_exchange, crossing, is_beside_exchange, message_bytes, site_of
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """Replicas of one kind, with their times, bytes and memory."""
+    """Equal replicas. Sequences have one entry for each member of a replica, stage by stage."""
 
     replicas: Sequence[ReplicaSettings]
-    """Replicas with equal settings and names of equal length, one for each column of `groups`.
-
-    Or the single replica that stands for a whole fleet of `simulate.fleets`.
-    """
+    """Replicas of the run with equal settings and names of equal length."""
+    count: int
+    """Number of replicas, with those that a name stands for."""
     members: Sequence[MemberSpec]
-    """Members of the first replica, stage by stage."""
-    accelerators: Sequence[int]
-    groups: Groups
+    """Members of the first replica."""
+    group: Group
     message_bytes: dict[str, float]
     """Bytes on the wire of one message between stages, by kind: `activation`, `gradient` and `evaluation`."""
-    evaluation_batches: int
-    evaluation_forward: Array
-    evaluation_hops: Hops
-    up: Crossing
+    up: Sequence[Crossing]
     """Contributions that members send in an outer round."""
-    down: Crossing
+    down: Sequence[Crossing]
     sites: Sequence[str | None]
-    """Name of the site whose uplink each member shares, [S]."""
-    beside_exchange: Array
-    """Whether each member reaches the exchange without a line, because both are at one site, [S] bool."""
-    contribute: Array
-    """Seconds of compute, [S, G]."""
-    apply: Array
-    stays: Array
-    """Whether all members stay until the end of the round, [G]."""
+    """Name of the site whose uplink each member shares."""
+    beside_exchange: Sequence[bool]
+    """Whether each member reaches the exchange without a line, because both are at one site."""
+    contribute: Sequence[float]
+    """Seconds of compute."""
+    apply: Sequence[float]
+    stays: float
+    """Share of the replicas whose members all stay until the end of the round."""
     memory: Sequence[Memory]
     memory_capacity: Sequence[float]
 
@@ -72,28 +54,12 @@ class Fleet:
         """First replica; all have its settings."""
         return self.replicas[0]
 
-    @property
-    def count(self) -> int:
-        return self.groups.count
-
-    def at_site(self, name: str) -> Array:
-        """Return which members share the uplink of this site, [S] bool."""
-        return np.array([site == name for site in self.sites])
-
-    def without_communication(self) -> Groups:
-        """Return the same groups with infinite bandwidth and no latency."""
-        nothing = np.zeros_like(self.groups.activations.seconds)
-        none = Hops(nothing, nothing, nothing)
-        groups = self.groups
-        return replace(groups, activations=none, gradients=none, capacities=())
-
     def without_stage_links(self) -> Fleet:
         """Return the same fleet with messages between stages that cost nothing."""
-        groups = self.without_communication()
-        return replace(self, groups=groups, evaluation_hops=groups.activations)
+        return replace(self, group=self.group.without_communication())
 
 
-def fleets_of(spec: RunSpec, random: np.random.Generator) -> Iterator[Fleet]:
+def fleets_of(spec: RunSpec) -> Iterator[Fleet]:
     """Yield a fleet for every set of equal replicas of the run.
 
     Raises ConfigError for unknown hardware, costs or fleets of unknown names, and impossible sites or rings. Also
@@ -115,121 +81,63 @@ def fleets_of(spec: RunSpec, random: np.random.Generator) -> Iterator[Fleet]:
             )
     check_exchange(spec)
     for replicas in equal_replicas(spec):
-        fleet = _fleet_of(spec, replicas, random)
+        fleet = _fleet_of(spec, replicas)
         for member, held, capacity in zip(fleet.members, fleet.memory, fleet.memory_capacity, strict=True):
             require_memory(spec, member, held, capacity)
         yield fleet
 
 
-def _fleet_of(spec: RunSpec, replicas: Sequence[ReplicaSettings], random: np.random.Generator) -> Fleet:
+def _fleet_of(spec: RunSpec, replicas: Sequence[ReplicaSettings]) -> Fleet:
     replica = replicas[0]
     settings = spec.config.simulate.fleets.get(replica.name, FleetSettings(count=len(replicas)))
-    members = [member for member in spec.members.values() if member.replica is replica]
-    costs = [cost_of(spec, member) for member in members]
-    shape = (len(members), settings.count)
-    slow = np.where(random.random(shape) < settings.stragglers, settings.slowdown, 1.0)
+    members = [spec.members[name] for name in replica.members]
+    costs, hardware = [cost_of(spec, member) for member in members], [hardware_of(spec, member) for member in members]
+    sizes, capacities = message_bytes(spec, replica), line_capacities(spec, replica)
 
-    def seconds(values: Sequence[float]) -> Array:
-        return np.array(values)[:, None] * slow
+    def hops(direction: Direction, kind: str) -> list[Hop]:
+        found = []
+        for hop in range(len(members) - 1):
+            link = spec.links[stage_link_name(replica.name, hop)]
+            shape = link.shape(direction)
+            passed = zip(link.lines(direction), WAYS, strict=True)
+            lines = [(line.name, way) for line, way in passed if line is not None and (line.name, way) in capacities]
+            bandwidth = float("inf") if shape.bandwidth is None else shape.bandwidth
+            found.append(Hop(8.0 * sizes[kind], bandwidth, shape.latency, shape.jitter, tuple(lines)))
+        return found
 
-    rows = replica.batch_size // replica.micro_batches
-    batches = -(-spec.config.data.validation_sequences // rows)
-    bandwidth = _drawn(settings.bandwidth, (shape[0] - 1, shape[1]), random)
-    sizes = message_bytes(spec, replica)
-    uplink = _drawn(settings.uplink, shape, random)
     return Fleet(
         replicas=replicas,
+        count=settings.count,
         members=members,
-        accelerators=[replica.accelerators_of_member] * len(members),
-        groups=Groups(
-            replica.micro_batches,
-            replica.extra_in_flight if isinstance(replica, ParticipantsReplica) else 0,
-            seconds([cost.forward for cost in costs]),
-            seconds([cost.backward for cost in costs]),
-            seconds([cost.update for cost in costs]),
-            _hops(spec, replica, "forward", sizes["activation"], bandwidth, settings.count),
-            _hops(spec, replica, "backward", sizes["gradient"], bandwidth, settings.count),
-            tuple(line.bandwidth(way) or INFINITY for line, way in limited_lines(spec, replica)),
+        group=Group(
+            micro_batches=replica.micro_batches,
+            extra_in_flight=replica.extra_in_flight if isinstance(replica, ParticipantsReplica) else 0,
+            forward=[cost.forward for cost in costs],
+            backward=[cost.backward for cost in costs],
+            update=[cost.update for cost in costs],
+            activations=hops("forward", "activation"),
+            gradients=hops("backward", "gradient"),
+            evaluate=[cost.evaluate for cost in costs],
+            evaluations=hops("forward", "evaluation"),
+            evaluation_batches=-(
+                -spec.config.data.validation_sequences // (replica.batch_size // replica.micro_batches)
+            ),
+            capacities=capacities,
         ),
         message_bytes=sizes,
-        evaluation_batches=batches,
-        evaluation_forward=seconds([cost.evaluate for cost in costs]),
-        evaluation_hops=_hops(spec, replica, "forward", sizes["evaluation"], bandwidth, settings.count),
-        up=crossing(spec, members, "forward", uplink, settings.count),
-        down=crossing(spec, members, "backward", uplink, settings.count),
+        up=[crossing(spec, member, "forward") for member in members],
+        down=[crossing(spec, member, "backward") for member in members],
         sites=[site_of(spec, member) for member in members],
-        beside_exchange=np.array([is_beside_exchange(spec, member) for member in members]),
-        contribute=seconds([cost.contribute for cost in costs]),
-        apply=seconds([cost.apply for cost in costs]),
-        stays=np.all(random.random(shape) >= settings.churn, axis=0),
-        memory=[memory_of_member(spec, member, hardware_of(spec, member).is_accelerator) for member in members],
-        memory_capacity=[hardware_of(spec, member).memory * replica.accelerators_of_member for member in members],
+        beside_exchange=[is_beside_exchange(spec, member) for member in members],
+        contribute=[cost.contribute for cost in costs],
+        apply=[cost.apply for cost in costs],
+        stays=(1 - settings.churn) ** len(members),
+        memory=[memory_of_member(spec, one, own.is_accelerator) for one, own in zip(members, hardware, strict=True)],
+        memory_capacity=[own.memory * replica.accelerators_of_member for own in hardware],
     )
 
 
-_SOME_STEPS = 100
-"""Assumed steps of a round of given time. They decide the size of a header, which grows by a byte from step 129 on."""
-
-
-def message_bytes(spec: RunSpec, replica: ReplicaSettings) -> dict[str, float]:
-    """Return the bytes of one message between stages on the wire, by kind, for empty tensors of the run's shapes."""
-    if not isinstance(replica, ParticipantsReplica) or replica.stage_count == 1:
-        return {"activation": 0.0, "gradient": 0.0, "evaluation": 0.0}
-    config, format_ = spec.config, format_of(replica.boundary)
-    rows, length = replica.batch_size // replica.micro_batches, config.data.sequence_length
-    rank = replica.boundary.dimensions(spec.shape.width) or spec.shape.width
-    # An elementwise format needs no values to have a size; another packs zeros.
-    empty = torch.zeros(rows, length, rank, device="meta" if format_.is_elementwise else "cpu")
-    ids = torch.empty(packed_tokens_bytes(rows, length, spec.shape.vocabulary), dtype=torch.uint8, device="meta")
-    header = LinkHeader(rows=rows)
-    header.round, header.step = config.outer.rounds // 2, (config.inner.steps or _SOME_STEPS) // 2
-    header.micro_batch = replica.micro_batches // 2
-    activation = (ids, *format_.to_wire(format_.activation(empty)))
-    gradient = format_.to_wire(format_.gradient(empty, noise_key(0, replica.name, 0, 0, 0)))
-    sizes = {"activation": (ACTIVATION, activation), "gradient": (GRADIENT, gradient)}
-    sizes["evaluation"] = (EVALUATION, activation)
-    found = {}
-    for kind, (purpose, tensors) in sizes.items():
-        header.purpose = purpose
-        found[kind] = float(sum(wire_frames(sealed(Message(header, tuple(tensors))))))
-    return found
-
-
-def _drawn(between: tuple[float, float] | None, shape: tuple[int, int], random: np.random.Generator) -> Array | None:
-    """Draw values uniformly on a logarithmic scale; None without a range."""
-    if between is None:
-        return None
-    low, high = (math.log(one) for one in between)
-    return np.exp(random.uniform(low, high, shape))
-
-
-def _hops(
-    spec: RunSpec, replica: ReplicaSettings, direction: Direction, n_bytes: float, bandwidth: Array | None, count: int
-) -> Hops:
-    """Return one direction of the links of `count` equal groups, for messages of `n_bytes` on the wire."""
-    links = [spec.links[stage_link_name(replica.name, hop)] for hop in range(len(replica.members) - 1)]
-    shapes = [link.shape(direction) for link in links]
-    bits = 8.0 * n_bytes
-
-    def rows(values: Sequence[float]) -> Array:
-        return np.repeat(np.array(values, dtype=float).reshape(-1, 1), count, axis=1)
-
-    own = rows([0.0 if shape.bandwidth is None else bits / shape.bandwidth for shape in shapes])
-    seconds = own if bandwidth is None else bits / bandwidth
-    latency, jitter = rows([shape.latency for shape in shapes]), rows([shape.jitter for shape in shapes])
-    places = {(line.name, way): place for place, (line, way) in enumerate(limited_lines(spec, replica))}
-    passed = [
-        tuple(
-            places[line.name, way]
-            for line, way in zip(link.lines(direction), WAYS, strict=True)
-            if line is not None and (line.name, way) in places
-        )
-        for link in links
-    ]
-    return Hops(seconds, latency, jitter, bits, tuple(passed))
-
-
-def limited_lines(spec: RunSpec, replica: ReplicaSettings) -> list[tuple[LineSpec, Way]]:
-    """Return the limited directions of the lines of a replica's members, in the order of `Groups.capacities`."""
+def line_capacities(spec: RunSpec, replica: ReplicaSettings) -> dict[LineWay, float]:
+    """Return the bits per second of the limited directions of the lines of a replica's members."""
     own = [line for line in spec.lines.values() if set(line.members) & set(replica.members)]
-    return [(line, way) for line in own for way in WAYS if line.bandwidth(way) is not None]
+    return {(line.name, way): rate for line in own for way in WAYS if (rate := line.bandwidth(way)) is not None}

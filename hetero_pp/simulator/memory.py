@@ -13,22 +13,24 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Literal
 
 from hetero_pp.config.engine_settings import Checkpointing
 from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica, ReplicaSettings
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.units import format_bytes
 from hetero_pp.model.loss import piece_rows
-from hetero_pp.model.transformer import EMBEDDING, LAYERS, ModelShape
+from hetero_pp.model.transformer import EMBEDDING, LAYERS, ModelShape, shapes_by_block
 from hetero_pp.pseudo_gradient.chunks import BAND_ELEMENTS
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import kept_values
 from hetero_pp.run.alike import equal_replicas
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import MemberSpec, RunSpec
-from hetero_pp.simulator.costs import Part, checkpointing_of, part_of
-from hetero_pp.simulator.loads import blob_sizes
+from hetero_pp.simulator.costs import Part, assumption, checkpointing_of, part_of, unnamed
+from hetero_pp.simulator.traffic import RINGS, blob_sizes, replica_count
 
 Place = Literal["host", "device"]
 """The machine's memory, or the memory of the accelerator on which a member computes."""
@@ -389,3 +391,144 @@ def memory_assumptions(config: RunConfig) -> list[str]:
             "selective 5 x width + 1 x feed-forward (4 x width on a CPU); all recompute one layer at a time"
         )
     return [*found, "not included: CUDA and the framework, buffers of collectives"]
+
+
+# ---- the exchange, with its auditor ----
+
+CONNECTION_BYTES = 2e6
+"""Streams and threads of one member: benchmarks/exchange_load.py, runs of the smallest model."""
+RELAY_BYTES = 2**18
+"""Memory of the relay for each direction of a relayed link: half of 0.51 MB, the mean of 19 links in one process."""
+MOST_DECODED = 16
+"""Largest number of tensors that are decoded at the same time, with two cores."""
+INDEX_BYTES = 8
+KEPT_BYTES = 32 * 2**20
+"""Smallest block of memory that the allocator does not keep (hetero_pp/rpc/memory.py)."""
+
+
+def memory_of_exchange(spec: RunSpec, members: int, relayed_links: int, way: str) -> Memory:
+    """Return the memory with so many members and relayed stage links. `way`: see `ExchangeLoad.way`."""
+    moments, shapes = outer_moment_bytes(spec.config), spec.parameter_shapes
+    model, tensor = 4.0 * parameters_of_model(spec), 4.0 * max(map(math.prod, shapes.values()))
+    block = 4.0 * max(sum(map(math.prod, one.values())) for one in shapes_by_block(shapes).values())
+    is_whole = spec.config.outer.source == "gradient"
+    decodes = way not in RINGS
+    blob = max(size for blobs in blob_sizes(spec).values() for size in blobs.values())
+    return Memory(
+        [
+            Term("process", PROCESS_BYTES),
+            Term("members", CONNECTION_BYTES * members),
+            Term("first snapshot", model, START),  # first_snapshot, until it is written
+            Term("momentum", moments / 4 * model, TRAINED),  # Auditor._optimizer
+            Term("parameters", model if is_whole else block, APPLY),  # Auditor._replay; the rest is on disk (Scratch)
+            Term("averaged gradients", model if is_whole else 0.0, APPLY),  # GradientOptimizer
+            Term("outer step", TENSORS_OF_A_STEP[moments] * tensor, APPLY),  # replay
+            Term("snapshot", model, SAVE),  # Auditor._save
+            Term("one block of all contributions", largest_block_bytes(spec) if decodes else 0.0, APPLY),
+            Term("decoding", _decoding_bytes(spec) if decodes else 0.0, APPLY),
+            Term("messages in flight", float(members * blob) if way == "gather" else 0.0, APPLY),
+            Term("relay", float(2 * RELAY_BYTES * relayed_links)),
+        ],
+        allocator_share=0.0,  # it frees whole models and blocks, and trims its memory (`giving_freed_memory_back`)
+    )
+
+
+def _decoding_bytes(spec: RunSpec) -> float:
+    """Return the memory to decode the largest tensor of each replica, as it arrives and for the auditor."""
+    largest = max(spec.parameter_shapes.values(), key=math.prod)
+    return min(2 * replica_count(spec), MOST_DECODED) * decoded_bytes(largest, spec.config.outer.compression)
+
+
+def is_freed_at_once(values: int) -> bool:
+    """Return whether the allocator returns the memory of that number of decoded values to the system at once."""
+    return values * INDEX_BYTES >= KEPT_BYTES
+
+
+# ---- where memory does not suffice ----
+
+_LEAST_SAVING = 0.01
+"""Smallest share of the memory that a key has to save to be suggested."""
+
+
+def require_memory(spec: RunSpec, member: MemberSpec, memory: Memory, capacity: float) -> None:
+    """Raise ConfigError if a member's part does not fit, with the memory by kind and the key that helps."""
+    needed = memory.n_bytes(memory.computing_place)
+    if needed <= capacity:
+        return
+    parts = listed_by_kind([memory.held(memory.computing_place)])
+    found = (
+        f"{member.name} needs {format_bytes(needed)} of memory, expected at most "
+        f"{format_bytes(capacity)}: {format_bytes(needed - capacity)} too much ({parts})"
+    )
+    key = remedy(spec, [(member, memory)], needed, capacity, memory.computing_place)
+    assumed = assumption(spec.config.simulate, unnamed([member]))
+    raise ConfigError(("replicas", member.replica_index), "; ".join(filter(None, [found, key, assumed])))
+
+
+def listed_by_kind(held: Sequence[Mapping[str, float]]) -> str:
+    """List the bytes of several processes by kind, the largest first; each is given by purpose."""
+    kinds = [by_kind(one) for one in held]
+    total = {kind: sum(one[kind] for one in kinds) for kind in kinds[0]}
+    largest = sorted(total.items(), key=lambda one: -one[1])
+    return ", ".join(f"{kind} {format_bytes(size)}" for kind, size in largest if size)
+
+
+@dataclass(frozen=True)
+class _Change:
+    """A replica with another value for one key."""
+
+    key: str
+    value: int | str
+    replica: ReplicaSettings
+
+
+def remedy(
+    spec: RunSpec, members: Sequence[tuple[MemberSpec, Memory]], needed: float, capacity: float, place: Place
+) -> str:
+    """Name the first key that makes members fit into a memory that they share, or else the one that saves most."""
+    saved = [(change, _saved(spec, members, change, place)) for change in _changes(members)]
+    useful = [(change, size) for change, size in saved if size >= _LEAST_SAVING * needed]
+    if not useful:
+        return "parameters and moments take the most; use machines with more memory, or more machines"
+    enough = [(change, size) for change, size in useful if needed - size <= capacity]
+    best, size = enough[0] if enough else max(useful, key=lambda one: one[1])
+    return f"--set replicas.{best.replica.name}.{best.key}={best.value} saves {format_bytes(size)}" + (
+        "" if enough else ", which is not enough"
+    )
+
+
+def _saved(spec: RunSpec, members: Sequence[tuple[MemberSpec, Memory]], change: _Change, place: Place) -> float:
+    """Return the bytes that a change saves over all members."""
+    total = 0.0
+    for member, memory in members:
+        if change.replica.name == member.replica.name:
+            after = memory_of_member(spec, replace(member, replica=change.replica), memory.accelerated)
+            total += memory.n_bytes(place) - after.n_bytes(place)
+    return total
+
+
+def _changes(members: Sequence[tuple[MemberSpec, Memory]]) -> Iterator[_Change]:
+    """Yield changes that save memory, the cheapest in quality and time first; micro-batches shrink in steps."""
+    replicas = {member.replica.name: member.replica for member, _ in members}.values()
+    for replica in replicas:
+        if isinstance(replica, ParticipantsReplica):
+            for extra in range(replica.extra_in_flight - 1, -1, -1):
+                yield _change(replica, "extra_in_flight", extra)
+        shares = replica.data_parallel if isinstance(replica, DatacenterReplica) else 1
+        for count in range(replica.micro_batches + 1, replica.batch_size + 1):
+            if replica.batch_size % (count * shares) == 0:
+                yield _change(replica, "micro_batches", count)
+        if isinstance(replica, ParticipantsReplica) or replica.engine == "torch":
+            if replica.recompute == "none":
+                yield _change(replica, "recompute", "layers")
+            if replica.precision != "bf16":
+                yield _change(replica, "precision", "bf16")
+        if isinstance(replica, DatacenterReplica) and replica.engine == "torchtitan":
+            for chosen in ("selective", "full"):
+                titan = replica.torchtitan.model_copy(update={"activation_checkpointing": chosen})
+                changed = replica.model_copy(update={"torchtitan": titan})
+                yield _Change("torchtitan.activation_checkpointing", chosen, changed)
+
+
+def _change(replica: ReplicaSettings, key: str, value: int | str) -> _Change:
+    return _Change(key, value, replica.model_copy(update={key: value}))

@@ -1,36 +1,24 @@
 """Simulate some rounds of a topology, and derive times, utilization, bytes and memory.
 
 A round is what `launch` runs: the inner loop of every replica, contributions to the exchange, contributions of others,
-and an evaluation. If a round lasts a given time, the inner loop has the steps that fit. The exchange closes the round
-when the last contribution has arrived. With `outer.overlap` the next inner loop runs while contributions are in
-transit.
-
-Rounds overlap a little in any case, because a stage goes on as soon as it can. So the times are those of a later round,
-not of the first.
+and an evaluation. If a round lasts a given time, the inner loop has the steps that fit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from statistics import fmean
 from typing import Any
-
-import numpy as np
 
 from hetero_pp.config.lines import WAYS
 from hetero_pp.config.links import EXCHANGE, Direction, exchange_link_name, stage_link_name
 from hetero_pp.config.topology import ReplicaSettings
-from hetero_pp.run.alike import alike, label_of
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.exchange_load import ExchangeLoad, exchange_load
 from hetero_pp.simulator.fleets import Fleet, fleets_of
-from hetero_pp.simulator.inner_loops import RoundSteps, inner_loops, round_lengths
-from hetero_pp.simulator.outer_round import run_outer_round, run_overlapped_round, seconds_to_contribute
-from hetero_pp.simulator.pipeline import Array, GroupClock, OnSpan
 from hetero_pp.simulator.published import Comparison, compared
-
-ROUNDS = 2
-"""Rounds that are timed. Only the last counts, because those after it are the same."""
+from hetero_pp.simulator.rounds import TimedRound, Watch, time_round
 
 
 @dataclass(frozen=True)
@@ -150,18 +138,7 @@ class Prediction:
         }
 
 
-@dataclass(frozen=True)
-class _Timed:
-    """Times of the last round. Per fleet: [G] or [S, G]."""
-
-    round_seconds: float
-    outer_seconds: float
-    inner_seconds: list[Array]
-    step_seconds: list[Array]
-    steps: list[RoundSteps]
-
-
-def predict(spec: RunSpec, watch: Callable[[str], OnSpan] | None = None, *, stage_links: bool = True) -> Prediction:
+def predict(spec: RunSpec, watch: Watch | None = None, *, stage_links: bool = True) -> Prediction:
     """Predict the times, bytes and memory of a run's topology.
 
     `watch` maps the label of a replica to the callback that receives the spans of its members and links. Without
@@ -171,33 +148,35 @@ def predict(spec: RunSpec, watch: Callable[[str], OnSpan] | None = None, *, stag
     of unpredicted quantities.
     """
     simulate = spec.config.simulate
-    fleets = list(fleets_of(spec, np.random.default_rng(simulate.seed)))
+    fleets = list(fleets_of(spec))
     if not stage_links:
         fleets = [fleet.without_stage_links() for fleet in fleets]
-    timed = _run(spec, fleets, True, watch)
-    ideal = _run(spec, fleets, False, None)
-    if spec.config.outer.overlap:
-        timed = _within_lines(spec, fleets, timed, ideal)
-    tokens_per_round = _tokens(spec, fleets, timed, only_counted=True)
-    all_tokens_per_round = _tokens(spec, fleets, timed)
-    total = simulate.tokens or all_tokens_per_round * spec.latest.outer.rounds
-    rate = tokens_per_round / timed.round_seconds
-    members = sum(len(fleet.members) * fleet.count for fleet in fleets)
-    accelerators = sum(sum(fleet.accelerators) * fleet.count for fleet in fleets)
-    trained = sum(
-        float(_training_seconds(fleet, own.counts).sum()) for fleet, own in zip(fleets, timed.steps, strict=True)
-    )
-    ideal_tokens = _tokens(spec, fleets, ideal, only_counted=True)
+    timed, ideal = time_round(spec, fleets, True, watch), time_round(spec, fleets, False)
+    if spec.config.outer.overlap:  # the round lasts at least as long as each line needs for all of its bytes
+        unlimited = _replicas(spec, fleets, timed, ideal)
+        full = [max(line.up_busy, line.down_busy) for line in _lines(spec, unlimited, 1.0)]
+        timed = replace(timed, round_seconds=max([timed.round_seconds, *full]))
     replicas = _replicas(spec, fleets, timed, ideal)
-    rounds = total / all_tokens_per_round
+    length, members, accelerators, trained = spec.config.data.sequence_length, 0, 0, 0.0
+    tokens_per_round, included, free_included = 0, 0.0, 0.0
+    for fleet, own, free in zip(fleets, timed.fleets, ideal.fleets, strict=True):
+        tokens_per_step = fleet.replica.batch_size * length * fleet.count
+        tokens_per_round += tokens_per_step * own.steps
+        included += fleet.stays * tokens_per_step * own.steps
+        free_included += fleet.stays * tokens_per_step * free.steps
+        members += fleet.count * len(fleet.members)
+        accelerators += fleet.count * len(fleet.members) * fleet.replica.accelerators_of_member
+        trained += fleet.count * sum(_training_seconds(fleet, own.steps))
+    total = simulate.tokens or tokens_per_round * spec.latest.outer.rounds
+    rate, rounds = included / timed.round_seconds, total / tokens_per_round
     count = sum(replica.count for replica in replicas)
     found = Prediction(
-        step_seconds=max(float(steps.max()) for steps in timed.step_seconds),
+        step_seconds=max(one.step_seconds for one in timed.fleets),
         round_seconds=timed.round_seconds,
         outer_seconds=timed.outer_seconds,
         utilization={
             "absolute": trained / members / timed.round_seconds,
-            "relative": ideal.round_seconds / timed.round_seconds * (tokens_per_round / ideal_tokens),
+            "relative": ideal.round_seconds / timed.round_seconds * (included / free_included),
         },
         tokens_per_second=rate,
         tokens=total,
@@ -216,188 +195,69 @@ def predict(spec: RunSpec, watch: Callable[[str], OnSpan] | None = None, *, stag
     return replace(found, published=list(compared(spec.config, found.as_json())))
 
 
-def _within_lines(spec: RunSpec, fleets: Sequence[Fleet], timed: _Timed, ideal: _Timed) -> _Timed:
-    """Lengthen the round to the time in which each line can carry all bytes, of stage links and of the exchange."""
-    replicas = _replicas(spec, fleets, timed, ideal)
-    full = [max(line.up_busy, line.down_busy) for line in _lines(spec, replicas, 1.0)]
-    return replace(timed, round_seconds=max([timed.round_seconds, *full]))
+def _training_seconds(fleet: Fleet, steps: float) -> list[float]:
+    """Return the seconds of a round of that number of steps that each member trains."""
+    group = fleet.group
+    each = zip(group.forward, group.backward, group.update, strict=True)
+    return [steps * (group.micro_batches * (forward + backward) + update) for forward, backward, update in each]
 
 
-def _run(spec: RunSpec, fleets: Sequence[Fleet], communicates: bool, watch: Callable[[str], OnSpan] | None) -> _Timed:
-    if spec.config.outer.overlap:
-        return _run_overlapped(spec, fleets, communicates, watch)
-    lengths = round_lengths(spec, fleets, _clocks(spec, fleets, communicates, None))
-    to_contribute = [seconds_to_contribute(spec, fleet, communicates) for fleet in fleets]
-    clocks, ends, opened = _clocks(spec, fleets, communicates, watch), [0.0], 0.0
-    for _ in range(ROUNDS):
-        starts = [clock.free[0].copy() for clock in clocks]
-        spent = [start - opened + after for start, after in zip(starts, to_contribute, strict=True)]
-        steps = [length(seconds) for length, seconds in zip(lengths, spent, strict=True)]
-        step_ends = inner_loops(spec, fleets, clocks, [own.timed for own in steps])
-        for own, clock in zip(steps, clocks, strict=True):
-            own.finish(clock)
-        inner = [clock.free.max(axis=0) - start for clock, start in zip(clocks, starts, strict=True)]
-        trained = _last_of(clocks)
-        opened = run_outer_round(spec, list(zip(fleets, clocks, strict=True)), communicates)
-        outer = _last_of(clocks) - trained
-        _evaluate(fleets, clocks, communicates)
-        ends.append(_last_of(clocks))
-    step_seconds = [_step_seconds(*one) for one in zip(steps, step_ends, inner, strict=True)]
-    return _Timed(ends[-1] - ends[-2], outer, inner, step_seconds, steps)
-
-
-def _run_overlapped(
-    spec: RunSpec, fleets: Sequence[Fleet], communicates: bool, watch: Callable[[str], OnSpan] | None
-) -> _Timed:
-    """Time rounds that overlap.
-
-    Every round begins once the one before was applied, with its inner loop already trained.
-    """
-    lengths = round_lengths(spec, fleets, _clocks(spec, fleets, communicates, None))
-    clocks, ends = _clocks(spec, fleets, communicates, watch), [0.0]
-    steps = [length(np.zeros(fleet.count)) for length, fleet in zip(lengths, fleets, strict=True)]
-    spent, inner, step_ends = 0.0, list[Array](), list[list[Array]]()
-
-    def train() -> None:
-        nonlocal spent, inner, step_ends
-        starts, began = [clock.free[0].copy() for clock in clocks], _last_of(clocks)
-        step_ends = inner_loops(spec, fleets, clocks, [own.timed for own in steps])
-        inner = [clock.free.max(axis=0) - start for clock, start in zip(clocks, starts, strict=True)]
-        spent = _last_of(clocks) - began
-
-    train()
-    for _ in range(ROUNDS):
-        began = _last_of(clocks)
-        run_overlapped_round(spec, list(zip(fleets, clocks, strict=True)), communicates, train)
-        outer = _last_of(clocks) - began - spent
-        _evaluate(fleets, clocks, communicates)
-        ends.append(_last_of(clocks))
-    step_seconds = [_step_seconds(*one) for one in zip(steps, step_ends, inner, strict=True)]
-    return _Timed(ends[-1] - ends[-2], outer, inner, step_seconds, steps)
-
-
-def _evaluate(fleets: Sequence[Fleet], clocks: Sequence[GroupClock], communicates: bool) -> None:
-    for fleet, clock in zip(fleets, clocks, strict=True):
-        hops = fleet.evaluation_hops if communicates else clock.groups.activations
-        clock.evaluate(fleet.evaluation_batches, fleet.evaluation_forward, hops)
-        clock.free[:] = clock.free.max(axis=0)  # a replica gets its next task when all its members ask for one
-
-
-def _last_of(clocks: Sequence[GroupClock]) -> float:
-    """Return when the last member is free."""
-    return max(float(clock.free.max()) for clock in clocks)
-
-
-def _clocks(
-    spec: RunSpec, fleets: Sequence[Fleet], communicates: bool, watch: Callable[[str], OnSpan] | None
-) -> list[GroupClock]:
-    """Return clocks at 0. `watch` receives the spans of one group of each class of equal replicas."""
-    random = np.random.default_rng(spec.config.simulate.seed + 1) if communicates else None
-    shown = {} if watch is None else {replicas[0].name: watch(label_of(replicas)) for replicas in alike(spec)}
-    return [
-        GroupClock(
-            fleet.groups if communicates else fleet.without_communication(), random, shown.get(fleet.replica.name)
-        )
-        for fleet in fleets
-    ]
-
-
-def _step_seconds(steps: RoundSteps, ends: Sequence[Array], inner: Array) -> Array:
-    """Return the seconds of a step of each group, from the times when its first stage completed each optimizer step."""
-    if steps.a_step is not None:
-        return steps.a_step
-    return inner if len(ends) == 1 else (ends[-1] - ends[0]) / (len(ends) - 1)
-
-
-def _tokens(spec: RunSpec, fleets: Sequence[Fleet], timed: _Timed, only_counted: bool = False) -> int:
-    """Return the tokens that groups train on in a round; with `only_counted`, without groups that a member leaves."""
-    return sum(
-        _tokens_per_step(spec, fleet) * int(own.counts[fleet.stays if only_counted else slice(None)].sum())
-        for fleet, own in zip(fleets, timed.steps, strict=True)
-    )
-
-
-def _tokens_per_step(spec: RunSpec, fleet: Fleet) -> int:
-    return fleet.replica.batch_size * spec.config.data.sequence_length
-
-
-def _training_seconds(fleet: Fleet, steps: Array) -> Array:
-    """Return the training seconds [S, G] of a round of that number of steps, [G]."""
-    groups = fleet.groups
-    return steps * (groups.micro_batches * (groups.forward + groups.backward) + groups.update)
-
-
-def _replicas(spec: RunSpec, fleets: Sequence[Fleet], timed: _Timed, ideal: _Timed) -> list[ReplicaPrediction]:
+def _replicas(spec: RunSpec, fleets: Sequence[Fleet], timed: TimedRound, ideal: TimedRound) -> list[ReplicaPrediction]:
     """Return the prediction of every replica that the topology names, in its order."""
     found: dict[str, ReplicaPrediction] = {}
-    for index, fleet in enumerate(fleets):
-        for column, replica in enumerate(fleet.replicas):
-            own = slice(column, column + 1) if len(fleet.replicas) > 1 else slice(None)
-            found[replica.name] = _replica(spec, fleet, replica, own, timed, ideal, index)
+    for fleet, own, free in zip(fleets, timed.fleets, ideal.fleets, strict=True):
+        trained, round_seconds = _training_seconds(fleet, own.steps), timed.round_seconds
+        count = fleet.count // len(fleet.replicas)
+        share = fmean(_training_seconds(fleet, free.steps)) / free.inner_seconds
+        for replica in fleet.replicas:
+            stages = [
+                StagePrediction(
+                    member=member,
+                    utilization=trained[stage] / round_seconds,
+                    memory_bytes=fleet.memory[stage].held(fleet.memory[stage].computing_place),
+                    memory_capacity_bytes=fleet.memory_capacity[stage],
+                    sent_seconds=fleet.up[stage].alone,
+                    received_seconds=fleet.down[stage].alone,
+                    sent_bytes=fleet.up[stage].n_bytes,
+                    received_bytes=fleet.down[stage].n_bytes,
+                )
+                for stage, member in enumerate(replica.members)
+            ]
+            found[replica.name] = ReplicaPrediction(
+                name=replica.name,
+                count=count,
+                lost=round(count * (1 - fleet.stays)),
+                steps=float(own.steps),
+                tokens=float(own.steps * replica.batch_size * spec.config.data.sequence_length),
+                step_seconds=own.step_seconds,
+                inner_seconds=own.inner_seconds,
+                training=own.inner_seconds / round_seconds,
+                bubble=1 - share,
+                exposed_communication=1 - free.inner_seconds / own.inner_seconds * (own.steps / free.steps),
+                sent_bytes=sum(one.sent_bytes for one in stages),
+                received_bytes=sum(one.received_bytes for one in stages),
+                stages=stages,
+                links=list(_links(fleet, replica, own.steps, round_seconds)),
+            )
     return [found[replica.name] for replica in spec.config.replicas]
 
 
-def _replica(
-    spec: RunSpec, fleet: Fleet, replica: ReplicaSettings, own: slice, timed: _Timed, ideal: _Timed, index: int
-) -> ReplicaPrediction:
-    """Return the prediction of one replica: the mean of its own columns of the fleet."""
-    steps, free_steps = timed.steps[index].counts[own], ideal.steps[index].counts[own]
-    trained = _training_seconds(fleet, timed.steps[index].counts)[:, own]
-    free_trained = _training_seconds(fleet, ideal.steps[index].counts)[:, own]
-    inner, free = timed.inner_seconds[index][own], ideal.inner_seconds[index][own]
-    return ReplicaPrediction(
-        name=replica.name,
-        count=len(inner),
-        lost=len(inner) - int(fleet.stays[own].sum()),
-        steps=float(steps.mean()),
-        tokens=float(steps.mean()) * _tokens_per_step(spec, fleet),
-        step_seconds=float(timed.step_seconds[index][own].mean()),
-        inner_seconds=float(inner.mean()),
-        training=float(inner.mean()) / timed.round_seconds,
-        bubble=float((1 - free_trained.mean(axis=0) / free).mean()),
-        exposed_communication=float((1 - free / inner * (steps / free_steps)).mean()),
-        sent_bytes=float(fleet.up.n_bytes.sum()),
-        received_bytes=float(fleet.down.n_bytes.sum()),
-        stages=[
-            StagePrediction(
-                member=member,
-                utilization=float(trained[stage].mean()) / timed.round_seconds,
-                memory_bytes=fleet.memory[stage].held(fleet.memory[stage].computing_place),
-                memory_capacity_bytes=fleet.memory_capacity[stage],
-                sent_seconds=float(fleet.up.alone[stage, own].mean()),
-                received_seconds=float(fleet.down.alone[stage, own].mean()),
-                sent_bytes=float(fleet.up.n_bytes[stage]),
-                received_bytes=float(fleet.down.n_bytes[stage]),
-            )
-            for stage, member in enumerate(replica.members)
-        ],
-        links=list(_links(fleet, replica, own, float(steps.mean()), timed.round_seconds)),
-    )
-
-
-def _links(
-    fleet: Fleet, replica: ReplicaSettings, own: slice, steps: float, round_seconds: float
-) -> Iterator[LinkPrediction]:
+def _links(fleet: Fleet, replica: ReplicaSettings, steps: float, round_seconds: float) -> Iterator[LinkPrediction]:
     """Yield the links between neighbouring stages, in a round of `steps` steps, then those to the exchange."""
-    groups, size = fleet.groups, fleet.message_bytes
-    messages = steps * groups.micro_batches
-    for hop in range(groups.stages - 1):
-        evaluation = fleet.evaluation_batches * float(fleet.evaluation_hops.seconds[hop, own].mean())
+    group, size = fleet.group, fleet.message_bytes
+    messages, batches = steps * group.micro_batches, group.evaluation_batches
+    for hop in range(group.stages - 1):
+        forward = messages * group.activations[hop].seconds + batches * group.evaluations[hop].seconds
         yield LinkPrediction(
             name=stage_link_name(replica.name, hop),
-            forward_bytes=messages * size["activation"] + fleet.evaluation_batches * size["evaluation"],
+            forward_bytes=messages * size["activation"] + batches * size["evaluation"],
             backward_bytes=messages * size["gradient"],
-            forward_busy=(messages * float(groups.activations.seconds[hop, own].mean()) + evaluation) / round_seconds,
-            backward_busy=messages * float(groups.gradients.seconds[hop, own].mean()) / round_seconds,
+            forward_busy=forward / round_seconds,
+            backward_busy=messages * group.gradients[hop].seconds / round_seconds,
         )
-    for stage, member in enumerate(replica.members):
-        yield LinkPrediction(
-            name=exchange_link_name(member),
-            forward_bytes=float(fleet.up.n_bytes[stage]),
-            backward_bytes=float(fleet.down.n_bytes[stage]),
-            forward_busy=float(fleet.up.alone[stage, own].mean()) / round_seconds,
-            backward_busy=float(fleet.down.alone[stage, own].mean()) / round_seconds,
-        )
+    for member, up, down in zip(replica.members, fleet.up, fleet.down, strict=True):
+        busy = up.alone / round_seconds, down.alone / round_seconds
+        yield LinkPrediction(exchange_link_name(member), up.n_bytes, down.n_bytes, *busy)
 
 
 def _lines(spec: RunSpec, replicas: Sequence[ReplicaPrediction], round_seconds: float) -> Iterator[LinePrediction]:

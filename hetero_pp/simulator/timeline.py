@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetero_pp.core.files import whole
-from hetero_pp.simulator.pipeline import Array, OnSpan
+from hetero_pp.simulator.events import OnSpan
 
 NANOSECONDS = 1e9
 
@@ -31,9 +31,9 @@ class Timeline:
     def of(self, replica: str) -> OnSpan:
         """Return the callback that records a replica's spans."""
 
-        def on_span(track: str, what: str, micro_batch: int, starts: Array, ends: Array) -> None:
+        def on_span(track: str, what: str, micro_batch: int, start: float, end: float) -> None:
             name = f"{what} {micro_batch}" if what in ("forward", "backward", "activation", "gradient") else what
-            self.spans.append(Span(replica, track, name, float(starts[0]), float(ends[0])))
+            self.spans.append(Span(replica, track, name, start, end))
 
         return on_span
 

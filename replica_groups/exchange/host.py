@@ -19,7 +19,7 @@ from hetero_pp.run.round_optimizer import round_optimizer
 from hetero_pp.run.same import Agreement
 from hetero_pp.run.snapshot import first_snapshot
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.simulator.loads import stage_link_loads
+from hetero_pp.simulator.traffic import stage_link_loads
 from hetero_pp.store.faults import NO_FAULTS, Faults
 from hetero_pp.store.folder import storing
 from replica_groups.exchange.auditor import Auditor, Retention

@@ -16,7 +16,7 @@ from hetero_pp.pseudo_gradient.contribution import BlobAddress, blob_of
 from hetero_pp.rpc.exchange_service import ExchangeService
 from hetero_pp.run.simulate_section import MeasuredCost
 from hetero_pp.run.spec import MemberSpec, RunSpec
-from hetero_pp.simulator.loads import blob_sizes
+from hetero_pp.simulator.traffic import blob_sizes
 from replica_groups.engines.parameter_store import LocalParameters
 from replica_groups.member.outer_round import OuterRound
 from replica_groups.member.round_calls import Carrier

@@ -13,7 +13,7 @@ from hetero_pp.model.transformer import EMBEDDING
 from hetero_pp.run.snapshot import open_snapshot
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
-from hetero_pp.simulator.loads import exchange_link_loads, snapshot_bytes
+from hetero_pp.simulator.traffic import exchange_link_loads, snapshot_bytes
 
 pytestmark = pytest.mark.starts_processes
 

@@ -18,9 +18,8 @@ from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, FLUSH, GRADI
 from hetero_pp.run.snapshot import open_snapshot
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
-from hetero_pp.simulator.fleets import message_bytes
-from hetero_pp.simulator.loads import exchange_link_loads, snapshot_bytes, stage_link_loads
 from hetero_pp.simulator.prediction import predict
+from hetero_pp.simulator.traffic import exchange_link_loads, message_bytes, snapshot_bytes, stage_link_loads
 from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.log import ContributionLog
 

@@ -46,7 +46,7 @@ from hetero_pp.rpc.services import calls_of
 from hetero_pp.rpc.stage_link import StageLinkDialer, StageLinkServer
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
-from hetero_pp.simulator.loads import stage_link_loads
+from hetero_pp.simulator.traffic import stage_link_loads
 from replica_groups.exchange.host import link_limits
 from replica_groups.exchange.server import serve_exchange
 

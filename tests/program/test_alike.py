@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
@@ -78,11 +77,11 @@ def test_one_for_all_predicts_what_each_alone_does(
     """The numbers are equal to the bit, with names of one and two digits, and beside a replica of another kind."""
     spec = spec_of(ConfigFile(_written(tmp_path, corpus, 12)))
     together = predict(spec)
-    fleets = [fleet.count for fleet in fleets_of(spec, np.random.default_rng(0))]
+    fleets = [fleet.count for fleet in fleets_of(spec)]
     assert fleets == [1, 9, 3]  # however many groups there are
     monkeypatch.setattr(alike_module, "alike", _each_alone)
-    monkeypatch.setattr("hetero_pp.simulator.prediction.alike", _each_alone)
-    assert len(list(fleets_of(spec, np.random.default_rng(0)))) == 13
+    monkeypatch.setattr("hetero_pp.simulator.rounds.alike", _each_alone)
+    assert len(list(fleets_of(spec))) == 13
     apart = predict(spec)
     assert apart.utilization == pytest.approx(together.utilization)  # sums of the same numbers, in another order
     assert replace(apart, utilization=together.utilization) == together

@@ -13,8 +13,7 @@ from hetero_pp.run.read import spec_of
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.exchange_load import exchange_load
-from hetero_pp.simulator.fleets import message_bytes
-from hetero_pp.simulator.loads import snapshot_bytes
+from hetero_pp.simulator.traffic import message_bytes, snapshot_bytes
 
 pytestmark = pytest.mark.starts_processes
 

@@ -30,11 +30,17 @@ from hetero_pp.run.read import spec_of
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.exchange_load import ExchangeLoad, exchange_load
-from hetero_pp.simulator.fleets import message_bytes
-from hetero_pp.simulator.loads import blob_sizes, exchange_link_loads, snapshot_bytes
-from hetero_pp.simulator.outer_round import all_sent, fair_ends
 from hetero_pp.simulator.prediction import Prediction, predict
-from hetero_pp.simulator.volumes import aggregate_bytes, expected_volume
+from hetero_pp.simulator.rounds import all_sent, fair_ends
+from hetero_pp.simulator.traffic import (
+    blob_sizes,
+    exchange_link_loads,
+    expected_volume,
+    message_bytes,
+    replica_count,
+    snapshot_bytes,
+    sum_bytes,
+)
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
@@ -121,16 +127,20 @@ def test_bytes_of_a_replica_are_multiples_of_a_contribution(
     assert found.sent_bytes == pytest.approx(4 * replica.sent_bytes)
 
 
+def _aggregate(spec: RunSpec) -> dict[str, int]:
+    return sum_bytes(spec, replica_count(spec), is_dense=spec.config.simulate.aggregate == "dense")
+
+
 def test_an_aggregate_is_what_the_encoder_would_write(tmp_path: Path) -> None:
     """The replicas kept different positions, so the aggregate has the values of all, in fp32."""
     spec = _spec(tmp_path, WHOLE, "simulate.exchange=parameter_server")
-    assert aggregate_bytes(spec) == pytest.approx(_contribution(spec, REPLICAS / 32, 32), rel=0.1)
+    assert _aggregate(spec) == pytest.approx(_contribution(spec, REPLICAS / 32, 32), rel=0.1)
     received = predict(spec).replicas[0].received_bytes
-    assert received == sum(wire_bytes(raw_frames(size)) for size in aggregate_bytes(spec).values())
+    assert received == sum(wire_bytes(raw_frames(size)) for size in _aggregate(spec).values())
     dense = _spec(tmp_path, WHOLE, "simulate.exchange=parameter_server", "simulate.aggregate=dense")
-    assert aggregate_bytes(dense) == pytest.approx(_contribution(dense, 1.0, 32), rel=0.1)
+    assert _aggregate(dense) == pytest.approx(_contribution(dense, 1.0, 32), rel=0.1)
     many = _spec(tmp_path, WHOLE, "simulate.exchange=parameter_server", "simulate.fleets.dc.count=40")
-    assert sum(aggregate_bytes(many).values()) == sum(aggregate_bytes(dense).values())
+    assert sum(_aggregate(many).values()) == sum(_aggregate(dense).values())
 
 
 def test_in_a_sparse_ring_sums_grow_on_their_way(tmp_path: Path) -> None:
@@ -187,7 +197,9 @@ JOBS = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 50)), min_size=1, m
 @given(JOBS)
 def test_a_shared_link_is_done_as_a_queue_is(jobs: list[tuple[int, int]]) -> None:
     starts, sizes = ([float(one[index]) for one in jobs] for index in (0, 1))
-    assert all_sent(np.array(starts), np.array(sizes), 16.0) == pytest.approx(_one_after_the_other(starts, sizes, 16.0))
+    assert all_sent(list(zip(starts, sizes, strict=True)), 16.0) == pytest.approx(
+        _one_after_the_other(starts, sizes, 16.0)
+    )
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=5))
@@ -201,7 +213,7 @@ def test_fair_ends_are_those_of_small_turns(sizes: list[int]) -> None:
                 left[index] -= 1
                 now += 1
                 ends[index] = float(now)
-    assert fair_ends(np.array(sizes, dtype=float), 8.0) == pytest.approx(np.array(ends), abs=len(sizes))
+    assert fair_ends([(float(size), 1) for size in sizes], 8.0) == pytest.approx(ends, abs=len(sizes))
 
 
 def _at_one_site(folder: Path, members: str) -> Prediction:

@@ -20,8 +20,8 @@ from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.costs import cost_of
-from hetero_pp.simulator.loads import blob_sizes, exchange_link_loads
 from hetero_pp.simulator.prediction import predict
+from hetero_pp.simulator.traffic import blob_sizes, exchange_link_loads
 from replica_groups.exchange.open_log import open_log
 from replica_groups.member.rehearsed import build_rehearsed
 from replica_groups.rehearsal.emulated import Pace

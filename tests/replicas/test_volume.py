@@ -29,7 +29,7 @@ from hetero_pp.research.vectorized.train import train_fast
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import save_config
-from hetero_pp.simulator.volumes import expected_volume
+from hetero_pp.simulator.traffic import expected_volume
 
 ROUNDS = 3
 SPARSE: dict[str, Any] = {"compression": {"density": "1/16", "value_bits": 2, "quantiser": "levels"}}

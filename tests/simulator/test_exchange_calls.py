@@ -14,8 +14,8 @@ from grpc_threads import run_over_grpc
 from hetero_pp.pseudo_gradient import together
 from hetero_pp.run.read import spec_of
 from hetero_pp.run.yaml_file import ConfigFile
-from hetero_pp.simulator import loads
-from hetero_pp.simulator.loads import blob_sizes, exchange_calls
+from hetero_pp.simulator import traffic
+from hetero_pp.simulator.traffic import blob_sizes, exchange_calls
 from replica_groups.exchange import decided, server
 
 YAML = """\
@@ -44,7 +44,7 @@ def test_blobs_cross_in_as_many_calls_as_predicted(
     spec = spec_of(ConfigFile(path))
     room = int(most * blob_sizes(spec)["home"]["layers.0"])
     monkeypatch.setattr(together, "TOGETHER_BYTES_MAX", room)
-    for module in (decided, loads):
+    for module in (decided, traffic):
         monkeypatch.setattr(module, "FOLLOWING_BYTES_MAX", room)
         monkeypatch.setattr(module, "FOLLOWING_MAX", following)
     calls = Counter[str]()

@@ -5,14 +5,12 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import pytest
 
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
+from hetero_pp.simulator.events import DRAWN, GroupClock, inner_loops
 from hetero_pp.simulator.fleets import fleets_of
-from hetero_pp.simulator.inner_loops import _together, inner_loops
-from hetero_pp.simulator.pipeline import DRAWN_WITH_LINES, GroupClock
 from hetero_pp.simulator.prediction import predict
 from hetero_pp.simulator.timeline import Timeline
 
@@ -71,20 +69,20 @@ def test_one_has_what_the_other_leaves() -> None:
     assert alone * 1.005 < light < heavy / 1.1
 
 
-@pytest.mark.parametrize("steps", [1, 5, DRAWN_WITH_LINES + 9])
-def test_groups_that_share_nothing_are_timed_together_as_alone(steps: int) -> None:
-    spec = _spec([_group("a", stages=3), _group("b", micro_batches=2, boundary={"rank": 8})], steps)
-
-    def clocks() -> list[GroupClock]:
-        return [GroupClock(fleet.groups) for fleet in fleets_of(spec, np.random.default_rng(0))]
-
-    alone, together = clocks(), clocks()
-    expected = [clock.inner_loop(steps) for clock in alone]
-    found = _together(spec, ["a", "b"], together, [steps] * 2)
-    for one, other in zip(found, expected, strict=True):
-        assert np.array(one) == pytest.approx(np.array(other))
-    for clock, own in zip(together, alone, strict=True):
-        assert clock.free == pytest.approx(own.free)
+@pytest.mark.parametrize("steps", [1, 5, DRAWN + 9])
+def test_a_line_that_is_never_full_changes_nothing_for_two(steps: int) -> None:
+    """Groups of different shapes that share a fast line have the times of each alone."""
+    both = [_group("a", stages=3), _group("b", micro_batches=2, boundary={"rank": 8})]
+    lines = {
+        "home": {"up": "100 kbit/s", "down": "1 Mbit/s", "latency": "0.1 s"},
+        "fast": {"up": "1 Tbit/s", "latency": "0.1 s"},
+    }
+    house = {"house": {"line": "fast", "members": ["a.0", "b.0"]}}
+    together = predict(_spec(both, steps, lines=lines, sites=house)).replicas
+    for found, own in zip(together, both, strict=True):
+        site = {"house": {"line": "fast", "members": [f"{own['name']}.0"]}}
+        [alone] = predict(_spec([own], steps, lines=lines, sites=site)).replicas
+        assert (found.step_seconds, found.inner_seconds) == pytest.approx((alone.step_seconds, alone.inner_seconds))
 
 
 def test_who_shares_a_line_with_whom_is_found() -> None:
@@ -95,9 +93,8 @@ def test_who_shares_a_line_with_whom_is_found() -> None:
         "two": {"line": "home", "members": ["b.1", "c.1"]},
     }
     spec = _spec(replicas, sites=sites)
-    fleets = list(fleets_of(spec, np.random.default_rng(0)))
-    ends = inner_loops(spec, fleets, [GroupClock(fleet.groups) for fleet in fleets], [3] * len(fleets))
-    a, b, c, d = (float(own[-1][0]) for own in ends)
+    times = inner_loops([GroupClock(fleet.group) for fleet in fleets_of(spec)], [3] * 4)
+    a, b, c, d = (own.first + 2 * own.each for own in times)
     assert d == pytest.approx(predict(_spec([_group("d")])).replicas[0].step_seconds * 3, rel=0.05)
     assert 1.1 * d < min(a, b, c)
 

@@ -16,8 +16,7 @@ from hetero_pp.program.launch import in_process
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.simulator.exchange_memory import memory_of_exchange
-from hetero_pp.simulator.memory import Memory, Phase, memory_of_member
+from hetero_pp.simulator.memory import Memory, Phase, memory_of_exchange, memory_of_member
 from replica_groups.engines import build
 from replica_groups.exchange.auditor import Auditor
 from replica_groups.member.outer_round import OuterRound

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import pytest
 
 from hetero_pp.core.errors import ConfigError
@@ -13,10 +12,8 @@ from hetero_pp.model.transformer import block_of
 from hetero_pp.pipeline.schedule import Action, one_forward_one_backward
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.simulator.fleets import fleets_of, message_bytes
-from hetero_pp.simulator.inner_loops import round_lengths
-from hetero_pp.simulator.pipeline import GroupClock
 from hetero_pp.simulator.prediction import Prediction, predict
+from hetero_pp.simulator.traffic import message_bytes
 
 WIDTH, FEED_FORWARD, VOCABULARY, LENGTH, ROWS = 8, 12, 200, 64, 2
 STEPS = 3
@@ -105,11 +102,6 @@ def test_a_step_is_there_and_back() -> None:
     assert predict(spec).step_seconds == pytest.approx(_step(*_messages(spec)))
 
 
-def test_a_step_over_links_that_were_drawn_is_there_and_back() -> None:
-    spec = _spec([HOME], measured=GROUP, fleets={"home": {"count": 3, "bandwidth": ["2 kbit/s", "2 kbit/s"]}})
-    assert predict(spec).step_seconds == pytest.approx(_step(*_messages(spec), 2000.0, 2000.0))
-
-
 def test_links_are_busy_with_what_crosses_them() -> None:
     spec = _spec([HOME], measured=GROUP)
     activation, gradient = _messages(spec)
@@ -181,35 +173,6 @@ def test_links_that_cost_nothing_would_give_more_steps() -> None:
     assert home.exposed_communication == pytest.approx(1 - free_step / a_step, rel=0.01)
     trained = home.steps * free_step / 2 / found.round_seconds
     assert found.utilization["absolute"] == pytest.approx(trained)
-
-
-def test_groups_of_a_fleet_have_steps_of_their_own() -> None:
-    """Each group has other links, and so other step times. Together they have the same times as alone."""
-    drawn = {"home": {"count": 5, "bandwidth": ["300 bit/s", "3 kbit/s"]}}
-    spec = _spec([HOME], measured=GROUP, fleets=drawn, top=_timed(5000.0))
-    fleets = list(fleets_of(spec, np.random.default_rng(spec.config.simulate.seed)))
-    [length] = round_lengths(spec, fleets, [GroupClock(fleet.groups) for fleet in fleets])
-    own = length(np.zeros(5))
-    assert len(set(own.counts.tolist())) > 2
-    for index, count in enumerate(own.counts):
-        clock = GroupClock(fleets[0].groups.columns(slice(index, index + 1), 1))
-        *_, before, last = clock.inner_loop(int(count) + 1)
-        assert before[0] <= 5000.0 < last[0], f"group {index}"
-    together = GroupClock(fleets[0].groups)
-    together.inner_loop(own.timed)
-    own.finish(together)
-    for index, count in enumerate(own.counts):
-        clock = GroupClock(fleets[0].groups.columns(slice(index, index + 1), 1))
-        clock.inner_loop(int(count))
-        assert together.free[:, index] == pytest.approx(clock.free[:, 0])
-
-
-def test_all_groups_of_a_fleet_train_until_the_round_is_over() -> None:
-    """This holds for any step time, because a round is long compared with a step and everything else."""
-    drawn = {"home": {"count": 20, "bandwidth": ["300 bit/s", "3 kbit/s"]}}
-    found = predict(_spec([HOME], measured=GROUP, fleets=drawn, top=_timed(20_000.0)))
-    assert found.replicas[0].inner_seconds == pytest.approx(20_000.0, rel=0.02)
-    assert found.round_seconds == pytest.approx(20_000.0, rel=0.01)
 
 
 def test_steps_that_take_no_time_are_refused() -> None:

@@ -15,7 +15,7 @@ from hetero_pp.program.launch.this_machine import LONG_STEP
 from hetero_pp.program.rehearse.rates import shown_rates, too_slow
 from hetero_pp.rpc.probe import Rate, measure
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.simulator.loads import stage_link_loads
+from hetero_pp.simulator.traffic import stage_link_loads
 
 
 def check_line(subject: Subject) -> Finding:

@@ -16,7 +16,7 @@ from hetero_pp.program.init.questions import Answers, complete
 from hetero_pp.program.init.yaml_text import yaml_of
 from hetero_pp.program.report.output import announce, standard_output
 from hetero_pp.run.yaml_file import ConfigFile
-from hetero_pp.simulator.machines import HOW_TO_NAME
+from hetero_pp.simulator.costs import HOW_TO_NAME
 
 _PORT = 47600
 

@@ -19,8 +19,7 @@ from hetero_pp.run.hardware import ASSUMED, CATALOG
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.simulator.costs import part_of, step_flops
 from hetero_pp.simulator.exchange_load import exchange_load
-from hetero_pp.simulator.memory import LAUNCHER_BYTES, memory_of_member
-from hetero_pp.simulator.too_little_memory import listed_by_kind, remedy
+from hetero_pp.simulator.memory import LAUNCHER_BYTES, listed_by_kind, memory_of_member, remedy
 
 LONG_STEP, LONG_RUN = 60.0, 2 * 86400.0
 """Seconds of a step, and of the run, beyond which the user is warned."""

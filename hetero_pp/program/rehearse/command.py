@@ -24,7 +24,7 @@ from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
-from hetero_pp.simulator.machines import assumed_in
+from hetero_pp.simulator.costs import assumed_in
 from hetero_pp.simulator.prediction import Prediction, predict
 
 BUSY = 0.8

@@ -30,7 +30,7 @@ from hetero_pp.research.experiments.varied import lines_of
 from hetero_pp.research.experiments.verdict import Values
 from hetero_pp.research.participation import replicas_in
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.simulator.volumes import expected_volume
+from hetero_pp.simulator.traffic import expected_volume
 
 
 def result_of(

@@ -34,7 +34,7 @@ from hetero_pp.research.vectorized.defences import (
 )
 from hetero_pp.research.vectorized.measured import Measured
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.simulator.loads import blob_sizes
+from hetero_pp.simulator.traffic import blob_sizes
 from replica_groups.audit.gauntlet.agreement import why
 from replica_groups.audit.gauntlet.book import ScoreBook
 from replica_groups.engines.ranks import Ranks

@@ -19,7 +19,7 @@ from hetero_pp.research.settings import Every, research_of
 from hetero_pp.research.vectorized.outer_gradients import OuterGradients
 from hetero_pp.research.vectorized.similarity import Similarities
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.simulator.loads import blob_sizes
+from hetero_pp.simulator.traffic import blob_sizes
 from replica_groups.engines.ranks import CPU
 
 

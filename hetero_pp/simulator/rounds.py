@@ -1,0 +1,263 @@
+"""Times of a round: inner loops, the outer round (contribute, exchange, apply) and an evaluation.
+
+The exchange closes the round when the last contribution has arrived. With `outer.overlap` the next inner loop runs
+while contributions are in transit. A member's own links transfer one message after the other. Lines that several
+members share, of a site or of the exchange, are never idle while a member could use them, so the last byte arrives at
+the time that their total needs (`all_sent`). Latency is the exception: it adds the longest one of those that share.
+
+Rounds overlap a little in any case, because a stage goes on as soon as it can. So the times are those of the second
+round; those after it are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from math import floor
+
+import numpy as np
+
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.run.alike import alike, label_of
+from hetero_pp.run.spec import RunSpec
+from hetero_pp.simulator.events import GroupClock, OnSpan, inner_loops
+from hetero_pp.simulator.fleets import Fleet
+from hetero_pp.simulator.traffic import exchange_bandwidth, is_ring, site_bandwidths
+
+ROUNDS = 2
+"""Rounds that are simulated; the last is measured."""
+PROBED = 17
+"""Steps of the simulation that decides how many fit into a round of a given time."""
+
+Watch = Callable[[str], OnSpan]
+"""Maps the label of equal replicas to the callback that receives the spans of one of them."""
+
+
+@dataclass(frozen=True)
+class TimedFleet:
+    """Times of a replica of a fleet in one round."""
+
+    inner_seconds: float
+    step_seconds: float
+    steps: int
+
+
+@dataclass(frozen=True)
+class TimedRound:
+    """Times of one round."""
+
+    round_seconds: float
+    outer_seconds: float
+    """Seconds from the end of the slowest inner loop until the last member goes on, without the evaluation."""
+    fleets: Sequence[TimedFleet]
+
+
+def time_round(spec: RunSpec, fleets: Sequence[Fleet], communicates: bool, watch: Watch | None = None) -> TimedRound:
+    """Return the times of a round; without `communicates`, links cost nothing. Raises ConfigError as `round_lengths`.
+
+    With `outer.overlap` a round begins once the one before was applied, with its inner loop already trained. Training
+    and the contributions in transit each have the full bandwidth of every line, so such a round may be shorter than its
+    lines need for all bytes.
+    """
+    overlaps = bool(spec.config.outer.overlap)
+    lengths = round_lengths(spec, fleets, communicates)
+    clocks = _clocks(spec, fleets, communicates, watch)
+    gathers = communicates and not is_ring(spec.config.simulate)
+    opened, ends, spent, timed = 0.0, [0.0], 0.0, list[TimedFleet]()
+
+    def last() -> float:
+        return max(max(clock.free) for clock in clocks)
+
+    def until(what: str, ends: Sequence[Sequence[float]], track: str = "stage {}") -> None:
+        """Keep every member busy until its end."""
+        for clock, own in zip(clocks, ends, strict=True):
+            if clock.on_span is not None:
+                for stage, (start, end) in enumerate(zip(clock.free, own, strict=True)):
+                    clock.on_span(track.format(stage), what, 0, start, end)
+            clock.free[:] = own
+
+    def train() -> None:
+        nonlocal timed, spent
+        began, starts = last(), [clock.free[0] for clock in clocks]
+        steps = list[int]()
+        for fleet, start, length in zip(fleets, starts, lengths, strict=True):
+            # What the first stage does in the round's time beside its steps; with overlap that happens meanwhile.
+            closing = fleet.contribute[0] + (fleet.up[0].alone if gathers else 0.0)
+            steps.append(length(0.0 if overlaps else start - opened + closing))
+        times = inner_loops(clocks, steps)
+        inner = [max(clock.free) - start for clock, start in zip(clocks, starts, strict=True)]
+        timed = [TimedFleet(a, b.each if n > 1 else a, n) for a, b, n in zip(inner, times, steps, strict=True)]
+        spent = last() - began
+
+    if overlaps:
+        train()
+    for _ in range(ROUNDS):
+        if not overlaps:
+            train()
+        began = last()
+        until("contribute", [_sums(clock.free, fleet.contribute) for clock, fleet in zip(clocks, fleets, strict=True)])
+        ready = [list(clock.free) for clock in clocks]
+        track = "stage {} exchange" if overlaps else "stage {}"
+        if gathers:
+            sent = _sent(spec, fleets, ready)
+            opened = max(max(map(max, sent)), _all_sent_to_exchange(spec, fleets, ready))
+            until("send contribution", sent, track)
+            until("receive contributions", _received(spec, fleets, opened), track)
+        else:
+            opened = last()
+            passed = _passed_around(fleets) if communicates else 0.0
+            until("pass contributions on", [[opened + passed] * len(clock.free) for clock in clocks], track)
+        if overlaps:
+            carried = [list(clock.free) for clock in clocks]
+            for clock, own in zip(clocks, ready, strict=True):
+                clock.free[:] = own
+            train()
+            both = [
+                [max(pair) for pair in zip(c.free, own, strict=True)] for c, own in zip(clocks, carried, strict=True)
+            ]
+            until("wait", both)
+        until("apply", [_sums(clock.free, fleet.apply) for clock, fleet in zip(clocks, fleets, strict=True)])
+        outer = last() - began - (spent if overlaps else 0.0)
+        for clock in clocks:
+            clock.evaluate()
+            clock.free[:] = [max(clock.free)] * len(clock.free)  # a replica gets its next task when all members ask
+        ends.append(last())
+    return TimedRound(ends[-1] - ends[-2], outer, timed)
+
+
+def round_lengths(spec: RunSpec, fleets: Sequence[Fleet], communicates: bool) -> list[Callable[[float], int]]:
+    """Return for each fleet a function from the seconds beside its inner loop to the steps of a round.
+
+    They are the number in the YAML, or as many as fit into its time, and at least one. Raises ConfigError if steps take
+    no time, because then any number fits.
+    """
+    given, seconds = spec.config.inner.steps, spec.config.inner.seconds
+    if given is not None:
+        return [lambda beside: given] * len(fleets)
+    assert seconds is not None
+    found = list[Callable[[float], int]]()
+    for times in inner_loops(_clocks(spec, fleets, communicates, None), [PROBED] * len(fleets)):
+        if not times.each > 0:
+            raise ConfigError(
+                ("inner", "seconds"),
+                "found steps that take 0 s, expected a machine with a finite speed: `inner.seconds` has "
+                "to give a number of steps",
+            )
+        found.append(partial(_steps_within, seconds - times.first, times.each))
+    return found
+
+
+def _steps_within(seconds: float, each: float, beside: float) -> int:
+    return max(1, 1 + floor((seconds - beside) / each + 1e-9))
+
+
+def _clocks(spec: RunSpec, fleets: Sequence[Fleet], communicates: bool, watch: Watch | None) -> list[GroupClock]:
+    random = np.random.default_rng(spec.config.simulate.seed + 1) if communicates else None
+    shown = {} if watch is None else {replicas[0].name: watch(label_of(replicas)) for replicas in alike(spec)}
+    return [
+        GroupClock(
+            fleet.group if communicates else fleet.group.without_communication(), random, shown.get(fleet.replica.name)
+        )
+        for fleet in fleets
+    ]
+
+
+def _sums(starts: Sequence[float], seconds: Sequence[float]) -> list[float]:
+    return [start + own for start, own in zip(starts, seconds, strict=True)]
+
+
+Times = Sequence[Sequence[float]]
+"""Times of the members of each fleet."""
+
+
+def _sent(spec: RunSpec, fleets: Sequence[Fleet], ready: Times) -> list[list[float]]:
+    """Return when members have sent their contributions: alone, or with the others of their site."""
+    ends = [_sums(own, [one.alone for one in fleet.up]) for own, fleet in zip(ready, fleets, strict=True)]
+    for site, bandwidth in site_bandwidths(spec, "forward").items():
+        here = _members_at(fleets, site)
+        sizes = [(ready[one][stage], fleets[one].up[stage].n_bytes * fleets[one].count) for one, stage in here]
+        end = all_sent(sizes, bandwidth) + max(fleets[one].up[stage].delay for one, stage in here)
+        for one, stage in here:
+            ends[one][stage] = max(ends[one][stage], end)
+    return ends
+
+
+def _all_sent_to_exchange(spec: RunSpec, fleets: Sequence[Fleet], ready: Times) -> float:
+    """Return when the exchange's own line has brought it all contributions; 0 if it is unlimited."""
+    bandwidth = exchange_bandwidth(spec, "forward")
+    here = _members_elsewhere(fleets)
+    if bandwidth is None or not here:
+        return 0.0
+    sizes = [(ready[one][stage], fleets[one].up[stage].n_bytes * fleets[one].count) for one, stage in here]
+    return all_sent(sizes, bandwidth) + max(one.delay for fleet in fleets for one in fleet.up)
+
+
+def _received(spec: RunSpec, fleets: Sequence[Fleet], opened: float) -> list[list[float]]:
+    """Return when members have the contributions of all. All begin together, because the round has just closed."""
+    ends = [[opened + one.alone for one in fleet.down] for fleet in fleets]
+    for site, bandwidth in site_bandwidths(spec, "backward").items():
+        here = _members_at(fleets, site)
+        sizes = [(fleets[one].down[stage].n_bytes, fleets[one].count) for one, stage in here]
+        for (one, stage), seconds in zip(here, fair_ends(sizes, bandwidth), strict=True):
+            ends[one][stage] = max(ends[one][stage], opened + seconds + fleets[one].down[stage].delay)
+    shared = exchange_bandwidth(spec, "backward")
+    if shared is None:
+        return ends
+    here = _members_elsewhere(fleets)
+    total = sum(fleets[one].down[stage].n_bytes * fleets[one].count for one, stage in here)
+    delay = max(one.delay for fleet in fleets for one in fleet.down)
+    late = max(0.0, opened + total * 8 / shared + delay - max(map(max, ends)))
+    return [[end + late for end in own] for own in ends]
+
+
+def _passed_around(fleets: Sequence[Fleet]) -> float:
+    """Return the seconds of contributions around a ring: every step takes as long as its slowest link."""
+    crossings = [both for fleet in fleets for both in zip(fleet.up, fleet.down, strict=True)]
+    slowest = max(max(up.seconds, down.seconds) for up, down in crossings)
+    return slowest + max(up.delay for up, _ in crossings) + max(down.delay for _, down in crossings)
+
+
+Members = list[tuple[int, int]]
+"""Members, as indices of a fleet and of a stage."""
+
+
+def _members_at(fleets: Sequence[Fleet], site: str) -> Members:
+    return [(one, stage) for one, fleet in enumerate(fleets) for stage, own in enumerate(fleet.sites) if own == site]
+
+
+def _members_elsewhere(fleets: Sequence[Fleet]) -> Members:
+    """Return the members that reach the exchange over its line."""
+    every = [(one, stage) for one, fleet in enumerate(fleets) for stage in range(len(fleet.members))]
+    return [(one, stage) for one, stage in every if not fleets[one].beside_exchange[stage]]
+
+
+def all_sent(starts: Sequence[tuple[float, float]], bandwidth: float) -> float:
+    """Return the seconds when the last one is done, in whatever order they send.
+
+    Args: (start, bytes) of each; bandwidth in bits per second.
+
+    It is the largest of (start + all bytes that start then or later), as the link works without a pause from some start
+    on.
+    """
+    latest = sorted(starts, reverse=True)
+    totals = accumulate(n_bytes for _, n_bytes in latest)
+    return max(start + total * 8 / bandwidth for (start, _), total in zip(latest, totals, strict=True))
+
+
+def fair_ends(sizes: Sequence[tuple[float, int]], bandwidth: float) -> list[float]:
+    """Return the seconds until each has its bytes, if all begin together and share the link evenly.
+
+    Args: (bytes, number of members with so many) of each; bandwidth in bits per second.
+
+    While the smallest is in transit, all get as much as it does: end_i = sum_j min(bytes_i, bytes_j) over the
+    bandwidth.
+    """
+    order = sorted(range(len(sizes)), key=lambda one: sizes[one][0])
+    ends, done, left = [0.0] * len(sizes), 0.0, sum(count for _, count in sizes)
+    for index in order:
+        n_bytes, count = sizes[index]
+        ends[index] = (done + left * n_bytes) * 8 / bandwidth
+        done, left = done + count * n_bytes, left - count
+    return ends

@@ -1,0 +1,393 @@
+"""Exact bytes that every link of a run carries, from the settings alone: nothing is encoded or sent.
+
+With R replicas and a contribution of m bytes (N bytes if it is dense), each replica
+
+    gather              sends m, receives (R - 1) m       through the exchange, or an object store
+    parameter_server    sends m, receives one aggregate
+    ring_all_gather     sends and receives (R - 1) m      own and others' are passed on
+    ring_all_reduce     sends and receives 2 (R - 1) N / R
+    sparse_ring         sends and receives (s_1 + ... + s_R-1 + (R - 1) s_R) / R, where h contributions sum to s_h
+
+`launch` uses `gather`. With an object store as the exchange it is the deployment of SparseLoCo's Appendix C. The others
+are the topologies of SparseLoCo's Figure 2, and one that sums sparse contributions along the ring. The bytes that
+replicas really sent are measured by `hetero_pp/outer/volume.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from statistics import fmean
+
+import torch
+
+from hetero_pp.config.lines import LineSpec, check_kind
+from hetero_pp.config.links import EXCHANGE, Direction, LinkShape, exchange_link_name
+from hetero_pp.config.topology import ParticipantsReplica, ReplicaSettings
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.link.ledger import raw_frames, wire_bytes
+from hetero_pp.link.protocol import Message, sealed, wire_frames
+from hetero_pp.link.token_ids import packed_tokens_bytes
+from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, GRADIENT, LinkHeader
+from hetero_pp.model.transformer import EMBEDDING, block_of, shapes_by_block
+from hetero_pp.outer.volume import Volume
+from hetero_pp.pipeline.coefficients import format_of, noise_key
+from hetero_pp.pseudo_gradient.contribution import BlobAddress, blob_bytes
+from hetero_pp.pseudo_gradient.together import FOLLOWING_BYTES_MAX, FOLLOWING_MAX, batches
+from hetero_pp.run.simulate_section import SimulateSettings
+from hetero_pp.run.spec import MemberSpec, RunSpec
+
+# ---- links between stages ----
+
+
+@dataclass(frozen=True)
+class LinkLoad:
+    """Tensor bytes that one direction of a link carries in an inner step, in an evaluation, and in an outer round."""
+
+    step: int = 0
+    evaluation: int = 0
+    outer_round: int = 0
+
+
+def stage_link_loads(spec: RunSpec, replica: ParticipantsReplica) -> dict[Direction, LinkLoad]:
+    """Return the exact bytes on each link between neighbouring stages of a group."""
+    data = spec.config.data
+    rank = replica.boundary.dimensions(spec.shape.width) or spec.shape.width
+    format_ = format_of(replica.boundary)
+    rows = replica.batch_size // replica.micro_batches
+
+    def activations(batch: int) -> int:
+        ids = packed_tokens_bytes(batch, data.sequence_length, spec.shape.vocabulary)
+        return ids + format_.wire_bytes((batch, data.sequence_length, rank))
+
+    whole, rest = divmod(data.validation_sequences, rows)
+    evaluation = whole * activations(rows) + (activations(rest) if rest else 0)
+    return {
+        "forward": LinkLoad(replica.micro_batches * activations(rows), evaluation),
+        "backward": LinkLoad(replica.micro_batches * format_.wire_bytes((rows, data.sequence_length, rank))),
+    }
+
+
+_SOME_STEPS = 100
+"""Assumed steps of a round of given time. They decide the size of a header, which grows by a byte from step 129 on."""
+
+
+def message_bytes(spec: RunSpec, replica: ReplicaSettings) -> dict[str, float]:
+    """Return the bytes of one message between stages on the wire, by kind, for empty tensors of the run's shapes."""
+    if not isinstance(replica, ParticipantsReplica) or replica.stage_count == 1:
+        return {"activation": 0.0, "gradient": 0.0, "evaluation": 0.0}
+    config, format_ = spec.config, format_of(replica.boundary)
+    rows, length = replica.batch_size // replica.micro_batches, config.data.sequence_length
+    rank = replica.boundary.dimensions(spec.shape.width) or spec.shape.width
+    # An elementwise format needs no values to have a size; another packs zeros.
+    empty = torch.zeros(rows, length, rank, device="meta" if format_.is_elementwise else "cpu")
+    ids = torch.empty(packed_tokens_bytes(rows, length, spec.shape.vocabulary), dtype=torch.uint8, device="meta")
+    header = LinkHeader(rows=rows)
+    header.round, header.step = config.outer.rounds // 2, (config.inner.steps or _SOME_STEPS) // 2
+    header.micro_batch = replica.micro_batches // 2
+    activation = (ids, *format_.to_wire(format_.activation(empty)))
+    gradient = format_.to_wire(format_.gradient(empty, noise_key(0, replica.name, 0, 0, 0)))
+    sizes = {"activation": (ACTIVATION, activation), "gradient": (GRADIENT, gradient)}
+    sizes["evaluation"] = (EVALUATION, activation)
+    found = {}
+    for kind, (purpose, tensors) in sizes.items():
+        header.purpose = purpose
+        found[kind] = float(sum(wire_frames(sealed(Message(header, tuple(tensors))))))
+    return found
+
+
+# ---- contributions ----
+
+Messages = dict[Direction, list[tuple[int, int]]]
+"""direction -> (bytes, number of such messages)"""
+
+
+@lru_cache(maxsize=2)  # every member asks for it, in both directions
+def blob_sizes(spec: RunSpec) -> dict[str, dict[str, int]]:
+    """Return the bytes of each replica's blobs, by block."""
+    blocks = shapes_by_block(spec.parameter_shapes)
+    compression = spec.config.outer.compression
+    by_length: dict[int, dict[str, int]] = {}
+    """Sizes by length of the replica's name, the only thing of a replica that changes the size of a blob."""
+    for name in (replica.name for replica in spec.config.replicas):
+        if len(name.encode()) not in by_length:
+            by_length[len(name.encode())] = {
+                block: blob_bytes(BlobAddress(spec.run, 1, name, block), shapes, compression)
+                for block, shapes in blocks.items()
+            }
+    return {replica.name: by_length[len(replica.name.encode())] for replica in spec.config.replicas}
+
+
+def wanted_blocks(spec: RunSpec, member: MemberSpec) -> set[str]:
+    """Return the blocks that a member fetches from all replicas, to average them."""
+    if spec.config.outer.source == "gradient":  # the norm of the whole averaged gradient is needed
+        return {block_of(name) for name in spec.parameter_shapes}
+    return {block_of(name) for name in (*member.owned, *([EMBEDDING] if member.follows_embedding else ()))}
+
+
+def exchange_messages(spec: RunSpec, member: MemberSpec, with_fleets: bool = True) -> Messages:
+    """Return the blobs that a member submits to the exchange in a round (forward), and fetches of others (backward).
+
+    `with_fleets`: whether a name stands for all replicas that `simulate.fleets` puts behind it.
+    """
+    blocks, sizes = {block_of(name) for name in member.owned}, blob_sizes(spec)[member.replica.name]
+    fetched = _fetched(spec, member, with_fleets).values()
+    received = [(size, count) for found in fetched for size, count in found.items() if count]
+    return {"forward": [(sizes[block], 1) for block in blocks], "backward": received}
+
+
+def exchange_calls(spec: RunSpec, member: MemberSpec) -> int:
+    """Return the calls in which a member submits and fetches these blobs. Small blobs cross in one call.
+
+    Blobs of one block that are fetched have almost equal sizes, so that their mean is used. Where few of them fit in a
+    call, a member may make one call more or less for a block.
+    """
+    sizes, blocks = blob_sizes(spec)[member.replica.name], {block_of(name) for name in member.owned}
+    own = ((block, range(sizes[block])) for block in shapes_by_block(spec.parameter_shapes) if block in blocks)
+    calls = sum(1 for _ in batches(own))
+    for found in _fetched(spec, member, with_fleets=True).values():
+        count, total = sum(found.values()), sum(size * times for size, times in found.items())
+        if total:
+            calls += math.ceil(count / (1 + min(FOLLOWING_BYTES_MAX * count // total, FOLLOWING_MAX)))
+    return calls
+
+
+def _fetched(spec: RunSpec, member: MemberSpec, with_fleets: bool) -> dict[str, Counter[int]]:
+    """Return block -> size -> number of such blobs of other replicas that a member fetches in a round."""
+    own, wanted = member.replica.name, wanted_blocks(spec, member)
+    down = {block: Counter[int]() for block in wanted}
+    for blobs, count in _distinct_blobs(spec, with_fleets):
+        for block in wanted:
+            down[block][blobs[block]] += count
+    for block in {block_of(name) for name in member.owned} & wanted:
+        down[block][blob_sizes(spec)[own][block]] -= 1
+    return down
+
+
+@lru_cache(maxsize=4)  # every member asks for it, in both directions
+def _distinct_blobs(spec: RunSpec, with_fleets: bool) -> Sequence[tuple[Mapping[str, int], int]]:
+    """Return blob sizes by block, and the number of replicas with these sizes."""
+    found = Counter[tuple[tuple[str, int], ...]]()
+    for name, blobs in blob_sizes(spec).items():
+        found[tuple(blobs.items())] += count_behind(spec, name) if with_fleets else 1
+    return [(dict(blobs), count) for blobs, count in found.items()]
+
+
+def count_behind(spec: RunSpec, name: str) -> int:
+    """Return the number of replicas that a name stands for."""
+    fleet = spec.config.simulate.fleets.get(name)
+    return 1 if fleet is None else fleet.count
+
+
+def replica_count(spec: RunSpec) -> int:
+    """Return R: all replicas, including those that a fleet's name stands for."""
+    return sum(count_behind(spec, replica.name) for replica in spec.config.replicas)
+
+
+def exchange_link_loads(spec: RunSpec, member: MemberSpec) -> dict[Direction, LinkLoad]:
+    """Return the bytes on the link from a member to the exchange, in the run itself."""
+    messages = exchange_messages(spec, member, with_fleets=False)
+    return {way: LinkLoad(outer_round=sum(size * times for size, times in messages[way])) for way in messages}
+
+
+def snapshot_bytes(spec: RunSpec, member: MemberSpec) -> int:
+    """Return the bytes of the first snapshot's tensors that a member fetches once, at its start."""
+    names = [*member.owned, EMBEDDING] if member.follows_embedding else [*member.owned]
+    numbers = sum(math.prod(spec.parameter_shapes[name]) for name in names)
+    return 4 * (numbers + spec.shape.width * (spec.largest_rank or 0))
+
+
+# ---- ways to exchange them ----
+
+RINGS = ("ring_all_gather", "ring_all_reduce", "sparse_ring")
+"""Values of `simulate.exchange` with which replicas pass contributions on to each other, without an exchange."""
+
+
+def is_ring(simulate: SimulateSettings) -> bool:
+    """Return whether contributions go round a ring of replicas."""
+    return simulate.exchange in RINGS
+
+
+def outer_messages(spec: RunSpec, member: MemberSpec) -> Messages:
+    """Return the messages that a member sends and receives, as (bytes, number of them)."""
+    gathered, replicas = exchange_messages(spec, member), replica_count(spec)
+    own = sum(size for size, _ in gathered["forward"])
+    match spec.config.simulate.exchange:
+        case "gather":
+            return gathered
+        case "parameter_server":
+            # With `union` no two replicas are assumed to have kept the same position: the largest possible size.
+            sizes = sum_bytes(spec, replicas, is_dense=spec.config.simulate.aggregate == "dense")
+            received = [(sizes[block], 1) for block in sorted(wanted_blocks(spec, member))]
+            return {"forward": gathered["forward"], "backward": received}
+        case "ring_all_gather":
+            passed_on = [(own, replicas - 1)]
+        case "ring_all_reduce":
+            passed_on = [(-(-own // replicas), 2 * (replicas - 1))]
+        case "sparse_ring":
+            parts = [-(-sum(sum_bytes(spec, count).values()) // replicas) for count in range(1, replicas + 1)]
+            passed_on = [*((part, 1) for part in parts[:-1]), (parts[-1], replicas - 1)]
+    passed_on = [message for message in passed_on if message[1]]
+    return {"forward": passed_on, "backward": passed_on}
+
+
+@lru_cache(maxsize=64)  # every member asks for it, in both directions
+def sum_bytes(spec: RunSpec, count: int, is_dense: bool = False) -> dict[str, int]:
+    """Return the bytes by block of a sum of `count` contributions, in fp32, as the codec would write it.
+
+    This is the largest possible size: no two replicas kept the same position.
+    """
+    compression = spec.config.outer.compression
+    density = 1.0 if is_dense else min(1.0, count * compression.density)
+    written = compression.model_copy(update={"density": density, "value_bits": 32, "quantiser": "levels"})
+    blocks = shapes_by_block(spec.parameter_shapes)
+    return {
+        block: blob_bytes(BlobAddress(spec.run, 1, EXCHANGE, block), shapes, written)
+        for block, shapes in blocks.items()
+    }
+
+
+def expected_volume(spec: RunSpec, replicas: int) -> Volume:
+    """Return the bytes on the wire of contributions of that number of replicas, by the formulas above."""
+    mean = fmean(sum(blobs.values()) for blobs in blob_sizes(spec).values())
+    sums = [sum(sum_bytes(spec, count).values()) for count in range(1, replicas + 1)]
+    is_dense = spec.config.outer.compression.density == 1
+    return Volume(
+        gather=mean,
+        ring_all_gather=(replicas - 1) * mean,
+        ring_all_reduce=2 * (replicas - 1) * mean / replicas if is_dense else None,
+        sparse_ring=(sum(sums[:-1]) + (replicas - 1) * sums[-1]) / replicas,
+    )
+
+
+def wire_bytes_of(messages: Iterable[tuple[int, int]]) -> float:
+    """Return the bytes on the wire of messages given as (payload bytes, number of such messages)."""
+    return float(sum(times * wire_bytes(raw_frames(size)) for size, times in messages))
+
+
+# ---- the way to the exchange ----
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """One direction of a member's link to the exchange, in a round."""
+
+    n_bytes: float
+    """Bytes on the wire."""
+    seconds: float
+    """Seconds that they occupy the link; a site's shared link, as if no other member used it."""
+    delay: float
+    """Seconds of latencies and mean jitter: every message waits for them."""
+
+    @property
+    def alone(self) -> float:
+        """Seconds from begin to end if the link is not shared."""
+        return self.seconds + self.delay
+
+
+def crossing(spec: RunSpec, member: MemberSpec, direction: Direction) -> Crossing:
+    """Return what a member sends (`forward`) or receives. Every message follows the one before."""
+    site, link = site_of(spec, member), spec.links[exchange_link_name(member.name)]
+    shape: LinkShape = replace(link.shape(direction), bandwidth=link.bottleneck(direction))
+    if site in spec.config.simulate.sites:
+        shape = spec.config.links[spec.config.simulate.sites[site].uplink].shape(direction)
+    messages = outer_messages(spec, member)[direction]
+    wire = wire_bytes_of(messages)
+    delay = sum(times for _, times in messages) * (shape.latency + shape.jitter / 2)
+    return Crossing(wire, wire * 8 / (shape.bandwidth or math.inf), delay)
+
+
+def site_of(spec: RunSpec, member: MemberSpec) -> str | None:
+    """Return the name of the site whose uplink, or line, the member shares."""
+    for name, site in spec.config.simulate.sites.items():
+        if member.name in site.members or member.replica.name in site.members:
+            return name
+    passed = spec.links[exchange_link_name(member.name)].source_line
+    return passed.name if passed in _shared_lines(spec) else None
+
+
+def site_bandwidths(spec: RunSpec, direction: Direction) -> dict[str, float]:
+    """Return the bandwidths of sites whose uplink or line is limited in this direction, seen from members."""
+    found = {
+        name: spec.config.links[site.uplink].shape(direction).bandwidth
+        for name, site in spec.config.simulate.sites.items()
+    }
+    found |= {line.name: line.bandwidth("up" if direction == "forward" else "down") for line in _shared_lines(spec)}
+    return {name: bandwidth for name, bandwidth in found.items() if bandwidth is not None}
+
+
+def exchange_bandwidth(spec: RunSpec, direction: Direction) -> float | None:
+    """Return the bits per second of all members together to the exchange (`forward`) or from it; None is unlimited."""
+    line = line_of_exchange(spec)
+    if line is None:
+        return spec.config.simulate.exchange_bandwidth
+    return line.bandwidth("down" if direction == "forward" else "up")
+
+
+def is_beside_exchange(spec: RunSpec, member: MemberSpec) -> bool:
+    """Return whether a member is at the exchange's own site, so that it needs no line to reach the exchange."""
+    line = line_of_exchange(spec)
+    return line is not None and member.name in line.members
+
+
+def line_of_exchange(spec: RunSpec) -> LineSpec | None:
+    """Return the line that the YAML gives the exchange."""
+    return next((line for line in spec.lines.values() if EXCHANGE in line.members), None)
+
+
+def _shared_lines(spec: RunSpec) -> list[LineSpec]:
+    """Return lines that several members share, at sites other than the exchange's."""
+    return [line for line in spec.lines.values() if len(line.members) > 1 and EXCHANGE not in line.members]
+
+
+def check_exchange(spec: RunSpec) -> None:
+    """Raise ConfigError for impossible sites, shared lines or rings."""
+    simulate = spec.config.simulate
+    seen: set[str] = set()
+    for name, site in simulate.sites.items():
+        key = ("simulate", "sites", name)
+        check_kind(site.uplink, spec.config.links, (*key, "uplink"), "links")
+        for one in site.members:
+            found = {member.name for member in spec.members.values() if one in (member.name, member.replica.name)}
+            if not found:
+                raise ConfigError((*key, "members"), f"found `{one}`, expected members or replicas of this file")
+            if seen & found:
+                raise ConfigError((*key, "members"), f"found {min(seen & found)} at two sites, expected it at one")
+            seen |= found
+    for line in spec.lines.values():
+        if both := seen & set(line.members):
+            raise ConfigError(
+                ("simulate", "sites"), f"found {min(both)}, which has a line, expected it under the top-level `sites`"
+            )
+        for member in (spec.members[name] for name in line.members if name in spec.members):
+            if len(line.members) > 1 and (count := count_behind(spec, member.replica.name)) > 1:
+                raise ConfigError(
+                    ("sites", line.name, "members"),
+                    f"found {member.name}, one of {count} replicas in simulate.fleets, expected a single replica",
+                )
+    if line_of_exchange(spec) is not None and simulate.exchange_bandwidth is not None:
+        raise ConfigError(
+            ("simulate", "exchange_bandwidth"), "found this key and `exchange.line`, expected only one of them"
+        )
+    if not is_ring(simulate):
+        return
+    ring, density = ("simulate", "exchange"), spec.config.outer.compression.density
+    if any(len(replica.members) > 1 for replica in spec.config.replicas):
+        raise ConfigError(
+            ring, f"found `{simulate.exchange}` with participant groups, expected datacenter replicas only"
+        )
+    if simulate.exchange == "ring_all_reduce" and density < 1:
+        raise ConfigError(
+            ring,
+            f"found `ring_all_reduce` at density {density:.3g}, expected 1: sums of sparse contributions grow on "
+            "their way, as in `sparse_ring`; `ring_all_gather` forwards them unchanged",
+        )
+    shared = [line for line in spec.lines.values() if len(line.members) > 1 or EXCHANGE in line.members]
+    if simulate.sites or shared or simulate.exchange_bandwidth is not None:
+        raise ConfigError(
+            ring,
+            f"found `{simulate.exchange}`, expected no sites, no exchange.line and no exchange_bandwidth beside it",
+        )
