@@ -1,14 +1,14 @@
 """One event simulation of groups: their stages, the links between them, and the lines that several links share.
 
-Stages run the events of `hetero_pp.pipeline.schedule` as stage workers do: computations follow the order of the
+Stages run the events of `hetero_pp.pipeline.schedule` as stage workers do. Computations follow the order of the
 schedule, sends return at once, and each direction of a link is a queue of its own. The optimizer step runs as soon as
-the norm of the whole replica is known: on the first stage at the end of a step, elsewhere with the next step's first
-activation, or with the flush.
+the norm of the whole replica is known. On the first stage this is at the end of a step, elsewhere with the next step's
+first activation, or with the flush.
 
 A stage runs ahead in its own time until it needs a message that was not sent yet. This is exact: a direction of a link
 has one sender and one receiver, so nothing that happens later elsewhere changes its times. Only messages over access
-lines meet others, so they begin in the order of time. All messages on a line share it as a fluid: rates are max-min
-fair over all lines, no message exceeds the bandwidth of its link, and rates change only when a message begins or ends.
+lines meet others, so they begin in the order of time. All messages on a line share it as a fluid. Rates are max-min
+fair over all lines, and no message exceeds the bandwidth of its link. Rates change only when a message begins or ends.
 Simulated packets that take turns agree within 1 % (tests/simulator/test_events.py).
 """
 

@@ -2,8 +2,8 @@
 
 The exchange closes the round when the last contribution has arrived. With `outer.overlap` the next inner loop runs
 while contributions are in transit. A member's own links transfer one message after the other. Lines that several
-members share, of a site or of the exchange, are never idle while a member could use them, so the last byte arrives at
-the time that their total needs (`all_sent`). Latency is the exception: it adds the longest one of those that share.
+members share are never idle while a member could use them. So the last byte arrives at the time that their total needs
+(`all_sent`). Latency is the exception: it adds the longest one of those that share.
 
 Rounds overlap a little in any case, because a stage goes on as soon as it can. So the times are those of the second
 round; those after it are the same.
