@@ -202,6 +202,8 @@ def test_a_finished_run_starts_nothing_and_says_how_to_extend_it(
     _train(corpus, runs)
     assert told in capsys.readouterr().out
     assert json.loads(summary.read_bytes())["parameters_sha256"] == json.loads(before)["parameters_sha256"]
+    _train(corpus, runs, "outer.rounds=7")  # which is what it says
+    assert "the run is over (round 6 of 6)" not in capsys.readouterr().out
 
 
 @pytest.mark.starts_processes

@@ -26,10 +26,14 @@ class Over:
     """Time of the message, in seconds since 1970."""
 
 
-def over_on_disk(folder: RunFolder) -> str:
-    """Return that the run of a folder with its exchange is over, and how to extend it; empty if it is not over."""
+def over_on_disk(folder: RunFolder, rounds: int | None = None) -> str:
+    """Return that the run of a folder with its exchange is over, and how to extend it; empty if it is not over.
+
+    `rounds`: its number of rounds, if it differs from what the folder says because it is being extended.
+    """
     config = config_of(folder)
-    log, rounds = open_log(config, folder), read_changes(folder.changes).had("outer.rounds", config.outer.rounds)[-1]
+    log = open_log(config, folder)
+    rounds = rounds or read_changes(folder.changes).had("outer.rounds", config.outer.rounds)[-1]
     if log.last_record() < rounds or rounds not in log.snapshots():
         return ""
     return f"the run is over (round {rounds} of {rounds}); extend it with `--resume --set outer.rounds=N`, N > {rounds}"

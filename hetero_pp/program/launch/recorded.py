@@ -52,7 +52,7 @@ def run_and_record(
     spec, changed = _going_on(prepared, folder) if resume else (prepared.spec, None)
     if not resume:
         begin_folder(spec, runs.absolute())
-    elif over := over_on_disk(folder):
+    elif over := over_on_disk(folder, spec.latest.outer.rounds):
         announce(f"{spec.config.name}: {over}")
         if _is_summarized(folder, spec.latest.outer.rounds):
             return
