@@ -23,8 +23,8 @@ from hetero_pp.research.experiments.catalog import Catalog
 from hetero_pp.research.experiments.corpus import Corpus, prepare_corpus
 from hetero_pp.research.experiments.rows import Setting
 from hetero_pp.research.settings import ResearchConfig
-from hetero_pp.research.vectorized.all_replicas import AllReplicas
-from hetero_pp.research.vectorized.hostile import HostileContributions
+from hetero_pp.research.trainer.hostile import HostileContributions
+from hetero_pp.research.trainer.train import AllReplicas
 from hetero_pp.run.spec import RunSpec
 from replica_groups.audit.gauntlet.agreement import agreements
 

@@ -2,7 +2,7 @@
 
     python benchmarks/boundary_ideas.py [--ideas PATTERN] [--seeds N] [--json FILE]
 
-Half of four replicas are compressed, as in `beyond/boundaries`, and trained by the vectorized trainer. Each idea is
+Half of four replicas are compressed, as in `beyond/boundaries`, and trained by the trainer of tables. Each idea is
 compared with the current boundary at as many bytes (forward and backward together), with equal anchors and seeds. A
 difference above 0 means that the idea is worse. `own` is the loss of the replica forward, averaged over replicas.
 `plain` is the loss of the synced model without boundaries. Two rows show where the loss comes from: only activations,
@@ -34,8 +34,8 @@ from hetero_pp.research.experiments.definition import Experiment, Row
 from hetero_pp.research.experiments.jobs import make_job
 from hetero_pp.research.experiments.provenance import commit, machine
 from hetero_pp.research.experiments.rows import Setting
-from hetero_pp.research.vectorized.all_replicas import AllReplicas
-from hetero_pp.research.vectorized.replica import TableReplica
+from hetero_pp.research.trainer.replica import TableReplica
+from hetero_pp.research.trainer.train import AllReplicas
 from hetero_pp.run.folder import CACHE
 from hetero_pp.run.spec import RunSpec
 from stages.anchors import Anchors, anchors_of

@@ -40,7 +40,7 @@ from hetero_pp.pseudo_gradient.quantise import quantise_as
 from hetero_pp.pseudo_gradient.selection import random_positions
 from hetero_pp.pseudo_gradient.streams import Reader, Writer
 from hetero_pp.research.experiments.corpus import Corpus, prepare_corpus
-from hetero_pp.research.vectorized.all_replicas import AllReplicas
+from hetero_pp.research.trainer.train import AllReplicas
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 

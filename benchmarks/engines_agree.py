@@ -1,9 +1,9 @@
-"""Compare rows of the papers' tables that are trained by the vectorized trainer, staged in process, and over gRPC.
+"""Compare rows of the papers' tables that are trained by the trainer of tables, staged in process, and over gRPC.
 
     python benchmarks/engines_agree.py [--rows ROW ...] [--ways WAY ...] [--seeds N] [--json FILE]
 
 At a seed, all ways of a row begin with the same weights and read the same tokens. So they differ only in rounding and
-in how sums are grouped. `compiled` and `eager` are the vectorized trainer, which makes the tables. `staged` runs a
+in how sums are grouped. `compiled` and `eager` are the trainer of tables, which makes the tables. `staged` runs a
 thread for each member, over links in memory. `launched` is `hetero-pp launch`: a process for each member, over gRPC.
 `kept` is not trained. It is the row of `benchmarks/results/<scale>/rows.jsonl`, from which the tables are written, if
 there is one of the same corpus.
@@ -36,7 +36,7 @@ from hetero_pp.research.experiments.outcomes import read_outcomes
 from hetero_pp.research.experiments.provenance import commit, machine
 from hetero_pp.research.experiments.rows import Setting
 from hetero_pp.research.experiments.verdict import interval_of
-from hetero_pp.research.vectorized.train import train_fast
+from hetero_pp.research.trainer.train import train_fast
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import CACHE
 from hetero_pp.run.spec import RunSpec

@@ -11,8 +11,7 @@
 - boundary: encoding, copying and decoding of one micro-batch's activations at one boundary of that model, beside
   copying them whole;
 - compression: top-k, quantisation and error feedback, beside a copy of the same bytes (benchmarks/compressors.py);
-- rows: rounds of the vectorized trainer of tables, compiled and not, with equal replicas stacked and not, beside a
-  plain loop (benchmarks/in_process.py);
+- rows: rounds of the trainer of tables, compiled and not, beside a plain loop (benchmarks/in_process.py);
 - mixed: a run with stages on the CPU and on the GPU, in which all replicas have to end with the same parameters.
 
 With --smoke, everything runs on the CPU at its smallest size.

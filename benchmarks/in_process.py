@@ -1,12 +1,11 @@
-"""Compare the vectorized trainer with a plain PyTorch loop over one uncompressed model, on the same tokens.
+"""Compare the trainer of tables with a plain PyTorch loop over one uncompressed model, on the same tokens.
 
     python benchmarks/in_process.py [--scale micro|small] [--device cpu|cuda] [--rounds N] [--json FILE]
 
-On a CPU the trainer runs eager and compiled; on a GPU it also runs with equal replicas stacked. All ways run in this
-process, in turns. On a CPU they have one thread and are timed in CPU seconds, so that other load on the machine matters
-little. On a GPU they are timed by the wall clock, until the device is idle. The trainer's time includes its outer
-rounds; the plain loop has none. Memory is that of live tensors of the eager trainer between rounds. It is compared with
-M x (weights + two moments + error feedback) + theta.
+The trainer runs eager and compiled, in this process and in turns with the loop. On a CPU they have one thread and are
+timed in CPU seconds, so that other load on the machine matters little. On a GPU they are timed by the wall clock, until
+the device is idle. The trainer's time includes its outer rounds; the plain loop has none. Memory is that of live
+tensors of the eager trainer between rounds. It is compared with M x (weights + two moments + error feedback) + theta.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from processes import when_idle
 from hetero_pp.data.tokens import TokenStore, prepare_tokens
 from hetero_pp.model.loss import next_token_loss
 from hetero_pp.model.transformer import Transformer, initialise
-from hetero_pp.research.vectorized.all_replicas import AllReplicas
+from hetero_pp.research.trainer.train import AllReplicas
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 
@@ -49,13 +48,13 @@ SCALES = {
 }
 
 
-WAYS = ("eager", "compiled", "stacked", "stacked, compiled")
+WAYS = ("eager", "compiled")
 SMOKE = {"scale": "least", "rounds": 1, "ways": ["eager"]}
 
 
 def trainer(way: str, spec: RunSpec, store: TokenStore, device: torch.device) -> AllReplicas:
-    """Return the vectorized trainer with the options that the way names."""
-    return AllReplicas(spec, store, compiles="compiled" in way, stacks="stacked" in way, device=device)
+    """Return the trainer of tables with the options that the way names."""
+    return AllReplicas(spec, store, compiles=way == "compiled", device=device)
 
 
 def spec_of(scale: Scale, compressed: int) -> RunSpec:
@@ -91,7 +90,7 @@ class PlainLoop:
         self.device = device
 
     def round(self, round_: int) -> None:
-        """Train on as many tokens as a round of the vectorized trainer."""
+        """Train on as many tokens as a round of the trainer of tables."""
         for step in range((round_ - 1) * self.steps, round_ * self.steps):
             for batches in self.batches:
                 tokens = batches.train(step).to(self.device)
@@ -123,7 +122,9 @@ def compare(
             started = _now(device)
             runner.round(round_)
             seconds[name].append(_now(device) - started)
-    speeds = {name: eager.tokens_in(1) / median(values) for name, values in seconds.items()}
+    sequences = sum(replica.batch_size for replica in spec.config.replicas)
+    tokens = sequences * spec.config.data.sequence_length * spec.inner_steps
+    speeds = {name: tokens / median(values) for name, values in seconds.items()}
     weights = sum(tensor.numel() for tensor in eager.theta.values()) * 4
     expected = weights * (4 * len(eager.replicas) + 1)
     return {
@@ -157,11 +158,11 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--compressed", type=int, help="compressed replicas (default: none, half and all, in turns)")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, help="ways to measure (default: all that run on the device)")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, help="ways to measure (default: all)")
     arguments = parse(parser, SMOKE)
     torch.set_num_threads(1)
     scale, device = SCALES[arguments.scale], torch.device(arguments.device)
-    ways = arguments.ways or [name for name in WAYS if device.type == "cuda" or "stacked" not in name]
+    ways = arguments.ways or WAYS
     store = prepare_tokens(spec_of(scale, 0).config.data, Path("runs/.tokens"))
     results = []
     all_counts = (0, scale.replicas // 2, scale.replicas)

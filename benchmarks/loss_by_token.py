@@ -27,8 +27,8 @@ from hetero_pp.research.experiments.catalog import Catalog
 from hetero_pp.research.experiments.corpus import prepare_corpus
 from hetero_pp.research.experiments.request import SCALE
 from hetero_pp.research.experiments.rows import Setting
-from hetero_pp.research.vectorized.all_replicas import AllReplicas
-from hetero_pp.research.vectorized.replica import TableReplica
+from hetero_pp.research.trainer.replica import TableReplica
+from hetero_pp.research.trainer.train import AllReplicas
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 

@@ -159,9 +159,6 @@ class InnerOptimizer:
     only on T_S = TE - T_perp. Set `perpendicular` to T_perp [V, D] after every outer round.
     """
 
-    leading_dimensions = 0
-    """Number of dimensions of every parameter before those of the model."""
-
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], settings: InnerSettings, total_steps: int | None
     ) -> None:
@@ -213,7 +210,7 @@ class InnerOptimizer:
         return (group for group in found if group["params"])
 
     def _is_matrix(self, parameter: Tensor) -> bool:
-        return parameter.ndim - self.leading_dimensions > 1
+        return parameter.ndim > 1
 
     @property
     def perpendicular(self) -> Tensor | None:

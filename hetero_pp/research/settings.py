@@ -11,8 +11,7 @@ from hetero_pp.config.audit import LEAST_SEQUENCES, GauntletSettings, RecomputeS
 from hetero_pp.config.settings import AddedLater, Ratio, Settings
 from hetero_pp.config.topology import MagnitudeSettings, ParticipantsReplica, ReplicaSettings
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.research.attacks.attack import Attack
-from hetero_pp.research.attacks.registry import ATTACKS
+from hetero_pp.research.attacks import ATTACKS, Attack
 from hetero_pp.run.config import RunConfig
 
 

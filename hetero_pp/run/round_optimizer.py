@@ -20,7 +20,7 @@ def require_own_steps(config: RunConfig) -> None:
         if isinstance(replica, ParticipantsReplica) and replica.boundary.embedding == "projected":
             key = ("replicas", index, "boundary", "embedding")
             wanted = f"expected `free` or `coefficients` with method {config.outer.method}"
-            raise ConfigError(key, f"found `projected`, {wanted}: only the vectorized trainer projects its steps")
+            raise ConfigError(key, f"found `projected`, {wanted}: only the trainer of tables projects its steps")
 
 
 def round_optimizer(spec: RunSpec, basis: Tensor | None) -> RoundOptimizer:

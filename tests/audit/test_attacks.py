@@ -17,16 +17,14 @@ from hetero_pp.data.tokens import TokenStore, prepare_tokens
 from hetero_pp.messages.messages_pb2 import Losses
 from hetero_pp.model.transformer import build_filled
 from hetero_pp.pseudo_gradient.contribution import DecodedTensor
-from hetero_pp.research.attacks import omniscient, plain, training
-from hetero_pp.research.attacks.attack import Attack, Known
-from hetero_pp.research.attacks.registry import ATTACKS
+from hetero_pp.research import attacks as formulas
+from hetero_pp.research.attacks import ATTACKS, Attack, Known
 from hetero_pp.research.experiments.claims import known_values
 from hetero_pp.research.experiments.definition import OF_ATTACKS
 from hetero_pp.research.settings import ResearchConfig
-from hetero_pp.research.vectorized import defences, hostile
-from hetero_pp.research.vectorized.all_replicas import AllReplicas
-from hetero_pp.research.vectorized.hostile import HostileContributions, Told
-from hetero_pp.research.vectorized.train import FastResult, train_fast
+from hetero_pp.research.trainer import hostile
+from hetero_pp.research.trainer.hostile import HostileContributions, Told
+from hetero_pp.research.trainer.train import AllReplicas, FastResult, train_fast
 from hetero_pp.run.spec import RunSpec
 from replica_groups.audit.gauntlet import losses
 from replica_groups.audit.gauntlet.agreement import agreements
@@ -93,52 +91,52 @@ def _known(place: int = 0, round_: int = 1, kept: int = 40, size: int = 400) -> 
 
 def test_plain_attacks_send_what_their_names_say() -> None:
     known, other = _known(), _known(place=1)
-    assert plain.no_work(known).count_nonzero() == 0
-    assert plain.stale_copy(known).equal(known.first)
-    assert plain.copy_of_another(other).equal(known.honest[1])
-    assert plain.sign_flip(other).equal(-known.fellows[1])
-    assert plain.scaled_by_10(known).equal(10 * known.own)
-    sent = plain.noise(known)
+    assert formulas.no_work(known).count_nonzero() == 0
+    assert formulas.stale_copy(known).equal(known.first)
+    assert formulas.copy_of_another(other).equal(known.honest[1])
+    assert formulas.sign_flip(other).equal(-known.fellows[1])
+    assert formulas.scaled_by_10(known).equal(10 * known.own)
+    sent = formulas.noise(known)
     for part in known.parts:
         assert sent[part].norm() == pytest.approx(known.own[part].norm().item(), rel=1e-5)
     assert abs(torch.cosine_similarity(sent, known.own, dim=0)) < 0.5
-    assert not sent.equal(plain.noise(other))
+    assert not sent.equal(formulas.noise(other))
 
 
 def test_a_drift_keeps_its_direction_and_grows_to_just_below_the_bound() -> None:
-    rounds = [plain.drift(_known(round_=round_)) for round_ in (1, 5, 60)]
+    rounds = [formulas.drift(_known(round_=round_)) for round_ in (1, 5, 60)]
     medians = [_known().honest[:, part].norm(dim=1).median() for part in _known().parts]
-    for sent, factor in zip(rounds, (1, 1.2**4, plain.LARGEST), strict=True):
+    for sent, factor in zip(rounds, (1, 1.2**4, formulas.LARGEST), strict=True):
         assert torch.cosine_similarity(sent, rounds[0], dim=0) > 0.99
         for part, norm in zip(_known().parts, medians, strict=True):
             assert sent[part].norm() == pytest.approx(factor * norm.item(), rel=1e-4)
-    assert plain.drift(_known(place=1)).equal(rounds[0])
+    assert formulas.drift(_known(place=1)).equal(rounds[0])
 
 
 def test_a_sybils_disguised_copy_overlaps_by_less_than_the_bound() -> None:
     known = _known(place=1, kept=400, size=12_800)
-    assert plain.sybils(_known(kept=400, size=12_800)).equal(known.fellows[0])
+    assert formulas.sybils(_known(kept=400, size=12_800)).equal(known.fellows[0])
 
     def sparse(vector: Tensor) -> dict[str, DecodedTensor]:
         where = vector.nonzero().flatten()
         return {"all": DecodedTensor(where, vector[where])}
 
-    sent = known.kept(plain.sybils(known))
+    sent = known.kept(formulas.sybils(known))
     assert 0.25 < overlap(sparse(sent), sparse(known.fellows[0])) < 0.4
 
 
 def test_alie_is_the_mean_less_z_deviations() -> None:
     """If 24 of 50 are hostile, 2 of the 26 honest ones make a majority: 24/26 of a normal distribution are below z."""
-    assert omniscient.deviations(50, 24) == pytest.approx(NormalDist().inv_cdf(24 / 26))
-    assert omniscient.deviations(8, 2) == pytest.approx(0.0)
+    assert formulas.deviations(50, 24) == pytest.approx(NormalDist().inv_cdf(24 / 26))
+    assert formulas.deviations(8, 2) == pytest.approx(0.0)
     known = _known()
     deviation = ((known.honest - known.honest.mean(0)) ** 2).mean(0).sqrt()
-    torch.testing.assert_close(omniscient.alie(known), known.honest.mean(0) - 1.5 * deviation)
+    torch.testing.assert_close(formulas.alie(known), known.honest.mean(0) - 1.5 * deviation)
 
 
 def test_min_max_is_as_far_as_two_honest_ones_are_and_no_farther() -> None:
     known = _known()
-    sent = omniscient.min_max(known)
+    sent = formulas.min_max(known)
     farthest = max((one - other).norm().item() for one in known.honest for other in known.honest)
     distance = (known.honest - sent).norm(dim=1).max().item()
     assert 0.9 * farthest < distance <= farthest * (1 + 1e-6)
@@ -147,7 +145,7 @@ def test_min_max_is_as_far_as_two_honest_ones_are_and_no_farther() -> None:
 
 def test_inner_product_manipulation_turns_the_mean_around() -> None:
     known = _known()
-    sent = omniscient.inner_product(known)
+    sent = formulas.inner_product(known)
     mean = (known.honest.sum(0) + 2 * sent) / 8
     assert mean @ known.honest.mean(0) < 0
     torch.testing.assert_close(sent, -4 * known.honest.mean(0))
@@ -177,8 +175,8 @@ def test_whoever_goes_another_way_is_excluded_after_one_round(
 def test_text_attacks_change_labels_and_add_triggers() -> None:
     draw = torch.Generator().manual_seed(1)
     tokens = torch.arange(40).view(2, 20)
-    assert training.other_text(tokens, 100, draw).equal(99 - tokens)
-    poisoned = training.with_triggers(tokens, 100, draw)
+    assert formulas.other_text(tokens, 100, draw).equal(99 - tokens)
+    poisoned = formulas.with_triggers(tokens, 100, draw)
     for row, before in zip(poisoned.tolist(), tokens.tolist(), strict=True):
         assert [97, 98, 99] in [row[at : at + 3] for at in range(18)]
         assert any(one == other for one, other in zip(row, before, strict=True))
@@ -189,14 +187,14 @@ def test_the_success_of_a_backdoor_is_the_share_of_triggers_that_are_followed(co
     spec = RunSpec(_config(corpus, None), 256)
     theta = {name: torch.zeros(shape) for name, shape in spec.parameter_shapes.items()}
     model, rows = build_filled(spec.shape, theta), [torch.zeros(3, 17, dtype=torch.int64)]
-    assert training.success(model, rows) == 0
-    *_, target = training.trigger(256)
+    assert formulas.success(model, rows) == 0
+    *_, target = formulas.trigger(256)
     for name, value in model.named_parameters():
         with torch.no_grad():
             value.copy_(torch.ones_like(value) if "norm" in name or "embed" in name else torch.zeros_like(value))
             if name.startswith("lm_head"):
                 value[target] = 1
-    assert training.success(model, rows) == 1
+    assert formulas.success(model, rows) == 1
 
 
 def test_without_attackers_defences_change_no_bit(corpus: Path, text: TokenStore) -> None:
@@ -254,10 +252,10 @@ def test_recomputation_finds_whoever_sends_something_else(attack: str, corpus: P
 
 def test_the_draws_of_recomputation_have_its_share_and_grow_with_it() -> None:
     every = [(round_, name) for round_ in range(1, 1001) for name in NAMES]
-    drawn = {share: {one for one in every if defences.recomputed(1, *one, share)} for share in (0.02, 0.2)}
+    drawn = {share: {one for one in every if hostile.recomputed(1, *one, share)} for share in (0.02, 0.2)}
     assert drawn[0.02] < drawn[0.2]
     assert [len(one) / len(every) for one in drawn.values()] == pytest.approx([0.02, 0.2], rel=0.15)
-    assert drawn[0.2] != {one for one in every if defences.recomputed(2, *one, 0.2)}
+    assert drawn[0.2] != {one for one in every if hostile.recomputed(2, *one, 0.2)}
 
 
 def test_bounds_scale_down_what_is_too_large_or_leave_it_out(corpus: Path, text: TokenStore) -> None:
@@ -295,14 +293,14 @@ def test_scores_exclude_who_does_no_work_and_a_validator_that_lies_changes_nothi
         monkeypatch.setitem(ATTACKS, "mine", attack)
         return _told(corpus, text, {"attack": "mine", "scores": SCORES | {"threshold": 0.2}, "validators": validators})
 
-    monkeypatch.setattr(defences, "losses_of", losses_of)
+    monkeypatch.setattr(hostile, "losses_of", losses_of)
 
     def slandered(is_hostile: bool, losses: Losses) -> Losses:
         harmed = Losses(assigned_before=5, assigned_after=6, other_before=5, other_after=5, error=0.01)
         return harmed if is_hostile else losses
 
-    assert judged(Attack(plain.sign_flip, losses=slandered), 3).excluded == {}
-    assert set(judged(Attack(plain.sign_flip, losses=slandered), 1).excluded) == set(HOSTILE)
+    assert judged(Attack(formulas.sign_flip, losses=slandered), 3).excluded == {}
+    assert set(judged(Attack(formulas.sign_flip, losses=slandered), 1).excluded) == set(HOSTILE)
 
 
 def test_a_copy_is_the_contribution_that_does_not_show_its_text(

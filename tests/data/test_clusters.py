@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-import hetero_pp.research.clusters as of_windows
+import hetero_pp.research.trainer.clusters as of_windows
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.batches import StoreBatches
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokens import TokenStore, prepare_tokens
-from hetero_pp.research.clusters import Clusters, find_clusters
-from hetero_pp.research.participation import ClusteredBatches, Weights, share_of, table_batches
 from hetero_pp.research.settings import ResearchConfig
+from hetero_pp.research.trainer.clusters import Clusters, find_clusters
+from hetero_pp.research.trainer.participation import ClusteredBatches, Weights, share_of, table_batches
 from hetero_pp.run.spec import RunSpec
 
 TOPICS = ("abcdef", "ghijkl", "mnopqr")
@@ -111,7 +111,7 @@ def test_another_seed_another_length_or_number_are_other_clusters(store: TokenSt
 def test_another_process_finds_the_same(text: Path, store: TokenStore, tmp_path: Path) -> None:
     """It has another number of threads, and the instructions of an old processor."""
     script = (
-        "import sys; from pathlib import Path; from hetero_pp.research.clusters import find_clusters; "
+        "import sys; from pathlib import Path; from hetero_pp.research.trainer.clusters import find_clusters; "
         "from hetero_pp.data.settings import DataSettings; from hetero_pp.data.tokens import prepare_tokens; "
         "data = DataSettings(corpus=sys.argv[1], validation_share=0.1); "
         f"print(find_clusters(prepare_tokens(data, Path(sys.argv[2])), {LENGTH}, 3, 1).digest)"

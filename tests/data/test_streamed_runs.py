@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.sources import StreamedCorpus
 from hetero_pp.program.cli import app
-from hetero_pp.research.vectorized.all_replicas import AllReplicas
-from hetero_pp.research.vectorized.train import train_fast
+from hetero_pp.research.trainer.train import AllReplicas, train_fast
 from hetero_pp.run.batches import replica_batches
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec

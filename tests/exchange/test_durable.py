@@ -17,7 +17,7 @@ from hetero_pp.core.files import PART, whole, write_whole
 from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry, Report, RoundRecord
 from hetero_pp.model.transformer import ModelShape
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
-from hetero_pp.research.vectorized.checkpoint import Checkpoint
+from hetero_pp.research.trainer.checkpoint import Checkpoint
 from hetero_pp.run.snapshot import Snapshot, initial_snapshot, save_snapshot
 from hetero_pp.store.folder import FolderStore
 from replica_groups.engines.ranks import ALONE

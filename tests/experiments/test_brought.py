@@ -20,7 +20,7 @@ from hetero_pp.research.experiments.catalog import Catalog
 from hetero_pp.research.experiments.corpus import Corpus, estimate_tokens, prepare_corpus
 from hetero_pp.research.experiments.jobs import make_job
 from hetero_pp.research.experiments.request import Request, short_name
-from hetero_pp.research.vectorized.train import train_fast
+from hetero_pp.research.trainer.train import train_fast
 from hetero_pp.run.spec import RunSpec
 
 Reproduce = Callable[..., tuple[int, str, str]]

@@ -145,7 +145,7 @@ REFUSED = {
 
 
 def test_a_row_has_rounds_of_steps() -> None:
-    """Rows are compared after equal numbers of steps, and the vectorized trainer has no clock."""
+    """Rows are compared after equal numbers of steps, and the trainer of tables has no clock."""
     setting = _swept("inner.steps=5,20")
     row = setting.experiment.rows[0]
     timed = row.model_copy(update={"cells": {"inner": {"seconds": 5}}, "swept": {"inner": "{seconds: 5}"}})

@@ -11,14 +11,14 @@ from hetero_pp.model.inner import InnerSettings
 from hetero_pp.model.subspace_optimizer import SubspaceOptimizer
 from hetero_pp.model.transformer import EMBEDDING, ModelSettings, Transformer, initialise
 from hetero_pp.pipeline.subspace import perpendicular, random_basis
-from hetero_pp.research.ablations import (
+from hetero_pp.research.settings import AblationSettings
+from hetero_pp.research.trainer.replica import (
     OUTPUT_PROJECTIONS,
     AblatedOptimizer,
     SharedSecondMomentAdamW,
     grassmann_step,
     with_ablations,
 )
-from hetero_pp.research.settings import AblationSettings
 from stages.boundary import boundary_of
 
 WIDTH, RANK = 16, 4

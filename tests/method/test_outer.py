@@ -28,7 +28,7 @@ from hetero_pp.program.methods import as_yaml, print_methods
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, DecodedTensor, decode_blob, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import select
-from hetero_pp.research.outer import drop_largest
+from hetero_pp.research.trainer.contributions import drop_largest
 
 
 def _sparse(*pairs: tuple[int, float]) -> DecodedTensor:

@@ -32,7 +32,7 @@ from hetero_pp.hugging_face.tokenizer_files import write_tokenizer
 from hetero_pp.hugging_face.writing import shards_of, write_model, write_weights
 from hetero_pp.model.transformer import ModelSettings, ModelShape, Transformer, initialise
 from hetero_pp.program.cli import app
-from hetero_pp.research.vectorized.all_replicas import AllReplicas
+from hetero_pp.research.trainer.train import AllReplicas
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.snapshot import open_snapshot
 from hetero_pp.run.spec import RunSpec

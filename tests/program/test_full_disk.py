@@ -42,7 +42,7 @@ from hetero_pp.program.launch.recorded import begin_folder
 from hetero_pp.program.report.recorder import Recorder
 from hetero_pp.program.report.state import RunState
 from hetero_pp.research.experiments.outcomes import add_outcome, read_outcomes
-from hetero_pp.research.vectorized.checkpoint import Checkpoint
+from hetero_pp.research.trainer.checkpoint import Checkpoint
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.snapshot import Snapshot, initial_snapshot, save_snapshot
 from hetero_pp.run.yaml_file import save_config

@@ -21,8 +21,7 @@ from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.model.transformer import EMBEDDING
 from hetero_pp.outer.step import parameter_sha256, parameters_sha256
 from hetero_pp.research.settings import Every, ResearchConfig
-from hetero_pp.research.vectorized.all_replicas import AllReplicas
-from hetero_pp.research.vectorized.train import train_fast
+from hetero_pp.research.trainer.train import AllReplicas, train_fast
 from hetero_pp.run.spec import RunSpec
 from replica_groups.engines.ranks import Ranks, init_ranks
 

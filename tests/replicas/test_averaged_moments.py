@@ -1,4 +1,4 @@
-"""Inner moments averaged in each round: the vectorized trainer against an explicit mean, and invalid settings."""
+"""Inner moments averaged in each round: the trainer of tables against an explicit mean, and invalid settings."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from table_config import table_config
 
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.tokens import prepare_tokens
-from hetero_pp.research.outer import KINDS
-from hetero_pp.research.vectorized.all_replicas import AllReplicas
-from hetero_pp.research.vectorized.measured import contribution_bytes
-from hetero_pp.research.vectorized.train import train_fast
+from hetero_pp.research.trainer.measurements import contribution_bytes
+from hetero_pp.research.trainer.train import MOMENTS, AllReplicas, train_fast
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 
@@ -58,7 +56,7 @@ def test_each_is_the_mean_of_all_replicas(weights: str, corpus: Path, tmp_path: 
     before, after = _moments(own), _moments(averaged)
     for name, theta in averaged.theta.items():
         assert theta.equal(own.theta[name])
-        for kind in KINDS:
+        for kind in MOMENTS:
             mean = sum(share * one[name][kind] for share, one in zip(shares, before, strict=True)) / sum(shares)
             assert not before[0][name][kind].equal(before[1][name][kind])
             for found in after:

@@ -10,9 +10,8 @@ import torch
 
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.research.settings import Every
-from hetero_pp.research.vectorized.all_replicas import AllReplicas
-from hetero_pp.research.vectorized.bias import BiasMeter, Products, uncompressed_twin
-from hetero_pp.research.vectorized.train import FastResult, train_fast
+from hetero_pp.research.trainer.measurements import BiasMeter, Products, uncompressed_twin
+from hetero_pp.research.trainer.train import AllReplicas, FastResult, train_fast
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 from replica_groups.engines.ranks import ALONE

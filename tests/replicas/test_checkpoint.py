@@ -1,4 +1,4 @@
-"""An interrupted run of the vectorized trainer resumes with the same bits."""
+"""An interrupted run of the trainer of tables resumes with the same bits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from table_config import table_config
 
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.tokens import prepare_tokens
-from hetero_pp.research.vectorized.train import FastResult, train_fast
+from hetero_pp.research.trainer.train import FastResult, train_fast
 from hetero_pp.run.spec import RunSpec
 
 METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

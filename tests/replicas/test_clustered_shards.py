@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from hetero_pp.data.tokens import TokenStore, prepare_tokens
-from hetero_pp.research.clusters import find_clusters
 from hetero_pp.research.settings import ResearchConfig
-from hetero_pp.research.vectorized.all_replicas import AllReplicas
-from hetero_pp.research.vectorized.train import train_fast
+from hetero_pp.research.trainer.clusters import find_clusters
+from hetero_pp.research.trainer.train import AllReplicas, train_fast
 from hetero_pp.run.spec import RunSpec
 
 NAMES = ["a", "b", "c"]

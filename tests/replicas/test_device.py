@@ -1,4 +1,4 @@
-"""Runs of the vectorized trainer on `meta`, a device that is not the CPU. Its tensors hold no data."""
+"""Runs of the trainer of tables on `meta`, a device that is not the CPU. Its tensors hold no data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from hetero_pp.data.tokens import prepare_tokens
-from hetero_pp.research.vectorized.all_replicas import AllReplicas
+from hetero_pp.research.trainer.train import AllReplicas
 from hetero_pp.run.spec import RunSpec
 
 METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -24,11 +24,7 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "diloco": ({"method": "diloco"}, {"ablations": {"modified_adamw": True, "adaptation": "discarded"}}),
     "grassmann": ({}, {"ablations": {"grassmann_every": 1}}),
 }
-STACKED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "sparseloco": ({"compression": {"value_bits": 2}}, {}),
-    "adamw_ddp": ({"method": "adamw_ddp"}, {}),
-}
-"""Settings of the outer rounds and of the boundary, with replicas one after another and with stacks."""
+"""Settings of the outer rounds and of the boundary."""
 
 
 class _OneDevice(TorchFunctionMode):
@@ -59,11 +55,9 @@ def fused_on_meta(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("fused_on_meta")
-@pytest.mark.parametrize(
-    ("method", "stacks"), [*((method, False) for method in METHODS), *((method, True) for method in STACKED)]
-)
-def test_nothing_stays_behind_on_the_cpu(method: str, stacks: bool, corpus: Path, tmp_path: Path) -> None:
-    outer, boundary = (STACKED if stacks else METHODS)[method]
+@pytest.mark.parametrize("method", METHODS)
+def test_nothing_stays_behind_on_the_cpu(method: str, corpus: Path, tmp_path: Path) -> None:
+    outer, boundary = METHODS[method]
     home = {"kind": "participants", "stages": 2, "boundary": {"rank": "1/4", **boundary}}
     config = table_config(
         {
@@ -73,7 +67,7 @@ def test_nothing_stays_behind_on_the_cpu(method: str, stacks: bool, corpus: Path
             "inner": {"steps": 1, "warmup_steps": 3, "learning_rate": 0.01},
             "outer": {"rounds": 2, **outer},
             "replicas": [
-                *(home | {"name": name, "batch_size": 4} for name in ("ab" if stacks else "a")),  # a stack needs two
+                home | {"name": "home", "batch_size": 4},
                 {"name": "dc", "kind": "datacenter", "batch_size": 4},
             ],
         }
@@ -81,15 +75,13 @@ def test_nothing_stays_behind_on_the_cpu(method: str, stacks: bool, corpus: Path
     spec, store = RunSpec(config, 256), prepare_tokens(config.data, tmp_path)
     device = torch.device("meta")
     with _OneDevice():
-        group = AllReplicas(spec, store, device=device, stacks=stacks)
-        assert group.is_stacked == stacks
+        group = AllReplicas(spec, store, device=device)
         assert group.round(1)
         assert group.round(2)
         assert group.evaluate() == group.evaluate_compressed() == 1.0
         held = [*group.theta.values(), *group.errors[0].values(), *group.outer.momentum.values(), *group.validation]
         held += [parameter for replica in group.replicas for parameter in replica.parameters.values()]
         optimizers = [optimizer for replica in group.replicas for optimizer in replica.optimizer.optimizers]
-        optimizers += [optimizer for stack in group.stacks for optimizer in stack.optimizer.optimizers]
         for optimizer in optimizers:
             held += [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
         assert {tensor.device for tensor in held} == {device}

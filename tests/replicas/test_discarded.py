@@ -11,7 +11,7 @@ from table_config import table_config
 
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.model.transformer import EMBEDDING
-from hetero_pp.research.vectorized.all_replicas import AllReplicas
+from hetero_pp.research.trainer.train import AllReplicas
 from hetero_pp.run.spec import RunSpec
 
 EXACT = {"density": 1.0, "value_bits": 32, "quantiser": "levels", "error_feedback_decay": 0.0}
@@ -40,7 +40,7 @@ def _spec(corpus: Path, learning_rate: float, *replicas: dict[str, Any]) -> RunS
 
 
 def test_whole_replicas_that_learn_nothing_change_nothing(corpus: Path, tmp_path: Path) -> None:
-    """The vectorized trainer trains a normal round, then one with a learning rate too small to change any weight."""
+    """The trainer of tables trains a normal round, then one with a learning rate too small to change any weight."""
     learning, idle = _spec(corpus, 0.01, DC, HOME), _spec(corpus, 1e-30, DC, HOME)
     store = prepare_tokens(learning.config.data, tmp_path)
     group, later = AllReplicas(learning, store), AllReplicas(idle, store)

@@ -1,4 +1,4 @@
-"""Means of elected signs, and a second warm-up after pretraining: the vectorized trainer against formulas."""
+"""Means of elected signs, and a second warm-up after pretraining: the trainer of tables against formulas."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from table_config import table_config
 
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.tokens import prepare_tokens
-from hetero_pp.research.vectorized.all_replicas import AllReplicas
+from hetero_pp.research.trainer.train import AllReplicas
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 

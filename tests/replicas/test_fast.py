@@ -1,4 +1,4 @@
-"""The vectorized trainer: AdamW DDP against one model, every method against stored results and staged runs."""
+"""The trainer of tables: AdamW DDP against one model, every method against stored results and staged runs."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ from hetero_pp.outer import methods as outer_methods
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.program.launch.inputs import require_launchable
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
-from hetero_pp.research.vectorized import contributions
-from hetero_pp.research.vectorized.all_replicas import AllReplicas
-from hetero_pp.research.vectorized.contributions import WORTH_NUMBA, fastest
-from hetero_pp.research.vectorized.train import FastResult, train_fast
+from hetero_pp.research.trainer import contributions
+from hetero_pp.research.trainer.contributions import WORTH_NUMBA, fastest
+from hetero_pp.research.trainer.train import AllReplicas, FastResult, train_fast
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec

@@ -1,4 +1,4 @@
-"""Rounds that exclude some contributions: the vectorized trainer against explicit formulas."""
+"""Rounds that exclude some contributions: the trainer of tables against explicit formulas."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from hetero_pp.data.tokens import TokenStore, prepare_tokens
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.program.launch.in_process import run_in_process
-from hetero_pp.research.participation import missed_in
-from hetero_pp.research.vectorized.all_replicas import AllReplicas
-from hetero_pp.research.vectorized.train import train_fast
+from hetero_pp.research.trainer.participation import missed_in
+from hetero_pp.research.trainer.train import AllReplicas, train_fast
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
@@ -191,7 +190,7 @@ def test_without_a_group_it_has_the_bits_of_the_run_in_process(corpus: Path, tmp
     }
 
     def losses_of(outer: dict[str, Any], folder: Path) -> tuple[list[float], list[float]]:
-        """Return the validation losses of the vectorized trainer and of the run in process."""
+        """Return the validation losses of the trainer of tables and of the run in process."""
         config = _config(corpus, {**outer, "missed": MISSED, "keep_local": True}, exchange)
         fast = train_fast(RunSpec(config, 256), prepare_tokens(config.data, folder))
         spec = RunSpec(RunConfig.model_validate(config.model_dump(exclude={"research"})), 256)

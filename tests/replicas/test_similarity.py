@@ -15,9 +15,8 @@ from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.pseudo_gradient.contribution import DecodedTensor
 from hetero_pp.research.settings import Every
-from hetero_pp.research.vectorized.all_replicas import AllReplicas
-from hetero_pp.research.vectorized.similarity import Similarities
-from hetero_pp.research.vectorized.train import train_fast
+from hetero_pp.research.trainer.measurements import Similarities
+from hetero_pp.research.trainer.train import AllReplicas, train_fast
 from hetero_pp.run.spec import RunSpec
 
 DILOCO = {"method": "diloco"}

@@ -17,9 +17,8 @@ from hetero_pp.outer.step import OuterOptimizer
 from hetero_pp.research.experiments.facts import facts, token_count
 from hetero_pp.research.experiments.supply import tokens_read
 from hetero_pp.research.settings import Every, ResearchConfig
-from hetero_pp.research.vectorized.all_replicas import AllReplicas
-from hetero_pp.research.vectorized.measured import contribution_bytes
-from hetero_pp.research.vectorized.train import train_fast
+from hetero_pp.research.trainer.measurements import contribution_bytes
+from hetero_pp.research.trainer.train import AllReplicas, train_fast
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 

@@ -21,7 +21,7 @@ from hetero_pp.model.transformer import EMBEDDING
 from hetero_pp.outer.gradient import Compressed, GradientOptimizer
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pipeline.subspace import random_basis
-from hetero_pp.research.vectorized.all_replicas import AllReplicas
+from hetero_pp.research.trainer.train import AllReplicas
 from hetero_pp.run.spec import RunSpec
 
 RATE, DECAY, BETAS, STEPS = 0.01, 0.1, (0.9, 0.95), 3

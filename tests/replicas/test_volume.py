@@ -1,4 +1,4 @@
-"""Bytes of contributions on the wires: by hand, in the vectorized trainer, from a run's log, and by formula."""
+"""Bytes of contributions on the wires: by hand, in the trainer of tables, from a run's log, and by formula."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ from hetero_pp.program.cli import app
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.pseudo_gradient.contribution import DecodedTensor
 from hetero_pp.research.settings import Every
-from hetero_pp.research.vectorized.all_replicas import AllReplicas
-from hetero_pp.research.vectorized.measured import Measured
-from hetero_pp.research.vectorized.train import train_fast
+from hetero_pp.research.trainer.measurements import Measured
+from hetero_pp.research.trainer.train import AllReplicas, train_fast
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import save_config

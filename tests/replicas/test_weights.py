@@ -1,4 +1,4 @@
-"""Contributions weighted by tokens: the vectorized trainer against an explicit mean."""
+"""Contributions weighted by tokens: the trainer of tables against an explicit mean."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from table_config import table_config
 
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.outer.methods import OuterSettings
-from hetero_pp.research.participation import missed_in
-from hetero_pp.research.vectorized.all_replicas import AllReplicas
+from hetero_pp.research.trainer.participation import missed_in
+from hetero_pp.research.trainer.train import AllReplicas
 from hetero_pp.run.spec import RunSpec
 
 BATCHES = {"a": 2, "b": 6, "c": 4}

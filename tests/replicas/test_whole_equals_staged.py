@@ -1,4 +1,4 @@
-"""A replica of the vectorized trainer against the same replica cut into stages: gradients for every boundary."""
+"""A replica of the trainer of tables against the same replica cut into stages: gradients for every boundary."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hetero_pp.model.rope_scaling import RopeScaling
 from hetero_pp.model.transformer import EMBEDDING, ModelSettings, Transformer, build_part, initialise
 from hetero_pp.pipeline.coefficients import format_of, noise_key
 from hetero_pp.pipeline.subspace import random_basis
-from hetero_pp.research.vectorized.replica import TableReplica
+from hetero_pp.research.trainer.replica import TableReplica
 from stages.anchors import Anchors, anchors_of
 from stages.boundary import Boundary
 from stages.stage import Stage

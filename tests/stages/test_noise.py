@@ -31,7 +31,7 @@ from hetero_pp.model.transformer import (
 )
 from hetero_pp.pipeline.coefficients import Bits, noise, noise_key
 from hetero_pp.pipeline.subspace import random_basis
-from hetero_pp.research.vectorized.replica import TableReplica, whole_loss
+from hetero_pp.research.trainer.replica import TableReplica, whole_loss
 from stages.boundary import Boundary
 from stages.stage import Stage
 from stages.worker import StageWorker, WorkerSettings

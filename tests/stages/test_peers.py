@@ -14,11 +14,8 @@ from hetero_pp.core.errors import ConfigError
 from hetero_pp.model.inner import InnerSettings
 from hetero_pp.model.transformer import ModelSettings
 from hetero_pp.pipeline.coefficients import noise_key
-from hetero_pp.research.peers.mapl import Mapl, polar
-from hetero_pp.research.peers.peer import Peer, bytes_per_token, peer_of
-from hetero_pp.research.peers.resbm import ResBM
-from hetero_pp.research.peers.tah_quant import TahQuant
 from hetero_pp.research.settings import PeerSettings
+from hetero_pp.research.trainer.peers import Mapl, Peer, ResBM, TahQuant, average_peers, bytes_per_token, peer_of, polar
 from stages.own_parameters import OwnParameters
 
 SHAPE = ModelSettings(width=64, heads=2, feed_forward=64, layers=3).resolve(50)
@@ -110,7 +107,7 @@ def test_a_mean_of_projections_is_made_orthonormal_again() -> None:
     assert isinstance(peer, Mapl)
     with torch.no_grad():
         peer.projections["projection.0"].mul_(0.5).add_(0.01)
-    peer.averaged()
+    average_peers([peer])
     projection = peer.projections["projection.0"].detach()
     torch.testing.assert_close(projection.T @ projection, torch.eye(4), atol=1e-5, rtol=0)
     assert polar(torch.zeros(4, 2)).equal(torch.zeros(4, 2))

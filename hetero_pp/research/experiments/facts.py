@@ -9,8 +9,8 @@ from fractions import Fraction
 from hetero_pp.core.units import format_number
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
-from hetero_pp.research.participation import sequences_in
 from hetero_pp.research.settings import research_of
+from hetero_pp.research.trainer.participation import sequences_in
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 

@@ -24,8 +24,8 @@ from hetero_pp.research.experiments.outcomes import Outcome, add_outcome
 from hetero_pp.research.experiments.provenance import commit, machine
 from hetero_pp.research.experiments.rows import Setting
 from hetero_pp.research.settings import Every
-from hetero_pp.research.vectorized.together import constraint_of
-from hetero_pp.research.vectorized.train import FastResult, train_fast
+from hetero_pp.research.trainer.replica import constraint_of
+from hetero_pp.research.trainer.train import FastResult, train_fast
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 from replica_groups.engines.ranks import ALONE, Ranks

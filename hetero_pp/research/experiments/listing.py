@@ -19,7 +19,7 @@ from hetero_pp.research.experiments.facts import parameter_count, token_count
 from hetero_pp.research.experiments.request import Request
 from hetero_pp.research.experiments.rows import Setting
 from hetero_pp.research.experiments.supply import Estimates, Supply
-from hetero_pp.research.vectorized.measured import contribution_bytes
+from hetero_pp.research.trainer.measurements import contribution_bytes
 from hetero_pp.run.spec import RunSpec
 
 SECONDS_PER_FLOP = {"cpu": 1 / 2.0e10, "gpu": 1 / 4.0e13}

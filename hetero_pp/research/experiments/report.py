@@ -28,7 +28,7 @@ from hetero_pp.research.experiments.supply import counted
 from hetero_pp.research.experiments.trends import trend_results
 from hetero_pp.research.experiments.varied import lines_of
 from hetero_pp.research.experiments.verdict import Values
-from hetero_pp.research.participation import replicas_in
+from hetero_pp.research.trainer.participation import replicas_in
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.traffic import expected_volume
 

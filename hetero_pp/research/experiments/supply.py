@@ -13,7 +13,7 @@ from hetero_pp.data.sources import StreamedCorpus
 from hetero_pp.research.experiments.corpus import Corpus, estimate_tokens, require_tokenizer
 from hetero_pp.research.experiments.facts import rounded
 from hetero_pp.research.experiments.rows import Setting
-from hetero_pp.research.participation import sequences_in
+from hetero_pp.research.trainer.participation import sequences_in
 from hetero_pp.run.config import RunConfig
 
 MORE = "supply more text: --corpus PATH, or --corpus hf:NAME with --tokenizer PATH to stream it"

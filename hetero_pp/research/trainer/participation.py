@@ -16,8 +16,8 @@ from hetero_pp.data.batches import StoreBatches
 from hetero_pp.data.shares import Share, SharedBatches
 from hetero_pp.data.sources import Source
 from hetero_pp.data.tokens import TokenStore
-from hetero_pp.research.clusters import Clusters, find_clusters
 from hetero_pp.research.settings import research_of
+from hetero_pp.research.trainer.clusters import Clusters, find_clusters
 from hetero_pp.run.batches import replica_batches, validation_rows
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import MemberSpec, RunSpec
@@ -27,6 +27,7 @@ _DRAWS = 2**63
 
 
 def replicas_in(config: RunConfig, round_: int) -> Sequence[ReplicaSettings]:
+    """Return the replicas that take part in a round."""
     counts = research_of(config).counts
     count = counts[max(since for since in counts if since <= max(round_, 1))] if counts else None
     return config.replicas[:count]
@@ -99,7 +100,6 @@ def table_batches(spec: RunSpec, member: MemberSpec, source: Source) -> tuple[Sh
     """
     if research_of(spec.config).clusters is None:
         return replica_batches(spec, member, source)
-    assert isinstance(source, TokenStore)
     replica, alone = member.replica.name, research_of(spec.config).pretraining
 
     def batches_of(share: Share) -> ClusteredBatches:
@@ -113,9 +113,9 @@ def table_batches(spec: RunSpec, member: MemberSpec, source: Source) -> tuple[Sh
     return SharedBatches(share_of(spec, replica, 1), batches_of), validation_rows(spec, member, source)
 
 
-def _clustered(spec: RunSpec, source: TokenStore, share: Share, size: int) -> ClusteredBatches:
+def _clustered(spec: RunSpec, source: Source, share: Share, size: int) -> ClusteredBatches:
     data, seed, count = spec.config.data, spec.config.seed, research_of(spec.config).clusters
-    assert count is not None
+    assert isinstance(source, TokenStore) and count is not None
     return ClusteredBatches(
         store=source,
         sequence_length=data.sequence_length,
@@ -128,23 +128,18 @@ def _clustered(spec: RunSpec, source: TokenStore, share: Share, size: int) -> Cl
 
 
 class Weights:
-    """Weights of contributions by replica: equal, by tokens, or by the sequences in a replica's shard."""
+    """Weights of contributions by replica: equal, by tokens, or by the sequences in a replica's shard of clusters."""
 
     def __init__(self, spec: RunSpec, source: Source) -> None:
         weight, research = spec.config.outer.weight, research_of(spec.config)
         tokens = spec.inner_steps * spec.config.data.sequence_length
-        self._by_tokens = {one.name: weight(tokens * one.batch_size) for one in spec.config.replicas}
-        since = {1, research.pretraining + 1} if research.weighs_examples else set[int]()
-        self._examples = [(round_, _examples_in(spec, source, round_)) for round_ in sorted(since)]
+        self._since = {1: {one.name: weight(tokens * one.batch_size) for one in spec.config.replicas}}
+        for round_ in (1, research.pretraining + 1) if research.weighs_examples else ():
+            shares = {one.name: share_of(spec, one.name, round_) for one in spec.config.replicas}
+            self._since[round_] = {
+                name: float(_clustered(spec, source, share, 1).shard_size) for name, share in shares.items()
+            }
 
     def in_round(self, round_: int) -> dict[str, float]:
         """Return the weight of every replica in a round."""
-        found = [examples for since, examples in self._examples if since <= round_]
-        return found[-1] if found else self._by_tokens
-
-
-def _examples_in(spec: RunSpec, source: Source, round_: int) -> dict[str, float]:
-    """Return the number of sequences in each replica's shard of clusters in a round."""
-    assert isinstance(source, TokenStore)
-    shares = {replica.name: share_of(spec, replica.name, round_) for replica in spec.config.replicas}
-    return {name: float(_clustered(spec, source, share, 1).shard_size) for name, share in shares.items()}
+        return self._since[max(since for since in self._since if since <= round_)]

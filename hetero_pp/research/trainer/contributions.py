@@ -10,21 +10,48 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.robust import RobustMean
-from hetero_pp.outer.step import WeightedMean
+from hetero_pp.outer.step import OuterOptimizer, WeightedMean, outer_step
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import DecodedTensor
 from hetero_pp.pseudo_gradient.error_feedback import give_back, select
 from hetero_pp.pseudo_gradient.selection import generator_of
-from hetero_pp.research.outer import ElectedMean, drop_largest
-from hetero_pp.research.participation import missed_in, replicas_in
 from hetero_pp.research.settings import research_of
-from hetero_pp.research.vectorized.measured import Measured
+from hetero_pp.research.trainer.measurements import Measured
+from hetero_pp.research.trainer.participation import missed_in, replicas_in
 from hetero_pp.run.spec import RunSpec
 from replica_groups.engines.ranks import Ranks
 
 WORTH_NUMBA = 10_000
 """Selections of a run that save several times as much with numba as its import takes, 0.7 s."""
+
+
+class ElectedMean:
+    """Mean of the contributions that have the elected sign in a coordinate: the sign of the weighted sum of all.
+
+    Source: the disjoint merge of TIES (Yadav et al. 2023), which DiLoCo tried instead of the mean (section 6.1). It has
+    the interface of WeightedMean.
+    """
+
+    def __init__(self, shape: Sequence[int], device: torch.device) -> None:
+        self.total = torch.zeros(2, *shape, device=device)
+        """Weighted sums of the positive values, and of the negative ones."""
+        self.sent = torch.zeros(2, *shape, device=device)
+        """Their weights."""
+
+    def add(self, decoded: DecodedTensor, weight: float = 1.0) -> None:
+        dense = torch.zeros_like(self.total[0])
+        decoded.add_to(dense, 1.0)
+        for part, values in enumerate((dense.clamp_min(0), dense.clamp_max(0))):
+            self.total[part].add_(values, alpha=weight)
+            self.sent[part].add_(values != 0, alpha=weight)
+
+    def finish(self, weight: float | None = None) -> Tensor:
+        """Return the mean; 0 where nobody sent a value."""
+        positive, negative = self.total / self.sent.masked_fill(self.sent == 0, 1.0)
+        return torch.where(self.total.sum(0) >= 0, positive, negative)
+
 
 Mean = WeightedMean | ElectedMean | RobustMean
 """Takes one parameter's contributions one by one."""
@@ -99,11 +126,15 @@ class Contributions:
         generator = generator_of(self._spec.run, self._round, replica, name)
         selection = select(error, delta, self._compression, generator=generator)
         sent = DecodedTensor(selection.indices, selection.values)
-        before = None if self._measured.outer is None else _before_removal(error, sent, outer.compression.memory)
+        if self._measured.outer is not None:
+            # the memory as it was when the sent values were chosen; a momentum still has them
+            before = error.clone()
+            if outer.compression.memory == "error_feedback":
+                before.view(-1).index_add_(0, sent.indices, sent.values)
         if drops := research_of(self._spec.config).memory_drops:
             drop_largest(error, drops, outer.compression)
         self._measured.contribution(replica, name, selection)
-        if self._measured.outer is not None and before is not None and replica not in self.missed:
+        if self._measured.outer is not None and replica not in self.missed:
             self._measured.outer.contribution(replica, self._weights[replica], delta, before, error)
         if replica in self.missed:
             give_back(error, sent.indices, sent.values, outer.given_back)
@@ -129,6 +160,13 @@ def fastest(settings: CompressionSettings, selections: int) -> CompressionSettin
     return settings.model_copy(update={"accelerator": "numba"})
 
 
+def drop_largest(momentum: Tensor, share: float, settings: CompressionSettings) -> None:
+    """Set the largest `share` of a momentum's values in each chunk to zero, in place (SparseLoCo, section 2.2)."""
+    largest = {"density": share, "selection": "top_k", "quantiser": "levels", "value_bits": 32}
+    plain = {"memory": "error_feedback", "error_feedback_decay": 1.0, "transform": "none"}
+    select(momentum, torch.zeros_like(momentum), settings.model_copy(update=largest | plain))
+
+
 def _of_all_ranks(weighted: Sequence[tuple[float, DecodedTensor]], ranks: Ranks) -> list[tuple[float, DecodedTensor]]:
     """Return (weight, contribution) of the replicas on all ranks, in the order of the replicas."""
     if ranks.world == 1:
@@ -144,9 +182,21 @@ def _of_all_ranks(weighted: Sequence[tuple[float, DecodedTensor]], ranks: Ranks)
     return found
 
 
-def _before_removal(error: Tensor, sent: DecodedTensor, memory: str) -> Tensor:
-    """Return a replica's memory of one parameter as it was when the sent values were chosen: a momentum keeps them."""
-    before = error.clone()
-    if memory == "error_feedback":
-        before.view(-1).index_add_(0, sent.indices, sent.values)
-    return before
+class PretrainedOptimizer(OuterOptimizer):
+    """Outer optimizer that begins after the `pretraining` first rounds, which set theta to the mean of one replica.
+
+    Its learning rates, and the number of its steps, count from the first round after them.
+    """
+
+    def __init__(self, settings: OuterSettings, pretraining: int) -> None:
+        super().__init__(settings.model_copy(update={"rounds": max(1, settings.rounds - pretraining)}))
+        self._pretraining = pretraining
+
+    def begin(self, round_: int, weights: Mapping[str, float]) -> None:
+        super().begin(round_ - self._pretraining, weights)
+
+    def _step(self, theta: Mapping[str, Tensor], name: str, mean: Tensor) -> None:
+        if self._round <= 0:
+            outer_step(theta[name], mean, 1.0)
+        else:
+            super()._step(theta, name, mean)

@@ -1,4 +1,4 @@
-"""Row checkpoint: the state of a run of the vectorized trainer as a file, from which an interrupted row resumes.
+"""Row checkpoint: the state of a row in training as a file, from which an interrupted row resumes.
 
 There is one file per rank. A run with several ranks resumes only if all of them have the state after the same round.
 """
@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +29,7 @@ class Checkpoint:
 
     def __init__(self, path: Path, run: str, ranks: Ranks, seconds: float) -> None:
         self.path = path if ranks.world == 1 else path.with_name(f"{path.name}.{ranks.rank}-of-{ranks.world}")
-        self.run = run
-        self.ranks = ranks
+        self.run, self.ranks = run, ranks
         self.seconds = seconds
         """Seconds between two saves of the state."""
         self._saved = time.monotonic()
@@ -48,11 +46,8 @@ class Checkpoint:
             found = torch.load(self.path, map_location="cpu", weights_only=True)
             assert found is not None
             if found["run"] != self.run:
-                raise ConfigError(
-                    (),
-                    f"{self.path}: found the checkpoint of another configuration; delete it to start "
-                    "from the beginning",
-                )
+                told = "found the checkpoint of another configuration; delete it to start from the beginning"
+                raise ConfigError((), f"{self.path}: {told}")
         rounds = self.ranks.gather(-1 if found is None else found["round"])
         return found if found is not None and len(set(rounds)) == 1 else None
 
@@ -66,19 +61,25 @@ class Checkpoint:
         If a rank cannot write its file, the previous save stays, and the next due save tries again.
         """
         self._saved = time.monotonic()
-        content = {"run": self.run, "round": round_, **state}
         part = self.path.with_name(f"{self.path.name}.{secrets.token_hex(4)}{PART}")
-        failure = self._failure_of(partial(self._write, content, part))
+
+        def write() -> None:
+            part.parent.mkdir(parents=True, exist_ok=True)
+            save_object({"run": self.run, "round": round_, **state}, part)
+            flush(part)
+
+        def replace() -> None:
+            part.replace(self.path)
+            flush(self.path.parent)
+
+        failure = self._failure_of(write)
         if not any(self.ranks.gather(float(bool(failure)))):  # no file is replaced before all ranks have written theirs
-            failure = self._failure_of(partial(self._name, part))
+            failure = self._failure_of(replace)
         with suppress(OSError):  # the part was renamed, or never made
             part.unlink()
         if failure:
-            print(
-                f"{failure}; training continues, and the next checkpoint is saved on schedule",
-                file=sys.stderr,
-                flush=True,
-            )
+            told = "training continues, and the next checkpoint is saved on schedule"
+            print(f"{failure}; {told}", file=sys.stderr, flush=True)
 
     def _failure_of(self, do: Callable[[], object]) -> str:
         """Run `do`; return the message of an OSError, empty if there is none."""
@@ -88,15 +89,6 @@ class Checkpoint:
         except OSError as error:
             return complaint(error)
         return ""
-
-    def _write(self, content: dict[str, Any], part: Path) -> None:
-        part.parent.mkdir(parents=True, exist_ok=True)
-        save_object(content, part)
-        flush(part)
-
-    def _name(self, part: Path) -> None:
-        part.replace(self.path)
-        flush(self.path.parent)
 
     def remove(self) -> None:
         """Remove the file at the end of the run, if its disk allows it."""

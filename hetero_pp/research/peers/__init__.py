@@ -1,1 +1,0 @@
-"""Published boundary methods that `beyond/boundaries` compares with ours. Only the vectorized trainer has them."""

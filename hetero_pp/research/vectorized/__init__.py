@@ -1,1 +1,0 @@
-"""Vectorized trainer: whole replicas in one process with nothing serialised; `hetero-pp reproduce` uses it."""
