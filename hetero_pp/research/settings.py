@@ -35,7 +35,7 @@ class PeerSettings(Settings):
     """Published boundary method in place of the subspace; `rank` and `bits` or `dtype` of the boundary set its size."""
 
     method: Literal["resbm", "mapl", "tah_quant"] = Field(
-        description="published method that replaces the subspace (see hetero_pp.research.peers)"
+        description="published method that replaces the subspace (see hetero_pp.research.trainer.peers)"
     )
     four_bits: Ratio = Field(0.8, description="TAH-Quant: share of the tiles that use 4 bits; the others use 3")
     gradient_bits: int = Field(6, ge=2, le=8, description="TAH-Quant: bits per value of a gradient")
