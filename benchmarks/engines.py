@@ -59,9 +59,8 @@ from replica_groups.engines.ranks import Ranks, init_ranks
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.server import serve_exchange
-from replica_groups.member.collective import CollectiveExchange
 from replica_groups.member.outer_round import OuterRound
-from replica_groups.member.seat import Pulse
+from replica_groups.member.session import Heartbeat, MemberSession
 
 SECRET = Secret("of this benchmark only")
 OUTER = OuterSettings.model_validate({"rounds": 2, "compression": {"density": 1 / 128}})
@@ -185,10 +184,10 @@ def _outer_round(
             save_file(parameters, folder / PARAMETERS)
             client = ExchangeClient(stack.enter_context(serving(_serve, case, folder)), SECRET.credentials("r"))
             stack.callback(client.close)
-        shared = CollectiveExchange(client, ranks)
+        shared = MemberSession(client, "r", "r", "run", ranks=ranks)
         shared.join("r", "")
-        outer = OuterRound("run", "r", "r", engine, parameters, shared, OUTER, ranks=ranks, keeps_undo=False)
-        stack.enter_context(Pulse(shared, "r", lambda before, cause: None).beating())
+        outer = OuterRound(shared, engine, parameters, OUTER, keeps_undo=False)
+        stack.enter_context(Heartbeat(shared, "r", lambda before, cause: None).beating())
         outer.synchronise(1, shared.assign("r", 0).epoch)
         epoch, before = shared.assign("r", 1).epoch, _reset_peak(ranks.device)
         seconds = _timed(lambda: outer.synchronise(2, epoch), ranks.device)

@@ -49,7 +49,7 @@ from replica_groups.exchange.host import begin_run, make_exchange
 from replica_groups.exchange.lobby import Lobby
 from replica_groups.exchange.memberships import Memberships
 from replica_groups.exchange.server import OpenHouse, serve_exchange
-from replica_groups.member import seat
+from replica_groups.member import session
 from replica_groups.member.take_part import take_part
 
 SECRET = Secret("the secret of a run that has liars")
@@ -140,7 +140,7 @@ class LyingRun:
         self._stack.enter_context(
             mock.patch.object(ExchangeClient, "deposit_blob", self._noting(ExchangeClient.deposit_blob))
         )
-        self._stack.enter_context(mock.patch.object(seat, "SECONDS_BETWEEN_BEATS", 0.2))
+        self._stack.enter_context(mock.patch.object(session, "SECONDS_BETWEEN_BEATS", 0.2))
         self._stack.enter_context(mock.patch.object(served_exchange, "LONGEST_WAIT", 1.0))
         return self
 

@@ -14,9 +14,8 @@ from hetero_pp.config.links import LinkSpec, stage_link_name
 from hetero_pp.core.errors import LinkClosed
 from hetero_pp.data.sources import open_source
 from hetero_pp.link.protocol import LinkEnds
-from hetero_pp.messages.messages_pb2 import InnerStep, RoundRecord
+from hetero_pp.messages.messages_pb2 import InnerStep
 from hetero_pp.model.transformer import EMBEDDING
-from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.snapshot import first_snapshot
 from hetero_pp.run.spec import RunSpec
@@ -24,6 +23,7 @@ from replica_groups.engines.ranks import ALONE
 from replica_groups.member.build_member import Start, build_member
 from replica_groups.member.outer_round import OuterRound
 from replica_groups.member.participants import StageMember
+from replica_groups.member.session import MemberSession
 
 T = TypeVar("T")
 SECONDS = 120.0
@@ -46,24 +46,6 @@ def group_spec(corpus: str, boundary: Mapping[str, Any] | None = None, **changes
     return RunSpec(RunConfig.model_validate(config | changes), 256)
 
 
-class NoExchange:
-    """Implements Contributions; no call is expected."""
-
-    def deposit_together(
-        self, member: str, blobs: Mapping[BlobAddress, bytes], epoch: int | None = None, steps: int = 0
-    ) -> None:
-        raise AssertionError
-
-    def record(self, round_: int, member: str | None = None) -> RoundRecord:
-        raise AssertionError
-
-    def fetch(self, member: str, round_: int, replica: str, block: str) -> bytes:
-        raise AssertionError
-
-    def confirm(self, member: str, round_: int, sha256: Mapping[str, bytes]) -> None:
-        raise AssertionError
-
-
 class StageMembers:
     """The members of the group, with their outer rounds."""
 
@@ -81,7 +63,9 @@ class StageMembers:
             self.members.append(member)
             settings = spec.config.outer
             self.outers.append(
-                OuterRound(spec.run, one.name, "home", member.parameters, start.parameters, NoExchange(), settings)
+                OuterRound(
+                    MemberSession(None, one.name, "home", spec.run), member.parameters, start.parameters, settings
+                )
             )
         self.start_round()
 

@@ -27,7 +27,7 @@ _DISK_BLOCK_BYTES = 4096
 _OTHER_FILES = 10
 """Files of any run: its configuration, charts, summary and the like."""
 _A_SECOND = 2
-"""Most reports of each activity and each direction a second: replica_groups/member/reporter.py, training_loop.py."""
+"""Most reports of each activity and each direction a second: replica_groups/member/reporter.py, take_part.py."""
 
 
 def disk_bytes(spec: RunSpec, names: Sequence[str]) -> dict[str, float]:

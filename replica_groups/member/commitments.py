@@ -27,11 +27,12 @@ import torch
 from hetero_pp.core.errors import HeteroPPError, Refused
 from hetero_pp.core.files import complaint, rename_whole
 from hetero_pp.data.shares import Hash
-from hetero_pp.messages.messages_pb2 import BlobHeader, Commitment, ShownFile
-from hetero_pp.rpc.exchange_service import Caller, ForwardedExchange
+from hetero_pp.messages.messages_pb2 import Commitment, ShownFile
+from hetero_pp.rpc.exchange_service import Caller
 from replica_groups.member.committed_state import BEFORE, MESSAGES, CommittedState, messages_sha256
 from replica_groups.member.inner_loops import StepsTaken
 from replica_groups.member.outer_round import OuterRound
+from replica_groups.member.session import MemberSession
 from replica_groups.member.training_member import TrainingMember
 
 _LOST = "its state is not the one after the last round that counted it"
@@ -40,33 +41,15 @@ INHERITED_ROUNDS = 32
 """Rounds for which states of an earlier process stay: an audit that asked that process may ask this one."""
 
 
-class CommittedExchange(ForwardedExchange):
-    """Adds what a member commits to to each of its blobs."""
-
-    commitment: Commitment | None = None
-    """The commitment of the newest contribution; None if the run is not audited by recomputation."""
-
-    def deposit_blob(self, header: BlobHeader, data: bytes, caller: Caller) -> None:
-        if self.commitment is not None:
-            header.commitment.CopyFrom(self.commitment)
-        super().deposit_blob(header, data, caller)
-
-
 class Commitments:
     """Commitments of one member, and its checkpoints from before the newest rounds."""
 
     def __init__(
-        self,
-        name: str,
-        member: TrainingMember,
-        outer: OuterRound,
-        steps: StepsTaken,
-        folder: Path,
-        exchange: CommittedExchange,
+        self, session: MemberSession, member: TrainingMember, outer: OuterRound, steps: StepsTaken, folder: Path
     ) -> None:
-        """`folder` holds the checkpoints; `exchange` takes the contributions, and the files that an audit asks for."""
-        self._name, self._member, self._outer, self._steps = name, member, outer, steps
-        self._folder, self._exchange = folder, exchange
+        """`folder` holds the checkpoints; the session takes the contributions, and the files that an audit asks for."""
+        self._session, self._name, self._folder = session, session.member, folder
+        self._member, self._outer, self._steps = member, outer, steps
         self._inherited = {number for number, _ in self._kept()}
         """Rounds of an earlier process of the member, for which an audit may ask again."""
         self._before, self._rest = b"", b""
@@ -100,7 +83,7 @@ class Commitments:
         digests = self._member.message_digests()
         if digests and self._path(round_).is_dir():
             self._save_messages(digests, self._path(round_) / MESSAGES)
-        self._exchange.commitment = Commitment(
+        self._session.commitment = Commitment(
             member=self._name,
             before=self._before,
             rest=self._rest,
@@ -189,9 +172,9 @@ class Commitments:
         """Send a file. One that arrived damaged is sent again, once."""
         header = ShownFile(round=round_, name=path.name, size=path.stat().st_size)
         try:
-            self._exchange.show_file(header, path, Caller(self._name))
+            self._session.show_file(header, path, Caller(self._name))
         except Refused:
-            self._exchange.show_file(header, path, Caller(self._name))
+            self._session.show_file(header, path, Caller(self._name))
 
 
 def state_of(member: TrainingMember, outer: OuterRound, position: Any, steps: dict[str, Any] | None) -> CommittedState:

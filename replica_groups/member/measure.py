@@ -18,10 +18,13 @@ from torch import Tensor
 from hetero_pp.config.topology import ParticipantsReplica
 from hetero_pp.core.device import CPU
 from hetero_pp.link.token_ids import pack_tokens, unpack_tokens
-from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry, RoundRecord
+from hetero_pp.messages.messages_pb2 import (
+    ContributionEntry,
+    RoundRecord,
+)
 from hetero_pp.model.transformer import EMBEDDING
 from hetero_pp.pipeline.coefficients import noise_key
-from hetero_pp.pseudo_gradient.contribution import BlobAddress, entry_of
+from hetero_pp.pseudo_gradient.contribution import entry_of
 from hetero_pp.run.simulate_section import MeasuredCost
 from hetero_pp.run.snapshot import Snapshot, initial_snapshot
 from hetero_pp.run.spec import MemberSpec, RunSpec
@@ -30,6 +33,7 @@ from replica_groups.engines.parameter_store import LocalParameters
 from replica_groups.engines.plain import WholeReplica
 from replica_groups.member.build_member import Start, build_stage
 from replica_groups.member.outer_round import OuterRound
+from replica_groups.member.session import MemberSession
 from stages.stage import Stage
 
 REPEATS = 9
@@ -130,38 +134,15 @@ def _measure_outer(
 ) -> tuple[float, float]:
     """Return the seconds to make a contribution, and to apply the contributions of all replicas."""
     start = {name: snapshot.parameters[name] for name in parameters}
-    exchange = _Echo(member.replica.name, len(spec.config.replicas))
-    outer = OuterRound(
-        spec.run, member.name, member.replica.name, LocalParameters(parameters), start, exchange, spec.config.outer
-    )
+    session = MemberSession(None, member.name, member.replica.name, spec.run)
+    outer = OuterRound(session, LocalParameters(parameters), start, spec.config.outer)
     contribute = median_seconds(lambda: outer.contribute(1))
     own = outer.contribute(1)
-    record = exchange.record(1)
+    # This member's contribution takes the place of those of all replicas.
+    blobs = [entry_of(session.address_of(1, block), data, ()) for block, data in own.items()]
+    entry = ContributionEntry(replica=member.replica.name, weight=1.0, blobs=blobs)
+    record = RoundRecord(round=1, contributions=[entry] * len(spec.config.replicas))
     return contribute, median_seconds(lambda: outer.apply(record, own))
-
-
-class _Echo:
-    """Returns one member's contribution as the contributions of all replicas. Implements Contributions."""
-
-    def __init__(self, replica: str, replicas: int) -> None:
-        self._replica, self._replicas = replica, replicas
-        self._blobs: dict[str, BlobEntry] = {}
-
-    def deposit_together(
-        self, member: str, blobs: Mapping[BlobAddress, bytes], epoch: int | None = None, steps: int = 0
-    ) -> None:
-        self._blobs.update({address.block: entry_of(address, data, ()) for address, data in blobs.items()})
-
-    def record(self, round_: int, member: str | None = None) -> RoundRecord:
-        entry = ContributionEntry(replica=self._replica, weight=1.0, blobs=self._blobs.values())
-        return RoundRecord(round=round_, contributions=[entry] * self._replicas)
-
-    def fetch(self, member: str, round_: int, replica: str, block: str) -> bytes:
-        """Fail: the outer round never fetches the member's own blobs."""
-        raise AssertionError(f"{member} asked for {block} of {replica}")
-
-    def confirm(self, member: str, round_: int, sha256: Mapping[str, bytes]) -> None:
-        """Do nothing."""
 
 
 def median_seconds(run: Callable[[], object]) -> float:

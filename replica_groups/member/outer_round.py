@@ -30,11 +30,10 @@ from hetero_pp.pseudo_gradient.error_feedback import Selection, select
 from hetero_pp.pseudo_gradient.rows import join, packed
 from hetero_pp.pseudo_gradient.selection import generator_of
 from replica_groups.engines.parameter_store import ParameterStore
-from replica_groups.engines.ranks import ALONE, Ranks
 from replica_groups.member.error_feedback import ErrorFeedback
 from replica_groups.member.own_rounds import LocalStart, OwnRounds
 from replica_groups.member.rank_rows import RankRows, kept, read_part, write_part
-from replica_groups.member.round_calls import Carrier, Contributions, RoundCalls
+from replica_groups.member.session import MemberSession
 from replica_groups.member.wrapped import ByRows, OnHost
 
 
@@ -42,33 +41,26 @@ class OuterRound:
     """Keeps theta at the start of the round and the error feedback of the parameters that a member holds.
 
     A member also follows parameters of which it needs a synchronised copy without training them. An example is the
-    token embedding, at stages that derive T_perp from it. With several ranks all of them call `synchronise`, and
-    `exchange` is a CollectiveExchange.
+    token embedding, at stages that derive T_perp from it. With several ranks all of them call `synchronise`.
     """
 
     def __init__(
         self,
-        run: str,
-        member: str,
-        replica: str,
+        session: MemberSession,
         parameters: ParameterStore,
         start: Mapping[str, Tensor],
-        exchange: Contributions,
         settings: OuterSettings,
         optimizer: RoundOptimizer | None = None,
-        ranks: Ranks = ALONE,
         keeps_undo: bool = True,
-        carrier: Carrier | None = None,
         folder: Path | None = None,
     ) -> None:
         """Start from the parameters of the run checkpoint.
 
         `start` contains all held and followed parameters, whole. With `keeps_undo`, a second copy of the error feedback
-        is kept in `folder` (Scratch) while a round is undecided, so that `undo` is exact. `carrier` is set on the first
-        rank with overlap.
+        is kept in `folder` (Scratch) while a round is undecided, so that `undo` is exact.
         """
-        self.calls = RoundCalls(run, member, replica, exchange)
-        self.parameters, self.ranks, self.settings, self._carrier = parameters, ranks, settings, carrier
+        self.session, self.parameters, self.ranks, self.settings = session, parameters, session.ranks, settings
+        ranks = session.ranks
         shapes = {name: tuple(tensor.shape) for name, tensor in start.items()}
         self.rows = RankRows(shapes, settings.compression.tile, ranks)
         self.blocks = {block_of(name) for name in parameters.shapes}
@@ -120,12 +112,12 @@ class OuterRound:
         member is asked to stop; after `undo`, `save` writes the state before the round.
         """
         own = self.contribute(round_, epoch, steps, before_last)
-        if self._carrier is not None:
-            self._carrier.carry(self.calls.member, round_, self.calls.replica, self.needed())
+        if self.session.overlaps:
+            self.session.carry(round_, self.needed())
         on_contributed()
-        record = self.calls.record(round_, own, epoch, steps)
+        record = self.session.record_of(round_, own, epoch, steps)
         with self._undone_if_stopped():
-            is_late = self.calls.entry(record) is None and self.calls.replica not in record.left_out
+            is_late = self.session.entry(record) is None and self.session.replica not in record.left_out
             if self.settings.keep_local and is_late:
                 self._keep_local(record.round)
                 self.apply(record, None)
@@ -170,7 +162,7 @@ class OuterRound:
             deque(blobs, maxlen=0)
             self.on_compressed(round_, steps)
             blobs = iter(undecided.blobs.items())
-        self.calls.deposit(round_, blobs, epoch, steps, before_last)
+        self.session.contribute(round_, blobs, epoch, steps, before_last)
         undecided.is_sent = True
         return undecided.blobs
 
@@ -181,7 +173,7 @@ class OuterRound:
             if not self.ranks.is_first:
                 deque(selections, maxlen=0)
                 continue
-            address = self.calls.address(round_, block)
+            address = self.session.address_of(round_, block)
             kept[block] = encode_blob(address, selections, self.settings.compression)
             yield block, kept[block]
 
@@ -191,7 +183,7 @@ class OuterRound:
             delta = self._contributed(round_, name)
             if not is_finite(delta):
                 found = f"{name} is not finite after round {round_}"
-                raise HeteroPPError(f"{self.calls.member} diverged: {found}; {REMEDIES}")
+                raise HeteroPPError(f"{self.session.member} diverged: {found}; {REMEDIES}")
             yield name, shape, self._select(name, delta, round_)
 
     def _contributed(self, round_: int, name: str) -> Tensor:
@@ -208,7 +200,7 @@ class OuterRound:
     def _select(self, name: str, delta: Tensor, round_: int) -> Selection:
         compression, ranks, held = self.settings.compression, self.ranks, self.feedback.to_change(name)
         error = held.to(delta.device)
-        generator = generator_of(self.calls.run, round_, self.calls.replica, name, ranks.rank)
+        generator = generator_of(self.session.run, round_, self.session.replica, name, ranks.rank)
         selection = select(error, delta, compression, ranks.sum if ranks.world > 1 else None, generator)
         if error is not held:
             held.copy_(error)
@@ -241,7 +233,7 @@ class OuterRound:
         include a contribution of an earlier generation of the replica, which another coordinator received first. That
         one is then subtracted from error feedback.
         """
-        counted = self.calls.entry(record)
+        counted = self.session.entry(record)
         if self.on_compressed is not None and counted is None:
             self.feedback.take_back()
             return False
@@ -253,15 +245,15 @@ class OuterRound:
         for name, part in self._own_parts(record.round, lambda _, block: self.ranks.broadcast_bytes(own.get(block))):
             self.feedback.give_back(name, part)
         if counted is not None:
-            for name, part in self._own_parts(record.round, self.calls.fetches(record.round)):
+            for name, part in self._own_parts(record.round, self.session.fetches(record.round)):
                 self.feedback.forget(name, part)
         return False
 
     def _own_parts(self, round_: int, fetch: FetchBlob) -> Iterator[tuple[str, DecodedTensor]]:
         """Yield a contribution of this replica to a round, for each parameter trained here: this rank's rows."""
         for block, shapes in shapes_by_block(self.parameters.shapes).items():
-            address = self.calls.address(round_, block)
-            blob = ReceivedBlob(fetch(self.calls.replica, block), address, shapes, self.settings.compression)
+            address = self.session.address_of(round_, block)
+            blob = ReceivedBlob(fetch(self.session.replica, block), address, shapes, self.settings.compression)
             for name, shape in shapes.items():
                 yield name, cut_rows(blob.tensor(name), shape, self.rows.of[name])
 
@@ -272,14 +264,14 @@ class OuterRound:
         `own`: this member's own blobs by block, or None if the record does not include them. Only the first rank needs
         the blobs; the others pass an empty mapping.
         """
-        fetched = self.calls.fetches(record.round)
+        fetched = self.session.fetches(record.round)
 
         def fetch(replica: str, block: str) -> bytes:
-            if own is not None and replica == self.calls.replica and block in self.blocks:
+            if own is not None and replica == self.session.replica and block in self.blocks:
                 return self.ranks.broadcast_bytes(own.get(block))
             return fetched(replica, block)
 
-        apply_round(self.theta, self.calls.run, record, fetch, self.optimizer)
+        apply_round(self.theta, self.session.run, record, fetch, self.optimizer)
         hashes = {}
         for name, rows in self.theta.items():
             whole = self.rows.whole(name, rows)
@@ -289,7 +281,7 @@ class OuterRound:
                 hashes[name] = parameter_sha256(whole)
         self.parameters.finish_writing()
         self.own.trained.pop(record.round, None)
-        self.calls.exchange.confirm(self.calls.member, record.round, hashes)
+        self.session.confirm(self.session.member, record.round, hashes)
 
     # ---- where a round starts ----
 
@@ -334,8 +326,7 @@ class OuterRound:
         if self.settings.overlap:
             sent = self.feedback.sent
             self.own.drop_ahead_of(None if sent is None else sent.round)
-            if self._carrier is not None:
-                self._carrier.give_up()
+            self.session.give_up_carried()
         else:
             self.feedback.take_back()
 
@@ -348,14 +339,14 @@ class OuterRound:
         """
         either = [one for one in (rounds, stale) if one] or [range(0)]
         for round_ in range(min(one.start for one in either), max(one.stop for one in either)):
-            record = self.calls.record(round_)
-            is_included = self.calls.entry(record) is not None
+            record = self.session.record_of(round_)
+            is_included = self.session.entry(record) is not None
             if round_ in stale and is_included:
                 self.own.local = None
             if (sent := self.feedback.sent) is not None and sent.round == round_:
                 self._decide(record)
             elif round_ in stale and is_included:
-                for name, part in self._own_parts(round_, self.calls.fetches(round_)):
+                for name, part in self._own_parts(round_, self.session.fetches(round_)):
                     self.feedback.forget(name, part, decays=True)
             if round_ in rounds:
                 self.apply(record, None)

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from hetero_pp.config.topology import ParticipantsReplica
 from hetero_pp.data.shares import SharedBatches
-from hetero_pp.rpc.exchange_service import ExchangeService
 from hetero_pp.run.simulate_section import MeasuredCost
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.simulator.costs import cost_of
@@ -17,17 +16,15 @@ from replica_groups.member.build_member import worker_settings
 from replica_groups.member.datacenter import DatacenterMember
 from replica_groups.member.participants import StageMember
 from replica_groups.member.rehearsed_round import RehearsedRound
-from replica_groups.member.round_calls import Carrier
+from replica_groups.member.session import MemberSession
 from replica_groups.member.training_member import TrainingMember
 from replica_groups.rehearsal.emulated import EmulatedBoundary, EmulatedEngine, EmulatedStage, Pace
 from stages.activity import Timing
 from stages.worker import StageWorker
 
 
-def build_rehearsed(
-    spec: RunSpec, run: str, member: MemberSpec, exchange: ExchangeService, carrier: Carrier | None
-) -> tuple[TrainingMember, RehearsedRound]:
-    """Return the trainer and the outer round of a member. `carrier` is set if rounds overlap.
+def build_rehearsed(spec: RunSpec, member: MemberSpec, session: MemberSession) -> tuple[TrainingMember, RehearsedRound]:
+    """Return the trainer and the outer round of a member.
 
     Raises ConfigError for unknown hardware.
     """
@@ -41,7 +38,7 @@ def build_rehearsed(
         trainer = DatacenterMember(
             member.name, engine, _batches(spec, member, tokens), _validation(spec, member, tokens)
         )
-    return trainer, RehearsedRound(spec, run, member, exchange, cost, Pace(), carrier)
+    return trainer, RehearsedRound(spec, member, session, cost, Pace())
 
 
 class RehearsedStageMember(StageMember):

@@ -13,13 +13,12 @@ from hetero_pp.messages.messages_pb2 import RoundRecord
 from hetero_pp.model.transformer import EMBEDDING, Shapes, block_of, shapes_by_block
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, blob_of
-from hetero_pp.rpc.exchange_service import ExchangeService
 from hetero_pp.run.simulate_section import MeasuredCost
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.simulator.traffic import blob_sizes
 from replica_groups.engines.parameter_store import LocalParameters
 from replica_groups.member.outer_round import OuterRound
-from replica_groups.member.round_calls import Carrier
+from replica_groups.member.session import MemberSession
 from replica_groups.rehearsal.emulated import Pace
 
 
@@ -29,17 +28,13 @@ class RehearsedRound(OuterRound):
     def __init__(
         self,
         spec: RunSpec,
-        run: str,
         member: MemberSpec,
-        exchange: ExchangeService,
+        session: MemberSession,
         cost: MeasuredCost,
         pace: Pace,
-        carrier: Carrier | None,
     ) -> None:
         own, outer = member.replica.name, spec.config.outer
-        super().__init__(
-            run, member.name, own, LocalParameters({}), {}, exchange, outer, keeps_undo=False, carrier=carrier
-        )
+        super().__init__(session, LocalParameters({}), {}, outer, keeps_undo=False)
         shapes = shapes_by_block(spec.parameter_shapes)
         self.blocks = set(map(block_of, member.owned))
         self._shapes = {block: shapes[block] for block in sorted(self.blocks)}
@@ -52,7 +47,7 @@ class RehearsedRound(OuterRound):
 
     def blobs(self, round_: int, epoch: int | None) -> RehearsedBlobs:
         """Return the contribution of a generation to a round."""
-        addresses = {block: self.calls.address(round_, block) for block in self._shapes}
+        addresses = {block: self.session.address_of(round_, block) for block in self._shapes}
         return RehearsedBlobs(addresses, self._shapes, self._sizes, self.settings.compression, epoch or 0)
 
     def contribute(
@@ -63,7 +58,7 @@ class RehearsedRound(OuterRound):
         before_last: Callable[[], object] = lambda: None,
     ) -> Mapping[str, bytes]:
         undecided, blobs = self.feedback.begin(round_, epoch), self.blobs(round_, epoch)
-        self.calls.deposit(round_, self._compressed(blobs), epoch, steps, before_last)
+        self.session.contribute(round_, self._compressed(blobs), epoch, steps, before_last)
         undecided.is_sent = True
         return blobs
 
@@ -78,10 +73,10 @@ class RehearsedRound(OuterRound):
 
     def apply(self, record: RoundRecord, own: Mapping[str, bytes] | None) -> None:
         """Fetch what a member fetches, and verify it. `own` is None if the round does not include it."""
-        fetch, count = self.calls.fetches(record.round), len(self._needed) * len(record.contributions)
+        fetch, count = self.session.fetches(record.round), len(self._needed) * len(record.contributions)
         for block in self._needed:
             for entry in record.contributions:
-                is_own = own is not None and entry.replica == self.calls.replica and block in self.blocks
+                is_own = own is not None and entry.replica == self.session.replica and block in self.blocks
                 data = None if is_own else fetch(entry.replica, block)
                 self._pace.begin()
                 named = next(blob.sha256 for blob in entry.blobs if blob.block == block)
@@ -89,7 +84,7 @@ class RehearsedRound(OuterRound):
                     raise MalformedContribution(f"{entry.replica}, {block}: differs from the blob in the round record")
                 self._pace.compute(self._cost.apply / count)
         self.own.trained.pop(record.round, None)
-        self.calls.exchange.confirm(self.calls.member, record.round, {})
+        self.session.confirm(self.session.member, record.round, {})
 
 
 class RehearsedBlobs(Mapping[str, bytes]):

@@ -33,10 +33,11 @@ from pydantic import BaseModel, ValidationError
 
 from hetero_pp.core.errors import Refused
 from hetero_pp.core.files import complaint, file_sha256, keep_trying, naming, rename_whole, write_whole
-from hetero_pp.messages.messages_pb2 import ContributionEntry, RoundRecord
-from hetero_pp.rpc.exchange_service import AvailableStates, ExchangeService
+from hetero_pp.messages.messages_pb2 import ContributionEntry
+from hetero_pp.rpc.exchange_service import AvailableStates
 from replica_groups.engines.ranks import ALONE, Ranks
 from replica_groups.member.error_feedback import Undecided, is_named
+from replica_groups.member.session import MemberSession
 from replica_groups.member.state_copies import StateCopies
 
 KEPT = 2
@@ -279,37 +280,31 @@ def _sha256(path: Path) -> str:
         return f"{_UNREAD}{error.strerror}"
 
 
-def newest_usable_state(
-    exchange: ExchangeService, member: str, replica: str, states: SavedStates, available: AvailableStates
-) -> int | None:
+def newest_usable_state(session: MemberSession, states: SavedStates, available: AvailableStates) -> int | None:
     """Return the newest decided round of which a member has an undamaged state; None if there is none.
 
     States that this run cannot use are moved aside, not removed, because they may be all that is left of another run.
     """
-    last_round, pending = exchange.last_round(), states.pending
+    last_round, pending = session.last_round(), states.pending
     if 0 < pending <= last_round:  # the record came while the member was gone
-        counted = _entry(exchange.record(pending, member), replica)
+        counted = session.entry(session.record(pending, session.member))
         if states.settle(pending, counted, reads=True):
             available = AvailableStates(available.rounds | {pending}, available.damaged)
     useful = frozenset(round_ for round_ in available.rounds if round_ <= last_round)
-    if useful and not _is_known_since(exchange, member, replica, range(max(useful) + 1, last_round + 1)):
+    if useful and not _is_known_since(session, range(max(useful) + 1, last_round + 1)):
         useful = frozenset()  # what was counted since cannot be taken out of its error feedback
     aside = states.set_aside_all_but(useful)
     if aside is not None:
-        print(f"{member}: states of later rounds were moved to {aside}", file=sys.stderr, flush=True)
+        print(f"{session.member}: states of later rounds were moved to {aside}", file=sys.stderr, flush=True)
     return max(useful, default=None)
 
 
-def _is_known_since(exchange: ExchangeService, member: str, replica: str, rounds: range) -> bool:
+def _is_known_since(session: MemberSession, rounds: range) -> bool:
     """Return whether the log still has what these rounds included of a replica; older contributions go first."""
     for round_ in rounds:
-        if (entry := _entry(exchange.record(round_, member), replica)) is not None:
+        if (entry := session.entry(session.record(round_, session.member))) is not None:
             try:
-                return bool(exchange.fetch(member, round_, replica, entry.blobs[0].block))
+                return bool(session.fetch(session.member, round_, session.replica, entry.blobs[0].block))
             except Refused:
                 return False
     return True
-
-
-def _entry(record: RoundRecord, replica: str) -> ContributionEntry | None:
-    return next((one for one in record.contributions if one.replica == replica), None)

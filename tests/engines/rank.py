@@ -32,8 +32,8 @@ from replica_groups.engines.plain import PlainEngine
 from replica_groups.engines.ranks import Ranks, init_ranks
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
-from replica_groups.member.collective import CollectiveExchange
 from replica_groups.member.outer_round import OuterRound
+from replica_groups.member.session import MemberSession
 
 SHAPE = ModelSettings(width=64, layers=2, heads=4, kv_heads=2, feed_forward=160, vocabulary=200).resolve(None)
 INNER = InnerSettings(learning_rate=1e-3, warmup_steps=2)
@@ -112,9 +112,10 @@ class Round:
         self.exchange = Exchange("run", roster, None, self.settings, log, rules=patient(roster))
         if ranks.is_first:
             begin(self.exchange, Snapshot(0, start, None))
-        self.shared = CollectiveExchange(self.exchange if ranks.is_first else None, ranks)
-        self.sharded = OuterRound("run", "engine", "engine", engine, start, self.shared, self.settings, ranks=ranks)
-        self.whole = OuterRound("run", "plain", "plain", plain, start, self.exchange, self.settings)
+        exchange = self.exchange if ranks.is_first else None
+        self.shared = MemberSession(exchange, "engine", "engine", "run", ranks=ranks)
+        self.sharded = OuterRound(self.shared, engine, start, self.settings)
+        self.whole = OuterRound(MemberSession(self.exchange, "plain", "plain", "run"), plain, start, self.settings)
 
     def synchronise(self, round_: int) -> None:
         work = self.shared.assign("engine", round_ - 1)

@@ -14,7 +14,7 @@ from hetero_pp.core.errors import ExchangeLost, HeteroPPError
 from hetero_pp.messages.messages_pb2 import BlobHeader, FetchRequest, RecordRequest, RoundRecord, SnapshotRequest
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.rpc.exchange_service import Arrived, Caller, ExchangeService, untold
-from replica_groups.member.exchanges import CarriedExchange
+from replica_groups.member.session import ExchangeLine, MemberSession
 
 MINE, OTHERS = b"mine", b"others"
 
@@ -52,13 +52,14 @@ class Far(ExchangeService):
         return OTHERS
 
 
-def _carried(far: Far) -> CarriedExchange:
-    return CarriedExchange(far, LinkSpec("own-exchange", "own", "exchange", LinkShape(), LinkShape()), 0)
+def _carried(far: Far) -> MemberSession:
+    line = ExchangeLine(LinkSpec("own-exchange", "own", "exchange", LinkShape(), LinkShape()), 0)
+    return MemberSession(far, "own", "own", "run", line, overlaps=True)
 
 
-def _contribute(carried: CarriedExchange, round_: int) -> None:
+def _contribute(carried: MemberSession, round_: int) -> None:
     carried.deposit("own", BlobAddress("run", round_, "own", "layers.0"), MINE, 1, 2)
-    carried.carry("own", round_, "own", ["layers.0"])
+    carried.carry(round_, ["layers.0"])
 
 
 def test_nobody_waits_until_the_record_is_asked_for() -> None:
@@ -76,8 +77,9 @@ def test_nobody_waits_until_the_record_is_asked_for() -> None:
     assert far.fetched == [(1, "other", "layers.0")]
     assert carried.fetch("own", 1, "other", "layers.0") == OTHERS
     assert len(far.fetched) == 1
-    assert carried.forward.of_round(1).payload_bytes == len(MINE)
-    assert carried.backward.of_round(1).payload_bytes == len(OTHERS)
+    assert carried.line is not None
+    assert carried.line.forward.of_round(1).payload_bytes == len(MINE)
+    assert carried.line.backward.of_round(1).payload_bytes == len(OTHERS)
 
 
 def test_what_is_not_here_is_fetched() -> None:

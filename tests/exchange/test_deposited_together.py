@@ -18,7 +18,7 @@ from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.exchange_service import Caller
 from replica_groups.exchange import deposits
 from replica_groups.exchange.server import serve_exchange
-from replica_groups.member.round_calls import RoundCalls
+from replica_groups.member.session import MemberSession
 
 SECRET = Secret("a secret")
 EPOCH, STEPS = 1, 7
@@ -93,7 +93,7 @@ def test_as_many_go_together_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_member_deposits_its_small_blobs_in_one_call(run: Run, served: ExchangeClient) -> None:
     own, calls = {address.block: data for address, data in _blobs(run).items()}, _calls(run)
-    RoundCalls("run", "a", "a", served).deposit(1, own.items(), EPOCH, STEPS)
+    MemberSession(served, "a", "a", "run").contribute(1, own.items(), EPOCH, STEPS)
     assert calls == [list(own)]
     run.deposit(1, "b")
     record = run.exchange.log.read_record(1)

@@ -38,6 +38,7 @@ from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.waits import Waits
 from replica_groups.member.outer_round import OuterRound
+from replica_groups.member.session import MemberSession
 from replica_groups.rounds import events as e
 from replica_groups.rounds.coordinator import Coordinator
 from replica_groups.rounds.rules import Rules
@@ -777,7 +778,9 @@ class _Member:
         self.parameters = {n: nn.Parameter(t.clone()) for n, t in owned.items()}
         held = LocalParameters(self.parameters)
         self._exchange = exchange
-        self.outer = OuterRound("run", name, ROSTER.members[name], held, owned | followed, exchange, SETTINGS)
+        self.outer = OuterRound(
+            MemberSession(exchange, name, ROSTER.members[name], "run"), held, owned | followed, SETTINGS
+        )
         self._generator = torch.Generator().manual_seed(seed)
 
     @torch.no_grad()
@@ -785,7 +788,7 @@ class _Member:
         for round_ in range(1, SETTINGS.rounds + 1):
             for parameter in self.parameters.values():
                 parameter.add_(torch.randn(parameter.shape, generator=self._generator) * 0.1)
-            work = self._exchange.assign(self.outer.calls.member, round_ - 1)
+            work = self._exchange.assign(self.outer.session.member, round_ - 1)
             self.outer.synchronise(round_, work.epoch, steps=5)
 
 

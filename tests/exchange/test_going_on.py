@@ -20,6 +20,7 @@ from hetero_pp.outer.gradient import Compressed, GradientOptimizer
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import OuterOptimizer, RoundOptimizer
 from hetero_pp.pipeline.subspace import random_basis
+from hetero_pp.rpc.exchange_service import Caller
 from hetero_pp.run.snapshot import Snapshot, initial_snapshot, open_snapshot
 from hetero_pp.run.spec import Roster
 from hetero_pp.store.folder import FolderStore
@@ -28,6 +29,7 @@ from replica_groups.exchange.auditor import Auditor, Retention
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.member.outer_round import OuterRound
+from replica_groups.member.session import MemberSession
 
 TIMEOUT = 20.0
 ROUNDS = 4
@@ -80,12 +82,9 @@ class Run:
             own = {p: nn.Parameter(tensor.clone()) for p, tensor in snapshot.parameters.items()}
             self.parameters[name] = own
             self.outer[name] = OuterRound(
-                "run",
-                name,
-                name,
+                MemberSession(self.exchange, name, name, "run"),
                 LocalParameters(own),
                 dict(snapshot.parameters),
-                self.exchange,
                 settings,
                 _optimizer(settings, snapshot),
             )
@@ -170,23 +169,24 @@ def test_it_goes_on_to_the_same_bits(method: str, after: int, tmp_path: Path) ->
         _assert_equal(dict(ours.optimizer.state), dict(theirs.optimizer.state))
 
 
-class _Disappearing:
+class _Disappearing(MemberSession):
     """An exchange that answers one fetch. Then the member is asked to stop while it waits for the next one."""
 
-    def __init__(self, exchange: Exchange) -> None:
-        self._exchange, self._has_answered = exchange, False
+    def __init__(self, exchange: Exchange, name: str) -> None:
+        super().__init__(exchange, name, name, "run")
+        self._has_answered = False
 
     def deposit_together(self, *_: object) -> None:
         """Do nothing: the round is closed."""
 
-    def record(self, round_: int, member: str | None = None) -> RoundRecord:
-        return self._exchange.record(round_)
+    def record(self, round_: int, member: str | Caller | None = None) -> RoundRecord:
+        return super().record(round_)
 
-    def fetch(self, member: str, round_: int, replica: str, block: str) -> bytes:
+    def fetch(self, member: str | Caller, round_: int, replica: str, block: str) -> bytes:
         if self._has_answered:
             raise Stopped
         self._has_answered = True
-        return self._exchange.fetch(member, round_, replica, block)
+        return super().fetch(member, round_, replica, block)
 
     def confirm(self, *_: object) -> None:
         raise AssertionError
@@ -204,7 +204,7 @@ def test_a_member_stopped_while_it_fetches_a_round_saves_the_state_before_it(
     stopped = Run(settings, middle, tmp_path / "stopped")
     stopped.load(tmp_path)
     outer = stopped.outer[name]
-    outer.calls.exchange = _Disappearing(unbroken.exchange)
+    outer.session = _Disappearing(unbroken.exchange, name)
     stopped._learn(name, 2)
     with pytest.raises(Stopped):
         outer.synchronise(2, generation)

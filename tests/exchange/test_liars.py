@@ -89,7 +89,7 @@ def tells(monkeypatch: pytest.MonkeyPatch) -> Callable[[Lie], None]:
     def tell(lie: Lie) -> None:
         def changed(outer: OuterRound, round_: int, name: str) -> Tensor:
             honest = contributed(outer, round_, name)
-            return lie(round_, honest) if outer.calls.replica == LIAR else honest
+            return lie(round_, honest) if outer.session.replica == LIAR else honest
 
         monkeypatch.setattr(OuterRound, "_contributed", changed)
 

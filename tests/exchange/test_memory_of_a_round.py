@@ -31,6 +31,7 @@ from replica_groups.exchange.auditor import Auditor
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog, snapshot_key
 from replica_groups.member.outer_round import OuterRound
+from replica_groups.member.session import MemberSession
 
 SETTINGS = OuterSettings.model_validate({"rounds": 2, "momentum": 0.9, "compression": {"density": 1 / 32}})
 SHAPE = (256, 512)
@@ -48,27 +49,28 @@ def snapshot() -> Snapshot:
     return Snapshot(0, {name: _drawn(index) for index, name in enumerate(NAMES)}, None)
 
 
-class _Alone:
-    """The exchange of a run with one replica, which includes every contribution."""
+class _Alone(MemberSession):
+    """The session of a run with one replica, which includes every contribution."""
 
     def __init__(self) -> None:
+        super().__init__(None, "dc", "dc", "run")
         self.blobs: dict[str, bytes] = {}
 
     def deposit_together(
-        self, member: str, blobs: Mapping[BlobAddress, bytes], epoch: int | None = None, steps: int = 0
+        self, member: str | Caller, blobs: Mapping[BlobAddress, bytes], epoch: int | None = None, steps: int = 0
     ) -> None:
         self.blobs.update({address.block: data for address, data in blobs.items()})
 
-    def record(self, round_: int, member: str | None = None) -> pb.RoundRecord:
+    def record(self, round_: int, member: str | Caller | None = None) -> pb.RoundRecord:
         record = pb.RoundRecord(round=round_)
         blobs = [pb.BlobEntry(block=block, sha256=hashlib.sha256(one).digest()) for block, one in self.blobs.items()]
         record.contributions.add(replica="dc", weight=1.0, blobs=blobs)
         return record
 
-    def fetch(self, member: str, round_: int, replica: str, block: str) -> bytes:
+    def fetch(self, member: str | Caller, round_: int, replica: str, block: str) -> bytes:
         return self.blobs[block]
 
-    def confirm(self, member: str, round_: int, sha256: Mapping[str, bytes]) -> None:
+    def confirm(self, member: str | Caller, round_: int, sha256: Mapping[str, bytes]) -> None:
         pass
 
 
@@ -78,13 +80,13 @@ def test_an_outer_round_holds_a_few_parameters_beside_its_state(snapshot: Snapsh
     The first round creates the outer momentum.
     """
     parameters = {name: nn.Parameter(tensor.clone()) for name, tensor in snapshot.parameters.items()}
-    own, exchange = LocalParameters(parameters), _Alone()
-    outer = OuterRound("run", "dc", "dc", own, snapshot.parameters, exchange, SETTINGS, folder=tmp_path)
+    own, session = LocalParameters(parameters), _Alone()
+    outer = OuterRound(session, own, snapshot.parameters, SETTINGS, folder=tmp_path)
     for round_, of_momentum in ((1, len(NAMES) * PARAMETER), (2, 0)):
         for index, parameter in enumerate(parameters.values()):
             parameter.data.add_(_drawn(100 * round_ + index))
         assert PARAMETER < peak_bytes(partial(outer.contribute, round_)) < 4 * PARAMETER
-        applied = peak_bytes(partial(outer.apply, exchange.record(round_), exchange.blobs))
+        applied = peak_bytes(partial(outer.apply, session.record(round_), session.blobs))
         assert PARAMETER <= applied - of_momentum < 1.5 * PARAMETER
 
 
@@ -146,7 +148,8 @@ def audited(snapshot: Snapshot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     exchange = Exchange("run", roster, None, SETTINGS, log, rules=patient(roster))
     parameters = {name: nn.Parameter(tensor.clone()) for name, tensor in snapshot.parameters.items()}
     own = LocalParameters(parameters)
-    outer = OuterRound("run", "dc", "dc", own, snapshot.parameters, exchange, SETTINGS, keeps_undo=False)
+    session = MemberSession(exchange, "dc", "dc", "run")
+    outer = OuterRound(session, own, snapshot.parameters, SETTINGS, keeps_undo=False)
     auditor = Auditor(exchange, snapshot, SETTINGS.rounds, snapshot_every=2, folder=tmp_path)
     auditor.start()
     begin(exchange, snapshot)

@@ -29,6 +29,7 @@ from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.member.error_feedback import ErrorFeedback
 from replica_groups.member.outer_round import OuterRound
+from replica_groups.member.session import MemberSession
 
 Array = NDArray[np.float32]
 TIMEOUT = 10.0
@@ -170,7 +171,10 @@ class Replicas:
         self.parameters = {name: {p: nn.Parameter(t.clone()) for p, t in snapshot.parameters.items()} for name in NAMES}
         self.outer = {
             name: OuterRound(
-                "run", name, name, LocalParameters(own), dict(snapshot.parameters), self.exchange, settings
+                MemberSession(self.exchange, name, name, "run"),
+                LocalParameters(own),
+                dict(snapshot.parameters),
+                settings,
             )
             for name, own in self.parameters.items()
         }

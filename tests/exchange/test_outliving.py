@@ -35,7 +35,7 @@ def test_who_waits_for_a_record_deposits_again_with_the_next_exchange(tmp_path: 
     run.exchange.died("a", "to be taken over the network")
     term = client.join("a", "")
     a, b = Member(run, "a"), Member(run, "b")
-    a.outer.calls.exchange = client
+    a.outer.session._exchange = client
     run.assign(0, "b")
     work = client.assign("a", 0)
     assert (term, work.round, work.epoch) == (2, 1, 2)
@@ -50,7 +50,7 @@ def test_who_waits_for_a_record_deposits_again_with_the_next_exchange(tmp_path: 
     run.take_over()
     server, _ = serve_exchange(run.exchange, SECRET, f"127.0.0.1:{port}")
     assert not run.exchange.beat("b", 1, 1).is_over
-    b.outer.calls.exchange = run.exchange
+    b.outer.session._exchange = run.exchange
     b.train(1)
     b.outer.synchronise(1, 1, 7)
     assert waits.result(TIMEOUT).round == 1
@@ -101,7 +101,7 @@ def test_an_exchange_that_came_between_contributing_and_waiting_asks_to_be_told(
     run.exchange.died("a", "to be taken over the network")
     client.join("a", "")
     a, b = Member(run, "a"), Member(run, "b")
-    a.outer.calls.exchange = client
+    a.outer.session._exchange = client
     run.assign(0, "b")
     work = client.assign("a", 0)
     a.train(1)
@@ -118,7 +118,7 @@ def test_an_exchange_that_came_between_contributing_and_waiting_asks_to_be_told(
         client.record(1, "a")
     for block, data in own.items():
         client.deposit("a", BlobAddress(run.exchange.run, 1, "a", block), data, work.epoch, 7)
-    b.outer.calls.exchange = run.exchange
+    b.outer.session._exchange = run.exchange
     b.train(1)
     b.outer.synchronise(1, 1, 7)
     assert client.record(1, "a").round == 1

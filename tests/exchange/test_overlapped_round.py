@@ -15,30 +15,33 @@ from hetero_pp.model.transformer import ModelShape, shapes_by_block, shapes_of
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, decode_blob
+from hetero_pp.rpc.exchange_service import Caller
 from hetero_pp.run.snapshot import initial_snapshot
 from replica_groups.engines.parameter_store import LocalParameters
 from replica_groups.member.outer_round import OuterRound
+from replica_groups.member.session import MemberSession
 
 SHAPE = ModelShape(width=16, layers=1, heads=2, feed_forward=24, vocabulary=40)
 COMPRESSION = CompressionSettings(density=1 / 8, tile=(8, 8), value_bits=32, quantiser="levels")
 SETTINGS = OuterSettings(rounds=4, overlap=1, presumed=0.25, returned=0.5, compression=COMPRESSION)
 
 
-class Far:
-    """An exchange and the background transfer of its rounds. Implements Contributions and Carrier."""
+class Far(MemberSession):
+    """A session whose exchange answers at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        super().__init__(None, name, name, "run", overlaps=True)
         self.blobs: dict[tuple[int, str, str], bytes] = {}
         self.counts = "own"
         self.is_suspended = False
         self.given_up = 0
 
     def deposit_together(
-        self, member: str, blobs: Mapping[BlobAddress, bytes], epoch: int | None = None, steps: int = 0
+        self, member: str | Caller, blobs: Mapping[BlobAddress, bytes], epoch: int | None = None, steps: int = 0
     ) -> None:
         self.blobs.update({(one.round, one.replica, one.block): data for one, data in blobs.items()})
 
-    def record(self, round_: int, member: str | None = None) -> RoundRecord:
+    def record(self, round_: int, member: str | Caller | None = None) -> RoundRecord:
         if self.is_suspended:
             raise Suspended("a neighbour is gone")
         record = RoundRecord(round=round_)
@@ -48,14 +51,14 @@ class Far:
                 entry.blobs.add(block=block, sha256=hashlib.sha256(data).digest())
         return record
 
-    def fetch(self, member: str, round_: int, replica: str, block: str) -> bytes:
+    def fetch(self, member: str | Caller, round_: int, replica: str, block: str) -> bytes:
         return self.blobs[round_, replica, block]
 
-    def confirm(self, member: str, round_: int, sha256: Mapping[str, bytes]) -> None: ...
+    def confirm(self, member: str | Caller, round_: int, sha256: Mapping[str, bytes]) -> None: ...
 
-    def carry(self, member: str, round_: int, replica: str, blocks: Collection[str]) -> None: ...
+    def carry(self, round_: int, blocks: Collection[str]) -> None: ...
 
-    def give_up(self) -> None:
+    def give_up_carried(self) -> None:
         self.given_up += 1
 
     def sent(self, round_: int) -> dict[str, Tensor]:
@@ -74,10 +77,12 @@ START = initial_snapshot(SHAPE, None, seed=1).parameters
 
 class Member:
     def __init__(self, name: str = "own", far: Far | None = None) -> None:
-        self.far = far or Far()
+        self.far = Far(name)
+        if far is not None:
+            self.far.blobs = far.blobs
         self.parameters = {name: nn.Parameter(tensor.clone()) for name, tensor in START.items()}
         held = LocalParameters(self.parameters)
-        self.outer = OuterRound("run", name, name, held, dict(START), self.far, SETTINGS, carrier=self.far)
+        self.outer = OuterRound(self.far, held, dict(START), SETTINGS)
 
     @torch.no_grad()
     def train(self, round_: int) -> dict[str, Tensor]:

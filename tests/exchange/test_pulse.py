@@ -13,7 +13,15 @@ from members import TIMEOUT
 
 from hetero_pp.core.errors import ExchangeLost, HeteroPPError, LinkClosed, Refused, RunFailed
 from hetero_pp.link.protocol import LinkEnds
-from hetero_pp.messages.messages_pb2 import AssignReply, BeatReply, BeatRequest, Report, ReportRequest
+from hetero_pp.messages.messages_pb2 import (
+    AssignReply,
+    BeatReply,
+    BeatRequest,
+    JoinReply,
+    JoinRequest,
+    Report,
+    ReportRequest,
+)
 from hetero_pp.program.launch import in_process
 from hetero_pp.rpc.epochs import Epochs
 from hetero_pp.rpc.exchange_service import NO_STATES, Caller, ExchangeService
@@ -22,8 +30,8 @@ from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.store.faults import Missed, Phase
 from replica_groups.exchange.exchange import Exchange
-from replica_groups.member import seat as seat_module
-from replica_groups.member.seat import LedgerOf, Links, Pulse, Seat
+from replica_groups.member import session as session_module
+from replica_groups.member.session import Heartbeat, LedgerOf, Links, MemberSession
 
 MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 
@@ -36,6 +44,11 @@ class Heard:
         self.beats = 0
 
     def beat(self, *_: object) -> BeatReply:
+        return self.call()
+
+    def call(self, request: Message | None = None, caller: Caller | None = None) -> Any:
+        if isinstance(request, JoinRequest):
+            return JoinReply()
         self.beats += 1
         answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
         if isinstance(answer, HeteroPPError):
@@ -45,14 +58,14 @@ class Heard:
 
 @pytest.fixture(autouse=True)
 def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seat_module, "SECONDS_BETWEEN_BEATS", 0.001)
+    monkeypatch.setattr(session_module, "SECONDS_BETWEEN_BEATS", 0.001)
 
 
 @pytest.mark.parametrize("error", [Refused("it was taken back"), RunFailed("another has failed")])
 def test_who_is_let_in_no_more_waits_for_no_neighbour(error: HeteroPPError) -> None:
     """The link is still being formed, and no heartbeat has named its generation yet."""
     epochs = Epochs("home.0")
-    pulse = Pulse(cast(ExchangeService, Heard(BeatReply(), error)), "home.1", epochs.give_up)
+    pulse = Heartbeat(cast(ExchangeService, Heard(BeatReply(), error)), "home.1", epochs.give_up)
     pulse.trains(1, 4)
     with pulse.beating(), pytest.raises(LinkClosed, match=str(error)):
         epochs.take(9, TIMEOUT)
@@ -66,7 +79,7 @@ def test_who_is_suspended_gives_up_the_links_of_that_epoch_alone() -> None:
         told.set()
 
     exchange = Heard(ExchangeLost("gone"), BeatReply(suspended=4, cause="home.0 is gone"))
-    pulse = Pulse(cast(ExchangeService, exchange), "home.1", give_up)
+    pulse = Heartbeat(cast(ExchangeService, exchange), "home.1", give_up)
     pulse.trains(1, 4)
     with pulse.beating():
         assert told.wait(TIMEOUT)
@@ -89,9 +102,10 @@ class _Waiting:
 def test_a_member_whose_generation_ends_while_its_links_are_formed_waits_no_longer() -> None:
     """The member has trained nothing in this generation yet."""
     exchange = Heard(BeatReply(suspended=4, cause="home.0 is gone"))
-    seat = Seat(cast(ExchangeService, exchange), "home.1", "", NO_STATES, cast(Links, _Waiting()))
-    with seat.pulse.beating(), pytest.raises(LinkClosed, match=r"home\.0 is gone"):
-        seat.form(AssignReply(round=1, epoch=4))
+    session = MemberSession(cast(ExchangeService, exchange), "home.1", "home")
+    joined = session.joined("", NO_STATES, cast(Links, _Waiting()))
+    with joined, pytest.raises(LinkClosed, match=r"home\.0 is gone"):
+        session.form(AssignReply(round=1, epoch=4))
 
 
 def test_who_leaves_cuts_no_neighbour_off(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

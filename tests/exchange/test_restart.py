@@ -32,6 +32,7 @@ from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.restart import Restart, find_restart
 from replica_groups.member.outer_round import OuterRound
 from replica_groups.member.saved_states import DIGESTS, SavedStates, newest_usable_state
+from replica_groups.member.session import MemberSession
 
 SHAPE = ModelShape(width=16, layers=2, heads=2, feed_forward=24, vocabulary=64)
 SETTINGS = OuterSettings(
@@ -58,7 +59,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Rounds]:
     auditor = Auditor(exchange, snapshot, SETTINGS.rounds, snapshot_every=2, retention=Retention(exchange.log, keep=3))
     auditor.start()
     parameters = {name: nn.Parameter(tensor.clone()) for name, tensor in snapshot.parameters.items()}
-    outer = OuterRound("run", "dc", "dc", LocalParameters(parameters), snapshot.parameters, exchange, SETTINGS)
+    outer = OuterRound(
+        MemberSession(exchange, "dc", "dc", "run"), LocalParameters(parameters), snapshot.parameters, SETTINGS
+    )
     generator, after = torch.Generator().manual_seed(3), {}
     for round_ in range(1, SETTINGS.rounds + 1):
         with torch.no_grad():
@@ -360,7 +363,9 @@ def _joined(exchange: Exchange, member: str, states: SavedStates) -> int | None:
     """Join, and return the round whose saved state the member resumes from."""
     available = states.check()
     exchange.join(member, "", available)
-    return newest_usable_state(exchange, member, exchange.roster.members[member], states, available)
+    return newest_usable_state(
+        MemberSession(exchange, member, exchange.roster.members[member], "run"), states, available
+    )
 
 
 def _joined_at(snapshot: Snapshot, states: SavedStates, folder: Path) -> int | None:

@@ -34,13 +34,11 @@ from hetero_pp.rpc.services import EXCHANGE_SERVICE as SERVICE
 from hetero_pp.rpc.services import calls_of
 from hetero_pp.run.snapshot import Snapshot
 from hetero_pp.run.spec import Roster
-from replica_groups.engines.ranks import ALONE
 from replica_groups.exchange import server as served_exchange
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.no_audits import NoAudits
 from replica_groups.exchange.server import serve_exchange
-from replica_groups.member.collective import CollectiveExchange
-from replica_groups.member.exchanges import CarriedExchange
+from replica_groups.member.session import ExchangeLine, MemberSession
 
 TIMEOUT = 20.0
 RUN = "run"
@@ -421,7 +419,7 @@ def test_every_field_crosses_in_both_directions(call: str, served: Served, monke
     client = ExchangeClient(served.address, SECRET.credentials(caller), RUN)
     client._term = TERM
     link = LinkSpec("dc-exchange", "dc", "exchange", LinkShape(), LinkShape())
-    exchange = CollectiveExchange(CarriedExchange(client, link, seed=1), ALONE)
+    exchange = MemberSession(client, "dc", "dc", RUN, ExchangeLine(link, seed=1), overlaps=True)
     assert exchange.call(request, Caller(caller)) == reply
     client.close()
     if isinstance(sent, pb.JoinRequest):

@@ -16,14 +16,12 @@ import pytest
 from small_run import Run
 
 import replica_groups.member.stopping
-from hetero_pp.config.links import EXCHANGE, LinkShape, LinkSpec
 from hetero_pp.core.errors import Stopped
-from hetero_pp.link.shared_lines import Lines
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.rpc.exchange_service import ExchangeService
 from replica_groups.engines.ranks import ALONE
-from replica_groups.member import exchanges
-from replica_groups.member.exchanges import ShapedExchange
+from replica_groups.member import session
+from replica_groups.member.session import MemberSession
 from replica_groups.member.stopping import Stopping
 
 
@@ -119,15 +117,14 @@ def test_a_member_that_is_stopped_does_not_wait_for_the_answer_to_its_confirmati
             is_over.wait(60)
             is_over.set()
 
-    link = LinkSpec("a-exchange", "a", EXCHANGE, LinkShape(), LinkShape())
-    ShapedExchange(cast(Any, Gone()), link, 1, Lines(), stopping).confirm("a", 1, {})
+    MemberSession(cast(Any, Gone()), "a", "a", stopping=stopping).confirm("a", 1, {})
     assert not is_over.is_set()
 
 
 def test_a_member_that_is_stopped_does_not_wait_for_a_contribution_from_an_exchange_that_is_gone(
     stopping: Stopping, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exchanges, "SECONDS_TO_FETCH", 0.01)
+    monkeypatch.setattr(session, "SECONDS_TO_FETCH", 0.01)
     is_over = threading.Event()
 
     class Gone:
@@ -137,9 +134,8 @@ def test_a_member_that_is_stopped_does_not_wait_for_a_contribution_from_an_excha
             is_over.set()
             return b""
 
-    link = LinkSpec("a-exchange", "a", EXCHANGE, LinkShape(), LinkShape())
     with pytest.raises(Stopped):
-        ShapedExchange(cast(Any, Gone()), link, 1, Lines(), stopping).fetch("a", 1, "b", "layer")
+        MemberSession(cast(Any, Gone()), "a", "a", stopping=stopping).fetch("a", 1, "b", "layer")
     assert not is_over.is_set()
 
 
@@ -157,7 +153,7 @@ def test_a_member_that_is_stopped_does_not_wait_for_a_contribution_from_an_excha
 def test_a_member_that_is_stopped_waits_for_no_reply_of_an_exchange_that_is_gone(
     ask: Callable[[ExchangeService], object], stopping: Stopping, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module, name in ((exchanges, "SECONDS_TO_FETCH"), (replica_groups.member.stopping, "SECONDS_TO_AGREE")):
+    for module, name in ((session, "SECONDS_TO_FETCH"), (replica_groups.member.stopping, "SECONDS_TO_AGREE")):
         monkeypatch.setattr(module, name, 0.01)
 
     class Gone:
@@ -167,9 +163,8 @@ def test_a_member_that_is_stopped_waits_for_no_reply_of_an_exchange_that_is_gone
 
         read_snapshot = call
 
-    link = LinkSpec("a-exchange", "a", EXCHANGE, LinkShape(), LinkShape())
     with pytest.raises(Stopped):
-        ask(ShapedExchange(cast(Any, Gone()), link, 1, Lines(), stopping))
+        ask(MemberSession(cast(Any, Gone()), "a", "a", stopping=stopping))
 
 
 def test_a_recovering_member_that_is_stopped_waits_for_an_exchange_that_is_there(stopping: Stopping) -> None:
@@ -180,8 +175,7 @@ def test_a_recovering_member_that_is_stopped_waits_for_an_exchange_that_is_there
             stopping.ask(3)
             return pb.NewestSnapshotReply(round=3)
 
-    link = LinkSpec("a-exchange", "a", EXCHANGE, LinkShape(), LinkShape())
-    assert ShapedExchange(cast(Any, Slow()), link, 1, Lines(), stopping).newest_snapshot() == (3, [])
+    assert MemberSession(cast(Any, Slow()), "a", "a", stopping=stopping).newest_snapshot() == (3, [])
 
 
 class _Left(Exception):

@@ -26,6 +26,7 @@ from replica_groups.engines.parameter_store import LocalParameters
 from replica_groups.exchange.auditor import Auditor
 from replica_groups.exchange.log import snapshot_key
 from replica_groups.member.outer_round import OuterRound
+from replica_groups.member.session import MemberSession
 
 DECAY = SETTINGS.compression.error_feedback_decay
 
@@ -42,7 +43,7 @@ class Member:
         settings = SETTINGS.model_copy(update={"returned": returned, "keep_local": keep_local})
         held = LocalParameters(self.parameters)
         self.outer = OuterRound(
-            "run", name, name, held, dict(self.start), run.exchange, settings, keeps_undo=keeps_undo
+            MemberSession(run.exchange, name, name, "run"), held, dict(self.start), settings, keeps_undo=keeps_undo
         )
 
     def change(self, key: str, round_: int) -> Tensor:
@@ -380,8 +381,8 @@ def test_blobs_of_another_group_of_the_same_epoch_are_not_its_own(run: Run) -> N
     counted.blobs[0].sha256 = bytes(32)
     sent = b.outer.feedback.sent
     assert sent is not None
-    assert sent.is_named_by(b.outer.calls.entry(record))
-    assert not sent.is_named_by(b.outer.calls.entry(other))
+    assert sent.is_named_by(b.outer.session.entry(record))
+    assert not sent.is_named_by(b.outer.session.entry(other))
 
 
 # ---- recovery, and late joins ----

@@ -18,7 +18,7 @@ from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.pseudo_gradient.together import together
 from hetero_pp.rpc.exchange_service import Arrived, Caller, ExchangeService, call_of, untold
-from replica_groups.member.exchanges import ShapedExchange
+from replica_groups.member.session import ExchangeLine, MemberSession
 
 BLOB = bytes(1000)
 WIRE = 1000 + 5 + 9
@@ -73,11 +73,12 @@ class Shaped:
         self.clock = clock
         self.far = Far(clock)
         link = LinkSpec("home.0-exchange", "home.0", "exchange", UP, DOWN)
-        self.exchange = ShapedExchange(self.far, link, seed=1, lines=Lines(clock=clock))
+        self.line = ExchangeLine(link, seed=1, lines=Lines(clock=clock))
+        self.exchange = MemberSession(self.far, "home.0", "home", "run", self.line)
 
     def counts(self, round_: int) -> list[Counts]:
         """Return the counts of both directions, up and down."""
-        return [astuple(ledger.of_round(round_)) for ledger in (self.exchange.forward, self.exchange.backward)]
+        return [astuple(ledger.of_round(round_)) for ledger in (self.line.forward, self.line.backward)]
 
 
 @pytest.fixture

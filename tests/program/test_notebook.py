@@ -300,7 +300,7 @@ def test_the_error_of_a_member_is_raised_and_ends_the_run(corpus: Path, monkeypa
     contribute = OuterRound.contribute
 
     def failing(self: OuterRound, round_: int, *more: Any) -> Mapping[str, bytes]:
-        if (self.calls.member, round_) == ("home.1", 2):
+        if (self.session.member, round_) == ("home.1", 2):
             raise ZeroDivisionError("as a bug would")
         return contribute(self, round_, *more)
 

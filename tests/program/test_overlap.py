@@ -17,7 +17,7 @@ from hetero_pp.outer.step import parameter_sha256, parameters_sha256
 from hetero_pp.program.launch.command import run_topology
 from hetero_pp.research.settings import ResearchConfig
 from hetero_pp.run.spec import RunSpec
-from replica_groups.member.training_loop import TrainingLoop
+from replica_groups.member.take_part import TrainingLoop
 
 MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 ROUNDS = 4

@@ -9,7 +9,7 @@ import pytest
 
 from hetero_pp.messages.messages_pb2 import AssignReply
 from replica_groups.engines.ranks import ALONE
-from replica_groups.member.training_loop import TrainingLoop
+from replica_groups.member.take_part import TrainingLoop
 
 
 @pytest.mark.parametrize(("newest", "read", "replayed"), [(4, 4, [5]), (1, None, [2, 3, 4, 5])])
@@ -17,11 +17,13 @@ def test_who_has_waited_for_long_reads_a_snapshot_instead_of_rounds_that_the_log
     newest: int, read: int | None, replayed: list[int]
 ) -> None:
     """The member holds theta after round 1 when its replica is to train round 6."""
-    fakes: dict[str, Any] = {name: MagicMock() for name in ("member", "outer", "seat", "reporter", "states", "length")}
-    outer, seat = fakes["outer"], fakes["seat"]
-    outer.is_settled, outer.theta, outer.ranks, seat.form.return_value = True, {}, ALONE, None
-    seat.exchange.newest_snapshot.return_value = (newest, [])
-    loop = TrainingLoop(replica="a", steps=MagicMock(), **fakes)
+    fakes: dict[str, Any] = {
+        name: MagicMock() for name in ("member", "outer", "session", "reporter", "states", "length")
+    }
+    outer, session = fakes["outer"], fakes["session"]
+    outer.is_settled, outer.theta, outer.ranks, session.form.return_value = True, {}, ALONE, None
+    session.newest_snapshot.return_value = (newest, [])
+    loop = TrainingLoop(steps=MagicMock(), **fakes)
     loop.holds, loop._has_started = 1, True
     loop._reach(AssignReply(round=6), snapshots_every=1)
     assert [call.args[2] for call in outer.reset.call_args_list] == ([] if read is None else [read])

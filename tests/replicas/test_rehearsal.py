@@ -14,7 +14,6 @@ from hetero_pp.core.errors import MalformedContribution
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.model.transformer import shapes_by_block
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob
-from hetero_pp.rpc.exchange_service import ExchangeService
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
@@ -24,6 +23,7 @@ from hetero_pp.simulator.prediction import predict
 from hetero_pp.simulator.traffic import blob_sizes, exchange_link_loads
 from replica_groups.exchange.open_log import open_log
 from replica_groups.member.rehearsed import build_rehearsed
+from replica_groups.member.session import MemberSession
 from replica_groups.rehearsal.emulated import Pace
 
 ROUNDS, STEPS = 2, 3
@@ -139,16 +139,13 @@ def test_no_member_and_no_exchange_holds_a_parameter(runs: tuple[RunSpec, Ran, R
             assert not snapshot.shapes
 
 
-class _NoExchange(ExchangeService):
-    """Answers nothing."""
-
-    call = read_snapshot = deposit_blob = fetch_blob = None  # type: ignore[assignment]
-
-
 def test_all_members_of_a_rehearsal_of_7b_hold_little(tmp_path: Path) -> None:
     spec = RunSpec(_config(SEVEN_BILLION, tmp_path).as_rehearsal(2, 2), None)
     with LiveBytes() as live:
-        members = [build_rehearsed(spec, spec.run, member, _NoExchange(), None) for member in spec.members.values()]
+        members = [
+            build_rehearsed(spec, member, MemberSession(None, member.name, member.replica.name, spec.run))
+            for member in spec.members.values()
+        ]
     message = 2048 * (4096 // 8) * 2
     assert 16 * message < live.most < 16 * 5 * message  # two messages of each stage, and what encodes them
     _, outer = members[3]

@@ -20,7 +20,7 @@ from hetero_pp.simulator.memory import Memory, Phase, memory_of_exchange, memory
 from replica_groups.engines import build
 from replica_groups.exchange.auditor import Auditor
 from replica_groups.member.outer_round import OuterRound
-from replica_groups.member.training_loop import TrainingLoop
+from replica_groups.member.take_part import TrainingLoop
 
 NO_TENSORS = {"process", "allocator", "own contribution", "one block of all contributions", "snapshot"}
 """Terms of bytes that are no tensors, and of tensors that an exchange in the same process shares."""
@@ -114,7 +114,7 @@ def test_a_member_holds_the_tensors_that_are_predicted(
         monkeypatch.setattr(build, "require_compiler", lambda device: None)
         monkeypatch.setattr(build, "compile_layers", _give_a_gradient)
     monkeypatch.setattr(in_process, "take_part", peaks.take_part(in_process.take_part))
-    monkeypatch.setattr(TrainingLoop, "_take_steps", peaks.within(Phase.STEP, TrainingLoop._take_steps))
+    monkeypatch.setattr(TrainingLoop, "_train", peaks.within(Phase.STEP, TrainingLoop._train))
     monkeypatch.setattr(OuterRound, "contribute", peaks.within(Phase.CONTRIBUTE, OuterRound.contribute))
     monkeypatch.setattr(OuterRound, "apply", peaks.within(Phase.APPLY, OuterRound.apply))
     _train(spec, tmp_path / "run")

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,15 +18,14 @@ from hetero_pp.core.errors import DamagedFile, LinkClosed
 from hetero_pp.data.sources import Source
 from hetero_pp.link.in_process import in_process_pair
 from hetero_pp.link.protocol import LinkEnd, LinkEnds
-from hetero_pp.messages.messages_pb2 import RoundRecord
 from hetero_pp.model.transformer import EMBEDDING
-from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from replica_groups.engines.ranks import Ranks
 from replica_groups.member.build_member import Start, build_member
 from replica_groups.member.commitments import state_of
 from replica_groups.member.committed_state import CommittedState
 from replica_groups.member.outer_round import OuterRound
+from replica_groups.member.session import MemberSession
 from replica_groups.member.training_member import TrainingMember
 
 _OF_A_STATE = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError)
@@ -77,9 +76,8 @@ class ReplicaHere:
         held = [*member.owned, *([EMBEDDING] if member.follows_embedding else [])]
         theta = {one: start.theta[one].clone() for one in held}
         trainer = build_member(spec, member, Start(theta, start.basis), self._ends[name], source, ranks)
-        outer = OuterRound(
-            spec.run, name, self._replica, trainer.parameters, theta, _Kept(self.blobs), spec.config.outer, ranks=ranks
-        )
+        session = MemberSession(None, name, self._replica, spec.run, ranks=ranks)  # a round ends with its contribution
+        outer = OuterRound(session, trainer.parameters, theta, spec.config.outer)
         known = None
         if (state := start.states.get(name)) is not None:
             restore(trainer, outer, state)
@@ -108,7 +106,7 @@ class ReplicaHere:
 
         self._together(work)
         for outer in self.outers.values():
-            outer.contribute(self.start.round, steps=steps)
+            self.blobs |= outer.contribute(self.start.round, steps=steps)
         return self.blobs
 
     def _together(self, work: Callable[[str], None]) -> None:
@@ -163,30 +161,6 @@ def _linked(members: list[MemberSpec], seed: int) -> dict[str, LinkEnds]:
         upstream.append(backward)
     ends = zip(members, upstream, [*downstream, None], strict=True)
     return {member.name: LinkEnds(before, after) for member, before, after in ends}
-
-
-class _Kept:
-    """Keeps deposited blobs by block, in place of an exchange. Implements Contributions."""
-
-    def __init__(self, blobs: dict[str, bytes]) -> None:
-        self._blobs = blobs
-
-    def deposit_together(
-        self, member: str, blobs: Mapping[BlobAddress, bytes], epoch: int | None = None, steps: int = 0
-    ) -> None:
-        self._blobs.update({address.block: data for address, data in blobs.items()})
-
-    def record(self, round_: int, member: str | None = None) -> RoundRecord:
-        self._refuse()
-
-    def fetch(self, member: str, round_: int, replica: str, block: str) -> bytes:
-        self._refuse()
-
-    def confirm(self, member: str, round_: int, sha256: Mapping[str, bytes]) -> None:
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
-        raise AssertionError("a round that is computed again ends with its contribution")
 
 
 @dataclass(frozen=True)

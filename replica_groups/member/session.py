@@ -1,0 +1,619 @@
+"""Session of a member with its run: every request that it makes to the exchange, and its links to other stages.
+
+All ranks of a member have a session, and make the calls together; the first rank has the exchange and speaks for all.
+What lies between a call and the wire is done here, in this order:
+
+    fault injection -> one call for all ranks -> the round carried in the background -> stop -> the line
+
+Once a second a heartbeat tells the member's progress, and returns whether it has to stop its work.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+from safetensors.torch import load, save
+from torch import Tensor
+
+from hetero_pp.config.links import DIRECTIONS, Direction, LinkSpec, exchange_link_name, stage_link_name
+from hetero_pp.core.errors import (
+    ExchangeLost,
+    HeteroPPError,
+    LinkClosed,
+    LinkError,
+    Refused,
+    RunFailed,
+    Stopped,
+    Suspended,
+    TermOver,
+)
+from hetero_pp.link.ledger import FRAME_BYTES, Ledger, raw_frames, wire_bytes
+from hetero_pp.link.protocol import NOT_KNOWN, Holders, LinkEnds
+from hetero_pp.link.shaping import busy_seconds
+from hetero_pp.link.shared_lines import Lines
+from hetero_pp.link.turns import ShapedMessage, Shaper
+from hetero_pp.messages import messages_pb2 as pb
+from hetero_pp.pseudo_gradient.contribution import BlobAddress
+from hetero_pp.pseudo_gradient.together import apart, batches
+from hetero_pp.rpc.exchange_service import NO_STATES, Arrived, AvailableStates, Caller, ExchangeService, call_of, untold
+from hetero_pp.run.spec import MemberSpec
+from hetero_pp.store.faults import NO_FAULTS, Faults, Phase
+from replica_groups.engines.ranks import ALONE, Ranks
+from replica_groups.member.stopping import NEVER_STOPPED, SECONDS_TO_FETCH, Stopping
+
+SECONDS_BETWEEN_BEATS = 1.0
+
+EVERY_EPOCH = 1 << 62
+"""A generation after all others, including one that is being formed and that no heartbeat has named."""
+
+LedgerOf = tuple[str, Direction, Ledger]
+"""(link, direction, this member's byte counts)"""
+
+GiveUp = Callable[[int, str], None]
+"""(before, cause): ends links of generations before this one, and wakes threads that wait for them."""
+
+_ANSWER = b"\0"
+
+_ERRORS: tuple[type[HeteroPPError], ...] = (RunFailed, TermOver, Suspended, ExchangeLost, Stopped)
+"""Errors that all ranks have to handle alike; any other error of the first rank is RunFailed on the others."""
+
+_Blob = tuple[pb.BlobHeader, bytes]
+
+_Fetched = dict[tuple[str, str], bytes]
+"""Blobs of a round, by replica and block."""
+
+
+class Connections(Protocol):
+    """Connections of a member to the rest of its run."""
+
+    @property
+    def exchange(self) -> ExchangeService:
+        """The exchange, without traffic shaping. If several ranks form one member, only the first rank uses it."""
+
+    @property
+    def lines(self) -> Lines:
+        """The access lines that all links of the member share."""
+
+    def listen(self) -> str:
+        """Start to listen for the neighbouring stages; return the address (empty if there is none)."""
+
+    def open(self, epoch: int, upstream: str, downstream: str, holders: Holders = NOT_KNOWN) -> LinkEnds:
+        """Open the links to the neighbouring stages in this generation of the group. The member must have joined.
+
+        `upstream` and `downstream` are the addresses to dial; an empty one means that the neighbour dials or does not
+        exist. A neighbour whose holder number differs from `holders` is refused. A call for a newer generation aborts
+        the links of older ones; the byte counts continue.
+
+        Raises LinkClosed if the generation is over, and LinkTimeout if a neighbour does not connect.
+        """
+
+    def give_up(self, before: int, cause: str) -> None:
+        """Close links of generations before this one; their users, and callers waiting in `open`, get LinkClosed.
+
+        May be called from any thread. From then on `open` raises for these generations.
+        """
+
+
+class Links:
+    """Links of a member to the neighbouring stages, and the byte counts of all its links."""
+
+    def __init__(self, member: MemberSpec, connections: Connections, line: ExchangeLine) -> None:
+        self._member, self._connections, self._line = member, connections, line
+        self._ends = LinkEnds()
+
+    def form(self, work: pb.AssignReply) -> LinkEnds:
+        """Return links of the assignment's generation. Raises LinkError."""
+        upstream = work.upstream_holder if work.HasField("upstream_holder") else None
+        downstream = work.downstream_holder if work.HasField("downstream_holder") else None
+        try:
+            self._ends = self._connections.open(work.epoch, work.upstream, work.downstream, (upstream, downstream))
+        except Refused as error:  # the word of a neighbour alone must not end this member
+            raise LinkClosed(str(error)) from error
+        return self._ends
+
+    def give_up(self, before: int, cause: str) -> None:
+        """Close links of generations before this one, from any thread."""
+        self._connections.give_up(before, cause)
+
+    @property
+    def ledgers(self) -> Sequence[LedgerOf]:
+        """The member's byte counts: both directions of its exchange link, and what it sends to neighbouring stages."""
+        own, stage, replica = exchange_link_name(self._member.name), self._member.stage, self._member.replica.name
+        ledgers: list[LedgerOf] = [(own, "forward", self._line.forward), (own, "backward", self._line.backward)]
+        if stage is not None and self._ends.downstream is not None:
+            ledgers.append((stage_link_name(replica, stage.index), "forward", self._ends.downstream.ledger))
+        if stage is not None and self._ends.upstream is not None:
+            ledgers.append((stage_link_name(replica, stage.index - 1), "backward", self._ends.upstream.ledger))
+        return ledgers
+
+
+class ExchangeLine:
+    """A member's link to the exchange: delays and counts blobs, run checkpoints and files like any other link.
+
+    Control messages and reports, some hundred bytes each, are neither delayed nor counted.
+    """
+
+    def __init__(self, spec: LinkSpec, seed: int, lines: Lines | None = None) -> None:
+        """`lines`: the member's access lines, which its stage links share."""
+        lines = lines or Lines()
+        up, down = (lines.buckets(spec, way) for way in DIRECTIONS)
+        self._up = Shaper(spec.forward, f"{seed}/{spec.name}/forward", lines.clock, up)
+        self._down = Shaper(spec.backward, f"{seed}/{spec.name}/backward", lines.clock, down)
+        self.forward, self.backward = Ledger(), Ledger()
+
+    def send(self, round_: int, size: int) -> None:
+        """Wait as long as the line takes for a message to the exchange."""
+        wire = wire_bytes(raw_frames(size))
+        self.forward.add(round_, size, wire, self._up.start_message().transmit(wire))
+
+    def receive(self, round_: int, size: int) -> None:
+        wire = wire_bytes(raw_frames(size))
+        self.backward.add(round_, size, wire, self._down.start_message().transmit(wire))
+
+    def send_file(self, round_: int, size: int) -> None:
+        """Wait frame by frame, as a checkpoint may take longer than a round, whose contribution goes in between."""
+        message = self._up.start_message()
+        for start in range(0, size, FRAME_BYTES):
+            message.transmit(wire_bytes(raw_frames(min(FRAME_BYTES, size - start))))
+        wire = wire_bytes(raw_frames(size))
+        self.forward.add(round_, size, wire, busy_seconds(self._up.shape, wire))
+
+    def receive_frames(self, arrived: Arrived) -> Arrived:
+        """Return a function that delays each frame of a run checkpoint as it comes: a model takes long to come."""
+        message: ShapedMessage | None = None
+
+        def frame(n_bytes: int) -> None:
+            nonlocal message
+            message = message or self._down.start_message()
+            message.transmit(wire_bytes(raw_frames(n_bytes)))
+            arrived(n_bytes)
+
+        return frame
+
+    def received(self, size: int) -> None:
+        """Count a run checkpoint whose frames were delayed."""
+        wire = wire_bytes(raw_frames(size))
+        self.backward.add(0, size, wire, busy_seconds(self._down.shape, wire))
+
+
+class Heartbeat:
+    """Heartbeats of one member, in a thread of its own, so that neither compute nor a busy line delays them."""
+
+    def __init__(self, exchange: ExchangeService, member: str, give_up: GiveUp) -> None:
+        self._exchange, self._member, self._give_up = exchange, member, give_up
+        self._round: int | None = None
+        self._epoch = 0
+        self._progress = 0
+        self._activity: Callable[[], tuple[int, bool]] = lambda: (0, False)
+        self._finished = False
+        self._ended = threading.Event()
+
+    def trains(self, round_: int | None, epoch: int) -> None:
+        """Note the round and generation that the member trains from now on."""
+        self._round, self._epoch = round_, epoch
+        self.progressed()
+
+    def progressed(self) -> None:
+        self._progress += 1
+
+    def finished(self) -> None:
+        """Note that the member's part is over: its links stay until its neighbours have read everything."""
+        self._finished = True
+
+    @contextmanager
+    def computing(self, activity: Callable[[], tuple[int, bool]]) -> Iterator[None]:
+        """While the block runs, `activity` returns the amount of work done and whether the member is busy."""
+        self._activity = activity
+        try:
+            yield
+        finally:
+            self._activity = lambda: (0, False)
+            self.progressed()
+
+    @contextmanager
+    def beating(self) -> Iterator[None]:
+        """Send heartbeats while the block runs."""
+        thread = threading.Thread(target=self._run, name=f"heartbeat {self._member}", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._ended.set()
+            thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.wait(SECONDS_BETWEEN_BEATS):
+            epoch = self._epoch
+            try:
+                done, is_busy = self._activity()
+                progress = (self._progress << 32) + done
+                reply = self._exchange.beat(self._member, self._round, epoch, progress, is_busy)
+            except LinkError:
+                continue  # the exchange is gone, or late: calls that need it wait for it
+            except HeteroPPError as error:
+                self._say(EVERY_EPOCH, str(error))  # the member is out: threads that wait for a neighbour get the cause
+                return
+            if reply.is_over or (reply.HasField("suspended") and reply.suspended == epoch):
+                self._say(epoch + 1, reply.cause or "its incarnation is over")
+
+    def _say(self, before: int, cause: str) -> None:
+        if not self._finished:
+            self._give_up(before, cause)
+
+
+class MemberSession(ExchangeService):
+    """The exchange as one member sees it, on each of its ranks."""
+
+    def __init__(
+        self,
+        exchange: ExchangeService | None,
+        member: str,
+        replica: str,
+        run: str = "",
+        line: ExchangeLine | None = None,
+        ranks: Ranks = ALONE,
+        stopping: Stopping = NEVER_STOPPED,
+        faults: Faults = NO_FAULTS,
+        overlaps: bool = False,
+    ) -> None:
+        """`exchange` is set on the first rank. `stopping` may interrupt calls that wait. `faults` are injected.
+
+        `overlaps`: a round is carried in the background while the member trains the next one (`carry`).
+        """
+        self.member, self.replica, self.run, self.ranks, self.overlaps = member, replica, run, ranks, overlaps
+        self.blocked = 0.0
+        """Seconds that the outer round has waited for the exchange; the training loop resets it to 0."""
+        self.commitment: pb.Commitment | None = None
+        """What the member commits to with its next blobs; None if the run is not audited by recomputation."""
+        self._exchange, self.line, self._stopping, self._faults = exchange, line, stopping, faults
+        self._deferred: HeteroPPError | None = None
+        """Error of a deposit of the first rank, which the other ranks have not heard of yet."""
+        self._contributed: int | None = None
+        """Round of the contribution in progress."""
+        self._missed: list[_Blob] = []
+        """Blobs that `faults` deliver after the record of their round."""
+        self._waiting: list[_Blob] = []
+        """With `overlaps`, blobs of a contribution that were not deposited yet."""
+        self._carried: tuple[int, Future[tuple[pb.RoundRecord, _Fetched]]] | None = None
+        """The round that a thread carries. The thread of a round that was given up may still wait, unread."""
+        self._fetched: tuple[int, _Fetched] = 0, {}
+        self._address, self._available = "", NO_STATES
+        self._epoch: int | None = None
+
+    # ---- a slot in the run ----
+
+    @contextmanager
+    def joined(self, address: str, available: AvailableStates, links: Links) -> Iterator[None]:
+        """Take the slot, and send heartbeats while the block runs.
+
+        `address`: where the member listens for other stages. `available`: the states that it holds.
+        """
+        self.links, self._address, self._available = links, address, available
+        self.heartbeat = Heartbeat(self, self.member, links.give_up)
+        self.join(self.member, address, available)
+        with self.heartbeat.beating():
+            yield
+
+    def ask(self, holds: int, trained: int = 0) -> pb.AssignReply:
+        """Return the next assignment, for a member with theta after round `holds`; join again if the slot was lost.
+
+        `trained`: as in `ExchangeService.assign`.
+        """
+        while True:
+            try:
+                return self.assign(self.member, holds, self._address, trained)
+            except TermOver:
+                self._epoch = None
+                self.join(self.member, self._address, self._available)
+
+    def form(self, work: pb.AssignReply) -> LinkEnds | None:
+        """Return new links for an assignment's generation; None if the current links belong to it. Raises LinkError.
+
+        From now on a heartbeat's answer that this generation is over ends the links, also while they are formed.
+        """
+        if work.epoch == self._epoch:
+            return None
+        self._epoch = work.epoch
+        self.heartbeat.trains(None, work.epoch)
+        return self.links.form(work)
+
+    def leave_links(self, cause: str) -> int | None:
+        """Give up the current links, and tell waiting neighbours the cause; return their generation, if any."""
+        epoch, self._epoch = self._epoch, None
+        if epoch is not None:
+            self.links.give_up(epoch + 1, cause)
+        return epoch
+
+    # ---- an outer round ----
+
+    def address_of(self, round_: int, block: str) -> BlobAddress:
+        return BlobAddress(self.run, round_, self.replica, block)
+
+    def contribute(
+        self,
+        round_: int,
+        blobs: Iterable[tuple[str, bytes]],
+        epoch: int | None,
+        steps: int,
+        before_last: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Deposit the member's blobs, by block, as they are made. Small ones go together.
+
+        `before_last` is called once all are made, and before the last are sent: then the contribution is complete.
+        """
+
+        def send(batch: Iterable[tuple[str, bytes]]) -> None:
+            with self._blocking():
+                own = {self.address_of(round_, block): data for block, data in batch}
+                self.deposit_together(self.member, own, epoch, steps)
+
+        last = None
+        for batch in batches(blobs):
+            if last is not None:
+                send(last)
+            last = batch
+        before_last()
+        if last is not None:
+            send(last)
+
+    def record_of(
+        self, round_: int, own: Mapping[str, bytes] | None = None, epoch: int | None = None, steps: int = 0
+    ) -> pb.RoundRecord:
+        """Return the record once the round is closed.
+
+        After a lost connection, deposit `own` again, as the exchange may have restarted.
+        """
+        while True:
+            try:
+                with self._blocking():
+                    return self.record(round_, self.member)
+            except ExchangeLost:
+                self.contribute(round_, (own or {}).items(), epoch, steps)
+
+    def entry(self, record: pb.RoundRecord) -> pb.ContributionEntry | None:
+        """Return the entry of a record that is this replica's; None if the round excludes it."""
+        return next((one for one in record.contributions if one.replica == self.replica), None)
+
+    def fetches(self, round_: int) -> Callable[[str, str], bytes]:
+        """Return a function that fetches the blob of (replica, block) in a round."""
+
+        def fetch(replica: str, block: str) -> bytes:
+            with self._blocking():
+                return self.fetch(self.member, round_, replica, block)
+
+        return fetch
+
+    def carry(self, round_: int, blocks: Collection[str]) -> None:
+        """Complete a round in the background while the member trains the next one. The first rank alone does so.
+
+        A thread deposits what waits, then waits for the record, and fetches the other replicas' blobs of these blocks.
+        They are here when the record is asked for, unless training took less time.
+        """
+        if self._exchange is None:
+            return
+        waiting, self._waiting = self._waiting, []
+        carried: Future[tuple[pb.RoundRecord, _Fetched]] = Future()
+        self._carried, self._fetched, caller = (round_, carried), (0, {}), Caller(self.member)
+
+        def run() -> None:
+            try:
+                record = self._deposit_and_record(waiting, pb.RecordRequest(round=round_), caller)
+                wanted = [
+                    pb.FetchRequest(round=round_, replica=entry.replica, block=blob.block)
+                    for entry in record.contributions
+                    for blob in entry.blobs
+                    if blob.block in blocks and entry.replica != self.replica
+                ]
+                fetched = {
+                    (one.replica, one.block): self._fetch(one, caller) for one in wanted if not carried.cancelled()
+                }
+                with suppress(InvalidStateError):  # it was given up
+                    carried.set_result((record, fetched))
+            except BaseException as error:  # noqa: BLE001 (raised by the call for the record)
+                with suppress(InvalidStateError):
+                    carried.set_exception(error)
+
+        threading.Thread(target=run, name=f"carries round {round_} of {self.member}", daemon=True).start()
+
+    def give_up_carried(self) -> None:
+        """Wait no more for the round that is carried, and drop the blobs that were not deposited."""
+        self._waiting = []
+        if self._carried is not None:
+            self._carried[1].cancel()
+            self._carried = None
+
+    @contextmanager
+    def _blocking(self) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.blocked += time.monotonic() - began
+
+    # ---- the calls of ExchangeService, on every rank ----
+
+    def call(self, request: Message, caller: Caller) -> Any:
+        """Make a call on the first rank, and return the reply on all ranks. Each rank confirms and reports nothing."""
+        match request:
+            case pb.BeatRequest() | pb.HashReport() | pb.ReportRequest():
+                return _reply_to(request)() if self._exchange is None else self._call(request, caller)
+            case pb.RecordRequest():
+                return self._record(request, caller)
+        return self._on_all(request, lambda: self._call(request, caller))
+
+    def _record(self, request: pb.RecordRequest, caller: Caller) -> pb.RoundRecord:
+        if self._contributed == request.round:
+            self._contributed = None
+            self._faults.reached(Phase.WAITING, request.round)
+        deferred, self._deferred = self._deferred, None
+
+        def ask() -> pb.RoundRecord:
+            if deferred is not None:
+                raise deferred
+            carried, self._carried = self._carried, None
+            if carried is None or carried[0] != request.round:
+                waiting, self._waiting = self._waiting, []
+                return self._deposit_and_record(waiting, request, caller)
+            with self._stopping.allowed(request.round):
+                record, fetched = carried[1].result()
+            self._fetched = request.round, fetched
+            return record
+
+        record: pb.RoundRecord = self._on_all(request, ask)
+        missed, self._missed = self._missed, []
+        for blob in missed:
+            self._deposit_first(*blob, caller)
+        return record
+
+    def read_snapshot(
+        self, request: pb.SnapshotRequest, caller: Caller, arrived: Arrived = untold
+    ) -> dict[str, Tensor]:
+        """Return tensors of a run checkpoint, on all ranks.
+
+        Each is broadcast alone, because a large model would be twice in memory otherwise.
+        """
+        if self.ranks.world == 1:
+            return self._read(request, caller, arrived)
+        tensors: dict[str, Tensor] = {}
+        for name in request.names:
+            one = pb.SnapshotRequest(names=[name], round=request.round if request.HasField("round") else None)
+            tensors |= load(self._broadcast(lambda one=one: save(self._read(one, caller, arrived))))  # type: ignore[misc]
+        return tensors
+
+    def deposit_blob(self, header: pb.BlobHeader, data: bytes, caller: Caller) -> None:
+        """Deposit a blob on the first rank. The next call for the record raises its error on all ranks.
+
+        With `overlaps`, it waits until `carry`, or until the record is asked for.
+        """
+        if self.commitment is not None:
+            header.commitment.CopyFrom(self.commitment)
+        if self._contributed != header.round:
+            self._contributed, self._missed = header.round, []
+            self._faults.reached(Phase.CONTRIBUTING, header.round)
+        if header.round in self._faults.missed:
+            self._missed.append((header, data))
+        else:
+            self._deposit_first(header, data, caller)
+
+    def _deposit_first(self, header: pb.BlobHeader, data: bytes, caller: Caller) -> None:
+        if self._exchange is None:
+            return
+        if self.overlaps:
+            self._waiting.append((header, data))
+            return
+        try:
+            self._deposit(header, data, caller)
+        except (TermOver, Suspended, Stopped) as error:
+            if self.ranks.world == 1:
+                raise
+            self._deferred = error
+
+    def fetch_blob(self, request: pb.FetchRequest, caller: Caller) -> bytes:
+        """Return one blob of a closed round, on all ranks. One that was carried is returned once, then forgotten."""
+
+        def ask() -> bytes:
+            of_round, fetched = self._fetched
+            data = fetched.pop((request.replica, request.block), None) if of_round == request.round else None
+            return self._fetch(request, caller) if data is None else data
+
+        return self._broadcast(ask)
+
+    def show_file(self, header: pb.ShownFile, path: Path, caller: Caller) -> None:
+        """Send a file. Its frames cross the line first."""
+        assert self._exchange is not None
+        if self.line is not None:
+            self.line.send_file(header.round, header.size)
+        self._exchange.show_file(header, path, caller)
+
+    # ---- the same calls, on the first rank: a stop may end them, and the line delays them ----
+
+    def _call(self, request: Message, caller: Caller) -> Any:
+        """Make a call. Stopped may interrupt it while it waits for a reply, or for an exchange that is gone.
+
+        A member that is asked to stop and gets no reply to its hashes continues without one: it has applied the round.
+        """
+        assert self._exchange is not None
+        match request:
+            case pb.RecordRequest():
+                round_: int | None = request.round
+            case pb.HashReport():
+                with suppress(Stopped), self._stopping.allowed(request.round):
+                    self._exchange.call(request, caller)
+                return pb.HashReply()
+            case pb.NewestSnapshotRequest():
+                round_ = 0  # the member is recovering, and can save its state afterwards
+            case _:
+                round_ = None
+        with self._stopping.allowed(round_):
+            return self._exchange.call(request, caller)
+
+    def _read(self, request: pb.SnapshotRequest, caller: Caller, arrived: Arrived) -> dict[str, Tensor]:
+        assert self._exchange is not None
+        with self._stopping.allowed(request.round, SECONDS_TO_FETCH):
+            frame = arrived if self.line is None else self.line.receive_frames(arrived)
+            tensors = self._exchange.read_snapshot(request, caller, frame)
+        if self.line is not None:
+            self.line.received(sum(tensor.nbytes for tensor in tensors.values()))
+        return tensors
+
+    def _deposit(self, header: pb.BlobHeader, data: bytes, caller: Caller) -> None:
+        assert self._exchange is not None
+        with self._stopping.allowed(header.round):  # the round may be decided by this blob
+            if self.line is not None:
+                for _, blob in apart(header, data):  # each counts as a message, as it is predicted
+                    self.line.send(header.round, len(blob))
+            self._exchange.deposit_blob(header, data, caller)
+
+    def _deposit_and_record(
+        self, waiting: Sequence[_Blob], request: pb.RecordRequest, caller: Caller
+    ) -> pb.RoundRecord:
+        for blob in waiting:
+            self._deposit(*blob, caller)
+        record: pb.RoundRecord = self._call(request, caller)
+        return record
+
+    def _fetch(self, request: pb.FetchRequest, caller: Caller) -> bytes:
+        assert self._exchange is not None
+        with self._stopping.allowed(request.round, SECONDS_TO_FETCH):
+            data = self._exchange.fetch_blob(request, caller)
+            if self.line is not None:
+                self.line.receive(request.round, len(data))
+        return data
+
+    # ---- all ranks ----
+
+    def _on_all(self, request: Message, ask: Callable[[], Message]) -> Any:
+        """Return the first rank's reply to a request on every rank."""
+        if self.ranks.world == 1:
+            return ask()
+        return _reply_to(request).FromString(self._broadcast(lambda: ask().SerializeToString()))
+
+    def _broadcast(self, ask: Callable[[], bytes]) -> bytes:
+        """Return what `ask` returns on the first rank, or raise what it raises there, on every rank."""
+        if self.ranks.world == 1:
+            return ask()
+        answer, failure = None, None
+        if self.ranks.is_first:
+            try:
+                answer = _ANSWER + ask()
+            except HeteroPPError as error:
+                kind = next((index for index, one in enumerate(_ERRORS) if isinstance(error, one)), 0)
+                answer, failure = bytes([1 + kind]) + str(error).encode(), error
+        reply = self.ranks.broadcast_bytes(answer)
+        if failure is not None:
+            raise failure
+        if reply[:1] != _ANSWER:
+            raise _ERRORS[reply[0] - 1](reply[1:].decode())
+        return reply[1:]
+
+
+def _reply_to(request: Message) -> type[Message]:
+    return GetMessageClass(call_of(request).output_type)
