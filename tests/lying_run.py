@@ -27,7 +27,6 @@ from hetero_pp.core.errors import HeteroPPError, LinkError, RunFailed, RunOver
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2 import BlobHeader, Happened, Report
-from hetero_pp.planner.grouping import group_spares
 from hetero_pp.pseudo_gradient.together import apart
 from hetero_pp.rpc.certificates import Identity, as_text, digest_of, new_key
 from hetero_pp.rpc.connections import NetworkConnections, tell_died
@@ -40,6 +39,7 @@ from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.shared import told_of
 from hetero_pp.run.spec import RunSpec
+from hetero_pp.simulator.planner.grouping import group_spares
 from replica_groups.audit.beside import audited, followed
 from replica_groups.exchange import memberships
 from replica_groups.exchange import server as served_exchange

@@ -17,7 +17,6 @@ from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.files import write_json, write_whole
 from hetero_pp.core.units import format_bytes, format_count, parse_fraction
 from hetero_pp.data.tokenizers import load_tokenizer
-from hetero_pp.planner.search import AIM, Choice, Result, describe_penalty, search_all
 from hetero_pp.program.rehearse.plan_input import MeasuredInput
 from hetero_pp.program.report.output import say, standard_output
 from hetero_pp.program.report.tables import PlainTable
@@ -27,6 +26,7 @@ from hetero_pp.run.alike import range_of
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.costs import assumed_in
+from hetero_pp.simulator.planner.search import AIM, Choice, Result, describe_penalty, search_all
 
 MOST_EXPLAINED = 8
 """Most entries of the explanation that are shown."""

@@ -28,7 +28,6 @@ from hetero_pp.core.steady_clock import steady_clock
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2 import Failure, Finished, Report
 from hetero_pp.messages.refusals import Kind
-from hetero_pp.planner.grouping import group_spares
 from hetero_pp.program.join import command as join_command
 from hetero_pp.program.join import membership as membership_module
 from hetero_pp.program.join.command import Here, join
@@ -43,6 +42,7 @@ from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.probe import _FRAME_BYTES, _FRAMES, BUSY, be_probed, measure
 from hetero_pp.rpc.services import ADMISSION_SERVICE, call_path
 from hetero_pp.rpc.tickets import Ticket, make_ticket, ticket_of
+from hetero_pp.simulator.planner.grouping import group_spares
 from replica_groups.exchange import admission
 from replica_groups.exchange.admission import Told
 from replica_groups.exchange.lobby import FORGET_SECONDS, Lobby

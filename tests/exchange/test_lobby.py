@@ -10,7 +10,7 @@ from small_run import Clock
 
 from hetero_pp.core.errors import AskAgain, Forbidden, Refused
 from hetero_pp.messages.messages_pb2 import InLobby
-from hetero_pp.planner.grouping import group_spares
+from hetero_pp.simulator.planner.grouping import group_spares
 from replica_groups.exchange import lobby as lobby_module
 from replica_groups.exchange.lobby import Line, Lobby
 

@@ -21,7 +21,6 @@ from hetero_pp.link.protocol import Message
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.messages.messages_pb2 import EXCLUDED, GRADIENT, AssignReply, BlobHeader, EnrolReply
 from hetero_pp.messages.refusals import Kind
-from hetero_pp.planner.grouping import group_spares
 from hetero_pp.program.join.membership import take_place
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.rpc.admission_client import enrol
@@ -36,6 +35,7 @@ from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.shared import told_of
 from hetero_pp.run.spec import RunSpec
+from hetero_pp.simulator.planner.grouping import group_spares
 from replica_groups.exchange.admission import Told
 from replica_groups.exchange.host import begin_run, make_exchange
 from replica_groups.exchange.lobby import Lobby

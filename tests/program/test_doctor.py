@@ -30,7 +30,6 @@ from hetero_pp.core.proxies import Proxy, Route
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.planner.grouping import group_spares
 from hetero_pp.program.cli import app
 from hetero_pp.program.doctor import command, disk, exchange, packages, start, subject, text
 from hetero_pp.program.doctor.command import find
@@ -54,6 +53,7 @@ from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.shared import own_configuration, told_of
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile, save_config
+from hetero_pp.simulator.planner.grouping import group_spares
 from replica_groups.exchange import admission
 from replica_groups.exchange.admission import Told
 from replica_groups.exchange.host import make_exchange

@@ -16,10 +16,12 @@ import pytest
 from hetero_pp.config.topology import BoundarySettings
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.pipeline.schedule import Action, one_forward_one_backward
-from hetero_pp.planner.grouping import LARGEST_LINK, Pool, group
-from hetero_pp.planner.outer import with_outer
-from hetero_pp.planner.participants import group_participants
-from hetero_pp.planner.penalty import (
+from hetero_pp.run.config import RunConfig
+from hetero_pp.run.yaml_file import ConfigFile
+from hetero_pp.simulator.planner.grouping import LARGEST_LINK, Pool, group
+from hetero_pp.simulator.planner.outer import with_outer
+from hetero_pp.simulator.planner.participants import group_participants
+from hetero_pp.simulator.planner.penalty import (
     FOUR_BITS,
     MEASURED,
     MEASURED_UNCOMPRESSED,
@@ -27,10 +29,8 @@ from hetero_pp.planner.penalty import (
     ladder,
     penalty_of,
 )
-from hetero_pp.planner.schedules import schedules_of
-from hetero_pp.planner.split import Load, best_split, best_splits
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.yaml_file import ConfigFile
+from hetero_pp.simulator.planner.schedules import schedules_of
+from hetero_pp.simulator.planner.split import Load, best_split, best_splits
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "micro"
 

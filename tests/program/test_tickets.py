@@ -22,7 +22,6 @@ from typer.testing import CliRunner
 
 from hetero_pp.core.errors import ConfigError, LinkClosed, NewRun, RunFailed, RunOver
 from hetero_pp.messages.messages_pb2 import Report, StatusReply
-from hetero_pp.planner.grouping import group_spares
 from hetero_pp.program.cli import app
 from hetero_pp.program.join.command import Here, join
 from hetero_pp.program.join.invite import good_for, invite, revoke, seconds_of
@@ -41,6 +40,7 @@ from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.shared import keep_tokenizer, kept_tokenizer, own_configuration, require_data, told_of
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
+from hetero_pp.simulator.planner.grouping import group_spares
 from replica_groups.exchange.admission import Told
 from replica_groups.exchange.host import make_exchange
 from replica_groups.exchange.lobby import Lobby

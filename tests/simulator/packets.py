@@ -1,4 +1,4 @@
-"""One group whose machines have lines, simulated packet by packet, as a reference for hetero_pp.simulator.fluid.
+"""One group whose machines have lines, simulated packet by packet, as a reference for hetero_pp.simulator.events.
 
 Every line serves one packet at a time, and its streams take turns. A stream has a limited number of packets under way,
 as a sender that waits for acknowledgements. A slow line further on therefore slows it down, and the other streams get

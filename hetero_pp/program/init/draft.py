@@ -17,12 +17,12 @@ from hetero_pp.data.corpora import corpus_bytes
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokenizers import load_tokenizer
 from hetero_pp.model.transformer import ModelSettings, ModelShape
-from hetero_pp.planner.search import search
 from hetero_pp.program.init.questions import Answers, Machines
 from hetero_pp.program.launch.this_machine import usable_cores
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.hardware import ASSUMED, CATALOG
 from hetero_pp.run.spec import RunSpec
+from hetero_pp.simulator.planner.search import search
 from hetero_pp.simulator.prediction import Prediction, predict
 
 TARGET_UTILIZATIONS = (0.9, 0.7)

@@ -227,7 +227,7 @@ def _say(line: str) -> None:
 
 
 def _open_house(spec: RunSpec, job: Job) -> OpenHouse:
-    from hetero_pp.planner.grouping import group_spares  # only a run that admits hosts needs the planner
+    from hetero_pp.simulator.planner.grouping import group_spares  # only a run that admits hosts needs the planner
 
     told, lobby = Told(*told_of(spec.config), spec.shape.vocabulary), Lobby(spec.optional_places, group_spares)
     return OpenHouse(Memberships(job.folder.memberships), told, lobby, spec.unnamed_slots)

@@ -29,7 +29,7 @@ from typing import Protocol
 
 import numpy as np
 
-from hetero_pp.planner.split import Array, best_splits
+from hetero_pp.simulator.planner.split import Array, best_splits
 
 PATHS = 300_000
 SAMPLED_PATHS = 60_000

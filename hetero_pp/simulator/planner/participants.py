@@ -13,13 +13,13 @@ from hetero_pp.config.links import DIRECTIONS, DirectionSettings, LinkSettings, 
 from hetero_pp.config.topology import ParticipantsReplica, StageSettings
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.units import format_names
-from hetero_pp.planner.grouping import Grouping, Pool, group
-from hetero_pp.planner.split import Load, Sizes, best_split, stage_seconds
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.hardware import Hardware, hardware_named
 from hetero_pp.run.plan_section import LooseParticipant, PlanSettings
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.costs import SHOWN, assumption
+from hetero_pp.simulator.planner.grouping import Grouping, Pool, group
+from hetero_pp.simulator.planner.split import Load, Sizes, best_split, stage_seconds
 
 TIME_LIMIT = 45.0
 """Longest search for groups, in seconds."""

@@ -22,14 +22,14 @@ from hetero_pp.config.links import DIRECTIONS, LinkSpec, exchange_link_name
 from hetero_pp.config.topology import BoundarySettings, DatacenterReplica, ParticipantsReplica, ReplicaSettings
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.units import format_bits_per_second, format_duration, format_ratio, format_seconds
-from hetero_pp.planner.grouping import LARGEST_LINK
-from hetero_pp.planner.outer import OuterChoice, choose_outer, with_outer
-from hetero_pp.planner.participants import Grouped, group_participants
-from hetero_pp.planner.penalty import Penalty, Rung, bits_per_token, ladder, penalty_of, rung_of
-from hetero_pp.planner.schedules import Schedule, describe, is_measured, schedules_of
 from hetero_pp.run.alike import alike, label_of
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
+from hetero_pp.simulator.planner.grouping import LARGEST_LINK
+from hetero_pp.simulator.planner.outer import OuterChoice, choose_outer, with_outer
+from hetero_pp.simulator.planner.participants import Grouped, group_participants
+from hetero_pp.simulator.planner.penalty import Penalty, Rung, bits_per_token, ladder, penalty_of, rung_of
+from hetero_pp.simulator.planner.schedules import Schedule, describe, is_measured, schedules_of
 from hetero_pp.simulator.prediction import Prediction, predict
 from hetero_pp.simulator.waiting import Waiting, waiting, with_rounds_of
 

@@ -17,13 +17,13 @@ from hetero_pp.config.links import LinkSpec, stage_link_name
 from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica, ReplicaSettings
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.units import format_bytes, format_count, format_names, format_seconds
-from hetero_pp.planner.penalty import Rung
-from hetero_pp.planner.split import Array, Load, Sizes, best_split, part_of_stage, stage_bytes, stage_seconds
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.costs import SHOWN, assumption, hardware_of, unnamed
 from hetero_pp.simulator.events import Group, GroupClock, LineWay, inner_loops
 from hetero_pp.simulator.fleets import Fleet, fleets_of
+from hetero_pp.simulator.planner.penalty import Rung
+from hetero_pp.simulator.planner.split import Array, Load, Sizes, best_split, part_of_stage, stage_bytes, stage_seconds
 from hetero_pp.simulator.rounds import round_lengths
 from hetero_pp.simulator.traffic import stage_link_loads
 from hetero_pp.simulator.waiting import alone
