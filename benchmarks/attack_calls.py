@@ -148,12 +148,12 @@ def asked(call: str, request: Message, metadata: Metadata, by: Credentials) -> C
 
 
 @dataclass(frozen=True)
-class Seat:
+class AttackSession:
     """The guest's slot, which the attacker holds."""
 
     client: ExchangeClient
     by: Credentials
-    term: int
+    incarnation: int
     """Incarnation of the slot's holder."""
     metadata: Metadata
 
@@ -163,13 +163,13 @@ class Seat:
 
 
 @contextmanager
-def seated(target: Target) -> Iterator[Seat]:
+def in_session(target: Target) -> Iterator[AttackSession]:
     """Hold the guest's slot while the block runs, and then report its death."""
     client = ExchangeClient(target.address, target.guest, target.run, timeout=TIMEOUT)
     name = target.guest.name
     try:
-        term = client.join(name, "")
-        yield Seat(client, target.guest, term, shown(target.guest, target.run, term))
+        incarnation = client.join(name, "")
+        yield AttackSession(client, target.guest, incarnation, shown(target.guest, target.run, incarnation))
     finally:
         with suppress(HeteroPPError):
             client.died(name, "it has ended")

@@ -58,10 +58,10 @@ def last_refused(target: Target, door: str) -> Sequence[Call]:
         return [Call(path, [b"", b""], (), target.guest), Call(path, [hello, b""], (), target.neighbour)]
     own = shown(target.guest, target.run)
     return [
-        asked("Beat", pb.BeatRequest(), (), target.nobody),
-        asked("Beat", pb.BeatRequest(), own, target.guest),
-        Call(call_path(SERVICE, "Beat"), [b"\xff"], shown(target.guest, target.run, 1), target.guest),
-        asked("Beat", pb.BeatRequest(), shown(target.guest, "another run", 1), target.guest),
+        asked("Heartbeat", pb.HeartbeatRequest(), (), target.nobody),
+        asked("Heartbeat", pb.HeartbeatRequest(), own, target.guest),
+        Call(call_path(SERVICE, "Heartbeat"), [b"\xff"], shown(target.guest, target.run, 1), target.guest),
+        asked("Heartbeat", pb.HeartbeatRequest(), shown(target.guest, "another run", 1), target.guest),
     ]
 
 

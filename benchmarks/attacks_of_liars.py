@@ -11,7 +11,7 @@ from itertools import count
 
 import grpc
 import torch
-from attack_calls import LARGE_A_SECOND, TIMEOUT, Call, Stretch, Target, attack, channel_to, code_of, flood, seated
+from attack_calls import LARGE_A_SECOND, TIMEOUT, Call, Stretch, Target, attack, channel_to, code_of, flood, in_session
 from lies import Call as Said
 from lies import Change, lies_about, link_lies, lying
 
@@ -19,9 +19,9 @@ from hetero_pp.core.errors import HeteroPPError
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.model.transformer import shapes_by_block
+from hetero_pp.pseudo_gradient.blob_batches import join_blobs, split_blobs
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import select
-from hetero_pp.pseudo_gradient.together import apart, together
 from hetero_pp.rpc.admission_client import status
 from hetero_pp.rpc.channels import PROTOCOL_VERSION
 from hetero_pp.rpc.connections import NetworkConnections, tell_died
@@ -144,7 +144,7 @@ def growing_contributions(target: Target, stretch: Stretch) -> None:
         size = rounds.setdefault(header.round, GROWTH ** len(rounds) * 1e-3)
         compression = target.spec.config.outer.compression
         blobs = list[tuple[pb.BlobHeader, bytes]]()
-        for one, _ in apart(header, b""):
+        for one, _ in split_blobs(header, b""):
             noise = [
                 (name, shape, select(torch.zeros(shape), size * torch.randn(shape), compression))
                 for name, shape in blocks[one.block].items()
@@ -152,7 +152,7 @@ def growing_contributions(target: Target, stretch: Stretch) -> None:
             data = encode_blob(BlobAddress(target.run, one.round, one.replica, one.block), noise, compression)
             one.size = len(data)
             blobs.append((one, data))
-        lie, data = together(blobs)
+        lie, data = join_blobs(blobs)
         return replace(call, message=lie, frames=list(header_and_payload_frames(lie, [data])))
 
     members(target, stretch, [target.guest], change)
@@ -178,9 +178,12 @@ def _without_deposits(stretch: Stretch, call: Said) -> Said:
 @attack
 def heartbeats_only(target: Target, stretch: Stretch) -> None:
     """Hold a slot and send heartbeats that report progress, but ask for no round."""
-    with seated(target) as seat:
-        beats = (pb.BeatRequest(round=1, epoch=seat.term, progress=number, computes=True) for number in range(1, 1001))
-        flood(target.address, stretch, [seat.asked("Beat", one) for one in beats])
+    with in_session(target) as session:
+        heartbeats = (
+            pb.HeartbeatRequest(round=1, generation=session.incarnation, progress=number, computes=True)
+            for number in range(1, 1001)
+        )
+        flood(target.address, stretch, [session.asked("Heartbeat", one) for one in heartbeats])
 
 
 @attack
@@ -193,14 +196,14 @@ def absurd_reports(target: Target, stretch: Stretch) -> None:
         pb.Report(link_use=pb.LinkUse(link=link, direction="forward", round=1)),
         pb.Report(member_round=pb.MemberRound(round=1, compute_seconds=1.0)),
     ]
-    with seated(target) as seat:
+    with in_session(target) as session:
         absurd = [
             pb.Report.FromString(lie.message.SerializeToString())
             for one in honest
             for lie in lies_about(one)
             if lie.path.startswith(one.WhichOneof("event") or "")
         ]
-        flood(target.address, stretch, [seat.asked("Report", pb.ReportRequest(reports=[one])) for one in absurd])
+        flood(target.address, stretch, [session.asked("Report", pb.ReportRequest(reports=[one])) for one in absurd])
 
 
 @attack
@@ -209,13 +212,13 @@ def made_up_hashes(target: Target, stretch: Stretch) -> None:
     with ExitStack() as stack:
         calls = []
         for one in (target.guest, *target.ends):
-            seat = stack.enter_context(seated(replace(target, guest=one)))
+            session = stack.enter_context(in_session(replace(target, guest=one)))
             held = target.spec.roster.holds(one.name)
             names = [name for block in held for name in shapes_by_block(target.spec.parameter_shapes).get(block, {})]
-            last = seat.client.last_round()
+            last = session.client.last_round()
             for round_ in range(max(1, last - 1), last + HASHED_ROUNDS):
                 hashes = pb.HashReport(round=round_, sha256=dict.fromkeys(names, b"\1" * 32))
-                calls.append(seat.asked("Confirm", hashes))
+                calls.append(session.asked("Confirm", hashes))
         flood(target.address, stretch, calls, LIES_A_SECOND)
 
 
@@ -223,7 +226,7 @@ def made_up_hashes(target: Target, stretch: Stretch) -> None:
 def places_in_a_loop(target: Target, stretch: Stretch) -> None:
     """Take a slot and leave it, again and again."""
     for _ in stretch.paced(LIES_A_SECOND):
-        with suppress(HeteroPPError), seated(target):
+        with suppress(HeteroPPError), in_session(target):
             stretch.codes["taken"] += 1
 
 
@@ -233,11 +236,11 @@ def places_in_a_loop(target: Target, stretch: Stretch) -> None:
 @attack
 def rapid_resets(target: Target, stretch: Stretch) -> None:
     """Begin calls, and reset each of them before it is answered."""
-    with seated(target) as seat, channel_to(target.address, target.guest) as channel:
-        request = pb.BeatRequest().SerializeToString()
-        beat: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(call_path(SERVICE, "Beat"))
+    with in_session(target) as session, channel_to(target.address, target.guest) as channel:
+        request = pb.HeartbeatRequest().SerializeToString()
+        heartbeat: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(call_path(SERVICE, "Heartbeat"))
         for _ in stretch.paced(RESETS_A_SECOND):
-            call = beat.future(request, metadata=seat.metadata, timeout=TIMEOUT)
+            call = heartbeat.future(request, metadata=session.metadata, timeout=TIMEOUT)
             call.cancel()
             stretch.codes[code_of(call)] += 1
 
@@ -245,20 +248,20 @@ def rapid_resets(target: Target, stretch: Stretch) -> None:
 @attack
 def huge_headers(target: Target, stretch: Stretch) -> None:
     """Send a megabyte of metadata with each call."""
-    with seated(target) as seat:
-        large = replace(seat, metadata=(*seat.metadata, ("made-up", "x" * HEADER_BYTES)))
-        flood(target.address, stretch, [large.asked("Beat", pb.BeatRequest())], LARGE_A_SECOND)
+    with in_session(target) as session:
+        large = replace(session, metadata=(*session.metadata, ("made-up", "x" * HEADER_BYTES)))
+        flood(target.address, stretch, [large.asked("Heartbeat", pb.HeartbeatRequest())], LARGE_A_SECOND)
 
 
 @attack
-def unread_snapshots(target: Target, stretch: Stretch) -> None:
-    """Ask for snapshots as often as allowed, and read none of them."""
-    with seated(target) as seat, channel_to(target.address, target.guest) as channel:
-        request = pb.SnapshotRequest(names=target.parameters).SerializeToString()
-        ask: grpc.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(call_path(SERVICE, "Snapshot"))
+def unread_checkpoints(target: Target, stretch: Stretch) -> None:
+    """Ask for run checkpoints as often as allowed, and read none of them."""
+    with in_session(target) as session, channel_to(target.address, target.guest) as channel:
+        request = pb.CheckpointRequest(names=target.parameters).SerializeToString()
+        ask: grpc.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(call_path(SERVICE, "RunCheckpoint"))
         held: list[grpc.Call] = []
         for _ in stretch.paced(LIES_A_SECOND):
-            held.append(ask(request, metadata=seat.metadata))
+            held.append(ask(request, metadata=session.metadata))
             stretch.codes["not read"] += 1
             if len(held) > 12:
                 held.pop(0).cancel()
@@ -267,7 +270,7 @@ def unread_snapshots(target: Target, stretch: Stretch) -> None:
 @attack
 def unsent_deposits(target: Target, stretch: Stretch) -> None:
     """Begin contributions, and send no frame of them."""
-    with seated(target) as seat, channel_to(target.address, target.guest) as channel:
+    with in_session(target) as session, channel_to(target.address, target.guest) as channel:
 
         def nothing() -> Iterator[bytes]:
             stretch.is_over.wait()
@@ -275,7 +278,7 @@ def unsent_deposits(target: Target, stretch: Stretch) -> None:
 
         send: grpc.StreamUnaryMultiCallable[bytes, bytes] = channel.stream_unary(call_path(SERVICE, "Deposit"))
         for _ in stretch.paced(LIES_A_SECOND):
-            call = send.future(nothing(), metadata=seat.metadata, timeout=TIMEOUT)
+            call = send.future(nothing(), metadata=session.metadata, timeout=TIMEOUT)
             call.add_done_callback(lambda one: stretch.codes.update([code_of(one)]))
 
 
@@ -290,13 +293,13 @@ def oversized_requests(target: Target, stretch: Stretch) -> None:
         stretch.codes[code_of(call)] += 1
         room.release()
 
-    with seated(target) as seat, channel_to(target.address, target.guest) as channel:
+    with in_session(target) as session, channel_to(target.address, target.guest) as channel:
         while not stretch.is_over.is_set():
             if not room.acquire(timeout=LOOK_SECONDS):
                 continue
             name = tuple(calls)[next(numbers) % len(calls)]
             send: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(call_path(SERVICE, name))
-            send.future(calls[name], metadata=seat.metadata, timeout=TIMEOUT).add_done_callback(done)
+            send.future(calls[name], metadata=session.metadata, timeout=TIMEOUT).add_done_callback(done)
             stretch.is_under_way.set()
 
 
@@ -339,7 +342,7 @@ def former_holder(target: Target, stretch: Stretch) -> None:
     hello = pb.LinkHello(version=PROTOCOL_VERSION, link=target.own_link, sender=former.name, session=b"former")
     path, calls = call_path(LINK_SERVICE, "Open"), []
     for generation in range(1, newest + 1):
-        hello.epoch = generation
+        hello.generation = generation
         calls.append(Call(path, [hello.SerializeToString(), bytes(1 << 10)], (), former))
     flood(address, stretch, calls, FORMER_A_SECOND, listener.name)
     trains.join(TIMEOUT)
@@ -350,8 +353,8 @@ def _group_of(target: Target, member: Credentials, stretch: Stretch) -> tuple[st
     assert member.identity is not None
     replica = target.spec.members[member.name].replica.name
     while not stretch.is_over.wait(0.1):
-        group = [place for place in status(target.address, member.identity).places if place.replica == replica]
-        if all(place.held and place.round for place in group):
-            (address,) = (place.address for place in group if place.name == member.name)
-            return address, sum(place.term for place in group)
+        group = [slot for slot in status(target.address, member.identity).slots if slot.replica == replica]
+        if all(slot.held and slot.round for slot in group):
+            (address,) = (slot.address for slot in group if slot.name == member.name)
+            return address, sum(slot.incarnation for slot in group)
     return "", 0

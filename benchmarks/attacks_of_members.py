@@ -17,7 +17,7 @@ from attack_calls import (
     channel_to,
     code_of,
     flood,
-    seated,
+    in_session,
 )
 
 from hetero_pp.messages import messages_pb2 as pb
@@ -34,15 +34,15 @@ def anothers_place(target: Target, stretch: Stretch) -> None:
 
     The exchange must take the caller's name from its certificate.
     """
-    with seated(target) as seat:
+    with in_session(target) as session:
         named = shown(Credentials(target.honest), target.run, 1)
-        blob = pb.BlobHeader(round=1, replica=target.honest, block=target.blocks[0], size=9, epoch=1, steps=1)
+        blob = pb.BlobHeader(round=1, replica=target.honest, block=target.blocks[0], size=9, generation=1, steps=1)
         died = pb.DiedRequest(member=target.honest, cause="it is mine now")
         calls = [
             asked("Died", died, named, target.guest),
-            asked("Beat", pb.BeatRequest(), (*named, ("token", "made up")), target.guest),
-            seat.asked("Died", died),
-            seat.asked("Uploaded", pb.Upload(blob=blob, sha256=bytes(32))),
+            asked("Heartbeat", pb.HeartbeatRequest(), (*named, ("token", "made up")), target.guest),
+            session.asked("Died", died),
+            session.asked("Uploaded", pb.Upload(blob=blob, sha256=bytes(32))),
         ]
         flood(target.address, stretch, calls)
 
@@ -50,15 +50,17 @@ def anothers_place(target: Target, stretch: Stretch) -> None:
 @attack
 def old_term(target: Target, stretch: Stretch) -> None:
     """Make calls with the incarnation of a former holder of the slot."""
-    with seated(target) as former:
+    with in_session(target) as former:
         former.client.died(target.guest.name, "another takes its place")
-        with seated(target):
-            blob = pb.BlobHeader(round=1, replica=target.guest.name, block=target.blocks[0], size=9, epoch=1, steps=1)
+        with in_session(target):
+            blob = pb.BlobHeader(
+                round=1, replica=target.guest.name, block=target.blocks[0], size=9, generation=1, steps=1
+            )
             calls = [
                 former.asked("Assign", pb.AssignRequest()),
                 former.asked("Record", pb.RecordRequest(round=1 << 20)),
                 former.asked("Uploaded", pb.Upload(blob=blob, sha256=bytes(32))),
-                former.asked("Broken", pb.BrokenRequest(epoch=former.term, cause="it is mine")),
+                former.asked("Broken", pb.BrokenRequest(generation=former.incarnation, cause="it is mine")),
             ]
             flood(target.address, stretch, calls)
 
@@ -66,11 +68,11 @@ def old_term(target: Target, stretch: Stretch) -> None:
 @attack
 def slow_readers(target: Target, stretch: Stretch) -> None:
     """Open as many report streams as allowed, read none of them, and send reports."""
-    with seated(target) as seat, channel_to(target.address, target.guest) as channel:
+    with in_session(target) as session, channel_to(target.address, target.guest) as channel:
         watch: grpc.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(call_path(SERVICE, "Watch"))
-        watched = [watch(b"", metadata=seat.metadata) for _ in range(12)]
+        watched = [watch(b"", metadata=session.metadata) for _ in range(12)]
         reports = [pb.Report(member_round=pb.MemberRound(round=number)) for number in range(20)]
-        told = seat.asked("Report", pb.ReportRequest(reports=reports))
+        told = session.asked("Report", pb.ReportRequest(reports=reports))
         flood(target.address, stretch, [told], REPORTS_A_SECOND)
         for one in watched:
             one.cancel()
@@ -80,11 +82,11 @@ def slow_readers(target: Target, stretch: Stretch) -> None:
 @attack
 def abandoned_waits(target: Target, stretch: Stretch) -> None:
     """Ask for a record that does not exist yet, and cancel the call."""
-    with seated(target) as seat, channel_to(target.address, target.guest) as channel:
+    with in_session(target) as session, channel_to(target.address, target.guest) as channel:
         record: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(call_path(SERVICE, "Record"))
         request = pb.RecordRequest(round=1 << 20).SerializeToString()
         for _ in stretch.paced():
-            call = record.future(request, metadata=seat.metadata, timeout=TIMEOUT)
+            call = record.future(request, metadata=session.metadata, timeout=TIMEOUT)
             if not stretch.is_over.wait(0.005) and not call.done():
                 call.cancel()
             stretch.codes[code_of(call)] += 1
@@ -97,11 +99,11 @@ def forged_reports(target: Target, stretch: Stretch) -> None:
     forged = [
         pb.Report(round_verified=pb.RoundVerified(round=1, replica=other, parameters_sha256=bytes(32))),
         pb.Report(inner_step=pb.InnerStep(replica=other, round=1, loss=0.0)),
-        pb.Report(standing=pb.Standing(what=pb.GIVEN_UP, place=other)),
-        pb.Report(member=other, joined=pb.Joined(term=9)),
+        pb.Report(membership_event=pb.MembershipEvent(what=pb.GIVEN_UP, slot=other)),
+        pb.Report(member=other, joined=pb.Joined(incarnation=9)),
     ]
-    with seated(target) as seat:
-        flood(target.address, stretch, [seat.asked("Report", pb.ReportRequest(reports=[one])) for one in forged])
+    with in_session(target) as session:
+        flood(target.address, stretch, [session.asked("Report", pb.ReportRequest(reports=[one])) for one in forged])
 
 
 @attack
@@ -116,21 +118,23 @@ def forged_hashes(target: Target, stretch: Stretch) -> None:
         {names[0]: b"\1" * 32},
         {},
     ]
-    with seated(target) as seat:
-        flood(target.address, stretch, [seat.asked("Confirm", pb.HashReport(round=1, sha256=one)) for one in forged])
+    with in_session(target) as session:
+        flood(target.address, stretch, [session.asked("Confirm", pb.HashReport(round=1, sha256=one)) for one in forged])
 
 
 @attack
 def oversized(target: Target, stretch: Stretch) -> None:
     """Announce contributions of up to 2^63 bytes, and send messages that are larger than any valid one."""
     deposit, megabytes = call_path(SERVICE, "Deposit"), bytes(1 << 20)
-    with seated(target) as seat:
-        own, calls = seat.metadata, []
-        header = pb.BlobHeader(round=1, replica=target.guest.name, block=target.blocks[0], epoch=seat.term)
+    with in_session(target) as session:
+        own, calls = session.metadata, []
+        header = pb.BlobHeader(
+            round=1, replica=target.guest.name, block=target.blocks[0], generation=session.incarnation
+        )
         for size in (1 << 24, 1 << 40, 1 << 63):
             header.size = size
             frames = [next(header_and_payload_frames(header, [megabytes])), *[megabytes] * 3]
             calls.append(Call(deposit, frames, own, target.guest))
-        calls += [Call(call_path(SERVICE, "Beat"), [bytes(9 << 20)], own, target.guest)]
-        calls += [seat.asked("Agree", pb.AgreeRequest(configuration="[" * (1 << 20)))]
+        calls += [Call(call_path(SERVICE, "Heartbeat"), [bytes(9 << 20)], own, target.guest)]
+        calls += [session.asked("Agree", pb.AgreeRequest(configuration="[" * (1 << 20)))]
         flood(target.address, stretch, calls, LARGE_A_SECOND)

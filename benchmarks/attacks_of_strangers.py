@@ -34,7 +34,7 @@ from attack_calls import (
     code_of,
     credentials_of,
     flood,
-    seated,
+    in_session,
 )
 
 from hetero_pp.config.links import EXCHANGE
@@ -180,8 +180,8 @@ def ended(target: Target, stretch: Stretch) -> None:
 def another_run(target: Target, stretch: Stretch) -> None:
     """Call another run with a member's certificate, and this run with the certificate of a name that is not in it."""
     elsewhere = shown(target.guest, "another run", 1)
-    nobody = asked("Beat", pb.BeatRequest(), shown(target.nobody, target.run, 1), target.nobody)
-    flood(target.address, stretch, [asked("Beat", pb.BeatRequest(), elsewhere, target.guest), nobody])
+    nobody = asked("Heartbeat", pb.HeartbeatRequest(), shown(target.nobody, target.run, 1), target.nobody)
+    flood(target.address, stretch, [asked("Heartbeat", pb.HeartbeatRequest(), elsewhere, target.guest), nobody])
 
 
 @attack
@@ -198,7 +198,7 @@ def tickets(target: Target, stretch: Stretch) -> None:
     calls += [asked("Enrol", good(request=one), (), known["open"]) for one in damaged]
     calls += [asked("Enrol", pb.EnrolRequest(version=1, request=right), (), known["open"])]
     calls += [
-        asked(call, pb.BeatRequest(), shown(target.guest, target.run, 1), known["open"]) for call in NOT_BY_TICKET
+        asked(call, pb.HeartbeatRequest(), shown(target.guest, target.run, 1), known["open"]) for call in NOT_BY_TICKET
     ]
     calls += [asked("Renew", pb.RenewRequest(), (), one) for one in (target.guest, former)]
     calls += [asked("Give", pb.GiveRequest(), (), one) for one in (target.guest, former)]
@@ -206,19 +206,19 @@ def tickets(target: Target, stretch: Stretch) -> None:
     flood(target.address, stretch, calls)
 
 
-NOT_BY_TICKET = ("Beat", "Watch", "LastRound", "Renew", "Give", "Status")
+NOT_BY_TICKET = ("Heartbeat", "Watch", "LastRound", "Renew", "Give", "Status")
 
 
 @attack
 def half_open(target: Target, stretch: Stretch) -> None:
     """Begin calls that send nothing: with a ticket, and as a member with more calls than it may have open."""
-    with seated(target) as seat, ExitStack() as stack:
+    with in_session(target) as session, ExitStack() as stack:
         known = target.tickets["open"], target.guest
         channels = [stack.enter_context(channel_to(target.address, one)) for one in known]
         room, never = threading.Semaphore(IN_FLIGHT), threading.Event()
         for _, channel in zip(stretch.paced(), cycle(channels), strict=False):
             if room.acquire(blocking=False):
-                _half_open(channel, seat.metadata, stretch, room, never)
+                _half_open(channel, session.metadata, stretch, room, never)
         never.set()
 
 
@@ -236,8 +236,8 @@ def _half_open(
             stretch.codes[code_of(call)] += 1
         room.release()
 
-    beat: grpc.StreamUnaryMultiCallable[bytes, bytes] = channel.stream_unary(call_path(SERVICE, "Beat"))
-    beat.future(nothing(), metadata=metadata).add_done_callback(done)
+    heartbeat: grpc.StreamUnaryMultiCallable[bytes, bytes] = channel.stream_unary(call_path(SERVICE, "Heartbeat"))
+    heartbeat.future(nothing(), metadata=metadata).add_done_callback(done)
 
 
 @attack

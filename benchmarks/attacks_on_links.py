@@ -46,7 +46,7 @@ def link_frames(target: Target, stretch: Stretch) -> None:
 def hostile_frames(target: Target) -> list[Call]:
     """Return calls that open a stage link with hostile frames."""
     right = pb.LinkHello(
-        version=PROTOCOL_VERSION, link=target.link.name, sender=target.neighbour.name, epoch=1, session=b"other"
+        version=PROTOCOL_VERSION, link=target.link.name, sender=target.neighbour.name, generation=1, session=b"other"
     )
     wrong = [deepcopy(right) for _ in range(4)]
     wrong[0].version, wrong[1].link, wrong[2].sender, wrong[3].token = 1, "x", "dc", "no"
@@ -104,7 +104,7 @@ def tunnel(target: Target, stretch: Stretch) -> None:
             for one in target.ends
         ]
         for client, one in zip(clients, target.ends, strict=True):
-            client._term = client.join(one.name, "")
+            client._incarnation = client.join(one.name, "")
         channels = [stack.enter_context(channel_to(target.address, one)) for one in target.ends]
         threads = [
             threading.Thread(target=_asks, args=(client, one.name, stretch), daemon=True)

@@ -275,13 +275,13 @@ def _fault(
     closed: Mapping[int, float],
 ) -> dict[str, Any]:
     """Return one fault, and what became of its target."""
-    place, when, cause = told["place"], told["time"], told["cause"]
-    replica, kind = place.partition(".")[0], cause.split()[0]
+    slot, when, cause = told["slot"], told["time"], told["cause"]
+    replica, kind = slot.partition(".")[0], cause.split()[0]
     later = [records[round_] for round_, time_ in closed.items() if time_ > when and round_ in records]
-    counted = [one for one in later if place == "exchange" or replica in [c["replica"] for c in one["contributions"]]]
+    counted = [one for one in later if slot == "exchange" or replica in [c["replica"] for c in one["contributions"]]]
     again = None
-    if kind == "kill" and place != "exchange":
-        joined = [one["time"] for one in events if one["event"] == "joined" and one["member"] == place]
+    if kind == "kill" and slot != "exchange":
+        joined = [one["time"] for one in events if one["event"] == "joined" and one["member"] == slot]
         back = min((time_ for time_ in joined if time_ > when), default=None)
         again = None if back is None else min((time_ - when for time_ in steps[replica] if time_ > back), default=None)
     elif kind == "kill":
@@ -289,7 +289,7 @@ def _fault(
     return {
         "kind": kind,
         "whom": cause,
-        "role": role_of(place),
+        "role": role_of(slot),
         "phase": cause.rpartition("(")[2].rstrip(")"),
         "survived": True if counted else None if len(later) < len(REPLICAS) else False,
         "resume_seconds": again,

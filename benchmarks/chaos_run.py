@@ -24,7 +24,7 @@ model: {preset: micro, width: 64, heads: 2, feed_forward: 128}
 data: {corpus: docstrings, sequence_length: 64, validation_sequences: 4, repeat: true}
 inner: {steps: 4, learning_rate: 6e-3}
 outer: {rounds: 100000}
-snapshots: {every: 1}
+run checkpoints: {every: 1}
 exchange:
   quorum: 0.5
   grace: {factor: 3, least: 2 s, most: 10 s}
@@ -40,11 +40,11 @@ replicas:
 REPLICAS = ("dc", "near", "far")
 
 
-def role_of(place: str) -> str:
+def role_of(slot: str) -> str:
     """Return the role of a member."""
-    if "." not in place:
-        return "exchange" if place == "exchange" else "datacenter"
-    return {"0": "first stage", "2": "last stage"}.get(place[-1], "stage")
+    if "." not in slot:
+        return "exchange" if slot == "exchange" else "datacenter"
+    return {"0": "first stage", "2": "last stage"}.get(slot[-1], "stage")
 
 
 def round_of(path: Path) -> int:

@@ -16,16 +16,16 @@ from hetero_pp.messages.messages_pb2 import InnerStep, Report, RoundRecord
 from hetero_pp.model.transformer import shapes_by_block
 from hetero_pp.outer.apply_round import apply_round
 from hetero_pp.outer.step import OuterOptimizer, parameter_sha256
+from hetero_pp.pseudo_gradient.blob_batches import batches
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, blob_of, encode_tensor
 from hetero_pp.pseudo_gradient.error_feedback import select
-from hetero_pp.pseudo_gradient.together import batches
 from hetero_pp.rpc.credentials import Secret, SecretKeys
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.read import read_run
 from hetero_pp.run.spec import RunSpec
 
-SECONDS_BETWEEN_BEATS = 1.0
+SECONDS_BETWEEN_HEARTBEATS = 1.0
 
 
 class Members:
@@ -36,13 +36,13 @@ class Members:
         self.clients = {name: ExchangeClient(address, keys.of(name)) for name in names}
         self.theta: dict[str, torch.Tensor] = {}
         self.encoded = dict(_encoded(spec))
-        self.epochs: dict[str, int] = {}
+        self.generations: dict[str, int] = {}
         self.records: dict[str, RoundRecord] = {}
         self.blobs: dict[str, dict[str, bytes]] = {}
         self.fetched: dict[tuple[str, str], bytes] = {}
         self.n_bytes = 0
         self._ended = threading.Event()
-        self._pulse = threading.Thread(target=self._beat, daemon=True)
+        self._heartbeats = threading.Thread(target=self._heartbeat, daemon=True)
 
     def join(self, name: str, round_: int) -> None:
         """Agree on the configuration, and take the slot."""
@@ -52,13 +52,13 @@ class Members:
 
     def begin(self) -> None:
         """Read theta once for all members, and send heartbeats from now on."""
-        self.theta = self.clients[self.names[0]].snapshot(list(self.spec.parameter_shapes))
-        self._pulse.start()
+        self.theta = self.clients[self.names[0]].checkpoint(list(self.spec.parameter_shapes))
+        self._heartbeats.start()
 
     def assign(self, name: str, round_: int) -> None:
         work = self.clients[name].assign(name, round_ - 1)
         assert work.round == round_, f"{name} was assigned round {work.round}, expected {round_}"
-        self.epochs[name] = work.epoch
+        self.generations[name] = work.generation
 
     def encode(self, round_: int) -> None:
         """Write what each member contributes to a round: the same tensors under the member's name."""
@@ -79,7 +79,7 @@ class Members:
         steps = self.spec.inner_steps
         for batch in batches(self.blobs[name].items()):
             own = {BlobAddress(self.spec.run, round_, name, block): data for block, data in batch}
-            self.clients[name].deposit_together(name, own, self.epochs[name], steps)
+            self.clients[name].deposit_all(name, own, self.generations[name], steps)
 
     def record(self, name: str, round_: int) -> None:
         self.records[name] = self.clients[name].record(round_, name)
@@ -116,13 +116,13 @@ class Members:
         for client in self.clients.values():
             client.close()
 
-    def _beat(self) -> None:
-        beats = 0
-        while not self._ended.wait(SECONDS_BETWEEN_BEATS):
+    def _heartbeat(self) -> None:
+        heartbeats = 0
+        while not self._ended.wait(SECONDS_BETWEEN_HEARTBEATS):
             for name, client in self.clients.items():
-                beats += 1
+                heartbeats += 1
                 try:
-                    client.beat(name, None, self.epochs.get(name, 0), beats)
+                    client.heartbeat(name, None, self.generations.get(name, 0), heartbeats)
                 except HeteroPPError:
                     if self._ended.is_set():
                         return

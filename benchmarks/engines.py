@@ -48,10 +48,10 @@ from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.program.report.tables import PlainTable
 from hetero_pp.rpc.credentials import Secret
 from hetero_pp.rpc.exchange_client import ExchangeClient
+from hetero_pp.run.checkpoint import RunCheckpoint
 from hetero_pp.run.hardware import hardware_of
-from hetero_pp.run.snapshot import Snapshot
 from hetero_pp.run.spec import Roster
-from hetero_pp.simulator.costs import Part, forward_flops
+from hetero_pp.simulator.costs import StagePart, forward_flops
 from hetero_pp.store.folder import FolderStore
 from replica_groups.engines.build import build_engine, require_engine
 from replica_groups.engines.engine import Engine
@@ -187,10 +187,10 @@ def _outer_round(
         shared = MemberSession(client, "r", "r", "run", ranks=ranks)
         shared.join("r", "")
         outer = OuterRound(shared, engine, parameters, OUTER, keeps_undo=False)
-        stack.enter_context(Heartbeat(shared, "r", lambda before, cause: None).beating())
-        outer.synchronise(1, shared.assign("r", 0).epoch)
-        epoch, before = shared.assign("r", 1).epoch, _reset_peak(ranks.device)
-        seconds = _timed(lambda: outer.synchronise(2, epoch), ranks.device)
+        stack.enter_context(Heartbeat(shared, "r", lambda before, cause: None).sending())
+        outer.synchronise(1, shared.assign("r", 0).generation)
+        generation, before = shared.assign("r", 1).generation, _reset_peak(ranks.device)
+        seconds = _timed(lambda: outer.synchronise(2, generation), ranks.device)
     extra = max(ranks.gather(_peak(ranks.device) - before))
     kept = sum(tensor.numel() * 4 for tensor in (*outer.error.values(), *outer.theta.values()))
     return {
@@ -209,7 +209,7 @@ def _serve(told: Connection, case: Case, folder: Path) -> None:
     parameters = load_file(folder / PARAMETERS)
     roster = Roster({"r": "r"}, {"r": frozenset(shapes_by_block({n: tuple(t.shape) for n, t in parameters.items()}))})
     log = ContributionLog(FolderStore(folder / "log"))
-    exchange = Exchange("run", roster, Snapshot(0, parameters, None), OUTER, log)
+    exchange = Exchange("run", roster, RunCheckpoint(0, parameters, None), OUTER, log)
     server, port = serve_exchange(exchange, SECRET, "127.0.0.1:0")
     told.send(f"127.0.0.1:{port}")
     with suppress(EOFError):
@@ -250,7 +250,7 @@ def _reset_peak(device: torch.device) -> int:
 
 def _mfu(case: Case, step_seconds: float, device: torch.device) -> float | None:
     known, shape = hardware_of(name_of(device)), case.shape
-    part = Part(shape.layers, True, 0)
+    part = StagePart(shape.layers, True, 0)
     flops = 3 * forward_flops(shape, part, case.batch_size, case.length)
     return None if known is None else flops / step_seconds / known.flops / case.ranks
 

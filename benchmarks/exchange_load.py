@@ -42,7 +42,7 @@ model:
 data: {{corpus: {corpus}, tokenizer: bytes, sequence_length: 32, validation_share: 0.2, validation_sequences: 2}}
 inner: {{steps: {steps}, learning_rate: 1e-3}}
 outer: {{rounds: {rounds}, momentum: {momentum}, compression: {{density: {density}}}}}
-snapshots: {{every: {snapshots}}}
+run checkpoints: {{every: {run checkpoints}}}
 replicas:
 """
 
@@ -59,7 +59,7 @@ class Run:
     stages: int = 1
     density: float = 1 / 32
     momentum: float = 0.0
-    snapshots: int = 100
+    checkpoints: int = 100
     steps: int = 2
     rounds: int = 6
 
@@ -88,12 +88,12 @@ RUNS = [
     Run("medium-2-dense", **MEDIUM, density=1),
     Run("medium-4-dense", **MEDIUM, members=4, density=1),
     Run("medium-2-momentum", **MEDIUM, momentum=0.9),
-    Run("medium-2-snapshots", **MEDIUM, snapshots=1),
+    Run("medium-2-checkpoints", **MEDIUM, checkpoints=1),
     Run("large-2", **LARGE),
     Run("large-2-dense", **LARGE, density=1),
     Run("large-4", **LARGE, members=4),
-    Run("large-2-momentum-snapshots", **LARGE, momentum=0.9, snapshots=1),
-    Run("held-out-3", width=256, layers=6, vocabulary=16000, members=3, density=1 / 8, momentum=0.9, snapshots=2),
+    Run("large-2-momentum-checkpoints", **LARGE, momentum=0.9, checkpoints=1),
+    Run("held-out-3", width=256, layers=6, vocabulary=16000, members=3, density=1 / 8, momentum=0.9, checkpoints=2),
     Run("held-out-8", width=448, layers=4, vocabulary=4096, members=8, stages=2, density=1 / 128),
 ]
 

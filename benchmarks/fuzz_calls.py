@@ -53,7 +53,7 @@ from hetero_pp.run.spec import RunSpec
 from replica_groups.exchange.server import MOST_OPEN
 
 BY = ("stranger", "ticket", "member")
-STREAMS = ("Deposit", "Show", "Fetch", "Snapshot", "Carry", "Open")
+STREAMS = ("Deposit", "Show", "Fetch", "RunCheckpoint", "Carry", "Open")
 """Streaming calls, of which a caller may have only a few open."""
 CELLS = [f"{call} by a {caller}" for caller in BY for call in CALLS]
 SHARE_OF_STRANGERS = 0.05
@@ -85,7 +85,7 @@ They stand for an unexpected exception, for an exchange that is gone, or for an 
 NO_CONTRIBUTIONS = "this exchange does not have the contributions"
 """Start of the answer to `Record` with the name of another exchange process. This answer is UNAVAILABLE on purpose."""
 MOST_KEPT = 10
-RESEATED, LEFT = 0.01, 0.005
+REJOINED, LEFT = 0.01, 0.005
 """Probabilities before each message: that the guest's slot changes, and that it becomes vacant."""
 
 
@@ -213,7 +213,7 @@ class Sender:
         with suppress(HeteroPPError):
             reply = enrol(self.known.target.address, ticket, signing_request(key))
             identity = Identity(reply.certificate.pem, as_text(key), ticket.authority)
-            return Credentials(reply.place, identity=identity)
+            return Credentials(reply.slot, identity=identity)
         return self.known.target.guest
 
     def some(self, name: str, first: int, most: int) -> tuple[int, float, Counter[str], list[str]]:
@@ -226,7 +226,7 @@ class Sender:
         sent = 0
         while first + sent < most and (sent == 0 or time.monotonic() - begun < LONGEST_CHUNK):
             if caller == "member":
-                self._take_place()
+                self._take_slot()
                 self._forget_invited()
             calls = list(self._block(call, caller, first + sent, most))
             pool = self._few if CALLS[call] is ADMISSION else self._streams if call in STREAMS else self._pool
@@ -284,24 +284,24 @@ class Sender:
     def _disturb(self, caller: str, name: str) -> None:
         """Vacate or take again the guest's slot now and then, so that some messages come too late or too early."""
         if caller == "member" and CALLS[name] is ADMISSION:
-            if random.random() < (0.5 if name == "Give" else RESEATED):
+            if random.random() < (0.5 if name == "Give" else REJOINED):
                 self._forget_invited()  # one call at a time
             return
-        if caller == "member" and (chance := random.random()) < RESEATED:
-            (self._leave if chance < LEFT else self._take_place)()
+        if caller == "member" and (chance := random.random()) < REJOINED:
+            (self._leave if chance < LEFT else self._take_slot)()
 
     def _leave(self) -> None:
         name = self.known.target.guest.name
         with suppress(grpc.RpcError):
             self._ask("Died", pb.DiedRequest(member=name, cause="it has ended"))
 
-    def _take_place(self) -> None:
+    def _take_slot(self) -> None:
         """Take the slot with a new incarnation, as a new process."""
         self._leave()
         process = random.randbytes(8).hex()
         with suppress(grpc.RpcError):
             reply = self._ask("Join", pb.JoinRequest(version=PROTOCOL_VERSION, process=process))
-            self.known.term = pb.JoinReply.FromString(reply).term
+            self.known.incarnation = pb.JoinReply.FromString(reply).incarnation
 
     def _ask(self, call: str, message: Message) -> bytes:
         own = shown(self.known.target.guest, self.known.target.run)

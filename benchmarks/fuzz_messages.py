@@ -54,7 +54,7 @@ class Known:
     """State that the guest knows, and the valid values that follow from it."""
 
     target: Target
-    term: int = 1
+    incarnation: int = 1
     round: int = 1
     blob: bytes = b""
     """Honest blob of the guest's first block and of no other, because a complete contribution would be included."""
@@ -72,8 +72,8 @@ class Known:
             "block": target.blocks[0],
             "round": self.round - dice.choice([0, 0, 1, 1, 2]),
             "holds": self.round - 1,
-            "epoch": self.term,
-            "term": self.term,
+            "generation": self.incarnation,
+            "incarnation": self.incarnation,
             "size": len(self.blob),
             "token": "",
             "link": target.link.name,
@@ -156,7 +156,7 @@ def request(call: str, dice: random.Random, known: Known, texts: Sequence[str]) 
     if isinstance(message, pb.LinkHello | pb.LinkFarewell) and way != 1:
         hello = message if isinstance(message, pb.LinkHello) else message.hello
         righted(hello, known.right(dice))
-        hello.epoch, hello.session = next(known.number), b"session"
+        hello.generation, hello.session = next(known.number), b"session"
     if isinstance(message, pb.RelayedLink) and way != 1:
         message.link = dice.choice([known.target.own_link] * 8 + [known.target.link.name, "", "dc-exchange"])
     if isinstance(message, pb.ReportRequest):
@@ -199,8 +199,8 @@ def metadata(caller: str, call: str, dice: random.Random, known: Known) -> Metad
         return shown(target.ends[0])
     if caller == "member":
         own = shown(target.guest, target.run if dice.random() < 0.95 else None)
-        terms = [str(known.term)] * 12 + [str(known.term - 1), "0", "999999999", "-1", "one"]
-        return (*own, ("term", dice.choice(terms)))
+        incarnations = [str(known.incarnation)] * 12 + [str(known.incarnation - 1), "0", "999999999", "-1", "one"]
+        return (*own, ("incarnation", dice.choice(incarnations)))
     strange = Credentials(dice.choice([target.guest.name, target.honest, "launcher", "exchange", "away", "x" * 500]))
     shows = [(), (("token", "made up"),), shown(strange, target.run, 1), (("name", strange.name), ("token", ""))]
     return dice.choice(shows)

@@ -127,7 +127,7 @@ class Run:
         folder.mkdir()
         (folder / "corpus.txt").write_text(words())
         names = [f"group-{number + 1}" for number in range(groups)]
-        self.places = [f"{name}.{stage}" for name in names for stage in range(stages)]
+        self.slots = [f"{name}.{stage}" for name in names for stage in range(stages)]
         replicas = "\n".join(GROUP.format(name=name, stages=stages) for name in names)
         text = YAML.format(corpus=folder / "corpus.txt", rounds=rounds, port=PORT, replicas=replicas)
         (folder / "run.yaml").write_text(text)
@@ -149,22 +149,22 @@ class Run:
         for process in self.processes.values():
             process.wait()
 
-    def join(self, place: str, site: Site) -> Joined:
+    def join(self, slot: str, site: Site) -> Joined:
         """Start a home with an empty folder that takes a slot."""
         self._joined += 1
-        runs = self.folder / f"{place}-{self._joined}"
+        runs = self.folder / f"{slot}-{self._joined}"
         with redirect_stdout(StringIO()) as ticket:
-            invite(Path(self._runs), "homes", place, 3600.0, site.exchange)
+            invite(Path(self._runs), "homes", slot, 3600.0, site.exchange)
         own = ["--data", str(self.folder / "corpus.txt"), "--runs", str(runs)]
-        command, to = ["join", ticket.getvalue().strip(), *own], self.folder / f"{place}.txt"
+        command, to = ["join", ticket.getvalue().strip(), *own], self.folder / f"{slot}.txt"
         typed = time.time()
-        self.processes[place] = start_program(*command, to=to, inside=site.inside)
-        return Joined(place, typed)
+        self.processes[slot] = start_program(*command, to=to, inside=site.inside)
+        return Joined(slot, typed)
 
     def leave(self, joined: Joined) -> None:
         """Have a home return its slot."""
-        self.processes[joined.place].terminate()  # as Ctrl-C and `leave` do
-        self.processes[joined.place].wait()
+        self.processes[joined.slot].terminate()  # as Ctrl-C and `leave` do
+        self.processes[joined.slot].wait()
 
     def events(self) -> list[dict[str, Any]]:
         return events_of(self._own)
@@ -184,11 +184,11 @@ class Run:
         """Return seconds from typing `join` to the end of the first inner step, and CPU seconds of its processes."""
 
         def steps() -> list[float]:
-            own = (one for one in self.events() if (one["event"], one["member"]) == ("inner_step", joined.place))
+            own = (one for one in self.events() if (one["event"], one["member"]) == ("inner_step", joined.slot))
             return [one["time"] - joined.typed for one in own if one["time"] > joined.typed]
 
         self.wait(lambda: bool(steps()))
-        return steps()[0], cpu_seconds(self.processes[joined.place].pid)
+        return steps()[0], cpu_seconds(self.processes[joined.slot].pid)
 
     def rounds(self) -> int:
         """Return the number of closed rounds."""
@@ -203,8 +203,8 @@ class Run:
             for event in self.events()
             if event["event"] == "link_use" and EXCHANGE not in event["link"]
         }
-        places = json.loads(path.read_text())["places"].values()
-        return sum(place["relayed_bytes"] for place in places) // 2, sum(told.values())  # both ends report each link
+        slots = json.loads(path.read_text())["slots"].values()
+        return sum(slot["relayed_bytes"] for slot in slots) // 2, sum(told.values())  # both ends report each link
 
     def summary(self) -> dict[str, Any]:
         return summary_of(self._own)
@@ -214,7 +214,7 @@ class Run:
 class Joined:
     """Home that has asked for a slot."""
 
-    place: str
+    slot: str
     typed: float
     """Unix time at which `join` was typed."""
 
@@ -224,12 +224,12 @@ def to_the_bits(
 ) -> dict[str, Any]:
     """Train a run over all homes, and train the same run in one process. Return whether their bits are equal."""
     with Run(folder / "whole", arguments.groups, arguments.stages, arguments.rounds, exchange) as run:
-        for place, site in homes.items():
-            run.join(place, site)
+        for slot, site in homes.items():
+            run.join(slot, site)
         listening: list[int] = []
         run.wait(lambda: run.rounds() >= 1)
-        for place, site in homes.items():
-            listening.append(site.listening(run.processes[place]))
+        for slot, site in homes.items():
+            listening.append(site.listening(run.processes[slot]))
         ended = {name: process.wait(PATIENCE) for name, process in run.processes.items()}
         if any(ended.values()):
             raise SystemExit(f"ended with {ended}: {(run.folder / 'exchange.txt').read_text()}")
@@ -249,19 +249,19 @@ def to_the_bits(
 def under_way(folder: Path, arguments: argparse.Namespace, exchange: Site, homes: Mapping[str, Site]) -> dict[str, Any]:
     """Measure the bytes that the relay carries, and the time until a returned slot trains again."""
     with Run(folder / "under_way", arguments.groups, arguments.stages, FOR_EVER, exchange) as run:
-        joined = {place: run.join(place, site) for place, site in homes.items()}
+        joined = {slot: run.join(slot, site) for slot, site in homes.items()}
         run.wait(lambda: run.rounds() >= 2)
         before = run.carried()
         first = run.rounds()
         run.wait(lambda: run.rounds() >= first + arguments.between)
         relayed, ledgers = (later - sooner for sooner, later in zip(before, run.carried(), strict=True))
         seconds: list[dict[str, Any]] = []
-        for place in islice(cycle(reversed(list(homes))), arguments.joins):
-            run.leave(joined[place])
-            joined[place] = run.join(place, homes[place])
+        for slot in islice(cycle(reversed(list(homes))), arguments.joins):
+            run.leave(joined[slot])
+            joined[slot] = run.join(slot, homes[slot])
             load = psutil.getloadavg()[0]
-            taken, cpu = run.first_step(joined[place])
-            seconds.append({"place": place, "seconds": taken, "cpu_seconds": cpu, "load": load})
+            taken, cpu = run.first_step(joined[slot])
+            seconds.append({"slot": slot, "seconds": taken, "cpu_seconds": cpu, "load": load})
             closed = run.rounds()
             run.wait(lambda closed=closed: run.rounds() > closed)  # type: ignore[misc]
     return {

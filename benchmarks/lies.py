@@ -20,7 +20,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from hetero_pp.link.ledger import PREFIX_BYTES
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.pseudo_gradient.together import payload_bytes
+from hetero_pp.pseudo_gradient.blob_batches import payload_bytes
 from hetero_pp.rpc import dialling, exchange_wires
 from hetero_pp.rpc.callers import Metadata
 from hetero_pp.rpc.certificates import Identity

@@ -26,7 +26,7 @@ from processes import cpu_seconds, serving
 
 from hetero_pp.config.links import EXCHANGE, LinkShape, LinkSpec
 from hetero_pp.core.errors import LinkClosed
-from hetero_pp.link.allowance import LinkLimit, Training
+from hetero_pp.link.allowance import LinkLimit, TrainedRound
 from hetero_pp.link.ledger import FRAME_BYTES
 from hetero_pp.link.protocol import LinkEnd, Message
 from hetero_pp.messages.messages_pb2 import FLUSH, LinkHeader
@@ -272,7 +272,7 @@ def serve_link(control: Connection, shape: LinkShape, encrypted: bool = False, r
     links.close(grace=0)
 
 
-class Door:
+class OpenAuthenticator:
     """Admits callers with a certificate of the run to the relay."""
 
     def __init__(self, callers: Callers) -> None:
@@ -298,11 +298,11 @@ def serve_relay(control: Connection) -> None:
     ends = {("home.0-1", "forward"): "home.0", ("home.0-1", "backward"): "home.1"}
     roster = Roster({"home.0": "home", "home.1": "home"}, {}, counts=ends)
     callers = Callers(SECRET, roster, encrypted=True)
-    door = Door(callers)
+    authenticator = OpenAuthenticator(callers)
     meeting_point = MeetingPoint(f"{HOST}:0")
     limits = {key: LinkLimit(step_bytes=1.0, bits_a_second=1e12) for key in ends}
-    relay = Relay(callers, ends, door, meeting_point, limits, lambda link: Training(1, 1, steps=1e15))
-    handler = service_handler(RELAY, relay, door, MOST_CARRIED)
+    relay = Relay(callers, ends, authenticator, meeting_point, limits, lambda link: TrainedRound(1, 1, steps=1e15))
+    handler = service_handler(RELAY, relay, authenticator, MOST_CARRIED)
     server, port = make_server(f"{HOST}:0", [handler], 2 * MOST_CARRIED, SECRET.authority.identity(EXCHANGE))
     control.send(port)
     with suppress(EOFError):

@@ -43,7 +43,7 @@ from hetero_pp.pseudo_gradient.contribution import BlobAddress, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import Selection, select
 from hetero_pp.rpc.credentials import Secret
 from hetero_pp.rpc.exchange_client import ExchangeClient
-from hetero_pp.run.snapshot import initial_snapshot
+from hetero_pp.run.checkpoint import initial_checkpoint
 from hetero_pp.run.spec import Roster
 from hetero_pp.store.opening import open_store
 from replica_groups.exchange.exchange import Exchange
@@ -98,7 +98,9 @@ class Setup:
 def contributions(setup: Setup) -> Sent:
     """Return one replica's selected values, by block, of normally distributed differences."""
     generator, settings = torch.Generator().manual_seed(1), setup.settings.compression
-    shapes = {name: tuple(one.shape) for name, one in initial_snapshot(MODELS[setup.model], None, 1).parameters.items()}
+    shapes = {
+        name: tuple(one.shape) for name, one in initial_checkpoint(MODELS[setup.model], None, 1).parameters.items()
+    }
     return {
         block: [
             (name, shape, select(torch.zeros(shape), 0.01 * torch.randn(shape, generator=generator), settings))
@@ -112,13 +114,13 @@ def serve(told: Connection, setup: Setup) -> None:
     """Serve an exchange that waits for all, in this process, until the parent is done."""
     torch.set_num_threads(1)
     os.environ |= CREDENTIALS  # a fork server that ran before has no environment of this process
-    snapshot = initial_snapshot(MODELS[setup.model], None, 1)
-    blocks = shapes_by_block({name: tuple(one.shape) for name, one in snapshot.parameters.items()})
+    checkpoint = initial_checkpoint(MODELS[setup.model], None, 1)
+    blocks = shapes_by_block({name: tuple(one.shape) for name, one in checkpoint.parameters.items()})
     roster = Roster({name: name for name in setup.names}, dict.fromkeys(setup.names, frozenset(blocks)))
     waits = Window(1.0, math.inf, math.inf)
     rules = Rules(roster.members, roster.blocks, grace=waits, limit=math.inf, lease=waits, hang=waits)
     log = ContributionLog(open_store(setup.store))
-    exchange = Exchange(RUN, roster, snapshot, setup.settings, log, rules=rules)
+    exchange = Exchange(RUN, roster, checkpoint, setup.settings, log, rules=rules)
     server, port = serve_exchange(exchange, RUN_SECRET, "127.0.0.1:0")
     told.send(port)
     with suppress(EOFError):
@@ -159,11 +161,11 @@ def measure(setup: Setup, allowed: Sequence[str]) -> dict[str, Any]:
 
 def _round(client: ExchangeClient, name: str, round_: int, setup: Setup, sent: Sent) -> tuple[float, float, float]:
     """Take part in one round; return the seconds of its phases."""
-    epoch = client.assign(name, round_ - 1).epoch
+    generation = client.assign(name, round_ - 1).generation
     blobs = {block: _blob(setup, name, round_, block, sent) for block in sent}
     begin = time.monotonic()
     for block, blob in blobs.items():
-        client.deposit(name, BlobAddress(RUN, round_, name, block), blob, epoch, 1)
+        client.deposit(name, BlobAddress(RUN, round_, name, block), blob, generation, 1)
     uploaded = time.monotonic()
     counted = client.record(round_, name).contributions
     recorded = time.monotonic()

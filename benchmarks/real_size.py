@@ -8,22 +8,22 @@ batches are tiny, and a round has few steps, so the seconds of a round beside it
 from outside: the bytes that only this process holds (USS), by phase. The system counts them page by page, which takes
 a share of a core; so they are counted once a second, and the cheap resident set tells the changes between.
 
-- start: until a member has read the snapshot and evaluated it;
-- step: during inner steps, and while the member checkpoint before them is written;
+- start: until a member has read the run checkpoint and evaluated it;
+- step: during inner steps, and while the saved state before them is written;
 - round: from the last inner step to the end of the evaluation.
 
 Pages of memory-mapped files count as long as the system keeps them, and are told apart (`mapped`), because it takes
 them back when it needs memory. Seconds:
 
-- first snapshot: from the start of the exchange's process until the first snapshot is on its disk;
-- join: from the begin of the run until a member has read its part of the first snapshot over its line;
+- first run checkpoint: from the start of the exchange's process until the first run checkpoint is on its disk;
+- join: from the begin of the run until a member has read its part of the first run checkpoint over its line;
 - contribute: from the end of a member's inner loop until its last block is in the log;
 - exchange: from the end of the last inner loop until the round is closed;
 - apply: from there until a member holds the new parameters;
 - round: from the end of the last inner loop until all members hold the new parameters;
 - CPU: user and system time of a member in its outer round;
-- state: a member checkpoint;
-- snapshot: from the audit of the round until its snapshot is on the disk.
+- state: a saved state;
+- run checkpoint: from the audit of the round until its run checkpoint is on the disk.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.exchange_load import exchange_load
 from hetero_pp.simulator.memory import memory_of_member
-from hetero_pp.simulator.traffic import exchange_link_loads, snapshot_bytes
+from hetero_pp.simulator.traffic import checkpoint_bytes, exchange_link_loads
 
 SMOKE = {"model": "tiny", "rounds": 2, "steps": 2, "length": 32}
 DISK_BYTES = 45
-"""Bytes on disk per parameter of all members: snapshots, member checkpoints, and copies for undo."""
+"""Bytes on disk per parameter of all members: run checkpoints, saved states, and copies for undo."""
 PHASES = ("start", "step", "round")
 SECONDS = ("join", "contribute", "apply", "state", "outer", "blocked", "cpu")
 SECONDS_BETWEEN_COUNTS = 1.0
@@ -84,7 +84,7 @@ model: {{{model}}}
 data: {{corpus: {corpus}, sequence_length: {length}, validation_share: 0.1, validation_sequences: 2}}
 inner: {{steps: {steps}, learning_rate: 1e-4}}
 outer: {{rounds: {rounds}, compression: {{density: 1/32, value_bits: 2}}}}
-snapshots: {{every: {rounds}}}
+run checkpoints: {{every: {rounds}}}
 links: {{line: {{bandwidth: {bandwidth}, latency: 5 ms}}}}
 replicas:
 {replicas}
@@ -185,9 +185,9 @@ class Told:
         return max(path.stat().st_mtime for path in self.folder.path.glob(pattern))
 
     def join_rate(self, member: str) -> tuple[float, float]:
-        """Return the seconds and the bytes of reading the first snapshot."""
+        """Return the seconds and the bytes of reading the first run checkpoint."""
         said = self.folder.output(member).read_text()
-        found = re.search(r"read ([\d,]+) bytes of the snapshot .* in ([\d.]+) s", said)
+        found = re.search(r"read ([\d,]+) bytes of the run checkpoint .* in ([\d.]+) s", said)
         assert found is not None
         return float(found[2]), float(found[1].replace(",", ""))
 
@@ -219,7 +219,7 @@ class Told:
         return {
             "exchange": self.times("round_closed", round=count)[0] - max(began),
             "round": max(applied) - max(began),
-            "snapshot": self.written(f"log/snapshot-{count:06d}*")
+            "checkpoint": self.written(f"log/checkpoint-{count:06d}*")
             - self.written(f"log/audited/round-{count:06d}.json"),
         }
 
@@ -257,7 +257,7 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         "model": arguments.model,
         "load": psutil.getloadavg()[0],
         "parameters": sum(_numbers(spec, member) for member in spec.members["home.0"].replica.members),
-        "first_snapshot_seconds": told.written("log/snapshot-000000*") - sampler.began[EXCHANGE],
+        "first_checkpoint_seconds": told.written("log/checkpoint-000000*") - sampler.began[EXCHANGE],
         "seconds": told.rounds(spec.members, arguments.rounds),
         "members": [_member(spec, told, sampler, name, arguments) for name in names],
     }
@@ -295,7 +295,7 @@ def _member(spec: RunSpec, told: Told, sampler: Sampler, name: str, arguments: a
     found["seconds"] = {"join": join_seconds, **told.seconds(name, member.replica.name, rounds, samples)}
     found["join_share_of_line"] = 8 * join_bytes / join_seconds / bandwidth
     found["bytes"] = {
-        "first snapshot": [join_bytes, snapshot_bytes(spec, member)],
+        "first run checkpoint": [join_bytes, checkpoint_bytes(spec, member)],
         "sent": [told.total(name, rounds, "forward"), loads["forward"].outer_round],
         "received": [told.total(name, rounds, "backward"), loads["backward"].outer_round],
     }
@@ -314,7 +314,7 @@ def show(found: Mapping[str, Any]) -> None:
         parts = (one["seconds"].get(part) for part in SECONDS)
         cells = "".join(f"{'–':>12}" if seconds is None else f"{seconds:>12.2f}" for seconds in parts)
         print(f"{one['member']:<10}{cells}{one['join_share_of_line']:>9.2f}")
-    whole = {"first snapshot": found["first_snapshot_seconds"], **found["seconds"]}
+    whole = {"first run checkpoint": found["first_checkpoint_seconds"], **found["seconds"]}
     print(", ".join(f"{part} {seconds:.2f} s" for part, seconds in whole.items()))
     for what in found["members"][1]["bytes"]:
         sent, expected = (sum(one["bytes"][what][side] for one in found["members"][1:]) for side in (0, 1))

@@ -32,8 +32,8 @@ from hetero_pp.model.transformer import shapes_by_block
 from hetero_pp.outer.apply_round import apply_round
 from hetero_pp.outer.step import OuterOptimizer
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, entry_of
+from hetero_pp.run.checkpoint import first_checkpoint
 from hetero_pp.run.config import RunConfig
-from hetero_pp.run.snapshot import first_snapshot
 from hetero_pp.run.spec import RunSpec
 from replica_groups.audit.recompute.compare import difference
 from replica_groups.audit.recompute.replica import ReplicaHere, RoundStart
@@ -89,7 +89,7 @@ class Rounds:
 
     def go_on(self, rounds: int) -> list[Blobs]:
         """Train rounds from the beginning, and write what each starts from; return the contributions."""
-        theta, outer, found = dict(first_snapshot(self.spec).parameters), OuterOptimizer(self.spec.config.outer), []
+        theta, outer, found = dict(first_checkpoint(self.spec).parameters), OuterOptimizer(self.spec.config.outer), []
         for number in range(1, rounds + 1):
             here = ReplicaHere(self.spec, REPLICA, RoundStart(number, theta, None, self._states(number)), self.source)
             safetensors.torch.save_file(theta, self.folder / f"theta-{number}")

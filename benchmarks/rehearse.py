@@ -33,8 +33,8 @@ from processes import meanwhile
 
 from hetero_pp.core.units import parse_any
 from hetero_pp.program.launch.command import run_topology
+from hetero_pp.program.launch.launch_rehearsal import launch_rehearsal
 from hetero_pp.program.launch.mode import Invocation
-from hetero_pp.program.launch.together import launch_rehearsal
 from hetero_pp.program.rehearse.command import AsRehearsal
 from hetero_pp.research.experiments.provenance import commit, machine
 from hetero_pp.run.hardware import CATALOG, Hardware

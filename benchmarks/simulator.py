@@ -108,10 +108,10 @@ def compare(topology: Topology, steps: int, rounds: int, folder: Path) -> dict[s
     changes = asdict(topology) | {"corpus": folder / "corpus.txt", "steps": steps, "rounds": rounds}
     changes["kinds"] = f"{topology.kind}s"
     yaml.write_text(YAML.format(**changes))
-    return measured_beside_predicted(yaml, [], folder)
+    return measured_and_predicted(yaml, [], folder)
 
 
-def measured_beside_predicted(yaml: Path, overrides: list[str], folder: Path) -> dict[str, Any]:
+def measured_and_predicted(yaml: Path, overrides: list[str], folder: Path) -> dict[str, Any]:
     """Calibrate, predict and launch a run."""
     prediction = calibrated_prediction(yaml, overrides)
     events = events_of(run_quietly(yaml, overrides, folder / "runs"))
@@ -195,7 +195,7 @@ def main() -> None:
     parts: dict[str, Callable[[Path], dict[str, Any]]] = {
         one.name: partial(compare, one, arguments.steps, arguments.rounds) for one in TOPOLOGIES
     }
-    parts["quickstart"] = partial(measured_beside_predicted, QUICKSTART, arguments.quickstart)
+    parts["quickstart"] = partial(measured_and_predicted, QUICKSTART, arguments.quickstart)
     for name, part in parts.items():
         if arguments.only and not any(wanted in name for wanted in arguments.only):
             continue

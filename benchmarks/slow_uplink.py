@@ -5,7 +5,7 @@
 The kernel shapes the uplink. All traffic to the exchange's port passes one token bucket. As in a home's router, packets
 for one second may wait for it, and further packets are dropped.
 
-- `beats`: measure how long each heartbeat takes while its member uploads a contribution of 5 MB.
+- `heartbeats`: measure how long each heartbeat takes while its member uploads a contribution of 5 MB.
 - `run`: launch a run whose members send 10 MB per round over this one uplink, and count members that are taken for
   dead.
 
@@ -33,7 +33,7 @@ from command_line import origin, parse, parser_of, save
 from google.protobuf.message import Message
 
 from hetero_pp.core.errors import HeteroPPError
-from hetero_pp.messages.messages_pb2 import BeatReply, JoinReply, JoinRequest
+from hetero_pp.messages.messages_pb2 import HeartbeatReply, JoinReply, JoinRequest
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.rpc.credentials import Secret
 from hetero_pp.rpc.exchange_client import ExchangeClient
@@ -51,8 +51,8 @@ CONTRIBUTION = 5_000_000
 SECRET, RUN = Secret("of this benchmark only"), "slow"
 SLOW = YAML.replace("width: 64", "width: 192").replace("outer: {rounds: 100000}", "outer: {rounds: 2, method: diloco}")
 MOST_SECONDS = 900.0
-DEATHS = ("silent", "term_over", "suspended", "restarted")
-SMOKE = {"parts": ["beats"], "bytes": 200_000}
+DEATHS = ("silent", "incarnation_over", "suspended", "restarted")
+SMOKE = {"parts": ["heartbeats"], "bytes": 200_000}
 
 
 @contextmanager
@@ -93,10 +93,10 @@ class FarEnd:
     def __init__(self) -> None:
         self.is_over = threading.Event()
         self.requests = RequestBounds(self.roster, [], 0)
-        self.presence = self.deposits = self.decisions = self
+        self.presence = self.inbox = self.runner = self
 
     def call(self, request: Message, _: object) -> Message:
-        return JoinReply(term=1) if isinstance(request, JoinRequest) else BeatReply()
+        return JoinReply(incarnation=1) if isinstance(request, JoinRequest) else HeartbeatReply()
 
     def upload_url(self, *_: object) -> None:
         return None
@@ -117,7 +117,7 @@ class FarEnd:
         self.is_over.wait()
 
 
-def beats(size: int) -> dict[str, Any]:
+def heartbeats(size: int) -> dict[str, Any]:
     """Send heartbeats during a contribution.
 
     Return the seconds of each, and the number that were not answered in time.
@@ -132,7 +132,7 @@ def beats(size: int) -> dict[str, Any]:
     while sends.is_alive():
         asked = time.monotonic()
         try:
-            client.beat("home", 1, 1, 1)
+            client.heartbeat("home", 1, 1, 1)
             took.append(time.monotonic() - asked)
         except HeteroPPError:
             lost += 1
@@ -145,13 +145,13 @@ def beats(size: int) -> dict[str, Any]:
         "contribution_bytes": size,
         "contribution_seconds": seconds,
         "share_of_the_line": size * 8 / BITS_A_SECOND / seconds,
-        "beats": len(took),
+        "heartbeats": len(took),
         "lost": lost,
-        "beat_seconds": {"median": median(took), "worst": max(took)} if took else None,
+        "heartbeat_seconds": {"median": median(took), "worst": max(took)} if took else None,
     }
 
 
-def beats_inside(arguments: argparse.Namespace) -> dict[str, Any]:
+def heartbeats_inside(arguments: argparse.Namespace) -> dict[str, Any]:
     with slow_uplink() as inside:
         command = [*inside, sys.executable, __file__, "--inside", "--bytes", str(arguments.bytes)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=MOST_SECONDS)
@@ -174,20 +174,20 @@ def launched(_: argparse.Namespace) -> dict[str, Any]:
 
 
 def _told(run: ChaosRun) -> dict[str, Any]:
-    happened = [one for one in run.events() if one["event"] == "standing"]
+    happened = [one for one in run.events() if one["event"] == "membership_event"]
     outer = [one["outer_seconds"] for one in run.events() if one["event"] == "member_round"]
     closed = [one for one in run.events() if one["event"] == "round_closed"]
     contributed = [blob["size"] for one in closed for sent in one.get("contributions", ()) for blob in sent["blobs"]]
     return {
         "taken_for_dead": sum(one["what"] in DEATHS for one in happened),
-        "what_happened": [f"{one['what']} {one.get('place')}: {one.get('cause')}" for one in happened],
+        "what_happened": [f"{one['what']} {one.get('slot')}: {one.get('cause')}" for one in happened],
         "rounds": len(run.records()),
         "contribution_bytes": contributed,
         "longest_outer_round": max(outer, default=None),
     }
 
 
-PARTS = {"beats": beats_inside, "run": launched}
+PARTS = {"heartbeats": heartbeats_inside, "run": launched}
 
 
 def why_not() -> str | None:
@@ -208,7 +208,7 @@ def main() -> None:
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     arguments = parse(parser, SMOKE)
     if arguments.inside:
-        print(json.dumps(beats(arguments.bytes)))
+        print(json.dumps(heartbeats(arguments.bytes)))
         return
     lacks = why_not()
     if lacks is not None and not arguments.smoke:

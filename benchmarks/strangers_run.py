@@ -56,7 +56,7 @@ model: {preset: micro, width: 32, heads: 2, feed_forward: 64, layers: 2}
 data: {corpus: CORPUS, sequence_length: 32, validation_sequences: 2, repeat: true}
 inner: {steps: 4, learning_rate: 6e-3, final_learning_rate_share: 1}
 outer: {rounds: 100, weights: tokens, compression: {density: 1/32}}
-snapshots: {every: 100}
+run checkpoints: {every: 100}
 exchange:
   quorum: 0.5
   grace: {factor: 3, least: 0.2 s, most: 2 s}
@@ -154,9 +154,9 @@ class LiveRun:
         authority, until, (former, invited) = SECRET_OF_THE_RUN.authority, time.time() + HOUR, ENDS
         key, found = new_key(), dict[str, str]()
         with closing(Memberships(self._folder.memberships)) as memberships:
-            for place in ENDS:
-                if memberships.held_by(place) is not None:
-                    memberships.revoke(place)
+            for slot in ENDS:
+                if memberships.held_by(slot) is not None:
+                    memberships.revoke(slot)
             first = memberships.enrol(memberships.invite(former, HOUR), digest_of(key.public_key()), [], HOUR)
             memberships.end(former, first.number, "its slot was returned")
             found["used"] = memberships.invite(former, HOUR)
@@ -316,9 +316,9 @@ class LiveRun:
                     self.refusals[report.refusal.kind] += report.refusal.count or 1
                 case "joined":
                     self.addresses[report.member] = report.joined.address
-                case "standing":
-                    place = report.standing.place or report.standing.replica
-                    self.happened[f"{place}: {report.standing.cause or report.standing.what}"] += 1
+                case "membership_event":
+                    slot = report.membership_event.slot or report.membership_event.replica
+                    self.happened[f"{slot}: {report.membership_event.cause or report.membership_event.what}"] += 1
             self._changed.notify_all()
 
     def _note_shares(self, record: RoundRecord) -> None:

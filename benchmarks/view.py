@@ -71,7 +71,7 @@ class Fabricated:
 
     def joining(self) -> Iterator[Report]:
         for name in self._spec.members:
-            yield Report(member=name, joined=pb.Joined(term=1))
+            yield Report(member=name, joined=pb.Joined(incarnation=1))
             yield Report(member=name, computes=pb.Computes(device="cuda:0 made up"))
         yield Report(member=EXCHANGE, begun=pb.Begun())
 
@@ -134,7 +134,12 @@ def launcher(size: Size, shows: bool, told: Connection) -> None:
                 time.sleep(min(left, 0.05))
                 if time.monotonic() > marked + SECONDS_BETWEEN_MARKS:
                     marked = time.monotonic()
-                    take(Report(member=EXCHANGE, standing=pb.Standing(what=pb.INJECTED, cause=f"at {time.time()!r}.")))
+                    take(
+                        Report(
+                            member=EXCHANGE,
+                            membership_event=pb.MembershipEvent(what=pb.INJECTED, cause=f"at {time.time()!r}."),
+                        )
+                    )
         told.send((time.process_time() - spent, time.monotonic() - began, reports))
 
 

@@ -15,7 +15,7 @@ Path of the data, and the module of each step:
       -> error feedback, top-k per chunk          hetero_pp.pseudo_gradient.error_feedback, .selection, .chunks
       -> quantise                                 hetero_pp.pseudo_gradient.quantise
       -> contribution                             hetero_pp.pseudo_gradient.contribution, .positions, .streams
-      -> validate as it arrives                   replica_groups.exchange.deposits
+      -> validate as it arrives                   replica_groups.exchange.contribution_inbox
       -> the exchange stores it, round record     replica_groups.exchange.exchange, replica_groups.exchange.log
            over gRPC                              replica_groups.exchange.server
     each member, and the auditor, with the contributions that the record names:

@@ -22,7 +22,7 @@ class Timing:
 
 
 @dataclass
-class Activity:
+class ActivityMeter:
     """Progress of a training worker, for other threads."""
 
     done: int = 0

@@ -125,7 +125,7 @@ _NOTHING = Entry()
 
 
 @dataclass(frozen=True)
-class Place:
+class GroupPosition:
     """A stage in its group. Signatures are valid there only."""
 
     run: str
@@ -158,13 +158,13 @@ class Transcript(NoTranscript):
 
     ends_both_ways = True
 
-    def __init__(self, place: Place, sketches: Sketches | None = None) -> None:
+    def __init__(self, position: GroupPosition, sketches: Sketches | None = None) -> None:
         """`sketches` is set if an audit allows a tolerance."""
-        self._place, self._sketches = place, sketches
+        self._position, self._sketches = position, sketches
         self._thread = ThreadPoolExecutor(1, "digests")
         self._done: list[NDArray[np.void]] = []
         """Records of the steps before the newest one."""
-        self._entries: list[_Kept] = []
+        self._entries: list[_KeptEntry] = []
         """Messages of the newest step."""
         self._step = 0
         self._generation = 0
@@ -184,7 +184,7 @@ class Transcript(NoTranscript):
         if header.purpose != FLUSH and header.step != self._step:
             self._done.append(self._newest())
             self._entries, self._step = [], header.step
-        entry = _Kept(self, way, self._step + (header.purpose == FLUSH), header.micro_batch)
+        entry = _KeptEntry(self, way, self._step + (header.purpose == FLUSH), header.micro_batch)
         self._entries.append(entry)
         return entry
 
@@ -194,7 +194,7 @@ class Transcript(NoTranscript):
         header = message.header
         if header.purpose == FLUSH and self._signer is not None:
             holder = self._holders[way is Way.RECEIVED_GRADIENT]
-            self._signer.check(header.statement, self._signed(way, header.round), self._place.other(way), holder)
+            self._signer.check(header.statement, self._signed(way, header.round), self._position.other(way), holder)
             self._statements[way] = header.statement
         return entry
 
@@ -216,7 +216,7 @@ class Transcript(NoTranscript):
         return found.SerializeToString(deterministic=True)
 
     def _signed(self, way: Way, round_: int) -> bytes:
-        return self._place.signed(way, round_, self._generation, self._records())
+        return self._position.signed(way, round_, self._generation, self._records())
 
     def _records(self) -> NDArray[np.void]:
         """Return the records of all messages [N], once they are digested."""
@@ -247,7 +247,7 @@ def _digested(message: Message, symbols: Symbols, sketches: Sketches | None) -> 
 
 
 @dataclass
-class _Kept(Entry):
+class _KeptEntry(Entry):
     """A message of a Transcript."""
 
     transcript: Transcript

@@ -27,8 +27,8 @@ from hetero_pp.link.token_ids import pack_tokens, unpack_tokens
 from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, FLUSH, GRADIENT, LinkHeader, Purpose
 from hetero_pp.model.inner import REMEDIES
 from hetero_pp.pipeline.coefficients import Symbols, noise_key
-from hetero_pp.pipeline.schedule import Action, Event, forward_only, one_forward_one_backward
-from stages.activity import Activity, Timing
+from hetero_pp.pipeline.schedule import Action, ScheduleEvent, forward_only, one_forward_one_backward
+from stages.activity import ActivityMeter, Timing
 from stages.norms import LARGEST_NORM, squared_norm_of
 from stages.sender import MakeMessage, Sender
 from stages.stage import Stage
@@ -102,7 +102,7 @@ class StageWorker:
         self.transcript = NoTranscript()
         """Set to another one if the run is audited by recomputation."""
         self.timing = Timing()
-        self.activity = Activity()
+        self.activity = ActivityMeter()
         self.gradient_norm = math.nan
         """Gradient norm of the whole replica in the last step that this stage applied."""
         self.learning_rate = math.nan
@@ -200,7 +200,7 @@ class StageWorker:
         rows = sum(weight for _, weight in under_way.losses)
         return (under_way.loss / rows, rows) if spec.is_last else None
 
-    def _run(self, events: Sequence[Event], under_way: _Step) -> None:
+    def _run(self, events: Sequence[ScheduleEvent], under_way: _Step) -> None:
         self._sender.begin()
         try:
             for event in events:

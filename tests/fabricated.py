@@ -242,7 +242,7 @@ class Fabricated:
             },
             "exchange": {
                 "missing": [m for m, facts in members.items() if facts["state"] == "vacant"],
-                "obstacle": "",
+                "store_error": "",
                 "refusals": 0,
             },
         }

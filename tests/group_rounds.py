@@ -16,8 +16,8 @@ from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry, RoundR
 from hetero_pp.outer.apply_round import apply_round
 from hetero_pp.outer.step import OuterOptimizer
 from hetero_pp.rpc.certificates import Authority, IdentitySigner
+from hetero_pp.run.checkpoint import first_checkpoint
 from hetero_pp.run.config import RunConfig
-from hetero_pp.run.snapshot import first_snapshot
 from hetero_pp.run.spec import RunSpec
 from replica_groups.audit.recompute.hops import Blame, blame
 from replica_groups.audit.recompute.replica import ReplicaHere, RoundStart
@@ -76,8 +76,8 @@ class GroupRounds:
     def __init__(self, spec: RunSpec, folder: Path) -> None:
         self.spec, self._folder = spec, folder
         self.source = open_source(spec.config.data, folder)
-        snapshot = first_snapshot(spec)
-        self.start = RoundStart(1, dict(snapshot.parameters), snapshot.basis)
+        checkpoint = first_checkpoint(spec)
+        self.start = RoundStart(1, dict(checkpoint.parameters), checkpoint.basis)
 
     def here(self) -> ReplicaHere:
         """Return the group at the start of the round."""

@@ -26,8 +26,8 @@ from hetero_pp.config.links import LAUNCHER
 from hetero_pp.core.errors import HeteroPPError, LinkError, RunFailed, RunOver
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.messages.messages_pb2 import BlobHeader, Happened, Report
-from hetero_pp.pseudo_gradient.together import apart
+from hetero_pp.messages.messages_pb2 import BlobHeader, MembershipEventKind, Report
+from hetero_pp.pseudo_gradient.blob_batches import split_blobs
 from hetero_pp.rpc.certificates import Identity, as_text, digest_of, new_key
 from hetero_pp.rpc.connections import NetworkConnections, tell_died
 from hetero_pp.rpc.credentials import Credentials, Secret
@@ -40,15 +40,15 @@ from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.shared import told_of
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.planner.grouping import group_spares
-from replica_groups.audit.beside import audited, followed
+from replica_groups.audit.in_exchange import audited, followed
 from replica_groups.exchange import memberships
 from replica_groups.exchange import server as served_exchange
-from replica_groups.exchange.admission import Told
+from replica_groups.exchange.admission import RunForGuests
 from replica_groups.exchange.audits import read_audit
 from replica_groups.exchange.host import begin_run, make_exchange
-from replica_groups.exchange.lobby import Lobby
 from replica_groups.exchange.memberships import Memberships
 from replica_groups.exchange.server import OpenHouse, serve_exchange
+from replica_groups.exchange.waiting_room import WaitingRoom
 from replica_groups.member import session
 from replica_groups.member.take_part import take_part
 
@@ -80,7 +80,7 @@ def lying_spec(
         "data": {"corpus": str(corpus), "sequence_length": 16, "validation_sequences": 1, "repeat": True},
         "inner": {"steps": 2, "learning_rate": 0.01, "final_learning_rate_share": 1},
         "outer": {"rounds": rounds, "weights": "tokens", "compression": {"density": 1 / 8}, "overlap": int(overlap)},
-        "snapshots": {"every": 5},
+        "checkpoints": {"every": 5},
         "exchange": {"grace": {"least": "20 s", "most": "20 s"}, "lease": {"least": "60 s", "most": "60 s"}},
         "replicas": [*honest, *({"name": name, "batch_size": 1, **one} for name, one in liars.items())],
     }
@@ -117,8 +117,8 @@ class LyingRun:
         self._stack.callback(self.memberships.close)
         house = OpenHouse(
             self.memberships,
-            Told(*told_of(self.spec.config)),
-            Lobby(self.spec.optional_places, group_spares),
+            RunForGuests(*told_of(self.spec.config)),
+            WaitingRoom(self.spec.optional_slots, group_spares),
             self.spec.unnamed_slots,
         )
         self._stack.enter_context(mock.patch.object(served_exchange, "JOINS_AT_ONCE", MOST_RESTARTS))
@@ -140,7 +140,7 @@ class LyingRun:
         self._stack.enter_context(
             mock.patch.object(ExchangeClient, "deposit_blob", self._noting(ExchangeClient.deposit_blob))
         )
-        self._stack.enter_context(mock.patch.object(session, "SECONDS_BETWEEN_BEATS", 0.2))
+        self._stack.enter_context(mock.patch.object(session, "SECONDS_BETWEEN_HEARTBEATS", 0.2))
         self._stack.enter_context(mock.patch.object(served_exchange, "LONGEST_WAIT", 1.0))
         return self
 
@@ -171,7 +171,7 @@ class LyingRun:
             if caller.name == HONEST[0] and header.round > self._waited_in:
                 self._waited_in = header.round
                 self._wait_for_liars()
-            for one, part in apart(header, data):
+            for one, part in split_blobs(header, data):
                 own = self.deposited[one.replica, one.round, one.block]
                 own.add((hashlib.sha256(part).digest(), one.steps))
             deposit(client, header, data, caller)
@@ -184,8 +184,8 @@ class LyingRun:
         Some lies leave them without work.
         """
         liars = [one for name, one in self.exchange.coordinator.replicas.items() if name not in HONEST]
-        with self.exchange.decisions.changed:
-            self.exchange.decisions.changed.wait_for(
+        with self.exchange.runner.changed:
+            self.exchange.runner.changed.wait_for(
                 lambda: all(one.alive and one.round is not None for one in liars), SECONDS_TO_RETURN
             )
 
@@ -251,7 +251,7 @@ class LyingRun:
             if name in HONEST:
                 return
             tell_died(self.address, launcher, name, "its process has ended", None)
-            if self.exchange.coordinator.is_over or self.exchange.decisions.failure:
+            if self.exchange.coordinator.is_over or self.exchange.runner.failure:
                 return
             if self.memberships.held_by(name) is None:
                 self.credentials[name] = self._credentials_of(name)
@@ -271,7 +271,7 @@ class LyingRun:
 
     def harm(self) -> list[str]:
         """Return the harm done by lies: empty if no result was altered and the run neither stalled nor failed."""
-        found = [f"the run failed: {self.exchange.decisions.failure}"] if self.exchange.decisions.failure else []
+        found = [f"the run failed: {self.exchange.runner.failure}"] if self.exchange.runner.failure else []
         found += [f"{name} failed: {error!r}" for name in HONEST for error in self.errors[name]]
         last_round, rounds = self.exchange.coordinator.last_round, self.spec.config.outer.rounds
         found += [] if last_round == rounds else [f"it ended after round {last_round} of {rounds}"]
@@ -306,8 +306,11 @@ class LyingRun:
         """Yield reports that blame an honest member or replica."""
         members = {name for name, member in self.spec.members.items() if member.replica.name in HONEST}
         for one in self.told:
-            if one.HasField("standing") and {one.standing.place, one.standing.replica} & {*members, *HONEST}:
-                yield f"{one.standing.place or one.standing.replica}: {Happened.Name(one.standing.what)}"
+            if one.HasField("membership_event") and {one.membership_event.slot, one.membership_event.replica} & {
+                *members,
+                *HONEST,
+            }:
+                yield f"{one.membership_event.slot or one.membership_event.replica}: {MembershipEventKind.Name(one.membership_event.what)}"
             if one.HasField("refusal") and one.refusal.sender in members:
                 yield f"refused of {one.refusal.sender}: {one.refusal.reason}"
             if one.HasField("round_closed") and {*one.round_closed.late, *one.round_closed.left_out} & {*HONEST}:

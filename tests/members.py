@@ -10,7 +10,7 @@ from functools import partial
 from typing import TypeVar
 
 from hetero_pp.messages.messages_pb2 import AssignReply
-from hetero_pp.run.snapshot import Snapshot
+from hetero_pp.run.checkpoint import RunCheckpoint
 from hetero_pp.run.spec import Roster
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.rounds.rules import Rules, Window
@@ -32,10 +32,10 @@ def join_all(exchange: Exchange) -> None:
         exchange.join(member, "")
 
 
-def begin(exchange: Exchange, snapshot: Snapshot) -> None:
+def begin(exchange: Exchange, checkpoint: RunCheckpoint) -> None:
     """Begin the run once every member has joined, so that all take part in the first round."""
     join_all(exchange)
-    exchange.begin(snapshot)
+    exchange.begin(checkpoint)
 
 
 def assign_all(exchange: Exchange, holds: int = 0, members: Collection[str] | None = None) -> dict[str, AssignReply]:

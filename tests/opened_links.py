@@ -9,6 +9,12 @@ from hetero_pp.rpc.stage_link import StageLinkDialer
 
 
 def open_stage_link(
-    address: str, spec: LinkSpec, credentials: LinkCredentials, member: str, seed: int, timeout: float, epoch: int = 0
+    address: str,
+    spec: LinkSpec,
+    credentials: LinkCredentials,
+    member: str,
+    seed: int,
+    timeout: float,
+    generation: int = 0,
 ) -> GrpcLinkEnd:
-    return StageLinkDialer(LinkSide(spec, credentials, member, seed)).dial(address, epoch, timeout)
+    return StageLinkDialer(LinkSide(spec, credentials, member, seed)).dial(address, generation, timeout)

@@ -12,14 +12,14 @@ from members import FOR_EVER, TIMEOUT, assign_all, begin, in_thread
 
 from hetero_pp.config.topology import MagnitudeSettings
 from hetero_pp.messages.messages_pb2 import AssignReply
-from hetero_pp.messages.messages_pb2 import Standing as Told
+from hetero_pp.messages.messages_pb2 import MembershipEvent as Told
 from hetero_pp.model.transformer import ModelShape, block_of, shapes_by_block, shapes_of
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import select
 from hetero_pp.rpc.exchange_service import Caller
-from hetero_pp.run.snapshot import Snapshot, initial_snapshot
+from hetero_pp.run.checkpoint import RunCheckpoint, initial_checkpoint
 from hetero_pp.run.spec import Roster
 from hetero_pp.store.folder import FolderStore
 from hetero_pp.store.store import Store
@@ -66,8 +66,8 @@ class Run:
 
         `where`: a folder or a store for the run log. `so_far`: as in Reports.
         """
-        self.snapshot: Snapshot = initial_snapshot(SHAPE, None, seed=1)
-        blocks = sorted(set(map(block_of, self.snapshot.parameters)))
+        self.checkpoint: RunCheckpoint = initial_checkpoint(SHAPE, None, seed=1)
+        blocks = sorted(set(map(block_of, self.checkpoint.parameters)))
         members, owned = {}, {}
         for replica, stages in groups.items():
             for stage in range(stages):
@@ -93,7 +93,7 @@ class Run:
         )
         self._magnitudes, self._so_far = magnitudes, so_far
         self.exchange = self._open(goes_on=False)
-        begin(self.exchange, self.snapshot)
+        begin(self.exchange, self.checkpoint)
 
     def _open(self, goes_on: bool) -> Exchange:
         exchange = Exchange(
@@ -109,13 +109,13 @@ class Run:
             clock=self.clock,
             so_far=self._so_far,
         )
-        exchange.decisions.end()  # no thread of its own: `passes` advances the time
+        exchange.runner.end()  # no thread of its own: `passes` advances the time
         return exchange
 
     def take_over(self) -> None:
         """Replace the exchange with a new one that resumes from the run log."""
         self.exchange = self._open(goes_on=True)
-        self.exchange.begin(self.snapshot, last_round=self.exchange.log.last_record())
+        self.exchange.begin(self.checkpoint, last_round=self.exchange.log.last_record())
 
     def assign(self, holds: int, *members: str) -> dict[str, int]:
         """Let these members, or all, ask for work; return member -> round."""
@@ -126,17 +126,17 @@ class Run:
         """Let a member ask for work that it has to wait for. Returns once it has asked."""
         asked = threading.Event()
 
-        tell = self.exchange.decisions.tell
+        tell = self.exchange.runner.tell
 
         def told(event: e.Event) -> Sequence[e.Effect]:
             effects = tell(event)
             asked.set()
             return effects
 
-        self.exchange.decisions.tell = told  # type: ignore[method-assign]
+        self.exchange.runner.tell = told  # type: ignore[method-assign]
         found = in_thread(lambda: self.exchange.assign(member, holds))
         assert asked.wait(TIMEOUT)
-        self.exchange.decisions.tell = tell  # type: ignore[method-assign]
+        self.exchange.runner.tell = tell  # type: ignore[method-assign]
         return found
 
     def passes(self, seconds: float, heard: tuple[str, ...] = ()) -> None:
@@ -145,30 +145,34 @@ class Run:
         while self.clock.time < end:
             self.clock.time = min(self.clock.time + 1.0, end)
             for member in heard:
-                self.exchange.beat(member)
-            self.exchange.decisions.tell(e.Tick())
+                self.exchange.heartbeat(member)
+            self.exchange.runner.tell(e.Tick())
 
     def blob(self, address: BlobAddress, seed: int = 0, size: float = 1.0) -> bytes:
         """Return an honest member's blob, with its values multiplied by `size`."""
-        shapes = shapes_by_block(shapes_of(self.snapshot.parameters))[address.block]
+        shapes = shapes_by_block(shapes_of(self.checkpoint.parameters))[address.block]
         selections = []
         for name, shape in shapes.items():
             delta = size * torch.randn(shape, generator=torch.Generator().manual_seed(seed + len(name)))
             selections.append((name, shape, select(torch.zeros(shape), delta, SETTINGS.compression)))
         return encode_blob(address, selections, SETTINGS.compression)
 
-    def deposit(self, round_: int, *members: str, epoch: int | None = None, term: int | None = None) -> None:
+    def deposit(
+        self, round_: int, *members: str, generation: int | None = None, incarnation: int | None = None
+    ) -> None:
         """Deposit all blobs of these members for a round."""
         for member in members:
             replica = self.roster.members[member]
-            current = self.exchange.coordinator.replicas[replica].epoch
+            current = self.exchange.coordinator.replicas[replica].generation
             for block in sorted(self.roster.blocks[member]):
                 address = BlobAddress("run", round_, replica, block)
-                self.exchange.deposit(Caller(member, term), address, self.blob(address), epoch or current, 7)
+                self.exchange.deposit(
+                    Caller(member, incarnation), address, self.blob(address), generation or current, 7
+                )
 
     def counted(self, round_: int) -> dict[str, int]:
         """Return the replicas that a round includes -> their generations. Raises FileNotFoundError while it is open."""
-        return {one.replica: one.epoch for one in self.exchange.log.read_record(round_).contributions}
+        return {one.replica: one.generation for one in self.exchange.log.read_record(round_).contributions}
 
     def late(self, round_: int) -> list[str]:
         """Return the late replicas of a round."""
@@ -178,7 +182,7 @@ class Run:
         """Return the membership events that the exchange reported; it reports nothing afterwards."""
         watching = self.exchange.watch()
         self.exchange.end_watching()
-        return [report.standing for report in watching if report.HasField("standing")]
+        return [report.membership_event for report in watching if report.HasField("membership_event")]
 
 
 def closed(run: Run) -> int:

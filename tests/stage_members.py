@@ -16,8 +16,8 @@ from hetero_pp.data.sources import open_source
 from hetero_pp.link.protocol import LinkEnds
 from hetero_pp.messages.messages_pb2 import InnerStep
 from hetero_pp.model.transformer import EMBEDDING
+from hetero_pp.run.checkpoint import first_checkpoint
 from hetero_pp.run.config import RunConfig
-from hetero_pp.run.snapshot import first_snapshot
 from hetero_pp.run.spec import RunSpec
 from replica_groups.engines.ranks import ALONE
 from replica_groups.member.build_member import Start, build_member
@@ -51,12 +51,12 @@ class StageMembers:
 
     def __init__(self, spec: RunSpec, ends: Sequence[LinkEnds], cache: Path) -> None:
         self.spec, self.ends = spec, list(ends)
-        snapshot = first_snapshot(spec)
+        checkpoint = first_checkpoint(spec)
         self.members: list[StageMember] = []
         self.outers: list[OuterRound] = []
         for one, own in zip(spec.members.values(), ends, strict=True):
             names = [*one.owned, *([EMBEDDING] if one.follows_embedding else [])]
-            start = Start({name: snapshot.parameters[name] for name in names}, snapshot.basis)
+            start = Start({name: checkpoint.parameters[name] for name in names}, checkpoint.basis)
             source = open_source(spec.config.data, cache) if one.reads_data else None
             member = build_member(spec, one, start, own, source, ALONE)
             assert isinstance(member, StageMember)

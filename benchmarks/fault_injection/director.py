@@ -21,9 +21,9 @@ from fault_injection.injected import InjectedFaults, Orders
 from fault_injection.schedule import Injection, Point, Schedule, missed
 from fault_injection.settings import Kind
 from hetero_pp.config.links import EXCHANGE
-from hetero_pp.messages.messages_pb2 import INJECTED, Report, Standing
+from hetero_pp.messages.messages_pb2 import INJECTED, MembershipEvent, Report
 from hetero_pp.run.folder import RunFolder
-from hetero_pp.store.faults import Faults, Phase
+from hetero_pp.store.faults import FaultPhase, Faults
 
 
 class Director:
@@ -78,7 +78,7 @@ class Director:
         if report.HasField("begun"):
             self._begun.set()
         if report.HasField("inner_step") and ranks_of(report.member, self._schedule.spec):
-            self._come_to(report.member, (report.inner_step.round, Phase.TRAINING))
+            self._come_to(report.member, (report.inner_step.round, FaultPhase.TRAINING))
 
     def close(self) -> None:
         """Inject no more faults, and resume every frozen process."""
@@ -104,7 +104,7 @@ class Director:
         with suppress(EOFError, OSError):
             while True:
                 told = json.loads(connection.recv_bytes())
-                point = (told["round"], Phase(told["phase"]))
+                point = (told["round"], FaultPhase(told["phase"]))
                 self._come_to(member, point)
                 if told["waits"]:
                     go = {"do": "go", "round": point[0], "phase": point[1]}
@@ -128,8 +128,8 @@ class Director:
             return
         with suppress(OSError, psutil.Error):  # the process has ended: nothing to report
             self._inject(injection, process, connection)
-            standing = Standing(what=INJECTED, place=member, round=round_, cause=f"{injection} ({phase})")
-            self._tell(Report(time=time.time(), member=EXCHANGE, standing=standing))
+            membership_event = MembershipEvent(what=INJECTED, slot=member, round=round_, cause=f"{injection} ({phase})")
+            self._tell(Report(time=time.time(), member=EXCHANGE, membership_event=membership_event))
 
     def _newest(self) -> str:
         """Return the member in the highest round.
@@ -150,8 +150,8 @@ class Director:
                 self._freeze([process, *self._ranks(process, member)], seconds)
             case Injection(Kind.CORRUPT, member, what="state"):
                 flip_bit_of(_largest(_newest_of(self._folder.state(member).glob("round-*"))))
-            case Injection(Kind.CORRUPT, what="snapshot"):
-                flip_bit_of(_newest_of(self._folder.log.glob("snapshot-*")))
+            case Injection(Kind.CORRUPT, what="checkpoint"):
+                flip_bit_of(_newest_of(self._folder.log.glob("checkpoint-*")))
             case Injection(kind, _, link, seconds, by):
                 message = {"do": kind, "link": link, "seconds": seconds, "by": by}
                 connection.send_bytes(json.dumps(message).encode())

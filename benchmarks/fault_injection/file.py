@@ -31,7 +31,7 @@ from hetero_pp.core.errors import ConfigError
 from hetero_pp.run.known_keys import Key
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_lines import YamlLines, complaint
-from hetero_pp.store.faults import Phase
+from hetero_pp.store.faults import FaultPhase
 from replica_groups.exchange.host import rules_of
 
 T = TypeVar("T", bound=Settings)
@@ -114,16 +114,18 @@ def _check(fault: AnyFault, spec: RunSpec, in_process: bool) -> None:
 
 
 def _check_corrupt(fault: Corrupt, spec: RunSpec) -> None:
-    if (fault.what == "snapshot") != (fault.corrupt == EXCHANGE):
+    if (fault.what == "checkpoint") != (fault.corrupt == EXCHANGE):
         raise ConfigError(
             ("what",),
-            f"found `{fault.what}` of {fault.corrupt}, expected `theta` or `state` of a member, `snapshot` of "
+            f"found `{fault.what}` of {fault.corrupt}, expected `theta` or `state` of a member, `checkpoint` of "
             "the exchange",
         )
     if fault.what == "theta":
         _require_one_process("corrupt", fault.corrupt, spec)
-    if fault.what == "snapshot" and spec.config.store.url is not None:
-        raise ConfigError(("what",), "found `snapshot` of a run with a `store.url`, expected a log in the run's folder")
+    if fault.what == "checkpoint" and spec.config.store.url is not None:
+        raise ConfigError(
+            ("what",), "found `checkpoint` of a run with a `store.url`, expected a log in the run's folder"
+        )
 
 
 def _check_rank(fault: Kill, spec: RunSpec) -> None:
@@ -143,12 +145,12 @@ def _check_moment(fault: Fault, member: str, spec: RunSpec) -> None:
     if fault.at is None:
         return
     _expect_round(("at", "round"), fault.at.round, spec)
-    if ranks_of(member, spec) and fault.at.phase != Phase.TRAINING:
+    if ranks_of(member, spec) and fault.at.phase != FaultPhase.TRAINING:
         raise ConfigError(
             ("at", "phase"), f"found `{fault.at.phase}` of {member}, which trains on several ranks, expected `training`"
         )
     every, last = spec.latest.states_every, spec.latest.outer.rounds
-    if fault.at.phase == Phase.SAVING and fault.at.round % every and fault.at.round != last:
+    if fault.at.phase == FaultPhase.SAVING and fault.at.round % every and fault.at.round != last:
         raise ConfigError(
             ("at", "round"),
             f"found {fault.at.round}, expected a round after which states are saved: a multiple of {every}, or {last}",

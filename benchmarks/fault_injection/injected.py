@@ -18,7 +18,7 @@ from fault_injection.full_disk import FullDisk
 from fault_injection.schedule import Point
 from fault_injection.settings import Kind
 from fault_injection.wire import Wire
-from hetero_pp.store.faults import Faults, Phase
+from hetero_pp.store.faults import FaultPhase, Faults
 from hetero_pp.store.store import Store
 
 
@@ -55,7 +55,7 @@ class InjectedFaults(Faults):
 
     # ---- called by the process ----
 
-    def reached(self, phase: Phase, round_: int) -> None:
+    def reached(self, phase: FaultPhase, round_: int) -> None:
         """Report the phase to the launcher; if faults are due here, wait until the launcher has injected them."""
         point = (round_, phase)
         waits = point in self._orders.points and point not in self._gone_on
@@ -105,7 +105,7 @@ class InjectedFaults(Faults):
         match message["do"]:
             case "go":
                 with self._go:
-                    self._gone_on.add((int(str(message["round"])), Phase(str(message["phase"]))))
+                    self._gone_on.add((int(str(message["round"])), FaultPhase(str(message["phase"]))))
                     self._go.notify_all()
             case Kind.CUT if wire is not None:
                 wire.cut()

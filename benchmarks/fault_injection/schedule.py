@@ -25,9 +25,9 @@ from fault_injection.settings import (
 from hetero_pp.config.links import EXCHANGE
 from hetero_pp.core.seeds import seed_of
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.store.faults import Phase
+from hetero_pp.store.faults import FaultPhase
 
-Point = tuple[int, Phase]
+Point = tuple[int, FaultPhase]
 """(round, phase)"""
 
 

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema, mo
 
 from hetero_pp.config.settings import Duration, Settings
 from hetero_pp.core.units import parse_quantity
-from hetero_pp.store.faults import Phase
+from hetero_pp.store.faults import FaultPhase
 
 _RATES = {"/s": 1.0, "/min": 1 / 60, "/h": 1 / 3600}
 
@@ -37,7 +37,7 @@ class Moment(Settings):
     """A point of a round, as the member comes to it; for the exchange, the first member."""
 
     round: int = Field(ge=1)
-    phase: Phase = Phase.TRAINING
+    phase: FaultPhase = FaultPhase.TRAINING
 
 
 class Fault(Settings):
@@ -87,10 +87,10 @@ class Corrupt(Fault):
     """One bit is flipped."""
 
     corrupt: str = Field(description="member, or `exchange`")
-    what: Literal["theta", "state", "snapshot"] = Field(
+    what: Literal["theta", "state", "checkpoint"] = Field(
         "theta",
         description="target: `theta` in a member's memory at the start of its next round, a member's "
-        "newest `state`, or the newest `snapshot` of the exchange",
+        "newest `state`, or the newest `checkpoint` of the exchange",
     )
 
 

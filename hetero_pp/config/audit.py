@@ -25,7 +25,7 @@ FORWARDS_A_STEP = 3
 """Cost of a sequence in an inner step, in forward passes: the backward takes two."""
 
 
-class Sizes(NamedTuple):
+class AuditSizes(NamedTuple):
     """Sizes of the trials of one round."""
 
     evaluated: int
@@ -70,14 +70,14 @@ class GauntletSettings(Settings):
     )
     excluded_rounds: int = Field(16, ge=1, description="number of rounds from which a replica is then excluded")
 
-    def sizes(self, replicas: int, texts: int) -> Sizes:
+    def sizes(self, replicas: int, texts: int) -> AuditSizes:
         """Return the sizes for a round of so many replicas, which trained on so many sequences."""
         least, share = _EVALUATED
         wanted = max(least, math.ceil(share * replicas)) if self.evaluated is None else self.evaluated
         evaluated = min(replicas, wanted)
         affordable = _SHARE_OF_COMPUTE * FORWARDS_A_STEP * texts / (TEXTS * PARAMETERS * max(1, evaluated))
         derived = min(MOST_SEQUENCES, max(LEAST_SEQUENCES, int(affordable)))
-        return Sizes(evaluated, derived if self.sequences is None else self.sequences)
+        return AuditSizes(evaluated, derived if self.sequences is None else self.sequences)
 
 
 class RecomputeSettings(Settings):

@@ -192,7 +192,7 @@ class StagesSettings(Settings):
     )
 
 
-class _Replica(Settings):
+class _AnyReplica(Settings):
     name: str = Field(description="unique name; letters, digits, `-` and `_`")
     batch_size: int = Field(8, ge=1, description="sequences per inner step")
     micro_batches: int = Field(1, ge=1, description="number of equal parts of an inner step's batch")
@@ -230,7 +230,7 @@ class _Replica(Settings):
     )
 
 
-class DatacenterReplica(_Replica):
+class DatacenterReplica(_AnyReplica):
     """Replica that holds the whole model at one well-connected site."""
 
     kind: Literal["datacenter"]
@@ -274,7 +274,7 @@ class DatacenterReplica(_Replica):
         return [self.name]
 
 
-class ParticipantsReplica(_Replica):
+class ParticipantsReplica(_AnyReplica):
     """Replica of S low-bandwidth machines with one pipeline stage each."""
 
     kind: Literal["participants"]
@@ -419,10 +419,10 @@ class ExchangeSettings(Settings):
         if self.relay is not None:
             return self.relay
         host, port = self.listen.rsplit(":", 1)
-        return f"{host}:{0 if is_loopback(self.listen) else _port_beside(int(port))}"
+        return f"{host}:{0 if is_loopback(self.listen) else _next_port(int(port))}"
 
 
-def _port_beside(port: int) -> int:
+def _next_port(port: int) -> int:
     """Return the next port, or the one before if `port` is the last; 0, which means any free port, for 0."""
     if port == 0:
         return 0

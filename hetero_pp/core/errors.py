@@ -21,7 +21,7 @@ HeteroPPError
 ├── RunOver                every round is closed: nothing is left to train
 ├── Stopped                this process was asked to save its state and end
 ├── StoreError             the store of a run cannot be read or written: it may be retried
-├── TermOver               this member's incarnation is over: another process holds its slot, or will
+├── IncarnationOver               this member's incarnation is over: another process holds its slot, or will
 ├── Suspended              the member's replica must be formed again, and repeat the round
 ├── TooMuch                a caller has more open, or unread, than it may
 └── RunFailed              another member of the run failed; this one only stops
@@ -143,8 +143,8 @@ class StoreError(HeteroPPError):
     """The store of a run cannot be read or written; the message names the object and the reason."""
 
 
-class TermOver(HeteroPPError):
-    """A member's incarnation (`term`) is over: its messages have no effect until it has joined again."""
+class IncarnationOver(HeteroPPError):
+    """A member's incarnation is over: its messages have no effect until it has joined again."""
 
 
 class Suspended(HeteroPPError):

@@ -27,7 +27,7 @@ Document = tuple[int, int, int]
 """(epoch, shard, number in the shard)."""
 
 
-class Part(NamedTuple):
+class ShardPart(NamedTuple):
     """Documents start, start + step, start + 2 step, ... of a shard, to be read in an epoch."""
 
     epoch: int
@@ -35,7 +35,7 @@ class Part(NamedTuple):
     start: int
     step: int
 
-    def split(self, count: int) -> list[Part]:
+    def split(self, count: int) -> list[ShardPart]:
         """Return `count` parts that together contain each document of this part once."""
         return [self._replace(start=self.start + i * self.step, step=self.step * count) for i in range(count)]
 
@@ -45,16 +45,16 @@ class Part(NamedTuple):
         return (epoch, shard) == (self.epoch, self.shard) and offset >= 0 and offset % self.step == 0
 
 
-def deal(parts: Sequence[Part], replicas: int, replica: int) -> tuple[Part, ...]:
+def deal(parts: Sequence[ShardPart], replicas: int, replica: int) -> tuple[ShardPart, ...]:
     """Return the parts of one replica: every `replicas`-th part, and its share of each part that is left over."""
     split = len(parts) % replicas
     return (*(part.split(replicas)[replica] for part in parts[:split]), *parts[split + replica :: replicas])
 
 
-def epoch_of(shards: int, epoch: int, seed: int, held_out: HeldOut) -> list[Part]:
+def epoch_of(shards: int, epoch: int, seed: int, held_out: HeldOut) -> list[ShardPart]:
     """Return all shards in the order of an epoch, without the documents that are held out."""
     order = permute(np.arange(shards), shards, seed_of(seed, "shards", epoch))
-    return [Part(epoch, int(shard), held_out.documents if shard == held_out.shard else 0, 1) for shard in order]
+    return [ShardPart(epoch, int(shard), held_out.documents if shard == held_out.shard else 0, 1) for shard in order]
 
 
 class HeldOut(NamedTuple):
@@ -82,7 +82,7 @@ class Position(NamedTuple):
     epoch: int
     block: int
     """Number of completed blocks of this epoch."""
-    parts: tuple[Part, ...]
+    parts: tuple[ShardPart, ...]
     """Everything that the replica has to read in this epoch, from the start of the block on."""
     taken: int = 0
     """Number of consumed documents of the block."""
@@ -97,7 +97,7 @@ class Position(NamedTuple):
     def from_json(cls, state: Mapping[str, Any]) -> Position:
         """Return the position from the result of `as_json`. Former states also have an empty `read`."""
         known = {key: value for key, value in state.items() if key != "read"}
-        return cls(**{**known, "parts": tuple(Part(*part) for part in state["parts"])})
+        return cls(**{**known, "parts": tuple(ShardPart(*part) for part in state["parts"])})
 
 
 Block = tuple[Position, list[tuple[Document, str]]]
@@ -141,7 +141,7 @@ class Order:
             yield at, [block[i][1:] for i in permute(np.arange(len(block)), len(block), key)]
             index, (epoch, shard, last) = block[-1][:2]
             part = position.parts[index]
-            rest = Part(epoch, shard, last + part.step, part.step)
+            rest = ShardPart(epoch, shard, last + part.step, part.step)
             at = at._replace(block=at.block + 1, parts=(rest, *position.parts[index + 1 :]), taken=0, offset=0)
 
     def _read(self, position: Position) -> Iterator[tuple[int, Document, str]]:

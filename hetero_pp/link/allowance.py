@@ -46,11 +46,11 @@ class LinkLimit:
         return FREE_BYTES + CARRIED_FACTOR * (steps * self.step_bytes + self.evaluation_bytes)
 
 
-class Training(NamedTuple):
+class TrainedRound(NamedTuple):
     """The round that a group trains. In each round and generation its links may carry a round's bytes."""
 
     round: int
-    epoch: int
+    generation: int
     steps: float
     """Largest number of its inner steps."""
 
@@ -60,12 +60,12 @@ class Budget:
 
     def __init__(self, limit: LinkLimit, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit, self._clock = limit, clock
-        self._training: Training | None = None
+        self._training: TrainedRound | None = None
         self._left = self._at = self._line_free_at = 0.0
         """Bytes that may follow; time at which they were used up; time at which the line has carried everything."""
         self._is_told = False
 
-    def carry(self, count: int, trains: Callable[[], Training | None]) -> bool:
+    def carry(self, count: int, trains: Callable[[], TrainedRound | None]) -> bool:
         """Take bytes from the budget. Return whether more may follow at once; if not, ask again with 0 bytes."""
         now, rate = self._clock(), self._limit.bits_a_second
         self._left -= count

@@ -40,31 +40,31 @@ class InProcessLink:
         self._spec, self._seed, self._lines = spec, seed, lines
         self._ledgers = Ledger(), Ledger()
         self._lock = threading.Lock()
-        self._epoch = 0
+        self._generation = 0
         self._ends: tuple[InProcessLinkEnd, InProcessLinkEnd] | None = None
         self._cause = ""
         self._over: str | None = None
 
-    def end(self, direction: Direction, epoch: int) -> InProcessLinkEnd:
-        """Return the end that sends in `direction` in generation `epoch`, and end earlier generations.
+    def end(self, direction: Direction, generation: int) -> InProcessLinkEnd:
+        """Return the end that sends in `direction` in generation `generation`, and end earlier generations.
 
         Makes a new link if the link of this generation was aborted. Raises LinkClosed if this generation, or the whole
         link, has ended.
         """
         name = self._spec.source if direction == "forward" else self._spec.target
-        self.give_up(epoch, f"{name} is at generation {epoch}")
+        self.give_up(generation, f"{name} is at generation {generation}")
         with self._lock:
-            if epoch < self._epoch or self._over is not None:
+            if generation < self._generation or self._over is not None:
                 raise LinkClosed(self._over or self._cause)
             return self._pair()[0 if direction == "forward" else 1]
 
     def give_up(self, before: int, cause: str) -> None:
         """End links of generations before `before`. Their users get LinkClosed(cause)."""
         with self._lock:
-            if before <= self._epoch:
+            if before <= self._generation:
                 return
             older, self._ends = self._ends, None
-            self._epoch, self._cause = before, cause
+            self._generation, self._cause = before, cause
         for end in older or ():
             end.abort(cause)
 

@@ -25,7 +25,7 @@ def frame_sizes(header_bytes: int, payload_bytes: int) -> list[int]:
 
 
 def raw_frames(n_bytes: int) -> list[int]:
-    """Return the sizes of the frames of bytes without a header, such as contributions and snapshots."""
+    """Return the sizes of the frames of bytes without a header, such as contributions and run checkpoints."""
     whole, last = divmod(n_bytes, FRAME_BYTES)
     return [FRAME_BYTES] * whole + [last]
 

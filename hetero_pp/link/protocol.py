@@ -112,7 +112,7 @@ class LinkEnds:
 
     upstream: LinkEnd | None = None
     downstream: LinkEnd | None = None
-    epoch: int = 0
+    generation: int = 0
     """Generation of the group."""
     signer: Signer | None = None
     """Set if members have certificates."""

@@ -4,7 +4,7 @@ A bucket serves in the order of reservations. No stream reserves more before its
 take turns and get equal shares, and they use the capacity of idle ones. This works between processes as well as between
 threads, because they share only the bucket.
 
-`Shaper` does the same for contributions and snapshots, which are no messages between stages.
+`Shaper` does the same for contributions and run checkpoints, which are no messages between stages.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Stream:
     """Sends one message after the other through all its buckets at the same time, at the speed of the slowest."""
 
     def __init__(self, buckets: Sequence[Bucket], clock: Clock | None = None) -> None:
-        self._shares = [_Share(bucket) for bucket in buckets]
+        self._shares = [_LineShare(bucket) for bucket in buckets]
         self._clock = clock or MonotonicClock()
 
     def leave(self, n_bytes: int, ready_at: float) -> tuple[float, float]:
@@ -92,7 +92,7 @@ class Stream:
         return ready_at if began is None else began, left
 
 
-class _Share:
+class _LineShare:
     """Reservation of a stream in one bucket."""
 
     def __init__(self, bucket: Bucket) -> None:

@@ -165,7 +165,7 @@ class GradientOptimizer(RoundOptimizer):
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """Both moments of each tensor of theta, and of C, for snapshots."""
+        """Both moments of each tensor of theta, and of C, for run checkpoints."""
         return {
             f"{name}.{moment}": optimizer.state[parameter][moment]
             for name, parameter, optimizer in self._trained()

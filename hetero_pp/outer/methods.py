@@ -187,7 +187,7 @@ class OuterSettings(Settings):
         return filled
 
     @model_validator(mode="after")
-    def _parts_fit_together(self) -> OuterSettings:
+    def _parts_are_compatible(self) -> OuterSettings:
         own, adam, sums = self.compression, self.optimizer == "adam", self.source == "gradient"
         momentum, overlap = f"momentum {self.momentum:g}", f"overlap {self.overlap}"
         plain = {"aggregation": "mean", "optimizer": "sgd", "memory": "error_feedback", "transform": "none"}

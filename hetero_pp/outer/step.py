@@ -106,7 +106,7 @@ class RoundOptimizer(Protocol):
 
     @property
     def state(self) -> Mapping[str, Tensor]:
-        """Tensors that the next round depends on beside theta, for snapshots."""
+        """Tensors that the next round depends on beside theta, for run checkpoints."""
 
     def load(self, state: Mapping[str, Tensor], rounds: int) -> None:
         """Resume from the `state` after `rounds` rounds."""

@@ -23,12 +23,14 @@ class Action(Enum):
 
 
 @dataclass(frozen=True)
-class Event:
+class ScheduleEvent:
     action: Action
     micro_batch: int
 
 
-def one_forward_one_backward(stage: int, stages: int, micro_batches: int, extra_in_flight: int = 1) -> list[Event]:
+def one_forward_one_backward(
+    stage: int, stages: int, micro_batches: int, extra_in_flight: int = 1
+) -> list[ScheduleEvent]:
     """Return the events of one inner step on one stage, in order.
 
     Every stage ends its last backward before it sends that gradient. So the squared gradient norm, which travels with
@@ -36,7 +38,7 @@ def one_forward_one_backward(stage: int, stages: int, micro_batches: int, extra_
     """
     remaining = stages - 1 - stage
     warm_up = min(micro_batches, remaining * (1 + extra_in_flight))
-    events: list[Event] = []
+    events: list[ScheduleEvent] = []
     for index in range(warm_up):
         events += forward_events(stage, stages, index)
     for index in range(warm_up, micro_batches):
@@ -47,22 +49,22 @@ def one_forward_one_backward(stage: int, stages: int, micro_batches: int, extra_
     return events
 
 
-def forward_only(stage: int, stages: int, micro_batches: int) -> list[Event]:
+def forward_only(stage: int, stages: int, micro_batches: int) -> list[ScheduleEvent]:
     """Return the events of an evaluation on one stage."""
     return [event for index in range(micro_batches) for event in forward_events(stage, stages, index)]
 
 
-def forward_events(stage: int, stages: int, index: int) -> list[Event]:
+def forward_events(stage: int, stages: int, index: int) -> list[ScheduleEvent]:
     """Receive, compute and send one micro-batch's activation.
 
     The first stage receives nothing, the last sends nothing.
     """
     received = [Action.RECEIVE_ACTIVATION] if stage > 0 else []
     sent = [Action.SEND_ACTIVATION] if stage < stages - 1 else []
-    return [Event(action, index) for action in (*received, Action.FORWARD, *sent)]
+    return [ScheduleEvent(action, index) for action in (*received, Action.FORWARD, *sent)]
 
 
-def _backward_events(stage: int, stages: int, index: int) -> list[Event]:
+def _backward_events(stage: int, stages: int, index: int) -> list[ScheduleEvent]:
     received = [Action.RECEIVE_GRADIENT] if stage < stages - 1 else []
     sent = [Action.SEND_GRADIENT] if stage > 0 else []
-    return [Event(action, index) for action in (*received, Action.BACKWARD, *sent)]
+    return [ScheduleEvent(action, index) for action in (*received, Action.BACKWARD, *sent)]

@@ -21,7 +21,7 @@ def random_basis(width: int, rank: int, seed: int) -> Tensor:
     """Return U [D, K] with orthonormal columns: QR of a Gaussian matrix.
 
     The first k columns are the basis of rank k, so replicas and runs of different ranks share one U. It is drawn only
-    once, for the first snapshot, because random numbers and QR may differ between machines.
+    once, for the first run checkpoint, because random numbers and QR may differ between machines.
     """
     generator = torch.Generator().manual_seed(seed_of(seed, "subspace"))
     directions = torch.randn(rank, width, generator=generator, dtype=torch.float64)  # rows: a larger rank adds some

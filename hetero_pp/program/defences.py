@@ -14,8 +14,8 @@ from hetero_pp.data.settings import INSTALLED
 from hetero_pp.run.checks import check_scores
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
-from replica_groups.audit.gauntlet.book import require_openskill
 from replica_groups.audit.gauntlet.cost import share_of_compute
+from replica_groups.audit.gauntlet.replica_scores import require_openskill
 
 MOST_FLOP = 2e12
 """Trials of a round beside the exchange that are done by default: about a minute of one core."""

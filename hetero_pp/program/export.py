@@ -16,7 +16,7 @@ from hetero_pp.run.round_optimizer import round_optimizer
 from hetero_pp.run.spec import RunSpec
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.open_log import open_log
-from replica_groups.exchange.restart import snapshot_after
+from replica_groups.exchange.restart import checkpoint_after
 
 
 def export(runs: Path, run: str, to: Path, dtype: DTypeName, round_: int | None) -> None:
@@ -50,16 +50,18 @@ def export(runs: Path, run: str, to: Path, dtype: DTypeName, round_: int | None)
 def theta_after(spec: RunSpec, run: RunFolder, round_: int | None) -> Iterator[tuple[int, Parameters]]:
     """Yield the round and a function that returns each parameter by its name.
 
-    The parameters come from the run checkpoint (`snapshot`) of that round, or are replayed from an earlier one.
+    The parameters come from the run checkpoint of that round, or are replayed from an earlier one.
     `round_`: None means the newest run checkpoint.
     """
     log = open_log(spec.config, run)
-    found = log.snapshots()
+    found = log.checkpoints()
     if not found:
-        raise ConfigError((), f"{log.store.url()}: found no snapshot, expected at least the first snapshot of the run")
+        raise ConfigError(
+            (), f"{log.store.url()}: found no run checkpoint, expected at least the first run checkpoint of the run"
+        )
     wanted = max(found) if round_ is None else round_
     if wanted in found:
-        with log.open_snapshot(wanted) as file:
+        with log.open_checkpoint(wanted) as file:
             _require_parameters(spec, file.shapes)
             yield wanted, file.tensor
     else:
@@ -72,15 +74,15 @@ def _require_parameters(spec: RunSpec, shapes: Mapping[str, tuple[int, ...]]) ->
         if shapes.get(name) != shape:
             found = "nothing" if name not in shapes else f"the shape {list(shapes[name])}"
             told = f"{name}: found {found}, expected {list(shape)}"
-            raise DamagedFile(f"the snapshot does not fit its config.yaml: {told}")
+            raise DamagedFile(f"the run checkpoint does not fit its config.yaml: {told}")
 
 
 def _replayed(spec: RunSpec, log: ContributionLog, wanted: int) -> Parameters:
     """Return theta after round `wanted`, from an earlier run checkpoint and the run log of the rounds between."""
     damaged = list[str]()
     try:
-        snapshot = snapshot_after(log, spec.run, wanted, partial(round_optimizer, spec), damaged)
+        checkpoint = checkpoint_after(log, spec.run, wanted, partial(round_optimizer, spec), damaged)
     except FileNotFoundError as error:
         reasons = damaged or [str(error)]
         raise ConfigError((), f"--round {wanted}: {'; '.join(reasons)}") from None
-    return snapshot.parameters.__getitem__
+    return checkpoint.parameters.__getitem__

@@ -286,5 +286,5 @@ class Run:
                 contribution_bytes=closed.bytes,
                 seconds=seconds,
                 parameters_sha256=sha256,
-                not_counted=self._state.standings.not_counted(round_),
+                not_counted=self._state.membership_state.not_counted(round_),
             )

@@ -10,8 +10,8 @@ from hetero_pp.core.errors import ConfigError, HeteroPPError
 from hetero_pp.core.files import write_json
 from hetero_pp.program.open_run import open_run
 from hetero_pp.program.report.output import announce
+from hetero_pp.run.checkpoint import save_checkpoint
 from hetero_pp.run.round_optimizer import round_optimizer
-from hetero_pp.run.snapshot import save_snapshot
 from replica_groups.exchange.check_log import CheckedRound, LogCheck
 from replica_groups.exchange.log import ContributionLog
 
@@ -20,7 +20,7 @@ def replay_run(runs: Path, run: str, round_: int | None, json_path: Path | None,
     """Replay a run's log up to a round, and print one line per round.
 
     `round_`: round to replay to; None means the last closed round. `json_path`: file for the findings, as JSON. `to`:
-    file for the run checkpoint (`snapshot`) after that round.
+    file for the run checkpoint after that round.
 
     Raises ConfigError if the run or the round does not exist, HeteroPPError if a file is damaged, lost, or differs from
     what the log records.
@@ -34,13 +34,13 @@ def replay_run(runs: Path, run: str, round_: int | None, json_path: Path | None,
         found.append(one)
         announce(_line(one))
     write_json(json_path, {"run": spec.config.name, "rounds": [asdict(one) for one in found]})
-    snapshot = check.snapshot(last)
-    if to is not None and snapshot is not None:
-        save_snapshot(snapshot, to)
+    checkpoint = check.checkpoint(last)
+    if to is not None and checkpoint is not None:
+        save_checkpoint(checkpoint, to)
     damaged = sum(len(one.damaged) for one in found)
     if damaged:
         raise HeteroPPError(f"{log.store.url()}: {damaged} files are damaged, missing, or differ from the log")
-    if snapshot is None:
+    if checkpoint is None:
         raise HeteroPPError(f"{log.store.url()}: the run has removed rounds before they were read: replay it again")
     written = f", written to {to}" if to is not None else ""
     rounds = spec.latest.outer.rounds
@@ -49,13 +49,15 @@ def replay_run(runs: Path, run: str, round_: int | None, json_path: Path | None,
 
 
 def _last(log: ContributionLog, wanted: int | None) -> int:
-    snapshots = log.snapshots()
-    if not snapshots:
-        raise ConfigError((), f"{log.store.url()}: found no snapshot, expected at least the first snapshot of the run")
-    newest = max(log.last_record(), min(snapshots))
-    if wanted is not None and not min(snapshots) <= wanted <= newest:
+    checkpoints = log.checkpoints()
+    if not checkpoints:
+        raise ConfigError(
+            (), f"{log.store.url()}: found no run checkpoint, expected at least the first run checkpoint of the run"
+        )
+    newest = max(log.last_record(), min(checkpoints))
+    if wanted is not None and not min(checkpoints) <= wanted <= newest:
         found = f"found a round that the log in {log.store.url()} does not have"
-        raise ConfigError((), f"--round {wanted}: {found}, expected {min(snapshots)} to {newest}")
+        raise ConfigError((), f"--round {wanted}: {found}, expected {min(checkpoints)} to {newest}")
     return newest if wanted is None else wanted
 
 
@@ -65,6 +67,6 @@ def _line(one: CheckedRound) -> str:
     parts += [f"rejected {', '.join(one.left_out)}"] if one.left_out else []
     parts += ["parameters cannot be rebuilt" if one.sha256 is None else f"sha256 {one.sha256[:16]}…"]
     parts += ["equal to the audit"] if one.is_audited else []
-    parts += ["equal to the snapshot"] if one.has_snapshot else []
+    parts += ["equal to the run checkpoint"] if one.has_checkpoint else []
     parts += [f"DAMAGED: {line}" for line in one.damaged]
     return f"round {one.round}: {'; '.join(parts)}"

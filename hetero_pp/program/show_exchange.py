@@ -71,9 +71,9 @@ def _way(load: ExchangeLoad) -> str:
 
 
 def _joining(load: ExchangeLoad) -> str:
-    largest, first = format_bytes(load.largest_snapshot_bytes), format_bytes(load.first_snapshot_bytes)
+    largest, first = format_bytes(load.largest_checkpoint_bytes), format_bytes(load.first_checkpoint_bytes)
     at_start = f"{first} to all members at the start of the run"
-    return f"It also sends snapshots: up to {largest} to each member that joins, and {at_start}."
+    return f"It also sends run checkpoints: up to {largest} to each member that joins, and {at_start}."
 
 
 def _needs(load: ExchangeLoad) -> str:

@@ -27,13 +27,13 @@ from hetero_pp.run.alike import alike, label_of, lines_alike, links_alike, range
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.memory import by_kind, memory_assumptions
 from hetero_pp.simulator.prediction import Prediction, ReplicaPrediction
-from hetero_pp.simulator.published import Comparison
+from hetero_pp.simulator.published import PublishedComparison
 from hetero_pp.simulator.sweep import Sweep, changes_nothing
-from hetero_pp.simulator.waiting import Waiting
+from hetero_pp.simulator.waiting import ReplicaWaits
 
 
 def print_prediction(
-    console: Console, path: Path, spec: RunSpec, prediction: Prediction, waits: Waiting | None
+    console: Console, path: Path, spec: RunSpec, prediction: Prediction, waits: ReplicaWaits | None
 ) -> None:
     """Print the times of a step and a round, then tables of replicas, members, links, lines and the exchange."""
     use = prediction.utilization
@@ -67,7 +67,7 @@ def print_prediction(
     _print_published(console, "", {"": prediction.published})
 
 
-def print_waiting(console: Console, waits: Waiting | None) -> None:
+def print_waiting(console: Console, waits: ReplicaWaits | None) -> None:
     """Print which replicas wait, and what rounds of a given time would change."""
     for line in () if waits is None else waits.told():
         say(console, line)
@@ -264,7 +264,7 @@ def _without_effect(sweep: Sweep, curves: Sweep | None, found: Mapping[str, Mapp
     return idle
 
 
-def _print_published(console: Console, key: str, found: Mapping[str, Sequence[Comparison]]) -> None:
+def _print_published(console: Console, key: str, found: Mapping[str, Sequence[PublishedComparison]]) -> None:
     """Print published values beside predicted ones, by value of the sweep.
 
     Without a sweep, `key` and the only key of `found` are empty.

@@ -106,7 +106,7 @@ class FollowedRun:
         asked = time.monotonic()
         while True:
             try:
-                record = self.patiently(lambda: self.log.read_record(round_))
+                record = self.retry(lambda: self.log.read_record(round_))
                 self._require_same(record)
                 return record
             except FileNotFoundError:
@@ -129,15 +129,15 @@ class FollowedRun:
 
     def _sha256(self, round_: int) -> bytes:
         try:
-            return self.patiently(lambda: self.log.read_record(round_)).sha256
+            return self.retry(lambda: self.log.read_record(round_)).sha256
         except FileNotFoundError:
             return b""
 
     def last_round(self) -> int:
-        self._last = max(self._last, self.patiently(self.log.last_record))
+        self._last = max(self._last, self.retry(self.log.last_record))
         return self._last
 
-    def patiently(self, do: Callable[[], T]) -> T:
+    def retry(self, do: Callable[[], T]) -> T:
         while True:
             try:
                 return do()
@@ -206,7 +206,7 @@ def _has_changed_under(runs: Path, run: str, pass_: Path | None, device: str, na
     checks = checks_of(spec, log, source, access.draws, resolved(device))
     say(f"{access.name} judges its rounds for the exchange at {access.address}")
     try:
-        _wait_for_snapshot(followed)
+        _wait_for_checkpoint(followed)
         newest = newest_sound(log, followed.last_round(), [])
         say(f"following the run after round {newest.round}")
         Validator(spec, followed, checks, newest).run(on_round)
@@ -254,6 +254,6 @@ def require_name(name: str) -> str:
     return name
 
 
-def _wait_for_snapshot(run: FollowedRun) -> None:
-    while not run.patiently(run.log.snapshots):
+def _wait_for_checkpoint(run: FollowedRun) -> None:
+    while not run.retry(run.log.checkpoints):
         time.sleep(SECONDS_BETWEEN_LOOKS)

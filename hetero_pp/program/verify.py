@@ -23,10 +23,10 @@ from hetero_pp.messages.messages_pb2 import ContributionEntry, RoundRecord
 from hetero_pp.outer.step import parameter_sha256, parameters_sha256
 from hetero_pp.program.open_run import open_run
 from hetero_pp.program.report.output import announce
+from hetero_pp.run.checkpoint import RunCheckpoint
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.round_optimizer import round_optimizer
-from hetero_pp.run.snapshot import Snapshot
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.store.opening import folder_of, open_store
 from hetero_pp.store.store import Store
@@ -197,17 +197,20 @@ class _Check:
                 raise HeteroPPError(f"{path} is not what the record names")
         return f"contribution: {len(self.entry.blobs)} blobs are those that the record names"
 
-    def _before(self) -> Snapshot:
+    def _before(self) -> RunCheckpoint:
         """Return theta before the round, from the log."""
-        number, snapshots = self.evidence.round - 1, [one for one in self.log.snapshots() if one < self.evidence.round]
-        if not snapshots:
-            raise DamagedFile(f"{self.log.store.url()}: found no snapshot before round {self.evidence.round}")
-        snapshot = self.log.read_snapshot(max(snapshots))
-        follower = Follower(self.spec.run, snapshot, round_optimizer(self.spec, snapshot.basis))
-        for round_ in range(snapshot.round + 1, number + 1):
+        number, checkpoints = (
+            self.evidence.round - 1,
+            [one for one in self.log.checkpoints() if one < self.evidence.round],
+        )
+        if not checkpoints:
+            raise DamagedFile(f"{self.log.store.url()}: found no run checkpoint before round {self.evidence.round}")
+        checkpoint = self.log.read_checkpoint(max(checkpoints))
+        follower = Follower(self.spec.run, checkpoint, round_optimizer(self.spec, checkpoint.basis))
+        for round_ in range(checkpoint.round + 1, number + 1):
             record = self.log.read_record(round_)
             follower.apply(record, self.log.blobs_of(record))
-        return follower.snapshot()
+        return follower.checkpoint()
 
     def recomputed(self) -> Comparison:
         """Compute the round again, and compare."""

@@ -175,7 +175,7 @@ def close_connection(peer: str) -> bool:
 
 
 @dataclass(eq=False)
-class _Stream:
+class _OpenStream:
     context: grpc.ServicerContext
     moved: float
 
@@ -186,12 +186,12 @@ class StreamWatch:
     def __init__(self, seconds: float = STALL_SECONDS) -> None:
         self._seconds = seconds
         self._lock = threading.Lock()
-        self._streams: set[_Stream] = set()
+        self._streams: set[_OpenStream] = set()
         self._is_watching = False
 
     def watched(self, frames: Iterable[bytes], context: grpc.ServicerContext) -> Generator[bytes, None, None]:
         """Yield the same frames, and cancel their call if none is taken, or none comes, for too long."""
-        stream = _Stream(context, time.monotonic())
+        stream = _OpenStream(context, time.monotonic())
         with self._lock:
             self._streams.add(stream)
             if not self._is_watching:

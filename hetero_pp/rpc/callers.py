@@ -19,7 +19,7 @@ from hetero_pp.run.spec import Roster
 
 Metadata = tuple[tuple[str, str], ...]
 
-_NAME, _TOKEN, _RUN, _TERM = "name", "token", "run", "term"
+_NAME, _TOKEN, _RUN, _INCARNATION = "name", "token", "run", "incarnation"
 _MOST_DIGITS = 9
 _STRANGER = "the exchange was started with another token"
 
@@ -41,7 +41,7 @@ class RemoteCaller(Caller):
 class Guests(Protocol):
     """Ticket holders."""
 
-    def require_in(self, place: str, number: int) -> None:
+    def require_in(self, slot: str, number: int) -> None:
         """Raise Refused if this holder does not hold the slot, or not any more."""
 
     def require_open(self, ticket: str) -> None:
@@ -80,13 +80,17 @@ class Callers:
         Raises WrongToken for a caller without credentials, Refused for one whose slot the run no longer has.
         """
         told = {key: value for key, value in context.invocation_metadata() if isinstance(value, str)}
-        found, term = self._shown(context, told), told.get(_TERM, "")
+        found, incarnation = self._shown(context, told), told.get(_INCARNATION, "")
         ticket, is_validator = ticket_of(found.name), is_validators(found.name)
         if ticket is None and not is_validator and found.name not in self._members:
             if found.holder:
                 raise Refused(f"{found.name} is no longer a slot of this run")
             raise WrongToken(_STRANGER)
-        number = int(term) if term.isdecimal() and term.isascii() and len(term) <= _MOST_DIGITS else None
+        number = (
+            int(incarnation)
+            if incarnation.isdecimal() and incarnation.isascii() and len(incarnation) <= _MOST_DIGITS
+            else None
+        )
         members, is_member = self._members.get(found.name, frozenset()), found.name in self._roster.members
         return RemoteCaller(
             found.name,
@@ -139,12 +143,12 @@ _read = lru_cache(maxsize=1024)(read_certificate)
 """Parses a certificate; cached, because a connection shows the same one at every call."""
 
 
-def shown(credentials: Credentials, run: str | None = None, term: int | None = None) -> Metadata:
+def shown(credentials: Credentials, run: str | None = None, incarnation: int | None = None) -> Metadata:
     """Return the metadata with which a call shows its caller, the run and the incarnation."""
     found = [(_NAME, credentials.name)]
     found += [] if credentials.identity is not None else [(_TOKEN, credentials.token)]
     found += [] if run is None else [(_RUN, run)]
-    found += [] if term is None else [(_TERM, str(term))]
+    found += [] if incarnation is None else [(_INCARNATION, str(incarnation))]
     return tuple(found)
 
 

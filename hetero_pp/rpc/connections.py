@@ -67,12 +67,12 @@ class _Once:
         return True
 
 
-def tell_died(address: str, credentials: Credentials, member: str, cause: str, term: int | None) -> None:
+def tell_died(address: str, credentials: Credentials, member: str, cause: str, incarnation: int | None) -> None:
     """Report to the exchange that a member's process has ended. Does nothing if the exchange is gone, too."""
     client = ExchangeClient(address, credentials, timeout=CONNECT_TIMEOUT)
     with closing(client) as exchange, suppress(HeteroPPError):
         exchange.wait_until_ready(CONNECT_TIMEOUT)
-        exchange.died(member, cause, term)
+        exchange.died(member, cause, incarnation)
 
 
 def reports_to_members(
@@ -190,24 +190,24 @@ class NetworkConnections:
             neighbour.listens = found
         return RELAYED if listen == RELAYED else found
 
-    def open(self, epoch: int, upstream: str, downstream: str, holders: Holders = NOT_KNOWN) -> LinkEnds:
+    def open(self, generation: int, upstream: str, downstream: str, holders: Holders = NOT_KNOWN) -> LinkEnds:
         for neighbour, holder in zip((self._before, self._after), holders, strict=True):
             if neighbour is not None:
-                neighbour.server.expect(epoch, holder)
+                neighbour.server.expect(generation, holder)
         for neighbour, address in ((self._before, upstream), (self._after, downstream)):
             if neighbour is not None and not address:
-                neighbour.be_found(epoch)
+                neighbour.be_found(generation)
         before, after = holders
-        above = self._before.dial(upstream, epoch, before) if self._before is not None and upstream else None
+        above = self._before.dial(upstream, generation, before) if self._before is not None and upstream else None
         self._ends = LinkEnds(above, None)
-        below = self._after.dial(downstream, epoch, after) if self._after is not None and downstream else None
+        below = self._after.dial(downstream, generation, after) if self._after is not None and downstream else None
         self._ends = LinkEnds(above, below)
         if self._before is not None and above is None:
-            above = self._before.accept(epoch)
+            above = self._before.accept(generation)
             self._ends = LinkEnds(above, below)
         if self._after is not None and below is None:
-            below = self._after.accept(epoch)
-        self._ends = LinkEnds(above, below, epoch, self._signer, holders)
+            below = self._after.accept(generation)
+        self._ends = LinkEnds(above, below, generation, self._signer, holders)
         return self._ends
 
     def give_up(self, before: int, cause: str) -> None:

@@ -36,10 +36,10 @@ class Dialling:
     """One link to the listener at an address, over consecutive streams."""
 
     def __init__(
-        self, address: str, end: GrpcLinkEnd, introduction: Introduction, epoch: int, holder: int | None = None
+        self, address: str, end: GrpcLinkEnd, introduction: Introduction, generation: int, holder: int | None = None
     ) -> None:
         """`holder`: holder number of the neighbour, as in StageLinkDialer.dial."""
-        self._address, self._end, self._introduction, self._epoch = address, end, introduction, epoch
+        self._address, self._end, self._introduction, self._generation = address, end, introduction, generation
         self._route = route_to(address)
         peer = introduction.peer if holder is None else holder_name(introduction.peer, holder)
         self._channel = make_channel(address, introduction.credentials.identity, peer, self._route)
@@ -138,7 +138,7 @@ class Dialling:
 
     def _hello(self) -> LinkHello:
         end = self._end
-        return self._introduction.hello(self._epoch, end.session, self._number, end.received, end.streams > 0)
+        return self._introduction.hello(self._generation, end.session, self._number, end.received, end.streams > 0)
 
     def _end_all(self) -> None:
         """Tell the listener that the end is over, unless it knows, and close the connection."""

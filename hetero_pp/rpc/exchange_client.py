@@ -31,8 +31,8 @@ from hetero_pp.core.errors import (
 from hetero_pp.core.units import format_seconds
 from hetero_pp.link.ledger import FRAME_BYTES
 from hetero_pp.messages import messages_pb2 as pb
+from hetero_pp.pseudo_gradient.blob_batches import payload_bytes, split_blobs
 from hetero_pp.pseudo_gradient.contribution import MAX_BLOB_BYTES
-from hetero_pp.pseudo_gradient.together import apart, payload_bytes
 from hetero_pp.rpc.callers import Metadata, shown
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, is_reached
 from hetero_pp.rpc.credentials import Credentials
@@ -45,7 +45,7 @@ from hetero_pp.rpc.exchange_service import (
     call_of,
     untold,
 )
-from hetero_pp.rpc.exchange_wires import Wires
+from hetero_pp.rpc.exchange_wires import ExchangeWires
 from hetero_pp.rpc.framing import header_and_payload_frames, read_frames, read_into
 from hetero_pp.rpc.handshake import new_run, require_trust
 from hetero_pp.rpc.plain_text import make_plain
@@ -60,7 +60,7 @@ ANSWER_SECONDS = LONGEST_WAIT + 10.0
 """Seconds after which an unanswered call is repeated. The exchange itself waits at most LONGEST_WAIT."""
 
 STREAM_SECONDS = 6 * 3600.0
-"""Seconds within which a contribution or a snapshot has to cross, on any line."""
+"""Seconds within which a contribution or a run checkpoint has to cross, on any line."""
 
 _ENTRY_BYTES = 6
 """Largest tag and length of a report in a request."""
@@ -74,7 +74,7 @@ _AT_ONCE = 1.0
 SECONDS_BETWEEN_LOOKS = 30.0
 """Longest time between two checks whether another run answers at the address of an exchange that is waited for."""
 
-BEAT_TIMEOUT = 5.0
+HEARTBEAT_TIMEOUT = 5.0
 """Seconds after which an unanswered heartbeat counts as lost; the next one may get through."""
 
 Request = TypeVar("Request")
@@ -102,10 +102,10 @@ class ExchangeClient(ExchangeService):
         self.address = address
         self._timeout = timeout
         self._credentials, self._run = credentials, run
-        self._wires = Wires(address, credentials)
+        self._wires = ExchangeWires(address, credentials)
         self._was_trusted = False
         """Whether the exchange has ever proved to be of this process's run."""
-        self._term: int | None = None
+        self._incarnation: int | None = None
         self._stay: grpc.Future[pb.StayReply] | None = None
         self._process = secrets.token_hex(8)
         self._stores = stores
@@ -134,7 +134,7 @@ class ExchangeClient(ExchangeService):
     @property
     def _metadata(self) -> Metadata:
         """Metadata of every call."""
-        return shown(self._credentials, self._run, self._term)
+        return shown(self._credentials, self._run, self._incarnation)
 
     def call(self, request: Message, caller: Caller) -> Any:
         """Make a call as this client's member, and repeat it until an exchange that is gone for a while has answered.
@@ -143,8 +143,8 @@ class ExchangeClient(ExchangeService):
         up in time. A heartbeat is sent once: it raises LinkClosed if the exchange does not answer at once.
         """
         match request:
-            case pb.BeatRequest():
-                return self._beat(request)
+            case pb.HeartbeatRequest():
+                return self._heartbeat(request)
             case pb.RecordRequest():
                 return self._record(request)
             case pb.JoinRequest():
@@ -152,7 +152,7 @@ class ExchangeClient(ExchangeService):
                 request.rounds[:], request.damaged[:] = request.rounds[-STATES_MAX:], request.damaged[-STATES_MAX:]
                 make_plain(request)
                 joined: pb.JoinReply = self._ask(request, wait=True)
-                self._term, self._takes_following = joined.term, joined.takes_following
+                self._incarnation, self._takes_following = joined.incarnation, joined.takes_following
                 self.stay()
                 return joined
             case pb.ReportRequest():
@@ -174,9 +174,9 @@ class ExchangeClient(ExchangeService):
             self._stay.cancel()
         self._stay = self._wires.calls["Stay"].future(pb.StayRequest(node=node), metadata=self._metadata)
 
-    def _beat(self, request: pb.BeatRequest) -> pb.BeatReply:
+    def _heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatReply:
         try:
-            reply: pb.BeatReply = self._once("Beat", request, BEAT_TIMEOUT)
+            reply: pb.HeartbeatReply = self._once("Heartbeat", request, HEARTBEAT_TIMEOUT)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise ExchangeLost(f"the exchange at {self.address} does not answer at once") from None
@@ -185,28 +185,28 @@ class ExchangeClient(ExchangeService):
             self.stay()  # the exchange was gone, and is there again
         return reply
 
-    def read_snapshot(
-        self, request: pb.SnapshotRequest, caller: Caller, arrived: Arrived = untold
+    def read_checkpoint(
+        self, request: pb.CheckpointRequest, caller: Caller, arrived: Arrived = untold
     ) -> dict[str, Tensor]:
-        return self._again(lambda: self._read_snapshot(request, arrived))
+        return self._again(lambda: self._read_checkpoint(request, arrived))
 
-    def _read_snapshot(self, request: pb.SnapshotRequest, arrived: Arrived) -> dict[str, Tensor]:
-        frames = self._stream(self._wires.snapshot, request, STREAM_SECONDS)
+    def _read_checkpoint(self, request: pb.CheckpointRequest, arrived: Arrived) -> dict[str, Tensor]:
+        frames = self._stream(self._wires.checkpoint, request, STREAM_SECONDS)
         tensors: dict[str, Tensor] = {}
 
-        def room_for(header: pb.SnapshotHeader) -> Iterator[memoryview]:
+        def room_for(header: pb.CheckpointHeader) -> Iterator[memoryview]:
             if header.names != request.names:
                 raise MalformedMessage(f"found the tensors {list(header.names)}, expected {list(request.names)}")
             tensors.update(_empty(header))
             return (tensor.view(-1).view(torch.uint8).numpy().data for tensor in tensors.values())
 
-        read_into(frames, pb.SnapshotHeader, room_for, arrived)
+        read_into(frames, pb.CheckpointHeader, room_for, arrived)
         return tensors
 
     def deposit_blob(self, header: pb.BlobHeader, data: bytes, caller: Caller) -> None:
         """Deposit blobs: together if the exchange takes them so. By the store each has its own URL."""
         if header.following and (self._reaches_store or not self._takes_following):
-            for one in apart(header, data):
+            for one in split_blobs(header, data):
                 self.deposit_blob(*one, caller)
             return
         self._told.add(
@@ -403,7 +403,7 @@ class ExchangeClient(ExchangeService):
             raise lost
         if self._wires.are_outdated:
             self._wires.close()
-            self._wires = Wires(self.address, self._credentials)
+            self._wires = ExchangeWires(self.address, self._credentials)
         self.wait_until_ready(math.inf if self._timeout is None else self._timeout)
         if not is_reached(self._wires.bulk, self._timeout):  # what failed may have gone over the other connection
             raise self._does_not_answer(self._timeout or math.inf)
@@ -451,8 +451,8 @@ def _downloaded(stored: pb.StoredBlob) -> bytes:
     return data
 
 
-def _empty(header: pb.SnapshotHeader) -> dict[str, Tensor]:
-    """Return empty tensors for a snapshot, as large as the exchange says: it is trusted with the model's size."""
+def _empty(header: pb.CheckpointHeader) -> dict[str, Tensor]:
+    """Return empty tensors for a run checkpoint, as large as the exchange says: it is trusted with the model's size."""
     if any(tensor.dtype != pb.FP32 for tensor in header.tensors) or len(header.names) != len(header.tensors):
-        raise MalformedMessage("a snapshot holds named tensors in fp32")
+        raise MalformedMessage("a run checkpoint holds named tensors in fp32")
     return {name: torch.empty(*tensor.shape) for name, tensor in zip(header.names, header.tensors, strict=True)}

@@ -18,8 +18,8 @@ from torch import Tensor
 from hetero_pp.config.changed_keys import Changes
 from hetero_pp.config.links import EXCHANGE
 from hetero_pp.messages import messages_pb2 as pb
+from hetero_pp.pseudo_gradient.blob_batches import join_blobs
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
-from hetero_pp.pseudo_gradient.together import together
 
 FIRST_TOLD, MOST_BETWEEN = 10.0, 600.0
 """Seconds before a waiting process reports it for the first time, and the longest time between two reports."""
@@ -57,8 +57,8 @@ class Caller:
     """Sender of a request, as far as the exchange knows it apart from the request."""
 
     name: str
-    term: int | None = None
-    """Incarnation (`term`) of the member; None: the current one, for a member in the exchange's process."""
+    incarnation: int | None = None
+    """Incarnation of the member; None: the current one, for a member in the exchange's process."""
     holder: int = 0
     """Number of the ticket's holder at this slot; 0 without a ticket."""
     is_asked: IsAsked = always
@@ -71,10 +71,10 @@ _PROCESS = Caller(EXCHANGE)
 class HeldBy(NamedTuple):
     """Holder of a slot."""
 
-    place: str
+    slot: str
     holder: int
     """Number of the ticket's holder at this slot; 0 without a ticket."""
-    term: int
+    incarnation: int
     """Incarnation of the member."""
 
 
@@ -82,11 +82,12 @@ class ExchangeService(ABC):
     """The exchange of contributions, as its members see it.
 
     An implementation has five methods. `call` takes every request that is one message, and returns one message. Four
-    more move a snapshot, a blob or a file, which stay tensors, bytes and paths in process. A field that is added to a
-    message needs no change of any of them. The other methods build a request and make the call; `member` is the caller.
+    more move a run checkpoint, a blob or a file, which stay tensors, bytes and paths in process. A field that is added
+    to a message needs no change of any of them. The other methods build a request and make the call; `member` is the
+    caller.
 
     Every call may raise Refused (the request is wrong) or RunFailed (the run is over). Every call after `join` may also
-    raise TermOver: another process may hold this member's slot, so the member must join again.
+    raise IncarnationOver: another process may hold this member's slot, so the member must join again.
     """
 
     @abstractmethod
@@ -94,10 +95,10 @@ class ExchangeService(ABC):
         """Return the reply to a request, of the type that messages.proto gives for it."""
 
     @abstractmethod
-    def read_snapshot(
-        self, request: pb.SnapshotRequest, caller: Caller, arrived: Arrived = untold
+    def read_checkpoint(
+        self, request: pb.CheckpointRequest, caller: Caller, arrived: Arrived = untold
     ) -> dict[str, Tensor]:
-        """Return tensors of a snapshot, by default the newest: parameters by name, the basis, the outer momentum.
+        """Return tensors of a run checkpoint, by default the newest: parameters by name, the basis, the outer momentum.
 
         `arrived` is told of the bytes as they come, and may delay what follows.
         """
@@ -143,7 +144,7 @@ class ExchangeService(ABC):
         rounds, damaged = sorted(available.rounds), available.damaged
         request = pb.JoinRequest(address=address, rounds=rounds, damaged=damaged, process=process)
         reply: pb.JoinReply = self.call(request, _caller(member))
-        return reply.term
+        return reply.incarnation
 
     def last_round(self) -> int:
         """Return the last decided round, 0 if there is none. Waits until all members have joined and the run begins."""
@@ -155,14 +156,14 @@ class ExchangeService(ABC):
         reply: pb.ChangesReply = self.call(pb.ChangesRequest(), _PROCESS)
         return Changes.from_json(reply.changes)
 
-    def newest_snapshot(self) -> tuple[int, Sequence[str]]:
-        """Return the round of the newest snapshot, and its tensors' names. Waits as `last_round` does."""
-        reply: pb.NewestSnapshotReply = self.call(pb.NewestSnapshotRequest(), _PROCESS)
+    def newest_checkpoint(self) -> tuple[int, Sequence[str]]:
+        """Return the round of the newest run checkpoint, and its tensors' names. Waits as `last_round` does."""
+        reply: pb.NewestCheckpointReply = self.call(pb.NewestCheckpointRequest(), _PROCESS)
         return reply.round, list(reply.names)
 
-    def snapshot(self, names: Sequence[str], round_: int | None = None) -> dict[str, Tensor]:
-        """Return tensors of a snapshot (`read_snapshot`)."""
-        return self.read_snapshot(pb.SnapshotRequest(names=names, round=round_), _PROCESS)
+    def checkpoint(self, names: Sequence[str], round_: int | None = None) -> dict[str, Tensor]:
+        """Return tensors of a run checkpoint (`read_checkpoint`)."""
+        return self.read_checkpoint(pb.CheckpointRequest(names=names, round=round_), _PROCESS)
 
     def assign(self, member: str | Caller, holds: int, address: str = "", trained: int = 0) -> pb.AssignReply:
         """Return a member's next task, once all members of its replica ask for one.
@@ -174,39 +175,44 @@ class ExchangeService(ABC):
         request = pb.AssignRequest(holds=holds, address=address, trained=trained)
         return self.call(request, _caller(member))
 
-    def beat(
-        self, member: str | Caller, round_: int | None = None, epoch: int = 0, progress: int = 0, computes: bool = False
-    ) -> pb.BeatReply:
+    def heartbeat(
+        self,
+        member: str | Caller,
+        round_: int | None = None,
+        generation: int = 0,
+        progress: int = 0,
+        computes: bool = False,
+    ) -> pb.HeartbeatReply:
         """Send a heartbeat: the member is alive, what it trains, and its progress (another `progress` if it moved).
 
         `computes`: it is busy, and does not wait for another process.
         """
-        request = pb.BeatRequest(round=round_, epoch=epoch, progress=progress, computes=computes)
+        request = pb.HeartbeatRequest(round=round_, generation=generation, progress=progress, computes=computes)
         return self.call(request, _caller(member))
 
-    def broken(self, member: str | Caller, epoch: int, cause: str, blames: str = "") -> None:
+    def broken(self, member: str | Caller, generation: int, cause: str, blames: str = "") -> None:
         """Report that the member cannot reach a neighbour; a stage of its replica counts as missing from then on.
 
         `blames`: the neighbour that sent a malformed message; empty if the link only broke.
         """
-        self.call(pb.BrokenRequest(epoch=epoch, cause=cause, blames=blames), _caller(member))
+        self.call(pb.BrokenRequest(generation=generation, cause=cause, blames=blames), _caller(member))
 
-    def died(self, member: str, cause: str, term: int | None = None) -> None:
+    def died(self, member: str, cause: str, incarnation: int | None = None) -> None:
         """Report that a member's process has ended, and its incarnation if known; sent by its supervisor."""
-        self.call(pb.DiedRequest(member=member, cause=cause, term=term), _PROCESS)
+        self.call(pb.DiedRequest(member=member, cause=cause, incarnation=incarnation), _PROCESS)
 
     def deposit(
-        self, member: str | Caller, address: BlobAddress, data: bytes, epoch: int | None = None, steps: int = 0
+        self, member: str | Caller, address: BlobAddress, data: bytes, generation: int | None = None, steps: int = 0
     ) -> None:
-        """Deposit one blob (`deposit_together`)."""
-        self.deposit_together(member, {address: data}, epoch, steps)
+        """Deposit one blob (`deposit_all`)."""
+        self.deposit_all(member, {address: data}, generation, steps)
 
-    def deposit_together(
-        self, member: str | Caller, blobs: Mapping[BlobAddress, bytes], epoch: int | None = None, steps: int = 0
+    def deposit_all(
+        self, member: str | Caller, blobs: Mapping[BlobAddress, bytes], generation: int | None = None, steps: int = 0
     ) -> None:
-        """Deposit blobs of one replica after `steps` inner steps (`deposit_blob`). `epoch`: its generation.
+        """Deposit blobs of one replica after `steps` inner steps (`deposit_blob`). `generation`: its generation.
 
-        Several have at most TOGETHER_BYTES_MAX. Without `epoch` it is the current one, which is only allowed in the
+        Several have at most BATCH_BYTES_MAX. Without `generation` it is the current one, which is only allowed in the
         exchange's process.
         """
         headers = [
@@ -216,14 +222,14 @@ class ExchangeService(ABC):
                     replica=address.replica,
                     block=address.block,
                     size=len(data),
-                    epoch=epoch or 0,
+                    generation=generation or 0,
                     steps=steps,
                 ),
                 data,
             )
             for address, data in blobs.items()
         ]
-        self.deposit_blob(*together(headers), _caller(member))
+        self.deposit_blob(*join_blobs(headers), _caller(member))
 
     def record(self, round_: int, member: str | Caller | None = None) -> pb.RoundRecord:
         """Return the record of the contributions included in a round; waits until the round is closed.
@@ -254,10 +260,10 @@ class ForwardedExchange(ExchangeService):
     def call(self, request: Message, caller: Caller) -> Any:
         return self._exchange.call(request, caller)
 
-    def read_snapshot(
-        self, request: pb.SnapshotRequest, caller: Caller, arrived: Arrived = untold
+    def read_checkpoint(
+        self, request: pb.CheckpointRequest, caller: Caller, arrived: Arrived = untold
     ) -> dict[str, Tensor]:
-        return self._exchange.read_snapshot(request, caller, arrived)
+        return self._exchange.read_checkpoint(request, caller, arrived)
 
     def deposit_blob(self, header: pb.BlobHeader, data: bytes, caller: Caller) -> None:
         self._exchange.deposit_blob(header, data, caller)

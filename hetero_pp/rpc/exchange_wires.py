@@ -12,7 +12,7 @@ from hetero_pp.rpc.credentials import Credentials
 from hetero_pp.rpc.services import EXCHANGE_SERVICE, calls_of
 
 
-class Wires:
+class ExchangeWires:
     """The two connections to an exchange, and their calls."""
 
     def __init__(self, address: str, credentials: Credentials) -> None:
@@ -23,7 +23,7 @@ class Wires:
         # A second connection for payloads, which would delay everything else on a slow line.
         self.bulk = make_channel(address, self._identity, EXCHANGE, self.route)
         bulk = calls_of(EXCHANGE_SERVICE, self.bulk)
-        self.snapshot: grpc.UnaryStreamMultiCallable[pb.SnapshotRequest, bytes] = bulk["Snapshot"]
+        self.checkpoint: grpc.UnaryStreamMultiCallable[pb.CheckpointRequest, bytes] = bulk["RunCheckpoint"]
         self.deposit: grpc.StreamUnaryMultiCallable[bytes, pb.DepositReply] = bulk["Deposit"]
         self.show: grpc.StreamUnaryMultiCallable[bytes, pb.ShownReply] = bulk["Show"]
         self.fetch: grpc.UnaryStreamMultiCallable[pb.FetchRequest, bytes] = bulk["Fetch"]

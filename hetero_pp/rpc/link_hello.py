@@ -54,14 +54,14 @@ class Introduction:
     def _is_token(self, token: str) -> bool:
         return hmac.compare_digest(token.encode(), self.credentials.token.encode())
 
-    def hello(self, epoch: int, session: bytes, stream: int, received: int, goes_on: bool) -> LinkHello:
+    def hello(self, generation: int, session: bytes, stream: int, received: int, goes_on: bool) -> LinkHello:
         """Return this member's hello for a stream, after `received` messages of the link."""
         return LinkHello(
             version=PROTOCOL_VERSION,
             token=self.credentials.token,
             link=self.link,
             sender=self.own,
-            epoch=epoch,
+            generation=generation,
             session=session,
             stream=stream,
             received=received,

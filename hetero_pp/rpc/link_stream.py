@@ -15,7 +15,7 @@ from hetero_pp.link.turns import StreamQueue
 from hetero_pp.rpc.framing import MOST_TOGETHER, BufferPool, Decoder, Pieces, encode
 
 
-class Part(NamedTuple):
+class FramePart(NamedTuple):
     """The next frame of an iterator."""
 
     frames: Iterator[Pieces]
@@ -23,7 +23,7 @@ class Part(NamedTuple):
     """Bytes of a frame that other messages may share; FRAME_BYTES if none may."""
 
 
-Outgoing = ShapedQueue[Part] | StreamQueue[Part]
+Outgoing = ShapedQueue[FramePart] | StreamQueue[FramePart]
 
 
 class LinkStream:
@@ -39,13 +39,13 @@ class LinkStream:
         """Queue a sealed message; `frames` are the wire bytes of its frames."""
         is_whole = len(frames) == 1
         size = PREFIX_BYTES + message.header.ByteSize() + message.payload_bytes if is_whole else FRAME_BYTES
-        part = Part(encode(message), size)
+        part = FramePart(encode(message), size)
         for wire in frames:
             self._outgoing.put(part, [wire])
 
     def put_control(self, control: bytes) -> None:
         """Queue a frame that takes no time on a shaped link."""
-        self._outgoing.put(Part(iter([[control]]), FRAME_BYTES))
+        self._outgoing.put(FramePart(iter([[control]]), FRAME_BYTES))
 
     def close(self) -> None:
         """End the stream after what is queued."""
@@ -56,7 +56,7 @@ class LinkStream:
 
         Tensors become bytes in gRPC's thread, and no earlier than needed.
         """
-        late: Part | None = None
+        late: FramePart | None = None
         with suppress(LinkClosed):
             while True:
                 part = late or self._outgoing.get()
@@ -66,7 +66,7 @@ class LinkStream:
                     size, count = size + late.size, count + 1
                 yield b"".join(pieces)
 
-    def _late(self, size: int, count: int) -> Part | None:
+    def _late(self, size: int, count: int) -> FramePart | None:
         """Return the next part if it is due, and a frame of this size and so many messages may have room for it."""
         return self._outgoing.poll() if size < FRAME_BYTES and count < MOST_TOGETHER else None
 

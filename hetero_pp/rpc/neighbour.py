@@ -46,9 +46,9 @@ class Neighbour:
         self._to_relay: RelayedDialler | None = None
         self._from_relay: RelayedListener | None = None
 
-    def dial(self, address: str, epoch: int, holder: int | None = None) -> GrpcLinkEnd:
+    def dial(self, address: str, generation: int, holder: int | None = None) -> GrpcLinkEnd:
         """Dial the neighbour directly or through the relay. Arguments and errors as of StageLinkDialer.dial."""
-        self.server.give_up(epoch, f"this member is at generation {epoch}")
+        self.server.give_up(generation, f"this member is at generation {generation}")
         if self._from_relay is not None:  # two that wait to be found would find each other
             self._from_relay.close()
             self._from_relay = None
@@ -56,7 +56,7 @@ class Neighbour:
             is_relayed = self._may_be_relayed(address)
             routed = self._faults.route(self._spec.name, address)
             try:
-                return self._dialer.dial(routed, epoch, DIRECT_SECONDS if is_relayed else CONNECT_TIMEOUT, holder)
+                return self._dialer.dial(routed, generation, DIRECT_SECONDS if is_relayed else CONNECT_TIMEOUT, holder)
             except LinkTimeout as error:
                 if not is_relayed:
                     raise
@@ -64,20 +64,20 @@ class Neighbour:
                 print(f"{self._credentials.name}: {error}; connecting through the relay", file=sys.stderr, flush=True)
         if self._to_relay is None:
             self._to_relay = RelayedDialler(self._exchange, self._credentials, self._spec.name)
-        return self._dialer.dial(self._to_relay.address, epoch, CONNECT_TIMEOUT, holder)
+        return self._dialer.dial(self._to_relay.address, generation, CONNECT_TIMEOUT, holder)
 
-    def be_found(self, epoch: int) -> None:
+    def be_found(self, generation: int) -> None:
         """Prepare for the neighbour, which is about to dial this member."""
-        self._dialer.give_up(epoch, f"this member is at generation {epoch}")
+        self._dialer.give_up(generation, f"this member is at generation {generation}")
         if self._to_relay is not None:
             self._to_relay.close()
             self._to_relay = None
         if self._from_relay is None and self._may_be_relayed(self.listens):
             self._from_relay = RelayedListener(self._exchange, self._credentials, self._spec.name, self.listens)
 
-    def accept(self, epoch: int) -> GrpcLinkEnd:
+    def accept(self, generation: int) -> GrpcLinkEnd:
         """Wait for the neighbour. Raises as StageLinkServer.accept."""
-        return self.server.accept(CONNECT_TIMEOUT, epoch)
+        return self.server.accept(CONNECT_TIMEOUT, generation)
 
     def give_up(self, before: int, cause: str) -> None:
         """End the links of generations before this one."""

@@ -19,32 +19,32 @@ class Whose(Enum):
     TICKET = "shows a ticket"
     INVITED = "holds a slot by a ticket"
     PROCESS = "is the member's process, or started it"
-    PLACE = "is a member, for its own slot"
-    TERM = "is a member, for its own slot, and sends its incarnation"
+    SLOT = "is a member, for its own slot"
+    INCARNATION = "is a member, for its own slot, and sends its incarnation"
     VALIDATOR = "is a validator, with a name that the operator gave it"
 
 
 CALLS: Mapping[str, Whose] = {
-    "Agree": Whose.PLACE,
-    "Join": Whose.PLACE,
+    "Agree": Whose.SLOT,
+    "Join": Whose.SLOT,
     "LastRound": Whose.RUN,
     "Changes": Whose.RUN,
-    "Assign": Whose.TERM,
-    "Beat": Whose.TERM,
-    "Broken": Whose.TERM,
+    "Assign": Whose.INCARNATION,
+    "Heartbeat": Whose.INCARNATION,
+    "Broken": Whose.INCARNATION,
     "Died": Whose.PROCESS,
-    "NewestSnapshot": Whose.RUN,
-    "Snapshot": Whose.RUN,
-    "Deposit": Whose.TERM,
-    "UploadUrl": Whose.TERM,
-    "Uploaded": Whose.TERM,
-    "Record": Whose.TERM,
-    "Fetch": Whose.PLACE,
-    "Confirm": Whose.TERM,
-    "Show": Whose.TERM,
+    "NewestCheckpoint": Whose.RUN,
+    "RunCheckpoint": Whose.RUN,
+    "Deposit": Whose.INCARNATION,
+    "UploadUrl": Whose.INCARNATION,
+    "Uploaded": Whose.INCARNATION,
+    "Record": Whose.INCARNATION,
+    "Fetch": Whose.SLOT,
+    "Confirm": Whose.INCARNATION,
+    "Show": Whose.INCARNATION,
     "Judge": Whose.VALIDATOR,
-    "Report": Whose.PLACE,
-    "Stay": Whose.PLACE,
+    "Report": Whose.SLOT,
+    "Stay": Whose.SLOT,
     "Watch": Whose.RUN,
     "Enrol": Whose.TICKET,
     "Probe": Whose.TICKET,
@@ -53,7 +53,7 @@ CALLS: Mapping[str, Whose] = {
     "Status": Whose.RUN,
     "Preview": Whose.ANYONE,
     "Measure": Whose.ANYONE,
-    "Carry": Whose.PLACE,
+    "Carry": Whose.SLOT,
 }
 """Permission of each call. The exchange checks that blocks, rounds and parameters are the member's own; the relay
 checks the links.
@@ -97,11 +97,11 @@ def require_call(call: str, caller: RemoteCaller) -> None:
         raise Forbidden(f"{call} is not allowed {'with' if caller.ticket else 'without'} a ticket")
     if whose is Whose.INVITED and caller.holder == 0:
         raise Forbidden(f"{call} is only for members that joined by a ticket, and {caller.name} did not")
-    if whose in (Whose.PLACE, Whose.TERM) and not caller.is_member:
+    if whose in (Whose.SLOT, Whose.INCARNATION) and not caller.is_member:
         raise Forbidden(f"{call} is only for members, and {caller.name} is not one")
     if whose is Whose.VALIDATOR and not caller.is_validator:
         raise Forbidden(f"{call} is only for validators, and {caller.name} is not one")
-    if whose is Whose.TERM and caller.term is None:
+    if whose is Whose.INCARNATION and caller.incarnation is None:
         raise Forbidden(f"{call} needs the incarnation that {caller.name} holds")
 
 

@@ -24,13 +24,13 @@ from functools import partial
 import grpc
 
 from hetero_pp.core.errors import AskAgain, Forbidden
-from hetero_pp.link.allowance import Budget, LinkLimit, Training
+from hetero_pp.link.allowance import Budget, LinkLimit, TrainedRound
 from hetero_pp.messages.messages_pb2 import DESCRIPTOR, RelayedLink, RelayPlace
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.rpc.callers import Callers
 from hetero_pp.rpc.meeting_point import MeetingPoint
 from hetero_pp.rpc.pass_on import cut, pass_on, without_delay
-from hetero_pp.rpc.services import LONGEST_WAIT, Door
+from hetero_pp.rpc.services import LONGEST_WAIT, Authenticator
 
 SERVICE = DESCRIPTOR.services_by_name["Relay"]
 
@@ -60,10 +60,10 @@ class Relay:
         self,
         callers: Callers,
         counts: Mapping[tuple[str, str], str],
-        door: Door,
+        authenticator: Authenticator,
         meeting_point: MeetingPoint,
         limits: Mapping[tuple[str, str], LinkLimit],
-        trains: Callable[[str], Training | None],
+        trains: Callable[[str], TrainedRound | None],
     ) -> None:
         """`counts`: (link, direction) -> member that sends there (Roster.counts).
 
@@ -72,14 +72,14 @@ class Relay:
         self.carried: Counter[str] = Counter()
         """Link -> relayed bytes in both directions."""
         self._callers, self._counts, self._meeting_point = callers, counts, meeting_point
-        self._door, self._trains = door, trains
+        self._authenticator, self._trains = authenticator, trains
         self._budgets = {key: Budget(limit) for key, limit in limits.items()}
         self._in_use: dict[str, _End] = {}
         """Link -> the end that dialled last."""
         self._changed = threading.Condition()
         self._waiting: Mapping[str, deque[_End]] = defaultdict(deque)
         reason = "found an unknown key at the relay's port"
-        meeting_point.refuse = lambda peer: door.refuse(peer, reason, Kind.STRANGER)
+        meeting_point.refuse = lambda peer: authenticator.refuse(peer, reason, Kind.STRANGER)
 
     @property
     def port(self) -> int:
@@ -184,7 +184,7 @@ class Relay:
                 is_counted = end.budget.is_newly_used_up()
             if is_counted:
                 reason = f"sends more through the relay than {end.link} may carry in a round"
-                self._door.refuse(end.sender, reason, Kind.UNEXPECTED)
+                self._authenticator.refuse(end.sender, reason, Kind.UNEXPECTED)
             with self._changed:
                 if self._changed.wait_for(lambda: end.is_closed, _POLL_SECONDS):
                     return

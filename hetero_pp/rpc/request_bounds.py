@@ -28,7 +28,7 @@ _NAME_BYTES, _DIGEST_BYTES, _ID_BYTES, _SIGNING_REQUEST_BYTES = 320, 32, 64, 4 <
 _JUDGEMENTS_A_REPLICA = 8
 _ROOM_OF_A_CONFIGURATION = 64 << 10
 """Bytes by which another configuration may be longer than the run's, to be told in which keys it differs."""
-_SNAPSHOT_PREFIX_BYTES = 32
+_CHECKPOINT_PREFIX_BYTES = 32
 _VARINT_BYTES = {FieldDescriptor.TYPE_BOOL: 1, FieldDescriptor.TYPE_UINT32: 5, FieldDescriptor.TYPE_UINT64: 10}
 _FIXED_BYTES = {FieldDescriptor.TYPE_FLOAT: 4, FieldDescriptor.TYPE_DOUBLE: 8, FieldDescriptor.TYPE_ENUM: 10}
 
@@ -92,7 +92,7 @@ def _fields(roster: Roster, parameters: Collection[str], configuration_bytes: in
         "BrokenRequest.cause": TEXT_BYTES_MAX,
         "DiedRequest.cause": TEXT_BYTES_MAX,
         "StayRequest.node": ADDRESS_BYTES_MAX,
-        "SnapshotRequest.names[]": name + _SNAPSHOT_PREFIX_BYTES,
+        "CheckpointRequest.names[]": name + _CHECKPOINT_PREFIX_BYTES,
         "StoredBlob.url": 0,
         "StoredBlob.sha256": 0,
         "Upload.sha256": _DIGEST_BYTES,
@@ -111,7 +111,7 @@ def _fields(roster: Roster, parameters: Collection[str], configuration_bytes: in
     entries = {
         "JoinRequest.rounds": STATES_MAX,
         "JoinRequest.damaged": STATES_MAX,
-        "SnapshotRequest.names": 3 * len(parameters) + 1,  # with momentum and the basis
+        "CheckpointRequest.names": 3 * len(parameters) + 1,  # with momentum and the basis
         "BlobHeader.following": following,
         "BlobHeader.stored": 0,
         "HashReport.sha256": len(parameters),

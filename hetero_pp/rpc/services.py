@@ -22,6 +22,7 @@ from hetero_pp.core.errors import (
     ExchangeLost,
     Forbidden,
     HeteroPPError,
+    IncarnationOver,
     InvalidRequest,
     MalformedMessage,
     Refused,
@@ -29,7 +30,6 @@ from hetero_pp.core.errors import (
     RunFailed,
     RunOver,
     Suspended,
-    TermOver,
     TooMuch,
     WrongToken,
 )
@@ -63,7 +63,7 @@ class IncomingFrames(Iterator[bytes], Protocol):
     def cancel(self) -> bool: ...
 
 
-class Door(Protocol):
+class Authenticator(Protocol):
     """Admission of callers to a service, and what is done about their requests."""
 
     def admit(self, call: str, context: grpc.ServicerContext) -> str:
@@ -85,7 +85,7 @@ _CODE_OF_ERROR: dict[type[HeteroPPError], grpc.StatusCode] = {
     MalformedMessage: grpc.StatusCode.INVALID_ARGUMENT,
     RunFailed: grpc.StatusCode.ABORTED,
     ReplicasDiffer: grpc.StatusCode.DATA_LOSS,
-    TermOver: grpc.StatusCode.FAILED_PRECONDITION,
+    IncarnationOver: grpc.StatusCode.FAILED_PRECONDITION,
     Suspended: grpc.StatusCode.OUT_OF_RANGE,
     AskAgain: grpc.StatusCode.DEADLINE_EXCEEDED,
     TooMuch: grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -97,7 +97,7 @@ ERROR_OF_CODE: dict[grpc.StatusCode, type[HeteroPPError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: Refused,
     grpc.StatusCode.ABORTED: RunFailed,
     grpc.StatusCode.DATA_LOSS: ReplicasDiffer,
-    grpc.StatusCode.FAILED_PRECONDITION: TermOver,
+    grpc.StatusCode.FAILED_PRECONDITION: IncarnationOver,
     grpc.StatusCode.OUT_OF_RANGE: Suspended,
     grpc.StatusCode.DEADLINE_EXCEEDED: AskAgain,
     grpc.StatusCode.NOT_FOUND: RunOver,
@@ -146,28 +146,28 @@ def calls_of(service: ServiceDescriptor, channel: grpc.Channel) -> Mapping[str, 
 def service_handler(
     service: ServiceDescriptor,
     servicer: object,
-    door: Door,
+    authenticator: Authenticator,
     most_open: int,
-    most_together: Mapping[str, int] | None = None,
+    most_in_all: Mapping[str, int] | None = None,
 ) -> grpc.GenericRpcHandler:
     """Return the handler of a service, for `make_server`. Each call goes to the servicer's method of its name.
 
-    `door` admits callers. `most_open`: calls that one caller may have open; `most_together`: call -> how many of all
-    callers may be open. A HeteroPPError ends a call with its status code.
+    `authenticator` admits callers. `most_open`: calls that one caller may have open; `most_in_all`: call -> how many of
+    all callers may be open. A HeteroPPError ends a call with its status code.
     """
     open_calls, open_streams = OpenCalls(most_open), OpenCalls(min(most_open, BULK_CALLS_MAX), "streams")
     rate, requests = CallRate(), StreamWatch(REQUEST_SECONDS)
     sent_bytes, cpu_seconds = Pace(REQUEST_BYTES_A_SECOND, REQUEST_BYTES_AT_ONCE), Pace(CPU_SHARE, CPU_SECONDS_AT_ONCE)
-    together = {call: OpenCalls(most) for call, most in (most_together or {}).items()}
+    in_all = {call: OpenCalls(most) for call, most in (most_in_all or {}).items()}
     handlers = {
         call.name: _call_handler(
             _Call(
                 call,
                 getattr(servicer, call.name),
-                door,
+                authenticator,
                 open_calls,
                 open_streams if _is_bulk(call) else None,
-                together.get(call.name),
+                in_all.get(call.name),
                 rate,
                 requests,
                 sent_bytes=sent_bytes,
@@ -185,11 +185,11 @@ class _Call:
 
     method: MethodDescriptor
     answer: Callable[..., Any]
-    door: Door
+    authenticator: Authenticator
     open_calls: OpenCalls
     open_streams: OpenCalls | None
     """Counts the streams of frames of each caller; None for other calls."""
-    together: OpenCalls | None
+    in_all: OpenCalls | None
     """Counts this call of all callers; None if only each caller's own calls are bounded."""
     rate: CallRate
     requests: StreamWatch
@@ -211,14 +211,14 @@ class _Call:
                 yield caller
         except HeteroPPError as error:
             if caller is not None and isinstance(error, MalformedMessage):
-                self.door.refuse(caller, str(error), Kind.MALFORMED)
+                self.authenticator.refuse(caller, str(error), Kind.MALFORMED)
             elif caller is not None and isinstance(error, Forbidden | TooMuch):
-                self.door.refuse(caller, str(error), Kind.FORBIDDEN)
+                self.authenticator.refuse(caller, str(error), Kind.FORBIDDEN)
             if caller is not None:
                 most = _STREAMED_SECONDS_MAX if self.method.server_streaming else math.inf
                 self.cpu_seconds.spend(caller, min(time.thread_time() - began, most))
                 if isinstance(error, InvalidRequest):
-                    self.door.blame(context, str(error))
+                    self.authenticator.blame(context, str(error))
             _abort(context, error)
         if not self.method.server_streaming and self.method.name not in _DEPOSITS:
             self.cpu_seconds.spend(caller, time.thread_time() - began)
@@ -227,12 +227,12 @@ class _Call:
         return nullcontext() if self.open_streams is None else self.open_streams.one_more(caller)
 
     def _one_more_of_all(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.together is None else self.together.one_more(f"`{self.method.name}`")
+        return nullcontext() if self.in_all is None else self.in_all.one_more(f"`{self.method.name}`")
 
     def _admitted(self, context: grpc.ServicerContext) -> str:
         """Return the caller. A refused call counts for its connection, because anybody may claim any name."""
         try:
-            return self.door.admit(self.method.name, context)
+            return self.authenticator.admit(self.method.name, context)
         except HeteroPPError:
             self._due_in(context.peer(), context)
             raise
@@ -250,7 +250,7 @@ class _Call:
         """Return the request; for streams and raw frames, the iterator of messages."""
         if self.method.client_streaming:
             return messages
-        most = self.door.request_bytes_max(self.method.name)
+        most = self.authenticator.request_bytes_max(self.method.name)
         try:
             with closing(self.requests.watched(messages, context)) as watched:
                 message = next(watched, None)

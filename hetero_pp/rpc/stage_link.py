@@ -19,7 +19,7 @@ from hetero_pp.messages.messages_pb2 import LinkFarewell, LinkHello, LinkLeft
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.rpc.channels import make_server
 from hetero_pp.rpc.dialling import SERVICE, Dialling
-from hetero_pp.rpc.epochs import Epochs
+from hetero_pp.rpc.generations import Generations
 from hetero_pp.rpc.link_end import STOP_SECONDS, GrpcLinkEnd, LinkSide
 from hetero_pp.rpc.link_hello import HELLO_BYTES_MAX, Complaint, first_frame
 from hetero_pp.rpc.link_stream import LinkStream
@@ -37,15 +37,15 @@ _SPARE = 2
 """Threads of a server that refuse strangers."""
 
 
-class Expected(NamedTuple):
+class ExpectedNeighbour(NamedTuple):
     """The neighbour that the exchange told this member of."""
 
-    epoch: int
+    generation: int
     holder: int | None
     """Number of its ticket's holder; 0: no ticket; None: not known."""
 
 
-NOBODY = Expected(0, None)
+NOBODY = ExpectedNeighbour(0, None)
 """Expectation before the first assignment: generations begin at 1."""
 
 
@@ -53,10 +53,10 @@ class StageLinkDialer:
     """Dials the stage after this one, or the one before if it sends backward; one link for each generation."""
 
     def __init__(self, side: LinkSide) -> None:
-        self._side, self._epochs = side, Epochs(side.introduction.peer)
+        self._side, self._generations = side, Generations(side.introduction.peer)
         self._dialling: Dialling | None = None
 
-    def dial(self, address: str, epoch: int, timeout: float, holder: int | None = None) -> GrpcLinkEnd:
+    def dial(self, address: str, generation: int, timeout: float, holder: int | None = None) -> GrpcLinkEnd:
         """Return this member's end of a new link; links of older generations, and one of this, are over.
 
         The neighbour may not be listening yet. With `holder`, only the neighbour with this holder number answers; with
@@ -65,11 +65,11 @@ class StageLinkDialer:
         Raises LinkTimeout if nobody answers within `timeout` seconds, LinkClosed if this generation is over, for the
         neighbour or here. Raises PeerAtFault if the neighbour's hello is wrong, Refused if it refuses this member.
         """
-        self._epochs.drop(epoch, f"this member is at generation {epoch}")
-        self._epochs.come(epoch, self._make_end)
-        end = self._epochs.take(epoch, 0.0)
+        self._generations.drop(generation, f"this member is at generation {generation}")
+        self._generations.come(generation, self._make_end)
+        end = self._generations.take(generation, 0.0)
         try:
-            self._dialling = Dialling(address, end, self._side.introduction, epoch, holder)
+            self._dialling = Dialling(address, end, self._side.introduction, generation, holder)
             self._dialling.connect(timeout)
         except BaseException:
             end.abort(f"could not connect to {address}")
@@ -78,7 +78,7 @@ class StageLinkDialer:
 
     def give_up(self, before: int, cause: str) -> None:
         """End links of generations before this one, and one that is being dialled."""
-        self._epochs.give_up(before, cause)
+        self._generations.give_up(before, cause)
 
     def close(self) -> None:
         """Wait a bounded time until the neighbour knows that the link is over. Call it after the link has ended."""
@@ -96,11 +96,11 @@ class StageLinkServer:
     is then over, as it is for the neighbour. A server that listens must be closed, or the process cannot end.
     """
 
-    def __init__(self, side: LinkSide, expected: Expected | None = NOBODY) -> None:
+    def __init__(self, side: LinkSide, expected: ExpectedNeighbour | None = NOBODY) -> None:
         """Create a server that accepts `expected` until `expect` is called; None: the neighbour in any generation."""
         self.refusals = 0
         self._side, self._introduction, self._expected = side, side.introduction, expected
-        self._epochs = Epochs(self._introduction.peer)
+        self._generations = Generations(self._introduction.peer)
         self._lock = threading.Lock()
         self._server: grpc.Server | None = None
 
@@ -109,9 +109,9 @@ class StageLinkServer:
 
         PORT 0 takes any free one. Raises OSError if it is busy.
         """
-        door = _Door([self, *others])
+        authenticator = _NeighbourAuthenticator([self, *others])
         threads = _SPARE + _HOLDERS * _MOST_OPEN * (1 + len(others))
-        handler = service_handler(SERVICE, door, door, _MOST_OPEN)
+        handler = service_handler(SERVICE, authenticator, authenticator, _MOST_OPEN)
         self._server, port = make_server(address, [handler], threads, self._introduction.credentials.identity)
         return port
 
@@ -120,23 +120,23 @@ class StageLinkServer:
         if self._server is not None:
             self._server.stop(grace).wait()
 
-    def accept(self, timeout: float | None = None, epoch: int = 0) -> GrpcLinkEnd:
+    def accept(self, timeout: float | None = None, generation: int = 0) -> GrpcLinkEnd:
         """Return this member's end, once the neighbour is here; links of older generations, and one of this, are over.
 
         Raises LinkTimeout after `timeout` seconds, LinkClosed if this generation is over, for the neighbour or here.
         """
-        return self._epochs.take(epoch, timeout)
+        return self._generations.take(generation, timeout)
 
     def give_up(self, before: int, cause: str) -> None:
         """End links of generations before this one, and wake callers that wait for one."""
-        self._epochs.give_up(before, cause)
+        self._generations.give_up(before, cause)
 
-    def expect(self, epoch: int, holder: int | None) -> None:
+    def expect(self, generation: int, holder: int | None) -> None:
         """Accept no generation after this one, and in this one only the neighbour with this holder number (None: any).
 
         Both are what the exchange told.
         """
-        self._expected = Expected(epoch, holder)
+        self._expected = ExpectedNeighbour(generation, holder)
 
     def waits_for(self, context: grpc.ServicerContext) -> str | None:
         """Return the neighbour if a call is its own, with its holder number if it has one; else None."""
@@ -165,7 +165,7 @@ class StageLinkServer:
         received = self._attach(end, stream, hello, context)
         name = f"link-{self._introduction.link}"
         threading.Thread(target=end.read, args=(stream, requests), name=name, daemon=True).start()
-        answer = self._introduction.hello(hello.epoch, hello.session, hello.stream, received, hello.goes_on)
+        answer = self._introduction.hello(hello.generation, hello.session, hello.stream, received, hello.goes_on)
         yield answer.SerializeToString()
         yield from stream.frames()
         failure = end.wait_until_delivered(stream)
@@ -177,7 +177,7 @@ class StageLinkServer:
         complaint = self._introduction.judge(request.hello)
         if complaint is not None:
             self._turn_away(request.hello, complaint, context)
-        end = self._epochs.of(request.hello.epoch)
+        end = self._generations.of(request.hello.generation)
         if end is not None and end.session == request.hello.session:
             end.lost(f"the peer aborted: {request.cause}")
         return LinkLeft()
@@ -191,10 +191,10 @@ class StageLinkServer:
         expected, holder = self._expected, self._introduction.holder_of(context)
         if self._introduction.credentials.identity is None or expected is None or holder != expected.holder:
             return False
-        end = self._epochs.of(expected.epoch)
+        end = self._generations.of(expected.generation)
         if end is None:
             try:
-                end = self._epochs.come(expected.epoch, lambda: self._make_end(b""))
+                end = self._generations.come(expected.generation, lambda: self._make_end(b""))
             except LinkClosed:
                 return False
         if end.is_connected:
@@ -205,10 +205,10 @@ class StageLinkServer:
     def _require_expected(self, hello: LinkHello, context: grpc.ServicerContext) -> None:
         """End a call of a generation, or of a holder, that the exchange has not told this member of."""
         expected = self._expected
-        if expected is None or hello.epoch < expected.epoch:
+        if expected is None or hello.generation < expected.generation:
             return
-        if hello.epoch > expected.epoch:  # the neighbour may have been told a moment ago: it dials again
-            why = f"found generation {hello.epoch}, expected {expected.epoch}"
+        if hello.generation > expected.generation:  # the neighbour may have been told a moment ago: it dials again
+            why = f"found generation {hello.generation}, expected {expected.generation}"
             context.abort(grpc.StatusCode.UNAVAILABLE, why)
         holder = self._introduction.holder_of(context)
         if expected.holder is not None and holder != expected.holder:
@@ -217,12 +217,12 @@ class StageLinkServer:
 
     def _admit(self, hello: LinkHello, context: grpc.ServicerContext) -> GrpcLinkEnd:
         """Return this member's end of the link that a neighbour asks for, or end the call."""
-        session, present = hello.session, self._epochs.of(hello.epoch)
+        session, present = hello.session, self._generations.of(hello.generation)
         if hello.goes_on and (present is None or present.session != session):
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, "found a link to be continued, expected a new one")
         try:
-            return self._epochs.come(
-                hello.epoch, lambda: self._make_end(session), lambda end: session != b"" and end.session == session
+            return self._generations.come(
+                hello.generation, lambda: self._make_end(session), lambda end: session != b"" and end.session == session
             )
         except LinkClosed as error:  # no stranger, only late
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
@@ -256,7 +256,7 @@ class StageLinkServer:
             self._side.on_refusal(sender, reason, kind)
 
 
-class _Door:
+class _NeighbourAuthenticator:
     """The server at one address for several neighbours: passes each call to the server of its caller."""
 
     def __init__(self, servers: Sequence[StageLinkServer]) -> None:

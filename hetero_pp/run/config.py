@@ -80,28 +80,28 @@ def _copy(entry: dict[str, Any], number: int, is_optional: bool) -> dict[str, An
     return {**own, "name": f"{entry.get('name', '')}-{number}", "optional": is_optional}
 
 
-class SnapshotSettings(Settings):
-    """Schedule and retention of snapshots of the synchronized model."""
+class CheckpointSettings(Settings):
+    """Schedule and retention of run checkpoints of the synchronized model."""
 
     every: Annotated[int, NotPartOf.PAST] = Field(
-        10, ge=1, description="rounds between snapshots; the last round always has one"
+        10, ge=1, description="rounds between run checkpoints; the last round always has one"
     )
     keep: Annotated[int, NotPartOf.EITHER] = Field(
-        2, ge=2, description="number of newest snapshots to keep, in addition to the first one of the run"
+        2, ge=2, description="number of newest run checkpoints to keep, in addition to the first one of the run"
     )
 
 
 class StateSettings(Settings):
-    """Schedule and location of member checkpoints: each member's own state, which no snapshot has."""
+    """Schedule and location of saved states: each member's own state, which no run checkpoint has."""
 
     every: Annotated[int | None, NotPartOf.EITHER] = Field(
         None,
         ge=1,
-        description="rounds between member checkpoints; by default `snapshots.every`, with `audit.recompute` 1",
+        description="rounds between saved states; by default `checkpoints.every`, with `audit.recompute` 1",
     )
     to: Annotated[Literal["folder", "store"], NotPartOf.EITHER] = Field(
         "folder",
-        description="`store`: copy member checkpoints to `store.url` in the background, too, so that "
+        description="`store`: copy saved states to `store.url` in the background, too, so that "
         "a replacement machine can restore them",
     )
     undo: Annotated[bool, NotPartOf.EITHER] = Field(
@@ -167,7 +167,7 @@ class RunConfig(Settings):
     )
     exchange: Annotated[ExchangeSettings, NotPartOf.EITHER] = ExchangeSettings()
     audit: Annotated[AuditSettings, NotPartOf.EITHER] = AuditSettings()
-    snapshots: Annotated[SnapshotSettings, NotPartOf.OUTCOME] = SnapshotSettings()
+    checkpoints: Annotated[CheckpointSettings, NotPartOf.OUTCOME] = CheckpointSettings()
     store: Annotated[StoreSettings, NotPartOf.EITHER] = StoreSettings()
     states: Annotated[StateSettings, NotPartOf.EITHER] = StateSettings()
     restarts: Annotated[RestartSettings, NotPartOf.EITHER] = RestartSettings()
@@ -233,8 +233,8 @@ class RunConfig(Settings):
 
     @property
     def states_every(self) -> int:
-        """Rounds between member checkpoints (`states`). A run that is audited by recomputation loses no state."""
-        return 1 if self.audit.recompute is not None else self.states.every or self.snapshots.every
+        """Rounds between saved states (`states`). A run that is audited by recomputation loses no state."""
+        return 1 if self.audit.recompute is not None else self.states.every or self.checkpoints.every
 
     @property
     def rehearsal_name(self) -> str:

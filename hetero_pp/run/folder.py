@@ -92,7 +92,7 @@ class RunFolder:
         return self.path / "lines"
 
     def state(self, member: str) -> Path:
-        """Return the path of the member checkpoint, from which a member resumes."""
+        """Return the path of the saved state, from which a member resumes."""
         return self.path / "state" / member
 
     def committed(self, member: str) -> Path:

@@ -17,7 +17,7 @@ from hetero_pp.run.config import RunConfig
 Key = tuple[str | int, ...]
 
 
-def keys_beside(key: Sequence[str | int], model: type[BaseModel] = RunConfig) -> list[str]:
+def sibling_keys(key: Sequence[str | int], model: type[BaseModel] = RunConfig) -> list[str]:
     """Return the keys that the section around `key` may have, in a file described by `model`."""
     candidates: list[Any] = [model]
     for part in key[:-1]:

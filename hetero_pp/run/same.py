@@ -91,7 +91,7 @@ def differences(one: Any, other: Any, key: Key = ()) -> Iterator[tuple[Key, Any,
 def changed_entries(config: RunConfig, had: Sequence[list[Any]]) -> Iterator[tuple[Key, Any, Any]]:
     """Yield (key, found, expected) for each change to a replica that the run has had.
 
-    `had` has the newest entries last. A returning replica has to be compatible with its own member checkpoint, and with
+    `had` has the newest entries last. A returning replica has to be compatible with its own saved state, and with
     its history in the run log.
     """
     known = {entry["name"]: entry for entries in had for entry in entries}

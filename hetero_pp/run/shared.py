@@ -30,7 +30,7 @@ def told_of(config: RunConfig) -> tuple[str, Mapping[str, bytes]]:
     Neither contains a path of this host. The files are left out if they are too large.
     """
     found: dict[str, Any] = config.model_dump(mode="json")
-    found["model"]["weights"] = None  # the first snapshot has them
+    found["model"]["weights"] = None  # the first run checkpoint has them
     found["store"], found["states"]["to"] = {}, "folder"
     if not _means_the_same_everywhere(config):
         found["data"]["corpus"] = Path(config.data.corpus).name

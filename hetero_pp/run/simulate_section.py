@@ -29,7 +29,7 @@ class FleetSettings(Settings):
     churn: Ratio = Field(0.0, ge=0, lt=1, description="share of members that leave within a round")
 
 
-class SiteSettings(Settings):
+class SimulatedSiteSettings(Settings):
     """Members behind one link to the exchange, which replaces their own uplinks."""
 
     members: list[str] = Field(min_length=1, description="members, or replicas with all of their members")
@@ -82,7 +82,7 @@ class SimulateSettings(Settings):
         gt=0,
         description="bandwidth of the exchange in each direction, shared by all members; unlimited by default",
     )
-    sites: Annotated[dict[str, SiteSettings], WhomItConcerns()] = Field(
+    sites: Annotated[dict[str, SimulatedSiteSettings], WhomItConcerns()] = Field(
         default_factory=dict, description="members that share an uplink, by name of the site"
     )
     published: list[PublishedNumber] = Field(

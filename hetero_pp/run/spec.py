@@ -237,7 +237,7 @@ class RunSpec:
         return _shapes_of(self.shape, None)
 
     @property
-    def optional_places(self) -> dict[str, list[str]]:
+    def optional_slots(self) -> dict[str, list[str]]:
         """Members of optional replicas, by replica, in the order of their stages."""
         found: dict[str, list[str]] = {}
         for name, member in self.members.items():

@@ -16,7 +16,7 @@ from ruamel.yaml.error import YAMLError
 from hetero_pp.core.bounded import YAML_BYTES_MAX, parse_ordinary_yaml, parse_yaml, read_bounded, yaml_complaint
 from hetero_pp.core.errors import ConfigError, dotted
 from hetero_pp.run.config import RunConfig
-from hetero_pp.run.known_keys import Key, keys_beside
+from hetero_pp.run.known_keys import Key, sibling_keys
 
 
 class YamlLines:
@@ -77,7 +77,7 @@ class YamlLines:
             if in_list or (isinstance(node, CommentedMap) and part in node):
                 line = _line(node.lc, part, line)
             else:
-                known = keys_beside(key[: position + 1], model)
+                known = sibling_keys(key[: position + 1], model)
                 if part in known or (not known and isinstance(node, CommentedMap)):  # others are kinds of a union
                     found.append(part)
                 continue
@@ -123,7 +123,7 @@ def _explain(detail: Any, model: type[BaseModel]) -> str:
             cell = "cells such as `research.missed`" if key[-1] == "research" else f"the cell `research.{key[-1]}`"
             where = f"{'`ablations`' if key[-1] == 'ablations' else cell} of a table's row"
             return f"found a key that only `hetero-pp reproduce` reads, expected it in {where} (docs/experiments.md)"
-        known = keys_beside(key, model)
+        known = sibling_keys(key, model)
         close = difflib.get_close_matches(str(key[-1]), known, n=1)
         hint = f"; did you mean `{close[0]}`?" if close else ""
         return f"found an unknown key, expected one of {', '.join(known)}{hint}"

@@ -35,7 +35,7 @@ _ROW_INCHES, _EDGE_INCHES, _DPI = 0.42, 1.8, 90
 
 
 @dataclass(frozen=True)
-class _Row:
+class _ChartRow:
     """Row of bars. Equal members, links or lines of several replicas share one row."""
 
     name: str
@@ -62,27 +62,27 @@ def draw_prediction(spec: RunSpec, prediction: Prediction, path: Path) -> None:
     save_figure(figure, path, _DPI)
 
 
-def _member_rows(spec: RunSpec, prediction: Prediction) -> Iterator[_Row]:
+def _member_rows(spec: RunSpec, prediction: Prediction) -> Iterator[_ChartRow]:
     found = {replica.name: replica for replica in prediction.replicas}
     for replicas in alike(spec):
         for same in zip(*(found[replica.name].stages for replica in replicas), strict=True):
             share = fmean(stage.utilization for stage in same)
-            yield _Row(range_of([stage.member for stage in same]), [share], f"{share:.1%}")
+            yield _ChartRow(range_of([stage.member for stage in same]), [share], f"{share:.1%}")
 
 
-def _link_rows(spec: RunSpec, prediction: Prediction) -> Iterator[_Row]:
+def _link_rows(spec: RunSpec, prediction: Prediction) -> Iterator[_ChartRow]:
     """Yield lines first, because they limit most, then links. Unlimited links show only bytes."""
     for lines in lines_alike(spec, prediction.lines):
         sizes = f"↑ {_bytes(one.up_bytes for one in lines)}  ↓ {_bytes(one.down_bytes for one in lines)}"
         busy = [fmean(one.up_busy for one in lines), fmean(one.down_busy for one in lines)]
-        yield _Row(f"line of {range_of([one.name for one in lines])}", busy, sizes)
+        yield _ChartRow(f"line of {range_of([one.name for one in lines])}", busy, sizes)
     for same in links_alike(spec, (link for replica in prediction.replicas for link in replica.links)):
         link = spec.links[same[0].name]
         is_limited = any(link.shape(way).bandwidth is not None for way in DIRECTIONS)
         sizes = f"→ {_bytes(one.forward_bytes for one in same)}  ← {_bytes(one.backward_bytes for one in same)}"
         busy = [fmean(one.forward_busy for one in same), fmean(one.backward_busy for one in same)]
         why = "limited by its access lines" if link.has_lines else "no limit"
-        yield _Row(
+        yield _ChartRow(
             range_of([one.name for one in same]), busy if is_limited else [], sizes + f" ({why})" * (not is_limited)
         )
 
@@ -91,7 +91,7 @@ def _bytes(sizes: Iterable[float]) -> str:
     return format_bytes(fmean(sizes))
 
 
-def _draw_bars(axes: Axes, rows: Sequence[_Row], labels: Sequence[str], height_of_all: int) -> None:
+def _draw_bars(axes: Axes, rows: Sequence[_ChartRow], labels: Sequence[str], height_of_all: int) -> None:
     """Draw a bar for each label in every row, and the row's text behind the longest bar. `height_of_all` is in rows."""
     shown, height = rows[:MOST_ROWS], 0.76 / len(labels)
     for number, label in enumerate(labels):

@@ -29,7 +29,7 @@ OUTER_BYTES = 40
 
 
 @dataclass(frozen=True)
-class Beside:
+class BoundaryNumbers:
     """Numbers (fp32) that a stage holds for its boundaries, beside its part of the model."""
 
     perpendicular: int = 0
@@ -42,28 +42,28 @@ class Beside:
     """Rank of the product that expands a row of anchors to the width of the model; 0 without this product."""
 
 
-NOTHING = Beside()
+NOTHING = BoundaryNumbers()
 
 
-def beside(shape: ModelShape, boundary: BoundarySettings, is_first: bool) -> Beside:
+def boundary_numbers(shape: ModelShape, boundary: BoundarySettings, is_first: bool) -> BoundaryNumbers:
     """Return the numbers that a stage of several holds for its boundaries."""
     table = 0 if boundary.dimensions(shape.width) is None else shape.vocabulary * shape.width
     if is_first:
-        return Beside(perpendicular=table)
+        return BoundaryNumbers(perpendicular=table)
     if boundary.anchors is None:
-        return Beside(table, table)
+        return BoundaryNumbers(table, table)
     own = boundary.anchors
-    return Beside(table, table, own.numbers(shape.vocabulary, shape.width), own.dimensions(shape.width) or 0)
+    return BoundaryNumbers(table, table, own.numbers(shape.vocabulary, shape.width), own.dimensions(shape.width) or 0)
 
 
 @dataclass(frozen=True)
-class Part:
+class StagePart:
     """Part of the model that one member owns."""
 
     layers: int
     predicts: bool
     parameters: int
-    beside: Beside = NOTHING
+    boundary_numbers: BoundaryNumbers = NOTHING
 
 
 @dataclass(frozen=True)
@@ -81,11 +81,11 @@ class Cost:
     """Conversion of received contributions to parameters."""
 
 
-def forward_flops(shape: ModelShape, part: Part, sequences: int, length: int) -> float:
+def forward_flops(shape: ModelShape, part: StagePart, sequences: int, length: int) -> float:
     """Return the operations of a forward pass of [B, L] tokens through a part."""
     per_layer = shape.attention_numbers + 3 * shape.width * shape.feed_forward
     head = shape.width * shape.vocabulary if part.predicts else 0
-    products = 2.0 * (part.layers * per_layer + head + part.beside.anchor_rank * shape.width)
+    products = 2.0 * (part.layers * per_layer + head + part.boundary_numbers.anchor_rank * shape.width)
     attention = part.layers * 2.0 * length * shape.heads * shape.head_size
     return (products + attention) * sequences * length
 
@@ -97,7 +97,7 @@ def checkpointing_of(replica: ReplicaSettings) -> Checkpointing:
     return "full" if replica.recompute == "layers" else "none"
 
 
-def recomputed_share(shape: ModelShape, part: Part, length: int, checkpointing: Checkpointing) -> float:
+def recomputed_share(shape: ModelShape, part: StagePart, length: int, checkpointing: Checkpointing) -> float:
     """Return the share of a forward pass that the backward pass repeats.
 
     `full` repeats the layers. `selective` keeps the attention and every second matrix product of a layer (torchtitan's
@@ -113,7 +113,7 @@ def recomputed_share(shape: ModelShape, part: Part, length: int, checkpointing: 
 
 def cost_on(
     shape: ModelShape,
-    part: Part,
+    part: StagePart,
     hardware: Hardware,
     accelerators: int,
     sequences: int,
@@ -125,19 +125,19 @@ def cost_on(
     backward = forward * (2 + recomputed_share(shape, part, length, checkpointing))
     per_byte = 1 / (hardware.memory_bytes_per_second * accelerators)
     outer = OUTER_BYTES / 2 * part.parameters * per_byte
-    update = UPDATE_BYTES * (part.parameters + part.beside.anchors) * per_byte
+    update = UPDATE_BYTES * (part.parameters + part.boundary_numbers.anchors) * per_byte
     return Cost(forward, backward, update, outer, outer)
 
 
-def part_of(spec: RunSpec, member: MemberSpec) -> Part:
+def part_of(spec: RunSpec, member: MemberSpec) -> StagePart:
     """Return the part of the model that a member owns."""
     parameters = sum(math.prod(spec.parameter_shapes[name]) for name in member.owned)
     layers = len({block_of(name) for name in member.owned if name.startswith(LAYERS)})
     predicts = any(name.startswith("lm_head") for name in member.owned)
     own = NOTHING
     if member.stage is not None and member.stage.count > 1 and isinstance(member.replica, ParticipantsReplica):
-        own = beside(spec.shape, member.replica.boundary, member.stage.is_first)
-    return Part(layers, predicts, parameters, own)
+        own = boundary_numbers(spec.shape, member.replica.boundary, member.stage.is_first)
+    return StagePart(layers, predicts, parameters, own)
 
 
 def step_flops(spec: RunSpec, member: MemberSpec) -> float:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from hetero_pp.config.links import EXCHANGE
-from hetero_pp.pseudo_gradient.together import batches
+from hetero_pp.pseudo_gradient.blob_batches import batches
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.simulator.memory import moment_bytes, outer_moment_bytes, parameters_of_model
 from hetero_pp.simulator.traffic import blob_sizes
@@ -15,7 +15,7 @@ OF_THE_ROUND = "the start of the round"
 """Purpose of what is removed when the run ends."""
 
 _MEMBER_CHECKPOINTS = 2
-"""Newest member checkpoints that are kept: replica_groups/member/saved_states.py."""
+"""Newest saved states that are kept: replica_groups/member/saved_states.py."""
 _STEP_BYTES, _ROUND_BYTES = 220, 1_000
 """Bytes in metrics.jsonl for an inner step of a member, and for a round of a member."""
 _LINK_BYTES, _ACTIVITY_BYTES = 220, 110
@@ -33,24 +33,24 @@ _A_SECOND = 2
 def disk_bytes(spec: RunSpec, names: Sequence[str]) -> dict[str, float]:
     """Return the bytes that these members, and the exchange if it is among them, keep at the end of the run.
 
-    Encoded text is not included. A member checkpoint has the optimizer's moments and the error feedback of each
+    Encoded text is not included. A saved state has the optimizer's moments and the error feedback of each
     parameter. That of a whole replica has the parameters, too, and so has any with `outer.overlap`.
     """
-    config, found = spec.config, {"member checkpoints": 0.0, OF_THE_ROUND: 0.0}
+    config, found = spec.config, {"saved states": 0.0, OF_THE_ROUND: 0.0}
     for member in (spec.members[name] for name in names if name in spec.members):
         parameters = sum(math.prod(spec.parameter_shapes[name]) for name in member.owned)
         moments = moment_bytes(spec, member)
         kept = moments + 4 * (1 + (member.stage is None) + config.outer.overlap) * parameters
-        found["member checkpoints"] += _MEMBER_CHECKPOINTS * kept
+        found["saved states"] += _MEMBER_CHECKPOINTS * kept
         found[OF_THE_ROUND] += 4 * parameters + (moments if config.states.undo else 0)
     if EXCHANGE not in names:
         return found
     rounds = spec.latest.outer.rounds
     found["metrics"] = rounds * _metrics_bytes(spec)
     if config.store.url is None:
-        snapshots = min(config.snapshots.keep, -(-rounds // config.snapshots.every))
+        checkpoints = min(config.checkpoints.keep, -(-rounds // config.checkpoints.every))
         model = parameters_of_model(spec)
-        found["run checkpoints"] = (1 + snapshots) * (4 + outer_moment_bytes(config)) * model
+        found["run checkpoints"] = (1 + checkpoints) * (4 + outer_moment_bytes(config)) * model
         blobs = blob_sizes(spec).values()
         found["contributions"] = _held_rounds(spec) * sum(sum(one.values()) for one in blobs)
         found["records"] = rounds * (_RECORD_BYTES + _ENTRY_BYTES * sum(map(len, blobs)))
@@ -65,12 +65,12 @@ def disk_files(spec: RunSpec, names: Sequence[str]) -> dict[str, int]:
     config, rounds = spec.config, spec.latest.outer.rounds
     here = [spec.members[name] for name in names if name in spec.members]
     saves = min(_MEMBER_CHECKPOINTS, -(-rounds // config.states_every))
-    found = {"member checkpoints": saves * sum(3 + member.reads_data for member in here)}
+    found = {"saved states": saves * sum(3 + member.reads_data for member in here)}
     if EXCHANGE not in names:
         return found
     found["other"] = _OTHER_FILES
     if config.store.url is None:
-        found["run checkpoints"] = 1 + min(config.snapshots.keep, -(-rounds // config.snapshots.every))
+        found["run checkpoints"] = 1 + min(config.checkpoints.keep, -(-rounds // config.checkpoints.every))
         found["contributions"] = _held_rounds(spec) * sum(_deposits(spec, one) for one in spec.members.values())
         found["records"] = 2 * rounds
         found["other"] += len(spec.members)  # the incarnation of each slot
@@ -95,7 +95,7 @@ def _deposits(spec: RunSpec, member: MemberSpec) -> int:
 def _held_rounds(spec: RunSpec) -> int:
     """Return how many rounds keep their contributions."""
     config, rounds = spec.config, spec.latest.outer.rounds
-    recent = (config.snapshots.keep + 1) * config.snapshots.every
+    recent = (config.checkpoints.keep + 1) * config.checkpoints.every
     return min(rounds, recent) if config.store.history == "recent" else rounds
 
 

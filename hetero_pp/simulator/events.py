@@ -24,7 +24,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from hetero_pp.config.lines import Way
-from hetero_pp.pipeline.schedule import Action, Event, forward_only, one_forward_one_backward
+from hetero_pp.pipeline.schedule import Action, ScheduleEvent, forward_only, one_forward_one_backward
 
 INFINITY = float("inf")
 ALMOST = 1e-9
@@ -65,7 +65,7 @@ class Hop:
 
 
 @dataclass(frozen=True)
-class Group:
+class GroupOfEvents:
     """A group of S stages. Seconds are those of one micro-batch on each stage; hop s joins stages s and s + 1."""
 
     micro_batches: int
@@ -97,7 +97,7 @@ class Group:
         """Names of the lines that hops pass."""
         return {name for hop in (*self.activations, *self.gradients) for name, _ in hop.lines}
 
-    def without_communication(self) -> Group:
+    def without_communication(self) -> GroupOfEvents:
         """Return the same group with links that cost nothing."""
         nothing = [Hop()] * (self.stages - 1)
         return replace(self, activations=nothing, gradients=nothing, evaluations=nothing, capacities={})
@@ -117,14 +117,16 @@ def _evaluation(stages: int, batches: int) -> Sequence[Program]:
     return [_program(forward_only(stage, stages, batches)) for stage in range(stages)]
 
 
-def _program(events: Sequence[Event]) -> Program:
+def _program(events: Sequence[ScheduleEvent]) -> Program:
     return [(event.action.value, event.micro_batch) for event in events]
 
 
 class GroupClock:
     """Times when the stages and links of a group are free, in seconds; starts at 0."""
 
-    def __init__(self, group: Group, random: np.random.Generator | None = None, on_span: OnSpan | None = None) -> None:
+    def __init__(
+        self, group: GroupOfEvents, random: np.random.Generator | None = None, on_span: OnSpan | None = None
+    ) -> None:
         """`random` draws jitter; there is none without it."""
         self.group, self.random, self.on_span = group, random, on_span
         self.free = [0.0] * group.stages
@@ -218,7 +220,7 @@ def fair_rates(hops: Sequence[Hop], capacities: Mapping[LineWay, float]) -> list
     return rates
 
 
-class _Stream:
+class _Transfer:
     """One direction of a hop: the messages that wait to be sent, and the arrivals of those that were."""
 
     def __init__(self, number: int, clock: GroupClock, key: tuple[str, int], hop: Hop) -> None:
@@ -227,21 +229,21 @@ class _Stream:
         """Arrivals that the receiver has not reached."""
         self.newest = 0.0
         """Newest arrival; no message overtakes another."""
-        self.receiver: _Stage | None = None
+        self.receiver: _StageInTime | None = None
         """Receiver, if it waits."""
         self.queue = deque[int]()
         """Micro-batches whose messages pass lines: the first is in transit."""
         self.bits_left = self.began = 0.0
 
 
-class _Stage:
+class _StageInTime:
     """A stage that runs its program some times."""
 
-    def __init__(self, clock: GroupClock, group: Group, index: int, program: Program) -> None:
+    def __init__(self, clock: GroupClock, group: GroupOfEvents, index: int, program: Program) -> None:
         self.clock, self.index, self.program = clock, index, program
         self.seconds = {Action.FORWARD.value: group.forward[index], Action.BACKWARD.value: group.backward[index]}
         self.update = group.update[index]
-        self.streams: dict[str, _Stream] = {}
+        self.streams: dict[str, _Transfer] = {}
         self.now, self.place, self.rounds = clock.free[index], 0, 0
         self.step_ends = list[float]()
 
@@ -254,26 +256,26 @@ class _Simulation:
         clocks: Sequence[GroupClock],
         programs: Sequence[Sequence[Program]],
         steps: int,
-        evaluation: Group | None = None,
+        evaluation: GroupOfEvents | None = None,
     ) -> None:
         """`programs`: the events of each group's stages in a step. With `evaluation`, no optimizer steps are made."""
         self._trains, self._steps = evaluation is None, steps
         self._capacities: dict[LineWay, float] = {}
-        self._active: tuple[_Stream, ...] = ()
-        self._rates: dict[tuple[_Stream, ...], list[float]] = {}
-        self._agenda: list[tuple[float, int, _Stage | _Stream]] = []
+        self._active: tuple[_Transfer, ...] = ()
+        self._rates: dict[tuple[_Transfer, ...], list[float]] = {}
+        self._agenda: list[tuple[float, int, _StageInTime | _Transfer]] = []
         self._order = itertools.count()
         self._now = 0.0
-        self._ready: list[_Stage] = []
+        self._ready: list[_StageInTime] = []
         firsts = []
         for clock, own_programs in zip(clocks, programs, strict=True):
             group = evaluation or clock.group
             self._capacities |= group.capacities
-            stages = [_Stage(clock, group, index, program) for index, program in enumerate(own_programs)]
+            stages = [_StageInTime(clock, group, index, program) for index, program in enumerate(own_programs)]
             for kind, hops in (("activation", group.activations), ("gradient", group.gradients)):
                 sent, received = _ACTIONS[kind]
                 for index, hop in enumerate(hops):
-                    stream = _Stream(next(self._order), clock, (kind, index), hop)
+                    stream = _Transfer(next(self._order), clock, (kind, index), hop)
                     source, target = (index, index + 1) if kind == "activation" else (index + 1, index)
                     stages[source].streams[sent] = stages[target].streams[received] = stream
             self._ready += stages
@@ -292,7 +294,7 @@ class _Simulation:
             if self._agenda and self._agenda[0][0] < next_end:
                 now, _, what = heapq.heappop(self._agenda)
                 self._carry_until(now, rates)
-                if isinstance(what, _Stage):
+                if isinstance(what, _StageInTime):
                     self._ready.append(what)
                 else:
                     self._begin(what)
@@ -301,7 +303,7 @@ class _Simulation:
             else:
                 return
 
-    def _advance_stage(self, stage: _Stage) -> None:
+    def _advance_stage(self, stage: _StageInTime) -> None:
         """Run a stage until it needs a message that was not sent, or sends over lines later than others may."""
         now, clock, program = stage.now, stage.clock, stage.program
         while True:
@@ -338,17 +340,17 @@ class _Simulation:
             stage.place += 1
         stage.now = clock.free[stage.index] = now
 
-    def _compute(self, stage: _Stage, what: str, micro_batch: int, now: float, seconds: float) -> float:
+    def _compute(self, stage: _StageInTime, what: str, micro_batch: int, now: float, seconds: float) -> float:
         if stage.clock.on_span is not None:
             stage.clock.on_span(f"stage {stage.index}", what, micro_batch, now, now + seconds)
         return now + seconds
 
-    def _send(self, stream: _Stream, micro_batch: int, now: float) -> None:
+    def _send(self, stream: _Transfer, micro_batch: int, now: float) -> None:
         """Send a message over a link that it shares with none: its end is known at once."""
         start = max(now, stream.clock.left[stream.key])
         self._leave(stream, micro_batch, start, start + stream.seconds)
 
-    def _leave(self, stream: _Stream, micro_batch: int, start: float, end: float) -> None:
+    def _leave(self, stream: _Transfer, micro_batch: int, start: float, end: float) -> None:
         """Record that a message has left, and when it arrives."""
         clock, (kind, hop) = stream.clock, stream.key
         clock.left[stream.key] = end
@@ -363,7 +365,7 @@ class _Simulation:
             self._ready.append(stream.receiver)
             stream.receiver = None
 
-    def _begin(self, stream: _Stream) -> None:
+    def _begin(self, stream: _Transfer) -> None:
         """Begin the first message of a stream's queue, once the last message of an earlier simulation has left."""
         left = stream.clock.left[stream.key]
         if left > self._now:

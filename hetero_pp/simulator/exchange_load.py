@@ -25,15 +25,15 @@ from hetero_pp.simulator.memory import (
 from hetero_pp.simulator.traffic import (
     RINGS,
     Messages,
+    checkpoint_bytes,
     exchange_bandwidth,
     exchange_calls,
-    is_beside_exchange,
+    is_at_site_of_exchange,
     is_ring,
     line_of_exchange,
     message_bytes,
     outer_messages,
     replica_count,
-    snapshot_bytes,
     wire_bytes_of,
 )
 from hetero_pp.store.opening import folder_of
@@ -55,8 +55,8 @@ FRESH_SECONDS = 12e-9
 """CPU seconds per value to get memory from the system page by page, for tensors too large for the allocator to keep."""
 AUDIT_SECONDS_A_PARAMETER = 3e-9
 """CPU seconds of the auditor's mean, outer step and sha256, beside decoding: the same benchmark."""
-SNAPSHOT_SECONDS_A_GIGABYTE = 1.6
-"""CPU seconds to hash and write a snapshot: the same benchmark."""
+CHECKPOINT_SECONDS_A_GIGABYTE = 1.6
+"""CPU seconds to hash and write a run checkpoint: the same benchmark."""
 DECODED_TIMES = 2
 """A contribution is decoded when it arrives, and again by the auditor."""
 
@@ -86,9 +86,9 @@ class ExchangeLoad:
     relayed: Carried | None
     """Messages of stage links that the exchange relays; None if the number of steps is not known."""
     relayed_links: int
-    largest_snapshot_bytes: int
-    """Most bytes that a joining member fetches of the newest snapshot."""
-    first_snapshot_bytes: int
+    largest_checkpoint_bytes: int
+    """Most bytes that a joining member fetches of the newest run checkpoint."""
+    first_checkpoint_bytes: int
     """Bytes that all members together fetch when the run begins."""
     line: str | None
     """Kind of the line that the YAML gives the exchange; None if it gives none."""
@@ -126,11 +126,11 @@ def exchange_load(spec: RunSpec, steps: Mapping[str, float] | None = None) -> Ex
     for replica, count in representatives(spec):
         for name in replica.members:
             member = spec.members[name]
-            messages, size = outer_messages(spec, member), snapshot_bytes(spec, member)
+            messages, size = outer_messages(spec, member), checkpoint_bytes(spec, member)
             own = Carried(wire_bytes_of(messages["forward"]), wire_bytes_of(messages["backward"])) * count
             gathered += own
             calls += count * _calls(spec, member, messages)
-            elsewhere += Carried() if is_beside_exchange(spec, member) else own
+            elsewhere += Carried() if is_at_site_of_exchange(spec, member) else own
             largest, first = max(largest, size), first + size * count
     way: str = simulate.exchange
     served = gathered  # includes members at the exchange's own site, because their streams use its CPU
@@ -149,8 +149,8 @@ def exchange_load(spec: RunSpec, steps: Mapping[str, float] | None = None) -> Ex
         contributions=elsewhere,
         relayed=relayed,
         relayed_links=links,
-        largest_snapshot_bytes=largest,
-        first_snapshot_bytes=first,
+        largest_checkpoint_bytes=largest,
+        first_checkpoint_bytes=first,
         line=None if line is None else line.kind,
         received_bits_a_second=exchange_bandwidth(spec, "forward"),
         sent_bits_a_second=exchange_bandwidth(spec, "backward"),
@@ -217,7 +217,7 @@ def _cpu_seconds(spec: RunSpec, calls: int, served: Carried, relayed: Carried, w
     """Return the CPU seconds of a round, by purpose. `calls`: those that submit or fetch blobs."""
     parameters = parameters_of_model(spec)
     members = sum(count * len(replica.members) for replica, count in representatives(spec))
-    snapshot = (4 + outer_moment_bytes(spec.config)) * parameters / spec.config.snapshots.every
+    checkpoint = (4 + outer_moment_bytes(spec.config)) * parameters / spec.config.checkpoints.every
     return {
         "transfer": (served.received + served.sent) / 1e9 * TRANSFER_SECONDS_A_GIGABYTE,
         "calls": calls * CALL_SECONDS,
@@ -225,5 +225,5 @@ def _cpu_seconds(spec: RunSpec, calls: int, served: Carried, relayed: Carried, w
         "decoding": 0.0 if way in RINGS else DECODED_TIMES * replica_count(spec) * _decoding_seconds(spec),
         "members": MEMBER_SECONDS * members,
         "audit": ROUND_SECONDS + AUDIT_SECONDS_A_PARAMETER * parameters,
-        "snapshots": snapshot / 1e9 * SNAPSHOT_SECONDS_A_GIGABYTE,
+        "checkpoints": checkpoint / 1e9 * CHECKPOINT_SECONDS_A_GIGABYTE,
     }

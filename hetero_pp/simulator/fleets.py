@@ -16,9 +16,16 @@ from hetero_pp.run.alike import equal_replicas
 from hetero_pp.run.simulate_section import FleetSettings
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.simulator.costs import cost_of, hardware_of
-from hetero_pp.simulator.events import Group, Hop, LineWay
+from hetero_pp.simulator.events import GroupOfEvents, Hop, LineWay
 from hetero_pp.simulator.memory import Memory, memory_of_member, require_memory
-from hetero_pp.simulator.traffic import Crossing, check_exchange, crossing, is_beside_exchange, message_bytes, site_of
+from hetero_pp.simulator.traffic import (
+    BoundaryCrossing,
+    check_exchange,
+    crossing,
+    is_at_site_of_exchange,
+    message_bytes,
+    site_of,
+)
 
 
 @dataclass(frozen=True)
@@ -31,15 +38,15 @@ class Fleet:
     """Number of replicas, with those that a name stands for."""
     members: Sequence[MemberSpec]
     """Members of the first replica."""
-    group: Group
+    group: GroupOfEvents
     message_bytes: dict[str, float]
     """Bytes on the wire of one message between stages, by kind: `activation`, `gradient` and `evaluation`."""
-    up: Sequence[Crossing]
+    up: Sequence[BoundaryCrossing]
     """Contributions that members send in an outer round."""
-    down: Sequence[Crossing]
+    down: Sequence[BoundaryCrossing]
     sites: Sequence[str | None]
     """Name of the site whose uplink each member shares."""
-    beside_exchange: Sequence[bool]
+    at_site_of_exchange: Sequence[bool]
     """Whether each member reaches the exchange without a line, because both are at one site."""
     contribute: Sequence[float]
     """Seconds of compute."""
@@ -109,7 +116,7 @@ def _fleet_of(spec: RunSpec, replicas: Sequence[ReplicaSettings]) -> Fleet:
         replicas=replicas,
         count=settings.count,
         members=members,
-        group=Group(
+        group=GroupOfEvents(
             micro_batches=replica.micro_batches,
             extra_in_flight=replica.extra_in_flight if isinstance(replica, ParticipantsReplica) else 0,
             forward=[cost.forward for cost in costs],
@@ -128,7 +135,7 @@ def _fleet_of(spec: RunSpec, replicas: Sequence[ReplicaSettings]) -> Fleet:
         up=[crossing(spec, member, "forward") for member in members],
         down=[crossing(spec, member, "backward") for member in members],
         sites=[site_of(spec, member) for member in members],
-        beside_exchange=[is_beside_exchange(spec, member) for member in members],
+        at_site_of_exchange=[is_at_site_of_exchange(spec, member) for member in members],
         contribute=[cost.contribute for cost in costs],
         apply=[cost.apply for cost in costs],
         stays=(1 - settings.churn) ** len(members),

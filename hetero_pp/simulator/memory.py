@@ -29,7 +29,7 @@ from hetero_pp.pseudo_gradient.contribution import kept_values
 from hetero_pp.run.alike import equal_replicas
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import MemberSpec, RunSpec
-from hetero_pp.simulator.costs import Part, assumption, checkpointing_of, part_of, unnamed
+from hetero_pp.simulator.costs import StagePart, assumption, checkpointing_of, part_of, unnamed
 from hetero_pp.simulator.traffic import RINGS, blob_sizes, replica_count
 
 Place = Literal["host", "device"]
@@ -40,7 +40,7 @@ class Phase(StrEnum):
     """Work of a process. Its memory is the largest over these phases."""
 
     START = "start"
-    """A member reads the snapshot and builds its part; the exchange draws or reads the first snapshot."""
+    """A member reads the run checkpoint and builds its part; the exchange draws or reads the first run checkpoint."""
     STEP = "step"
     """Forward and backward passes."""
     UPDATE = "update"
@@ -49,7 +49,7 @@ class Phase(StrEnum):
     APPLY = "apply"
     """Also the auditor's replay of a round."""
     SAVE = "save"
-    """The auditor writes a snapshot. A member checkpoint needs no copies."""
+    """The auditor writes a run checkpoint. A saved state needs no copies."""
 
 
 ALWAYS = frozenset(Phase)
@@ -178,19 +178,19 @@ class Trains:
     """Whether layers and loss are compiled; the loss is then computed as one piece even if all tokens fit into it."""
 
 
-def memory_of_part(shape: ModelShape, part: Part, trains: Trains) -> Memory:
+def memory_of_part(shape: ModelShape, part: StagePart, trains: Trains) -> Memory:
     """Return the memory of a stage with AdamW, for a part that no member has yet; without the work on one tensor."""
     return Memory(list(_of_part(shape, part, trains, 8.0 * part.parameters)), trains.accelerated)
 
 
 def _of_part(
-    shape: ModelShape, part: Part, trains: Trains, moments: float, ranks: int = 1, keeps_on_host: bool = True
+    shape: ModelShape, part: StagePart, trains: Trains, moments: float, ranks: int = 1, keeps_on_host: bool = True
 ) -> Iterator[Term]:
     """Yield what every member holds. A term's comment names the code that holds it.
 
     `keeps_on_host`: whether the state of outer rounds lies in the host's memory beside an accelerator.
     """
-    size, own = 4.0 * part.parameters, part.beside
+    size, own = 4.0 * part.parameters, part.boundary_numbers
     yield Term("process", ranks * PROCESS_BYTES, on_host=True)
     yield Term("weights", size)  # Transformer
     # The only micro-batch of a step makes gradients while it frees its activations. InnerOptimizer.step drops them.
@@ -205,18 +205,18 @@ def _of_part(
 
 
 def _of_rounds(spec: RunSpec, member: MemberSpec) -> Iterator[Term]:
-    """Yield what settings of the outer rounds add, and the snapshot that a member starts from."""
+    """Yield what settings of the outer rounds add, and the run checkpoint that a member starts from."""
     outer, part = spec.config.outer, part_of(spec, member)
-    size, followed = 4.0 * part.parameters, 4.0 * part.beside.followed
+    size, followed = 4.0 * part.parameters, 4.0 * part.boundary_numbers.followed
     momentum = outer_moment_bytes(spec.config) / 4 * (size + followed)
     blobs = sum(blob_sizes(spec)[member.replica.name].values()) * part.parameters / parameters_of_model(spec)
-    yield Term("snapshot", size + followed, START, on_host=True)  # take_part: tensors as they were fetched
+    yield Term("checkpoint", size + followed, START, on_host=True)  # take_part: tensors as they were fetched
     yield Term("outer momentum", momentum, TRAINED, on_host=True)  # OuterOptimizer.momentum
     yield Term("own contribution", blobs, ROUND, on_host=True)  # Undecided.blobs
     if outer.source == "gradient":  # GradientOptimizer: gradients of parameters, contributed and averaged
         yield Term("averaged gradients", size + followed, ROUND, on_host=True)
     if spec.config.states.undo:
-        yield Term("anchors at the start", 4.0 * part.beside.anchors, TRAINED)  # OwnParameters.remember
+        yield Term("anchors at the start", 4.0 * part.boundary_numbers.anchors, TRAINED)  # OwnParameters.remember
     if outer.overlap:  # OwnRounds.trained of two rounds, and OwnRounds.starts
         yield Term("rounds ahead", 3 * size, TRAINED, on_host=True)
     if outer.keep_local:
@@ -332,7 +332,7 @@ def micro_batches_in_flight(member: MemberSpec) -> int:
     return min(replica.micro_batches, ahead + 1)
 
 
-def activation_bytes(shape: ModelShape, part: Part, trains: Trains) -> float:
+def activation_bytes(shape: ModelShape, part: StagePart, trains: Trains) -> float:
     """Return the bytes of the activations of all micro-batches in flight.
 
     A layer keeps for its backward pass:
@@ -418,12 +418,12 @@ def memory_of_exchange(spec: RunSpec, members: int, relayed_links: int, way: str
         [
             Term("process", PROCESS_BYTES),
             Term("members", CONNECTION_BYTES * members),
-            Term("first snapshot", model, START),  # first_snapshot, until it is written
+            Term("first run checkpoint", model, START),  # first_checkpoint, until it is written
             Term("momentum", moments / 4 * model, TRAINED),  # Auditor._optimizer
             Term("parameters", model if is_whole else block, APPLY),  # Auditor._replay; the rest is on disk (Scratch)
             Term("averaged gradients", model if is_whole else 0.0, APPLY),  # GradientOptimizer
             Term("outer step", TENSORS_OF_A_STEP[moments] * tensor, APPLY),  # replay
-            Term("snapshot", model, SAVE),  # Auditor._save
+            Term("checkpoint", model, SAVE),  # Auditor._save
             Term("one block of all contributions", largest_block_bytes(spec) if decodes else 0.0, APPLY),
             Term("decoding", _decoding_bytes(spec) if decodes else 0.0, APPLY),
             Term("messages in flight", float(members * blob) if way == "gather" else 0.0, APPLY),

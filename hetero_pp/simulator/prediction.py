@@ -17,7 +17,7 @@ from hetero_pp.config.topology import ReplicaSettings
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.exchange_load import ExchangeLoad, exchange_load
 from hetero_pp.simulator.fleets import Fleet, fleets_of
-from hetero_pp.simulator.published import Comparison, compared
+from hetero_pp.simulator.published import PublishedComparison, compared
 from hetero_pp.simulator.rounds import TimedRound, Watch, time_round
 
 
@@ -117,7 +117,7 @@ class Prediction:
     replicas: list[ReplicaPrediction]
     exchange: ExchangeLoad
     lines: Sequence[LinePrediction] = ()
-    published: Sequence[Comparison] = ()
+    published: Sequence[PublishedComparison] = ()
     """Published numbers beside the predicted ones."""
 
     def as_json(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ _NAMES = ("name", "member")
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PublishedComparison:
     """Published number and its prediction, in base units."""
 
     what: str
@@ -42,7 +42,7 @@ class Comparison:
         return asdict(self) | {"ratio": self.ratio, "holds": self.holds}
 
 
-def compared(config: RunConfig, prediction: Mapping[str, Any]) -> Iterator[Comparison]:
+def compared(config: RunConfig, prediction: Mapping[str, Any]) -> Iterator[PublishedComparison]:
     """Yield the comparisons that apply to this configuration.
 
     Raises ConfigError for numbers that are not predicted.
@@ -57,7 +57,7 @@ def compared(config: RunConfig, prediction: Mapping[str, Any]) -> Iterator[Compa
                 (*key, "what"),
                 f"found `{number.what}`, expected the path of a number in the output of `simulate --json`",
             )
-        yield Comparison(number.what, number.where, number.bound, number.value, float(found))
+        yield PublishedComparison(number.what, number.where, number.bound, number.value, float(found))
 
 
 def _has(config: RunConfig, key: Sequence[str | int], name: str, value: Any) -> bool:

@@ -230,7 +230,7 @@ def _members_at(fleets: Sequence[Fleet], site: str) -> Members:
 def _members_elsewhere(fleets: Sequence[Fleet]) -> Members:
     """Return the members that reach the exchange over its line."""
     every = [(one, stage) for one, fleet in enumerate(fleets) for stage in range(len(fleet.members))]
-    return [(one, stage) for one, stage in every if not fleets[one].beside_exchange[stage]]
+    return [(one, stage) for one, stage in every if not fleets[one].at_site_of_exchange[stage]]
 
 
 def all_sent(starts: Sequence[tuple[float, float]], bandwidth: float) -> float:

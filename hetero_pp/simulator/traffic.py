@@ -35,8 +35,8 @@ from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, GRADIENT, Li
 from hetero_pp.model.transformer import EMBEDDING, block_of, shapes_by_block
 from hetero_pp.outer.volume import Volume
 from hetero_pp.pipeline.coefficients import format_of, noise_key
+from hetero_pp.pseudo_gradient.blob_batches import FOLLOWING_BYTES_MAX, FOLLOWING_MAX, batches
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, blob_bytes
-from hetero_pp.pseudo_gradient.together import FOLLOWING_BYTES_MAX, FOLLOWING_MAX, batches
 from hetero_pp.run.simulate_section import SimulateSettings
 from hetero_pp.run.spec import MemberSpec, RunSpec
 
@@ -193,8 +193,8 @@ def exchange_link_loads(spec: RunSpec, member: MemberSpec) -> dict[Direction, Li
     return {way: LinkLoad(outer_round=sum(size * times for size, times in messages[way])) for way in messages}
 
 
-def snapshot_bytes(spec: RunSpec, member: MemberSpec) -> int:
-    """Return the bytes of the first snapshot's tensors that a member fetches once, at its start."""
+def checkpoint_bytes(spec: RunSpec, member: MemberSpec) -> int:
+    """Return the bytes of the first run checkpoint's tensors that a member fetches once, at its start."""
     names = [*member.owned, EMBEDDING] if member.follows_embedding else [*member.owned]
     numbers = sum(math.prod(spec.parameter_shapes[name]) for name in names)
     return 4 * (numbers + spec.shape.width * (spec.largest_rank or 0))
@@ -272,7 +272,7 @@ def wire_bytes_of(messages: Iterable[tuple[int, int]]) -> float:
 
 
 @dataclass(frozen=True)
-class Crossing:
+class BoundaryCrossing:
     """One direction of a member's link to the exchange, in a round."""
 
     n_bytes: float
@@ -288,7 +288,7 @@ class Crossing:
         return self.seconds + self.delay
 
 
-def crossing(spec: RunSpec, member: MemberSpec, direction: Direction) -> Crossing:
+def crossing(spec: RunSpec, member: MemberSpec, direction: Direction) -> BoundaryCrossing:
     """Return what a member sends (`forward`) or receives. Every message follows the one before."""
     site, link = site_of(spec, member), spec.links[exchange_link_name(member.name)]
     shape: LinkShape = replace(link.shape(direction), bandwidth=link.bottleneck(direction))
@@ -297,7 +297,7 @@ def crossing(spec: RunSpec, member: MemberSpec, direction: Direction) -> Crossin
     messages = outer_messages(spec, member)[direction]
     wire = wire_bytes_of(messages)
     delay = sum(times for _, times in messages) * (shape.latency + shape.jitter / 2)
-    return Crossing(wire, wire * 8 / (shape.bandwidth or math.inf), delay)
+    return BoundaryCrossing(wire, wire * 8 / (shape.bandwidth or math.inf), delay)
 
 
 def site_of(spec: RunSpec, member: MemberSpec) -> str | None:
@@ -327,7 +327,7 @@ def exchange_bandwidth(spec: RunSpec, direction: Direction) -> float | None:
     return line.bandwidth("down" if direction == "forward" else "up")
 
 
-def is_beside_exchange(spec: RunSpec, member: MemberSpec) -> bool:
+def is_at_site_of_exchange(spec: RunSpec, member: MemberSpec) -> bool:
     """Return whether a member is at the exchange's own site, so that it needs no line to reach the exchange."""
     line = line_of_exchange(spec)
     return line is not None and member.name in line.members

@@ -47,7 +47,7 @@ class TimedRounds:
 
 
 @dataclass(frozen=True)
-class Waiting:
+class ReplicaWaits:
     """Replicas that wait in each round."""
 
     slowest: str
@@ -86,7 +86,7 @@ class Waiting:
             )
 
 
-def waiting(spec: RunSpec, prediction: Prediction) -> Waiting | None:
+def waiting(spec: RunSpec, prediction: Prediction) -> ReplicaWaits | None:
     """Return which replicas wait for a slower one; None if none waits for WORTH_TELLING of a round.
 
     Raises ConfigError as `predict` does.
@@ -104,7 +104,7 @@ def waiting(spec: RunSpec, prediction: Prediction) -> Waiting | None:
     apart = {label_of(same): predict(RunSpec(alone(spec.config, same[0]), spec.shape.vocabulary)) for same in compared}
     shortest = min(one.round_seconds for one in apart.values())
     longest = _MOST_STEPS * min(one.step_seconds for one in apart.values())
-    return Waiting(
+    return ReplicaWaits(
         slowest=label_of(slowest),
         shares=dict(list(shares.items())[:MOST_COMPARED]),
         more=len(others[MOST_COMPARED:]),

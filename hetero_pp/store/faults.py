@@ -14,7 +14,7 @@ from torch import Tensor
 from hetero_pp.store.store import Store
 
 
-class Phase(StrEnum):
+class FaultPhase(StrEnum):
     """Phases of a member in a round."""
 
     TRAINING = "training"
@@ -24,7 +24,7 @@ class Phase(StrEnum):
     """Waits for the round record."""
     EVALUATING = "evaluating"
     SAVING = "saving"
-    """Writes its member checkpoint: before the last deposit, or, with overlap, at the end of the round."""
+    """Writes its saved state: before the last deposit, or, with overlap, at the end of the round."""
 
 
 class Faults:
@@ -33,7 +33,7 @@ class Faults:
     missed: frozenset[int] = frozenset()
     """Rounds whose record is written before the member's contribution arrives."""
 
-    def reached(self, phase: Phase, round_: int) -> None:
+    def reached(self, phase: FaultPhase, round_: int) -> None:
         """Inject a fault when the member reaches this phase of a round; may block."""
 
     def touch(self, theta: Mapping[str, Tensor]) -> None:

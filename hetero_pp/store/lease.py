@@ -79,7 +79,7 @@ def _taken(store: Store, who: str = "") -> ConfigError:
     )
 
 
-class _Holder(BaseModel):
+class _LeaseHolder(BaseModel):
     """Content of the object that a holder creates."""
 
     who: str
@@ -105,15 +105,15 @@ class _Lease:
             raise _taken(self._store, self._told(last).who)
         self._number = last + 1
         who = f"{socket.gethostname()}, process {os.getpid()}"
-        mine = _Holder(who=who, seconds=self._seconds, nonce=secrets.token_hex(16)).model_dump_json().encode()
+        mine = _LeaseHolder(who=who, seconds=self._seconds, nonce=secrets.token_hex(16)).model_dump_json().encode()
         key = _key(self._number)
         is_mine = self._store.create(key, mine) or self._store.get(key) == mine
         # Later holders may have come and gone since `last` was read, and have deleted this number.
         if not is_mine or self._last() > self._number:
             raise _taken(self._store, self._told(self._last()).who)
-        self._beat(0)
+        self._heartbeat(0)
         if last:
-            self._store.delete([_key(last), _beat_key(last)])
+            self._store.delete([_key(last), _heartbeat_key(last)])
 
     @contextmanager
     def kept(self, on_lost: Say) -> Iterator[None]:
@@ -126,35 +126,35 @@ class _Lease:
             self._over.set()
             thread.join()
             with suppress(StoreError):
-                self._store.put(_beat_key(self._number), OVER)
+                self._store.put(_heartbeat_key(self._number), OVER)
 
     def _run(self, on_lost: Say) -> None:
         count = 0
         while not self._over.wait(self._seconds / 3):
             count += 1
             with suppress(StoreError):  # the next heartbeat tries again
-                self._beat(count)
+                self._heartbeat(count)
                 last = self._last()
                 if last > self._number:
                     on_lost(f"{self._store.url()}: another launch ({self._told(last).who}) has taken over this run")
                     return
 
-    def _beat(self, count: int) -> None:
-        self._store.put(_beat_key(self._number), str(count).encode())
+    def _heartbeat(self, count: int) -> None:
+        self._store.put(_heartbeat_key(self._number), str(count).encode())
 
     def _last(self) -> int:
         numbers = (re.fullmatch(r"(\d{6,})", name) for name in self._store.names(FOLDER))
         return max((int(match[1]) for match in numbers if match), default=0)
 
-    def _told(self, number: int) -> _Holder:
+    def _told(self, number: int) -> _LeaseHolder:
         try:
-            return _Holder.model_validate_json(self._store.get(_key(number)))
+            return _LeaseHolder.model_validate_json(self._store.get(_key(number)))
         except (FileNotFoundError, ValidationError):
-            return _Holder(who="unknown", seconds=self._seconds)
+            return _LeaseHolder(who="unknown", seconds=self._seconds)
 
     def _heard(self, number: int) -> bytes | None:
         try:
-            return self._store.get(_beat_key(number))
+            return self._store.get(_heartbeat_key(number))
         except FileNotFoundError:
             return None
 
@@ -179,5 +179,5 @@ def _key(number: int) -> str:
     return f"{FOLDER}/{number:06d}"
 
 
-def _beat_key(number: int) -> str:
-    return f"{_key(number)}.beat"
+def _heartbeat_key(number: int) -> str:
+    return f"{_key(number)}.heartbeat"

@@ -35,7 +35,7 @@ class StoreSettings(Settings):
     )
     history: Literal["whole", "recent"] = Field(
         "whole",
-        description="`recent`: delete contributions older than the kept snapshots. Their rounds can then no longer "
+        description="`recent`: delete contributions older than the kept run checkpoints. Their rounds can then no longer "
         "be replayed, and a member that was absent for longer starts with an empty error feedback",
     )
     region: str | None = Field(None, description="region of an S3 bucket", examples=["eu-central-1"])
@@ -51,7 +51,7 @@ class StoreSettings(Settings):
         return url
 
     @model_validator(mode="after")
-    def _fit_together(self) -> Self:
+    def _are_compatible(self) -> Self:
         for key in ("endpoint", "region"):
             if getattr(self, key) is not None and not (self.url or "").startswith("s3:"):
                 raise ValueError(f"found `{key}` with the url {self.url}, expected it with an s3: url only")

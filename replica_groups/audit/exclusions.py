@@ -12,10 +12,10 @@ from hetero_pp.messages.messages_pb2 import Judgement
 from hetero_pp.rpc.exchange_service import HeldBy
 from replica_groups.exchange.assignments import Assignments
 from replica_groups.exchange.audits import Exclusion
+from replica_groups.exchange.exchange_state import ExchangeState
 from replica_groups.exchange.memberships import Memberships
-from replica_groups.exchange.run_state import RunState
 from replica_groups.rounds import events as e
-from replica_groups.rounds.slots import BARRED_ROUNDS
+from replica_groups.rounds.slot_transitions import BARRED_ROUNDS
 
 REMEMBERED_ROUNDS = 64
 """Number of recent rounds whose members are known."""
@@ -24,7 +24,7 @@ REMEMBERED_ROUNDS = 64
 class Exclusions:
     """Exclusions of one run. Thread-safe."""
 
-    def __init__(self, state: RunState, assignments: Assignments, settings: AuditSettings) -> None:
+    def __init__(self, state: ExchangeState, assignments: Assignments, settings: AuditSettings) -> None:
         self.guests: Memberships | None = None
         """Members with a ticket, once they are served."""
         self._state, self._assignments = state, assignments
@@ -89,7 +89,7 @@ class Exclusions:
         with self._lock:
             self._excluded[replica] = one
         cause = f"the audit of round {round_} excludes {replica}: {one.cause}"
-        self._state.decisions.tell(e.Condemned(replica, round_, one.until, cause))
+        self._state.runner.tell(e.Condemned(replica, round_, one.until, cause))
 
     def changed_hands(self, round_: int) -> list[str]:
         """Return the replicas that none of the holders before holds in this round, as far as their tickets tell."""
@@ -112,9 +112,9 @@ class Exclusions:
 
     def _tickets_of(self, held: Mapping[str, HeldBy]) -> dict[str, frozenset[str]]:
         found: dict[str, set[str]] = defaultdict(set)
-        for place, one in held.items():
-            if one.holder and self.guests is not None and (ticket := self.guests.ticket_of(place, one.holder)):
-                found[self._state.roster.members[place]].add(ticket)
+        for slot, one in held.items():
+            if one.holder and self.guests is not None and (ticket := self.guests.ticket_of(slot, one.holder)):
+                found[self._state.roster.members[slot]].add(ticket)
         return {replica: frozenset(tickets) for replica, tickets in found.items()}
 
     # ---- recomputation ----
@@ -142,7 +142,7 @@ class Exclusions:
 
     def _committed(self, one: Judgement) -> int:
         """Return the holder number of the member that a finding names, when it committed; 0 without a ticket."""
-        record = self._state.decisions.wait_for_record(one.round)
+        record = self._state.runner.wait_for_record(one.round)
         made = [each for entry in record.contributions if entry.replica == one.replica for each in entry.commitments]
         return next((each.holder for each in made if each.member == one.recomputed.member), 0)
 
@@ -153,4 +153,4 @@ class Exclusions:
         try:
             self.guests.require_in(member, now.holder)
         except Refused:
-            self._state.decisions.tell(e.Died(member, now.term, f"its ticket was revoked: {why}"))
+            self._state.runner.tell(e.Died(member, now.incarnation, f"its ticket was revoked: {why}"))

@@ -19,21 +19,21 @@ from hetero_pp.config.audit import AuditSettings
 from hetero_pp.config.links import VALIDATOR
 from hetero_pp.core.errors import DamagedFile, StoreError
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.messages.messages_pb2 import Happened, Judgement, Losses
+from hetero_pp.messages.messages_pb2 import Judgement, Losses, MembershipEventKind
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.messages.report_bounds import MOST_LOSS
 from hetero_pp.rpc.exchange_service import Caller
 from replica_groups.audit.exclusions import Exclusions
 from replica_groups.audit.gauntlet.agreement import SignCheck, why
-from replica_groups.audit.gauntlet.book import RoundFacts, ScoreBook
 from replica_groups.audit.gauntlet.losses import median_of
+from replica_groups.audit.gauntlet.replica_scores import ReplicaScores, RoundFacts
 from replica_groups.exchange.assignments import Assignments
 from replica_groups.exchange.audits import keep_scores, newest_scores
+from replica_groups.exchange.exchange_state import ExchangeState
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.memberships import Memberships
 from replica_groups.exchange.no_audits import NoAudits
 from replica_groups.exchange.reports import Reports
-from replica_groups.exchange.run_state import RunState
 from replica_groups.exchange.showing import draw_key
 
 MOST_VALIDATORS = 16
@@ -54,7 +54,7 @@ MOST_CHARACTERS = 400
 
 
 @dataclass
-class _Told:
+class _JudgedRound:
     """Judgements of one validator about the contributions to one round."""
 
     losses: dict[str, pb.Losses] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class Judgements(NoAudits):
 
     def __init__(
         self,
-        state: RunState,
+        state: ExchangeState,
         log: ContributionLog,
         reports: Reports,
         assignments: Assignments,
@@ -83,7 +83,7 @@ class Judgements(NoAudits):
         self._signs, self._overlapping = signs, overlapping
         self._state, self._log, self._reports, self._settings = state, log, reports, settings
         self.exclusions = Exclusions(state, assignments, settings)
-        self._book = None if settings.scores is None else ScoreBook(settings.scores, state.roster.replicas)
+        self._book = None if settings.scores is None else ReplicaScores(settings.scores, state.roster.replicas)
         self._weighs = weighs
         self._taking = threading.Condition()
         """Held while judgements are taken, also during writes to the store. No call about a round waits for it."""
@@ -91,7 +91,7 @@ class Judgements(NoAudits):
         """Guards the book for moments."""
         self._judged = 0
         """The last round that the book has."""
-        self._told: dict[int, dict[str, _Told]] = defaultdict(dict)
+        self._told: dict[int, dict[str, _JudgedRound]] = defaultdict(dict)
         """Round -> validator -> what it told, of rounds that the book does not have."""
         self._seen: dict[int, set[tuple[str, str, str]]] = defaultdict(set)
         """Round -> (validator, replica, kind) of the judgements taken."""
@@ -123,14 +123,14 @@ class Judgements(NoAudits):
         """Restore the scores and exclusions after a round, from which the run begins or resumes."""
         self._judged = self._heard = last_round
         try:
-            kept = self._state.decisions.patiently(lambda: newest_scores(self._log.store, last_round))
+            kept = self._state.runner.retry(lambda: newest_scores(self._log.store, last_round))
             if kept is None:
                 return
             with self._lock:
                 if kept.book is not None and self._settings.scores is not None:
-                    self._book = ScoreBook.from_json(self._settings.scores, kept.book)
+                    self._book = ReplicaScores.from_json(self._settings.scores, kept.book)
         except DamagedFile as error:
-            self._standing(pb.UNAUDITED, f"{error}; all scores begin anew")
+            self._membership_event(pb.UNAUDITED, f"{error}; all scores begin anew")
             return
         self.exclusions.restore(kept.excluded, last_round)
 
@@ -184,11 +184,11 @@ class Judgements(NoAudits):
     def unaudited(self, cause: str) -> None:
         """Report that nobody audits the run any more."""
         self.is_audited = False
-        self._standing(pb.UNAUDITED, cause)
+        self._membership_event(pb.UNAUDITED, cause)
 
-    def _standing(self, what: Happened, cause: str) -> None:
-        standing = pb.Standing(what=what, round=self._state.coordinator.last_round, cause=cause)
-        self._reports.tell_own(standing=standing)
+    def _membership_event(self, what: MembershipEventKind, cause: str) -> None:
+        membership_event = pb.MembershipEvent(what=what, round=self._state.coordinator.last_round, cause=cause)
+        self._reports.tell_own(membership_event=membership_event)
 
     # ---- what validators tell ----
 
@@ -212,7 +212,7 @@ class Judgements(NoAudits):
             self._heard = self._state.coordinator.last_round
             if not self.is_audited:
                 self.is_audited = True
-                self._standing(pb.AUDITED, f"{validator} judges the run's rounds again")
+                self._membership_event(pb.AUDITED, f"{validator} judges the run's rounds again")
             for one in judgements:
                 self._note(one, validator)
             while (due := self._due()) is not None:
@@ -240,7 +240,7 @@ class Judgements(NoAudits):
             return f"found a judgement about round {one.round}, expected one of the last {JUDGED_ROUNDS} closed rounds"
         if (why := complaint(one, self._state.roster.members)) is not None:
             return why
-        record = self._state.decisions.wait_for_record(one.round)
+        record = self._state.runner.wait_for_record(one.round)
         sent = {entry.replica for entry in record.contributions}
         if missing := {one.replica, *([one.copies] if kind == "copies" else [])} - sent:
             return f"round {one.round} includes no contribution of {', '.join(sorted(missing))}"
@@ -255,7 +255,7 @@ class Judgements(NoAudits):
     def _is_drawn(self, record: pb.RoundRecord, replica: str) -> bool:
         """Return whether a replica was drawn in a round."""
         try:
-            draw = json.loads(self._state.decisions.patiently(lambda: self._log.store.get(draw_key(record.round))))
+            draw = json.loads(self._state.runner.retry(lambda: self._log.store.get(draw_key(record.round))))
         except FileNotFoundError:
             return False
         return bool(draw["record"] == record.sha256.hex() and replica in draw["drawn"])
@@ -269,7 +269,7 @@ class Judgements(NoAudits):
             return
         self._validators[validator] = max(one.round, self._validators.get(validator, 0))
         if one.round > self._judged:  # later ones change nothing
-            told = self._told[one.round].setdefault(validator, _Told())
+            told = self._told[one.round].setdefault(validator, _JudgedRound())
             if kind == "losses":
                 told.losses[one.replica] = one.losses
             else:
@@ -325,8 +325,8 @@ class Judgements(NoAudits):
             self._reports.tell_own(judged=pb.Judgement(round=round_, replica=name, copies=original))
         self._reports.tell_own(scores=table)
 
-    def _facts(self, round_: int, told: Sequence[_Told]) -> RoundFacts:
-        record = self._state.decisions.wait_for_record(round_)
+    def _facts(self, round_: int, told: Sequence[_JudgedRound]) -> RoundFacts:
+        record = self._state.runner.wait_for_record(round_)
         included = frozenset(one.replica for one in record.contributions)
         pairs = [pair for one in told for pair in one.copies.items()]
         agreed = sorted({pair for pair in pairs if 2 * pairs.count(pair) > len(told)})

@@ -19,8 +19,8 @@ from hetero_pp.core.errors import RunFailed
 from hetero_pp.data.sources import Source
 from hetero_pp.messages.messages_pb2 import Judgement, RoundRecord
 from hetero_pp.outer.apply_round import FetchBlob
+from hetero_pp.run.checkpoint import RunCheckpoint
 from hetero_pp.run.round_optimizer import round_optimizer
-from hetero_pp.run.snapshot import Snapshot
 from hetero_pp.run.spec import RunSpec
 from replica_groups.audit.gauntlet.check import GauntletCheck
 from replica_groups.audit.recompute.recomputation import recomputation_of
@@ -60,7 +60,7 @@ class ValidatedRun(Protocol):
     def last_round(self) -> int:
         """Return the last closed round."""
 
-    def patiently(self, do: Callable[[], T]) -> T:
+    def retry(self, do: Callable[[], T]) -> T:
         """Do what needs the store, and retry while the store cannot be reached."""
 
     def take(self, judgements: Sequence[Judgement]) -> None:
@@ -80,24 +80,24 @@ def checks_of(
 
 
 class Validator:
-    """Follows one run from a snapshot on, and judges its rounds after `judged`."""
+    """Follows one run from a run checkpoint on, and judges its rounds after `judged`."""
 
     def __init__(
         self,
         spec: RunSpec,
         run: ValidatedRun,
         checks: Sequence[RoundCheck],
-        snapshot: Snapshot,
+        checkpoint: RunCheckpoint,
         judged: int = 0,
         folder: Path | None = None,
     ) -> None:
         """`folder` holds theta between rounds (Follower)."""
         self._spec, self._run, self._checks, self._folder = spec, run, checks, folder
         self._judged = judged
-        self._follower = self._follow(snapshot)
+        self._follower = self._follow(checkpoint)
 
-    def _follow(self, snapshot: Snapshot) -> Follower:
-        return Follower(self._spec.run, snapshot, round_optimizer(self._spec, snapshot.basis), self._folder)
+    def _follow(self, checkpoint: RunCheckpoint) -> Follower:
+        return Follower(self._spec.run, checkpoint, round_optimizer(self._spec, checkpoint.basis), self._folder)
 
     def run(self, on_round: Callable[[int, int], None] = lambda round_, count: None) -> None:
         """Follow the run until its last round. `on_round` gets each round, and the number of judgements about it.
@@ -109,13 +109,13 @@ class Validator:
             read = self._run.log.blobs_of(record)
 
             def fetch(replica: str, block: str, read: FetchBlob = read) -> bytes:
-                return self._run.patiently(lambda: read(replica, block))
+                return self._run.retry(lambda: read(replica, block))
 
             try:
                 count = self._judge(record, fetch)
                 self._follower.apply(record, fetch)
             except FileNotFoundError:  # the log keeps only the newest contributions
-                newest = self._run.patiently(lambda: newest_sound(self._run.log, self._run.last_round(), []))
+                newest = self._run.retry(lambda: newest_sound(self._run.log, self._run.last_round(), []))
                 if newest.round < round_:
                     raise
                 self._follower = self._follow(newest)
@@ -156,7 +156,7 @@ class ValidatorThread:
     def _run(self) -> None:
         torch.set_num_threads(self._threads)
         make = self._make
-        del self._make  # it holds the first snapshot
+        del self._make  # it holds the first run checkpoint
         try:
             validator = make()
             del make

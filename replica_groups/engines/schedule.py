@@ -11,7 +11,7 @@ from hetero_pp.model.inner import InnerSettings
 from hetero_pp.model.learning_rates import LearningRates
 
 
-class Schedule:
+class RateSchedule:
     """Share of the first peak learning rate at each step, by settings that may change during the run."""
 
     def __init__(self, inner: InnerSettings, total_steps: int | None) -> None:

@@ -42,7 +42,7 @@ from replica_groups.engines.engine import Parameters
 from replica_groups.engines.moments import Moments
 from replica_groups.engines.parameter_store import Shape
 from replica_groups.engines.ranks import Ranks
-from replica_groups.engines.schedule import Schedule
+from replica_groups.engines.schedule import RateSchedule
 
 
 class TitanEngine:
@@ -73,7 +73,7 @@ class TitanEngine:
         for name, tensor in parameters.items():
             self.write(name, tensor)
         self.optimizers = _optimizers(self.module, inner, ranks.device)
-        self._schedule = Schedule(inner, total_steps)
+        self._schedule = RateSchedule(inner, total_steps)
         self.rates = LRSchedulersContainer(self.optimizers, lambda step: self._schedule.share(step))
         self._is_local: dict[str, bool] = {}
         self._moments = Moments(self.optimizers.optimizers, _here, folder)

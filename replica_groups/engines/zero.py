@@ -25,7 +25,7 @@ from replica_groups.engines.engine import Parameters
 from replica_groups.engines.moments import Moments
 from replica_groups.engines.parameter_store import Shape
 from replica_groups.engines.ranks import Ranks
-from replica_groups.engines.schedule import Schedule
+from replica_groups.engines.schedule import RateSchedule
 
 
 class ZeroEngine:
@@ -48,7 +48,7 @@ class ZeroEngine:
         self.shapes: Mapping[str, Shape] = {name: tuple(tensor.shape) for name, tensor in sorted(parameters.items())}
         self.stage: int = settings.get("zero_optimization", {}).get("stage", 0)
         module = build_filled(shape, parameters)
-        self._schedule = Schedule(inner, total_steps)
+        self._schedule = RateSchedule(inner, total_steps)
         config = _config(settings, inner, micro_batches, micro_batch_size // ranks.world)
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         self.engine, self.optimizer, _, self.rates = deepspeed.initialize(

@@ -24,8 +24,8 @@ from hetero_pp.rpc.channels import PROTOCOL_VERSION, version_complaint
 from hetero_pp.rpc.probe import BUSY, MEASURE_SECONDS, PROBE_SECONDS, Probe, answer_measurement
 from hetero_pp.rpc.relay import Relay
 from replica_groups.exchange.exchange import Exchange
-from replica_groups.exchange.lobby import Lobby
 from replica_groups.exchange.memberships import LEFT, Holder, Memberships
+from replica_groups.exchange.waiting_room import WaitingRoom
 
 CERTIFICATE_SECONDS = 24 * 3600.0
 """Seconds for which a certificate obtained with a ticket is valid; its holder renews it at half of that."""
@@ -42,7 +42,7 @@ _TOGETHER = "all callers"
 
 
 @dataclass(frozen=True)
-class Told:
+class RunForGuests:
     """The part of the run that an admitted host is told."""
 
     configuration: str
@@ -58,8 +58,8 @@ class OpenHouse:
     """Parts of a run that ticket holders may join."""
 
     host: Memberships
-    told: Told
-    lobby: Lobby
+    told: RunForGuests
+    waiting_room: WaitingRoom
     unnamed: Collection[str] | None = None
     """Slots that a ticket without a slot may take; None: all."""
 
@@ -75,9 +75,14 @@ class Admission:
         exchange: Exchange,
         relay: Relay | None,
     ) -> None:
-        self._host, self._told, self._lobby, self._unnamed = house.host, house.told, house.lobby, house.unnamed
+        self._host, self._told, self._waiting_room, self._unnamed = (
+            house.host,
+            house.told,
+            house.waiting_room,
+            house.unnamed,
+        )
         self._authority, self._callers, self._exchange, self._relay = authority, callers, exchange, relay
-        self._seating = threading.Lock()
+        self._giving_slots = threading.Lock()
         """Held from the choice of a free slot until it is taken."""
         self._measuring = threading.Lock()
         self._previews = Pace(PREVIEWS_A_MINUTE / 60, PREVIEWS_AT_ONCE)
@@ -89,34 +94,34 @@ class Admission:
             raise Refused(complaint)
         ticket, key = self._callers.of(context).ticket, requested_key(request.request)
         assert ticket is not None
-        holder = self._seat(ticket, digest_of(key))
-        if isinstance(holder, pb.InLobby):
+        holder = self._give_slot(ticket, digest_of(key))
+        if isinstance(holder, pb.InWaitingRoom):
             status = self._exchange.overview.status()
             holder.last_round, holder.rounds = status.last_round, status.rounds
-            return pb.EnrolReply(in_lobby=holder)
+            return pb.EnrolReply(in_waiting_room=holder)
         return pb.EnrolReply(
-            place=holder.place,
+            slot=holder.slot,
             certificate=self._certificate(key, holder),
             configuration=self._told.configuration,
             tokenizer=self._told.tokenizer,
         )
 
-    def _seat(self, ticket: str, key: bytes) -> Holder | pb.InLobby:
-        """Return the holder of a slot for a ticket, or its state in the lobby. Raises RunOver, RunFailed."""
+    def _give_slot(self, ticket: str, key: bytes) -> Holder | pb.InWaitingRoom:
+        """Return the holder of a slot for a ticket, or its state in the waiting room. Raises RunOver, RunFailed."""
         self._require_going_on(ticket)
-        with self._seating:
+        with self._giving_slots:
             vacant: Sequence[str] = self._exchange.overview.vacant()
-            if self._host.lacks_place(ticket, key):
+            if self._host.lacks_slot(ticket, key):
                 free = self._away_from_parted(ticket, vacant)
                 if not free:
                     why = "waiting for a slot that is not beside a host with which it exchanged malformed messages"
-                    return pb.InLobby(here=1, probed=True, why=why)
-                given = self._lobby.place_for(ticket, free)
-                if isinstance(given, pb.InLobby):
+                    return pb.InWaitingRoom(here=1, probed=True, why=why)
+                given = self._waiting_room.slot_for(ticket, free)
+                if isinstance(given, pb.InWaitingRoom):
                     return given
                 vacant = [given]
             holder = self._host.enrol(ticket, key, vacant, CERTIFICATE_SECONDS)
-            self._lobby.seated(ticket)
+            self._waiting_room.has_slot(ticket)
             return holder
 
     def _away_from_parted(self, ticket: str, vacant: Sequence[str]) -> Sequence[str]:
@@ -124,16 +129,16 @@ class Admission:
 
         Raises Refused if no slot is free at all.
         """
-        found, places = (
+        found, slots = (
             self._host.own_slots(ticket, vacant) or self._open_to_all(vacant),
-            self._exchange.coordinator.places,
+            self._exchange.coordinator.slots,
         )
 
         def beside(slot: str) -> dict[str, bool]:
-            both = [one for one in self._exchange.state.beside(slot) if one]
-            return {one: one not in vacant or not places[one].is_guest for one in both}
+            both = [one for one in self._exchange.state.neighbours(slot) if one]
+            return {one: one not in vacant or not slots[one].is_guest for one in both}
 
-        return [slot for slot in found if self._host.may_be_beside(ticket, beside(slot))]
+        return [slot for slot in found if self._host.may_be_neighbour(ticket, beside(slot))]
 
     def _open_to_all(self, vacant: Sequence[str]) -> Sequence[str]:
         """Return the free slots that a ticket without a slot may take.
@@ -157,7 +162,7 @@ class Admission:
         try:
             self._exchange.overview.require_going_on()
         except HeteroPPError:
-            self._lobby.told(ticket)
+            self._waiting_room.told(ticket)
             raise
 
     def Probe(self, frames: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
@@ -169,12 +174,12 @@ class Admission:
         over.start()
         try:
             probe = Probe(frames)  # returns with the first frame, so that a silent caller keeps no line busy
-            self._lobby.begin_probe(ticket, context.cancel)
+            self._waiting_room.begin_probe(ticket, context.cancel)
             try:
                 yield from probe.frames()
-                self._lobby.probed(ticket, probe.up, probe.down)
+                self._waiting_room.probed(ticket, probe.up, probe.down)
             finally:
-                self._lobby.end_probe(ticket)
+                self._waiting_room.end_probe(ticket)
         finally:
             over.cancel()
 
@@ -185,7 +190,7 @@ class Admission:
             raise Refused(f"this host has asked too often; it may again in {max(1.0, seconds):.0f} s")
         slots, refusal = self._slots_of(caller)
         status = self._exchange.overview.status()
-        groups = {place.replica for place in status.places if place.name in slots}
+        groups = {slot.replica for slot in status.slots if slot.name in slots}
         return pb.PreviewReply(
             version=PROTOCOL_VERSION,
             clock=time.time(),
@@ -195,9 +200,9 @@ class Admission:
             refusal=refusal,
             tokens=self._exchange.joining.tokens,
             neighbours={
-                place.name: place.address
-                for place in status.places
-                if place.replica in groups and place.name not in slots and place.address not in ("", RELAYED)
+                slot.name: slot.address
+                for slot in status.slots
+                if slot.replica in groups and slot.name not in slots and slot.address not in ("", RELAYED)
             },
             relay_port=0 if self._relay is None else self._relay.port,
         )
@@ -237,22 +242,22 @@ class Admission:
     def _certificate(self, key: EllipticCurvePublicKey, holder: Holder) -> pb.Certificate:
         """Sign a certificate, dated by the clock that decides how long the holder is let in."""
         signed = holder.until - CERTIFICATE_SECONDS
-        return pb.Certificate(pem=self._authority.sign(key, holder.place, holder.number, holder.until, signed))
+        return pb.Certificate(pem=self._authority.sign(key, holder.slot, holder.number, holder.until, signed))
 
     def Give(self, request: pb.GiveRequest, context: grpc.ServicerContext) -> pb.GiveReply:
         caller = self._callers.of(context)
         self._host.end(caller.name, caller.holder, LEFT)
-        self._exchange.died(caller.name, LEFT, caller.term)
+        self._exchange.died(caller.name, LEFT, caller.incarnation)
         return pb.GiveReply()
 
     def Status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusReply:
         reply = self._exchange.overview.status()
         reply.rehearsal = self._exchange.is_rehearsal
-        reply.in_lobby, reply.needed_in_lobby = self._lobby.here, self._lobby.needed
-        for ticket, seconds in self._lobby.guests:
+        reply.in_waiting_room, reply.needed_in_lobby = self._waiting_room.here, self._waiting_room.needed
+        for ticket, seconds in self._waiting_room.guests:
             reply.guests.add(ticket=ticket, seconds=seconds)
-        for place in reply.places:
-            holder = self._host.held_by(place.name)
-            place.holder = 0 if holder is None else holder.number
-            place.relayed_bytes = 0 if self._relay is None else self._relay.carried_for(place.name)
+        for slot in reply.slots:
+            holder = self._host.held_by(slot.name)
+            slot.holder = 0 if holder is None else holder.number
+            slot.relayed_bytes = 0 if self._relay is None else self._relay.carried_for(slot.name)
         return reply

@@ -10,7 +10,7 @@ from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.rpc.exchange_service import Caller, HeldBy
 from replica_groups.exchange.commitments import Commitments
-from replica_groups.exchange.run_state import RunState
+from replica_groups.exchange.exchange_state import ExchangeState
 from replica_groups.exchange.showing import Showing
 from replica_groups.rounds import events as e
 
@@ -45,7 +45,7 @@ def is_before_dialled(before: Listens, after: Listens) -> bool:
 class Addresses:
     """Where the members of a run listen. Thread-safe, except `note`."""
 
-    def __init__(self, state: RunState) -> None:
+    def __init__(self, state: ExchangeState) -> None:
         self._state = state
         self._addresses: dict[str, str] = {}
         self._dialled: dict[str, Listens] = {}
@@ -74,7 +74,7 @@ class Addresses:
 
         An address is empty if that neighbour dials, or does not exist.
         """
-        before, after = self._state.beside(member)
+        before, after = self._state.neighbours(member)
         with self._state.changed:
             own = self._listens(member)
             up, down = (self._listens(one) if one else Listens() for one in (before, after))
@@ -89,7 +89,7 @@ class Addresses:
 class _Formed(NamedTuple):
     """A group as one of its members was told of it."""
 
-    epoch: int
+    generation: int
     members: Mapping[str, HeldBy]
     """By slot: the member that was told, and its neighbours as far as they were known."""
 
@@ -97,7 +97,7 @@ class _Formed(NamedTuple):
 class Assignments:
     """Assigns work to the members of one run. Thread-safe."""
 
-    def __init__(self, state: RunState, addresses: Addresses) -> None:
+    def __init__(self, state: ExchangeState, addresses: Addresses) -> None:
         self._state, self._addresses = state, addresses
         self.showing: Showing | None = None
         self.commitments: Commitments | None = None
@@ -110,27 +110,27 @@ class Assignments:
     def assign(self, request: pb.AssignRequest, caller: Caller) -> pb.AssignReply:
         """Return a member's next task, once all members of its replica ask for one."""
         member, state = caller.name, self._state
-        term, decisions = state.term(caller), state.decisions
-        own = HeldBy(member, caller.holder, term)
+        incarnation, runner = state.incarnation(caller), state.runner
+        own = HeldBy(member, caller.holder, incarnation)
         with state.changed:
-            if state.coordinator.holds(member, term):
+            if state.coordinator.holds(member, incarnation):
                 self._addresses.note(member, request.address)
                 self._holders[member] = own
-        decisions.asks(member, term)
-        decisions.tell(e.Asked(member, term, request.holds, request.trained))
-        work = decisions.wait_for_work(member, term, caller.is_asked)
-        shows = None if self.showing is None else self.showing.asks(member, caller.holder, term)
+        runner.asks(member, incarnation)
+        runner.tell(e.Asked(member, incarnation, request.holds, request.trained))
+        work = runner.wait_for_work(member, incarnation, caller.is_asked)
+        shows = None if self.showing is None else self.showing.asks(member, caller.holder, incarnation)
         upstream, downstream = self._addresses.to_dial(member)
         with state.changed:
-            before, after = map(self.held_by, state.beside(member))
-            self._formed[member] = _Formed(work.epoch, {one.place: one for one in (own, before, after) if one})
+            before, after = map(self.held_by, state.neighbours(member))
+            self._formed[member] = _Formed(work.generation, {one.slot: one for one in (own, before, after) if one})
             return pb.AssignReply(
                 round=work.round,
-                epoch=work.epoch,
+                generation=work.generation,
                 downstream=downstream,
                 heals=work.heal,
                 is_first=work.round == state.begun_after + 1,
-                elapsed=decisions.elapsed(work.round),
+                elapsed=runner.elapsed(work.round),
                 upstream=upstream,
                 trained=work.trained,
                 upstream_holder=None if before is None else before.holder,
@@ -151,30 +151,30 @@ class Assignments:
         Return the two ends of a link with a malformed message; empty if none is to be blamed. Nobody can know which of
         the two ends lies, so both answer for it. A member blames once in each generation.
         """
-        term = self._state.term(caller)
-        ends = self._ends(caller.name, request.epoch, term, request.blames) if request.blames else ()
+        incarnation = self._state.incarnation(caller)
+        ends = self._ends(caller.name, request.generation, incarnation, request.blames) if request.blames else ()
         trusted = request.blames if ends and not any(end.holder for end in ends) else ""
-        self._state.decisions.tell(e.Broken(caller.name, term, request.epoch, request.cause, trusted))
+        self._state.runner.tell(e.Broken(caller.name, incarnation, request.generation, request.cause, trusted))
         return ends
 
-    def _ends(self, member: str, epoch: int, term: int, blamed: str) -> Sequence[HeldBy]:
+    def _ends(self, member: str, generation: int, incarnation: int, blamed: str) -> Sequence[HeldBy]:
         """Return the ends of the link between a member and one that it blames, as its group was formed."""
-        if blamed not in self._state.beside(member):
+        if blamed not in self._state.neighbours(member):
             raise self._state.refused(member, f"blames {blamed}, which is not a neighbouring stage", Kind.FORBIDDEN)
         with self._state.changed:
             formed = self._formed.get(member)
-            if formed is None or formed.epoch != epoch or formed.members[member].term != term:
+            if formed is None or formed.generation != generation or formed.members[member].incarnation != incarnation:
                 return ()
             del self._formed[member]
-        return [formed.members[place] for place in (member, blamed) if place in formed.members]
+        return [formed.members[slot] for slot in (member, blamed) if slot in formed.members]
 
-    def guests_beside(self, member: str) -> Sequence[HeldBy]:
+    def neighbouring_guests(self, member: str) -> Sequence[HeldBy]:
         """Return the other members of a member's group that have a ticket."""
         with self._state.changed:
-            found = [self.held_by(place) for place in self._state.group_of(member) if place != member]
+            found = [self.held_by(slot) for slot in self._state.group_of(member) if slot != member]
         return [one for one in found if one is not None and one.holder]
 
-    def held_by(self, place: str) -> HeldBy | None:
+    def held_by(self, slot: str) -> HeldBy | None:
         """Return the holder of a slot, if it has asked this exchange for work."""
-        found = self._holders.get(place)
-        return found if found is not None and self._state.coordinator.holds(place, found.term) else None
+        found = self._holders.get(slot)
+        return found if found is not None and self._state.coordinator.holds(slot, found.incarnation) else None

@@ -1,4 +1,4 @@
-"""Auditor: replays the run log beside the exchange to check every round, and writes the snapshots."""
+"""Auditor: replays the run log beside the exchange to check every round, and writes the run checkpoints."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from typing import Literal
 from hetero_pp.config.links import EXCHANGE
 from hetero_pp.core.errors import DamagedFile, RunFailed, StoreError
 from hetero_pp.outer.step import OuterOptimizer, RoundOptimizer, parameters_sha256
-from hetero_pp.run.snapshot import Snapshot
+from hetero_pp.run.checkpoint import RunCheckpoint
 from replica_groups.exchange.audits import write_audit
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.follower import Follower
-from replica_groups.exchange.log import TOGETHER, ContributionLog, key_of, round_key, snapshot_key
+from replica_groups.exchange.log import TOGETHER, ContributionLog, checkpoint_key, key_of, round_key
 from replica_groups.exchange.uploads import UPLOADED
 
 
 @dataclass(frozen=True)
 class Retention:
-    """Removes replaced snapshots and excluded blobs from one run's log while the run continues.
+    """Removes replaced run checkpoints and excluded blobs from one run's log while the run continues.
 
-    Records, included contributions and the first snapshot stay, so that theta after any round can be computed again.
-    With `store.history: recent`, contributions up to the oldest remaining snapshot are removed, too. Nothing is removed
-    before the auditor has replayed it.
+    Records, included contributions and the first run checkpoint stay, so that theta after any round can be computed
+    again. With `store.history: recent`, contributions up to the oldest remaining run checkpoint are removed, too.
+    Nothing is removed before the auditor has replayed it.
     """
 
     log: ContributionLog
     keep: int = 2
-    """Number of snapshots to keep beside the first."""
+    """Number of run checkpoints to keep beside the first."""
     history: Literal["whole", "recent"] = "whole"
 
     def audited(self, round_: int) -> None:
@@ -41,24 +41,24 @@ class Retention:
         if round_ > 1:
             self._remove_uncounted(round_ - 1)
 
-    def kept_snapshot(self, round_: int) -> None:
-        """Remove all but the newest snapshots, after a new one was written."""
-        older = sorted(number for number in self.log.snapshots() if 0 < number <= round_)[: -self.keep]
-        self.log.store.delete([snapshot_key(number) for number in older])
+    def kept_checkpoint(self, round_: int) -> None:
+        """Remove all but the newest run checkpoints, after a new one was written."""
+        older = sorted(number for number in self.log.checkpoints() if 0 < number <= round_)[: -self.keep]
+        self.log.store.delete([checkpoint_key(number) for number in older])
         if self.history == "recent":
             self._forget_history(round_)
 
     def _forget_history(self, newest: int) -> None:
-        """Remove contributions up to the oldest remaining snapshot. Oldest first: an interruption leaves no gap."""
-        stay = sorted(number for number in self.log.snapshots() if 0 < number <= newest)
+        """Remove contributions up to the oldest remaining run checkpoint. Oldest first: an interruption leaves no gap."""
+        stay = sorted(number for number in self.log.checkpoints() if 0 < number <= newest)
         if len(stay) < self.keep:
             return
-        self.log.store.delete([snapshot_key(0)])
+        self.log.store.delete([checkpoint_key(0)])
         found: list[list[str]] = []
         for number in range(stay[0], 0, -1):
             blobs = self._blobs(number)
             if not blobs:
-                break  # they went with an older snapshot
+                break  # they went with an older run checkpoint
             found.append(blobs)
         for blobs in reversed(found):
             self.log.store.delete(blobs)
@@ -70,7 +70,7 @@ class Retention:
         try:
             record = self.log.read_record(round_)
         except (DamagedFile, FileNotFoundError):
-            return  # of a round before the run went on, from a later snapshot: nobody knows what counted
+            return  # of a round before the run went on, from a later run checkpoint: nobody knows what counted
         counted = {key_of(record, entry, blob) for entry in record.contributions for blob in entry.blobs}
         for key in self._blobs(round_):
             with suppress(DamagedFile):  # it stays, so that it can be repaired
@@ -79,14 +79,14 @@ class Retention:
 
 
 class Auditor:
-    """Replays each round as it closes, compares its hashes with the members' hashes, and writes snapshots."""
+    """Replays each round as it closes, compares its hashes with the members' hashes, and writes run checkpoints."""
 
     def __init__(
         self,
         exchange: Exchange,
-        snapshot: Snapshot,
+        checkpoint: RunCheckpoint,
         rounds: int,
-        snapshot_every: int,
+        checkpoint_every: int,
         optimizer: RoundOptimizer | None = None,
         retention: Retention | None = None,
         folder: Path | None = None,
@@ -94,24 +94,24 @@ class Auditor:
         """`folder` holds theta between rounds (Follower)."""
         self.exchange = exchange
         self.rounds = rounds
-        self.snapshot_every = snapshot_every
+        self.checkpoint_every = checkpoint_every
         self._retention = retention or Retention(exchange.log)
         self._unpruned: list[int] = []
         """Audited rounds whose excluded blobs may not be removed yet."""
-        self._start: Snapshot | None = snapshot
+        self._start: RunCheckpoint | None = checkpoint
         """Until it is written."""
-        self._first_round = snapshot.round + 1
+        self._first_round = checkpoint.round + 1
         optimizer = optimizer or OuterOptimizer(exchange.settings)
-        self._follower = Follower(exchange.run, snapshot, optimizer, folder)
+        self._follower = Follower(exchange.run, checkpoint, optimizer, folder)
         self._thread = threading.Thread(target=self._run, name="auditor", daemon=True)
 
     def start(self) -> None:
-        """Write the snapshot from which the run begins or resumes, and start to follow the rounds.
+        """Write the run checkpoint from which the run begins or resumes, and start to follow the rounds.
 
         Waits while the disk refuses it. Raises RunFailed.
         """
         if (start := self._start) is not None:
-            self.exchange.decisions.patiently(lambda: self.exchange.log.write_snapshot(start))
+            self.exchange.runner.retry(lambda: self.exchange.log.write_checkpoint(start))
         self._start = None
         self._thread.start()
 
@@ -133,24 +133,24 @@ class Auditor:
         read = self.exchange.log.blobs_of(record)
 
         def fetch(replica: str, block: str) -> bytes:
-            return self.exchange.decisions.patiently(lambda: read(replica, block))
+            return self.exchange.runner.retry(lambda: read(replica, block))
 
         hashes = self._follower.apply(record, fetch)
         self.exchange.confirm(EXCHANGE, round_, hashes)
         store, sha256 = self.exchange.log.store, parameters_sha256(hashes)
-        self.exchange.decisions.patiently(lambda: write_audit(store, round_, record.sha256, sha256))
+        self.exchange.runner.retry(lambda: write_audit(store, round_, record.sha256, sha256))
         self.exchange.reports.keep_so_far()
         self._unpruned.append(round_)
         with suppress(StoreError):  # what is not removed is in nobody's way, and is tried again after the next round
             while self._unpruned:
                 self._retention.audited(self._unpruned[0])
                 self._unpruned.pop(0)
-        if round_ == self.rounds or round_ % self.snapshot_every == 0:
+        if round_ == self.rounds or round_ % self.checkpoint_every == 0:
             self._save(round_)
 
     def _save(self, round_: int) -> None:
-        snapshot = self._follower.snapshot()
-        self.exchange.decisions.patiently(lambda: self.exchange.log.write_snapshot(snapshot))
-        self.exchange.snapshots.kept(round_)
+        checkpoint = self._follower.checkpoint()
+        self.exchange.runner.retry(lambda: self.exchange.log.write_checkpoint(checkpoint))
+        self.exchange.checkpoints.kept(round_)
         with suppress(StoreError):
-            self._retention.kept_snapshot(round_)
+            self._retention.kept_checkpoint(round_)

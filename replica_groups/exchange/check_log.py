@@ -1,4 +1,4 @@
-"""Verification of a run log: replays it from its first snapshot and checks every object in it."""
+"""Verification of a run log: replays it from its first run checkpoint and checks every object in it."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from hetero_pp.core.errors import DamagedFile, MalformedContribution
 from hetero_pp.messages.messages_pb2 import RoundRecord
 from hetero_pp.outer.apply_round import apply_round
 from hetero_pp.outer.step import RoundOptimizer, parameter_sha256, parameters_sha256
-from hetero_pp.run.snapshot import Snapshot
+from hetero_pp.run.checkpoint import RunCheckpoint
 from replica_groups.exchange.audits import audit_key, read_audit
-from replica_groups.exchange.log import ContributionLog, snapshot_key
+from replica_groups.exchange.log import ContributionLog, checkpoint_key
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class CheckedRound:
-    """Findings for a round, and for the snapshot after it."""
+    """Findings for a round, and for the run checkpoint after it."""
 
     round: int
     replicas: tuple[str, ...]
@@ -35,16 +35,16 @@ class CheckedRound:
     """sha256 of the parameters after the round; None if they cannot be computed."""
     is_audited: bool
     """Whether the run's auditor computed the same."""
-    has_snapshot: bool
-    """Whether a snapshot has the same parameters."""
+    has_checkpoint: bool
+    """Whether a run checkpoint has the same parameters."""
     damaged: tuple[str, ...]
     """Damaged, missing or differing objects, one line each."""
 
 
 class LogCheck:
-    """A pass over the log of one run. After damage it continues from the next undamaged snapshot.
+    """A pass over the log of one run. After damage it continues from the next undamaged run checkpoint.
 
-    A run that trains meanwhile removes snapshots that newer ones replace, and with `store.history: recent` the
+    A run that trains meanwhile removes run checkpoints that newer ones replace, and with `store.history: recent` the
     contributions before them. That is no damage.
     """
 
@@ -59,21 +59,21 @@ class LogCheck:
         self._basis: Tensor | None = None
         self._damaged: list[str] = []
         self._newest = 0
-        """Round of the newest snapshot when the pass began."""
+        """Round of the newest run checkpoint when the pass began."""
 
     def rounds(self, last: int) -> Iterator[CheckedRound]:
-        """Yield every round from the first snapshot to `last` as it is checked.
+        """Yield every round from the first run checkpoint to `last` as it is checked.
 
-        Raises FileNotFoundError if there is no such snapshot.
+        Raises FileNotFoundError if there is no such run checkpoint.
         """
-        found = self._log.snapshots()
-        snapshots, self._newest = {round_ for round_ in found if round_ <= last}, max(found, default=0)
-        if not snapshots:
-            raise FileNotFoundError(f"found no snapshot up to round {last} in {self._log.store.url()}")
-        for round_ in range(min(snapshots), last + 1):
+        found = self._log.checkpoints()
+        checkpoints, self._newest = {round_ for round_ in found if round_ <= last}, max(found, default=0)
+        if not checkpoints:
+            raise FileNotFoundError(f"found no run checkpoint up to round {last} in {self._log.store.url()}")
+        for round_ in range(min(checkpoints), last + 1):
             self._damaged = []
-            record = None if round_ == min(snapshots) else self._apply(round_)
-            has_snapshot = round_ in snapshots and self._hold_against_snapshot(round_)
+            record = None if round_ == min(checkpoints) else self._apply(round_)
+            has_checkpoint = round_ in checkpoints and self._hold_against_checkpoint(round_)
             sha256 = None if self._theta is None else _sha256(self._theta)
             yield CheckedRound(
                 round_,
@@ -82,15 +82,15 @@ class LogCheck:
                 () if record is None else tuple(record.left_out),
                 sha256,
                 sha256 is not None and record is not None and self._hold_against_audit(record, sha256),
-                has_snapshot,
+                has_checkpoint,
                 tuple(self._damaged),
             )
 
-    def snapshot(self, round_: int) -> Snapshot | None:
+    def checkpoint(self, round_: int) -> RunCheckpoint | None:
         """theta after the last checked round; None if it cannot be computed."""
         if self._theta is None or self._optimizer is None:
             return None
-        return Snapshot(round_, self._theta, self._basis, self._optimizer.state if round_ else {})
+        return RunCheckpoint(round_, self._theta, self._basis, self._optimizer.state if round_ else {})
 
     @torch.no_grad()
     def _apply(self, round_: int) -> RoundRecord | None:
@@ -117,24 +117,26 @@ class LogCheck:
             self._theta = self._noting(apply, is_before_all)
         return record
 
-    def _hold_against_snapshot(self, round_: int) -> bool:
-        snapshot = self._noting(lambda: self._log.read_snapshot(round_), lambda now: max(now) > self._newest)
-        if snapshot is None:
+    def _hold_against_checkpoint(self, round_: int) -> bool:
+        checkpoint = self._noting(lambda: self._log.read_checkpoint(round_), lambda now: max(now) > self._newest)
+        if checkpoint is None:
             return False
         if self._theta is None:
-            self._begin(snapshot)
-        elif (replayed := self.snapshot(round_)) is None or _sha256(replayed.tensors()) != _sha256(snapshot.tensors()):
+            self._begin(checkpoint)
+        elif (replayed := self.checkpoint(round_)) is None or _sha256(replayed.tensors()) != _sha256(
+            checkpoint.tensors()
+        ):
             self._damaged.append(
-                f"{self._log.store.url(snapshot_key(round_))} differs from the parameters that the log gives"
+                f"{self._log.store.url(checkpoint_key(round_))} differs from the parameters that the log gives"
             )
             return False
         return True
 
-    def _begin(self, snapshot: Snapshot) -> None:
-        self._theta, self._basis = dict(snapshot.parameters), snapshot.basis
-        self._optimizer = self._optimizer_for(snapshot.basis)
-        if snapshot.round > 0:
-            self._optimizer.load(snapshot.momentum, snapshot.round)
+    def _begin(self, checkpoint: RunCheckpoint) -> None:
+        self._theta, self._basis = dict(checkpoint.parameters), checkpoint.basis
+        self._optimizer = self._optimizer_for(checkpoint.basis)
+        if checkpoint.round > 0:
+            self._optimizer.load(checkpoint.momentum, checkpoint.round)
 
     def _hold_against_audit(self, record: RoundRecord, sha256: str) -> bool:
         store, before = self._log.store, len(self._damaged)
@@ -157,12 +159,12 @@ class LogCheck:
     ) -> T | None:
         """Return what `read` returns, or note the error and return None.
 
-        `is_removed`: whether the run has removed a missing file since the pass began, given the snapshots of now.
+        `is_removed`: whether the run has removed a missing file since the pass began, given the run checkpoints of now.
         """
         try:
             return read()
         except FileNotFoundError as error:
-            if (now := self._log.snapshots()) and is_removed(now):
+            if (now := self._log.checkpoints()) and is_removed(now):
                 return None
             self._damaged.append(f"{error.filename} is missing" if error.filename else str(error))
         except (DamagedFile, MalformedContribution) as error:

@@ -59,13 +59,13 @@ class Commitments:
             round_, after = self._after.get(member, (0, b""))
             return after if round_ > self._last_round - ROUNDS_REMEMBERED else b""
 
-    def take(self, member: str, round_: int, epoch: int, commitment: Commitment, holder: int) -> str | None:
+    def take(self, member: str, round_: int, generation: int, commitment: Commitment, holder: int) -> str | None:
         """Keep what came with a blob; return a complaint if it is missing, malformed, or a second commitment."""
         if (complaint := self._complaint(member, round_, commitment)) is not None:
             return complaint
         commitment.holder = holder
         with self._lock:
-            known = self._kept.setdefault((round_, member, epoch), commitment)
+            known = self._kept.setdefault((round_, member, generation), commitment)
             self._kept = {key: one for key, one in self._kept.items() if key[0] > round_ - _ROUNDS_KEPT}
         return None if known == commitment else f"a second, different commitment for round {round_}"
 
@@ -73,12 +73,12 @@ class Commitments:
         """Add to each contribution what its members committed to, by name."""
         for entry in record.contributions:
             for member in sorted(name for name, replica in self._members.items() if replica == entry.replica):
-                if (found := self._found(record.round, member, entry.epoch)) is not None:
+                if (found := self._found(record.round, member, entry.generation)) is not None:
                     entry.commitments.append(found)
 
-    def _found(self, round_: int, member: str, epoch: int) -> Commitment | None:
+    def _found(self, round_: int, member: str, generation: int) -> Commitment | None:
         with self._lock:
-            return self._kept.get((round_, member, epoch))
+            return self._kept.get((round_, member, generation))
 
     def _complaint(self, member: str, round_: int, found: Commitment) -> str | None:
         if not found.before:

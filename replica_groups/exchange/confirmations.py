@@ -11,9 +11,9 @@ from hetero_pp.messages.refusals import Kind
 from hetero_pp.model.transformer import block_of
 from hetero_pp.outer.step import parameters_sha256
 from hetero_pp.rpc.exchange_service import Caller
-from replica_groups.exchange.deposits import DIGEST_BYTES
+from replica_groups.exchange.contribution_inbox import DIGEST_BYTES
+from replica_groups.exchange.exchange_state import ExchangeState
 from replica_groups.exchange.reports import Reports
-from replica_groups.exchange.run_state import RunState
 from replica_groups.rounds import events as e
 
 _REMEMBERED_CONFIRMATIONS = 4
@@ -23,7 +23,7 @@ _REMEMBERED_CONFIRMATIONS = 4
 class Confirmations:
     """Confirmations of one run. Thread-safe."""
 
-    def __init__(self, state: RunState, reports: Reports) -> None:
+    def __init__(self, state: ExchangeState, reports: Reports) -> None:
         self._state, self._reports = state, reports
         self._confirmed: dict[int, dict[str, Mapping[str, bytes]]] = defaultdict(dict)
 
@@ -40,11 +40,11 @@ class Confirmations:
         if any(len(digest) != DIGEST_BYTES for digest in sha256.values()):
             raise state.refused(member, f"a hash that does not have {DIGEST_BYTES} bytes", Kind.MALFORMED)
         if member == EXCHANGE:
-            state.decisions.tell(e.Audited(round_, sha256))
+            state.runner.tell(e.Audited(round_, sha256))
         elif round_ <= state.coordinator.last_round:  # later ones would take the place of those that wait
-            state.decisions.tell(e.Confirmed(member, state.term(caller), round_, sha256))
+            state.runner.tell(e.Confirmed(member, state.incarnation(caller), round_, sha256))
             self._note(member, round_, sha256)
-        state.decisions.require_alive()
+        state.runner.require_alive()
         return pb.HashReply()
 
     def wait_for(self, record: pb.RoundRecord, here: Set[str], seconds: float) -> None:

@@ -1,4 +1,5 @@
-"""Decided rounds: their records, the blobs that the records name, and snapshots of theta, all read from the run log.
+"""Decided rounds: their records, the blobs that the records name, and run checkpoints of theta, all read from the run
+log.
 
 Members of many replicas fetch many small blobs. So one reply has all that follow in the record up to a size, and the
 newest replies are kept, because all members fetch the same.
@@ -18,12 +19,12 @@ from itertools import accumulate, islice
 from hetero_pp.config.links import EXCHANGE
 from hetero_pp.core.errors import DamagedFile, HeteroPPError, Refused
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.pseudo_gradient.together import FOLLOWING_BYTES_MAX, FOLLOWING_MAX
+from hetero_pp.pseudo_gradient.blob_batches import FOLLOWING_BYTES_MAX, FOLLOWING_MAX
 from hetero_pp.rpc.exchange_service import Caller
-from hetero_pp.run.snapshot import OpenSnapshot, Snapshot
+from hetero_pp.run.checkpoint import OpenCheckpoint, RunCheckpoint
+from replica_groups.exchange.exchange_state import ExchangeState
 from replica_groups.exchange.log import ContributionLog, key_of
 from replica_groups.exchange.restart import open_newest
-from replica_groups.exchange.run_state import RunState
 from replica_groups.exchange.uploads import download_url
 
 SECONDS_TO_READ = 1.0
@@ -63,7 +64,7 @@ class Reply:
 class DecidedRounds:
     """The decided rounds of one run, from its log. Thread-safe."""
 
-    def __init__(self, state: RunState, log: ContributionLog) -> None:
+    def __init__(self, state: ExchangeState, log: ContributionLog) -> None:
         self._state, self._log = state, log
         self._reading = threading.Lock()
         self._blobs_of = lru_cache(_KEPT_ROUNDS)(self._read_blobs_of)
@@ -73,13 +74,13 @@ class DecidedRounds:
 
     def record(self, request: pb.RecordRequest, caller: Caller) -> pb.RoundRecord:
         """Return the record of a round, once the round is decided."""
-        round_, member, term = request.round, None, None
+        round_, member, incarnation = request.round, None, None
         if caller.name != EXCHANGE:
-            member, term = caller.name, self._state.term(caller)
+            member, incarnation = caller.name, self._state.incarnation(caller)
             if round_ < 1:
                 raise self._state.refused(member, f"asked for the record of round {round_}, expected 1 or later")
         try:
-            return self._state.decisions.wait_for_record(round_, member, term, caller.is_asked)
+            return self._state.runner.wait_for_record(round_, member, incarnation, caller.is_asked)
         except (DamagedFile, FileNotFoundError) as error:
             raise Refused(f"no record of round {round_}: {error}") from None
 
@@ -87,7 +88,7 @@ class DecidedRounds:
         """Return one blob of a decided round."""
         key, blob = self._included(request, caller)
         try:
-            return self._state.decisions.patiently(lambda: self._log.read_blob(key, blob.sha256))
+            return self._state.runner.retry(lambda: self._log.read_blob(key, blob.sha256))
         except FileNotFoundError:
             reason = f"the contribution of {request.replica} to round {request.round} is no longer in the log"
             raise Refused(reason) from None
@@ -142,12 +143,12 @@ class DecidedRounds:
     def stored(self, request: pb.FetchRequest, caller: Caller) -> pb.StoredBlob | None:
         """Return where a member may read a blob from the store itself; None if the store has no such URLs."""
         key, blob = self._included(request, caller)
-        url = self._state.decisions.patiently(lambda: download_url(self._log, key))
+        url = self._state.runner.retry(lambda: download_url(self._log, key))
         return None if url is None else pb.StoredBlob(url=url, sha256=blob.sha256, size=blob.size)
 
     def _included(self, request: pb.FetchRequest, caller: Caller) -> tuple[str, pb.BlobEntry]:
         """Return the key of a blob, and its entry in the round's record."""
-        self._state.decisions.require_alive()
+        self._state.runner.require_alive()
         self._state.require_begun(caller.name)
         round_ = request.round
         if 1 <= round_ <= self._state.coordinator.last_round:
@@ -171,63 +172,63 @@ def _header(request: pb.FetchRequest, size: int) -> pb.BlobHeader:
     return pb.BlobHeader(round=request.round, replica=request.replica, block=request.block, size=size)
 
 
-class Snapshots:
-    """Snapshots of one run. Keeps the last one that was asked for open, so that it is verified once. Thread-safe."""
+class Checkpoints:
+    """Run checkpoints of one run. Keeps the last one that was asked for open, so that it is verified once. Thread-safe."""
 
-    def __init__(self, state: RunState, log: ContributionLog) -> None:
+    def __init__(self, state: ExchangeState, log: ContributionLog) -> None:
         self._state, self._log = state, log
-        self._held: Snapshot | OpenSnapshot | None = None
+        self._held: RunCheckpoint | OpenCheckpoint | None = None
         """In memory only until the run log has it."""
         self._newest = 0
         self._reading = threading.Lock()  # not the lock of everything else, because reading may take minutes
 
-    def begin(self, snapshot: Snapshot) -> None:
-        """Serve this snapshot, with which the run begins."""
-        self._held, self._newest = snapshot, snapshot.round
+    def begin(self, checkpoint: RunCheckpoint) -> None:
+        """Serve this run checkpoint, with which the run begins."""
+        self._held, self._newest = checkpoint, checkpoint.round
 
     def kept(self, round_: int) -> None:
-        """Note that the run log has this snapshot, the newest."""
+        """Note that the run log has this run checkpoint, the newest."""
         with self._state.changed:
             self._newest = max(self._newest, round_)
-            if isinstance(self._held, Snapshot):
+            if isinstance(self._held, RunCheckpoint):
                 self._held = None
             self._state.changed.notify_all()
 
-    def newest(self, request: pb.NewestSnapshotRequest, caller: Caller) -> pb.NewestSnapshotReply:
-        """Return the round of the newest undamaged snapshot, and its tensors' names."""
+    def newest(self, request: pb.NewestCheckpointRequest, caller: Caller) -> pb.NewestCheckpointReply:
+        """Return the round of the newest undamaged run checkpoint, and its tensors' names."""
         self._state.wait_until_begun(caller.is_asked)
         with self._reading:
             held = self._held
             if held is None or held.round != self._newest:
                 damaged: list[str] = []
                 try:
-                    held = self._state.decisions.patiently(lambda: open_newest(self._log, self._newest, damaged))
+                    held = self._state.runner.retry(lambda: open_newest(self._log, self._newest, damaged))
                     self._held = held
                 except FileNotFoundError as error:
                     raise Refused("; ".join([str(error), *damaged])) from None
                 for one in damaged:
                     print(f"{EXCHANGE}: {one}; reading an older one", file=sys.stderr, flush=True)
-            return pb.NewestSnapshotReply(round=held.round, names=held.shapes)
+            return pb.NewestCheckpointReply(round=held.round, names=held.shapes)
 
-    def open(self, request: pb.SnapshotRequest, caller: Caller) -> Snapshot | OpenSnapshot:
-        """Return a snapshot that has the tensors of a request, by default the newest."""
+    def open(self, request: pb.CheckpointRequest, caller: Caller) -> RunCheckpoint | OpenCheckpoint:
+        """Return a run checkpoint that has the tensors of a request, by default the newest."""
         self._state.require_begun(_ANYBODY, caller.is_asked)
-        snapshot = self._after(request.round if request.HasField("round") else self._newest)
-        unknown = [name for name in request.names if name not in snapshot.shapes]
+        checkpoint = self._after(request.round if request.HasField("round") else self._newest)
+        unknown = [name for name in request.names if name not in checkpoint.shapes]
         if unknown:
             more = f" and {len(unknown) - 1} other names" if len(unknown) > 1 else ""
-            reason = f"found no tensor named {unknown[0]:.80}{more} in the snapshot"
+            reason = f"found no tensor named {unknown[0]:.80}{more} in the run checkpoint"
             raise self._state.refused(_ANYBODY, reason)
-        return snapshot
+        return checkpoint
 
-    def _after(self, round_: int) -> Snapshot | OpenSnapshot:
-        """Return the snapshot after a round, from the log unless it is open or in memory."""
+    def _after(self, round_: int) -> RunCheckpoint | OpenCheckpoint:
+        """Return the run checkpoint after a round, from the log unless it is open or in memory."""
         with self._reading:
             held = self._held
             if held is None or held.round != round_:
                 try:
-                    held = self._state.decisions.patiently(lambda: self._log.open_snapshot(round_))
+                    held = self._state.runner.retry(lambda: self._log.open_checkpoint(round_))
                     self._held = held
                 except (DamagedFile, FileNotFoundError) as error:
-                    raise Refused(f"{_ANYBODY}: no snapshot after round {round_}: {error}") from None
+                    raise Refused(f"{_ANYBODY}: no run checkpoint after round {round_}: {error}") from None
             return held

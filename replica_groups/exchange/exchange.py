@@ -18,7 +18,7 @@ from google.protobuf.message import Message
 from torch import Tensor
 
 from hetero_pp.config.topology import MagnitudeSettings
-from hetero_pp.link.allowance import LinkLimit, Training
+from hetero_pp.link.allowance import LinkLimit, TrainedRound
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.refusals import Kind, Refusals
 from hetero_pp.messages.report_bounds import ReportBounds
@@ -26,25 +26,25 @@ from hetero_pp.model.transformer import shapes_by_block, shapes_of
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.rpc.exchange_service import Arrived, Caller, ExchangeService, IsAsked, always, untold
 from hetero_pp.rpc.request_bounds import RequestBounds
+from hetero_pp.run.checkpoint import OpenCheckpoint, RunCheckpoint
 from hetero_pp.run.same import Agreement
-from hetero_pp.run.snapshot import OpenSnapshot, Snapshot
 from hetero_pp.run.spec import Roster, RunSpec
 from replica_groups.exchange.assignments import Addresses, Assignments
 from replica_groups.exchange.commitments import Commitments
 from replica_groups.exchange.confirmations import Confirmations
-from replica_groups.exchange.decided import DecidedRounds, Snapshots
-from replica_groups.exchange.decisions import Decisions
-from replica_groups.exchange.deposits import Deposits
+from replica_groups.exchange.contribution_inbox import ContributionInbox
+from replica_groups.exchange.coordinator_runner import CoordinatorRunner
+from replica_groups.exchange.decided import Checkpoints, DecidedRounds
+from replica_groups.exchange.exchange_state import ExchangeState
 from replica_groups.exchange.joining import Joining
 from replica_groups.exchange.limits import ContributionLimits
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.no_audits import NoAudits
+from replica_groups.exchange.notifier import EVERYBODY
 from replica_groups.exchange.overview import Overview
 from replica_groups.exchange.presence import Presence
 from replica_groups.exchange.reports import Reports
-from replica_groups.exchange.run_state import RunState
 from replica_groups.exchange.showing import Showing, Shows, settings_sha256
-from replica_groups.exchange.waits import EVERYBODY
 from replica_groups.rounds import events as e
 from replica_groups.rounds.rules import Rules
 
@@ -66,7 +66,7 @@ class Exchange(ExchangeService):
         self,
         run: str,
         roster: Roster,
-        snapshot: Snapshot | None,
+        checkpoint: RunCheckpoint | None,
         settings: OuterSettings,
         log: ContributionLog,
         agreement: Agreement | None = None,
@@ -83,19 +83,19 @@ class Exchange(ExchangeService):
         link_limits: Mapping[tuple[str, str], LinkLimit] | None = None,
         parameters: Collection[str] = (),
     ) -> None:
-        """Create an exchange. Without a snapshot, members can only join until `begin` brings one.
+        """Create an exchange. Without a run checkpoint, members can only join until `begin` brings one.
 
         `goes_on`: another process was this run's exchange a moment ago, and members may be there still. `bounds`: what
         members may report. `shows`: settings of draws, if rounds are computed again. `agreement`, `text`: as in
-        Joining. `rehearsed`: shapes of the parameters in a rehearsal, whose snapshots have none. `so_far`: as in
+        Joining. `rehearsed`: shapes of the parameters in a rehearsal, whose run checkpoints have none. `so_far`: as in
         Reports. `link_limits`: (link, direction) -> what the relay may carry. `parameters`: names of all parameters, if
-        members may call before the snapshot is there.
+        members may call before the run checkpoint is there.
         """
         self.run, self.roster, self.settings, self.log = run, roster, settings, log
         self.link_limits = link_limits or {}
         self._last_steps: dict[str, int] = {}
         """Inner steps of the last contribution of each replica."""
-        self.decisions = Decisions(
+        self.runner = CoordinatorRunner(
             rules or Rules(roster.members, roster.blocks),
             log,
             self._on_effect,
@@ -105,77 +105,77 @@ class Exchange(ExchangeService):
             trains_on=settings.keep_local,
             clock=clock,
         )
-        self.coordinator = self.decisions.coordinator
+        self.coordinator = self.runner.coordinator
         self._refusals = Refusals(lambda refusal: self.reports.tell_own(refusal=refusal))
-        self.state = state = RunState(run, roster, self.decisions, self._refusals, settings.rounds, goes_on)
+        self.state = state = ExchangeState(run, roster, self.runner, self._refusals, settings.rounds, goes_on)
         self.presence = Presence(state)
         self.reports = Reports(state, self.presence, bounds or ReportBounds(), so_far)
         self.addresses = Addresses(state)
         self.joining = Joining(state, self.presence, self.reports, self.addresses, agreement, text)
-        self.snapshots = Snapshots(state, log)
+        self.checkpoints = Checkpoints(state, log)
         self.assignments = Assignments(state, self.addresses)
-        self.deposits, self._rehearsed = Deposits(state, log, settings.compression), rehearsed
+        self.inbox, self._rehearsed = ContributionInbox(state, log, settings.compression), rehearsed
         self.showing: Showing | None = None
         if shows is not None:
-            self.deposits.commitments = Commitments(roster.members, shows.readers, shows.fresh)
-            self.assignments.commitments = self.deposits.commitments
+            self.inbox.commitments = Commitments(roster.members, shows.readers, shows.fresh)
+            self.assignments.commitments = self.inbox.commitments
             self.assignments.showing = self.showing = Showing(state, log, shows)
             self.showing.accuse = lambda found: self.audits.unshown(found)
         self.decided = DecidedRounds(state, log)
         self.confirmations = Confirmations(state, self.reports)
         self.audits = NoAudits()
         """Replaced before the run begins, if it is audited."""
-        self.decisions.decide_by_audits = self._decide_by_audits
+        self.runner.decide_by_audits = self._decide_by_audits
         self.overview = Overview(state, self.presence, self.joining, self.addresses, self.reports)
         self._configuration_bytes = 0 if agreement is None else agreement.configuration_bytes
         self.requests = RequestBounds(roster, parameters, self._configuration_bytes)
         """Largest request of each call."""
         self._answers = self._table()
-        if snapshot is not None:
-            self.begin(snapshot)
+        if checkpoint is not None:
+            self.begin(checkpoint)
 
     def begin(
         self,
-        snapshot: Snapshot,
+        checkpoint: RunCheckpoint,
         damaged: Sequence[str] = (),
         spec: RunSpec | None = None,
         last_round: int | None = None,
         note: str = "",
         limits: ContributionLimits | None = None,
     ) -> None:
-        """Open the round after a snapshot's, or after the later `last_round`; `damaged` files were skipped.
+        """Open the round after a run checkpoint's, or after the later `last_round`; `damaged` files were skipped.
 
         `note` says without which data the run goes on; `spec` is the changed run, if something was changed.
         `limits` bound the contributions to rounds after this.
         """
-        state, last_round = self.state, snapshot.round if last_round is None else last_round
+        state, last_round = self.state, checkpoint.round if last_round is None else last_round
         with state.changed:
-            shapes = self._rehearsed or shapes_of(snapshot.parameters)
-            self.deposits.begin(shapes_by_block(shapes), decodes=self._rehearsed is None)
+            shapes = self._rehearsed or shapes_of(checkpoint.parameters)
+            self.inbox.begin(shapes_by_block(shapes), decodes=self._rehearsed is None)
             if limits is not None:
-                limits.begin(snapshot.parameters, snapshot.round)
-                self.decisions.limits = limits
-            state.names = frozenset(snapshot.parameters)
+                limits.begin(checkpoint.parameters, checkpoint.round)
+                self.runner.limits = limits
+            state.names = frozenset(checkpoint.parameters)
             self.requests = RequestBounds(self.roster, shapes, self._configuration_bytes)
             if spec is not None:
                 state.rounds, state.changes = spec.latest.outer.rounds, spec.changes
                 self.reports.tally.awaited = spec.awaited_in
-            self.snapshots.begin(snapshot)
+            self.checkpoints.begin(checkpoint)
             state.begun_after = last_round
         self.reports.count_on(self.log, last_round)
-        if self.showing is not None and (commitments := self.deposits.commitments) is not None:
+        if self.showing is not None and (commitments := self.inbox.commitments) is not None:
             self.showing.begin(last_round, "" if spec is None else settings_sha256(spec))
-            patiently, read = self.decisions.patiently, self.log.read_record
-            commitments.begin(last_round, lambda round_: patiently(partial(read, round_)))
-        self.decisions.tell(e.Began(last_round, state.rounds))
+            retry, read = self.runner.retry, self.log.read_record
+            commitments.begin(last_round, lambda round_: retry(partial(read, round_)))
+        self.runner.tell(e.Began(last_round, state.rounds))
         self.audits.begin(last_round)
         begun = pb.Begun(last_round=last_round, damaged=damaged, changes=state.changes.to_json(), note=note)
         self.reports.tell_own(begun=begun)
 
     def _decide_by_audits(self, record: pb.RoundRecord) -> None:
         """Let the audits change a record before it is written."""
-        if self.deposits.commitments is not None:
-            self.deposits.commitments.add_to(record)
+        if self.inbox.commitments is not None:
+            self.inbox.commitments.add_to(record)
         self.audits.decide(record, {} if self.showing is None else self.showing.owing(record))
 
     def _on_effect(self, effect: e.Effect) -> None:
@@ -186,10 +186,10 @@ class Exchange(ExchangeService):
         if isinstance(effect, e.Closed):
             self._last_steps |= {one.replica: one.steps for one in effect.record.contributions}
             self.audits.closed(effect.record.round)
-            if self.deposits.commitments is not None:
-                self.deposits.commitments.closed(self.decisions.kept(effect.record.round))
+            if self.inbox.commitments is not None:
+                self.inbox.commitments.closed(self.runner.kept(effect.record.round))
         elif isinstance(effect, e.Heal):
-            self.audits.differed(self.roster.members[effect.place], effect.round)
+            self.audits.differed(self.roster.members[effect.slot], effect.round)
 
     # ---- requests of members ----
 
@@ -200,9 +200,9 @@ class Exchange(ExchangeService):
             pb.JoinRequest: self.joining.join,
             pb.LastRoundRequest: self._last_round,
             pb.ChangesRequest: self._changes,
-            pb.NewestSnapshotRequest: self.snapshots.newest,
+            pb.NewestCheckpointRequest: self.checkpoints.newest,
             pb.AssignRequest: self.assignments.assign,
-            pb.BeatRequest: self.presence.beat,
+            pb.HeartbeatRequest: self.presence.heartbeat,
             pb.BrokenRequest: self.assignments.broken,
             pb.DiedRequest: self.presence.died,
             pb.RecordRequest: self.decided.record,
@@ -214,22 +214,22 @@ class Exchange(ExchangeService):
     def call(self, request: Message, caller: Caller) -> Any:
         return self._answers[type(request)](request, caller)
 
-    def read_snapshot(
-        self, request: pb.SnapshotRequest, caller: Caller, arrived: Arrived = untold
+    def read_checkpoint(
+        self, request: pb.CheckpointRequest, caller: Caller, arrived: Arrived = untold
     ) -> dict[str, Tensor]:
-        snapshot = self.snapshots.open(request, caller)
+        checkpoint = self.checkpoints.open(request, caller)
         tensors = {}
         for name in request.names:
-            tensors[name] = snapshot.tensor(name)
+            tensors[name] = checkpoint.tensor(name)
             arrived(tensors[name].nbytes)
         return tensors
 
-    def open_snapshot(self, request: pb.SnapshotRequest, caller: Caller) -> Snapshot | OpenSnapshot:
-        """Return a snapshot that has the tensors of a request, to send them in pieces."""
-        return self.snapshots.open(request, caller)
+    def open_checkpoint(self, request: pb.CheckpointRequest, caller: Caller) -> RunCheckpoint | OpenCheckpoint:
+        """Return a run checkpoint that has the tensors of a request, to send them in pieces."""
+        return self.checkpoints.open(request, caller)
 
     def deposit_blob(self, header: pb.BlobHeader, data: bytes, caller: Caller) -> None:
-        self.deposits.take(header, data, caller)
+        self.inbox.take(header, data, caller)
 
     def fetch_blob(self, request: pb.FetchRequest, caller: Caller) -> bytes:
         return self.decided.fetch(request, caller)
@@ -268,19 +268,21 @@ class Exchange(ExchangeService):
 
     # ---- the host's part ----
 
-    def trains(self, link: str) -> Training | None:
+    def trains(self, link: str) -> TrainedRound | None:
         """Return what the group of a stage link trains or evaluates; None if a member is missing or no work is given.
 
         After the last round its members evaluate until they leave.
         """
         replica = self.coordinator.replicas[self.roster.members[self.roster.counts[link, "forward"]]]
-        if not all(place.held for place in replica.places):
+        if not all(slot.held for slot in replica.slots):
             return None
-        if replica.round is None and not (self.coordinator.is_over or any(place.presumed for place in replica.places)):
+        if replica.round is None and not (
+            self.coordinator.is_over or any(slot.assumed_present for slot in replica.slots)
+        ):
             return None
         steps, last = self.coordinator.rules.steps, self._last_steps.get(replica.name)
         most = steps[-1] if len(steps) == 1 else steps[-1] / FIRST_STEPS if last is None else STEPS_GROW * last
-        return Training(replica.round or 0, replica.epoch, most)
+        return TrainedRound(replica.round or 0, replica.generation, most)
 
     @property
     def is_rehearsal(self) -> bool:
@@ -293,8 +295,8 @@ class Exchange(ExchangeService):
         return self._refusals.counts.total()
 
     def halt(self) -> int:
-        """Close no further round, as the run is being stopped, and return the last closed one (Decisions.halt)."""
-        return self.decisions.halt()
+        """Close no further round, as the run is being stopped, and return the last closed one (CoordinatorRunner.halt)."""
+        return self.runner.halt()
 
     def wait_until_applied(self, round_: int, seconds: float) -> None:
         """Wait until the present members of the replicas that a closed round includes have confirmed it.
@@ -310,7 +312,7 @@ class Exchange(ExchangeService):
 
     def wait_until_finished(self) -> None:
         """Wait until every round is decided, and the members of all replicas in the last round are through."""
-        self.decisions.wait_until(lambda: self.coordinator.is_through, subject=EVERYBODY)
+        self.runner.wait_until(lambda: self.coordinator.is_through, subject=EVERYBODY)
         if self.showing is not None:
             self.showing.end()
 
@@ -318,4 +320,4 @@ class Exchange(ExchangeService):
         """End the streams of reports, and decide nothing any more."""
         self._refusals.flush()
         self.reports.watchers.end()
-        self.decisions.end()
+        self.runner.end()

@@ -12,25 +12,27 @@ from hetero_pp.messages.messages_pb2 import RoundRecord
 from hetero_pp.model.transformer import shapes_by_block, shapes_of
 from hetero_pp.outer.apply_round import FetchBlob, apply_round
 from hetero_pp.outer.step import RoundOptimizer, parameter_sha256
-from hetero_pp.run.snapshot import Snapshot
+from hetero_pp.run.checkpoint import RunCheckpoint
 
 
 class Follower:
     """theta of one run, round after round. It is on disk between rounds (Scratch), because it is a whole model."""
 
-    def __init__(self, run: str, snapshot: Snapshot, optimizer: RoundOptimizer, folder: Path | None = None) -> None:
-        """Begin after a snapshot's round. `folder` holds theta; None: the folder of Python's `tempfile`."""
-        self.round = snapshot.round
+    def __init__(
+        self, run: str, checkpoint: RunCheckpoint, optimizer: RoundOptimizer, folder: Path | None = None
+    ) -> None:
+        """Begin after a run checkpoint's round. `folder` holds theta; None: the folder of Python's `tempfile`."""
+        self.round = checkpoint.round
         """The last round that was applied."""
-        self._run, self._basis, self._optimizer = run, snapshot.basis, optimizer
-        if snapshot.round > 0:
-            optimizer.load(snapshot.momentum, snapshot.round)
+        self._run, self._basis, self._optimizer = run, checkpoint.basis, optimizer
+        if checkpoint.round > 0:
+            optimizer.load(checkpoint.momentum, checkpoint.round)
         self._theta = Scratch(folder)
-        for name, tensor in snapshot.parameters.items():
+        for name, tensor in checkpoint.parameters.items():
             self._theta.keep(name, tensor)
-        blocks = shapes_by_block(shapes_of(snapshot.parameters)).values()
+        blocks = shapes_by_block(shapes_of(checkpoint.parameters)).values()
         is_whole = optimizer.settings.source == "gradient" and blocks  # because it clips by the norm of all
-        self._parts = [list(snapshot.parameters)] if is_whole else [list(shapes) for shapes in blocks]
+        self._parts = [list(checkpoint.parameters)] if is_whole else [list(shapes) for shapes in blocks]
         """Names of the parameters that are in memory at the same time."""
 
     @torch.no_grad()
@@ -54,6 +56,6 @@ class Follower:
         """Return a copy of all parameters, in memory."""
         return {name: self._theta.read(name) for names in self._parts for name in names}
 
-    def snapshot(self) -> Snapshot:
-        """Return the snapshot after the last applied round."""
-        return Snapshot(self.round, self.theta(), self._basis, self._optimizer.state)
+    def checkpoint(self) -> RunCheckpoint:
+        """Return the run checkpoint after the last applied round."""
+        return RunCheckpoint(self.round, self.theta(), self._basis, self._optimizer.state)

@@ -1,4 +1,4 @@
-"""Host of an exchange: creates it, and begins the run with its first snapshot or where it ended before."""
+"""Host of an exchange: creates it, and begins the run with its first run checkpoint or where it ended before."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hetero_pp.core.errors import DamagedFile, HeteroPPError
 from hetero_pp.core.progress import NowAndThen
 from hetero_pp.link.allowance import MESSAGE_BYTES, LinkLimit
 from hetero_pp.messages.report_bounds import ReportBounds
+from hetero_pp.run.checkpoint import first_checkpoint
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.round_optimizer import round_optimizer
 from hetero_pp.run.same import Agreement
-from hetero_pp.run.snapshot import first_snapshot
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.traffic import stage_link_loads
 from hetero_pp.store.faults import NO_FAULTS, Faults
@@ -162,25 +162,25 @@ def begin_run(
         _require_unchanged(resume if goes_on else {})
     try:
         if goes_on:
-            start, spec = exchange.decisions.patiently(partial(_take_over, exchange, spec, folder, resume or {}))
+            start, spec = exchange.runner.retry(partial(_take_over, exchange, spec, folder, resume or {}))
         elif resume is None:
             progress = NowAndThen(exchange.reports.tell_reading, 1.0, lambda _: 1.0, time.monotonic)
-            start = Restart(first_snapshot(spec, progress))
+            start = Restart(first_checkpoint(spec, progress))
             exchange.joining.wait_until_joined()
         else:
-            start, spec = exchange.decisions.patiently(partial(_go_on, exchange, spec, folder, resume))
+            start, spec = exchange.runner.retry(partial(_go_on, exchange, spec, folder, resume))
     except HeteroPPError as error:
         exchange.fail(str(error))  # members wait to hear where they begin
         raise
-    optimizer, now = round_optimizer(spec, start.snapshot.basis), spec.latest
-    retention = Retention(exchange.log, now.snapshots.keep, now.store.history)
+    optimizer, now = round_optimizer(spec, start.checkpoint.basis), spec.latest
+    retention = Retention(exchange.log, now.checkpoints.keep, now.store.history)
     auditor = Auditor(
-        exchange, start.snapshot, now.outer.rounds, now.snapshots.every, optimizer, retention, folder.path
+        exchange, start.checkpoint, now.outer.rounds, now.checkpoints.every, optimizer, retention, folder.path
     )
     auditor.start()
     limits = None if spec.config.rehearsal is not None else contribution_limits(spec)
-    exchange.begin(start.snapshot, start.damaged, spec, start.last_round, start.note, limits=limits)
-    exchange.snapshots.kept(start.snapshot.round)
+    exchange.begin(start.checkpoint, start.damaged, spec, start.last_round, start.note, limits=limits)
+    exchange.checkpoints.kept(start.checkpoint.round)
     return auditor
 
 
@@ -201,8 +201,8 @@ def _require_unchanged(wanted: Values) -> None:
 def _take_over(exchange: Exchange, spec: RunSpec, folder: RunFolder, wanted: Values) -> tuple[Restart, RunSpec]:
     """Return the start of an exchange that takes over: after the last decided round, whatever members hold.
 
-    Without a snapshot the run has not begun. Other replicas take part from the round after the one that members may be
-    training.
+    Without a run checkpoint the run has not begun. Other replicas take part from the round after the one that members
+    may be training.
     """
     damaged: list[str] = []
     last_round = exchange.log.last_record()
@@ -211,22 +211,22 @@ def _take_over(exchange: Exchange, spec: RunSpec, folder: RunFolder, wanted: Val
         spec = spec.with_changes(changed)
         _keep(spec, folder, exchange.log)
     try:
-        snapshot = newest_sound(exchange.log, last_round, damaged)
+        checkpoint = newest_sound(exchange.log, last_round, damaged)
     except FileNotFoundError:
-        return Restart(first_snapshot(spec)), spec
-    return Restart(snapshot, tuple(damaged), last_round), spec
+        return Restart(first_checkpoint(spec)), spec
+    return Restart(checkpoint, tuple(damaged), last_round), spec
 
 
 def _go_on(exchange: Exchange, spec: RunSpec, folder: RunFolder, wanted: Values) -> tuple[Restart, RunSpec]:
     """Return where a run resumes, and the changed run. Removes later rounds from the log, and keeps the changes."""
     start = _find_start(exchange, spec, spec.with_changes(spec.changes.changed(spec.at(1), 1, wanted)).latest)
-    first_round = start.snapshot.round + 1
+    first_round = start.checkpoint.round + 1
     if any(since > first_round for since in spec.changes.replicas_since):
         wanted = {REPLICAS: replicas_of(spec.latest), **wanted}  # those that are there have come, or left, already
     if wanted:
         spec = spec.with_changes(spec.changes.changed(spec.at(1), first_round, wanted))
         _keep(spec, folder, exchange.log)
-    exchange.log.forget_after(start.snapshot.round)
+    exchange.log.forget_after(start.checkpoint.round)
     return start, spec
 
 
@@ -244,10 +244,10 @@ def _find_start(exchange: Exchange, spec: RunSpec, latest: RunConfig) -> Restart
     """
     available, rounds = exchange.joining.wait_until_joined(), latest.outer.rounds
     if _is_over(exchange.log, rounds) and not all(rounds in states.rounds for states in available.values()):
-        raise HeteroPPError(f"the run is over: its log has the snapshot after round {rounds} of {rounds}")
+        raise HeteroPPError(f"the run is over: its log has the run checkpoint after round {rounds} of {rounds}")
     saved = any(states.rounds for states in available.values())
-    if not saved and not exchange.log.last_record() and not exchange.log.snapshots():
-        return Restart(first_snapshot(spec))  # it stopped before it had begun
+    if not saved and not exchange.log.last_record() and not exchange.log.checkpoints():
+        return Restart(first_checkpoint(spec))  # it stopped before it had begun
     last = exchange.log.last_record()
     before = {replica.name for replica in spec.at(max(last, 1)).replicas}
     known = {
@@ -257,17 +257,17 @@ def _find_start(exchange: Exchange, spec: RunSpec, latest: RunConfig) -> Restart
     }
     optimizer_for = partial(round_optimizer, spec)
     start = find_restart(exchange.log, spec.run, known or available, optimizer_for, latest.states_every)
-    if start.snapshot.round > rounds:
+    if start.checkpoint.round > rounds:
         raise HeteroPPError(
-            f"outer.rounds: found {rounds}, expected at least {start.snapshot.round}, the number of finished rounds"
+            f"outer.rounds: found {rounds}, expected at least {start.checkpoint.round}, the number of finished rounds"
         )
     return start
 
 
 def _is_over(log: ContributionLog, rounds: int) -> bool:
-    """Return whether the log has an undamaged snapshot after the last round."""
+    """Return whether the log has an undamaged run checkpoint after the last round."""
     try:
-        with log.open_snapshot(rounds):
+        with log.open_checkpoint(rounds):
             return True
     except (DamagedFile, FileNotFoundError):
         return False

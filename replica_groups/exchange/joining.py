@@ -23,9 +23,9 @@ from hetero_pp.rpc.exchange_service import AvailableStates, Caller
 from hetero_pp.run.same import Agreement
 from hetero_pp.store.folder import storing
 from replica_groups.exchange.assignments import Addresses
+from replica_groups.exchange.exchange_state import ExchangeState
 from replica_groups.exchange.presence import Presence
 from replica_groups.exchange.reports import Reports
-from replica_groups.exchange.run_state import RunState
 from replica_groups.rounds import events as e
 
 _SHOWN = 12
@@ -33,7 +33,7 @@ _SHOWN = 12
 
 
 @dataclass(frozen=True)
-class _Told:
+class _TextDigest:
     tokens: str
     """sha256 of the tokens, as hexadecimal digits."""
     by: tuple[str, ...]
@@ -85,7 +85,7 @@ class Text:
         by = told.by if told is not None and told.tokens == tokens else ()
         if member in by:
             return
-        now = _Told(tokens, (*by, member))
+        now = _TextDigest(tokens, (*by, member))
         if self._path is not None:
             content = json.dumps({"tokens": tokens, "by": now.by})
             with storing("written", self._path):
@@ -98,7 +98,7 @@ class Joining:
 
     def __init__(
         self,
-        state: RunState,
+        state: ExchangeState,
         presence: Presence,
         reports: Reports,
         addresses: Addresses,
@@ -168,29 +168,29 @@ class Joining:
         process = request.process or secrets.token_hex(8)
         with self._taking:
             self._require_same_text(member)
-            for answer in state.decisions.tell(e.Applied(member, process, caller.holder > 0)):
-                if isinstance(answer, e.Refused):
+            for answer in state.runner.tell(e.Applied(member, process, caller.holder > 0)):
+                if isinstance(answer, e.Reject):
                     raise state.refused(member, answer.reason)
             if tokens := self._tokens.get(member):
-                state.decisions.patiently(partial(self._text.note, member, tokens))
-        term = state.decisions.wait_for_term(member, process, caller.is_asked)
+                state.runner.retry(partial(self._text.note, member, tokens))
+        incarnation = state.runner.wait_for_incarnation(member, process, caller.is_asked)
         with state.changed:
             self._addresses.note(member, request.address)
             self._available[member] = AvailableStates(frozenset(request.rounds), tuple(request.damaged))
             state.changed.notify_all()
-        self._reports.joined(member, request.address, term)
+        self._reports.joined(member, request.address, incarnation)
         self._presence.heard(member)
-        return pb.JoinReply(term=term, takes_following=True)
+        return pb.JoinReply(incarnation=incarnation, takes_following=True)
 
     def meet_members(self) -> bool:
         """Wait until all required members have joined, or the run is known to be under way; return the latter."""
         state = self._state
-        state.decisions.wait_until(lambda: state.goes_on or self._has_met())
+        state.runner.wait_until(lambda: state.goes_on or self._has_met())
         return state.goes_on
 
     def wait_until_joined(self) -> Mapping[str, AvailableStates]:
         """Wait until all required members have joined; return the states of all that have."""
-        self._state.decisions.wait_until(self._has_met)
+        self._state.runner.wait_until(self._has_met)
         with self._state.changed:
             return dict(self._available)
 
@@ -204,10 +204,10 @@ class Joining:
         If all replicas are optional, return the missing members of the most complete replica.
         """
         rules = self._state.coordinator.rules
-        absent = [place for place in rules.places if place not in here]
+        absent = [slot for slot in rules.slots if slot not in here]
         if rules.expected(()):
-            return [place for place in absent if rules.places[place] not in rules.optional]
-        return min(([one for one in absent if rules.places[one] == name] for name in rules.replicas), key=len)
+            return [slot for slot in absent if rules.slots[slot] not in rules.optional]
+        return min(([one for one in absent if rules.slots[one] == name] for name in rules.replicas), key=len)
 
 
 def shown_digest(path: Path) -> str:
@@ -218,7 +218,7 @@ def shown_digest(path: Path) -> str:
         return ""
 
 
-def _kept(path: Path) -> _Told | None:
+def _kept(path: Path) -> _TextDigest | None:
     """Return what the file says; None if it is missing or damaged, because members name the text again."""
     try:
         return _read(path)
@@ -229,13 +229,13 @@ def _kept(path: Path) -> _Told | None:
         return None
 
 
-def _read(path: Path) -> _Told:
+def _read(path: Path) -> _TextDigest:
     """Read the file. Raises DamagedFile."""
     try:
         content, checksum = path.read_text(encoding="utf-8").splitlines()
         if checksum != _checksum(content):
             raise ValueError("its checksum does not match")
-        return TypeAdapter(_Told).validate_json(content)
+        return TypeAdapter(_TextDigest).validate_json(content)
     except ValueError as error:
         raise DamagedFile(f"{path} is damaged: {str(error).splitlines()[0]}") from None
 

@@ -1,17 +1,17 @@
-"""Run log: snapshots, round records and the contributions that they name, as objects of a store.
+"""Run log: run checkpoints, round records and the contributions that they name, as objects of a store.
 
     snapshot-000000.safetensors
     round-000001/record.json
-    round-000001/<replica>/<epoch>/<block>.<digest>.blob
-    round-000001/<replica>/<epoch>/<digest>.blobs           several of one deposit, behind an index of them
+    round-000001/<replica>/<generation>/<block>.<digest>.blob
+    round-000001/<replica>/<generation>/<digest>.blobs           several of one deposit, behind an index of them
     audited/round-000001.json
     audited/scores-000001.json
-    terms/<place>/<n>
+    incarnations/<slot>/<n>
 
-theta after any round follows from a snapshot and the later records and contributions, bit for bit. Every object is
-whole and durable before anybody is told of it, and is verified by its digest when it is read.
+theta after any round follows from a run checkpoint and the later records and contributions, bit for bit. Every object
+is whole and durable before anybody is told of it, and is verified by its digest when it is read.
 
-The first writer of a record or of an incarnation (`term`) of a slot wins. A blob's name contains its digest, so that no
+The first writer of a record or of an incarnation of a slot wins. A blob's name contains its digest, so that no
 blob overwrites another. An exchange therefore holds nothing that cannot be read from here.
 """
 
@@ -31,13 +31,13 @@ from hetero_pp.core.bounded import before_gap
 from hetero_pp.core.errors import DamagedFile, StoreError
 from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry, RoundRecord
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, contribution_digest
-from hetero_pp.run.snapshot import OpenSnapshot, Snapshot, open_snapshot, save_snapshot
+from hetero_pp.run.checkpoint import OpenCheckpoint, RunCheckpoint, open_checkpoint, save_checkpoint
 from hetero_pp.store.folder import reading, storing, writing
 from hetero_pp.store.store import Store
 from replica_groups.exchange.audits import audit_key, audited, scored, scores_key
 
-TERMS = "terms"
-TERMS_KEPT = 64
+INCARNATIONS = "incarnations"
+INCARNATIONS_KEPT = 64
 """Claims of each place that stay in the store. More than one stays, because a second exchange that does not know the
 newest claims must not succeed with an older number."""
 
@@ -64,13 +64,13 @@ class ContributionLog:
 
     # ---- contributions ----
 
-    def write_blobs(self, blobs: Mapping[BlobAddress, bytes], epoch: int) -> None:
-        """Write blobs of one round and generation (`epoch`) of a replica.
+    def write_blobs(self, blobs: Mapping[BlobAddress, bytes], generation: int) -> None:
+        """Write blobs of one round and generation of a replica.
 
         Several are one object, because each file takes a flush, an entry of its folder, and a block of the disk.
         """
         keys = {
-            blob_key(own.round, own.replica, epoch, own.block, hashlib.sha256(data).digest()): data
+            blob_key(own.round, own.replica, generation, own.block, hashlib.sha256(data).digest()): data
             for own, data in blobs.items()
         }
         first, *others = keys
@@ -204,11 +204,11 @@ class ContributionLog:
         found = (re.fullmatch(r"round-(\d{6,12})/", name) for name in self.store.names())
         return {int(match[1]) for match in found if match}
 
-    # ---- terms ----
+    # ---- incarnations ----
 
-    def claim_term(self, place: str, n: int) -> bool:
+    def claim_incarnation(self, slot: str, n: int) -> bool:
         """Claim the n-th incarnation of a slot; return whether this call won it."""
-        key = f"{TERMS}/{place}/{n}"
+        key = f"{INCARNATIONS}/{slot}/{n}"
         mine = self._unsure.pop(key, None) or secrets.token_hex(16).encode()
         try:
             # What is there may be this very claim, if the store's first answer was lost.
@@ -216,56 +216,58 @@ class ContributionLog:
         except StoreError:
             self._unsure[key] = mine
             raise
-        if n > TERMS_KEPT:
-            self.store.delete([f"{TERMS}/{place}/{n - TERMS_KEPT}"])
+        if n > INCARNATIONS_KEPT:
+            self.store.delete([f"{INCARNATIONS}/{slot}/{n - INCARNATIONS_KEPT}"])
         return is_mine
 
-    def terms(self) -> dict[str, int]:
+    def incarnations(self) -> dict[str, int]:
         """Return slot -> its highest claimed incarnation."""
         highest: dict[str, int] = {}
-        for key in self.store.below(TERMS):
-            match = re.fullmatch(rf"{TERMS}/(.+)/([1-9]\d*)", key)
+        for key in self.store.below(INCARNATIONS):
+            match = re.fullmatch(rf"{INCARNATIONS}/(.+)/([1-9]\d*)", key)
             if match:
                 highest[match[1]] = max(int(match[2]), highest.get(match[1], 0))
         return highest
 
-    # ---- snapshots ----
+    # ---- run checkpoints ----
 
-    def write_snapshot(self, snapshot: Snapshot) -> None:
-        with writing(self.store, snapshot_key(snapshot.round)) as path:
-            save_snapshot(snapshot, path)
+    def write_checkpoint(self, checkpoint: RunCheckpoint) -> None:
+        with writing(self.store, checkpoint_key(checkpoint.round)) as path:
+            save_checkpoint(checkpoint, path)
 
-    def read_snapshot(self, round_: int) -> Snapshot:
-        """Return the snapshot after a round, in memory. Raises as `open_snapshot`."""
-        with self.open_snapshot(round_) as file:
-            return file.snapshot()
+    def read_checkpoint(self, round_: int) -> RunCheckpoint:
+        """Return the run checkpoint after a round, in memory. Raises as `open_checkpoint`."""
+        with self.open_checkpoint(round_) as file:
+            return file.checkpoint()
 
-    def open_snapshot(self, round_: int) -> OpenSnapshot:
-        """Open the snapshot after a round, to read its tensors one at a time.
+    def open_checkpoint(self, round_: int) -> OpenCheckpoint:
+        """Open the run checkpoint after a round, to read its tensors one at a time.
 
         Raises FileNotFoundError if there is none, DamagedFile if it was altered.
         """
-        with reading(self.store, snapshot_key(round_)) as path:
-            file = open_snapshot(path, self.store.url(snapshot_key(round_)))
+        with reading(self.store, checkpoint_key(round_)) as path:
+            file = open_checkpoint(path, self.store.url(checkpoint_key(round_)))
         if file.round != round_:
-            raise DamagedFile(f"{self.store.url(snapshot_key(round_))} is the snapshot after round {file.round}")
+            raise DamagedFile(
+                f"{self.store.url(checkpoint_key(round_))} is the run checkpoint after round {file.round}"
+            )
         return file
 
-    def snapshots(self) -> set[int]:
-        """Return the rounds that have a snapshot."""
-        found = (re.fullmatch(r"snapshot-(\d{6,12})\.safetensors", name) for name in self.store.names())
+    def checkpoints(self) -> set[int]:
+        """Return the rounds that have a run checkpoint."""
+        found = (re.fullmatch(r"checkpoint-(\d{6,12})\.safetensors", name) for name in self.store.names())
         return {int(match[1]) for match in found if match}
 
     # ---- going on from an earlier round ----
 
     def forget_after(self, round_: int) -> None:
-        """Remove rounds and snapshots after the round from which a run resumes, and incomplete files.
+        """Remove rounds and run checkpoints after the round from which a run resumes, and incomplete files.
 
         Incarnations stay, because a former holder of a slot must never seem to hold it again. An interruption leaves a
         log that can be read.
         """
         self.store.forget_parts()
-        self.store.delete([snapshot_key(number) for number in self.snapshots() if number > round_])
+        self.store.delete([checkpoint_key(number) for number in self.checkpoints() if number > round_])
         self.store.delete([audit_key(number) for number in audited(self.store) if number > round_])
         self.store.delete([scores_key(number) for number in scored(self.store) if number > round_])
         for number in sorted(self._rounds(), reverse=True):
@@ -274,20 +276,20 @@ class ContributionLog:
                 self.store.delete(self.store.below(round_key(number)))
 
 
-def snapshot_key(round_: int) -> str:
-    return f"snapshot-{round_:06d}.safetensors"
+def checkpoint_key(round_: int) -> str:
+    return f"checkpoint-{round_:06d}.safetensors"
 
 
 def record_key(round_: int) -> str:
     return f"{round_key(round_)}/record.json"
 
 
-def blob_key(round_: int, replica: str, epoch: int, block: str, sha256: bytes) -> str:
-    return f"{round_key(round_)}/{replica}/{epoch}/{block}.{sha256.hex()[:_NAMED_DIGITS]}.blob"
+def blob_key(round_: int, replica: str, generation: int, block: str, sha256: bytes) -> str:
+    return f"{round_key(round_)}/{replica}/{generation}/{block}.{sha256.hex()[:_NAMED_DIGITS]}.blob"
 
 
 def key_of(record: RoundRecord, entry: ContributionEntry, blob: BlobEntry) -> str:
-    return blob_key(record.round, entry.replica, entry.epoch, blob.block, blob.sha256)
+    return blob_key(record.round, entry.replica, entry.generation, blob.block, blob.sha256)
 
 
 def _index_digest(index: bytes) -> str:
@@ -313,7 +315,7 @@ def record_digest(record: RoundRecord) -> bytes:
 
 def _add_entry(add: Callable[[bytes], None], entry: ContributionEntry) -> None:
     add(_text(entry.replica) + struct.pack("<d", entry.weight) + entry.digest)
-    add(struct.pack("<QQQ", entry.epoch, entry.steps, entry.tokens))
+    add(struct.pack("<QQQ", entry.generation, entry.steps, entry.tokens))
     add(contribution_digest(entry.blobs))
     add(struct.pack(f"<{2 * len(entry.blobs)}Q", *(n for b in entry.blobs for n in (b.size, b.kept_values))))
     if entry.scale:

@@ -20,11 +20,11 @@ from hetero_pp.rpc.caller_limits import Pace
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS tickets (
-    id TEXT PRIMARY KEY, place TEXT, until REAL NOT NULL, key BLOB, revoked INTEGER NOT NULL DEFAULT 0
+    id TEXT PRIMARY KEY, slot TEXT, until REAL NOT NULL, key BLOB, revoked INTEGER NOT NULL DEFAULT 0
 );
 CREATE TABLE IF NOT EXISTS holders (
-    place TEXT NOT NULL, holder INTEGER NOT NULL, ticket TEXT NOT NULL, key BLOB NOT NULL, until REAL NOT NULL,
-    joins_by REAL, ended TEXT, PRIMARY KEY (place, holder)
+    slot TEXT NOT NULL, holder INTEGER NOT NULL, ticket TEXT NOT NULL, key BLOB NOT NULL, until REAL NOT NULL,
+    joins_by REAL, ended TEXT, PRIMARY KEY (slot, holder)
 );
 CREATE TABLE IF NOT EXISTS malformed (
     ticket TEXT NOT NULL, other TEXT NOT NULL, count INTEGER NOT NULL, until REAL, PRIMARY KEY (ticket, other)
@@ -56,7 +56,7 @@ _OPERATOR = ""
 RESERVED_SECONDS = 600.0
 """Seconds for which a slot is kept for a holder that has not joined. A host that prepares itself renews them."""
 
-SEATS_A_MINUTE, SEATS_AT_ONCE = 10.0, 20
+ADMISSIONS_A_MINUTE, ADMISSIONS_AT_ONCE = 10.0, 20
 """Slots that one ticket may take per minute and at once. Each is a row that is flushed while all calls wait."""
 
 HOLDERS_KEPT = 100
@@ -76,7 +76,7 @@ _USED = (
 class Holder:
     """Holder of a slot by an invitation."""
 
-    place: str
+    slot: str
     number: int
     """Number of the holder at its slot, from 1."""
     until: float
@@ -92,7 +92,7 @@ class IssuedTicket:
     """A ticket, as the exchange's host knows it."""
 
     id: str
-    place: str | None
+    slot: str | None
     """Slot that it names; None: any."""
     until: float
     """Seconds since 1970 until which it is valid."""
@@ -106,7 +106,7 @@ class Memberships:
         """Open the database in a file, which is created if it is missing. Raises StoreError if that fails."""
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._path, self._clock, self._lock = path, clock or steady_clock(), threading.RLock()
-        self._seats = Pace(SEATS_A_MINUTE / 60, SEATS_AT_ONCE, self._clock)
+        self._admissions = Pace(ADMISSIONS_A_MINUTE / 60, ADMISSIONS_AT_ONCE, self._clock)
         try:
             self._database = sqlite3.connect(path, _BUSY_SECONDS, isolation_level=None, check_same_thread=False)
             path.chmod(0o600)
@@ -121,17 +121,17 @@ class Memberships:
         with self._lock:
             self._database.close()
 
-    def invite(self, place: str | None, seconds: float) -> str:
+    def invite(self, slot: str | None, seconds: float) -> str:
         """Create a ticket; return its id. One process may take this slot, or a free one, with it within `seconds`.
 
         Raises Refused for a slot that is held.
         """
         ticket = secrets.token_hex(_ID_BYTES)
         with self._changing():
-            if place is not None and self._is_in(self._newest(place)):
-                raise Refused(f"{place} is taken: `hetero-pp revoke` frees it")
-            row = (ticket, place, self._clock() + seconds)
-            self._database.execute("INSERT INTO tickets (id, place, until) VALUES (?, ?, ?)", row)
+            if slot is not None and self._is_in(self._newest(slot)):
+                raise Refused(f"{slot} is taken: `hetero-pp revoke` frees it")
+            row = (ticket, slot, self._clock() + seconds)
+            self._database.execute("INSERT INTO tickets (id, slot, until) VALUES (?, ?, ?)", row)
         return ticket
 
     def valid_tickets(self) -> int:
@@ -150,17 +150,17 @@ class Memberships:
         too often.
         """
         with self._changing():
-            place = self._good_for(ticket, key)
+            slot = self._good_for(ticket, key)
             if not self._is_in(self._of_ticket(ticket)):
-                if (wait_seconds := self._seats.refused_for(ticket)) > 0:
+                if (wait_seconds := self._admissions.refused_for(ticket)) > 0:
                     raise TooMuch(f"this ticket takes a slot too often; it may again in {max(1.0, wait_seconds):.0f} s")
-                wanted = None if self._parted_from(ticket) else place
-                self._let_in(ticket, key, self._place_for(wanted, vacant), seconds)
+                wanted = None if self._parted_from(ticket) else slot
+                self._let_in(ticket, key, self._slot_for(wanted, vacant), seconds)
             found = self._of_ticket(ticket)
             assert found is not None
             return found
 
-    def lacks_place(self, ticket: str, key: bytes) -> bool:
+    def lacks_slot(self, ticket: str, key: bytes) -> bool:
         """Return whether a ticket with a key needs a slot to be chosen. Raises as `enrol`."""
         with self._reading():
             chooses = self._good_for(ticket, key) is None or bool(self._parted_from(ticket))
@@ -169,10 +169,10 @@ class Memberships:
     def slot_of(self, ticket: str) -> str | None:
         """Return the slot of an unused ticket; None if it admits to any. Raises Refused if it admits to none."""
         with self._reading():
-            place, _, used, _ = self._ticket(ticket)
+            slot, _, used, _ = self._ticket(ticket)
             if used is not None:
                 raise Refused(_USED)
-            return None if place is None else self._place_for(place, ())
+            return None if slot is None else self._slot_for(slot, ())
 
     def own_slots(self, ticket: str, vacant: Collection[str]) -> list[str]:
         """Return the slot that a ticket names, if it is free."""
@@ -182,70 +182,70 @@ class Memberships:
 
     def _good_for(self, ticket: str, key: bytes) -> str | None:
         """Return the slot that a ticket names. Raises as `enrol`."""
-        place, until, used, revoked = self._ticket(ticket)
+        slot, until, used, revoked = self._ticket(ticket)
         if revoked:
             raise Forbidden("the ticket was revoked")
         if used not in (None, key):
             raise Forbidden(_USED)
         if used is None and self._clock() > until:
             raise Forbidden("the ticket has expired: ask for another")
-        return place
+        return slot
 
     def _ticket(self, ticket: str) -> tuple[str | None, float, bytes | None, int]:
-        found = self._database.execute("SELECT place, until, key, revoked FROM tickets WHERE id = ?", (ticket,))
+        found = self._database.execute("SELECT slot, until, key, revoked FROM tickets WHERE id = ?", (ticket,))
         row: tuple[str | None, float, bytes | None, int] | None = found.fetchone()
         if row is None:
             raise Refused("the ticket does not belong to this run")
         return row
 
-    def _place_for(self, wanted: str | None, vacant: Collection[str]) -> str:
+    def _slot_for(self, wanted: str | None, vacant: Collection[str]) -> str:
         if wanted is not None:
             if self._is_in(self._newest(wanted)):
                 ask = "ask the operator of the run to free it (`hetero-pp revoke`), or for a ticket to another slot"
                 raise Refused(f"{wanted} is taken by another host: {ask}")
             return wanted
-        held = {holder.place for holder in self.holders() if self._is_in(holder)}
-        free = [place for place in vacant if place not in held]
+        held = {holder.slot for holder in self.holders() if self._is_in(holder)}
+        free = [slot for slot in vacant if slot not in held]
         if not free:
             raise Refused("no slot of the run is free")
         return free[0]
 
-    def _let_in(self, ticket: str, key: bytes, place: str, seconds: float) -> None:
-        newest = self._newest(place)
+    def _let_in(self, ticket: str, key: bytes, slot: str, seconds: float) -> None:
+        newest = self._newest(slot)
         now = self._clock()
-        row = (place, newest.number + 1 if newest else 1, ticket, key, now + seconds, now + RESERVED_SECONDS)
+        row = (slot, newest.number + 1 if newest else 1, ticket, key, now + seconds, now + RESERVED_SECONDS)
         self._database.execute("UPDATE tickets SET key = ? WHERE id = ?", (key, ticket))
-        query = "INSERT INTO holders (place, holder, ticket, key, until, joins_by) VALUES (?, ?, ?, ?, ?, ?)"
+        query = "INSERT INTO holders (slot, holder, ticket, key, until, joins_by) VALUES (?, ?, ?, ?, ?, ?)"
         self._database.execute(query, row)
-        self._database.execute("DELETE FROM holders WHERE place = ? AND holder <= ?", (place, row[1] - HOLDERS_KEPT))
+        self._database.execute("DELETE FROM holders WHERE slot = ? AND holder <= ?", (slot, row[1] - HOLDERS_KEPT))
 
-    def renew(self, place: str, number: int, key: bytes, seconds: float) -> Holder:
+    def renew(self, slot: str, number: int, key: bytes, seconds: float) -> Holder:
         """Extend a holder's admission by `seconds`. Raises Refused for a former holder, or another key."""
         with self._changing():
-            self._require_in(place, number)
-            query, holder = "SELECT key FROM holders WHERE place = ? AND holder = ?", (place, number)
+            self._require_in(slot, number)
+            query, holder = "SELECT key FROM holders WHERE slot = ? AND holder = ?", (slot, number)
             if self._database.execute(query, holder).fetchone() != (key,):
                 raise Forbidden("a certificate can only be renewed for its original key")
-            found, until = self._newest(place), self._clock() + seconds
+            found, until = self._newest(slot), self._clock() + seconds
             assert found is not None
             if found.until > until - RENEWED_SHARE * seconds:
                 return found
             joins_by = None if found.joins_by is None else self._clock() + RESERVED_SECONDS
-            query = "UPDATE holders SET until = ?, joins_by = ? WHERE place = ? AND holder = ?"
+            query = "UPDATE holders SET until = ?, joins_by = ? WHERE slot = ? AND holder = ?"
             self._database.execute(query, (until, joins_by, *holder))
             return replace(found, until=until, joins_by=joins_by)
 
-    def joined(self, place: str, number: int) -> None:
+    def joined(self, slot: str, number: int) -> None:
         """Note that a holder has joined, so that its slot is kept for as long as its certificate is valid."""
         with self._changing():
-            query = "UPDATE holders SET joins_by = NULL WHERE place = ? AND holder = ? AND joins_by IS NOT NULL"
-            self._database.execute(query, (place, number))
+            query = "UPDATE holders SET joins_by = NULL WHERE slot = ? AND holder = ? AND joins_by IS NOT NULL"
+            self._database.execute(query, (slot, number))
 
-    def end(self, place: str, number: int, why: str) -> None:
+    def end(self, slot: str, number: int, why: str) -> None:
         """End a holder's admission, and free its slot. Does nothing if it has ended already."""
         with self._changing():
             self._database.execute(
-                "UPDATE holders SET ended = ? WHERE place = ? AND holder = ? AND ended IS NULL", (why, place, number)
+                "UPDATE holders SET ended = ? WHERE slot = ? AND holder = ? AND ended IS NULL", (why, slot, number)
             )
 
     def part(self, ends: Mapping[str, int]) -> dict[str, str]:
@@ -270,9 +270,9 @@ class Memberships:
             until = self._clock() + PARTED_SECONDS
             update = "UPDATE malformed SET count = 0, until = ? WHERE ticket = ? AND other = ?"
             self._database.executemany(update, [(until, *pair) for pair in pairs])
-            for place, neighbour, ticket in zip(ends, [*ends][::-1], tickets, strict=True):
+            for slot, neighbour, ticket in zip(ends, [*ends][::-1], tickets, strict=True):
                 if ticket:
-                    found[place] = self._part(ticket, f"{PARTED} {neighbour} after {MOST_BLAMED} malformed messages")
+                    found[slot] = self._part(ticket, f"{PARTED} {neighbour} after {MOST_BLAMED} malformed messages")
             return found
 
     def _part(self, ticket: str, why: str) -> str:
@@ -285,7 +285,7 @@ class Memberships:
         self._database.execute("UPDATE holders SET ended = ? WHERE ticket = ? AND ended IS NULL", (why, ticket))
         return why
 
-    def may_be_beside(self, ticket: str, neighbours: Mapping[str, bool]) -> bool:
+    def may_be_neighbour(self, ticket: str, neighbours: Mapping[str, bool]) -> bool:
         """Return whether a ticket was not parted lately from the holder of a neighbouring slot.
 
         `neighbours`: slot -> whether it is the operator's unless a ticket holder has it.
@@ -293,10 +293,10 @@ class Memberships:
         with self._reading():
             if not (parted := self._parted_from(ticket)):
                 return True
-            for place, is_operators in neighbours.items():
-                newest = self._newest(place)
+            for slot, is_operators in neighbours.items():
+                newest = self._newest(slot)
                 if newest is not None and self._is_in(newest):
-                    beside = self._ticket_of(place, newest.number)
+                    beside = self._ticket_of(slot, newest.number)
                 else:
                     beside = _OPERATOR if is_operators else None
                 if beside in parted:
@@ -320,20 +320,20 @@ class Memberships:
         query = "SELECT other FROM malformed WHERE ticket = ? AND until > ?"
         return {row[0] for row in self._database.execute(query, (ticket, self._clock()))}
 
-    def condemn(self, place: str, number: int, why: str) -> None:
+    def condemn(self, slot: str, number: int, why: str) -> None:
         """Revoke the ticket and the slots of a holder, present or former, because of what an audit found."""
         with self._changing():
-            if (ticket := self._ticket_of(place, number)) is not None:
+            if (ticket := self._ticket_of(slot, number)) is not None:
                 self._revoke(ticket, why)
 
-    def ticket_of(self, place: str, number: int) -> str | None:
+    def ticket_of(self, slot: str, number: int) -> str | None:
         """Return the ticket of a holder, present or former; None if it is not known any more."""
         with self._reading():
-            return self._ticket_of(place, number)
+            return self._ticket_of(slot, number)
 
-    def _ticket_of(self, place: str, number: int) -> str | None:
-        query = "SELECT ticket FROM holders WHERE place = ? AND holder = ?"
-        row: tuple[str] | None = self._database.execute(query, (place, number)).fetchone()
+    def _ticket_of(self, slot: str, number: int) -> str | None:
+        query = "SELECT ticket FROM holders WHERE slot = ? AND holder = ?"
+        row: tuple[str] | None = self._database.execute(query, (slot, number)).fetchone()
         return None if row is None else row[0]
 
     def _revoke(self, ticket: str, why: str) -> None:
@@ -342,10 +342,10 @@ class Memberships:
 
     def tickets(self) -> list[IssuedTicket]:
         """Return all tickets that were not revoked, in the order in which they expire."""
-        query = "SELECT id, place, until, key IS NOT NULL FROM tickets WHERE NOT revoked ORDER BY until, id"
+        query = "SELECT id, slot, until, key IS NOT NULL FROM tickets WHERE NOT revoked ORDER BY until, id"
         with self._reading():
             found = self._database.execute(query).fetchall()
-        return [IssuedTicket(id, place, until, bool(is_used)) for id, place, until, is_used in found]
+        return [IssuedTicket(id, slot, until, bool(is_used)) for id, slot, until, is_used in found]
 
     def revoke(self, what: str) -> list[str]:
         """Revoke a slot with its unused tickets, or a ticket with its slot; return what was revoked, in words.
@@ -354,10 +354,10 @@ class Memberships:
         """
         with self._changing():
             tickets = self._database.execute(
-                "SELECT id FROM tickets WHERE (id = ? OR place = ?) AND key IS NULL AND NOT revoked", (what, what)
+                "SELECT id FROM tickets WHERE (id = ? OR slot = ?) AND key IS NULL AND NOT revoked", (what, what)
             ).fetchall()
             rows = self._database.execute(
-                "SELECT place, holder, ticket FROM holders WHERE (ticket = ? OR place = ?) AND ended IS NULL",
+                "SELECT slot, holder, ticket FROM holders WHERE (ticket = ? OR slot = ?) AND ended IS NULL",
                 (what, what),
             ).fetchall()
             holders, used = [row[:2] for row in rows], [row[2:] for row in rows]
@@ -365,16 +365,16 @@ class Memberships:
                 raise Refused(f"found no host that was invited to {what}, and no ticket with this id")
             self._database.executemany("UPDATE tickets SET revoked = 1 WHERE id = ?", [*tickets, *used])
             self._database.executemany(
-                "UPDATE holders SET ended = 'it was taken back' WHERE place = ? AND holder = ?", holders
+                "UPDATE holders SET ended = 'it was taken back' WHERE slot = ? AND holder = ?", holders
             )
         return [f"the ticket {ticket}" for (ticket,) in tickets] + [
-            f"{place} (holder number {number})" for place, number in holders
+            f"{slot} (holder number {number})" for slot, number in holders
         ]
 
-    def require_in(self, place: str, number: int) -> None:
+    def require_in(self, slot: str, number: int) -> None:
         """Raise Refused if this holder does not hold the slot, or not any more."""
         with self._reading():
-            self._require_in(place, number)
+            self._require_in(slot, number)
 
     def require_open(self, ticket: str) -> None:
         """Raise Refused for a ticket that admits nobody with any key."""
@@ -382,37 +382,37 @@ class Memberships:
             if self._ticket(ticket)[3]:
                 raise Refused("the ticket was revoked")
 
-    def held_by(self, place: str) -> Holder | None:
+    def held_by(self, slot: str) -> Holder | None:
         """Return the holder of a slot; None if no ticket holder has it."""
         with self._reading():
-            newest = self._newest(place)
+            newest = self._newest(slot)
             return newest if self._is_in(newest) else None
 
     def holders(self) -> list[Holder]:
         """Return all holders, by slot and number."""
         with self._reading():
-            return list(self._holders("ORDER BY place, holder"))
+            return list(self._holders("ORDER BY slot, holder"))
 
-    def _require_in(self, place: str, number: int) -> None:
-        newest = self._newest(place)
+    def _require_in(self, slot: str, number: int) -> None:
+        newest = self._newest(slot)
         if newest is None or number > newest.number:
-            raise Refused(f"{place} has had no holder of this number")
+            raise Refused(f"{slot} has had no holder of this number")
         if number < newest.number:
-            raise Refused(f"{place} has been given to another holder since")
+            raise Refused(f"{slot} has been given to another holder since")
         if newest.ended is not None:
-            raise Refused(f"{place}: {newest.ended}")
+            raise Refused(f"{slot}: {newest.ended}")
         if not self._is_in(newest):
             late = self._clock() <= newest.until
             why = "its holder did not join in time" if late else "the certificate was not renewed in time"
-            raise Refused(f"{place}: {why}")
+            raise Refused(f"{slot}: {why}")
 
     def _is_in(self, holder: Holder | None) -> bool:
         if holder is None or holder.ended is not None:
             return False
         return self._clock() <= min(holder.until, holder.until if holder.joins_by is None else holder.joins_by)
 
-    def _newest(self, place: str) -> Holder | None:
-        return next(self._holders("WHERE place = ? ORDER BY holder DESC LIMIT 1", place), None)
+    def _newest(self, slot: str) -> Holder | None:
+        return next(self._holders("WHERE slot = ? ORDER BY holder DESC LIMIT 1", slot), None)
 
     def _of_ticket(self, ticket: str) -> Holder | None:
         """Return the last holder that a ticket admitted."""
@@ -420,7 +420,7 @@ class Memberships:
 
     def _holders(self, clauses: str, *values: str) -> Iterator[Holder]:
         """Return the holders that a query finds, in its order."""
-        found = self._database.execute(f"SELECT place, holder, until, joins_by, ended FROM holders {clauses}", values)
+        found = self._database.execute(f"SELECT slot, holder, until, joins_by, ended FROM holders {clauses}", values)
         return (Holder(*row) for row in found.fetchall())
 
     @contextmanager

@@ -32,7 +32,7 @@ def fetch_configuration(config: RunConfig, folder: RunFolder) -> None:
 
 def require_unused(log: ContributionLog) -> None:
     """Raise ConfigError if the store of a new run has a run already, because nothing is ever overwritten."""
-    if log.last_record() or log.snapshots():
+    if log.last_record() or log.checkpoints():
         raise ConfigError(
             ("store", "url"),
             f"found a run in {log.store.url()}, expected none; resume it with --resume, or use another `name`",

@@ -8,25 +8,25 @@ from dataclasses import replace
 from hetero_pp.core.errors import RunOver
 from hetero_pp.messages.messages_pb2 import CONTRIBUTING, FINISHING, JOINING, StatusReply
 from replica_groups.exchange.assignments import Addresses
+from replica_groups.exchange.exchange_state import ExchangeState
 from replica_groups.exchange.joining import Joining
-from replica_groups.exchange.patience import Expected
 from replica_groups.exchange.presence import Presence
 from replica_groups.exchange.reports import Reports, why_paused
-from replica_groups.exchange.run_state import RunState
+from replica_groups.exchange.stall_detector import Expected
 
 
 class Overview:
     """Views of one run. Thread-safe; changes nothing."""
 
     def __init__(
-        self, state: RunState, presence: Presence, joining: Joining, addresses: Addresses, reports: Reports
+        self, state: ExchangeState, presence: Presence, joining: Joining, addresses: Addresses, reports: Reports
     ) -> None:
         self._state, self._presence, self._joining = state, presence, joining
         self._addresses, self._reports = addresses, reports
 
     def expected(self) -> Expected:
         """Return what the exchange waits for. While no blob of a round has come, inner steps are progress, too."""
-        return replace(self._expected_of_members(), obstacle=self._state.decisions.obstacles.oldest())
+        return replace(self._expected_of_members(), store_error=self._state.runner.store_errors.oldest())
 
     def _expected_of_members(self) -> Expected:
         state, heard = self._state, self._presence.last_heard
@@ -60,7 +60,7 @@ class Overview:
 
     def require_going_on(self) -> None:
         """Raise RunOver if every round is closed, RunFailed if the run has failed."""
-        self._state.decisions.require_alive()
+        self._state.runner.require_alive()
         if self._state.coordinator.is_over:
             raise RunOver.after(self._state.coordinator.last_round, self._state.rounds)
 
@@ -81,17 +81,17 @@ class Overview:
             )
             if view.paused is not None:
                 reply.paused = why_paused(view.paused.there, view.replicas, view.paused.needed)
-            if expected.obstacle is not None:
-                reply.obstacle, reply.obstacle_seconds = expected.obstacle
+            if expected.store_error is not None:
+                reply.store_error, reply.store_error_seconds = expected.store_error
             for slot in view.slots:
                 address = self._addresses.of(slot.name)
                 dials = self._addresses.to_dial(slot.name)[0] if address else ""
                 seconds, cause = self._reports.watchers.last_change(slot.name) or (None, "")
-                reply.places.add(
+                reply.slots.add(
                     name=slot.name,
                     replica=slot.replica,
                     held=slot.held,
-                    term=slot.term,
+                    incarnation=slot.incarnation,
                     round=slot.round,
                     address=address,
                     dials=dials,

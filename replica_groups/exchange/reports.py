@@ -29,9 +29,9 @@ from hetero_pp.messages.refusals import Kind
 from hetero_pp.messages.report_bounds import ReportBounds, complaint, limit_diverged
 from hetero_pp.rpc.exchange_service import Caller, IsAsked, always
 from hetero_pp.run.spec import Roster
+from replica_groups.exchange.exchange_state import ExchangeState
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.presence import Presence
-from replica_groups.exchange.run_state import RunState
 from replica_groups.exchange.tally import Tally
 from replica_groups.rounds import events as e
 
@@ -41,7 +41,7 @@ REMEMBERED_REPORTS = 10_000
 SECONDS_BETWEEN_LOOKS = 0.5
 """Interval at which it is checked whether a watcher is still there."""
 
-_CONCERN_ALL = ("joined", "waiting", "begun", "reading", "failure", "standing", "over", "so_far")
+_CONCERN_ALL = ("joined", "waiting", "begun", "reading", "failure", "membership_event", "over", "so_far")
 
 TRIES = 8
 """Number of times that one round may be reported, because a replica that reforms trains its round again."""
@@ -63,7 +63,9 @@ REFUSAL_CHARACTERS = 200
 class Reports:
     """Reports of one run. Thread-safe."""
 
-    def __init__(self, state: RunState, presence: Presence, bounds: ReportBounds, so_far: Path | None = None) -> None:
+    def __init__(
+        self, state: ExchangeState, presence: Presence, bounds: ReportBounds, so_far: Path | None = None
+    ) -> None:
         """`so_far`: file that keeps the counters of the run; without one they end with this process."""
         roster, optional = state.roster.members, state.coordinator.rules.optional
         self.tally = Tally(roster, lambda round_: set(roster.values()) - optional)
@@ -88,7 +90,7 @@ class Reports:
         for report in request.reports:
             why = None if report.member == EXCHANGE else self._complaint(report)
             if why is None:
-                self._pass_on(report, caller.term)
+                self._pass_on(report, caller.incarnation)
             else:
                 complaints.append(self._state.refused(report.member, why, Kind.MALFORMED))
         if complaints:
@@ -110,12 +112,12 @@ class Reports:
         with self._reporting:
             return self._reports.count(member, "round_verified", self._state.coordinator.last_round)
 
-    def _pass_on(self, report: pb.Report, term: int | None) -> None:
+    def _pass_on(self, report: pb.Report, incarnation: int | None) -> None:
         member, state = report.member, self._state
-        if report.HasField("failure") and self._is_over(member, term):
+        if report.HasField("failure") and self._is_over(member, incarnation):
             report.failure.consequence = True
         if report.HasField("failure") and not report.failure.consequence and not self._ends_run(member):
-            self._presence.end(member, report.failure.cause, term)
+            self._presence.end(member, report.failure.cause, incarnation)
             return
         self._tell([report])
         self._presence.heard(member)
@@ -125,15 +127,19 @@ class Reports:
             with state.changed:
                 self.steps_told += 1
         if report.HasField("finished") and member in state.roster.members:
-            state.decisions.tell(e.Left(member, state.term(Caller(member, term))))
+            state.runner.tell(e.Left(member, state.incarnation(Caller(member, incarnation))))
         if report.HasField("failure") and not report.failure.consequence:
             cause = report.failure.cause
-            state.decisions.fail(cause if member == EXCHANGE else f"{member}: {cause}")
+            state.runner.fail(cause if member == EXCHANGE else f"{member}: {cause}")
 
-    def _is_over(self, member: str, term: int | None) -> bool:
+    def _is_over(self, member: str, incarnation: int | None) -> bool:
         """Return whether a named incarnation of a member is over."""
         state = self._state
-        return term is not None and member in state.roster.members and not state.coordinator.holds(member, term)
+        return (
+            incarnation is not None
+            and member in state.roster.members
+            and not state.coordinator.holds(member, incarnation)
+        )
 
     def _ends_run(self, member: str) -> bool:
         """Return whether a failure leaves too few replicas, so that the run would wait forever.
@@ -151,12 +157,12 @@ class Reports:
             self._failed[member] = replica
             return not state.coordinator.is_over and rules.is_lost_without(self._failed.values())
 
-    def joined(self, member: str, address: str, term: int) -> None:
+    def joined(self, member: str, address: str, incarnation: int) -> None:
         """Report that a process has taken a slot, and forget the failure of the one before."""
         with self._state.changed:
             self._failed.pop(member, None)
             self.devices.pop(member, None)
-        self._tell([pb.Report(member=member, joined=pb.Joined(address=address, term=term))])
+        self._tell([pb.Report(member=member, joined=pb.Joined(address=address, incarnation=incarnation))])
 
     def now(self) -> float:
         """Return the seconds since 1970, by the clock that dates reports."""
@@ -209,7 +215,7 @@ class Reports:
     def tell_effect(self, effect: e.Effect) -> None:
         """Report a decision of the rules."""
         if isinstance(effect, e.Closed):
-            closed = self._state.decisions.kept(effect.record.round)
+            closed = self._state.runner.kept(effect.record.round)
             self._tell([pb.Report(member=EXCHANGE, round_closed=closed)])
         else:
             self._tell(list(_reports_of(effect, self._state.roster.members)))
@@ -294,11 +300,11 @@ class MemberReports:
 def _reports_of(effect: e.Effect, replicas: Mapping[str, str]) -> Iterator[pb.Report]:
     """Yield the reports of an effect for watchers; `replicas`: slot -> replica."""
     match effect:
-        case e.Fenced(place, term, cause, silent) if cause:
-            what = pb.SILENT if silent else pb.TERM_OVER
-            yield _report(what, place=place, replica=replicas[place], term=term, cause=cause)
-        case e.Suspended(place, term, _, cause):
-            yield _report(pb.SUSPENDED, place=place, replica=replicas[place], term=term, cause=cause)
+        case e.Fenced(slot, incarnation, cause, silent) if cause:
+            what = pb.SILENT if silent else pb.INCARNATION_OVER
+            yield _report(what, slot=slot, replica=replicas[slot], incarnation=incarnation, cause=cause)
+        case e.Suspend(slot, incarnation, _, cause):
+            yield _report(pb.SUSPENDED, slot=slot, replica=replicas[slot], incarnation=incarnation, cause=cause)
         case e.TooLate(replica, round_):
             yield _report(pb.LATE, replica=replica, round=round_)
         case e.Bounded(replica, round_, scale, why):
@@ -308,15 +314,17 @@ def _reports_of(effect: e.Effect, replicas: Mapping[str, str]) -> Iterator[pb.Re
             yield _report(pb.PAUSED, round=round_, cause=why_paused(there, len(set(replicas.values())), needed))
         case e.WentOn(round_):
             yield _report(pb.WENT_ON, round=round_)
-        case e.Over(round_, rounds, finishing):
+        case e.EndRun(round_, rounds, finishing):
             yield pb.Report(member=EXCHANGE, over=pb.Over(round=round_, rounds=rounds, finishing=finishing))
-        case e.Heal(place, term, round_, parameter):
+        case e.Heal(slot, incarnation, round_, parameter):
             cause = f"held a {parameter} that differs from the run log"
-            yield _report(pb.HEALED, place=place, replica=replicas[place], term=term, round=round_, cause=cause)
-        case e.Barred(place, term, round_, until, cause):
-            replica = replicas[place]
+            yield _report(
+                pb.HEALED, slot=slot, replica=replicas[slot], incarnation=incarnation, round=round_, cause=cause
+            )
+        case e.Barred(slot, incarnation, round_, until, cause):
+            replica = replicas[slot]
             cause = f"{cause}: {replica} takes part in no round before {until}, unless a quorum needs it"
-            yield _report(pb.EXCLUDED, place=place, replica=replica, term=term, round=round_, cause=cause)
+            yield _report(pb.EXCLUDED, slot=slot, replica=replica, incarnation=incarnation, round=round_, cause=cause)
         case e.NotAwaited(replica, round_, missed, seconds):
             cause = f"missed {missed} rounds in a row: rounds of the next {format_seconds(round(seconds))}"
             yield _report(pb.NOT_AWAITED, replica=replica, round=round_, cause=cause)
@@ -326,11 +334,11 @@ def why_paused(there: Collection[str], replicas: int, needed: int) -> str:
     return f"{len(there)} of {replicas} replicas are present, {needed} are required"
 
 
-def _report(what: pb.Happened, **facts: Any) -> pb.Report:
-    return pb.Report(member=EXCHANGE, standing=pb.Standing(what=what, **facts))
+def _report(what: pb.MembershipEventKind, **facts: Any) -> pb.Report:
+    return pb.Report(member=EXCHANGE, membership_event=pb.MembershipEvent(what=what, **facts))
 
 
-class _Watcher:
+class _WatchCall:
     """Reports on their way to one watcher: a bounded number. A watcher that reads too slowly is cut."""
 
     def __init__(self, most: float, is_of_members: bool = False) -> None:
@@ -362,7 +370,7 @@ class Watchers:
         """Number of reports so far."""
         self._tally, self._clock = tally or Tally({}, lambda _: ()), clock
         self._lock = threading.Lock()
-        self._watchers: list[_Watcher] = []
+        self._watchers: list[_WatchCall] = []
         self._reports: deque[bytes] = deque(maxlen=REMEMBERED_REPORTS)  # as messages they would take five times as much
         self._ended = False
 
@@ -384,12 +392,12 @@ class Watchers:
         with self._lock:
             return [*self._tally.newest(), self._told(now)]
 
-    def last_change(self, place: str) -> tuple[float, str] | None:
+    def last_change(self, slot: str) -> tuple[float, str] | None:
         """Return the seconds since a slot was taken, lost or suspended, and why it was; None if it never was."""
         now = self._clock()
         with self._lock:
-            found = self._tally.last_change(place)
-        return None if found is None else (max(0.0, now - found.time), found.standing.cause)
+            found = self._tally.last_change(slot)
+        return None if found is None else (max(0.0, now - found.time), found.membership_event.cause)
 
     def _told(self, now: float) -> Report:
         return Report(time=now, member=EXCHANGE, so_far=self._tally.told(now))
@@ -417,7 +425,7 @@ class Watchers:
         A watcher of some members gets the counters again before the end of the run. Raises TooMuch for a watcher that
         leaves `most_unread` reports unread.
         """
-        watcher, now = _Watcher(most_unread, so_far and bool(members)), self._clock()
+        watcher, now = _WatchCall(most_unread, so_far and bool(members)), self._clock()
         with self._lock:
             before = list[Report | bytes](self._reports)  # as bytes, which is all that one that does not read occupies
             if so_far:

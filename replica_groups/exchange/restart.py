@@ -12,7 +12,7 @@ from hetero_pp.core.errors import DamagedFile, HeteroPPError, MalformedContribut
 from hetero_pp.outer.apply_round import apply_round
 from hetero_pp.outer.step import RoundOptimizer
 from hetero_pp.rpc.exchange_service import AvailableStates
-from hetero_pp.run.snapshot import OpenSnapshot, Snapshot
+from hetero_pp.run.checkpoint import OpenCheckpoint, RunCheckpoint
 from replica_groups.exchange.log import ContributionLog
 
 OptimizerFor = Callable[[Tensor | None], RoundOptimizer]
@@ -23,11 +23,11 @@ OptimizerFor = Callable[[Tensor | None], RoundOptimizer]
 class Restart:
     """Start of a run, or of its continuation."""
 
-    snapshot: Snapshot
+    checkpoint: RunCheckpoint
     damaged: tuple[str, ...] = ()
     """Skipped files, each with its damage."""
     last_round: int | None = None
-    """Last decided round, if it is later than the snapshot's."""
+    """Last decided round, if it is later than the run checkpoint's."""
     note: str = ""
     """Data without which the run resumes."""
 
@@ -52,32 +52,32 @@ def find_restart(
     last = log.last_record()
     for round_ in (*of_members, *range(last, -1, -1)):
         try:
-            snapshot = snapshot_after(log, run, round_, optimizer_for, damaged)
+            checkpoint = checkpoint_after(log, run, round_, optimizer_for, damaged)
         except FileNotFoundError:
             continue
         behind = [name for name, states in sorted(available.items()) if round_ > 0 and round_ not in states.rounds]
         older = [f"{name} {_saved(available[name].rounds, round_)}" for name in behind]
-        return Restart(snapshot, tuple(dict.fromkeys(damaged)), note="; ".join(older))
+        return Restart(checkpoint, tuple(dict.fromkeys(damaged)), note="; ".join(older))
     holders = "; ".join(f"{member} {_listed(states.rounds)}" for member, states in sorted(available.items()))
     complaint = f"found no round that all members have saved and that the log (up to round {last}) can restore"
-    cause = f"{complaint}: {holders} (states are saved every `snapshots.every` rounds)"
+    cause = f"{complaint}: {holders} (states are saved every `checkpoints.every` rounds)"
     raise HeteroPPError("; ".join([cause, *dict.fromkeys(damaged)]))
 
 
 @torch.no_grad()
-def snapshot_after(
+def checkpoint_after(
     log: ContributionLog, run: str, round_: int, optimizer_for: OptimizerFor, damaged: list[str]
-) -> Snapshot:
-    """Return theta after a round: the newest undamaged snapshot up to it, and the rounds since, replayed.
+) -> RunCheckpoint:
+    """Return theta after a round: the newest undamaged run checkpoint up to it, and the rounds since, replayed.
 
     Damaged files are added to `damaged`. Raises FileNotFoundError if the remaining files do not suffice.
     """
-    snapshot = newest_sound(log, round_, damaged)
-    theta, where = dict(snapshot.parameters), log.store.url()
-    optimizer = optimizer_for(snapshot.basis)
-    if snapshot.round > 0:
-        optimizer.load(snapshot.momentum, snapshot.round)
-    for number in range(snapshot.round + 1, round_ + 1):
+    checkpoint = newest_sound(log, round_, damaged)
+    theta, where = dict(checkpoint.parameters), log.store.url()
+    optimizer = optimizer_for(checkpoint.basis)
+    if checkpoint.round > 0:
+        optimizer.load(checkpoint.momentum, checkpoint.round)
+    for number in range(checkpoint.round + 1, round_ + 1):
         try:
             record = log.read_record(number)
             apply_round(theta, run, record, log.blobs_of(record), optimizer)
@@ -88,26 +88,26 @@ def snapshot_after(
         except (DamagedFile, MalformedContribution) as error:
             damaged.append(str(error) if isinstance(error, DamagedFile) else f"{where}, round {number}: {error}")
             raise FileNotFoundError(f"the log in {where} cannot be read after round {number - 1}") from None
-    momentum = optimizer.state if snapshot.round < round_ else snapshot.momentum
-    return Snapshot(round_, theta, snapshot.basis, momentum)
+    momentum = optimizer.state if checkpoint.round < round_ else checkpoint.momentum
+    return RunCheckpoint(round_, theta, checkpoint.basis, momentum)
 
 
-def newest_sound(log: ContributionLog, round_: int, damaged: list[str]) -> Snapshot:
-    """Return the newest readable snapshot up to a round, in memory. As `open_newest` otherwise."""
+def newest_sound(log: ContributionLog, round_: int, damaged: list[str]) -> RunCheckpoint:
+    """Return the newest readable run checkpoint up to a round, in memory. As `open_newest` otherwise."""
     with open_newest(log, round_, damaged) as file:
-        return file.snapshot()
+        return file.checkpoint()
 
 
-def open_newest(log: ContributionLog, round_: int, damaged: list[str]) -> OpenSnapshot:
-    """Open the newest readable snapshot up to a round; damaged ones are added to `damaged`.
+def open_newest(log: ContributionLog, round_: int, damaged: list[str]) -> OpenCheckpoint:
+    """Open the newest readable run checkpoint up to a round; damaged ones are added to `damaged`.
 
     Raises FileNotFoundError if there is none, StoreError if it may be readable later.
     """
     unread: list[StoreError] = []
-    for number in sorted(log.snapshots(), reverse=True):
+    for number in sorted(log.checkpoints(), reverse=True):
         if number <= round_:
             try:
-                return log.open_snapshot(number)
+                return log.open_checkpoint(number)
             except DamagedFile as error:
                 damaged.append(str(error))
             except StoreError as error:
@@ -116,7 +116,7 @@ def open_newest(log: ContributionLog, round_: int, damaged: list[str]) -> OpenSn
                 continue  # a newer one has just taken its place
     if unread:
         raise unread[0]
-    raise FileNotFoundError(f"found no undamaged snapshot up to round {round_} in {log.store.url()}")
+    raise FileNotFoundError(f"found no undamaged run checkpoint up to round {round_} in {log.store.url()}")
 
 
 def _saved(rounds: frozenset[int], round_: int) -> str:

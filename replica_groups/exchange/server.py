@@ -1,7 +1,7 @@
 """Server of an exchange over gRPC; its client is in exchange_client.
 
-Blobs and snapshots are sent as a header and raw frames, all else as one message. Errors cross as status codes, and the
-client raises them again as the errors they were.
+Blobs and run checkpoints are sent as a header and raw frames, all else as one message. Errors cross as status codes,
+and the client raises them again as the errors they were.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from hetero_pp.config.links import EXCHANGE
 from hetero_pp.core.errors import ExchangeLost, Forbidden, MalformedMessage, Refused, TooMuch, WrongToken
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.refusals import Kind
+from hetero_pp.pseudo_gradient.blob_batches import payload_bytes
 from hetero_pp.pseudo_gradient.contribution import MAX_BLOB_BYTES
-from hetero_pp.pseudo_gradient.together import payload_bytes
 from hetero_pp.rpc.caller_limits import Pace, StreamWatch
 from hetero_pp.rpc.callers import Callers, RemoteCaller, claimed
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_server
@@ -55,8 +55,8 @@ REPORTS_A_SECOND, MOST_REPORTS = 1000.0, 10_000
 JOINS_A_MINUTE, JOINS_AT_ONCE = 10.0, 20
 """Joins of one member per minute and at once, because each reforms its group and adds a file to the run log."""
 
-SNAPSHOTS_SENT_MAX = 3
-"""Number of rounds whose snapshots are sent at the same time, to any number of members."""
+CHECKPOINTS_SENT_MAX = 3
+"""Number of rounds whose run checkpoints are sent at the same time, to any number of members."""
 
 MOST_OPEN = 16
 """Open calls of one caller. A member has at most five: stay, heartbeat, report, one that waits, one with a payload."""
@@ -141,7 +141,7 @@ class _Servicer:
         self._stalls = StreamWatch()
         self._counting = threading.Lock()
         self._sent: dict[int, list[grpc.ServicerContext]] = {}
-        """Round -> calls that send its snapshot."""
+        """Round -> calls that send its run checkpoint."""
         self._blamed: Counter[str] = Counter()
         """Member without a ticket -> requests that no honest member sends."""
         self.process = secrets.token_hex(8)
@@ -171,7 +171,7 @@ class _Servicer:
         except Forbidden as error:
             self.refuse(caller.name, str(error), Kind.FORBIDDEN)
             raise
-        self.exchange.presence.heard(caller.name, caller.term)
+        self.exchange.presence.heard(caller.name, caller.incarnation)
         return caller.name
 
     def refuse(self, sender: str, reason: str, kind: Kind) -> None:
@@ -196,7 +196,7 @@ class _Servicer:
                 is_revoked, lost = self._blamed[caller.name] % MOST_BLAMED == 0, "incarnation is over"
         if is_revoked and caller.is_member:
             why = f"its {lost} after {MOST_BLAMED} requests that no honest member sends: {reason}"
-            self.exchange.died(caller.name, why, caller.term)
+            self.exchange.died(caller.name, why, caller.incarnation)
 
     def _member(self, context: grpc.ServicerContext) -> str:
         return self.callers.of(context).name
@@ -214,22 +214,22 @@ class _Servicer:
         return self.exchange.call(request, self._waiting(context))
 
     Agree = Confirm = _answer
-    LastRound = Changes = NewestSnapshot = _answer_later
+    LastRound = Changes = NewestCheckpoint = _answer_later
 
     def _end_revoked(self, member: str) -> None:
         """End the incarnations of a member's group whose tickets were revoked, so that their links are cut at once."""
         if self._guests is None:
             return
-        for place, holder, term in self.exchange.assignments.guests_beside(member):
+        for slot, holder, incarnation in self.exchange.assignments.neighbouring_guests(member):
             try:
-                self._guests.require_in(place, holder)
+                self._guests.require_in(slot, holder)
             except Refused as error:
-                self.exchange.died(place, str(error).removeprefix(f"{place}: "), term)
+                self.exchange.died(slot, str(error).removeprefix(f"{slot}: "), incarnation)
 
     def _is_asked(self, context: grpc.ServicerContext) -> IsAsked:
         """Return a check that a call's caller is there, which fails after LONGEST_WAIT seconds."""
         member = self._member(context)
-        context.add_callback(lambda: self.exchange.decisions.wake(member))
+        context.add_callback(lambda: self.exchange.runner.wake(member))
         until = time.monotonic() + LONGEST_WAIT
         return lambda: context.is_active() and time.monotonic() < until
 
@@ -269,11 +269,11 @@ class _Servicer:
     def Stay(self, request: pb.StayRequest, context: grpc.ServicerContext) -> pb.StayReply:
         """Wait with a member until the run is over. Tell the exchange if the member is gone before."""
         caller = self.callers.of(context)
-        member, term = caller.name, caller.term
-        if context.add_callback(lambda: self.exchange.presence.left(member, request.node, term)):
+        member, incarnation = caller.name, caller.incarnation
+        if context.add_callback(lambda: self.exchange.presence.left(member, request.node, incarnation)):
             self.exchange.presence.stay(member)
         else:  # the call has ended already
-            self.exchange.presence.left(member, request.node, term)
+            self.exchange.presence.left(member, request.node, incarnation)
         return pb.StayReply()
 
     def Assign(self, request: pb.AssignRequest, context: grpc.ServicerContext) -> pb.AssignReply:
@@ -281,17 +281,17 @@ class _Servicer:
         request.address = self._listens(context, request.address)
         return self.exchange.call(request, caller)
 
-    def Beat(self, request: pb.BeatRequest, context: grpc.ServicerContext) -> pb.BeatReply:
+    def Heartbeat(self, request: pb.HeartbeatRequest, context: grpc.ServicerContext) -> pb.HeartbeatReply:
         self._end_revoked(self._member(context))
         return self._answer(request, context)
 
     def Broken(self, request: pb.BrokenRequest, context: grpc.ServicerContext) -> pb.BrokenReply:
         request.cause, request.blames = plain(request.cause), plain(request.blames)
-        ends = {one.place: one for one in self.exchange.assignments.link_broke(request, self.callers.of(context))}
+        ends = {one.slot: one for one in self.exchange.assignments.link_broke(request, self.callers.of(context))}
         if self._guests is not None and len(ends) == 2:
-            parted = self._guests.part({place: one.holder for place, one in ends.items()})
-            for place, why in parted.items():
-                self.exchange.died(place, f"{why}: {request.cause}", ends[place].term)
+            parted = self._guests.part({slot: one.holder for slot, one in ends.items()})
+            for slot, why in parted.items():
+                self.exchange.died(slot, f"{why}: {request.cause}", ends[slot].incarnation)
         return pb.BrokenReply()
 
     def Died(self, request: pb.DiedRequest, context: grpc.ServicerContext) -> pb.DiedReply:
@@ -299,24 +299,26 @@ class _Servicer:
         request.cause = plain(request.cause)
         return self._answer(request, context)
 
-    def Snapshot(self, request: pb.SnapshotRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
+    def RunCheckpoint(self, request: pb.CheckpointRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
         if not request.HasField("round"):
-            newest: pb.NewestSnapshotReply = self._answer_later(pb.NewestSnapshotRequest(), context)
+            newest: pb.NewestCheckpointReply = self._answer_later(pb.NewestCheckpointRequest(), context)
             request.round = newest.round
         with self._sending(request.round, context):
-            yield from self._snapshot(request, context)
+            yield from self._checkpoint(request, context)
 
     @contextmanager
     def _sending(self, round_: int, context: grpc.ServicerContext) -> Iterator[None]:
-        """Note a snapshot that is being sent, because each round's takes disk until it is sent.
+        """Note a run checkpoint that is being sent, because each round's takes disk until it is sent.
 
         If there are too many rounds, cut the streams of the oldest one: a slow reader keeps nobody from a newer
-        snapshot. Raises TooMuch if this round is older than all of them.
+        run checkpoint. Raises TooMuch if this round is older than all of them.
         """
         with self._counting:
-            if round_ not in self._sent and len(self._sent) >= SNAPSHOTS_SENT_MAX:
+            if round_ not in self._sent and len(self._sent) >= CHECKPOINTS_SENT_MAX:
                 if round_ < (oldest := min(self._sent)):
-                    raise TooMuch(f"snapshots after the rounds {sorted(self._sent)} are being sent; try again later")
+                    raise TooMuch(
+                        f"run checkpoints after the rounds {sorted(self._sent)} are being sent; try again later"
+                    )
                 for slow in self._sent.pop(oldest):
                     slow.cancel()
             self._sent.setdefault(round_, []).append(context)
@@ -328,22 +330,22 @@ class _Servicer:
                 if left:
                     self._sent[round_] = left
 
-    def _snapshot(self, request: pb.SnapshotRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
+    def _checkpoint(self, request: pb.CheckpointRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
         names = request.names
         if len(names) != len(set(names)):
             raise MalformedMessage("found a tensor named twice, expected unique names")
-        snapshot = self.exchange.open_snapshot(request, self._waiting(context))
-        header = pb.SnapshotHeader(names=names)
+        checkpoint = self.exchange.open_checkpoint(request, self._waiting(context))
+        header = pb.CheckpointHeader(names=names)
         for name in names:
-            header.tensors.add(dtype=pb.FP32, shape=snapshot.shapes[name])
-        buffers = (piece for name in names for piece in snapshot.pieces(name))
+            header.tensors.add(dtype=pb.FP32, shape=checkpoint.shapes[name])
+        buffers = (piece for name in names for piece in checkpoint.pieces(name))
         yield from self._moving(header_and_payload_frames(header, buffers), context)
 
     def Deposit(self, frames: Iterator[bytes], context: grpc.ServicerContext) -> pb.DepositReply:
         caller = self.callers.of(context)
 
         def announced(header: pb.BlobHeader) -> int:
-            self.exchange.deposits.expect(header, caller)
+            self.exchange.inbox.expect(header, caller)
             return payload_bytes(header)
 
         most, moving = self.exchange.requests.largest(pb.BlobHeader.DESCRIPTOR), self._moving(frames, context)
@@ -373,10 +375,10 @@ class _Servicer:
         return pb.ShownReply()
 
     def UploadUrl(self, request: pb.Upload, context: grpc.ServicerContext) -> pb.UploadUrlReply:
-        return pb.UploadUrlReply(url=self.exchange.deposits.upload_url(request, self.callers.of(context)))
+        return pb.UploadUrlReply(url=self.exchange.inbox.upload_url(request, self.callers.of(context)))
 
     def Uploaded(self, request: pb.Upload, context: grpc.ServicerContext) -> pb.DepositReply:
-        self.exchange.deposits.uploaded(request, self.callers.of(context))
+        self.exchange.inbox.uploaded(request, self.callers.of(context))
         return pb.DepositReply(exchange=self.process)
 
     def Record(self, request: pb.RecordRequest, context: grpc.ServicerContext) -> pb.RoundRecord:
@@ -412,7 +414,7 @@ class _Servicer:
             request = pb.ReportRequest(reports=[one for one in request.reports if not one.HasField("failure")])
         self.exchange.call(request, caller)
         for report in failed:  # a member with a ticket does not end the run, only its own part
-            self.exchange.died(caller.name, report.failure.cause, caller.term)
+            self.exchange.died(caller.name, report.failure.cause, caller.incarnation)
         return pb.ReportReply()
 
     def Judge(self, request: pb.JudgeRequest, context: grpc.ServicerContext) -> pb.JudgeReply:

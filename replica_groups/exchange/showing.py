@@ -26,9 +26,9 @@ from hetero_pp.messages.messages_pb2 import Commitment, Judgement, Recomputed, R
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.rpc.exchange_service import Caller
 from hetero_pp.run.spec import RunSpec
+from replica_groups.exchange.exchange_state import ExchangeState
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.memberships import Memberships
-from replica_groups.exchange.run_state import RunState
 from replica_groups.member.committed_state import BEFORE, MESSAGES, messages_sha256, sha256_in
 from replica_groups.rounds.draws import Chain, drawn
 
@@ -66,7 +66,7 @@ class Shows:
 
 
 @dataclass
-class _Asked:
+class _ShowRequest:
     """One member of a drawn replica."""
 
     commitment: Commitment
@@ -84,11 +84,11 @@ class _Asked:
 
 
 @dataclass
-class _Drawn:
+class _PendingDraw:
     round: int
     replica: str
     generation: int
-    members: dict[str, _Asked]
+    members: dict[str, _ShowRequest]
 
     @property
     def folder(self) -> str:
@@ -102,7 +102,7 @@ class _Drawn:
 class Showing:
     """Draws of one exchange, and what members showed. Thread-safe."""
 
-    def __init__(self, state: RunState, log: ContributionLog, shows: Shows) -> None:
+    def __init__(self, state: ExchangeState, log: ContributionLog, shows: Shows) -> None:
         self._state, self._log, self._shows = state, log, shows
         self.authority: bytes | None = None
         """Certificate (PEM) of the authority that signed those of the members; None if the run is not encrypted."""
@@ -114,7 +114,7 @@ class Showing:
         self._chain: Chain | None = None
         self._settings = ""
         self._next = 1
-        self._open: list[_Drawn] = []
+        self._open: list[_PendingDraw] = []
         """Draws whose files are not all here, oldest first."""
         self._departures: dict[str, dict[tuple[str, int], int]] = {}
         """Ticket, or slot without one -> (replica, generation) in which it left -> round that it did not show."""
@@ -170,7 +170,7 @@ class Showing:
                             found[entry.replica] = f"{name} owes its checkpoint from before round {round_}"
         return found
 
-    def _is_owed(self, asked: _Asked, holder: int) -> bool:
+    def _is_owed(self, asked: _ShowRequest, holder: int) -> bool:
         """Return whether a holder of the slot still has to show files: it committed, and may have come back since."""
         if not asked.missing or asked.failure:
             return False
@@ -191,7 +191,7 @@ class Showing:
                     self._chain = self._published_chain()
 
     def _draw_round(self, round_: int, chain: Chain) -> None:
-        record, secret = self._state.decisions.wait_for_record(round_), chain.secret(round_)
+        record, secret = self._state.runner.wait_for_record(round_), chain.secret(round_)
         entries = {entry.replica: entry for entry in record.contributions if entry.commitments}
         found = drawn(secret, record.sha256, entries, self._shows.share)
         known = {"chain": chain.end.hex(), "secret": secret.hex(), "record": record.sha256.hex(), "drawn": found}
@@ -200,10 +200,10 @@ class Showing:
             for replica in found:
                 entry = entries[replica]
                 members = {
-                    one.member: _Asked(one, missing={BEFORE, MESSAGES} if one.messages else {BEFORE})
+                    one.member: _ShowRequest(one, missing={BEFORE, MESSAGES} if one.messages else {BEFORE})
                     for one in entry.commitments
                 }
-                self._open.append(_Drawn(round_, replica, entry.epoch, members))
+                self._open.append(_PendingDraw(round_, replica, entry.generation, members))
             self._give_up(round_ - ROUNDS_TO_SHOW, f"within {ROUNDS_TO_SHOW} rounds")
         self._settle()
         if found:
@@ -233,7 +233,7 @@ class Showing:
                 elif not is_last and self._left(one, name, asked.commitment) > MOST_LEFT:
                     asked.failure = f"left before it showed a drawn round, {MOST_LEFT + 1} times in {WITHIN} rounds"
 
-    def _left(self, drawn: _Drawn, member: str, made: Commitment) -> int:
+    def _left(self, drawn: _PendingDraw, member: str, made: Commitment) -> int:
         """Note that a member left before it had shown a round; return how often its ticket did, or else its slot."""
         ticket = self.guests.ticket_of(member, made.holder) if self.guests is not None and made.holder else None
         times = self._departures.setdefault(ticket or member, {})
@@ -248,7 +248,7 @@ class Showing:
         for one in over:
             failures = {name: asked.failure for name, asked in one.members.items() if asked.failure}
             if (authority := self.authority) is not None:
-                self._state.decisions.patiently(partial(self._log.store.put, f"{one.folder}/{AUTHORITY}", authority))
+                self._state.runner.retry(partial(self._log.store.put, f"{one.folder}/{AUTHORITY}", authority))
             self._put(f"{one.folder}/{ARRIVED}", {"round": one.round, "replica": one.replica, "missing": failures})
             for name, why in failures.items():
                 if why != LEFT:
@@ -287,7 +287,7 @@ class Showing:
             is_right = False
         key = f"{evidence_key(header.round, replica)}/{caller.name}/{header.name}"
         if is_right:
-            self._state.decisions.patiently(lambda: self._log.store.put_file(key, path))
+            self._state.runner.retry(lambda: self._log.store.put_file(key, path))
         with self._lock:
             if is_right:
                 asked.missing.discard(header.name)
@@ -305,7 +305,7 @@ class Showing:
             return sha256_in(path) == commitment.before
         return messages_sha256(path.read_bytes()) == commitment.messages
 
-    def _asked(self, header: ShownFile, caller: Caller) -> _Asked:
+    def _asked(self, header: ShownFile, caller: Caller) -> _ShowRequest:
         self._state.expect_member(caller.name)
         replica = self._state.roster.members[caller.name]
         with self._lock:
@@ -319,7 +319,7 @@ class Showing:
 
     def _put(self, key: str, content: Mapping[str, object]) -> None:
         data = json.dumps(content, indent=1).encode()
-        self._state.decisions.patiently(lambda: self._log.store.put(key, data))
+        self._state.runner.retry(lambda: self._log.store.put(key, data))
 
 
 LEFT = "left"

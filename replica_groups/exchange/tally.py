@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 
-from hetero_pp.messages.messages_pb2 import Credit, Happened, Report, RoundRecord, SoFar
+from hetero_pp.messages.messages_pb2 import Credit, MembershipEventKind, Report, RoundRecord, SoFar
 
 _ROUNDS_TOLD = 8
 """Newest rounds of a direction of a link whose count may still be replaced."""
 
-_GONE = (Happened.TERM_OVER, Happened.SILENT)
-_ENDED_BY: Mapping[Happened, Happened] = {Happened.WENT_ON: Happened.PAUSED, Happened.AUDITED: Happened.UNAUDITED}
-_KEPT = (*_GONE, *_ENDED_BY.values(), Happened.EXCLUDED)
+_GONE = (MembershipEventKind.INCARNATION_OVER, MembershipEventKind.SILENT)
+_ENDED_BY: Mapping[MembershipEventKind, MembershipEventKind] = {
+    MembershipEventKind.WENT_ON: MembershipEventKind.PAUSED,
+    MembershipEventKind.AUDITED: MembershipEventKind.UNAUDITED,
+}
+_KEPT = (*_GONE, *_ENDED_BY.values(), MembershipEventKind.EXCLUDED)
 """Membership events that hold until another one ends them."""
 
 
@@ -29,10 +32,10 @@ class Tally:
         self.credits: dict[str, Credit] = {}
         self.last_round = self.refusals = 0
         self._members = members
-        self._places: dict[str, set[str]] = {}
+        self._slots: dict[str, set[str]] = {}
         """Slots by replica."""
-        for place, replica in members.items():
-            self._places.setdefault(replica, set()).add(place)
+        for slot, replica in members.items():
+            self._slots.setdefault(replica, set()).add(slot)
         self._held: set[str] = set()
         self._began_with: set[str] = set()
         """Replicas that were complete as the last round closed, or had been and still have a member."""
@@ -47,15 +50,15 @@ class Tally:
         """Subject of a report -> number and content of the newest report on it, in the order in which they came."""
 
     def apply(self, report: Report) -> None:
-        event, told = report.WhichOneof("event"), report.standing
+        event, told = report.WhichOneof("event"), report.membership_event
         self._started = report.time if self._started is None else min(self._started, report.time)
         match event:
             case "joined" if report.member in self._members:
                 self._held.add(report.member)
                 self._newest.pop(("gone", report.member), None)
-            case "standing" if told.what in _GONE and told.place in self._members:
-                self._held.discard(told.place)
-                self._lacked.add(self._members[told.place])
+            case "membership_event" if told.what in _GONE and told.slot in self._members:
+                self._held.discard(told.slot)
+                self._lacked.add(self._members[told.slot])
             case "inner_step":
                 self._first_step = self._first_step or report.time
             case "link_use":
@@ -78,18 +81,18 @@ class Tally:
             credit.included, credit.tokens = credit.included + 1, credit.tokens + entry.tokens
             credit.bytes += sum(blob.size for blob in entry.blobs)
             ended = [
-                (Happened.EXCLUDED, entry.replica),
-                *(("suspended", one) for one in self._places.get(entry.replica, ())),
+                (MembershipEventKind.EXCLUDED, entry.replica),
+                *(("suspended", one) for one in self._slots.get(entry.replica, ())),
             ]
             for about in ended:
                 self._newest.pop(about, None)
         expected = {*self.awaited(record.round), *record.late, *record.left_out, *(self._began_with & self._lacked)}
         for replica in expected - counted if counted else ():
             self._credit(replica).missed += 1
-        whole = {replica for replica, places in self._places.items() if places <= self._held}
-        there = {self._members[place] for place in self._held}
+        whole = {replica for replica, slots in self._slots.items() if slots <= self._held}
+        there = {self._members[slot] for slot in self._held}
         self._began_with = whole | (self._began_with & there)
-        self._lacked = self._places.keys() - whole
+        self._lacked = self._slots.keys() - whole
         self.last_round = max(self.last_round, record.round)
 
     def _credit(self, replica: str) -> Credit:
@@ -104,7 +107,7 @@ class Tally:
 
     def _keep(self, event: str | None, report: Report) -> None:
         """Remember a report that says what holds now, and forget the one that it replaces."""
-        told, ends = report.standing, False
+        told, ends = report.membership_event, False
         about: tuple[object, str] = (event, "")
         match event:
             case "joined" | "computes" | "activity" | "finished":
@@ -114,20 +117,20 @@ class Tally:
             case "failure":
                 ends = report.failure.consequence
             case "waiting":
-                ends = not (report.waiting.missing or report.waiting.obstacle)
+                ends = not (report.waiting.missing or report.waiting.store_error)
             case "reading":
                 ends = report.reading.share >= 1
             case "evaluation":
                 about = event, report.evaluation.replica
             case "inner_step" if report.inner_step.HasField("loss"):
                 about = event, report.inner_step.replica
-            case "standing" if told.what in _GONE:
-                about = "gone", told.place
-            case "standing" if told.what == Happened.SUSPENDED:
-                about = "suspended", told.place
-            case "standing" if told.what in _KEPT:
+            case "membership_event" if told.what in _GONE:
+                about = "gone", told.slot
+            case "membership_event" if told.what == MembershipEventKind.SUSPENDED:
+                about = "suspended", told.slot
+            case "membership_event" if told.what in _KEPT:
                 about = told.what, told.replica
-            case "standing" if told.what in _ENDED_BY:
+            case "membership_event" if told.what in _ENDED_BY:
                 about, ends = (_ENDED_BY[told.what], told.replica), True
             case _:
                 return
@@ -144,9 +147,9 @@ class Tally:
             found.carried.add(link=link, direction=direction, wire_bytes=sum(rounds.values()))
         return found
 
-    def last_change(self, place: str) -> Report | None:
+    def last_change(self, slot: str) -> Report | None:
         """Return the report with which a slot was last taken, lost or suspended; None if there is none."""
-        found = [self._newest.get((what, place)) for what in ("joined", "gone", "suspended")]
+        found = [self._newest.get((what, slot)) for what in ("joined", "gone", "suspended")]
         return max((one for one in found if one is not None), key=lambda one: one[0], default=(0, None))[1]
 
     def newest(self, but_last: int = 0) -> list[Report]:

@@ -28,7 +28,7 @@ from replica_groups.member.training_member import TrainingMember
 from stages.anchors import anchors_of, anchors_seed, first_expansion
 from stages.boundary import boundary_of
 from stages.stage import Stage
-from stages.transcript import Place, Sketches, Transcript
+from stages.transcript import GroupPosition, Sketches, Transcript
 from stages.worker import StageWorker, WorkerSettings
 
 
@@ -112,7 +112,7 @@ def _build_stage(
     worker = StageWorker(stage, worker_settings(config, replica), ends.upstream, ends.downstream)
     if (audit := config.audit.recompute) is not None:
         sketches = Sketches(stage.boundary.format, config.seed, replica.name) if audit.tolerance > 0 else None
-        worker.transcript = Transcript(Place(spec.run, replica.members, member.stage.index), sketches)
+        worker.transcript = Transcript(GroupPosition(spec.run, replica.members, member.stage.index), sketches)
     count = -(-config.data.validation_sequences // rows)
     return StageMember(replica.name, worker, batches, validation, count, config.states.undo, folder)
 

@@ -3,7 +3,7 @@
   <folder>/round-000007/before.safetensors   its state before round 7
   <folder>/round-000007/messages             digests of the messages that it exchanged with other stages in round 7
 
-These are apart from the member checkpoints from which it resumes. The folders of the round in progress and of the round
+These are apart from the saved states from which it resumes. The folders of the round in progress and of the round
 before it stay, and those that are being shown.
 
 A round begins with the state after the last round that counted the member, so a round that does not is undone. A member
@@ -41,7 +41,7 @@ INHERITED_ROUNDS = 32
 """Rounds for which states of an earlier process stay: an audit that asked that process may ask this one."""
 
 
-class Commitments:
+class MemberCommitments:
     """Commitments of one member, and its checkpoints from before the newest rounds."""
 
     def __init__(

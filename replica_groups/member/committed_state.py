@@ -87,7 +87,7 @@ def _opened(path: Path) -> Iterator[tuple[safe_open, dict[str, Any]]]:
                 raise ValueError("the rest is no object")
             yield file, rest
     except (SafetensorError, ValueError, KeyError, RecursionError, RuntimeError, TypeError) as error:
-        raise DamagedFile(f"{path.name}: found no member checkpoint ({type(error).__name__})") from None
+        raise DamagedFile(f"{path.name}: found no saved state ({type(error).__name__})") from None
 
 
 def state_sha256(rest: bytes, tensors: bytes) -> bytes:

@@ -84,7 +84,7 @@ class DatacenterMember:
         return self.engine.evaluate(self.validation), sum(tokens[:, 1:].numel() for tokens in self.validation)
 
     def save(self, folder: Path) -> None:
-        """Write the member checkpoint. All ranks write the same data position."""
+        """Write the saved state. All ranks write the same data position."""
         self.engine.save(folder / "engine")
         self.batches.save(folder)
 

@@ -48,7 +48,7 @@ class Undecided:
 
 def is_named(counted: ContributionEntry | None, generation: int | None, digests: Mapping[str, str]) -> bool:
     """Return whether an entry of a record is of this generation (None: of any) and has these blobs, by block."""
-    if counted is None or generation not in (None, counted.epoch):
+    if counted is None or generation not in (None, counted.generation):
         return False
     named = {blob.block: blob.sha256.hex() for blob in counted.blobs}
     return all(named.get(block) == digest for block, digest in digests.items())

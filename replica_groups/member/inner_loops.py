@@ -1,6 +1,6 @@
 """Inner loops that a member has trained: the steps that its replica has taken, and the loop trained ahead of a round.
 
-The member checkpoint has the number of steps, and the terms with which the loop was trained, but not the loop.
+The saved state has the number of steps, and the inputs with which the loop was trained, but not the loop.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from hetero_pp.messages.messages_pb2 import RoundRecord
 from hetero_pp.model.learning_rates import LearningRates
 from stages.activity import Timing
 
-_STEPS_FILE, _TERMS_FILE = "steps.json", "terms.json"
+_STEPS_FILE, _INPUTS_FILE = "steps.json", "inputs.json"
 
 
 class StepsTaken:
     """Number of inner steps that a replica has taken, as known to each of its members.
 
     If rounds have a fixed number of steps, it follows from the round. If rounds have a fixed time, it is part of the
-    member checkpoint. It determines the next batch and the expected number of steps of the next round. That expectation
+    saved state. It determines the next batch and the expected number of steps of the next round. That expectation
     is the step count of the last record that includes the replica. Thus all stages of a group agree on it, as does a
     member that takes over a slot.
     """
@@ -83,7 +83,7 @@ class StepsTaken:
             self._round, self._total, self.last = saved["round"], saved["total"], saved["last"]
 
 
-Terms = tuple[LearningRates, Share]
+RoundInputs = tuple[LearningRates, Share]
 """Learning rates and share of the text with which a round is trained. They may change until it is decided."""
 
 
@@ -95,29 +95,29 @@ class InnerLoop:
     timing: Timing
 
 
-class Ahead:
+class OverlappedRound:
     """The inner loop of the next round, if this process trained it and can undo it (`loop`)."""
 
     def __init__(self) -> None:
         self.loop: InnerLoop | None = None
-        self._terms: dict[int, str] = {}
-        """Terms with which the last two rounds were trained."""
+        self._inputs: dict[int, str] = {}
+        """Inputs with which the last two rounds were trained."""
 
-    def trained(self, round_: int, terms: Terms) -> None:
+    def trained(self, round_: int, inputs: RoundInputs) -> None:
         """Note with what a round was trained."""
-        self._terms = {before: one for before, one in self._terms.items() if before == round_ - 1}
-        self._terms[round_] = repr(terms)
+        self._inputs = {before: one for before, one in self._inputs.items() if before == round_ - 1}
+        self._inputs[round_] = repr(inputs)
 
-    def is_valid(self, round_: int, terms: Terms) -> bool:
-        """Return whether a round was trained with these terms."""
-        return self._terms.get(round_) == repr(terms)
+    def is_valid(self, round_: int, inputs: RoundInputs) -> bool:
+        """Return whether a round was trained with these inputs."""
+        return self._inputs.get(round_) == repr(inputs)
 
     def save(self, folder: Path) -> None:
-        """Write the terms to a member checkpoint."""
-        (folder / _TERMS_FILE).write_text(json.dumps(self._terms), encoding="utf-8")
+        """Write the inputs to a saved state."""
+        (folder / _INPUTS_FILE).write_text(json.dumps(self._inputs), encoding="utf-8")
 
     def load(self, folder: Path) -> None:
-        """Restore the terms from a member checkpoint, if it has some. The loop is not in it."""
-        if (folder / _TERMS_FILE).exists():
-            terms = json.loads((folder / _TERMS_FILE).read_text(encoding="utf-8"))
-            self._terms = {int(number): one for number, one in terms.items()}
+        """Restore the inputs from a saved state, if it has some. The loop is not in it."""
+        if (folder / _INPUTS_FILE).exists():
+            inputs = json.loads((folder / _INPUTS_FILE).read_text(encoding="utf-8"))
+            self._inputs = {int(number): one for number, one in inputs.items()}

@@ -25,8 +25,8 @@ from hetero_pp.messages.messages_pb2 import (
 from hetero_pp.model.transformer import EMBEDDING
 from hetero_pp.pipeline.coefficients import noise_key
 from hetero_pp.pseudo_gradient.contribution import entry_of
+from hetero_pp.run.checkpoint import RunCheckpoint, initial_checkpoint
 from hetero_pp.run.simulate_section import MeasuredCost
-from hetero_pp.run.snapshot import Snapshot, initial_snapshot
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from replica_groups.engines.build import build_model
 from replica_groups.engines.parameter_store import LocalParameters
@@ -41,13 +41,13 @@ REPEATS = 9
 
 def measure_all(spec: RunSpec) -> Iterator[tuple[str, MeasuredCost]]:
     """Yield the measured cost of every member, with the member's name."""
-    snapshot = initial_snapshot(spec.shape, spec.largest_rank, spec.config.seed)
+    checkpoint = initial_checkpoint(spec.shape, spec.largest_rank, spec.config.seed)
     for replica in spec.config.replicas:
         members = [member for member in spec.members.values() if member.replica is replica]
         if isinstance(replica, ParticipantsReplica) and len(members) > 1:
-            yield from _measure_group(spec, replica, members, snapshot)
+            yield from _measure_group(spec, replica, members, checkpoint)
         else:
-            yield members[0].name, _measure_whole(spec, members[0], snapshot)
+            yield members[0].name, _measure_whole(spec, members[0], checkpoint)
 
 
 def _tokens(spec: RunSpec, rows: int) -> Tensor:
@@ -55,9 +55,9 @@ def _tokens(spec: RunSpec, rows: int) -> Tensor:
     return torch.randint(spec.shape.vocabulary, (rows, spec.config.data.sequence_length + 1), generator=generator)
 
 
-def _measure_whole(spec: RunSpec, member: MemberSpec, snapshot: Snapshot) -> MeasuredCost:
+def _measure_whole(spec: RunSpec, member: MemberSpec, checkpoint: RunCheckpoint) -> MeasuredCost:
     replica, config = member.replica, spec.config
-    module = build_model(replica, spec.shape, snapshot.parameters, CPU)
+    module = build_model(replica, spec.shape, checkpoint.parameters, CPU)
     whole = WholeReplica(replica.name, module, config.inner, spec.total_steps)
     tokens = _tokens(spec, replica.batch_size // replica.micro_batches)
     spent: dict[str, list[float]] = {"forward": [], "backward": [], "update": []}
@@ -72,7 +72,7 @@ def _measure_whole(spec: RunSpec, member: MemberSpec, snapshot: Snapshot) -> Mea
         spent["backward"].append(ended - middle)
         spent["update"].append(time.perf_counter() - ended)
     spent["evaluate"] = [median_seconds(lambda: whole.evaluate([tokens]))]
-    return _cost(spent, *_measure_outer(spec, member, dict(whole.parameters), snapshot))
+    return _cost(spent, *_measure_outer(spec, member, dict(whole.parameters), checkpoint))
 
 
 def _cost(spent: Mapping[str, Sequence[float]], contribute: float, apply: float) -> MeasuredCost:
@@ -82,19 +82,19 @@ def _cost(spent: Mapping[str, Sequence[float]], contribute: float, apply: float)
 
 
 def _measure_group(
-    spec: RunSpec, replica: ParticipantsReplica, members: list[MemberSpec], snapshot: Snapshot
+    spec: RunSpec, replica: ParticipantsReplica, members: list[MemberSpec], checkpoint: RunCheckpoint
 ) -> Iterator[tuple[str, MeasuredCost]]:
-    start = Start(snapshot.parameters, snapshot.basis)
+    start = Start(checkpoint.parameters, checkpoint.basis)
     stages = [build_stage(spec, replica, member.stage, start) for member in members if member.stage is not None]
     for stage in stages:
-        stage.split_embedding(snapshot.parameters[EMBEDDING])
+        stage.split_embedding(checkpoint.parameters[EMBEDDING])
     rows = replica.batch_size // replica.micro_batches
     tokens = _tokens(spec, rows)
     spent = [defaultdict[str, list[float]](list) for _ in stages]
     for step in range(REPEATS):
         _pass(stages, tokens, step, spent)
     for member, stage, own in zip(members, stages, spent, strict=True):
-        yield member.name, _cost(own, *_measure_outer(spec, member, dict(stage.parameters), snapshot))
+        yield member.name, _cost(own, *_measure_outer(spec, member, dict(stage.parameters), checkpoint))
 
 
 def _pass(stages: list[Stage], tokens: Tensor, step: int, spent: list[defaultdict[str, list[float]]]) -> None:
@@ -130,10 +130,10 @@ def _pass(stages: list[Stage], tokens: Tensor, step: int, spent: list[defaultdic
 
 
 def _measure_outer(
-    spec: RunSpec, member: MemberSpec, parameters: dict[str, torch.nn.Parameter], snapshot: Snapshot
+    spec: RunSpec, member: MemberSpec, parameters: dict[str, torch.nn.Parameter], checkpoint: RunCheckpoint
 ) -> tuple[float, float]:
     """Return the seconds to make a contribution, and to apply the contributions of all replicas."""
-    start = {name: snapshot.parameters[name] for name in parameters}
+    start = {name: checkpoint.parameters[name] for name in parameters}
     session = MemberSession(None, member.name, member.replica.name, spec.run)
     outer = OuterRound(session, LocalParameters(parameters), start, spec.config.outer)
     contribute = median_seconds(lambda: outer.contribute(1))

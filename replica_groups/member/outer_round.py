@@ -31,7 +31,7 @@ from hetero_pp.pseudo_gradient.rows import join, packed
 from hetero_pp.pseudo_gradient.selection import generator_of
 from replica_groups.engines.parameter_store import ParameterStore
 from replica_groups.member.error_feedback import ErrorFeedback
-from replica_groups.member.own_rounds import LocalStart, OwnRounds
+from replica_groups.member.pending_rounds import LocalStart, PendingRounds
 from replica_groups.member.rank_rows import RankRows, kept, read_part, write_part
 from replica_groups.member.session import MemberSession
 from replica_groups.member.wrapped import ByRows, OnHost
@@ -81,7 +81,7 @@ class OuterRound:
 
         The run is audited by recomputation then, and a contribution that is not included is taken back as a whole.
         """
-        self.own = OwnRounds()
+        self.own = PendingRounds()
 
     @property
     def error(self) -> dict[str, Tensor]:
@@ -98,7 +98,7 @@ class OuterRound:
     def synchronise(
         self,
         round_: int,
-        epoch: int | None = None,
+        generation: int | None = None,
         steps: int = 0,
         on_contributed: Callable[[], object] = lambda: None,
         before_last: Callable[[], object] = lambda: None,
@@ -108,14 +108,14 @@ class OuterRound:
         `on_contributed` is called while the contribution is in transit; with overlap, it may train the next round.
         `before_last`: as in `contribute`.
 
-        Raises Suspended or TermOver if the round has to be trained again; call `undo` then. Raises Stopped if the
-        member is asked to stop; after `undo`, `save` writes the state before the round.
+        Raises Suspended or IncarnationOver if the round has to be trained again; call `undo` then. Raises Stopped if
+        the member is asked to stop; after `undo`, `save` writes the state before the round.
         """
-        own = self.contribute(round_, epoch, steps, before_last)
+        own = self.contribute(round_, generation, steps, before_last)
         if self.session.overlaps:
             self.session.carry(round_, self.needed())
         on_contributed()
-        record = self.session.record_of(round_, own, epoch, steps)
+        record = self.session.record_of(round_, own, generation, steps)
         with self._undone_if_stopped():
             is_late = self.session.entry(record) is None and self.session.replica not in record.left_out
             if self.settings.keep_local and is_late:
@@ -148,7 +148,7 @@ class OuterRound:
     def contribute(
         self,
         round_: int,
-        epoch: int | None = None,
+        generation: int | None = None,
         steps: int = 0,
         before_last: Callable[[], object] = lambda: None,
     ) -> Mapping[str, bytes]:
@@ -156,13 +156,13 @@ class OuterRound:
 
         `before_last` is called on all ranks before the contribution can be included: error feedback no longer has it.
         """
-        undecided = self.feedback.begin(round_, epoch)
+        undecided = self.feedback.begin(round_, generation)
         blobs = self._blobs(round_, undecided.blobs)
         if self.on_compressed is not None:
             deque(blobs, maxlen=0)
             self.on_compressed(round_, steps)
             blobs = iter(undecided.blobs.items())
-        self.session.contribute(round_, blobs, epoch, steps, before_last)
+        self.session.contribute(round_, blobs, generation, steps, before_last)
         undecided.is_sent = True
         return undecided.blobs
 

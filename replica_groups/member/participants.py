@@ -106,7 +106,7 @@ class StageMember:
 
     def relink(self, ends: LinkEnds) -> None:
         self.worker.relink(ends.upstream, ends.downstream)
-        self.worker.transcript.enter(ends.epoch, ends.signer, ends.holders)
+        self.worker.transcript.enter(ends.generation, ends.signer, ends.holders)
 
     def evaluate(self, round_: int) -> tuple[float, int] | None:
         self.worker.stage.enter_round(round_)

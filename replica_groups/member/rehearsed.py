@@ -18,7 +18,7 @@ from replica_groups.member.participants import StageMember
 from replica_groups.member.rehearsed_round import RehearsedRound
 from replica_groups.member.session import MemberSession
 from replica_groups.member.training_member import TrainingMember
-from replica_groups.rehearsal.emulated import EmulatedBoundary, EmulatedEngine, EmulatedStage, Pace
+from replica_groups.rehearsal.emulated import EmulatedBoundary, EmulatedEngine, EmulatedPace, EmulatedStage
 from stages.activity import Timing
 from stages.worker import StageWorker
 
@@ -34,17 +34,17 @@ def build_rehearsed(spec: RunSpec, member: MemberSpec, session: MemberSession) -
         trainer = _stage(spec, member, member.replica, cost)
     else:
         micro_batches, vocabulary = member.replica.micro_batches, spec.shape.vocabulary
-        engine, tokens = EmulatedEngine(cost, micro_batches, vocabulary, Pace()), _tokens(spec, member)
+        engine, tokens = EmulatedEngine(cost, micro_batches, vocabulary, EmulatedPace()), _tokens(spec, member)
         trainer = DatacenterMember(
             member.name, engine, _batches(spec, member, tokens), _validation(spec, member, tokens)
         )
-    return trainer, RehearsedRound(spec, member, session, cost, Pace())
+    return trainer, RehearsedRound(spec, member, session, cost, EmulatedPace())
 
 
 class RehearsedStageMember(StageMember):
     """A stage whose reported compute is the emulated one."""
 
-    def __init__(self, worker: StageWorker, pace: Pace, *args: Any) -> None:
+    def __init__(self, worker: StageWorker, pace: EmulatedPace, *args: Any) -> None:
         super().__init__(worker.settings.replica, worker, *args)
         self._pace, self._reported = pace, 0.0
 
@@ -56,7 +56,7 @@ class RehearsedStageMember(StageMember):
 
 def _stage(spec: RunSpec, member: MemberSpec, replica: ParticipantsReplica, cost: MeasuredCost) -> StageMember:
     assert member.stage is not None
-    settings, pace = worker_settings(spec.config, replica), Pace()
+    settings, pace = worker_settings(spec.config, replica), EmulatedPace()
     rows, length = settings.micro_batch_size, settings.sequence_length
     boundary = EmulatedBoundary(replica.boundary, spec.shape.width, rows, length)
     worker = StageWorker(EmulatedStage(member.stage, spec.shape, boundary, cost, pace), settings, None, None)

@@ -19,7 +19,7 @@ from hetero_pp.simulator.traffic import blob_sizes
 from replica_groups.engines.parameter_store import LocalParameters
 from replica_groups.member.outer_round import OuterRound
 from replica_groups.member.session import MemberSession
-from replica_groups.rehearsal.emulated import Pace
+from replica_groups.rehearsal.emulated import EmulatedPace
 
 
 class RehearsedRound(OuterRound):
@@ -31,7 +31,7 @@ class RehearsedRound(OuterRound):
         member: MemberSpec,
         session: MemberSession,
         cost: MeasuredCost,
-        pace: Pace,
+        pace: EmulatedPace,
     ) -> None:
         own, outer = member.replica.name, spec.config.outer
         super().__init__(session, LocalParameters({}), {}, outer, keeps_undo=False)
@@ -45,20 +45,20 @@ class RehearsedRound(OuterRound):
     def needed(self) -> Collection[str]:
         return self._needed
 
-    def blobs(self, round_: int, epoch: int | None) -> RehearsedBlobs:
+    def blobs(self, round_: int, generation: int | None) -> RehearsedBlobs:
         """Return the contribution of a generation to a round."""
         addresses = {block: self.session.address_of(round_, block) for block in self._shapes}
-        return RehearsedBlobs(addresses, self._shapes, self._sizes, self.settings.compression, epoch or 0)
+        return RehearsedBlobs(addresses, self._shapes, self._sizes, self.settings.compression, generation or 0)
 
     def contribute(
         self,
         round_: int,
-        epoch: int | None = None,
+        generation: int | None = None,
         steps: int = 0,
         before_last: Callable[[], object] = lambda: None,
     ) -> Mapping[str, bytes]:
-        undecided, blobs = self.feedback.begin(round_, epoch), self.blobs(round_, epoch)
-        self.session.contribute(round_, self._compressed(blobs), epoch, steps, before_last)
+        undecided, blobs = self.feedback.begin(round_, generation), self.blobs(round_, generation)
+        self.session.contribute(round_, self._compressed(blobs), generation, steps, before_last)
         undecided.is_sent = True
         return blobs
 

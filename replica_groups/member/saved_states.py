@@ -1,4 +1,4 @@
-"""Member checkpoints: optimizer, error feedback and data position of one member after a round.
+"""Saved states: optimizer, error feedback and data position of one member after a round.
 
   <folder>/round-000010/...
   <folder>/round-000010/digests.json
@@ -49,8 +49,8 @@ _UNREAD = "cannot be read: "
 T = TypeVar("T")
 
 
-class _Noted(BaseModel):
-    """Content of digests.json: the run of a member checkpoint, and the sha256 of each of its files."""
+class _StateDigests(BaseModel):
+    """Content of digests.json: the run of a saved state, and the sha256 of each of its files."""
 
     run: str
     files: dict[str, str]
@@ -65,7 +65,7 @@ class SavedStates:
 
     folder: Path
     run: str
-    """Name of the run; member checkpoints of other runs are ignored."""
+    """Name of the run; saved states of other runs are ignored."""
     every: int
     ranks: Ranks = ALONE
     copies: StateCopies | None = None
@@ -113,7 +113,7 @@ class SavedStates:
         """Return how many ranks wrote the newest checkpoint of this run; None without one."""
         for round_ in reversed(self.rounds()):
             with suppress(OSError, ValidationError):
-                noted = _Noted.model_validate_json((self.path(round_) / DIGESTS).read_bytes())
+                noted = _StateDigests.model_validate_json((self.path(round_) / DIGESTS).read_bytes())
                 worlds = [match[1] for name in noted.files if (match := re.fullmatch(r"outer-\d+-of-(\d+)\..*", name))]
                 if noted.run == self.run and worlds:
                     return int(worlds[0])
@@ -141,7 +141,7 @@ class SavedStates:
 
     def _complaint(self, folder: Path, digests: dict[str, str]) -> str | None:
         try:
-            noted = _Noted.model_validate_json((folder / DIGESTS).read_bytes())
+            noted = _StateDigests.model_validate_json((folder / DIGESTS).read_bytes())
         except (OSError, ValidationError):
             return f"{DIGESTS} cannot be read"
         if noted.run != self.run:
@@ -217,7 +217,7 @@ class SavedStates:
         pending, is_named_ = self._pending(round_), False
         if self.ranks.is_first and pending.exists():
             with suppress(OSError, ValidationError):
-                noted = _Noted.model_validate_json((pending / DIGESTS).read_bytes())
+                noted = _StateDigests.model_validate_json((pending / DIGESTS).read_bytes())
                 is_named_ = noted.blobs is not None and is_named(counted, noted.generation, noted.blobs)
         is_taken = self._broadcast(is_named_)
         if is_taken and reads and (complaint := self._complaint_of(pending)) is not None:
@@ -262,7 +262,7 @@ class SavedStates:
         for name, digest in files.items():
             if digest.startswith(_UNREAD):
                 raise OSError(errno.EIO, digest, str(part / name))
-        noted = _Noted(run=self.run, files=files)
+        noted = _StateDigests(run=self.run, files=files)
         if awaits is not None:
             noted.generation, noted.blobs = awaits.generation, awaits.digests
         write_whole(part / DIGESTS, noted.model_dump_json(indent=1).encode())

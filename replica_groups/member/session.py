@@ -27,13 +27,13 @@ from hetero_pp.config.links import DIRECTIONS, Direction, LinkSpec, exchange_lin
 from hetero_pp.core.errors import (
     ExchangeLost,
     HeteroPPError,
+    IncarnationOver,
     LinkClosed,
     LinkError,
     Refused,
     RunFailed,
     Stopped,
     Suspended,
-    TermOver,
 )
 from hetero_pp.link.ledger import FRAME_BYTES, Ledger, raw_frames, wire_bytes
 from hetero_pp.link.protocol import NOT_KNOWN, Holders, LinkEnds
@@ -41,17 +41,17 @@ from hetero_pp.link.shaping import busy_seconds
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.link.turns import ShapedMessage, Shaper
 from hetero_pp.messages import messages_pb2 as pb
+from hetero_pp.pseudo_gradient.blob_batches import batches, split_blobs
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
-from hetero_pp.pseudo_gradient.together import apart, batches
 from hetero_pp.rpc.exchange_service import NO_STATES, Arrived, AvailableStates, Caller, ExchangeService, call_of, untold
 from hetero_pp.run.spec import MemberSpec
-from hetero_pp.store.faults import NO_FAULTS, Faults, Phase
+from hetero_pp.store.faults import NO_FAULTS, FaultPhase, Faults
 from replica_groups.engines.ranks import ALONE, Ranks
 from replica_groups.member.stopping import NEVER_STOPPED, SECONDS_TO_FETCH, Stopping
 
-SECONDS_BETWEEN_BEATS = 1.0
+SECONDS_BETWEEN_HEARTBEATS = 1.0
 
-EVERY_EPOCH = 1 << 62
+EVERY_GENERATION = 1 << 62
 """A generation after all others, including one that is being formed and that no heartbeat has named."""
 
 LedgerOf = tuple[str, Direction, Ledger]
@@ -62,7 +62,7 @@ GiveUp = Callable[[int, str], None]
 
 _ANSWER = b"\0"
 
-_ERRORS: tuple[type[HeteroPPError], ...] = (RunFailed, TermOver, Suspended, ExchangeLost, Stopped)
+_ERRORS: tuple[type[HeteroPPError], ...] = (RunFailed, IncarnationOver, Suspended, ExchangeLost, Stopped)
 """Errors that all ranks have to handle alike; any other error of the first rank is RunFailed on the others."""
 
 _Blob = tuple[pb.BlobHeader, bytes]
@@ -85,7 +85,7 @@ class Connections(Protocol):
     def listen(self) -> str:
         """Start to listen for the neighbouring stages; return the address (empty if there is none)."""
 
-    def open(self, epoch: int, upstream: str, downstream: str, holders: Holders = NOT_KNOWN) -> LinkEnds:
+    def open(self, generation: int, upstream: str, downstream: str, holders: Holders = NOT_KNOWN) -> LinkEnds:
         """Open the links to the neighbouring stages in this generation of the group. The member must have joined.
 
         `upstream` and `downstream` are the addresses to dial; an empty one means that the neighbour dials or does not
@@ -114,7 +114,7 @@ class Links:
         upstream = work.upstream_holder if work.HasField("upstream_holder") else None
         downstream = work.downstream_holder if work.HasField("downstream_holder") else None
         try:
-            self._ends = self._connections.open(work.epoch, work.upstream, work.downstream, (upstream, downstream))
+            self._ends = self._connections.open(work.generation, work.upstream, work.downstream, (upstream, downstream))
         except Refused as error:  # the word of a neighbour alone must not end this member
             raise LinkClosed(str(error)) from error
         return self._ends
@@ -190,15 +190,15 @@ class Heartbeat:
     def __init__(self, exchange: ExchangeService, member: str, give_up: GiveUp) -> None:
         self._exchange, self._member, self._give_up = exchange, member, give_up
         self._round: int | None = None
-        self._epoch = 0
+        self._generation = 0
         self._progress = 0
         self._activity: Callable[[], tuple[int, bool]] = lambda: (0, False)
         self._finished = False
         self._ended = threading.Event()
 
-    def trains(self, round_: int | None, epoch: int) -> None:
+    def trains(self, round_: int | None, generation: int) -> None:
         """Note the round and generation that the member trains from now on."""
-        self._round, self._epoch = round_, epoch
+        self._round, self._generation = round_, generation
         self.progressed()
 
     def progressed(self) -> None:
@@ -219,7 +219,7 @@ class Heartbeat:
             self.progressed()
 
     @contextmanager
-    def beating(self) -> Iterator[None]:
+    def sending(self) -> Iterator[None]:
         """Send heartbeats while the block runs."""
         thread = threading.Thread(target=self._run, name=f"heartbeat {self._member}", daemon=True)
         thread.start()
@@ -230,19 +230,21 @@ class Heartbeat:
             thread.join()
 
     def _run(self) -> None:
-        while not self._ended.wait(SECONDS_BETWEEN_BEATS):
-            epoch = self._epoch
+        while not self._ended.wait(SECONDS_BETWEEN_HEARTBEATS):
+            generation = self._generation
             try:
                 done, is_busy = self._activity()
                 progress = (self._progress << 32) + done
-                reply = self._exchange.beat(self._member, self._round, epoch, progress, is_busy)
+                reply = self._exchange.heartbeat(self._member, self._round, generation, progress, is_busy)
             except LinkError:
                 continue  # the exchange is gone, or late: calls that need it wait for it
             except HeteroPPError as error:
-                self._say(EVERY_EPOCH, str(error))  # the member is out: threads that wait for a neighbour get the cause
+                self._say(
+                    EVERY_GENERATION, str(error)
+                )  # the member is out: threads that wait for a neighbour get the cause
                 return
-            if reply.is_over or (reply.HasField("suspended") and reply.suspended == epoch):
-                self._say(epoch + 1, reply.cause or "its incarnation is over")
+            if reply.is_over or (reply.HasField("suspended") and reply.suspended == generation):
+                self._say(generation + 1, reply.cause or "its incarnation is over")
 
     def _say(self, before: int, cause: str) -> None:
         if not self._finished:
@@ -286,7 +288,7 @@ class MemberSession(ExchangeService):
         """The round that a thread carries. The thread of a round that was given up may still wait, unread."""
         self._fetched: tuple[int, _Fetched] = 0, {}
         self._address, self._available = "", NO_STATES
-        self._epoch: int | None = None
+        self._generation: int | None = None
 
     # ---- a slot in the run ----
 
@@ -297,9 +299,9 @@ class MemberSession(ExchangeService):
         `address`: where the member listens for other stages. `available`: the states that it holds.
         """
         self.links, self._address, self._available = links, address, available
-        self.heartbeat = Heartbeat(self, self.member, links.give_up)
+        self.heartbeats = Heartbeat(self, self.member, links.give_up)
         self.join(self.member, address, available)
-        with self.heartbeat.beating():
+        with self.heartbeats.sending():
             yield
 
     def ask(self, holds: int, trained: int = 0) -> pb.AssignReply:
@@ -310,8 +312,8 @@ class MemberSession(ExchangeService):
         while True:
             try:
                 return self.assign(self.member, holds, self._address, trained)
-            except TermOver:
-                self._epoch = None
+            except IncarnationOver:
+                self._generation = None
                 self.join(self.member, self._address, self._available)
 
     def form(self, work: pb.AssignReply) -> LinkEnds | None:
@@ -319,18 +321,18 @@ class MemberSession(ExchangeService):
 
         From now on a heartbeat's answer that this generation is over ends the links, also while they are formed.
         """
-        if work.epoch == self._epoch:
+        if work.generation == self._generation:
             return None
-        self._epoch = work.epoch
-        self.heartbeat.trains(None, work.epoch)
+        self._generation = work.generation
+        self.heartbeats.trains(None, work.generation)
         return self.links.form(work)
 
     def leave_links(self, cause: str) -> int | None:
         """Give up the current links, and tell waiting neighbours the cause; return their generation, if any."""
-        epoch, self._epoch = self._epoch, None
-        if epoch is not None:
-            self.links.give_up(epoch + 1, cause)
-        return epoch
+        generation, self._generation = self._generation, None
+        if generation is not None:
+            self.links.give_up(generation + 1, cause)
+        return generation
 
     # ---- an outer round ----
 
@@ -341,7 +343,7 @@ class MemberSession(ExchangeService):
         self,
         round_: int,
         blobs: Iterable[tuple[str, bytes]],
-        epoch: int | None,
+        generation: int | None,
         steps: int,
         before_last: Callable[[], object] = lambda: None,
     ) -> None:
@@ -353,7 +355,7 @@ class MemberSession(ExchangeService):
         def send(batch: Iterable[tuple[str, bytes]]) -> None:
             with self._blocking():
                 own = {self.address_of(round_, block): data for block, data in batch}
-                self.deposit_together(self.member, own, epoch, steps)
+                self.deposit_all(self.member, own, generation, steps)
 
         last = None
         for batch in batches(blobs):
@@ -365,7 +367,7 @@ class MemberSession(ExchangeService):
             send(last)
 
     def record_of(
-        self, round_: int, own: Mapping[str, bytes] | None = None, epoch: int | None = None, steps: int = 0
+        self, round_: int, own: Mapping[str, bytes] | None = None, generation: int | None = None, steps: int = 0
     ) -> pb.RoundRecord:
         """Return the record once the round is closed.
 
@@ -376,7 +378,7 @@ class MemberSession(ExchangeService):
                 with self._blocking():
                     return self.record(round_, self.member)
             except ExchangeLost:
-                self.contribute(round_, (own or {}).items(), epoch, steps)
+                self.contribute(round_, (own or {}).items(), generation, steps)
 
     def entry(self, record: pb.RoundRecord) -> pb.ContributionEntry | None:
         """Return the entry of a record that is this replica's; None if the round excludes it."""
@@ -443,7 +445,7 @@ class MemberSession(ExchangeService):
     def call(self, request: Message, caller: Caller) -> Any:
         """Make a call on the first rank, and return the reply on all ranks. Each rank confirms and reports nothing."""
         match request:
-            case pb.BeatRequest() | pb.HashReport() | pb.ReportRequest():
+            case pb.HeartbeatRequest() | pb.HashReport() | pb.ReportRequest():
                 return _reply_to(request)() if self._exchange is None else self._call(request, caller)
             case pb.RecordRequest():
                 return self._record(request, caller)
@@ -452,7 +454,7 @@ class MemberSession(ExchangeService):
     def _record(self, request: pb.RecordRequest, caller: Caller) -> pb.RoundRecord:
         if self._contributed == request.round:
             self._contributed = None
-            self._faults.reached(Phase.WAITING, request.round)
+            self._faults.reached(FaultPhase.WAITING, request.round)
         deferred, self._deferred = self._deferred, None
 
         def ask() -> pb.RoundRecord:
@@ -473,8 +475,8 @@ class MemberSession(ExchangeService):
             self._deposit_first(*blob, caller)
         return record
 
-    def read_snapshot(
-        self, request: pb.SnapshotRequest, caller: Caller, arrived: Arrived = untold
+    def read_checkpoint(
+        self, request: pb.CheckpointRequest, caller: Caller, arrived: Arrived = untold
     ) -> dict[str, Tensor]:
         """Return tensors of a run checkpoint, on all ranks.
 
@@ -484,7 +486,7 @@ class MemberSession(ExchangeService):
             return self._read(request, caller, arrived)
         tensors: dict[str, Tensor] = {}
         for name in request.names:
-            one = pb.SnapshotRequest(names=[name], round=request.round if request.HasField("round") else None)
+            one = pb.CheckpointRequest(names=[name], round=request.round if request.HasField("round") else None)
             tensors |= load(self._broadcast(lambda one=one: save(self._read(one, caller, arrived))))  # type: ignore[misc]
         return tensors
 
@@ -497,7 +499,7 @@ class MemberSession(ExchangeService):
             header.commitment.CopyFrom(self.commitment)
         if self._contributed != header.round:
             self._contributed, self._missed = header.round, []
-            self._faults.reached(Phase.CONTRIBUTING, header.round)
+            self._faults.reached(FaultPhase.CONTRIBUTING, header.round)
         if header.round in self._faults.missed:
             self._missed.append((header, data))
         else:
@@ -511,7 +513,7 @@ class MemberSession(ExchangeService):
             return
         try:
             self._deposit(header, data, caller)
-        except (TermOver, Suspended, Stopped) as error:
+        except (IncarnationOver, Suspended, Stopped) as error:
             if self.ranks.world == 1:
                 raise
             self._deferred = error
@@ -548,18 +550,18 @@ class MemberSession(ExchangeService):
                 with suppress(Stopped), self._stopping.allowed(request.round):
                     self._exchange.call(request, caller)
                 return pb.HashReply()
-            case pb.NewestSnapshotRequest():
+            case pb.NewestCheckpointRequest():
                 round_ = 0  # the member is recovering, and can save its state afterwards
             case _:
                 round_ = None
         with self._stopping.allowed(round_):
             return self._exchange.call(request, caller)
 
-    def _read(self, request: pb.SnapshotRequest, caller: Caller, arrived: Arrived) -> dict[str, Tensor]:
+    def _read(self, request: pb.CheckpointRequest, caller: Caller, arrived: Arrived) -> dict[str, Tensor]:
         assert self._exchange is not None
         with self._stopping.allowed(request.round, SECONDS_TO_FETCH):
             frame = arrived if self.line is None else self.line.receive_frames(arrived)
-            tensors = self._exchange.read_snapshot(request, caller, frame)
+            tensors = self._exchange.read_checkpoint(request, caller, frame)
         if self.line is not None:
             self.line.received(sum(tensor.nbytes for tensor in tensors.values()))
         return tensors
@@ -568,7 +570,7 @@ class MemberSession(ExchangeService):
         assert self._exchange is not None
         with self._stopping.allowed(header.round):  # the round may be decided by this blob
             if self.line is not None:
-                for _, blob in apart(header, data):  # each counts as a message, as it is predicted
+                for _, blob in split_blobs(header, data):  # each counts as a message, as it is predicted
                     self.line.send(header.round, len(blob))
             self._exchange.deposit_blob(header, data, caller)
 

@@ -1,4 +1,4 @@
-"""Copies of member checkpoints in the run's store, from which another machine that takes over the slot resumes.
+"""Copies of saved states in the run's store, from which another machine that takes over the slot resumes.
 
   states/<member>/round-000010-<random>/...
   states/<member>/round-000010-<random>/digests.json
@@ -53,7 +53,7 @@ class StateCopies:
     def fetch(self, to: Path, after: int, before: float = math.inf) -> int | None:
         """Download the newest copy of a round after `after` and before `before`; return its round, or None.
 
-        The caller has to check the digests, as with any member checkpoint.
+        The caller has to check the digests, as with any saved state.
         """
         try:
             copies = [copy for copy in self._whole() if after < copy.round < before]

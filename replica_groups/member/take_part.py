@@ -25,7 +25,7 @@ from pathlib import Path
 
 from hetero_pp.config.links import exchange_link_name
 from hetero_pp.core.device import computing, name_of, peak_bytes, use
-from hetero_pp.core.errors import LinkError, PeerAtFault, Stopped, Suspended, TermOver
+from hetero_pp.core.errors import IncarnationOver, LinkError, PeerAtFault, Stopped, Suspended
 from hetero_pp.core.files import keep_trying
 from hetero_pp.data.sources import Source, open_source, tokens_digest
 from hetero_pp.link.protocol import LinkEnds
@@ -41,16 +41,16 @@ from hetero_pp.messages.messages_pb2 import (
 )
 from hetero_pp.model.transformer import EMBEDDING
 from hetero_pp.rpc.memory import give_freed_memory_back
+from hetero_pp.run.checkpoint import BASIS, MOMENTUM, momentum_of
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.round_optimizer import round_optimizer
-from hetero_pp.run.snapshot import BASIS, MOMENTUM, momentum_of
 from hetero_pp.run.spec import MemberSpec, RunSpec
-from hetero_pp.store.faults import NO_FAULTS, Faults, Phase
+from hetero_pp.store.faults import NO_FAULTS, FaultPhase, Faults
 from replica_groups.engines.ranks import ALONE, Ranks
 from replica_groups.member.build_member import Start, build_member
-from replica_groups.member.commitments import Commitments
+from replica_groups.member.commitments import MemberCommitments
 from replica_groups.member.gate import Gate
-from replica_groups.member.inner_loops import Ahead, InnerLoop, StepsTaken, Terms
+from replica_groups.member.inner_loops import InnerLoop, OverlappedRound, RoundInputs, StepsTaken
 from replica_groups.member.outer_round import OuterRound
 from replica_groups.member.reporter import Reporter
 from replica_groups.member.round_length import RoundLength, StepsOf, round_length
@@ -115,7 +115,7 @@ def take_part(
         steps = StepsTaken(replica, config.inner.steps)
         commitments = None
         if config.audit.recompute is not None:
-            commitments = Commitments(session, trainer, outer, steps, folder.committed(name))
+            commitments = MemberCommitments(session, trainer, outer, steps, folder.committed(name))
         length = round_length(spec, member, time.monotonic, ranks, steps_of)
         states = replace(states, every=spec.latest.states_every)
         undoes = config.states.undo
@@ -151,7 +151,7 @@ def _build(
 
     `tell` is given how long it took to read the checkpoint. In a rehearsal nothing is read.
     """
-    round_, names = session.newest_snapshot()
+    round_, names = session.newest_checkpoint()
     if spec.config.rehearsal is not None:
         from replica_groups.member.rehearsed import build_rehearsed  # a run that trains does not need it
 
@@ -159,10 +159,10 @@ def _build(
     held = [*member.owned, *([EMBEDDING] if member.follows_embedding else [])]
     basis = [] if spec.largest_rank is None else [BASIS]
     began = time.monotonic()
-    tensors = session.snapshot([*held, *basis, *momentum_of(names, held)], round_)
+    tensors = session.checkpoint([*held, *basis, *momentum_of(names, held)], round_)
     if tell is not None:
         n_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        tell(f"read {n_bytes:,} bytes of the snapshot after round {round_} in {time.monotonic() - began:.2f} s")
+        tell(f"read {n_bytes:,} bytes of the run checkpoint after round {round_} in {time.monotonic() - began:.2f} s")
     start = Start({name: tensors[name] for name in held}, tensors.get(BASIS))
     trainer = build_member(spec, member, start, LinkEnds(), source, session.ranks, folder)
     keeps_undo = member.stage is not None or spec.config.states.undo or spec.config.outer.keep_local
@@ -174,7 +174,7 @@ def _build(
     return trainer, outer, round_
 
 
-class _Position(Enum):
+class _RoundPosition(Enum):
     """Where a member is between the rounds `holds` and `holds + 1`."""
 
     CATCHING_UP = auto()
@@ -201,7 +201,7 @@ class TrainingLoop:
         faults: Faults = NO_FAULTS,
         stopping: Stopping = NEVER_STOPPED,
         undoes: bool = True,
-        commitments: Commitments | None = None,
+        commitments: MemberCommitments | None = None,
     ) -> None:
         """Create the loop of one member.
 
@@ -219,32 +219,32 @@ class TrainingLoop:
         self._seconds_to_save = 0.0
         """Duration of the newest save."""
         self._saved: int | None = None
-        """Round of the loaded member checkpoint, until the rounds since then are caught up."""
+        """Round of the loaded saved state, until the rounds since then are caught up."""
         self._has_started = False
         """Whether a round was reached since this process started."""
-        self._position = _Position.CATCHING_UP
-        self.ahead = Ahead()
+        self._position = _RoundPosition.CATCHING_UP
+        self.overlapped = OverlappedRound()
 
     def load(self, saved: int) -> None:
-        """Restore the member checkpoint after round `saved`. Theta and the outer optimizer stay as they are."""
+        """Restore the saved state after round `saved`. Theta and the outer optimizer stay as they are."""
         folder = self.states.path(saved)
         self.member.load(folder)
         self.outer.load(folder)
         self.outer.restore()
         self.steps.load(folder)
-        self.ahead.load(folder)
+        self.overlapped.load(folder)
 
     def run(self, holds: int, saved: int | None, spec: RunSpec) -> None:
-        """Train until the run is over, from theta after round `holds` and the member checkpoint after round `saved`."""
+        """Train until the run is over, from theta after round `holds` and the saved state after round `saved`."""
         self.holds, self._saved = holds, saved
         try:
             while (work := self._ask()).round:
                 try:
                     if work.changed != spec.changes.mark:
                         spec = spec.with_changes(self.session.changes())
-                    self._reach(work, spec.config.snapshots.every)
+                    self._reach(work, spec.config.checkpoints.every)
                     self._train_round(work, spec)
-                except (Suspended, TermOver, LinkError) as error:
+                except (Suspended, IncarnationOver, LinkError) as error:
                     self._return(error)
                 self.stopping.check(self.outer.ranks)
             if self.commitments is not None:
@@ -253,7 +253,7 @@ class TrainingLoop:
         except Stopped:
             self._save_before_the_end()
             raise
-        self.session.heartbeat.finished()
+        self.session.heartbeats.finished()
         over = self.reporter.new()
         over.finished.SetInParent()
         self.reporter.send(over)
@@ -267,12 +267,12 @@ class TrainingLoop:
 
     # ---- where a round starts ----
 
-    def _reach(self, work: AssignReply, snapshots_every: int) -> None:
+    def _reach(self, work: AssignReply, checkpoints_every: int) -> None:
         """Bring the member to the start of the assigned round."""
         saves_first = self.states.is_due(work.round) and not self.session.overlaps
         self.length.begin(work.elapsed + (self._seconds_to_save if saves_first else 0.0))
         self.reporter.does(Doing.CATCHING_UP)
-        self._position = _Position.CATCHING_UP
+        self._position = _RoundPosition.CATCHING_UP
         if work.heals:
             self._heal()
             if self.holds >= work.round:
@@ -281,8 +281,8 @@ class TrainingLoop:
         if before > self.holds + self._has_started and (self._saved is None or is_settled):
             # The member waited for its replica to be complete, or for a round that includes it: a newer run checkpoint
             # takes the place of rounds to replay, whose contributions the log may no longer have.
-            newest = self.session.newest_snapshot()[0]
-            least = snapshots_every if self._has_started else 1
+            newest = self.session.newest_checkpoint()[0]
+            least = checkpoints_every if self._has_started else 1
             if self.holds + least <= newest <= before and self.outer.is_settled:
                 self._heal()
         missed = range(self.holds + 1, work.round)
@@ -293,7 +293,7 @@ class TrainingLoop:
         if missed or not self._has_started:
             self.member.start_round(self.outer)
             self._has_started = True
-        self._position = _Position.AT_START
+        self._position = _RoundPosition.AT_START
         with self._allowed_to_stop():
             ends = self.session.form(work)
         if ends is not None:
@@ -304,7 +304,7 @@ class TrainingLoop:
                 self._report_links(0)
 
     def _load_settled(self, missed: range) -> bool:
-        """Load the pending member checkpoint, if one of the missed rounds includes the contribution that it awaits.
+        """Load the pending saved state, if one of the missed rounds includes the contribution that it awaits.
 
         The member has returned to the start of that round, or is a new process, and the contribution stayed.
         """
@@ -320,9 +320,9 @@ class TrainingLoop:
 
     def _heal(self) -> None:
         """Recover theta and the outer optimizer's state from the run log."""
-        round_, names = self.session.newest_snapshot()
+        round_, names = self.session.newest_checkpoint()
         kept = momentum_of(names, self.outer.theta)
-        tensors = self.session.snapshot([*self.outer.theta, *kept], round_)
+        tensors = self.session.checkpoint([*self.outer.theta, *kept], round_)
         momentum = {name.removeprefix(MOMENTUM): tensors[name] for name in kept}
         self.outer.reset({name: tensors[name] for name in self.outer.theta}, momentum, round_)
         self.outer.catch_up(range(round_ + 1, self.holds + 1))
@@ -336,19 +336,19 @@ class TrainingLoop:
         After a link error, report that a neighbour cannot be reached.
         """
         print(f"{self.reporter.member}: returns to round {self.holds}: {error}", file=sys.stderr, flush=True)
-        epoch = self.session.leave_links(str(error))
+        generation = self.session.leave_links(str(error))
         self._undo_round()
-        if isinstance(error, LinkError) and epoch is not None:
+        if isinstance(error, LinkError) and generation is not None:
             blames = error.peer if isinstance(error, PeerAtFault) else ""
-            with suppress(TermOver):
-                self.session.broken(self.session.member, epoch, str(error), blames)
+            with suppress(IncarnationOver):
+                self.session.broken(self.session.member, generation, str(error), blames)
 
     def _undo_round(self) -> None:
         """Return to the start of the round, if one has begun."""
-        if self._position is _Position.IN_ROUND:
+        if self._position is _RoundPosition.IN_ROUND:
             self.outer.undo()
             self.member.undo(self.outer)
-            self._position, self.ahead.loop = _Position.AT_START, None
+            self._position, self.overlapped.loop = _RoundPosition.AT_START, None
 
     # ---- a round ----
 
@@ -368,9 +368,9 @@ class TrainingLoop:
                 spent_ahead = -time.monotonic()
                 self.member.remember(ahead=True)
                 self.outer.start_ahead()
-                trained_ahead = self._train(round_ + 1, round_, self._terms(round_ + 1, spec))
+                trained_ahead = self._train(round_ + 1, round_, self._inputs(round_ + 1, spec))
                 self.outer.end_inner_loop(round_ + 1)
-                self.ahead.loop = trained_ahead
+                self.overlapped.loop = trained_ahead
                 spent_ahead += time.monotonic()
 
         # A run may be extended after its last round, so that one is always saved.
@@ -383,13 +383,13 @@ class TrainingLoop:
             with self._allowed_to_stop():
                 self.commitments.wait(SECONDS_TO_SHOW)  # no round counts a member that owes a checkpoint
         with computing("outer round", self.outer.ranks.device):
-            record = self.outer.synchronise(round_, work.epoch, loop.steps, contributed, before_last)
-        self._position, self.holds = _Position.AT_START, round_
+            record = self.outer.synchronise(round_, work.generation, loop.steps, contributed, before_last)
+        self._position, self.holds = _RoundPosition.AT_START, round_
         is_undone = self.commitments is not None and self.session.entry(record) is None
         if is_undone:  # the error feedback is undone, too (OuterRound)
             self.member.undo(self.outer)
         self.steps.end_round(None if is_undone else loop.steps, record)
-        self.session.heartbeat.trains(None, work.epoch)
+        self.session.heartbeats.trains(None, work.generation)
         self.member.start_round(self.outer)
         self._finish(record, loop.timing, started + spent_ahead)
         if is_saved:
@@ -404,13 +404,13 @@ class TrainingLoop:
         The loop trained ahead is valid if all members of the replica have it, with the learning rates and share that
         apply now.
         """
-        round_, ahead, terms = work.round, self.ahead.loop, self._terms(work.round, spec)
-        self.ahead.loop = None
-        if work.trained == round_ and self.ahead.is_valid(round_, terms):
-            if ahead is None:  # it came from a member checkpoint, or the member returned to it: nothing was remembered
+        round_, ahead, inputs = work.round, self.overlapped.loop, self._inputs(work.round, spec)
+        self.overlapped.loop = None
+        if work.trained == round_ and self.overlapped.is_valid(round_, inputs):
+            if ahead is None:  # it came from a saved state, or the member returned to it: nothing was remembered
                 self.member.remember(ahead=True)
-            self._position = _Position.IN_ROUND
-            self.session.heartbeat.trains(round_, work.epoch)
+            self._position = _RoundPosition.IN_ROUND
+            self.session.heartbeats.trains(round_, work.generation)
             return ahead or InnerLoop(spec.config.inner.require_steps("rounds overlap"), Timing())
         if ahead is not None:
             self.member.undo(self.outer)
@@ -419,21 +419,21 @@ class TrainingLoop:
         if self.commitments is not None:
             self.commitments.begin(round_, work.committed)
         self.member.remember()
-        self._position = _Position.IN_ROUND
-        self.session.heartbeat.trains(round_, work.epoch)
-        loop = self._train(round_, round_, terms)
+        self._position = _RoundPosition.IN_ROUND
+        self.session.heartbeats.trains(round_, work.generation)
+        loop = self._train(round_, round_, inputs)
         if self.session.overlaps:
             self.outer.end_inner_loop(round_)
         return loop
 
-    def _terms(self, round_: int, spec: RunSpec) -> Terms:
+    def _inputs(self, round_: int, spec: RunSpec) -> RoundInputs:
         """Return the learning rates and the share of a round, as far as they are known."""
         first = self.steps.before(round_)
         return spec.rates_in(round_, first, self.steps.last), spec.share_of(self.session.replica, round_)
 
-    def _train(self, round_: int, under_way: int, terms: Terms) -> InnerLoop:
+    def _train(self, round_: int, under_way: int, inputs: RoundInputs) -> InnerLoop:
         """Train the inner steps of `round_` while `under_way`, the same round or the one before, is in progress."""
-        rates, share = terms
+        rates, share = inputs
         first, ahead_of = self.steps.before(round_), under_way if under_way < round_ else None
         self.member.follow(rates)
         self.member.take_share(share, first)
@@ -442,7 +442,7 @@ class TrainingLoop:
         if self.gate is None:
             give_freed_memory_back()
         self.reporter.does(self.member.doing)
-        with self.session.heartbeat.computing(self.member.activity), self._allowed_to_stop(ahead_of):
+        with self.session.heartbeats.computing(self.member.activity), self._allowed_to_stop(ahead_of):
             reported, steps, is_over = time.monotonic(), 0, False
             while not is_over:
                 if self.gate is not None and self.gate.enter(self.reporter.member, under_way):
@@ -453,17 +453,17 @@ class TrainingLoop:
                     done = self.member.inner_step(round_, steps, first + steps, bool(is_last))
                 self.reporter.tell(inner_step=done)
                 if steps == 0:
-                    self.faults.reached(Phase.TRAINING, round_)
+                    self.faults.reached(FaultPhase.TRAINING, round_)
                 is_over = self.length.is_over(steps, done.is_last)
                 steps += 1
-                self.session.heartbeat.progressed()
+                self.session.heartbeats.progressed()
                 if time.monotonic() - reported > SECONDS_BETWEEN_LINK_REPORTS:
                     self._report_links(round_)
                     reported = time.monotonic()
             self.member.end_inner_loop(round_)
         if self.gate is None:
             give_freed_memory_back()
-        self.ahead.trained(round_, terms)
+        self.overlapped.trained(round_, inputs)
         self.reporter.does(Doing.OUTER_ROUND)
         return InnerLoop(steps, self.member.timing())
 
@@ -479,7 +479,7 @@ class TrainingLoop:
             device_bytes=peak_bytes(self.outer.ranks.device),
             outer_seconds=synchronised - started,
         )
-        self.faults.reached(Phase.EVALUATING, round_)
+        self.faults.reached(FaultPhase.EVALUATING, round_)
         try:
             self._evaluate(round_)
         except LinkError as error:
@@ -514,11 +514,11 @@ class TrainingLoop:
         def write(folder: Path) -> None:
             self.faults.write()
             self.member.save(folder)
-            self.faults.reached(Phase.SAVING, round_)
+            self.faults.reached(FaultPhase.SAVING, round_)
             self.outer.save(folder)
             self.steps.save(folder, None if steps is None else (round_, steps))
             if self.outer.own.trained:
-                self.ahead.save(folder)
+                self.overlapped.save(folder)
 
         awaits, began = None if steps is None else self.outer.feedback.undecided, time.monotonic()
         failure = self.states.save(round_, write, awaits)
@@ -533,7 +533,7 @@ class TrainingLoop:
 
     def _save_before_the_end(self) -> None:
         """Save the state after the last closed round, if it is not saved yet. The round in progress is dropped."""
-        if self._position is _Position.CATCHING_UP:
+        if self._position is _RoundPosition.CATCHING_UP:
             return
         # Others may have finished rounds that this member has not, as it was late. With overlap there are none: a round
         # that was trained ahead depends on the one before as this replica knew it.
@@ -541,7 +541,7 @@ class TrainingLoop:
         missed = range(0) if self.session.overlaps else range(self.holds + 1, closed + 1)
         if not missed and (self.holds == 0 or self.states.has(self.holds)):
             return
-        if self._position is _Position.IN_ROUND and not self._undoes:
+        if self._position is _RoundPosition.IN_ROUND and not self._undoes:
             print(
                 f"{self.reporter.member}: states.undo is false, so no state can be saved within a round",
                 file=sys.stderr,
@@ -555,7 +555,7 @@ class TrainingLoop:
                 self.outer.catch_up(one, range(0) if self._load_settled(one) else one)
                 self.holds = round_
                 self.steps.catch_up(round_, self.session.record_of)
-        except (Suspended, TermOver, LinkError) as error:
+        except (Suspended, IncarnationOver, LinkError) as error:
             print(f"{self.reporter.member}: its state was not saved: {error}", file=sys.stderr, flush=True)
             return
         self.reporter.flush(lambda: True)

@@ -59,17 +59,17 @@ class OnHost(_Wrapped):
     """Copies theta to the host one tensor at a time, and back, so that all members get equal bits."""
 
     def take(self, theta: Mapping[str, Tensor], name: str, mean: Tensor) -> None:
-        copies = _Copies(theta)
+        copies = _TensorCopies(theta)
         super().take(copies, name, mean)
         copies.put_back()
 
     def finish(self, theta: Mapping[str, Tensor]) -> None:
-        copies = _Copies(theta)
+        copies = _TensorCopies(theta)
         super().finish(copies)
         copies.put_back()
 
 
-class _Copies(Mapping[str, Tensor]):
+class _TensorCopies(Mapping[str, Tensor]):
     """Copies in host memory, made when they are asked for."""
 
     def __init__(self, theta: Mapping[str, Tensor]) -> None:

@@ -30,7 +30,7 @@ NORM = 1.0
 """Gradient norm of each stage."""
 
 
-class Pace:
+class EmulatedPace:
     """The clock of an emulated device. It advances by what the device computes and by what its member waits for others.
 
     Other work of this process, such as the conversion of messages, is part of the costs. So it shortens the next wait.
@@ -64,7 +64,7 @@ class Pace:
 class EmulatedEngine(LocalParameters):
     """Implements Engine without parameters. It stands for all ranks of a replica, whatever engine trains it."""
 
-    def __init__(self, cost: MeasuredCost, micro_batches: int, vocabulary: int, pace: Pace) -> None:
+    def __init__(self, cost: MeasuredCost, micro_batches: int, vocabulary: int, pace: EmulatedPace) -> None:
         super().__init__({})
         self.done = 0
         self._cost, self._micro_batches, self._pace = cost, micro_batches, pace
@@ -142,7 +142,7 @@ class EmulatedStage(Stage):
     """A stage without parameters, whose work takes the time that its cost says."""
 
     def __init__(
-        self, spec: StageSpec, shape: ModelShape, boundary: EmulatedBoundary, cost: MeasuredCost, pace: Pace
+        self, spec: StageSpec, shape: ModelShape, boundary: EmulatedBoundary, cost: MeasuredCost, pace: EmulatedPace
     ) -> None:
         self.spec, self.boundary, self.anchors, self.parameters = spec, boundary, None, {}
         with torch.device("meta"):

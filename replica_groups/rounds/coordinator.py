@@ -18,9 +18,9 @@ from functools import cached_property
 from typing import Any
 
 from replica_groups.rounds import events as e
-from replica_groups.rounds.places import Place, Replica
 from replica_groups.rounds.rounds import OpenRound
-from replica_groups.rounds.slots import BARRED_ROUNDS, RETRY_SECONDS, SlotTransitions
+from replica_groups.rounds.slot import Replica, Slot
+from replica_groups.rounds.slot_transitions import BARRED_ROUNDS, RETRY_SECONDS, SlotTransitions
 from replica_groups.rounds.state import Late
 
 LOOK_SECONDS = 10.0
@@ -73,8 +73,8 @@ class Coordinator(SlotTransitions):
     def step(self, event: e.Event, now: float) -> list[e.Effect]:
         """Return the effects of an event at time `now`."""
         effects = list(self._handlers[type(event)](event, now))
-        if (place := self.places.get(getattr(event, "place", ""))) is not None:
-            self._slots_due = min(self._slots_due, place.due_at())
+        if (slot := self.slots.get(getattr(event, "slot", ""))) is not None:
+            self._slots_due = min(self._slots_due, slot.due_at())
         if self.open is not None:
             if not self.open.is_overdue and now - self.open.opened_at >= self.rules.limit:
                 self.open.becomes_overdue()
@@ -100,18 +100,18 @@ class Coordinator(SlotTransitions):
     # ---- work ----
 
     def _asked(self, event: e.Asked, now: float) -> Iterator[e.Effect]:
-        place = self.places[event.place]
-        replica = self.replicas[place.replica]
-        if not (yield from self._admits(place, event.term, now)):
+        slot = self.slots[event.slot]
+        replica = self.replicas[slot.replica]
+        if not (yield from self._admits(slot, event.incarnation, now)):
             return
-        place.presumed = False
-        place.rests(now)
+        slot.assumed_present = False
+        slot.rests(now)
         if replica.round is not None and event.holds < replica.round and not self._is_whole(replica):
             # it was assigned this round already, and has not received the answer
             trained = event.trained if replica.trained in (None, event.trained) else 0
-            yield e.Assign(place.name, place.term, replica.round, replica.epoch, trained=trained)
+            yield e.Assign(slot.name, slot.incarnation, replica.round, replica.generation, trained=trained)
             return
-        place.asked, place.trained = event.holds, event.trained
+        slot.asked, slot.trained = event.holds, event.trained
         if event.holds > self.last_round:
             yield e.Look(self.last_round + 1)
         yield from self._form(replica, now)
@@ -122,7 +122,7 @@ class Coordinator(SlotTransitions):
             return
         if self.open is None:
             yield from self._let_go(replica)
-        elif not replica.waits or max(place.asked or 0 for place in replica.places) > self.last_round:
+        elif not replica.waits or max(slot.asked or 0 for slot in replica.slots) > self.last_round:
             return  # or another coordinator closed rounds that are unknown here
         elif self._may_join(replica.name, now):
             self.open.join(replica.name, replica.alive)
@@ -131,20 +131,20 @@ class Coordinator(SlotTransitions):
     def _let_go(self, replica: Replica) -> Iterator[e.Effect]:
         """Tell waiting members that the run is over, even if their replica is incomplete."""
         replica.round = None
-        for place in replica.places:
-            if place.held and place.asked is not None:
-                place.asked = None
-                yield e.Assign(place.name, place.term, 0, replica.epoch)
+        for slot in replica.slots:
+            if slot.held and slot.asked is not None:
+                slot.asked = None
+                yield e.Assign(slot.name, slot.incarnation, 0, replica.generation)
 
     def _assign(self, replica: Replica, round_: int) -> Iterator[e.Effect]:
         replica.round = round_
-        trained = {0 if place.differs else place.trained for place in replica.places}
+        trained = {0 if slot.differs else slot.trained for slot in replica.slots}
         replica.trained = trained.pop() if len(trained) == 1 else 0
-        for place in replica.places:
-            place.asked = None
-            yield e.Assign(place.name, place.term, round_, replica.epoch, place.differs, replica.trained)
-            if place.differs:
-                place.differs, place.healed_for = False, round_
+        for slot in replica.slots:
+            slot.asked = None
+            yield e.Assign(slot.name, slot.incarnation, round_, replica.generation, slot.differs, replica.trained)
+            if slot.differs:
+                slot.differs, slot.healed_for = False, round_
 
     def _open_next(self, now: float, taking_part: set[str]) -> Iterator[e.Effect]:
         """Open the round after the last decided one, for these replicas and those that wait."""
@@ -159,36 +159,38 @@ class Coordinator(SlotTransitions):
             self._look_at = now + self.rules.limit
         else:
             self._finish_by = now + self.rules.grace.most
-            yield e.Over(self.last_round, self.rounds, tuple(sorted(self._finishing)))
+            yield e.EndRun(self.last_round, self.rounds, tuple(sorted(self._finishing)))
         for replica in self.replicas.values():
             yield from self._form(replica, now)
 
     # ---- rounds ----
 
     def _deposited(self, event: e.Deposited, now: float) -> Iterator[e.Effect]:
-        place = self.places[event.place]
-        replica = self.replicas[place.replica]
-        if not (yield from self._admits(place, event.term, now)):
+        slot = self.slots[event.slot]
+        replica = self.replicas[slot.replica]
+        if not (yield from self._admits(slot, event.incarnation, now)):
             return
-        place.rests(now)
+        slot.rests(now)
         if event.round <= self.last_round:
             yield from self._too_late(event, now)
             return
-        if event.epoch == replica.epoch:
-            yield from self._adopt(place, event.round, has_trained=True)
-        found, expected = (event.round, event.epoch), (replica.round, replica.epoch)
+        if event.generation == replica.generation:
+            yield from self._adopt(slot, event.round, has_trained=True)
+        found, expected = (event.round, event.generation), (replica.round, replica.generation)
         if self.open is None or event.round != self.open.number or found != expected:
             reason = f"found (round, generation) {found}, expected {expected}"
-            yield e.Refused(place.name, reason, term=event.term, is_over=True)
+            yield e.Reject(slot.name, reason, incarnation=event.incarnation, is_over=True)
             return
         self.open.join(replica.name, replica.alive)
-        complaint = self.open.deposit(replica.name, event.epoch, event.block, event.entry, event.steps, self.rules, now)
+        complaint = self.open.deposit(
+            replica.name, event.generation, event.block, event.entry, event.steps, self.rules, now
+        )
         if complaint is not None:
-            yield e.Refused(place.name, complaint, term=event.term)
+            yield e.Reject(slot.name, complaint, incarnation=event.incarnation)
 
     def _too_late(self, event: e.Deposited, now: float) -> Iterator[e.Effect]:
         """Exclude a late contribution, and add its delay to the learned lateness, at most once."""
-        replica, late = self.places[event.place].replica, self._late.get(event.round)
+        replica, late = self.slots[event.slot].replica, self._late.get(event.round)
         if late is not None and replica in late.replicas:
             late.replicas.discard(replica)
             if late.quorum_at is not None and replica not in late.unawaited:
@@ -213,8 +215,8 @@ class Coordinator(SlotTransitions):
         self._learn(closed)
         yield e.Closed(record)
         counted = {one.replica for one in record.contributions}
-        self._in_step = {replica: closed.deposits[replica].epoch for replica in closed.whole}
-        self._in_step |= {one.replica: one.epoch for one in record.contributions}
+        self._in_step = {replica: closed.deposits[replica].generation for replica in closed.whole}
+        self._in_step |= {one.replica: one.generation for one in record.contributions}
         missing = closed.taking_part - self._in_step.keys()
         self._late[record.round] = Late(closed.quorum_at, set(missing), closed.unawaited)
         _keep_newest(self._late, REMEMBERED_LATE)
@@ -226,7 +228,7 @@ class Coordinator(SlotTransitions):
         self._finishing = (closed.taking_part | closed.whole.keys()).intersection(self.alive)
         ahead = {name for name, replica in self.replicas.items() if replica.round == record.round + 1}
         yield from self._open_next(now, {name for name in self.alive if name in self._in_step or name in ahead})
-        is_behind = any(place.asked is not None and place.asked > self.last_round for place in self.places.values())
+        is_behind = any(slot.asked is not None and slot.asked > self.last_round for slot in self.slots.values())
         if is_behind or not closed.writing:
             yield e.Look(record.round + 1)  # another coordinator decides rounds, and may be ahead
 
@@ -275,8 +277,8 @@ class Coordinator(SlotTransitions):
     # ---- agreement ----
 
     def _confirmed(self, event: e.Confirmed, now: float) -> Iterator[e.Effect]:
-        if self.holds(event.place, event.term):
-            self._hashes.setdefault(event.round, {})[event.place] = event.hashes
+        if self.holds(event.slot, event.incarnation):
+            self._hashes.setdefault(event.round, {})[event.slot] = event.hashes
             _keep_newest(self._hashes, REMEMBERED_HASHES)
             yield from self._compare(event.round)
 
@@ -293,9 +295,9 @@ class Coordinator(SlotTransitions):
         for name, hashes in self._hashes.pop(round_, {}).items():
             wrong = [parameter for parameter in sorted(hashes) if hashes[parameter] != right.get(parameter)]
             if wrong:
-                yield from self._found_wrong(self.places[name], round_, wrong[0])
+                yield from self._found_wrong(self.slots[name], round_, wrong[0])
 
-    def _found_wrong(self, place: Place, round_: int, parameter: str) -> Iterator[e.Effect]:
+    def _found_wrong(self, slot: Slot, round_: int, parameter: str) -> Iterator[e.Effect]:
         """Recover a member whose bits differ from the run log; bar its replica if they differ again.
 
         The log decides, however many members differ. Only if at least two replicas are the operator's own, and all of
@@ -304,51 +306,51 @@ class Coordinator(SlotTransitions):
         """
         differing = self._differing.setdefault(round_, set())
         _keep_newest(self._differing, REMEMBERED_HASHES)
-        differing.add(place.replica)
+        differing.add(slot.replica)
         own = {name for name in {*self.alive, *differing} if not self.replicas[name].has_guests}
         if len(own) > 1 and own <= differing:
             yield e.Stop(
                 f"after round {round_}, {', '.join(sorted(own))} hold a {parameter} that differs from the run log"
             )
             return
-        if not place.differs:  # told once until it recovers: a member may confirm one round again and again
-            place.differs = True
-            yield e.Heal(place.name, place.term, round_, parameter)
-        replica, healed = self.replicas[place.replica], place.healed_for
+        if not slot.differs:  # told once until it recovers: a member may confirm one round again and again
+            slot.differs = True
+            yield e.Heal(slot.name, slot.incarnation, round_, parameter)
+        replica, healed = self.replicas[slot.replica], slot.healed_for
         if healed is not None and healed <= round_ < healed + WRONG_AGAIN_WITHIN and round_ >= replica.barred_until:
-            cause = f"after round {round_}, {place.name} again held parameters that differ from the run log"
-            yield self._bar(place, round_, round_ + 1 + BARRED_ROUNDS, cause)
+            cause = f"after round {round_}, {slot.name} again held parameters that differ from the run log"
+            yield self._bar(slot, round_, round_ + 1 + BARRED_ROUNDS, cause)
 
     def _condemned(self, event: e.Condemned, now: float) -> Iterator[e.Effect]:
-        yield self._bar(self.replicas[event.replica].places[0], event.round, event.until, event.cause)
+        yield self._bar(self.replicas[event.replica].slots[0], event.round, event.until, event.cause)
 
     # ---- time ----
 
     def _tick(self, event: e.Tick, now: float) -> Iterator[e.Effect]:
-        for place in self.places.values():
-            if place.held and now >= place.ends_at():
-                yield from self._expire(place)
-            if place.claim_at is not None and now >= place.claim_at:
-                place.claim_at = None
-                yield from self._let_in(place)
-        self._slots_due = min((place.due_at() for place in self.places.values()), default=math.inf)
+        for slot in self.slots.values():
+            if slot.held and now >= slot.ends_at():
+                yield from self._expire(slot)
+            if slot.claim_at is not None and now >= slot.claim_at:
+                slot.claim_at = None
+                yield from self._let_in(slot)
+        self._slots_due = min((slot.due_at() for slot in self.slots.values()), default=math.inf)
         if self._finish_by is not None and now >= self._finish_by:
-            for place in self.places.values():
-                if place.held and place.replica in self._finishing:
-                    yield from self._end_term(
-                        place, f"it did not leave within {self.rules.grace.most:.0f} s of the end"
+            for slot in self.slots.values():
+                if slot.held and slot.replica in self._finishing:
+                    yield from self._end_incarnation(
+                        slot, f"it did not leave within {self.rules.grace.most:.0f} s of the end"
                     )
         if self._look_at is not None and now >= self._look_at and self.open is not None and not self.open.writing:
             self._look_at = now + LOOK_SECONDS
             yield e.Look(self.open.number)
 
     def _woke(self, event: e.Woke, now: float) -> Iterator[e.Effect]:
-        for place in self.places.values():
-            place.silence.restart(now)
-            place.stillness.restart(now)
-            if place.silent:
-                place.silent = False
-                self._note_holder(place)
+        for slot in self.slots.values():
+            slot.silence.restart(now)
+            slot.stillness.restart(now)
+            if slot.silent:
+                slot.silent = False
+                self._note_holder(slot)
         yield from ()
 
 

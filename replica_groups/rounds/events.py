@@ -16,7 +16,7 @@ class Contribution:
     """A contribution that a round includes. `blobs`: block -> entry."""
 
     replica: str
-    epoch: int
+    generation: int
     steps: int
     weight: float
     blobs: Mapping[str, Hashable]
@@ -49,10 +49,10 @@ class Event:
 
 @dataclass(frozen=True)
 class OfMember(Event):
-    """An input that concerns incarnation `term` of a slot (`place`)."""
+    """An input that concerns incarnation `incarnation` of a slot."""
 
-    place: str
-    term: int
+    slot: str
+    incarnation: int
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Began(Event):
 class Applied(Event):
     """A process asks for a slot. `process` names it, so that repeating the request is harmless."""
 
-    place: str
+    slot: str
     process: str
     is_guest: bool = False
     """Whether it was admitted by a ticket."""
@@ -76,10 +76,10 @@ class Applied(Event):
 
 @dataclass(frozen=True)
 class Claimed(Event):
-    """The store answered whether a process holds a slot in incarnation `term`."""
+    """The store answered whether a process holds a slot in incarnation `incarnation`."""
 
-    place: str
-    term: int
+    slot: str
+    incarnation: int
     process: str
     won: bool
 
@@ -88,7 +88,7 @@ class Claimed(Event):
 class NotClaimed(Event):
     """The store failed while a claim was written. Whether the claim is stored is unknown."""
 
-    place: str
+    slot: str
 
 
 @dataclass(frozen=True)
@@ -100,11 +100,11 @@ class Noted(OfMember):
 class Heard(OfMember):
     """A member sent a heartbeat.
 
-    `round` and `epoch` (generation) say what it trains; a `round` of None means nothing.
+    `round` and `generation` (generation) say what it trains; a `round` of None means nothing.
     """
 
     round: int | None = None
-    epoch: int = 0
+    generation: int = 0
     progress: int = 0
     """A number that changes whenever the member makes progress."""
     computes: bool = False
@@ -120,8 +120,8 @@ class Lost(OfMember):
 class Died(Event):
     """A member is known to be gone."""
 
-    place: str
-    term: int | None = None
+    slot: str
+    incarnation: int | None = None
     """Incarnation that is gone; None: the current one."""
     cause: str = "it ended"
 
@@ -139,7 +139,7 @@ class Asked(OfMember):
 class Broken(OfMember):
     """A member cannot reach a neighbouring stage that is present, as far as the member knows."""
 
-    epoch: int
+    generation: int
     cause: str
     blames: str = ""
     """Neighbouring slot that sent a malformed message, if neither of the two is held by a ticket; else empty."""
@@ -150,7 +150,7 @@ class Deposited(OfMember):
     """A blob of a member's contribution is in the store, durable."""
 
     round: int
-    epoch: int
+    generation: int
     block: str
     entry: Hashable
     steps: int
@@ -222,21 +222,21 @@ class Effect:
 
 @dataclass(frozen=True)
 class ToMember(Effect):
-    """An output that concerns incarnation `term` of a slot (`place`)."""
+    """An output that concerns incarnation `incarnation` of a slot."""
 
-    place: str
-    term: int
+    slot: str
+    incarnation: int
 
 
 @dataclass(frozen=True)
-class Claim(Effect):
-    """Have the store note that a process holds a slot in incarnation `term`, unless another process does.
+class ClaimSlot(Effect):
+    """Have the store note that a process holds a slot in incarnation `incarnation`, unless another process does.
 
     Answer: Claimed.
     """
 
-    place: str
-    term: int
+    slot: str
+    incarnation: int
     process: str
 
 
@@ -244,26 +244,26 @@ class Claim(Effect):
 class LookUp(Effect):
     """Look up the highest incarnation of a slot that another coordinator has assigned. Answer: Noted."""
 
-    place: str
+    slot: str
 
 
 @dataclass(frozen=True)
 class Welcome(Effect):
     """Tell a process that it holds a slot."""
 
-    place: str
+    slot: str
     process: str
-    term: int
+    incarnation: int
 
 
 @dataclass(frozen=True)
-class Refused(Effect):
+class Reject(Effect):
     """Tell a process that asked for a slot, or the holder of an incarnation, why its request is refused."""
 
-    place: str
+    slot: str
     reason: str
     process: str | None = None
-    term: int | None = None
+    incarnation: int | None = None
     is_over: bool = False
     """Whether the request was valid but came too late, because the replica does something else by now."""
 
@@ -283,7 +283,7 @@ class Assign(ToMember):
     """Tell a member to train a round in a generation of its replica; round 0 means that the run is over."""
 
     round: int
-    epoch: int
+    generation: int
     heal: bool = False
     """Whether the member has to recover theta from the run log, because its bits differ from replay."""
     trained: int = 0
@@ -291,10 +291,10 @@ class Assign(ToMember):
 
 
 @dataclass(frozen=True)
-class Suspended(ToMember):
+class Suspend(ToMember):
     """Tell a member to return to the start of the round, because a stage of its replica is missing."""
 
-    epoch: int
+    generation: int
     """Generation that is over."""
     cause: str
 
@@ -356,7 +356,7 @@ class WentOn(Effect):
 
 
 @dataclass(frozen=True)
-class Over(Effect):
+class EndRun(Effect):
     """Every round is decided."""
 
     round: int
@@ -377,8 +377,8 @@ class Heal(ToMember):
 class Barred(ToMember):
     """A replica is barred from rounds before `until`; it takes part nevertheless if a quorum needs it.
 
-    The bits of a member (`place`) differed again after a recovery, or too many of its messages were malformed. If an
-    audit found that the replica harms the run, `place` is the replica's first slot.
+    The bits of a member (`slot`) differed again after a recovery, or too many of its messages were malformed. If an
+    audit found that the replica harms the run, `slot` is the replica's first slot.
     """
 
     round: int

@@ -14,7 +14,7 @@ from replica_groups.rounds.rules import MOST_TIMES_THE_STEPS, Rules
 class GenerationDeposits:
     """Deposits of one generation of a replica."""
 
-    epoch: int
+    generation: int
     steps: int
     blobs: dict[str, Hashable] = field(default_factory=dict)
 
@@ -78,19 +78,19 @@ class OpenRound:
         self.counting &= self.whole.keys()
 
     def deposit(
-        self, replica: str, epoch: int, block: str, entry: Hashable, steps: int, rules: Rules, now: float
+        self, replica: str, generation: int, block: str, entry: Hashable, steps: int, rules: Rules, now: float
     ) -> str | None:
         """Note a blob; return a complaint if it contradicts an earlier one. Repeating a deposit is harmless."""
         if (complaint := rules.complaint_of_steps(steps)) is not None:
             return f"`{block}`: {complaint}"
         known = self.deposits.get(replica)
-        if known is not None and known.epoch != epoch and replica in self.whole:
+        if known is not None and known.generation != generation and replica in self.whole:
             return (
-                f"a contribution to round {self.number} of generation {epoch}, after a complete one of "
-                f"generation {known.epoch}"
+                f"a contribution to round {self.number} of generation {generation}, after a complete one of "
+                f"generation {known.generation}"
             )
-        if known is None or known.epoch != epoch:
-            known = self.deposits[replica] = GenerationDeposits(epoch, steps)
+        if known is None or known.generation != generation:
+            known = self.deposits[replica] = GenerationDeposits(generation, steps)
         if known.blobs.get(block, entry) != entry:
             return f"a second, different `{block}` for round {self.number}"
         if known.steps != steps:
@@ -136,6 +136,6 @@ class OpenRound:
             own = self.deposits[replica]
             blobs = {block: own.blobs[block] for block in sorted(own.blobs)}
             weight = rules.weight(replica, min(own.steps, most))
-            counted.append(Contribution(replica, own.epoch, own.steps, weight, blobs))
+            counted.append(Contribution(replica, own.generation, own.steps, weight, blobs))
         late = tuple(sorted(self.taking_part - self.whole.keys()))
         return Record(self.number, tuple(counted), late)

@@ -34,7 +34,7 @@ class Window:
 class Rules:
     """Rules of a run; all times in seconds."""
 
-    places: Mapping[str, str]
+    slots: Mapping[str, str]
     """Slot -> replica."""
     blocks: Mapping[str, frozenset[str]]
     """Slot -> blocks that it contributes."""
@@ -63,7 +63,7 @@ class Rules:
 
     @cached_property
     def replicas(self) -> list[str]:
-        return sorted(set(self.places.values()))
+        return sorted(set(self.slots.values()))
 
     @cached_property
     def needed(self) -> int:
@@ -95,20 +95,20 @@ class Rules:
         return self.expected(()) - len(lost.intersection(self.replicas)) < self.needed
 
     @cached_property
-    def _places_of(self) -> Mapping[str, list[str]]:
+    def _slots_of(self) -> Mapping[str, list[str]]:
         found: dict[str, list[str]] = {}
-        for place, replica in self.places.items():
-            found.setdefault(replica, []).append(place)
+        for slot, replica in self.slots.items():
+            found.setdefault(replica, []).append(slot)
         return found
 
     @cached_property
     def _blocks_of(self) -> Mapping[str, frozenset[str]]:
         blocks = self.blocks
-        return {name: frozenset().union(*map(blocks.__getitem__, own)) for name, own in self._places_of.items()}
+        return {name: frozenset().union(*map(blocks.__getitem__, own)) for name, own in self._slots_of.items()}
 
-    def places_of(self, replica: str) -> list[str]:
+    def slots_of(self, replica: str) -> list[str]:
         """Return a replica's slots in the order of the stages."""
-        return self._places_of.get(replica, [])
+        return self._slots_of.get(replica, [])
 
     def blocks_of(self, replica: str) -> frozenset[str]:
         """Return all blocks of a complete contribution."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from replica_groups.rounds import events as e
-from replica_groups.rounds.places import Lateness, Place, Replica
 from replica_groups.rounds.rounds import OpenRound
 from replica_groups.rounds.rules import Rules
+from replica_groups.rounds.slot import Lateness, Replica, Slot
 
 
 class Late(NamedTuple):
@@ -25,13 +25,13 @@ class Late(NamedTuple):
 
 @dataclass(frozen=True)
 class SlotView:
-    """A slot (`place`) and the round of its replica."""
+    """A slot and the round of its replica."""
 
     name: str
     replica: str
-    term: int
+    incarnation: int
     """Highest claimed incarnation."""
-    epoch: int
+    generation: int
     """Generation of its replica."""
     held: bool
     round: int
@@ -74,9 +74,9 @@ class State:
     """The state of a run. Readers outside the protocol use the frozen views and the public questions."""
 
     def __init__(
-        self, rules: Rules, now: float = 0.0, terms: Mapping[str, int] | None = None, goes_on: bool = False
+        self, rules: Rules, now: float = 0.0, incarnations: Mapping[str, int] | None = None, goes_on: bool = False
     ) -> None:
-        """`terms`: the highest claimed incarnation of each slot.
+        """`incarnations`: the highest claimed incarnation of each slot.
 
         With `goes_on`, another coordinator ran a moment ago: the holders of these incarnations are presumed present.
         """
@@ -85,12 +85,12 @@ class State:
         """The replicas whose slots are all held by members that are heard."""
         self._slots_due = math.inf
         """No slot is due before this time, at which it is found out anew. Events cost no look at every slot."""
-        self.places = {name: Place(name, replica) for name, replica in rules.places.items()}
+        self.slots = {name: Slot(name, replica) for name, replica in rules.slots.items()}
         self.replicas = {
-            name: Replica(name, [self.places[place] for place in rules.places_of(name)]) for name in rules.replicas
+            name: Replica(name, [self.slots[slot] for slot in rules.slots_of(name)]) for name in rules.replicas
         }
-        for name, term in (terms or {}).items():
-            self.places[name].term = term
+        for name, incarnation in (incarnations or {}).items():
+            self.slots[name].incarnation = incarnation
         self.open: OpenRound | None = None
         """The open round; None before the run begins and after its last round."""
         self.last_round = 0
@@ -113,23 +113,23 @@ class State:
         self._audited: dict[int, Mapping[str, bytes]] = {}
         self._differing: dict[int, set[str]] = {}
         if goes_on:
-            self.presume(now)
+            self.assume_present(now)
 
-    def presume(self, now: float) -> None:
+    def assume_present(self, now: float) -> None:
         """Take the holders of slots under an earlier coordinator as present until their heartbeats fail."""
-        for place in self.places.values():
-            if place.term and not place.held:
-                place.take(place.term, None, now, self.rules)
-                place.presumed = True
-                self._note_holder(place)
+        for slot in self.slots.values():
+            if slot.incarnation and not slot.held:
+                slot.take(slot.incarnation, None, now, self.rules)
+                slot.assumed_present = True
+                self._note_holder(slot)
 
-    def _note_holder(self, place: Place) -> None:
+    def _note_holder(self, slot: Slot) -> None:
         """Note that a slot was taken or freed, or that its holder became silent or is heard again."""
-        replica = self.replicas[place.replica]
+        replica = self.replicas[slot.replica]
         (self.alive.add if replica.alive else self.alive.discard)(replica.name)
         if self.open is not None:
             self.open.is_heard(replica.name, replica.alive)
-        self._slots_due = min(self._slots_due, place.due_at())
+        self._slots_due = min(self._slots_due, slot.due_at())
 
     @property
     def waited_for(self) -> list[str]:
@@ -156,9 +156,9 @@ class State:
         """Whether every round is decided."""
         return self.rounds is not None and self.open is None
 
-    def holds(self, place: str, term: int) -> bool:
+    def holds(self, slot: str, incarnation: int) -> bool:
         """Return whether an incarnation of a slot is current."""
-        return self.places[place].held and self.places[place].term == term
+        return self.slots[slot].held and self.slots[slot].incarnation == incarnation
 
     def view(self) -> View:
         """Return the state of the run at this moment, which later steps do not change."""
@@ -168,30 +168,30 @@ class State:
             is_over=self.is_over,
             open=None if self.open is None else self._view_of(self.open),
             paused=self.paused,
-            slots=tuple(map(self.slot, self.places)),
+            slots=tuple(map(self.slot, self.slots)),
             replicas=len(self.replicas),
             optional=frozenset(self.rules.optional),
         )
 
     def slot(self, name: str) -> SlotView:
         """Return the state of a slot at this moment."""
-        place = self.places[name]
-        replica, computes = self.replicas[place.replica], place.held and place.computes
-        is_held = place.held and not place.silent
-        return SlotView(name, place.replica, place.term, replica.epoch, is_held, replica.round or 0, computes)
+        slot = self.slots[name]
+        replica, computes = self.replicas[slot.replica], slot.held and slot.computes
+        is_held = slot.held and not slot.silent
+        return SlotView(name, slot.replica, slot.incarnation, replica.generation, is_held, replica.round or 0, computes)
 
-    def applies(self, process: str, place: str) -> bool:
+    def applies(self, process: str, slot: str) -> bool:
         """Return whether a process waits for a slot, or the slot is being claimed."""
-        return self.places[place].applicant == process or self.places[place].claiming
+        return self.slots[slot].applicant == process or self.slots[slot].claiming
 
     def opened_at(self, round_: int) -> float | None:
         """Return when a round was opened; None if it is not the open one."""
         return self.open.opened_at if self.open is not None and self.open.number == round_ else None
 
-    def deposited(self, replica: str, epoch: int, block: str) -> Hashable | None:
+    def deposited(self, replica: str, generation: int, block: str) -> Hashable | None:
         """Return the entry of a blob that a generation of a replica has deposited for the open round."""
         own = None if self.open is None else self.open.deposits.get(replica)
-        return None if own is None or own.epoch != epoch else own.blobs.get(block)
+        return None if own is None or own.generation != generation else own.blobs.get(block)
 
     def _view_of(self, opened: OpenRound) -> OpenRoundView:
         awaited = set(self.rules.replicas) - self.rules.optional.difference(self.alive)
@@ -211,12 +211,12 @@ class State:
 
     # ---- questions of the transitions ----
 
-    def _has_contributed(self, replica: Replica, round_: int, epoch: int) -> bool:
+    def _has_contributed(self, replica: Replica, round_: int, generation: int) -> bool:
         """Return whether the replica's contribution is complete.
 
         A member then waits for the record and evaluates, for which it needs no member that has finished.
         """
-        if round_ == self.last_round and self._in_step.get(replica.name) == epoch:
+        if round_ == self.last_round and self._in_step.get(replica.name) == generation:
             return True
         return self.open is not None and round_ == self.open.number and self._is_whole(replica)
 

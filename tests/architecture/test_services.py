@@ -19,7 +19,7 @@ SERVERS: list[tuple[ServiceDescriptor, type]] = [
     (services.EXCHANGE_SERVICE, server._Servicer),
     (services.ADMISSION_SERVICE, admission.Admission),
     (relay.SERVICE, relay.Relay),
-    (dialling.SERVICE, stage_link._Door),
+    (dialling.SERVICE, stage_link._NeighbourAuthenticator),
 ]
 
 

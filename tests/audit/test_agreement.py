@@ -19,7 +19,7 @@ from hetero_pp.pseudo_gradient.contribution import BlobAddress, DecodedTensor, e
 from hetero_pp.pseudo_gradient.error_feedback import select
 from replica_groups.audit.gauntlet import agreement
 from replica_groups.audit.gauntlet.agreement import SignCheck, agreements, too_low
-from replica_groups.audit.gauntlet.book import RoundFacts, ScoreBook
+from replica_groups.audit.gauntlet.replica_scores import ReplicaScores, RoundFacts
 
 PLACES = 20_000
 Contributions = Mapping[str, dict[str, DecodedTensor]]
@@ -87,7 +87,7 @@ def test_contributions_without_values_agree_as_by_chance_and_do_not_end_the_chec
 
 
 def test_the_replica_is_excluded_and_the_line_says_why() -> None:
-    book = ScoreBook(GauntletSettings(grace=100), ["a", "b", "c"])
+    book = ReplicaScores(GauntletSettings(grace=100), ["a", "b", "c"])
     facts = RoundFacts(7, frozenset("abc"), frozenset(), {}, {}, against={"b": -0.9})
     book.update(facts, {})
     told = "its contribution to round 7 goes another way than the others: agreement -0.90"
@@ -129,7 +129,7 @@ def test_of_a_large_model_only_some_places_are_compared_and_nobody_can_choose_th
     seen = dict[int, int]()
     for places in (agreement.MOST_PLACES, 2_000):
         monkeypatch.setattr(agreement, "MOST_PLACES", places)
-        comparison = mock.Mock(wraps=agreement._Comparison)
+        comparison = mock.Mock(wraps=agreement._SignCounts)
         monkeypatch.setattr(agreement, "_Comparison", comparison)
         found = SignCheck(spec, 0.1).against(record, lambda *key: blobs[key])
         assert found.keys() == {"liar"} and found["liar"] == pytest.approx(-1.0)

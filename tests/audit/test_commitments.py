@@ -124,7 +124,7 @@ def test_the_record_says_who_committed_not_who_the_member_says_it_is() -> None:
     kept, claimed = commitments(), commitment("dc")
     claimed.holder = 3
     kept.take("dc", 1, 1, claimed, 7)
-    record = RoundRecord(round=1, contributions=[ContributionEntry(replica="dc", epoch=1)])
+    record = RoundRecord(round=1, contributions=[ContributionEntry(replica="dc", generation=1)])
     kept.add_to(record)
     [found] = record.contributions[0].commitments
     assert found.holder == 7
@@ -135,10 +135,10 @@ def test_the_record_says_who_committed_not_who_the_member_says_it_is() -> None:
 
 def test_the_record_keeps_the_commitments_of_its_generation() -> None:
     kept = commitments()
-    for member, epoch, number in (("home.1", 2, 3), ("home.0", 2, 4), ("home.0", 1, 5), ("dc", 1, 6)):
+    for member, generation, number in (("home.1", 2, 3), ("home.0", 2, 4), ("home.0", 1, 5), ("dc", 1, 6)):
         messages = digest(8) if member != "dc" else b""
-        kept.take(member, 1, epoch, commitment(member, after=digest(number), messages=messages), 0)
-    record = RoundRecord(round=1, contributions=[ContributionEntry(replica="home", epoch=2)])
+        kept.take(member, 1, generation, commitment(member, after=digest(number), messages=messages), 0)
+    record = RoundRecord(round=1, contributions=[ContributionEntry(replica="home", generation=2)])
     before = record_digest(record)
     kept.add_to(record)
     assert [(one.member, one.after) for one in record.contributions[0].commitments] == [
@@ -234,7 +234,7 @@ def _no_object(path: Path) -> None:
 )
 def test_a_hostile_file_is_refused(tmp_path: Path, write: Callable[[Path], object]) -> None:
     write(tmp_path / BEFORE)
-    with pytest.raises(DamagedFile, match="found no member checkpoint"):
+    with pytest.raises(DamagedFile, match="found no saved state"):
         sha256_in(tmp_path / BEFORE)
 
 
@@ -255,10 +255,10 @@ class Shown:
         self.generation: Callable[[int], int] = lambda round_: 1
         self.counts: Callable[[int], bool] = lambda round_: True
         self.right = state()
-        decisions = SimpleNamespace(wait_for_record=self._record, patiently=lambda do: do())
+        runner = SimpleNamespace(wait_for_record=self._record, retry=lambda do: do())
         run: Any = SimpleNamespace(
             coordinator=self,
-            decisions=decisions,
+            runner=runner,
             roster=Roster(MEMBERS, {}),
             expect_member=lambda member: None,
             refused=lambda sender, reason, kind=None: Refused(f"{sender}: {reason}"),
@@ -271,7 +271,7 @@ class Shown:
         entries = [
             ContributionEntry(
                 replica=name,
-                epoch=self.generation(round_),
+                generation=self.generation(round_),
                 commitments=[_held(commitment(one, before=self.right.sha256)) for one in members],
             )
             for name, members in (("dc", ["dc"]), ("home", ["home.0", "home.1"]))
@@ -313,7 +313,7 @@ def test_who_is_drawn_is_asked_and_the_secret_is_revealed(shown: Shown) -> None:
 
 def test_who_left_and_comes_back_with_its_ticket_is_asked_again(shown: Shown) -> None:
     shown.close(1)
-    shown.showing.guests = cast(Any, SimpleNamespace(ticket_of=lambda place, number: "his" if number != 4 else "other"))
+    shown.showing.guests = cast(Any, SimpleNamespace(ticket_of=lambda slot, number: "his" if number != 4 else "other"))
     assert [shown.showing.asks("dc", holder, 1) for holder in (4, 5)] == [None, 1]
 
 
@@ -370,7 +370,7 @@ def test_who_shows_nothing_is_named_and_who_is_gone_is_not(shown: Shown) -> None
 def test_who_leaves_before_each_draw_is_named_and_who_seldom_does_is_not(shown: Shown, distance: int) -> None:
     accused: list[Judgement] = []
     shown.showing.accuse = accused.append
-    shown.showing.guests = cast(Any, SimpleNamespace(ticket_of=lambda place, number: f"of {place}"))
+    shown.showing.guests = cast(Any, SimpleNamespace(ticket_of=lambda slot, number: f"of {slot}"))
     shown.generation = lambda round_: round_ // distance
     shown.counts = lambda round_: round_ % distance < 2  # two rounds each time, of which the second was not shown
     for round_ in range(1, MOST_LEFT * distance + ROUNDS_TO_SHOW):

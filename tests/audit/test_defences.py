@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hetero_pp.config.audit import GauntletSettings, Sizes
+from hetero_pp.config.audit import AuditSizes, GauntletSettings
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.program.defences import PRICE, defence_lines, defended
 from hetero_pp.run.config import RunConfig
@@ -90,5 +90,5 @@ def test_sizes_follow_the_replicas_and_their_text() -> None:
     sizes = GauntletSettings().sizes
     assert [sizes(replicas, 0).evaluated for replicas in (1, 2, 4, 8, 20, 50)] == [1, 2, 2, 2, 5, 13]
     assert [sizes(4, texts).sequences for texts in (80, 1_920, 10_000)] == [8, 36, 64]
-    assert GauntletSettings(evaluated=3, sequences=5).sizes(8, 10_000) == Sizes(3, 5)
+    assert GauntletSettings(evaluated=3, sequences=5).sizes(8, 10_000) == AuditSizes(3, 5)
     assert GauntletSettings(evaluated=3).sizes(2, 0).evaluated == 2

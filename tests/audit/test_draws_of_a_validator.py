@@ -19,7 +19,7 @@ from hetero_pp.config.audit import RecomputeSettings
 from hetero_pp.core.errors import Refused
 from hetero_pp.messages.messages_pb2 import BlobEntry, Commitment, ContributionEntry, Judgement, RoundRecord
 from hetero_pp.store.folder import FolderStore
-from replica_groups.audit.beside import _Beside
+from replica_groups.audit.in_exchange import _InExchange
 from replica_groups.audit.recompute.compare import Comparison
 from replica_groups.audit.recompute.recomputation import Recomputation
 from replica_groups.exchange.log import ContributionLog
@@ -37,7 +37,7 @@ class Followed:
 
     def closes(self, round_: int, theta: Mapping[str, Tensor] = MappingProxyType({})) -> list[Judgement]:
         entry = ContributionEntry(replica="a", blobs=[BlobEntry(block="x")], commitments=[Commitment(member="a")])
-        entry.epoch = round_  # so that no chain is followed
+        entry.generation = round_  # so that no chain is followed
         record = RoundRecord(round=round_, contributions=[entry], sha256=b"r")
         return list(self.check.check(record, theta, self._fetch))
 
@@ -116,5 +116,5 @@ def test_rounds_that_are_never_drawn_are_forgotten(followed: Followed) -> None:
 
 def test_a_refused_judgement_ends_no_validator() -> None:
     judgements = mock.Mock(take=mock.Mock(side_effect=Refused("about round 1, expected one of the last 64")))
-    _Beside(mock.Mock(), judgements).take([Judgement(round=1)])
+    _InExchange(mock.Mock(), judgements).take([Judgement(round=1)])
     judgements.take.assert_called_once()

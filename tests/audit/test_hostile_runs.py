@@ -19,9 +19,9 @@ from hetero_pp.messages.messages_pb2 import EXCLUDED, LEFT_OUT, UNAUDITED, BlobH
 from hetero_pp.model.transformer import shapes_by_block
 from hetero_pp.program.cli import app
 from hetero_pp.program.defences import defended
+from hetero_pp.pseudo_gradient.blob_batches import split_blobs
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, decode_blob, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import select
-from hetero_pp.pseudo_gradient.together import apart
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.exchange_service import Caller
 from hetero_pp.run.round_optimizer import round_optimizer
@@ -49,7 +49,7 @@ class _Cheats:
         self._sent: dict[tuple[str, int, str], bytes] = {}
 
     def deposit_all(self, client: ExchangeClient, header: BlobHeader, data: bytes, caller: Caller) -> None:
-        for one, part in apart(header, data):
+        for one, part in split_blobs(header, data):
             self.deposit(client, one, part, caller)
 
     def deposit(self, client: ExchangeClient, header: BlobHeader, data: bytes, caller: Caller) -> None:
@@ -64,7 +64,7 @@ class _Cheats:
             data = self._copied(COPIES[header.replica], header)
         header.size = len(data)
         is_copied = header.replica == COPIES["copier"] and "copier" in self._run.spec.roster.replicas
-        key, changed = (header.replica, header.round, header.block), self._run.exchange.decisions.changed
+        key, changed = (header.replica, header.round, header.block), self._run.exchange.runner.changed
         if not is_copied:
             self._deposit(client, header, data, caller)
         with changed:
@@ -82,7 +82,7 @@ class _Cheats:
 
     def _copied(self, original: str, header: BlobHeader) -> bytes:
         """Return what another replica has deposited, under the own name."""
-        key, changed = (original, header.round, header.block), self._run.exchange.decisions.changed
+        key, changed = (original, header.round, header.block), self._run.exchange.runner.changed
         with changed:
             assert changed.wait_for(lambda: key in self._sent, TIMEOUT)
         return self._encoded(header, original, self._sent[key], 1.0)
@@ -115,13 +115,13 @@ def cheated(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> LyingRun:
         little = mock.patch.object(losses, "CLEAR", 1.0)  # a round has little text
         with little, mock.patch.object(ExchangeClient, "deposit_blob", lambda *found: cheats.deposit_all(*found)):
             run.until_over()
-        assert run.exchange.decisions.failure is None
+        assert run.exchange.runner.failure is None
     save_config(run.spec.config, run.folder.config)
     return run
 
 
 def _excluded(run: LyingRun) -> Mapping[str, str]:
-    told = [one.standing for one in run.told if one.HasField("standing")]
+    told = [one.membership_event for one in run.told if one.HasField("membership_event")]
     return {one.replica: one.cause for one in told if one.what == EXCLUDED}
 
 
@@ -140,7 +140,7 @@ def test_records_have_no_excluded_replica_and_replay_has_their_bits(cheated: Lyi
     assert list(log.read_record(1).left_out) == ["liar"]
     checked = list(LogCheck(log, spec.run, partial(round_optimizer, spec)).rounds(ROUNDS))
     assert [one.round for one in checked if one.damaged or (one.round and not one.is_audited)] == []
-    told = [one.standing for one in cheated.told if one.HasField("standing")]
+    told = [one.membership_event for one in cheated.told if one.HasField("membership_event")]
     assert {one.replica for one in told if one.what == LEFT_OUT} <= {"copier", "liar", "s2"}
     assert not [one for one in told if one.what == UNAUDITED]
 

@@ -14,7 +14,7 @@ from audited_run import STEPS, audited_spec
 
 from hetero_pp.core.errors import DamagedFile, OutOfMemory
 from hetero_pp.data.sources import Source, open_source
-from hetero_pp.run.snapshot import first_snapshot
+from hetero_pp.run.checkpoint import first_checkpoint
 from hetero_pp.run.spec import RunSpec
 from replica_groups.audit.recompute import replica
 from replica_groups.audit.recompute.replica import RoundStart, recompute
@@ -26,9 +26,9 @@ Run = tuple[RunSpec, Source, RoundStart]
 @pytest.fixture(scope="module")
 def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     spec = audited_spec(corpus)
-    snapshot = first_snapshot(spec)
+    checkpoint = first_checkpoint(spec)
     source = open_source(spec.config.data, tmp_path_factory.mktemp("cache"))
-    yield spec, source, RoundStart(1, snapshot.parameters, snapshot.basis)
+    yield spec, source, RoundStart(1, checkpoint.parameters, checkpoint.basis)
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def _draws(run: Run, round_: int, *replicas: str) -> None:
     run.log.store.put(draw_key(round_), json.dumps(draw).encode())
 
 
-def _standings(run: Run) -> list[tuple[int, str, str]]:
+def _membership_state(run: Run) -> list[tuple[int, str, str]]:
     return [(one.what, one.replica, one.cause) for one in run.told()]
 
 
@@ -168,7 +168,7 @@ def test_a_replica_below_the_bound_is_excluded_for_some_rounds_and_then_returns(
         _round(run, number, "a", "b")
         judgements.take(_losses(number, a=GOOD, b=GOOD), "v")
     assert run.assign(5) == {"a": 6, "b": 6, "c": 6}
-    [(_, replica, cause)] = [one for one in _standings(run) if one[0] == pb.EXCLUDED]
+    [(_, replica, cause)] = [one for one in _membership_state(run) if one[0] == pb.EXCLUDED]
     assert replica == "c"
     assert "its assigned text improves too rarely" in cause and "takes part in no round before 6" in cause
 
@@ -184,7 +184,7 @@ def test_a_contribution_that_was_on_its_way_is_left_out_with_the_reason(run: Run
     record = run.exchange.log.read_record(3)
     assert [one.replica for one in record.contributions] == ["a", "b"] and record.left_out == ["c"]
     assert record.sha256 == record_digest(record)
-    [(_, replica, cause)] = [one for one in _standings(run) if one[0] == pb.LEFT_OUT]
+    [(_, replica, cause)] = [one for one in _membership_state(run) if one[0] == pb.LEFT_OUT]
     assert replica == "c" and "improves too rarely" in cause
 
 
@@ -198,7 +198,7 @@ def test_records_have_the_best_replicas_and_their_weights(run: Run) -> None:
     judgements._book._settings = judgements._settings.gauntlet  # type: ignore[union-attr]
     record = _round(run, 3, *GROUPS)
     assert ([one.replica for one in record.contributions], record.left_out) == (["a", "b"], ["c"])
-    [(_, _, cause)] = [one for one in _standings(run) if one[0] == pb.LEFT_OUT]
+    [(_, _, cause)] = [one for one in _membership_state(run) if one[0] == pb.LEFT_OUT]
     assert cause == "its score is not among the best 2"
 
 
@@ -221,7 +221,7 @@ def test_the_copy_is_the_one_that_most_validators_name_whatever_arrives_first(ru
         judgements.take([*_losses(1, b=GOOD), pb.Judgement(round=1, replica=copy, copies=original)], validator)
     if not judgements.exclusions.in_force:  # the first of them was alone, and is settled with the next round
         _round(run, 2, *order)
-    [(_, replica, cause)] = [one for one in _standings(run) if one[0] == pb.EXCLUDED]
+    [(_, replica, cause)] = [one for one in _membership_state(run) if one[0] == pb.EXCLUDED]
     assert replica == "a" and "is a copy of that of c" in cause
 
 
@@ -239,10 +239,10 @@ def test_a_contribution_against_the_others_is_in_no_round_and_is_told_once(run: 
         record = _round(run, 1, *GROUPS)
     assert list(record.left_out) == ["b"] and {one.replica for one in record.contributions} == {"a", "c"}
     assert compared == [{"a", "b", "c"}, {"a", "c"}], "an excluded replica has no part in the comparison"
-    [(_, replica, cause)] = [one for one in _standings(run) if one[0] == pb.EXCLUDED]
+    [(_, replica, cause)] = [one for one in _membership_state(run) if one[0] == pb.EXCLUDED]
     assert replica == "b" and "goes another way than the others: agreement -1.00" in cause
     judgements.take(_losses(1, a=GOOD), "v")
-    assert len([one for one in _standings(run) if one[0] == pb.EXCLUDED]) == 1
+    assert len([one for one in _membership_state(run) if one[0] == pb.EXCLUDED]) == 1
 
 
 def test_validators_cannot_call_a_contribution_a_copy_that_is_none(run: Run) -> None:
@@ -344,7 +344,7 @@ def _committed_by(run: Run, holder: int) -> None:
             entry.commitments.extend([pb.Commitment(member="b", holder=holder)] if entry.replica == "b" else [])
 
     made: Any = SimpleNamespace(take=lambda *of_a_blob: None, add_to=add_to, closed=lambda record: None)
-    run.exchange.deposits.commitments = made
+    run.exchange.inbox.commitments = made
 
 
 def test_a_replica_whose_holders_have_changed_is_not_excluded_for_them(run: Run, tmp_path: Path) -> None:
@@ -371,7 +371,7 @@ def test_a_run_without_a_validator_says_so_once(run: Run, monkeypatch: pytest.Mo
     for number in range(1, 6):
         _round(run, number, *GROUPS)
     judgements.take(_losses(5, a=GOOD), "v")
-    told = [(what, cause) for what, _, cause in _standings(run)]
+    told = [(what, cause) for what, _, cause in _membership_state(run)]
     assert [what for what, _ in told] == [pb.UNAUDITED, pb.AUDITED]
     assert told[0][1] == "no validator has judged a round since round 0; `hetero-pp validate` starts one"
 
@@ -383,5 +383,5 @@ def test_damaged_scores_begin_anew_and_say_so(run: Run) -> None:
     [key] = [key for key in run.log.store.below("audited") if "scores" in key]
     run.log.store.put(key, run.log.store.get(key).replace(b"evaluations", b"valuations"))
     _audited(run)
-    [(_, _, cause)] = [one for one in _standings(run) if one[0] == pb.UNAUDITED]
+    [(_, _, cause)] = [one for one in _membership_state(run) if one[0] == pb.UNAUDITED]
     assert "does not match its digest; all scores begin anew" in cause

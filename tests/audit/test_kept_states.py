@@ -9,17 +9,17 @@ from typing import Any
 from unittest import mock
 
 from hetero_pp.messages.messages_pb2 import StageMessages
-from replica_groups.member.commitments import INHERITED_ROUNDS, Commitments
+from replica_groups.member.commitments import INHERITED_ROUNDS, MemberCommitments
 from replica_groups.member.committed_state import BEFORE
 
 
-def _member(folder: Path) -> Commitments:
+def _member(folder: Path) -> MemberCommitments:
     member: Any = SimpleNamespace(
         batches=None, moments=dict, message_digests=StageMessages(records=b"r").SerializeToString
     )
     steps: Any = SimpleNamespace(known=lambda round_: None, known_after=lambda round_, steps: None)
     outer: Any = SimpleNamespace(error={})
-    return Commitments("home.0", member, outer, steps, folder, mock.Mock())
+    return MemberCommitments("home.0", member, outer, steps, folder, mock.Mock())
 
 
 def _rounds(folder: Path) -> list[int]:

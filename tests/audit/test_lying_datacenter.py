@@ -21,7 +21,7 @@ from hetero_pp.rpc.exchange_service import Caller
 from replica_groups.exchange import showing
 from replica_groups.exchange.audits import read_audit
 from replica_groups.exchange.showing import DRAWS, EVIDENCE
-from replica_groups.member.commitments import Commitments
+from replica_groups.member.commitments import MemberCommitments
 from replica_groups.member.committed_state import CommittedState, state_sha256
 
 ROUNDS = 4
@@ -39,10 +39,10 @@ INVENTS, CRASHES = "anchors", "crashes"
 """A replica that returns with error feedback of its own, and an honest one that is killed before each round."""
 
 
-def _commit(commit: Callable[[Commitments, int, int], None]) -> Callable[[Commitments, int, int], None]:
+def _commit(commit: Callable[[MemberCommitments, int, int], None]) -> Callable[[MemberCommitments, int, int], None]:
     """Return a `commit` with which some members commit to states that they never had."""
 
-    def lied(own: Commitments, round_: int, steps: int) -> None:
+    def lied(own: MemberCommitments, round_: int, steps: int) -> None:
         commit(own, round_, steps)
         made = own._exchange.commitment
         assert made is not None
@@ -52,10 +52,10 @@ def _commit(commit: Callable[[Commitments, int, int], None]) -> Callable[[Commit
     return lied
 
 
-def _begin(begin: Callable[[Commitments, int, bytes], None]) -> Callable[[Commitments, int, bytes], None]:
+def _begin(begin: Callable[[MemberCommitments, int, bytes], None]) -> Callable[[MemberCommitments, int, bytes], None]:
     began, told = set[int](), set[str]()
 
-    def changed(own: Commitments, round_: int, committed: bytes) -> None:
+    def changed(own: MemberCommitments, round_: int, committed: bytes) -> None:
         if own._name in ("returns", CRASHES):
             if id(own) in began:
                 raise HeteroPPError("killed")
@@ -88,8 +88,8 @@ def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lyin
     spec = lying_spec(corpus, ROUNDS, liars, audit={"recompute": {"share": 1}})
     with LyingRun(spec, tmp_path_factory.mktemp("run")) as one, ExitStack() as stack:
         for owner, name, change in (
-            (Commitments, "commit", _commit),
-            (Commitments, "begin", _begin),
+            (MemberCommitments, "commit", _commit),
+            (MemberCommitments, "begin", _begin),
             (ExchangeClient, "show_file", _show),
         ):
             stack.enter_context(mock.patch.object(owner, name, change(getattr(owner, name))))
@@ -127,7 +127,7 @@ def test_who_is_killed_before_each_round_goes_on_from_its_state(run: LyingRun) -
 
 
 def test_no_round_counts_a_member_that_owes_a_checkpoint(run: LyingRun) -> None:
-    counted, kept = _committed(run, "hides"), run.exchange.deposits.commitments
+    counted, kept = _committed(run, "hides"), run.exchange.inbox.commitments
     assert kept is not None
     made = {round_: one for (round_, name, _), one in kept._kept.items() if name == "hides"}
     own = [round_ for round_, one in made.items() if one.holder == counted[1].holder]

@@ -27,8 +27,8 @@ class _Whitewashed(Transcript):
     """Says that the stage has sent honest activations, and signs those that it has sent."""
 
     def __init__(self, own: Transcript) -> None:
-        super().__init__(own._place)
-        self.sent = Transcript(own._place)
+        super().__init__(own._position)
+        self.sent = Transcript(own._position)
 
     def begin(self) -> None:
         super().begin()

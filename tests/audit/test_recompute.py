@@ -17,12 +17,12 @@ from hetero_pp.messages.messages_pb2 import Commitment, ContributionEntry, Judge
 from hetero_pp.model.transformer import shapes_by_block
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
+from hetero_pp.run.checkpoint import first_checkpoint
 from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.snapshot import first_snapshot
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.store.folder import FolderStore
 from replica_groups.audit.recompute.compare import Comparison, compare, difference
-from replica_groups.audit.recompute.replica import Recomputed, ReplicaHere, RoundStart, recompute
+from replica_groups.audit.recompute.replica import RecomputedRound, ReplicaHere, RoundStart, recompute
 from replica_groups.exchange.audits import read_audit
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.member.commitments import state_of
@@ -55,7 +55,7 @@ def test_a_run_that_is_audited_has_the_bits_of_one_that_is_not(corpus: Path, tmp
         store = FolderStore(folder.log)
         digests.append([read_audit(store, round_).parameters_sha256 for round_ in (1, 2)])
         kept = {key.split("/")[0] for key in store.below()}
-        assert kept == {"audited", "terms", "draws", *kept} if audit else "draws" not in kept
+        assert kept == {"audited", "incarnations", "draws", *kept} if audit else "draws" not in kept
         assert folder.committed(LIAR).exists() == bool(audit)
     assert digests[0] == digests[1]
     for finding in ("losses", "recomputed"):
@@ -93,12 +93,12 @@ class Trained:
     def __init__(self, corpus: Path, folder: Path, **changes: Any) -> None:
         self.spec: RunSpec = audited_spec(corpus, {"replicas": [DATACENTER], **changes})
         self.source = open_source(self.spec.config.data, folder)
-        snapshot = first_snapshot(self.spec)
-        here = ReplicaHere(self.spec, LIAR, RoundStart(1, snapshot.parameters, snapshot.basis), self.source)
+        checkpoint = first_checkpoint(self.spec)
+        here = ReplicaHere(self.spec, LIAR, RoundStart(1, checkpoint.parameters, checkpoint.basis), self.source)
         here.train(STEPS)
         self.state = self.after(here, STEPS)
         self.state.save(folder / "state")
-        self.start = RoundStart(2, snapshot.parameters, snapshot.basis, {LIAR: load_state(folder / "state")})
+        self.start = RoundStart(2, checkpoint.parameters, checkpoint.basis, {LIAR: load_state(folder / "state")})
 
     def after(self, here: ReplicaHere, steps: int) -> CommittedState:
         member = here.members[LIAR]
@@ -115,7 +115,7 @@ class Trained:
         own = Commitment(member=LIAR, after=self.after(here, STEPS).sha256)
         return blobs, ContributionEntry(replica=LIAR, steps=STEPS, commitments=[own])
 
-    def again(self) -> Recomputed:
+    def again(self) -> RecomputedRound:
         return recompute(self.spec, LIAR, self.start, STEPS, self.source)
 
     def compared(self, lie: Callable[[Any, Any], None] | None = None, tolerance: float = 0.0) -> Comparison:

@@ -14,9 +14,9 @@ import pytest
 from hetero_pp.config.audit import GauntletSettings
 from hetero_pp.core.errors import ConfigError, DamagedFile
 from hetero_pp.messages.messages_pb2 import Losses
-from replica_groups.audit.gauntlet.book import RECENT_ROUNDS, RoundFacts, ScoreBook
 from replica_groups.audit.gauntlet.check import draw
 from replica_groups.audit.gauntlet.cost import share_of_compute
+from replica_groups.audit.gauntlet.replica_scores import RECENT_ROUNDS, ReplicaScores, RoundFacts
 
 EIGHT = [f"r{index}" for index in range(8)]
 
@@ -44,9 +44,11 @@ def _facts(
     return RoundFacts(round_, sent, frozenset(missed), synchronisation or {}, copies or {}, out)
 
 
-def _after(scores: Mapping[str, float], rounds: int = 20, noise: float = 1e-4, **settings: float | None) -> ScoreBook:
+def _after(
+    scores: Mapping[str, float], rounds: int = 20, noise: float = 1e-4, **settings: float | None
+) -> ReplicaScores:
     """Return the book after rounds in which each replica had this score, give or take the noise."""
-    book, chance = ScoreBook(GauntletSettings.model_validate(settings), scores), random.Random(1)
+    book, chance = ReplicaScores(GauntletSettings.model_validate(settings), scores), random.Random(1)
     for round_ in range(1, rounds + 1):
         found = {name: _losses(score + chance.gauss(0, noise)) for name, score in scores.items()}
         book.update(_facts(round_, scores), found)
@@ -69,7 +71,7 @@ def test_a_final_score_is_the_product_of_three_factors() -> None:
 
 
 def test_two_negative_factors_make_no_good_score() -> None:
-    book = ScoreBook(GauntletSettings(excluded_rounds=1000), [])
+    book = ReplicaScores(GauntletSettings(excluded_rounds=1000), [])
     for round_ in range(1, 40):
         good = {name: _losses(0.02) for name in EIGHT[:6]}
         found = good | {"bad": _losses(-0.02, -3), "worse": _losses(-0.03)}
@@ -81,7 +83,7 @@ def test_two_negative_factors_make_no_good_score() -> None:
 
 
 def test_a_pair_that_meets_only_each_other_gains_nothing() -> None:
-    book = ScoreBook(GauntletSettings(), EIGHT)
+    book = ReplicaScores(GauntletSettings(), EIGHT)
     before = book.scores()["r0"].rating
     for round_ in range(1, 100):
         pair = {"r0": _losses(0.5), "r1": _losses(0.0)}
@@ -90,7 +92,7 @@ def test_a_pair_that_meets_only_each_other_gains_nothing() -> None:
 
 
 def test_matches_go_on_when_replicas_have_left() -> None:
-    book = ScoreBook(GauntletSettings(), EIGHT)
+    book = ReplicaScores(GauntletSettings(), EIGHT)
     everybody = {name: _losses(0.01) for name in EIGHT}
     book.update(_facts(1, everybody), everybody)
     before = book.scores()["r0"].rating
@@ -110,7 +112,7 @@ def test_a_new_replica_is_neither_preferred_nor_excluded_after_a_few_good_rounds
 
 def test_a_replica_that_is_never_drawn_is_in_the_middle() -> None:
     scores = {"a": 0.01, "b": 0.02, "c": 0.03}
-    book = ScoreBook(GauntletSettings(include=3), [*scores, "never"])
+    book = ReplicaScores(GauntletSettings(include=3), [*scores, "never"])
     for round_ in range(1, 60):
         book.update(_facts(round_, [*scores, "never"]), {name: _losses(score) for name, score in scores.items()})
     weights = book.weights([*scores, "never"])
@@ -119,7 +121,7 @@ def test_a_replica_that_is_never_drawn_is_in_the_middle() -> None:
 
 
 def test_without_scores_all_are_equal_and_take_turns() -> None:
-    book, turns = ScoreBook(GauntletSettings(include=6), EIGHT), dict.fromkeys(EIGHT, 0)
+    book, turns = ReplicaScores(GauntletSettings(include=6), EIGHT), dict.fromkeys(EIGHT, 0)
     assert book.weights(EIGHT) == dict.fromkeys(EIGHT, 1.0)
     for round_ in range(1, 9):
         chosen = book.chosen(EIGHT)
@@ -130,7 +132,7 @@ def test_without_scores_all_are_equal_and_take_turns() -> None:
 
 
 def test_few_scores_decide_nothing() -> None:
-    book = ScoreBook(GauntletSettings(), EIGHT)
+    book = ReplicaScores(GauntletSettings(), EIGHT)
     for round_ in range(1, 40):
         drawn = EIGHT if round_ % 5 == 0 else EIGHT[:3]
         book.update(_facts(round_, EIGHT), {name: _losses(0.01 * (8 - index)) for index, name in enumerate(drawn)})
@@ -139,7 +141,7 @@ def test_few_scores_decide_nothing() -> None:
 
 
 def test_equal_scores_raise_nobody_below_them() -> None:
-    book = ScoreBook(GauntletSettings(), [])
+    book = ReplicaScores(GauntletSettings(), [])
     for round_ in range(1, 40):
         found = {name: _losses(0.02) for name in EIGHT[:6]} | {"bad": _losses(0.01), "worse": _losses(0)}
         book.update(_facts(round_, found), found)
@@ -175,7 +177,7 @@ def test_a_replica_with_other_parameters_has_no_score() -> None:
 
 
 def test_uptime_counts_the_rounds_in_which_a_replica_was_present() -> None:
-    book = ScoreBook(GauntletSettings(), ["a", "b"])
+    book = ReplicaScores(GauntletSettings(), ["a", "b"])
     book.update(_facts(1, ["a", "b"]), {})
     book.update(_facts(2, ["a"], missed=["b"]), {})
     book.update(_facts(3, ["a"]), {})
@@ -184,7 +186,7 @@ def test_uptime_counts_the_rounds_in_which_a_replica_was_present() -> None:
 
 
 def test_a_replica_without_own_work_is_excluded_after_the_grace_and_again_after_its_return() -> None:
-    book, excluded = ScoreBook(GauntletSettings(excluded_rounds=4), EIGHT), []
+    book, excluded = ReplicaScores(GauntletSettings(excluded_rounds=4), EIGHT), []
     for round_ in range(1, 30):
         included = [name for name in EIGHT if name not in book.to_exclude()]
         found = {name: _losses(0.0, 0.0) if name == "r3" else _losses(0.02) for name in included}
@@ -208,7 +210,7 @@ def test_a_replica_that_was_away_keeps_its_score_and_a_new_holder_begins_anew() 
 
 @pytest.mark.parametrize(("clearness", "excluded"), [(0.5, set()), (3.0, {"r0", "r1", "r2"})])
 def test_nobody_is_excluded_unless_the_text_separates_the_others(clearness: float, excluded: set[str]) -> None:
-    book = ScoreBook(GauntletSettings(excluded_rounds=100), EIGHT)
+    book = ReplicaScores(GauntletSettings(excluded_rounds=100), EIGHT)
     for round_ in range(1, 30):
         book.update(_facts(round_, EIGHT), {name: _losses(0.01, clearness if name > "r2" else -3.0) for name in EIGHT})
     assert book.to_exclude().keys() == excluded
@@ -216,7 +218,7 @@ def test_nobody_is_excluded_unless_the_text_separates_the_others(clearness: floa
 
 @pytest.mark.parametrize(("tokens", "excluded"), [(8, {"r0"}), (256, set())])
 def test_a_replica_is_only_compared_with_those_that_read_as_much_text(tokens: int, excluded: set[str]) -> None:
-    book = ScoreBook(GauntletSettings(excluded_rounds=100), EIGHT)
+    book = ReplicaScores(GauntletSettings(excluded_rounds=100), EIGHT)
     for round_ in range(1, 13):
         facts = replace(_facts(round_, EIGHT), texts=dict.fromkeys(EIGHT, 8) | {"r0": tokens})
         book.update(facts, {name: _losses(0.02, 0.1 if name == "r0" else 3.0) for name in EIGHT})
@@ -237,7 +239,7 @@ def test_a_contribution_that_breaks_the_model_scores_as_badly_as_possible() -> N
 def test_honest_replicas_are_never_excluded_in_1000_rounds(replicas: int) -> None:
     """Their assigned text improves by 2 standard errors more on average, as measured with the default settings."""
     settings, chance, names = GauntletSettings(), random.Random(3), [f"r{index}" for index in range(replicas)]
-    book = ScoreBook(settings, names)
+    book = ReplicaScores(settings, names)
     for round_ in range(1, 1001):
         drawn = draw(b"secret", round_.to_bytes(4, "big"), names, settings.sizes(replicas, 0).evaluated)
         found = {name: _losses(chance.gauss(0.002, 0.0008), chance.gauss(2, 1)) for name in drawn}
@@ -250,7 +252,7 @@ def test_of_replicas_without_the_assigned_text_few_are_left_after_20_evaluations
     """With the sign alone of the difference, twice as many are left."""
     honest, cheats, chance, left = EIGHT, [f"c{index}" for index in range(4)], random.Random(5), 0
     for _ in range(30):
-        book = ScoreBook(GauntletSettings(excluded_rounds=100), [*honest, *cheats])
+        book = ReplicaScores(GauntletSettings(excluded_rounds=100), [*honest, *cheats])
         for round_ in range(1, 21):
             found = {name: _losses(0.0, chance.gauss(2 if name in honest else 0, 1)) for name in [*honest, *cheats]}
             book.update(_facts(round_, found), found)
@@ -262,22 +264,22 @@ def test_of_replicas_without_the_assigned_text_few_are_left_after_20_evaluations
 
 def test_a_book_has_the_same_bits_after_it_was_saved() -> None:
     settings, chance, copies = GauntletSettings(excluded_rounds=3), random.Random(2), {9: {"r1": "r0"}}
-    book, restored = ScoreBook(settings, EIGHT), ScoreBook(settings, EIGHT)
+    book, restored = ReplicaScores(settings, EIGHT), ReplicaScores(settings, EIGHT)
     for round_ in range(1, 20):
         found = {name: _losses(chance.gauss(0.01, 0.01), chance.gauss(1, 1)) for name in EIGHT}
         facts = _facts(round_, EIGHT, copies=copies.get(round_))
         book.update(facts, found)
-        restored = ScoreBook.from_json(settings, restored.to_json())
+        restored = ReplicaScores.from_json(settings, restored.to_json())
         restored.update(facts, found)
     assert restored.to_json() == book.to_json() and restored.weights(EIGHT) == book.weights(EIGHT)
     with pytest.raises(DamagedFile, match="no book of scores"):
-        ScoreBook.from_json(settings, '{"round": 1}')
+        ReplicaScores.from_json(settings, '{"round": 1}')
 
 
 def test_without_openskill_one_line_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "openskill.models", None)
     with pytest.raises(ConfigError, match=r"audit.gauntlet: .* pip install 'hetero-pp\[audit\]'$"):
-        ScoreBook(GauntletSettings(), EIGHT)
+        ReplicaScores(GauntletSettings(), EIGHT)
 
 
 def test_all_are_drawn_equally_often_also_those_drawn_before() -> None:

@@ -25,7 +25,7 @@ from hetero_pp.pipeline.schedule import Action, one_forward_one_backward
 from hetero_pp.rpc.certificates import Authority, IdentitySigner, check_statement
 from replica_groups.audit.recompute.replica import ReplicaHere
 from replica_groups.member.participants import StageMember
-from stages.transcript import Place, Sketches, Transcript, Way, records_of
+from stages.transcript import GroupPosition, Sketches, Transcript, Way, records_of
 
 WAYS = {
     Action.RECEIVE_ACTIVATION: Way.RECEIVED_ACTIVATION,
@@ -37,7 +37,7 @@ FLUSHES = [Way.SENT_GRADIENT, Way.RECEIVED_ACTIVATION, Way.SENT_ACTIVATION, Way.
 
 
 def _transcript(sketches: Sketches | None = None) -> Transcript:
-    return Transcript(Place("run", ["home.0", "home.1", "home.2"], 1), sketches)
+    return Transcript(GroupPosition("run", ["home.0", "home.1", "home.2"], 1), sketches)
 
 
 def _records(transcript: Transcript) -> Any:

@@ -16,9 +16,9 @@ from hetero_pp.outer.step import OuterOptimizer, mean_of
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import DecodedTensor
 from hetero_pp.pseudo_gradient.error_feedback import select
-from replica_groups.audit.gauntlet.book import RoundFacts, ScoreBook
 from replica_groups.audit.gauntlet.losses import copy_of, losses_of
 from replica_groups.audit.gauntlet.overlap import overlap, overlapping
+from replica_groups.audit.gauntlet.replica_scores import ReplicaScores, RoundFacts
 from replica_groups.audit.judgements import complaint
 
 SHAPE = ModelShape(width=32, layers=1, heads=2, feed_forward=48, vocabulary=64)
@@ -92,7 +92,7 @@ def test_a_contribution_that_breaks_the_model_has_losses_that_the_exchange_takes
         sent[name] = DecodedTensor(torch.arange(one.numel()), size * torch.randn(one.numel(), generator=noise))
     losses = losses_of(theta, sent, SHAPE, tokens, tokens, 1.0, SPARSE)
     assert complaint(Judgement(round=1, replica="r", losses=losses), {"r.0": "r"}) is None
-    book = ScoreBook(GauntletSettings(), ["r"])
+    book = ReplicaScores(GauntletSettings(), ["r"])
     book.update(RoundFacts(1, frozenset("r"), frozenset(), {}, {}), {"r": losses})
     assert book.scores()["r"].average == 0
 

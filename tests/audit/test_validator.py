@@ -25,7 +25,7 @@ from hetero_pp.program import validate as program
 from hetero_pp.program.cli import app
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.program.launch.inputs import settled
-from hetero_pp.program.report.happenings import Happenings
+from hetero_pp.program.report.membership_event_lines import MembershipEventLines
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.summary import summary_of
 from hetero_pp.program.validate import Access, FollowedRun, RunChanged, access_to, require_same_text, validate
@@ -60,8 +60,8 @@ def test_a_validator_that_dies_ends_nothing_and_the_run_says_so(
     folder = RunFolder(tmp_path / "t")
     folder.path.mkdir()
     run_in_process(spec, folder, told.append)
-    state, happenings = RunState(spec), Happenings(spec)
-    lines = [line for report in told for line in happenings.lines(report)]
+    state, membership_event_lines = RunState(spec), MembershipEventLines(spec)
+    lines = [line for report in told for line in membership_event_lines.lines(report)]
     assert all(state.apply(report) for report in told)
     assert state.is_over and state.failed is None
     cause = "the validator has ended (OSError: no memory is left); the run goes on"
@@ -101,11 +101,11 @@ def test_a_validator_elsewhere_judges_over_grpc(corpus: Path, tmp_path: Path) ->
             trained = members.submit(run.until_over)
             done = CliRunner().invoke(app, command)
             trained.result(TIMEOUT)
-        assert done.exit_code == 0 and run.exchange.decisions.failure is None
+        assert done.exit_code == 0 and run.exchange.runner.failure is None
         kept = newest_scores(run.exchange.log.store)
     assert kept is not None and kept.round == 4
     assert [one.evaluations for one in kept.scores.scores] == [4, 4]
-    assert not {one.standing.what for one in run.told} & {UNAUDITED, AUDITED}
+    assert not {one.membership_event.what for one in run.told} & {UNAUDITED, AUDITED}
     assert "round 4: 2 judgements" in done.output
     assert names == {"one"}, "its name is that of its pass"
 
@@ -122,7 +122,7 @@ class _Log:
     def last_round(self) -> int:
         return self.log.last_record()
 
-    def patiently(self, do: Any) -> Any:
+    def retry(self, do: Any) -> Any:
         return do()
 
     def take(self, judgements: Any) -> None:
@@ -146,20 +146,20 @@ def test_a_slow_validator_skips_old_rounds_and_goes_on_where_the_log_does(
         run.deposit(number, "a", "b")
     spec: Any = SimpleNamespace(run="run", latest=SimpleNamespace(outer=SETTINGS))
     followed = _Log(run)
-    slow = Validator(spec, followed, [followed], run.snapshot)
+    slow = Validator(spec, followed, [followed], run.checkpoint)
     slow.run()
     assert followed.judged == [5, 6, 7, 8, 9]
     right = slow._follower.theta()
 
-    follower = Follower("run", run.snapshot, OuterOptimizer(SETTINGS))
+    follower = Follower("run", run.checkpoint, OuterOptimizer(SETTINGS))
     for number in range(1, 8):
         record = run.log.read_record(number)
         follower.apply(record, run.log.blobs_of(record))
-    run.log.write_snapshot(follower.snapshot())
+    run.log.write_checkpoint(follower.checkpoint())
     record = run.log.read_record(3)
     run.log.store.delete([key_of(record, one, blob) for one in record.contributions for blob in one.blobs])
     followed.judged.clear()
-    late = Validator(spec, followed, [followed], run.snapshot)
+    late = Validator(spec, followed, [followed], run.checkpoint)
     late.run()
     assert followed.judged == [8, 9]
     assert all(tensor.equal(right[name]) for name, tensor in late._follower.theta().items())

@@ -25,7 +25,7 @@ from hetero_pp.config.links import EXCHANGE
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
-from hetero_pp.store.faults import Phase
+from hetero_pp.store.faults import FaultPhase
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
@@ -125,8 +125,8 @@ def test_the_faults_for_the_quickstart_fit_it_and_show_every_kind() -> None:
 def test_a_moment_is_that_of_whom_it_concerns(tmp_path: Path) -> None:
     cut = "  - {cut: home.1-2, at: {round: 2, phase: waiting}, lasts: 3 s}"
     schedule = _schedule(f"{cut}\n  - {{kill: exchange, at: {{round: 1}}}}\n  - {{kill: dc, after: 4 s}}", tmp_path)
-    assert set(schedule.at) == {("home.1", (2, Phase.WAITING)), (EXCHANGE, (1, Phase.TRAINING))}
-    (found,) = schedule.at["home.1", (2, Phase.WAITING)]
+    assert set(schedule.at) == {("home.1", (2, FaultPhase.WAITING)), (EXCHANGE, (1, FaultPhase.TRAINING))}
+    (found,) = schedule.at["home.1", (2, FaultPhase.WAITING)]
     assert (found.kind, found.link, found.seconds) == (Kind.CUT, "home.1-2", 3.0)
     assert [(time, str(one)) for time, one in schedule.timed()] == [(4.0, "kill of dc")]
 

@@ -45,7 +45,7 @@ PRINTED = {
     "real_size": [
         r"\ndc( +\d+\.\d\d){6}",
         r"\nexchange( +\d+\.\d\d){6}",
-        r"first snapshot \d.* exchange \d.* snapshot \d",
+        r"first run checkpoint \d.* exchange \d.* run checkpoint \d",
     ],
     "rehearse": [r"smallest +step_seconds +\d.* s +\d.* s .*%\n", r"smallest +the run: \d.*; woken \d.* ms late"],
     "robust_means": [r"  8 x 0\.0312 .*geometric_median .* times the mean", r"  8 x 1 .*trimmed_mean .* bytes a value"],
@@ -58,7 +58,7 @@ PRINTED = {
     "simulated_faults": [r"200 rounds of 4 histories.*: 0 violations; counted \d+\.\d%"],
     "simulator": [r"50 Mbit/s, 0 ms, 2 stages, rank full +\d", r"quickstart +\d", r"bytes.* \d"],
     "simulator_growth": [r"participants .*\n +100 +\d", r"stages .*\n +2 +\d", r"micro-batches .*\n +4 +\d"],
-    "slow_uplink": [r'beats: .*"contribution_bytes": 200000.*"beats": [1-9]|not shaped by the kernel'],
+    "slow_uplink": [r'beats: .*"contribution_bytes": 200000.*"heartbeats": [1-9]|not shaped by the kernel'],
     "start": [r"joined \d.*, begun \d.*, inner_step \d.*, cpu \d"],
     "strangers": [
         r"forged_hashes: .*'PERMISSION_DENIED': [1-9].*'unexpected': [1-9]",

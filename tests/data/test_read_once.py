@@ -46,7 +46,7 @@ data:
   validation_sequences: 4
 inner: {{steps: {STEPS}, learning_rate: 2e-2, warmup_steps: 0}}
 outer: {{rounds: {ROUNDS}, compression: {{density: 1/4}}}}
-snapshots: {{every: 1}}
+run checkpoints: {{every: 1}}
 replicas:
   - {{name: dc, kind: datacenter, batch_size: {ROWS}, device: cpu}}
   - {{name: home, kind: participants, stages: 2, batch_size: {ROWS}}}
@@ -182,7 +182,7 @@ def test_a_launched_run_goes_on_to_the_same_bits(shards: Path, tmp_path: Path) -
     assert len(states) == 3
     for state in states:
         shutil.rmtree(state)
-    (runs / "stream" / "log" / f"snapshot-{ROUNDS:06d}.safetensors").unlink()
+    (runs / "stream" / "log" / f"checkpoint-{ROUNDS:06d}.safetensors").unlink()
     _change_what_was_read(shards, (ROUNDS - 1) * STEPS)
     assert f"resuming after round {ROUNDS - 1}" in _launch(config, runs, "--resume")
     resumed = json.loads((runs / "stream" / "summary.json").read_text())

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.batches import load_position
-from hetero_pp.data.order import HeldOut, Order, Part, Position, deal, epoch_of
+from hetero_pp.data.order import HeldOut, Order, Position, ShardPart, deal, epoch_of
 from hetero_pp.data.shares import Share, SharedBatches
 from hetero_pp.data.stream import StreamBatches, TokenStream
 
@@ -76,7 +76,7 @@ LENGTHS = st.lists(st.lists(st.integers(0, 4), max_size=9), min_size=1, max_size
 
 @given(count=st.integers(0, 20), replicas=st.integers(1, 9))
 def test_parts_are_dealt_once_and_evenly(count: int, replicas: int) -> None:
-    parts = [Part(0, shard, 0, 1) for shard in range(count)]
+    parts = [ShardPart(0, shard, 0, 1) for shard in range(count)]
     hands = [deal(parts, replicas, replica) for replica in range(replicas)]
     for shard in range(count):
         for document in range(40):

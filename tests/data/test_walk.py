@@ -79,16 +79,16 @@ def test_links_out_of_the_folder_are_followed_once(tmp_path: Path) -> None:
     """In the cache of the Hugging Face Hub, for example, only the links' names have suffixes."""
     (tmp_path / "blobs").mkdir()
     (tmp_path / "blobs" / "0a1b").write_text('{"text": "blob"}')
-    snapshot = tmp_path / ".cache" / "snapshot"
-    snapshot.mkdir(parents=True)
-    (snapshot / "a.jsonl").symlink_to("../../blobs/0a1b")
-    (snapshot / "b.jsonl").symlink_to("../../blobs/0a1b")
-    (snapshot / "folder").symlink_to("../../other")
+    checkpoint = tmp_path / ".cache" / "checkpoint"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "a.jsonl").symlink_to("../../blobs/0a1b")
+    (checkpoint / "b.jsonl").symlink_to("../../blobs/0a1b")
+    (checkpoint / "folder").symlink_to("../../other")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "c.txt").write_text("other")
-    assert read(snapshot) == ["blob", "other"]
-    assert read(snapshot / "a.jsonl") == ["blob"]
-    assert said(snapshot).endswith("read 2 files; skipped 1 repeated link")
+    assert read(checkpoint) == ["blob", "other"]
+    assert read(checkpoint / "a.jsonl") == ["blob"]
+    assert said(checkpoint).endswith("read 2 files; skipped 1 repeated link")
 
 
 @pytest.mark.parametrize("hidden", [".hidden.txt", ".hidden"])

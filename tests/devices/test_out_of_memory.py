@@ -117,7 +117,11 @@ def test_a_run_in_one_process_goes_on_without_the_member(
     run_in_process(_spec(str(corpus), stages=stages), RunFolder(tmp_path), reports.append)
     closed = [one.round_closed for one in reports if one.HasField("round_closed")]
     assert [[entry.replica for entry in one.contributions] for one in closed] == [["a", "b"], ["a"], ["a"]]
-    [told] = [one.standing for one in reports if one.HasField("standing") and one.standing.what == GIVEN_UP]
+    [told] = [
+        one.membership_event
+        for one in reports
+        if one.HasField("membership_event") and one.membership_event.what == GIVEN_UP
+    ]
     assert told.cause.endswith(", so the run continues without it")
     with pytest.raises(OutOfMemory, match="out of memory in the optimizer step"):
         run_in_process(_spec(str(corpus), 1.0, stages), RunFolder(tmp_path / "all"), reports.append)
@@ -165,9 +169,9 @@ def _ends(
 @pytest.mark.starts_processes
 def test_its_process_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [report] = _ends(["b"], _spec(), tmp_path, monkeypatch)
-    assert (report.standing.what, report.standing.place) == (GIVEN_UP, "b")
-    assert report.standing.cause.startswith(f"b: {CAUSE} (output: ")
-    assert report.standing.cause.endswith(", so the run continues without it")
+    assert (report.membership_event.what, report.membership_event.slot) == (GIVEN_UP, "b")
+    assert report.membership_event.cause.startswith(f"b: {CAUSE} (output: ")
+    assert report.membership_event.cause.endswith(", so the run continues without it")
 
 
 @pytest.mark.starts_processes
@@ -188,11 +192,11 @@ def test_a_join_that_is_given_up_frees_its_slot(monkeypatch: pytest.MonkeyPatch,
         monkeypatch.setattr(command, name, lambda *_: nullcontext())
 
     def give_back(membership: Membership) -> str:
-        freed.append(membership.place)
-        return f"{membership.place} is free again"
+        freed.append(membership.slot)
+        return f"{membership.slot} is free again"
 
     monkeypatch.setattr(command, "_give_back", give_back)
-    membership, here = SimpleNamespace(run="t", place="b"), SimpleNamespace(runs=tmp_path, rehearses=False)
+    membership, here = SimpleNamespace(run="t", slot="b"), SimpleNamespace(runs=tmp_path, rehearses=False)
     for error in (RunFailed("the exchange is gone"), GivenUp(CAUSE)):
 
         def fail(*_: object, error: RunFailed = error) -> None:

@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES.remove(ROOT / "docs" / "results.md")  # generated
 
-EXPORTED = "tests/program/test_export.py::test_a_round_without_a_snapshot_is_replayed"
+EXPORTED = "tests/program/test_export.py::test_a_round_without_a_checkpoint_is_replayed"
 REPLAYED = "tests/program/test_replay.py::test_up_to_a_round"
 STARTED_FROM = "tests/program/test_export.py::test_an_uncompressed_run_goes_on_where_the_first_one_ended"
 CALIBRATED = "tests/program/test_simulate.py::test_a_calibration_is_measured_and_used"

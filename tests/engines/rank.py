@@ -23,7 +23,7 @@ from hetero_pp.model.transformer import ModelSettings, Transformer, initialise, 
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, decode_blob
 from hetero_pp.pseudo_gradient.rows import rows_of
-from hetero_pp.run.snapshot import Snapshot
+from hetero_pp.run.checkpoint import RunCheckpoint
 from hetero_pp.run.spec import Roster
 from hetero_pp.store.folder import FolderStore
 from replica_groups.engines.build import build_engine
@@ -111,7 +111,7 @@ class Round:
         log = ContributionLog(FolderStore(folder / "log"))
         self.exchange = Exchange("run", roster, None, self.settings, log, rules=patient(roster))
         if ranks.is_first:
-            begin(self.exchange, Snapshot(0, start, None))
+            begin(self.exchange, RunCheckpoint(0, start, None))
         exchange = self.exchange if ranks.is_first else None
         self.shared = MemberSession(exchange, "engine", "engine", "run", ranks=ranks)
         self.sharded = OuterRound(self.shared, engine, start, self.settings)
@@ -120,12 +120,12 @@ class Round:
     def synchronise(self, round_: int) -> None:
         work = self.shared.assign("engine", round_ - 1)
         if not self.ranks.is_first:
-            self.sharded.synchronise(round_, work.epoch)
+            self.sharded.synchronise(round_, work.generation)
             return
         self.exchange.assign("plain", round_ - 1)
         other = threading.Thread(target=self.whole.synchronise, args=(round_,))
         other.start()
-        self.sharded.synchronise(round_, work.epoch)
+        self.sharded.synchronise(round_, work.generation)
         other.join()
 
     def contributions_apart(self, round_: int) -> tuple[bool, float]:

@@ -9,7 +9,7 @@ from live_bytes import LiveBytes
 from hetero_pp.config.engine_settings import Checkpointing
 from hetero_pp.model.loss import next_token_loss
 from hetero_pp.model.transformer import ModelShape, Transformer
-from hetero_pp.simulator.costs import Part
+from hetero_pp.simulator.costs import StagePart
 from hetero_pp.simulator.memory import Trains, activation_bytes
 
 ROWS, LENGTH, LAYERS = 2, 128, 4
@@ -46,6 +46,6 @@ def test_activations_take_what_is_predicted(
     shape = ModelShape(
         width=128, layers=LAYERS, heads=4, feed_forward=feed_forward, vocabulary=vocabulary, kv_heads=kv_heads
     )
-    part = Part(LAYERS, predicts=True, parameters=0)
+    part = StagePart(LAYERS, predicts=True, parameters=0)
     predicted = activation_bytes(shape, part, Trains(ROWS, LENGTH, 1, 1, value_bytes=4, checkpointing=checkpointing))
     assert predicted == pytest.approx(_most_bytes(shape, checkpointing), rel=0.03)

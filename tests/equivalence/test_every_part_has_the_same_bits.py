@@ -15,10 +15,10 @@ from hetero_pp.core.device import CPU
 from hetero_pp.messages.messages_pb2 import Report, RoundRecord
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.program.launch.in_process import run_in_process
+from hetero_pp.run.checkpoint import RunCheckpoint
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.read import read_run, spec_of
-from hetero_pp.run.snapshot import Snapshot
 from hetero_pp.run.yaml_file import ConfigFile, save_config
 from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.log import ContributionLog
@@ -69,10 +69,10 @@ class Both:
     folders: tuple[RunFolder, RunFolder]
     reports: tuple[Sequence[Report], Sequence[Report]]
 
-    def snapshots(self) -> Iterator[Snapshot]:
-        """Yield the snapshot of each run's last round."""
+    def checkpoints(self) -> Iterator[RunCheckpoint]:
+        """Yield the run checkpoint of each run's last round."""
         for folder in self.folders:
-            yield ContributionLog(FolderStore(folder.log)).read_snapshot(ROUNDS)
+            yield ContributionLog(FolderStore(folder.log)).read_checkpoint(ROUNDS)
 
     def records(self, round_: int) -> Iterator[RoundRecord]:
         """Yield each run's record of a round."""
@@ -121,8 +121,8 @@ def test_every_contribution(both: Both) -> None:
 
 
 def test_parameters_and_outer_momentum(both: Both) -> None:
-    """Compares the snapshots of the last round, and the hash of each replica."""
-    over_grpc, in_process = both.snapshots()
+    """Compares the run checkpoints of the last round, and the hash of each replica."""
+    over_grpc, in_process = both.checkpoints()
     outer = both.config.outer
     assert bool(over_grpc.momentum) == (outer.momentum > 0 or outer.optimizer == "adam")
     assert set(over_grpc.tensors()) == set(in_process.tensors())

@@ -10,10 +10,10 @@ import pytest
 from started import run_program
 
 from hetero_pp.model.transformer import EMBEDDING
-from hetero_pp.run.snapshot import open_snapshot
+from hetero_pp.run.checkpoint import open_checkpoint
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
-from hetero_pp.simulator.traffic import exchange_link_loads, snapshot_bytes
+from hetero_pp.simulator.traffic import checkpoint_bytes, exchange_link_loads
 
 pytestmark = pytest.mark.starts_processes
 
@@ -41,13 +41,13 @@ def test_the_same_weights_everywhere(both: list[Path]) -> None:
     assert summaries[0]["validation_loss"][-1] < summaries[0]["initial_validation_loss"]
 
 
-def test_moments_are_in_the_snapshots(both: list[Path]) -> None:
+def test_moments_are_in_the_checkpoints(both: list[Path]) -> None:
     """The auditor keeps AdamW's moments of every parameter."""
-    snapshots = [open_snapshot(run / "log" / "snapshot-000004.safetensors").snapshot() for run in both]
-    expected = {f"{name}.{moment}" for name in snapshots[0].parameters for moment in ("exp_avg", "exp_avg_sq")}
-    assert set(snapshots[0].momentum) == expected
-    for name, tensor in snapshots[0].momentum.items():
-        assert tensor.equal(snapshots[1].momentum[name]), name
+    checkpoints = [open_checkpoint(run / "log" / "checkpoint-000004.safetensors").checkpoint() for run in both]
+    expected = {f"{name}.{moment}" for name in checkpoints[0].parameters for moment in ("exp_avg", "exp_avg_sq")}
+    assert set(checkpoints[0].momentum) == expected
+    for name, tensor in checkpoints[0].momentum.items():
+        assert tensor.equal(checkpoints[1].momentum[name]), name
         assert tensor.any(), name
 
 
@@ -62,7 +62,7 @@ def test_links_carried_what_check_predicts(both: list[Path]) -> None:
     for member in spec.members.values():
         loads = exchange_link_loads(spec, member)
         link = measured[f"{member.name}-exchange"]
-        downloaded = 4 * loads["backward"].outer_round + snapshot_bytes(spec, member)
+        downloaded = 4 * loads["backward"].outer_round + checkpoint_bytes(spec, member)
         embedding = 4 * 4 * math.prod(spec.parameter_shapes[EMBEDDING])
         own = embedding if EMBEDDING in member.owned else 0
         sent, zeros = 4 * loads["forward"].outer_round, 2 * embedding  # of both replicas

@@ -15,11 +15,11 @@ from hetero_pp.config.links import Direction, stage_link_name
 from hetero_pp.config.topology import ParticipantsReplica
 from hetero_pp.link.protocol import Message, sealed
 from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, FLUSH, GRADIENT, LinkHeader
-from hetero_pp.run.snapshot import open_snapshot
+from hetero_pp.run.checkpoint import open_checkpoint
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.prediction import predict
-from hetero_pp.simulator.traffic import exchange_link_loads, message_bytes, snapshot_bytes, stage_link_loads
+from hetero_pp.simulator.traffic import checkpoint_bytes, exchange_link_loads, message_bytes, stage_link_loads
 from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.log import ContributionLog
 
@@ -84,9 +84,9 @@ def test_parameter_hashes_are_equal(both: dict[str, Path]) -> None:
     hashes = {sha for summary in summaries for sha in summary["parameters_sha256"].values()}
     assert [set(summary["parameters_sha256"]) for summary in summaries] == [{"dc", "home"}] * 2
     assert len(hashes) == 1
-    snapshots = [open_snapshot(run / "log" / "snapshot-000003.safetensors").snapshot() for run in both.values()]
-    for name, tensor in snapshots[0].tensors().items():
-        assert tensor.equal(snapshots[1].tensors()[name]), name
+    checkpoints = [open_checkpoint(run / "log" / "checkpoint-000003.safetensors").checkpoint() for run in both.values()]
+    for name, tensor in checkpoints[0].tensors().items():
+        assert tensor.equal(checkpoints[1].tensors()[name]), name
 
 
 def test_the_audited_run_has_scores(both: dict[str, Path]) -> None:
@@ -170,7 +170,7 @@ def test_links_carried_what_check_predicts(both: dict[str, Path]) -> None:
     for member in spec.members.values():
         loads = exchange_link_loads(spec, member)
         link = measured[f"{member.name}-exchange"]
-        downloaded = rounds * loads["backward"].outer_round + snapshot_bytes(spec, member)
+        downloaded = rounds * loads["backward"].outer_round + checkpoint_bytes(spec, member)
         assert link["forward"] == pytest.approx(rounds * loads["forward"].outer_round, rel=0.1)
         assert link["backward"] == pytest.approx(downloaded, rel=0.1)
 
@@ -224,7 +224,7 @@ def test_stage_links_carried_their_messages_and_nothing_else(both: dict[str, Pat
 
 
 def test_links_carried_what_simulate_predicts(both: dict[str, Path]) -> None:
-    """These are bytes on the wire. The prediction leaves out the evaluation and the snapshot before the rounds."""
+    """These are bytes on the wire. The prediction leaves out the evaluation and the run checkpoint before the rounds."""
     spec = RunSpec(ConfigFile(both["grpc"] / "config.yaml").config, 256)
     summary = json.loads((both["grpc"] / "summary.json").read_text())
     measured = {link["name"]: link["wire_bytes"] for link in summary["links"]}

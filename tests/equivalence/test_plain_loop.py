@@ -18,9 +18,9 @@ from hetero_pp.model.transformer import ModelSettings, Transformer, initialise
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
+from hetero_pp.run.checkpoint import open_checkpoint
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.snapshot import open_snapshot
 from hetero_pp.run.spec import RunSpec
 
 H = 4
@@ -39,7 +39,7 @@ def config(corpus: Path) -> RunConfig:
         inner=InnerSettings(steps=H, learning_rate=0.01, warmup_steps=3),
         outer=OuterSettings(rounds=ROUNDS, learning_rate=0.8, compression=PAPERS),
         replicas=[DatacenterReplica(name="dc", kind="datacenter", batch_size=4)],
-        snapshots={"every": 1},
+        checkpoints={"every": 1},
     )
 
 
@@ -117,7 +117,7 @@ def test_sgd_within_and_without_is_sgd_of_the_large_batch(config: RunConfig, tmp
             group["lr"] = plain.inner.rates(5).at(step)
         sgd.step()
         sgd.zero_grad()
-    saved = open_snapshot(tmp_path / "run" / "log" / "snapshot-000005.safetensors").snapshot().parameters
+    saved = open_checkpoint(tmp_path / "run" / "log" / "checkpoint-000005.safetensors").checkpoint().parameters
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(saved[name].double(), parameter.detach(), atol=2e-6, rtol=1e-5)
 
@@ -151,6 +151,6 @@ def test_a_datacenter_replica_is_a_plain_loop(config: RunConfig, tmp_path: Path)
         with torch.no_grad():
             for name, p in named.items():
                 p.copy_(_plain_round(start[name], p.detach(), errors[name]))
-        saved = open_snapshot(tmp_path / "run" / "log" / f"snapshot-{round_ + 1:06d}.safetensors").snapshot()
+        saved = open_checkpoint(tmp_path / "run" / "log" / f"checkpoint-{round_ + 1:06d}.safetensors").checkpoint()
         for name, p in named.items():
             assert saved.parameters[name].equal(p), f"{name} after round {round_ + 1}"

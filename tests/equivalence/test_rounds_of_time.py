@@ -40,7 +40,7 @@ def over_grpc(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     folder = tmp_path_factory.mktemp("runs")
     changes = ["inner={seconds: 0.4}", f"data.corpus={corpus}", "replicas.1.batch_size=16"]
-    changes += ["replicas.1.micro_batches=8", f"outer.rounds={ROUNDS}", "outer.weights=tokens", "snapshots.every=1"]
+    changes += ["replicas.1.micro_batches=8", f"outer.rounds={ROUNDS}", "outer.weights=tokens", "checkpoints.every=1"]
     done = run_program("launch", str(YAML), "--runs", str(folder), *(f"--set={change}" for change in changes))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "3 outer rounds of as many inner steps as fit into 400 ms" in done.stdout
@@ -93,7 +93,7 @@ def test_a_run_that_goes_on_knows_how_many_steps_it_took(over_grpc: Path, tmp_pa
     for state in run.glob(f"state/*/round-{ROUNDS:06d}"):
         shutil.rmtree(state)
     shutil.rmtree(run / "log" / f"round-{ROUNDS:06d}")
-    (run / "log" / f"snapshot-{ROUNDS:06d}.safetensors").unlink()
+    (run / "log" / f"checkpoint-{ROUNDS:06d}.safetensors").unlink()
     folder = RunFolder(run)
     spec = read_run(folder)
     run_in_process(spec, folder, lambda _: None, {}, lambda replica, round_: taken[replica, round_])
@@ -118,7 +118,7 @@ def test_records_say_what_each_did_and_its_tokens_are_its_weight(over_grpc: Path
 def test_a_round_comes_to_the_mean_by_tokens(over_grpc: Path) -> None:
     """The expected value is theta - (w D + w' D') / (w + w'), with decoded contributions, in float64."""
     spec, log = read_run(RunFolder(over_grpc)), _log(over_grpc)
-    before, after = (log.read_snapshot(round_).parameters for round_ in (ROUNDS - 1, ROUNDS))
+    before, after = (log.read_checkpoint(round_).parameters for round_ in (ROUNDS - 1, ROUNDS))
     record = log.read_record(ROUNDS)
     read, whole = log.blobs_of(record), sum(entry.weight for entry in record.contributions)
     for block, shapes in shapes_by_block(spec.parameter_shapes).items():

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from hetero_pp.store.folder import FolderStore
-from replica_groups.exchange.log import TOGETHER, ContributionLog, round_key, snapshot_key
+from replica_groups.exchange.log import TOGETHER, ContributionLog, checkpoint_key, round_key
 
 
 def folder_of(log: ContributionLog) -> Path:
@@ -15,25 +15,25 @@ def folder_of(log: ContributionLog) -> Path:
     return log.store.folder
 
 
-def snapshot_path(log: ContributionLog, round_: int) -> Path:
-    """Return the path of the snapshot after a round. The file may be missing."""
-    return folder_of(log) / snapshot_key(round_)
+def checkpoint_path(log: ContributionLog, round_: int) -> Path:
+    """Return the path of the run checkpoint after a round. The file may be missing."""
+    return folder_of(log) / checkpoint_key(round_)
 
 
-def stored_blob(log: ContributionLog, round_: int, replica: str, epoch: int, block: str) -> str:
+def stored_blob(log: ContributionLog, round_: int, replica: str, generation: int, block: str) -> str:
     """Return the key of the only blob in the log for this round, replica, generation and block.
 
     If it is stored together with others, an object of this key is read in its place.
     """
-    folder = f"{round_key(round_)}/{replica}/{epoch}"
+    folder = f"{round_key(round_)}/{replica}/{generation}"
     found = [f"{folder}/{name}" for name in log.store.names(folder)]
     (key,) = {key for one in found for key in _held_by(log, one) if key.startswith(f"{folder}/{block}.")}
     return key
 
 
-def stored_bytes(log: ContributionLog, round_: int, replica: str, epoch: int, block: str) -> bytes:
+def stored_bytes(log: ContributionLog, round_: int, replica: str, generation: int, block: str) -> bytes:
     """Return the blob of `stored_blob` as it is, without a look at its digest."""
-    key = stored_blob(log, round_, replica, epoch, block)
+    key = stored_blob(log, round_, replica, generation, block)
     folder, _, name = key.rpartition("/")
     if name in log.store.names(folder):
         return log.store.get(key)

@@ -30,8 +30,8 @@ from hetero_pp.messages.messages_pb2 import Failure, Finished, Report
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.program.join import command as join_command
 from hetero_pp.program.join import membership as membership_module
-from hetero_pp.program.join.command import Here, join
-from hetero_pp.program.join.membership import Membership, read_membership, renew_once, renewed, take_place
+from hetero_pp.program.join.command import JoiningHost, join
+from hetero_pp.program.join.membership import Membership, read_membership, renew_once, renewed, take_slot
 from hetero_pp.program.join.status import status as status_of
 from hetero_pp.rpc import admission_client, certificates, probe
 from hetero_pp.rpc.admission_client import enrol, give, preview, status
@@ -44,10 +44,10 @@ from hetero_pp.rpc.services import ADMISSION_SERVICE, call_path
 from hetero_pp.rpc.tickets import Ticket, make_ticket, ticket_of
 from hetero_pp.simulator.planner.grouping import group_spares
 from replica_groups.exchange import admission
-from replica_groups.exchange.admission import Told
-from replica_groups.exchange.lobby import FORGET_SECONDS, Lobby
+from replica_groups.exchange.admission import RunForGuests
 from replica_groups.exchange.memberships import MOST_BLAMED, PARTED, Memberships
 from replica_groups.exchange.server import OpenHouse, serve_exchange
+from replica_groups.exchange.waiting_room import FORGET_SECONDS, WaitingRoom
 
 SECRET = Secret("the run's secret")
 HOUR = 3600.0
@@ -65,8 +65,8 @@ class Served:
         """Error of the date on the exchange's machine, in seconds."""
         self.memberships = Memberships(folder / "members.sqlite", steady_clock(lambda: time.time() + self.date_is_off))
         stack.callback(self.memberships.close)
-        told = Told('{"name": "run"}', {"tokenizer.json": b"{}"})
-        self.lobby = Lobby({}, group_spares)
+        told = RunForGuests('{"name": "run"}', {"tokenizer.json": b"{}"})
+        self.waiting_room = WaitingRoom({}, group_spares)
         self.unnamed: frozenset[str] | None = None
         self.spare = self.memberships.invite("a", HOUR)
         self.told, self.port = told, 0
@@ -75,7 +75,7 @@ class Served:
     def serve(self) -> None:
         """Start the server. A later call uses the same port."""
         listen, exchange = f"127.0.0.1:{self.port}", self.run.exchange
-        house = OpenHouse(self.memberships, self.told, self.lobby, self.unnamed)
+        house = OpenHouse(self.memberships, self.told, self.waiting_room, self.unnamed)
         self.server, self.port = serve_exchange(exchange, SECRET, listen, encrypted=True, open_house=house)
         self.address = f"127.0.0.1:{self.port}"
         self._stack.callback(self.stop)
@@ -98,8 +98,8 @@ class Served:
             over.wait(0.05)
         raise AssertionError("it did not come to that")
 
-    def ticket(self, place: str | None = None, seconds: float = HOUR) -> Ticket:
-        found = self.memberships.invite(place, seconds)
+    def ticket(self, slot: str | None = None, seconds: float = HOUR) -> Ticket:
+        found = self.memberships.invite(slot, seconds)
         return make_ticket("run", self.address, SECRET.authority, found, time.time() + seconds)
 
     def client(self, credentials: Credentials) -> ExchangeClient:
@@ -109,7 +109,7 @@ class Served:
 
     def takes(self, ticket: Ticket, host: str = "host") -> Membership:
         """Redeem the ticket on a host with its own folder."""
-        return take_place(ticket, self.folder / host)
+        return take_slot(ticket, self.folder / host)
 
 
 @pytest.fixture
@@ -199,9 +199,9 @@ def test_stages_of_a_replica_that_is_called_ticket_are_no_tickets() -> None:
     assert ticket_of("dc") is None
 
 
-def test_who_shows_a_ticket_takes_a_place_and_is_its_member(served: Served) -> None:
+def test_who_shows_a_ticket_takes_a_slot_and_is_its_member(served: Served) -> None:
     membership = served.takes(served.ticket("b"))
-    assert (membership.place, membership.run, membership.address) == ("b", "run", served.address)
+    assert (membership.slot, membership.run, membership.address) == ("b", "run", served.address)
     assert json.loads(membership.configuration) == {"name": "run"}
     assert membership.tokenizer is not None
     assert membership.tokenizer.read_text() == "{}"
@@ -210,8 +210,8 @@ def test_who_shows_a_ticket_takes_a_place_and_is_its_member(served: Served) -> N
     assert shown.until == pytest.approx(time.time() + admission.CERTIFICATE_SECONDS, abs=60)
     client = served.client(membership.credentials)
     assert client.agree("b", "{}") == "run"
-    client._term = 1
-    assert not client.beat("b").is_over
+    client._incarnation = 1
+    assert not client.heartbeat("b").is_over
     with pytest.raises(Refused, match="b did not start a"):
         client.died("a", "nothing")
     key = Path(membership.identity.kept_in).with_name("key.pem")
@@ -219,32 +219,30 @@ def test_who_shows_a_ticket_takes_a_place_and_is_its_member(served: Served) -> N
     assert membership.identity.key not in served.ticket().to_text()
 
 
-@pytest.mark.parametrize("place", ["../../up", "/etc", ".."])
-def test_a_place_by_any_other_name_is_no_file(
-    served: Served, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("slot", ["../../up", "/etc", ".."])
+def test_a_slot_by_any_other_name_is_no_file(
+    served: Served, slot: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A slot name from the exchange cannot make a host write outside its folder."""
     key, host = new_key(), tmp_path / "host"
-    named = pb.Certificate(pem=SECRET.authority.sign(key.public_key(), place, 1, time.time() + HOUR))
-    monkeypatch.setattr(membership_module, "enrol", lambda *_, **__: pb.EnrolReply(place=place, certificate=named))
-    with pytest.raises(Refused, match="expected the name of a place"):
-        take_place(served.ticket(), host)
+    named = pb.Certificate(pem=SECRET.authority.sign(key.public_key(), slot, 1, time.time() + HOUR))
+    monkeypatch.setattr(membership_module, "enrol", lambda *_, **__: pb.EnrolReply(slot=slot, certificate=named))
+    with pytest.raises(Refused, match="expected the name of a slot"):
+        take_slot(served.ticket(), host)
     assert {path.name for path in host.rglob("*") if path.is_file()} == {"key.pem"}
 
 
 def test_the_same_host_may_ask_again_and_nobody_else(served: Served) -> None:
     ticket = served.ticket()
     first = served.takes(ticket)
-    assert served.takes(ticket).place == first.place
+    assert served.takes(ticket).slot == first.slot
     with pytest.raises(Refused, match="used already"):
         served.takes(ticket, "another host")
     assert served.run.exchange._refusals.counts == {Kind.FORBIDDEN: 1}
-    assert served.takes(served.ticket(), "another host").place not in (first.place, None)
+    assert served.takes(served.ticket(), "another host").slot not in (first.slot, None)
 
 
-def test_who_was_given_a_place_goes_on_after_its_ticket_is_over(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_was_given_a_slot_goes_on_after_its_ticket_is_over(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     ticket = served.ticket()
     first = served.takes(ticket)
     now = time.time()
@@ -288,7 +286,7 @@ def test_a_certificate_is_for_who_has_the_key(served: Served) -> None:
         enrol(served.address, ticket.identity, other)
     key = new_key()
     reply = enrol(served.address, ticket.identity, signing_request(key))
-    assert Identity(reply.certificate.pem, as_text(key), "").shown.name == reply.place
+    assert Identity(reply.certificate.pem, as_text(key), "").shown.name == reply.slot
 
 
 def test_a_version_that_is_another(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,17 +326,17 @@ def test_who_was_invited_and_fails_ends_its_own_part_alone(served: Served) -> No
     A guest does not.
     """
     client = served.client(served.takes(served.ticket("b")).credentials)
-    client._term = 1
+    client._incarnation = 1
     failed = Report(failure=Failure(cause="made up"))
     client.report([failed, Report(finished=Finished())])
-    found = {place.name: place.held for place in served.run.exchange.overview.status().places}
+    found = {slot.name: slot.held for slot in served.run.exchange.overview.status().slots}
     assert found == {"a": True, "b": False}
     other = served.client(SECRET.credentials("a", encrypted=True))
-    other._term = 1
-    assert not other.beat("a").is_over
+    other._incarnation = 1
+    assert not other.heartbeat("a").is_over
     other.report([failed])
     with pytest.raises(RunFailed, match="made up"):
-        other.beat("a")
+        other.heartbeat("a")
 
 
 def test_a_guest_that_sends_oversized_requests_again_and_again_loses_its_ticket(served: Served) -> None:
@@ -366,18 +364,18 @@ def test_a_guest_that_sends_oversized_requests_again_and_again_loses_its_ticket(
         served.takes(other)
 
 
-def test_who_leaves_gives_its_place_to_the_next(served: Served) -> None:
+def test_who_leaves_gives_its_slot_to_the_next(served: Served) -> None:
     membership = served.takes(served.ticket("b"))
     give(membership.address, membership.identity)
     with pytest.raises(Refused, match="it has left"):
         served.client(membership.credentials).agree("b", "{}")
-    assert served.takes(served.ticket("b"), "another host").place == "b"
+    assert served.takes(served.ticket("b"), "another host").slot == "b"
 
 
 def test_who_is_where(served: Served) -> None:
     served.takes(served.ticket("b"))
     reply = status(served.address, SECRET.authority.identity("launcher"))
-    assert [(place.name, place.held, place.term, place.holder) for place in reply.places] == [
+    assert [(slot.name, slot.held, slot.incarnation, slot.holder) for slot in reply.slots] == [
         ("a", True, 1, 0),
         ("b", True, 1, 1),
     ]
@@ -389,7 +387,7 @@ def test_a_certificate_is_renewed_before_it_ends(served: Served, monkeypatch: py
     monkeypatch.setattr(admission, "CERTIFICATE_SECONDS", 6.0)
     membership, said = served.takes(served.ticket("b")), list[str]()
     client = served.client(membership.credentials)
-    client._term = 1
+    client._incarnation = 1
     client.stay()
     with renewed(membership, said.append):
         until = membership.identity.shown.until
@@ -468,16 +466,16 @@ def test_a_run_without_tickets(tmp_path: Path) -> None:
     server, port = serve_exchange(run.exchange, SECRET, "127.0.0.1:0", encrypted=True)
     ticket = make_ticket("run", f"127.0.0.1:{port}", SECRET.authority, "0123456789abcdef", time.time() + HOUR)
     with pytest.raises(HeteroPPError, match="does not admit hosts by tickets"):
-        take_place(ticket, tmp_path / "host")
+        take_slot(ticket, tmp_path / "host")
     server.stop(None).wait(TIMEOUT)
 
 
 def test_who_finds_no_group_waits_until_enough_are_there(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
-    served.lobby = Lobby({"home": ["a", "b"]}, group_spares)
+    served.waiting_room = WaitingRoom({"home": ["a", "b"]}, group_spares)
     served.serve_again()
     with ThreadPoolExecutor() as threads:
         first = threads.submit(served.takes, served.ticket(), "anna")
-        served.wait_until(lambda: served.lobby.here == 1)
+        served.wait_until(lambda: served.waiting_room.here == 1)
         assert not first.done()
         status_of(served.folder / "anna", "run", None, None)
         said = capsys.readouterr().out
@@ -485,10 +483,10 @@ def test_who_finds_no_group_waits_until_enough_are_there(served: Served, capsys:
         assert "run: the run has finished round 0 of 9; the exchange answered " in said
         asked = served.client(SECRET.credentials("a", encrypted=True))
         reply = status(served.address, SECRET.authority.identity("a"))
-        assert (reply.in_lobby, reply.needed_in_lobby, len(reply.guests)) == (1, 2, 1)
+        assert (reply.in_waiting_room, reply.needed_in_lobby, len(reply.guests)) == (1, 2, 1)
         asked.close()
         second = threads.submit(served.takes, served.ticket(), "ben")
-        assert {first.result(TIMEOUT).place, second.result(TIMEOUT).place} == {"a", "b"}
+        assert {first.result(TIMEOUT).slot, second.result(TIMEOUT).slot} == {"a", "b"}
     assert "run: waiting for a group to form: 1 of 2 hosts are waiting" in said + capsys.readouterr().out
     with pytest.raises(Refused, match="every slot of the run is taken"):
         served.takes(served.ticket(), "clara")
@@ -508,13 +506,13 @@ def test_one_line_is_measured_at_a_time(served: Served) -> None:
     lines, ticket, over = _lines(served), served.ticket(), threading.Event()
     with closing(make_channel(served.address, ticket.identity, EXCHANGE)) as channel:
         answers = _probe(channel, _until(over, HALF))
-        served.wait_until(lambda: bool(served.lobby._probing))
+        served.wait_until(lambda: bool(served.waiting_room._probing))
         second = served.ticket()
         assert be_probed(served.address, second.identity) == BUSY
         over.set()
         with pytest.raises(grpc.RpcError):
             next(answers)
-    served.wait_until(lambda: not served.lobby._probing)
+    served.wait_until(lambda: not served.waiting_room._probing)
     assert lines == []
     assert be_probed(served.address, ticket.identity) == "a line is measured at most once in 120 seconds"
     assert be_probed(served.address, second.identity) == ""
@@ -538,7 +536,7 @@ def test_a_probe_without_end_is_over_after_a_while(served: Served, monkeypatch: 
                 pass
         assert isinstance(error.value, grpc.Call)
         assert error.value.code() is grpc.StatusCode.CANCELLED
-        served.wait_until(lambda: not served.lobby._probing)
+        served.wait_until(lambda: not served.waiting_room._probing)
         over.set()
 
 
@@ -556,18 +554,18 @@ def test_who_waits_outlasts_an_exchange_that_is_started_again(
     served: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(admission_client, "SECONDS", 1.0)
-    served.lobby = Lobby({"home": ["a", "b"]}, group_spares)
+    served.waiting_room = WaitingRoom({"home": ["a", "b"]}, group_spares)
     served.serve_again()
     with ThreadPoolExecutor() as threads:
         first = threads.submit(served.takes, served.ticket(), "anna")
-        served.wait_until(lambda: served.lobby.here == 1)
+        served.wait_until(lambda: served.waiting_room.here == 1)
         served.stop()
         said = list[str]()
         served.wait_until(lambda: said.append(capsys.readouterr().out) or "answered before" in "".join(said))  # type: ignore[func-returns-value]
-        served.lobby = Lobby({"home": ["a", "b"]}, group_spares)
+        served.waiting_room = WaitingRoom({"home": ["a", "b"]}, group_spares)
         served.serve()
         second = threads.submit(served.takes, served.ticket(), "ben")
-        assert {first.result(TIMEOUT).place, second.result(TIMEOUT).place} == {"a", "b"}
+        assert {first.result(TIMEOUT).slot, second.result(TIMEOUT).slot} == {"a", "b"}
 
 
 HALF = [bytes(_FRAME_BYTES)] * (_FRAMES // 2)
@@ -588,9 +586,9 @@ def test_who_cheats_is_refused_and_not_measured(served: Served, frames: list[byt
 
 
 def _lines(served: Served) -> list[tuple[str, float, float]]:
-    """Return a list that receives every line that the lobby is told about from now on."""
+    """Return a list that receives every line that the waiting room is told about from now on."""
     told = list[tuple[str, float, float]]()
-    served.lobby.probed = lambda *line: told.append(line)  # type: ignore[method-assign]
+    served.waiting_room.probed = lambda *line: told.append(line)  # type: ignore[method-assign]
     return told
 
 
@@ -650,7 +648,7 @@ def test_a_line_is_measured_by_its_host_for_a_bounded_time_and_not_too_often(
     assert down.is_limited
     with pytest.raises(Refused, match=r"measured a moment ago; it can be measured again in \d+ s"):
         measure(served.address, ticket.identity)
-    assert (served.lobby.here, served.refusals()) == (0, {})
+    assert (served.waiting_room.here, served.refusals()) == (0, {})
 
 
 def test_many_tickets_measure_no_more_than_a_few(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -689,22 +687,22 @@ def test_a_measurement_has_few_bytes_and_no_other_beside_it(served: Served, monk
 def test_hosts_that_wait_for_a_group_hear_that_the_run_is_over(
     served: Served, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    served.lobby = Lobby({"home": ["a", "b"]}, group_spares)
+    served.waiting_room = WaitingRoom({"home": ["a", "b"]}, group_spares)
     served.serve_again()
     given = served.takes(served.ticket("b"), "in")
     give(given.address, given.identity)
     with ThreadPoolExecutor() as threads:
         waits = threads.submit(served.takes, served.ticket(), "anna")
-        served.wait_until(lambda: served.lobby.here == 1)
-        told = threads.submit(served.lobby.wait_until_told, TIMEOUT)
+        served.wait_until(lambda: served.waiting_room.here == 1)
+        told = threads.submit(served.waiting_room.wait_until_told, TIMEOUT)
         served.run.exchange.coordinator.last_round = 9
         served.run.exchange.coordinator.open = None
         with pytest.raises(RunOver, match=r"the run is over \(round 9 of 9\); no round was left to train"):
             waits.result(TIMEOUT)
         assert told.result(2 * TIMEOUT)
-    assert served.lobby.here == 0
+    assert served.waiting_room.here == 0
     assert be_probed(served.address, served.ticket().identity).startswith("the run is over")
-    join(served.ticket().to_text(), Here(served.folder / "late"))  # it returns without an error
+    join(served.ticket().to_text(), JoiningHost(served.folder / "late"))  # it returns without an error
     assert capsys.readouterr().out.endswith("run: the run is over (round 9 of 9); no round was left to train\n")
     status_of(served.folder / "late", "run", None, None)
     assert capsys.readouterr().out.startswith("run: the run is over (round 9 of 9), as reported 20")
@@ -716,13 +714,13 @@ def test_join_takes_another_slot_for_a_host_that_was_parted_from_its_neighbour(
     taken = list[str]()
 
     def trains(membership: Membership, *_: object) -> None:
-        taken.append(membership.place)
+        taken.append(membership.slot)
         if len(taken) == 1:
-            served.memberships.end(membership.place, 1, f"{PARTED} home.1")
-            raise RunFailed(f"{membership.place}: {PARTED} home.1 (output: a file)")
+            served.memberships.end(membership.slot, 1, f"{PARTED} home.1")
+            raise RunFailed(f"{membership.slot}: {PARTED} home.1 (output: a file)")
 
     monkeypatch.setattr(join_command, "_train", trains)
-    join(served.ticket().to_text(), Here(served.folder / "host"))
+    join(served.ticket().to_text(), JoiningHost(served.folder / "host"))
     assert taken == ["a", "a"]
     assert [(one.number, one.ended) for one in served.memberships.holders()] == [(1, f"{PARTED} home.1"), (2, None)]
     assert "run: a was parted from its neighbour: this host takes another slot\n" in capsys.readouterr().out
@@ -735,14 +733,14 @@ def test_a_host_whose_line_is_measured_hears_that_the_run_is_over(
     monkeypatch.setattr(probe, "_said", lambda _: _until(stalls, HALF))  # a line slower than any limit
     for module in (admission, probe):
         monkeypatch.setattr(module, "PROBE_SECONDS", 10 * TIMEOUT)
-    served.lobby = Lobby({"home": ["a", "b"]}, group_spares)
+    served.waiting_room = WaitingRoom({"home": ["a", "b"]}, group_spares)
     served.serve_again()
     with ThreadPoolExecutor() as threads:
-        waits = threads.submit(join, served.ticket().to_text(), Here(served.folder / "anna"))
-        served.wait_until(lambda: bool(served.lobby._probing))
+        waits = threads.submit(join, served.ticket().to_text(), JoiningHost(served.folder / "anna"))
+        served.wait_until(lambda: bool(served.waiting_room._probing))
         served.run.exchange.coordinator.last_round = 9
         served.run.exchange.coordinator.open = None
-        assert served.lobby.wait_until_told(TIMEOUT)
+        assert served.waiting_room.wait_until_told(TIMEOUT)
         waits.result(TIMEOUT)  # it returns exit code 0
         stalls.set()
     said = capsys.readouterr().out.splitlines()
@@ -758,12 +756,12 @@ def test_hosts_that_wait_for_a_group_hear_that_the_run_has_failed(served: Served
 
 def test_nobody_who_is_gone_keeps_the_end_waiting(served: Served) -> None:
     clock = Clock()
-    lobby = Lobby({"home": ["a", "b"]}, group_spares, clock)
-    lobby.place_for("gone", ["a", "b"])
-    lobby.place_for("seated", ["a", "b"])
-    lobby.seated("seated")
+    waiting_room = WaitingRoom({"home": ["a", "b"]}, group_spares, clock)
+    waiting_room.slot_for("gone", ["a", "b"])
+    waiting_room.slot_for("seated", ["a", "b"])
+    waiting_room.has_slot("seated")
     clock.time += FORGET_SECONDS + 1.0
-    assert lobby.wait_until_told(0.0)
+    assert waiting_room.wait_until_told(0.0)
 
 
 # ---- which slots a ticket is good for ----
@@ -772,11 +770,11 @@ def test_nobody_who_is_gone_keeps_the_end_waiting(served: Served) -> None:
 def test_a_ticket_that_names_no_slot_is_for_groups_alone(served: Served) -> None:
     served.unnamed = frozenset({"b"})
     served.serve_again()
-    assert served.takes(served.ticket()).place == "b"
+    assert served.takes(served.ticket()).slot == "b"
     free = r"every stage of a group is taken; a is free for a ticket that names it: "
     with pytest.raises(Refused, match=free + "ask the operator of the run for `hetero-pp invite run --slot a`"):
         served.takes(served.ticket(), "another host")
-    assert served.takes(served.ticket("a"), "datacenter").place == "a"
+    assert served.takes(served.ticket("a"), "datacenter").slot == "a"
     with pytest.raises(Refused, match=r"every slot of the run is taken: ask the operator of the run to free one"):
         served.takes(served.ticket(), "another host")
     ticket = make_ticket("run", served.address, SECRET.authority, served.spare, time.time() + HOUR)

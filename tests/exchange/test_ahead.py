@@ -74,7 +74,7 @@ def test_who_trains_ahead_is_called_back_when_a_neighbour_is_gone(run: Run) -> N
     """A complete contribution stays included."""
     run.deposit(1, *HOMES)
     run.exchange.died("home.1", "killed by a test")
-    assert run.exchange.beat(Caller("home.0", 1), 1, 2).suspended == 2
+    assert run.exchange.heartbeat(Caller("home.0", 1), 1, 2).suspended == 2
     with pytest.raises(Suspended, match="a stage of its replica is missing"):
         run.exchange.record(1, Caller("home.0", 1))
     run.exchange.join("home.1", "")
@@ -82,7 +82,7 @@ def test_who_trains_ahead_is_called_back_when_a_neighbour_is_gone(run: Run) -> N
     run.deposit(1, "dc")
     assert run.counted(1) == {"dc": 1, "home": 2}
     found = [waits[one].result(TIMEOUT) for one in HOMES]
-    assert [(work.round, work.epoch, work.trained) for work in found] == [(2, 3, 2)] * 2
+    assert [(work.round, work.generation, work.trained) for work in found] == [(2, 3, 2)] * 2
 
 
 def test_own_parameters_of_a_round_that_not_all_of_a_group_have_are_of_no_use(run: Run) -> None:
@@ -102,6 +102,6 @@ def test_nobody_is_called_back_from_the_last_round(run: Run) -> None:
         run.assign(round_)
     run.deposit(9, *HOMES)
     run.exchange.died("home.1", "killed by a test")
-    assert not run.exchange.beat(Caller("home.0", 1), 9, 2).HasField("suspended")
+    assert not run.exchange.heartbeat(Caller("home.0", 1), 9, 2).HasField("suspended")
     run.deposit(9, "dc")
     assert run.exchange.record(9, Caller("home.0", 1)).round == 9

@@ -70,7 +70,7 @@ class Served:
 
     def client(self, name: str) -> ExchangeClient:
         client = ExchangeClient(self.address, SECRET.credentials(name), "run")
-        client._term = 1
+        client._incarnation = 1
         self._stack.callback(client.close)
         return client
 
@@ -109,24 +109,24 @@ def _code(replies: Iterator[bytes]) -> grpc.StatusCode:
     return error.value.code()
 
 
-@pytest.mark.parametrize("call", ["Beat", "Join", "Deposit", "Watch"])
+@pytest.mark.parametrize("call", ["Heartbeat", "Join", "Deposit", "Watch"])
 def test_strangers_that_open_calls_and_send_nothing_keep_nobody_waiting(call: str, served: Served) -> None:
     """There are more such calls than threads. Each caller is refused before the server waits for its request."""
     stranger = Secret("another secret").credentials("a")
     count = 3 * MOST_OPEN
     waiting = [served.half_open(call, stranger) for _ in range(count)]
     assert {_code(replies) for replies in waiting} == {grpc.StatusCode.UNAUTHENTICATED}
-    assert not served.client("a").beat("a", 1, 1).is_over
+    assert not served.client("a").heartbeat("a", 1, 1).is_over
     assert served.refusals == {Kind.STRANGER: count}
 
 
 def test_a_member_that_opens_calls_and_sends_nothing_harms_itself_alone(served: Served) -> None:
     own = SECRET.credentials("a")
-    waiting = [served.half_open("Beat", own) for _ in range(MOST_OPEN + 1)]
+    waiting = [served.half_open("Heartbeat", own) for _ in range(MOST_OPEN + 1)]
     with ThreadPoolExecutor(len(waiting)) as pool:
         first = next(as_completed([pool.submit(_code, replies) for replies in waiting]))
         assert first.result() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert not served.client("b").beat("b", 1, 1).is_over
+        assert not served.client("b").heartbeat("b", 1, 1).is_over
         assert served.refusals == {Kind.FORBIDDEN: 1}
         served._stack.close()  # so that the waiting calls end
 
@@ -162,19 +162,19 @@ def test_what_is_announced_is_looked_at_before_it_is_read(header: pb.BlobHeader,
 
 
 def test_the_largest_that_is_let_in_is_that_of_the_shapes(served: Served) -> None:
-    shapes = shapes_by_block(shapes_of(served.run.snapshot.parameters))["norm"]
+    shapes = shapes_by_block(shapes_of(served.run.checkpoint.parameters))["norm"]
     most = most_bytes(shapes, SETTINGS.compression)
     header = pb.BlobHeader(round=1, replica="a", block="norm", size=most)
-    served.run.exchange.deposits.expect(header, Caller("a"))
+    served.run.exchange.inbox.expect(header, Caller("a"))
     header.size += 1
     with pytest.raises(Refused, match=f"found {most + 1} bytes, expected at most {most}"):
-        served.run.exchange.deposits.expect(header, Caller("a"))
+        served.run.exchange.inbox.expect(header, Caller("a"))
 
 
 def test_a_message_that_is_none_is_refused_and_counted(served: Served) -> None:
     with make_channel(served.address) as channel, pytest.raises(grpc.RpcError) as error:
-        beat: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(call_path(SERVICE, "Beat"))
-        beat(b"\xff\xff", metadata=shown(SECRET.credentials("a"), "run", 1), timeout=TIMEOUT)
+        heartbeat: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(call_path(SERVICE, "Heartbeat"))
+        heartbeat(b"\xff\xff", metadata=shown(SECRET.credentials("a"), "run", 1), timeout=TIMEOUT)
     assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert served.refusals == {Kind.MALFORMED: 1}
 
@@ -414,7 +414,7 @@ def test_a_member_that_sends_oversized_requests_again_and_again_loses_its_incarn
     """As one that sends malformed messages to its neighbours. The size of a confirmation follows from the model."""
     names = {f"{number:x}": b"" for number in range(3_000)}
     request = pb.HashReport(round=1, sha256=names).SerializeToString()
-    shapes = shapes_of(served.run.snapshot.parameters)
+    shapes = shapes_of(served.run.checkpoint.parameters)
     assert served.run.exchange.requests.of("Confirm") < 400 * len(shapes) < len(request)
     for _ in range(MOST_BLAMED):
         assert served.run.exchange.coordinator.slot("a").held
@@ -437,18 +437,18 @@ def test_a_caller_that_has_spent_its_bytes_or_cpu_seconds_waits_and_is_then_refu
     monkeypatch.setattr(Pace, "spend", spent_by)
     clock = SimpleNamespace(sleep=waited.append, thread_time=lambda: 0.0)
     monkeypatch.setattr("hetero_pp.rpc.services.time", clock)
-    client, request = served.client("a"), pb.BeatRequest(round=1, epoch=1)
-    client.beat("a", 1, 1)
+    client, request = served.client("a"), pb.HeartbeatRequest(round=1, generation=1)
+    client.heartbeat("a", 1, 1)
     assert spent == [("a", request.ByteSize()), ("a", 0.0)]  # bytes of the request, CPU seconds of the call
     bytes_, cpu = paces
     spend(bytes_, "a", REQUEST_BYTES_AT_ONCE + 5 * REQUEST_BYTES_A_SECOND)
-    client.beat("a", 1, 1)
+    client.heartbeat("a", 1, 1)
     assert waited[-1] == pytest.approx(5.0, abs=1.0)
     spend(cpu, "a", CPU_SECONDS_AT_ONCE + 60 * CPU_SHARE)
     waited.clear()
-    error = _ask(served, "Beat", request.SerializeToString())
+    error = _ask(served, "Heartbeat", request.SerializeToString())
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert not served.client("b").beat("b", 1, 1).is_over
+    assert not served.client("b").heartbeat("b", 1, 1).is_over
     assert waited == [DEBT_SECONDS_MAX, 0.0]
 
 
@@ -473,8 +473,8 @@ def test_a_member_that_joins_in_a_loop_has_to_wait(served: Served) -> None:
 
 
 @pytest.mark.parametrize("names", [[f"layers.{one}" for one in range(30_000)], ["norm.weight"] * 30_000])
-def test_a_snapshot_is_refused_in_one_line_for_names_that_it_does_not_have(names: list[str], served: Served) -> None:
-    error = _ask(served, "Snapshot", pb.SnapshotRequest(names=names).SerializeToString())
+def test_a_checkpoint_is_refused_in_one_line_for_names_that_it_does_not_have(names: list[str], served: Served) -> None:
+    error = _ask(served, "RunCheckpoint", pb.CheckpointRequest(names=names).SerializeToString())
     assert error.code() in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.INVALID_ARGUMENT)
     assert len(error.details() or "") < 200
 
@@ -489,7 +489,7 @@ class _Context:
         self.is_cancelled = True
 
 
-def test_few_rounds_have_their_snapshots_in_memory_and_slow_readers_keep_nobody_from_a_newer_one(
+def test_few_rounds_have_their_checkpoints_in_memory_and_slow_readers_keep_nobody_from_a_newer_one(
     served: Served,
 ) -> None:
     servicer: Any = served_exchange._Servicer(served.run.exchange, Callers(SECRET, served.run.exchange.roster))
@@ -497,8 +497,8 @@ def test_few_rounds_have_their_snapshots_in_memory_and_slow_readers_keep_nobody_
         calls = {round_: _Context() for round_ in (5, 6, 7)}
         for round_, call in calls.items():
             sending.enter_context(servicer._sending(round_, call))
-        sending.enter_context(servicer._sending(5, same := _Context()))  # the same snapshot
-        with pytest.raises(TooMuch, match=r"^snapshots after the rounds \[5, 6, 7\] are being sent; try again"):
+        sending.enter_context(servicer._sending(5, same := _Context()))  # the same run checkpoint
+        with pytest.raises(TooMuch, match=r"^run checkpoints after the rounds \[5, 6, 7\] are being sent; try again"):
             sending.enter_context(servicer._sending(4, _Context()))
         assert not any(one.is_cancelled for one in (same, *calls.values()))
         sending.enter_context(servicer._sending(9, _Context()))
@@ -509,7 +509,7 @@ def test_few_rounds_have_their_snapshots_in_memory_and_slow_readers_keep_nobody_
 
 def _half_sent(served: Served) -> Iterator[bytes]:
     """Begin a deposit of member `a` of which only the header is sent."""
-    shapes = shapes_by_block(shapes_of(served.run.snapshot.parameters))["norm"]
+    shapes = shapes_by_block(shapes_of(served.run.checkpoint.parameters))["norm"]
     size = most_bytes(shapes, SETTINGS.compression)
     header = pb.BlobHeader(round=1, replica="a", block="norm", size=size, steps=1)
     channel, waiting = make_channel(served.address), threading.Event()
@@ -589,7 +589,7 @@ def test_a_call_beyond_the_rate_waits(served: Served, monkeypatch: pytest.Monkey
     clock = SimpleNamespace(sleep=waited.append, thread_time=time.thread_time)
     monkeypatch.setattr("hetero_pp.rpc.services.time", clock)
     monkeypatch.setattr(CallRate, "due_in", lambda *_: 0.75)
-    assert not client.beat("a", 1, 1).is_over
+    assert not client.heartbeat("a", 1, 1).is_over
     assert waited == [0.75]
 
 
@@ -601,7 +601,7 @@ def test_a_refused_call_counts_for_its_connection(served: Served, monkeypatch: p
         return 0.0
 
     monkeypatch.setattr(CallRate, "due_in", due)
-    stranger = served.half_open("Beat", Secret("another secret").credentials("a"))
+    stranger = served.half_open("Heartbeat", Secret("another secret").credentials("a"))
     assert _code(stranger) is grpc.StatusCode.UNAUTHENTICATED
     assert [one.rpartition(":")[0] for one in counted] == ["ipv4:127.0.0.1"]
 
@@ -630,8 +630,8 @@ def test_the_connection_of_a_member_that_calls_too_often_is_closed(
 
     monkeypatch.setattr(CallRate, "due_in", due)
     other = served.client("b")
-    assert not other.beat("b", 1, 1).is_over
-    headers = {":method": "POST", ":scheme": "http", ":path": call_path(SERVICE, "Beat"), ":authority": "exchange"}
+    assert not other.heartbeat("b", 1, 1).is_over
+    headers = {":method": "POST", ":scheme": "http", ":path": call_path(SERVICE, "Heartbeat"), ":authority": "exchange"}
     headers |= {"content-type": "application/grpc", "te": "trailers", **dict(shown(SECRET.credentials("a"), "run", 1))}
     block = b"".join(b"\0" + _short(key) + _short(value) for key, value in headers.items())
     host, _, port = served.address.rpartition(":")
@@ -640,7 +640,7 @@ def test_the_connection_of_a_member_that_calls_too_often_is_closed(
         connection.sendall(_frame(1, 4, block, 1))
         while connection.recv(1 << 16):  # until it is closed, or TIMEOUT
             pass
-    assert not other.beat("b", 1, 1).is_over
+    assert not other.heartbeat("b", 1, 1).is_over
     assert was_refused.wait(TIMEOUT)
 
 

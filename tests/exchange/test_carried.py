@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hetero_pp.config.links import LinkShape, LinkSpec
 from hetero_pp.core.errors import ExchangeLost, HeteroPPError
-from hetero_pp.messages.messages_pb2 import BlobHeader, FetchRequest, RecordRequest, RoundRecord, SnapshotRequest
+from hetero_pp.messages.messages_pb2 import BlobHeader, CheckpointRequest, FetchRequest, RecordRequest, RoundRecord
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.rpc.exchange_service import Arrived, Caller, ExchangeService, untold
 from replica_groups.member.session import ExchangeLine, MemberSession
@@ -44,7 +44,9 @@ class Far(ExchangeService):
                 entry.blobs.add(block=block)
         return record
 
-    def read_snapshot(self, request: SnapshotRequest, caller: Caller, arrived: Arrived = untold) -> dict[str, Tensor]:
+    def read_checkpoint(
+        self, request: CheckpointRequest, caller: Caller, arrived: Arrived = untold
+    ) -> dict[str, Tensor]:
         raise NotImplementedError
 
     def fetch_blob(self, request: FetchRequest, caller: Caller) -> bytes:

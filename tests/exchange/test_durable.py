@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from log_files import folder_of, snapshot_path
+from log_files import checkpoint_path, folder_of
 
 from hetero_pp.core.files import PART, whole, write_whole
 from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry, Report, RoundRecord
 from hetero_pp.model.transformer import ModelShape
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.research.trainer.checkpoint import Checkpoint
-from hetero_pp.run.snapshot import Snapshot, initial_snapshot, save_snapshot
+from hetero_pp.run.checkpoint import RunCheckpoint, initial_checkpoint, save_checkpoint
 from hetero_pp.store.folder import FolderStore
 from replica_groups.engines.ranks import ALONE
 from replica_groups.exchange.log import ContributionLog
@@ -44,8 +44,8 @@ def _save_half(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str,
     _write_half(path, safetensors.torch.save(tensors, metadata))
 
 
-def _snapshot(version: int) -> Snapshot:
-    return Snapshot(1, initial_snapshot(SHAPE, None, seed=version).parameters, None)
+def _checkpoint(version: int) -> RunCheckpoint:
+    return RunCheckpoint(1, initial_checkpoint(SHAPE, None, seed=version).parameters, None)
 
 
 def _blob(log: ContributionLog, version: int) -> None:
@@ -56,15 +56,15 @@ def _record(log: ContributionLog, version: int) -> None:
     log.create_record(RoundRecord(round=1, late=[f"version {version}"]))
 
 
-def _saved_snapshot(log: ContributionLog, version: int) -> None:
-    log.write_snapshot(_snapshot(version))
+def _saved_checkpoint(log: ContributionLog, version: int) -> None:
+    log.write_checkpoint(_checkpoint(version))
 
 
 def _saved_alone(log: ContributionLog, version: int) -> None:
-    save_snapshot(_snapshot(version), snapshot_path(log, 1))
+    save_checkpoint(_checkpoint(version), checkpoint_path(log, 1))
 
 
-@pytest.mark.parametrize("write", [_blob, _record, _saved_snapshot, _saved_alone])
+@pytest.mark.parametrize("write", [_blob, _record, _saved_checkpoint, _saved_alone])
 def test_a_torn_write_leaves_what_was_there(
     write: Callable[[ContributionLog, int], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,7 +75,7 @@ def test_a_torn_write_leaves_what_was_there(
         with pytest.raises(Torn):
             write(log, 1)
     assert not [path for path in _files(tmp_path) if path.suffix in (".blob", ".json", ".safetensors")]
-    assert not log.snapshots()
+    assert not log.checkpoints()
     write(log, 1)
     before = {path: path.read_bytes() for path in _files(tmp_path)}
     with monkeypatch.context() as patch:
@@ -117,17 +117,19 @@ def test_a_pending_state_counts_once_a_record_includes_its_contribution(
     if is_damaged:
         (tmp_path / "pending-000003" / "moments").write_text("afteR")
     sent = BlobEntry(block="head", sha256=hashlib.sha256(data).digest())
-    entry = ContributionEntry(replica="dc", epoch=generation, blobs=[sent])
+    entry = ContributionEntry(replica="dc", generation=generation, blobs=[sent])
     assert states.settle(3, entry, reads=True) == is_taken
     assert (states.pending, states.check().rounds) == (0, {2, 3} if is_taken else {1, 2})
 
 
 def test_who_goes_on_removes_what_a_kill_left(tmp_path: Path) -> None:
-    """A partial snapshot may be as large as the model, and each kill may leave another one."""
+    """A partial run checkpoint may be as large as the model, and each kill may leave another one."""
     log, checkpoint = ContributionLog(FolderStore(tmp_path / "log")), tmp_path / "rows" / "row.pt"
     _blob(log, 1)
     before = _files(folder_of(log))
-    killed = [path.with_name(f"{path.name}.0123abcd{PART}") for path in (before[0], snapshot_path(log, 1), checkpoint)]
+    killed = [
+        path.with_name(f"{path.name}.0123abcd{PART}") for path in (before[0], checkpoint_path(log, 1), checkpoint)
+    ]
     for path in killed:
         path.parent.mkdir(exist_ok=True)
         path.touch()

@@ -22,7 +22,7 @@ from test_exchange import SETTINGS, _blob
 from hetero_pp.core.files import PART
 from hetero_pp.model.transformer import ModelShape, block_of
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
-from hetero_pp.run.snapshot import Snapshot, initial_snapshot
+from hetero_pp.run.checkpoint import RunCheckpoint, initial_checkpoint
 from hetero_pp.run.spec import Roster
 from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.auditor import Auditor
@@ -42,24 +42,24 @@ ROUNDS = 1
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retry failed operations at once."""
-    monkeypatch.setattr("replica_groups.exchange.decisions.FIRST_PAUSE", 0.001)
-    monkeypatch.setattr("replica_groups.exchange.decisions.LONGEST_PAUSE", 0.001)
+    monkeypatch.setattr("replica_groups.exchange.coordinator_runner.FIRST_PAUSE", 0.001)
+    monkeypatch.setattr("replica_groups.exchange.coordinator_runner.LONGEST_PAUSE", 0.001)
     for module in ("coordinator", "slots"):
         monkeypatch.setattr(f"replica_groups.rounds.{module}.RETRY_SECONDS", 0.001)
 
 
 @pytest.fixture(scope="module")
-def snapshot() -> Snapshot:
+def checkpoint() -> RunCheckpoint:
     """Return two blocks of a model. Each other block would add the same disk operations."""
-    whole = initial_snapshot(SHAPE, rank=4, seed=1)
+    whole = initial_checkpoint(SHAPE, rank=4, seed=1)
     return replace(whole, parameters={name: whole.parameters[name] for name in PARAMETERS})
 
 
 class _Log:
     """A log in its own folder, and a run of one round that writes it."""
 
-    def __init__(self, folder: Path, snapshot: Snapshot) -> None:
-        self.folder, self.snapshot = folder, snapshot
+    def __init__(self, folder: Path, checkpoint: RunCheckpoint) -> None:
+        self.folder, self.checkpoint = folder, checkpoint
         self.log = ContributionLog(FolderStore(folder / "log"))
         self.exchange = Exchange("run", ROSTER, None, SETTINGS, self.log, rules=patient(ROSTER), text=folder / "text")
 
@@ -68,14 +68,14 @@ class _Log:
         for member in ROSTER.members:
             self.exchange.agree(member, "{}", TOKENS)
             self.exchange.join(member, "")
-        auditor = Auditor(self.exchange, self.snapshot, ROUNDS, 1)
+        auditor = Auditor(self.exchange, self.checkpoint, ROUNDS, 1)
         auditor.start()
-        self.exchange.begin(self.snapshot)
+        self.exchange.begin(self.checkpoint)
         for round_ in range(1, ROUNDS + 1):
             assign_all(self.exchange, round_ - 1)
             for block in sorted(BLOCKS):
                 address = BlobAddress("run", round_, "dc", block)
-                self.exchange.deposit("dc", address, _blob(self.snapshot, address))
+                self.exchange.deposit("dc", address, _blob(self.checkpoint, address))
             for entry in self.exchange.record(round_).contributions:
                 for blob in entry.blobs:
                     self.exchange.fetch("dc", round_, entry.replica, blob.block)
@@ -83,34 +83,34 @@ class _Log:
 
     def assert_whole(self) -> str:
         """Check that all files of the run exist and no others. Return the digest of the final theta."""
-        assert self.exchange.decisions.failure is None
+        assert self.exchange.runner.failure is None
         assert not [path for path in self.folder.rglob("*") if path.name.endswith(PART)]
         assert self.log.records() == audited(self.log.store) == set(range(1, ROUNDS + 1))
-        assert self.log.snapshots() == set(range(ROUNDS + 1))
-        assert self.exchange.decisions.obstacles.oldest() is None
-        last = self.log.read_snapshot(ROUNDS)
+        assert self.log.checkpoints() == set(range(ROUNDS + 1))
+        assert self.exchange.runner.store_errors.oldest() is None
+        last = self.log.read_checkpoint(ROUNDS)
         return hashlib.sha256(b"".join(one.numpy().tobytes() for _, one in sorted(last.tensors().items()))).hexdigest()
 
 
 @pytest.mark.parametrize("lasts", [False, True], ids=["once", "for a while"])
 def test_whatever_of_the_log_cannot_be_written_or_read_a_run_waits_and_comes_to_the_same_bits(
-    tmp_path: Path, snapshot: Snapshot, lasts: bool
+    tmp_path: Path, checkpoint: RunCheckpoint, lasts: bool
 ) -> None:
-    undisturbed = _Log(tmp_path / "undisturbed", snapshot)
+    undisturbed = _Log(tmp_path / "undisturbed", checkpoint)
     undisturbed.run()
     expected = undisturbed.assert_whole()
     with failing_disk(tmp_path / "runs") as disk:
         for n in each_operation(disk):
-            own = _Log(tmp_path / "runs" / str(n), snapshot)
+            own = _Log(tmp_path / "runs" / str(n), checkpoint)
             disk.fail(n, lasts, TRANSIENT[n % len(TRANSIENT)])
             done = in_thread(own.run)
             if lasts:
                 _wait_for(partial(_has_stopped, own, done))
-                if (obstacle := own.exchange.overview.expected().obstacle) is not None:
-                    why, seconds = obstacle
+                if (store_error := own.exchange.overview.expected().store_error) is not None:
+                    why, seconds = store_error
                     assert str(own.folder) in why
                     assert seconds >= 0
-                    assert own.exchange.overview.status().obstacle
+                    assert own.exchange.overview.status().store_error
                 disk.mend()
             done.result(TIMEOUT)
             disk.mend()
@@ -119,7 +119,7 @@ def test_whatever_of_the_log_cannot_be_written_or_read_a_run_waits_and_comes_to_
 
 
 def _has_stopped(own: _Log, done: Future[None]) -> bool:
-    return done.done() or own.exchange.overview.expected().obstacle is not None
+    return done.done() or own.exchange.overview.expected().store_error is not None
 
 
 def _wait_for(condition: Callable[[], object]) -> None:

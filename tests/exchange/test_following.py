@@ -103,7 +103,7 @@ def test_a_round_that_all_fetch_is_read_once_while_others_catch_up(run: Run) -> 
 
 def test_a_heartbeat_wakes_no_other_members_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, looks = Run(tmp_path, dict.fromkeys(NAMES, 1)), dict[str, int]()
-    waits = run.exchange.decisions.waits
+    waits = run.exchange.runner.notifier
     pause = waits.pause
 
     def counted(subject: str, seconds: float) -> None:
@@ -119,7 +119,7 @@ def test_a_heartbeat_wakes_no_other_members_call(tmp_path: Path, monkeypatch: py
     with waits.changed:
         assert waits.changed.wait_for(lambda: looks == {"a": 1}, TIMEOUT)
     for _ in range(3):
-        run.exchange.beat("b")
+        run.exchange.heartbeat("b")
     run.deposit(1, "b", "c", "d")
     assert looks == {"a": 1}
     run.deposit(1, "a")
@@ -128,6 +128,6 @@ def test_a_heartbeat_wakes_no_other_members_call(tmp_path: Path, monkeypatch: py
 
 def test_a_sign_of_life_does_not_wait_for_the_state_of_the_run(run: Run) -> None:
     """Each frame is one, and with a thousand members the lock of the state would be asked for by all at once."""
-    with run.exchange.decisions.changed:
+    with run.exchange.runner.changed:
         in_thread(lambda: run.exchange.presence.heard("a", 1)).result(TIMEOUT)
         assert "a" in in_thread(lambda: run.exchange.presence.last_heard).result(TIMEOUT)

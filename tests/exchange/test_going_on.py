@@ -1,4 +1,4 @@
-"""Outer rounds that resume from a snapshot and saved states give the bits of an uninterrupted run."""
+"""Outer rounds that resume from a run checkpoint and saved states give the bits of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from log_files import snapshot_path
+from log_files import checkpoint_path
 from members import begin, patient
 from torch import Tensor, nn
 
@@ -21,7 +21,7 @@ from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import OuterOptimizer, RoundOptimizer
 from hetero_pp.pipeline.subspace import random_basis
 from hetero_pp.rpc.exchange_service import Caller
-from hetero_pp.run.snapshot import Snapshot, initial_snapshot, open_snapshot
+from hetero_pp.run.checkpoint import RunCheckpoint, initial_checkpoint, open_checkpoint
 from hetero_pp.run.spec import Roster
 from hetero_pp.store.folder import FolderStore
 from replica_groups.engines.parameter_store import LocalParameters
@@ -56,41 +56,41 @@ def one_torch_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def _optimizer(settings: OuterSettings, snapshot: Snapshot) -> RoundOptimizer:
+def _optimizer(settings: OuterSettings, checkpoint: RunCheckpoint) -> RoundOptimizer:
     if settings.source == "difference":
         return OuterOptimizer(settings)
     alpha = Compressed(random_basis(SHAPE.width, 4, seed=1), "coefficients")
-    return GradientOptimizer(settings, INNER, ROUNDS, shapes_of(snapshot.parameters), {"alpha": alpha})
+    return GradientOptimizer(settings, INNER, ROUNDS, shapes_of(checkpoint.parameters), {"alpha": alpha})
 
 
 class Run:
-    """Two replicas of one member each, with the exchange and its auditor, started from a snapshot."""
+    """Two replicas of one member each, with the exchange and its auditor, started from a run checkpoint."""
 
-    def __init__(self, settings: OuterSettings, snapshot: Snapshot, folder: Path) -> None:
-        self.settings, self.start, self.folder = settings, snapshot, folder
-        blocks = frozenset(shapes_by_block(shapes_of(snapshot.parameters)))
+    def __init__(self, settings: OuterSettings, checkpoint: RunCheckpoint, folder: Path) -> None:
+        self.settings, self.start, self.folder = settings, checkpoint, folder
+        blocks = frozenset(shapes_by_block(shapes_of(checkpoint.parameters)))
         roster = Roster(dict(zip(NAMES, NAMES, strict=True)), dict.fromkeys(NAMES, blocks))
         log = ContributionLog(FolderStore(folder / "log"))
         self.exchange = Exchange("run", roster, None, settings, log, rules=patient(roster))
-        begin(self.exchange, snapshot)
-        optimizer, retention = _optimizer(settings, snapshot), Retention(log, keep=ROUNDS)
-        self.auditor = Auditor(self.exchange, snapshot, ROUNDS, 1, optimizer, retention)
+        begin(self.exchange, checkpoint)
+        optimizer, retention = _optimizer(settings, checkpoint), Retention(log, keep=ROUNDS)
+        self.auditor = Auditor(self.exchange, checkpoint, ROUNDS, 1, optimizer, retention)
         self.errors: list[HeteroPPError] = []
         self.parameters: dict[str, dict[str, nn.Parameter]] = {}
         self.outer: dict[str, OuterRound] = {}
         for name in NAMES:
-            own = {p: nn.Parameter(tensor.clone()) for p, tensor in snapshot.parameters.items()}
+            own = {p: nn.Parameter(tensor.clone()) for p, tensor in checkpoint.parameters.items()}
             self.parameters[name] = own
             self.outer[name] = OuterRound(
                 MemberSession(self.exchange, name, name, "run"),
                 LocalParameters(own),
-                dict(snapshot.parameters),
+                dict(checkpoint.parameters),
                 settings,
-                _optimizer(settings, snapshot),
+                _optimizer(settings, checkpoint),
             )
 
     def load(self, folder: Path) -> None:
-        """Load the states that members saved after the round of the snapshot, and what the snapshot has of them."""
+        """Load the states that members saved after the round of the run checkpoint, and what the run checkpoint has of them."""
         start = self.start
         for name, outer in self.outer.items():
             outer.reset(start.parameters, start.momentum, start.round)
@@ -117,7 +117,7 @@ class Run:
             for round_ in range(self.start.round + 1, ROUNDS + 1):
                 self._learn(name, round_)
                 work = self.exchange.assign(name, round_ - 1)
-                self.outer[name].synchronise(round_, work.epoch)
+                self.outer[name].synchronise(round_, work.generation)
                 saved = self.folder / f"{name}-{round_}"
                 saved.mkdir()
                 self.outer[name].save(saved)
@@ -136,9 +136,9 @@ class Run:
             else:
                 parameter.add_(change)
 
-    def snapshot(self, round_: int) -> Snapshot:
-        """Load the snapshot that the auditor wrote after a round."""
-        return open_snapshot(snapshot_path(self.exchange.log, round_)).snapshot()
+    def checkpoint(self, round_: int) -> RunCheckpoint:
+        """Load the run checkpoint that the auditor wrote after a round."""
+        return open_checkpoint(checkpoint_path(self.exchange.log, round_)).checkpoint()
 
 
 def _assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -150,18 +150,18 @@ def _assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None
 @pytest.mark.parametrize("after", [1, 3])
 @pytest.mark.parametrize("method", METHODS)
 def test_it_goes_on_to_the_same_bits(method: str, after: int, tmp_path: Path) -> None:
-    """Compares weights, outer optimizer, error feedback, the auditor's snapshots and all contributions."""
+    """Compares weights, outer optimizer, error feedback, the auditor's run checkpoints and all contributions."""
     settings, folders = METHODS[method], [tmp_path / "unbroken", tmp_path / "resumed"]
-    unbroken = Run(settings, initial_snapshot(SHAPE, None, seed=2), folders[0])
+    unbroken = Run(settings, initial_checkpoint(SHAPE, None, seed=2), folders[0])
     unbroken.train()
-    middle = unbroken.snapshot(after)
+    middle = unbroken.checkpoint(after)
     assert (len(middle.momentum) > 0) == (method != "sparseloco")
     resumed = Run(settings, middle, folders[1])
     resumed.load(folders[0])
     resumed.train()
     for round_ in range(after + 1, ROUNDS + 1):
         assert resumed.exchange.record(round_) == unbroken.exchange.record(round_)
-        _assert_equal(resumed.snapshot(round_).tensors(), unbroken.snapshot(round_).tensors())
+        _assert_equal(resumed.checkpoint(round_).tensors(), unbroken.checkpoint(round_).tensors())
     for name in NAMES:
         ours, theirs = resumed.outer[name], unbroken.outer[name]
         _assert_equal(ours.theta, theirs.theta)
@@ -176,7 +176,7 @@ class _Disappearing(MemberSession):
         super().__init__(exchange, name, name, "run")
         self._has_answered = False
 
-    def deposit_together(self, *_: object) -> None:
+    def deposit_all(self, *_: object) -> None:
         """Do nothing: the round is closed."""
 
     def record(self, round_: int, member: str | Caller | None = None) -> RoundRecord:
@@ -198,9 +198,9 @@ def test_a_member_stopped_while_it_fetches_a_round_saves_the_state_before_it(
     method: str, generation: int | None, tmp_path: Path
 ) -> None:
     """The exchange is gone after the first block of the round was applied. The run then resumes to the same bits."""
-    settings, unbroken = METHODS[method], Run(METHODS[method], initial_snapshot(SHAPE, None, seed=2), tmp_path)
+    settings, unbroken = METHODS[method], Run(METHODS[method], initial_checkpoint(SHAPE, None, seed=2), tmp_path)
     unbroken.train()
-    middle, name = unbroken.snapshot(1), NAMES[0]
+    middle, name = unbroken.checkpoint(1), NAMES[0]
     stopped = Run(settings, middle, tmp_path / "stopped")
     stopped.load(tmp_path)
     outer = stopped.outer[name]
@@ -216,5 +216,5 @@ def test_a_member_stopped_while_it_fetches_a_round_saves_the_state_before_it(
     outer.save(tmp_path / "saved")
     resumed.outer[name].load(tmp_path / "saved")
     resumed.train()
-    _assert_equal(resumed.snapshot(ROUNDS).tensors(), unbroken.snapshot(ROUNDS).tensors())
+    _assert_equal(resumed.checkpoint(ROUNDS).tensors(), unbroken.checkpoint(ROUNDS).tensors())
     _assert_equal(resumed.outer[name].error, unbroken.outer[name].error)

@@ -140,11 +140,11 @@ class _Mortal(_Watched):
                 windows.assigned(reply.round)
             return reply
 
-    def read_snapshot(
-        self, request: pb.SnapshotRequest, caller: Caller, arrived: Arrived = untold
+    def read_checkpoint(
+        self, request: pb.CheckpointRequest, caller: Caller, arrived: Arrived = untold
     ) -> dict[str, Tensor]:
-        with self._both_sides("Snapshot"):
-            return super().read_snapshot(request, caller, arrived)
+        with self._both_sides("RunCheckpoint"):
+            return super().read_checkpoint(request, caller, arrived)
 
     def deposit_blob(self, header: pb.BlobHeader, data: bytes, caller: Caller) -> None:
         with self._both_sides("Deposit"):
@@ -176,9 +176,9 @@ class _Run:
             thread.start()
         auditor = begin_run(exchange, spec, self.folder, None)
         until = (lambda: exchange.coordinator.last_round >= rounds) if windows is None else windows.are_through.is_set
-        with exchange.decisions.changed:
-            exchange.decisions.wait_until(until)
-        self.rounds = exchange.decisions.halt()
+        with exchange.runner.changed:
+            exchange.runner.wait_until(until)
+        self.rounds = exchange.runner.halt()
         exchange.fail("enough rounds")
         for thread in threads:
             thread.join(TIMEOUT)
@@ -204,7 +204,9 @@ class _Run:
             except BaseException as error:  # noqa: BLE001 (raised by the caller)
                 if windows is not None and name == windows.member and windows.is_dead:
                     # torch raises another error if one is raised while it writes
-                    self._exchange.died(name, f"killed {windows.kills[-1]}", self._exchange.coordinator.slot(name).term)
+                    self._exchange.died(
+                        name, f"killed {windows.kills[-1]}", self._exchange.coordinator.slot(name).incarnation
+                    )
                     windows.restart()
                     continue
                 if not isinstance(error, HeteroPPError):
@@ -226,7 +228,7 @@ def _spec(corpus: Path, replica: dict[str, Any], settings: dict[str, Any]) -> Ru
         "data": {"corpus": str(corpus), "sequence_length": 16, "validation_share": 0.2, "validation_sequences": 2},
         "inner": {"steps": 1, "learning_rate": 1e-2, "warmup_steps": 1},
         "outer": {"rounds": ROUNDS, "compression": {"density": 1 / 8}},
-        "snapshots": {"every": 3},
+        "checkpoints": {"every": 3},
         "states": {"every": 1},
         "exchange": {"quorum": 1.0},
         "replicas": [DATACENTER | {"name": "dc"}, replica],

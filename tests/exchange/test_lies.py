@@ -46,7 +46,7 @@ AT_ONCE = 8
 TEMPLATES_AT_ONCE = 3
 """Kinds of calls that `c` makes in one round only to lie about them."""
 INSTEAD: Mapping[bool, Mapping[str, Mapping[str, bool]]] = {
-    False: {"d": {"Assign": True, "Beat": False}, "e": {"Record": True, "Report": False}},
+    False: {"d": {"Assign": True, "Heartbeat": False}, "e": {"Record": True, "Report": False}},
     True: {name: {"Deposit": True, "Confirm": True} for name in ("d", "e")},
 }
 """Calls in which a member lies, by member and by whether rounds overlap.
@@ -170,8 +170,8 @@ def made(channel: grpc.Channel, path: str, frames: Any, metadata: Any, timeout: 
 def _blob(run: LyingRun) -> pb.BlobHeader:
     round_ = run.exchange.coordinator.last_round + 1
     block = sorted(run.exchange.roster.blocks["c"])[0]
-    epoch = run.exchange.coordinator.replicas["c"].epoch
-    return pb.BlobHeader(round=round_, replica="c", block=block, size=100, epoch=epoch, steps=2)
+    generation = run.exchange.coordinator.replicas["c"].generation
+    return pb.BlobHeader(round=round_, replica="c", block=block, size=100, generation=generation, steps=2)
 
 
 TEMPLATES: Mapping[str, Callable[[LyingRun], Any]] = {
@@ -186,8 +186,12 @@ TEMPLATES: Mapping[str, Callable[[LyingRun], Any]] = {
     "Renew": lambda run: pb.RenewRequest(),
     "Status": lambda run: pb.StatusRequest(),
     "Preview": lambda run: pb.PreviewRequest(),
-    "Broken": lambda run: pb.BrokenRequest(epoch=run.exchange.coordinator.replicas["c"].epoch, cause="made up"),
-    "Died": lambda run: pb.DiedRequest(member="c", cause="made up", term=run.exchange.coordinator.places["c"].term),
+    "Broken": lambda run: pb.BrokenRequest(
+        generation=run.exchange.coordinator.replicas["c"].generation, cause="made up"
+    ),
+    "Died": lambda run: pb.DiedRequest(
+        member="c", cause="made up", incarnation=run.exchange.coordinator.slots["c"].incarnation
+    ),
     "Carry": lambda run: pb.RelayedLink(link="c-exchange"),
     "Give": lambda run: pb.GiveRequest(),
 }

@@ -14,7 +14,7 @@ from hetero_pp.core.errors import DamagedFile
 from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry, RoundRecord
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, contribution_digest
 from hetero_pp.store.folder import FolderStore
-from replica_groups.exchange.log import TERMS_KEPT, ContributionLog, blob_key, record_digest
+from replica_groups.exchange.log import INCARNATIONS_KEPT, ContributionLog, blob_key, record_digest
 
 BLOB = b"a blob of the norm"
 
@@ -24,10 +24,10 @@ def log(tmp_path: Path) -> ContributionLog:
     return ContributionLog(FolderStore(tmp_path / "log"))
 
 
-def _record(round_: int = 1, epoch: int = 2, steps: int = 50) -> RoundRecord:
+def _record(round_: int = 1, generation: int = 2, steps: int = 50) -> RoundRecord:
     blobs = [BlobEntry(block="norm", sha256=hashlib.sha256(BLOB).digest(), size=len(BLOB), kept_values=3)]
     entry = ContributionEntry(replica="home", weight=1.0, digest=contribution_digest(blobs), blobs=blobs)
-    entry.epoch, entry.steps, entry.tokens = epoch, steps, steps * 256
+    entry.generation, entry.steps, entry.tokens = generation, steps, steps * 256
     return RoundRecord(round=round_, contributions=[entry], late=["dc"])
 
 
@@ -37,8 +37,8 @@ def test_a_record_is_read_as_it_was_written(log: ContributionLog) -> None:
     assert log.read_record(1) == written
 
 
-def _change_epoch(record: RoundRecord) -> None:
-    record.contributions[0].epoch = 3
+def _change_generation(record: RoundRecord) -> None:
+    record.contributions[0].generation = 3
 
 
 def _change_steps(record: RoundRecord) -> None:
@@ -57,7 +57,7 @@ def _add_late(record: RoundRecord) -> None:
     record.late.append("office")
 
 
-@pytest.mark.parametrize("change", [_change_epoch, _change_steps, _change_tokens, _change_late, _add_late])
+@pytest.mark.parametrize("change", [_change_generation, _change_steps, _change_tokens, _change_late, _add_late])
 def test_everything_that_a_record_says_is_in_its_digest(change: Callable[[RoundRecord], None]) -> None:
     record = _record()
     before = record_digest(record)
@@ -88,12 +88,12 @@ def test_a_first_record_that_is_damaged_is_named(log: ContributionLog) -> None:
         log.create_record(_record())
 
 
-def test_blobs_are_of_the_epoch_that_was_counted(log: ContributionLog) -> None:
+def test_blobs_are_of_the_generation_that_was_counted(log: ContributionLog) -> None:
     """A group that trained the round twice may have either generation included."""
     address = BlobAddress("run", 1, "home", "norm")
     log.write_blobs({address: BLOB}, 2)
-    log.write_blobs({address: b"another epoch's"}, 3)
-    record = log.create_record(_record(epoch=2))
+    log.write_blobs({address: b"another generation's"}, 3)
+    record = log.create_record(_record(generation=2))
     read = log.blobs_of(record)
     assert read("home", "norm") == BLOB
     with pytest.raises(FileNotFoundError, match="no `norm` of dc was included in round 1"):
@@ -139,31 +139,31 @@ def test_which_rounds_are_closed(log: ContributionLog) -> None:
     assert log.store.names() == ["round-000001/", "round-000002/"]
 
 
-def test_a_term_is_had_once(log: ContributionLog) -> None:
-    assert log.terms() == {}
-    assert log.claim_term("home.0", 1)
-    assert not log.claim_term("home.0", 1)
-    assert log.claim_term("home.0", 2)
-    assert log.claim_term("dc", 10) and log.claim_term("dc", 9)
-    assert log.terms() == {"home.0": 2, "dc": 10}
+def test_a_incarnation_is_had_once(log: ContributionLog) -> None:
+    assert log.incarnations() == {}
+    assert log.claim_incarnation("home.0", 1)
+    assert not log.claim_incarnation("home.0", 1)
+    assert log.claim_incarnation("home.0", 2)
+    assert log.claim_incarnation("dc", 10) and log.claim_incarnation("dc", 9)
+    assert log.incarnations() == {"home.0": 2, "dc": 10}
     log.forget_after(0)
-    assert log.terms() == {"home.0": 2, "dc": 10}
+    assert log.incarnations() == {"home.0": 2, "dc": 10}
 
 
 def test_old_claims_of_a_slot_are_removed(log: ContributionLog) -> None:
-    for n in range(1, TERMS_KEPT + 4):
-        assert log.claim_term("home.0", n)
-    assert len(log.store.below("terms")) == TERMS_KEPT
-    assert log.terms() == {"home.0": TERMS_KEPT + 3}
-    assert not log.claim_term("home.0", TERMS_KEPT + 2)
+    for n in range(1, INCARNATIONS_KEPT + 4):
+        assert log.claim_incarnation("home.0", n)
+    assert len(log.store.below("incarnations")) == INCARNATIONS_KEPT
+    assert log.incarnations() == {"home.0": INCARNATIONS_KEPT + 3}
+    assert not log.claim_incarnation("home.0", INCARNATIONS_KEPT + 2)
 
 
-def test_of_many_that_claim_a_term_one_has_it(log: ContributionLog) -> None:
+def test_of_many_that_claim_a_incarnation_one_has_it(log: ContributionLog) -> None:
     start = Barrier(8)
 
     def claim(_: int) -> bool:
         start.wait()
-        return log.claim_term("home.0", 1)
+        return log.claim_incarnation("home.0", 1)
 
     with ThreadPoolExecutor(8) as pool:
         assert sum(pool.map(claim, range(8))) == 1
@@ -179,8 +179,8 @@ class _AnswersGetLost(FolderStore):
 
 def test_a_claim_whose_answer_was_lost_is_had(tmp_path: Path) -> None:
     log = ContributionLog(_AnswersGetLost(tmp_path))
-    assert log.claim_term("home.0", 1)
-    assert not log.claim_term("home.0", 1)
+    assert log.claim_incarnation("home.0", 1)
+    assert not log.claim_incarnation("home.0", 1)
     assert log.create_record(_record()) == _record_with_digest()
 
 

@@ -297,7 +297,7 @@ def test_replay_applies_the_factor(run: Run) -> None:
     """Compares with the formula theta - eta (a + f b + c) / 3."""
     run.assign(0)
     _deposit(run, 1, {"a": 1.0, "b": 20.0, "c": 1.0})
-    record, start = run.exchange.record(1), run.snapshot.parameters
+    record, start = run.exchange.record(1), run.checkpoint.parameters
     theta = {name: tensor.clone() for name, tensor in start.items()}
 
     def fetch(replica: str, block: str) -> bytes:
@@ -334,7 +334,7 @@ LEVELS = CompressionSettings(density=1 / 8, tile=(8, 8), quantiser="levels", val
 
 def _with_levels(run: Run, member: str, levels: Sequence[float]) -> Iterator[tuple[BlobAddress, bytes]]:
     """Yield blobs that differ from honest ones only in the quantiser's levels."""
-    for block, shapes in shapes_by_block(shapes_of(run.snapshot.parameters)).items():
+    for block, shapes in shapes_by_block(shapes_of(run.checkpoint.parameters)).items():
         selections = []
         for name, shape in shapes.items():
             honest = select(torch.zeros(shape), torch.randn(shape), LEVELS)
@@ -380,7 +380,7 @@ def test_decoded_values_are_what_is_bounded(
     assert list(record.late) == (["c"] if becomes == "refused" else [])
     assert (refused > 0) == (becomes == "refused")
     assert (found.get("c", 1.0) < 1) == (becomes == "scaled")
-    theta = {name: tensor.clone() for name, tensor in run.snapshot.parameters.items()}
+    theta = {name: tensor.clone() for name, tensor in run.checkpoint.parameters.items()}
 
     def fetch(replica: str, block: str) -> bytes:
         return run.exchange.fetch("a", 1, replica, block)

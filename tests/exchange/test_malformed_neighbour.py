@@ -21,7 +21,7 @@ from hetero_pp.link.protocol import Message
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.messages.messages_pb2 import EXCLUDED, GRADIENT, AssignReply, BlobHeader, EnrolReply
 from hetero_pp.messages.refusals import Kind
-from hetero_pp.program.join.membership import take_place
+from hetero_pp.program.join.membership import take_slot
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.rpc.admission_client import enrol
 from hetero_pp.rpc.certificates import Identity, as_text, new_key, signing_request
@@ -36,15 +36,15 @@ from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.shared import told_of
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.planner.grouping import group_spares
-from replica_groups.exchange.admission import Told
+from replica_groups.exchange.admission import RunForGuests
 from replica_groups.exchange.host import begin_run, make_exchange
-from replica_groups.exchange.lobby import Lobby
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.memberships import MOST_BLAMED, STRANGERS, Memberships
 from replica_groups.exchange.server import OpenHouse, serve_exchange
+from replica_groups.exchange.waiting_room import WaitingRoom
 from replica_groups.member.take_part import take_part
-from replica_groups.rounds import slots
-from replica_groups.rounds.slots import MOST_MALFORMED
+from replica_groups.rounds import slot_transitions
+from replica_groups.rounds.slot_transitions import MOST_MALFORMED
 
 ROUNDS = 3
 SECRET = Secret("the run's secret")
@@ -59,7 +59,7 @@ def _spec(corpus: Path, quorum: float, *more: str) -> RunSpec:
         "model": {"preset": "micro", "width": 16, "heads": 2, "feed_forward": 24, "layers": 2},
         "data": {"corpus": str(corpus), "sequence_length": 16, "validation_sequences": 4},
         "inner": {"steps": 2, "warmup_steps": 2, "learning_rate": 0.01},
-        "snapshots": {"every": 1},
+        "checkpoints": {"every": 1},
         "outer": {"rounds": ROUNDS, "compression": {"density": "1/8"}},
         # A replica that takes part is awaited, on a busy machine too.
         "exchange": {"listen": "127.0.0.1:0", "quorum": quorum, "grace": {"least": "60 s"}},
@@ -83,7 +83,7 @@ class Hosts:
         self.exchange = make_exchange(spec, self.folder)
         self.memberships = Memberships(folder / "members.sqlite")
         stack.callback(self.memberships.close)
-        house = OpenHouse(self.memberships, Told(*told_of(spec.config)), Lobby({}, group_spares))
+        house = OpenHouse(self.memberships, RunForGuests(*told_of(spec.config)), WaitingRoom({}, group_spares))
         server, port = serve_exchange(self.exchange, SECRET, "127.0.0.1:0", encrypted=True, open_house=house)
         stack.callback(lambda: server.stop(None).wait(TIMEOUT))
         self.address = f"127.0.0.1:{port}"
@@ -119,14 +119,14 @@ class Hosts:
         """Let a host take home.1 by the next ticket for it."""
         issued = self._tickets.pop(0)
         ticket = make_ticket("homes", self.address, SECRET.authority, issued, time.time() + HOUR)
-        self.starts(host, take_place(ticket, self.runs / host).credentials)
+        self.starts(host, take_slot(ticket, self.runs / host).credentials)
 
     def wait_until(self, is_so: Callable[[], bool]) -> None:
         over = threading.Event()
         for _ in range(int(TIMEOUT / 0.05)):
             if is_so():
                 return
-            assert self.exchange.decisions.failure is None
+            assert self.exchange.runner.failure is None
             over.wait(0.05)
         raise AssertionError("it did not come to that")
 
@@ -205,7 +205,7 @@ class Group:
         self.run, self._stack = Run(folder / "log", {"dc": 1, **groups}, quorum=1 / 3), stack
         self.memberships = Memberships(folder / "members.sqlite")
         stack.callback(self.memberships.close)
-        house = OpenHouse(self.memberships, Told('{"name": "run"}', {}), Lobby({}, group_spares))
+        house = OpenHouse(self.memberships, RunForGuests('{"name": "run"}', {}), WaitingRoom({}, group_spares))
         server, port = serve_exchange(self.run.exchange, SECRET, "127.0.0.1:0", encrypted=True, open_house=house)
         stack.callback(lambda: server.stop(None).wait(TIMEOUT))
         self.address = f"127.0.0.1:{port}"
@@ -222,7 +222,7 @@ class Group:
     def _joins(self, credentials: Credentials) -> None:
         client = ExchangeClient(self.address, credentials, "run", timeout=TIMEOUT)
         self._stack.callback(client.close)
-        client._term = client.join(credentials.name, "")
+        client._incarnation = client.join(credentials.name, "")
         self.clients[credentials.name] = client
 
     def host(self, slot: str | None = None) -> Host:
@@ -233,8 +233,8 @@ class Group:
         """Let all members of a group ask for work; return the assignment of its first one."""
         members = [name for name in self.clients if name.startswith(f"{group}.")]
         for name in members:
-            if not self.run.exchange.coordinator.places[name].held:
-                self.clients[name]._term = self.clients[name].join(name, "")
+            if not self.run.exchange.coordinator.slots[name].held:
+                self.clients[name]._incarnation = self.clients[name].join(name, "")
         with ThreadPoolExecutor() as threads:
             return next(iter(threads.map(lambda name: self.clients[name].assign(name, 0), members)))
 
@@ -242,7 +242,7 @@ class Group:
         """Let the holder of a slot say that its neighbour sent malformed messages, each time the group has formed."""
         for _ in range(times):
             work = self.forms(slot.partition(".")[0])
-            self.clients[slot].broken(slot, work.epoch, "a cause", other)
+            self.clients[slot].broken(slot, work.generation, "a cause", other)
 
 
 class Host:
@@ -257,7 +257,7 @@ class Host:
     def joins(self, slot: str) -> None:
         """Take a slot by the ticket and join. It has to be the one that is expected."""
         reply = self.enrols()
-        assert reply.place == slot
+        assert reply.slot == slot
         identity = Identity(reply.certificate.pem, as_text(self._key), SECRET.authority.certificate)
         self._group._joins(Credentials(slot, identity=identity))
 
@@ -283,22 +283,22 @@ def test_members_are_told_the_holders_beside_them(group: Group) -> None:
     assert second.HasField("upstream_holder")
 
 
-def test_a_revoked_place_is_vacant_at_the_next_heartbeat_of_its_neighbour(group: Group) -> None:
+def test_a_revoked_slot_is_vacant_at_the_next_heartbeat_of_its_neighbour(group: Group) -> None:
     """The heartbeat's answer says that the neighbour's links are over, so it drops them at once."""
     group.host("home.1").joins("home.1")
     work = group.forms()
     group.memberships.revoke("home.1")
-    assert group.clients["home.0"].beat("home.0", work.round, work.epoch).suspended == work.epoch
-    assert not group.run.exchange.coordinator.places["home.1"].held
+    assert group.clients["home.0"].heartbeat("home.0", work.round, work.generation).suspended == work.generation
+    assert not group.run.exchange.coordinator.slots["home.1"].held
 
 
 def test_a_member_is_blamed_once_a_generation_and_by_its_neighbours_alone(group: Group) -> None:
     group.host("home.1").joins("home.1")
     work = group.forms()
     with pytest.raises(Refused, match="blames dc, which is not a neighbouring stage"):
-        group.clients["home.1"].broken("home.1", work.epoch, "a cause", "dc")
+        group.clients["home.1"].broken("home.1", work.generation, "a cause", "dc")
     for _ in range(MOST_BLAMED + 1):
-        group.clients["home.1"].broken("home.1", work.epoch, "a cause", "home.0")
+        group.clients["home.1"].broken("home.1", work.generation, "a cause", "home.0")
     assert group.memberships.held_by("home.1") is not None
 
 
@@ -309,13 +309,14 @@ def test_a_ticket_loses_its_slot_beside_the_operator_and_no_more_whoever_accuses
     parted.joins("home.1")
     group.accuses(accuser, "home.0" if accuser == "home.1" else "home.1")
     coordinator = group.run.exchange.coordinator
-    assert [coordinator.places[name].held for name in ("home.0", "home.1")] == [accuser == "home.1", False]
-    assert group.run.exchange.decisions.failure is None
+    assert [coordinator.slots[name].held for name in ("home.0", "home.1")] == [accuser == "home.1", False]
+    assert group.run.exchange.runner.failure is None
     with pytest.raises(Refused, match=f"home.1: was parted from its neighbour home.0 after {MOST_BLAMED} malformed"):
         group.clients["home.1"].join("home.1", "")
     waits = parted.enrols()
     assert (
-        waits.in_lobby.why == "waiting for a slot that is not beside a host with which it exchanged malformed messages"
+        waits.in_waiting_room.why
+        == "waiting for a slot that is not beside a host with which it exchanged malformed messages"
     )
     other.joins("home.1")
     assert group.forms().round == 1
@@ -351,9 +352,9 @@ def test_a_liar_with_two_tickets_costs_an_honest_home_its_slot_and_not_its_ticke
 def test_a_ticket_that_strangers_were_parted_from_is_revoked(tmp_path: Path, stack: ExitStack) -> None:
     """Two of them may be one liar. None of them loses its own ticket."""
     group = Group(tmp_path, stack, {"home": 2, "more": 2, "most": 2, "last": 2})
-    liar, slots = group.host(), ("home.0", "more.0", "most.0")
-    hosts = [group.host(slot) for slot in slots]
-    for host, slot in zip(hosts, slots, strict=True):
+    liar, slot_transitions = group.host(), ("home.0", "more.0", "most.0")
+    hosts = [group.host(slot) for slot in slot_transitions]
+    for host, slot in zip(hosts, slot_transitions, strict=True):
         assert liar.may_return()
         host.joins(slot)
         liar.joins(beside := slot.replace("0", "1"))
@@ -364,7 +365,7 @@ def test_a_ticket_that_strangers_were_parted_from_is_revoked(tmp_path: Path, sta
     with pytest.raises(Refused, match="the ticket was revoked"):
         liar.enrols()
     assert all(host.may_return() for host in hosts)
-    assert [one.ended for one in group.memberships.holders() if one.place == "most.1"] == [
+    assert [one.ended for one in group.memberships.holders() if one.slot == "most.1"] == [
         f"{STRANGERS} neighbours with different tickets had malformed messages on their links to it"
     ]
 
@@ -373,7 +374,7 @@ def test_a_group_that_breaks_again_and_again_is_not_waited_for(group: Group) -> 
     group.host("home.1").joins("home.1")
     for _ in range(4):
         work = group.forms()
-        group.clients["home.0"].broken("home.0", work.epoch, "nothing came from home.1")
+        group.clients["home.0"].broken("home.0", work.generation, "nothing came from home.1")
     group.run.deposit(1, "dc")
     group.run.passes(GRACE.most + 1)
     assert group.run.counted(1).keys() == {"dc"}
@@ -415,7 +416,7 @@ def test_a_trusted_group_whose_link_carries_malformed_messages_is_barred_and_the
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stack: ExitStack
 ) -> None:
     """The group takes part again afterwards. All bits are those of a run without the group in that round."""
-    monkeypatch.setattr(slots, "BARRED_ROUNDS", 1)
+    monkeypatch.setattr(slot_transitions, "BARRED_ROUNDS", 1)
     expected = _without_home_in_round_2(corpus, tmp_path / "expected", monkeypatch, stack)
     hosts, liar = Hosts(tmp_path / "lied to", _spec(corpus, 0.5, "other"), stack), Liar(monkeypatch, round_=2)
     home = hosts.exchange.coordinator.replicas["home"]
@@ -428,8 +429,8 @@ def test_a_trusted_group_whose_link_carries_malformed_messages_is_barred_and_the
     found = _counted(hosts.exchange.log)
     assert [sorted(one) for one in found] == [sorted(one) for one in expected]
     assert found == expected
-    told = [one.standing for one in hosts.exchange.watch() if one.standing.what == EXCLUDED]
-    assert [(one.replica, one.place, one.round) for one in told] == [("home", "home.1", 2)]
+    told = [one.membership_event for one in hosts.exchange.watch() if one.membership_event.what == EXCLUDED]
+    assert [(one.replica, one.slot, one.round) for one in told] == [("home", "home.1", 2)]
     cause = "round 2: home.0 and home.1 exchanged 3 malformed messages (malformed data from home.1: "
     assert told[0].cause.startswith(cause)
     assert told[0].cause.endswith("): home takes part in no round before 3, unless a quorum needs it")
@@ -439,13 +440,13 @@ def test_a_run_ends_by_malformed_messages_only_if_a_quorum_needs_their_replica(t
     """Training has most likely diverged and would diverge again, and no other cause is known."""
     run = Run(tmp_path, {"dc": 1, "home": 2}, quorum=1.0)
     for number in range(MOST_MALFORMED):
-        assert run.exchange.decisions.failure is None
+        assert run.exchange.runner.failure is None
         if number:
             run.exchange.join("home.0", "")
         with ThreadPoolExecutor() as threads:
             work, _ = threads.map(lambda name: run.exchange.assign(name, 0), ("home.0", "home.1"))
-        run.exchange.broken("home.0", work.epoch, "a coefficient is not finite", "home.1")
-    assert run.exchange.decisions.failure == (
+        run.exchange.broken("home.0", work.generation, "a coefficient is not finite", "home.1")
+    assert run.exchange.runner.failure == (
         "round 1: home.0 and home.1 exchanged 3 malformed messages (a coefficient is not finite); without home, 1 of 2 "
         "needed replicas are left: check whether training diverged, and the memory of both machines"
     )

@@ -231,7 +231,7 @@ def test_confirmations_in_a_loop_are_reported_a_bounded_number_of_times(run: Run
     Without a bound they would fill the run's record.
     """
     run.deposit(1, "a", "b", "c")
-    hashes = dict.fromkeys(run.snapshot.parameters, bytes(32))
+    hashes = dict.fromkeys(run.checkpoint.parameters, bytes(32))
     most = reports_module.TRIES * (1 + reports_module.ROUNDS_BEFORE)
     for _ in range(most):
         run.exchange.confirm("a", 1, hashes)

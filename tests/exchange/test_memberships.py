@@ -16,18 +16,18 @@ import pytest
 from hetero_pp.core.errors import Refused, StoreError, TooMuch
 from replica_groups.exchange import memberships as memberships_module
 from replica_groups.exchange.memberships import (
+    ADMISSIONS_A_MINUTE,
+    ADMISSIONS_AT_ONCE,
     LEFT,
     MOST_BLAMED,
     PARTED,
     PARTED_SECONDS,
     RESERVED_SECONDS,
-    SEATS_A_MINUTE,
-    SEATS_AT_ONCE,
     Memberships,
 )
 
 DAY, HOUR = 86400.0, 3600.0
-PLACES = ["dc", "home.0", "home.1"]
+SLOTS = ["dc", "home.0", "home.1"]
 ANNA, BEN = b"anna's key", b"ben's key"
 
 
@@ -54,11 +54,11 @@ def memberships(tmp_path: Path, clock: Clock) -> Iterator[Memberships]:
 
 def test_a_ticket_lets_one_key_in(memberships: Memberships) -> None:
     ticket = memberships.invite("home.1", DAY)
-    found = memberships.enrol(ticket, ANNA, PLACES, HOUR)
-    assert (found.place, found.number, found.until, found.ended) == ("home.1", 1, 1000.0 + HOUR, None)
+    found = memberships.enrol(ticket, ANNA, SLOTS, HOUR)
+    assert (found.slot, found.number, found.until, found.ended) == ("home.1", 1, 1000.0 + HOUR, None)
     assert memberships.enrol(ticket, ANNA, [], HOUR) == found  # the first answer may have been lost
     with pytest.raises(Refused, match="used already"):
-        memberships.enrol(ticket, BEN, PLACES, HOUR)
+        memberships.enrol(ticket, BEN, SLOTS, HOUR)
     memberships.require_in("home.1", 1)
     assert memberships.held_by("home.1") == found
 
@@ -68,16 +68,16 @@ def test_the_date_of_the_machine_is_asked_for_once(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("replica_groups.exchange.memberships.steady_clock", lambda: lambda: 1000.0)
     with closing(Memberships(tmp_path / "members.sqlite")) as found:
         ticket = found.invite("home.1", DAY)
-        assert found.enrol(ticket, ANNA, PLACES, HOUR).until == 1000.0 + HOUR
+        assert found.enrol(ticket, ANNA, SLOTS, HOUR).until == 1000.0 + HOUR
 
 
-def test_a_ticket_without_a_place_takes_the_first_that_is_free(memberships: Memberships) -> None:
+def test_a_ticket_without_a_slot_takes_the_first_that_is_free(memberships: Memberships) -> None:
     first, second, third = (memberships.invite(None, DAY) for _ in range(3))
-    assert memberships.enrol(first, ANNA, ["home.0", "home.1"], HOUR).place == "home.0"
-    assert memberships.enrol(second, BEN, ["home.0", "home.1"], HOUR).place == "home.1"  # home.0 has not joined yet
+    assert memberships.enrol(first, ANNA, ["home.0", "home.1"], HOUR).slot == "home.0"
+    assert memberships.enrol(second, BEN, ["home.0", "home.1"], HOUR).slot == "home.1"  # home.0 has not joined yet
     with pytest.raises(Refused, match="no slot of the run is free"):
         memberships.enrol(third, b"another", ["home.0", "home.1"], HOUR)
-    assert memberships.enrol(third, b"another", PLACES, HOUR).place == "dc"  # the refused attempt used nothing up
+    assert memberships.enrol(third, b"another", SLOTS, HOUR).slot == "dc"  # the refused attempt used nothing up
 
 
 @pytest.mark.parametrize(
@@ -95,15 +95,15 @@ def test_tickets_that_let_nobody_in(
     ticket = memberships.invite("home.1", DAY)
     spoil(memberships, ticket, clock)
     with pytest.raises(Refused, match=told):
-        memberships.enrol(ticket, ANNA, PLACES, HOUR)
+        memberships.enrol(ticket, ANNA, SLOTS, HOUR)
     with pytest.raises(Refused, match=r"does not belong to this run"):
-        memberships.enrol("made up", ANNA, PLACES, HOUR)
+        memberships.enrol("made up", ANNA, SLOTS, HOUR)
     with pytest.raises(Refused, match=r"does not belong to this run"):
         memberships.require_open("made up")
 
 
-def test_a_place_that_is_held_is_promised_to_nobody_else(memberships: Memberships, clock: Clock) -> None:
-    memberships.enrol(memberships.invite("home.1", DAY), ANNA, PLACES, HOUR)
+def test_a_slot_that_is_held_is_promised_to_nobody_else(memberships: Memberships, clock: Clock) -> None:
+    memberships.enrol(memberships.invite("home.1", DAY), ANNA, SLOTS, HOUR)
     with pytest.raises(Refused, match=re.escape("home.1 is taken: `hetero-pp revoke` frees it")):
         memberships.invite("home.1", DAY)
     clock.time += HOUR + 1
@@ -111,7 +111,7 @@ def test_a_place_that_is_held_is_promised_to_nobody_else(memberships: Membership
 
 
 def test_who_renews_stays(memberships: Memberships, clock: Clock) -> None:
-    memberships.enrol(memberships.invite("home.1", DAY), ANNA, PLACES, HOUR)
+    memberships.enrol(memberships.invite("home.1", DAY), ANNA, SLOTS, HOUR)
     memberships.joined("home.1", 1)
     clock.time += HOUR / 2
     with pytest.raises(Refused, match="for its original key"):
@@ -127,11 +127,11 @@ def test_who_renews_stays(memberships: Memberships, clock: Clock) -> None:
 
 
 def test_who_is_followed_by_another_holder_is_out(memberships: Memberships) -> None:
-    memberships.enrol(memberships.invite("home.1", DAY), ANNA, PLACES, HOUR)
+    memberships.enrol(memberships.invite("home.1", DAY), ANNA, SLOTS, HOUR)
     assert memberships.revoke("home.1") == ["home.1 (holder number 1)"]
     with pytest.raises(Refused, match=r"home\.1: it was taken back"):
         memberships.require_in("home.1", 1)
-    assert memberships.enrol(memberships.invite("home.1", DAY), BEN, PLACES, HOUR).number == 2
+    assert memberships.enrol(memberships.invite("home.1", DAY), BEN, SLOTS, HOUR).number == 2
     memberships.require_in("home.1", 2)
     with pytest.raises(Refused, match="given to another holder since"):
         memberships.require_in("home.1", 1)
@@ -143,15 +143,15 @@ def test_who_is_followed_by_another_holder_is_out(memberships: Memberships) -> N
 
 def test_who_has_left_may_come_back_by_its_ticket_and_who_was_taken_back_may_not(memberships: Memberships) -> None:
     ticket = memberships.invite(None, DAY)
-    assert memberships.enrol(ticket, ANNA, PLACES, HOUR).place == "dc"
+    assert memberships.enrol(ticket, ANNA, SLOTS, HOUR).slot == "dc"
     memberships.end("dc", 1, "its slot was returned")
     assert memberships.held_by("dc") is None
-    assert memberships.enrol(memberships.invite(None, DAY), BEN, PLACES, HOUR).place == "dc"
+    assert memberships.enrol(memberships.invite(None, DAY), BEN, SLOTS, HOUR).slot == "dc"
     again = memberships.enrol(ticket, ANNA, ["home.0"], HOUR)
-    assert (again.place, again.number) == ("home.0", 1)
+    assert (again.slot, again.number) == ("home.0", 1)
     assert memberships.revoke("home.0") == ["home.0 (holder number 1)"]
     with pytest.raises(Refused, match="the ticket was revoked"):
-        memberships.enrol(ticket, ANNA, PLACES, HOUR)
+        memberships.enrol(ticket, ANNA, SLOTS, HOUR)
     with pytest.raises(Refused, match="the ticket was revoked"):
         memberships.require_open(ticket)
 
@@ -165,7 +165,7 @@ def test_what_was_answered_is_known_to_every_process(tmp_path: Path) -> None:
     path = tmp_path / "authority" / "members.sqlite"
     with closing(Memberships(path)) as one, closing(Memberships(path)) as other:
         ticket = one.invite("home.1", DAY)
-        other.enrol(ticket, ANNA, PLACES, HOUR)
+        other.enrol(ticket, ANNA, SLOTS, HOUR)
         one.require_in("home.1", 1)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
@@ -173,25 +173,25 @@ def test_what_was_answered_is_known_to_every_process(tmp_path: Path) -> None:
         assert file.execute("PRAGMA journal_mode").fetchone() == ("wal",)
 
 
-def test_of_many_at_once_one_takes_a_ticket_and_none_a_place_twice(tmp_path: Path) -> None:
+def test_of_many_at_once_one_takes_a_ticket_and_none_a_slot_twice(tmp_path: Path) -> None:
     """Each thread has its own connection, as separate processes have."""
     path = tmp_path / "members.sqlite"
     with closing(Memberships(path)) as first:
         shared, own = first.invite(None, DAY), [first.invite(None, DAY) for _ in range(8)]
-    places = [f"home.{number}" for number in range(20)]
+    slots = [f"home.{number}" for number in range(20)]
 
     def enrol(number: int) -> tuple[str | None, str]:
         with closing(Memberships(path)) as one:
             try:
-                found = one.enrol(shared, f"key {number}".encode(), places, HOUR).place
+                found = one.enrol(shared, f"key {number}".encode(), slots, HOUR).slot
             except Refused:
                 found = None
-            return found, one.enrol(own[number], f"key {number}".encode(), places, HOUR).place
+            return found, one.enrol(own[number], f"key {number}".encode(), slots, HOUR).slot
 
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(enrol, range(8)))
-    assert sum(place is not None for place, _ in found) == 1
-    taken = [place for pair in found for place in pair if place is not None]
+    assert sum(slot is not None for slot, _ in found) == 1
+    taken = [slot for pair in found for slot in pair if slot is not None]
     assert len(set(taken)) == len(taken) == 9
 
 
@@ -221,56 +221,56 @@ def test_malformed_messages_are_counted_by_both_tickets_whatever_numbers_they_ha
     memberships: Memberships, clock: Clock
 ) -> None:
     """Members that leave and return keep their count. For an hour, neither is placed beside the other one."""
-    tickets = [memberships.invite(place, DAY) for place in ("home.0", "home.1")]
+    tickets = [memberships.invite(slot, DAY) for slot in ("home.0", "home.1")]
     for number in range(1, MOST_BLAMED + 1):
         for ticket, key in zip(tickets, (ANNA, BEN), strict=True):
-            assert memberships.enrol(ticket, key, PLACES, HOUR).number == number
+            assert memberships.enrol(ticket, key, SLOTS, HOUR).number == number
         parted = memberships.part({"home.0": number, "home.1": number})
         if number < MOST_BLAMED:
             assert parted == {}
-            for place in ("home.0", "home.1"):
-                memberships.end(place, number, LEFT)
+            for slot in ("home.0", "home.1"):
+                memberships.end(slot, number, LEFT)
     with pytest.raises(Refused, match=f"home.1: {PARTED} home.0 after {MOST_BLAMED} malformed messages"):
         memberships.require_in("home.1", MOST_BLAMED)
     assert parted.keys() == {"home.0", "home.1"}
-    assert memberships.enrol(tickets[0], ANNA, ["home.0"], HOUR).place == "home.0"
-    assert not memberships.may_be_beside(tickets[1], {"home.0": False})
-    assert memberships.may_be_beside(tickets[1], {"home.2": True})  # its holder has the run's secret
-    assert memberships.enrol(tickets[1], BEN, ["home.2"], HOUR).place == "home.2"
+    assert memberships.enrol(tickets[0], ANNA, ["home.0"], HOUR).slot == "home.0"
+    assert not memberships.may_be_neighbour(tickets[1], {"home.0": False})
+    assert memberships.may_be_neighbour(tickets[1], {"home.2": True})  # its holder has the run's secret
+    assert memberships.enrol(tickets[1], BEN, ["home.2"], HOUR).slot == "home.2"
     clock.time += PARTED_SECONDS
-    assert memberships.may_be_beside(tickets[1], {"home.0": False})
+    assert memberships.may_be_neighbour(tickets[1], {"home.0": False})
 
 
 def test_a_slot_is_kept_for_minutes_until_its_holder_joins(memberships: Memberships, clock: Clock) -> None:
     """A host that prepares itself renews them. Afterwards the slot is kept for as long as the certificate is valid."""
     silent, slow, next_one = (memberships.invite("home.0", 3 * DAY) for _ in range(3))
-    memberships.enrol(silent, ANNA, PLACES, DAY)
+    memberships.enrol(silent, ANNA, SLOTS, DAY)
     clock.time += RESERVED_SECONDS + 1
     with pytest.raises(Refused, match="its holder did not join in time"):
         memberships.require_in("home.0", 1)
-    memberships.enrol(slow, BEN, PLACES, DAY)
+    memberships.enrol(slow, BEN, SLOTS, DAY)
     for _ in range(3):
         clock.time += RESERVED_SECONDS - 1
         memberships.renew("home.0", 2, BEN, DAY)
     memberships.joined("home.0", 2)
     clock.time += DAY - 1
     with pytest.raises(Refused, match="is taken"):
-        memberships.enrol(next_one, ANNA, PLACES, DAY)
+        memberships.enrol(next_one, ANNA, SLOTS, DAY)
 
 
 def _take_and_give(memberships: Memberships, ticket: str, key: bytes) -> None:
-    found = memberships.enrol(ticket, key, PLACES, HOUR)
-    memberships.end(found.place, found.number, "it was given back")
+    found = memberships.enrol(ticket, key, SLOTS, HOUR)
+    memberships.end(found.slot, found.number, "it was given back")
 
 
 def test_a_ticket_that_takes_and_gives_its_slot_in_a_loop_has_to_wait(memberships: Memberships, clock: Clock) -> None:
     ticket = memberships.invite("home.0", DAY)
-    for _ in range(SEATS_AT_ONCE):
+    for _ in range(ADMISSIONS_AT_ONCE):
         _take_and_give(memberships, ticket, ANNA)
     with pytest.raises(TooMuch, match="this ticket takes a slot too often; it may again in 6 s"):
         _take_and_give(memberships, ticket, ANNA)
     _take_and_give(memberships, memberships.invite("home.0", DAY), BEN)  # no other ticket is pending
-    clock.time += 60 / SEATS_A_MINUTE
+    clock.time += 60 / ADMISSIONS_A_MINUTE
     _take_and_give(memberships, ticket, ANNA)
 
 
@@ -288,7 +288,7 @@ def test_the_database_keeps_the_newest_holders_of_a_slot(
 
 def test_renewals_in_a_loop_write_nothing(memberships: Memberships, clock: Clock, tmp_path: Path) -> None:
     ticket = memberships.invite("home.0", DAY)
-    number = memberships.enrol(ticket, ANNA, PLACES, HOUR).number
+    number = memberships.enrol(ticket, ANNA, SLOTS, HOUR).number
     memberships.joined("home.0", number)
     changes = memberships._database.total_changes
     for _ in range(100):
@@ -316,7 +316,7 @@ def test_a_database_that_cannot_be_read_is_one_line_that_names_it(
         lambda: memberships.require_in("home.0", 1),
         lambda: memberships.require_open("ticket"),
         lambda: memberships.held_by("home.0"),
-        lambda: memberships.lacks_place("ticket", ANNA),
+        lambda: memberships.lacks_slot("ticket", ANNA),
         memberships.holders,
         memberships.tickets,
         memberships.valid_tickets,

@@ -22,14 +22,14 @@ from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pipeline.subspace import perpendicular, random_basis
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.rpc.exchange_service import Caller
-from hetero_pp.run.snapshot import OpenSnapshot, Snapshot, open_snapshot, save_snapshot
+from hetero_pp.run.checkpoint import OpenCheckpoint, RunCheckpoint, open_checkpoint, save_checkpoint
 from hetero_pp.run.spec import Roster
 from hetero_pp.store.folder import FolderStore
 from replica_groups.engines.moments import Moments
 from replica_groups.engines.parameter_store import LocalParameters
 from replica_groups.exchange.auditor import Auditor
 from replica_groups.exchange.exchange import Exchange
-from replica_groups.exchange.log import ContributionLog, snapshot_key
+from replica_groups.exchange.log import ContributionLog, checkpoint_key
 from replica_groups.member.outer_round import OuterRound
 from replica_groups.member.session import MemberSession
 
@@ -45,8 +45,8 @@ def _drawn(seed: int) -> Tensor:
 
 
 @pytest.fixture
-def snapshot() -> Snapshot:
-    return Snapshot(0, {name: _drawn(index) for index, name in enumerate(NAMES)}, None)
+def checkpoint() -> RunCheckpoint:
+    return RunCheckpoint(0, {name: _drawn(index) for index, name in enumerate(NAMES)}, None)
 
 
 class _Alone(MemberSession):
@@ -56,8 +56,8 @@ class _Alone(MemberSession):
         super().__init__(None, "dc", "dc", "run")
         self.blobs: dict[str, bytes] = {}
 
-    def deposit_together(
-        self, member: str | Caller, blobs: Mapping[BlobAddress, bytes], epoch: int | None = None, steps: int = 0
+    def deposit_all(
+        self, member: str | Caller, blobs: Mapping[BlobAddress, bytes], generation: int | None = None, steps: int = 0
     ) -> None:
         self.blobs.update({address.block: data for address, data in blobs.items()})
 
@@ -74,14 +74,14 @@ class _Alone(MemberSession):
         pass
 
 
-def test_an_outer_round_holds_a_few_parameters_beside_its_state(snapshot: Snapshot, tmp_path: Path) -> None:
+def test_an_outer_round_holds_a_few_parameters_beside_its_state(checkpoint: RunCheckpoint, tmp_path: Path) -> None:
     """Selection has temporary values of one parameter, and the outer step has its mean. All else is streamed.
 
     The first round creates the outer momentum.
     """
-    parameters = {name: nn.Parameter(tensor.clone()) for name, tensor in snapshot.parameters.items()}
+    parameters = {name: nn.Parameter(tensor.clone()) for name, tensor in checkpoint.parameters.items()}
     own, session = LocalParameters(parameters), _Alone()
-    outer = OuterRound(session, own, snapshot.parameters, SETTINGS, folder=tmp_path)
+    outer = OuterRound(session, own, checkpoint.parameters, SETTINGS, folder=tmp_path)
     for round_, of_momentum in ((1, len(NAMES) * PARAMETER), (2, 0)):
         for index, parameter in enumerate(parameters.values()):
             parameter.data.add_(_drawn(100 * round_ + index))
@@ -141,52 +141,52 @@ class _Watched:
 
 
 @pytest.fixture
-def audited(snapshot: Snapshot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Exchange, _Watched]:
-    """An exchange after two rounds of one member, with a snapshot after the last, and what its auditor read."""
+def audited(checkpoint: RunCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Exchange, _Watched]:
+    """An exchange after two rounds of one member, with a run checkpoint after the last, and what its auditor read."""
     roster = Roster({"dc": "dc"}, {"dc": frozenset(f"layers.{index}" for index in range(16))})
     log = ContributionLog(FolderStore(tmp_path / "log"))
     exchange = Exchange("run", roster, None, SETTINGS, log, rules=patient(roster))
-    parameters = {name: nn.Parameter(tensor.clone()) for name, tensor in snapshot.parameters.items()}
+    parameters = {name: nn.Parameter(tensor.clone()) for name, tensor in checkpoint.parameters.items()}
     own = LocalParameters(parameters)
     session = MemberSession(exchange, "dc", "dc", "run")
-    outer = OuterRound(session, own, snapshot.parameters, SETTINGS, keeps_undo=False)
-    auditor = Auditor(exchange, snapshot, SETTINGS.rounds, snapshot_every=2, folder=tmp_path)
+    outer = OuterRound(session, own, checkpoint.parameters, SETTINGS, keeps_undo=False)
+    auditor = Auditor(exchange, checkpoint, SETTINGS.rounds, checkpoint_every=2, folder=tmp_path)
     auditor.start()
-    begin(exchange, snapshot)
-    exchange.snapshots.kept(0)
-    assert isinstance(exchange.open_snapshot(pb.SnapshotRequest(), Caller("dc")), OpenSnapshot)
+    begin(exchange, checkpoint)
+    exchange.checkpoints.kept(0)
+    assert isinstance(exchange.open_checkpoint(pb.CheckpointRequest(), Caller("dc")), OpenCheckpoint)
     watched = _Watched(monkeypatch)
     for round_ in (1, 2):
         work = assign_all(exchange, round_ - 1)["dc"]
         for index, parameter in enumerate(parameters.values()):
             parameter.data.add_(_drawn(100 * round_ + index))
-        outer.synchronise(round_, work.epoch, steps=5)
+        outer.synchronise(round_, work.generation, steps=5)
     auditor.join(60)
     return exchange, watched
 
 
 def test_the_auditor_holds_one_block_at_a_time(audited: tuple[Exchange, _Watched]) -> None:
-    """It replays two rounds of 16 blocks. It reads all parameters once more, for the snapshot."""
+    """It replays two rounds of 16 blocks. It reads all parameters once more, for the run checkpoint."""
     exchange, watched = audited
     assert watched.most[:32] == [1] * 32
     assert watched.most[32:] == list(range(1, 17))
-    assert exchange.log.snapshots() == {0, 2}
+    assert exchange.log.checkpoints() == {0, 2}
 
 
-def test_a_snapshot_is_sent_in_pieces_from_its_file(audited: tuple[Exchange, _Watched]) -> None:
+def test_a_checkpoint_is_sent_in_pieces_from_its_file(audited: tuple[Exchange, _Watched]) -> None:
     """Also after the file was removed, because a slow reader outlives it."""
     exchange, _ = audited
-    request, caller = pb.SnapshotRequest(names=NAMES[:2]), Caller("dc")
-    expected = exchange.read_snapshot(request, caller)
-    found = exchange.open_snapshot(request, caller)
-    assert isinstance(found, OpenSnapshot)
-    exchange.log.store.delete([snapshot_key(2)])
+    request, caller = pb.CheckpointRequest(names=NAMES[:2]), Caller("dc")
+    expected = exchange.read_checkpoint(request, caller)
+    found = exchange.open_checkpoint(request, caller)
+    assert isinstance(found, OpenCheckpoint)
+    exchange.log.store.delete([checkpoint_key(2)])
     for name, tensor in expected.items():
         assert found.shapes[name] == SHAPE
         assert b"".join(found.pieces(name)) == tensor.numpy().tobytes()
         assert max(map(len, found.pieces(name))) <= 1 << 20
 
 
-def test_a_snapshot_is_verified_one_tensor_at_a_time(snapshot: Snapshot, tmp_path: Path) -> None:
-    save_snapshot(snapshot, tmp_path / "snapshot")
-    assert peak_bytes(lambda: open_snapshot(tmp_path / "snapshot")) <= 2 * PARAMETER
+def test_a_checkpoint_is_verified_one_tensor_at_a_time(checkpoint: RunCheckpoint, tmp_path: Path) -> None:
+    save_checkpoint(checkpoint, tmp_path / "checkpoint")
+    assert peak_bytes(lambda: open_checkpoint(tmp_path / "checkpoint")) <= 2 * PARAMETER

@@ -28,11 +28,11 @@ def run(tmp_path: Path) -> Run:
     ("there", "needed"), [(set(), 1), ({"dc"}, 1), ({"one"}, 2), ({"dc", "one"}, 2), ({"dc", "one", "two"}, 3)]
 )
 def test_a_quorum_is_of_those_that_are_needed_and_those_that_are_there(there: set[str], needed: int) -> None:
-    places = {"dc": "dc", "one.0": "one", "two.0": "two"}
-    rules = Rules(places, dict.fromkeys(places, frozenset()), 1.0, optional=frozenset({"one", "two"}))
+    slots = {"dc": "dc", "one.0": "one", "two.0": "two"}
+    rules = Rules(slots, dict.fromkeys(slots, frozenset()), 1.0, optional=frozenset({"one", "two"}))
     assert rules.needed_of(there) == needed
     assert rules.needed == 1
-    assert Rules(places, rules.blocks, 1.0).needed_of(there) == 3
+    assert Rules(slots, rules.blocks, 1.0).needed_of(there) == 3
 
 
 def test_a_round_closes_without_who_has_gone_at_once(run: Run) -> None:
@@ -47,12 +47,12 @@ def test_a_round_closes_without_who_has_gone_at_once(run: Run) -> None:
 
 def test_who_comes_back_counts_again(run: Run) -> None:
     run.assign(0)
-    for place in ("one.0", "two.0"):
-        run.exchange.died(place, "its host is off")
+    for slot in ("one.0", "two.0"):
+        run.exchange.died(slot, "its host is off")
     run.deposit(1, "dc")
     assert run.counted(1).keys() == {"dc"}
     run.exchange.join("one.0", "")
-    waits = [run.ask_in_thread(place, 1) for place in ("one.0", "one.1")]
+    waits = [run.ask_in_thread(slot, 1) for slot in ("one.0", "one.1")]
     assert run.assign(1, "dc") == {"dc": 2}
     assert [one.result(TIMEOUT).round for one in waits] == [2, 2]
     run.deposit(2, "dc")
@@ -93,9 +93,9 @@ def test_a_run_begins_with_whom_it_needs_or_else_with_the_first_that_is_whole(
     assert joined.result(TIMEOUT).keys() == {"one.0", *begins_with}
 
 
-def test_free_places_are_told_by_how_much_their_replica_lacks(run: Run) -> None:
-    for place in ("dc", "one.0", "one.1", "two.0"):
-        run.exchange.died(place, "its host is off")
+def test_free_slots_are_told_by_how_much_their_replica_lacks(run: Run) -> None:
+    for slot in ("dc", "one.0", "one.1", "two.0"):
+        run.exchange.died(slot, "its host is off")
     assert run.exchange.overview.vacant() == ["dc", "two.0", "one.0", "one.1"]
 
 
@@ -104,14 +104,14 @@ def test_status_tells_who_is_waited_for_and_why_a_round_pauses(run: Run) -> None
     run.assign(0)
     run.deposit(1, "one.0", "one.1", "two.0", "two.1")
     status = run.exchange.overview.status()
-    assert ({place.name: place.round for place in status.places}["one.0"], list(status.missing)) == (1, ["dc"])
+    assert ({slot.name: slot.round for slot in status.slots}["one.0"], list(status.missing)) == (1, ["dc"])
     assert status.paused == ""
     run.exchange.died("dc", "its host is off")
-    for place in ("one.0", "two.0"):
-        run.exchange.died(place, "its host is off")
+    for slot in ("one.0", "two.0"):
+        run.exchange.died(slot, "its host is off")
     status = run.exchange.overview.status()
     assert status.paused == "2 of 3 replicas are present, 3 are required"
-    assert {place.name: place.round for place in status.places}["dc"] == 0
+    assert {slot.name: slot.round for slot in status.slots}["dc"] == 0
 
 
 # ---- the end of the run ----
@@ -150,7 +150,7 @@ def test_the_end_waits_for_no_group_that_is_incomplete_or_took_no_part(run: Run)
     assert run.assign(0, "one.0", "two.0") == {"one.0": 0, "two.0": 0}
     finish(run, "dc")
     assert run.exchange.coordinator.is_through
-    held = {place.name for place in run.exchange.overview.status().places if place.held}
+    held = {slot.name for slot in run.exchange.overview.status().slots if slot.held}
     assert held == {"one.0", "two.0", "two.1"}
     assert told_of_the_end(run) == [(9, 9, ["dc"])]
 

@@ -21,7 +21,7 @@ from hetero_pp.core.tensor_files import Scratch
 from hetero_pp.model.transformer import ModelShape, shapes_by_block, shapes_of
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
-from hetero_pp.run.snapshot import Snapshot, initial_snapshot
+from hetero_pp.run.checkpoint import RunCheckpoint, initial_checkpoint
 from hetero_pp.run.spec import Roster
 from hetero_pp.store.folder import FolderStore
 from replica_groups.engines.parameter_store import LocalParameters
@@ -77,9 +77,9 @@ def _change(name: str, parameter: str, round_: int, shape: torch.Size) -> Tensor
 class Plain:
     """SparseLoCo over all replicas at once, one parameter tensor after the other."""
 
-    def __init__(self, snapshot: Snapshot, settings: OuterSettings) -> None:
+    def __init__(self, checkpoint: RunCheckpoint, settings: OuterSettings) -> None:
         self.settings = settings
-        self.theta: dict[str, Array] = {name: t.numpy().copy() for name, t in snapshot.parameters.items()}
+        self.theta: dict[str, Array] = {name: t.numpy().copy() for name, t in checkpoint.parameters.items()}
         self.momentum: dict[str, Array] = {}
         self.errors = {name: {p: np.zeros_like(t) for p, t in self.theta.items()} for name in NAMES}
 
@@ -162,18 +162,20 @@ def _rounded(values: Array, bits: int) -> Array:
 class Replicas:
     """Two replicas of one member each, with one exchange."""
 
-    def __init__(self, snapshot: Snapshot, settings: OuterSettings, folder: Path) -> None:
-        blocks = frozenset(shapes_by_block(shapes_of(snapshot.parameters)))
+    def __init__(self, checkpoint: RunCheckpoint, settings: OuterSettings, folder: Path) -> None:
+        blocks = frozenset(shapes_by_block(shapes_of(checkpoint.parameters)))
         roster = Roster(dict(zip(NAMES, NAMES, strict=True)), dict.fromkeys(NAMES, blocks))
         log = ContributionLog(FolderStore(folder))
         self.exchange = Exchange("run", roster, None, settings, log, rules=patient(roster))
-        begin(self.exchange, snapshot)
-        self.parameters = {name: {p: nn.Parameter(t.clone()) for p, t in snapshot.parameters.items()} for name in NAMES}
+        begin(self.exchange, checkpoint)
+        self.parameters = {
+            name: {p: nn.Parameter(t.clone()) for p, t in checkpoint.parameters.items()} for name in NAMES
+        }
         self.outer = {
             name: OuterRound(
                 MemberSession(self.exchange, name, name, "run"),
                 LocalParameters(own),
-                dict(snapshot.parameters),
+                dict(checkpoint.parameters),
                 settings,
             )
             for name, own in self.parameters.items()
@@ -195,7 +197,7 @@ class Replicas:
                 tensor.add_(_change(name, parameter, round_, tensor.shape))
         try:
             work = self.exchange.assign(name, round_ - 1)
-            self.outer[name].synchronise(round_, work.epoch)
+            self.outer[name].synchronise(round_, work.generation)
         except HeteroPPError as error:
             self.exchange.fail(str(error))
             errors.append(error)
@@ -231,8 +233,8 @@ class Replicas:
     ],
 )
 def test_rounds_are_the_method_restated(settings: OuterSettings, tmp_path: Path) -> None:
-    snapshot = initial_snapshot(SHAPE, None, seed=2)
-    replicas, plain = Replicas(snapshot, settings, tmp_path), Plain(snapshot, settings)
+    checkpoint = initial_checkpoint(SHAPE, None, seed=2)
+    replicas, plain = Replicas(checkpoint, settings, tmp_path), Plain(checkpoint, settings)
     for round_ in range(1, ROUNDS + 1):
         replicas.round(round_)
         plain.round(round_)
@@ -247,10 +249,10 @@ def test_rounds_are_the_method_restated(settings: OuterSettings, tmp_path: Path)
 
 def test_dense_and_exact_it_is_a_step_towards_the_mean_of_the_replicas(tmp_path: Path) -> None:
     """Compares with DiLoCo without momentum, computed in float64."""
-    snapshot, settings = initial_snapshot(SHAPE, None, seed=2), _settings(1.0, 32)
-    replicas = Replicas(snapshot, settings, tmp_path)
+    checkpoint, settings = initial_checkpoint(SHAPE, None, seed=2), _settings(1.0, 32)
+    replicas = Replicas(checkpoint, settings, tmp_path)
     replicas.round(1)
-    for parameter, start in snapshot.parameters.items():
+    for parameter, start in checkpoint.parameters.items():
         mean = sum(_change(name, parameter, 1, start.shape).double() for name in NAMES) / len(NAMES)
         found = replicas.parameters["alpha"][parameter].detach().double()
         torch.testing.assert_close(found, start.double() + 0.7 * mean, atol=1e-6, rtol=0, msg=parameter)
@@ -258,8 +260,8 @@ def test_dense_and_exact_it_is_a_step_towards_the_mean_of_the_replicas(tmp_path:
 
 
 def test_a_member_that_diverged_says_so_and_sends_nothing(tmp_path: Path) -> None:
-    snapshot, settings = initial_snapshot(SHAPE, None, seed=2), _settings(1 / 8, 2)
-    replicas = Replicas(snapshot, settings, tmp_path)
+    checkpoint, settings = initial_checkpoint(SHAPE, None, seed=2), _settings(1 / 8, 2)
+    replicas = Replicas(checkpoint, settings, tmp_path)
     with torch.no_grad():
         replicas.parameters["alpha"]["norm.weight"][3] = float("nan")
     replicas.exchange.assign("alpha", 0)

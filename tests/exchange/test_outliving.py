@@ -33,23 +33,23 @@ def test_who_waits_for_a_record_deposits_again_with_the_next_exchange(tmp_path: 
     server, port = serve_exchange(run.exchange, SECRET, "127.0.0.1:0")
     client = ExchangeClient(f"127.0.0.1:{port}", SECRET.credentials("a"), "run")
     run.exchange.died("a", "to be taken over the network")
-    term = client.join("a", "")
+    incarnation = client.join("a", "")
     a, b = Member(run, "a"), Member(run, "b")
     a.outer.session._exchange = client
     run.assign(0, "b")
     work = client.assign("a", 0)
-    assert (term, work.round, work.epoch) == (2, 1, 2)
+    assert (incarnation, work.round, work.generation) == (2, 1, 2)
     a.train(1)
-    waits = in_thread(lambda: a.outer.synchronise(1, work.epoch, 7))
+    waits = in_thread(lambda: a.outer.synchronise(1, work.generation, 7))
     first = run.exchange
-    first.decisions.wait_until(lambda: first.coordinator.open is not None and "a" in first.coordinator.open.whole)
+    first.runner.wait_until(lambda: first.coordinator.open is not None and "a" in first.coordinator.open.whole)
     ended = server.stop(None)  # every call breaks at once
-    first.decisions.fail("it is gone")  # ends the first exchange's waiting threads; no member hears of this any more
+    first.runner.fail("it is gone")  # ends the first exchange's waiting threads; no member hears of this any more
     assert ended.wait(TIMEOUT)
     assert not waits.done()
     run.take_over()
     server, _ = serve_exchange(run.exchange, SECRET, f"127.0.0.1:{port}")
-    assert not run.exchange.beat("b", 1, 1).is_over
+    assert not run.exchange.heartbeat("b", 1, 1).is_over
     b.outer.session._exchange = run.exchange
     b.train(1)
     b.outer.synchronise(1, 1, 7)
@@ -66,7 +66,7 @@ def test_callers_that_are_gone_leave_no_thread_waiting(tmp_path: Path, monkeypat
     run = Run(tmp_path, {"a": 1, "b": 1}, quorum=1.0)
     server, port = serve_exchange(run.exchange, SECRET, "127.0.0.1:0")
     run.assign(0, "a", "b")
-    held = shown(SECRET.credentials("a"), "run", run.exchange.coordinator.places["a"].term)
+    held = shown(SECRET.credentials("a"), "run", run.exchange.coordinator.slots["a"].incarnation)
     entered, left, call = Semaphore(0), Semaphore(0), run.exchange.call
 
     def counted(request: Message, caller: Caller) -> Any:
@@ -88,7 +88,7 @@ def test_callers_that_are_gone_leave_no_thread_waiting(tmp_path: Path, monkeypat
         assert waits.done()
     client = ExchangeClient(f"127.0.0.1:{port}", SECRET.credentials("a"), "run")
     client.wait_until_ready(TIMEOUT)
-    assert client.newest_snapshot()[0] == 0
+    assert client.newest_checkpoint()[0] == 0
     client.close()
     server.stop(None).wait()
 
@@ -105,19 +105,19 @@ def test_an_exchange_that_came_between_contributing_and_waiting_asks_to_be_told(
     run.assign(0, "b")
     work = client.assign("a", 0)
     a.train(1)
-    own = a.outer.contribute(1, work.epoch, 7)
+    own = a.outer.contribute(1, work.generation, 7)
     first = run.exchange
     ended = server.stop(None)
-    first.decisions.fail("it is gone")
+    first.runner.fail("it is gone")
     assert ended.wait(TIMEOUT)
     run.take_over()
     server, _ = serve_exchange(run.exchange, SECRET, f"127.0.0.1:{port}")
     assert client.last_round() == 0  # it has reached the new exchange
-    assert not run.exchange.beat("b", 1, 1).is_over
+    assert not run.exchange.heartbeat("b", 1, 1).is_over
     with pytest.raises(ExchangeLost, match="sending them again"):
         client.record(1, "a")
     for block, data in own.items():
-        client.deposit("a", BlobAddress(run.exchange.run, 1, "a", block), data, work.epoch, 7)
+        client.deposit("a", BlobAddress(run.exchange.run, 1, "a", block), data, work.generation, 7)
     b.outer.session._exchange = run.exchange
     b.train(1)
     b.outer.synchronise(1, 1, 7)
@@ -139,7 +139,7 @@ def _taken_over_after_a_round(tmp_path: Path) -> Run:
 def test_a_record_that_only_the_log_has_is_waited_for_while_its_store_is_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise the auditor, which reads the rounds since the last snapshot, would fail the run."""
+    """Otherwise the auditor, which reads the rounds since the last run checkpoint, would fail the run."""
     run, left, get = _taken_over_after_a_round(tmp_path), 3, FolderStore.get
 
     def is_away_at_first(store: FolderStore, key: str) -> bytes:
@@ -150,7 +150,7 @@ def test_a_record_that_only_the_log_has_is_waited_for_while_its_store_is_away(
         return get(store, key)
 
     monkeypatch.setattr(FolderStore, "get", is_away_at_first)
-    monkeypatch.setattr("replica_groups.exchange.decisions.FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("replica_groups.exchange.coordinator_runner.FIRST_PAUSE", 0.01)
     assert run.exchange.record(1).round == 1
     assert left == -1
 
@@ -175,7 +175,7 @@ def test_a_record_that_cannot_be_read_is_not_asked_for_for_ever(tmp_path: Path, 
         server.stop(None).wait()
 
 
-def test_a_process_whose_place_is_anothers_does_not_end_the_run(tmp_path: Path) -> None:
+def test_a_process_whose_slot_is_anothers_does_not_end_the_run(tmp_path: Path) -> None:
     """The process was frozen. It resumes, finds its incarnation over and cannot join again."""
     run = Run(tmp_path, {"a": 1, "b": 1}, quorum=1.0)
     server, port = serve_exchange(run.exchange, SECRET, "127.0.0.1:0")
@@ -204,7 +204,7 @@ def test_a_process_whose_place_is_anothers_does_not_end_the_run(tmp_path: Path) 
 
 def _header(run: Run, data: bytes = b"") -> BlobHeader:
     block = min(run.roster.blocks["a"])
-    return BlobHeader(round=2, replica="a", block=block, size=len(data), epoch=1, steps=7)
+    return BlobHeader(round=2, replica="a", block=block, size=len(data), generation=1, steps=7)
 
 
 def _joins_again(run: Run) -> int:
@@ -223,17 +223,17 @@ CALLS: dict[str, Callable[[Run, Caller], Any]] = {
     "LastRound": lambda run, a: run.exchange.last_round(),
     "Changes": lambda run, a: run.exchange.changes(),
     "Assign": lambda run, a: run.exchange.assign(a, 1),
-    "Beat": lambda run, a: run.exchange.beat(a, 2, 1),
+    "Heartbeat": lambda run, a: run.exchange.heartbeat(a, 2, 1),
     "Broken": lambda run, a: run.exchange.broken(a, 1, "a cause"),
     "Died": lambda run, a: run.exchange.died("b", "a cause", 1),
-    "NewestSnapshot": lambda run, a: run.exchange.newest_snapshot(),
-    "Snapshot": lambda run, a: run.exchange.snapshot(["norm.weight"], 0),
-    "Deposit": lambda run, a: run.deposit(2, "a", epoch=1, term=1),
-    "UploadUrl": lambda run, a: run.exchange.deposits.upload_url(Upload(blob=_header(run), sha256=bytes(32)), a),
-    "Uploaded": lambda run, a: run.exchange.deposits.uploaded(Upload(blob=_header(run), sha256=bytes(32)), a),
+    "NewestCheckpoint": lambda run, a: run.exchange.newest_checkpoint(),
+    "RunCheckpoint": lambda run, a: run.exchange.checkpoint(["norm.weight"], 0),
+    "Deposit": lambda run, a: run.deposit(2, "a", generation=1, incarnation=1),
+    "UploadUrl": lambda run, a: run.exchange.inbox.upload_url(Upload(blob=_header(run), sha256=bytes(32)), a),
+    "Uploaded": lambda run, a: run.exchange.inbox.uploaded(Upload(blob=_header(run), sha256=bytes(32)), a),
     "Record": lambda run, a: run.exchange.record(1, a),
     "Fetch": lambda run, a: run.exchange.fetch(a, 1, "b", min(run.roster.blocks["b"])),
-    "Confirm": lambda run, a: run.exchange.confirm(a, 1, dict.fromkeys(run.snapshot.parameters, bytes(32))),
+    "Confirm": lambda run, a: run.exchange.confirm(a, 1, dict.fromkeys(run.checkpoint.parameters, bytes(32))),
     "Show": _shows,
     "Report": lambda run, a: run.exchange.report([Report(member="a", computes=Computes(device="cpu"))], a),
 }
@@ -253,17 +253,17 @@ def test_no_call_is_refused_while_the_next_exchange_reads_the_log(call: str, tmp
     run.deposit(1, "a", "b")
     run.assign(1)
     run.exchange = next_one = run._open(goes_on=True)
-    waits, wait_until = Event(), next_one.decisions.wait_until
+    waits, wait_until = Event(), next_one.runner.wait_until
 
     def waited(*arguments: Any, **options: Any) -> None:
         waits.set()
         wait_until(*arguments, **options)
 
-    next_one.decisions.wait_until = waited  # type: ignore[method-assign]
+    next_one.runner.wait_until = waited  # type: ignore[method-assign]
     answer = in_thread(lambda: CALLS[call](run, Caller("a", 1)))
     answer.add_done_callback(lambda _: waits.set())
     assert waits.wait(TIMEOUT)
     assert next_one.refusals == 0, answer.exception(TIMEOUT)
-    next_one.begin(run.snapshot, last_round=1)
+    next_one.begin(run.checkpoint, last_round=1)
     refused = answer.exception(TIMEOUT)
     assert refused is None or (call == "Uploaded" and "was not uploaded" in str(refused)), refused

@@ -16,7 +16,7 @@ from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, decode_blob
 from hetero_pp.rpc.exchange_service import Caller
-from hetero_pp.run.snapshot import initial_snapshot
+from hetero_pp.run.checkpoint import initial_checkpoint
 from replica_groups.engines.parameter_store import LocalParameters
 from replica_groups.member.outer_round import OuterRound
 from replica_groups.member.session import MemberSession
@@ -36,8 +36,8 @@ class Far(MemberSession):
         self.is_suspended = False
         self.given_up = 0
 
-    def deposit_together(
-        self, member: str | Caller, blobs: Mapping[BlobAddress, bytes], epoch: int | None = None, steps: int = 0
+    def deposit_all(
+        self, member: str | Caller, blobs: Mapping[BlobAddress, bytes], generation: int | None = None, steps: int = 0
     ) -> None:
         self.blobs.update({(one.round, one.replica, one.block): data for one, data in blobs.items()})
 
@@ -45,7 +45,7 @@ class Far(MemberSession):
         if self.is_suspended:
             raise Suspended("a neighbour is gone")
         record = RoundRecord(round=round_)
-        entry = record.contributions.add(replica=self.counts, weight=1.0, epoch=1)
+        entry = record.contributions.add(replica=self.counts, weight=1.0, generation=1)
         for (number, replica, block), data in self.blobs.items():
             if (number, replica) == (round_, self.counts):
                 entry.blobs.add(block=block, sha256=hashlib.sha256(data).digest())
@@ -72,7 +72,7 @@ class Far(MemberSession):
         return found
 
 
-START = initial_snapshot(SHAPE, None, seed=1).parameters
+START = initial_checkpoint(SHAPE, None, seed=1).parameters
 
 
 class Member:

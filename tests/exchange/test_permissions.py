@@ -32,14 +32,14 @@ ROSTER = Roster(
     {("home.0-1", "forward"): "home.0", ("home.0-1", "backward"): "home.1", ("dc-exchange", "backward"): "dc"},
 )
 
-_EVERYBODY = "LastRound Changes NewestSnapshot Snapshot Watch Died Status Preview Measure"
+_EVERYBODY = "LastRound Changes NewestCheckpoint Run checkpoint Watch Died Status Preview Measure"
 _MEMBERS = "Agree Join Fetch Report Stay Carry"
-_MEMBERS_IN_A_TERM = "Assign Beat Broken Deposit UploadUrl Uploaded Record Confirm Show"
+_MEMBERS_IN_A_INCARNATION = "Assign Beat Broken Deposit UploadUrl Uploaded Record Confirm Show"
 
 MAY: dict[tuple[str, bool], str] = {
-    ("dc", True): f"{_EVERYBODY} {_MEMBERS} {_MEMBERS_IN_A_TERM}",
+    ("dc", True): f"{_EVERYBODY} {_MEMBERS} {_MEMBERS_IN_A_INCARNATION}",
     ("dc", False): f"{_EVERYBODY} {_MEMBERS}",
-    ("home.1", True): f"{_EVERYBODY} {_MEMBERS} {_MEMBERS_IN_A_TERM}",
+    ("home.1", True): f"{_EVERYBODY} {_MEMBERS} {_MEMBERS_IN_A_INCARNATION}",
     ("home.1", False): f"{_EVERYBODY} {_MEMBERS}",
     ("home", True): _EVERYBODY,
     ("home", False): _EVERYBODY,
@@ -92,12 +92,12 @@ TOLD: dict[str, tuple[pb.Report, set[str]]] = {
     "finished": (pb.Report(finished=pb.Finished()), set(ROSTER.members)),
     "closed": (pb.Report(round_closed=pb.RoundRecord(round=1)), set()),
     "verified": (pb.Report(round_verified=pb.RoundVerified(round=1)), set()),
-    "joined": (pb.Report(joined=pb.Joined(term=9)), set()),
+    "joined": (pb.Report(joined=pb.Joined(incarnation=9)), set()),
     "begun": (pb.Report(begun=pb.Begun()), set()),
     "waiting": (pb.Report(waiting=pb.Waiting()), set()),
     "over": (pb.Report(over=pb.Over(round=9, rounds=9)), set()),
     "reading": (pb.Report(reading=pb.Reading(what="text")), set()),
-    "standing": (pb.Report(standing=pb.Standing(what=pb.TERM_OVER)), set()),
+    "membership_event": (pb.Report(membership_event=pb.MembershipEvent(what=pb.INCARNATION_OVER)), set()),
     "scores": (pb.Report(scores=pb.Scores(round=1)), set()),
     "counters": (pb.Report(so_far=pb.SoFar(last_round=9)), set()),
     "judgement": (pb.Report(judged=pb.Judgement(round=1)), set()),
@@ -125,8 +125,8 @@ class _Call:
         return self._metadata
 
 
-def _caller(name: str, term: int | None = None) -> RemoteCaller:
-    context = _Call(shown(SECRET.credentials(name), "run", term))
+def _caller(name: str, incarnation: int | None = None) -> RemoteCaller:
+    context = _Call(shown(SECRET.credentials(name), "run", incarnation))
     return Callers(SECRET, ROSTER).of(context)  # type: ignore[arg-type]
 
 
@@ -144,15 +144,15 @@ class _EncryptedCall(_Call):
 class _Everybody:
     """Guests that are all admitted. Implements Guests."""
 
-    def require_in(self, place: str, number: int) -> None: ...
+    def require_in(self, slot: str, number: int) -> None: ...
 
     def require_open(self, ticket: str) -> None: ...
 
 
-def _certified(name: str, holder: int, guests: Guests | None, term: int | None = None) -> RemoteCaller:
+def _certified(name: str, holder: int, guests: Guests | None, incarnation: int | None = None) -> RemoteCaller:
     """Let in a caller with a certificate for `name` whose metadata claims another name."""
     certificate = SECRET.authority.sign(new_key().public_key(), name, holder, time.time() + 60)
-    metadata = (("name", LAUNCHER), *([] if term is None else [("term", str(term))]))
+    metadata = (("name", LAUNCHER), *([] if incarnation is None else [("incarnation", str(incarnation))]))
     context = _EncryptedCall(metadata, certificate)
     return Callers(SECRET, ROSTER, encrypted=True, guests=guests).let_in(context)  # type: ignore[arg-type]
 
@@ -164,10 +164,10 @@ def test_every_call_is_in_the_table() -> None:
 
 
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize(("who", "names_term"), BY_TICKET)
-def test_who_may_make_a_call_by_a_ticket(who: str, names_term: bool, call: str) -> None:
-    caller = _certified(who, 0 if who == TICKET else 2, _Everybody(), 1 if names_term else None)
-    assert _is_allowed(require_call, call, caller) == (call in BY_TICKET[who, names_term].split())
+@pytest.mark.parametrize(("who", "names_incarnation"), BY_TICKET)
+def test_who_may_make_a_call_by_a_ticket(who: str, names_incarnation: bool, call: str) -> None:
+    caller = _certified(who, 0 if who == TICKET else 2, _Everybody(), 1 if names_incarnation else None)
+    assert _is_allowed(require_call, call, caller) == (call in BY_TICKET[who, names_incarnation].split())
     assert caller.members == (frozenset() if who == TICKET else frozenset([who]))
 
 
@@ -181,10 +181,10 @@ def test_nobody_is_let_in_by_a_ticket_where_nobody_was_invited() -> None:
 
 
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize(("who", "names_term"), MAY)
-def test_who_may_make_a_call(who: str, names_term: bool, call: str) -> None:
-    caller = _caller(who, 1 if names_term else None)
-    assert _is_allowed(require_call, call, caller) == (call in MAY[who, names_term].split())
+@pytest.mark.parametrize(("who", "names_incarnation"), MAY)
+def test_who_may_make_a_call(who: str, names_incarnation: bool, call: str) -> None:
+    caller = _caller(who, 1 if names_incarnation else None)
+    assert _is_allowed(require_call, call, caller) == (call in MAY[who, names_incarnation].split())
 
 
 @pytest.mark.parametrize("member", ROSTER.members)
@@ -205,10 +205,10 @@ def test_every_event_is_tried() -> None:
     assert events > REPORTS.keys()
 
 
-@pytest.mark.parametrize("term", ["-1", "1.0", "²", "1" * 10, "", "one"])
-def test_a_term_is_a_number(term: str) -> None:
-    context = _Call((*shown(SECRET.credentials("dc")), ("term", term)))
-    assert Callers(SECRET, ROSTER).of(context).term is None  # type: ignore[arg-type]
+@pytest.mark.parametrize("incarnation", ["-1", "1.0", "²", "1" * 10, "", "one"])
+def test_a_incarnation_is_a_number(incarnation: str) -> None:
+    context = _Call((*shown(SECRET.credentials("dc")), ("incarnation", incarnation)))
+    assert Callers(SECRET, ROSTER).of(context).incarnation is None  # type: ignore[arg-type]
 
 
 def test_credentials_give_nobody_elses_away() -> None:
@@ -255,9 +255,9 @@ class _Served:
         self.address = f"127.0.0.1:{port}"
         self._clients: list[ExchangeClient] = []
 
-    def client(self, credentials: Credentials, term: int | None = None) -> ExchangeClient:
+    def client(self, credentials: Credentials, incarnation: int | None = None) -> ExchangeClient:
         client = ExchangeClient(self.address, credentials, "run")
-        client._term = term
+        client._incarnation = incarnation
         self._clients.append(client)
         return client
 
@@ -301,13 +301,13 @@ def test_a_forged_report_changes_nothing(served: _Served) -> None:
     for forged in (
         pb.Report(round_verified=pb.RoundVerified(round=1, replica="b")),
         pb.Report(inner_step=pb.InnerStep(replica="b", round=1, loss=0.0)),
-        pb.Report(standing=pb.Standing(what=pb.GIVEN_UP, place="b")),
+        pb.Report(membership_event=pb.MembershipEvent(what=pb.GIVEN_UP, slot="b")),
     ):
         with pytest.raises(Refused, match="a may not report"):
             client.report([pb.Report(finished=pb.Finished()), forged])
     told = [one.WhichOneof("event") for one in _reports(run)]
     assert told.count("refusal") == 3
-    assert not set(told) & {"round_verified", "inner_step", "standing", "finished"}
+    assert not set(told) & {"round_verified", "inner_step", "membership_event", "finished"}
     assert run.exchange.coordinator.holds("a", 1), "what was told beside a forged report was taken for true"
 
 
@@ -358,7 +358,7 @@ def test_a_member_confirms_what_it_holds_only(tmp_path: Path) -> None:
     run.assign(0, "a")
     block = sorted(run.exchange.roster.blocks["a"])[0]
     run.exchange.state.roster = Roster({"a": "a"}, {"a": run.exchange.roster.blocks["a"] - {block}})
-    [name] = [name for name in run.snapshot.parameters if name.startswith(block)][:1]
+    [name] = [name for name in run.checkpoint.parameters if name.startswith(block)][:1]
     with pytest.raises(Refused, match="another member's"):
         run.exchange.confirm("a", 1, {name: bytes(32)})
     assert _refusals(run) == {Kind.FORBIDDEN: 1}

@@ -322,7 +322,7 @@ def test_a_run_ends_though_a_member_only_sends_heartbeats(run: Run) -> None:
     assert run.exchange.coordinator.holds("a", 1)
     run.passes(1, heard=tuple(FOUR))
     run.exchange.wait_until_finished()
-    assert run.exchange.beat(Caller("a", 1)).is_over
+    assert run.exchange.heartbeat(Caller("a", 1)).is_over
     run.exchange.join("a", "", process="again")  # nor can it keep the run open by joining again
     assert run.exchange.coordinator.is_through
 
@@ -330,5 +330,5 @@ def test_a_run_ends_though_a_member_only_sends_heartbeats(run: Run) -> None:
 def test_a_round_that_no_run_has_is_assigned_to_nobody(tmp_path: Path) -> None:
     """A stage that claims to train it would let the other stages of its group catch up without end."""
     run = Run(tmp_path, {"dc": 1, "home": 2})
-    run.exchange.beat("home.0", 2**32 - 1, run.exchange.coordinator.replicas["home"].epoch)
+    run.exchange.heartbeat("home.0", 2**32 - 1, run.exchange.coordinator.replicas["home"].generation)
     assert run.assign(0, "home.0", "home.1") == {"home.0": 1, "home.1": 1}

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from hetero_pp.messages.messages_pb2 import Failure, Refusal, Report, Standing
+from hetero_pp.messages.messages_pb2 import Failure, MembershipEvent, Refusal, Report
 from hetero_pp.messages.refusals import SECONDS_BETWEEN, TOLD_AT_ONCE, Kind, Refusals
 from hetero_pp.rpc.plain_text import MOST_CHARACTERS, make_plain, plain
 
@@ -81,6 +81,6 @@ def test_every_text_of_a_report_is_made_plain() -> None:
     report = Report(time=3.0, member="a\x1b", failure=Failure(cause="b\n", consequence=True))
     make_plain(report)
     assert report == Report(time=3.0, member="a\\x1b", failure=Failure(cause="b ", consequence=True))
-    standing = Report(standing=Standing(place="\x07", round=3))
-    make_plain(standing)
-    assert standing.standing == Standing(place="\\x07", round=3)
+    membership_event = Report(membership_event=MembershipEvent(slot="\x07", round=3))
+    make_plain(membership_event)
+    assert membership_event.membership_event == MembershipEvent(slot="\\x07", round=3)

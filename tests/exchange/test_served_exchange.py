@@ -32,7 +32,7 @@ from hetero_pp.rpc.framing import header_and_payload_frames
 from hetero_pp.rpc.request_bounds import RequestBounds
 from hetero_pp.rpc.services import EXCHANGE_SERVICE as SERVICE
 from hetero_pp.rpc.services import calls_of
-from hetero_pp.run.snapshot import Snapshot
+from hetero_pp.run.checkpoint import RunCheckpoint
 from hetero_pp.run.spec import Roster
 from replica_groups.exchange import server as served_exchange
 from replica_groups.exchange.exchange import Exchange
@@ -52,13 +52,13 @@ BLOB = b"a blob of some bytes"
 LARGEST = 1000
 ADDRESS = BlobAddress(RUN, 3, "dc", "norm")
 CHANGES = Changes({"outer.rounds": {1: 2, 5: 9}, "inner.learning_rate": {1: 0.5, 3: 0.25}})
-HEADER = pb.BlobHeader(round=3, replica="dc", block="norm", size=len(BLOB), epoch=7, steps=50)
+HEADER = pb.BlobHeader(round=3, replica="dc", block="norm", size=len(BLOB), generation=7, steps=50)
 NORM = torch.arange(6.0).view(2, 3)
-TERM = 5
+INCARNATION = 5
 WORK = pb.AssignReply(
-    round=8, epoch=7, downstream="127.0.0.1:7", heals=True, is_first=True, upstream="127.0.0.1:6", trained=8
+    round=8, generation=7, downstream="127.0.0.1:7", heals=True, is_first=True, upstream="127.0.0.1:6", trained=8
 )
-STANDING = pb.BeatReply(is_over=True, suspended=7, cause="home.0: it ended")
+MEMBERSHIP_EVENT = pb.HeartbeatReply(is_over=True, suspended=7, cause="home.0: it ended")
 
 STRANGERS: dict[str, dict[str, str]] = {
     "wrong token": {"token": "another token", "run": RUN},
@@ -76,11 +76,11 @@ STRANGERS: dict[str, dict[str, str]] = {
 REPLIES: dict[type[Message], Message] = {
     pb.AgreeRequest: pb.AgreeReply(run=RUN),
     pb.ChangesRequest: pb.ChangesReply(changes=CHANGES.to_json()),
-    pb.JoinRequest: pb.JoinReply(term=TERM),
+    pb.JoinRequest: pb.JoinReply(incarnation=INCARNATION),
     pb.LastRoundRequest: pb.LastRoundReply(last_round=7),
-    pb.NewestSnapshotRequest: pb.NewestSnapshotReply(round=6, names=["a", "b"]),
+    pb.NewestCheckpointRequest: pb.NewestCheckpointReply(round=6, names=["a", "b"]),
     pb.AssignRequest: WORK,
-    pb.BeatRequest: STANDING,
+    pb.HeartbeatRequest: MEMBERSHIP_EVENT,
     pb.RecordRequest: pb.RoundRecord(round=3),
 }
 """Replies that are not empty."""
@@ -98,16 +98,16 @@ class Recorder:
         self.sounds: list[str] = []
         self.expected: list[tuple[str, pb.BlobHeader]] = []
         """Blobs that members were about to send."""
-        self.left_terms: list[int | None] = []
+        self.left_incarnations: list[int | None] = []
         self.processes: list[str | None] = []
         """Names of the processes that wanted a slot."""
         self.stayed, self.woken = threading.Event(), threading.Event()
         self.refused: list[tuple[str, str, Kind]] = []
         self.audits = NoAudits()
-        self.presence = self.deposits = self.decided = self.addresses = self.assignments = self.decisions = self
+        self.presence = self.inbox = self.decided = self.addresses = self.assignments = self.runner = self
 
     def _note(self, call: str, caller: Caller, *what: object) -> None:
-        self.asked.append((call, caller.name, caller.term, *what))
+        self.asked.append((call, caller.name, caller.incarnation, *what))
 
     def call(self, request: Message, caller: Caller) -> Any:
         call = call_of(request)
@@ -117,26 +117,26 @@ class Recorder:
         if isinstance(request, pb.RecordRequest):
             request.exchange = ""  # names the server's process
         self._note(call.name, caller, request)
-        if isinstance(request, pb.BeatRequest) and not request.HasField("round"):
-            return pb.BeatReply()
+        if isinstance(request, pb.HeartbeatRequest) and not request.HasField("round"):
+            return pb.HeartbeatReply()
         return REPLIES.get(type(request), GetMessageClass(call.output_type)())
 
     def dialled(self, member: str, address: str, is_reached: bool | None) -> None:
         self.asked.append(("dialled", member, address, is_reached))
 
-    def open_snapshot(self, request: pb.SnapshotRequest, caller: Caller) -> Snapshot:
-        self._note("Snapshot", caller, request)
-        return Snapshot(0, dict.fromkeys(request.names, NORM), None)
+    def open_checkpoint(self, request: pb.CheckpointRequest, caller: Caller) -> RunCheckpoint:
+        self._note("RunCheckpoint", caller, request)
+        return RunCheckpoint(0, dict.fromkeys(request.names, NORM), None)
 
     def link_broke(self, request: pb.BrokenRequest, caller: Caller) -> Sequence[HeldBy]:
         self._note("Broken", caller, request)
         return ()
 
-    def guests_beside(self, member: str) -> Sequence[HeldBy]:
+    def neighbouring_guests(self, member: str) -> Sequence[HeldBy]:
         return ()
 
-    def died(self, member: str, cause: str, term: int | None = None) -> None:
-        self.asked.append(("died", member, cause, term))
+    def died(self, member: str, cause: str, incarnation: int | None = None) -> None:
+        self.asked.append(("died", member, cause, incarnation))
 
     def expect(self, header: pb.BlobHeader | pb.ShownFile, caller: Caller) -> None:
         if isinstance(header, pb.ShownFile):
@@ -171,7 +171,7 @@ class Recorder:
         self._note("stored", caller, request)
         return None
 
-    def wake(self, place: str) -> None:
+    def wake(self, slot: str) -> None:
         self.woken.set()
 
     def fetch_blob(self, request: pb.FetchRequest, caller: Caller) -> bytes:
@@ -187,15 +187,15 @@ class Recorder:
         self.asked.append(("Watch", *members))
         yield from self.reports
 
-    def heard(self, member: str, term: int | None = None) -> None:
+    def heard(self, member: str, incarnation: int | None = None) -> None:
         self.sounds.append(member)
 
     def stay(self, member: str) -> None:
         self.asked.append(("stay", member))
         self.stayed.set()
 
-    def left(self, member: str, node: str = "", term: int | None = None) -> None:
-        self.left_terms.append(term)
+    def left(self, member: str, node: str = "", incarnation: int | None = None) -> None:
+        self.left_incarnations.append(incarnation)
         self.asked.append(("left", member, *([node] if node else [])))
 
     def refuse(self, sender: str, reason: str, kind: Kind) -> None:
@@ -268,7 +268,7 @@ def _call(served: Served, path: str, metadata: Mapping[str, str]) -> None:
 
 def test_the_calls_are_those_that_members_make() -> None:
     """Makes sure that the tests below do not pass because no call was made."""
-    made = "Agree Changes Join LastRound Assign Beat Broken Died NewestSnapshot Snapshot Deposit Record Fetch"
+    made = "Agree Changes Join LastRound Assign Beat Broken Died NewestCheckpoint Run checkpoint Deposit Record Fetch"
     made += " UploadUrl Uploaded Confirm Report Show Stay Watch"
     assert CALLS.keys() >= {f"/hetero_pp.Exchange/{name}" for name in made.split()}
 
@@ -277,7 +277,7 @@ def test_the_calls_are_those_that_members_make() -> None:
 @pytest.mark.parametrize("known", STRANGERS.values(), ids=STRANGERS)
 def test_a_stranger_is_refused_counted_and_reaches_nothing(path: str, known: dict[str, str], served: Served) -> None:
     with pytest.raises(grpc.RpcError) as error:
-        _call(served, path, {"name": "dc", "term": "1"} | known)
+        _call(served, path, {"name": "dc", "incarnation": "1"} | known)
     knows = known.get("token") == TOKEN
     expected = grpc.StatusCode.PERMISSION_DENIED if knows else grpc.StatusCode.UNAUTHENTICATED
     assert error.value.code() is expected
@@ -294,12 +294,12 @@ def test_a_stranger_is_refused_counted_and_reaches_nothing(path: str, known: dic
 def test_with_the_token_every_call_gets_through(path: str, run: dict[str, str], served: Served) -> None:
     name = path.rpartition("/")[2]
     caller = "validator.first" if name == "Judge" else "dc"
-    _call(served, path, {"name": caller, "token": SECRET.credentials(caller).token, "term": "1"} | run)
+    _call(served, path, {"name": caller, "token": SECRET.credentials(caller).token, "incarnation": "1"} | run)
     served.stop()
     asked = [what for what, *_ in served.exchange.asked]
-    several = {"Stay": ["stay", "left"], "Snapshot": ["NewestSnapshot", "Snapshot"]}
+    several = {"Stay": ["stay", "left"], "RunCheckpoint": ["NewestCheckpoint", "RunCheckpoint"]}
     assert asked == several.get(name, [name])
-    moves = name in ("Snapshot", "Deposit", "Fetch", "Show")
+    moves = name in ("RunCheckpoint", "Deposit", "Fetch", "Show")
     assert served.exchange.sounds == [caller] * (2 if moves else 1)  # a frame shows that the member is there, too
     assert served.exchange.refused == []
 
@@ -308,17 +308,17 @@ def test_what_a_member_asks_arrives_and_is_answered(served: Served) -> None:
     client = ExchangeClient(served.address, SECRET.credentials("dc"), RUN)
     held = AvailableStates(frozenset({2, 7}), ("round 8 is damaged",))
     assert client.agree("dc", "{}", "of a text") == RUN
-    assert client.join("dc", "127.0.0.1:6", held) == TERM
+    assert client.join("dc", "127.0.0.1:6", held) == INCARNATION
     assert client.changes() == CHANGES
     assert client.last_round() == 7
     assert client.assign("dc", 7, "127.0.0.1:6", trained=8) == WORK
-    assert client.beat("dc") == pb.BeatReply()
-    assert client.beat("dc", 8, 7, 6, True) == STANDING
+    assert client.heartbeat("dc") == pb.HeartbeatReply()
+    assert client.heartbeat("dc", 8, 7, 6, True) == MEMBERSHIP_EVENT
     client.broken("dc", 7, "a cause", "home.1")
     client.died("dc", "another", 4)
-    assert client.newest_snapshot() == (6, ["a", "b"])
-    assert client.snapshot(["a", "b"])["b"].equal(NORM)
-    assert client.snapshot(["a"], 0)["a"].equal(NORM)
+    assert client.newest_checkpoint() == (6, ["a", "b"])
+    assert client.checkpoint(["a", "b"])["b"].equal(NORM)
+    assert client.checkpoint(["a"], 0)["a"].equal(NORM)
     client.deposit("dc", ADDRESS, BLOB, 7, 50)
     assert client.record(3).round == 3
     assert client.fetch("dc", 3, "home", "norm") == BLOB
@@ -341,28 +341,28 @@ def test_what_a_member_asks_arrives_and_is_answered(served: Served) -> None:
                     version=PROTOCOL_VERSION, address="127.0.0.1:6", rounds=[2, 7], damaged=["round 8 is damaged"]
                 ),
             ),
-            ("Changes", "dc", TERM, pb.ChangesRequest()),
-            ("LastRound", "dc", TERM, pb.LastRoundRequest()),
-            ("Assign", "dc", TERM, pb.AssignRequest(holds=7, address="127.0.0.1:6", trained=8)),
-            ("Beat", "dc", TERM, pb.BeatRequest()),
-            ("Beat", "dc", TERM, pb.BeatRequest(round=8, epoch=7, progress=6, computes=True)),
-            ("Broken", "dc", TERM, pb.BrokenRequest(epoch=7, cause="a cause", blames="home.1")),
-            ("Died", "dc", TERM, pb.DiedRequest(member="dc", cause="another", term=4)),
-            ("NewestSnapshot", "dc", TERM, pb.NewestSnapshotRequest()),
-            ("NewestSnapshot", "dc", TERM, pb.NewestSnapshotRequest()),
-            ("Snapshot", "dc", TERM, pb.SnapshotRequest(names=["a", "b"], round=6)),
-            ("Snapshot", "dc", TERM, pb.SnapshotRequest(names=["a"], round=0)),
-            ("Deposit", "dc", TERM, HEADER, BLOB),
-            ("Record", "dc", TERM, pb.RecordRequest(round=3)),
-            ("Fetch", "dc", TERM, pb.FetchRequest(round=3, replica="home", block="norm", takes_following=True)),
-            ("Confirm", "dc", TERM, pb.HashReport(round=3, sha256={"norm.weight": b"\1" * 32})),
+            ("Changes", "dc", INCARNATION, pb.ChangesRequest()),
+            ("LastRound", "dc", INCARNATION, pb.LastRoundRequest()),
+            ("Assign", "dc", INCARNATION, pb.AssignRequest(holds=7, address="127.0.0.1:6", trained=8)),
+            ("Heartbeat", "dc", INCARNATION, pb.HeartbeatRequest()),
+            ("Heartbeat", "dc", INCARNATION, pb.HeartbeatRequest(round=8, generation=7, progress=6, computes=True)),
+            ("Broken", "dc", INCARNATION, pb.BrokenRequest(generation=7, cause="a cause", blames="home.1")),
+            ("Died", "dc", INCARNATION, pb.DiedRequest(member="dc", cause="another", incarnation=4)),
+            ("NewestCheckpoint", "dc", INCARNATION, pb.NewestCheckpointRequest()),
+            ("NewestCheckpoint", "dc", INCARNATION, pb.NewestCheckpointRequest()),
+            ("RunCheckpoint", "dc", INCARNATION, pb.CheckpointRequest(names=["a", "b"], round=6)),
+            ("RunCheckpoint", "dc", INCARNATION, pb.CheckpointRequest(names=["a"], round=0)),
+            ("Deposit", "dc", INCARNATION, HEADER, BLOB),
+            ("Record", "dc", INCARNATION, pb.RecordRequest(round=3)),
+            ("Fetch", "dc", INCARNATION, pb.FetchRequest(round=3, replica="home", block="norm", takes_following=True)),
+            ("Confirm", "dc", INCARNATION, pb.HashReport(round=3, sha256={"norm.weight": b"\1" * 32})),
             # whoever knows the token speaks for itself only
-            ("Report", "dc", TERM, pb.ReportRequest(reports=[pb.Report(member="dc", finished=pb.Finished())])),
+            ("Report", "dc", INCARNATION, pb.ReportRequest(reports=[pb.Report(member="dc", finished=pb.Finished())])),
             ("Watch",),
         ],
         key=str,
     )
-    assert set(served.exchange.left_terms) == {TERM}
+    assert set(served.exchange.left_incarnations) == {INCARNATION}
 
 
 _VALUES = {
@@ -417,7 +417,7 @@ def test_every_field_crosses_in_both_directions(call: str, served: Served, monke
     monkeypatch.setitem(REPLIES, type(request), reply)
     caller = "validator.first" if call == "Judge" else "dc"
     client = ExchangeClient(served.address, SECRET.credentials(caller), RUN)
-    client._term = TERM
+    client._incarnation = INCARNATION
     link = LinkSpec("dc-exchange", "dc", "exchange", LinkShape(), LinkShape())
     exchange = MemberSession(client, "dc", "dc", RUN, ExchangeLine(link, seed=1), overlaps=True)
     assert exchange.call(request, Caller(caller)) == reply
@@ -450,11 +450,11 @@ def test_a_client_that_is_a_stranger_is_told_so(secret: Secret, run: str, words:
         lambda: client.changes(),
         lambda: client.last_round(),
         lambda: client.assign("dc", 0),
-        lambda: client.beat("dc"),
+        lambda: client.heartbeat("dc"),
         lambda: client.broken("dc", 1, "a cause"),
         lambda: client.died("dc", "a cause"),
-        lambda: client.newest_snapshot(),
-        lambda: client.snapshot(["a"]),
+        lambda: client.newest_checkpoint(),
+        lambda: client.checkpoint(["a"]),
         lambda: client.deposit("dc", ADDRESS, BLOB),
         lambda: client.record(3),
         lambda: client.fetch("dc", 3, "home", "norm"),
@@ -485,10 +485,10 @@ def test_what_is_large_has_a_connection_of_its_own(served: Served) -> None:
     """On a slow line, a contribution of a minute would delay every heartbeat."""
     stranger = ExchangeClient(served.address, OTHER.credentials("dc"), RUN)
     for ask in (
-        lambda: stranger.beat("dc"),
+        lambda: stranger.heartbeat("dc"),
         lambda: stranger.report([]),
         lambda: stranger.fetch("dc", 3, "home", "norm"),
-        lambda: stranger.snapshot(["a"]),
+        lambda: stranger.checkpoint(["a"]),
     ):
         with pytest.raises(Refused):
             ask()

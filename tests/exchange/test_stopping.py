@@ -90,11 +90,11 @@ def test_a_halted_exchange_waits_for_the_members_that_have_not_applied_the_last_
         run.assign(0, name)
         threading.Thread(target=run.exchange.presence.stay, args=[name], daemon=True).start()
         run.deposit(1, name)
-    run.exchange.decisions.wait_until(lambda: run.exchange.presence.here == {"a", "b"})
+    run.exchange.runner.wait_until(lambda: run.exchange.presence.here == {"a", "b"})
     closed = run.exchange.halt()
     waiting = threading.Thread(target=run.exchange.wait_until_applied, args=[closed, 600], daemon=True)
     waiting.start()
-    hashes = {name: bytes(32) for name in run.snapshot.parameters}
+    hashes = {name: bytes(32) for name in run.checkpoint.parameters}
     run.exchange.confirm("a", closed, hashes)
     assert waiting.is_alive()
     run.exchange.presence.left("b")
@@ -146,8 +146,8 @@ def test_a_member_that_is_stopped_does_not_wait_for_a_contribution_from_an_excha
         lambda exchange: exchange.broken("a", 1, "its neighbour is gone"),
         lambda exchange: exchange.changes(),
         lambda exchange: exchange.join("a", ""),
-        lambda exchange: exchange.newest_snapshot(),
-        lambda exchange: exchange.snapshot(["weight"], 1),
+        lambda exchange: exchange.newest_checkpoint(),
+        lambda exchange: exchange.checkpoint(["weight"], 1),
     ],
 )
 def test_a_member_that_is_stopped_waits_for_no_reply_of_an_exchange_that_is_gone(
@@ -161,7 +161,7 @@ def test_a_member_that_is_stopped_waits_for_no_reply_of_an_exchange_that_is_gone
             stopping.ask(None)
             threading.Event().wait(60)
 
-        read_snapshot = call
+        read_checkpoint = call
 
     with pytest.raises(Stopped):
         ask(MemberSession(cast(Any, Gone()), "a", "a", stopping=stopping))
@@ -173,9 +173,9 @@ def test_a_recovering_member_that_is_stopped_waits_for_an_exchange_that_is_there
     class Slow:
         def call(self, *_: object) -> Any:
             stopping.ask(3)
-            return pb.NewestSnapshotReply(round=3)
+            return pb.NewestCheckpointReply(round=3)
 
-    assert MemberSession(cast(Any, Slow()), "a", "a", stopping=stopping).newest_snapshot() == (3, [])
+    assert MemberSession(cast(Any, Slow()), "a", "a", stopping=stopping).newest_checkpoint() == (3, [])
 
 
 class _Left(Exception):

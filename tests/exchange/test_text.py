@@ -51,7 +51,7 @@ def test_the_first_that_reads_a_text_says_which_the_run_is_of(exchange: Exchange
         exchange.agree("lab", "{}", ANOTHER)
 
 
-def test_of_two_that_agree_at_once_the_first_to_take_its_place_counts(exchange: Exchange) -> None:
+def test_of_two_that_agree_at_once_the_first_to_take_its_slot_counts(exchange: Exchange) -> None:
     exchange.agree("dc", "{}", OURS)
     exchange.agree("lab", "{}", ANOTHER)
     exchange.join("dc", "")
@@ -75,7 +75,7 @@ def test_what_a_run_was_trained_on_stays(run: Run, tmp_path: Path) -> None:
     run.exchange = exchange = _opened(run, tmp_path)
     for member in run.roster.members:
         _join(exchange, member, "" if member == "home.1" else OURS)
-    exchange.begin(run.snapshot)
+    exchange.begin(run.checkpoint)
     run.assign(0)
     run.deposit(1, *run.roster.members)
     assert exchange.coordinator.last_round == 1

@@ -327,17 +327,17 @@ def _holder(name: str, holder: int) -> LinkCredentials:
     return LinkCredentials(identity=Identity(certificate, as_text(key), SECRET.authority.certificate))
 
 
-def _dial(listener: Listener, credentials: LinkCredentials, epoch: int, timeout: float = TIMEOUT) -> GrpcLinkEnd:
-    return open_stage_link(listener.address, LINK, credentials, "home.0", 0, timeout, epoch=epoch)
+def _dial(listener: Listener, credentials: LinkCredentials, generation: int, timeout: float = TIMEOUT) -> GrpcLinkEnd:
+    return open_stage_link(listener.address, LINK, credentials, "home.0", 0, timeout, generation=generation)
 
 
 def test_a_former_holder_gets_no_link_and_keeps_nobody_out(stack: ExitStack) -> None:
     """Its certificate is valid for hours, but it is refused in its own generation, the next and the highest."""
     listener = Listener(stack)
     listener.links.expect(5, 2)
-    for epoch in (4, 5, 6, 2**32 - 1):
+    for generation in (4, 5, 6, 2**32 - 1):
         with pytest.raises(Refused, match=r"found holder 1 of home\.0, expected 2"):
-            _dial(listener, _holder("home.0", 1), epoch)
+            _dial(listener, _holder("home.0", 1), generation)
     assert listener.refusals == [Kind.FORBIDDEN] * 4
     above = _dial(listener, _holder("home.0", 2), 5)
     above.send(Message(LinkHeader(step=3)))
@@ -351,9 +351,9 @@ def test_a_generation_is_good_once_the_exchange_has_told_of_it(stack: ExitStack)
     listener.links.expect(5, 1)
     above = _dial(listener, _holder("home.0", 1), 5)
     below = listener.links.accept(TIMEOUT, 5)
-    for epoch in (6, 2**32 - 1):
+    for generation in (6, 2**32 - 1):
         with pytest.raises(LinkTimeout):
-            _dial(listener, _holder("home.0", 1), epoch, timeout=0.3)
+            _dial(listener, _holder("home.0", 1), generation, timeout=0.3)
     above.send(Message(LinkHeader(step=3)))
     assert below.receive(TIMEOUT).header.step == 3
     with ThreadPoolExecutor() as threads:
@@ -377,13 +377,13 @@ def test_a_wrong_hello_fails_the_awaited_link_and_names_its_sender(stack: ExitSt
     """A link that is already connected stays open."""
     listener = Listener(stack)
     wrong, own = replace(LINK, name="home.1-2"), _holder("home.0", 1)
-    for epoch, is_connected in ((5, True), (6, False)):
-        listener.links.expect(epoch, 1)
+    for generation, is_connected in ((5, True), (6, False)):
+        listener.links.expect(generation, 1)
         if is_connected:
-            above = _dial(listener, own, epoch)
+            above = _dial(listener, own, generation)
         with pytest.raises(Refused, match=r"found link home\.1-2"):
-            open_stage_link(listener.address, wrong, own, "home.0", 0, TIMEOUT, epoch=epoch)
-        below = listener.links.accept(TIMEOUT, epoch)
+            open_stage_link(listener.address, wrong, own, "home.0", 0, TIMEOUT, generation=generation)
+        below = listener.links.accept(TIMEOUT, generation)
         if is_connected:
             above.send(Message(LinkHeader(step=3)))
             assert below.receive(TIMEOUT).header.step == 3

@@ -15,16 +15,16 @@ from small_run import GRACE, SETTINGS, Run
 from torch import Tensor, nn
 
 from hetero_pp.config.links import EXCHANGE
-from hetero_pp.core.errors import Refused, Suspended, TermOver
+from hetero_pp.core.errors import IncarnationOver, Refused, Suspended
 from hetero_pp.messages.messages_pb2 import HEALED, AssignReply, BlobHeader, RoundRecord
 from hetero_pp.model.transformer import shapes_by_block, shapes_of
-from hetero_pp.pseudo_gradient import together
+from hetero_pp.pseudo_gradient import blob_batches
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, decode_blob
 from hetero_pp.rpc.exchange_service import Caller
-from hetero_pp.run.snapshot import MOMENTUM
+from hetero_pp.run.checkpoint import MOMENTUM
 from replica_groups.engines.parameter_store import LocalParameters
 from replica_groups.exchange.auditor import Auditor
-from replica_groups.exchange.log import snapshot_key
+from replica_groups.exchange.log import checkpoint_key
 from replica_groups.member.outer_round import OuterRound
 from replica_groups.member.session import MemberSession
 
@@ -38,7 +38,7 @@ class Member:
         self, run: Run, name: str, returned: float = 1.0, keeps_undo: bool = True, keep_local: bool = False
     ) -> None:
         self.run, self.name = run, name
-        self.start = run.snapshot.parameters
+        self.start = run.checkpoint.parameters
         self.parameters = {key: nn.Parameter(tensor.clone()) for key, tensor in self.start.items()}
         settings = SETTINGS.model_copy(update={"returned": returned, "keep_local": keep_local})
         held = LocalParameters(self.parameters)
@@ -71,10 +71,10 @@ class Member:
                 found[key] = dense
         return found
 
-    def logged(self, round_: int, epoch: int) -> dict[str, Tensor]:
+    def logged(self, round_: int, generation: int) -> dict[str, Tensor]:
         log = self.run.exchange.log
         blobs = {
-            block: stored_bytes(log, round_, self.name, epoch, block)
+            block: stored_bytes(log, round_, self.name, generation, block)
             for block in shapes_by_block(shapes_of(self.start))
         }
         return self.sent(round_, blobs)
@@ -119,7 +119,7 @@ def _late(run: Run, a: Member, b: Member, round_: int) -> None:
     """Let `a` train, and close the round before `b` contributes what it trained."""
     a.train(round_)
     counted = in_thread(lambda: a.outer.synchronise(round_))
-    run.exchange.decisions.wait_until(lambda: "a" in (run.exchange.coordinator.open or _NONE).whole)
+    run.exchange.runner.wait_until(lambda: "a" in (run.exchange.coordinator.open or _NONE).whole)
     run.passes(GRACE.most)
     counted.result(TIMEOUT)
     record = b.outer.synchronise(round_)
@@ -199,7 +199,7 @@ def test_who_was_not_counted_goes_on_from_its_own_parameters(run: Run, tmp_path:
     ends = [in_thread(partial(one.outer.synchronise, 3)) for one in (a, b)]
     counted, _ = (end.result(TIMEOUT).contributions for end in ends)
     assert [one.replica for one in counted] == ["a", "b"]
-    sent = b.logged(3, counted[1].epoch)
+    sent = b.logged(3, counted[1].generation)
     for key, error in b.errors().items():
         torch.testing.assert_close(error, DECAY * before[key] + moved[key] - sent[key], rtol=0, atol=1e-7, msg=key)
     _assert_equal(b.holds(), a.holds())
@@ -282,7 +282,7 @@ def test_an_undo_in_the_midst_of_contributing_is_exact_too(run: Run, monkeypatch
         done.append(header)
         deposit(header, data, caller)
 
-    monkeypatch.setattr(together, "TOGETHER_BYTES_MAX", 1)  # so that each blob goes alone
+    monkeypatch.setattr(blob_batches, "BATCH_BYTES_MAX", 1)  # so that each blob goes alone
     monkeypatch.setattr(run.exchange, "deposit_blob", suspended)
     with pytest.raises(Suspended):
         a.outer.synchronise(2)
@@ -348,9 +348,9 @@ def test_what_is_counted_after_all_is_in_error_feedback_no_more(run: Run, keeps_
     a.train(2)
     before, moved = b.errors(), b.train(2)
     waits = in_thread(lambda: b.outer.synchronise(2, 1))
-    run.exchange.decisions.wait_until(lambda: "b" in (run.exchange.coordinator.open or _NONE).whole)
+    run.exchange.runner.wait_until(lambda: "b" in (run.exchange.coordinator.open or _NONE).whole)
     run.exchange.died("b", "frozen, as a test says")
-    with pytest.raises(TermOver):
+    with pytest.raises(IncarnationOver):
         waits.result(TIMEOUT)
     b.outer.undo()
     b.outer.restore()
@@ -367,7 +367,7 @@ def test_what_is_counted_after_all_is_in_error_feedback_no_more(run: Run, keeps_
         torch.testing.assert_close(b.outer.error[key], expected, rtol=0, atol=1e-7, msg=key)
 
 
-def test_blobs_of_another_group_of_the_same_epoch_are_not_its_own(run: Run) -> None:
+def test_blobs_of_another_group_of_the_same_generation_are_not_its_own(run: Run) -> None:
     """Two coordinators may have formed two groups at once. The record's digests say which of the blobs it includes."""
     a, b = Member(run, "a"), Member(run, "b")
     run.assign(0)
@@ -393,52 +393,52 @@ def test_hashes_of_rounds_to_come_do_not_keep_others_from_being_looked_at(tmp_pa
     run = Run(tmp_path, {"a": 1, "b": 1, "c": 1})
     run.assign(0)
     run.deposit(1, "a", "b", "c")
-    right = dict.fromkeys(run.snapshot.parameters, bytes(32))
+    right = dict.fromkeys(run.checkpoint.parameters, bytes(32))
     run.exchange.confirm("b", 1, right | {"norm.weight": b"\1" * 32})
     for round_ in range(2, SETTINGS.rounds + 1):
         run.exchange.confirm("a", round_, right)
     run.exchange.confirm(EXCHANGE, 1, right)
-    assert [(one.place, one.round) for one in run.told() if one.what == HEALED] == [("b", 1)]
+    assert [(one.slot, one.round) for one in run.told() if one.what == HEALED] == [("b", 1)]
 
 
-def test_a_damaged_snapshot_is_passed_over_by_who_comes_then(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
-    """The previous snapshot and the rounds since give the same parameters."""
-    auditor = Auditor(run.exchange, run.snapshot, SETTINGS.rounds, snapshot_every=1)
+def test_a_damaged_checkpoint_is_passed_over_by_who_comes_then(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+    """The previous run checkpoint and the rounds since give the same parameters."""
+    auditor = Auditor(run.exchange, run.checkpoint, SETTINGS.rounds, checkpoint_every=1)
     auditor.start()
     a, b = Member(run, "a"), Member(run, "b")
     for round_ in (1, 2):
         _round(round_, a, b)
-    run.exchange.decisions.wait_until(lambda: run.exchange.snapshots._newest == 2)
-    data = bytearray(run.log.store.get(snapshot_key(2)))
+    run.exchange.runner.wait_until(lambda: run.exchange.checkpoints._newest == 2)
+    data = bytearray(run.log.store.get(checkpoint_key(2)))
     data[-3] ^= 1
-    run.log.store.put(snapshot_key(2), bytes(data))
-    round_, names = run.exchange.newest_snapshot()
+    run.log.store.put(checkpoint_key(2), bytes(data))
+    round_, names = run.exchange.newest_checkpoint()
     assert round_ == 1
-    assert run.exchange.snapshot(names, round_).keys() == set(names)
+    assert run.exchange.checkpoint(names, round_).keys() == set(names)
     assert "snapshot-000002.safetensors is damaged" in capfd.readouterr().err
-    with pytest.raises(Refused, match=r"no snapshot after round 2: .*/snapshot-000002\.safetensors is damaged"):
-        run.exchange.snapshot(names, 2)
+    with pytest.raises(Refused, match=r"no run checkpoint after round 2: .*/snapshot-000002\.safetensors is damaged"):
+        run.exchange.checkpoint(names, 2)
     auditor.join(0)
 
 
 def test_who_holds_other_bits_comes_back_to_those_of_replay(run: Run) -> None:
-    """It loads a snapshot and replays the rounds since, with the outer optimizer's momentum, as take_part does."""
-    auditor = Auditor(run.exchange, run.snapshot, SETTINGS.rounds, snapshot_every=2)
+    """It loads a run checkpoint and replays the rounds since, with the outer optimizer's momentum, as take_part does."""
+    auditor = Auditor(run.exchange, run.checkpoint, SETTINGS.rounds, checkpoint_every=2)
     auditor.start()
     a, b = Member(run, "a"), Member(run, "b")
     for round_ in (1, 2):
         _round(round_, a, b)
-    run.exchange.decisions.wait_until(lambda: run.exchange.snapshots._newest == 2)
+    run.exchange.runner.wait_until(lambda: run.exchange.checkpoints._newest == 2)
     b.outer.theta["norm.weight"][3] += 1.0
     _round(3, a, b)
     assert not b.holds()["norm.weight"].equal(a.holds()["norm.weight"])
-    run.exchange.decisions.wait_until(lambda: run.exchange.coordinator.places["b"].differs)
+    run.exchange.runner.wait_until(lambda: run.exchange.coordinator.slots["b"].differs)
     heals: list[AssignReply] = [in_thread(lambda: run.exchange.assign("b", 3)).result(TIMEOUT)]
     assert [one.heals for one in heals] == [True]
     assert not run.exchange.assign("a", 3).heals
-    round_, names = run.exchange.newest_snapshot()
+    round_, names = run.exchange.newest_checkpoint()
     assert round_ == 2
-    tensors = run.exchange.snapshot(names, round_)
+    tensors = run.exchange.checkpoint(names, round_)
     momentum = {name.removeprefix(MOMENTUM): tensors[name] for name in names if name.startswith(MOMENTUM)}
     assert momentum
     b.outer.reset(tensors, momentum, round_)
@@ -452,17 +452,17 @@ def test_who_holds_other_bits_comes_back_to_those_of_replay(run: Run) -> None:
     auditor.join(TIMEOUT)
 
 
-def test_who_joins_late_begins_from_a_later_snapshot_with_its_momentum(run: Run) -> None:
-    auditor = Auditor(run.exchange, run.snapshot, SETTINGS.rounds, snapshot_every=2)
+def test_who_joins_late_begins_from_a_later_checkpoint_with_its_momentum(run: Run) -> None:
+    auditor = Auditor(run.exchange, run.checkpoint, SETTINGS.rounds, checkpoint_every=2)
     auditor.start()
     a, b = Member(run, "a"), Member(run, "b")
     for round_ in (1, 2, 3):
         _round(round_, a, b)
-    run.exchange.decisions.wait_until(lambda: run.exchange.snapshots._newest == 2)
+    run.exchange.runner.wait_until(lambda: run.exchange.checkpoints._newest == 2)
     run.exchange.died("b", "its host said so")
     run.exchange.join("b", "")
-    round_, names = run.exchange.newest_snapshot()
-    tensors = run.exchange.snapshot(names, round_)
+    round_, names = run.exchange.newest_checkpoint()
+    tensors = run.exchange.checkpoint(names, round_)
     assert {name for name in names if name.startswith(MOMENTUM)} == {f"{MOMENTUM}{key}" for key in a.start}
     late = Member(run, "b")
     momentum = {name.removeprefix(MOMENTUM): tensors[name] for name in names if name.startswith(MOMENTUM)}
@@ -471,6 +471,6 @@ def test_who_joins_late_begins_from_a_later_snapshot_with_its_momentum(run: Run)
     _assert_equal(late.holds(), a.holds())
     _round(4, a, late)
     _assert_equal(late.holds(), a.holds())
-    _assert_equal(run.exchange.snapshot(list(a.start), 0), dict(run.snapshot.parameters))
+    _assert_equal(run.exchange.checkpoint(list(a.start), 0), dict(run.checkpoint.parameters))
     run.exchange.fail("the test is over")
     auditor.join(TIMEOUT)

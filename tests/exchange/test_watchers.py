@@ -8,7 +8,7 @@ import pytest
 from members import TIMEOUT, in_thread
 from small_run import Run
 
-from hetero_pp.messages.messages_pb2 import LATE, SUSPENDED, TERM_OVER, Over, Report, SoFar, Standing
+from hetero_pp.messages.messages_pb2 import INCARNATION_OVER, LATE, SUSPENDED, MembershipEvent, Over, Report, SoFar
 from hetero_pp.rpc.exchange_service import Caller
 from replica_groups.exchange import reports
 from replica_groups.exchange.reports import Watchers
@@ -45,10 +45,10 @@ def test_who_comes_when_all_is_told_does_not_wait_for_ever() -> None:
 
 def test_of_some_members_what_they_tell_and_what_concerns_all() -> None:
     watchers = Watchers()
-    standing = Report(member="exchange", standing=Standing(what=LATE, replica="b"))
-    watchers.tell([_step("a", 0), _step("b", 0), standing])
+    membership_event = Report(member="exchange", membership_event=MembershipEvent(what=LATE, replica="b"))
+    watchers.tell([_step("a", 0), _step("b", 0), membership_event])
     watchers.end()
-    assert list(watchers.watch(["b"])) == [_step("b", 0), standing]
+    assert list(watchers.watch(["b"])) == [_step("b", 0), membership_event]
 
 
 def _tells(run: Run, member: str, **event: object) -> None:
@@ -94,8 +94,8 @@ def test_who_comes_late_is_told_the_state_and_not_the_history(forgetful: Run) ->
     assert told.last_round == 5
     assert _credits(told) == {"dc": (5, 0, 3500), "home": (3, 2, 2100)}
     assert [(use.link, use.wire_bytes) for use in told.carried] == [("home.0-exchange", 5 * 400)]
-    kinds = [one.standing.what or one.WhichOneof("event") for one in newest]
-    assert kinds == ["joined", "joined", "joined", "begun", TERM_OVER, SUSPENDED]
+    kinds = [one.membership_event.what or one.WhichOneof("event") for one in newest]
+    assert kinds == ["joined", "joined", "joined", "begun", INCARNATION_OVER, SUSPENDED]
     everything, last = _state(forgetful)
     assert _credits(everything[0].so_far) == _credits(last) == _credits(told)
     assert len(everything) == 1 + len(newest) + 3  # the state, and the reports that the exchange remembers
@@ -122,7 +122,7 @@ def test_counters_outlive_the_process_of_the_exchange(forgetful: Run, tmp_path: 
     newest, again = _state(forgetful, "dc")
     assert (_credits(again), list(again.carried)) == (_credits(told), list(told.carried))
     assert again.seconds >= told.seconds
-    assert [one.WhichOneof("event") for one in newest] == [*["joined"] * 3, *["standing"] * 2, "begun"]
+    assert [one.WhichOneof("event") for one in newest] == [*["joined"] * 3, *["membership_event"] * 2, "begun"]
     (tmp_path / "so_far").unlink()  # the log has the rounds, but not who was there
     forgetful.take_over()
     assert _credits(_state(forgetful, "dc")[1]) == {"dc": (5, 0, 3500), "home": (3, 0, 2100)}

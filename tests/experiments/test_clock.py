@@ -16,7 +16,7 @@ from hetero_pp.core.errors import ConfigError
 from hetero_pp.program.simulate import Outputs, simulate
 from hetero_pp.research.experiments.claims import claim_results
 from hetero_pp.research.experiments.clock import deployments_of, loss_at, predicted_hours
-from hetero_pp.research.experiments.definition import Claim, Clock, Experiment, Row
+from hetero_pp.research.experiments.definition import Claim, ClockSettings, Experiment, Row
 from hetero_pp.research.experiments.markdown import markdown
 from hetero_pp.research.experiments.plots import draw
 from hetero_pp.research.experiments.report import result_of
@@ -25,7 +25,9 @@ from hetero_pp.research.experiments.rows import Setting
 Known = Callable[..., dict[str, Any]]
 ROOT = Path(__file__).parents[2]
 MICRO = SHIPPED.scale("micro")
-DEPLOYED = Clock(run=str(ROOT / "configs" / "paper" / "het_pp_figure3.yaml"), cells={"simulate.machine": "h100"})
+DEPLOYED = ClockSettings(
+    run=str(ROOT / "configs" / "paper" / "het_pp_figure3.yaml"), cells={"simulate.machine": "h100"}
+)
 
 
 def _experiment(*claims: Claim, **more: Any) -> Experiment:

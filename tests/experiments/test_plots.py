@@ -15,7 +15,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from hetero_pp.research.experiments.axis import Place, lay_out, places_of
+from hetero_pp.research.experiments.axis import AxisTick, lay_out, ticks_of
 from hetero_pp.research.experiments.definition import Experiment, Row
 from hetero_pp.research.experiments.plots import draw
 from hetero_pp.research.experiments.report import result_of
@@ -169,12 +169,12 @@ PLACES = {
 
 @pytest.mark.parametrize(("values", "places"), PLACES.values(), ids=PLACES)
 def test_values_stand_where_their_size_is(values: list[str], places: list[float]) -> None:
-    assert places_of(values) == [Place(place, value) for place, value in zip(places, values, strict=True)]
+    assert ticks_of(values) == [AxisTick(place, value) for place, value in zip(places, values, strict=True)]
 
 
 def _axes(*values: float) -> Axes:
     axes = Figure().subplots()
-    lay_out(axes, [Place(value, f"{value:g}") for value in values])
+    lay_out(axes, [AxisTick(value, f"{value:g}") for value in values])
     return axes
 
 

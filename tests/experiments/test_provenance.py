@@ -55,7 +55,7 @@ def test_a_row_says_the_commit_that_it_began_with(job: Job, monkeypatch: pytest.
     monkeypatch.setattr(jobs, "commit", lambda: next(commits))
     jobs._own_commit.cache_clear()
     try:
-        outcomes = [jobs.train_job(replace(job, seed=seed), jobs.Training(compiles=False)) for seed in (1, 2)]
+        outcomes = [jobs.train_job(replace(job, seed=seed), jobs.RowTraining(compiles=False)) for seed in (1, 2)]
     finally:
         jobs._own_commit.cache_clear()
     assert [outcome["commit"] for outcome in outcomes] == ["began", "began"]

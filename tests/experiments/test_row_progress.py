@@ -10,7 +10,7 @@ from queue import Queue
 import pytest
 from rich.console import Console
 
-from hetero_pp.research.experiments.jobs import Job, Training, train_job
+from hetero_pp.research.experiments.jobs import Job, RowTraining, train_job
 from hetero_pp.research.experiments.outcomes import read_outcomes
 from hetero_pp.research.experiments.row_progress import RowProgress, Told
 
@@ -19,7 +19,7 @@ from hetero_pp.research.experiments.row_progress import RowProgress, Told
 def test_a_row_tells_that_it_begins_and_each_of_its_rounds(job: Job) -> None:
     told: list[tuple[int, float]] = []
     job.rows.parent.mkdir(exist_ok=True)
-    train_job(job, Training(compiles=False), on_round=lambda round_, loss: told.append((round_, loss)))
+    train_job(job, RowTraining(compiles=False), on_round=lambda round_, loss: told.append((round_, loss)))
     [outcome] = read_outcomes(job.rows).values()
     assert [round_ for round_, _ in told] == [0, 1, 2, 3]
     assert [loss for _, loss in told[1:]] == outcome["validation_loss"]

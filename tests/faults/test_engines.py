@@ -22,7 +22,7 @@ from hetero_pp.core.errors import ConfigError, HeteroPPError
 from hetero_pp.program.cli import app
 from hetero_pp.program.launch import ranks
 from hetero_pp.program.launch.command import run_members
-from hetero_pp.program.launch.hosts import Exchange
+from hetero_pp.program.launch.hosts import ReachedExchange
 from hetero_pp.program.launch.inputs import Prepared, require_same_ranks
 from hetero_pp.program.launch.recorded import begin_folder
 from hetero_pp.program.operate.operations import Operations
@@ -125,7 +125,7 @@ def test_another_number_of_ranks_is_refused_where_deepspeed_cannot_read_its_chec
     if not is_refused:
         require_same_ranks(spec, spec.config, ["zero"], folder)
         return
-    prepared, exchange = Prepared(spec, ["zero"], None, located=file.located), cast(Exchange, None)
+    prepared, exchange = Prepared(spec, ["zero"], None, located=file.located), cast(ReachedExchange, None)
     told = "--set replicas.1.ranks=1: found 1, expected 2: 2 ranks wrote its checkpoints of ZeRO "
     with pytest.raises(ConfigError, match=re.escape(told)):
         run_members(prepared, tmp_path, "zero", exchange, Operations())

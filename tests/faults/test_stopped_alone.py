@@ -20,7 +20,7 @@ from hetero_pp.program.launch.recorded import begin_folder
 from hetero_pp.program.launch.supervisor import Supervisor
 from hetero_pp.rpc.credentials import Secret, SecretKeys
 from hetero_pp.run.yaml_file import ConfigFile
-from hetero_pp.store.faults import Faults, Phase
+from hetero_pp.store.faults import FaultPhase, Faults
 from replica_groups.member.reporter import Reporter
 
 pytestmark = pytest.mark.starts_processes
@@ -48,8 +48,8 @@ class ExchangeDies(Faults):
     """Process id of the exchange."""
     waits: Path
 
-    def reached(self, phase: Phase, round_: int) -> None:
-        if (phase, round_) == (Phase.EVALUATING, LAST):
+    def reached(self, phase: FaultPhase, round_: int) -> None:
+        if (phase, round_) == (FaultPhase.EVALUATING, LAST):
             os.kill(self.exchange, signal.SIGKILL)
             threading.Thread(target=self._tell, daemon=True).start()
 

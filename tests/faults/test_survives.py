@@ -22,7 +22,15 @@ import pytest
 from started import TIMEOUT, run_program, run_script
 from typer.testing import CliRunner
 
-from hetero_pp.messages.messages_pb2 import HEALED, INJECTED, RESTARTED, SILENT, SUSPENDED, TERM_OVER, Happened
+from hetero_pp.messages.messages_pb2 import (
+    HEALED,
+    INCARNATION_OVER,
+    INJECTED,
+    RESTARTED,
+    SILENT,
+    SUSPENDED,
+    MembershipEventKind,
+)
 from hetero_pp.program.cli import app
 
 pytestmark = pytest.mark.starts_processes
@@ -54,25 +62,25 @@ class Survived:
         path.write_text(f"faults: [{faults}]")
         command = [str(config), "--runs", str(runs), "--faults", str(path)]
         short = [f"data.corpus={corpus}", f"outer.rounds={rounds}", "inner.steps=2", "data.validation_sequences=4"]
-        sets = [*short, "snapshots.every=1", "exchange.quorum=1", *settings]
+        sets = [*short, "checkpoints.every=1", "exchange.quorum=1", *settings]
         self._config, self._settings = str(config), [part for one in sets for part in ("--set", one)]
         done = run_script(LAUNCH_WITH_FAULTS, *command, *self._settings)
         (folder,) = (path.parent for path in runs.glob("*/summary.json"))
         self.folder, self.rounds, self.code, self.errors = folder, rounds, done.returncode, done.stderr
         self.summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
         lines = (folder / "metrics.jsonl").read_text().splitlines()
-        self.standing = [one for line in lines if (one := json.loads(line)).get("event") == "standing"]
+        self.membership_event = [one for line in lines if (one := json.loads(line)).get("event") == "membership_event"]
 
-    def happened(self, what: Happened, place: str | None = None) -> list[str]:
+    def happened(self, what: MembershipEventKind, slot: str | None = None) -> list[str]:
         """Return the reported events of this kind, for all slots or one, as `slot: cause`."""
-        name = Happened.Name(what).lower()
-        found = [one for one in self.standing if one["what"] == name and place in (None, one["place"])]
-        return [f"{one['place']}: {one['cause']}" for one in found]
+        name = MembershipEventKind.Name(what).lower()
+        found = [one for one in self.membership_event if one["what"] == name and slot in (None, one["slot"])]
+        return [f"{one['slot']}: {one['cause']}" for one in found]
 
     def generations(self, round_: int) -> dict[str, int]:
         """Return the replicas that a round includes -> their generations."""
         record = json.loads((self.folder / f"log/round-{round_:06d}/record.json").read_text())
-        return {one["replica"]: int(one["epoch"]) for one in record["contributions"]}
+        return {one["replica"]: int(one["generation"]) for one in record["contributions"]}
 
     def assert_sound(self) -> None:
         """Require that the run reached its last round with one set of weights, which replay gives too."""
@@ -116,7 +124,7 @@ def test_a_datacenter_a_stage_and_the_exchange_that_are_killed_are_replaced(surv
     run.assert_undisturbed(tmp_path / "undisturbed")
     assert [one.partition(":")[0] for one in run.happened(RESTARTED)] == ["dc", "home.1", "exchange"]
     assert any("killed by SIGKILL; restarting it (attempt 1 of 3" in one for one in run.happened(RESTARTED, "home.1"))
-    assert run.happened(TERM_OVER, "dc")
+    assert run.happened(INCARNATION_OVER, "dc")
     assert run.happened(SUSPENDED)
     assert run.generations(3)["home"] > 3  # a new incarnation
 
@@ -127,7 +135,7 @@ def test_a_stage_killed_while_its_group_trains_ahead_has_lost_that(survive: Any)
         "{kill: home.1, at: {round: 2, phase: training}}, {kill: home.1, at: {round: 4, phase: waiting}}",
         "outer.overlap=1",
         "states.every=100",
-        "snapshots.every=100",
+        "checkpoints.every=100",
     )
     run.assert_sound()
     assert run.happened(SUSPENDED)
@@ -245,7 +253,7 @@ class _OnASmallDisk:
 def test_a_disk_that_is_full_for_a_while_is_waited_for(corpus: Path, tmp_path: Path) -> None:
     """The disk is named, and no member is blamed. The run continues by itself, with the bits of an undisturbed one."""
     rounds = 4
-    settings = [f"data.corpus={corpus}", f"outer.rounds={rounds}", "snapshots.every=1", "exchange.quorum=1"]
+    settings = [f"data.corpus={corpus}", f"outer.rounds={rounds}", "checkpoints.every=1", "exchange.quorum=1"]
     arguments = ["launch", str(MIXED), *(part for one in settings for part in ("--set", one))]
     run = _OnASmallDisk(tmp_path / "small", *arguments)
     try:

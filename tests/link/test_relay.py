@@ -27,7 +27,7 @@ from hetero_pp.config.links import DIRECTIONS, EXCHANGE, RELAYED, LinkShape, Lin
 from hetero_pp.config.topology import ParticipantsReplica
 from hetero_pp.core.errors import LinkTimeout, Refused
 from hetero_pp.link import allowance
-from hetero_pp.link.allowance import Budget, LinkLimit, Training
+from hetero_pp.link.allowance import Budget, LinkLimit, TrainedRound
 from hetero_pp.link.protocol import Message
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.messages.messages_pb2 import LinkHeader, RelayedLink, RelayPlace
@@ -66,7 +66,7 @@ class Relayed:
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.run, self._stack = Run(folder, {"home": 2, "dc": 1}), stack
-        self.training: Training | None = Training(1, 1, steps=1e12)
+        self.training: TrainedRound | None = TrainedRound(1, 1, steps=1e12)
         self.run.exchange.link_limits = {(LINK.name, way): LinkLimit(step_bytes=1.0) for way in DIRECTIONS}
         self.run.exchange.trains = lambda link: self.training  # type: ignore[method-assign]
         self._kept: list[Carried] = []
@@ -323,23 +323,23 @@ def test_a_link_carries_what_it_may_in_each_round_and_more_is_counted(
     """The sender is refused once a round."""
     monkeypatch.setattr(allowance, "REFILL_SECONDS", 1e9)
     may_carry = LinkLimit(step_bytes=1.0).round_bytes(steps=1e6)
-    relayed.training = Training(1, 1, steps=1e6)
+    relayed.training = TrainedRound(1, 1, steps=1e6)
     above, below = relayed.met()
     first = _carried_until(relayed, above, below, refused=1)
     assert may_carry <= first <= may_carry + 2 * pass_on.ROOM_BYTES
-    relayed.training = Training(2, 1, steps=1e6)
+    relayed.training = TrainedRound(2, 1, steps=1e6)
     second = _carried_until(relayed, above, below, refused=2)
     assert may_carry <= second - first <= may_carry + 2 * pass_on.ROOM_BYTES
 
 
 def test_a_budget_of_a_link_grows_with_its_rounds_and_its_line() -> None:
-    now, training = 0.0, Training(1, 1, steps=10)
+    now, training = 0.0, TrainedRound(1, 1, steps=10)
     limit = LinkLimit(step_bytes=1e6, evaluation_bytes=2e6, bits_a_second=8e6)
     whole = limit.round_bytes(10)
     assert whole == allowance.FREE_BYTES + 3 * 12e6
     budget = Budget(limit, lambda: now)
 
-    def carry(count: float, trains: Training | None = training) -> bool:
+    def carry(count: float, trains: TrainedRound | None = training) -> bool:
         return budget.carry(int(count), lambda: trains)
 
     assert not carry(0, None)  # a group that does not train carries nothing
@@ -356,7 +356,7 @@ def test_a_budget_of_a_link_grows_with_its_rounds_and_its_line() -> None:
     now += 1000.0
     assert not carry(0, None)
     assert carry(0)  # minutes bring as much again, for rounds with many cuts
-    assert carry(0, Training(2, 1, steps=10))
+    assert carry(0, TrainedRound(2, 1, steps=10))
 
 
 def test_a_link_has_one_connection_and_a_group_that_trains_nothing_has_none(
@@ -378,7 +378,7 @@ def test_a_link_has_one_connection_and_a_group_that_trains_nothing_has_none(
         met = [threads.submit(one.meet) for one in (dials, waits)]
         relayed.wait_until(lambda: relayed.newest() is not None)
         assert not any(one.done() for one in met)
-        relayed.training = Training(1, 2, steps=1.0)
+        relayed.training = TrainedRound(1, 2, steps=1.0)
         for met_one in met:
             met_one.result(TIMEOUT).close()
 
@@ -391,7 +391,7 @@ def test_the_exchange_relays_for_a_group_with_all_its_members_and_a_round(tmp_pa
         list(threads.map(lambda name: exchange.assign(name, 0), ("home.0", "home.1")))
     found = exchange.trains(LINK.name)
     assert found is not None
-    assert (found.round, found.epoch) == (1, 2)
+    assert (found.round, found.generation) == (1, 2)
     exchange.died("home.1", "its host is gone", None)
     assert exchange.trains(LINK.name) is None
 
@@ -536,15 +536,15 @@ def test_who_cannot_be_dialled_where_it_says_is_sought_through_the_relay(
         below = stack.enter_context(relayed.connections(spec, "home.1", listen=RELAYED))
         assert below.listen() == RELAYED
         assert below._before is not None
-        for epoch in (1, 2):
+        for generation in (1, 2):
             with ThreadPoolExecutor() as threads:
-                below._before.server.expect(epoch, None)
-                below._before.be_found(epoch)
-                met = threads.submit(below._before.accept, epoch)
-                end, far = above.open(epoch, "", "192.0.2.7:47600").downstream, met.result(TIMEOUT)
+                below._before.server.expect(generation, None)
+                below._before.be_found(generation)
+                met = threads.submit(below._before.accept, generation)
+                end, far = above.open(generation, "", "192.0.2.7:47600").downstream, met.result(TIMEOUT)
                 assert end is not None
-                end.send(_message(epoch))
-                _expect(far, range(epoch, epoch + 1))
+                end.send(_message(generation))
+                _expect(far, range(generation, generation + 1))
     assert capsys.readouterr().err.count("connecting through the relay") == 1
 
 
@@ -554,25 +554,25 @@ def test_a_group_of_one_stage_has_nobody_to_listen_for(relayed: Relayed, stack: 
     assert alone.listen() == ""
 
 
-def test_either_end_may_dial_and_another_one_in_each_epoch(relayed: Relayed, stack: ExitStack) -> None:
+def test_either_end_may_dial_and_another_one_in_each_generation(relayed: Relayed, stack: ExitStack) -> None:
     """This holds through the relay too, and both ends keep counting."""
     spec = RunSpec(ConfigFile(MIXED).config, 256)
     found = [stack.enter_context(relayed.connections(spec, name, listen=RELAYED)) for name in ("home.0", "home.1")]
     assert [one.listen() for one in found] == [RELAYED, RELAYED]
     both = [found[0]._after, found[1]._before]
-    for epoch in range(1, 5):
-        dialler, dialled = both if epoch % 2 else both[::-1]
+    for generation in range(1, 5):
+        dialler, dialled = both if generation % 2 else both[::-1]
         assert dialler is not None
         assert dialled is not None
-        dialled.server.expect(epoch, None)
-        dialled.be_found(epoch)
+        dialled.server.expect(generation, None)
+        dialled.be_found(generation)
         with ThreadPoolExecutor() as threads:
-            met = threads.submit(dialled.accept, epoch)
-            ends = dialler.dial(RELAYED, epoch), met.result(TIMEOUT)
+            met = threads.submit(dialled.accept, generation)
+            ends = dialler.dial(RELAYED, generation), met.result(TIMEOUT)
         for one, other in (ends, ends[::-1]):
-            one.send(_message(epoch))
-            _expect(other, range(epoch, epoch + 1))
-            assert one.ledger.of_round(0).messages == epoch
+            one.send(_message(generation))
+            _expect(other, range(generation, generation + 1))
+            assert one.ledger.of_round(0).messages == generation
         assert (dialler._from_relay, dialled._to_relay) == (None, None)  # otherwise two would wait and find each other
     assert relayed.refusals() == {}
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from hetero_pp.config.links import LinkShape, LinkSpec
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.messages import messages_pb2 as pb
+from hetero_pp.pseudo_gradient.blob_batches import join_blobs
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
-from hetero_pp.pseudo_gradient.together import together
 from hetero_pp.rpc.exchange_service import Arrived, Caller, ExchangeService, call_of, untold
 from replica_groups.member.session import ExchangeLine, MemberSession
 
@@ -27,7 +27,7 @@ UP, DOWN = LinkShape(bandwidth=8e3, latency=3.0), LinkShape(bandwidth=8e6, laten
 """A byte takes a millisecond up and a microsecond down."""
 UP_SECONDS, DOWN_SECONDS = WIRE / 1e3, WIRE / 1e6
 ADDRESS = BlobAddress("run", 4, "home", "norm")
-HEADER = pb.BlobHeader(round=4, replica="home", block="norm", size=len(BLOB), epoch=2, steps=50)
+HEADER = pb.BlobHeader(round=4, replica="home", block="norm", size=len(BLOB), generation=2, steps=50)
 
 Counts = tuple[object, ...]
 """A tuple of messages, payload bytes, wire bytes and seconds that the link was busy."""
@@ -40,7 +40,7 @@ class Far(ExchangeService):
         self.clock = clock
         self.asked: list[tuple[float, object]] = []
         self.frames, self.frame_seconds = [len(BLOB)], 0.0
-        """Bytes of a snapshot's frames, and the time after which each one comes."""
+        """Bytes of a run checkpoint's frames, and the time after which each one comes."""
 
     def _ask(self, what: object) -> None:
         self.asked.append((self.clock.time, what))
@@ -49,8 +49,8 @@ class Far(ExchangeService):
         self._ask((caller.name, request))
         return GetMessageClass(call_of(request).output_type)()
 
-    def read_snapshot(
-        self, request: pb.SnapshotRequest, caller: Caller, arrived: Arrived = untold
+    def read_checkpoint(
+        self, request: pb.CheckpointRequest, caller: Caller, arrived: Arrived = untold
     ) -> dict[str, Tensor]:
         self._ask(request)
         for n_bytes in self.frames:
@@ -103,8 +103,8 @@ def test_a_deposit_goes_up(shaped: Shaped) -> None:
 
 def test_blobs_that_go_up_in_one_call_count_one_by_one(shaped: Shaped) -> None:
     others = {ADDRESS: BLOB, BlobAddress("run", 4, "home", "layers.0"): BLOB}
-    shaped.exchange.deposit_together("home.0", others, 2, 50)
-    header, data = together([(HEADER, BLOB), (pb.BlobHeader(block="layers.0", size=len(BLOB)), BLOB)])
+    shaped.exchange.deposit_all("home.0", others, 2, 50)
+    header, data = join_blobs([(HEADER, BLOB), (pb.BlobHeader(block="layers.0", size=len(BLOB)), BLOB)])
     assert shaped.far.asked == [(pytest.approx(100 + 2 * (3 + UP_SECONDS)), ("home.0", header, data))]
     assert shaped.counts(4) == [_count(2, 2 * UP_SECONDS), NOTHING]
 
@@ -117,17 +117,17 @@ def test_a_fetched_blob_comes_down(shaped: Shaped) -> None:
     assert shaped.counts(4) == [NOTHING, _count(1, DOWN_SECONDS)]
 
 
-def test_a_snapshot_comes_down_before_the_first_round(shaped: Shaped) -> None:
-    assert list(shaped.exchange.snapshot(["a", "b"], 3)) == ["a", "b"]  # two tensors of 125 fp32 numbers
-    assert shaped.far.asked == [(100.0, pb.SnapshotRequest(names=["a", "b"], round=3))]
+def test_a_checkpoint_comes_down_before_the_first_round(shaped: Shaped) -> None:
+    assert list(shaped.exchange.checkpoint(["a", "b"], 3)) == ["a", "b"]  # two tensors of 125 fp32 numbers
+    assert shaped.far.asked == [(100.0, pb.CheckpointRequest(names=["a", "b"], round=3))]
     assert shaped.clock.time == pytest.approx(100 + 0.25 + DOWN_SECONDS)
     assert shaped.counts(0) == [NOTHING, _count(1, DOWN_SECONDS)]
 
 
-def test_the_line_carries_a_snapshot_while_it_comes(shaped: Shaped) -> None:
+def test_the_line_carries_a_checkpoint_while_it_comes(shaped: Shaped) -> None:
     """Each frame takes a second on the line. The 50 ms that the next one takes to come pass meanwhile."""
     shaped.far.frames, shaped.far.frame_seconds = [10**6] * 20, 0.05
-    shaped.exchange.snapshot(["a"], 3)
+    shaped.exchange.checkpoint(["a"], 3)
     assert shaped.clock.time == pytest.approx(100 + 0.05 + 0.25 + 20, rel=1e-3)
 
 
@@ -147,10 +147,10 @@ def test_what_is_small_is_passed_on_at_once_and_not_counted(shaped: Shaped) -> N
         pb.AgreeRequest(configuration="{}", tokens="of a text"),
         pb.ChangesRequest(),
         pb.JoinRequest(address="here", rounds=[4], process="me"),
-        pb.NewestSnapshotRequest(),
+        pb.NewestCheckpointRequest(),
         pb.AssignRequest(holds=4, address="here", trained=5),
-        pb.BeatRequest(round=5, epoch=2, progress=9, computes=True),
-        pb.BrokenRequest(epoch=2, cause="a cause"),
+        pb.HeartbeatRequest(round=5, generation=2, progress=9, computes=True),
+        pb.BrokenRequest(generation=2, cause="a cause"),
         pb.LastRoundRequest(),
         pb.RecordRequest(round=4),
         pb.HashReport(round=4, sha256={"norm.weight": b"x"}),

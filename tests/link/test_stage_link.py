@@ -108,7 +108,7 @@ def test_a_server_accepts_no_generation_before_it_is_told_of_one(stack: ExitStac
     links = StageLinkServer(LinkSide(PLAN, LinkCredentials(TOKEN), PLAN.target, seed=0))
     address = f"127.0.0.1:{links.listen('127.0.0.1:0')}"
     stack.callback(links.close, grace=0)
-    hello = LinkHello(version=PROTOCOL_VERSION, token=TOKEN, link=PLAN.name, sender=PLAN.source, epoch=1)
+    hello = LinkHello(version=PROTOCOL_VERSION, token=TOKEN, link=PLAN.name, sender=PLAN.source, generation=1)
     frames = [bytes(hello.SerializeToString())]
     assert refusal_code(raw_stream(stack, address, *frames)) is grpc.StatusCode.UNAVAILABLE
     links.expect(1, None)

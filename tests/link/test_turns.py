@@ -20,7 +20,7 @@ from hetero_pp.link.turns import (
     Bucket,
     Stream,
     StreamQueue,
-    _Share,
+    _LineShare,
 )
 
 RATE = 8e6
@@ -32,7 +32,7 @@ class Sender:
     """A stream that asks for its next turn when the previous one has left, as a thread would."""
 
     def __init__(self, buckets: list[Bucket], n_bytes: int, ready: float = START) -> None:
-        self.shares = [_Share(bucket) for bucket in buckets]
+        self.shares = [_LineShare(bucket) for bucket in buckets]
         self.left, self.to_go = ready, n_bytes
 
     def turn(self) -> None:

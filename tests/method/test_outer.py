@@ -139,7 +139,7 @@ def test_outer_adam_is_torchs() -> None:
     plain = {name: torch.nn.Parameter(tensor.double()) for name, tensor in ours.items()}
     adam = torch.optim.Adam(plain.values(), lr=0.3, betas=(0.9, 0.95), eps=0.1)
     for round_ in range(1, 5):
-        if round_ == 3:  # as from a snapshot
+        if round_ == 3:  # as from a run checkpoint
             state, optimizer = optimizer.state, OuterOptimizer(settings)
             optimizer.load(state, 2)
         optimizer.begin(round_, {})

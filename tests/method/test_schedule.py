@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_pp.pipeline.schedule import Action, Event, forward_only, one_forward_one_backward
+from hetero_pp.pipeline.schedule import Action, ScheduleEvent, forward_only, one_forward_one_backward
 
 STAGES = st.integers(1, 6)
 MICRO_BATCHES = st.integers(1, 12)
@@ -19,11 +19,11 @@ SENDS = {Action.SEND_ACTIVATION: 1, Action.SEND_GRADIENT: -1}
 RECEIVES = {Action.RECEIVE_ACTIVATION: -1, Action.RECEIVE_GRADIENT: 1}
 
 
-def _group(stages: int, micro_batches: int, extra: int) -> list[list[Event]]:
+def _group(stages: int, micro_batches: int, extra: int) -> list[list[ScheduleEvent]]:
     return [one_forward_one_backward(stage, stages, micro_batches, extra) for stage in range(stages)]
 
 
-def _of(events: list[Event], action: Action) -> list[int]:
+def _of(events: list[ScheduleEvent], action: Action) -> list[int]:
     return [event.micro_batch for event in events if event.action is action]
 
 
@@ -37,7 +37,7 @@ def test_every_micro_batch_goes_forward_and_back_once_in_order(stages: int, micr
         for event in events:
             in_flight += {Action.FORWARD: 1, Action.BACKWARD: -1}.get(event.action, 0)
             assert 0 <= in_flight <= most  # never a backward before its forward
-        forwards_first = events.index(Event(Action.BACKWARD, 0))
+        forwards_first = events.index(ScheduleEvent(Action.BACKWARD, 0))
         assert len(_of(events[:forwards_first], Action.FORWARD)) == most  # the bound is reached
 
 
@@ -45,7 +45,7 @@ def test_every_micro_batch_goes_forward_and_back_once_in_order(stages: int, micr
 @given(STAGES, MICRO_BATCHES, EXTRA)
 def test_messages_surround_the_compute_that_needs_or_makes_them(stages: int, micro_batches: int, extra: int) -> None:
     for stage, events in enumerate(_group(stages, micro_batches, extra)):
-        expected: list[Event] = []
+        expected: list[ScheduleEvent] = []
         for event in events:
             if event.action not in (Action.FORWARD, Action.BACKWARD):
                 continue
@@ -56,7 +56,7 @@ def test_messages_surround_the_compute_that_needs_or_makes_them(stages: int, mic
                 if forward
                 else (Action.RECEIVE_GRADIENT, Action.SEND_GRADIENT)
             )
-            expected += [Event(receive, index)] * source + [event] + [Event(send, index)] * target
+            expected += [ScheduleEvent(receive, index)] * source + [event] + [ScheduleEvent(send, index)] * target
         assert events == expected
 
 
@@ -106,7 +106,7 @@ class _Clock:
     time: float = 0.0
 
 
-def _simulate(group: list[list[Event]], transfer: float, forward: float = 1.0, backward: float = 2.0) -> float:
+def _simulate(group: list[list[ScheduleEvent]], transfer: float, forward: float = 1.0, backward: float = 2.0) -> float:
     """Return the time of all stages. Links are FIFO, carry one message at a time and hold any number."""
     clocks = [_Clock() for _ in group]
     links: dict[tuple[int, int], deque[tuple[int, float]]] = {}

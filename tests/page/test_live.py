@@ -15,7 +15,7 @@ from playwright.sync_api import Browser, Page, expect
 from playwright.sync_api import Error as PlaywrightError
 from started import TIMEOUT, Started
 
-from hetero_pp.program.view.admitted import Door
+from hetero_pp.program.view.admitted import MemberAuthenticator
 from hetero_pp.program.view.command import sources_of
 from hetero_pp.program.view.serving import Served
 from hetero_pp.rpc.certificates import Authority, Identity
@@ -72,7 +72,7 @@ class Watched:
 def launched(corpus: Path, runs: Path) -> Iterator[Path]:
     """Start a run in which a stage is killed, and return its folder."""
     (runs / "faults.yaml").write_text(f"faults: [{{kill: home.1, at: {{round: {ROUNDS // 2}, phase: training}}}}]")
-    sets = [f"data.corpus={corpus}", f"outer.rounds={ROUNDS}", "snapshots.every=1"]
+    sets = [f"data.corpus={corpus}", f"outer.rounds={ROUNDS}", "checkpoints.every=1"]
     command = [str(MIXED), "--runs", str(runs), "--faults", str(runs / "faults.yaml")]
     run = Started(LAUNCH_WITH_FAULTS, [*command, *(part for one in sets for part in ("--set", one))])
     try:
@@ -160,7 +160,7 @@ def test_a_browser_with_a_member_s_certificate_sees_a_run_of_another_machine(
     authority = Authority("secret")
     (source,) = sources_of([RunFolder(watched.folder)]).values()
     source.start()
-    served = Served({"mixed": source}, "0.0.0.0:0", [Door(authority.identity("launcher"), dict)])
+    served = Served({"mixed": source}, "0.0.0.0:0", [MemberAuthenticator(authority.identity("launcher"), dict)])
     url = served.url.replace("0.0.0.0", "127.0.0.1")
     with served.in_background():
         page = _with_certificate(browser, url, authority.identity("home.1"))

@@ -34,7 +34,7 @@ replicas:
      uplink: far}
 """
 """A run that needs no whole core, because its messages take a while: a test may do something else meanwhile."""
-PLACES = ("dc", "home.0", "home.1")
+SLOTS = ("dc", "home.0", "home.1")
 
 
 class Run:
@@ -132,7 +132,7 @@ class Run:
 
     def held(self) -> dict[str, bool]:
         """Return the slots -> whether a host holds them."""
-        return {name: place["held"] for name, place in self.status()["places"].items()}
+        return {name: slot["held"] for name, slot in self.status()["slots"].items()}
 
 
 def ending() -> Iterator[list[Run]]:

@@ -15,7 +15,7 @@ from test_run_state import made_up_round
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.report.recorder import Recorder
-from hetero_pp.program.report.sinks.sink import Kept, MakeSink, Scalar, makers_of
+from hetero_pp.program.report.sinks.sink import MakeSink, Scalar, ServiceRun, makers_of
 from hetero_pp.program.report.state import RunState
 from hetero_pp.run.folder import RunFolder
 
@@ -104,7 +104,7 @@ def test_a_sink_that_fails_is_one_line_and_the_run_continues(fails_at: int, tmp_
 
 
 def test_a_sink_that_cannot_be_opened_is_one_line(tmp_path: Path) -> None:
-    def make(state: RunState, kept: Kept) -> Noted:
+    def make(state: RunState, kept: ServiceRun) -> Noted:
         raise ConnectionError("no route to host")
 
     assert record(tmp_path, {"far": make}) == ["far gets no more curves, but the run continues: no route to host"]
@@ -115,9 +115,9 @@ def test_a_resumed_run_continues_its_run_of_a_service(tmp_path: Path) -> None:
     """The service gets each point once. A board that is new gets the earlier points, too."""
     reports = made_up_reports()
     half = len(reports) - len([*made_up_round(2)]) - 3  # of two rounds, and of three members that finish
-    sinks, given = [Noted(), Noted(), Noted()], list[Kept]()
+    sinks, given = [Noted(), Noted(), Noted()], list[ServiceRun]()
 
-    def make(state: RunState, kept: Kept) -> Noted:
+    def make(state: RunState, kept: ServiceRun) -> Noted:
         given.append(kept)
         return sinks[len(given) - 1]
 

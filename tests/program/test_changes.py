@@ -16,16 +16,16 @@ from hetero_pp.config.changed_keys import NO_CHANGES, Changes, read_changes, val
 from hetero_pp.config.settings import NotPartOf, meaning
 from hetero_pp.core.errors import ConfigError, MalformedMessage
 from hetero_pp.program.launch.command import run_topology
+from hetero_pp.run.checkpoint import open_checkpoint
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.read import read_run
 from hetero_pp.run.round_optimizer import round_optimizer
 from hetero_pp.run.same import Agreement
-from hetero_pp.run.snapshot import open_snapshot
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.store.folder import FolderStore
-from replica_groups.exchange.log import ContributionLog, snapshot_key
-from replica_groups.exchange.restart import snapshot_after
+from replica_groups.exchange.log import ContributionLog, checkpoint_key
+from replica_groups.exchange.restart import checkpoint_after
 
 MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 H, WARMUP, FLOOR = 3, 2, 0.1
@@ -39,7 +39,7 @@ def _train(corpus: Path, runs: Path, *settings: str, resume: bool = True, config
 
 @pytest.fixture(scope="module")
 def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train three rounds. Member checkpoints exist after round 2, as `snapshots.every` says, and after the last."""
+    """Train three rounds. Saved states exist after round 2, as `checkpoints.every` says, and after the last."""
     runs = tmp_path_factory.mktemp("finished")
     _train(corpus, runs, resume=False)
     return runs
@@ -96,15 +96,15 @@ def test_rounds_before_a_change_stay_as_they_were(finished: Path, extended: Path
 
 
 def test_the_outer_learning_rate_of_a_round_is_that_of_its_time(runs: Path) -> None:
-    """Replay from the first snapshot across the change gives the bits of the last snapshot."""
+    """Replay from the first run checkpoint across the change gives the bits of the last run checkpoint."""
     folder = RunFolder(runs / "mixed")
     spec, log = read_run(folder), ContributionLog(FolderStore(folder.log))
     assert [spec.at(round_).outer.learning_rate for round_ in (0, 1, 3, 4, 6, 9)] == [1.0, 1.0, 1.0, 0.5, 0.5, 0.5]
     assert len({id(spec.at(round_)) for round_ in range(1000)}) == 2, "a long run keeps no configuration for each round"
-    last = open_snapshot(folder.log / snapshot_key(6)).snapshot()
-    for round_ in log.snapshots() - {0}:
-        (folder.log / snapshot_key(round_)).unlink()
-    replayed = snapshot_after(log, spec.run, 6, partial(round_optimizer, spec), [])
+    last = open_checkpoint(folder.log / checkpoint_key(6)).checkpoint()
+    for round_ in log.checkpoints() - {0}:
+        (folder.log / checkpoint_key(round_)).unlink()
+    replayed = checkpoint_after(log, spec.run, 6, partial(round_optimizer, spec), [])
     for name, tensor in last.parameters.items():
         assert tensor.equal(replayed.parameters[name]), name
 
@@ -279,7 +279,7 @@ def test_only_what_shapes_rounds_to_come_may_change() -> None:
         "outer.learning_rate",
         "outer.final_learning_rate_share",
         "outer.warmup_rounds",
-        "snapshots.every",
+        "checkpoints.every",
     }
 
 

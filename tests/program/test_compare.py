@@ -24,8 +24,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Iterator[Pat
     with Run.from_yaml(MIXED, runs=runs, name="over", data=data, outer={"rounds": 2}) as over:
         over.train()
     boundary = {"boundary": {"rank": "1/2"}}
-    with Run.from_yaml(MIXED, runs=runs, name="open", data=data, replicas={"home": boundary}) as standing:
-        standing.round()
+    with Run.from_yaml(MIXED, runs=runs, name="open", data=data, replicas={"home": boundary}) as membership_event:
+        membership_event.round()
         yield runs
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from test_membership_state import membership_event
 from test_run_state import (
     ROUND_SECONDS,
     ROUNDS,
@@ -25,7 +26,6 @@ from test_run_state import (
     timed_reports,
     waiting,
 )
-from test_standings import standing
 
 from hetero_pp.config.links import DIRECTIONS
 from hetero_pp.messages.messages_pb2 import CONTRIBUTING, FINISHING, JOINING, PAUSED, SILENT, Report
@@ -287,12 +287,12 @@ def test_a_round_waits_for_its_loss_while_the_next_round_closes(lacks: str) -> N
             state.apply(report)
         assert told() == [("1", "4.6000"), ("2", "3.6000")]
     elif lacks == "the run pauses":
-        state.apply(standing(START + 18.5, PAUSED, round=2, cause="too few"))
+        state.apply(membership_event(START + 18.5, PAUSED, round=2, cause="too few"))
         assert told() == [("1", "–"), ("2", "–")]
     else:
         if lacks == "the member is gone":
-            for place, replica in (("dc", "dc"), ("home.1", "home")):
-                state.apply(standing(START + 17, SILENT, place=place, replica=replica, cause="it is gone"))
+            for slot, replica in (("dc", "dc"), ("home.1", "home")):
+                state.apply(membership_event(START + 17, SILENT, slot=slot, replica=replica, cause="it is gone"))
         now[0] = START + 18 + LOSS_SECONDS + 0.1
         assert [found[0] for found in told()] == ["1"]
 
@@ -361,7 +361,9 @@ def test_result() -> None:
     forward = rows.index("home.0-1 → 8 Mbit/s 8 kB 8.02 kB 50 %")
     assert rows[forward + 1] == "← 4 Mbit/s 4 kB 4.02 kB 25 %"
     said = " ".join(rows)
-    assert "The first snapshot and the evaluation of the initial weights account for 50 kB of the payload." in said
+    assert (
+        "The first run checkpoint and the evaluation of the initial weights account for 50 kB of the payload." in said
+    )
     assert "Contributions: 4 kB in total, 2,000 values kept, 16 bits per kept value." in rows
     assert "All replicas hold the same weights: sha256 0202020202020202…" in rows
     assert "2 outer rounds in 22 s, 40 tokens/s over all replicas." in rows

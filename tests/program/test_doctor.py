@@ -35,10 +35,10 @@ from hetero_pp.program.doctor import command, disk, exchange, packages, start, s
 from hetero_pp.program.doctor.command import find
 from hetero_pp.program.doctor.devices import Gpu, verdict
 from hetero_pp.program.doctor.exchange import check_proxy, clock_verdict
-from hetero_pp.program.doctor.finding import Finding, State, fail, make_checks, ok, warn
+from hetero_pp.program.doctor.finding import Finding, FindingState, fail, make_checks, ok, warn
 from hetero_pp.program.doctor.line import line_verdict, step_bytes
-from hetero_pp.program.doctor.subject import Peer, Subject
-from hetero_pp.program.join.membership import Membership, note_left, take_place
+from hetero_pp.program.doctor.subject import CheckedPeer, Subject
+from hetero_pp.program.join.membership import Membership, note_left, take_slot
 from hetero_pp.program.join.status import status
 from hetero_pp.program.launch.claim import LOCKS, claim
 from hetero_pp.program.launch.unfinished import Unfinished
@@ -55,11 +55,11 @@ from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile, save_config
 from hetero_pp.simulator.planner.grouping import group_spares
 from replica_groups.exchange import admission
-from replica_groups.exchange.admission import Told
+from replica_groups.exchange.admission import RunForGuests
 from replica_groups.exchange.host import make_exchange
-from replica_groups.exchange.lobby import Lobby
 from replica_groups.exchange.memberships import Memberships
 from replica_groups.exchange.server import OpenHouse, serve_exchange
+from replica_groups.exchange.waiting_room import WaitingRoom
 
 CONFIG = """name: homes
 model: {preset: micro, width: 32, heads: 2, feed_forward: 64, layers: 2}
@@ -120,32 +120,32 @@ def test_python_and_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     line = found["packages"].line
     assert f"found numpy {metadata.version('numpy')}, expected >=99; no-such-package is not installed" in line
     assert line.endswith("pip install 'numpy>=99' 'no-such-package>=1'")
-    assert {found[name].state for name in ("python", "packages")} == {State.FAIL}
+    assert {found[name].state for name in ("python", "packages")} == {FindingState.FAIL}
 
 
 def test_a_program_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packages, "NAME", "no-such-package")
-    assert {one().state for one in (packages.check_python, packages.check_packages)} == {State.WARN}
+    assert {one().state for one in (packages.check_python, packages.check_packages)} == {FindingState.WARN}
 
 
 def test_a_package_that_cannot_be_imported_ends_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "hetero_pp.program.doctor.checks", None)
     found = doctor()
     assert list(found) == ["python", "packages", "program"]
-    assert found["program"].state is State.FAIL
+    assert found["program"].state is FindingState.FAIL
 
 
 @pytest.mark.parametrize(
     ("gpu", "state", "said"),
     [
-        (Gpu("CUDA 13.0", True, ("cuda:0 H100",)), State.OK, "cuda:0 H100; torch"),
-        (Gpu("CUDA 13.0", False, ()), State.OK, "found no GPU"),
-        (Gpu("", True, ()), State.WARN, "is a build without CUDA"),
-        (Gpu("CUDA 13.0", True, (), "The NVIDIA driver is too old"), State.WARN, "driver is too old; update"),
-        (Gpu("CUDA 13.0", True, ()), State.WARN, "no GPU is visible"),
+        (Gpu("CUDA 13.0", True, ("cuda:0 H100",)), FindingState.OK, "cuda:0 H100; torch"),
+        (Gpu("CUDA 13.0", False, ()), FindingState.OK, "found no GPU"),
+        (Gpu("", True, ()), FindingState.WARN, "is a build without CUDA"),
+        (Gpu("CUDA 13.0", True, (), "The NVIDIA driver is too old"), FindingState.WARN, "driver is too old; update"),
+        (Gpu("CUDA 13.0", True, ()), FindingState.WARN, "no GPU is visible"),
     ],
 )
-def test_the_driver_and_the_build_of_torch(gpu: Gpu, state: State, said: str) -> None:
+def test_the_driver_and_the_build_of_torch(gpu: Gpu, state: FindingState, said: str) -> None:
     found = verdict(gpu)
     assert (found.state, said in found.line) == (state, True)
 
@@ -153,10 +153,10 @@ def test_the_driver_and_the_build_of_torch(gpu: Gpu, state: State, said: str) ->
 def test_a_full_or_missing_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
-    assert disk.check_temporary().state is State.WARN
+    assert disk.check_temporary().state is FindingState.WARN
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
     found = disk.check_temporary()
-    assert (found.state, "set TMPDIR" in found.line) == (State.FAIL, True)
+    assert (found.state, "set TMPDIR" in found.line) == (FindingState.FAIL, True)
 
 
 def test_an_output_that_is_not_utf_8(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +169,7 @@ def test_an_output_that_is_not_utf_8(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
     authority = Secret("s").authority
     near, far = (
-        Subject(runs=Path("runs"), peer=Peer(address, authority.identity("a")))
+        Subject(runs=Path("runs"), peer=CheckedPeer(address, authority.identity("a")))
         for address in ("127.0.0.1:9", "192.0.2.1:9")
     )
     assert check_proxy(far) == ok("the environment names no proxy")
@@ -177,7 +177,7 @@ def test_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor()["proxy"] == ok("http://127.0.0.1:9 (http_proxy) outside of private networks")
     assert check_proxy(near) == ok("the environment names a proxy, which is not used for the exchange")
     found = check_proxy(far)
-    assert (found.state, "failed: Connection refused): correct the variable" in found.line) == (State.WARN, True)
+    assert (found.state, "failed: Connection refused): correct the variable" in found.line) == (FindingState.WARN, True)
     used = Route(Proxy("http_proxy", "http://proxy.example:3128"))
     monkeypatch.setattr(exchange, "route_to", lambda _: used)
     assert check_proxy(far) == ok("the exchange is reached through http://proxy.example:3128 (http_proxy)")
@@ -200,10 +200,10 @@ def test_a_check_that_hangs_delays_no_other() -> None:
     found = make_checks({"hangs": hangs, "breaks": breaks, "errs": errs, **others}, 0.5)
     over.set()
     assert found["other"] == ok("fine")
-    assert found["breaks"] == Finding(State.FAIL, "made up")
+    assert found["breaks"] == Finding(FindingState.FAIL, "made up")
     assert found["lies"] == fail("no OK\\x1b[2K")
-    assert found["errs"] == Finding(State.FAIL, "this check failed (KeyError: 'made up')")
-    assert (found["hangs"].state, "no result within 0.5 s" in found["hangs"].line) == (State.WARN, True)
+    assert found["errs"] == Finding(FindingState.FAIL, "this check failed (KeyError: 'made up')")
+    assert (found["hangs"].state, "no result within 0.5 s" in found["hangs"].line) == (FindingState.WARN, True)
 
 
 # ---- a YAML ----
@@ -212,8 +212,8 @@ def test_a_check_that_hangs_delays_no_other() -> None:
 def test_a_good_yaml_passes_all_checks_that_it_allows(write: Callable[..., Path]) -> None:
     found = doctor(write())
     skipped = {"exchange", "clock", "neighbours", "relay", "line", "certificate"}
-    assert {name for name, one in found.items() if one.state is State.SKIP} == skipped
-    assert {one.state for name, one in found.items() if name not in skipped | {"output"}} == {State.OK}
+    assert {name for name, one in found.items() if one.state is FindingState.SKIP} == skipped
+    assert {one.state for name, one in found.items() if name not in skipped | {"output"}} == {FindingState.OK}
     assert "starts exchange, dc, home.0, home.1 here" in found["settings"].line
     assert not Path("runs").exists()
 
@@ -223,23 +223,26 @@ def test_an_error_of_the_yaml_is_that_of_check_and_other_checks_are_made(write: 
     runner = CliRunner()
     check, found = runner.invoke(app, ["check", path]), doctor(path)
     assert check.stderr.strip() == f"hetero-pp: {found['settings'].line}"
-    assert found["settings"].state is State.FAIL
-    assert {found[name].state for name in ("python", "disk", "temporary", "proxy")} == {State.OK}
-    assert found["memory"] == Finding(State.SKIP, "the argument cannot be used")
+    assert found["settings"].state is FindingState.FAIL
+    assert {found[name].state for name in ("python", "disk", "temporary", "proxy")} == {FindingState.OK}
+    assert found["memory"] == Finding(FindingState.SKIP, "the argument cannot be used")
     done = runner.invoke(app, ["doctor", path])
     assert (done.exit_code, "mend each FAIL before you start" in done.stdout) == (1, True)
 
 
 def test_settings_that_only_launch_finds_wrong(write: Callable[..., Path]) -> None:
     found = doctor(write(("CORPUS", "CORPUS, tokenizer: missing.json")))
-    assert (found["settings"].state, "homes.yaml:3: data.tokenizer" in found["settings"].line) == (State.FAIL, True)
-    assert found["memory"] == Finding(State.SKIP, "the settings cannot be used")
+    assert (found["settings"].state, "homes.yaml:3: data.tokenizer" in found["settings"].line) == (
+        FindingState.FAIL,
+        True,
+    )
+    assert found["memory"] == Finding(FindingState.SKIP, "the settings cannot be used")
 
 
 def test_too_little_memory_is_told_as_check_tells_it(write: Callable[..., Path]) -> None:
     path = write(("width: 32, heads: 2, feed_forward: 64, layers: 2", "width: 65536, heads: 2, layers: 2"))
     found = doctor(path)["memory"]
-    assert found.state is State.FAIL
+    assert found.state is FindingState.FAIL
     assert "4 members" not in found.line
     assert "3 members and the exchange" in found.line
 
@@ -249,10 +252,10 @@ def test_too_little_disk_and_a_folder_that_cannot_be_written(
 ) -> None:
     path = write()
     told = f"{path}: cannot be written (Not a directory): choose another folder with --runs"
-    assert doctor(path, runs=path)["disk"] == Finding(State.FAIL, told)
+    assert doctor(path, runs=path)["disk"] == Finding(FindingState.FAIL, told)
     usage = shutil.disk_usage(path.parent)
     monkeypatch.setattr(disk, "needed_bytes", lambda _: {"checkpoints": 1e6})
-    for free, state in ((500_000, State.FAIL), (1_050_000, State.WARN), (1_200_000, State.OK)):
+    for free, state in ((500_000, FindingState.FAIL), (1_050_000, FindingState.WARN), (1_200_000, FindingState.OK)):
         monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: usage._replace(free=free))
         assert doctor(path)["disk"].state is state
 
@@ -261,14 +264,14 @@ def test_too_few_open_files(write: Callable[..., Path], monkeypatch: pytest.Monk
     path = write()
     monkeypatch.setattr(resource, "getrlimit", lambda _: (24, 24))
     found = doctor(path)["open files"]
-    assert (found.state, found.line.endswith("raise it with: ulimit -n 72")) == (State.FAIL, True)
+    assert (found.state, found.line.endswith("raise it with: ulimit -n 72")) == (FindingState.FAIL, True)
 
 
 def test_text_that_is_missing_or_streamed(write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     found = doctor(write(("CORPUS", "nowhere")))["text"]
-    assert (found.state, "homes.yaml:3: data.corpus: found" in found.line) == (State.FAIL, True)
+    assert (found.state, "homes.yaml:3: data.corpus: found" in found.line) == (FindingState.FAIL, True)
     path = write(("CORPUS", '"hf:owner/name"'))
-    assert doctor(path)["text"].state is State.WARN
+    assert doctor(path)["text"].state is FindingState.WARN
     monkeypatch.setattr(text, "find_spec", lambda _: None)
     assert "pip install 'hetero-pp[datasets]'" in doctor(path)["text"].line
 
@@ -278,7 +281,10 @@ def test_a_port_in_use(write: Callable[..., Path]) -> None:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         path = write(("PORT", address.rpartition(":")[2]))
         found = doctor(path)["ports"]
-    assert (found.state, found.line.startswith(f"{path}:5: exchange.listen: found `{address}`")) == (State.FAIL, True)
+    assert (found.state, found.line.startswith(f"{path}:5: exchange.listen: found `{address}`")) == (
+        FindingState.FAIL,
+        True,
+    )
     assert doctor(path)["ports"] == ok(f"{address} (free)")
 
 
@@ -286,7 +292,7 @@ def test_neighbours_of_a_yaml(write: Callable[..., Path]) -> None:
     """An address on another host is dialled. Nobody owns 192.0.2.1 (RFC 5737), so it does not answer."""
     stages = '[{layers: 1}, {layers: 1, listen: "192.0.2.1:9"}]'
     found = doctor(write(("{count: 2, line: dsl}", stages)))["neighbours"]
-    assert (found.state, "home.1 at 192.0.2.1:9 cannot be dialled" in found.line) == (State.WARN, True)
+    assert (found.state, "home.1 at 192.0.2.1:9 cannot be dialled" in found.line) == (FindingState.WARN, True)
 
 
 def test_the_address_at_which_the_nodes_of_a_replica_meet_is_tried(write: Callable[..., Path]) -> None:
@@ -298,7 +304,7 @@ def test_the_address_at_which_the_nodes_of_a_replica_meet_is_tried(write: Callab
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         ports = found(address)["ports"]
-    assert (ports.state, f"replicas[0].rendezvous: found `{address}`" in ports.line) == (State.WARN, True)
+    assert (ports.state, f"replicas[0].rendezvous: found `{address}`" in ports.line) == (FindingState.WARN, True)
     assert found(address)["ports"] == ok(f"{address} (free)")
     silent = "the nodes of dc at 192.0.2.1:9 cannot be dialled: it is not started, or a firewall is between"
     assert found("192.0.2.1:9")["neighbours"] == warn(silent)
@@ -308,17 +314,17 @@ def test_leftovers(write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) 
     path, runs = write(), Path("runs").absolute()
     with claim(runs, "homes", ["dc"]):
         found = doctor(path)["leftovers"]
-        assert (found.state, "a launch on this host runs dc" in found.line) == (State.FAIL, True)
+        assert (found.state, "a launch on this host runs dc" in found.line) == (FindingState.FAIL, True)
     with (runs / LOCKS / "homes" / "dc").open("rb") as asked:
         fcntl.flock(asked, fcntl.LOCK_SH)  # another check or command asks at the same moment
-        assert doctor(path)["leftovers"].state is State.OK
+        assert doctor(path)["leftovers"].state is FindingState.OK
     (runs / "homes").mkdir()
     with (runs / "homes" / "dc.log").open("w"):
         found = doctor(path)["leftovers"]
-        assert found.state is State.WARN
+        assert found.state is FindingState.WARN
         assert "processes without a launcher" in found.line
         with mock.patch("psutil.Process.cmdline", return_value=["hetero-pp", "view", "homes"]):
-            assert doctor(path)["leftovers"].state is State.OK, "a page only reads them"
+            assert doctor(path)["leftovers"].state is FindingState.OK, "a page only reads them"
     unfinished = Unfinished("runs/homes", "homes", 2, 3, 0, False)
     monkeypatch.setattr(start, "find_unfinished", lambda *_: unfinished)
     assert doctor(path)["leftovers"].line.startswith(f"{unfinished}; `launch --resume`")
@@ -339,9 +345,9 @@ class Served:
         self.config = ConfigFile(run.config).config
         self.spec = RunSpec(self.config, 256)
         self.exchange, self.memberships = make_exchange(self.spec, run), Memberships(run.memberships)
-        self.lobby = Lobby({}, group_spares)
-        told = Told(*told_of(self.config), self.spec.shape.vocabulary)
-        self.house = OpenHouse(self.memberships, told, self.lobby, self.spec.unnamed_slots)
+        self.waiting_room = WaitingRoom({}, group_spares)
+        told = RunForGuests(*told_of(self.config), self.spec.shape.vocabulary)
+        self.house = OpenHouse(self.memberships, told, self.waiting_room, self.spec.unnamed_slots)
         self.address = self.serve(stack, self.house)
         stack.callback(self.memberships.close)
         self.tokens = prepare_tokens(DataSettings(corpus=str(corpus)), folder / "encoded").digest
@@ -363,16 +369,16 @@ class Served:
         stack.callback(lambda: server.stop(None).wait(TIMEOUT))
         return f"127.0.0.1:{port}"
 
-    def ticket(self, place: str | None = None, seconds: float = 2 * HOUR, address: str = "") -> str:
-        found = self.memberships.invite(place, max(seconds, 1.0))
+    def ticket(self, slot: str | None = None, seconds: float = 2 * HOUR, address: str = "") -> str:
+        found = self.memberships.invite(slot, max(seconds, 1.0))
         until = time.time() + seconds
         return make_ticket("homes", address or self.address, self.secret.authority, found, until, "any").to_text()
 
     def joined(self, ticket: str, runs: Path) -> Membership:
         """Take a slot as `join` does, up to the start of the member."""
-        found = take_place(Ticket.from_text(ticket), runs.absolute(), lambda _: None)
-        config = own_configuration(found.configuration, found.place, str(self.corpus), None)
-        save_config(config, runs.absolute() / "homes" / f"config-{found.place}.yaml")
+        found = take_slot(Ticket.from_text(ticket), runs.absolute(), lambda _: None)
+        config = own_configuration(found.configuration, found.slot, str(self.corpus), None)
+        save_config(config, runs.absolute() / "homes" / f"config-{found.slot}.yaml")
         return found
 
 
@@ -403,19 +409,19 @@ def test_a_ticket_passes_and_stays_usable(served: Served, host: Path) -> None:
     before = served.memberships.tickets()
     ticket = served.ticket()
     found = doctor(ticket, host, served.corpus)
-    skipped = {name for name, one in found.items() if one.state is State.SKIP}
+    skipped = {name for name, one in found.items() if one.state is FindingState.SKIP}
     assert skipped == set()
-    assert [(name, one) for name, one in found.items() if one.state is not State.OK and name != "output"] == []
+    assert [(name, one) for name, one in found.items() if one.state is not FindingState.OK and name != "output"] == []
     assert "open now: home.0, home.1" in found["settings"].line
     assert "is the same as the run's" in found["text"].line
     assert "a step of home.0 needs" in found["line"].line
     assert "the ticket is valid for 2 h" in found["certificate"].line
     [own] = [one for one in served.memberships.tickets() if one not in before]
     assert not own.is_used
-    assert (served.lobby.here, served.exchange.overview.vacant()) == (0, ["home.0", "home.1"])
+    assert (served.waiting_room.here, served.exchange.overview.vacant()) == (0, ["home.0", "home.1"])
     assert not host.exists()
-    place = served.joined(ticket, host).place
-    served.memberships.revoke(place)
+    slot = served.joined(ticket, host).slot
+    served.memberships.revoke(slot)
 
 
 def test_a_host_that_has_joined_checks_its_run(served: Served, host: Path) -> None:
@@ -424,13 +430,13 @@ def test_a_host_that_has_joined_checks_its_run(served: Served, host: Path) -> No
     found = doctor("homes", host)
     assert doctor(ticket, host)["certificate"] == found["certificate"]  # the ticket itself is not needed any more
     assert found["settings"] == ok("the run homes, which this host joined as home.1, starts home.1 here")
-    assert found["text"] == Finding(State.SKIP, "no member that starts here reads the text")
+    assert found["text"] == Finding(FindingState.SKIP, "no member that starts here reads the text")
     assert found["certificate"].line == "the certificate of home.1 is valid for 24 h"
     checks = ("memory", "disk", "exchange", "clock", "neighbours", "relay", "line", "leftovers")
-    assert {found[name].state for name in checks} == {State.OK}
+    assert {found[name].state for name in checks} == {FindingState.OK}
     assert found["relay"] == ok(f"127.0.0.1:{served.meeting_point.port} answers")
-    served.memberships.revoke(joined.place)
-    assert (doctor("homes", host)["exchange"].state) is State.FAIL
+    served.memberships.revoke(joined.slot)
+    assert (doctor("homes", host)["exchange"].state) is FindingState.FAIL
 
 
 def test_a_host_that_has_left_checks_whether_it_may_join_again(served: Served, host: Path) -> None:
@@ -441,7 +447,7 @@ def test_a_host_that_has_left_checks_whether_it_may_join_again(served: Served, h
     for named in ("homes", ticket):
         found = doctor(named, host)
         assert found["settings"].line == "the run homes, which this host left as home.1, starts home.1 here"
-        assert found["exchange"].state is State.OK
+        assert found["exchange"].state is FindingState.OK
         assert found["certificate"].line.startswith("the ticket is valid for ")
     with pytest.raises(ConfigError, match=r"homes: home\.1 has left the run; the same `join` command returns to it"):
         status(host, "homes", None, None)
@@ -456,10 +462,10 @@ def test_a_relay_that_does_not_answer_fails_for_stages_only(served: Served, host
         served.meeting_point.close()
         found = doctor(served.ticket("home.1", address=address), host)["relay"]
         of_whole = doctor(served.ticket("dc", address=address), host)["relay"]
-    assert found.state is State.FAIL
+    assert found.state is FindingState.FAIL
     assert f"127.0.0.1:{port} does not answer" in found.line
     assert f"open this port in the firewall and forward it as {port}" in found.line
-    assert of_whole == Finding(State.SKIP, "no stage starts here")
+    assert of_whole == Finding(FindingState.SKIP, "no stage starts here")
 
 
 def test_the_host_that_serves_checks_its_run(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -471,14 +477,14 @@ def test_the_host_that_serves_checks_its_run(served: Served, monkeypatch: pytest
     with claim(runs, "homes", [EXCHANGE]):
         found = doctor("homes", runs)
     served.folder.config.write_text(listens)
-    assert {found[name].state for name in ("exchange", "clock", "leftovers", "ports")} == {State.OK}
+    assert {found[name].state for name in ("exchange", "clock", "leftovers", "ports")} == {FindingState.OK}
     assert found["ports"] == ok(f"{served.address} (used by this run)")
-    assert found["line"] == Finding(State.SKIP, "the exchange is on this host")
+    assert found["line"] == Finding(FindingState.SKIP, "the exchange is on this host")
 
 
 def test_a_run_that_this_host_does_not_know(host: Path) -> None:
     found = doctor("away", host)
-    assert (found["settings"].state, "found no run away" in found["settings"].line) == (State.FAIL, True)
+    assert (found["settings"].state, "found no run away" in found["settings"].line) == (FindingState.FAIL, True)
 
 
 @pytest.mark.parametrize(
@@ -487,15 +493,15 @@ def test_a_run_that_this_host_does_not_know(host: Path) -> None:
 )
 def test_a_damaged_ticket(served: Served, host: Path, spoil: Callable[[str], str], said: str) -> None:
     found = doctor(spoil(served.ticket()), host)
-    assert (found["settings"].state, said in found["settings"].line) == (State.FAIL, True)
-    assert found["disk"].state is State.OK
+    assert (found["settings"].state, said in found["settings"].line) == (FindingState.FAIL, True)
+    assert found["disk"].state is FindingState.OK
 
 
 def test_expired_revoked_and_full(served: Served, host: Path) -> None:
     found = doctor(served.ticket(seconds=-7200.0), host)
-    assert (found["certificate"].state, "expired 2 h ago" in found["certificate"].line) == (State.FAIL, True)
-    assert (found["exchange"].state, found["memory"].state) == (State.FAIL, State.SKIP)
-    assert doctor(served.ticket(seconds=600.0), host)["certificate"].state is State.WARN
+    assert (found["certificate"].state, "expired 2 h ago" in found["certificate"].line) == (FindingState.FAIL, True)
+    assert (found["exchange"].state, found["memory"].state) == (FindingState.FAIL, FindingState.SKIP)
+    assert doctor(served.ticket(seconds=600.0), host)["certificate"].state is FindingState.WARN
     ticket = served.ticket()
     served.memberships.revoke(Ticket.from_text(ticket).id)
     assert "the ticket was revoked" in doctor(ticket, host)["exchange"].line
@@ -505,15 +511,15 @@ def test_a_run_without_a_free_slot(served: Served, host: Path, monkeypatch: pyte
     monkeypatch.setattr(served.exchange.overview, "vacant", list)
     found = doctor(served.ticket(), host)
     assert found["settings"].line.startswith("every slot of the run is taken: ask the operator")
-    assert found["exchange"].state is State.OK
+    assert found["exchange"].state is FindingState.OK
 
 
 def test_an_exchange_that_does_not_answer(ticket_of_nobody: str, host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subject, "SECONDS_TO_ASK", 0.5)
     found = doctor(ticket_of_nobody, host)
-    assert found["exchange"].state is State.FAIL
+    assert found["exchange"].state is FindingState.FAIL
     assert "did not answer within 500 ms; the run homes is over, is not served now" in found["exchange"].line
-    unknown = Finding(State.SKIP, "the exchange did not answer, or refused this host")
+    unknown = Finding(FindingState.SKIP, "the exchange did not answer, or refused this host")
     assert {found[name] for name in ("settings", "clock", "neighbours")} == {unknown}
 
 
@@ -525,13 +531,13 @@ def test_an_address_that_is_silent(host: Path, monkeypatch: pytest.MonkeyPatch) 
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         ticket = make_ticket("homes", address, Secret("s").authority, "0" * 16, time.time() + HOUR).to_text()
         found = doctor(ticket, host)["exchange"]
-    assert (found.state, "did not answer within 500 ms" in found.line) == (State.FAIL, True)
+    assert (found.state, "did not answer within 500 ms" in found.line) == (FindingState.FAIL, True)
 
 
 def test_exchanges_of_other_versions(served: Served, host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with ExitStack() as stack:
         found = doctor(served.ticket(address=served.serve(stack, None)), host)  # it does not have the call
-    assert (found["exchange"].state, found["memory"].state) == (State.WARN, State.SKIP)
+    assert (found["exchange"].state, found["memory"].state) == (FindingState.WARN, FindingState.SKIP)
     monkeypatch.setattr(admission, "PROTOCOL_VERSION", 11)
     said = "expected 11: install the hetero-pp version of the run"
     assert doctor(served.ticket(), host)["exchange"].line.endswith(said)
@@ -540,9 +546,9 @@ def test_exchanges_of_other_versions(served: Served, host: Path, monkeypatch: py
 def test_clocks_that_differ(served: Served, host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "time", SimpleNamespace(time=lambda: time.time() + 600))
     found = doctor(served.ticket(), host)["clock"]
-    assert (found.state, "is 10 min behind the exchange's" in found.line) == (State.WARN, True)
-    assert clock_verdict(-7200.0, 0.1).state is State.FAIL
-    assert clock_verdict(90.0, 50.0).state is State.OK  # the call took so long that the clocks may be equal
+    assert (found.state, "is 10 min behind the exchange's" in found.line) == (FindingState.WARN, True)
+    assert clock_verdict(-7200.0, 0.1).state is FindingState.FAIL
+    assert clock_verdict(90.0, 50.0).state is FindingState.OK  # the call took so long that the clocks may be equal
 
 
 def test_neighbours_that_listen(served: Served, host: Path) -> None:
@@ -550,7 +556,7 @@ def test_neighbours_that_listen(served: Served, host: Path) -> None:
         served.exchange.join("home.1", f"127.0.0.1:{listener.getsockname()[1]}")
         assert doctor(served.ticket(), host)["neighbours"] == ok("dialled home.1")
     found = doctor(served.ticket(), host)["neighbours"]
-    assert (found.state, "the exchange relays instead" in found.line) == (State.WARN, True)
+    assert (found.state, "the exchange relays instead" in found.line) == (FindingState.WARN, True)
     served.exchange.died("home.1", "the test is over")
 
 
@@ -586,8 +592,8 @@ def test_another_text_than_the_run(served: Served, host: Path, tmp_path: Path) -
     other = tmp_path / "other.txt"
     other.write_text("another text " * 2000)
     found = doctor(served.ticket("home.0"), host, other)["text"]
-    assert (found.state, f"the run's with {served.tokens[:12]}" in found.line) == (State.FAIL, True)
-    assert doctor(served.ticket("home.1"), host)["text"].state is State.SKIP
+    assert (found.state, f"the run's with {served.tokens[:12]}" in found.line) == (FindingState.FAIL, True)
+    assert doctor(served.ticket("home.1"), host)["text"].state is FindingState.SKIP
 
 
 def test_a_slow_line(served: Served, host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -596,7 +602,7 @@ def test_a_slow_line(served: Served, host: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(probe, "_OWN_SECONDS", 0.05)
     found = doctor(served.ticket(), host)["line"]
     stalls.set()
-    assert (found.state, "expects 10 Mbit/s up and 50 Mbit/s down of home.0" in found.line) == (State.WARN, True)
+    assert (found.state, "expects 10 Mbit/s up and 50 Mbit/s down of home.0" in found.line) == (FindingState.WARN, True)
 
 
 def test_a_line_that_was_measured_a_moment_ago_is_no_failure(
@@ -604,15 +610,15 @@ def test_a_line_that_was_measured_a_moment_ago_is_no_failure(
 ) -> None:
     monkeypatch.setattr(admission.Pace, "refused_for", lambda self, caller: 9.0 * (self._burst == 4))
     found = doctor(served.ticket(), host)["line"]
-    assert (found.state, "measured again in 9 s" in found.line) == (State.WARN, True)
+    assert (found.state, "measured again in 9 s" in found.line) == (FindingState.WARN, True)
 
 
 def test_the_verdict_on_a_line(served: Served) -> None:
     spec = served.spec
     assert step_bytes(spec, "home.0") == dict(zip(("down", "up"), step_bytes(spec, "home.1").values(), strict=True))
     fast, slow = Rate(9.5e6, True), Rate(8.5e6, True)
-    assert line_verdict(spec, "home.0", {"up": fast, "down": Rate(40e6, False)}).state is State.OK
+    assert line_verdict(spec, "home.0", {"up": fast, "down": Rate(40e6, False)}).state is FindingState.OK
     found = line_verdict(spec, "home.0", {"up": slow, "down": Rate(40e6, False)})
-    assert (found.state, "expects 10 Mbit/s up of home.0" in found.line) == (State.WARN, True)
+    assert (found.state, "expects 10 Mbit/s up of home.0" in found.line) == (FindingState.WARN, True)
     found = line_verdict(spec, "dc", {"up": slow, "down": Rate(40e6, False)})
     assert found == ok("8.5 Mbit/s up, at least 40 Mbit/s down")

@@ -81,7 +81,7 @@ def cut(finished: Path, tmp_path: Path) -> Path:
 
 def _cut(folder: Path) -> Path:
     shutil.rmtree(folder / "log" / f"round-{ROUNDS:06d}")
-    (folder / "log" / f"snapshot-{ROUNDS:06d}.safetensors").unlink()
+    (folder / "log" / f"checkpoint-{ROUNDS:06d}.safetensors").unlink()
     (folder / "summary.json").unlink()
     return folder
 
@@ -90,7 +90,7 @@ def _train(
     corpus: Path, runs: Path, *settings: str, resume: bool = False, new: bool = False, typed: Sequence[str] = ()
 ) -> dict[str, Any]:
     small = ["inner.steps=2", "replicas.0.micro_batches=1", "replicas.1.micro_batches=2", "data.validation_sequences=4"]
-    given = [f"data.corpus={corpus}", f"outer.rounds={ROUNDS}", "snapshots.every=1", *small, *settings]
+    given = [f"data.corpus={corpus}", f"outer.rounds={ROUNDS}", "checkpoints.every=1", *small, *settings]
     run_topology(MIXED, given, runs, in_process=True, resume=resume, new=new, invocation=Invocation(typed=typed))
     return _summary(runs / "mixed")
 
@@ -206,11 +206,11 @@ def _scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 @contextmanager
-def _without_snapshots(folder: Path) -> Iterator[None]:
-    """Move the snapshots away inside the block, so that no round can be resumed."""
+def _without_checkpoints(folder: Path) -> Iterator[None]:
+    """Move the run checkpoints away inside the block, so that no round can be resumed."""
     aside = folder.parent / "aside"
     aside.mkdir()
-    for path in (folder / "log").glob("snapshot-*"):
+    for path in (folder / "log").glob("checkpoint-*"):
         shutil.move(path, aside / path.name)
     yield
     for path in aside.iterdir():
@@ -229,7 +229,7 @@ def test_a_run_may_be_resumed_any_number_of_times(finished: Path, cut: Path, cor
     (cut / "metrics.jsonl").write_text("\n".join(earlier) + "\n")
     _train(corpus, cut.parent, resume=True)
     _cut(cut)
-    with _without_snapshots(cut), pytest.raises(HeteroPPError):
+    with _without_checkpoints(cut), pytest.raises(HeteroPPError):
         _train(corpus, cut.parent, resume=True)
     assert len(list((cut / "tensorboard").iterdir())) == 1
     summary = _train(corpus, cut.parent, resume=True)
@@ -274,7 +274,7 @@ def test_a_damaged_record_of_an_early_round_costs_the_summary_only_its_sizes(
 def test_a_run_that_its_log_cannot_give_is_told_in_one_line(cut: Path, corpus: Path) -> None:
     shutil.rmtree(cut / "state" / "dc")
     before = (cut / "metrics.jsonl").read_text()
-    with _without_snapshots(cut), pytest.raises(HeteroPPError) as failure:
+    with _without_checkpoints(cut), pytest.raises(HeteroPPError) as failure:
         _train(corpus, cut.parent, resume=True)
     assert "dc holds none; home.0 holds 2, 3; home.1 holds 2, 3; home.2 holds 2, 3" in str(failure.value)
     assert (cut / "metrics.jsonl").read_text() == before
@@ -300,7 +300,7 @@ def test_a_run_that_is_over_is_not_undone(finished: Path, corpus: Path, tmp_path
     before = {
         path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and "tensorboard" not in str(path)
     }
-    with pytest.raises(HeteroPPError, match="the run is over: its log has the snapshot after round 3 of 3"):
+    with pytest.raises(HeteroPPError, match="the run is over: its log has the run checkpoint after round 3 of 3"):
         _train(corpus, tmp_path / "runs", resume=True)
     assert {path: path.read_bytes() for path in before} == before
 
@@ -521,7 +521,7 @@ def test_an_error_that_nobody_expects_is_in_the_summary(
     def fails(*_: object) -> None:
         raise ValueError("a bug")
 
-    monkeypatch.setattr("replica_groups.exchange.log.save_snapshot", fails)
+    monkeypatch.setattr("replica_groups.exchange.log.save_checkpoint", fails)
     with pytest.raises(ValueError, match="a bug"):
         _train(corpus, tmp_path)
     assert "a bug" in _summary(tmp_path / "mixed")["failed"]

@@ -33,8 +33,8 @@ from hetero_pp.hugging_face.writing import shards_of, write_model, write_weights
 from hetero_pp.model.transformer import ModelSettings, ModelShape, Transformer, initialise
 from hetero_pp.program.cli import app
 from hetero_pp.research.trainer.train import AllReplicas
+from hetero_pp.run.checkpoint import open_checkpoint
 from hetero_pp.run.config import RunConfig
-from hetero_pp.run.snapshot import open_snapshot
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile, with_weights_described
 
@@ -148,7 +148,7 @@ def test_shards_are_full_and_in_order() -> None:
     assert shards_of({"a": 3, "b": 8}, 10) == [["a"], ["b"]]
 
 
-def test_rows_change_places_within_each_head() -> None:
+def test_rows_change_slots_within_each_head() -> None:
     """Two heads of four dimensions: dimension 2 j goes to j, and 2 j + 1 to j + 2."""
     weight = torch.arange(8.0)[:, None].expand(8, 3)
     assert halves_of_pairs(weight, 4)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
@@ -375,7 +375,7 @@ outer: {rounds: 3, momentum: 0.5, nesterov: true}
 replicas:
   - {name: a, kind: datacenter, batch_size: 4}
   - {name: b, kind: datacenter, batch_size: 4}
-snapshots: {every: 1}
+run checkpoints: {every: 1}
 """
 CONTINUED = """\
 name: second
@@ -416,25 +416,25 @@ def exported(run: Path) -> Path:
 
 
 def test_a_run_is_exported_after_its_last_round(run: Path, exported: Path) -> None:
-    theta = open_snapshot(run / "log" / "snapshot-000003.safetensors").snapshot().parameters
+    theta = open_checkpoint(run / "log" / "checkpoint-000003.safetensors").checkpoint().parameters
     read = read_parameters(exported, {name: tuple(tensor.shape) for name, tensor in theta.items()})
     assert all(torch.equal(read[name], tensor) for name, tensor in theta.items())
 
 
-def test_a_round_without_a_snapshot_is_replayed(run: Path, tmp_path: Path) -> None:
-    kept = open_snapshot(run / "log" / "snapshot-000002.safetensors").snapshot().parameters
+def test_a_round_without_a_checkpoint_is_replayed(run: Path, tmp_path: Path) -> None:
+    kept = open_checkpoint(run / "log" / "checkpoint-000002.safetensors").checkpoint().parameters
     copy = tmp_path / "copy"
     shutil.copytree(run, copy)
     for number in (1, 2, 3):
-        (copy / "log" / f"snapshot-{number:06d}.safetensors").unlink(missing_ok=True)
+        (copy / "log" / f"checkpoint-{number:06d}.safetensors").unlink(missing_ok=True)
     assert _invoke("export", copy, "--to", tmp_path / "hf", "--round", 2) == (0, "")
     read = read_parameters(tmp_path / "hf", {name: tuple(tensor.shape) for name, tensor in kept.items()})
     assert all(torch.equal(read[name], tensor) for name, tensor in kept.items())
     code, errors = _invoke("export", copy, "--to", tmp_path / "other", "--round", 4)
     assert (code, "the log in" in errors, "ends before round 4" in errors) == (2, True, True)
     assert not (tmp_path / "other").exists()
-    (copy / "log" / "snapshot-000000.safetensors").unlink()
-    assert "found no snapshot" in _invoke("export", copy, "--to", tmp_path / "other")[1]
+    (copy / "log" / "checkpoint-000000.safetensors").unlink()
+    assert "found no run checkpoint" in _invoke("export", copy, "--to", tmp_path / "other")[1]
 
 
 def test_what_cannot_be_exported_is_said(run: Path, exported: Path, tmp_path: Path) -> None:
@@ -463,15 +463,15 @@ def test_an_uncompressed_run_goes_on_where_the_first_one_ended(run: Path, export
 
 
 def test_a_compressed_group_starts_from_weights(run: Path, exported: Path, corpus: Path, tmp_path: Path) -> None:
-    """Snapshot 0 has the imported weights and the run's own basis.
+    """Run checkpoint 0 has the imported weights and the run's own basis.
 
     Evaluated uncompressed, both replicas start at the first run's last loss.
     """
     path = tmp_path / "run.yaml"
     path.write_text(CONTINUED.replace("CORPUS", str(corpus)))
     assert _invoke("launch", "--in-process", path, "--runs", tmp_path, "--set", f"model.weights={exported}") == (0, "")
-    first = open_snapshot(tmp_path / "second" / "log" / "snapshot-000000.safetensors").snapshot()
-    last = open_snapshot(run / "log" / "snapshot-000003.safetensors").snapshot()
+    first = open_checkpoint(tmp_path / "second" / "log" / "checkpoint-000000.safetensors").checkpoint()
+    last = open_checkpoint(run / "log" / "checkpoint-000003.safetensors").checkpoint()
     assert all(torch.equal(first.parameters[name], tensor) for name, tensor in last.parameters.items())
     assert first.basis is not None
     assert first.basis.shape == (32, 8)
@@ -497,7 +497,7 @@ def test_a_run_needs_the_folder_that_it_started_from_only_once(exported: Path, c
     path = tmp_path / "run.yaml"
     model = f"model: {{preset: micro, weights: {folder}, {cells}}}\n"
     path.write_text(model + CONTINUED.replace("CORPUS", str(corpus)))
-    every = ["--runs", tmp_path, "--set", "snapshots.every=1"]
+    every = ["--runs", tmp_path, "--set", "checkpoints.every=1"]
     assert _invoke("launch", "--in-process", path, *every) == (0, "")
     tokenizer = ConfigFile(tmp_path / "second" / "config.yaml").config.data.tokenizer
     (folder / "config.json").unlink()
@@ -513,7 +513,7 @@ def test_a_mixed_run_goes_on_from_another_format(corpus: Path, tmp_path: Path) -
     theirs, path = tmp_path / "theirs", tmp_path / "run.yaml"
     _theirs(theirs, FORMATS["Llama 3.2"] | {"num_hidden_layers": 3})
     path.write_text(CONTINUED.replace("CORPUS", str(corpus)))
-    arguments = ["launch", "--in-process", path, "--runs", tmp_path, "--from", theirs, "--set", "snapshots.every=1"]
+    arguments = ["launch", "--in-process", path, "--runs", tmp_path, "--from", theirs, "--set", "checkpoints.every=1"]
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert (result.exit_code, result.stderr) == (0, "")
     told = f"model.weights: {theirs} ties its head to its token embedding; from here on they train apart, "
@@ -534,7 +534,7 @@ def test_a_mixed_run_goes_on_from_another_format(corpus: Path, tmp_path: Path) -
         assert _positions(to) == _positions(theirs) == 2048
     first, returned = (load_file(folder / "model.safetensors") for folder in (theirs, tmp_path / "after 0"))
     assert all(torch.equal(returned[key], tensor) for key, tensor in first.items())
-    trained = open_snapshot(run / "log" / "snapshot-000002.safetensors").snapshot().parameters
+    trained = open_checkpoint(run / "log" / "checkpoint-000002.safetensors").checkpoint().parameters
     ours = Transformer(read_architecture(tmp_path / "after 2").shape)
     ours.load_state_dict(trained)
     tokens = torch.randint(SHAPE.vocabulary, (2, 24), generator=torch.Generator().manual_seed(5))
@@ -605,7 +605,7 @@ def test_the_shape_of_the_folder_fills_what_is_not_given() -> None:
 
 @pytest.mark.parametrize("umask", [0o022, 0o007], ids=oct)
 def test_the_umask_decides_who_may_read_what_is_written(umask: int, corpus: Path, tmp_path: Path) -> None:
-    """This concerns snapshots, states, pictures, exports and the encoded corpus. Secret files stay private."""
+    """This concerns run checkpoints, states, pictures, exports and the encoded corpus. Secret files stay private."""
     text = CONTINUED.replace("CORPUS", str(corpus)).replace("rounds: 2", "rounds: 1")
     (tmp_path / "run.yaml").write_text(text)
     before = os.umask(umask)
@@ -623,6 +623,6 @@ def test_the_umask_decides_who_may_read_what_is_written(umask: int, corpus: Path
             modes.setdefault(stat.S_IMODE(path.stat().st_mode), set()).add(path.name)
     assert set(modes) == {0o666 & ~umask}, modes
     names = modes[0o666 & ~umask]
-    assert {"model.safetensors", "outer-0-of-1.safetensors", "snapshot-000001.safetensors", "loss.png"} <= names
+    assert {"model.safetensors", "outer-0-of-1.safetensors", "checkpoint-000001.safetensors", "loss.png"} <= names
     assert {"config.yaml", "plan.yaml", "tokenizer.json", "summary.json"} <= names
     assert stat.S_IMODE((tmp_path / "key.pem").stat().st_mode) == 0o600

@@ -14,7 +14,7 @@ from test_run_state import made_up_spec
 
 from hetero_pp.config.links import EXCHANGE, LAUNCHER
 from hetero_pp.program.launch import supervisor
-from hetero_pp.program.launch.job import Job
+from hetero_pp.program.launch.job import ProcessJob
 from hetero_pp.rpc.credentials import Secret, SecretKeys
 from hetero_pp.run.folder import RunFolder
 
@@ -121,7 +121,7 @@ def test_a_forked_process_takes_the_limits_of_open_files(tmp_path: Path) -> None
 class _Started:
     """A process that is only noted."""
 
-    def __init__(self, jobs: list[Job]) -> None:
+    def __init__(self, jobs: list[ProcessJob]) -> None:
         self._jobs, self.Pipe = jobs, multiprocessing.Pipe
 
     def Process(self, target: object, args: tuple[Any, ...], name: str) -> _Started:
@@ -139,7 +139,7 @@ class _Started:
 
 
 def test_members_are_told_the_limits_of_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs: list[Job] = []
+    jobs: list[ProcessJob] = []
     monkeypatch.setattr(supervisor, "fork_server", lambda: _Started(jobs))
     keys = SecretKeys(Secret("0" * 32), encrypted=False)
     with supervisor.Supervisor(made_up_spec(), RunFolder(tmp_path), lambda _: None, LAUNCHER, keys) as started:

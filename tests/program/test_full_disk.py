@@ -43,8 +43,8 @@ from hetero_pp.program.report.recorder import Recorder
 from hetero_pp.program.report.state import RunState
 from hetero_pp.research.experiments.outcomes import add_outcome, read_outcomes
 from hetero_pp.research.trainer.checkpoint import Checkpoint
+from hetero_pp.run.checkpoint import RunCheckpoint, initial_checkpoint, save_checkpoint
 from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.snapshot import Snapshot, initial_snapshot, save_snapshot
 from hetero_pp.run.yaml_file import save_config
 from replica_groups.engines.ranks import ALONE, Ranks
 from replica_groups.exchange.memberships import Memberships
@@ -60,7 +60,7 @@ NOW_AND_THEN = 1 / 50
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retry failed operations at once."""
-    for module in ("hetero_pp.core.files", "replica_groups.exchange.decisions"):
+    for module in ("hetero_pp.core.files", "replica_groups.exchange.coordinator_runner"):
         monkeypatch.setattr(f"{module}.FIRST_PAUSE", 0.001)
         monkeypatch.setattr(f"{module}.LONGEST_PAUSE", 0.001)
 
@@ -72,12 +72,12 @@ def _contents(folder: Path) -> dict[str, bytes]:
 # ---- files that are written in one piece ----
 
 
-def _snapshot(version: int) -> Snapshot:
-    return Snapshot(1, initial_snapshot(SHAPE, None, seed=version).parameters, None)
+def _checkpoint(version: int) -> RunCheckpoint:
+    return RunCheckpoint(1, initial_checkpoint(SHAPE, None, seed=version).parameters, None)
 
 
 def _weights(folder: Path, version: int) -> None:
-    parameters = _snapshot(version).parameters
+    parameters = _checkpoint(version).parameters
     shapes = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
     write_weights(folder, parameters.__getitem__, shapes, SHAPE.head_size, torch.float32)
 
@@ -95,7 +95,7 @@ WRITERS: dict[str, Callable[[Path, int], object]] = {
     "changes": lambda folder, _: write_changes(NO_CHANGES, folder / "changes.yaml"),
     "token": lambda folder, version: write_token(RunFolder(folder), f"{version}" * 32),
     "key": lambda folder, _: _own_key(folder / "key"),
-    "snapshot": lambda folder, version: save_snapshot(_snapshot(version), folder / "snapshot"),
+    "checkpoint": lambda folder, version: save_checkpoint(_checkpoint(version), folder / "checkpoint"),
     "weights": _weights,
     "picture": lambda folder, _: save_figure(Figure(), folder / "loss.png"),
     "tokens": _tokens,
@@ -349,7 +349,7 @@ def undisturbed(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _train(corpus: Path, runs: Path, resume: bool = False) -> dict[str, Any]:
     small = ["inner.steps=2", "replicas.0.micro_batches=1", "replicas.1.micro_batches=2", "data.validation_sequences=4"]
-    settings = [f"data.corpus={corpus}", "snapshots.every=1", *small]
+    settings = [f"data.corpus={corpus}", "checkpoints.every=1", *small]
     run_topology(MIXED, settings, runs, in_process=True, resume=resume)
     summary: dict[str, Any] = json.loads((runs / "mixed" / "summary.json").read_text())
     return summary
@@ -369,8 +369,8 @@ def test_a_run_on_a_disk_that_fails_again_and_again_has_the_bits_of_one_that_doe
         {path.relative_to(one).as_posix() for path in (one / "log").rglob("*") if path.is_file()}
         for one in (tmp_path / "mixed", undisturbed)
     )
-    more = {name for name in found - wanted if not name.startswith("log/snapshot-")}
-    assert more == set()  # a snapshot stays if its removal, tried once after each later snapshot, failed
+    more = {name for name in found - wanted if not name.startswith("log/checkpoint-")}
+    assert more == set()  # a run checkpoint stays if its removal, tried once after each later run checkpoint, failed
     said = capfd.readouterr()
     assert "retrying" in said.err
     assert "could not save its state after round" in said.out
@@ -467,7 +467,14 @@ def test_a_command_that_cannot_write_says_so_in_one_line_and_leaves_what_was_the
     plan = str(MIXED.parents[2] / "configs" / "quickstart.yaml")
     commands = {
         "export": ["export", str(undisturbed), "--to", str(folder / "hf")],
-        "replay": ["replay", str(undisturbed), "--to", str(folder / "snapshot"), "--json", str(folder / "replay.json")],
+        "replay": [
+            "replay",
+            str(undisturbed),
+            "--to",
+            str(folder / "checkpoint"),
+            "--json",
+            str(folder / "replay.json"),
+        ],
         "volume": ["volume", str(undisturbed), "--json", str(folder / "volume.json")],
         "simulate": ["simulate", plan, "--json", str(folder / "simulated.json"), "--chart", str(folder / "chart.png")],
     }
@@ -475,7 +482,7 @@ def test_a_command_that_cannot_write_says_so_in_one_line_and_leaves_what_was_the
         with failing_disk(folder) as disk:
             for n in each_operation(disk, 17 if name == "simulate" else 7):  # most are writes of one file
                 folder.mkdir(exist_ok=True)
-                (folder / "snapshot").unlink(missing_ok=True)  # `replay` never replaces it
+                (folder / "checkpoint").unlink(missing_ok=True)  # `replay` never replaces it
                 before = {} if name == "export" else _contents(folder)
                 disk.fail(n, lasts=True)
                 code, said = _run(*command)
@@ -502,4 +509,4 @@ def test_a_database_without_room_is_one_line_and_keeps_what_it_has(tmp_path: Pat
         for _ in range(1000):
             members.invite(None, 1000.0)
     members._database.execute("PRAGMA max_page_count=1000000")
-    assert members.enrol(first, b"key", ["home.0"], 1000.0).place == "home.0"
+    assert members.enrol(first, b"key", ["home.0"], 1000.0).slot == "home.0"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from joined_hosts import PLACES, Run, ending, written
+from joined_hosts import SLOTS, Run, ending, written
 from preloading import forked_processes
 from ruamel.yaml import YAML
 
@@ -62,10 +62,10 @@ def test_a_replica_is_added_to_a_run_whose_members_stay(runs: list[Run], tmp_pat
     run = Run(tmp_path, corpus, 100_000, lease="2 s")
     runs.append(run)
     run.serve()
-    for place in PLACES:
-        run.join(place, run.invite("--slot", place))
+    for slot in SLOTS:
+        run.join(slot, run.invite("--slot", slot))
     run.wait_for_round("home", 2)
-    members = {host: _members(run, host) for host in PLACES}
+    members = {host: _members(run, host) for host in SLOTS}
     run.processes["exchange"].terminate()
     run.wait("exchange")
     with (tmp_path / "run.yaml").open("a") as file:
@@ -86,8 +86,8 @@ def test_a_replica_is_added_to_a_run_whose_members_stay(runs: list[Run], tmp_pat
             "round": since,
             "first_step": 2 * (since - 1),
         }
-    assert {host: _members(run, host) for host in PLACES} == members  # no member had to restart
-    assert {place["term"] for place in run.status()["places"].values()} == {1}
+    assert {host: _members(run, host) for host in SLOTS} == members  # no member had to restart
+    assert {slot["incarnation"] for slot in run.status()["slots"].values()} == {1}
     counted = {
         int(path.parent.name.removeprefix("round-")): len(json.loads(path.read_text())["contributions"])
         for path in folder.log.glob("round-*/record.json")

@@ -34,10 +34,10 @@ def test_the_run_goes_on_without_a_host_that_dies_and_with_it_once_it_is_started
         endless.start(part)
     endless.wait_for_round(2)
     endless.processes["dc"].send_signal(signal.SIGKILL)
-    endless.wait_for('"what": "silent", "place": "dc"')
+    endless.wait_for('"what": "silent", "slot": "dc"')
     endless.wait_for_round(endless.rounds_closed() + 2)
     endless.start("dc")
-    endless.wait_for('"member": "dc", "event": "joined", "address": "", "term": 2')
+    endless.wait_for('"member": "dc", "event": "joined", "address": "", "incarnation": 2')
     counted = endless.rounds_closed()
     endless.wait_for_contribution(counted + 3, "dc")
     assert [line["member"] for line in endless.told('"joined"')].count("home.0") == 1
@@ -76,7 +76,7 @@ def test_an_exchange_that_is_started_again_takes_over_from_the_one_that_died(end
     endless.wait_for_contribution(recorded + 4, "home")
     assert all(endless.processes[part].poll() is None for part in PARTS)
     assert min(line["last_round"] for line in endless.told('"begun"')[1:]) >= recorded
-    assert {line["term"] for line in endless.told('"joined"')} == {1}
+    assert {line["incarnation"] for line in endless.told('"joined"')} == {1}
     assert not endless.told('"healed"')
     rounds = [line["round"] for line in endless.told('"round_closed"')]
     assert rounds == list(range(1, len(rounds) + 1))

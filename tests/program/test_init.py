@@ -78,9 +78,9 @@ def test_a_first_yaml_trains_and_its_disk_is_predicted() -> None:
     predicted, files = disk_bytes(spec, everything), disk_files(spec, everything)
     in_log = ("run checkpoints", "contributions", "records")
     assert sum(predicted[one] for one in in_log) == pytest.approx(written["log"], rel=0.15)
-    assert predicted["member checkpoints"] / 2 == pytest.approx(written["state"], rel=0.15)  # one of two was written
+    assert predicted["saved states"] / 2 == pytest.approx(written["state"], rel=0.15)  # one of two was written
     assert sum(files[one] for one in in_log) + len(spec.members) == len(found["log"])
-    assert files["member checkpoints"] == len(found["state"])
+    assert files["saved states"] == len(found["state"])
     kept = [path.stat() for path in Path("runs/first").rglob("*") if path.is_file()]
     assert sum(files.values()) == pytest.approx(len(kept), rel=0.1)
     told = " ".join(CliRunner().invoke(app, ["check", "first.yaml", "--set", "inner.steps=1"]).output.split())

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from joined_hosts import PLACES, Run, ending, written
+from joined_hosts import SLOTS, Run, ending, written
 from listening import listening
 from preloading import forked_processes
 from typer.testing import CliRunner
@@ -57,10 +57,10 @@ def test_three_hosts_join_by_tickets_and_come_to_the_bits_of_one_process(
         code, said, errors = run.wait(host)
         assert (code, errors) == (0, ""), errors
         assert said.splitlines().count(skipped) == (host != "anna")
-        (place,) = re.findall(r"^homes: this host has joined as (\S+)$", said, re.MULTILINE)
-        assert (place == "home.1") == (host == "anna")
-        assert re.findall(rf"^round (\d)/3: {re.escape(place)}: ", said, re.MULTILINE) == ["1", "2", "3"]
-        replica = place.partition(".")[0]
+        (slot,) = re.findall(r"^homes: this host has joined as (\S+)$", said, re.MULTILINE)
+        assert (slot == "home.1") == (host == "anna")
+        assert re.findall(rf"^round (\d)/3: {re.escape(slot)}: ", said, re.MULTILINE) == ["1", "2", "3"]
+        replica = slot.partition(".")[0]
         farewell = f"homes: {replica} added 768 tokens in 3 rounds, 50 % of all; the exchange's host has the model, "
         there = "and writes it with: hetero-pp export homes --to FOLDER\n"
         assert said.endswith(f"homes: the run is over (round 3 of 3)\n{farewell}{there}")
@@ -109,13 +109,13 @@ def _require_same_text(run: Run, host: str, ticket: str) -> None:
 
 
 @pytest.mark.starts_processes
-def test_places_are_left_given_back_and_taken_again(runs: list[Run], tmp_path: Path, corpus: Path) -> None:
+def test_slots_are_left_given_back_and_taken_again(runs: list[Run], tmp_path: Path, corpus: Path) -> None:
     run = Run(tmp_path, corpus, 100_000, lease="2 s")
     runs.append(run)
     run.serve()
-    tickets = {place: run.invite("--slot", place) for place in PLACES}
-    for place in PLACES:
-        run.join(place, tickets[place])
+    tickets = {slot: run.invite("--slot", slot) for slot in SLOTS}
+    for slot in SLOTS:
+        run.join(slot, tickets[slot])
     run.wait_for('"evaluation", "replica": "home", "round": 2')
     listening = _listening(run)
     assert listening.keys() == {"exchange"}
@@ -131,10 +131,10 @@ def test_places_are_left_given_back_and_taken_again(runs: list[Run], tmp_path: P
     assert run.held() == {"dc": True, "home.0": True, "home.1": False}
     run.join("another", run.invite())  # it gets the only vacant slot
     run.wait_for('"member": "home.1", "event": "joined", "address": "relay')
-    run.wait_for('"term": 2')
+    run.wait_for('"incarnation": 2')
     assert run.held() == {"dc": True, "home.0": True, "home.1": True}
-    places = run.status()["places"]
-    assert {name: place["address"] for name, place in places.items()} == {"dc": "", "home.0": "", "home.1": "relay"}
+    slots = run.status()["slots"]
+    assert {name: slot["address"] for name, slot in slots.items()} == {"dc": "", "home.0": "", "home.1": "relay"}
     while (relayed := _relayed(run))["home.0"] != relayed["home.1"]:  # read while messages are on their way
         pass
     assert relayed["home.0"] > relayed["dc"] == 0
@@ -145,11 +145,11 @@ def test_places_are_left_given_back_and_taken_again(runs: list[Run], tmp_path: P
     run.processes["dc"].send_signal(signal.SIGUSR1)  # Slurm sends it before a job's time is over; Ctrl-C does the same
     assert run.wait("dc")[1].endswith("homes: dc is free again\n")
     run.join("dc", tickets["dc"])  # a member that left may return with its ticket
-    run.wait_for('"member": "dc", "event": "joined", "address": "", "term": 2')
+    run.wait_for('"member": "dc", "event": "joined", "address": "", "incarnation": 2')
     done = run.ask("status", "--json", str(tmp_path / "status.json"), host="dc")
     assert "homes: training round " in done.stdout
-    found = json.loads((tmp_path / "status.json").read_text())["places"]
-    assert (found["dc"]["holder"], found["dc"]["term"]) == (2, 2)
+    found = json.loads((tmp_path / "status.json").read_text())["slots"]
+    assert (found["dc"]["holder"], found["dc"]["incarnation"]) == (2, 2)
 
     run.processes["exchange"].terminate()
     run.wait("exchange")
@@ -191,4 +191,4 @@ def _listening(run: Run) -> dict[str, set[tuple[str, int]]]:
 
 
 def _relayed(run: Run) -> dict[str, int]:
-    return {name: place["relayed_bytes"] for name, place in run.status()["places"].items()}
+    return {name: slot["relayed_bytes"] for name, slot in run.status()["slots"].items()}

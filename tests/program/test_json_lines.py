@@ -12,14 +12,23 @@ from typing import Any
 from test_run_state import START, waiting
 from typer.testing import CliRunner
 
-from hetero_pp.messages.messages_pb2 import CONTRIBUTING, RESTARTED, WENT_ON, Happened, Report, Standing
+from hetero_pp.messages.messages_pb2 import (
+    CONTRIBUTING,
+    RESTARTED,
+    WENT_ON,
+    MembershipEvent,
+    MembershipEventKind,
+    Report,
+)
 from hetero_pp.program.cli import app
 from hetero_pp.program.report.json_lines import about, about_report, name_run, printed_as_json
 from hetero_pp.program.report.output import complain, standard_output, tell
 
 
-def standing(what: Happened) -> Report:
-    return Report(time=START, member="exchange", standing=Standing(what=what, place="home.1", replica="home"))
+def membership_event(what: MembershipEventKind) -> Report:
+    return Report(
+        time=START, member="exchange", membership_event=MembershipEvent(what=what, slot="home.1", replica="home")
+    )
 
 
 def test_each_line_is_an_object_with_its_text_unchanged() -> None:
@@ -31,11 +40,11 @@ def test_each_line_is_an_object_with_its_text_unchanged() -> None:
     with redirect_stdout(out), redirect_stderr(err), printed_as_json():
         tell(standard_output(), lines[0])
         name_run("mine")
-        with about_report(standing(RESTARTED)):
+        with about_report(membership_event(RESTARTED)):
             tell(standard_output(), lines[1])
-        with about_report(standing(999)):  # type: ignore[arg-type] # of a later version
+        with about_report(membership_event(999)):  # type: ignore[arg-type] # of a later version
             pass
-        with about_report(standing(WENT_ON)):
+        with about_report(membership_event(WENT_ON)):
             print("several\n\nlines", end="\n")
         with about_report(waiting(START, CONTRIBUTING, "dc")):
             print("waiting")

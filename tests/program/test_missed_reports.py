@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
+from test_membership_state import membership_event
 from test_run_state import so_far
-from test_standings import standing
 
 from hetero_pp.config.changed_keys import NO_CHANGES, REPLICAS, replicas_of
 from hetero_pp.data.tokenizers import load_tokenizer
@@ -21,13 +21,13 @@ from hetero_pp.messages.messages_pb2 import (
     FINISHING,
     GIVEN_UP,
     HEALED,
+    INCARNATION_OVER,
     JOINING,
     LATE,
     PAUSED,
     RESTARTED,
     SILENT,
     SUSPENDED,
-    TERM_OVER,
     WENT_ON,
     Report,
 )
@@ -35,9 +35,9 @@ from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.program.launch.recorded import begin_folder
 from hetero_pp.program.report import pictures
 from hetero_pp.program.report.display import LiveDisplay
-from hetero_pp.program.report.happenings import Happenings
 from hetero_pp.program.report.live_view import live_view
-from hetero_pp.program.report.own_rounds import OwnRounds
+from hetero_pp.program.report.membership_event_lines import MembershipEventLines
+from hetero_pp.program.report.own_round_lines import OwnRoundLines
 from hetero_pp.program.report.recorder import Recorder
 from hetero_pp.program.report.result import print_result
 from hetero_pp.program.report.round_lines import round_line
@@ -78,16 +78,19 @@ def _with_trouble(spec: RunSpec, reports: list[Report]) -> list[Report]:
 def _trouble(spec: RunSpec) -> list[Report]:
     last = list(spec.members)[-1]
     replica = spec.members[last].replica.name
-    place = {"place": last, "replica": replica, "cause": f"{last} was killed by SIGKILL"}
-    events = [standing(0.0, what, **place) for what in (RESTARTED, SILENT, SUSPENDED, TERM_OVER, GIVEN_UP, HEALED)]
-    events += [standing(0.0, what, replica=replica, round=2) for what in (LATE, PAUSED, WENT_ON)]
+    slot = {"slot": last, "replica": replica, "cause": f"{last} was killed by SIGKILL"}
+    events = [
+        membership_event(0.0, what, **slot)
+        for what in (RESTARTED, SILENT, SUSPENDED, INCARNATION_OVER, GIVEN_UP, HEALED)
+    ]
+    events += [membership_event(0.0, what, replica=replica, round=2) for what in (LATE, PAUSED, WENT_ON)]
     for awaited in (JOINING, CONTRIBUTING, FINISHING):
         waits = Report(member="exchange")
         waits.waiting.awaited, waits.waiting.round, waits.waiting.seconds = awaited, 3, 20.0
         waits.waiting.missing.add(member=last)
         events.append(waits)
     joined = Report(member=last)
-    joined.joined.term = 2
+    joined.joined.incarnation = 2
     goes_on = Report(member="exchange")
     goes_on.begun.last_round = 2
     added = [{"name": "more", "kind": "datacenter"}, *replicas_of(spec.config)]
@@ -104,12 +107,16 @@ def _optional(spec: RunSpec) -> RunSpec:
 
 def _read_all(spec: RunSpec, reports: Sequence[Report]) -> RunState:
     """Apply reports to every reader that needs no file, and render all that they show."""
-    state, happenings, shown = RunState(spec), Happenings(spec), Console(file=io.StringIO(), width=80)
+    state, membership_event_lines, shown = (
+        RunState(spec),
+        MembershipEventLines(spec),
+        Console(file=io.StringIO(), width=80),
+    )
     display = LiveDisplay(state, shown, since=reports[0].time if reports else 0.0)
-    hosts = [OwnRounds(spec, members, lambda line: None) for members in (["dc"], ["home.0"], list(spec.members))]
+    hosts = [OwnRoundLines(spec, members, lambda line: None) for members in (["dc"], ["home.0"], list(spec.members))]
     for number, report in enumerate(reports):
         state.apply(report)
-        list(happenings.lines(report))
+        list(membership_event_lines.lines(report))
         for host in hosts:
             host.on_report(report)
         if number % 50 == 0:
@@ -160,11 +167,13 @@ def test_a_host_that_missed_who_joined_shows_the_rounds_of_its_group(
     member: str, recorded: tuple[RunSpec, list[Report]]
 ) -> None:
     """The member returns to an optional group after the exchange has forgotten how its neighbours joined."""
-    own = [one for one in _without(recorded[1], "joined", "begun", "standing", "waiting") if one.member == member]
+    own = [
+        one for one in _without(recorded[1], "joined", "begun", "membership_event", "waiting") if one.member == member
+    ]
     shown: list[list[str]] = []
     for spec in recorded[0], _optional(recorded[0]):
         shown.append([])
-        host = OwnRounds(spec, [member], shown[-1].append)
+        host = OwnRoundLines(spec, [member], shown[-1].append)
         for report in [so_far(own[0].time), *own]:
             host.on_report(report)
     assert shown[0][1:] == shown[1][1:]  # behind the state of the run
@@ -175,7 +184,7 @@ def test_rounds_after_one_that_was_missed_are_shown(recorded: tuple[RunSpec, lis
     spec, reports = recorded
     rest = [
         one
-        for one in _without(reports, "standing")
+        for one in _without(reports, "membership_event")
         if not (one.HasField("round_closed") and one.round_closed.round == 3)
     ]
     rest = [one for one in rest if not (one.HasField("begun") and one.begun.last_round)]

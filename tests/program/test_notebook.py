@@ -27,7 +27,7 @@ from hetero_pp.program.launch import in_process
 from hetero_pp.program.launch.command import run_topology
 from hetero_pp.program.report.state import DIVERGED_NATS, RunState
 from hetero_pp.program.simulate import Outputs, simulate
-from hetero_pp.run.snapshot import open_snapshot
+from hetero_pp.run.checkpoint import open_checkpoint
 from replica_groups.exchange.auditor import Auditor
 from replica_groups.member.gate import Gate
 from replica_groups.member.outer_round import OuterRound
@@ -113,11 +113,11 @@ def test_it_has_the_bits_of_a_launched_run(launched: Path, trained: tuple[float,
         assert [one.validation_losses[replica["name"]] for one in run.results] == replica["validation_loss"]
         assert run.results[-1].training_losses[replica["name"]] == replica["loss"]
     for tensor in run.parameters().values():
-        tensor.zero_()  # this changes a copy of the snapshot
+        tensor.zero_()  # this changes a copy of the run checkpoint
     assert {run.results[-1].parameters_sha256} == set(expected["parameters_sha256"].values()) == {_sha256(run)}
     contributions = [one["bytes"] for one in expected["contributions"]["per_round"]]
     assert [one.contribution_bytes for one in run.results] == contributions
-    last = open_snapshot(launched / "log" / "snapshot-000003.safetensors").snapshot().parameters
+    last = open_checkpoint(launched / "log" / "checkpoint-000003.safetensors").checkpoint().parameters
     assert all(last[name].equal(tensor) for name, tensor in run.parameters().items())
 
 
@@ -200,11 +200,11 @@ def test_nothing_starts_before_it_is_asked_for(corpus: Path) -> None:
 
 
 def test_what_a_notebook_began_a_launch_goes_on_with(launched: Path, corpus: Path, tmp_path: Path) -> None:
-    with _run(corpus, tmp_path, snapshots={"every": 1}) as run:
+    with _run(corpus, tmp_path, checkpoints={"every": 1}) as run:
         run.round()
     assert _summary(tmp_path / "mixed")["failed"] == "closed"
     assert _summary(tmp_path / "mixed")["rounds"] == 1
-    run_topology(MIXED, [f"data.corpus={corpus}", "snapshots.every=1"], tmp_path, in_process=True, resume=True)
+    run_topology(MIXED, [f"data.corpus={corpus}", "checkpoints.every=1"], tmp_path, in_process=True, resume=True)
     expected, found = _summary(launched), _summary(tmp_path / "mixed")
     assert found["parameters_sha256"] == expected["parameters_sha256"]
     assert found["validation_loss"] == expected["validation_loss"]

@@ -15,7 +15,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 from prometheus_client.core import Metric
-from test_own_rounds import member_round
+from test_own_round_lines import member_round
 from test_run_state import (
     ROUNDS,
     START,
@@ -42,8 +42,8 @@ from hetero_pp.messages.messages_pb2 import (
     SILENT,
     STORING,
     WENT_ON,
-    Happened,
     MemberRound,
+    MembershipEventKind,
     Over,
     Refusal,
     Report,
@@ -55,9 +55,9 @@ from hetero_pp.program.operate.collector import RunCollector
 from hetero_pp.program.operate.metrics import METRICS, build_info
 from hetero_pp.program.operate.observed import SILENT_SECONDS, Condition, Observed, health_of
 from hetero_pp.program.operate.operations import Operations, operated
+from hetero_pp.program.report.membership_state import Outcome
 from hetero_pp.program.report.round_lines import STALL_SECONDS
 from hetero_pp.program.report.spent import PARTS
-from hetero_pp.program.report.standings import Outcome
 from hetero_pp.program.report.state import RunState
 
 YAML = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
@@ -82,10 +82,12 @@ def samples(families: Iterable[Metric]) -> Found:
     return found
 
 
-def standing(time: float, what: Happened, place: str = "", replica: str = "", cause: str = "why") -> Report:
+def membership_event(
+    time: float, what: MembershipEventKind, slot: str = "", replica: str = "", cause: str = "why"
+) -> Report:
     report = Report(time=time, member="exchange")
-    told = report.standing
-    told.what, told.place, told.replica, told.cause, told.round = what, place, replica, cause, 1
+    told = report.membership_event
+    told.what, told.slot, told.replica, told.cause, told.round = what, slot, replica, cause, 1
     return report
 
 
@@ -97,9 +99,9 @@ def told(*reports: Report) -> RunState:
 
 
 STEP = inner_step(START + 1, "dc", "dc", 1, 0, loss=5.0)
-PAUSE = standing(START + 2, PAUSED, cause="1 of 2 replicas is present")
-OBSTACLE = Report(time=START + 2, member="exchange")
-OBSTACLE.waiting.awaited, OBSTACLE.waiting.obstacle = STORING, "/log: cannot be written"
+PAUSE = membership_event(START + 2, PAUSED, cause="1 of 2 replicas is present")
+STORE_ERROR = Report(time=START + 2, member="exchange")
+STORE_ERROR.waiting.awaited, STORE_ERROR.waiting.store_error = STORING, "/log: cannot be written"
 COMPUTING = waiting(START + 2, CONTRIBUTING, "home.0", seconds=500.0)
 COMPUTING.waiting.missing[0].computes = True
 OVER = Report(time=START + 9, member="exchange", over=Over(round=2, rounds=2))
@@ -113,8 +115,8 @@ OVER = Report(time=START + 9, member="exchange", over=Over(round=2, rounds=2))
         ([round_closed(START + 1, 1)], 5, Condition.RUNNING, ""),  # before the reports of its steps
         ([STEP], SILENT_SECONDS + 2, Condition.STALLED, "no report for"),
         ([STEP, PAUSE], 5, Condition.PAUSED, "round 1 is paused: 1 of 2 replicas is present"),
-        ([STEP, PAUSE, standing(START + 3, WENT_ON)], 5, Condition.RUNNING, ""),
-        ([STEP, OBSTACLE], 3, Condition.STALLED, "/log: cannot be written"),
+        ([STEP, PAUSE, membership_event(START + 3, WENT_ON)], 5, Condition.RUNNING, ""),
+        ([STEP, STORE_ERROR], 3, Condition.STALLED, "/log: cannot be written"),
         ([STEP, waiting(START + 2, CONTRIBUTING, "home.0", seconds=20.0)], 5, Condition.RUNNING, ""),
         ([STEP, waiting(START + 2, CONTRIBUTING, "home.0", seconds=20.0)], STALL_SECONDS, Condition.STALLED, "home.0"),
         ([STEP, COMPUTING], 5, Condition.RUNNING, ""),
@@ -193,7 +195,7 @@ def test_every_outcome_of_a_contribution_is_counted_once() -> None:
         record.round_closed.late.extend(["home"] if outcome is Outcome.LATE else [])
         record.round_closed.left_out.extend(["home"] if outcome is Outcome.REJECTED else [])
         if outcome is Outcome.LOST:
-            reports += [standing(record.time - 6, SILENT, "home.1", "home"), joined(record.time - 3, "home.1")]
+            reports += [membership_event(record.time - 6, SILENT, "home.1", "home"), joined(record.time - 3, "home.1")]
         reports.append(record)
         expected[outcome] = expected.get(outcome, 0) + 1
     observed, state = Observed(), RunState(made_up_spec(outer={"rounds": 30}))
@@ -226,21 +228,26 @@ def test_counters_of_a_resumed_run_appear_once_its_earlier_reports_are_known() -
 
 def test_members_by_state_and_restarts() -> None:
     reports = [
-        standing(START + 1, SILENT, "home.1", "home"),
-        *[standing(START + 2, RESTARTED, one) for one in ("home.1", "home.1", "exchange", "made up")],
+        membership_event(START + 1, SILENT, "home.1", "home"),
+        *[membership_event(START + 2, RESTARTED, one) for one in ("home.1", "home.1", "exchange", "made up")],
     ]
     found = collected(told(*reports))
     assert (found["members", "present"], found["members", "vacant"]) == (2, 1)
     assert (found["member_up", "home.1"], found["member_up", "dc"]) == (0, 1)
     assert (found["restarts_total", "home.1"], found["restarts_total", "exchange"]) == (2, 1)
-    assert collected(told(*reports, standing(START + 3, GIVEN_UP, "home.1")))["members", "given_up"] == 1
+    assert collected(told(*reports, membership_event(START + 3, GIVEN_UP, "home.1")))["members", "given_up"] == 1
     assert collected(state_of([joined(START, "dc")]))["members", "missing"] == 2
 
 
 def test_no_text_of_a_member_or_a_stranger_is_a_label() -> None:
     lie = '"} evil'
     refusal = Report(time=START, member=lie, refusal=Refusal(sender=lie, reason=lie, kind=lie, count=3))
-    reports = [refusal, standing(START, RESTARTED, lie, lie, lie), joined(START, lie), evaluation(START, lie, 1, 1.0)]
+    reports = [
+        refusal,
+        membership_event(START, RESTARTED, lie, lie, lie),
+        joined(START, lie),
+        evaluation(START, lie, 1, 1.0),
+    ]
     found = collected(told(*reports, member_round(lie, 1), failure(START, lie, lie)))
     assert not [key for key in found if any("evil" in part for part in key)]
     assert found["refusals_total", "unexpected"] == 3

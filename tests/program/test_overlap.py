@@ -21,7 +21,7 @@ from replica_groups.member.take_part import TrainingLoop
 
 MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 ROUNDS = 4
-CELLS = ["outer.overlap=1", f"outer.rounds={ROUNDS}", "snapshots.every=1"]
+CELLS = ["outer.overlap=1", f"outer.rounds={ROUNDS}", "checkpoints.every=1"]
 
 
 def _train(corpus: Path, runs: Path, *settings: str) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def undisturbed(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
 def test_a_round_at_a_time_in_a_notebook(undisturbed: dict[str, Any], corpus: Path, tmp_path: Path) -> None:
     """A round counts as done although the next one is already trained. `parameters` returns those of that round."""
     outer = {"overlap": 1, "rounds": ROUNDS}
-    with Run.from_yaml(MIXED, runs=tmp_path, data={"corpus": corpus}, outer=outer, snapshots={"every": 1}) as run:
+    with Run.from_yaml(MIXED, runs=tmp_path, data={"corpus": corpus}, outer=outer, checkpoints={"every": 1}) as run:
         losses = [run.round().validation_loss for _ in range(ROUNDS)]
         sha256 = parameters_sha256({name: parameter_sha256(one) for name, one in run.parameters().items()}).hex()
     assert losses == undisturbed["validation_loss"]
@@ -53,16 +53,16 @@ def test_what_was_trained_ahead_with_other_settings_is_trained_again(
     Each replica then undoes the round and starts it from theta after round 2, with the optimizer moments of that time.
     """
     asked: dict[tuple[str, int], int] = {}
-    terms_of = TrainingLoop._terms
+    inputs_of = TrainingLoop._inputs
 
-    def terms(loop: TrainingLoop, round_: int, spec: RunSpec) -> tuple[LearningRates, Share]:
-        rates, share = terms_of(loop, round_, spec)
+    def inputs(loop: TrainingLoop, round_: int, spec: RunSpec) -> tuple[LearningRates, Share]:
+        rates, share = inputs_of(loop, round_, spec)
         key = loop.reporter.member, round_
         asked[key] = asked.get(key, 0) + 1
         assert isinstance(rates, BySteps)
         return (replace(rates, peak=rates.peak / 2) if round_ == 3 and asked[key] > 1 else rates), share
 
-    monkeypatch.setattr(TrainingLoop, "_terms", terms)
+    monkeypatch.setattr(TrainingLoop, "_inputs", inputs)
     summary = _train(corpus, tmp_path)
     steps = [json.loads(line) for line in (tmp_path / "mixed" / "metrics.jsonl").read_text().splitlines()]
     rates = [

@@ -80,7 +80,7 @@ def test_whom_the_exchange_waits_for_is_a_line(tmp_path: Path) -> None:
             "round": 2,
             "seconds": 12.5,
             "missing": [{"member": "home.0"}, {"member": "home.1"}],
-            "obstacle": "",
+            "store_error": "",
         }
     ]
 

@@ -18,7 +18,7 @@ from hetero_pp.core.errors import ConfigError, RunFailed
 from hetero_pp.messages.messages_pb2 import LinkUse, MemberRound, Report, RoundRecord
 from hetero_pp.program.join import command
 from hetero_pp.program.rehearse.command import AsRehearsal, Predictions, not_rehearsed
-from hetero_pp.program.rehearse.comparison import Comparison, compare
+from hetero_pp.program.rehearse.comparison import RehearsalComparison, compare
 from hetero_pp.program.rehearse.own_line import OwnLine, verdict
 from hetero_pp.program.rehearse.plan_input import MeasuredInput
 from hetero_pp.program.rehearse.show import closing_lines, print_comparison
@@ -102,7 +102,7 @@ def timings_of(spec: RunSpec, reports: list[Report]) -> Timings:
     return timings
 
 
-def compared(spec: RunSpec, reports: list[Report]) -> Comparison:
+def compared(spec: RunSpec, reports: list[Report]) -> RehearsalComparison:
     predictions = Predictions.of(spec)
     return compare(spec, timings_of(spec, reports), predictions.rehearsed, predictions.whole)
 
@@ -194,7 +194,7 @@ def test_a_line_too_slow_to_be_measured_is_not_reported(
     up: float, told: int, spec: RunSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The exchange would refuse a line without bandwidth, in the name of an honest host."""
-    rates, client, own = (Rate(up, True), Rate(1e6, True)), MagicMock(), MagicMock(place="home.0")
+    rates, client, own = (Rate(up, True), Rate(1e6, True)), MagicMock(), MagicMock(slot="home.0")
     monkeypatch.setattr(command, "measure", lambda *_: rates)
     monkeypatch.setattr(command, "ExchangeClient", lambda *_, **__: client)
     assert command._measured_line(own, spec) == dict(zip(("up", "down"), rates, strict=True))

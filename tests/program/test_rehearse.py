@@ -16,11 +16,11 @@ from started import run_program, start_program
 from typer.testing import CliRunner
 
 from hetero_pp.program.cli import app
-from hetero_pp.program.operate.collector import Outcomes, View
+from hetero_pp.program.operate.collector import Outcomes, ScrapedState
 from hetero_pp.program.operate.metrics import METRICS
 from hetero_pp.program.operate.observed import Observed
 from hetero_pp.program.view.history import history_of
-from hetero_pp.program.view.record import Record
+from hetero_pp.program.view.record import RecordedRun
 from hetero_pp.run.folder import RunFolder
 
 pytestmark = pytest.mark.starts_processes
@@ -82,12 +82,12 @@ def test_a_rehearsal_is_marked_wherever_it_is_shown(rehearsed: tuple[Path, str])
     code, said = asked("status", NAME, "--runs", str(folder.parent), "--json", str(folder / "status.json"))
     assert code == 0 and f"{NAME}: a rehearsal, which trains nothing: over after round 2 of 2" in said
     assert json.loads((folder / "status.json").read_text())["rehearsal"] is True
-    record = Record(RunFolder(folder))
+    record = RecordedRun(RunFolder(folder))
     assert history_of(record.view)["rehearsal"] is True
     info = next(one for one in METRICS if one.name == "hetero_pp_run_info")
     observed = Observed()
     observed.follow(record.view.state)
-    assert info.samples(View(observed, record.view.state, Outcomes())) == [((NAME, "rehearsal"), 1)]
+    assert info.samples(ScrapedState(observed, record.view.state, Outcomes())) == [((NAME, "rehearsal"), 1)]
 
 
 def test_nothing_resumes_or_exports_a_rehearsal(rehearsed: tuple[Path, str], yaml: Path) -> None:
@@ -121,20 +121,20 @@ def test_hosts_rehearse_their_lines(yaml: Path) -> None:
             with suppress(subprocess.TimeoutExpired):  # leaves the CPU to the process that is waited for
                 serving.wait(0.1)
                 pytest.fail(str(serving.communicate()))
-        for place in ("home.0", "home.1"):
-            code, said = asked("invite", NAME, "--slot", place, "--address", address, "--runs", str(runs))
+        for slot in ("home.0", "home.1"):
+            code, said = asked("invite", NAME, "--slot", slot, "--address", address, "--runs", str(runs))
             assert code == 0 and "of a rehearsal, so `join` needs --rehearse" in said
-            tickets[place] = next(line for line in said.splitlines() if line.startswith("hpp1."))
+            tickets[slot] = next(line for line in said.splitlines() if line.startswith("hpp1."))
         code, said = asked("join", tickets["home.0"], "--runs", str(yaml.parent / "no"))
         assert code == 2 and "the ticket is for a rehearsal, which trains nothing: join it with --rehearse" in said
         assert "is for a rehearsal, for home.0" in asked("status", tickets["home.0"])[1]
-        own = {place: ["--rehearse", "--runs", str(yaml.parent / place)] for place in tickets}
-        joining = {place: start_program("join", text, *own[place]) for place, text in tickets.items()}
-        for place, process in joining.items():
+        own = {slot: ["--rehearse", "--runs", str(yaml.parent / slot)] for slot in tickets}
+        joining = {slot: start_program("join", text, *own[slot]) for slot, text in tickets.items()}
+        for slot, process in joining.items():
             said, errors = process.communicate()
             assert process.wait(0) == 0, errors
             assert re.search(r"the line of this host reached .* up, .* down$", said, re.MULTILINE)
-            assert re.search(rf"the line is .*waited .* of a step for {place}, .*; home would train ", said)
+            assert re.search(rf"the line is .*waited .* of a step for {slot}, .*; home would train ", said)
         said, errors = serving.communicate()
         assert serving.wait(0) == 0, errors
     finally:

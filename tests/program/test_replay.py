@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 
 from hetero_pp.program import replay
 from hetero_pp.program.cli import app
-from hetero_pp.run.snapshot import open_snapshot, save_snapshot
+from hetero_pp.run.checkpoint import open_checkpoint, save_checkpoint
 from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.audits import Audit, audit_key
-from replica_groups.exchange.log import ContributionLog, record_digest, record_key, snapshot_key
+from replica_groups.exchange.log import ContributionLog, checkpoint_key, record_digest, record_key
 
 MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 ROUNDS = 4
@@ -34,9 +34,9 @@ def _invoke(*arguments: object) -> tuple[int, str, str]:
 
 @pytest.fixture(scope="module")
 def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a run of four rounds, with snapshots after 0, 2 and 4."""
+    """Return the folder of a run of four rounds, with run checkpoints after 0, 2 and 4."""
     runs = tmp_path_factory.mktemp("runs")
-    sets = [f"data.corpus={corpus}", f"outer.rounds={ROUNDS}", "outer.momentum=0.5", "snapshots.every=2"]
+    sets = [f"data.corpus={corpus}", f"outer.rounds={ROUNDS}", "outer.momentum=0.5", "checkpoints.every=2"]
     given = [part for one in sets for part in ("--set", one)]
     code, _, errors = _invoke("launch", MIXED, "--in-process", "--runs", runs, *given)
     assert (code, errors) == (0, "")
@@ -67,13 +67,16 @@ def test_the_log_alone_gives_what_the_run_came_to(run: Path, tmp_path: Path) -> 
     lines = told.splitlines()
     assert len(lines) == ROUNDS + 2
     assert lines[2].startswith("round 2: included dc, home; sha256 ") and lines[2].endswith(
-        "; equal to the audit; equal to the snapshot"
+        "; equal to the audit; equal to the run checkpoint"
     )
     assert lines[-1] == f"mixed after round 4: sha256 {last}, written to {tmp_path / 'last'}"
     found = json.loads((tmp_path / "found.json").read_text())["rounds"]
     assert [one["is_audited"] for one in found] == [False, True, True, True, True]
-    assert [one["has_snapshot"] for one in found] == [True, False, True, False, True]
-    written, kept = open_snapshot(tmp_path / "last").snapshot(), open_snapshot(run / "log" / snapshot_key(4)).snapshot()
+    assert [one["has_checkpoint"] for one in found] == [True, False, True, False, True]
+    written, kept = (
+        open_checkpoint(tmp_path / "last").checkpoint(),
+        open_checkpoint(run / "log" / checkpoint_key(4)).checkpoint(),
+    )
     assert written.round == 4
     assert written.tensors().keys() == kept.tensors().keys()
     assert all(written.tensors()[name].equal(tensor) for name, tensor in kept.tensors().items())
@@ -84,8 +87,8 @@ def test_up_to_a_round(run: Path, tmp_path: Path) -> None:
     code, told, _ = _invoke("replay", run, "--round", 3, "--to", tmp_path / "third")
     assert (code, len(told.splitlines())) == (0, 5)
     shutil.rmtree(run / "log" / "round-000004")
-    (run / "log" / snapshot_key(4)).unlink()
-    assert open_snapshot(tmp_path / "third").snapshot().round == 3
+    (run / "log" / checkpoint_key(4)).unlink()
+    assert open_checkpoint(tmp_path / "third").checkpoint().round == 3
     code, again, _ = _invoke("replay", run)
     assert again.splitlines()[3] == told.splitlines()[3]
 
@@ -94,9 +97,9 @@ def test_up_to_a_round(run: Path, tmp_path: Path) -> None:
 def test_a_run_that_trains_meanwhile_is_replayed_up_to_its_last_closed_round(
     history: str, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run removes snapshots that this has listed, and with a short history also rounds that it has not read."""
-    log, newest = run / "log", (run / "log" / snapshot_key(4)).read_bytes()
-    (log / snapshot_key(4)).unlink()
+    """The run removes run checkpoints that this has listed, and with a short history also rounds that it has not read."""
+    log, newest = run / "log", (run / "log" / checkpoint_key(4)).read_bytes()
+    (log / checkpoint_key(4)).unlink()
     (log / audit_key(4)).unlink()
     record = log / record_key(4)
     record.rename(record.with_name("record.json.0123abcd.part"))  # it is being written
@@ -104,10 +107,10 @@ def test_a_run_that_trains_meanwhile_is_replayed_up_to_its_last_closed_round(
     def announced(line: str) -> None:
         print(line)
         if line.startswith("round 1:"):
-            (log / snapshot_key(4)).write_bytes(newest)
-            (log / snapshot_key(2)).unlink()
+            (log / checkpoint_key(4)).write_bytes(newest)
+            (log / checkpoint_key(2)).unlink()
             if history == "recent":
-                (log / snapshot_key(0)).unlink()
+                (log / checkpoint_key(0)).unlink()
                 shutil.rmtree(log / "round-000002" / "home")
 
     monkeypatch.setattr(replay, "announce", announced)
@@ -143,10 +146,10 @@ def _other_parameters(path: Path) -> None:
 
 
 def _other_momentum(path: Path) -> None:
-    snapshot = open_snapshot(path).snapshot()
-    name = next(iter(snapshot.momentum))
-    snapshot.momentum[name].add_(1.0)
-    save_snapshot(snapshot, path)
+    checkpoint = open_checkpoint(path).checkpoint()
+    name = next(iter(checkpoint.momentum))
+    checkpoint.momentum[name].add_(1.0)
+    save_checkpoint(checkpoint, path)
 
 
 @pytest.mark.parametrize(
@@ -157,14 +160,14 @@ def _other_momentum(path: Path) -> None:
         (record_key(3), _flip, 3, "round-000003/record.json is damaged: "),
         (record_key(3), Path.unlink, 3, "round-000003/record.json is missing"),
         (record_key(3), _other_weight, 3, "audited/round-000003.json belongs to another record"),
-        (snapshot_key(2), _flip, 2, "snapshot-000002.safetensors is damaged: "),
+        (checkpoint_key(2), _flip, 2, "snapshot-000002.safetensors is damaged: "),
         (
-            snapshot_key(2),
+            checkpoint_key(2),
             _other_momentum,
             2,
             "snapshot-000002.safetensors differs from the parameters that the log gives",
         ),
-        (snapshot_key(0), _flip, 0, "snapshot-000000.safetensors is damaged: "),
+        (checkpoint_key(0), _flip, 0, "snapshot-000000.safetensors is damaged: "),
         (audit_key(3), _flip, 3, "audited/round-000003.json is damaged: "),
         (audit_key(3), _other_parameters, 3, f"audited/round-000003.json has {'00' * 32}, the log gives "),
     ],
@@ -193,7 +196,7 @@ def test_a_rejected_contribution_is_named(run: Path) -> None:
     assert [one["left_out"] for one in _found(run)[1]] == [[], [], [], ["home"], []]
 
 
-def test_after_damage_the_next_snapshot_is_gone_on_from(run: Path) -> None:
+def test_after_damage_the_next_checkpoint_is_gone_on_from(run: Path) -> None:
     for round_ in (1, 2):
         (path,) = (run / "log").glob(f"round-{round_:06d}/dc/1/*.blobs")
         _flip(path)
@@ -236,10 +239,10 @@ def test_what_cannot_be_replayed_is_said(run: Path, tmp_path: Path) -> None:
     ]:
         code, _, errors = _invoke("replay", *arguments)
         assert (code, errors.startswith(f"hetero-pp: {words}"), len(errors.splitlines())) == (2, True, 1), errors
-    for snapshot in (run / "log").glob("snapshot*"):
-        snapshot.unlink()
+    for checkpoint in (run / "log").glob("checkpoint*"):
+        checkpoint.unlink()
     code, _, errors = _invoke("replay", run)
-    assert (code, "found no snapshot" in errors) == (2, True)
+    assert (code, "found no run checkpoint" in errors) == (2, True)
 
 
 # ---- a folder from an untrusted sender ----
@@ -285,7 +288,7 @@ def test_a_round_that_no_other_leads_to_is_named_and_not_counted_up_to(run: Path
     told = f"hetero-pp: {stray} does not belong to this run: the rounds between 4 and 999999999 are missing; "
     found = _all(run, finished)
     assert found["replay"] == found["volume"] == (1, f"{told}move it out of the log\n")
-    sets = [f"data.corpus={corpus}", f"outer.rounds={ROUNDS + 1}", "outer.momentum=0.5", "snapshots.every=2"]
+    sets = [f"data.corpus={corpus}", f"outer.rounds={ROUNDS + 1}", "outer.momentum=0.5", "checkpoints.every=2"]
     given = [part for one in sets for part in ("--set", one)]
     _, _, errors = _invoke("launch", MIXED, "--in-process", "--resume", "--runs", run.parent, *given)
     assert errors == found["replay"][1]
@@ -315,14 +318,14 @@ def test_a_file_of_a_run_that_is_not_what_was_written_is_named(
         assert content is not None or f"{run / name}:" in errors
 
 
-def test_a_snapshot_of_another_model_is_not_exported(run: Path, tmp_path: Path) -> None:
-    path = run / "log" / snapshot_key(4)
-    kept = open_snapshot(path).snapshot()
+def test_a_checkpoint_of_another_model_is_not_exported(run: Path, tmp_path: Path) -> None:
+    path = run / "log" / checkpoint_key(4)
+    kept = open_checkpoint(path).checkpoint()
     name = next(iter(sorted(kept.parameters)))
-    save_snapshot(replace(kept, parameters={**kept.parameters, name: torch.zeros(3)}), path)
+    save_checkpoint(replace(kept, parameters={**kept.parameters, name: torch.zeros(3)}), path)
     code, _, errors = _invoke("export", run, "--to", tmp_path / "exported")
     assert (code, errors.count("\n")) == (1, 1)
-    assert f"the snapshot does not fit its config.yaml: {name}: found the shape [3], expected " in errors
+    assert f"the run checkpoint does not fit its config.yaml: {name}: found the shape [3], expected " in errors
 
 
 def test_devices_in_a_folder_are_not_read(run: Path, finished: Path) -> None:

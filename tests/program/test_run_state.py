@@ -504,9 +504,13 @@ def test_rounds_that_no_run_can_have_are_not_taken_in() -> None:
     before = summary_of(state)
     far, many = round_closed(START, 5000), round_closed(START, ROUNDS)
     many.round_closed.contributions[0].steps = STEPS + 1
-    standing = Report(time=START, member="exchange")
-    standing.standing.what, standing.standing.replica, standing.standing.round = LATE, "dc", 5000
-    for report in (far, many, round_closed(START, 0), verified(START, "dc", 5000, b"x"), standing):
+    membership_event = Report(time=START, member="exchange")
+    (
+        membership_event.membership_event.what,
+        membership_event.membership_event.replica,
+        membership_event.membership_event.round,
+    ) = LATE, "dc", 5000
+    for report in (far, many, round_closed(START, 0), verified(START, "dc", 5000, b"x"), membership_event):
         assert not state.apply(report)
     assert summary_of(state) == before
 

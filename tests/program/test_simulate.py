@@ -25,7 +25,7 @@ from hetero_pp.run.config import RunConfig
 from hetero_pp.run.read import spec_of
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
-from hetero_pp.simulator.costs import UPDATE_BYTES, Part, beside, forward_flops
+from hetero_pp.simulator.costs import UPDATE_BYTES, StagePart, boundary_numbers, forward_flops
 from hetero_pp.simulator.fleets import fleets_of
 from hetero_pp.simulator.memory import Phase, Trains, memory_of_member, memory_of_part
 from hetero_pp.simulator.prediction import Prediction, predict
@@ -170,7 +170,7 @@ def test_every_rank_is_an_accelerator(tmp_path: Path, said: tuple[str, ...], acc
     )
     found = _predict(path, *said)
     [stage], spec = found.replicas[0].stages, spec_of(ConfigFile(path, said))
-    flops = 3 * 2 * forward_flops(spec.shape, Part(16, True, 0), 16, 2048)
+    flops = 3 * 2 * forward_flops(spec.shape, StagePart(16, True, 0), 16, 2048)
     update = UPDATE_BYTES * 1_204_881_408 / 4.8e12
     assert found.step_seconds == pytest.approx((flops / (0.4 * 989e12) + update) / accelerators)
     assert stage.memory_capacity_bytes == accelerators * 141e9
@@ -224,11 +224,11 @@ def test_what_is_printed_is_as_people_write_it(tmp_path: Path) -> None:
 def test_flops_are_six_a_parameter_and_token() -> None:
     """The forward pass is a third of that. Attention comes on top, and the embedding costs nothing."""
     shape = spec_of(ConfigFile(CONFIGS / "simulate" / "ten_thousand.yaml")).shape
-    whole = Part(shape.layers, True, 0)
+    whole = StagePart(shape.layers, True, 0)
     matrices = 512_398_848 - 32000 * 1536 - 25 * 1536
     attention = 12 * 2 * 2048 * 1536
     assert forward_flops(shape, whole, 1, 2048) == 2048 * (2 * matrices + attention)
-    halves = [forward_flops(shape, Part(6, last, 0), 1, 2048) for last in (False, True)]
+    halves = [forward_flops(shape, StagePart(6, last, 0), 1, 2048) for last in (False, True)]
     assert sum(halves) == forward_flops(shape, whole, 1, 2048)
 
 
@@ -238,13 +238,13 @@ def test_flops_follow_the_parameters_of_shared_and_wide_heads() -> None:
     with torch.device("meta"):
         matrices = sum(p.numel() for p in Transformer(shape, embeds=False).parameters() if p.ndim == 2)
     expected = 32 * (2 * matrices + 2 * 2 * 32 * 4 * 24)
-    assert forward_flops(shape, Part(2, True, 0), 1, 32) == expected
+    assert forward_flops(shape, StagePart(2, True, 0), 1, 32) == expected
 
 
 def test_memory_is_24_bytes_a_parameter_and_activations() -> None:
     """An accelerator holds 16 of them; round start and error feedback lie in the host's memory."""
     shape = spec_of(ConfigFile(CONFIGS / "simulate" / "ten_thousand.yaml")).shape
-    memory = memory_of_part(shape, Part(3, False, 1000), Trains(2, 2048, 5, 5, value_bytes=2, accelerated=True))
+    memory = memory_of_part(shape, StagePart(3, False, 1000), Trains(2, 2048, 5, 5, value_bytes=2, accelerated=True))
     held, on_host = memory.held("device"), memory.held("host")
     assert sum(held.values()) - held["activations"] == 16_000
     assert on_host["round start"] + on_host["error feedback"] == 8_000
@@ -369,7 +369,7 @@ def test_what_a_round_keeps_beside_is_so_many_bytes_a_parameter(cell: dict[str, 
         config = RunConfig.model_validate({"name": "a", "outer": {"rounds": 2, **outer}, "replicas": [replica]})
         spec = RunSpec(config, 256)
         memory = memory_of_member(spec, spec.members["a"], accelerated=False)
-        held.append(sum(term.n_bytes for term in memory.terms if Phase.STEP in term.phases))
+        held.append(sum(incarnation.n_bytes for incarnation in memory.incarnations if Phase.STEP in incarnation.phases))
     assert held[1] - held[0] == each * sum(prod(shape) for shape in spec.parameter_shapes.values())
 
 
@@ -401,8 +401,8 @@ def test_what_boundaries_hold_is_what_stages_hold(boundary: dict[str, Any], corp
             value for one in stage.optimizer.optimizers for each in one.state.values() for value in each.values()
         ]
         trained = getattr(stage.optimizer, "coefficients", None)
-        beside = 0 if trained is None else 2 * trained.nbytes  # C and its gradient
-        assert held["optimizer"] == beside + sum(value.nbytes for value in own_state if value.ndim)
+        boundary_numbers = 0 if trained is None else 2 * trained.nbytes  # C and its gradient
+        assert held["optimizer"] == boundary_numbers + sum(value.nbytes for value in own_state if value.ndim)
         assert (kept > 0) == ("anchors" in boundary and own.follows_embedding)
 
 
@@ -412,8 +412,8 @@ def test_anchors_cost_a_product_a_token() -> None:
     flops = {}
     for rank in (None, 16, "full"):
         anchors = {} if rank is None else {"anchors": {"rank": rank}}
-        own = beside(shape, BoundarySettings.model_validate({"rank": 8, **anchors}), is_first=False)
-        flops[rank] = forward_flops(shape, Part(3, False, 0, own), 2, 2048)
+        own = boundary_numbers(shape, BoundarySettings.model_validate({"rank": 8, **anchors}), is_first=False)
+        flops[rank] = forward_flops(shape, StagePart(3, False, 0, own), 2, 2048)
     assert flops[16] - flops[None] == 2 * 16 * 1536 * 2 * 2048
     assert flops["full"] == flops[None]
 

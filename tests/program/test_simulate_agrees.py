@@ -13,7 +13,7 @@ from hetero_pp.run.read import spec_of
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.exchange_load import exchange_load
-from hetero_pp.simulator.traffic import message_bytes, snapshot_bytes
+from hetero_pp.simulator.traffic import checkpoint_bytes, message_bytes
 
 pytestmark = pytest.mark.starts_processes
 
@@ -58,7 +58,7 @@ def _program(*arguments: str) -> None:
 
 
 def test_every_link_carries_what_was_predicted(run: tuple[RunSpec, dict[str, Any], dict[str, Any]]) -> None:
-    """A run has one evaluation more than rounds, before the first round, and fetches the first snapshot."""
+    """A run has one evaluation more than rounds, before the first round, and fetches the first run checkpoint."""
     spec, predicted, measured = run
     assert predicted.keys() == measured.keys() and len(measured) == 3 + 6
     before: dict[tuple[str, str], float] = {}
@@ -67,7 +67,7 @@ def test_every_link_carries_what_was_predicted(run: tuple[RunSpec, dict[str, Any
         before |= {(link, "forward"): evaluation for link in predicted if link.startswith(f"{replica.name}.")}
     for member in spec.members.values():
         before[f"{member.name}-exchange", "forward"] = 0.0
-        before[f"{member.name}-exchange", "backward"] = snapshot_bytes(spec, member)
+        before[f"{member.name}-exchange", "backward"] = checkpoint_bytes(spec, member)
     for name, link in measured.items():
         for direction in ("forward", "backward"):
             expected = before.get((name, direction), 0.0) + ROUNDS * predicted[name][f"{direction}_bytes"]
@@ -82,5 +82,5 @@ def test_the_exchange_carries_what_was_predicted(run: tuple[RunSpec, dict[str, A
     links = [link for name, link in measured.items() if name.endswith("-exchange")]
     received, sent = (sum(link["wire_bytes"][way] for link in links) for way in ("forward", "backward"))
     assert received == pytest.approx(ROUNDS * load.contributions.received, rel=0.1)
-    assert sent == pytest.approx(load.first_snapshot_bytes + ROUNDS * load.contributions.sent, rel=0.1)
+    assert sent == pytest.approx(load.first_checkpoint_bytes + ROUNDS * load.contributions.sent, rel=0.1)
     assert load.relayed_links == 0

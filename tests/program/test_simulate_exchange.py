@@ -34,11 +34,11 @@ from hetero_pp.simulator.prediction import Prediction, predict
 from hetero_pp.simulator.rounds import all_sent, fair_ends
 from hetero_pp.simulator.traffic import (
     blob_sizes,
+    checkpoint_bytes,
     exchange_link_loads,
     expected_volume,
     message_bytes,
     replica_count,
-    snapshot_bytes,
     sum_bytes,
 )
 
@@ -297,8 +297,8 @@ def test_the_exchange_carries_what_all_its_links_carry(tmp_path: Path) -> None:
     payload = [exchange_link_loads(spec, member) for member in spec.members.values()]
     assert load.contributions.sent == pytest.approx(sum(one["backward"].outer_round for one in payload), rel=0.01)
     assert load.contributions.received == pytest.approx(sum(map(_size, blob_sizes(spec).values())), rel=0.01)
-    assert load.first_snapshot_bytes == sum(snapshot_bytes(spec, member) for member in spec.members.values())
-    assert load.largest_snapshot_bytes == snapshot_bytes(spec, spec.members["dc"])
+    assert load.first_checkpoint_bytes == sum(checkpoint_bytes(spec, member) for member in spec.members.values())
+    assert load.largest_checkpoint_bytes == checkpoint_bytes(spec, spec.members["dc"])
     assert found.exchange == load
     assert found.as_json()["exchange"]["contributions"] == {
         "received": load.contributions.received,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
+from test_membership_state import KILLED, back, killed, there
 from test_run_state import START
-from test_standings import KILLED, back, killed, there
 from test_view_data import recorded, run_folder
 
 from hetero_pp.config.links import EXCHANGE
@@ -36,11 +36,11 @@ def reply(state: str = "training") -> StatusReply:
     """Return the status of a run with a complete replica, an incomplete group and a group without members."""
     found = StatusReply(last_round=3, rounds=9, has_begun=state != "joining", is_over=state == "over", missing=["dc"])
     found.paused = "1 of 3 replicas are present, 2 are required" if state == "paused" else ""
-    found.places.add(name="dc", replica="dc", held=True, term=1, round=4, seconds=125)
-    found.places.add(name="one.0", replica="one", held=True, term=3, holder=3)
-    found.places.add(name="one.1", replica="one", term=1, seconds=41, cause="no heartbeat arrived for 15 s")
-    found.places.add(name="two.0", replica="two", holder=1)
-    found.places.add(name="two.1", replica="two")
+    found.slots.add(name="dc", replica="dc", held=True, incarnation=1, round=4, seconds=125)
+    found.slots.add(name="one.0", replica="one", held=True, incarnation=3, holder=3)
+    found.slots.add(name="one.1", replica="one", incarnation=1, seconds=41, cause="no heartbeat arrived for 15 s")
+    found.slots.add(name="two.0", replica="two", holder=1)
+    found.slots.add(name="two.1", replica="two")
     found.credits.add(replica="one", included=82, missed=4, tokens=2_000_000)
     found.credits.add(replica="dc", included=270, missed=2, tokens=6_000_000)
     return found
@@ -71,19 +71,19 @@ def test_a_round_waits_for_complete_groups_and_a_resumed_run_says_where_it_resum
         first = capsys.readouterr().out.splitlines()[0]
         assert told in first and "one.0" not in first
     group = reply()
-    group.places[2].held, group.places[1].seconds = True, 300
-    assert as_json(group)["places"]["one.1"]["seconds"] == 41  # type: ignore[index]
+    group.slots[2].held, group.slots[1].seconds = True, 300
+    assert as_json(group)["slots"]["one.1"]["seconds"] == 41  # type: ignore[index]
     print_status("solo", group)
     assert capsys.readouterr().out.count("41 s") == 2, "a group trains since its last member came"
 
 
 def test_a_file_that_cannot_be_written_is_the_cause_of_a_pause(capsys: pytest.CaptureFixture[str]) -> None:
     found = reply()
-    found.obstacle, found.obstacle_seconds = "/log/a: cannot be written (No space left on device)", 11.2
+    found.store_error, found.store_error_seconds = "/log/a: cannot be written (No space left on device)", 11.2
     print_status("solo", found)
-    told = f"solo: paused in round 4 of 9, for 11 s so far: {found.obstacle}; retrying"
+    told = f"solo: paused in round 4 of 9, for 11 s so far: {found.store_error}; retrying"
     assert " ".join(capsys.readouterr().out.split()).startswith(told)
-    assert (as_json(found)["state"], as_json(found)["paused"]) == ("paused", found.obstacle)
+    assert (as_json(found)["state"], as_json(found)["paused"]) == ("paused", found.store_error)
 
 
 def test_each_slot_has_its_state_and_who_let_it_in(capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,7 +112,7 @@ def test_who_waits_for_a_group_and_for_how_many_more(
     needed: int, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = reply()
-    found.in_lobby, found.needed_in_lobby = 1, needed
+    found.in_waiting_room, found.needed_in_lobby = 1, needed
     found.guests.add(ticket="0123456789abcdef", seconds=95.0)
     print_status("solo", found)
     line = f"1 host waiting for a group to form, {told} (ticket 0123456789abcdef for 1:35)\n"
@@ -194,7 +194,7 @@ def test_a_run_that_a_launch_carries_now_names_members_that_are_away(
 ) -> None:
     locks = folder.parent / LOCKS / "mixed"
     locks.mkdir(parents=True)
-    run_folder(folder.parent / "mixed", [*recorded([*there(), *killed(START + 1)]), b'"standing" {\n'])
+    run_folder(folder.parent / "mixed", [*recorded([*there(), *killed(START + 1)]), b'"membership_event" {\n'])
     with FileLock(locks / EXCHANGE):
         status(folder.parent, "mixed", None, tmp_path / "found.json")
     told = f"{KILLED}; its slot is vacant"

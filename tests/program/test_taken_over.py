@@ -35,7 +35,7 @@ SECRET = Secret("a secret")
 WATCHER = SECRET.credentials(LAUNCHER)
 TIMEOUT = 60.0
 
-JOINED = Report(time=1, member="dc", joined=Joined(term=1))
+JOINED = Report(time=1, member="dc", joined=Joined(incarnation=1))
 BEGUN = Report(time=2, member=EXCHANGE, begun=Begun())
 AGAIN = Report(time=3, member=EXCHANGE, begun=Begun(last_round=3))
 FINISHED = Report(time=4, member="dc", finished=Finished())
@@ -97,7 +97,7 @@ class Telling:
         yield from self._reports
         self._stopped.wait(TIMEOUT)
 
-    def heard(self, member: str, term: int | None = None) -> None:
+    def heard(self, member: str, incarnation: int | None = None) -> None:
         pass
 
     def serve(self, listen: str = "127.0.0.1:0") -> tuple[grpc.Server, str]:
@@ -244,5 +244,5 @@ def test_a_process_that_is_killed_while_it_restarts_is_restarted_again(
     why = " because memory was used up: this machine has 900 MB of memory (the limit of its control group /job)"
     cause = f"{member} was killed by SIGKILL{why if for_memory else ''}"
     assert str(failed.value) == cause
-    assert [report.standing.what for report in reports] == [RESTARTED] * made_up_spec().config.restarts.count
-    assert all(report.standing.cause.startswith(f"{cause}; restarting it") for report in reports)
+    assert [report.membership_event.what for report in reports] == [RESTARTED] * made_up_spec().config.restarts.count
+    assert all(report.membership_event.cause.startswith(f"{cause}; restarting it") for report in reports)

@@ -145,7 +145,7 @@ def test_memory_is_that_of_the_members_that_start_here(
     """`expected`: bytes per parameter of the model, GB of activations, and processes.
 
     During the only micro-batch there are no gradients yet. On GPUs a replica keeps error feedback and the round's start
-    in the machine's memory, and at its start also the snapshot. With two nodes, each holds half of everything.
+    in the machine's memory, and at its start also the run checkpoint. With two nodes, each holds half of everything.
     """
     machine.setattr(this_machine, "free_bytes", lambda device: None)
     _have_gpus(machine, 8)

@@ -23,15 +23,15 @@ from typer.testing import CliRunner
 from hetero_pp.core.errors import ConfigError, LinkClosed, NewRun, RunFailed, RunOver
 from hetero_pp.messages.messages_pb2 import Report, StatusReply
 from hetero_pp.program.cli import app
-from hetero_pp.program.join.command import Here, join
+from hetero_pp.program.join.command import JoiningHost, join
 from hetero_pp.program.join.invite import good_for, invite, revoke, seconds_of
 from hetero_pp.program.join.leave import leavable, leave
-from hetero_pp.program.join.membership import take_place
+from hetero_pp.program.join.membership import take_slot
 from hetero_pp.program.join.status import print_status, status
 from hetero_pp.program.launch import hosts
 from hetero_pp.program.launch.over import keep_over
 from hetero_pp.program.operate.operations import Operations
-from hetero_pp.program.report.own_rounds import OwnRounds
+from hetero_pp.program.report.own_round_lines import OwnRoundLines
 from hetero_pp.rpc.certificates import Authority
 from hetero_pp.rpc.credentials import Keys, Secret, new_secret
 from hetero_pp.rpc.tickets import Ticket, make_ticket
@@ -41,11 +41,11 @@ from hetero_pp.run.shared import keep_tokenizer, kept_tokenizer, own_configurati
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.planner.grouping import group_spares
-from replica_groups.exchange.admission import Told
+from replica_groups.exchange.admission import RunForGuests
 from replica_groups.exchange.host import make_exchange
-from replica_groups.exchange.lobby import Lobby
 from replica_groups.exchange.memberships import Memberships
 from replica_groups.exchange.server import OpenHouse, serve_exchange
+from replica_groups.exchange.waiting_room import WaitingRoom
 
 
 class Served:
@@ -60,14 +60,14 @@ class Served:
         run.token.write_text(secret)
         self.runs, self.config = folder / "runs", ConfigFile(run.config).config
         exchange, self.memberships = make_exchange(RunSpec(self.config, 256), run), Memberships(run.memberships)
-        house = OpenHouse(self.memberships, Told(*told_of(self.config)), Lobby({}, group_spares))
+        house = OpenHouse(self.memberships, RunForGuests(*told_of(self.config)), WaitingRoom({}, group_spares))
         server, port = serve_exchange(exchange, Secret(secret), "127.0.0.1:0", encrypted=True, open_house=house)
         self.address = f"127.0.0.1:{port}"
         stack.callback(self.memberships.close)
         stack.callback(lambda: server.stop(None).wait(TIMEOUT))
 
-    def invite(self, place: str, capsys: pytest.CaptureFixture[str], seconds: float = 3600.0) -> str:
-        invite(self.runs, "homes", place, seconds, self.address)
+    def invite(self, slot: str, capsys: pytest.CaptureFixture[str], seconds: float = 3600.0) -> str:
+        invite(self.runs, "homes", slot, seconds, self.address)
         return capsys.readouterr().out
 
 
@@ -78,7 +78,7 @@ def served(tmp_path: Path, corpus: Path) -> Iterator[Served]:
 
 
 def test_tickets_by_which_nobody_comes_in(served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    here, there = Here(tmp_path / "here"), Here(tmp_path / "there")
+    here, there = JoiningHost(tmp_path / "here"), JoiningHost(tmp_path / "there")
     used, over = served.invite("home.0", capsys), served.invite("home.1", capsys, 0.0)
     for text, who, told in (
         ("made up", here, r"found 'made up', expected a ticket, which begins with hpp1\."),
@@ -128,8 +128,8 @@ def test_invitations_that_cannot_be(served: Served, tmp_path: Path, capsys: pyte
 
 
 def test_an_invitation_says_what_its_ticket_is_good_for(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
-    def told(place: str | None) -> list[str]:
-        invite(served.runs, "homes", place, 3600.0, served.address)
+    def told(slot: str | None) -> list[str]:
+        invite(served.runs, "homes", slot, 3600.0, served.address)
         lines = capsys.readouterr().err.splitlines()
         [down] = [line for line in lines if "its exchange does not run now, so no host can join; resume" in line]
         assert down.endswith(f"hetero-pp serve {served.runs}/homes/config.yaml --resume --runs {served.runs}")
@@ -146,7 +146,7 @@ def test_an_invitation_says_what_its_ticket_is_good_for(served: Served, capsys: 
     assert len(told(None)) == 1  # dc has a ticket already
 
 
-@pytest.mark.parametrize("option", ["--slot", "--place"])
+@pytest.mark.parametrize("option", ["--slot", "--slot"])
 def test_the_slot_of_a_ticket_is_an_option_that_also_has_its_earlier_name(option: str, served: Served) -> None:
     arguments = ["invite", "homes", option, "home.1", "--address", served.address, "--runs", str(served.runs)]
     result = CliRunner().invoke(app, arguments)
@@ -182,17 +182,17 @@ def test_who_joins_twice_is_refused_and_takes_nothing_from_who_joined_first(
     served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ticket = served.invite("home.1", capsys)
-    take_place(Ticket.from_text(ticket), tmp_path)
+    take_slot(Ticket.from_text(ticket), tmp_path)
     with (
         leavable(RunFolder(tmp_path / "homes"), "home.1"),
         pytest.raises(ConfigError, match=rf"home\.1 is already held by process {os.getpid()} on this host"),
     ):
-        join(ticket, Here(tmp_path))
+        join(ticket, JoiningHost(tmp_path))
     assert served.memberships.held_by("home.1") is not None
 
 
-def test_a_place_that_is_taken(served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    take_place(Ticket.from_text(served.invite("home.1", capsys)), tmp_path / "here")
+def test_a_slot_that_is_taken(served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    take_slot(Ticket.from_text(served.invite("home.1", capsys)), tmp_path / "here")
     with pytest.raises(ConfigError, match=r"--slot: home\.1 is taken: `hetero-pp revoke` frees it"):
         served.invite("home.1", capsys)
 
@@ -202,7 +202,7 @@ def test_who_is_there_is_asked_by_the_name_of_the_run_or_where_its_exchange_is(
 ) -> None:
     runs = tmp_path / "here"
     (runs / "of another kind").mkdir(parents=True)
-    take_place(Ticket.from_text(served.invite("home.1", capsys)), runs)
+    take_slot(Ticket.from_text(served.invite("home.1", capsys)), runs)
     later = shutil.copytree(runs / "homes", runs / "later at that address, and over")
     (about,) = later.rglob("about.json")
     about.write_text(json.dumps(json.loads(about.read_text()) | {"authority": Authority("another").certificate}))
@@ -228,7 +228,7 @@ def test_status_says_what_a_ticket_is_good_for(
     ticket = Ticket.from_text(text)
     begins = f"homes: ticket {ticket.id} is for the datacenter replica dc; it "
     assert told(text, here).startswith(f"{begins}admits one host until 20")
-    take_place(ticket, here)
+    take_slot(ticket, here)
     for runs in (here, served.runs):  # the folder of the host that used it, and of the exchange
         assert told(text, runs).startswith(f"{begins}was used; the host that used it may return with it until 20")
     assert json.loads((tmp_path / "ticket.json").read_text())["state"] == "used"
@@ -244,7 +244,7 @@ def test_a_run_by_any_other_name_is_no_folder(tmp_path: Path) -> None:
     for name in ("../up", "/etc", "..", "", "a/b"):
         ticket = make_ticket(name, "127.0.0.1:1", Authority("a secret"), "0123456789abcdef", 2e9)
         with pytest.raises(ConfigError, match="expected the name of a run"):
-            join(ticket.to_text(), Here(tmp_path))
+            join(ticket.to_text(), JoiningHost(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -301,7 +301,7 @@ def test_a_ticket_to_the_run_that_was_served_before_is_told_so(served: Served, t
     ticket = make_ticket("homes", served.address, Authority("the run before"), "0123456789abcdef", time.time() + 60)
     told = f"^a new run has started at {served.address}; your ticket belongs to the previous run; ask for a new ticket$"
     with pytest.raises(ConfigError, match=told):
-        join(ticket.to_text(), Here(tmp_path / "here"))
+        join(ticket.to_text(), JoiningHost(tmp_path / "here"))
 
 
 @pytest.mark.parametrize("goes_on", [False, True])
@@ -342,21 +342,21 @@ def test_a_member_whose_run_was_replaced_ends_as_one_that_the_user_can_mend(
     monkeypatch.setattr(hosts, "Supervisor", Ended)
     monkeypatch.setattr(hosts, "reports_to_members", told)
     spec = RunSpec(_config(str(tmp_path)), 256)
-    exchange = hosts.Exchange("host:1", cast(Keys, None), tmp_path, timeout=3600.0)
-    rounds = OwnRounds(spec, ["home.1"], lines.append)
+    exchange = hosts.ReachedExchange("host:1", cast(Keys, None), tmp_path, timeout=3600.0)
+    rounds = OwnRoundLines(spec, ["home.1"], lines.append)
     with pytest.raises(RunFailed if goes_on else ConfigError, match="the disk is full" if goes_on else f"^{cause}$"):
         hosts.launch_members(spec, "home.1", ["home.1"], RunFolder(tmp_path), exchange, rounds, Operations())
     waits = "waiting for the exchange of this run, for up to 1:00:00"
     assert lines == [f"{cause} (not verified, because its certificate is not of this run; {waits})"]
 
 
-def test_how_a_place_is_reached_is_shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_a_slot_is_reached_is_shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     reply = StatusReply(last_round=3, rounds=9)
     for address, relayed in (("", 5_000_000), ("relay", 0), ("relay", 5_000_000), ("ben:\x1b7", 0), ("ben:7", 9_000)):
-        reply.places.add(name="p", held=True, address=address, relayed_bytes=relayed)
-    reply.places.add(name="p", held=True, address="relay", dials="ann:\x1b7")
-    reply.places.add(name="p", held=True, address="relay", dials="a:7", relayed_bytes=9)
+        reply.slots.add(name="p", held=True, address=address, relayed_bytes=relayed)
+    reply.slots.add(name="p", held=True, address="relay", dials="ann:\x1b7")
+    reply.slots.add(name="p", held=True, address="relay", dials="a:7", relayed_bytes=9)
     print_status("homes", reply)
     rows = [line.split("│") for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
     links = ["", "relayed", "5 MB relayed", r"ben:\x1b7", "ben:7, 9 kB relayed"]
@@ -368,8 +368,11 @@ def test_groups_that_nobody_has_joined_are_counted_and_not_listed(capsys: pytest
     reply = StatusReply(last_round=3, rounds=9)
     for group in range(6):
         for stage in range(2):
-            reply.places.add(
-                name=f"g{group}.{stage}", replica=f"g{group}", held=(group, stage) == (3, 1), term=int(group == 4)
+            reply.slots.add(
+                name=f"g{group}.{stage}",
+                replica=f"g{group}",
+                held=(group, stage) == (3, 1),
+                incarnation=int(group == 4),
             )
     print_status("homes", reply)
     said = capsys.readouterr().out

@@ -90,7 +90,7 @@ def test_what_deepspeed_computes_with_is_taken() -> None:
     assert _own(datacenter={"engine": "deepspeed", "deepspeed": deepspeed}).replicas[0].deepspeed == deepspeed  # type: ignore[union-attr]
 
 
-def test_a_meeting_place_is_not_taken_from_an_exchange() -> None:
+def test_a_meeting_slot_is_not_taken_from_an_exchange() -> None:
     with pytest.raises(ConfigError, match=r"replicas\[0\]\.nodes: found `2`, expected one host"):
         _own(datacenter={"engine": "torchtitan", "nodes": 2, "rendezvous": "10.0.0.7:22"})
     with pytest.raises(ConfigError, match=r"replicas\[0\]\.rendezvous: found `10\.0\.0\.7:22`"):

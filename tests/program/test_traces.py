@@ -9,8 +9,8 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
-from test_operate import STEP, standing, told
-from test_own_rounds import member_round
+from test_operate import STEP, membership_event, told
+from test_own_round_lines import member_round
 from test_run_state import (
     START,
     begun,
@@ -43,13 +43,13 @@ def _round(span: ReadableSpan) -> object:
 
 
 def test_a_trace_is_of_one_round_and_has_its_events() -> None:
-    late = standing(START + 3, LATE, replica="home")
+    late = membership_event(START + 3, LATE, replica="home")
     fails = failure(START + 14, "dc", "out of memory")
     second = inner_step(START + 12, "dc", "dc", 2, 0)
     first, open_one = spans_of(begun(START, 0), STEP, late, round_closed(START + 10, 1), second, fails)
     assert (first.start_time, first.end_time) == (1e9 * START, 1e9 * (START + 10))
     assert [(one.name, one.attributes) for one in first.events] == [
-        ("late", {"place": "", "replica": "home", "cause": "why"})
+        ("late", {"slot": "", "replica": "home", "cause": "why"})
     ]
     assert (first.status.status_code, _round(first)) == (StatusCode.UNSET, 1)
     assert (open_one.start_time, open_one.status.description) == (1e9 * (START + 10), "dc: out of memory")

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from test_membership_state import KILLED, back, killed, membership_event, there
 from test_run_state import (
     START,
     begun,
@@ -25,7 +26,6 @@ from test_run_state import (
     state_of,
     waiting,
 )
-from test_standings import KILLED, back, killed, standing, there
 
 from hetero_pp.core.bounded import parse_json
 from hetero_pp.messages import messages_pb2 as pb
@@ -39,7 +39,7 @@ from hetero_pp.program.view import key_frames
 from hetero_pp.program.view import record as record_module
 from hetero_pp.program.view.followed import Curve
 from hetero_pp.program.view.key_frames import KeyFrames
-from hetero_pp.program.view.record import Record
+from hetero_pp.program.view.record import RecordedRun
 from hetero_pp.program.view.run_view import RunView
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.yaml_file import save_config
@@ -86,12 +86,12 @@ def run_folder(path: Path, lines: Sequence[bytes], **changes: Any) -> RunFolder:
 
 
 @pytest.fixture
-def followed() -> Iterator[Callable[[RunFolder], Record]]:
+def followed() -> Iterator[Callable[[RunFolder], RecordedRun]]:
     """Follow records until the end of the test."""
-    records: list[Record] = []
+    records: list[RecordedRun] = []
 
-    def follow(folder: RunFolder) -> Record:
-        records.append(Record(folder))
+    def follow(folder: RunFolder) -> RecordedRun:
+        records.append(RecordedRun(folder))
         records[-1].start()
         assert records[-1].wait(60)
         return records[-1]
@@ -141,7 +141,7 @@ def test_damaged_and_unknown_lines_are_skipped_and_named() -> None:
         b"\xff\xfe\n",
         b'{"time": 1, "member": "dc", "event": "invented"}\n',
         b'{"time": "x", "member": "dc", "event": "finished"}\n',
-        b'{"time": 1, "member": "dc", "event": "standing", "what": "exploded"}\n',
+        b'{"time": 1, "member": "dc", "event": "membership_event", "what": "exploded"}\n',
     ]
     found, skipped = read([*lines[:5], *strange, *lines[5:]])
     assert summary_of(state_of(found)) == summary_of(state_of(made_up_reports()))
@@ -149,7 +149,7 @@ def test_damaged_and_unknown_lines_are_skipped_and_named() -> None:
 
 
 def test_lines_that_no_run_has_are_skipped_in_bounded_memory(
-    tmp_path: Path, followed: Callable[[RunFolder], Record], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, followed: Callable[[RunFolder], RecordedRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = recorded(made_up_reports())
     closed = json.loads(recorded([round_closed(START, 1)])[0])
@@ -178,7 +178,7 @@ def test_lines_that_no_run_has_are_skipped_in_bounded_memory(
     assert max(map(len, view.problems)) < 200
 
 
-def test_a_record_is_followed_while_it_is_written(tmp_path: Path, followed: Callable[[RunFolder], Record]) -> None:
+def test_a_record_is_followed_while_it_is_written(tmp_path: Path, followed: Callable[[RunFolder], RecordedRun]) -> None:
     lines = recorded(made_up_reports())
     half = len(lines) // 2
     folder = run_folder(tmp_path, [*lines[:half], lines[half][:20]])
@@ -191,7 +191,7 @@ def test_a_record_is_followed_while_it_is_written(tmp_path: Path, followed: Call
 
 
 def test_a_record_that_a_full_disk_keeps_behind_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, followed: Callable[[RunFolder], Record]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, followed: Callable[[RunFolder], RecordedRun]
 ) -> None:
     monkeypatch.setattr(record_module, "is_running", lambda _: True)
     monkeypatch.setattr(record_module, "_SECONDS_BETWEEN_LOOKS", 0.0)
@@ -204,7 +204,7 @@ def test_a_record_that_a_full_disk_keeps_behind_says_so(
     wait_until(lambda: not record.view.stale)
 
 
-def test_a_record_that_is_replaced_is_read_again(tmp_path: Path, followed: Callable[[RunFolder], Record]) -> None:
+def test_a_record_that_is_replaced_is_read_again(tmp_path: Path, followed: Callable[[RunFolder], RecordedRun]) -> None:
     folder = run_folder(tmp_path, recorded(made_up_reports()))
     record = followed(folder)
     before = record.view
@@ -216,7 +216,7 @@ def test_a_record_that_is_replaced_is_read_again(tmp_path: Path, followed: Calla
 
 
 def test_a_folder_without_a_record_or_with_a_damaged_summary_says_so(
-    tmp_path: Path, followed: Callable[[RunFolder], Record]
+    tmp_path: Path, followed: Callable[[RunFolder], RecordedRun]
 ) -> None:
     folder = run_folder(tmp_path, [])
     folder.metrics.unlink()
@@ -252,7 +252,9 @@ def test_rounds_curves_and_costs_are_those_of_the_state() -> None:
     assert history["cost"]["tokens"] == sum(one["tokens"] for one in summary_of(view.state)["replicas"])
 
 
-def test_runs_with_other_texts_differ_in_a_comparison(tmp_path: Path, followed: Callable[[RunFolder], Record]) -> None:
+def test_runs_with_other_texts_differ_in_a_comparison(
+    tmp_path: Path, followed: Callable[[RunFolder], RecordedRun]
+) -> None:
     """The same corpus may be another text on another machine, such as the standard library of another Python."""
     folder = run_folder(tmp_path, recorded(made_up_reports()))
     assert followed(folder).view.history("x")["settings"]["data: sha256"] is None
@@ -297,7 +299,7 @@ def test_a_killed_member_its_replica_and_its_return_are_shown() -> None:
         ("killed", "home.1"),
         ("suspended", "home.0"),
     ]
-    view.take(standing(START + 1, pb.SUSPENDED, place="home.2", cause=KILLED, replica="home", term=1))
+    view.take(membership_event(START + 1, pb.SUSPENDED, slot="home.2", cause=KILLED, replica="home", incarnation=1))
     assert view.marks()[-1]["text"] == f"home.2 is suspended: {KILLED}"  # the first line is about the whole group
     for report in (back(START + 2), inner_step(START + 3, "home.0", "home", 1, 0, tokens=1)):
         assert view.state.apply(report)
@@ -326,13 +328,13 @@ def test_what_a_member_does(doing: pb.Doing, state: str, detail: str) -> None:
 
 
 def test_a_member_that_left_was_not_killed() -> None:
-    marks = view_of([*there(), standing(START + 1, pb.TERM_OVER, place="home.1", cause=LEFT)]).marks()
+    marks = view_of([*there(), membership_event(START + 1, pb.INCARNATION_OVER, slot="home.1", cause=LEFT)]).marks()
     assert [(one["kind"], one["text"]) for one in marks[-1:]] == [("left", "home.1: it has left; its slot is vacant")]
 
 
 def test_phases_of_a_run() -> None:
     reports = [*there(), inner_step(START, "dc", "dc", 1, 0, loss=5.0)]
-    paused = standing(START + 1, pb.PAUSED, round=1, cause="1 of 2 replicas are present, 2 are required")
+    paused = membership_event(START + 1, pb.PAUSED, round=1, cause="1 of 2 replicas are present, 2 are required")
     assert frame(view_of([]))["phase"] == "joining"
     assert frame(view_of([round_closed(START, 1)]))["phase"] == "training"  # before the reports of its steps
     assert frame(view_of(reports))["phase"] == "training"
@@ -340,9 +342,9 @@ def test_phases_of_a_run() -> None:
     assert frame(view_of([*reports, failure(START + 1, "dc", "diverged")]))["message"] == "dc: diverged"
     assert frame(view_of([*there(), *made_up_reports()[3:]]))["phase"] == "over"
     stored = waiting(START + 1, pb.STORING)
-    stored.waiting.obstacle = "/runs: No space left on device"
+    stored.waiting.store_error = "/runs: No space left on device"
     found = frame(view_of([*reports, stored]))
-    assert (found["phase"], found["exchange"]["obstacle"]) == ("waiting", "/runs: No space left on device")
+    assert (found["phase"], found["exchange"]["store_error"]) == ("waiting", "/runs: No space left on device")
 
 
 def test_any_moment_is_shown_again() -> None:
@@ -354,7 +356,7 @@ def test_any_moment_is_shown_again() -> None:
 
 def test_an_earlier_start_that_is_told_again_replaces_later_frames() -> None:
     """A resumed run first tells which members have joined now, and then the rounds of its earlier start."""
-    now = [Report(time=START + 500, member="dc", joined=pb.Joined(term=2))]
+    now = [Report(time=START + 500, member="dc", joined=pb.Joined(incarnation=2))]
     view = view_of([*now, *made_up_reports()])
     assert json.loads(view.frame_at(0.0))["rounds_closed"] == 0
     assert json.loads(view.frame_at(15.0))["time"] == pytest.approx(15.0, abs=1.0)
@@ -364,7 +366,7 @@ def test_a_pause_between_two_sittings_takes_no_room_on_the_page() -> None:
     """The second sitting reports present members before it tells the first one again. It began 50 hours later."""
     hours = 180_000.0
     now = [
-        Report(time=START + hours + second, member=name, joined=pb.Joined(term=2))
+        Report(time=START + hours + second, member=name, joined=pb.Joined(incarnation=2))
         for second, name in enumerate(("dc", "home.0"))
     ]
     later = [*made_up_round(2), finished(START + 20, "dc")]
@@ -435,8 +437,8 @@ def test_what_members_may_make_up_changes_nothing() -> None:
         Report(time=START, member="nobody", activity=pb.Activity(doing=pb.FORWARD)),
         Report(time=float("nan"), member="dc", computes=pb.Computes(device="x")),
     ]
-    view = view_of([*there(), *lies, standing(START, 999, cause="of a later version")])  # type: ignore[arg-type]
-    assert view.marks()[-1]["kind"] == "standing"
+    view = view_of([*there(), *lies, membership_event(START, 999, cause="of a later version")])  # type: ignore[arg-type]
+    assert view.marks()[-1]["kind"] == "membership_event"
     assert view.history("x")["steps"] == {}
     assert {one["device"] for one in frame(view)["members"].values()} == {None}
     assert frame(view)["members"].keys() == {"dc", "home.0", "home.1"}

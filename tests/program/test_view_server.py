@@ -20,8 +20,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from test_membership_state import membership_event, there
 from test_run_state import START, begun, inner_step, made_up_reports, made_up_spec
-from test_standings import standing, there
 from test_view_data import recorded, run_folder, view_of
 from typer.testing import CliRunner
 
@@ -29,18 +29,18 @@ from hetero_pp.core.errors import ConfigError, LinkClosed, RunFailed, RunOver
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.cli import app
-from hetero_pp.program.join.status import Known as KnownRun
+from hetero_pp.program.join.status import RunOfHost as KnownRun
 from hetero_pp.program.launch.over import keep_over
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.summary import summary_of
 from hetero_pp.program.view import admitted, broadcast, launched, predicted, serving, watched
-from hetero_pp.program.view.admitted import Door, door_of
+from hetero_pp.program.view.admitted import MemberAuthenticator, authenticator_of
 from hetero_pp.program.view.broadcast import Broadcast, EventStream
 from hetero_pp.program.view.command import show
 from hetero_pp.program.view.exported import data_of
 from hetero_pp.program.view.launched import on_a_page
 from hetero_pp.program.view.predicted import Predicted, show_prediction
-from hetero_pp.program.view.record import Record
+from hetero_pp.program.view.record import RecordedRun
 from hetero_pp.program.view.run_view import RunView
 from hetero_pp.program.view.self_contained import self_contained
 from hetero_pp.program.view.server import PAGE
@@ -283,7 +283,9 @@ def asked(url: str, context: ssl.SSLContext) -> str:
 def test_beyond_loopback_only_members_of_the_run_are_served(tmp_path: Path) -> None:
     authority, stranger = Authority("secret"), Authority("another secret")
     own = authority.identity("launcher")
-    with served(Known(made_up_reports()), address="0.0.0.0:0", doors=[Door(own, lambda: None)]) as url:
+    with served(
+        Known(made_up_reports()), address="0.0.0.0:0", authenticators=[MemberAuthenticator(own, lambda: None)]
+    ) as url:
         address = url.replace("0.0.0.0", "127.0.0.1") + "api/runs"
         assert asked(address, _client(authority.identity("home.1"), own, tmp_path)) == "made-up"
         guest = make_ticket("made-up", "127.0.0.1:1", authority, "0" * 16, time.time() + 600).identity
@@ -304,14 +306,14 @@ def test_a_member_whose_slot_is_taken_back_sees_nothing_more(
         ticket = memberships.invite("home.1", 600)
         number = memberships.enrol(ticket, b"a key", ["home.1"], 600).number
         told = lambda *_: pb.StatusReply(  # noqa: E731
-            places=[pb.PlaceStatus(name="home.1", holder=getattr(memberships.held_by("home.1"), "number", 0))]
+            slots=[pb.SlotStatus(name="home.1", holder=getattr(memberships.held_by("home.1"), "number", 0))]
         )
         monkeypatch.setattr(admitted, "status", told)
         own = authority.identity("launcher")
         signed = authority.sign(key.public_key(), "home.1", number, time.time() + 600)
         client = _client(Identity(signed, as_text(key), own.authority), own, tmp_path)
-        door = door_of(KnownRun(folder, "127.0.0.1:1", own, serves))
-        with served(Known(made_up_reports()), address="0.0.0.0:0", doors=[door]) as url:
+        authenticator = authenticator_of(KnownRun(folder, "127.0.0.1:1", own, serves))
+        with served(Known(made_up_reports()), address="0.0.0.0:0", authenticators=[authenticator]) as url:
             host, port = "127.0.0.1", int(url.split(":")[2].strip("/"))
             address = f"https://{host}:{port}/api/runs"
             assert asked(address, client) == "made-up"
@@ -330,7 +332,7 @@ def test_a_member_whose_slot_is_taken_back_sees_nothing_more(
 
 
 def test_hostile_texts_stay_data_in_the_exported_file() -> None:
-    told = standing(START + 1, pb.GIVEN_UP, place="home.1", cause=HOSTILE)
+    told = membership_event(START + 1, pb.GIVEN_UP, slot="home.1", cause=HOSTILE)
     html = self_contained(data_of({HOSTILE: Known([*there(), told])}))
     assert "alert(1)</script>" not in html
     data = json.loads(re.findall(r'<script type="application/json" id="data">(.*)</script>', html)[0])
@@ -401,7 +403,7 @@ class _Exchange:
     def close(self) -> None: ...
 
 
-MEMBERSHIP: Any = type("M", (), {"address": "a:1", "credentials": None, "place": "home.1"})
+MEMBERSHIP: Any = type("M", (), {"address": "a:1", "credentials": None, "slot": "home.1"})
 
 
 def test_a_run_elsewhere_that_was_over_before_is_no_run_that_begins(
@@ -474,7 +476,7 @@ def test_a_predicted_step_fills_the_time_of_each_member_beside_measured_numbers(
     assert {one["measured"] for one in found["values"]} == {None} and found["measured"] == []
     times = pb.MemberRound(round=1, compute_seconds=3.0, wait_seconds=1.0)
     reports = [*made_up_reports(), Report(time=START + 9, member="home.1", member_round=times)]
-    record = Record(run_folder(tmp_path / "x", recorded(reports)))
+    record = RecordedRun(run_folder(tmp_path / "x", recorded(reports)))
     with started(Predicted(file, spec_of(file), record)) as beside:
         assert {one["name"]: one["measured"] for one in beside["values"]}["round"] == 9.0
         [member] = beside["measured"]
@@ -483,7 +485,7 @@ def test_a_predicted_step_fills_the_time_of_each_member_beside_measured_numbers(
 
 
 def test_an_ordinary_run_is_predicted_when_it_is_asked_for(tmp_path: Path) -> None:
-    record = Record(run_folder(tmp_path / "x", recorded(made_up_reports())))
+    record = RecordedRun(run_folder(tmp_path / "x", recorded(made_up_reports())))
     record.start()
     with served(record) as url:
         assert record.wait(60)
@@ -492,7 +494,7 @@ def test_an_ordinary_run_is_predicted_when_it_is_asked_for(tmp_path: Path) -> No
         assert {one["name"]: one["measured"] for one in found["values"]}["round"] == 9.0
         assert [one["id"] for one in found["members"]] == ["dc", "home.0", "home.1"]
     record.close()
-    rehearsal = Record(run_folder(tmp_path / "y", [], rehearsal={"rounds": 9, "steps": 2}))
+    rehearsal = RecordedRun(run_folder(tmp_path / "y", [], rehearsal={"rounds": 9, "steps": 2}))
     with served(rehearsal) as url:
         assert get(url + "api/runs/a%20b/prediction")[0] == 404
 
@@ -550,7 +552,7 @@ def test_a_launched_run_is_shown_until_its_end(corpus: Path, tmp_path: Path, mon
     assert names[-1] == "end" and (frames[-1]["phase"], frames[-1]["rounds_closed"]) == ("over", 2)
     assert {one["round"] for change in changes for one in change.get("rounds", [])} == {1, 2}
     assert {one["kind"] for change in changes for one in change.get("marks", [])} >= {"joined"}
-    record = Record(folder)
+    record = RecordedRun(folder)
     record.start()
     assert record.wait(60)
     _require_equal(record.view, told)

@@ -13,7 +13,7 @@ from replica_groups.member.take_part import TrainingLoop
 
 
 @pytest.mark.parametrize(("newest", "read", "replayed"), [(4, 4, [5]), (1, None, [2, 3, 4, 5])])
-def test_who_has_waited_for_long_reads_a_snapshot_instead_of_rounds_that_the_log_may_lack(
+def test_who_has_waited_for_long_reads_a_checkpoint_instead_of_rounds_that_the_log_may_lack(
     newest: int, read: int | None, replayed: list[int]
 ) -> None:
     """The member holds theta after round 1 when its replica is to train round 6."""
@@ -22,9 +22,9 @@ def test_who_has_waited_for_long_reads_a_snapshot_instead_of_rounds_that_the_log
     }
     outer, session = fakes["outer"], fakes["session"]
     outer.is_settled, outer.theta, outer.ranks, session.form.return_value = True, {}, ALONE, None
-    session.newest_snapshot.return_value = (newest, [])
+    session.newest_checkpoint.return_value = (newest, [])
     loop = TrainingLoop(steps=MagicMock(), **fakes)
     loop.holds, loop._has_started = 1, True
-    loop._reach(AssignReply(round=6), snapshots_every=1)
+    loop._reach(AssignReply(round=6), checkpoints_every=1)
     assert [call.args[2] for call in outer.reset.call_args_list] == ([] if read is None else [read])
     assert [round_ for call in outer.catch_up.call_args_list for round_ in call.args[0]] == replayed

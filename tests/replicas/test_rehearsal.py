@@ -24,7 +24,7 @@ from hetero_pp.simulator.traffic import blob_sizes, exchange_link_loads
 from replica_groups.exchange.open_log import open_log
 from replica_groups.member.rehearsed import build_rehearsed
 from replica_groups.member.session import MemberSession
-from replica_groups.rehearsal.emulated import Pace
+from replica_groups.rehearsal.emulated import EmulatedPace
 
 ROUNDS, STEPS = 2, 3
 YAML = f"""\
@@ -135,8 +135,8 @@ def test_no_member_and_no_exchange_holds_a_parameter(runs: tuple[RunSpec, Ran, R
     spec, _, _, folder = runs
     log = open_log(spec.config, RunFolder(folder))
     for round_ in (0, ROUNDS):
-        with log.open_snapshot(round_) as snapshot:
-            assert not snapshot.shapes
+        with log.open_checkpoint(round_) as checkpoint:
+            assert not checkpoint.shapes
 
 
 def test_all_members_of_a_rehearsal_of_7b_hold_little(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_all_members_of_a_rehearsal_of_7b_hold_little(tmp_path: Path) -> None:
     message = 2048 * (4096 // 8) * 2
     assert 16 * message < live.most < 16 * 5 * message  # two messages of each stage, and what encodes them
     _, outer = members[3]
-    blobs = outer.blobs(round_=1, epoch=2)
+    blobs = outer.blobs(round_=1, generation=2)
     shapes, sizes = shapes_by_block(spec.parameter_shapes), blob_sizes(spec)["home"]
     assert set(blobs) == {"layers.6", "layers.7"}
     for block in blobs:
@@ -169,7 +169,7 @@ def test_other_work_shortens_the_next_wait_and_waiting_does_not(monkeypatch: pyt
 
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(time, "sleep", sleep)
-    pace = Pace()
+    pace = EmulatedPace()
     pace.waited = lambda: waited[0]
     pace.begin()
     now[0] += 0.25  # the conversion of a message

@@ -57,17 +57,17 @@ class Faults:
 
 
 def draw_rules(dice: Random) -> Rules:
-    """Draw one to six replicas of one to four slots (`places`) each."""
-    places, blocks = {}, {}
+    """Draw one to six replicas of one to four slots (`slots`) each."""
+    slots, blocks = {}, {}
     for number in range(dice.choice((1, 2, 2, 3, 3, 4, 5, 6))):
         replica = f"r{number}"
         stages = dice.choice((1, 1, 2, 2, 3, 4))
         for stage in range(stages):
-            place = f"{replica}.{stage}" if stages > 1 else replica
-            places[place] = replica
-            blocks[place] = frozenset(f"b{4 * stage + block}" for block in range(dice.choice((1, 1, 2))))
+            slot = f"{replica}.{stage}" if stages > 1 else replica
+            slots[slot] = replica
+            blocks[slot] = frozenset(f"b{4 * stage + block}" for block in range(dice.choice((1, 1, 2))))
     return Rules(
-        places,
+        slots,
         blocks,
         quorum=dice.choice(QUORUMS),
         grace=Window(3.0, 3.0, 40.0),

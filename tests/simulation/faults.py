@@ -98,20 +98,20 @@ class FaultInjector:
         world.gone(member)
         host = member.host
         if host is not None and dice.random() < self._faults.says_died:
-            term = member.term if member.term and dice.random() < 0.5 else None
-            world.timeline.after(0.05, host.receive, None, e.Died(member.place, term))
-        elif host is not None and member.term and dice.random() < 0.5:
-            world.network.send(host.receive, None, e.Lost(member.place, member.term))
+            incarnation = member.incarnation if member.incarnation and dice.random() < 0.5 else None
+            world.timeline.after(0.05, host.receive, None, e.Died(member.slot, incarnation))
+        elif host is not None and member.incarnation and dice.random() < 0.5:
+            world.network.send(host.receive, None, e.Lost(member.slot, member.incarnation))
         if dice.random() < self._faults.comes_back:
             seconds = dice.choice((dice.uniform(0.5, 5.0), dice.uniform(5.0, 90.0)))
-            world.timeline.after(seconds, self._come_back, member.place)
+            world.timeline.after(seconds, self._come_back, member.slot)
             world.disturb(seconds + HOLDS_SECONDS, member.replica)
         else:
             world.disturb(HOLDS_SECONDS, member.replica)
 
-    def _come_back(self, place: str) -> None:
-        if not any(member.place == place for member in self._world.members):
-            self._world.start(place, self._world.dice.random() >= self._faults.elsewhere)
+    def _come_back(self, slot: str) -> None:
+        if not any(member.slot == slot for member in self._world.members):
+            self._world.start(slot, self._world.dice.random() >= self._faults.elsewhere)
 
     def _freeze(self) -> None:
         member = self._one()
@@ -123,7 +123,7 @@ class FaultInjector:
         world.tell(f"frozen for {seconds:.0f} s: {member.process}")
         world.disturb(seconds + HOLDS_SECONDS, member.replica)
         if seconds > 20.0 and dice.random() < 0.3:
-            world.timeline.after(dice.uniform(5.0, seconds), world.start, member.place, dice.random() < 0.7)
+            world.timeline.after(dice.uniform(5.0, seconds), world.start, member.slot, dice.random() < 0.7)
 
     def _hang(self) -> None:
         training = [one for one in self._world.members if one.phase == TRAINING]
@@ -160,8 +160,8 @@ class FaultInjector:
         member.cut_until = world.timeline.now + seconds
         world.tell(f"cut off for {seconds:.0f} s: {member.process}")
         world.disturb(seconds + HOLDS_SECONDS, member.replica)
-        if member.host is not None and member.term and dice.random() < 0.5:
-            world.network.send(member.host.receive, None, e.Lost(member.place, member.term))
+        if member.host is not None and member.incarnation and dice.random() < 0.5:
+            world.network.send(member.host.receive, None, e.Lost(member.slot, member.incarnation))
 
     def _corrupt(self) -> None:
         """Give a member wrong parameters.
@@ -175,7 +175,7 @@ class FaultInjector:
         if world.timeline.now < world.corrupt_again_at:
             return
         world.corrupt_again_at = world.timeline.now + 300.0
-        world.corrupted.add(member.place)
+        world.corrupted.add(member.slot)
         member.theta, member.is_corrupt, member.wrong_rounds = world.dice.randbytes(8), True, 0
         world.tell(f"holds other bits: {member.process}")
 
@@ -231,8 +231,8 @@ class FaultInjector:
             world.gone(member)
         resumed = dice.uniform(1.0, 60.0)
         world.timeline.after(resumed, world.need_host)
-        for place in world.rules.places:
-            world.timeline.after(resumed + dice.uniform(0.0, 20.0), self._come_back, place)
+        for slot in world.rules.slots:
+            world.timeline.after(resumed + dice.uniform(0.0, 20.0), self._come_back, slot)
         world.disturb(resumed + 20.0 + HOLDS_SECONDS)
 
     def _fail_store(self) -> None:

@@ -38,8 +38,8 @@ class Host:
         self._tick_at: float | None = None
         self._ticks = 0
         self._has_slept = False
-        self.coordinator = Coordinator(world.rules, self.now, dict(world.store.terms), goes_on and not meets)
-        self._terms_before, self._has_met, self._has_begun = dict(world.store.terms), False, False
+        self.coordinator = Coordinator(world.rules, self.now, dict(world.store.incarnations), goes_on and not meets)
+        self._incarnations_before, self._has_met, self._has_begun = dict(world.store.incarnations), False, False
         world.invariants.started(self)
         if meets:
             world.timeline.after(MEETING_SECONDS, self._begin_without)
@@ -49,7 +49,10 @@ class Host:
     def _begin_without(self) -> None:
         """Begin once no member of the previous coordinator is left, as a user would decide after a look."""
         if not self._has_begun and not self.dead:
-            if any(one.term and one.term == self._terms_before.get(one.place) for one in self.world.members):
+            if any(
+                one.incarnation and one.incarnation == self._incarnations_before.get(one.slot)
+                for one in self.world.members
+            ):
                 self.world.timeline.after(MEETING_SECONDS, self._begin_without)
             else:
                 self._begin()
@@ -67,11 +70,11 @@ class Host:
         The coordinator begins soon once it has met an earlier member, or all members have joined.
         """
         if isinstance(event, e.OfMember | e.Claimed) and not self._has_met:
-            place = event.place
-            if event.term == self._terms_before.get(place) == self.coordinator.places[place].term:
+            slot = event.slot
+            if event.incarnation == self._incarnations_before.get(slot) == self.coordinator.slots[slot].incarnation:
                 self._has_met = True
-                self.coordinator.presume(self.now)
-        if self._has_met or all(one.held for one in self.coordinator.places.values()):
+                self.coordinator.assume_present(self.now)
+        if self._has_met or all(one.held for one in self.coordinator.slots.values()):
             self.world.timeline.after(self.world.dice.uniform(0.0, 2.0), self._begin)
         return not isinstance(event, e.Deposited | e.Confirmed)  # these have to wait
 
@@ -96,9 +99,9 @@ class Host:
             return
         if member is not None:
             self._callers[member.process] = member
-            term = getattr(event, "term", None)
-            if term is not None:
-                self._holders[member.place, term] = member
+            incarnation = getattr(event, "incarnation", None)
+            if incarnation is not None:
+                self._holders[member.slot, incarnation] = member
         self._tell(event)
         if isinstance(event, e.Deposited) and event.round <= self.coordinator.last_round and member is not None:
             self.world.network.send(member.fire, member.told_of_record, (self, event.round))
@@ -165,23 +168,23 @@ class Host:
 
     def _do(self, effect: e.Effect) -> None:
         match effect:
-            case e.Assign() | e.Suspended() | e.Fenced():
-                self._answer(self._holders.get((effect.place, effect.term)), effect)
-            case e.Refused(term=None) | e.Welcome():
+            case e.Assign() | e.Suspend() | e.Fenced():
+                self._answer(self._holders.get((effect.slot, effect.incarnation)), effect)
+            case e.Reject(incarnation=None) | e.Welcome():
                 assert effect.process is not None
                 member = self._callers.get(effect.process)
                 self._answer(member, effect)
                 if isinstance(effect, e.Welcome) and member is not None:
-                    self._holders[effect.place, effect.term] = member
-            case e.Refused(place, _, _, term):
-                assert term is not None
-                self._answer(self._holders.get((place, term)), effect)
+                    self._holders[effect.slot, effect.incarnation] = member
+            case e.Reject(slot, _, _, incarnation):
+                assert incarnation is not None
+                self._answer(self._holders.get((slot, incarnation)), effect)
             case e.Closed(record):
                 for member in self.world.members:
                     if member.host is self:
                         self.world.network.send(member.fire, member.told_of_record, (self, record.round))
                 self.world.timeline.after(self.world.dice.uniform(0.5, 5.0), self._audit, record.round)
-            case e.Claim() | e.LookUp() | e.Write() | e.Look():
+            case e.ClaimSlot() | e.LookUp() | e.Write() | e.Look():
                 self.world.timeline.after(self.world.dice.uniform(0.01, 0.5), self._ask_store, effect)
 
     def _answer(self, member: Member | None, effect: e.Effect) -> None:
@@ -201,18 +204,18 @@ class Host:
         store = self.world.store
         try:
             match effect:
-                case e.Claim(place, term, process):
-                    return e.Claimed(place, term, process, store.claim(place, term))
-                case e.LookUp(place):
-                    return e.Noted(place, store.terms.get(place, 0))
+                case e.ClaimSlot(slot, incarnation, process):
+                    return e.Claimed(slot, incarnation, process, store.claim(slot, incarnation))
+                case e.LookUp(slot):
+                    return e.Noted(slot, store.incarnations.get(slot, 0))
                 case e.Write(record):
                     return e.Recorded(store.create(record))
                 case e.Look(round_):
                     kept = store.read(round_)
                     return None if kept is None else e.Recorded(kept.record)
         except StoreFailed:
-            if isinstance(effect, e.Claim):
-                return e.NotClaimed(effect.place)
+            if isinstance(effect, e.ClaimSlot):
+                return e.NotClaimed(effect.slot)
             if isinstance(effect, e.Write):
                 return e.NotRecorded(effect.record.round)
         return None

@@ -103,7 +103,7 @@ class Invariants:
 
     def _require_whole(self, round_: int, one: e.Contribution) -> None:
         blobs = {
-            block: self._world.store.blobs.get(Path(round_, one.replica, one.epoch, block, own))
+            block: self._world.store.blobs.get(Path(round_, one.replica, one.generation, block, own))
             for block, own in one.blobs.items()
         }
         if blobs.keys() != self._world.rules.blocks_of(one.replica):
@@ -116,25 +116,25 @@ class Invariants:
             raise Violation(1, f"round {round_} counts parts of {len(trainings)} trainings of {one.replica} as one")
         for blob in blobs.values():
             assert blob is not None
-            self._count(round_, blob.place, blob.sent)
+            self._count(round_, blob.slot, blob.sent)
 
-    def _count(self, round_: int, place: str, sent: dict[int, Units]) -> None:
-        counted = self._counted.setdefault(place, {})
+    def _count(self, round_: int, slot: str, sent: dict[int, Units]) -> None:
+        counted = self._counted.setdefault(slot, {})
         for position, units in sent.items():
             for unit in units:
                 if (position, unit) in counted:
                     before = counted[position, unit]
-                    raise Violation(2, f"{place}: what was counted in round {before} is counted in {round_} again")
+                    raise Violation(2, f"{slot}: what was counted in round {before} is counted in {round_} again")
                 counted[position, unit] = round_
 
     def settled(self, member: Member, record: e.Record, before: Sequence[Units], own: Contributed | None) -> None:
         """Check a member that has applied a record. `before` is its error feedback together with what it had sent."""
         named = record.of(member.replica)
-        counted = self._counted.get(member.place, {})
+        counted = self._counted.get(member.slot, {})
         lost_to: set[int] = set()
         if named is not None and (own is None or any(named.blobs[b] != own.blobs[b].digest for b in own.blobs)):
             for block in member.blocks:  # another process has continued from the slot's state
-                path = Path(record.round, member.replica, named.epoch, block, named.blobs[block])
+                path = Path(record.round, member.replica, named.generation, block, named.blobs[block])
                 lost_to |= self._world.store.blobs[path].sent.keys()
         for position, units in enumerate(member.owed):
             if not units <= before[position]:
@@ -175,31 +175,31 @@ class Invariants:
         if isinstance(event, e.Applied | e.Claimed | e.NotClaimed | e.Noted):
             return None
         assert isinstance(event, e.OfMember | e.Died)
-        place = coordinator.places[event.place]
-        acts = place.held and event.term in (None, place.term)
+        slot = coordinator.slots[event.slot]
+        acts = slot.held and event.incarnation in (None, slot.incarnation)
         if acts and isinstance(event, e.Heard | e.Asked | e.Deposited | e.Broken):
-            watched.heard[event.place] = host.now
+            watched.heard[event.slot] = host.now
         if acts and isinstance(event, e.Heard):
             if any(
-                one.place == event.place and one.training is not None and one.training.is_stuck
+                one.slot == event.slot and one.training is not None and one.training.is_stuck
                 for one in self._world.members
             ):
-                watched.hangs_until[event.place] = host.now + coordinator.rules.hang.most
+                watched.hangs_until[event.slot] = host.now + coordinator.rules.hang.most
             self._note_training(watched, event, coordinator)
         if isinstance(event, e.Deposited):
-            acts = acts and event.epoch == coordinator.replicas[place.replica].epoch
+            acts = acts and event.generation == coordinator.replicas[slot.replica].generation
         return None if acts else _acted_on(coordinator)
 
     def _note_training(self, watched: Watched, event: e.Heard, coordinator: Coordinator) -> None:
-        replica = coordinator.rules.places[event.place]
-        if event.round == watched.number and event.epoch == coordinator.replicas[replica].epoch:
-            watched.trains.setdefault(replica, set()).add(event.place)
+        replica = coordinator.rules.slots[event.slot]
+        if event.round == watched.number and event.generation == coordinator.replicas[replica].generation:
+            watched.trains.setdefault(replica, set()).add(event.slot)
 
     def after(self, host: Host, event: e.Event, effects: Sequence[e.Effect], before: Any) -> None:
         """Check the effects of an event that a coordinator has handled."""
         coordinator, watched = host.coordinator, self._watched[host]
         if before is not None and before != _acted_on(coordinator):
-            raise Violation(5, f"{event} was acted on, though its term or its epoch is over")
+            raise Violation(5, f"{event} was acted on, though its incarnation or its generation is over")
         if isinstance(event, e.Deposited) and before is None:
             self._note_deposit(watched, event, effects, host)
         if coordinator.open is not None and coordinator.open.number == watched.number and watched.quorum_at is None:
@@ -213,7 +213,7 @@ class Invariants:
             needed = coordinator.rules.needed_of(there)
             watched.quorum_at = host.now if len(watched.whole) >= needed else None
         if isinstance(event, e.Left):
-            watched.ended[event.place] = max(event.term, watched.ended.get(event.place, 0))
+            watched.ended[event.slot] = max(event.incarnation, watched.ended.get(event.slot, 0))
         for effect in effects:
             self._look_at(host, watched, event, effect)
         if coordinator.open is not None and coordinator.open.number != watched.number:
@@ -226,58 +226,60 @@ class Invariants:
         watched.number, watched.opened_at = host.coordinator.open.number, host.now
         watched.deposits, watched.whole, watched.quorum_at = {}, set(), None
         watched.trains, watched.in_step = {}, set(host.coordinator.open.taking_part)
-        for place, (_, round_, _) in watched.assigned.items():
+        for slot, (_, round_, _) in watched.assigned.items():
             if round_ == watched.number:
-                watched.trains.setdefault(host.coordinator.rules.places[place], set()).add(place)
+                watched.trains.setdefault(host.coordinator.rules.slots[slot], set()).add(slot)
 
     def _note_deposit(self, watched: Watched, event: e.Deposited, effects: Sequence[e.Effect], host: Host) -> None:
-        if event.round != watched.number or any(isinstance(one, e.Refused | e.Fenced) for one in effects):
+        if event.round != watched.number or any(isinstance(one, e.Reject | e.Fenced) for one in effects):
             return
         rules = host.coordinator.rules
-        watched.trains.setdefault(rules.places[event.place], set()).add(event.place)
-        watched.deposits.setdefault((rules.places[event.place], event.epoch), set()).add(event.block)
+        watched.trains.setdefault(rules.slots[event.slot], set()).add(event.slot)
+        watched.deposits.setdefault((rules.slots[event.slot], event.generation), set()).add(event.block)
         whole = {one for (one, _), blocks in watched.deposits.items() if blocks >= rules.blocks_of(one)}
         watched.whole = whole
 
     def _look_at(self, host: Host, watched: Watched, event: e.Event, effect: e.Effect) -> None:
-        places = host.coordinator.rules.places
+        slots = host.coordinator.rules.slots
         match effect:
             case e.Write(record):
                 self._require_waited(host, watched, record)
             case e.Assign():
                 self._require_phase(host, watched, event, effect)
-                watched.assigned[effect.place] = effect.term, effect.round, effect.epoch
+                watched.assigned[effect.slot] = effect.incarnation, effect.round, effect.generation
                 if effect.round == watched.number:
-                    watched.trains.setdefault(places[effect.place], set()).add(effect.place)
-            case e.Suspended(place, term, epoch) if (
-                watched.assigned.get(place, (0, 0, 0))[2] > epoch
-                and host.coordinator.replicas[places[place]].round is not None
+                    watched.trains.setdefault(slots[effect.slot], set()).add(effect.slot)
+            case e.Suspend(slot, incarnation, generation) if (
+                watched.assigned.get(slot, (0, 0, 0))[2] > generation
+                and host.coordinator.replicas[slots[slot]].round is not None
             ):
-                raise Violation(5, f"term {term} of {place} is to return from epoch {epoch}, as it has")
-            case e.Suspended(place) if not isinstance(event, e.Heard):  # otherwise the answer is a repetition
-                self._out_of_step(watched, places[place])
-            case e.Fenced(place, term):
-                if watched.assigned.get(place, (0,))[0] == term:
-                    del watched.assigned[place]
-                if watched.ended.get(place, 0) < term == self._world.store.terms.get(place):
+                raise Violation(
+                    5, f"incarnation {incarnation} of {slot} is to return from generation {generation}, as it has"
+                )
+            case e.Suspend(slot) if not isinstance(event, e.Heard):  # otherwise the answer is a repetition
+                self._out_of_step(watched, slots[slot])
+            case e.Fenced(slot, incarnation):
+                if watched.assigned.get(slot, (0,))[0] == incarnation:
+                    del watched.assigned[slot]
+                if watched.ended.get(slot, 0) < incarnation == self._world.store.incarnations.get(slot):
                     self._require_reason(host, watched, event, effect)
-                watched.ended[place] = max(term, watched.ended.get(place, 0))
+                watched.ended[slot] = max(incarnation, watched.ended.get(slot, 0))
                 if effect.cause:
-                    self._out_of_step(watched, places[place])
+                    self._out_of_step(watched, slots[slot])
             case e.Closed(record):
                 for one in record.contributions:
                     watched.unawaited_until.pop(one.replica, None)
             case e.NotAwaited(replica, round_, missed, seconds):
                 self._require_missed(replica, round_, missed)
                 watched.unawaited_until[replica] = host.now + seconds
-            case e.Over():
+            case e.EndRun():
                 watched.finish_by = host.now + host.coordinator.rules.grace.most
-            case e.Heal(place) if place not in self._world.corrupted:
-                raise Violation(4, f"{place} holds the bits of replay, and is told that it does not")
-            case e.Barred(place) if not {place, places[place]} & (self._world.corrupted | self._world.condemned):
-                raise Violation(4, f"{place} holds the bits of replay, and is told that it does not")
-            case e.Barred(place, _, _, until):
-                self._world.barred_until[places[place]] = until
+            case e.Heal(slot) if slot not in self._world.corrupted:
+                raise Violation(4, f"{slot} holds the bits of replay, and is told that it does not")
+            case e.Barred(slot) if not {slot, slots[slot]} & (self._world.corrupted | self._world.condemned):
+                raise Violation(4, f"{slot} holds the bits of replay, and is told that it does not")
+            case e.Barred(slot, _, _, until):
+                self._world.barred_until[slots[slot]] = until
             case e.Stop(cause):
                 raise Violation(4, f"the run ends: {cause}")
 
@@ -298,26 +300,28 @@ class Invariants:
             raise Violation(6, f"the record of round {record.round} is written without a quorum")
         if host.now >= min(watched.quorum_at + rules.grace.least, watched.opened_at + rules.limit) - 1e-6:
             return
-        for replica, places in watched.trains.items():
+        for replica, slots in watched.trains.items():
             if watched.opened_at < watched.unawaited_until.get(replica, 0.0):
                 continue
             is_there = coordinator.replicas[replica].alive
-            if is_there and len(places) == len(self._world.places_of[replica]) and record.of(replica) is None:
+            if is_there and len(slots) == len(self._world.slots_of[replica]) and record.of(replica) is None:
                 raise Violation(6, f"round {record.round} does not wait for {replica}, which is there and trains")
 
     def _require_phase(self, host: Host, watched: Watched, event: e.Event, effect: e.Assign) -> None:
         """Require that a member that is assigned a round may train it, and is in step with the others."""
         coordinator, rules = host.coordinator, host.coordinator.rules
-        replica = coordinator.replicas[rules.places[effect.place]]
+        replica = coordinator.replicas[rules.slots[effect.slot]]
         if effect.round == 0:
             if self._world.store.last < self._world.rounds:
-                raise Violation(6, f"{effect.place} is told that the run is over, and it is not")
+                raise Violation(6, f"{effect.slot} is told that the run is over, and it is not")
             return
         if effect.round > self._world.store.last + 1:
-            raise Violation(1, f"{effect.place} is told to train round {effect.round}, which cannot be open")
-        if effect.epoch != sum(coordinator.places[place].term for place in self._world.places_of[replica.name]):
-            raise Violation(5, f"{effect.place} is told to train in epoch {effect.epoch}, which is not its replica's")
-        if watched.assigned.get(effect.place) == (effect.term, effect.round, effect.epoch):
+            raise Violation(1, f"{effect.slot} is told to train round {effect.round}, which cannot be open")
+        if effect.generation != sum(coordinator.slots[slot].incarnation for slot in self._world.slots_of[replica.name]):
+            raise Violation(
+                5, f"{effect.slot} is told to train in generation {effect.generation}, which is not its replica's"
+            )
+        if watched.assigned.get(effect.slot) == (effect.incarnation, effect.round, effect.generation):
             return
         if coordinator.open is None or effect.round != coordinator.open.number:
             return
@@ -330,8 +334,8 @@ class Invariants:
             return
         others = set(coordinator.open.whole) | {
             name
-            for name, places in watched.trains.items()
-            if len(places) == len(self._world.places_of[name])
+            for name, slots in watched.trains.items()
+            if len(slots) == len(self._world.slots_of[name])
             and coordinator.replicas[name].alive
             and watched.opened_at >= watched.unawaited_until.get(name, 0.0)
         }
@@ -343,16 +347,18 @@ class Invariants:
 
         It is a death, a message of its holder, a new incarnation or silence.
         """
-        if isinstance(event, e.Died | e.Broken | e.Noted) and event.place == effect.place:
+        if isinstance(event, e.Died | e.Broken | e.Noted) and event.slot == effect.slot:
             return
         if not effect.cause:
-            raise Violation(5, f"term {effect.term} of {effect.place} is refused, and has not ended")
+            raise Violation(5, f"incarnation {effect.incarnation} of {effect.slot} is refused, and has not ended")
         if watched.finish_by is not None and host.now >= watched.finish_by:
             return
-        silent = host.now - max(watched.heard.get(effect.place, watched.since), watched.since)
-        hangs = host.now < watched.hangs_until.get(effect.place, 0.0)
+        silent = host.now - max(watched.heard.get(effect.slot, watched.since), watched.since)
+        hangs = host.now < watched.hangs_until.get(effect.slot, 0.0)
         if silent < host.coordinator.rules.lease.least - 1e-6 and not hangs:
-            raise Violation(5, f"term {effect.term} of {effect.place} ends after {silent:.1f} s: {effect.cause}")
+            raise Violation(
+                5, f"incarnation {effect.incarnation} of {effect.slot} ends after {silent:.1f} s: {effect.cause}"
+            )
 
     def _require_order(self, host: Host, watched: Watched) -> None:
         coordinator, rules = host.coordinator, host.coordinator.rules
@@ -374,7 +380,7 @@ class Invariants:
 
 def _require_counts(coordinator: Coordinator) -> None:
     """Compare what a coordinator keeps with a look at everything."""
-    places, replicas, opened = coordinator.places.values(), coordinator.replicas, coordinator.open
+    slots, replicas, opened = coordinator.slots.values(), coordinator.replicas, coordinator.open
     kept, found = {"alive": coordinator.alive}, {"alive": {name for name, one in replicas.items() if one.alive}}
     if opened is not None:
         reliable = {name for name in opened.taking_part if replicas[name].alive and not replicas[name].missed}
@@ -384,11 +390,11 @@ def _require_counts(coordinator: Coordinator) -> None:
         found |= {"counting": counting & coordinator.rules.optional}
     if coordinator.is_over:
         kept["finishing"] = coordinator._finishing
-        found["finishing"] = coordinator._finishing & {place.replica for place in places if place.held}
+        found["finishing"] = coordinator._finishing & {slot.replica for slot in slots if slot.held}
     for name, names in found.items():
         if names != kept[name]:
             raise Violation(8, f"a coordinator keeps {sorted(kept[name])} as {name}, and they are {sorted(names)}")
-    if coordinator._slots_due > (due := min(place.due_at() for place in places)):
+    if coordinator._slots_due > (due := min(slot.due_at() for slot in slots)):
         raise Violation(8, f"a coordinator sleeps until {coordinator._slots_due}, and a slot is due at {due}")
 
 
@@ -396,8 +402,8 @@ def _acted_on(coordinator: Coordinator) -> Any:
     """Return the state of a coordinator that a refused message must not change."""
     open_ = coordinator.open
     return (
-        [(place.term, place.held, place.asked, place.progress) for place in coordinator.places.values()],
+        [(slot.incarnation, slot.held, slot.asked, slot.progress) for slot in coordinator.slots.values()],
         [replica.round for replica in coordinator.replicas.values()],
         None if open_ is None else (open_.number, sorted(open_.taking_part), sorted(open_.whole)),
-        None if open_ is None else {name: (one.epoch, dict(one.blobs)) for name, one in open_.deposits.items()},
+        None if open_ is None else {name: (one.generation, dict(one.blobs)) for name, one in open_.deposits.items()},
     )

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 POSITIONS = 3
 """Positions per block."""
-BEAT_SECONDS = 4.0
+HEARTBEAT_SECONDS = 4.0
 AGAIN_SECONDS = 7.0
 """Seconds after which an unanswered message is sent again."""
 PATIENCE_SECONDS = 40.0
@@ -42,7 +42,7 @@ class Contributed:
     """A contribution that is sent or about to be sent, and not yet known to be included."""
 
     round: int
-    epoch: int
+    generation: int
     unit: int
     steps: int
     blobs: dict[str, Blob]
@@ -56,17 +56,17 @@ class Contributed:
 class Member:
     """One process of a slot."""
 
-    def __init__(self, world: World, place: str, number: int, has_state: bool) -> None:
-        self.world, self.place, self.process = world, place, f"{place}#{number}"
-        self.replica = world.rules.places[place]
-        self.blocks = sorted(world.rules.blocks[place])
+    def __init__(self, world: World, slot: str, number: int, has_state: bool) -> None:
+        self.world, self.slot, self.process = world, slot, f"{slot}#{number}"
+        self.replica = world.rules.slots[slot]
+        self.blocks = sorted(world.rules.blocks[slot])
         self.host: Host | None = None
         self.dead, self.hangs, self.frozen_until, self.cut_until = False, False, 0.0, 0.0
         self.idles_until = 0.0
         """Time until which the member takes every round and contributes nothing."""
         self.stays = world.faults.idles is not None and number % 5 == 0
         """Whether the member stays after the end of the run, until its incarnation ends."""
-        self.term, self.round, self.epoch, self.attempt = 0, 0, 0, 0
+        self.incarnation, self.round, self.generation, self.attempt = 0, 0, 0, 0
         self.phase, self._since, self._said_at, self._unanswered, self._refusals = APPLYING, 0.0, 0.0, 0, 0
         self.training: Training | None = None
         self.contributed: Contributed | None = None
@@ -75,7 +75,7 @@ class Member:
         self._saving: State | None = None
         self._progress, self._farewells = 0, 0
         self.is_corrupt, self.wrong_rounds = False, 0
-        state = world.disks.newest(place) if has_state else None
+        state = world.disks.newest(slot) if has_state else None
         self.holds = 0 if state is None else state.round
         self.error: list[Units] = [NOTHING] * (POSITIONS * len(self.blocks)) if state is None else list(state.error)
         self._start: list[Units] = list(self.error)
@@ -85,7 +85,7 @@ class Member:
         self._connect()
         self._enter(APPLYING)
         self._say()
-        self.later(world.dice.random() * BEAT_SECONDS, self._beat)
+        self.later(world.dice.random() * HEARTBEAT_SECONDS, self._heartbeat)
 
     # ---- a process ----
 
@@ -107,7 +107,7 @@ class Member:
         """End the process. This may happen at any instruction."""
         self.dead = True
         if self._saving is not None and self.world.dice.random() < self.world.faults.torn:
-            self.world.disks.write(self.place, None)
+            self.world.disks.write(self.slot, None)
 
     @property
     def is_well(self) -> bool:
@@ -120,7 +120,9 @@ class Member:
         self.phase, self._since = phase, self.world.timeline.now
         self.attempt += 1
         if self.world.tells is not None:
-            self.world.tell(f"{self.process}: {phase}, term {self.term}, round {self.round}, epoch {self.epoch}")
+            self.world.tell(
+                f"{self.process}: {phase}, incarnation {self.incarnation}, round {self.round}, generation {self.generation}"
+            )
 
     # ---- messages that it sends ----
 
@@ -138,8 +140,8 @@ class Member:
         if self.host is not None and self.world.timeline.now >= self.cut_until:
             self.world.network.send(self.host.receive, self, event)
 
-    def _beat(self) -> None:
-        self.later(BEAT_SECONDS * self.world.dice.uniform(0.8, 1.2), self._beat)
+    def _heartbeat(self) -> None:
+        self.later(HEARTBEAT_SECONDS * self.world.dice.uniform(0.8, 1.2), self._heartbeat)
         if self.host is None or self.host.is_away or self.world.timeline.now < self.cut_until:
             self._unanswered += 1
             if self._unanswered > 2 or self.host is None:
@@ -148,11 +150,11 @@ class Member:
         self._unanswered = 0
         if not self.hangs and not (self.training is not None and self.training.is_stuck):
             self._progress += 1
-        if self.term and self.phase != LEAVING:
+        if self.incarnation and self.phase != LEAVING:
             is_busy = self.phase in IN_ROUND
             computes = self.phase == TRAINING and (self.hangs or not (self.training and self.training.is_stuck))
-            round_, epoch = (self.round, self.epoch) if is_busy else (None, 0)
-            self._tell(e.Heard(self.place, self.term, round_, epoch, self._progress, computes))
+            round_, generation = (self.round, self.generation) if is_busy else (None, 0)
+            self._tell(e.Heard(self.slot, self.incarnation, round_, generation, self._progress, computes))
         self._look_around()
         if self.world.timeline.now - self._said_at >= AGAIN_SECONDS:
             self._say()
@@ -163,20 +165,20 @@ class Member:
             self.phase == TRAINING and self.training is not None and self.training.is_over
         )
         if waits and not self.hangs and self.world.timeline.now - self._since > PATIENCE_SECONDS:
-            self._tell(e.Broken(self.place, self.term, self.epoch, "its neighbour does not answer"))
+            self._tell(e.Broken(self.slot, self.incarnation, self.generation, "its neighbour does not answer"))
 
     def _say(self) -> None:
         """Send the message whose answer the member waits for."""
         self._said_at = self.world.timeline.now
         if self.phase == APPLYING:
-            self._tell(e.Applied(self.place, self.process))
+            self._tell(e.Applied(self.slot, self.process))
         elif self.phase == ASKING:
-            self._tell(e.Asked(self.place, self.term, self.holds))
+            self._tell(e.Asked(self.slot, self.incarnation, self.holds))
         elif self.phase in (DEPOSITING, WAITING):
             for block in sorted(self._uploaded):
                 self._deposit(block)
         elif self.phase == LEAVING:
-            self._tell(e.Left(self.place, self.term))
+            self._tell(e.Left(self.slot, self.incarnation))
             self._farewells += 1
             if self._farewells > 2:
                 self.world.gone(self)
@@ -194,25 +196,27 @@ class Member:
         if self.hangs and not isinstance(effect, e.Fenced):
             return
         match effect:
-            case e.Welcome(_, _, term) if term > self.term:
+            case e.Welcome(_, _, incarnation) if incarnation > self.incarnation:
                 self._undo()
-                self.term, self._refusals = term, 0
+                self.incarnation, self._refusals = incarnation, 0
                 self._ask()
-            case e.Fenced(_, term) if term == self.term:
+            case e.Fenced(_, incarnation) if incarnation == self.incarnation:
                 self._fenced()
-            case e.Suspended(_, term, epoch) if term == self.term and self.phase in IN_ROUND and epoch >= self.epoch:
+            case e.Suspend(_, incarnation, generation) if (
+                incarnation == self.incarnation and self.phase in IN_ROUND and generation >= self.generation
+            ):
                 self._suspended()
-            case e.Assign(_, term) if term == self.term:
+            case e.Assign(_, incarnation) if incarnation == self.incarnation:
                 self._assigned(effect)
-            case e.Refused(_, _, process, term):
-                self._refused(process, term)
+            case e.Reject(_, _, process, incarnation):
+                self._refused(process, incarnation)
 
     def _fenced(self) -> None:
         if self.hangs:
             self.world.end_hung(self)
             return
         self._undo()
-        self.term, self.stays = 0, False
+        self.incarnation, self.stays = 0, False
         self._enter(APPLYING)
         self._say()
 
@@ -223,12 +227,12 @@ class Member:
             self._undo()
             self._ask()
 
-    def _refused(self, process: str | None, term: int | None) -> None:
+    def _refused(self, process: str | None, incarnation: int | None) -> None:
         if process == self.process and self.phase == APPLYING:
             self._refusals += 1
-            if self._refusals > 3 and any(o is not self and o.place == self.place for o in self.world.members):
+            if self._refusals > 3 and any(o is not self and o.slot == self.slot for o in self.world.members):
                 self.world.gone(self)  # another process has taken its slot
-        elif term == self.term and self.phase in (DEPOSITING, WAITING):
+        elif incarnation == self.incarnation and self.phase in (DEPOSITING, WAITING):
             self._undo()
             self._ask()
 
@@ -240,16 +244,16 @@ class Member:
             self._enter(CATCHING_UP)
             self._catch_up(self.attempt, False)
             return
-        is_known = self.phase in IN_ROUND and (effect.round, effect.epoch) <= (self.round, self.epoch)
+        is_known = self.phase in IN_ROUND and (effect.round, effect.generation) <= (self.round, self.generation)
         if effect.round <= self.holds or is_known:
             return
-        if (effect.round, effect.epoch) == self._gave_up:
+        if (effect.round, effect.generation) == self._gave_up:
             # Its neighbours may still train what it has abandoned: only a new generation separates the two.
-            self._tell(e.Broken(self.place, self.term, effect.epoch, "it has given this round up before"))
+            self._tell(e.Broken(self.slot, self.incarnation, effect.generation, "it has given this round up before"))
             return
         if self.contributed is None or self.contributed.round == effect.round:
             self._undo()
-        self.round, self.epoch, self.training = effect.round, effect.epoch, None
+        self.round, self.generation, self.training = effect.round, effect.generation, None
         self._enter(CATCHING_UP)
         self.later(self.world.dice.uniform(0.05, 0.5), self._catch_up, self.attempt, effect.heal)
 
@@ -265,7 +269,7 @@ class Member:
         """Return to the start of the round."""
         if self.phase in IN_ROUND and self.phase != CATCHING_UP:
             self.error = list(self._start)
-            self._gave_up = (self.round, self.epoch)
+            self._gave_up = (self.round, self.generation)
             self.contributed = None
         self.training = None
 
@@ -328,7 +332,7 @@ class Member:
         """
         for block in self.blocks:
             for position in self.world.store.blobs[
-                Path(round_, self.replica, counted.epoch, block, counted.blobs[block])
+                Path(round_, self.replica, counted.generation, block, counted.blobs[block])
             ].sent:
                 self.error[position] = NOTHING
 
@@ -349,10 +353,10 @@ class Member:
             first = POSITIONS * number
             whole = {p: self.error[p] | {training.number} for p in range(first, first + POSITIONS)}
             chosen = self.world.dice.sample(range(first, first + POSITIONS), self.world.dice.choice((1, 2)))
-            blobs[block] = Blob(self.world.next_number(), training.number, self.place, {p: whole[p] for p in chosen})
+            blobs[block] = Blob(self.world.next_number(), training.number, self.slot, {p: whole[p] for p in chosen})
             for position, units in whole.items():
                 self.error[position] = NOTHING if position in chosen else units
-        self.contributed = Contributed(self.round, self.epoch, training.number, training.steps, blobs)
+        self.contributed = Contributed(self.round, self.generation, training.number, training.steps, blobs)
         self._uploaded = set()
         for block in self.blocks:
             self.later(self.world.dice.uniform(0.1, 2.0), self._upload, self.attempt, block)
@@ -362,7 +366,7 @@ class Member:
             return
         try:
             blob = self.contributed.blobs[block]
-            self.world.store.put(Path(self.round, self.replica, self.epoch, block, blob.digest), blob)
+            self.world.store.put(Path(self.round, self.replica, self.generation, block, blob.digest), blob)
         except StoreFailed:
             self.later(1.0, self._upload, attempt, block)
             return
@@ -375,20 +379,20 @@ class Member:
         own = self.contributed
         assert own is not None
         digest = own.blobs[block].digest
-        self._tell(e.Deposited(self.place, self.term, own.round, own.epoch, block, digest, own.steps))
+        self._tell(e.Deposited(self.slot, self.incarnation, own.round, own.generation, block, digest, own.steps))
 
     def _prove(self, attempt: int) -> None:
         """Confirm the parameters, save the state and ask for the next round."""
         if attempt != self.attempt:
             return
         self.world.invariants.confirms(self)
-        self._tell(e.Confirmed(self.place, self.term, self.holds, {"theta": self.theta}))
+        self._tell(e.Confirmed(self.slot, self.incarnation, self.holds, {"theta": self.theta}))
         if self.holds % self.world.states_every == 0:
             self._saving = State(self.holds, list(self.error))
             self.later(self.world.dice.uniform(0.1, 5.0), self._saved, self._saving)
         self._ask()
 
     def _saved(self, state: State) -> None:
-        self.world.disks.write(self.place, state)
+        self.world.disks.write(self.slot, state)
         if self._saving is state:
             self._saving = None

@@ -12,8 +12,8 @@ from simulation.member import Member
 from simulation.stores import Store
 
 from replica_groups.rounds.coordinator import Coordinator
-from replica_groups.rounds.places import Place
 from replica_groups.rounds.rounds import OpenRound
+from replica_groups.rounds.slot import Slot
 
 
 class Edit(NamedTuple):
@@ -41,30 +41,38 @@ MUTATIONS: dict[str, tuple[Edit, ...]] = {
     "counts parts": (Edit(OpenRound, "deposit", "known.blobs.keys() >= rules.blocks_of(replica)", "known.blobs"),),
     "closes without waiting": (Edit(OpenRound, "closes_at", "if not waits:", "if True:"),),
     "never closes after grace": (Edit(OpenRound, "closes_at", "return min(", "return None and min("),),
-    "accepts an old term": (
-        Edit(Coordinator, "_admits", "elif not self.holds(place.name, term):", "elif False:"),
-        Edit(Coordinator, "_admits", "return self.holds(place.name, term)", "return term <= place.term"),
-    ),
-    "accepts an old epoch's blob": (
+    "accepts an old incarnation": (
+        Edit(Coordinator, "_admits", "elif not self.holds(slot.name, incarnation):", "elif False:"),
         Edit(
-            Coordinator, "_deposited", "(event.round, event.epoch), (replica.round", "(event.round, 0), (replica.round"
+            Coordinator,
+            "_admits",
+            "return self.holds(slot.name, incarnation)",
+            "return incarnation <= slot.incarnation",
         ),
-        Edit(Coordinator, "_deposited", ", replica.epoch)\n", ", 0)\n"),
+    ),
+    "accepts an old generation's blob": (
+        Edit(
+            Coordinator,
+            "_deposited",
+            "(event.round, event.generation), (replica.round",
+            "(event.round, 0), (replica.round",
+        ),
+        Edit(Coordinator, "_deposited", ", replica.generation)\n", ", 0)\n"),
     ),
     "does not suspend survivors": (
         Edit(Coordinator, "_suspend", SUSPENDED, NOT_SUSPENDED),
         Edit(Coordinator, "_heard_training", SUSPENDED, NOT_SUSPENDED),
     ),
     "tells who has returned to return": (
-        Edit(Coordinator, "_heard_training", "replica.round is not None or place.asked is not None", "False"),
+        Edit(Coordinator, "_heard_training", "replica.round is not None or slot.asked is not None", "False"),
     ),
     "assigns a round twice": (Edit(Coordinator, "_may_join", "if replica in self.open.whole:", "if False:"),),
     "lets in out of phase": (
         Edit(Coordinator, "_may_join", "at_once = self.rules.joins_at_once or", "at_once = True or"),
     ),
     "overwrites a record": (Edit(Store, "create", "if record.round not in self.records:", "if True:"),),
-    "presumes nobody after a restart": (Edit(Coordinator, "__init__", "if goes_on:", "if False:"),),
-    "heals nobody": (Edit(Coordinator, "_found_wrong", "place.differs = True", "pass"),),
+    "assumes_present nobody after a restart": (Edit(Coordinator, "__init__", "if goes_on:", "if False:"),),
+    "heals nobody": (Edit(Coordinator, "_found_wrong", "slot.differs = True", "pass"),),
     "does not write a record again": (
         Edit(Coordinator, "_not_recorded", "self.open.writing, self.open.retry_at = False", "_ = False"),
     ),
@@ -72,13 +80,15 @@ MUTATIONS: dict[str, tuple[Edit, ...]] = {
         Edit(
             Coordinator,
             "_asked",
-            "yield e.Assign(place.name, place.term, replica.round, replica.epoch, trained=",
+            "yield e.Assign(slot.name, slot.incarnation, replica.round, replica.generation, trained=",
             "_ = (",
         ),
     ),
-    "does not learn of later terms": (Edit(Coordinator, "_noted", "if event.term > place.term:", "if False:"),),
-    "does not notice silence": (Edit(Place, "ends_at", "silent = self", "silent = 1e9 + self"),),
-    "does not notice who hangs": (Edit(Place, "ends_at", "if self.computes", "if False"),),
+    "does not learn of later incarnations": (
+        Edit(Coordinator, "_noted", "if event.incarnation > slot.incarnation:", "if False:"),
+    ),
+    "does not notice silence": (Edit(Slot, "ends_at", "silent = self", "silent = 1e9 + self"),),
+    "does not notice who hangs": (Edit(Slot, "ends_at", "if self.computes", "if False"),),
     "waits for ever for who does not leave": (
         Edit(Coordinator, "_open_next", "now + self.rules.grace.most", "now + 1e9"),
     ),
@@ -87,7 +97,7 @@ MUTATIONS: dict[str, tuple[Edit, ...]] = {
     ),
     "heals who holds the right bits": (Edit(Coordinator, "_compare", "!= right.get(parameter)", "is not None"),),
     "waits for a whole replica to leave": (
-        Edit(Coordinator, "_let_go", "place.held and place.asked is not None", "replica.waits"),
+        Edit(Coordinator, "_let_go", "slot.held and slot.asked is not None", "replica.waits"),
     ),
 }
 

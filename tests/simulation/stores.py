@@ -31,7 +31,7 @@ class Path(NamedTuple):
 
     round: int
     replica: str
-    epoch: int
+    generation: int
     block: str
     digest: object
 
@@ -41,7 +41,7 @@ class Blob(NamedTuple):
 
     digest: int
     training: int
-    place: str
+    slot: str
     sent: dict[int, Units]
 
 
@@ -63,7 +63,7 @@ class Store:
         self._timeline, self._dice, self.fails, self._on_record = timeline, dice, fails, on_record
         self.down_until = 0.0
         self.records: dict[int, Kept] = {}
-        self.terms: dict[str, int] = {}
+        self.incarnations: dict[str, int] = {}
         self.blobs: dict[Path, Blob] = {}
         self._claimed: set[tuple[str, int]] = set()
 
@@ -72,12 +72,12 @@ class Store:
         """The newest decided round."""
         return len(self.records)
 
-    def claim(self, place: str, term: int) -> bool:
-        """Claim an incarnation (`term`) of a slot. Return whether this claim was the first."""
+    def claim(self, slot: str, incarnation: int) -> bool:
+        """Claim an incarnation of a slot. Return whether this claim was the first."""
         is_lost = self._fail()
-        is_first = (place, term) not in self._claimed
-        self._claimed.add((place, term))
-        self.terms[place] = max(term, self.terms.get(place, 0))
+        is_first = (slot, incarnation) not in self._claimed
+        self._claimed.add((slot, incarnation))
+        self.incarnations[slot] = max(incarnation, self.incarnations.get(slot, 0))
         self._answer(is_lost)
         return is_first
 
@@ -142,12 +142,12 @@ class Disks:
     def __init__(self) -> None:
         self._states: dict[str, list[State | None]] = {}
 
-    def write(self, place: str, state: State | None) -> None:
+    def write(self, slot: str, state: State | None) -> None:
         """Save a state, or a torn one."""
-        states = self._states.setdefault(place, [])
+        states = self._states.setdefault(slot, [])
         states.append(state)
         del states[:-KEPT_STATES]
 
-    def newest(self, place: str) -> State | None:
+    def newest(self, slot: str) -> State | None:
         """Return the newest complete state."""
-        return max((s for s in self._states.get(place, []) if s is not None), key=lambda s: s.round, default=None)
+        return max((s for s in self._states.get(slot, []) if s is not None), key=lambda s: s.round, default=None)

@@ -17,12 +17,12 @@ COUNTED = 0.9
 
 SOONEST = {
     "forgets to give back": 4,
-    "accepts an old epoch's blob": 9,
+    "accepts an old generation's blob": 9,
     "overwrites a record": 8,
     "heals nobody": 16,
     "does not write a record again": 8,
     "does not say again what to train": 16,
-    "does not learn of later terms": 8,
+    "does not learn of later incarnations": 8,
     "does not notice who hangs": 2,
     "waits for ever for who does not leave": 8,
     "never waits again for who missed rounds": 3,

@@ -37,11 +37,11 @@ class Trainings:
 
     def join(self, member: Member) -> None:
         """Note that a member is ready, and begin once all members of its replica are."""
-        key = member.replica, member.round, member.epoch
+        key = member.replica, member.round, member.generation
         parts = self._gathering.setdefault(key, {})
-        parts[member.place] = member, member.attempt
+        parts[member.slot] = member, member.attempt
         ready = [(one, attempt) for one, attempt in parts.values() if one.attempt == attempt and not one.dead]
-        if len(ready) == len(self._world.places_of[member.replica]):
+        if len(ready) == len(self._world.slots_of[member.replica]):
             del self._gathering[key]
             self._begin(member.replica, ready)
         elif len(self._gathering) > REMEMBERED * len(self._seconds):

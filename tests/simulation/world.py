@@ -64,7 +64,7 @@ class World:
         drawn = draw_condemnations(Random(f"{seed}: who is condemned"), drawn)
         self.faults = drawn if faults is None else faults
         self.states_every = self.dice.choice((1, 1, 2, 3))
-        self.places_of = {replica: self.rules.places_of(replica) for replica in self.rules.replicas}
+        self.slots_of = {replica: self.rules.slots_of(replica) for replica in self.rules.replicas}
         self.invariants = Invariants(self)
         self.network = Network(self.timeline, self.dice, self.faults)
         self.store = Store(self.timeline, self.dice, self.faults.store_fails, self._decided)
@@ -87,10 +87,10 @@ class World:
         self._decided_at = 0.0
         self._counted = self._live = 0
         self.start_host(goes_on=False)
-        for place in self.rules.places:
+        for slot in self.rules.slots:
             seconds = self.dice.uniform(0.0, 5.0) if self.dice.random() < 0.9 else self.dice.uniform(0.0, 100.0)
-            self.timeline.after(seconds, self.start, place, True)
-            self.disturb(seconds + 10.0, self.rules.places[place])
+            self.timeline.after(seconds, self.start, slot, True)
+            self.disturb(seconds + 10.0, self.rules.slots[slot])
         self.injector = FaultInjector(self)
 
     # ---- a history ----
@@ -146,8 +146,8 @@ class World:
         return len(self.hosts) == 1 and not self.hosts[0].is_away and self.timeline.now >= self.store.down_until
 
     def _is_well(self, replica: str) -> bool:
-        well = {member.place for member in self.members if member.is_well}
-        return all(place in well for place in self.places_of[replica])
+        well = {member.slot for member in self.members if member.is_well}
+        return all(slot in well for slot in self.slots_of[replica])
 
     def _calm_down(self) -> None:
         """End all faults and start every missing process. From now on the run has to reach its end."""
@@ -156,9 +156,9 @@ class World:
         for host in self.hosts[1:]:
             self.kill_host(host)
         self.need_host()
-        for place in self.rules.places:
-            if not any(member.place == place for member in self.members):
-                self.start(place, True)
+        for slot in self.rules.slots:
+            if not any(member.slot == slot for member in self.members):
+                self.start(slot, True)
         self.disturb(200.0)
 
     # ---- events of the run ----
@@ -205,9 +205,9 @@ class World:
         self.hosts.remove(host)
         self.invariants.ended(host)
 
-    def start(self, place: str, has_state: bool) -> None:
+    def start(self, slot: str, has_state: bool) -> None:
         """Start a process. With `has_state` it loads the state that an earlier process of the slot saved."""
-        member = Member(self, place, self.next_number(), has_state)
+        member = Member(self, slot, self.next_number(), has_state)
         self.members.append(member)
         self.tell(f"begins after round {member.holds}: {member.process}")
 
@@ -221,8 +221,8 @@ class World:
         """End a member that hangs, as its launcher does after its incarnation is over. Start another one."""
         member.hangs = False
         self.injector.kill(member)
-        if self.injector.is_over and not any(one.place == member.place for one in self.members):
-            self.start(member.place, True)
+        if self.injector.is_over and not any(one.slot == member.slot for one in self.members):
+            self.start(member.slot, True)
 
     def _decided(self, record: Record) -> None:
         self.invariants.decided(record)

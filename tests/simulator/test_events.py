@@ -18,14 +18,14 @@ from packets import Machine, Packets
 
 from hetero_pp.run.read import spec_of
 from hetero_pp.run.yaml_file import ConfigFile
-from hetero_pp.simulator.events import DRAWN, Group, GroupClock, Hop, LineWay, OnSpan, fair_rates, inner_loops
+from hetero_pp.simulator.events import DRAWN, GroupClock, GroupOfEvents, Hop, LineWay, OnSpan, fair_rates, inner_loops
 from hetero_pp.simulator.prediction import Prediction, predict
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def _timed(
-    group: Group, steps: int, random: np.random.Generator | None = None, on_span: OnSpan | None = None
+    group: GroupOfEvents, steps: int, random: np.random.Generator | None = None, on_span: OnSpan | None = None
 ) -> tuple[list[float], float]:
     """Return when each stage completed its last optimizer step, and when the first stage completed its first."""
     clock = GroupClock(group, random, on_span)
@@ -34,17 +34,17 @@ def _timed(
     return clock.free, times.first
 
 
-def _uniform(stages: int, micro_batches: int, extra: int, message: float, latency: float = 0.0) -> Group:
+def _uniform(stages: int, micro_batches: int, extra: int, message: float, latency: float = 0.0) -> GroupOfEvents:
     """Return a uniform group: 1 s forward, 2 s backward, and no time for the optimizer."""
     hops = [Hop(message, 1.0, latency)] * (stages - 1)
-    return Group(micro_batches, extra, [1.0] * stages, [2.0] * stages, [0.0] * stages, hops, hops)
+    return GroupOfEvents(micro_batches, extra, [1.0] * stages, [2.0] * stages, [0.0] * stages, hops, hops)
 
 
 seconds = st.floats(0, 4, allow_nan=False)
 
 
 @st.composite
-def groups(draw: st.DrawFn) -> Group:
+def groups(draw: st.DrawFn) -> GroupOfEvents:
     stages = draw(st.integers(1, 5))
 
     def per_stage() -> list[float]:
@@ -55,7 +55,7 @@ def groups(draw: st.DrawFn) -> Group:
         return draw(st.lists(hops, min_size=stages - 1, max_size=stages - 1))
 
     counts = draw(st.integers(1, 9)), draw(st.integers(0, 3))
-    return Group(*counts, per_stage(), per_stage(), per_stage(), per_hop(), per_hop())
+    return GroupOfEvents(*counts, per_stage(), per_stage(), per_stage(), per_hop(), per_hop())
 
 
 class _Half:
@@ -66,7 +66,7 @@ class _Half:
 
 
 @given(group=groups(), steps=st.integers(1, 6), jitter=st.sampled_from([0.0, 0.75]))
-def test_it_agrees_with_an_event_queue(group: Group, steps: int, jitter: float) -> None:
+def test_it_agrees_with_an_event_queue(group: GroupOfEvents, steps: int, jitter: float) -> None:
     """Jitter that is always the same is latency."""
 
     def plain(hops: Sequence[Hop]) -> list[tuple[float, float]]:
@@ -77,7 +77,7 @@ def test_it_agrees_with_an_event_queue(group: Group, steps: int, jitter: float) 
 
     shape = group.micro_batches, group.extra_in_flight, list(group.forward), list(group.backward), list(group.update)
     ends, step_ends = reference.simulate(
-        reference.Group(*shape, plain(group.activations), plain(group.gradients)), steps
+        reference.GroupOfEvents(*shape, plain(group.activations), plain(group.gradients)), steps
     )
     group = replace(group, activations=shaken(group.activations), gradients=shaken(group.gradients))
     free, first = _timed(group, steps, cast(np.random.Generator, _Half()))
@@ -111,7 +111,7 @@ def test_a_slow_link_alone_decides(stages: int) -> None:
 
 @settings(max_examples=50)
 @given(group=groups(), factor=st.floats(0.1, 1))
-def test_faster_links_never_slow_a_step_down(group: Group, factor: float) -> None:
+def test_faster_links_never_slow_a_step_down(group: GroupOfEvents, factor: float) -> None:
     def faster(hops: Sequence[Hop]) -> list[Hop]:
         return [replace(hop, bits=hop.bits * factor) for hop in hops]
 
@@ -208,11 +208,13 @@ def test_rates_are_max_min_fair(case: tuple[list[Hop], dict[LineWay, float]]) ->
 Case = tuple[list[Machine], int, int, dict[str, float], float]
 
 
-def _lined(machines: list[Machine], micro_batches: int, extra: int, bits: dict[str, float], latency: float) -> Group:
+def _lined(
+    machines: list[Machine], micro_batches: int, extra: int, bits: dict[str, float], latency: float
+) -> GroupOfEvents:
     """Return a group in which each machine has a line."""
     pairs = [(f"{hop}", f"{hop + 1}") for hop in range(len(machines) - 1)]
     columns = [[getattr(machine, key) for machine in machines] for key in ("forward", "backward", "update")]
-    return Group(
+    return GroupOfEvents(
         micro_batches,
         extra,
         *columns,

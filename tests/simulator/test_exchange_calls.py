@@ -11,7 +11,7 @@ import pytest
 import torch
 from grpc_threads import run_over_grpc
 
-from hetero_pp.pseudo_gradient import together
+from hetero_pp.pseudo_gradient import blob_batches
 from hetero_pp.run.read import spec_of
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator import traffic
@@ -43,7 +43,7 @@ def test_blobs_cross_in_as_many_calls_as_predicted(
     path.write_text(YAML.replace("CORPUS", str(corpus)))
     spec = spec_of(ConfigFile(path))
     room = int(most * blob_sizes(spec)["home"]["layers.0"])
-    monkeypatch.setattr(together, "TOGETHER_BYTES_MAX", room)
+    monkeypatch.setattr(blob_batches, "BATCH_BYTES_MAX", room)
     for module in (decided, traffic):
         monkeypatch.setattr(module, "FOLLOWING_BYTES_MAX", room)
         monkeypatch.setattr(module, "FOLLOWING_MAX", following)

@@ -22,7 +22,7 @@ from replica_groups.exchange.auditor import Auditor
 from replica_groups.member.outer_round import OuterRound
 from replica_groups.member.take_part import TrainingLoop
 
-NO_TENSORS = {"process", "allocator", "own contribution", "one block of all contributions", "snapshot"}
+NO_TENSORS = {"process", "allocator", "own contribution", "one block of all contributions", "checkpoint"}
 """Terms of bytes that are no tensors, and of tensors that an exchange in the same process shares."""
 OF_SERVERS = {"process", "allocator", "members", "decoding", "messages in flight", "one block of all contributions"}
 """Terms of the exchange of bytes that are no tensors, and of tensors that threads make that serve members."""

@@ -114,7 +114,7 @@ def test_links_are_busy_with_what_crosses_them() -> None:
     assert link.backward_busy == pytest.approx(link.backward_bytes * 8 / 400 / found.round_seconds)
 
 
-def _seconds_beside_steps(found: Prediction, member: str, cost: tuple[float, ...]) -> float:
+def _seconds_without_steps(found: Prediction, member: str, cost: tuple[float, ...]) -> float:
     """Return the seconds of a round beside its steps: contribute and send, receive, apply and evaluate."""
     stage = next(stage for replica in found.replicas for stage in replica.stages if stage.member == member)
     return stage.sent_seconds + stage.received_seconds + sum(cost[3:])
@@ -138,7 +138,7 @@ def test_in_a_round_of_time_each_does_what_fits(steps: int) -> None:
     seconds = of_home + steps * a_step - LAST[2] + 0.4 * a_step
     found = predict(_spec([HOME, DC], measured=costs, top=_timed(seconds)))
     home, dc = found.replicas
-    assert (home.steps, dc.steps) == (steps, int((seconds - _seconds_beside_steps(counted, "dc", QUICK)) / 0.03))
+    assert (home.steps, dc.steps) == (steps, int((seconds - _seconds_without_steps(counted, "dc", QUICK)) / 0.03))
     assert found.round_seconds == pytest.approx(seconds, abs=0.06)  # the datacenter's last step ends just then
     assert (home.tokens, dc.tokens) == (home.steps * ROWS * LENGTH, dc.steps * ROWS * LENGTH)
     assert home.step_seconds == found.step_seconds == pytest.approx(a_step)
@@ -166,7 +166,7 @@ def test_links_that_cost_nothing_would_give_more_steps() -> None:
     without = {key: value for key, value in HOME.items() if key not in ("link", "uplink")}
     free = predict(_spec([without], measured=GROUP, top=top))
     free_step, free_left = sum(FIRST[:3]) + sum(LAST[:3]), 2000.0 + LAST[2] - sum(FIRST[3:])
-    left = 2000.0 + LAST[2] - _seconds_beside_steps(found, "home.0", FIRST)
+    left = 2000.0 + LAST[2] - _seconds_without_steps(found, "home.0", FIRST)
     [home], [free_home] = found.replicas, free.replicas
     assert (home.steps, free_home.steps) == (int(left / a_step), int(free_left / free_step))
     assert found.utilization["relative"] == pytest.approx(found.tokens_per_second / free.tokens_per_second)

@@ -35,7 +35,7 @@ def _member(run: Run, name: str) -> Iterator[tuple[ExchangeClient, int]]:
     run.exchange.died(name, "to be taken over the network")
     client.join(name, "")
     try:
-        yield client, client.assign(name, 0).epoch
+        yield client, client.assign(name, 0).generation
     finally:
         client.close()
         server.stop(None).wait()
@@ -51,13 +51,13 @@ def _forbidden(*_: object) -> None:
 
 def test_blobs_go_to_the_store_and_come_from_it(signing: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(signing, {"a": 1, "b": 1}, quorum=1.0)
-    with _member(run, "a") as (client, epoch):
+    with _member(run, "a") as (client, generation):
         monkeypatch.setattr(run.exchange, "deposit_blob", _forbidden)
         monkeypatch.setattr(run.exchange.decided, "fetch_many", _forbidden)
         run.assign(0, "b")
         for address in _addresses(run, "a"):
-            client.deposit("a", address, run.blob(address), epoch, 7)
-            client.deposit("a", address, run.blob(address), epoch, 7)  # as after a lost answer
+            client.deposit("a", address, run.blob(address), generation, 7)
+            client.deposit("a", address, run.blob(address), generation, 7)  # as after a lost answer
         monkeypatch.undo()
         run.deposit(1, "b")
         assert run.counted(1) == {"a": 2, "b": 1}
@@ -72,20 +72,20 @@ def test_blobs_go_to_the_store_and_come_from_it(signing: Store, monkeypatch: pyt
 
 def test_what_comes_late_is_not_sent_at_all(signing: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(signing, {"a": 1, "b": 1, "c": 1}, quorum=0.5)
-    with _member(run, "a") as (client, epoch):
+    with _member(run, "a") as (client, generation):
         run.assign(0, "b", "c")
         run.deposit(1, "b", "c")
         run.passes(200.0)
         assert run.counted(1) == {"b": 1, "c": 1}
-        objects, told, tell = signing.below(), list[e.Event](), run.exchange.decisions.tell
+        objects, told, tell = signing.below(), list[e.Event](), run.exchange.runner.tell
 
         def noted(event: e.Event) -> Sequence[e.Effect]:
             told.append(event)
             return tell(event)
 
-        monkeypatch.setattr(run.exchange.decisions, "tell", noted)
+        monkeypatch.setattr(run.exchange.runner, "tell", noted)
         for address in _addresses(run, "a"):
-            client.deposit("a", address, run.blob(address), epoch, 7)
+            client.deposit("a", address, run.blob(address), generation, 7)
         assert signing.below() == objects
         late = [(event.block, event.entry) for event in told if isinstance(event, e.Deposited)]
         assert late == [(address.block, None) for address in _addresses(run, "a")]
@@ -93,29 +93,29 @@ def test_what_comes_late_is_not_sent_at_all(signing: Store, monkeypatch: pytest.
 
 def test_who_says_what_is_not_so_is_refused_and_counted(signing: Store) -> None:
     run = Run(signing, {"a": 1, "b": 1}, quorum=1.0)
-    with _member(run, "a") as (client, epoch):
+    with _member(run, "a") as (client, generation):
         own, other = _addresses(run, "a")[0], BlobAddress("run", 1, "b", "norm")
         digest = hashlib.sha256(run.blob(own)).digest()
         for address, words in ((own, "was not uploaded"), (other, "does not belong to this member")):
-            blob = pb.BlobHeader(round=1, replica=address.replica, block=address.block, epoch=epoch)
+            blob = pb.BlobHeader(round=1, replica=address.replica, block=address.block, generation=generation)
             with pytest.raises(Refused, match=words):
                 _ask(client, "Uploaded", pb.Upload(blob=blob, sha256=digest))
         with pytest.raises(Refused, match="does not belong to this member"):
             _ask(client, "UploadUrl", pb.Upload(blob=blob, sha256=digest))
-        blob = pb.BlobHeader(round=1, replica="a", block=own.block, epoch=epoch)
+        blob = pb.BlobHeader(round=1, replica="a", block=own.block, generation=generation)
         with pytest.raises(Refused, match="found a digest of 8 bytes, expected 32"):
             _ask(client, "Uploaded", pb.Upload(blob=blob, sha256=digest[:8]))
         with pytest.raises(Refused, match=f"a: `{own.block}`: found 67108864 bytes, expected at most"):
             blob.size = 64 << 20
             _ask(client, "UploadUrl", pb.Upload(blob=blob, sha256=digest))
-        client.deposit("a", own, run.blob(own), epoch, 7)
+        client.deposit("a", own, run.blob(own), generation, 7)
         with pytest.raises(Refused, match=f"a second, different `{own.block}`"):
-            client.deposit("a", own, run.blob(own, seed=9), epoch, 7)
+            client.deposit("a", own, run.blob(own, seed=9), generation, 7)
         second = _addresses(run, "a")[1]
         with pytest.raises(Refused, match=f"a: {second.block}"):
-            client.deposit("a", second, b"no blob at all", epoch, 7)
+            client.deposit("a", second, b"no blob at all", generation, 7)
         with pytest.raises(Refused, match=f"`{second.block}`: a second, different blob to upload"):
-            client.deposit("a", second, run.blob(second), epoch, 7)
+            client.deposit("a", second, run.blob(second), generation, 7)
         assert sum(key.endswith(".uploaded") for key in signing.below()) <= 1
         assert run.exchange.refusals == 8
 
@@ -138,11 +138,11 @@ def test_a_member_that_does_not_reach_the_store_says_so_and_goes_by_the_exchange
         return f"http://127.0.0.1:{free_port}/{key}?X-Amz-Signature=secret"
 
     monkeypatch.setattr(signing, "sign", elsewhere)
-    with _member(run, "a") as (client, epoch):
+    with _member(run, "a") as (client, generation):
         run.assign(0, "b")
         run.deposit(1, "b")
         for address in _addresses(run, "a"):
-            client.deposit("a", address, run.blob(address), epoch, 7)
+            client.deposit("a", address, run.blob(address), generation, 7)
         assert run.counted(1) == {"a": 2, "b": 1}
         assert client.fetch("a", 1, "b", "norm") == run.blob(BlobAddress("run", 1, "b", "norm"))
     assert len([key for key in asked if key != "any"]) == 1
@@ -155,13 +155,13 @@ def test_an_exchange_sends_its_members_to_no_other_host(
     signing: Store, url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = Run(signing, {"a": 1, "b": 1}, quorum=1.0)
-    with _member(run, "a") as (client, epoch):
+    with _member(run, "a") as (client, generation):
         monkeypatch.setattr(signing, "sign", lambda *_: f"{url}?X-Amz-Signature=secret")
         monkeypatch.setattr(urllib.request.OpenerDirector, "open", _forbidden)
         run.assign(0, "b")
         run.deposit(1, "b")
         for address in _addresses(run, "a"):
-            client.deposit("a", address, run.blob(address), epoch, 7)
+            client.deposit("a", address, run.blob(address), generation, 7)
         assert run.counted(1) == {"a": 2, "b": 1}
         assert client.fetch("a", 1, "b", "norm") == run.blob(BlobAddress("run", 1, "b", "norm"))
     assert f"{url}, expected a URL of http://127.0.0.1:" in capsys.readouterr().err
@@ -171,11 +171,11 @@ def test_what_was_removed_or_changed_in_the_store_is_told_as_it_is(
     signing: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = Run(signing, {"a": 1, "b": 1}, quorum=1.0)
-    with _member(run, "a") as (client, epoch):
+    with _member(run, "a") as (client, generation):
         run.assign(0, "b")
         run.deposit(1, "b")
         for address in _addresses(run, "a"):
-            client.deposit("a", address, run.blob(address), epoch, 7)
+            client.deposit("a", address, run.blob(address), generation, 7)
         (key,) = (key for key in signing.below("round-000001/b") if "/norm." in key)
         data = bytearray(signing.get(key))
         data[len(data) // 2] ^= 1

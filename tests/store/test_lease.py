@@ -39,7 +39,7 @@ def test_a_second_is_refused_until_the_first_has_ended(store: Store) -> None:
     for _ in range(2):
         with acting_for(store, _ignore, _ignore, 3.0):
             _expect_refusal(store)
-    assert len([key for key in store.below("coordinator") if not key.endswith(".beat")]) <= 1
+    assert len([key for key in store.below("coordinator") if not key.endswith(".heartbeat")]) <= 1
 
 
 def test_who_ends_by_an_error_holds_nothing(store: Store) -> None:
@@ -89,10 +89,10 @@ def test_who_was_killed_is_followed(lasting: str) -> None:
 def test_who_wants_to_follow_says_what_it_waits_for(objects: Store) -> None:
     """The first process has stopped silently: its heartbeats in the store stay as they are."""
     objects.put("coordinator/000001", b'{"who": "ben, process 5", "seconds": 0.2}')
-    objects.put("coordinator/000001.beat", b"17")
+    objects.put("coordinator/000001.heartbeat", b"17")
     told: list[str] = []
     with acting_for(objects, told.append, _ignore):
-        assert objects.names("coordinator") == ["000002", "000002.beat"]
+        assert objects.names("coordinator") == ["000002", "000002.heartbeat"]
     assert told == ["memory:: waiting up to 0.2 s to see whether ben, process 5 still uses the log of this run"]
 
 

@@ -20,7 +20,7 @@ from hetero_pp.store.folder import FolderStore
 from hetero_pp.store.store import Store
 from replica_groups.exchange.auditor import Retention
 from replica_groups.exchange.audits import audited
-from replica_groups.exchange.log import ContributionLog, snapshot_key
+from replica_groups.exchange.log import ContributionLog, checkpoint_key
 
 DIGITS = hashlib.sha256(b"home 2").hexdigest()[:16]
 SMALL = Path(__file__).with_name("small.yaml")
@@ -28,12 +28,14 @@ SMALL = Path(__file__).with_name("small.yaml")
 
 def _round(log: ContributionLog, round_: int) -> None:
     """Write a round that includes the second generation of `home`. Its first generation and `dc` are excluded."""
-    for replica, epoch in (("home", 1), ("home", 2), ("dc", 1)):
+    for replica, generation in (("home", 1), ("home", 2), ("dc", 1)):
         for block in ("norm", "lm_head"):
-            log.write_blobs({BlobAddress("run", round_, replica, block): f"{replica} {epoch}".encode()}, epoch)
+            log.write_blobs(
+                {BlobAddress("run", round_, replica, block): f"{replica} {generation}".encode()}, generation
+            )
     digest = hashlib.sha256(b"home 2").digest()
     blobs = [BlobEntry(block=block, sha256=digest) for block in ("norm", "lm_head")]
-    entry = ContributionEntry(replica="home", epoch=2, blobs=blobs)
+    entry = ContributionEntry(replica="home", generation=2, blobs=blobs)
     log.create_record(RoundRecord(round=round_, contributions=[entry], late=["dc"]))
 
 
@@ -62,35 +64,35 @@ def test_nothing_of_a_round_goes_of_which_nobody_knows_what_counted(store: Store
     assert len(store.below()) == 2
 
 
-def test_the_first_and_the_newest_snapshots_stay(store: Store) -> None:
+def test_the_first_and_the_newest_checkpoints_stay(store: Store) -> None:
     log = ContributionLog(store)
     for round_ in (0, 2, 4, 6, 8):
-        store.put(snapshot_key(round_), b"a snapshot")
+        store.put(checkpoint_key(round_), b"a run checkpoint")
         if round_ != 8:
-            Retention(log, 2).kept_snapshot(round_)
-    assert log.snapshots() == {0, 4, 6, 8}
-    Retention(log, 3).kept_snapshot(8)
-    assert log.snapshots() == {0, 4, 6, 8}
-    Retention(log, 2).kept_snapshot(8)
-    assert log.snapshots() == {0, 6, 8}
+            Retention(log, 2).kept_checkpoint(round_)
+    assert log.checkpoints() == {0, 4, 6, 8}
+    Retention(log, 3).kept_checkpoint(8)
+    assert log.checkpoints() == {0, 4, 6, 8}
+    Retention(log, 2).kept_checkpoint(8)
+    assert log.checkpoints() == {0, 6, 8}
 
 
 def _rounds_with_blobs(log: ContributionLog) -> set[int]:
     return {int(key[6:12]) for key in log.store.below() if key.endswith((".blob", ".blobs"))}
 
 
-def test_history_goes_with_the_snapshots_that_it_leads_to(store: Store) -> None:
+def test_history_goes_with_the_checkpoints_that_it_leads_to(store: Store) -> None:
     log = ContributionLog(store)
     recent = Retention(log, 2, "recent")
-    store.put(snapshot_key(0), b"a snapshot")
+    store.put(checkpoint_key(0), b"a run checkpoint")
     for round_ in range(1, 9):
         _round(log, round_)
         if round_ % 2 == 0:
-            store.put(snapshot_key(round_), b"a snapshot")
-            recent.kept_snapshot(round_)
-        if round_ == 3:  # the log has only one snapshot beside the first
-            assert log.snapshots() == {0, 2} and _rounds_with_blobs(log) == {1, 2, 3}
-    assert (log.snapshots(), _rounds_with_blobs(log)) == ({6, 8}, {7, 8})
+            store.put(checkpoint_key(round_), b"a run checkpoint")
+            recent.kept_checkpoint(round_)
+        if round_ == 3:  # the log has only one run checkpoint beside the first
+            assert log.checkpoints() == {0, 2} and _rounds_with_blobs(log) == {1, 2, 3}
+    assert (log.checkpoints(), _rounds_with_blobs(log)) == ({6, 8}, {7, 8})
     assert log.records() == set(range(1, 9))
 
 
@@ -100,10 +102,10 @@ def _train(corpus: Path, runs: Path, *settings: str, resume: bool = False) -> Co
     return ContributionLog(FolderStore(runs / "small" / "log"))
 
 
-def test_a_run_keeps_its_newest_snapshots_and_all_rounds(corpus: Path, tmp_path: Path) -> None:
+def test_a_run_keeps_its_newest_checkpoints_and_all_rounds(corpus: Path, tmp_path: Path) -> None:
     """Another test checks that it keeps two if it is not told how many."""
-    log = _train(corpus, tmp_path, "snapshots.keep=3")
-    assert log.snapshots() == {0, 2, 3, 4}
+    log = _train(corpus, tmp_path, "checkpoints.keep=3")
+    assert log.checkpoints() == {0, 2, 3, 4}
     assert log.records() == audited(log.store) == {1, 2, 3, 4}
 
 
@@ -122,7 +124,7 @@ def test_members_wait_for_a_store_that_is_gone(
             return real(store, *arguments)
 
         monkeypatch.setattr(FolderStore, name, call)
-    monkeypatch.setattr("replica_groups.exchange.decisions.FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("replica_groups.exchange.coordinator_runner.FIRST_PAUSE", 0.01)
     log = _train(corpus, tmp_path)
     assert left == {"put": 0, "get": 0}
     assert [sorted(one.replica for one in log.read_record(t).contributions) for t in (1, 4)] == [["dc", "home"]] * 2
@@ -146,19 +148,19 @@ def test_an_auditor_waits_for_a_store_that_is_gone(
 
         monkeypatch.setattr(FolderStore, name, call)
 
-    monkeypatch.setattr("replica_groups.exchange.decisions.FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("replica_groups.exchange.coordinator_runner.FIRST_PAUSE", 0.01)
     for name in left:
         goes_away(name)
     log = _train(corpus, tmp_path)
     assert left == {"get": 0, "create": 0, "delete": 0}
-    assert log.snapshots() == {0, 3, 4}
+    assert log.checkpoints() == {0, 3, 4}
     assert audited(log.store) == {1, 2, 3, 4}
     assert "exchange: the store: cannot be reached; retrying" in capfd.readouterr().err
 
 
 def test_a_run_with_recent_history_is_replayed_from_there(corpus: Path, tmp_path: Path) -> None:
     log = _train(corpus, tmp_path, "store.history=recent")
-    assert (log.snapshots(), _rounds_with_blobs(log), log.records()) == ({3, 4}, {4}, {1, 2, 3, 4})
+    assert (log.checkpoints(), _rounds_with_blobs(log), log.records()) == ({3, 4}, {4}, {1, 2, 3, 4})
     found = CliRunner().invoke(app, ["replay", str(tmp_path / "small")])
     assert found.exit_code == 0, found.output
     assert [line.split(":")[0] for line in found.stdout.splitlines() if line.startswith("round")] == [

@@ -26,7 +26,7 @@ from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.store.lease import acting_for
 from hetero_pp.store.settings import StoreSettings
-from replica_groups.exchange.log import record_key, snapshot_key
+from replica_groups.exchange.log import checkpoint_key, record_key
 from replica_groups.exchange.open_log import open_log
 
 SMALL = Path(__file__).with_name("small.yaml")
@@ -67,13 +67,13 @@ def test_a_run_whose_log_lies_elsewhere(lasting: str, corpus: Path, tmp_path: Pa
     log = open_log(ConfigFile(folder.config).config, folder)
     assert log.store.url().endswith("/small")
     assert not folder.log.exists()
-    assert (log.records(), log.snapshots()) == ({1, 2}, {0, 1, 2})
+    assert (log.records(), log.checkpoints()) == ({1, 2}, {0, 1, 2})
 
     with pytest.raises(ConfigError, match=r"store\.url: found a run in .*/small, expected none;"):
         _train(corpus, runs, url)
     assert folder.config.is_file()  # its folder is not moved away either
 
-    log.store.delete([snapshot_key(2), record_key(2)])
+    log.store.delete([checkpoint_key(2), record_key(2)])
     stopped = "^.*/small: run small stopped after round 1 of 2; resume it with --resume, or use another"
     for where in (runs, tmp_path / "another machine"):
         with pytest.raises(ConfigError, match=stopped):

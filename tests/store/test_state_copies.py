@@ -17,7 +17,7 @@ from hetero_pp.rpc.exchange_service import AvailableStates
 from hetero_pp.store.folder import FolderStore
 from hetero_pp.store.settings import StoreSettings
 from hetero_pp.store.store import Store
-from replica_groups.exchange.log import record_key, snapshot_key
+from replica_groups.exchange.log import checkpoint_key, record_key
 from replica_groups.member.saved_states import SavedStates
 from replica_groups.member.state_copies import StateCopies
 
@@ -214,7 +214,7 @@ def test_a_member_goes_on_on_another_machine_to_the_same_bits(corpus: Path, tmp_
     expected = _train(corpus, tmp_path / "runs", *sets)
     store = StoreSettings(url=url).open("small", tmp_path)
     assert {key.split("/")[1] for key in store.below("states")} == {"dc", "home.0", "home.1"}
-    store.delete([snapshot_key(4), record_key(4)])
+    store.delete([checkpoint_key(4), record_key(4)])
     for member in ("dc", "home.1"):
         shutil.rmtree(tmp_path / "runs" / "small" / "state" / member)
         store.delete([key for key in store.below(f"states/{member}") if "round-000004" in key])

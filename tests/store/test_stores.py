@@ -19,12 +19,12 @@ from hetero_pp.core.errors import DamagedFile, StoreError
 from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry, RoundRecord
 from hetero_pp.model.transformer import ModelShape
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
-from hetero_pp.run.snapshot import Snapshot, initial_snapshot
+from hetero_pp.run.checkpoint import RunCheckpoint, initial_checkpoint
 from hetero_pp.store.folder import FolderStore, reading, writing
 from hetero_pp.store.objects import ObjectStore
 from hetero_pp.store.opening import open_store
 from hetero_pp.store.store import Store
-from replica_groups.exchange.log import ContributionLog, blob_key, record_key, snapshot_key
+from replica_groups.exchange.log import ContributionLog, blob_key, checkpoint_key, record_key
 
 LARGE = 64_000_000
 TIMEOUT = 60.0
@@ -125,8 +125,8 @@ def test_a_large_file_comes_back(store: Store, tmp_path: Path) -> None:
     data = b"".join(hashlib.sha256(number.to_bytes(4, "little")).digest() for number in range(1000))
     path = tmp_path / "large"
     path.write_bytes(data * (LARGE // len(data)))
-    store.put_file("snapshot-000001.safetensors", path)
-    store.get_to("snapshot-000001.safetensors", tmp_path / "back")
+    store.put_file("checkpoint-000001.safetensors", path)
+    store.get_to("checkpoint-000001.safetensors", tmp_path / "back")
     assert (tmp_path / "back").read_bytes() == path.read_bytes()
 
 
@@ -202,20 +202,20 @@ def test_a_writer_that_is_killed_leaves_the_old_the_new_or_nothing(lasting: str,
 
 def test_a_flipped_bit_is_noticed_by_who_reads_with_a_digest(store: Store) -> None:
     log = ContributionLog(store)
-    parameters = initial_snapshot(SHAPE, None, seed=1).parameters
-    log.write_snapshot(Snapshot(1, parameters, None))
+    parameters = initial_checkpoint(SHAPE, None, seed=1).parameters
+    log.write_checkpoint(RunCheckpoint(1, parameters, None))
     blob = BlobEntry(block="norm", sha256=hashlib.sha256(b"a blob").digest())
     log.write_blobs({BlobAddress("run", 1, "dc", "norm"): b"a blob"}, 1)
     record = log.create_record(
-        RoundRecord(round=1, contributions=[ContributionEntry(replica="dc", epoch=1, blobs=[blob])])
+        RoundRecord(round=1, contributions=[ContributionEntry(replica="dc", generation=1, blobs=[blob])])
     )
     assert log.blobs_of(record)("dc", "norm") == b"a blob"
     assert log.read_record(1) == record
-    assert log.read_snapshot(1).parameters.keys() == parameters.keys()
+    assert log.read_checkpoint(1).parameters.keys() == parameters.keys()
     reads: dict[str, Callable[[], object]] = {
         record_key(1): lambda: log.read_record(1),
         blob_key(1, "dc", 1, "norm", blob.sha256): lambda: log.blobs_of(record)("dc", "norm"),
-        snapshot_key(1): lambda: log.read_snapshot(1),
+        checkpoint_key(1): lambda: log.read_checkpoint(1),
     }
     for key, read in reads.items():
         data = bytearray(store.get(key))

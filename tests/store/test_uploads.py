@@ -91,7 +91,7 @@ def test_a_url_is_for_one_object_and_a_refusal_is_one_line(signing: Store) -> No
     url = upload_url(log, key, 17, is_guest=True)
     assert url is not None
     with pytest.raises(StoreError, match=r"^http://127\.0\.0\.1:\S+\.uploaded: cannot be uploaded \(HTTP 403 "):
-        upload(url.replace("/home/2/", "/home/3/"), b"another epoch's", 60)
+        upload(url.replace("/home/2/", "/home/3/"), b"another generation's", 60)
     with pytest.raises(StoreError, match=r"cannot be uploaded \(HTTP 403 "):
         upload(url.replace(".uploaded", ""), b"what is included.", 60)
     with pytest.raises(StoreError, match=r"cannot be downloaded \(HTTP 403 "):

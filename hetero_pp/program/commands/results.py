@@ -83,7 +83,7 @@ def reproduce(
     with readable_errors():
         from hetero_pp.research.experiments.catalog import Catalog
         from hetero_pp.research.experiments.command import reproduce as train_and_write
-        from hetero_pp.research.experiments.jobs import Training
+        from hetero_pp.research.experiments.jobs import RowTraining
         from hetero_pp.research.experiments.listing import dry_run as print_costs
         from hetero_pp.research.experiments.listing import list_experiments
         from hetero_pp.research.experiments.overview import write_overview
@@ -106,7 +106,7 @@ def reproduce(
             runs=runs,
             results=results,
             trains=train,
-            training=Training(compiles=compiles),
+            training=RowTraining(compiles=compiles),
         )
         if show_list or json_path is not None:
             list_experiments(request, json_path)
@@ -127,7 +127,9 @@ def export(
     dtype: Annotated[Literal["bf16", "fp32"], typer.Option(help="Choose the data type of the weights.")] = "fp32",
     round_: Annotated[
         int | None,
-        typer.Option("--round", min=0, help="Export the model after this round; by default, the newest snapshot."),
+        typer.Option(
+            "--round", min=0, help="Export the model after this round; by default, the newest run checkpoint."
+        ),
     ] = None,
     runs: RunsFolder = Path("runs"),
 ) -> None:
@@ -147,7 +149,9 @@ def replay(
     to: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", callback=new_file, help="Write the snapshot after the last replayed round to this file."
+            metavar="FILE",
+            callback=new_file,
+            help="Write the run checkpoint after the last replayed round to this file.",
         ),
     ] = None,
     json_path: Annotated[

@@ -127,8 +127,8 @@ def rehearse(
     with readable_errors(log_format):
         from hetero_pp.program.calibrate import calibrated
         from hetero_pp.program.launch.command import run_topology
+        from hetero_pp.program.launch.launch_rehearsal import launch_rehearsal
         from hetero_pp.program.launch.mode import Invocation
-        from hetero_pp.program.launch.together import launch_rehearsal
         from hetero_pp.program.operate.operations import operated
         from hetero_pp.program.rehearse.command import AsRehearsal
         from hetero_pp.run.changes import Given
@@ -175,7 +175,7 @@ def serve(
 
 def invite(
     run: RunName,
-    place: Annotated[
+    slot: Annotated[
         str | None,
         typer.Option(
             "--slot",
@@ -205,7 +205,7 @@ def invite(
         if validator is not None:
             invite_validator(runs, run, validator, reached)
             return
-        print_ticket(runs, run, place, seconds_of(expires), reached)
+        print_ticket(runs, run, slot, seconds_of(expires), reached)
 
 
 def revoke(
@@ -256,12 +256,12 @@ def join(
     """Join a run with a ticket, and train until the run ends. Ctrl-C leaves the run and frees the slot."""
     with readable_errors(log_format):
         from hetero_pp.config.topology import parse_device
-        from hetero_pp.program.join.command import Here
+        from hetero_pp.program.join.command import JoiningHost
         from hetero_pp.program.join.command import join as take_part
         from hetero_pp.program.operate.operations import operated
 
         text = _read_ticket() if ticket == "-" else ticket
-        own = Here(
+        own = JoiningHost(
             runs,
             data,
             tokenizer,
@@ -289,7 +289,7 @@ def _read_ticket() -> str:
 
 def leave(
     run: RunName,
-    place: Annotated[
+    slot: Annotated[
         str | None,
         typer.Option("--slot", metavar="SLOT", help="Choose the slot, if several members joined from this host."),
     ] = None,
@@ -299,7 +299,7 @@ def leave(
     with readable_errors():
         from hetero_pp.program.join.leave import leave as end_join
 
-        end_join(runs, run, place)
+        end_join(runs, run, slot)
 
 
 def status(

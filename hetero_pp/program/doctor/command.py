@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from hetero_pp.core.files import write_json
-from hetero_pp.program.doctor.finding import Finding, State, fail, make_checks
+from hetero_pp.program.doctor.finding import Finding, FindingState, fail, make_checks
 from hetero_pp.program.doctor.packages import check_packages, check_python
 from hetero_pp.program.report.output import standard_output, tell
 
@@ -18,7 +18,12 @@ SECONDS = 5.0
 """Seconds for all checks together, once the program is loaded."""
 STANDARD_OUTPUT = Path("-")
 
-_STYLES = {State.OK: "green", State.WARN: "yellow", State.FAIL: "bold red", State.SKIP: "dim"}
+_STYLES = {
+    FindingState.OK: "green",
+    FindingState.WARN: "yellow",
+    FindingState.FAIL: "bold red",
+    FindingState.SKIP: "dim",
+}
 _NAME_WIDTH = 12
 
 
@@ -55,9 +60,9 @@ def _print(console: Console, found: Mapping[str, Finding]) -> None:
         line = f"{finding.state:<4}  {name:<{_NAME_WIDTH}} {finding.line}"
         tell(console, line, _STYLES[finding.state], hanging=" " * (_NAME_WIDTH + 7))
     counts = Counter(one.state for one in found.values())
-    told = ", ".join(f"{counts[state]} {state}" for state in State if counts[state])
+    told = ", ".join(f"{counts[state]} {state}" for state in FindingState if counts[state])
     tell(console, f"{told}: {'no check failed' if _has_passed(found) else 'mend each FAIL before you start'}")
 
 
 def _has_passed(found: Mapping[str, Finding]) -> bool:
-    return all(one.state is not State.FAIL for one in found.values())
+    return all(one.state is not FindingState.FAIL for one in found.values())

@@ -12,7 +12,7 @@ import torch
 from hetero_pp.core.device import accelerators, name_of
 from hetero_pp.core.units import format_names
 from hetero_pp.program.doctor.finding import Finding, fail, ok, warn
-from hetero_pp.program.doctor.subject import Part, Subject
+from hetero_pp.program.doctor.subject import CheckedPart, Subject
 from hetero_pp.program.launch.this_machine import limits_of
 from hetero_pp.run.devices import devices_of, in_words
 
@@ -37,7 +37,7 @@ def check_memory(subject: Subject) -> Finding:
     return ok(f"enough memory; {_devices(part)}") if told is None else warn(told)
 
 
-def _devices(part: Part) -> str:
+def _devices(part: CheckedPart) -> str:
     return in_words({name: name_of(one) for name, one in devices_of(part.spec, part.names).items()}) or "no member here"
 
 

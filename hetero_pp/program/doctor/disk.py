@@ -11,7 +11,7 @@ from hetero_pp.core.units import format_bytes
 from hetero_pp.data.corpora import corpus_bytes
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.program.doctor.finding import Finding, NotChecked, fail, ok, warn
-from hetero_pp.program.doctor.subject import Part, Subject
+from hetero_pp.program.doctor.subject import CheckedPart, Subject
 from hetero_pp.simulator.disk import disk_bytes
 
 LEAST_BYTES = 1e9
@@ -48,7 +48,7 @@ def check_disk(subject: Subject) -> Finding:
     return ok(told) if total <= (1 - _LEFT) * free else warn(f"{told}, which is nearly all: {_MEND}")
 
 
-def needed_bytes(part: Part) -> dict[str, float]:
+def needed_bytes(part: CheckedPart) -> dict[str, float]:
     """Return the bytes that the part writes, by purpose. If there are several slots, the largest counts."""
     needed = max((disk_bytes(part.spec, names) for names in part.choices), key=lambda one: sum(one.values()))
     members = [part.spec.members[name] for name in part.names if name in part.spec.members]

@@ -11,7 +11,7 @@ from hetero_pp.core.errors import LinkTimeout
 from hetero_pp.core.proxies import grpc_proxy, route_to
 from hetero_pp.core.units import format_duration, format_names
 from hetero_pp.program.doctor.finding import Finding, NotChecked, fail, in_background, ok, warn
-from hetero_pp.program.doctor.subject import Part, Subject
+from hetero_pp.program.doctor.subject import CheckedPart, Subject
 from hetero_pp.program.join.membership import unanswered
 from hetero_pp.program.join.on_disk import read_run_on_disk
 from hetero_pp.program.launch.addresses import fixed_addresses, meeting_places
@@ -122,7 +122,7 @@ def check_relay(subject: Subject) -> Finding:
     return fail(f"{address} does not answer, so stages that cannot dial each other have no link: {mend}")
 
 
-def _without_listeners(part: Part) -> str:
+def _without_listeners(part: CheckedPart) -> str:
     if all(part.spec.members[name].stage is None for name in part.names if name in part.spec.members):
         return "no stage starts here, so there are no neighbours"
     return "no neighbouring stage listens now; stages send to each other through the exchange"

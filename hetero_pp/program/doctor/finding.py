@@ -14,7 +14,7 @@ from hetero_pp.core.control_characters import without_controls
 from hetero_pp.core.errors import HeteroPPError
 
 
-class State(StrEnum):
+class FindingState(StrEnum):
     """Verdict of a check."""
 
     OK = "OK"
@@ -28,7 +28,7 @@ class State(StrEnum):
 class Finding:
     """Result of one check."""
 
-    state: State
+    state: FindingState
     line: str
     """Result in words, and unless the state is OK the remedy."""
 
@@ -38,15 +38,15 @@ class NotChecked(Exception):
 
 
 def ok(line: str) -> Finding:
-    return Finding(State.OK, line)
+    return Finding(FindingState.OK, line)
 
 
 def warn(line: str) -> Finding:
-    return Finding(State.WARN, line)
+    return Finding(FindingState.WARN, line)
 
 
 def fail(line: str) -> Finding:
-    return Finding(State.FAIL, line)
+    return Finding(FindingState.FAIL, line)
 
 
 T = TypeVar("T")
@@ -89,7 +89,7 @@ def _finding(future: Future[Finding], deadline: float, seconds: float) -> Findin
             return fail(str(error) or type(error).__name__)
         return warn(f"no result within {seconds:g} s: this machine, its disk or its line is busy; try again")
     except NotChecked as error:
-        return Finding(State.SKIP, str(error))
+        return Finding(FindingState.SKIP, str(error))
     except (HeteroPPError, OSError, ImportError, RuntimeError) as error:
         return fail(str(error) or type(error).__name__)
     except Exception as error:  # noqa: BLE001 (no answer of an exchange or of a machine hides what other checks found)

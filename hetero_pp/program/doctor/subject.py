@@ -40,7 +40,7 @@ _YAML = (".yaml", ".yml")
 
 
 @dataclass(frozen=True)
-class Part:
+class CheckedPart:
     """The part of a run that this host would run."""
 
     spec: RunSpec
@@ -58,7 +58,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Peer:
+class CheckedPeer:
     """The exchange of a run."""
 
     address: str
@@ -88,8 +88,8 @@ class Subject:
     """`machine`, `yaml`, `ticket`, or `run`."""
     told: str = ""
     """The subject in words."""
-    peer: Peer | None = None
-    part_: Future[Part] | None = None
+    peer: CheckedPeer | None = None
+    part_: Future[CheckedPart] | None = None
     answer_: Future[Answer | None] | None = None
     until: tuple[str, float] | None = None
     """Name of the ticket or certificate that admits this host, and its expiry in seconds since 1970."""
@@ -104,7 +104,7 @@ class Subject:
         return RunFolder(self.runs.absolute() / self.name)
 
     @property
-    def part(self) -> Part:
+    def part(self) -> CheckedPart:
         """The part of the run. Raises NotChecked if there is none."""
         if self.part_ is None:
             raise NotChecked(self._lacks("a YAML, a ticket or a run"))
@@ -155,7 +155,7 @@ def _of_yaml(path: Path, runs: Path) -> Subject:
     )
 
 
-def _part(file: ConfigFile, only: str | None, resume: bool = False) -> Part:
+def _part(file: ConfigFile, only: str | None, resume: bool = False) -> CheckedPart:
     """Return the part of a YAML that this host starts: all of it, or a replica of several nodes, if there is one."""
     if only is None:
         only = next((one.name for one in file.config.replicas if one.kind == "datacenter" and one.nodes > 1), None)
@@ -163,7 +163,7 @@ def _part(file: ConfigFile, only: str | None, resume: bool = False) -> Part:
         spec, names, _ = settled(file.config, only, resume)
     except ConfigError as error:
         raise file.located(error) from None
-    return Part(spec, [names], file.located)
+    return CheckedPart(spec, [names], file.located)
 
 
 def _of_ticket(ticket: Ticket, runs: Path, data: str | None) -> Subject:
@@ -177,7 +177,7 @@ def _of_ticket(ticket: Ticket, runs: Path, data: str | None) -> Subject:
         name=name,
         kind="ticket",
         told=f"ticket {ticket.id} to the run {ticket.run}, for {ticket.good_for or 'a slot'}",
-        peer=Peer(ticket.address, ticket.identity),
+        peer=CheckedPeer(ticket.address, ticket.identity),
         part_=in_background(lambda: _part_of_guest(asked, data)),
         answer_=asked,
         until=("the ticket", ticket.identity.shown.until),
@@ -196,7 +196,7 @@ def _of_run(folder: RunFolder) -> Subject:
             name=name,
             kind="run",
             told=f"the run {name}, which this host {'serves' if serves else 'launched'}",
-            peer=None if known is None else Peer(known.address, known.identity, is_here=True),
+            peer=None if known is None else CheckedPeer(known.address, known.identity, is_here=True),
             part_=in_background(lambda: _part(file, EXCHANGE if serves else None, resume=True)),
             answer_=None if known is None else in_background(lambda: _asked(known.address, known.identity)),
         )
@@ -207,16 +207,16 @@ def _of_run(folder: RunFolder) -> Subject:
 
 def _of_membership(own: Membership, runs: Path) -> Subject:
     """Return the subject of a run that this host joined. Raises ConfigError if its settings were not kept."""
-    identity, file = own.shown, ConfigFile(runs / own.run / f"config-{own.place}.yaml", kept=True)
+    identity, file = own.shown, ConfigFile(runs / own.run / f"config-{own.slot}.yaml", kept=True)
     return Subject(
         runs=runs,
         name=own.run,
         kind="run",
-        told=f"the run {own.run}, which this host {'left' if own.has_left else 'joined'} as {own.place}",
-        peer=Peer(own.address, identity),
-        part_=in_background(lambda: _part(file, own.place, resume=True)),
+        told=f"the run {own.run}, which this host {'left' if own.has_left else 'joined'} as {own.slot}",
+        peer=CheckedPeer(own.address, identity),
+        part_=in_background(lambda: _part(file, own.slot, resume=True)),
         answer_=in_background(lambda: _asked(own.address, identity)),
-        until=("the ticket" if own.has_left else f"the certificate of {own.place}", identity.shown.until),
+        until=("the ticket" if own.has_left else f"the certificate of {own.slot}", identity.shown.until),
     )
 
 
@@ -240,7 +240,7 @@ def _asked(address: str, identity: Identity) -> Answer | None:
     return Answer(reply, reply.clock - (begun + took / 2), took / 2)
 
 
-def _part_of_guest(asked: Future[Answer | None], data: str | None) -> Part:
+def _part_of_guest(asked: Future[Answer | None], data: str | None) -> CheckedPart:
     """Return the part that a ticket admits to, one choice for each open slot. Raises Refused if no slot is open."""
     answer = asked.result()
     if answer is None or not answer.reply.slots:
@@ -255,4 +255,4 @@ def _part_of_guest(asked: Future[Answer | None], data: str | None) -> Part:
     spec = RunSpec(own_configuration(json.dumps(told), reply.slots[0], data, None), reply.vocabulary)
     if not spec.members.keys() >= set(reply.slots):
         raise Refused("the exchange offers slots that its run does not have")
-    return Part(spec, [[slot] for slot in reply.slots], has_tokenizer=has_tokenizer)
+    return CheckedPart(spec, [[slot] for slot in reply.slots], has_tokenizer=has_tokenizer)

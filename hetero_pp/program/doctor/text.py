@@ -12,7 +12,7 @@ from hetero_pp.data.corpora import corpus_bytes, documents
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokens import is_encoded, prepare_tokens
 from hetero_pp.program.doctor.finding import Finding, NotChecked, fail, ok, warn
-from hetero_pp.program.doctor.subject import Part, Subject
+from hetero_pp.program.doctor.subject import CheckedPart, Subject
 from hetero_pp.run.shared import require_data
 
 MOST_ENCODED_BYTES = 64e6
@@ -47,7 +47,7 @@ def check_text(subject: Subject) -> Finding:
     return _compared(subject, part, told, size, str(expected))
 
 
-def _compared(subject: Subject, part: Part, told: str, size: int, expected: str) -> Finding:
+def _compared(subject: Subject, part: CheckedPart, told: str, size: int, expected: str) -> Finding:
     data, cache = part.spec.config.data, subject.folder.cache
     if not part.has_tokenizer:
         return ok(f"{told}; not compared with the run's, whose tokenizer comes with `join`")

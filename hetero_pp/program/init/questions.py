@@ -48,14 +48,14 @@ class Machines:
 
 
 @dataclass(frozen=True)
-class Line:
+class LineAnswer:
     """Access line of a home, in Mbit/s."""
 
     up: float
     down: float
 
     @classmethod
-    def parse(cls, text: str) -> Line:
+    def parse(cls, text: str) -> LineAnswer:
         """Parse `20/100`. Raises ValueError."""
         found = _LINE.fullmatch(text.strip())
         try:
@@ -120,7 +120,7 @@ def _number(text: str) -> float:
 @dataclass(frozen=True)
 class Answers:
     machines: Machines
-    line: Line
+    line: LineAnswer
     text: str
     model: str | float
     time: Length
@@ -153,7 +153,7 @@ QUESTIONS: Mapping[str, Question] = {
     "machines": Question(
         "Which machines? `here`, a number of homes such as `4`, or `4 + datacenter`", "here", Machines.parse
     ),
-    "line": Question("Mbit/s of a home's line, up/down", "20/100", Line.parse),
+    "line": Question("Mbit/s of a home's line, up/down", "20/100", LineAnswer.parse),
     "text": Question(
         "Which text? A file, a folder, `hf:` and a dataset, or `standard-library`", "standard-library", parse_text
     ),

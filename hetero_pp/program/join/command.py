@@ -28,9 +28,9 @@ from hetero_pp.core.sockets import host_and_port
 from hetero_pp.data.sources import tokens_digest
 from hetero_pp.messages.messages_pb2 import MeasuredLine, Report
 from hetero_pp.program.join.leave import leavable
-from hetero_pp.program.join.membership import Membership, note_left, renewed, take_place, unanswered
+from hetero_pp.program.join.membership import Membership, note_left, renewed, take_slot, unanswered
 from hetero_pp.program.launch.command import run_members
-from hetero_pp.program.launch.hosts import Exchange, listens
+from hetero_pp.program.launch.hosts import ReachedExchange, listens
 from hetero_pp.program.launch.inputs import Prepared, prepare
 from hetero_pp.program.launch.mode import AS_A_RUN
 from hetero_pp.program.launch.over import keep_over, read_over
@@ -58,7 +58,7 @@ _SECONDS_TO_ASK = 10.0
 
 
 @dataclass(frozen=True)
-class Here:
+class JoiningHost:
     """Settings of this host for a run that it joins."""
 
     runs: Path
@@ -73,7 +73,7 @@ class Here:
     """Whether the user wants to rehearse."""
 
 
-def join(text: str, here: Here, operations: Operations | None = None) -> None:
+def join(text: str, here: JoiningHost, operations: Operations | None = None) -> None:
     """Take a slot with a ticket, and train in it until the run ends.
 
     An interrupt frees the slot. Raises ConfigError if the ticket is refused, or if this host lacks something that the
@@ -87,17 +87,17 @@ def join(text: str, here: Here, operations: Operations | None = None) -> None:
         raise ConfigError((), str(error)) from None
     _require_wanted(ticket.rehearsal, here)
     name_run(ticket.run)
-    while (membership := _place_of(ticket, here)) is not None:
+    while (membership := _slot_of(ticket, here)) is not None:
         try:
             _train(membership, here, not ticket.is_over, operations)
             return
         except RunFailed as error:
             if PARTED not in str(error):
                 raise
-            announce(f"{ticket.run}: {membership.place} {PARTED}: this host takes another slot")
+            announce(f"{ticket.run}: {membership.slot} {PARTED}: this host takes another slot")
 
 
-def _place_of(ticket: Ticket, here: Here) -> Membership | None:
+def _slot_of(ticket: Ticket, here: JoiningHost) -> Membership | None:
     """Take a slot; return None if the run is over. Raises ConfigError if the ticket is refused."""
     folder = RunFolder(here.runs.absolute() / ticket.run)
     over = read_over(folder)
@@ -105,7 +105,7 @@ def _place_of(ticket: Ticket, here: Here) -> Membership | None:
         announce(f"{ticket.run}: {over.told}, and nothing answers at {ticket.address} any more")
         return None
     try:
-        return take_place(ticket, here.runs.absolute(), announce)
+        return take_slot(ticket, here.runs.absolute(), announce)
     except LinkTimeout as error:
         raise ConfigError((), unanswered(error, ticket.run)) from None
     except (Refused, TooMuch) as error:
@@ -125,7 +125,7 @@ def _answers(address: str) -> bool:
     return True
 
 
-def _require_wanted(is_rehearsal: bool, here: Here) -> None:
+def _require_wanted(is_rehearsal: bool, here: JoiningHost) -> None:
     """Raise ConfigError for a rehearsal that the user did not ask for, and for a run that the user will not train."""
     if is_rehearsal and not here.rehearses:
         raise ConfigError((), "the ticket is for a rehearsal, which trains nothing: join it with --rehearse")
@@ -141,10 +141,10 @@ def _require_device(setting: str) -> None:
         raise ConfigError((), f"--device: {error.message}") from None
 
 
-def _train(membership: Membership, here: Here, has_answered: bool, operations: Operations | None = None) -> None:
+def _train(membership: Membership, here: JoiningHost, has_answered: bool, operations: Operations | None = None) -> None:
     runs = here.runs.absolute()
-    folder = RunFolder(runs / membership.run, f"config-{membership.place}.yaml")
-    with leavable(folder, membership.place):  # outside the `try`: a refused second join frees no slot
+    folder = RunFolder(runs / membership.run, f"config-{membership.slot}.yaml")
+    with leavable(folder, membership.slot):  # outside the `try`: a refused second join frees no slot
         try:
             with renewed(membership, announce, RESERVED_SECONDS / 3):  # to read a large corpus takes longer
                 prepared = _prepared(membership, here, folder)
@@ -153,8 +153,8 @@ def _train(membership: Membership, here: Here, has_answered: bool, operations: O
                 exchange = _exchange(membership, prepared.spec.config, here, has_answered)
                 own = None
                 if here.rehearses:
-                    own = OwnLine(prepared.spec, membership.place, _measured_line(membership, prepared.spec))
-                run_members(prepared, runs, membership.place, exchange, operations or Operations(), own or AS_A_RUN)
+                    own = OwnLine(prepared.spec, membership.slot, _measured_line(membership, prepared.spec))
+                run_members(prepared, runs, membership.slot, exchange, operations or Operations(), own or AS_A_RUN)
                 for line in own.lines() if own is not None else ():
                     announce(f"{membership.run}: {line}")
         except (ConfigError, GivenUp, OSError, KeyboardInterrupt):
@@ -163,14 +163,14 @@ def _train(membership: Membership, here: Here, has_answered: bool, operations: O
             raise
 
 
-def _prepared(membership: Membership, here: Here, folder: RunFolder) -> Prepared:
+def _prepared(membership: Membership, here: JoiningHost, folder: RunFolder) -> Prepared:
     """Configure this host for its slot and open the inputs. Raises ConfigError if something is missing."""
     _configure(membership, here, folder)
-    announce(f"{membership.run}: this host has joined as {membership.place}")
+    announce(f"{membership.run}: this host has joined as {membership.slot}")
     announce(f"{membership.run}: to see the run on a page: hetero-pp view {membership.run}")
     with shown_reading(standard_output(), "reading the corpus") as on_progress:
         prepared = prepare(
-            ConfigFile(folder.config, kept=True), here.runs.absolute(), membership.place, on_progress=on_progress
+            ConfigFile(folder.config, kept=True), here.runs.absolute(), membership.slot, on_progress=on_progress
         )
     if prepared.devices:
         announce(f"{membership.run}: devices: {in_words(prepared.devices)}")
@@ -189,7 +189,7 @@ def _require_same_text(membership: Membership, prepared: Prepared) -> None:
         return
     try:
         with _client(membership) as client:
-            client.agree(membership.place, prepared.spec.agreed, tokens)
+            client.agree(membership.slot, prepared.spec.agreed, tokens)
     except Refused as error:
         raise ConfigError((), str(error)) from None
     except LinkError:
@@ -201,10 +201,10 @@ def _measured_line(membership: Membership, spec: RunSpec) -> dict[Way, Rate]:
     try:
         with _client(membership) as client:
             up, down = measure(membership.address, membership.identity.latest)
-            client.agree(membership.place, spec.agreed, "")
+            client.agree(membership.slot, spec.agreed, "")
             told = MeasuredLine(up=up.bits_per_second, down=down.bits_per_second)
             if told.up and told.down:  # nothing crosses a line of some hundred kbit/s in the time of a measurement
-                client.report([Report(time=time.time(), member=membership.place, measured_line=told)])
+                client.report([Report(time=time.time(), member=membership.slot, measured_line=told)])
     except (Refused, LinkError) as error:
         announce(f"{membership.run}: the line was not measured: {error}")
         return {}
@@ -215,27 +215,27 @@ def _client(membership: Membership) -> closing[ExchangeClient]:
     return closing(ExchangeClient(membership.address, membership.credentials, timeout=_SECONDS_TO_ASK))
 
 
-def _exchange(membership: Membership, config: RunConfig, here: Here, has_answered: bool) -> Exchange:
+def _exchange(membership: Membership, config: RunConfig, here: JoiningHost, has_answered: bool) -> ReachedExchange:
     keys, keys_from = InvitedKeys(membership.credentials), Path(membership.identity.kept_in)
-    listen = here.listen or listens(config, [membership.place])
-    return Exchange(membership.address, keys, keys_from, config.exchange.timeout, listen, has_answered)
+    listen = here.listen or listens(config, [membership.slot])
+    return ReachedExchange(membership.address, keys, keys_from, config.exchange.timeout, listen, has_answered)
 
 
-def _configure(membership: Membership, here: Here, folder: RunFolder) -> None:
+def _configure(membership: Membership, here: JoiningHost, folder: RunFolder) -> None:
     """Write this host's configuration of the run. Raises ConfigError if the slot needs something that is missing."""
     tokenizer = here.tokenizer or membership.tokenizer
-    told, place = membership.configuration, membership.place
-    config = own_configuration(told, place, here.data, tokenizer, here.device)
+    told, slot = membership.configuration, membership.slot
+    config = own_configuration(told, slot, here.data, tokenizer, here.device)
     config = config.model_copy(update={"store": _store(membership)})
     _require_wanted(config.rehearsal is not None, here)
     if config.name != membership.run:
         found = f"found the configuration of the run {config.name}, expected that of {membership.run}"
         raise ConfigError((), f"{found}; ask for another ticket")
     if config.rehearsal is None:
-        require_data(config, place, here.data)
-    address = listen_told(told, place)
+        require_data(config, slot, here.data)
+    address = listen_told(told, slot)
     if address not in (None, RELAYED) and here.listen is None:
-        told = f"the run's YAML lets {place} listen at {address}"
+        told = f"the run's YAML lets {slot} listen at {address}"
         instead = "This host dials its neighbours instead, through the exchange if necessary"
         announce(f"{membership.run}: {told}. {instead}; add --listen {address} to listen there")
     save_config(config, folder.config)
@@ -265,5 +265,5 @@ def _give_back(membership: Membership) -> str:
     except NewRun:
         return ""
     except (HeteroPPError, OSError) as error:
-        return f"{membership.place} could not be freed: {error}"
-    return f"{membership.place} is free again"
+        return f"{membership.slot} could not be freed: {error}"
+    return f"{membership.slot} is free again"

@@ -29,15 +29,15 @@ from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder, run_folder
 from hetero_pp.run.read import config_of
 from replica_groups.exchange.memberships import Memberships
-from replica_groups.exchange.patience import NAMED, listed
+from replica_groups.exchange.stall_detector import NAMED, listed
 
 _EVERYWHERE = ("0.0.0.0", "[::]")
 _SECONDS_TO_ASK = 3.0
 _NUMBERED = re.compile(r"-\d+$")
 
 
-def invite(runs: Path, run: str, place: str | None, seconds: float, address: str | None) -> None:
-    """Print a ticket that admits one process to a slot, or with `place` None to any free stage of a group.
+def invite(runs: Path, run: str, slot: str | None, seconds: float, address: str | None) -> None:
+    """Print a ticket that admits one process to a slot, or with `slot` None to any free stage of a group.
 
     The slots of the ticket go to standard error, so that a script reads the ticket alone. Raises ConfigError for
     a run that this host does not serve, and for a slot that does not exist or is taken.
@@ -45,15 +45,15 @@ def invite(runs: Path, run: str, place: str | None, seconds: float, address: str
     folder, config = _served(runs, run)
     if over := over_on_disk(folder):
         raise ConfigError((), f"{folder.path}: {over}")
-    _require_place(config, place)
+    _require_slot(config, slot)
     reached = _address(config, address)
     authority = Authority(read_token(folder.token))
     with closing(Memberships(folder.memberships)) as memberships:
         try:
-            ticket = memberships.invite(place, seconds)
+            ticket = memberships.invite(slot, seconds)
         except HeteroPPError as error:
             raise ConfigError((), f"--slot: {error}") from None
-    until, slots, store = time.time() + seconds, good_for(config, place), config.store.as_one_url()
+    until, slots, store = time.time() + seconds, good_for(config, slot), config.store.as_one_url()
     is_rehearsal = config.rehearsal is not None
     made = make_ticket(config.name, reached, authority, ticket, until, slots, store, is_rehearsal)
     sys.stdout.write(made.to_text() + "\n")
@@ -62,7 +62,7 @@ def invite(runs: Path, run: str, place: str | None, seconds: float, address: str
     complain(f"{run}: this ticket is for {slots}; {valid}{how}")
     if not is_running(folder) and (resume := read_run_on_disk(folder).resume):
         complain(f"{run}: its exchange does not run now, so no host can join; resume it with: {resume}")
-    if place is None and (open_slots := _open_datacenters(config, folder, authority)):
+    if slot is None and (open_slots := _open_datacenters(config, folder, authority)):
         commands = " or ".join(f"`hetero-pp invite {run} --slot {name}`" for name in open_slots)
         names = ", ".join(open_slots)
         complain(f"{run}: {names} is still free; a datacenter replica needs a ticket with its name: {commands}")
@@ -81,13 +81,13 @@ def invite_validator(runs: Path, run: str, name: str, address: str | None) -> No
     complain(f"{run}: this pass is for the validator {name}; on its host: hetero-pp validate LOG --pass FILE")
 
 
-def good_for(config: RunConfig, place: str | None) -> str:
+def good_for(config: RunConfig, slot: str | None) -> str:
     """Describe the slots that a ticket admits to: `a stage of group home`, `the datacenter replica dc`."""
     replicas = {member: replica for replica in config.replicas for member in replica.members}
-    if place in replicas:
-        replica = replicas[place]
+    if slot in replicas:
+        replica = replicas[slot]
         is_whole = isinstance(replica, DatacenterReplica)
-        return f"the datacenter replica {place}" if is_whole else f"{place}, a stage of group {replica.name}"
+        return f"the datacenter replica {slot}" if is_whole else f"{slot}, a stage of group {replica.name}"
     groups = [replica.name for replica in config.replicas if isinstance(replica, ParticipantsReplica)]
     if not groups:
         return f"the first of {', '.join(replica.name for replica in config.replicas)} with a free slot"
@@ -106,7 +106,7 @@ def _open_datacenters(config: RunConfig, folder: RunFolder, authority: Authority
     if not any(isinstance(replica, ParticipantsReplica) for replica in config.replicas):
         return []
     with closing(Memberships(folder.memberships)) as memberships:
-        invited = {one.place for one in memberships.tickets() if not one.is_used and one.until > time.time()}
+        invited = {one.slot for one in memberships.tickets() if not one.is_used and one.until > time.time()}
         names = [replica.name for replica in config.replicas if isinstance(replica, DatacenterReplica)]
         found = [name for name in names if name not in invited and memberships.held_by(name) is None]
     if not found or config.exchange.listen.endswith(":0") or not is_running(folder):
@@ -115,7 +115,7 @@ def _open_datacenters(config: RunConfig, folder: RunFolder, authority: Authority
         reply = status(dialled_here(config.exchange.listen), authority.identity(LAUNCHER), _SECONDS_TO_ASK)
     except HeteroPPError:
         return found
-    held = {slot.name for slot in reply.places if slot.held}
+    held = {slot.name for slot in reply.slots if slot.held}
     return [name for name in found if name not in held]
 
 
@@ -151,17 +151,17 @@ def _served(runs: Path, run: str) -> tuple[RunFolder, RunConfig]:
     return folder, config
 
 
-def _require_place(config: RunConfig, place: str | None) -> None:
-    places = [member for replica in config.replicas for member in replica.members]
-    if place is not None and place not in places:
+def _require_slot(config: RunConfig, slot: str | None) -> None:
+    slots = [member for replica in config.replicas for member in replica.members]
+    if slot is not None and slot not in slots:
         groups = [replica.name for replica in config.replicas if isinstance(replica, ParticipantsReplica)]
-        if place in [*groups, *_entries(groups)]:
-            stage = next(one for one in places if one.startswith(place))
+        if slot in [*groups, *_entries(groups)]:
+            stage = next(one for one in slots if one.startswith(slot))
             any_stage = "leave out --slot for a ticket to any free stage of a group"
             told = f"found the name of a group: {any_stage}, or name a stage, such as {stage}"
-            raise ConfigError((), f"--slot {place}: {told}")
-        near = get_close_matches(place, places, n=NAMED) if len(places) > NAMED else []
-        raise ConfigError((), f"--slot {place}: expected one of {listed(list(dict.fromkeys([*near, *places])))}")
+            raise ConfigError((), f"--slot {slot}: {told}")
+        near = get_close_matches(slot, slots, n=NAMED) if len(slots) > NAMED else []
+        raise ConfigError((), f"--slot {slot}: expected one of {listed(list(dict.fromkeys([*near, *slots])))}")
 
 
 def _address(config: RunConfig, given: str | None) -> str:

@@ -19,16 +19,16 @@ SECONDS = 30.0
 """Seconds to wait until an interrupted process has left."""
 _SECONDS_BETWEEN_LOOKS = 0.02
 
-_PROCESS = "joined-{place}.pid"
+_PROCESS = "joined-{slot}.pid"
 
 
 @contextmanager
-def leavable(folder: RunFolder, place: str) -> Iterator[None]:
+def leavable(folder: RunFolder, slot: str) -> Iterator[None]:
     """Let `leave` find this process while the block runs. Raises ConfigError if another process has the slot."""
-    path = folder.path / _PROCESS.format(place=place)
+    path = folder.path / _PROCESS.format(slot=slot)
     other = _process(path)
     if other is not None:
-        raise ConfigError((), f"{place} is already held by process {other.pid} on this host")
+        raise ConfigError((), f"{slot} is already held by process {other.pid} on this host")
     write_whole(path, own_process().encode())
     try:
         yield
@@ -36,16 +36,16 @@ def leavable(folder: RunFolder, place: str) -> Iterator[None]:
         path.unlink(missing_ok=True)
 
 
-def leave(runs: Path, run: str, place: str | None) -> None:
+def leave(runs: Path, run: str, slot: str | None) -> None:
     """Interrupt the processes that joined a run on this host, for one slot or all.
 
     Raises ConfigError if there are none.
     """
     folder = run_folder(runs, run)
-    found = [path for path in sorted(folder.path.glob(_PROCESS.format(place=place or "*"))) if _process(path)]
+    found = [path for path in sorted(folder.path.glob(_PROCESS.format(slot=slot or "*"))) if _process(path)]
     if not found:
-        slot = f" for {place}" if place else ""
-        raise ConfigError((), f"{folder.path}: found no `hetero-pp join` of this run on this host{slot}")
+        of_slot = f" for {slot}" if slot else ""
+        raise ConfigError((), f"{folder.path}: found no `hetero-pp join` of this run on this host{of_slot}")
     for path in found:
         process = _process(path)
         if process is not None:

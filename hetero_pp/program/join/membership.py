@@ -15,7 +15,7 @@ from hetero_pp.core.bounded import read_bounded, read_json_object
 from hetero_pp.core.errors import HeteroPPError, LinkTimeout, Refused, StoreError, TooMuch
 from hetero_pp.core.files import write_whole
 from hetero_pp.core.units import format_seconds
-from hetero_pp.messages.messages_pb2 import EnrolReply, InLobby
+from hetero_pp.messages.messages_pb2 import EnrolReply, InWaitingRoom
 from hetero_pp.program.join.processes import own_process, running_process
 from hetero_pp.program.launch.hosts import no_answer
 from hetero_pp.program.launch.over import forget_over
@@ -31,7 +31,7 @@ from hetero_pp.run.shared import keep_tokenizer, kept_tokenizer
 _KEY, _CERTIFICATE, _ABOUT, _WAITING = "key.pem", "certificate.pem", "about.json", "waiting.json"
 _PEM_BYTES_MAX = 20_000
 _SECONDS_BETWEEN_TRIES = 60.0
-_SECONDS_IN_LOBBY = 2.0
+_SECONDS_IN_WAITING_ROOM = 2.0
 _SECONDS_FOR_AN_ANSWER = 5.0
 _SECONDS_FOR_AN_EXCHANGE = 3600.0
 """Seconds after which a host that waits for a group gives up, if the exchange has stopped answering."""
@@ -44,7 +44,7 @@ class Membership:
     run: str
     address: str
     """HOST:PORT of the exchange."""
-    place: str
+    slot: str
     configuration: str
     """Configuration of the run as JSON, as its exchange sent it."""
     identity: Identity
@@ -65,10 +65,10 @@ class Membership:
     @property
     def credentials(self) -> Credentials:
         """Credentials of the process that takes the slot."""
-        return Credentials(self.place, identity=self.identity)
+        return Credentials(self.slot, identity=self.identity)
 
 
-def take_place(ticket: Ticket, runs: Path, say: Callable[[str], None] = print) -> Membership:
+def take_slot(ticket: Ticket, runs: Path, say: Callable[[str], None] = print) -> Membership:
     """Take a slot of a run with a ticket as soon as one is free, or return to the slot taken with it before.
 
     Raises Refused if the ticket is not accepted, RunOver or RunFailed if the run has ended, LinkTimeout if the exchange
@@ -83,13 +83,13 @@ def take_place(ticket: Ticket, runs: Path, say: Callable[[str], None] = print) -
     reply = _enrolled(ticket, signing_request(key_from_text(key)), folder, say)
     forget_over(RunFolder(runs / ticket.run))
     identity = Identity(reply.certificate.pem, key, ticket.identity.authority)
-    if identity.shown.name != reply.place:
-        raise Refused(f"the exchange sent a certificate for {identity.shown.name!r}, expected one for {reply.place!r}")
-    _require_name(reply.place, "place")
+    if identity.shown.name != reply.slot:
+        raise Refused(f"the exchange sent a certificate for {identity.shown.name!r}, expected one for {reply.slot!r}")
+    _require_name(reply.slot, "slot")
     about = {
         "run": ticket.run,
         "address": ticket.address,
-        "place": reply.place,
+        "slot": reply.slot,
         "authority": identity.authority,
         "configuration": reply.configuration,
         "store": ticket.store,
@@ -115,32 +115,35 @@ def unanswered(error: LinkTimeout, run: str) -> str:
 
 
 def _enrolled(ticket: Ticket, request: bytes, folder: Path, say: Callable[[str], None]) -> EnrolReply:
-    """Enrol with the ticket, and wait for a group to form if no slot is free. Raises the errors of `take_place`."""
+    """Enrol with the ticket, and wait for a group to form if no slot is free. Raises the errors of `take_slot`."""
 
     def on_wait(seconds: float, limit: float) -> None:
         say(f"{ticket.run}: {no_answer(ticket.address, seconds, limit, has_answered=False)}")
 
     reply, told = enrol(ticket.address, ticket.identity, request, on_wait=on_wait), ""
     with _shown_as_waiting(folder) as show:
-        while reply.HasField("in_lobby"):
-            lobby, why = reply.in_lobby, ""
-            show(lobby)
-            if not lobby.probed:
+        while reply.HasField("in_waiting_room"):
+            waiting_room, why = reply.in_waiting_room, ""
+            show(waiting_room)
+            if not waiting_room.probed:
                 why = be_probed(ticket.address, ticket.identity)
-            why = why or lobby.why
-            said = why or f"waiting for a group to form: {max(lobby.here, 1)} of {lobby.needed} hosts are waiting"
+            why = why or waiting_room.why
+            said = (
+                why
+                or f"waiting for a group to form: {max(waiting_room.here, 1)} of {waiting_room.needed} hosts are waiting"
+            )
             if said != told:
                 say(f"{ticket.run}: {said}")
             told = said
-            time.sleep(_SECONDS_IN_LOBBY)
-            reply = _asked_again(ticket, request, lobby, say)
+            time.sleep(_SECONDS_IN_WAITING_ROOM)
+            reply = _asked_again(ticket, request, waiting_room, say)
     return reply
 
 
-def _asked_again(ticket: Ticket, request: bytes, lobby: InLobby, say: Callable[[str], None]) -> EnrolReply:
+def _asked_again(ticket: Ticket, request: bytes, waiting_room: InWaitingRoom, say: Callable[[str], None]) -> EnrolReply:
     """Return the exchange's answer to a host that waits for a group, retrying because the exchange may come back.
 
-    Raises the errors of `take_place`.
+    Raises the errors of `take_slot`.
     """
     since, due = time.monotonic(), 0.0
     while (silent := time.monotonic() - since) < _SECONDS_FOR_AN_EXCHANGE:
@@ -149,23 +152,23 @@ def _asked_again(ticket: Ticket, request: bytes, lobby: InLobby, say: Callable[[
         except (LinkTimeout, StoreError, TooMuch) as error:
             silent = time.monotonic() - since
             if silent >= due:
-                last = f"last heard after round {lobby.last_round} of {lobby.rounds}"
+                last = f"last heard after round {waiting_room.last_round} of {waiting_room.rounds}"
                 found = no_answer(ticket.address, silent, _SECONDS_FOR_AN_EXCHANGE, has_answered=True, last=last)
                 say(f"{ticket.run}: {found if isinstance(error, LinkTimeout) else f'{error}; retrying'}")
                 due = max(1.0, min(2 * silent, silent + MOST_BETWEEN))
             if not isinstance(error, LinkTimeout):  # this error arrives at once, so a retry without a pause would spin
-                time.sleep(_SECONDS_IN_LOBBY)
+                time.sleep(_SECONDS_IN_WAITING_ROOM)
     raise LinkTimeout(f"the exchange at {ticket.address} did not answer within {format_seconds(silent)}")
 
 
 @contextmanager
-def _shown_as_waiting(folder: Path) -> Iterator[Callable[[InLobby], None]]:
+def _shown_as_waiting(folder: Path) -> Iterator[Callable[[InWaitingRoom], None]]:
     """Keep the exchange's last answer in a file while the block runs, for `status` on this host."""
     since, path = time.time(), folder / _WAITING
 
-    def show(lobby: InLobby) -> None:
-        told = {"here": max(lobby.here, 1), "needed": lobby.needed, "last_round": lobby.last_round}
-        about = {"process": own_process(), "since": since, "asked": time.time(), "rounds": lobby.rounds}
+    def show(waiting_room: InWaitingRoom) -> None:
+        told = {"here": max(waiting_room.here, 1), "needed": waiting_room.needed, "last_round": waiting_room.last_round}
+        about = {"process": own_process(), "since": since, "asked": time.time(), "rounds": waiting_room.rounds}
         with suppress(OSError):  # a full disk must not end the wait
             write_whole(path, json.dumps(told | about).encode())
 

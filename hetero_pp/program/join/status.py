@@ -21,7 +21,7 @@ from hetero_pp.program.join.on_disk import RunOnDisk, is_running, read_run_on_di
 from hetero_pp.program.join.status_tables import as_json, print_status, print_tickets
 from hetero_pp.program.launch.addresses import dialled_here
 from hetero_pp.program.launch.hosts import read_token
-from hetero_pp.program.launch.over import Over, read_over
+from hetero_pp.program.launch.over import RunEnd, read_over
 from hetero_pp.program.report.events import who_takes_part
 from hetero_pp.program.report.live_view import status_lines
 from hetero_pp.program.report.output import announce
@@ -32,7 +32,7 @@ from hetero_pp.rpc.tickets import Ticket
 from hetero_pp.run.folder import RunFolder, own_parts, run_folder
 from hetero_pp.run.read import config_of, read_run
 from replica_groups.exchange.memberships import Memberships
-from replica_groups.exchange.patience import listed
+from replica_groups.exchange.stall_detector import listed
 
 SECONDS = 10.0
 """Seconds within which a running exchange answers."""
@@ -82,18 +82,18 @@ def _may_ask(folder: RunFolder) -> bool:
     return folder.token.is_file() and is_running(folder) and not config_of(folder).exchange.insecure
 
 
-def _print_reply(known: Known, reply: StatusReply) -> dict[str, object]:
+def _print_reply(known: RunOfHost, reply: StatusReply) -> dict[str, object]:
     print_status(known.name, reply)
     if known.serves:
         config = config_of(known.folder)
         with closing(Memberships(known.folder.memberships)) as memberships:
             tickets = memberships.tickets()
-        print_tickets(tickets, {one.place: good_for(config, one.place) for one in tickets}, time.time())
+        print_tickets(tickets, {one.slot: good_for(config, one.slot) for one in tickets}, time.time())
     return as_json(reply)
 
 
 @dataclass(frozen=True)
-class Known:
+class RunOfHost:
     """A run that this host serves or has joined."""
 
     folder: RunFolder
@@ -124,7 +124,7 @@ def _of_address(runs: Path, address: str) -> dict[str, object]:
     raise ConfigError((), complaint)
 
 
-def runs_at(runs: Path, address: str) -> list[Known]:
+def runs_at(runs: Path, address: str) -> list[RunOfHost]:
     """Return the runs of this host that were at an address, newest first. Raises ConfigError if there are none."""
     found = []
     for path in sorted(runs.glob("*/"), key=lambda path: -path.stat().st_mtime):
@@ -138,11 +138,11 @@ def runs_at(runs: Path, address: str) -> list[Known]:
     return here
 
 
-def known_run(folder: RunFolder) -> Known:
+def known_run(folder: RunFolder) -> RunOfHost:
     """Return the run of a folder. Raises ConfigError if this host is no part of it, Refused for a damaged folder."""
     if folder.token.is_file() and folder.config.is_file():
         listen = dialled_here(config_of(folder).exchange.listen)
-        return Known(folder, listen, Authority(read_token(folder.token)).identity(LAUNCHER), serves=True)
+        return RunOfHost(folder, listen, Authority(read_token(folder.token)).identity(LAUNCHER), serves=True)
     found = memberships_in(folder)
     if not found:
         own = f": it runs {', '.join(parts)} with the run's token" if (parts := own_parts(folder)) else ""
@@ -150,9 +150,9 @@ def known_run(folder: RunFolder) -> Known:
         raise ConfigError((), f"{folder.path}: {what}; run `status` on the host of the exchange")
     newest = found[0]
     if newest.has_left:
-        told = f"{newest.place} has left the run; the same `join` command returns to it"
+        told = f"{newest.slot} has left the run; the same `join` command returns to it"
         raise ConfigError((), f"{folder.path.name}: {told}")
-    return Known(folder, newest.address, newest.identity.latest, serves=False)
+    return RunOfHost(folder, newest.address, newest.identity.latest, serves=False)
 
 
 # ---- when the exchange does not answer ----
@@ -171,7 +171,7 @@ def _print_waits(run: str, waits: Sequence[Wait]) -> dict[str, object]:
     return {"state": "waiting for a group", "waits": [asdict(wait) for wait in waits]}
 
 
-def _print_over(run: str, over: Over) -> dict[str, object]:
+def _print_over(run: str, over: RunEnd) -> dict[str, object]:
     """Print what this host heard at the end of a run that another host served."""
     when = f"{datetime.fromtimestamp(over.heard):%Y-%m-%d %H:%M:%S}"
     announce(f"{run}: {over.told}, as reported {when}; its exchange no longer answers")

@@ -15,7 +15,7 @@ from hetero_pp.program.defences import defence_lines
 from hetero_pp.program.launch.addresses import RELAY_KEY, fixed_addresses
 from hetero_pp.program.launch.claim import claim, claim_store
 from hetero_pp.program.launch.hosts import (
-    Exchange,
+    ReachedExchange,
     commands,
     launch_exchange,
     launch_members,
@@ -33,7 +33,7 @@ from hetero_pp.program.launch.unfinished import ResumeHint, decide_to_resume
 from hetero_pp.program.operate.operations import Operations
 from hetero_pp.program.report.json_lines import name_run
 from hetero_pp.program.report.output import announce, standard_output, tell
-from hetero_pp.program.report.own_rounds import OwnRounds
+from hetero_pp.program.report.own_round_lines import OwnRoundLines
 from hetero_pp.program.report.reading import shown_reading
 from hetero_pp.rpc.credentials import Secret, SecretKeys, new_secret
 from hetero_pp.run.changes import Given
@@ -139,7 +139,7 @@ def run_on_this_host(
     own = prepared.spec.config.exchange
     keys = SecretKeys(Secret(read_token(host.token)), encrypted=not own.insecure)
     listen = listens(prepared.spec.config, prepared.names)
-    exchange = Exchange(host.exchange, keys, host.token, own.timeout, listen)
+    exchange = ReachedExchange(host.exchange, keys, host.token, own.timeout, listen)
     with _hint(prepared, runs, invocation):
         run_members(prepared, runs.absolute(), host.only, exchange, invocation.operations)
 
@@ -179,7 +179,7 @@ def _token(path: Path | None, folder: RunFolder, resume: bool) -> str:
 
 
 def run_members(
-    prepared: Prepared, runs: Path, only: str, exchange: Exchange, operations: Operations, mode: Mode = AS_A_RUN
+    prepared: Prepared, runs: Path, only: str, exchange: ReachedExchange, operations: Operations, mode: Mode = AS_A_RUN
 ) -> None:
     """Run members of a run. Its exchange is elsewhere.
 
@@ -195,7 +195,7 @@ def run_members(
     with claim(runs, name, [one for one in prepared.names if not _is_shared(prepared.spec, one)]):
         save_config(prepared.spec.config, folder.config)
         announce(f"{name}: {', '.join(prepared.names)} (their output: {folder.path}/logs)")
-        rounds = OwnRounds(prepared.spec, prepared.names, announce)
+        rounds = OwnRoundLines(prepared.spec, prepared.names, announce)
         operations.observed.follow(rounds.state, prepared.names)
         launch_members(prepared.spec, only, prepared.names, folder, exchange, rounds, operations, mode)
     if (over := read_over(folder)) is not None:

@@ -25,7 +25,7 @@ from hetero_pp.program.launch.supervisor import Supervisor
 from hetero_pp.program.launch.watcher import Watcher
 from hetero_pp.program.operate.operations import Operations
 from hetero_pp.program.report.json_lines import about_report
-from hetero_pp.program.report.own_rounds import OwnRounds
+from hetero_pp.program.report.own_round_lines import OwnRoundLines
 from hetero_pp.rpc.connections import reports_to_members
 from hetero_pp.rpc.credentials import Keys, Secret, SecretKeys
 from hetero_pp.run.changes import Given
@@ -116,7 +116,7 @@ def launch_exchange(
 
 
 @dataclass(frozen=True)
-class Exchange:
+class ReachedExchange:
     """The exchange as other hosts reach it."""
 
     address: str
@@ -137,8 +137,8 @@ def launch_members(
     only: str,
     members: Sequence[str],
     folder: RunFolder,
-    exchange: Exchange,
-    rounds: OwnRounds,
+    exchange: ReachedExchange,
+    rounds: OwnRoundLines,
     operations: Operations,
     mode: Mode = AS_A_RUN,
 ) -> None:

@@ -16,14 +16,14 @@ from hetero_pp.core.errors import ConfigError, LinkClosed, OutOfMemory, RunFaile
 from hetero_pp.link.in_process import InProcessLink
 from hetero_pp.link.protocol import NOT_KNOWN, Holders, LinkEnds
 from hetero_pp.link.shared_lines import Lines
-from hetero_pp.messages.messages_pb2 import GIVEN_UP, Failure, Report, Standing
+from hetero_pp.messages.messages_pb2 import GIVEN_UP, Failure, MembershipEvent, Report
 from hetero_pp.program.launch.watcher import Watcher
 from hetero_pp.program.report.recorder import INTERRUPTED
 from hetero_pp.run.devices import devices_of
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.store.faults import Missed
-from replica_groups.audit.beside import Followers, audited, followed
+from replica_groups.audit.in_exchange import Followers, audited, followed
 from replica_groups.engines.ranks import Ranks
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.host import begin_run, make_exchange, rules_of
@@ -90,11 +90,11 @@ class ThreadConnections:
         """Return an empty address: neighbours share the link objects."""
         return ""
 
-    def open(self, epoch: int, upstream: str, downstream: str, holders: Holders = NOT_KNOWN) -> LinkEnds:
+    def open(self, generation: int, upstream: str, downstream: str, holders: Holders = NOT_KNOWN) -> LinkEnds:
         above, below = self._upstream, self._downstream
         self._ends = LinkEnds(
-            None if above is None else above.end("backward", epoch),
-            None if below is None else below.end("forward", epoch),
+            None if above is None else above.end("backward", generation),
+            None if below is None else below.end("forward", generation),
         )
         return self._ends
 
@@ -237,8 +237,8 @@ class MemberThreads:
             return False
         self._lost.add(member.replica.name)
         told = f"{member.name}: {cause}, so the run continues without it"
-        standing = Standing(what=GIVEN_UP, place=member.name, cause=told)
-        self._on_report(Report(time=time.time(), member=EXCHANGE, standing=standing))
+        membership_event = MembershipEvent(what=GIVEN_UP, slot=member.name, cause=told)
+        self._on_report(Report(time=time.time(), member=EXCHANGE, membership_event=membership_event))
         self.exchange.report([Report(member=member.name, failure=Failure(cause=cause))])
         for stage in self._spec.needed.values():
             if stage.replica is member.replica:

@@ -20,17 +20,17 @@ from hetero_pp.program.launch.addresses import fixed_addresses, require_relay
 from hetero_pp.program.launch.hosts import members_named, require_reachable
 from hetero_pp.program.launch.this_machine import Limit, limits_of, require_carried
 from hetero_pp.run.batches import replica_batches
+from hetero_pp.run.checkpoint import require_weights
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.devices import devices_of
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.known_keys import Key
 from hetero_pp.run.read import needed_vocabulary
 from hetero_pp.run.round_optimizer import require_own_steps
-from hetero_pp.run.snapshot import require_weights
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
-from replica_groups.audit.gauntlet.book import require_openskill
 from replica_groups.audit.gauntlet.losses import Texts
+from replica_groups.audit.gauntlet.replica_scores import require_openskill
 from replica_groups.engines.build import require_engine
 from replica_groups.member.saved_states import SavedStates
 

@@ -30,7 +30,7 @@ class RankDied(HeteroPPError):
 
 
 @dataclass(frozen=True)
-class Job:
+class ProcessJob:
     """Arguments of a process at its start. Secrets, and what is not known yet, follow over its connection."""
 
     member: str

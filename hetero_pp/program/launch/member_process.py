@@ -40,7 +40,7 @@ from hetero_pp.core.errors import (
 from hetero_pp.core.files import keep_trying
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.program.launch.fork_server import begin_forked
-from hetero_pp.program.launch.job import CONSEQUENCE, CRASHED, FAILED, GONE, STOP, Job, RankDied
+from hetero_pp.program.launch.job import CONSEQUENCE, CRASHED, FAILED, GONE, STOP, ProcessJob, RankDied
 from hetero_pp.rpc.connections import NetworkConnections
 from hetero_pp.rpc.credentials import Credentials, Secret
 from hetero_pp.rpc.meeting_point import MeetingPoint
@@ -49,15 +49,15 @@ from hetero_pp.run.read import read_run
 from hetero_pp.run.shared import told_of
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.store.faults import Faults
-from replica_groups.audit.beside import audited, followed
+from replica_groups.audit.in_exchange import audited, followed
 from replica_groups.engines.ranks import Ranks
-from replica_groups.exchange.admission import Told
+from replica_groups.exchange.admission import RunForGuests
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.host import UnderWay, begin_run, make_exchange
-from replica_groups.exchange.lobby import Lobby
 from replica_groups.exchange.memberships import Memberships
-from replica_groups.exchange.patience import watched
 from replica_groups.exchange.server import MOST_OPEN, OpenHouse, serve_exchange
+from replica_groups.exchange.stall_detector import watched
+from replica_groups.exchange.waiting_room import WaitingRoom
 from replica_groups.member.stopping import Stopping
 from replica_groups.member.take_part import take_part
 
@@ -69,7 +69,7 @@ _SECONDS_KEPT = 5.0
 """Seconds for which the exchange keeps freed memory: longer than the time between two frames of a round."""
 
 
-def process_main(launcher: Connection, job: Job, make_faults: Callable[[], Faults] = Faults) -> NoReturn:
+def process_main(launcher: Connection, job: ProcessJob, make_faults: Callable[[], Faults] = Faults) -> NoReturn:
     """Run one member of the run until it is over, then end the process."""
     begin_forked(job.folder.output(job.member), job.again, job.open_files)
     code = CRASHED
@@ -143,7 +143,7 @@ class _Process:
     """This process, as the launcher has told it."""
 
     spec: RunSpec
-    job: Job
+    job: ProcessJob
     message: Mapping[str, Any]
     """Secrets and addresses."""
     launcher: Connection
@@ -219,18 +219,21 @@ def _stop_exchange(exchange: Exchange, closed: int | None) -> int:
 def _tell_guests(house: OpenHouse | None) -> None:
     """Give hosts that wait for a group time to learn that the run has ended."""
     if house is not None:
-        house.lobby.wait_until_told(_SECONDS_TO_HEAR)
+        house.waiting_room.wait_until_told(_SECONDS_TO_HEAR)
 
 
 def _say(line: str) -> None:
     print(f"{EXCHANGE}: {line}", file=sys.stderr, flush=True)
 
 
-def _open_house(spec: RunSpec, job: Job) -> OpenHouse:
+def _open_house(spec: RunSpec, job: ProcessJob) -> OpenHouse:
     from hetero_pp.simulator.planner.grouping import group_spares  # only a run that admits hosts needs the planner
 
-    told, lobby = Told(*told_of(spec.config), spec.shape.vocabulary), Lobby(spec.optional_places, group_spares)
-    return OpenHouse(Memberships(job.folder.memberships), told, lobby, spec.unnamed_slots)
+    told, waiting_room = (
+        RunForGuests(*told_of(spec.config), spec.shape.vocabulary),
+        WaitingRoom(spec.optional_slots, group_spares),
+    )
+    return OpenHouse(Memberships(job.folder.memberships), told, waiting_room, spec.unnamed_slots)
 
 
 def _run_member(own: _Process) -> int:

@@ -17,7 +17,7 @@ from replica_groups.exchange.open_log import open_log
 
 
 @dataclass(frozen=True)
-class Over:
+class RunEnd:
     """The end of a run, as the exchange told this host."""
 
     told: str
@@ -34,7 +34,7 @@ def over_on_disk(folder: RunFolder, rounds: int | None = None) -> str:
     config = config_of(folder)
     log = open_log(config, folder)
     rounds = rounds or read_changes(folder.changes).had("outer.rounds", config.outer.rounds)[-1]
-    if log.last_record() < rounds or rounds not in log.snapshots():
+    if log.last_record() < rounds or rounds not in log.checkpoints():
         return ""
     return f"the run is over (round {rounds} of {rounds}); extend it with `--resume --set outer.rounds=N`, N > {rounds}"
 
@@ -42,7 +42,7 @@ def over_on_disk(folder: RunFolder, rounds: int | None = None) -> str:
 def keep_over(folder: RunFolder, over: RunOver) -> None:
     """Record that the run of a folder is over. A failed write is ignored."""
     with suppress(OSError):
-        write_whole(folder.over, json.dumps(asdict(Over(str(over).partition(";")[0], time.time()))).encode())
+        write_whole(folder.over, json.dumps(asdict(RunEnd(str(over).partition(";")[0], time.time()))).encode())
 
 
 def forget_over(folder: RunFolder) -> None:
@@ -51,9 +51,9 @@ def forget_over(folder: RunFolder) -> None:
         folder.over.unlink()
 
 
-def read_over(folder: RunFolder) -> Over | None:
+def read_over(folder: RunFolder) -> RunEnd | None:
     """Return the record; None if the run is not known to be over."""
     try:
-        return Over(**read_json_object(folder.over))
+        return RunEnd(**read_json_object(folder.over))
     except (OSError, ValueError, TypeError):
         return None

@@ -1,7 +1,7 @@
 """Starts the ranks of a datacenter replica with torchrun's agent, inside the member's process.
 
 They are forked from the launch's fork server, which has imported PyTorch. They share a pipe from the member's process,
-and end when that process does, however it ends. A message in the pipe asks them to save a member checkpoint and end; it
+and end when that process does, however it ends. A message in the pipe asks them to save a saved state and end; it
 is the last closed round, or None if that is not known.
 """
 
@@ -42,7 +42,7 @@ def run_ranks(
     """Run all ranks of this node to their end.
 
     `timeout`: seconds to wait for the other nodes. `device`: a device of their kind; each rank takes its own.
-    `on_start` is called with a function that asks the ranks to save a member checkpoint and end; any thread may call
+    `on_start` is called with a function that asks the ranks to save a saved state and end; any thread may call
     it, with the last closed round or None.
 
     Raises HeteroPPError with the first failed rank and its cause: RankDied if it was killed, RunFailed if it failed

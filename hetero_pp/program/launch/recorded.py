@@ -18,8 +18,8 @@ from hetero_pp.program.launch.over import over_on_disk
 from hetero_pp.program.launch.same_run import require_same_run, unheeded
 from hetero_pp.program.report.display import LiveDisplay
 from hetero_pp.program.report.events import reports_until
-from hetero_pp.program.report.happenings import Happenings
 from hetero_pp.program.report.json_lines import about, about_report
+from hetero_pp.program.report.membership_event_lines import MembershipEventLines
 from hetero_pp.program.report.output import announce, standard_output, tell
 from hetero_pp.program.report.recorder import INTERRUPTED, Recorder
 from hetero_pp.program.report.round_lines import earlier_line
@@ -90,7 +90,7 @@ class _Recording:
         self.show: OnReport = lambda report: None
         """Shows a report on the page of the run."""
         self._refuse = _teller_of_refusals(self.say)
-        self._happenings, self._beginnings = Happenings(spec), Beginnings(resume)
+        self._event_lines, self._beginnings = MembershipEventLines(spec), Beginnings(resume)
 
     def say(self, line: str) -> None:
         tell(self.console, f"{self._spec.config.name}: {line}")
@@ -111,7 +111,7 @@ class _Recording:
                 self.recorder.go_on()
         if report.HasField("refusal"):
             self._refuse(report)
-        for line in self._happenings.lines(report):
+        for line in self._event_lines.lines(report):
             self.say(line)
         self._take(report)
 

@@ -25,10 +25,10 @@ from hetero_pp.core.errors import GivenUp, RunFailed
 from hetero_pp.core.files import write_whole
 from hetero_pp.core.host_memory import MemoryKills
 from hetero_pp.core.units import format_count, format_seconds
-from hetero_pp.messages.messages_pb2 import GIVEN_UP, RESTARTED, SILENT, Happened, Report, Standing
+from hetero_pp.messages.messages_pb2 import GIVEN_UP, RESTARTED, SILENT, MembershipEvent, MembershipEventKind, Report
 from hetero_pp.program.launch.addresses import is_reached
 from hetero_pp.program.launch.fork_server import fork_server, unheard
-from hetero_pp.program.launch.job import CONSEQUENCE, CRASHED, GONE, STOP, Job
+from hetero_pp.program.launch.job import CONSEQUENCE, CRASHED, GONE, STOP, ProcessJob
 from hetero_pp.program.launch.open_files import require_open_files
 from hetero_pp.program.launch.restarts import Restarts
 from hetero_pp.program.launch.start_job import start_job
@@ -47,7 +47,7 @@ _SECONDS_TO_ANSWER = 4.0
 _SECONDS_TO_APPLY = 12.0
 """Seconds for the exchange to answer that members on other hosts have applied its last round; longer than its limit."""
 _SECONDS_UNTIL_TOLD = 8.0
-"""Seconds after which the user is told that member checkpoints are still being saved."""
+"""Seconds after which the user is told that saved states are still being saved."""
 _SECONDS_TO_SAVE = 60.0
 """Seconds for members to save their checkpoints after an interrupt. Another interrupt ends them at once."""
 _SECONDS_TO_NOTICE = 5.0
@@ -117,7 +117,7 @@ class Supervisor:
         self._given_up: set[str] = set()
         self._idle: set[str] = set()
         """Members with nothing left to train: the run is over, however their processes end."""
-        self._terms: dict[str, int] = {}
+        self._incarnations: dict[str, int] = {}
         """Incarnation of each member."""
         self._silent: dict[str, float] = {}
         """Members whose incarnation has ended while their process still exists, with the time of that."""
@@ -201,7 +201,7 @@ class Supervisor:
         for member in members:
             ours, theirs = self._context.Pipe()
             resume, device = None if again else self._resume, self._devices.get(member, "cpu")
-            job = Job(member, self._folder, resume, again, device, open_files)
+            job = ProcessJob(member, self._folder, resume, again, device, open_files)
             process = self._context.Process(target=start_job, args=(theirs, job, self.faults_of(member)), name=member)
             self._connections[member] = ours  # set before the start, so that an interrupt during it closes the lifeline
             with unheard():
@@ -349,14 +349,14 @@ class Supervisor:
             raise RunFailed(cause)
         self._say(GIVEN_UP, member, f"{cause}{restarts}, so the run continues without it")
 
-    def _say(self, what: Happened, member: str, cause: str) -> None:
-        standing = Standing(what=what, place=member, cause=cause)
-        self._tell(Report(time=time.time(), member=EXCHANGE, standing=standing))
+    def _say(self, what: MembershipEventKind, member: str, cause: str) -> None:
+        membership_event = MembershipEvent(what=what, slot=member, cause=cause)
+        self._tell(Report(time=time.time(), member=EXCHANGE, membership_event=membership_event))
 
     def _say_died(self, member: str, cause: str) -> None:
         """Report a member's death to the exchange, so that no process waits for the member's heartbeat timeout."""
         address = self._exchange["exchange"]
-        tell = partial(tell_died, address, self.credentials, member, cause, self._terms.get(member))
+        tell = partial(tell_died, address, self.credentials, member, cause, self._incarnations.get(member))
         threading.Thread(target=tell, name=f"{member} has died", daemon=True).start()
 
     def on_report(self, report: Report) -> None:
@@ -364,16 +364,16 @@ class Supervisor:
 
         A member of this machine that the exchange has given up is frozen or hangs.
         """
-        if self._is_interrupted and report.HasField("standing"):
+        if self._is_interrupted and report.HasField("membership_event"):
             return  # after an interrupt, members are meant to leave
         with self._lock:
             if report.HasField("over"):
                 self.end_idle(report.over.finishing)
             elif report.HasField("joined"):
                 self._silent.pop(report.member, None)
-                self._terms[report.member] = report.joined.term
-            elif report.HasField("standing") and report.standing.what == SILENT:
-                self._silent.setdefault(report.standing.place, time.monotonic())
+                self._incarnations[report.member] = report.joined.incarnation
+            elif report.HasField("membership_event") and report.membership_event.what == SILENT:
+                self._silent.setdefault(report.membership_event.slot, time.monotonic())
         self._tell(report)
 
     def on_silence(self, is_silent: bool) -> None:

@@ -30,7 +30,7 @@ def part(
         gpus: GPUs of each machine
         cpus: CPUs of each machine
         memory_gb: memory of each machine in GB
-        runs: folder of logs and member checkpoints, shared by all machines
+        runs: folder of logs and saved states, shared by all machines
         image: container image with hetero-pp, for schedulers that start containers
     """
     arguments = ["launch", config, "--only", only, "--exchange", exchange]

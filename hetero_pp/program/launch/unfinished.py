@@ -141,7 +141,7 @@ class ResumeHint:
         self._is_printed = not resumes
 
     def print_once(self) -> None:
-        """Print how to resume the run, if it is not printed yet. Call it once the member checkpoints are saved."""
+        """Print how to resume the run, if it is not printed yet. Call it once the saved states are saved."""
         if not self._is_printed:
             name = self._prepared.spec.config.name
             line = f"{name}: {how_to_go_on(self._prepared, self._folder, self._command)}"

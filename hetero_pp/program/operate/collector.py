@@ -10,8 +10,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from hetero_pp.program.operate.observed import Observed
+from hetero_pp.program.report.membership_state import MembershipState, Outcome
 from hetero_pp.program.report.replica_state import STILL_TOLD
-from hetero_pp.program.report.standings import Outcome, Standings
 from hetero_pp.program.report.state import RunState
 
 Samples = Iterable[tuple[Sequence[str], float | None]]
@@ -25,17 +25,17 @@ class Outcomes:
         self._until = 0
         self._settled: Counter[tuple[str, Outcome]] = Counter()
 
-    def count(self, standings: Standings) -> Counter[tuple[str, Outcome]]:
+    def count(self, membership_state: MembershipState) -> Counter[tuple[str, Outcome]]:
         """Return the counts over all closed rounds."""
-        old, found = max(standings.rounds, default=0) - STILL_TOLD, Counter[tuple[str, Outcome]]()
-        for round_ in (one for one in standings.rounds if one > self._until):
-            (self._settled if round_ <= old else found).update(standings.outcomes(round_).items())
+        old, found = max(membership_state.rounds, default=0) - STILL_TOLD, Counter[tuple[str, Outcome]]()
+        for round_ in (one for one in membership_state.rounds if one > self._until):
+            (self._settled if round_ <= old else found).update(membership_state.outcomes(round_).items())
         self._until = max(self._until, old)
         return self._settled + found
 
 
 @dataclass(frozen=True)
-class View:
+class ScrapedState:
     """The data that a scrape reads. The collector holds the state's lock meanwhile."""
 
     observed: Observed
@@ -51,7 +51,7 @@ class Described:
     labels: Sequence[str]
     unit: str
     meaning: str
-    samples: Callable[[View], Samples]
+    samples: Callable[[ScrapedState], Samples]
     needs_all: bool = False
     """Whether it needs the reports of all members, which `join` does not get."""
 
@@ -86,7 +86,7 @@ class RunCollector(Collector):
         state = self._observed.state
         if state is not None:
             with state.lock:
-                view = View(self._observed, state, self._outcomes)
+                view = ScrapedState(self._observed, state, self._outcomes)
                 found = [self._filled(one, view) for one in self._metrics if self._is_shown(one, state)]
             yield from found
 
@@ -97,9 +97,9 @@ class RunCollector(Collector):
         earlier reports.
         """
         is_known = self._observed.sees_all or not metric.needs_all
-        return is_known and (state.standings.has_begun or not metric.is_counter)
+        return is_known and (state.membership_state.has_begun or not metric.is_counter)
 
-    def _filled(self, metric: Described, view: View) -> Metric:
+    def _filled(self, metric: Described, view: ScrapedState) -> Metric:
         family = metric.family()
         for labels, value in metric.samples(view):
             if value is not None:

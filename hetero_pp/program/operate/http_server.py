@@ -120,7 +120,7 @@ class _Handler(WSGIRequestHandler):
 def _server(family: socket.AddressFamily, address: tuple[str, int], application: WSGIApplication) -> WSGIServer:
     """Return a server that listens. Raises OSError if it cannot."""
 
-    class Server(ThreadingMixIn, WSGIServer):
+    class MetricsServer(ThreadingMixIn, WSGIServer):
         address_family = family
         daemon_threads = True
         block_on_close = False
@@ -150,6 +150,6 @@ def _server(family: socket.AddressFamily, address: tuple[str, int], application:
         def handle_error(self, request: Any, client_address: Any) -> None:
             """Print nothing: a client that went away is no error."""
 
-    server = Server(address, _Handler)
+    server = MetricsServer(address, _Handler)
     server.set_app(application)
     return server

@@ -18,13 +18,13 @@ from hetero_pp.config.links import DIRECTIONS, EXCHANGE
 from hetero_pp.core.units import bytes_per_second
 from hetero_pp.messages.messages_pb2 import STORING
 from hetero_pp.messages.refusals import Kind
-from hetero_pp.program.operate.collector import Described, Samples, View
+from hetero_pp.program.operate.collector import Described, Samples, ScrapedState
 from hetero_pp.program.operate.observed import Condition, seconds_without_progress
 from hetero_pp.program.report.carried import DirectionState, LineState
+from hetero_pp.program.report.membership_state import Outcome
 from hetero_pp.program.report.replica_state import ReplicaState
 from hetero_pp.program.report.spent import PARTS, awaiting
-from hetero_pp.program.report.standings import Outcome
-from hetero_pp.program.report.state import Presence, RunState
+from hetero_pp.program.report.state import MemberPresence, RunState
 
 MEMBER, REPLICA, LINK, LINE = ("member",), ("replica",), ("link", "direction"), ("line", "way")
 
@@ -32,25 +32,25 @@ MEMBER, REPLICA, LINK, LINE = ("member",), ("replica",), ("link", "direction"), 
 # ---- the run ----
 
 
-def _one(value: Callable[[View], float | None], view: View) -> Samples:
+def _one(value: Callable[[ScrapedState], float | None], view: ScrapedState) -> Samples:
     return [((), value(view))]
 
 
-def _of_state(value: Callable[[RunState], float | None], view: View) -> Samples:
+def _of_state(value: Callable[[RunState], float | None], view: ScrapedState) -> Samples:
     return [((), value(view.state))]
 
 
-def _info(view: View) -> Samples:
+def _info(view: ScrapedState) -> Samples:
     config = view.state.spec.config
     return [((config.name, "run" if config.rehearsal is None else "rehearsal"), 1)]
 
 
-def _condition(view: View) -> Samples:
+def _condition(view: ScrapedState) -> Samples:
     found = view.observed.health().condition
     return [((one,), float(one is found)) for one in Condition]
 
 
-def _progress(view: View) -> float:
+def _progress(view: ScrapedState) -> float:
     done, planned = view.state.progress_of_open_round(view.observed.now())
     return done / planned if planned else 0.0
 
@@ -66,59 +66,59 @@ def _is_obstructed(state: RunState) -> float:
 # ---- members ----
 
 
-def _members(view: View) -> Samples:
+def _members(view: ScrapedState) -> Samples:
     found = Counter(view.state.presence(name) for name in view.observed.members(view.state))
-    return [((one,), found[one]) for one in Presence]
+    return [((one,), found[one]) for one in MemberPresence]
 
 
 def _is_up(state: RunState, member: str) -> float:
-    return float(state.presence(member) in (Presence.PRESENT, Presence.FINISHED))
+    return float(state.presence(member) in (MemberPresence.PRESENT, MemberPresence.FINISHED))
 
 
-def _of_members(value: Callable[[RunState, str], float], view: View) -> Samples:
+def _of_members(value: Callable[[RunState, str], float], view: ScrapedState) -> Samples:
     return [((name,), value(view.state, name)) for name in view.observed.members(view.state)]
 
 
-def _spent(view: View) -> Samples:
+def _spent(view: ScrapedState) -> Samples:
     names = view.observed.members(view.state)
     return [((name, part), view.state.spent[name].seconds(part)) for name in names for part in PARTS]
 
 
-def _restarts(view: View) -> Samples:
+def _restarts(view: ScrapedState) -> Samples:
     names = [*view.observed.members(view.state), *([EXCHANGE] if view.observed.sees_all else [])]
-    return [((name,), view.state.standings.restarts[name]) for name in names]
+    return [((name,), view.state.membership_state.restarts[name]) for name in names]
 
 
 # ---- replicas ----
 
 
-def _of_replicas(value: Callable[[ReplicaState], float | None], view: View) -> Samples:
+def _of_replicas(value: Callable[[ReplicaState], float | None], view: ScrapedState) -> Samples:
     return [((one.name,), value(one)) for one in view.observed.replicas(view.state)]
 
 
-def _contributions(view: View) -> Samples:
-    found = view.outcomes.count(view.state.standings)
+def _contributions(view: ScrapedState) -> Samples:
+    found = view.outcomes.count(view.state.membership_state)
     names = [one.name for one in view.observed.replicas(view.state)]
     return [((name, outcome), found[name, outcome]) for name in names for outcome in Outcome]
 
 
-def _scores(view: View) -> Samples:
+def _scores(view: ScrapedState) -> Samples:
     names = [one.name for one in view.observed.replicas(view.state)]
     return [((name,), found.final) for name in names if (found := view.state.scores.get(name)) is not None]
 
 
-def _refusals(view: View) -> Samples:
+def _refusals(view: ScrapedState) -> Samples:
     return [((kind.name.lower(),), view.state.refusals[kind]) for kind in Kind]
 
 
 # ---- links and lines ----
 
 
-def _of_links(value: Callable[[DirectionState], float | None], view: View) -> Samples:
+def _of_links(value: Callable[[DirectionState], float | None], view: ScrapedState) -> Samples:
     return [((link, way), value(state)) for link, way, state in view.observed.directions(view.state)]
 
 
-def _waited(view: View) -> Samples:
+def _waited(view: ScrapedState) -> Samples:
     known = view.observed.members(view.state)
     for link in view.state.links.values():
         for way in DIRECTIONS:
@@ -127,7 +127,7 @@ def _waited(view: View) -> Samples:
                 yield (link.name, way), view.state.spent[receiver].seconds(part)
 
 
-def _of_lines(value: Callable[[LineState, Way], float | None], view: View) -> Samples:
+def _of_lines(value: Callable[[LineState, Way], float | None], view: ScrapedState) -> Samples:
     return [((name, way), value(line, way)) for name, line in view.state.lines.items() for way in WAYS]
 
 
@@ -163,12 +163,12 @@ METRICS = (
     Described("hetero_pp_round_duration_seconds", (), "seconds", "Duration of the last closed round, without pauses.",
               partial(_of_state, _last_round_seconds), needs_all=True),
     Described("hetero_pp_pauses_total", (), "pauses", "Pauses because fewer replicas were present than a round needs.",
-              partial(_of_state, lambda state: len(state.standings.pauses))),
+              partial(_of_state, lambda state: len(state.membership_state.pauses))),
     Described("hetero_pp_tokens_per_second", (), "tokens a second",
               "Trained tokens divided by the time since the first inner step, without pauses.",
               partial(_one, lambda view: view.state.tokens_per_second()), needs_all=True),
     Described("hetero_pp_included_tokens_total", (), "tokens", "Tokens of contributions that rounds include.",
-              partial(_of_state, lambda state: state.standings.counted_tokens), needs_all=True),
+              partial(_of_state, lambda state: state.membership_state.counted_tokens), needs_all=True),
     Described("hetero_pp_contribution_bytes_total", (), "bytes", "Size of the contributions that rounds include.",
               partial(_of_state, lambda state: state.contribution_bytes), needs_all=True),
     Described("hetero_pp_refusals_total", ("kind",), "messages", "Refused messages by kind.", _refusals,

@@ -11,7 +11,7 @@ from hetero_pp.config.links import DIRECTIONS, Direction
 from hetero_pp.core.units import format_seconds
 from hetero_pp.messages.messages_pb2 import STORING, Report
 from hetero_pp.program.report.carried import DirectionState
-from hetero_pp.program.report.own_rounds import sender
+from hetero_pp.program.report.own_round_lines import sender
 from hetero_pp.program.report.replica_state import ReplicaState
 from hetero_pp.program.report.round_lines import STALL_SECONDS, waiting_line
 from hetero_pp.program.report.state import RunState
@@ -55,7 +55,7 @@ def health_of(state: RunState, now: float, sees_all: bool = True) -> Health:
     `sees_all`: whether `state` gets the reports of all members. Otherwise silence is normal while others train.
     """
     with state.lock:
-        pause = state.standings.pause
+        pause = state.membership_state.pause
         if state.failed is not None:
             return Health(Condition.FAILED, state.failed)
         if state.has_closed_all_rounds:

@@ -22,7 +22,7 @@ from opentelemetry.trace import Span, Status, StatusCode, set_span_in_context
 from opentelemetry.util.types import Attributes
 
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.messages.messages_pb2 import Happened, MemberRound, Report, RoundRecord
+from hetero_pp.messages.messages_pb2 import MemberRound, MembershipEventKind, Report, RoundRecord
 from hetero_pp.program.operate.observed import Observed
 from hetero_pp.program.report.replica_state import STILL_TOLD
 
@@ -108,7 +108,7 @@ class RoundTraces:
                 self._root(report.inner_step.round, report.time)
             case "member_round":
                 self._member(report.time, report.member, report.member_round)
-            case "standing":
+            case "membership_event":
                 self._event(report)
             case "round_closed":
                 self._close(report.time, report.round_closed)
@@ -174,10 +174,10 @@ class RoundTraces:
         whole.end(_nanoseconds(end))
 
     def _event(self, report: Report) -> None:
-        told, root = report.standing, self._rounds.get(self._last_closed + 1)
+        told, root = report.membership_event, self._rounds.get(self._last_closed + 1)
         if root is not None:
-            attributes = {"place": told.place, "replica": told.replica, "cause": told.cause}
-            root.add_event(Happened.Name(told.what).lower(), attributes, _nanoseconds(report.time))
+            attributes = {"slot": told.slot, "replica": told.replica, "cause": told.cause}
+            root.add_event(MembershipEventKind.Name(told.what).lower(), attributes, _nanoseconds(report.time))
 
 
 def _nanoseconds(seconds: float) -> int:

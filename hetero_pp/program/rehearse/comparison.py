@@ -54,7 +54,7 @@ class WholeRun:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RehearsalComparison:
     """A rehearsal beside its prediction."""
 
     name: str
@@ -96,7 +96,7 @@ def share(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
-def compare(spec: RunSpec, timings: Timings, prediction: Prediction, whole: Prediction) -> Comparison:
+def compare(spec: RunSpec, timings: Timings, prediction: Prediction, whole: Prediction) -> RehearsalComparison:
     """Return the measurements of `timings` beside the prediction for the same rounds.
 
     `whole`: the prediction for the rehearsed run, which has longer rounds. `timings` must have a timed round.
@@ -104,7 +104,7 @@ def compare(spec: RunSpec, timings: Timings, prediction: Prediction, whole: Pred
     measured, predicted = dict(_measured(spec, timings, prediction)), dict(_predicted(prediction))
     members = {name: _seconds_of(timings, name) for name in spec.needed}
     simulate = spec.config.simulate.model_dump(mode="json")
-    return Comparison(
+    return RehearsalComparison(
         name=spec.config.name,
         rounds=spec.config.outer.rounds,
         steps=spec.config.inner.steps,

@@ -11,7 +11,7 @@ from hetero_pp.core.units import format_bytes, format_percent
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.launch.mode import Mode
 from hetero_pp.program.rehearse.command import Predictions
-from hetero_pp.program.rehearse.comparison import Comparison, compare, share
+from hetero_pp.program.rehearse.comparison import RehearsalComparison, compare, share
 from hetero_pp.program.rehearse.rates import shown_rates, too_slow
 from hetero_pp.program.rehearse.timings import NOTHING_TIMED, Timings
 from hetero_pp.rpc.probe import Rate
@@ -52,7 +52,7 @@ class OwnLine(Mode):
         return f"{shown}; the run's YAML expects {slow}" if slow else shown
 
 
-def verdict(spec: RunSpec, member: str, found: Comparison) -> str:
+def verdict(spec: RunSpec, member: str, found: RehearsalComparison) -> str:
     """Return one line: how long others waited for a member, and the utilization that its group would have."""
     held_share, other = held_up(spec, member, found)
     own = spec.members[member].replica
@@ -70,7 +70,7 @@ def verdict(spec: RunSpec, member: str, found: Comparison) -> str:
     return f"the line is {enough} ({carried} a step): {held}; {group}"
 
 
-def held_up(spec: RunSpec, member: str, found: Comparison) -> tuple[float, str]:
+def held_up(spec: RunSpec, member: str, found: RehearsalComparison) -> tuple[float, str]:
     """Return the share of a step for which a neighbour waited for a member, and that neighbour; 0 and "" without one.
 
     The wait counts as far as the neighbour was idle for longer than free links would leave it. It cannot tell a late
@@ -89,7 +89,7 @@ def held_up(spec: RunSpec, member: str, found: Comparison) -> tuple[float, str]:
     return held
 
 
-def _bytes_of_step(spec: RunSpec, member: str, found: Comparison) -> dict[Way, float]:
+def _bytes_of_step(spec: RunSpec, member: str, found: RehearsalComparison) -> dict[Way, float]:
     """Return what a member's links to its neighbours carried in a step, evaluations included."""
     carried: dict[Way, float] = dict.fromkeys(WAYS, 0.0)
     own = f"replicas.{spec.members[member].replica.name}"

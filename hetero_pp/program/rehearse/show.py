@@ -15,7 +15,7 @@ from hetero_pp.core.units import (
     format_percent,
     format_seconds,
 )
-from hetero_pp.program.rehearse.comparison import APART, Comparison, Parting, relative
+from hetero_pp.program.rehearse.comparison import APART, Parting, RehearsalComparison, relative
 from hetero_pp.program.report.output import say
 from hetero_pp.program.report.tables import PlainTable
 
@@ -39,7 +39,7 @@ MARK = "<<"
 """Sign beside a quantity that was measured differently from its prediction."""
 
 
-def print_comparison(console: Console, found: Comparison) -> None:
+def print_comparison(console: Console, found: RehearsalComparison) -> None:
     """Print everything that was measured, beside what was predicted."""
     title = f"{found.name}: a rehearsal, which trained nothing."
     steps = "of a given time" if found.steps is None else f"{format_count(found.steps, 'inner step')} each"
@@ -54,7 +54,7 @@ def print_comparison(console: Console, found: Comparison) -> None:
         say(console, line)
 
 
-def closing_lines(found: Comparison) -> Iterator[str]:
+def closing_lines(found: RehearsalComparison) -> Iterator[str]:
     """Yield what parts, then what follows for the whole run."""
     for one in found.parts:
         yield _parting(one)
@@ -93,28 +93,28 @@ def _difference(apart: float | None) -> str:
     return "not predicted" if apart is None else f"{100 * apart:+.1f} %"
 
 
-def _marked(found: Comparison, what: str) -> str:
+def _marked(found: RehearsalComparison, what: str) -> str:
     return MARK if any(one.what == what for one in found.parts) else ""
 
 
-def _print_times(console: Console, found: Comparison) -> None:
+def _print_times(console: Console, found: RehearsalComparison) -> None:
     table = PlainTable(["all replicas"], ["measured", "predicted", "difference"], [""])
     for name, label in _ROUND.items():
         table.add_row(label, *_both(found, name), _difference(found.differences[name]), _marked(found, name))
     console.print(table)
 
 
-def _both(found: Comparison, name: str) -> tuple[str, str]:
+def _both(found: RehearsalComparison, name: str) -> tuple[str, str]:
     return _shown(name, found.measured[name]), _shown(name, found.predicted[name])
 
 
-def _names(found: Comparison, section: str) -> list[str]:
+def _names(found: RehearsalComparison, section: str) -> list[str]:
     """Return the names of a section's entries, such as the replicas. Names of links contain dots."""
     keys = (name.removeprefix(f"{section}.").rpartition(".")[0] for name in found.measured if name.startswith(section))
     return list(dict.fromkeys(keys))
 
 
-def _print_replicas(console: Console, found: Comparison) -> None:
+def _print_replicas(console: Console, found: RehearsalComparison) -> None:
     table = PlainTable(["replica", ""], list(_REPLICA.values()))
     for name in _names(found, "replicas"):
         for index, side in enumerate((found.measured, found.predicted)):
@@ -124,7 +124,7 @@ def _print_replicas(console: Console, found: Comparison) -> None:
     say(console, "bubble: what stages would be idle with free links; waits: what links add", style="dim", indent="  ")
 
 
-def _print_members(console: Console, found: Comparison) -> None:
+def _print_members(console: Console, found: RehearsalComparison) -> None:
     heads = ["computes", "waits for previous", "waits for next", "outer round", "evaluates"]
     table = PlainTable(["member, in a round"], heads)
     for name, seconds in found.members.items():
@@ -133,7 +133,7 @@ def _print_members(console: Console, found: Comparison) -> None:
     console.print(table)
 
 
-def _print_links(console: Console, found: Comparison) -> None:
+def _print_links(console: Console, found: RehearsalComparison) -> None:
     table = PlainTable(["link", ""], ["measured", "predicted", "difference"], [" "])
     for name in _names(found, "links"):
         keys = [f"links.{name}.{way}_bytes" for way in DIRECTIONS]
@@ -143,7 +143,7 @@ def _print_links(console: Console, found: Comparison) -> None:
     console.print(table)
 
 
-def _print_lines(console: Console, found: Comparison) -> None:
+def _print_lines(console: Console, found: RehearsalComparison) -> None:
     if not found.lines:
         return
     table = PlainTable(["line of a host"], ["up", "down"])

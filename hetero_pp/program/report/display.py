@@ -133,9 +133,9 @@ class LiveDisplay:
         it have lost a member, those seconds count from the close of this round.
         """
         state = self._state
-        if state.mean_validation_loss(round_) is not None or state.standings.pause is not None:
+        if state.mean_validation_loss(round_) is not None or state.membership_state.pause is not None:
             return True
-        gone = {state.standings.places[place].replica for place in state.standings.vacant}
+        gone = {state.membership_state.slots[slot].replica for slot in state.membership_state.vacant}
         later = range(round_ if gone.issuperset(state.awaited_losses(round_)) else round_ + 1, state.rounds + 1)
         since = next((state.closed[one].time for one in later if one in state.closed), None)
         return since is not None and self._clock() - since > LOSS_SECONDS

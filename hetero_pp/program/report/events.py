@@ -33,9 +33,9 @@ _KEPT = frozenset(
     ["begun", "inner_step", "evaluation", "link_use", "member_round", "refusal", "round_verified", "scores", "judged"]
 )
 """Events that a resumed run reports again up to a round. Closed rounds are in the log instead."""
-_KEPT_UNTIL = frozenset(["joined", "computes", "activity", "standing"])
+_KEPT_UNTIL = frozenset(["joined", "computes", "activity", "membership_event"])
 """Events without a round that a resumed run reports again, up to the close of the last round that is kept."""
-_TAKING_PART = ("joined", "standing", "finished")
+_TAKING_PART = ("joined", "membership_event", "finished")
 
 
 def line_of(report: Report) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def reports_until(config: RunConfig, folder: RunFolder, last: int, complain: Cal
     """Return the earlier reports of a run up to a round, in order of time, so that a resumed run applies them again.
 
     Closed rounds come from the run's log, and all else from metrics.jsonl. With overlap, the steps of the next round
-    are included, because the member checkpoints contain them. `complain` is called with a line on what is missing.
+    are included, because the saved states contain them. `complain` is called with a line on what is missing.
     From which round a run resumes is decided elsewhere (replica_groups.exchange.restart).
     """
     until_of = {"inner_step": last + config.outer.overlap}

@@ -13,12 +13,12 @@ from datetime import UTC, datetime
 from typing import TextIO
 
 from hetero_pp.core.files import print_without_fail
-from hetero_pp.messages.messages_pb2 import Happened, Report
+from hetero_pp.messages.messages_pb2 import MembershipEventKind, Report
 
 _WARNINGS = frozenset({"refusal", "failure", "waiting", "state_saving", "diverged"}) | {
-    Happened.Name(what).lower()
-    for what in Happened.values()
-    if Happened.Name(what) not in ("HAPPENED_UNSPECIFIED", "WENT_ON", "HEALED", "INJECTED")
+    MembershipEventKind.Name(what).lower()
+    for what in MembershipEventKind.values()
+    if MembershipEventKind.Name(what) not in ("MEMBERSHIP_EVENT_KIND_UNSPECIFIED", "WENT_ON", "HEALED", "INJECTED")
 }
 """Events whose lines are warnings."""
 
@@ -40,10 +40,10 @@ def about(event: str, member: str = "") -> Iterator[None]:
 def about_report(report: Report) -> Iterator[None]:
     """Let the lines of the block be about a report. A membership event has its own name, such as `restarted`."""
     event, member = report.WhichOneof("event") or "", report.member
-    if event == "standing":
-        member = report.standing.place or report.standing.replica
-        if report.standing.what in Happened.values():  # a later version may have others
-            event = Happened.Name(report.standing.what).lower()
+    if event == "membership_event":
+        member = report.membership_event.slot or report.membership_event.replica
+        if report.membership_event.what in MembershipEventKind.values():  # a later version may have others
+            event = MembershipEventKind.Name(report.membership_event.what).lower()
     with about(event, member):
         yield
 

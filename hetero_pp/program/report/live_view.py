@@ -16,7 +16,7 @@ from hetero_pp.program.report.carried import LineState, LinkState
 from hetero_pp.program.report.reading import reading_line
 from hetero_pp.program.report.replica_state import ReplicaState
 from hetero_pp.program.report.round_lines import format_amount, joined_line, waiting_line
-from hetero_pp.program.report.state import Presence, RunState
+from hetero_pp.program.report.state import MemberPresence, RunState
 from hetero_pp.program.report.tables import PlainTable, format_loss, format_two, heads_of
 
 ROWS_BESIDE_LINKS = 13
@@ -91,22 +91,22 @@ def trouble_lines(state: RunState, now: float) -> Iterator[str]:
 
     An optional replica in which nobody is any more is no trouble.
     """
-    pause, given_up = state.standings.pause, state.standings.given_up
+    pause, given_up = state.membership_state.pause, state.membership_state.given_up
     if pause is not None:
         seconds = format_seconds(round(max(0.0, now - pause.start)))
         yield f"round {pause.round} pauses for {seconds}: {pause.cause}"
-    nobody = (Presence.VACANT, Presence.MISSING)
+    nobody = (MemberPresence.VACANT, MemberPresence.MISSING)
     optional = [replica for replica in state.spec.replicas_ever if replica.optional]
     left = [one for one in optional if all(state.presence(name) in nobody for name in one.members)]
-    empty = {place for replica in left for place in replica.members}
-    away = {place: cause for place, cause in state.standings.vacant.items() if place not in empty}
-    vacant = {place: f"{cause}; its slot is vacant" for place, cause in away.items()}
+    empty = {slot for replica in left for slot in replica.members}
+    away = {slot: cause for slot, cause in state.membership_state.vacant.items() if slot not in empty}
+    vacant = {slot: f"{cause}; its slot is vacant" for slot, cause in away.items()}
     causes = list((vacant | given_up).values())
     yield from causes[:ROWS_OF_TROUBLE]
     if len(causes) > ROWS_OF_TROUBLE:
         yield f"and {format_count(len(causes) - ROWS_OF_TROUBLE, 'more slot')} without a member"
-    if state.standings.unaudited is not None:
-        yield f"unaudited: {state.standings.unaudited}"
+    if state.membership_state.unaudited is not None:
+        yield f"unaudited: {state.membership_state.unaudited}"
     excluded = [f"{one.replica} is excluded: {one.excluded}" for one in state.scores.values() if one.excluded]
     yield from excluded[:ROWS_OF_TROUBLE]
     if len(excluded) > ROWS_OF_TROUBLE:

@@ -15,7 +15,7 @@ STILL_TOLD = 8
 
 
 @dataclass
-class Step:
+class StepReports:
     """One inner step of a replica, merged from the reports of its first and last stage."""
 
     loss: float | None = None
@@ -39,7 +39,7 @@ class ReplicaState:
     kind: str
     inner_steps: int | None
     """Inner steps of every round; None if they are not known beforehand."""
-    rounds: dict[int, dict[int, Step]] = field(default_factory=dict)
+    rounds: dict[int, dict[int, StepReports]] = field(default_factory=dict)
     """Steps of recent rounds, by round and step number from 0."""
     settled: dict[int, SettledRound] = field(default_factory=dict)
     """Earlier rounds."""
@@ -62,7 +62,7 @@ class ReplicaState:
         """Merge one report of an inner step. A repeated report replaces itself."""
         if report.round in self.settled:
             return
-        step = self.rounds.setdefault(report.round, {}).setdefault(report.step, Step())
+        step = self.rounds.setdefault(report.round, {}).setdefault(report.step, StepReports())
         if report.HasField("loss"):
             step.loss = report.loss
         if report.tokens:
@@ -84,7 +84,7 @@ class ReplicaState:
             return
         told = self.rounds.setdefault(round_, {})
         for number in range(steps):
-            step = told.setdefault(number, Step())
+            step = told.setdefault(number, StepReports())
             if not step.tokens:
                 step.tokens = tokens
                 self.tokens += tokens
@@ -141,14 +141,14 @@ class ReplicaState:
         return self.round_loss(self._latest[0])
 
 
-def _length(steps: dict[int, Step]) -> int:
+def _length(steps: dict[int, StepReports]) -> int:
     return max(steps, default=-1) + 1
 
 
-def _losses(steps: dict[int, Step]) -> list[float]:
+def _losses(steps: dict[int, StepReports]) -> list[float]:
     return [math.nan if step.loss is None else step.loss for _, step in sorted(steps.items())]
 
 
-def _mean(steps: dict[int, Step]) -> float | None:
+def _mean(steps: dict[int, StepReports]) -> float | None:
     known = [step.loss for step in steps.values() if step.loss is not None]
     return fmean(known) if known else None

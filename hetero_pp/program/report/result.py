@@ -16,7 +16,7 @@ from hetero_pp.program.report.output import say
 from hetero_pp.program.report.round_lines import divergence_line
 from hetero_pp.program.report.state import Divergence
 from hetero_pp.program.report.tables import PlainTable, format_bandwidth, format_loss
-from replica_groups.exchange.patience import listed
+from replica_groups.exchange.stall_detector import listed
 
 
 def print_result(console: Console, summary: Mapping[str, Any], folder: Path) -> None:
@@ -68,7 +68,7 @@ def _result_carried(what: str, ways: Sequence[str], carried: Sequence[Mapping[st
 def _result_lines(summary: Mapping[str, Any], folder: Path) -> Iterator[str]:
     first = sum(sum(rounds[0] for rounds in link["payload_bytes_per_round"].values()) for link in summary["links"])
     if first:
-        before = "The first snapshot and the evaluation of the initial weights"
+        before = "The first run checkpoint and the evaluation of the initial weights"
         yield f"{before} account for {format_bytes(first)} of the payload."
     contributions = summary["contributions"]
     bits = contributions["bits_per_value"]
@@ -115,7 +115,7 @@ _TIMES = {"restarts": "restarted", "taken_again": "joined again", "healed": "rec
 
 def _membership_events(summary: Mapping[str, Any]) -> Iterator[str]:
     """Yield lines about the membership events in a run's summary and their cost; none if there were no events."""
-    found, goodput = summary["standings"], summary["goodput"]
+    found, goodput = summary["membership_state"], summary["goodput"]
     for name, one in found["members"].items():
         counts = dict(one) | {"taken_again": max(0, one["taken_again"] - one["restarts"])}  # a restart joins once
         times = [f"{what} {format_times(counts[key])}" for key, what in _TIMES.items() if counts[key]]

@@ -13,7 +13,7 @@ from hetero_pp.program.report.tables import format_loss
 from hetero_pp.rpc.exchange_service import FIRST_TOLD
 from hetero_pp.run.hardware import hardware_of
 from hetero_pp.simulator.costs import step_flops
-from replica_groups.exchange.patience import listed, whom
+from replica_groups.exchange.stall_detector import listed, whom
 
 STALL_SECONDS = 60.0
 """Seconds without an inner step after which a member that trains, and sends heartbeats, is shown as stalled."""
@@ -122,13 +122,13 @@ def round_line(state: RunState, round_: int) -> str:
     """Return the line of a closed round: losses, seconds, excluded replicas, and missing losses with reasons."""
     replicas = state.of_round(round_)
     losses = ", ".join(f"{name} {format_loss(replica.round_loss(round_))}" for name, replica in replicas.items())
-    uncounted = state.standings.not_counted(round_)
+    uncounted = state.membership_state.not_counted(round_)
     unevaluated = {name: why for name, why in state.missing_losses(round_).items() if name not in uncounted}
     without = {"excluded": uncounted, "not evaluated": unevaluated}
     what = f"validation loss {_validation(state, round_)}, training loss {losses}"
     if state.spec.config.rehearsal is not None:
         what = "rehearsed"
-    seconds, counted = state.round_seconds(round_), state.standings.rounds[round_]
+    seconds, counted = state.round_seconds(round_), state.membership_state.rounds[round_]
     included = [replica for replica in state.spec.replicas_ever if replica.name in counted.counted]
     members = [member for replica in included for member in replica.members]
     speed = speeds(state, round_, members, counted.tokens, seconds)
@@ -170,7 +170,7 @@ def divergence_line(found: Sequence[Divergence]) -> str:
 def _validation(state: RunState, round_: int) -> str:
     """Format the mean validation loss; if some replicas could not report theirs, the losses of the others by name."""
     mean = state.mean_validation_loss(round_)
-    if mean is not None or not (state.standings.not_counted(round_) or state.missing_losses(round_)):
+    if mean is not None or not (state.membership_state.not_counted(round_) or state.missing_losses(round_)):
         return format_loss(mean)
     told = {name: replica.validation_loss.get(round_) for name, replica in state.of_round(round_).items()}
     return ", ".join(f"{name} {format_loss(loss)}" for name, loss in told.items())

@@ -37,10 +37,10 @@ from hetero_pp.messages.messages_pb2 import (
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.messages.report_bounds import ReportBounds, complaint
 from hetero_pp.program.report.carried import DirectionState, LinkState, lines_of
+from hetero_pp.program.report.membership_state import MembershipState
 from hetero_pp.program.report.pauses import Pauses
 from hetero_pp.program.report.replica_state import ReplicaState
 from hetero_pp.program.report.spent import Spent
-from hetero_pp.program.report.standings import Standings
 from hetero_pp.run.spec import RunSpec
 from replica_groups.exchange.tally import Tally
 
@@ -52,7 +52,7 @@ MOST_STEPS_SHOWN = 1_000_000
 """Most inner steps of a round whose number of steps is not known beforehand."""
 
 
-class Presence(StrEnum):
+class MemberPresence(StrEnum):
     MISSING = "missing"
     """It has not joined yet."""
     PRESENT = "present"
@@ -136,8 +136,10 @@ class RunState:
         """Recomputations that found something else than a replica had contributed."""
         self.diverged: dict[str, Divergence] = {}
         """Replicas that have diverged."""
-        self.standings = Standings(spec)
-        self.tally = Tally({name: member.replica.name for name, member in spec.members.items()}, self.standings.awaited)
+        self.membership_state = MembershipState(spec)
+        self.tally = Tally(
+            {name: member.replica.name for name, member in spec.members.items()}, self.membership_state.awaited
+        )
         """Counters of the whole run, also where reports of its beginning are missing."""
         self.spent = {name: Spent() for name in spec.members}
         """Seconds of each member's rounds."""
@@ -164,7 +166,7 @@ class RunState:
             self.started = report.time if self.started is None else min(self.started, report.time)
             self.latest = report.time if self.latest is None else max(self.latest, report.time)
             self._pauses.apply(report)
-            self.standings.apply(report)
+            self.membership_state.apply(report)
             self.tally.apply(report)
             match report.WhichOneof("event"):
                 case "begun":
@@ -210,14 +212,14 @@ class RunState:
                 case "so_far":
                     self._so_far(report.time, report.so_far)
                 case "waiting":
-                    self.waiting = report.waiting if report.waiting.missing or report.waiting.obstacle else None
+                    self.waiting = report.waiting if report.waiting.missing or report.waiting.store_error else None
                     self.waiting_told = report.time
         return True
 
     def _is_possible(self, report: Report) -> bool:
         """Return False for a round of the exchange that would take memory and time without bound."""
         event = report.WhichOneof("event")
-        if event not in ("round_closed", "round_verified", "standing"):
+        if event not in ("round_closed", "round_verified", "membership_event"):
             return True
         told, last = getattr(report, event), max(self._last_closed, self.rounds_planned) + ROUNDS_GAP_MAX
         if told.round > last or event != "round_closed":
@@ -356,8 +358,8 @@ class RunState:
         round or has since lost a member.
         """
         came = self.spec.needed.keys() | (self.joined & self.spec.members.keys())
-        vacant = self.standings.vacant.keys()
-        left = came - self._finished - vacant - self.standings.given_up.keys()
+        vacant = self.membership_state.vacant.keys()
+        left = came - self._finished - vacant - self.membership_state.given_up.keys()
         if self._over is not None:
             replicas = {name: member.replica.name for name, member in self.spec.members.items()}
             awaited = set(self._over.finishing) - {replicas[name] for name in vacant if name in replicas}
@@ -379,15 +381,15 @@ class RunState:
         """Members that have finished all their rounds."""
         return frozenset(self._finished)
 
-    def presence(self, member: str) -> Presence:
+    def presence(self, member: str) -> MemberPresence:
         """Return whether a member takes part now, and if not, why."""
-        if member in self.standings.given_up:
-            return Presence.GIVEN_UP
-        if self.standings.places[member].vacant is not None:
-            return Presence.VACANT
+        if member in self.membership_state.given_up:
+            return MemberPresence.GIVEN_UP
+        if self.membership_state.slots[member].vacant is not None:
+            return MemberPresence.VACANT
         if member in self._finished:
-            return Presence.FINISHED
-        return Presence.PRESENT if member in self.joined else Presence.MISSING
+            return MemberPresence.FINISHED
+        return MemberPresence.PRESENT if member in self.joined else MemberPresence.MISSING
 
     @property
     def has_begun(self) -> bool:
@@ -416,7 +418,7 @@ class RunState:
     @property
     def _steps_done(self) -> int:
         """Inner steps of the slowest required replica; if all are optional, of the fastest one."""
-        awaited = self.standings.awaited(self.rounds + 1)
+        awaited = self.membership_state.awaited(self.rounds + 1)
         needed = [self.replicas[name].steps_done for name in awaited if name in self.replicas]
         return min(needed) if needed else max((one.steps_done for one in self.replicas.values()), default=0)
 
@@ -460,7 +462,7 @@ class RunState:
 
     def of_round(self, round_: int) -> Mapping[str, ReplicaState]:
         """Return the replicas of a round: the required ones, and all optional ones that have ever joined."""
-        names = [replica.name for replica in self.standings.of_round(round_)]
+        names = [replica.name for replica in self.membership_state.of_round(round_)]
         return {name: self.replicas[name] for name in names if name in self.replicas}
 
     def mean_validation_loss(self, round_: int) -> float | None:
@@ -470,7 +472,7 @@ class RunState:
         """
         losses = {name: replica.validation_loss.get(round_) for name, replica in self.of_round(round_).items()}
         known = [loss for loss in losses.values() if loss is not None]
-        is_lacking = any(losses.get(name) is None for name in self.standings.awaited(round_))
+        is_lacking = any(losses.get(name) is None for name in self.membership_state.awaited(round_))
         return fmean(known) if known and not is_lacking else None
 
     def mean_validation_losses(self) -> dict[int, float]:
@@ -481,15 +483,15 @@ class RunState:
 
     def awaited_losses(self, round_: int) -> list[str]:
         """Return the required replicas that have not reported a validation loss after a round."""
-        awaited = [self.replicas[name] for name in self.standings.awaited(round_) if name in self.replicas]
+        awaited = [self.replicas[name] for name in self.membership_state.awaited(round_) if name in self.replicas]
         return [replica.name for replica in awaited if round_ not in replica.validation_loss]
 
     def contributing_members(self, round_: int) -> list[str]:
         """Return the members whose contributions a round waits for: an optional replica only while it is complete."""
-        gone = {self.standings.places[place].replica for place in self.standings.vacant}
+        gone = {self.membership_state.slots[slot].replica for slot in self.membership_state.vacant}
         return [
             member
-            for replica in self.standings.of_round(round_)
+            for replica in self.membership_state.of_round(round_)
             if not replica.optional or (replica.name in self.replicas and replica.name not in gone)
             for member in replica.members
         ]
@@ -500,7 +502,7 @@ class RunState:
         The share is an upper estimate: tokens that a killed process trained and did not report are missing from the
         total.
         """
-        counted, seconds = self.standings.counted_tokens, self.training_seconds()
+        counted, seconds = self.membership_state.counted_tokens, self.training_seconds()
         trained = sum(replica.trained.get(round_, 0) for replica in self.replicas.values() for round_ in self.closed)
         return counted / seconds if seconds > 0 else 0.0, min(1.0, counted / trained) if trained else None
 
@@ -514,12 +516,12 @@ class RunState:
         end = (self.latest or closed.time) if after is None else after.time
         overlap = self.spec.config.outer.overlap  # with overlap, a round is carried during this many further rounds
         since = self.closed.get(round_ - overlap, closed).time
-        why = {name: self.standings.gone(name, since, end) for name in untold}
+        why = {name: self.membership_state.gone(name, since, end) for name in untold}
         return {name: cause for name, cause in why.items() if cause is not None}
 
     def final_sha256(self) -> dict[str, str]:
         """Return the SHA-256 of each replica's parameters after the last round that all present ones reported."""
-        gone = {self.standings.places[place].replica for place in self.standings.vacant}
+        gone = {self.membership_state.slots[slot].replica for slot in self.membership_state.vacant}
         gone |= {name for name, replica in self.replicas.items() if name in self._optional and not replica.sha256}
         gone |= self.replicas.keys() - {replica.name for replica in self.spec.config.replicas}
         there = {name: replica for name, replica in self.replicas.items() if name not in gone} or self.replicas

@@ -33,7 +33,7 @@ def summary_of(state: RunState) -> dict[str, Any]:
             "training_seconds": seconds,
             "tokens_per_second": state.tokens_per_second(),
             "goodput": dict(zip(("tokens_per_second", "share"), state.goodput(), strict=True)),
-            "standings": {"participation": state.tally.participation} | state.standings.summary(),
+            "membership_state": {"participation": state.tally.participation} | state.membership_state.summary(),
             "refusals": state.refusals.total(),
             "refusals_by_kind": dict(sorted(state.refusals.items())),
             "refusals_told_by": dict(sorted(state.refusals_told.items())),
@@ -52,7 +52,7 @@ def _audit(state: RunState) -> dict[str, Any]:
         "failed_checks": [
             {"round": one.round, "replica": one.replica} | _fields(one.recomputed) for one in state.failed_checks
         ],
-        "unaudited": state.standings.unaudited or (None if is_judged else "no validator has judged a round"),
+        "unaudited": state.membership_state.unaudited or (None if is_judged else "no validator has judged a round"),
     }
     return {"audit": found} if any(found.values()) else {}
 

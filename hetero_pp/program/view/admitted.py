@@ -13,7 +13,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from hetero_pp.core.errors import HeteroPPError
-from hetero_pp.program.join.status import Known
+from hetero_pp.program.join.status import RunOfHost
 from hetero_pp.rpc.admission_client import status
 from hetero_pp.rpc.certificates import Identity, read_certificate
 from hetero_pp.rpc.tickets import ticket_of
@@ -28,7 +28,7 @@ Holders = Callable[[], Mapping[str, int] | None]
 """Returns slot -> number of the present holder with a ticket, 0 if there is none; None if it is not known."""
 
 
-class Door:
+class MemberAuthenticator:
     """One run: its authority, and the holders of its slots. May be used by many threads."""
 
     def __init__(self, identity: Identity, holders: Holders) -> None:
@@ -65,22 +65,24 @@ class Door:
             return self._holders
 
 
-def door_of(known: Known) -> Door:
+def authenticator_of(known: RunOfHost) -> MemberAuthenticator:
     """Return the door of a run. Its serving host has the holders of the slots on its disk; others ask the exchange."""
-    return Door(known.identity, partial(_on_disk, known.folder) if known.serves else partial(_told, known))
+    return MemberAuthenticator(
+        known.identity, partial(_on_disk, known.folder) if known.serves else partial(_told, known)
+    )
 
 
 def _on_disk(folder: RunFolder) -> Mapping[str, int] | None:
     if not folder.memberships.is_file():
         return {}
     with suppress(HeteroPPError), closing(Memberships(folder.memberships)) as memberships:
-        places = {holder.place for holder in memberships.holders()}
-        return {place: found.number for place in places if (found := memberships.held_by(place)) is not None}
+        slots = {holder.slot for holder in memberships.holders()}
+        return {slot: found.number for slot in slots if (found := memberships.held_by(slot)) is not None}
     return None
 
 
-def _told(known: Known) -> Mapping[str, int] | None:
+def _told(known: RunOfHost) -> Mapping[str, int] | None:
     with suppress(HeteroPPError):
         reply = status(known.address, known.identity, _SECONDS_TO_ANSWER)
-        return {place.name: place.holder for place in reply.places}
+        return {slot.name: slot.holder for slot in reply.slots}
     return None

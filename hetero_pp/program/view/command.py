@@ -11,11 +11,11 @@ from hetero_pp.core.errors import ConfigError, HeteroPPError
 from hetero_pp.core.ticket_text import is_ticket
 from hetero_pp.core.units import format_count
 from hetero_pp.program.join.membership import memberships_in
-from hetero_pp.program.join.status import Known, known_run, runs_at
+from hetero_pp.program.join.status import RunOfHost, known_run, runs_at
 from hetero_pp.program.report.output import announce
-from hetero_pp.program.view.admitted import Door, door_of
+from hetero_pp.program.view.admitted import MemberAuthenticator, authenticator_of
 from hetero_pp.program.view.exported import export_page
-from hetero_pp.program.view.record import Record
+from hetero_pp.program.view.record import RecordedRun
 from hetero_pp.program.view.run_view import Source
 from hetero_pp.program.view.serving import LOOPBACK, Served
 from hetero_pp.program.view.watched import Watched
@@ -33,15 +33,18 @@ def view(runs: Path, named: Sequence[str], listen: str, export: Path | None) -> 
     """
     folders = [_folder(runs.absolute(), name) for name in named]
     known = [] if is_loopback(listen) else [_known(folder) for folder in folders]
-    doors = [door_of(one) for one in known if one is not None]
-    show(sources_of(folders), listen, export, doors)
+    authenticators = [authenticator_of(one) for one in known if one is not None]
+    show(sources_of(folders), listen, export, authenticators)
 
 
 def show(
-    sources: Mapping[str, Source], listen: str = LOOPBACK, export: Path | None = None, doors: Sequence[Door] = ()
+    sources: Mapping[str, Source],
+    listen: str = LOOPBACK,
+    export: Path | None = None,
+    authenticators: Sequence[MemberAuthenticator] = (),
 ) -> None:
     """Serve the page of some sources until an interrupt, or write it to a file."""
-    served = None if export is not None else Served(sources, listen, doors)
+    served = None if export is not None else Served(sources, listen, authenticators)
     with ExitStack() as stack:
         for source in sources.values():
             source.start()
@@ -82,9 +85,9 @@ def sources_of(folders: Sequence[RunFolder]) -> dict[str, Source]:
 def _source(folder: RunFolder) -> Source:
     """Return the run of a folder: its record if this host has it, else what its exchange tells. Raises ConfigError."""
     if folder.config.is_file():
-        return Record(folder)
+        return RecordedRun(folder)
     for membership in memberships_in(folder):
-        own = RunFolder(folder.path, f"config-{membership.place}.yaml")
+        own = RunFolder(folder.path, f"config-{membership.slot}.yaml")
         if own.config.is_file():
             return Watched(read_run(own), membership, folder)
     raise ConfigError((), f"{folder.path}: found no record of a run and no membership, expected one of them")
@@ -97,7 +100,7 @@ def _folder(runs: Path, name: str) -> RunFolder:
     return runs_at(runs, name)[0].folder
 
 
-def _known(folder: RunFolder) -> Known | None:
+def _known(folder: RunFolder) -> RunOfHost | None:
     """Return how this host authenticates to a run; None if it does not serve it and has not joined it."""
     with suppress(HeteroPPError):
         return known_run(folder)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from hetero_pp.messages.messages_pb2 import EXCLUDED, SUSPENDED, Doing, MemberRound, Report, Standing
+from hetero_pp.messages.messages_pb2 import EXCLUDED, SUSPENDED, Doing, MemberRound, MembershipEvent, Report
 from hetero_pp.program.report.replica_state import STILL_TOLD
 from hetero_pp.program.report.spent import PARTS, split
 from hetero_pp.program.report.state import RunState
@@ -100,7 +100,7 @@ def _means(members: dict[str, list[float]]) -> list[float]:
     return [fmean(times) for times in zip(*members.values(), strict=True)]
 
 
-class Followed:
+class FollowedReports:
     """Follows a run: its state, and what reports tell beyond it.
 
     Apply each report to `state` first, then give it to `take`. Readers hold `state.lock`.
@@ -162,8 +162,8 @@ class Followed:
                 self._changed_rounds.add(report.evaluation.round)
             case "round_closed":
                 self._closed(report)
-            case "standing":
-                self._happened(report.time, report.standing)
+            case "membership_event":
+                self._happened(report.time, report.membership_event)
             case "over":
                 self.has_told_the_end = True
         return bool(found)
@@ -227,14 +227,14 @@ class Followed:
         self.barred -= self.contributed[record.round].keys()
         self._changed_rounds.add(record.round)
 
-    def _happened(self, when: float, told: Standing) -> None:
+    def _happened(self, when: float, told: MembershipEvent) -> None:
         if told.what == EXCLUDED:
             self.barred.add(told.replica)
-        if told.what == SUSPENDED and told.place in self.members:
-            member = self.members[told.place]
+        if told.what == SUSPENDED and told.slot in self.members:
+            member = self.members[told.slot]
             member.is_suspended, member.since = True, when
-        if told.place in self.members and told.what != SUSPENDED:
-            self.members[told.place].since = when
+        if told.slot in self.members and told.what != SUSPENDED:
+            self.members[told.slot].since = when
 
     # ---- reading ----
 

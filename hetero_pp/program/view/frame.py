@@ -12,8 +12,8 @@ from hetero_pp.messages.messages_pb2 import CONTRIBUTING, Credit, Doing
 from hetero_pp.program.report.live_view import status_lines
 from hetero_pp.program.report.replica_state import ReplicaState
 from hetero_pp.program.report.spent import awaiting
-from hetero_pp.program.report.state import Presence, RunState
-from hetero_pp.program.view.followed import Followed, MemberDetails
+from hetero_pp.program.report.state import MemberPresence, RunState
+from hetero_pp.program.view.followed import FollowedReports, MemberDetails
 from hetero_pp.program.view.topology import SIDES
 
 _DOINGS: Mapping[Doing, str] = {
@@ -35,7 +35,7 @@ _LASTING = ("given_up", "vacant", "suspended", "finished")
 _HOPS = {Doing.WAITING_FOR_PREVIOUS: -1, Doing.WAITING_FOR_NEXT: 1}
 
 
-def frame_of(view: Followed, now: float) -> dict[str, Any]:
+def frame_of(view: FollowedReports, now: float) -> dict[str, Any]:
     """Return the frame at a time in seconds since the epoch. The caller holds the state's lock."""
     state = view.state
     done, total = state.progress_of_open_round(now)
@@ -55,13 +55,13 @@ def frame_of(view: Followed, now: float) -> dict[str, Any]:
         "lines": _lines(state, now),
         "exchange": {
             "missing": [] if waiting is None else [one.member for one in waiting.missing],
-            "obstacle": "" if waiting is None else waiting.obstacle,
+            "store_error": "" if waiting is None else waiting.store_error,
             "refusals": state.refusals.total(),
         },
     }
 
 
-def _phase(view: Followed) -> str:
+def _phase(view: FollowedReports) -> str:
     state = view.state
     if state.failed is not None or (view.outcome or "").startswith("failed"):
         return "failed"
@@ -69,7 +69,7 @@ def _phase(view: Followed) -> str:
         return "over"
     if not state.has_begun:
         return "joining"
-    if state.standings.pause is not None:
+    if state.membership_state.pause is not None:
         return "paused"
     if state.waiting is not None and (state.waiting.awaited != CONTRIBUTING or _trained(state)):
         return "waiting"
@@ -82,14 +82,14 @@ def _trained(state: RunState) -> bool:
     return done >= total
 
 
-def _member(view: Followed, name: str, details: MemberDetails) -> dict[str, Any]:
+def _member(view: FollowedReports, name: str, details: MemberDetails) -> dict[str, Any]:
     what, detail = _what(view.state, name, details)
     return {
         "state": what,
         "detail": detail,
         "since": view.since_start(details.since) if details.since is not None and what in _LASTING else None,
         "device": details.device,
-        "incarnation": view.state.standings.places[name].term,
+        "incarnation": view.state.membership_state.slots[name].incarnation,
         "round": details.round,
         "heard": None if details.heard is None else view.since_start(details.heard),
     }
@@ -97,10 +97,10 @@ def _member(view: Followed, name: str, details: MemberDetails) -> dict[str, Any]
 
 def _what(state: RunState, name: str, details: MemberDetails) -> tuple[str, str]:
     """Return what a member does, and the details in words."""
-    presence, standings = state.presence(name), state.standings
-    if presence is not Presence.PRESENT:
-        cause = standings.given_up.get(name) or standings.places[name].vacant or ""
-        return ("absent" if presence is Presence.MISSING else presence), cause
+    presence, membership_state = state.presence(name), state.membership_state
+    if presence is not MemberPresence.PRESENT:
+        cause = membership_state.given_up.get(name) or membership_state.slots[name].vacant or ""
+        return ("absent" if presence is MemberPresence.MISSING else presence), cause
     if details.is_suspended:
         return "suspended", "returns to the start of its round"
     if details.doing in _DOINGS:
@@ -119,8 +119,8 @@ def _awaited(state: RunState, name: str, doing: Doing) -> str:
     return f"waits for {members[(member.stage.index + _HOPS[doing]) % len(members)]}"
 
 
-def _replicas(view: Followed, now: float) -> dict[str, Any]:
-    state, vacant, replicas = view.state, view.state.standings.vacant, {}
+def _replicas(view: FollowedReports, now: float) -> dict[str, Any]:
+    state, vacant, replicas = view.state, view.state.membership_state.vacant, {}
     for replica in state.spec.replicas_ever:
         found = state.replicas.get(replica.name)
         numbers = dict.fromkeys(_NUMBERS) if found is None else _numbers(state, found, now)
@@ -150,7 +150,7 @@ def _numbers(state: RunState, replica: ReplicaState, now: float) -> Mapping[str,
     }
 
 
-def _state_of(view: Followed, replica: ReplicaSettings, vacant: Collection[str]) -> str:
+def _state_of(view: FollowedReports, replica: ReplicaSettings, vacant: Collection[str]) -> str:
     members = replica.members
     details = [view.members[member] for member in members if member in view.members]
     if view.state.finished.issuperset(members):
@@ -164,7 +164,7 @@ def _state_of(view: Followed, replica: ReplicaSettings, vacant: Collection[str])
     return "suspended" if any(member.is_suspended for member in details) else "training"
 
 
-def _links(view: Followed, now: float) -> dict[str, Any]:
+def _links(view: FollowedReports, now: float) -> dict[str, Any]:
     return {
         name: {
             side: _flow(

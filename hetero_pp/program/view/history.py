@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hetero_pp.program.compare import leaves
-from hetero_pp.program.view.followed import Followed
+from hetero_pp.program.view.followed import FollowedReports
 from hetero_pp.program.view.topology import topology_of
 
 MOST_CELLS = 20_000
@@ -14,7 +14,7 @@ _ALWAYS = 50
 """Newest rounds, which are always shown."""
 
 
-def history_of(view: Followed) -> dict[str, Any]:
+def history_of(view: FollowedReports) -> dict[str, Any]:
     """Return the history of a run, without its id. The caller holds the state's lock."""
     state = view.state
     spec = state.spec.with_changes(state.changes)
@@ -47,7 +47,7 @@ def _every(cells: int) -> int:
     return every
 
 
-def cost_of(view: Followed) -> dict[str, Any]:
+def cost_of(view: FollowedReports) -> dict[str, Any]:
     """Return what the run has used and reached so far: seconds, tokens, bytes, loss. None is unknown."""
     state = view.state
     means = state.mean_validation_losses()
@@ -67,11 +67,11 @@ def cost_of(view: Followed) -> dict[str, Any]:
     }
 
 
-def round_of(view: Followed, round_: int) -> dict[str, Any]:
+def round_of(view: FollowedReports, round_: int) -> dict[str, Any]:
     """Return a closed round, with a cell for each replica."""
     state, closed = view.state, view.state.closed[round_]
-    causes = state.standings.not_counted(round_)
-    names = dict.fromkeys([*state.standings.awaited(round_), *state.of_round(round_)])
+    causes = state.membership_state.not_counted(round_)
+    names = dict.fromkeys([*state.membership_state.awaited(round_), *state.of_round(round_)])
     return {
         "round": round_,
         "closed": view.since_start(closed.time),
@@ -83,10 +83,10 @@ def round_of(view: Followed, round_: int) -> dict[str, Any]:
     }
 
 
-def _cell(view: Followed, round_: int, name: str, cause: str | None) -> dict[str, Any]:
+def _cell(view: FollowedReports, round_: int, name: str, cause: str | None) -> dict[str, Any]:
     replica = view.state.replicas.get(name)
     return {
-        "state": view.state.standings.outcome(name, round_),
+        "state": view.state.membership_state.outcome(name, round_),
         "why": cause,
         "bytes": view.contributed.get(round_, {}).get(name),
         "training_loss": None if replica is None else replica.round_loss(round_),

@@ -10,8 +10,8 @@ from typing import Any
 from hetero_pp.core.bounded import read_json_object
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.program.view.command import show
-from hetero_pp.program.view.prediction import Measured, PredictedStep, measured_of_rehearsal, measured_of_run
-from hetero_pp.program.view.record import Record
+from hetero_pp.program.view.prediction import MeasuredStep, PredictedStep, measured_of_rehearsal, measured_of_run
+from hetero_pp.program.view.record import RecordedRun
 from hetero_pp.program.view.run_view import RunView
 from hetero_pp.run.changes import Given
 from hetero_pp.run.folder import RunFolder
@@ -25,7 +25,7 @@ def show_prediction(path: Path, overrides: Sequence[Given], runs: Path) -> None:
     file = ConfigFile(path, overrides)
     spec = spec_of(file)
     folders = [RunFolder(runs / name) for name in (spec.config.name, spec.config.rehearsal_name)]
-    record = next((Record(folder) for folder in folders if folder.config.is_file()), None)
+    record = next((RecordedRun(folder) for folder in folders if folder.config.is_file()), None)
     show({spec.config.name: Predicted(file, spec, record)})
 
 
@@ -34,7 +34,7 @@ class Predicted:
 
     predicts = True
 
-    def __init__(self, file: ConfigFile, spec: RunSpec, record: Record | None) -> None:
+    def __init__(self, file: ConfigFile, spec: RunSpec, record: RecordedRun | None) -> None:
         """Raises ConfigError for a topology that cannot be predicted."""
         self._record = record
         try:
@@ -50,7 +50,7 @@ class Predicted:
     def prediction(self) -> dict[str, Any]:
         return self._step.beside(self._measured())
 
-    def _measured(self) -> Measured:
+    def _measured(self) -> MeasuredStep:
         """Return what the run or the rehearsal measured so far."""
         record = self._record
         if record is not None and record.view.state.spec.config.rehearsal is None:
@@ -59,7 +59,7 @@ class Predicted:
             # It may still go on, or the file may be damaged.
             with suppress(OSError, ValueError, KeyError, TypeError, ZeroDivisionError):
                 return measured_of_rehearsal(read_json_object(record.folder.rehearsal), self._step.found)
-        return Measured({}, [])
+        return MeasuredStep({}, [])
 
     def start(self) -> None:
         if self._record is not None:

@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from hetero_pp.config.links import stage_link_name
-from hetero_pp.program.view.followed import Followed
+from hetero_pp.program.view.followed import FollowedReports
 from hetero_pp.run.alike import alike, label_of
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.prediction import Prediction, predict
@@ -17,7 +17,7 @@ _ENOUGH = 1e-9
 """Shortest gap, in seconds, that is drawn as waiting."""
 
 
-class Measured(NamedTuple):
+class MeasuredStep(NamedTuple):
     """Quantities by the names that the page shows, and how each member spends a mean step; empty if unknown."""
 
     values: Mapping[str, float]
@@ -33,7 +33,7 @@ class PredictedStep:
         self.found = predict(spec, timeline.of)
         self._step = step_of(spec, timeline.spans)
 
-    def beside(self, measured: Measured) -> dict[str, Any]:
+    def beside(self, measured: MeasuredStep) -> dict[str, Any]:
         """Return the prediction beside what was measured, in the form that the page reads."""
         return {
             "step_seconds": self.found.step_seconds,
@@ -98,7 +98,7 @@ def values_of(found: Prediction, measured: Mapping[str, float]) -> Iterator[dict
         yield {"name": name, "unit": unit, "predicted": predicted, "measured": measured.get(name)}
 
 
-def measured_of_rehearsal(found: Mapping[str, Any], predicted: Prediction) -> Measured:
+def measured_of_rehearsal(found: Mapping[str, Any], predicted: Prediction) -> MeasuredStep:
     """Return the values of a comparison. A rehearsed round is shorter, so the comparison concludes the run's round."""
     round_seconds = found["whole_run"]["round_seconds"]
     values = {
@@ -113,19 +113,19 @@ def measured_of_rehearsal(found: Mapping[str, Any], predicted: Prediction) -> Me
         for name, one in found["members"].items()
         if steps
     ]
-    return Measured(values, members)
+    return MeasuredStep(values, members)
 
 
-def measured_of_run(view: Followed) -> Measured:
+def measured_of_run(view: FollowedReports) -> MeasuredStep:
     """Return what a run took so far: the means over its closed rounds, of the slowest replica.
 
     The outer round is taken from the replica that waits least in it, because all others also wait for steps.
     """
     with view.state.lock:
-        return Measured(_of_run(view), list(_members_of_run(view)))
+        return MeasuredStep(_of_run(view), list(_members_of_run(view)))
 
 
-def _of_run(view: Followed) -> dict[str, float]:
+def _of_run(view: FollowedReports) -> dict[str, float]:
     state = view.state
     if not state.closed:
         return {}
@@ -148,7 +148,7 @@ def _mean(rounds: Sequence[dict[str, float | None]], *names: str) -> float:
     return fmean(known) if known else 0.0
 
 
-def _members_of_run(view: Followed) -> Iterator[dict[str, Any]]:
+def _members_of_run(view: FollowedReports) -> Iterator[dict[str, Any]]:
     """Yield the mean step of each member that has finished a round."""
     for name, spent in view.state.spent.items():
         steps = spent.rounds * (view.state.inner_steps or 0)

@@ -30,7 +30,7 @@ _SECONDS_UNTIL_STALE = 60.0
 _BYTES_OF_A_FULL_DISK = 2**20
 
 
-class Record:
+class RecordedRun:
     """The run in a folder. A thread follows its record until `close`. Implements Source."""
 
     predicts = False

@@ -9,7 +9,7 @@ from hetero_pp.core.errors import ConfigError
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.report.recorder import to_json
 from hetero_pp.program.report.state import RunState
-from hetero_pp.program.view.followed import Followed
+from hetero_pp.program.view.followed import FollowedReports
 from hetero_pp.program.view.frame import frame_of
 from hetero_pp.program.view.history import cost_of, history_of, round_of
 from hetero_pp.program.view.key_frames import KeyFrames
@@ -45,7 +45,7 @@ _SECONDS_BETWEEN_KEY_FRAMES, _SECONDS_PER_MEMBER = 0.5, 0.02
 """Interval of key frames at first: its minimum, and the share for each member. Frames of large runs cost more."""
 
 
-class RunView(Followed):
+class RunView(FollowedReports):
     """A followed run with its frames. All its methods may be called from any thread."""
 
     def __init__(self, state: RunState) -> None:

@@ -23,7 +23,7 @@ from hetero_pp.config.links import LOOPBACK_NAMES, is_loopback
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.files import write_whole
 from hetero_pp.core.sockets import host_and_port
-from hetero_pp.program.view.admitted import Door
+from hetero_pp.program.view.admitted import MemberAuthenticator
 from hetero_pp.program.view.broadcast import SECONDS_BETWEEN_FRAMES, Broadcast
 from hetero_pp.program.view.run_view import Source
 from hetero_pp.program.view.server import page_app
@@ -39,16 +39,18 @@ _SECONDS_BETWEEN_LOOKS = 10.0
 class Served:
     """The page at an open port."""
 
-    def __init__(self, sources: Mapping[str, Source], address: str = LOOPBACK, doors: Sequence[Door] = ()) -> None:
+    def __init__(
+        self, sources: Mapping[str, Source], address: str = LOOPBACK, authenticators: Sequence[MemberAuthenticator] = ()
+    ) -> None:
         """Open the port (0: any free one).
 
-        `doors`: the runs. Beyond loopback every caller has to show a certificate of a member of one of them. Callers
-        are shown this host's identity in the first one.
+        `authenticators`: the runs. Beyond loopback every caller has to show a certificate of a member of one of them.
+        Callers are shown this host's identity in the first one.
 
         Raises ConfigError for an address that cannot be opened, or without doors beyond loopback.
         """
         (host, port), is_local = host_and_port(address), is_loopback(address)
-        if not is_local and not doors:
+        if not is_local and not authenticators:
             found = "an address that others reach, and no certificate of a run by which to know its members"
             wanted = "127.0.0.1:PORT, or a run that this host serves or joined"
             raise ConfigError((), f"--listen {address}: found {found}, expected {wanted}")
@@ -63,7 +65,7 @@ class Served:
             lifespan="off",
             server_header=False,
             ws="none",
-            http="auto" if is_local else partial(_OfMembers, doors),  # type: ignore[arg-type]
+            http="auto" if is_local else partial(_OfMembers, authenticators),  # type: ignore[arg-type]
             timeout_keep_alive=20,
             timeout_graceful_shutdown=1,
             log_level="critical",  # it would log viewers that it cuts off as errors, between the lines of the run
@@ -71,7 +73,7 @@ class Served:
         )
         config.load()
         if not is_local:
-            config.ssl = _only_members([door.identity for door in doors])
+            config.ssl = _only_members([authenticator.identity for authenticator in authenticators])
         self._server = _Server(config, app.state.broadcasts)
 
     def run(self) -> None:
@@ -99,9 +101,9 @@ class Served:
 class _OfMembers(H11Protocol):
     """Connection of a member. It is cut once the run no longer admits its caller."""
 
-    def __init__(self, doors: Sequence[Door], *arguments: Any, **values: Any) -> None:
+    def __init__(self, authenticators: Sequence[MemberAuthenticator], *arguments: Any, **values: Any) -> None:
         super().__init__(*arguments, **values)
-        self._doors = doors
+        self._authenticators = authenticators
         self._watch: asyncio.Task[None] | None = None
 
     def connection_made(self, transport: Any) -> None:
@@ -123,7 +125,9 @@ class _OfMembers(H11Protocol):
         transport.abort()
 
     async def _is_admitted(self, certificate: bytes) -> bool:
-        return await asyncio.to_thread(lambda: any(door.admits(certificate) for door in self._doors))
+        return await asyncio.to_thread(
+            lambda: any(authenticator.admits(certificate) for authenticator in self._authenticators)
+        )
 
 
 class _Server(uvicorn.Server):

@@ -97,5 +97,5 @@ class Watched:
 
     def _new_view(self) -> RunView:
         view = RunView(RunState(self._spec))
-        view.own = (self._membership.place,)
+        view.own = (self._membership.slot,)
         return view

@@ -17,14 +17,14 @@ OF_A_LETTER = 0.02
 """Width of one letter as a share of the axis; labels also keep a gap of one letter."""
 
 
-class Place(NamedTuple):
+class AxisTick(NamedTuple):
     """Position and label of a value on the axis."""
 
     x: float
     name: str
 
 
-def places_of(values: Sequence[str]) -> list[Place]:
+def ticks_of(values: Sequence[str]) -> list[AxisTick]:
     """Return the position of each value as the user wrote it.
 
     Numbers, ratios and quantities are placed by size. If any value is none of these, all are placed in their order.
@@ -32,11 +32,11 @@ def places_of(values: Sequence[str]) -> list[Place]:
     numbers = [_number(value) for value in values]
     known = [number for number in numbers if number is not None]
     if len(known) < len(values):
-        return [Place(float(place), value) for place, value in enumerate(values)]
-    return [Place(number, value) for number, value in zip(known, values, strict=True)]
+        return [AxisTick(float(place), value) for place, value in enumerate(values)]
+    return [AxisTick(number, value) for number, value in zip(known, values, strict=True)]
 
 
-def lay_out(axes: Axes, places: Sequence[Place]) -> None:
+def lay_out(axes: Axes, places: Sequence[AxisTick]) -> None:
     """Scale the axis to the places, leave a margin at both ends, and label the places that have room."""
     known = sorted({place.x: place for place in places}.values())
     if not known:
@@ -55,7 +55,7 @@ def lay_out(axes: Axes, places: Sequence[Place]) -> None:
     axes.set_xticks([place.x for place in named], [place.name for place in named])
 
 
-def _with_room(places: Sequence[Place], is_logarithmic: bool) -> list[Place]:
+def _with_room(places: Sequence[AxisTick], is_logarithmic: bool) -> list[AxisTick]:
     """Return the places whose labels do not overlap: both ends first, then those with the shortest labels."""
     along = [math.log(place.x) if is_logarithmic else place.x for place in places]
     width = (along[-1] - along[0]) or 1.0

@@ -185,7 +185,7 @@ KINDS = ("lower", "equal", "grows", "proportional", "inverse_root", "at_least", 
 """Keys of a claim that state it."""
 
 
-class Clock(Settings):
+class ClockSettings(Settings):
     """A deployment that predicts how long rows would take."""
 
     run: str = Field(description="file of a run with `simulate.rows`, relative to this file")
@@ -309,7 +309,7 @@ class Experiment(Definition):
         description="rounds between measurements of the outer gradient: its norm, and the cosines of each replica's "
         "memory and the momentum of all",
     )
-    clock: Clock | None = Field(None, description="deployment that predicts the time of rows")
+    clock: ClockSettings | None = Field(None, description="deployment that predicts the time of rows")
     first_seed: int = Field(
         1, ge=1, description="first seed; larger than 1 if seeds of an earlier search must not be reused"
     )

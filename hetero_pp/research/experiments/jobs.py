@@ -66,7 +66,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Training:
+class RowTraining:
     """How rows are trained."""
 
     device: str = "cpu"
@@ -125,7 +125,7 @@ OnRound = Callable[[int, float], None]
 
 
 def train_job(
-    job: Job, training: Training, ranks: Ranks = ALONE, on_round: OnRound = lambda round_, loss: None
+    job: Job, training: RowTraining, ranks: Ranks = ALONE, on_round: OnRound = lambda round_, loss: None
 ) -> Outcome:
     """Train a row in this process, or with the other ranks of torchrun; the first rank stores the outcome.
 

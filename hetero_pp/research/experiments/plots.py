@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetero_pp.core.units import format_bytes, format_ratio
-from hetero_pp.research.experiments.axis import Place, lay_out, places_of
+from hetero_pp.research.experiments.axis import AxisTick, lay_out, ticks_of
 from hetero_pp.research.experiments.outcomes import Outcome, Outcomes
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 Row = Mapping[str, Any]
-Point = tuple[Place, float, float]
+Point = tuple[AxisTick, float, float]
 """Position on the horizontal axis, mean loss, standard deviation over seeds."""
 
 _FINAL_LOSS = "final validation loss, nats per token\n(mean over seeds; bars: standard deviation)"
@@ -159,7 +159,7 @@ def _draw_norm(axes: Axes, result: Mapping[str, Any]) -> None:
     orthogonal = sorted((count, row["uncorrelated"]["mean"]) for count, _, row in known)
     axes.plot(*zip(*orthogonal, strict=True), color="gray", linestyle=":", label="if contributions were uncorrelated")
     axes.set(ylim=(0, None), xlabel="replicas (k)", ylabel="norm of the outer gradient, mean over rounds")
-    lay_out(axes, [Place(count, str(count)) for count, *_ in known])
+    lay_out(axes, [AxisTick(count, str(count)) for count, *_ in known])
     _name_lines(axes)
 
 
@@ -191,7 +191,7 @@ def _draw_volume(axes: Axes, result: Mapping[str, Any], way: str) -> None:
         if not front or row["ours"]["mean"] < front[-1][1]:
             front.append((volume, row["ours"]["mean"]))
     axes.plot(*zip(*front, strict=True), color="gray", linestyle=":", zorder=0)
-    lay_out(axes, [Place(volume, format_bytes(1e6 * volume)) for volume, _, _ in known])
+    lay_out(axes, [AxisTick(volume, format_bytes(1e6 * volume)) for volume, _, _ in known])
     axes.set(xlabel=f"a replica sends in all rounds, {_WAYS[way]}", ylabel=_FINAL_LOSS)
 
 
@@ -215,7 +215,7 @@ def _draw_bytes(axes: Axes, result: Mapping[str, Any]) -> None:
             sizes.add(size)
         else:
             axes.axhline(loss, color=style["color"], linestyle="--")
-    lay_out(axes, [Place(size, format_bytes(size)) for size in sorted(sizes)])
+    lay_out(axes, [AxisTick(size, format_bytes(size)) for size in sorted(sizes)])
     axes.set(xlabel="bytes a token, hop and direction (dashed: not compressed)", ylabel=_FINAL_LOSS)
 
 
@@ -254,11 +254,11 @@ def _words_of_all(rows: Sequence[Row]) -> str:
     return re.sub(r"\S+ =(?=$| \S+ =)", "", words).strip()
 
 
-def _share(value: float) -> Place:
-    return Place(value, str(Fraction(value).limit_denominator(1000)))
+def _share(value: float) -> AxisTick:
+    return AxisTick(value, str(Fraction(value).limit_denominator(1000)))
 
 
-def _point(place: Place, row: Row) -> Point:
+def _point(place: AxisTick, row: Row) -> Point:
     return place, row["ours"]["mean"], row["ours"]["spread"] or 0.0
 
 
@@ -303,7 +303,7 @@ def _draw_trends(axes: Axes, trends: Sequence[Mapping[str, Any]]) -> None:
         axes.fill_between(widths, lows, highs, color=colour, alpha=0.1)
     axes.set(yscale="log", xlabel="width of the model (dots: seeds; stars: the paper)")
     axes.set_ylabel("final loss above no compression\n(lines: fitted laws; bands: their intervals)")
-    lay_out(axes, [Place(width, f"{width:g}") for width in {width for trend in trends for width in _widths(trend)}])
+    lay_out(axes, [AxisTick(width, f"{width:g}") for width in {width for trend in trends for width in _widths(trend)}])
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} %")
     axes.yaxis.set_minor_formatter(NullFormatter())
@@ -349,8 +349,8 @@ def _meaning(key: str) -> str:
     return f"{_MEANINGS[key]} ({key})" if key in _MEANINGS else key
 
 
-def _place(key: str, value: float) -> Place:
-    return Place(value, format_ratio(value) if key.endswith(".density") else f"{value:g}")
+def _place(key: str, value: float) -> AxisTick:
+    return AxisTick(value, format_ratio(value) if key.endswith(".density") else f"{value:g}")
 
 
 def _swept_panels(result: Mapping[str, Any]) -> list[Callable[[Axes], None]]:
@@ -366,7 +366,7 @@ def _draw_sweep(axes: Axes, result: Mapping[str, Any], cell: str) -> None:
     """
     known = [row for row, _ in _known(result)]
     said = dict.fromkeys(row["swept"][cell] for row in result["rows"] if cell in row.get("swept", {}))
-    places = dict(zip(said, places_of(list(said)), strict=True))
+    places = dict(zip(said, ticks_of(list(said)), strict=True))
     lines: dict[str, list[Point]] = defaultdict(list)
     for row in known:
         if cell in row.get("swept", {}):

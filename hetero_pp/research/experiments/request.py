@@ -16,7 +16,7 @@ from hetero_pp.data.settings import STREAMED
 from hetero_pp.research.experiments.catalog import Catalog
 from hetero_pp.research.experiments.clock import deployments_of
 from hetero_pp.research.experiments.corpus import with_tokenizer
-from hetero_pp.research.experiments.jobs import Training
+from hetero_pp.research.experiments.jobs import RowTraining
 from hetero_pp.research.experiments.rows import Setting
 from hetero_pp.research.experiments.sweep import swept
 
@@ -46,7 +46,7 @@ class Request:
     results: Path = RESULTS
     trains: bool = True
     """Whether rows are trained; if False, tables are written from the existing outcomes."""
-    training: Training = field(default_factory=Training)
+    training: RowTraining = field(default_factory=RowTraining)
     can_train: bool = True
     """Whether this machine has the scale's hardware."""
 

@@ -14,13 +14,13 @@ from queue import Queue
 from rich.console import Console
 
 from hetero_pp.program.launch.fork_server import fork_server, unheard
-from hetero_pp.research.experiments.jobs import Job, Training, train_job
+from hetero_pp.research.experiments.jobs import Job, RowTraining, train_job
 from hetero_pp.research.experiments.outcomes import Outcome
 from hetero_pp.research.experiments.row_progress import RowProgress, Told
 from replica_groups.engines.ranks import Ranks
 
 
-def train(jobs: Sequence[Job], training: Training, workers: int, console: Console) -> Mapping[str, str]:
+def train(jobs: Sequence[Job], training: RowTraining, workers: int, console: Console) -> Mapping[str, str]:
     """Train every job and return the errors of failed jobs by name. Ctrl-C stops at once and keeps finished rows."""
     failures: dict[str, str] = {}
     if not jobs:
@@ -69,7 +69,7 @@ def _tell(told: Queue[Told], index: int, round_: int, loss: float) -> None:
     told.put((index, round_, loss))
 
 
-def train_on_ranks(jobs: Sequence[Job], training: Training, ranks: Ranks, console: Console) -> None:
+def train_on_ranks(jobs: Sequence[Job], training: RowTraining, ranks: Ranks, console: Console) -> None:
     """Train every job in turn, together with the other ranks of torchrun; the first rank shows the progress."""
     if ranks.rank > 0:
         for job in jobs:

@@ -32,10 +32,10 @@ from hetero_pp.research.trainer.measurements import Measured
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.traffic import blob_sizes
 from replica_groups.audit.gauntlet.agreement import agreements, too_low, why
-from replica_groups.audit.gauntlet.book import RoundFacts, ScoreBook
 from replica_groups.audit.gauntlet.check import draw
 from replica_groups.audit.gauntlet.losses import SEQUENCES_OF_A_PAIR, copy_of, losses_of, median_of
 from replica_groups.audit.gauntlet.overlap import overlapping
+from replica_groups.audit.gauntlet.replica_scores import ReplicaScores, RoundFacts
 from replica_groups.engines.ranks import Ranks
 from replica_groups.exchange.limits import contribution_limits
 from replica_groups.exchange.magnitudes import bound, remembered_before
@@ -112,7 +112,7 @@ class HostileContributions(Contributions):
         self._limits = None if settings.bounds is None else contribution_limits(spec)
         if self._limits is not None:
             self._limits.begin(theta, 0)
-        self._book = None if settings.scores is None else ScoreBook(settings.scores, list(names))
+        self._book = None if settings.scores is None else ReplicaScores(settings.scores, list(names))
         self._forwards = 0
         """Sequences that one validator has evaluated, over all rounds."""
         self._contribution_bytes = max(sum(blobs.values()) for blobs in blob_sizes(spec).values())
@@ -172,7 +172,7 @@ class HostileContributions(Contributions):
         records = state["records"].items()
         self._records = {round_: RoundRecord.FromString(bytes.fromhex(record)) for round_, record in records}
         if self._settings.scores is not None:
-            self._book = ScoreBook.from_json(self._settings.scores, state["book"])
+            self._book = ReplicaScores.from_json(self._settings.scores, state["book"])
         self._forwards = state["forwards"]
 
     def _send(self, index: int, name: str, delta: Tensor, mean: Mean) -> DecodedTensor:
@@ -258,7 +258,7 @@ class HostileContributions(Contributions):
         self._records[self._round] = record
         return dict.fromkeys(record.left_out, 0.0) | {one.replica: scale_of(one) for one in record.contributions}
 
-    def _score(self, book: ScoreBook, included: frozenset[str]) -> None:
+    def _score(self, book: ReplicaScores, included: frozenset[str]) -> None:
         """Take the round into the book with the median losses of several validators, of which the first may lie.
 
         Replicas with a low score are excluded from the next round on.

@@ -324,7 +324,7 @@ def uncompressed_twin(replica: TableReplica) -> TableReplica:
     return twin
 
 
-def require_rounds_together(spec: RunSpec) -> None:
+def require_equal_rounds(spec: RunSpec) -> None:
     """Raise ConfigError unless all replicas start every round together, as measuring the bias needs."""
     told = "`bias_every` compares replicas that start a round together"
     if spec.config.outer.overlap:

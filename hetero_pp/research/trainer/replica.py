@@ -26,7 +26,7 @@ from hetero_pp.pipeline.coefficients import Symbols, noise_key
 from hetero_pp.research.attacks import Attack
 from hetero_pp.research.settings import AblationSettings, ablations_of, attack_of
 from hetero_pp.research.trainer.peers import Peer, peer_of
-from hetero_pp.run.snapshot import Snapshot
+from hetero_pp.run.checkpoint import RunCheckpoint
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from replica_groups.engines.plain import WholeReplica, whole_loss
 from stages.anchors import Anchors, anchors_of
@@ -172,18 +172,18 @@ def constraint_of(replica: ReplicaSettings) -> object:
     return None
 
 
-def build_whole(spec: RunSpec, member: MemberSpec, snapshot: Snapshot, device: torch.device) -> TableReplica:
-    """Build the whole replica to which `member` belongs, with the snapshot's parameters."""
+def build_whole(spec: RunSpec, member: MemberSpec, checkpoint: RunCheckpoint, device: torch.device) -> TableReplica:
+    """Build the whole replica to which `member` belongs, with the run checkpoint's parameters."""
     replica, inner, shape, total_steps = member.replica, spec.config.inner, spec.shape, spec.total_steps
     dtype = torch.bfloat16 if replica.precision == "bf16" else None  # `auto` is fp32 in tables, on every device
     module = build_filled(
-        shape, snapshot.parameters, device=device, compute_dtype=dtype, recomputes=replica.recompute == "layers"
+        shape, checkpoint.parameters, device=device, compute_dtype=dtype, recomputes=replica.recompute == "layers"
     )
     boundary, cuts, anchors, peer = None, [], [], None
     ablations = ablations_of(spec.config, replica)
     is_ablated = ablations != AblationSettings()
     if isinstance(replica, ParticipantsReplica):
-        basis = None if snapshot.basis is None else snapshot.basis.to(device)
+        basis = None if checkpoint.basis is None else checkpoint.basis.to(device)
         boundary = boundary_of(replica.boundary, shape.width, basis)
         if is_ablated:
             boundary = with_ablations(boundary, ablations)

@@ -38,7 +38,7 @@ from hetero_pp.research.trainer.measurements import (
     Measured,
     OuterGradient,
     contribution_bytes,
-    require_rounds_together,
+    require_equal_rounds,
 )
 from hetero_pp.research.trainer.participation import Weights, replicas_in, sequences_in, share_of, table_batches
 from hetero_pp.research.trainer.peers import average_peers, bytes_per_token
@@ -50,7 +50,7 @@ from hetero_pp.research.trainer.replica import (
     forward_of,
     grassmann_step,
 )
-from hetero_pp.run.snapshot import first_snapshot
+from hetero_pp.run.checkpoint import first_checkpoint
 from hetero_pp.run.spec import RunSpec
 from replica_groups.engines.plain import WholeReplica
 from replica_groups.engines.ranks import ALONE, CPU, Ranks
@@ -224,7 +224,7 @@ class AllReplicas:
     ) -> None:
         """The arguments are those of `train_fast`."""
         if every.bias is not None:
-            require_rounds_together(spec)
+            require_equal_rounds(spec)
         self.spec, self.ranks, self.every = spec, ranks, every
         self.research = research_of(spec.config)
         self.inner_steps = spec.config.inner.require_steps("tables are trained without a clock")
@@ -232,14 +232,14 @@ class AllReplicas:
         """Number of replicas on all ranks."""
         self.indices = ranks.mine(self.count)
         """Indices of the replicas on this rank; all indexed attributes below count only these."""
-        snapshot = first_snapshot(spec)
+        checkpoint = first_checkpoint(spec)
         firsts = {member.replica.name: member for member in reversed(spec.members.values())}
         everyone = [firsts[replica.name] for replica in spec.config.replicas]
         members = [everyone[index] for index in self.indices]
         self.settings: list[ReplicaSettings] = [member.replica for member in members]
         self.batches: list[SharedBatches] = [table_batches(spec, member, source)[0] for member in members]
         self.validation = [tokens.to(device) for tokens in table_batches(spec, everyone[0], source)[1]]
-        self.replicas = [build_whole(spec, member, snapshot, device) for member in members]
+        self.replicas = [build_whole(spec, member, checkpoint, device) for member in members]
         if ranks.world > 1 and any(replica.peer is not None for replica in self.replicas):
             raise ConfigError(
                 ("research", "ablations", "peer"), "found a peer's boundary on several ranks, expected one process"
@@ -247,7 +247,7 @@ class AllReplicas:
         self.is_compiled = compiles and can_compile(device)
         if self.is_compiled:
             compile_layers(replica.module for replica in self.replicas)
-        self.theta = {name: tensor.to(device, copy=True) for name, tensor in snapshot.parameters.items()}
+        self.theta = {name: tensor.to(device, copy=True) for name, tensor in checkpoint.parameters.items()}
         self.measured = Measured(spec, every, device, ranks.world)
         names = [own.name for own in self.settings]
         self.contributions = contributions_of(spec, names, self.theta, ranks, self.measured, self.batches)
@@ -385,7 +385,7 @@ class AllReplicas:
         """Run inner steps on the replicas that take part; return False if one of them diverged."""
         for step in steps:
             if self.outer.settings.source == "gradient":
-                self._step_together(step)
+                self._step_stacked(step)
                 continue
             for index in self.taking_part:
                 _, norm, _ = self.replicas[index].inner_step(self.batches[index].train(step), step)
@@ -421,7 +421,7 @@ class AllReplicas:
                 start = self.own_embeddings[index] if is_own else self.theta[name]
                 yield index, start - self.replicas[index].parameters[name]
 
-    def _step_together(self, step: int) -> None:
+    def _step_stacked(self, step: int) -> None:
         """Take one step of a synchronous method (`outer.source: gradient`).
 
         Het-PP (section 2.4) constrains the embedding of a compressed replica between two synchronizations: T_perp is

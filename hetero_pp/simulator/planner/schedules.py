@@ -20,7 +20,7 @@ from hetero_pp.core.units import format_bytes, format_count, format_names, forma
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.costs import SHOWN, assumption, hardware_of, unnamed
-from hetero_pp.simulator.events import Group, GroupClock, LineWay, inner_loops
+from hetero_pp.simulator.events import GroupClock, GroupOfEvents, LineWay, inner_loops
 from hetero_pp.simulator.fleets import Fleet, fleets_of
 from hetero_pp.simulator.planner.penalty import Rung
 from hetero_pp.simulator.planner.split import Array, Load, Sizes, best_split, part_of_stage, stage_bytes, stage_seconds
@@ -110,7 +110,7 @@ class Schedule:
         wire = self.fleet.message_bytes["activation"], self.fleet.message_bytes["gradient"]
         return 1 - (old[0] - new[0]) / wire[0], 1 - (old[1] - new[1]) / wire[1]
 
-    def _seconds(self, group: Group) -> float:
+    def _seconds(self, group: GroupOfEvents) -> float:
         clock = GroupClock(group, np.random.default_rng(self.spec.config.simulate.seed + 1))
         inner_loops([clock], [self.steps])
         clock.evaluate()

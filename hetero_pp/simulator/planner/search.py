@@ -31,7 +31,7 @@ from hetero_pp.simulator.planner.participants import Grouped, group_participants
 from hetero_pp.simulator.planner.penalty import Penalty, Rung, bits_per_token, ladder, penalty_of, rung_of
 from hetero_pp.simulator.planner.schedules import Schedule, describe, is_measured, schedules_of
 from hetero_pp.simulator.prediction import Prediction, predict
-from hetero_pp.simulator.waiting import Waiting, waiting, with_rounds_of
+from hetero_pp.simulator.waiting import ReplicaWaits, waiting, with_rounds_of
 
 AIM, CLOSE_TO_AIM = 0.97, 0.965
 """Utilization to reach without a target, and what is accepted for it."""
@@ -59,7 +59,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Boundary:
+class BoundaryChoice:
     """Boundary and schedule that were chosen for a group."""
 
     schedule: Schedule
@@ -72,7 +72,7 @@ class Boundary:
 
 
 @dataclass(frozen=True)
-class Row:
+class SearchRow:
     """The run with one boundary for all groups, and what it costs."""
 
     rung: Rung
@@ -110,15 +110,15 @@ class Result:
     penalty: Penalty | None
     """Expected penalty of the whole run; None if nothing is compressed."""
     compressed_share: float
-    predict_rows: Callable[[], Iterator[Row]]
+    predict_rows: Callable[[], Iterator[SearchRow]]
     """Predicts each of `rows`, which takes a while."""
     wanted: str = ""
     """Without a target: what AIM would have cost, if the plan stays below it."""
-    waits: Waiting | None = None
+    waits: ReplicaWaits | None = None
     """Replicas that wait in the planned run; with rounds of a given time, in the run that these replaced."""
 
     @cached_property
-    def rows(self) -> Sequence[Row]:
+    def rows(self) -> Sequence[SearchRow]:
         """Boundaries to choose from, the least lossy first; empty without groups that have boundaries."""
         return list(self.predict_rows())
 
@@ -237,17 +237,17 @@ def _free_rate(
     return found.tokens_per_second / found.utilization["relative"]
 
 
-def _as_it_is(replica: ReplicaSettings, ways: Sequence[Schedule]) -> Boundary:
+def _as_it_is(replica: ReplicaSettings, ways: Sequence[Schedule]) -> BoundaryChoice:
     """Return the boundary that a replica has, for a run that stays as it is."""
     if isinstance(replica, DatacenterReplica) or replica.stage_count == 1:
-        return Boundary(ways[0], None, ways[0].free_seconds, None)
+        return BoundaryChoice(ways[0], None, ways[0].free_seconds, None)
     rung = rung_of(replica.boundary, ways[0].spec.shape.width)
-    return Boundary(ways[0], rung, ways[0].seconds(rung), None)
+    return BoundaryChoice(ways[0], rung, ways[0].seconds(rung), None)
 
 
 def _rows(
-    config: RunConfig, vocabulary: int | None, classes: Classes, boundaries: Sequence[Boundary], fastest: float
-) -> Iterator[Row]:
+    config: RunConfig, vocabulary: int | None, classes: Classes, boundaries: Sequence[BoundaryChoice], fastest: float
+) -> Iterator[SearchRow]:
     """Yield the run with each boundary for all groups, and without those that are hardly faster than the one before."""
     groups = [one for one in boundaries if one.rung is not None]
     if not groups:
@@ -272,7 +272,7 @@ def _rows(
         ]
         rate = predict(RunSpec(_with_replicas(config, classes, changed), vocabulary)).tokens_per_second
         if chosen or rate >= WORTH_A_ROW * last:
-            yield Row(
+            yield SearchRow(
                 rung,
                 bits_per_token(rung, width) / 8,
                 rate,
@@ -300,10 +300,10 @@ def _fit_boundaries(
     free: float,
     target: float,
     fastest: float,
-) -> list[Boundary]:
+) -> list[BoundaryChoice]:
     """Return the least lossy boundary of each class with which the run meets the target, or comes close to it."""
 
-    def fitted(allowed: float) -> tuple[list[Boundary], float]:
+    def fitted(allowed: float) -> tuple[list[BoundaryChoice], float]:
         found = [_choose_boundary(ways, allowed, config.plan.few_bits) for ways in schedules]
         prediction = predict(RunSpec(_with_boundaries(config, classes, found), vocabulary))
         return found, prediction.tokens_per_second
@@ -340,7 +340,7 @@ def _least_lossy_seconds(ways: Sequence[Schedule]) -> float:
     return max(way.seconds(ladder(replica.boundary, way.spec.shape.width)[0]) for way in ways)
 
 
-def _with_boundaries(config: RunConfig, classes: Classes, found: Sequence[Boundary]) -> RunConfig:
+def _with_boundaries(config: RunConfig, classes: Classes, found: Sequence[BoundaryChoice]) -> RunConfig:
     return _with_replicas(config, classes, [one.schedule.with_boundary(one.rung) for one in found])
 
 
@@ -363,20 +363,20 @@ def _with_replicas(config: RunConfig, classes: Classes, replicas: Sequence[Repli
     return config.model_copy(update={"replicas": found})
 
 
-def _choose_boundary(ways: Sequence[Schedule], allowed: float, few_bits: bool) -> Boundary:
+def _choose_boundary(ways: Sequence[Schedule], allowed: float, few_bits: bool) -> BoundaryChoice:
     """Return the least lossy boundary whose round ends in time, with the first schedule that achieves it."""
     replica = ways[0].replica
     if isinstance(replica, DatacenterReplica) or replica.stage_count == 1:
-        return Boundary(ways[0], None, ways[0].free_seconds, None)
+        return BoundaryChoice(ways[0], None, ways[0].free_seconds, None)
     rungs = ladder(replica.boundary, ways[0].spec.shape.width, few_bits)
-    tried: list[Boundary] = []
+    tried: list[BoundaryChoice] = []
     for rung, spurned in zip(rungs, (None, *rungs), strict=False):
         for way in ways:
             if way.least_seconds(rung) <= allowed:
-                tried.append(Boundary(way, rung, way.seconds(rung), spurned))
+                tried.append(BoundaryChoice(way, rung, way.seconds(rung), spurned))
                 if tried[-1].seconds <= allowed:
                     return tried[-1]
-    tried = tried or [Boundary(way, rungs[-1], way.seconds(rungs[-1]), rungs[-2]) for way in ways]
+    tried = tried or [BoundaryChoice(way, rungs[-1], way.seconds(rungs[-1]), rungs[-2]) for way in ways]
     fastest = min(one.seconds for one in tried)
     return next(one for one in tried if one.seconds <= CLOSE * fastest)
 
@@ -432,7 +432,7 @@ def _replica_choices(
     config: RunConfig,
     vocabulary: int | None,
     classes: Classes,
-    boundaries: Sequence[Boundary],
+    boundaries: Sequence[BoundaryChoice],
     outer: OuterChoice,
     free: float,
     share: float,
@@ -464,7 +464,7 @@ def _replica_choices(
         yield _boundary_choice(label, found, spurned, share)
 
 
-def _boundary_choice(label: str, found: Boundary, spurned: float, share: float) -> Choice:
+def _boundary_choice(label: str, found: BoundaryChoice, spurned: float, share: float) -> Choice:
     """Describe a boundary; `spurned` is the utilization with the less lossy one that was not chosen."""
     assert found.rung is not None
     slowest = found.schedule.slowest(found.rung)
@@ -484,7 +484,7 @@ def describe_penalty(penalty: Penalty) -> str:
     return f"loss +{penalty.paper:.1%} (Het-PP Table 2, 512M; {ours})"
 
 
-def _limit(boundaries: Sequence[Boundary], outer: OuterChoice, free: float) -> str:
+def _limit(boundaries: Sequence[BoundaryChoice], outer: OuterChoice, free: float) -> str:
     """Return, as text, what costs most of the time that free links would save."""
     exposed = [max(0.0, one.seconds - free) for one in boundaries]
     worst = max(range(len(exposed)), key=exposed.__getitem__)

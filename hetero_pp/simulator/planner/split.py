@@ -15,7 +15,7 @@ import numpy as np
 from hetero_pp.config.topology import BoundarySettings
 from hetero_pp.model.transformer import EMBEDDING, ModelShape, block_of
 from hetero_pp.run.hardware import Hardware
-from hetero_pp.simulator.costs import NOTHING, Part, beside, cost_on
+from hetero_pp.simulator.costs import NOTHING, StagePart, boundary_numbers, cost_on
 from hetero_pp.simulator.memory import Trains, memory_of_part
 
 Array = np.ndarray
@@ -62,13 +62,15 @@ class Sizes:
         return cls(**numbers)
 
 
-def part_of_stage(shape: ModelShape, sizes: Sizes, stage: int, load: Load, layers: int) -> Part:
+def part_of_stage(shape: ModelShape, sizes: Sizes, stage: int, load: Load, layers: int) -> StagePart:
     first, last = stage == 0, stage == load.stages - 1
     parameters = layers * sizes.layer + first * sizes.embedding + last * sizes.head
-    return Part(layers, last, parameters, beside(shape, load.boundary, first) if load.stages > 1 else NOTHING)
+    return StagePart(
+        layers, last, parameters, boundary_numbers(shape, load.boundary, first) if load.stages > 1 else NOTHING
+    )
 
 
-def stage_bytes(shape: ModelShape, part: Part, load: Load, stage: int, hardware: Hardware) -> float:
+def stage_bytes(shape: ModelShape, part: StagePart, load: Load, stage: int, hardware: Hardware) -> float:
     """Return the bytes that a stage needs for its part, in the memory of its hardware."""
     accelerated = hardware.is_accelerator
     trains = Trains(

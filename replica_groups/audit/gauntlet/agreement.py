@@ -47,7 +47,7 @@ class SignCheck:
         every = math.ceil(sum(sizes) / MOST_PLACES)
         digests = sorted(blob.sha256 for one in record.contributions for blob in one.blobs)
         drawn = int.from_bytes(hashlib.sha256(b"".join(digests)).digest()) % every
-        comparison = _Comparison(names, every, drawn)
+        comparison = _SignCounts(names, every, drawn)
         for block, shapes in self._blocks.items():
             blobs = [self._received(record.round, name, block, fetch(name, block)) for name in names]
             for tensor in shapes:
@@ -85,13 +85,13 @@ def agreements(contributions: Mapping[str, Contribution]) -> dict[str, float]:
     too few places to tell the usual agreement from chance.
     """
     names = sorted(contributions)
-    comparison = _Comparison(names)
+    comparison = _SignCounts(names)
     for tensor in contributions[names[0]] if len(names) >= _FEWEST else ():
         comparison.add([contributions[name][tensor] for name in names])
     return comparison.agreements()
 
 
-class _Comparison:
+class _SignCounts:
     """Numbers of places of every pair of contributions that both keep, and that have equal signs in both."""
 
     def __init__(self, names: Sequence[str], every: int = 1, first: int = 0) -> None:

@@ -12,7 +12,7 @@ from hetero_pp.messages.messages_pb2 import ContributionEntry
 from hetero_pp.model.transformer import Shapes
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, DecodedTensor, decode_blob
-from replica_groups.audit.recompute.replica import Recomputed
+from replica_groups.audit.recompute.replica import RecomputedRound
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Comparison:
 
 
 def compare(
-    entry: ContributionEntry, differences: Mapping[str, float], again: Recomputed, tolerance: float
+    entry: ContributionEntry, differences: Mapping[str, float], again: RecomputedRound, tolerance: float
 ) -> Comparison:
     """Return the outcome for a contribution whose blocks have these relative differences."""
     block, largest = max(differences.items(), key=lambda one: one[1], default=("", 0.0))

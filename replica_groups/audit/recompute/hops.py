@@ -23,7 +23,7 @@ from hetero_pp.core.errors import MalformedMessage
 from hetero_pp.messages.messages_pb2 import StageMessages
 from hetero_pp.rpc.certificates import check_statement
 from replica_groups.audit.recompute.replica import ReplicaHere
-from stages.transcript import Place, Way, records_of
+from stages.transcript import GroupPosition, Way, records_of
 
 NO_HOLDERS: Mapping[str, int] = MappingProxyType({})
 """Holder numbers of members that were all started with the run's secret."""
@@ -47,7 +47,7 @@ class Blame:
 class _Compared:
     """The transcript of one stage beside that of its recomputation."""
 
-    place: Place
+    position: GroupPosition
     shown: StageMessages
     records: NDArray[np.void]
     """The stage's records [N]."""
@@ -56,7 +56,7 @@ class _Compared:
 
     @property
     def member(self) -> str:
-        return self.place.member
+        return self.position.member
 
     @property
     def first(self) -> int | None:
@@ -95,15 +95,15 @@ def blame(
     compared: dict[str, _Compared] = {}
     for stage, member in enumerate(here.members):
         if member in messages:
-            place = Place(here.spec.run, list(here.members), stage)
-            found = _compared(place, messages[member], here.members[member].message_digests(), tolerance)
+            position = GroupPosition(here.spec.run, list(here.members), stage)
+            found = _compared(position, messages[member], here.members[member].message_digests(), tolerance)
             if isinstance(found, Blame):
                 return found
             compared[member] = found
     guilty = [one for one in compared.values() if one.is_guilty]
     if guilty:
         first = min(guilty, key=lambda one: one.records[one.first]["step"])
-        what = "read another text, so it " if other_text and first.place.stage == 0 else ""
+        what = "read another text, so it " if other_text and first.position.stage == 0 else ""
         return Blame(first.member, f"{first.member} {what}{_sent(first)}")
     for member, one in compared.items():
         blocks = sorted(here.outers[member].blocks & set(differing))
@@ -117,16 +117,16 @@ def blame(
     return None
 
 
-def _compared(place: Place, data: bytes, expected: bytes, tolerance: float) -> _Compared | Blame:
+def _compared(position: GroupPosition, data: bytes, expected: bytes, tolerance: float) -> _Compared | Blame:
     """Compare a stage's transcript with its recomputation; blame it for a transcript of other messages."""
-    member, wanted = place.member, records_of(StageMessages.FromString(expected), tolerance > 0)
+    member, wanted = position.member, records_of(StageMessages.FromString(expected), tolerance > 0)
     try:
         records = records_of(shown := StageMessages.FromString(data), tolerance > 0)
     except (ValueError, DecodeError):
         return Blame(member, f"{member} showed {len(data)} bytes that are no transcript of messages")
     if len(records) != len(wanted) or any((records[key] != wanted[key]).any() for key in _KEY):
         return Blame(member, f"{member} showed {len(records)} messages, expected {len(wanted)} in schedule order")
-    return _Compared(place, shown, records, _differs(records, wanted, tolerance))
+    return _Compared(position, shown, records, _differs(records, wanted, tolerance))
 
 
 def _differs(records: NDArray[np.void], wanted: NDArray[np.void], tolerance: float) -> NDArray[np.bool_]:
@@ -175,7 +175,7 @@ class _Dispute:
             return Blame("", f"{receiver} says that {sender} sent {self.message} than {sender} says")
         is_forward = self.way is Way.RECEIVED_ACTIVATION
         statement = self.receiver.shown.from_previous if is_forward else self.receiver.shown.from_next
-        signed = self.receiver.place.signed(self.way, round_, generation, self.receiver.records)
+        signed = self.receiver.position.signed(self.way, round_, generation, self.receiver.records)
         try:
             holder = check_statement(statement, signed, sender, authority)
         except MalformedMessage:

@@ -29,12 +29,12 @@ from hetero_pp.model.transformer import shapes_by_block
 from hetero_pp.outer.apply_round import FetchBlob
 from hetero_pp.outer.step import parameter_sha256, parameters_sha256
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
-from hetero_pp.run.snapshot import Snapshot
+from hetero_pp.run.checkpoint import RunCheckpoint
 from hetero_pp.run.spec import RunSpec
 from replica_groups.audit.recompute.compare import Comparison, compare, difference
 from replica_groups.audit.recompute.evidence import VERSION, Evidence, this_machine, write_evidence
 from replica_groups.audit.recompute.hops import blame
-from replica_groups.audit.recompute.replica import Recomputed, RoundStart, recompute
+from replica_groups.audit.recompute.replica import RecomputedRound, RoundStart, recompute
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.showing import ARRIVED, AUTHORITY, ROUNDS_TO_SHOW, draw_key, evidence_key
 from replica_groups.member.committed_state import BEFORE, MESSAGES, load_state
@@ -168,7 +168,7 @@ class Recomputation:
         seen, number, own = drawn.seen, drawn.seen.record.round, drawn.contributed
         entry = next(one for one in seen.record.contributions if one.replica == drawn.replica)
         with _files(self._log, evidence_key(number, entry.replica)) as folder:
-            before = Snapshot(number - 1, seen.theta(), self._basis_of_run())
+            before = RunCheckpoint(number - 1, seen.theta(), self._basis_of_run())
             found, blobs = self.again(entry, number, before, own, folder)
         if found.is_equal:
             self._forget(number, entry.replica)
@@ -191,7 +191,12 @@ class Recomputation:
         return _judgement(number, entry.replica, found, evidence_key(number, entry.replica))
 
     def again(
-        self, entry: ContributionEntry, number: int, before: Snapshot, contributed: Mapping[str, bytes], shown: Path
+        self,
+        entry: ContributionEntry,
+        number: int,
+        before: RunCheckpoint,
+        contributed: Mapping[str, bytes],
+        shown: Path,
     ) -> tuple[Comparison, Mapping[str, bytes]]:
         """Compute a replica's round again from the checkpoints in the folder `shown`; return the outcome and the blobs.
 
@@ -216,7 +221,7 @@ class Recomputation:
         entry: ContributionEntry,
         number: int,
         contributed: Mapping[str, bytes],
-        again: Recomputed,
+        again: RecomputedRound,
         messages: Mapping[str, bytes],
         authority: str | None = None,
     ) -> Comparison:
@@ -243,13 +248,13 @@ class Recomputation:
         differing = [block for block, one in differences.items() if one > tolerance]
         is_text = "another text" in found.cause
         holders = {one.member: one.holder for one in entry.commitments}
-        named = blame(again.here, messages, differing, is_text, entry.epoch, authority, holders)
+        named = blame(again.here, messages, differing, is_text, entry.generation, authority, holders)
         return found if named is None else Comparison(found.difference, named.cause, named.member)
 
     def _basis_of_run(self) -> Tensor | None:
         """Return U, which never changes, from any run checkpoint."""
         if self._basis is None and self.spec.largest_rank is not None:
-            self._basis = self._log.read_snapshot(min(self._log.snapshots())).basis
+            self._basis = self._log.read_checkpoint(min(self._log.checkpoints())).basis
         return self._basis
 
     def _forget(self, number: int, replica: str) -> None:

@@ -164,7 +164,7 @@ def _linked(members: list[MemberSpec], seed: int) -> dict[str, LinkEnds]:
 
 
 @dataclass(frozen=True)
-class Recomputed:
+class RecomputedRound:
     """A replica's round that was computed again."""
 
     here: ReplicaHere
@@ -181,7 +181,7 @@ class Recomputed:
 
 def recompute(
     spec: RunSpec, replica: str, start: RoundStart, steps: int, source: Source | None, device: torch.device = CPU
-) -> Recomputed:
+) -> RecomputedRound:
     """Train a replica's round again. The tensors of `start` are not changed.
 
     Raises DamagedFile for a checkpoint that is not of its member, and ConfigError for one of another text. Raises
@@ -201,7 +201,7 @@ def recompute(
     except _OF_A_STATE as error:
         raise DamagedFile(f"the checkpoint of {replica} is not of its members ({error})") from None
     after = {name: _after(here, name, steps).sha256 for name in here.members}
-    return Recomputed(here, after, {name: text.digest() for name, text in texts.items()})
+    return RecomputedRound(here, after, {name: text.digest() for name, text in texts.items()})
 
 
 def _built(spec: RunSpec, replica: str, start: RoundStart, source: Source | None, device: torch.device) -> ReplicaHere:

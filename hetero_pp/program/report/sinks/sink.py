@@ -43,7 +43,7 @@ class Sink(Protocol):
 
 
 @dataclass(frozen=True)
-class Kept:
+class ServiceRun:
     """A run of a service, which every start of a run continues."""
 
     id: str
@@ -53,7 +53,7 @@ class Kept:
     """Whether the run was there before."""
 
     @classmethod
-    def at(cls, folder: Path) -> Kept:
+    def at(cls, folder: Path) -> ServiceRun:
         """Return what a folder keeps. Without a file `id` there, another id is drawn and kept. Raises OSError."""
         file = folder / "id"
         if file.is_file():
@@ -64,7 +64,7 @@ class Kept:
         return cls(drawn, folder, goes_on=False)
 
 
-MakeSink = Callable[[RunState, Kept], Sink]
+MakeSink = Callable[[RunState, ServiceRun], Sink]
 
 BOARDS = {"wandb": "WandbSink", "trackio": "TrackioSink"}
 """Name of an extra and its package -> class of the sink, in the module NAME_sink."""
@@ -94,7 +94,7 @@ class OptionalSink:
         self._has_earlier = False
         """Whether the service has what is told again until `go_on`."""
         try:
-            kept = Kept.at(folder)
+            kept = ServiceRun.at(folder)
             self._has_earlier = kept.goes_on
             self._sink = make(state, kept)
         except Exception as error:  # noqa: BLE001 (another program's bug or absence must not fail the run)

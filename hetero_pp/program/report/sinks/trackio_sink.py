@@ -7,14 +7,14 @@ from contextlib import redirect_stdout
 
 import trackio
 
-from hetero_pp.program.report.sinks.sink import PROJECT, Kept, Scalar
+from hetero_pp.program.report.sinks.sink import PROJECT, Scalar, ServiceRun
 from hetero_pp.program.report.state import RunState
 
 
 class TrackioSink:
     """Logs curves to trackio's folder, which TRACKIO_DIR sets."""
 
-    def __init__(self, state: RunState, kept: Kept) -> None:
+    def __init__(self, state: RunState, kept: ServiceRun) -> None:
         config = state.spec.with_changes(state.changes).latest
         with redirect_stdout(io.StringIO()):  # it prints colours even to a pipe
             self._run = trackio.init(

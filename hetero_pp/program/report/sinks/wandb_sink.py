@@ -6,7 +6,7 @@ import os
 
 import wandb
 
-from hetero_pp.program.report.sinks.sink import PROJECT, Kept, Scalar
+from hetero_pp.program.report.sinks.sink import PROJECT, Scalar, ServiceRun
 from hetero_pp.program.report.state import RunState
 
 _SECONDS = 30.0
@@ -16,7 +16,7 @@ _SECONDS = 30.0
 class WandbSink:
     """Logs each curve over its own axis. Nothing but curves and the configuration leaves this machine."""
 
-    def __init__(self, state: RunState, kept: Kept) -> None:
+    def __init__(self, state: RunState, kept: ServiceRun) -> None:
         """Raises wandb's errors if the service cannot be reached, or if the user has no key for it."""
         settings = wandb.Settings(
             console="off",

@@ -162,8 +162,8 @@ export function attentionTo(root, { history, frame }, choose) {
 }
 
 function messages(history, frame) {
-  const exchange = frame?.exchange?.obstacle
-    ? [{ item: "exchange:", text: `exchange: ${cut(frame.exchange.obstacle, 200)}` }]
+  const exchange = frame?.exchange?.store_error
+    ? [{ item: "exchange:", text: `exchange: ${cut(frame.exchange.store_error, 200)}` }]
     : [];
   const failed = history.outcome?.startsWith("failed") ? [{ text: history.outcome }] : [];
   const said = frame?.message && !["joining", "over"].includes(frame.phase) ? [{ text: cut(frame.message, 200) }] : [];

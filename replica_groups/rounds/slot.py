@@ -1,4 +1,4 @@
-"""Slots (`Place`) and replicas: the holder of each slot, its incarnation, its presence, and its work.
+"""Slots and replicas: the holder of each slot, its incarnation, its presence, and its work.
 
 Time limits are learned from the run itself: the delay of late contributions, and the silence of members.
 """
@@ -70,15 +70,15 @@ class Silence:
 
 
 @dataclass
-class Place:
+class Slot:
     """Slot of a member: a stage of a group, or a datacenter replica."""
 
     name: str
     replica: str
-    term: int = 0
+    incarnation: int = 0
     """Highest claimed incarnation."""
     held: bool = False
-    presumed: bool = False
+    assumed_present: bool = False
     """Whether the slot is held according to an earlier coordinator, and nothing was heard of the holder yet."""
     process: str | None = None
     """Name of the holding process, if known."""
@@ -107,16 +107,16 @@ class Place:
     healed_for: int | None = None
     """Last round for which the slot recovered theta from the run log, under any holder."""
 
-    def take(self, term: int, process: str | None, now: float, rules: Rules) -> None:
+    def take(self, incarnation: int, process: str | None, now: float, rules: Rules) -> None:
         """Start an incarnation of the slot."""
-        self.term, self.process = term, process
-        self.held, self.presumed, self.lost, self.silent, self.is_guest = True, False, False, False, True
+        self.incarnation, self.process = incarnation, process
+        self.held, self.assumed_present, self.lost, self.silent, self.is_guest = True, False, False, False, True
         self.asked, self.progress, self.computes, self.differs = None, -1, False, False
         self.silence, self.stillness = Silence(rules.lease, now), Silence(rules.hang, now)
 
     def vacate(self) -> None:
         """Free the slot."""
-        self.held, self.presumed, self.lost, self.silent = False, False, False, False
+        self.held, self.assumed_present, self.lost, self.silent = False, False, False, False
         self.process, self.asked = None, None
 
     def is_there(self, now: float) -> None:
@@ -131,7 +131,7 @@ class Place:
 
     def hear(self, now: float, progress: int, computes: bool) -> None:
         """Note the progress that the member reports."""
-        self.presumed = False
+        self.assumed_present = False
         if progress != self.progress and self.computes and computes:
             self.stillness.sign(now)
         elif progress != self.progress or not computes:
@@ -170,7 +170,7 @@ class Replica:
     """All slots that together hold one copy of the model."""
 
     name: str
-    places: list[Place]
+    slots: list[Slot]
     round: int | None = None
     """Round that the replica trains or has contributed to; None while it reforms or waits for a round to open."""
 
@@ -186,24 +186,24 @@ class Replica:
     @property
     def has_guests(self) -> bool:
         """Whether the holder of any of its slots was admitted by a ticket, as far as is known."""
-        return any(place.is_guest for place in self.places)
+        return any(slot.is_guest for slot in self.slots)
 
     @property
-    def epoch(self) -> int:
+    def generation(self) -> int:
         """Generation of the replica: the sum of the incarnations of its slots, so it grows with each."""
-        return sum(place.term for place in self.places)
+        return sum(slot.incarnation for slot in self.slots)
 
     @property
     def alive(self) -> bool:
         """Whether every slot is held by a member that is heard."""
-        return False not in [place.held and not place.silent for place in self.places]
+        return False not in [slot.held and not slot.silent for slot in self.slots]
 
     @property
     def waits(self) -> bool:
         """Whether all its members wait for work."""
-        return self.alive and all(place.asked is not None for place in self.places)
+        return self.alive and all(slot.asked is not None for slot in self.slots)
 
 
-def with_name(place: str, cause: str) -> str:
+def with_name(slot: str, cause: str) -> str:
     """Return a cause that begins with the slot's name, such as `home.1 was killed by SIGKILL`."""
-    return cause if cause.startswith((f"{place} ", f"{place}:")) else f"{place}: {cause}"
+    return cause if cause.startswith((f"{slot} ", f"{slot}:")) else f"{slot}: {cause}"

@@ -11,7 +11,7 @@ import pytest
 
 from hetero_pp.core.errors import RunFailed
 from hetero_pp.messages.messages_pb2 import Report
-from hetero_pp.program.launch.together import launch_rehearsal
+from hetero_pp.program.launch.launch_rehearsal import launch_rehearsal
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
@@ -41,7 +41,7 @@ def _spec(folder: RunFolder, rounds: int, **top: object) -> RunSpec:
 def test_members_that_share_processes_take_part_in_every_round(tmp_path: Path) -> None:
     """The group's stages are divided: two are in one process, and the third in another."""
     folder, reports = RunFolder(tmp_path / "run"), list[Report]()
-    launch_rehearsal(_spec(folder, rounds=2), folder, reports.append, most_alone=4, most_together=2)
+    launch_rehearsal(_spec(folder, rounds=2), folder, reports.append, most_alone=4, most_in_all=2)
     closed = [report.round_closed for report in reports if report.HasField("round_closed")]
     assert [one.round for one in closed] == [1, 2]
     verified = [
@@ -63,5 +63,5 @@ def test_a_process_of_several_members_that_dies_ends_the_rehearsal(tmp_path: Pat
             os.kill(crowd.pid or 0, signal.SIGKILL)
 
     with pytest.raises(RunFailed, match=r"the process of few\.0 and 2 others ended with code -9"):
-        launch_rehearsal(spec, folder, on_report, most_alone=3, most_together=3)
+        launch_rehearsal(spec, folder, on_report, most_alone=3, most_in_all=3)
     assert not multiprocessing.active_children()

@@ -31,6 +31,7 @@ from hetero_pp.core.units import format_share
 from hetero_pp.messages.messages_pb2 import (
     GIVEN_UP,
     HEALED,
+    INCARNATION_OVER,
     INJECTED,
     LATE,
     LEFT_OUT,
@@ -38,18 +39,17 @@ from hetero_pp.messages.messages_pb2 import (
     RESTARTED,
     SILENT,
     SUSPENDED,
-    TERM_OVER,
     UNAUDITED,
     WENT_ON,
     Computes,
-    Happened,
+    MembershipEventKind,
     Over,
     Report,
 )
 from hetero_pp.program.report.events import line_of, reports_until
-from hetero_pp.program.report.happenings import Happenings
 from hetero_pp.program.report.live_view import live_view, trouble_lines
-from hetero_pp.program.report.own_rounds import OwnRounds
+from hetero_pp.program.report.membership_event_lines import MembershipEventLines
+from hetero_pp.program.report.own_round_lines import OwnRoundLines
 from hetero_pp.program.report.recorder import to_json
 from hetero_pp.program.report.result import print_result
 from hetero_pp.program.report.round_lines import round_line
@@ -64,17 +64,17 @@ LEFT = "no restart is left, so the run continues without it"
 RESTART = f"{KILLED}; restarting it (attempt 1 of 3 within 10 min)"
 
 
-def standing(time: float, what: Happened, **values: Any) -> Report:
+def membership_event(time: float, what: MembershipEventKind, **values: Any) -> Report:
     report = Report(time=time, member="exchange")
-    report.standing.what = what
+    report.membership_event.what = what
     for name, value in values.items():
-        setattr(report.standing, name, value)
+        setattr(report.membership_event, name, value)
     return report
 
 
-def joined(time: float, member: str, term: int) -> Report:
+def joined(time: float, member: str, incarnation: int) -> Report:
     report = Report(time=time, member=member)
-    report.joined.term = term
+    report.joined.incarnation = incarnation
     return report
 
 
@@ -90,10 +90,10 @@ def closed_without(time: float, round_: int, replica: str, late: bool = False) -
 
 def killed(time: float) -> Iterator[Report]:
     """Yield the reports of a killed stage. Its launcher reports first."""
-    home = {"replica": "home", "term": 1}
-    yield standing(time, RESTARTED, place="home.1", cause=RESTART)
-    yield standing(time, TERM_OVER, place="home.1", cause=KILLED, **home)
-    yield standing(time, SUSPENDED, place="home.0", cause=KILLED, **home)
+    home = {"replica": "home", "incarnation": 1}
+    yield membership_event(time, RESTARTED, slot="home.1", cause=RESTART)
+    yield membership_event(time, INCARNATION_OVER, slot="home.1", cause=KILLED, **home)
+    yield membership_event(time, SUSPENDED, slot="home.0", cause=KILLED, **home)
 
 
 def back(time: float) -> Report:
@@ -106,8 +106,8 @@ def there() -> list[Report]:
 
 
 def said(reports: list[Report], **changes: Any) -> list[str]:
-    happenings = Happenings(made_up_spec(**changes))
-    return [line for report in reports for line in happenings.lines(report)]
+    membership_event_lines = MembershipEventLines(made_up_spec(**changes))
+    return [line for report in reports for line in membership_event_lines.lines(report)]
 
 
 def text_of(renderable: object) -> str:
@@ -127,7 +127,7 @@ def test_nothing_is_shown_if_nothing_happened() -> None:
     state = state_of(reports)
     assert said(reports) == []
     assert round_line(state, 2).endswith("home 4.5000, 10 s")
-    found = summary_of(state)["standings"]
+    found = summary_of(state)["membership_state"]
     assert found.pop("participation") == 1.0
     assert not any(found.values())
     assert not any("Participation" in line or "joined" in line for line in result_of(state))
@@ -142,8 +142,10 @@ def test_a_stage_that_is_killed_and_comes_back_is_told_in_three_lines() -> None:
 
 
 def test_of_a_member_of_another_host_the_exchange_tells() -> None:
-    over = standing(START, TERM_OVER, place="dc", replica="dc", term=1, cause="nothing")
-    silent = standing(START, SILENT, place="dc", replica="dc", term=2, cause="no heartbeat arrived for 15 s")
+    over = membership_event(START, INCARNATION_OVER, slot="dc", replica="dc", incarnation=1, cause="nothing")
+    silent = membership_event(
+        START, SILENT, slot="dc", replica="dc", incarnation=2, cause="no heartbeat arrived for 15 s"
+    )
     assert said([*there(), over, joined(START, "dc", 2), silent]) == [
         "dc: nothing; its slot is vacant",
         "dc has joined again (incarnation 2)",
@@ -158,7 +160,7 @@ def test_a_member_that_joins_for_the_first_time_has_not_joined_again() -> None:
 def test_members_that_a_run_goes_on_with_have_not_joined_again() -> None:
     reports = [joined(START, "dc", 5), begun(START, 3)]
     assert said(reports) == []
-    assert summary_of(state_of(reports))["standings"]["members"] == {}
+    assert summary_of(state_of(reports))["membership_state"]["members"] == {}
 
 
 @pytest.mark.parametrize(
@@ -170,14 +172,14 @@ def test_members_that_a_run_goes_on_with_have_not_joined_again() -> None:
     ],
 )
 def test_what_becomes_of_a_late_contribution(returned: float, told: str) -> None:
-    late = standing(START, LATE, replica="dc", round=3)
+    late = membership_event(START, LATE, replica="dc", round=3)
     assert said([late], outer={"rounds": 2, "returned": returned}) == [f"dc was too late for round 3: {told}"]
 
 
 def test_with_keep_local_a_late_replica_trains_on() -> None:
-    late, outer = standing(START, LATE, replica="dc", round=3), {"rounds": 2, "keep_local": True}
+    late, outer = membership_event(START, LATE, replica="dc", round=3), {"rounds": 2, "keep_local": True}
     assert said([late], outer=outer) == ["dc was too late for round 3: it continues from its own parameters"]
-    (told,) = said([standing(START, LEFT_OUT, replica="dc", round=3)], outer=outer)
+    (told,) = said([membership_event(START, LEFT_OUT, replica="dc", round=3)], outer=outer)
     assert told.endswith(
         "to round 3 is far larger than expected and is excluded: 50 % of its contribution is restored to its error "
         "feedback"
@@ -186,12 +188,12 @@ def test_with_keep_local_a_late_replica_trains_on() -> None:
 
 def test_pauses_and_what_is_healed_or_given_up() -> None:
     reports = [
-        standing(START, PAUSED, round=2, cause="0 of 2 replicas are present, 1 are required"),
-        standing(START + 12, WENT_ON, round=2),
-        standing(START, HEALED, place="dc", round=1, cause="held a norm that differs from the run log"),
-        standing(START, GIVEN_UP, place="home.1", cause=f"{KILLED}; {LEFT}"),
+        membership_event(START, PAUSED, round=2, cause="0 of 2 replicas are present, 1 are required"),
+        membership_event(START + 12, WENT_ON, round=2),
+        membership_event(START, HEALED, slot="dc", round=1, cause="held a norm that differs from the run log"),
+        membership_event(START, GIVEN_UP, slot="home.1", cause=f"{KILLED}; {LEFT}"),
     ]
-    reports.append(standing(START, INJECTED, place="dc", cause="freeze of dc for 20 s (training)"))
+    reports.append(membership_event(START, INJECTED, slot="dc", cause="freeze of dc for 20 s (training)"))
     assert said(reports) == [
         "round 2 is paused: 0 of 2 replicas are present, 1 are required; it continues when more replicas join",
         "round 2 continues after 12 s",
@@ -209,7 +211,9 @@ def test_a_rounds_line_says_whom_it_does_not_count() -> None:
         f"round 1/2: validation loss dc 4.5000, home –, training loss dc –, home –, 0 ms; excluded: home ({KILLED})"
     )
     assert "excluded: dc was late" in round_line(state, 2)
-    state.apply(standing(START + 31, TERM_OVER, place="home.0", replica="home", term=1, cause="gone"))
+    state.apply(
+        membership_event(START + 31, INCARNATION_OVER, slot="home.0", replica="home", incarnation=1, cause="gone")
+    )
     assert round_line(state, 2).endswith("excluded: dc was late; not evaluated: home (home.0: gone)")
 
 
@@ -235,12 +239,14 @@ def test_a_replica_that_came_back_too_late_for_a_round() -> None:
 
 
 def test_the_live_view_says_who_is_gone_while_it_is() -> None:
-    state = state_of([*there(), *killed(START), standing(START, PAUSED, round=2, cause="1 of 2 replicas are there")])
+    state = state_of(
+        [*there(), *killed(START), membership_event(START, PAUSED, round=2, cause="1 of 2 replicas are there")]
+    )
     shown = text_of(live_view(state, START + 5, height=40))
     assert "round 2 pauses for 5 s: 1 of 2 replicas are there" in shown
     assert f"{KILLED}; its slot is vacant" in shown
     assert len(text_of(live_view(state, START + 5, height=18)).splitlines()) <= 18
-    state.apply(standing(START + 6, WENT_ON, round=2))
+    state.apply(membership_event(START + 6, WENT_ON, round=2))
     state.apply(back(START + 6))
     shown = text_of(live_view(state, START + 7, height=40))
     assert "pauses" not in shown
@@ -251,8 +257,8 @@ def test_an_optional_group_in_which_nobody_is_any_more_is_no_trouble() -> None:
     data = made_up_spec().config.model_dump(mode="json")
     data["replicas"][1]["optional"] = True
     spec = RunSpec(type(made_up_spec().config).model_validate(data), made_up_spec().shape.vocabulary)
-    slots = [{"place": f"home.{n}", "replica": "home", "term": 1, "cause": "it has left"} for n in (0, 1)]
-    left = [standing(START + 1, TERM_OVER, **slot) for slot in slots]
+    slots = [{"slot": f"home.{n}", "replica": "home", "incarnation": 1, "cause": "it has left"} for n in (0, 1)]
+    left = [membership_event(START + 1, INCARNATION_OVER, **slot) for slot in slots]
     for gone, lines in ((left[:1], 1), (left, 0)):
         state = state_of([*there(), *gone], spec)
         assert len(list(trouble_lines(state, START + 5))) == lines
@@ -272,18 +278,20 @@ def test_what_faults_cost_is_in_the_summary_and_at_the_end() -> None:
     reports += [inner_step(again + 2 + step, "home.0", "home", 1, step, tokens=100) for step in range(2)]
     reports += [
         with_tokens(closed_without(START + 20, 2, "home"), 200),
-        standing(START + 14, PAUSED, round=2, cause="few"),
-        standing(START + 18, WENT_ON, round=2),
+        membership_event(START + 14, PAUSED, round=2, cause="few"),
+        membership_event(START + 18, WENT_ON, round=2),
     ]
     reports += [one for one in made_up_round(2) if one.HasField("inner_step")]
     state = state_of(reports)
     found = summary_of(state)
-    assert found["standings"]["participation"] == 3 / 4
-    assert found["standings"]["not_counted"] == [{"round": 2, "replica": "home", "cause": "home did not take part"}]
-    assert found["standings"]["suspended"] == {"home": 1}
-    assert found["standings"]["pauses"] == [{"round": 2, "seconds": 4.0, "cause": "few"}]
-    home = {"taken_again": 1, "restarts": 1, "healed": 0, "term": 2, "gone": None}
-    assert found["standings"]["members"] == {"home.1": home}
+    assert found["membership_state"]["participation"] == 3 / 4
+    assert found["membership_state"]["not_counted"] == [
+        {"round": 2, "replica": "home", "cause": "home did not take part"}
+    ]
+    assert found["membership_state"]["suspended"] == {"home": 1}
+    assert found["membership_state"]["pauses"] == [{"round": 2, "seconds": 4.0, "cause": "few"}]
+    home = {"taken_again": 1, "restarts": 1, "healed": 0, "incarnation": 2, "gone": None}
+    assert found["membership_state"]["members"] == {"home.1": home}
     assert found["goodput"]["share"] == pytest.approx(600 / 1000)  # 200 of 1000 were trained twice, 200 excluded
     assert found["goodput"]["tokens_per_second"] == pytest.approx(600 / 20)
     assert found["replicas"][1]["tokens"] == 400
@@ -321,8 +329,8 @@ def test_what_is_told_twice_is_trained_once() -> None:
 def test_a_run_is_over_though_a_member_that_was_given_up_never_finished() -> None:
     reports = [one for one in made_up_reports() if not (one.HasField("finished") and one.member == "home.1")]
     assert not state_of(reports).is_over
-    assert state_of([*reports, standing(START + 1, GIVEN_UP, place="home.1", cause=KILLED)]).is_over
-    gone = standing(START + 1, TERM_OVER, place="home.1", replica="home", term=1, cause=KILLED)
+    assert state_of([*reports, membership_event(START + 1, GIVEN_UP, slot="home.1", cause=KILLED)]).is_over
+    gone = membership_event(START + 1, INCARNATION_OVER, slot="home.1", replica="home", incarnation=1, cause=KILLED)
     assert state_of([*reports, gone]).is_over
     assert not state_of([gone, *(finished(START, name) for name in ("dc", "home.0"))]).is_over  # rounds are left
 
@@ -341,26 +349,32 @@ def test_hashes_at_the_end_are_of_those_that_are_there() -> None:
     late = [one for one in made_up_reports() if not (one.HasField("round_verified") and one.round_verified.round == 2)]
     verified = [one for one in made_up_reports() if one.HasField("round_verified") and one.member == "exchange"]
     of_dc = [one for one in verified if one.round_verified.replica == "dc"]
-    state = state_of([*late, *of_dc, standing(START, TERM_OVER, place="home.1", replica="home", term=1, cause=KILLED)])
+    state = state_of(
+        [
+            *late,
+            *of_dc,
+            membership_event(START, INCARNATION_OVER, slot="home.1", replica="home", incarnation=1, cause=KILLED),
+        ]
+    )
     assert state.final_sha256() == {"dc": (bytes([2]) * 32).hex()}
 
 
 def test_metrics_name_what_happened_and_a_run_that_goes_on_tells_it_again(tmp_path: Path) -> None:
     spec, folder = made_up_spec(), RunFolder(tmp_path)
     reports = [*there(), *killed(START + 1), back(START + 2), closed_without(START + 8, 1, "home", late=True)]
-    reports.append(standing(START + 9, LATE, replica="home", round=2))
+    reports.append(membership_event(START + 9, LATE, replica="home", round=2))
     lines = [line_of(report) for report in reports]
-    assert [line["what"] for line in lines if line["event"] == "standing"] == [
+    assert [line["what"] for line in lines if line["event"] == "membership_event"] == [
         "restarted",
-        "term_over",
+        "incarnation_over",
         "suspended",
         "late",
     ]
     assert next(line["late"] for line in lines if line["event"] == "round_closed") == ["home"]
     write_whole(folder.metrics, "".join(f"{to_json(line)}\n" for line in lines).encode())
     again = reports_until(spec.config, folder, 1, lambda _: None)
-    assert [json.loads(to_json(line_of(one))) for one in again if one.HasField("standing")] == [
-        line for line in lines if line["event"] == "standing" and line["what"] != "late"
+    assert [json.loads(to_json(line_of(one))) for one in again if one.HasField("membership_event")] == [
+        line for line in lines if line["event"] == "membership_event" and line["what"] != "late"
     ]
     assert _after(spec, again).tally.participation is None  # its log has no record to report again
 
@@ -377,12 +391,12 @@ def test_participation_counts_each_missed_round_in_whatever_order_it_is_told() -
     now = [joined(START + 100, member, 3) for member in ("dc", "home.0", "home.1")]
     state = state_of([*now, *earlier, round_closed(START + 110, 2)])
     assert state.tally.participation == 3 / 4  # the summary names the missed round, too
-    assert not state.standings.vacant
+    assert not state.membership_state.vacant
 
 
 def test_a_host_shows_what_happens_to_others_and_goes_on_once() -> None:
     lines: list[str] = []
-    own = OwnRounds(made_up_spec(), ["dc"], lines.append)
+    own = OwnRoundLines(made_up_spec(), ["dc"], lines.append)
     for report in [so_far(START), *there()[:3], begun(START, 1), *killed(START + ROUND_SECONDS), begun(START + 20, 1)]:
         own.on_report(report)
     assert lines[1:] == [
@@ -405,7 +419,7 @@ def test_the_end_tells_what_audits_found() -> None:
     scores.scores.scores.add(replica="dc")
     scores.scores.scores.add(replica="home", excluded="low score")
     audited = [*there(), judged(START, 1, "dc", True), judged(START + 1, 1, "home", False), scores]
-    audited.append(standing(START + 3, UNAUDITED, cause="its disk is full"))
+    audited.append(membership_event(START + 3, UNAUDITED, cause="its disk is full"))
     lines = result_of(state_of([*audited, *made_up_reports()[3:]]))
     assert (
         "Audits: 2 rounds of replicas computed again, 1 differed from what was contributed (see metrics.jsonl)."

@@ -13,7 +13,7 @@ from hetero_pp.messages.messages_pb2 import BlobHeader
 
 Data = TypeVar("Data", bound=Sized)
 
-TOGETHER_BYTES_MAX = 4 << 20
+BATCH_BYTES_MAX = 4 << 20
 """Bytes of blobs in one deposit, at most. A larger blob is deposited alone."""
 FOLLOWING_BYTES_MAX, FOLLOWING_MAX = 4 << 20, 1_024
 """Bytes and number of blobs that follow the first one in the reply to a fetch, at most. None follow a larger blob.
@@ -27,7 +27,7 @@ def payload_bytes(header: BlobHeader) -> int:
     return header.size + sum(one.size for one in header.following)
 
 
-def together(blobs: Sequence[tuple[BlobHeader, bytes]]) -> tuple[BlobHeader, bytes]:
+def join_blobs(blobs: Sequence[tuple[BlobHeader, bytes]]) -> tuple[BlobHeader, bytes]:
     """Return one header, and the bytes of all blobs. They differ in block and size alone."""
     first, *rest = blobs
     header = BlobHeader()
@@ -37,7 +37,7 @@ def together(blobs: Sequence[tuple[BlobHeader, bytes]]) -> tuple[BlobHeader, byt
     return header, b"".join(data for _, data in blobs) if rest else first[1]
 
 
-def apart(header: BlobHeader, data: bytes) -> Iterator[tuple[BlobHeader, bytes]]:
+def split_blobs(header: BlobHeader, data: bytes) -> Iterator[tuple[BlobHeader, bytes]]:
     """Yield each blob of a deposit with a header of its own."""
     common, start = BlobHeader(), 0
     common.CopyFrom(header)
@@ -52,11 +52,11 @@ def apart(header: BlobHeader, data: bytes) -> Iterator[tuple[BlobHeader, bytes]]
 
 def batches(blobs: Iterable[tuple[str, Data]]) -> Iterator[list[tuple[str, Data]]]:
     """Yield blobs by block as they are made, those together that fit in one deposit. Only their lengths matter."""
-    batch, room = list[tuple[str, Data]](), TOGETHER_BYTES_MAX
+    batch, room = list[tuple[str, Data]](), BATCH_BYTES_MAX
     for block, data in blobs:
         if batch and len(data) > room:
             yield batch
-            batch, room = [], TOGETHER_BYTES_MAX
+            batch, room = [], BATCH_BYTES_MAX
         batch.append((block, data))
         room -= len(data)
     if batch:

@@ -19,7 +19,7 @@ CLOCK = " "
 """Subject of a change of the time at which something is due. No slot has such a name."""
 
 
-class Waits:
+class Notifier:
     """Waiting calls by subject: the name of a slot, or another text. All share one lock."""
 
     def __init__(self) -> None:

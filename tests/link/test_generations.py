@@ -27,9 +27,9 @@ SPEC = LinkSpec("home.0-1", "home.0", "home.1", LinkShape(), LinkShape())
 class Neighbours(Protocol):
     """Two neighbouring members: each can open its end for a generation, and give up earlier ones."""
 
-    def above(self, epoch: int) -> LinkEnd: ...
+    def above(self, generation: int) -> LinkEnd: ...
 
-    def below(self, epoch: int) -> LinkEnd: ...
+    def below(self, generation: int) -> LinkEnd: ...
 
     def give_up_above(self, before: int, cause: str) -> None: ...
 
@@ -44,11 +44,11 @@ class InOneProcess:
         self.give_up_above = self.give_up_below = self.link.give_up
         stack.callback(self.link.abort, "the test is over")
 
-    def above(self, epoch: int) -> LinkEnd:
-        return self.link.end("forward", epoch)
+    def above(self, generation: int) -> LinkEnd:
+        return self.link.end("forward", generation)
 
-    def below(self, epoch: int) -> LinkEnd:
-        return self.link.end("backward", epoch)
+    def below(self, generation: int) -> LinkEnd:
+        return self.link.end("backward", generation)
 
 
 class OverGrpc:
@@ -63,11 +63,11 @@ class OverGrpc:
         stack.callback(self.dialer.give_up, 1000, "the test is over")
         stack.callback(self.server.give_up, 1000, "the test is over")
 
-    def above(self, epoch: int) -> LinkEnd:
-        return self.dialer.dial(self.address, epoch, SECONDS)
+    def above(self, generation: int) -> LinkEnd:
+        return self.dialer.dial(self.address, generation, SECONDS)
 
-    def below(self, epoch: int) -> LinkEnd:
-        return self.server.accept(SECONDS, epoch)
+    def below(self, generation: int) -> LinkEnd:
+        return self.server.accept(SECONDS, generation)
 
 
 @pytest.fixture
@@ -93,10 +93,10 @@ def assert_works(one: LinkEnd, other: LinkEnd, step: int = 3) -> None:
         assert receiver.receive(SECONDS).header.step == step
 
 
-def test_a_newer_epoch_has_a_link_of_its_own_and_its_counts_go_on(neighbours: Neighbours) -> None:
-    for epoch in (0, 1, 5):
-        above, below = neighbours.above(epoch), neighbours.below(epoch)
-        assert_works(above, below, step=epoch)
+def test_a_newer_generation_has_a_link_of_its_own_and_its_counts_go_on(neighbours: Neighbours) -> None:
+    for generation in (0, 1, 5):
+        above, below = neighbours.above(generation), neighbours.below(generation)
+        assert_works(above, below, step=generation)
         above.send(Message(LinkHeader(step=99)))  # not received here: it must not come out of the next link
         for end in (above, below):
             end.abort("a stage is replaced")
@@ -104,7 +104,7 @@ def test_a_newer_epoch_has_a_link_of_its_own_and_its_counts_go_on(neighbours: Ne
     assert above.ledger.of_round(0).payload_bytes == 3 * 12
 
 
-def test_the_first_epoch_need_not_be_the_first(neighbours: Neighbours) -> None:
+def test_the_first_generation_need_not_be_the_first(neighbours: Neighbours) -> None:
     assert_works(neighbours.above(7), neighbours.below(7))
 
 
@@ -121,7 +121,7 @@ def test_who_moves_on_ends_the_link_for_its_neighbour(neighbours: Neighbours) ->
     assert neighbours.below(2).receive(SECONDS).header.step == 7
 
 
-def test_an_epoch_that_is_over_for_the_neighbour_is_none_to_go_on_with(neighbours: Neighbours) -> None:
+def test_an_generation_that_is_over_for_the_neighbour_is_none_to_go_on_with(neighbours: Neighbours) -> None:
     newer = neighbours.above(3)
     with pytest.raises(LinkClosed, match=r"home\.0 is at generation 3"):
         neighbours.below(2)
@@ -151,7 +151,7 @@ def test_giving_up_what_is_over_changes_nothing(neighbours: Neighbours) -> None:
 # ---- cases that only a network has ----
 
 
-def test_a_neighbour_of_an_older_epoch_is_refused_in_words_and_counts_as_no_stranger(over_grpc: OverGrpc) -> None:
+def test_a_neighbour_of_an_older_generation_is_refused_in_words_and_counts_as_no_stranger(over_grpc: OverGrpc) -> None:
     above, below = over_grpc.above(4), over_grpc.below(4)
     late = StageLinkDialer(LinkSide(SPEC, LinkCredentials("run"), SPEC.source, seed=1))
     with pytest.raises(LinkClosed, match="found generation 3, expected at least 4"):
@@ -194,7 +194,7 @@ def test_who_waits_is_woken_by_giving_up(over_grpc: OverGrpc) -> None:
                 waiter.result(SECONDS)
 
 
-def test_an_epoch_is_dialled_again_after_nobody_answered(over_grpc: OverGrpc) -> None:
+def test_an_generation_is_dialled_again_after_nobody_answered(over_grpc: OverGrpc) -> None:
     with pytest.raises(LinkTimeout):
         over_grpc.dialer.dial("127.0.0.1:1", 1, 0.1)
     assert_works(over_grpc.above(1), over_grpc.below(1))

@@ -14,118 +14,121 @@ from test_exchange import ROSTER, SETTINGS, SHAPE, _address, _blob, _deposits
 
 from hetero_pp.messages.messages_pb2 import CONTRIBUTING, FINISHING, JOINING, STORING, Report, Waiting
 from hetero_pp.rpc.exchange_service import FIRST_TOLD
-from hetero_pp.run.snapshot import Snapshot, initial_snapshot
+from hetero_pp.run.checkpoint import RunCheckpoint, initial_checkpoint
 from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
-from replica_groups.exchange.patience import NAMED, Expected, Patience, watched, whom
+from replica_groups.exchange.stall_detector import NAMED, Expected, StallDetector, watched, whom
 
 
-def _told(patience: Patience, expected: Expected, seconds: range) -> list[int]:
+def _told(detector: StallDetector, expected: Expected, seconds: range) -> list[int]:
     """Return the seconds of this range in which the monitor reports missing members."""
-    looks = {second: patience.look(expected, float(second)) for second in seconds}
+    looks = {second: detector.look(expected, float(second)) for second in seconds}
     return [second for second, waiting in looks.items() if waiting is not None and waiting.missing]
 
 
 def test_a_wait_is_told_at_growing_intervals() -> None:
     expected = Expected(CONTRIBUTING, 3, ["home.0"], 0)
-    assert _told(Patience(1e9), expected, range(2000)) == [10, 20, 40, 80, 160, 320, 640, 1240, 1840]
+    assert _told(StallDetector(1e9), expected, range(2000)) == [10, 20, 40, 80, 160, 320, 640, 1240, 1840]
 
 
 def test_after_a_wait_that_ended_only_one_twice_as_long_is_told() -> None:
     """If all rounds take half a minute, two lines are reported in total, not two per round."""
-    patience = Patience(1e9)
+    detector = StallDetector(1e9)
     lines = []
     for round_ in range(1, 20):
         expected = Expected(CONTRIBUTING, round_, ["home.0"], round_)
-        lines += _told(patience, expected, range(30 * round_, 30 * round_ + 30))
+        lines += _told(detector, expected, range(30 * round_, 30 * round_ + 30))
     assert lines == [40, 50]
-    assert _told(patience, Expected(CONTRIBUTING, 20, ["home.0"], 20), range(600, 1000)) == [660, 720, 840]
+    assert _told(detector, Expected(CONTRIBUTING, 20, ["home.0"], 20), range(600, 1000)) == [660, 720, 840]
 
 
 def test_the_end_of_a_wait_that_was_told_is_told_too() -> None:
-    patience = Patience(1e9)
-    assert patience.look(Expected(CONTRIBUTING, 1, ["home.0"], 0), 0.0) is None
-    assert patience.look(Expected(CONTRIBUTING, 1, ["home.0"], 0), FIRST_TOLD) is not None
-    over = patience.look(Expected(CONTRIBUTING, 1, ["home.0"], 1), 12.0)
+    detector = StallDetector(1e9)
+    assert detector.look(Expected(CONTRIBUTING, 1, ["home.0"], 0), 0.0) is None
+    assert detector.look(Expected(CONTRIBUTING, 1, ["home.0"], 0), FIRST_TOLD) is not None
+    over = detector.look(Expected(CONTRIBUTING, 1, ["home.0"], 1), 12.0)
     assert over is not None
     assert not over.missing
-    assert patience.look(Expected(CONTRIBUTING, 1, ["home.0"], 2), 13.0) is None
+    assert detector.look(Expected(CONTRIBUTING, 1, ["home.0"], 2), 13.0) is None
 
 
 def test_a_disk_that_fails_is_told_at_once_and_then_at_growing_intervals_and_no_member_is_blamed() -> None:
-    patience, lines = Patience(60.0), []
+    detector, lines = StallDetector(60.0), []
     for second in range(2000):
-        expected = Expected(CONTRIBUTING, 3, ["home.0"], 0, obstacle=("FILE: cannot be written", float(second)))
-        if (waiting := patience.look(expected, float(second))) is not None:
-            assert (waiting.awaited, waiting.obstacle, list(waiting.missing)) == (
+        expected = Expected(CONTRIBUTING, 3, ["home.0"], 0, store_error=("FILE: cannot be written", float(second)))
+        if (waiting := detector.look(expected, float(second))) is not None:
+            assert (waiting.awaited, waiting.store_error, list(waiting.missing)) == (
                 STORING,
                 "FILE: cannot be written",
                 [],
             )
             assert whom(waiting) == "paused: FILE: cannot be written"
             lines.append(second)
-        assert patience.lost(expected, float(second)) is None
+        assert detector.lost(expected, float(second)) is None
     assert lines == [0, 10, 20, 40, 80, 160, 320, 640, 1240, 1840]
-    over = patience.look(Expected(CONTRIBUTING, 3, ["home.0"], 0), 2000.0)
+    over = detector.look(Expected(CONTRIBUTING, 3, ["home.0"], 0), 2000.0)
     assert over is not None
-    assert (over.awaited, over.obstacle, over.seconds) == (STORING, "", 1999.0)
-    assert _told(patience, Expected(CONTRIBUTING, 3, ["home.0"], 0), range(2001, 2015)) == [2011]
+    assert (over.awaited, over.store_error, over.seconds) == (STORING, "", 1999.0)
+    assert _told(detector, Expected(CONTRIBUTING, 3, ["home.0"], 0), range(2001, 2015)) == [2011]
 
 
 def test_the_end_of_a_disk_failure_is_told_at_the_end_of_a_run_too() -> None:
     """The run may end before the next look."""
-    obstacle, told, paused = [("FILE: cannot be written", 5.0)], list[Waiting](), threading.Event()
+    store_error, told, paused = [("FILE: cannot be written", 5.0)], list[Waiting](), threading.Event()
 
     def tell(waiting: Waiting) -> None:
         told.append(waiting)
         paused.set()
 
     def expected() -> Expected:
-        return Expected(CONTRIBUTING, 3, [], 0, obstacle=obstacle[0] if obstacle else None)
+        return Expected(CONTRIBUTING, 3, [], 0, store_error=store_error[0] if store_error else None)
 
     with watched(expected, tell, pytest.fail, 60.0):
         assert paused.wait(TIMEOUT)
-        obstacle.clear()
-    assert [(one.awaited, one.obstacle, one.seconds) for one in told] == [
+        store_error.clear()
+    assert [(one.awaited, one.store_error, one.seconds) for one in told] == [
         (STORING, "FILE: cannot be written", 5.0),
         (STORING, "", 5.0),
     ]
 
 
 def test_a_disk_that_fails_for_a_moment_again_and_again_is_not_told_each_time() -> None:
-    patience, lines = Patience(60.0), 0
+    detector, lines = StallDetector(60.0), 0
     for second in range(1000):
-        obstacle = ("FILE: cannot be written", 0.5) if second % 2 else None
-        lines += patience.look(Expected(CONTRIBUTING, second, [], second, obstacle=obstacle), float(second)) is not None
+        store_error = ("FILE: cannot be written", 0.5) if second % 2 else None
+        lines += (
+            detector.look(Expected(CONTRIBUTING, second, [], second, store_error=store_error), float(second))
+            is not None
+        )
     assert lines == 2
 
 
 def test_it_gives_up_on_those_who_are_silent_only() -> None:
-    patience, heard = Patience(60.0), {"home.0": 55.0}
-    patience.look(Expected(CONTRIBUTING, 2, ["home.0", "home.1"], 0), 0.0)
+    detector, heard = StallDetector(60.0), {"home.0": 55.0}
+    detector.look(Expected(CONTRIBUTING, 2, ["home.0", "home.1"], 0), 0.0)
     expected = Expected(CONTRIBUTING, 2, ["home.0", "home.1"], 0, heard)
-    patience.look(expected, 100.0)
-    assert patience.lost(expected, 100.0) is None  # one of them is present, and may be slow
-    cause = patience.lost(expected, 115.0)
+    detector.look(expected, 100.0)
+    assert detector.lost(expected, 100.0) is None  # one of them is present, and may be slow
+    cause = detector.lost(expected, 115.0)
     assert cause is not None
     assert (
         "round 2 from home.0 (last heartbeat 1:00 ago), home.1: received nothing for 1:00 (`exchange.timeout`)" in cause
     )
-    assert patience.lost(Expected(CONTRIBUTING, 2, [], 0), 1e9) is None
+    assert detector.lost(Expected(CONTRIBUTING, 2, [], 0), 1e9) is None
 
 
 def test_a_line_names_some_and_counts_the_rest() -> None:
-    patience, names = Patience(1e9), [f"m{index}" for index in range(NAMED + 2)]
-    patience.look(Expected(JOINING, 0, names, 0), 0.0)
-    waiting = patience.look(Expected(JOINING, 0, names, 0), FIRST_TOLD)
+    detector, names = StallDetector(1e9), [f"m{index}" for index in range(NAMED + 2)]
+    detector.look(Expected(JOINING, 0, names, 0), 0.0)
+    waiting = detector.look(Expected(JOINING, 0, names, 0), FIRST_TOLD)
     assert waiting is not None
     assert whom(waiting) == f"waiting for {NAMED + 2} members to join: {', '.join(names[:NAMED])} and 2 more"
 
 
 @pytest.fixture(scope="module")
-def snapshot() -> Snapshot:
-    return initial_snapshot(SHAPE, rank=4, seed=1)
+def checkpoint() -> RunCheckpoint:
+    return initial_checkpoint(SHAPE, rank=4, seed=1)
 
 
 @pytest.fixture
@@ -134,7 +137,7 @@ def exchange(tmp_path: Path) -> Exchange:
     return Exchange("run", ROSTER, None, SETTINGS, log, rules=patient(ROSTER))
 
 
-def test_whom_an_exchange_waits_for(exchange: Exchange, snapshot: Snapshot) -> None:
+def test_whom_an_exchange_waits_for(exchange: Exchange, checkpoint: RunCheckpoint) -> None:
     """Members are awaited to join, to contribute and to finish. Each of these events counts as progress."""
     exchange.join("home.1", "")
     expected = exchange.overview.expected()
@@ -142,7 +145,7 @@ def test_whom_an_exchange_waits_for(exchange: Exchange, snapshot: Snapshot) -> N
     for member in ("home.0", "dc"):
         exchange.join(member, "")
     assert not exchange.overview.expected().missing  # the exchange itself is busy
-    exchange.begin(snapshot)
+    exchange.begin(checkpoint)
     expected = exchange.overview.expected()
     assert (expected.awaited, expected.round, list(expected.missing)) == (CONTRIBUTING, 1, list(ROSTER.members))
     for round_ in range(1, SETTINGS.rounds + 1):
@@ -151,7 +154,7 @@ def test_whom_an_exchange_waits_for(exchange: Exchange, snapshot: Snapshot) -> N
             before = exchange.overview.expected()
             assert member in before.missing
             assert before.round == round_
-            exchange.deposit(member, address, _blob(snapshot, address))
+            exchange.deposit(member, address, _blob(checkpoint, address))
             assert exchange.overview.expected().progress != before.progress
     expected = exchange.overview.expected()
     assert (expected.awaited, list(expected.missing)) == (FINISHING, list(ROSTER.members))
@@ -161,15 +164,15 @@ def test_whom_an_exchange_waits_for(exchange: Exchange, snapshot: Snapshot) -> N
     assert list(exchange.overview.expected().missing) == ["home.0", "home.1"]
 
 
-def test_inner_steps_are_progress_until_somebody_waits(exchange: Exchange, snapshot: Snapshot) -> None:
-    begin(exchange, snapshot)
+def test_inner_steps_are_progress_until_somebody_waits(exchange: Exchange, checkpoint: RunCheckpoint) -> None:
+    begin(exchange, checkpoint)
     assign_all(exchange)
     step = Report(member="home.0")
     step.inner_step.replica, step.inner_step.round = "home", 1
     before = exchange.overview.expected()
     exchange.report([step])
     assert exchange.overview.expected().progress != before.progress
-    exchange.deposit("dc", _address("dc", "norm"), _blob(snapshot, _address("dc", "norm")))
+    exchange.deposit("dc", _address("dc", "norm"), _blob(checkpoint, _address("dc", "norm")))
     before = exchange.overview.expected()
     exchange.report([step])
     after = exchange.overview.expected()
@@ -177,22 +180,22 @@ def test_inner_steps_are_progress_until_somebody_waits(exchange: Exchange, snaps
     assert after.heard["home.0"] > before.heard["home.0"]
 
 
-def test_a_heartbeat_tells_that_a_member_computes(exchange: Exchange, snapshot: Snapshot) -> None:
+def test_a_heartbeat_tells_that_a_member_computes(exchange: Exchange, checkpoint: RunCheckpoint) -> None:
     """A member that computes is slow; if all wait, the round has stalled. Steps are told as before."""
-    begin(exchange, snapshot)
+    begin(exchange, checkpoint)
     assign_all(exchange)
-    patience = Patience(1e9)
+    detector = StallDetector(1e9)
     for computing in (["dc", "home.1"], []):
         for progress, member in enumerate(ROSTER.members):
-            exchange.beat(member, 1, 2, progress, member in computing)
-        patience.look(exchange.overview.expected(), 0.0)
-        waiting = patience.look(exchange.overview.expected(), 100.0)
+            exchange.heartbeat(member, 1, 2, progress, member in computing)
+        detector.look(exchange.overview.expected(), 0.0)
+        waiting = detector.look(exchange.overview.expected(), 100.0)
         assert waiting is not None
         assert sorted(one.member for one in waiting.missing if one.computes) == computing
 
 
-def test_who_watches_some_members_hears_of_them_and_of_all(exchange: Exchange, snapshot: Snapshot) -> None:
-    begin(exchange, snapshot)
+def test_who_watches_some_members_hears_of_them_and_of_all(exchange: Exchange, checkpoint: RunCheckpoint) -> None:
+    begin(exchange, checkpoint)
     steps = [Report(member=member) for member in ROSTER.members]
     for step in steps:
         step.inner_step.round = 1
@@ -206,18 +209,18 @@ def test_who_watches_some_members_hears_of_them_and_of_all(exchange: Exchange, s
 
 
 def test_a_run_that_has_begun_is_never_given_up() -> None:
-    patience, expected = Patience(10.0), Expected(CONTRIBUTING, 2, ["a"], 0, is_bounded=False)
-    assert patience.look(expected, 0.0) is None
-    assert patience.lost(expected, 1e9) is None
-    assert patience.look(expected, 1e9) is not None
+    detector, expected = StallDetector(10.0), Expected(CONTRIBUTING, 2, ["a"], 0, is_bounded=False)
+    assert detector.look(expected, 0.0) is None
+    assert detector.lost(expected, 1e9) is None
+    assert detector.look(expected, 1e9) is not None
 
 
 def test_another_file_that_fails_is_told_in_place_of_the_first() -> None:
-    patience = Patience(10.0)
+    detector = StallDetector(10.0)
 
     def told(path: str, seconds: float) -> str | None:
-        waiting = patience.look(Expected(CONTRIBUTING, 2, ["a"], 0, obstacle=(path, seconds)), 0.0)
-        return None if waiting is None else waiting.obstacle
+        waiting = detector.look(Expected(CONTRIBUTING, 2, ["a"], 0, store_error=(path, seconds)), 0.0)
+        return None if waiting is None else waiting.store_error
 
     assert told("first", 100.0) == "first"
     assert told("first", 101.0) is None

@@ -18,11 +18,11 @@ from hetero_pp.core.errors import (
     AskAgain,
     DamagedFile,
     HeteroPPError,
+    IncarnationOver,
     Refused,
     RunFailed,
     StoreError,
     Suspended,
-    TermOver,
 )
 from hetero_pp.core.files import FIRST_PAUSE, LONGEST_PAUSE
 from hetero_pp.messages.messages_pb2 import BlobEntry, RoundRecord
@@ -31,8 +31,8 @@ from hetero_pp.rpc.exchange_service import IsAsked, always
 from replica_groups.exchange.limits import ContributionLimits
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.magnitudes import bound, remembered_before
-from replica_groups.exchange.patience import Obstacles
-from replica_groups.exchange.waits import CLOCK, EVERYBODY, Waits
+from replica_groups.exchange.notifier import CLOCK, EVERYBODY, Notifier
+from replica_groups.exchange.stall_detector import StoreErrors
 from replica_groups.rounds import events as e
 from replica_groups.rounds.coordinator import Coordinator
 from replica_groups.rounds.rules import Rules
@@ -46,7 +46,7 @@ _OVERSLEPT = 3.0
 OnEffect = Callable[[e.Effect], None]
 
 
-class Decisions:
+class CoordinatorRunner:
     """One coordinator, its clock and its store. Thread-safe; callers must not hold the lock."""
 
     def __init__(
@@ -65,11 +65,11 @@ class Decisions:
         `goes_on`: as in Coordinator; `trains_on`: as in magnitudes.bound.
         """
         self.log = log
-        self.waits = Waits()
+        self.notifier = Notifier()
         self.failure: str | None = None
-        self.obstacles = Obstacles()
-        terms = {place: term for place, term in log.terms().items() if place in rules.places}
-        self.coordinator = Coordinator(rules, clock(), terms, goes_on)
+        self.store_errors = StoreErrors()
+        incarnations = {slot: incarnation for slot, incarnation in log.incarnations().items() if slot in rules.slots}
+        self.coordinator = Coordinator(rules, clock(), incarnations, goes_on)
         self._clock, self._on_effect = clock, on_effect
         self._tokens_a_step, self._magnitudes, self._trains_on = tokens_a_step or {}, magnitudes, trains_on
         self.decide_by_audits: Callable[[RoundRecord], None] = lambda record: None
@@ -79,7 +79,7 @@ class Decisions:
         self._welcomed: dict[str, tuple[str, int]] = {}
         """Slot -> the process that took it last, and its incarnation."""
         self._assigned: dict[tuple[str, int], e.Assign] = {}
-        self._suspended: dict[tuple[str, int], e.Suspended] = {}
+        self._suspended: dict[tuple[str, int], e.Suspend] = {}
         self._records: dict[int, RoundRecord] = {}
         self._ended = False
         self._writing = threading.Lock()
@@ -92,7 +92,7 @@ class Decisions:
     @property
     def changed(self) -> threading.Condition:
         """The lock of all state, notified at every change."""
-        return self.waits.changed
+        return self.notifier.changed
 
     # ---- events and effects ----
 
@@ -107,11 +107,11 @@ class Decisions:
                 todo.extend(self._step(follows))
         return answers
 
-    def presume(self) -> None:
+    def assume_present(self) -> None:
         """Take the holders of slots under an earlier coordinator as present (Coordinator.presume)."""
         with self.changed:
-            self.coordinator.presume(self._clock())
-            self.waits.wake_all()
+            self.coordinator.assume_present(self._clock())
+            self.notifier.wake_all()
 
     def _step(self, event: e.Event) -> list[e.Effect]:
         with self.changed:
@@ -126,58 +126,58 @@ class Decisions:
     def _wake(self, event: e.Event, effects: Sequence[e.Effect]) -> None:
         """Wake the calls that an event concerns: those of its slot and of the slots that were told something."""
         if isinstance(event, e.Began | e.Recorded) or self.coordinator.is_through:
-            self.waits.wake_all()
+            self.notifier.wake_all()
         else:
-            self.waits.wake({place for one in (event, *effects) if (place := getattr(one, "place", None))})
+            self.notifier.wake({slot for one in (event, *effects) if (slot := getattr(one, "slot", None))})
         if (deadline := self.coordinator.deadline()) is not None and deadline < self._sleeps_until:
-            self.waits.wake([CLOCK])
+            self.notifier.wake([CLOCK])
 
     def _is_known(self, effect: e.Effect) -> bool:
         """Return whether a member was told this already, and has not acted on it yet."""
-        return isinstance(effect, e.Suspended) and self._suspended.get((effect.place, effect.term)) == effect
+        return isinstance(effect, e.Suspend) and self._suspended.get((effect.slot, effect.incarnation)) == effect
 
     def _note(self, effect: e.Effect) -> None:
         """Keep what calls wait for."""
         match effect:
-            case e.Welcome(place, process, term):
-                self._welcomed[place] = process, term
-            case e.Assign(place, term):
-                self._suspended.pop((place, term), None)
-                self._assigned[place, term] = effect
-            case e.Suspended(place, term):
-                self._suspended[place, term] = effect
-            case e.Fenced(place, term):
-                self._assigned.pop((place, term), None)
-                self._suspended.pop((place, term), None)
+            case e.Welcome(slot, process, incarnation):
+                self._welcomed[slot] = process, incarnation
+            case e.Assign(slot, incarnation):
+                self._suspended.pop((slot, incarnation), None)
+                self._assigned[slot, incarnation] = effect
+            case e.Suspend(slot, incarnation):
+                self._suspended[slot, incarnation] = effect
+            case e.Fenced(slot, incarnation):
+                self._assigned.pop((slot, incarnation), None)
+                self._suspended.pop((slot, incarnation), None)
             case e.Stop(cause):
                 self.fail(cause)
 
     def _do(self, effect: e.Effect) -> e.Event | None:
         """Carry out an effect in the store, and return the event that follows. Called without the lock."""
         match effect:
-            case e.Claim(place, term, process):
-                return self._claim(place, term, process)
-            case e.LookUp(place):
-                return self._look_up(place)
+            case e.ClaimSlot(slot, incarnation, process):
+                return self._claim(slot, incarnation, process)
+            case e.LookUp(slot):
+                return self._look_up(slot)
             case e.Write(record):
                 return self._write(record)
             case e.Look(round_):
                 return self._look(round_)
         return None
 
-    def _claim(self, place: str, term: int, process: str) -> e.Event:
-        operation = ("claim", place)
+    def _claim(self, slot: str, incarnation: int, process: str) -> e.Event:
+        operation = ("claim", slot)
         try:
-            is_first = self.log.claim_term(place, term)
+            is_first = self.log.claim_incarnation(slot, incarnation)
         except (HeteroPPError, OSError) as error:
-            self.obstacles.failed(operation, str(error))
-            return e.NotClaimed(place)
-        self.obstacles.over(operation)
-        return e.Claimed(place, term, process, is_first)
+            self.store_errors.failed(operation, str(error))
+            return e.NotClaimed(slot)
+        self.store_errors.over(operation)
+        return e.Claimed(slot, incarnation, process, is_first)
 
-    def _look_up(self, place: str) -> e.Event | None:
+    def _look_up(self, slot: str) -> e.Event | None:
         with contextlib.suppress(HeteroPPError, OSError):
-            return e.Noted(place, self.log.terms().get(place, 0))
+            return e.Noted(slot, self.log.incarnations().get(slot, 0))
         return None
 
     def _write(self, record: e.Record) -> e.Event:
@@ -192,7 +192,7 @@ class Decisions:
                 kept = self.log.create_record(message)
                 self._written = kept.round
         except (HeteroPPError, OSError) as error:
-            self.obstacles.failed(("record", record.round), str(error))
+            self.store_errors.failed(("record", record.round), str(error))
             return e.NotRecorded(record.round)
         return self._recorded(kept)
 
@@ -211,7 +211,7 @@ class Decisions:
         return None
 
     def _recorded(self, kept: RoundRecord) -> e.Event:
-        self.obstacles.over(("record", kept.round))
+        self.store_errors.over(("record", kept.round))
         with self.changed:
             self._records[kept.round] = kept
             wanted = {*remembered_before(kept.round + 1), kept.round}
@@ -222,7 +222,7 @@ class Decisions:
         """Return the record of a round that was closed a moment ago."""
         return self._records[round_]
 
-    def patiently(self, do: Callable[[], T]) -> T:
+    def retry(self, do: Callable[[], T]) -> T:
         """Do what needs the store, and retry while the store cannot be reached. Raises RunFailed."""
         pause, operation = FIRST_PAUSE, object()
         try:
@@ -230,13 +230,13 @@ class Decisions:
                 try:
                     return do()
                 except StoreError as error:
-                    self.obstacles.failed(operation, str(error))
+                    self.store_errors.failed(operation, str(error))
                 with self.changed:
                     self.changed.wait_for(lambda: self.failure is not None, pause)
                 self.require_alive()
                 pause = min(2 * pause, LONGEST_PAUSE)
         finally:
-            self.obstacles.over(operation)
+            self.store_errors.over(operation)
 
     # ---- what calls wait for ----
 
@@ -244,7 +244,7 @@ class Decisions:
         """Let every call that waits, and every later one, raise RunFailed."""
         with self.changed:
             self.failure = self.failure or cause
-            self.waits.wake_all()
+            self.notifier.wake_all()
 
     def require_alive(self) -> None:
         """Raise RunFailed if the run has failed."""
@@ -264,83 +264,85 @@ class Decisions:
             if subject is None:
                 self.changed.wait_for(is_due)
             else:
-                self.waits.wait_for(subject, is_due)
+                self.notifier.wait_for(subject, is_due)
             self.require_alive()
             if not is_asked() and not condition():
                 raise AskAgain("the caller disconnected, or has waited for the longest time of a call")
 
-    def wake(self, place: str) -> None:
+    def wake(self, slot: str) -> None:
         """Wake the waiting calls of a slot, because their caller may be gone."""
-        self.waits.wake([place])
+        self.notifier.wake([slot])
 
-    def wait_for_term(self, place: str, process: str, is_asked: IsAsked = always) -> int:
+    def wait_for_incarnation(self, slot: str, process: str, is_asked: IsAsked = always) -> int:
         """Wait until an applicant holds a slot; return its incarnation. Raises Refused if another has applied since."""
         with self.changed:
             self.wait_until(
-                lambda: self._term_of(place, process) is not None or not self.coordinator.applies(process, place),
+                lambda: self._incarnation_of(slot, process) is not None or not self.coordinator.applies(process, slot),
                 is_asked,
-                place,
+                slot,
             )
-            if (term := self._term_of(place, process)) is None:
-                raise Refused(f"{place}: another process has requested this slot in the meantime")
-            return term
+            if (incarnation := self._incarnation_of(slot, process)) is None:
+                raise Refused(f"{slot}: another process has requested this slot in the meantime")
+            return incarnation
 
-    def _term_of(self, place: str, process: str) -> int | None:
+    def _incarnation_of(self, slot: str, process: str) -> int | None:
         """Return the incarnation with which a process took a slot, if it was the last one to take it."""
-        newest, term = self._welcomed.get(place, ("", 0))
-        return term if newest == process else None
+        newest, incarnation = self._welcomed.get(slot, ("", 0))
+        return incarnation if newest == process else None
 
-    def wait_for_work(self, place: str, term: int, is_asked: IsAsked = always) -> e.Assign:
-        """Wait for the assignment of a member that has asked for work. Raises TermOver."""
+    def wait_for_work(self, slot: str, incarnation: int, is_asked: IsAsked = always) -> e.Assign:
+        """Wait for the assignment of a member that has asked for work. Raises IncarnationOver."""
         with self.changed:
             self.wait_until(
-                lambda: (place, term) in self._assigned or not self.coordinator.holds(place, term), is_asked, place
+                lambda: (slot, incarnation) in self._assigned or not self.coordinator.holds(slot, incarnation),
+                is_asked,
+                slot,
             )
-            self.require_term(place, term)
-            return self._assigned[place, term]  # and leave it: a call whose caller is gone may have waited, too
+            self.require_incarnation(slot, incarnation)
+            return self._assigned[slot, incarnation]  # and leave it: a call whose caller is gone may have waited, too
 
     def wait_for_record(
-        self, round_: int, place: str | None = None, term: int | None = None, is_asked: IsAsked = always
+        self, round_: int, slot: str | None = None, incarnation: int | None = None, is_asked: IsAsked = always
     ) -> RoundRecord:
         """Wait until a round is decided, and return its record.
 
-        For a member: raises TermOver, and Suspended if its replica has to train the round again. For a round that only
-        the log has: raises DamagedFile, FileNotFoundError.
+        For a member: raises IncarnationOver, and Suspended if its replica has to train the round again. For a round
+        that only the log has: raises DamagedFile, FileNotFoundError.
         """
 
         def is_due() -> bool:
-            is_over = term is not None and place is not None and not self.coordinator.holds(place, term)
-            return round_ <= self.coordinator.last_round or (place, term) in self._suspended or is_over
+            is_over = incarnation is not None and slot is not None and not self.coordinator.holds(slot, incarnation)
+            return round_ <= self.coordinator.last_round or (slot, incarnation) in self._suspended or is_over
 
         with self.changed:
-            self.wait_until(is_due, is_asked, place or EVERYBODY)
-            if round_ > self.coordinator.last_round and place is not None and term is not None:
-                self.require_term(place, term)
-                raise Suspended(self._suspended[place, term].cause)
+            self.wait_until(is_due, is_asked, slot or EVERYBODY)
+            if round_ > self.coordinator.last_round and slot is not None and incarnation is not None:
+                self.require_incarnation(slot, incarnation)
+                raise Suspended(self._suspended[slot, incarnation].cause)
             if round_ in self._records:
                 return self._records[round_]
-        return self.patiently(lambda: self.log.read_record(round_))
+        return self.retry(lambda: self.log.read_record(round_))
 
     def elapsed(self, round_: int) -> float:
         """Return the seconds since a round opened; 0 if it is not the open one."""
         opened_at = self.coordinator.opened_at(round_)
         return 0.0 if opened_at is None else self._clock() - opened_at
 
-    def suspension(self, place: str, term: int) -> e.Suspended | None:
+    def suspension(self, slot: str, incarnation: int) -> e.Suspend | None:
         """Return the order to return to the start of the round, if the member has not asked for work since."""
         with self.changed:
-            return self._suspended.get((place, term))
+            return self._suspended.get((slot, incarnation))
 
-    def asks(self, place: str, term: int) -> None:
+    def asks(self, slot: str, incarnation: int) -> None:
         """Note that a member has returned, and asks for work."""
         with self.changed:
-            self._suspended.pop((place, term), None)
-            self._assigned.pop((place, term), None)
+            self._suspended.pop((slot, incarnation), None)
+            self._assigned.pop((slot, incarnation), None)
 
-    def require_term(self, place: str, term: int) -> None:
-        """Raise TermOver if an incarnation is over."""
-        if not self.coordinator.holds(place, term):
-            raise TermOver(f"{place}: another process holds this slot now (incarnation {term} has ended)")
+    def require_incarnation(self, slot: str, incarnation: int) -> None:
+        """Raise IncarnationOver if an incarnation is over."""
+        if not self.coordinator.holds(slot, incarnation):
+            raise IncarnationOver(f"{slot}: another process holds this slot now (incarnation {incarnation} has ended)")
 
     # ---- time ----
 
@@ -357,7 +359,7 @@ class Decisions:
         """Stop the clock."""
         with self.changed:
             self._ended = True
-            self.waits.wake([CLOCK])
+            self.notifier.wake([CLOCK])
 
     def _start_clock(self) -> None:
         with self.changed:
@@ -372,7 +374,7 @@ class Decisions:
                 left = _LONGEST_SLEEP if deadline is None else min(_LONGEST_SLEEP, deadline - before)
                 if left > 0:
                     self._sleeps_until = before + left
-                    self.waits.pause(CLOCK, left)
+                    self.notifier.pause(CLOCK, left)
                     self._sleeps_until = -math.inf
                 if self._ended or self.failure is not None:
                     return
@@ -391,7 +393,7 @@ def _message_of(record: e.Record, tokens_a_step: Mapping[str, int]) -> RoundReco
         blobs = [cast(BlobEntry, entry) for entry in one.blobs.values()]
         message.contributions.add(
             replica=one.replica,
-            epoch=one.epoch,
+            generation=one.generation,
             weight=one.weight,
             steps=one.steps,
             tokens=one.steps * tokens_a_step.get(one.replica, 0),
@@ -406,5 +408,5 @@ def _record_of(message: RoundRecord) -> e.Record:
     included = []
     for one in message.contributions:
         blobs = {blob.block: blob for blob in one.blobs}
-        included.append(e.Contribution(one.replica, one.epoch, one.steps, one.weight, blobs, scale_of(one)))
+        included.append(e.Contribution(one.replica, one.generation, one.steps, one.weight, blobs, scale_of(one)))
     return e.Record(message.round, tuple(included), tuple(message.late), tuple(message.left_out))

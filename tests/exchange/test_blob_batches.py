@@ -11,17 +11,17 @@ from small_run import Run
 from hetero_pp.core.errors import Refused
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.pseudo_gradient import together as limits
+from hetero_pp.pseudo_gradient.blob_batches import batches, join_blobs, split_blobs
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
-from hetero_pp.pseudo_gradient.together import apart, batches, together
 from hetero_pp.rpc.credentials import Secret
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.exchange_service import Caller
-from replica_groups.exchange import deposits
+from replica_groups.exchange import contribution_inbox
 from replica_groups.exchange.server import serve_exchange
 from replica_groups.member.session import MemberSession
 
 SECRET = Secret("a secret")
-EPOCH, STEPS = 1, 7
+GENERATION, STEPS = 1, 7
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def served(run: Run) -> Iterator[ExchangeClient]:
     """A client of member a, as after it has joined."""
     server, port = serve_exchange(run.exchange, SECRET, "127.0.0.1:0")
     client = ExchangeClient(f"127.0.0.1:{port}", SECRET.credentials("a"), "run")
-    client._term, client._takes_following = 1, True
+    client._incarnation, client._takes_following = 1, True
     yield client
     client.close()
     server.stop(None).wait()
@@ -53,7 +53,7 @@ def _calls(run: Run) -> list[list[str]]:
     found, deposit = list[list[str]](), run.exchange.deposit_blob
 
     def noted(header: pb.BlobHeader, data: bytes, caller: Caller) -> None:
-        found.append([one.block for one, _ in apart(header, data)])
+        found.append([one.block for one, _ in split_blobs(header, data)])
         deposit(header, data, caller)
 
     run.exchange.deposit_blob = noted  # type: ignore[method-assign]
@@ -64,22 +64,22 @@ def _noted(run: Run) -> dict[str, bytes]:
     """Return block -> digest of what is noted of replica a."""
     opened = run.exchange.coordinator.open
     assert opened is not None
-    own = opened.deposits.get("a")
+    own = opened.contribution_inbox.get("a")
     return {} if own is None else {block: entry.sha256 for block, entry in own.blobs.items()}  # type: ignore[attr-defined]
 
 
 def test_one_header_and_its_blobs_are_the_same_blobs() -> None:
     blobs = [(pb.BlobHeader(round=3, block=block, size=len(data), steps=2), data) for block, data in _three()]
-    header, data = together(blobs)
+    header, data = join_blobs(blobs)
     assert (header.block, header.size) == ("x", 3)
     assert [(one.block, one.size) for one in header.following] == [("y", 0), ("z", 2)]
-    assert list(apart(header, data)) == blobs
-    assert [list(apart(*together([one]))) for one in blobs] == [[one] for one in blobs]
+    assert list(split_blobs(header, data)) == blobs
+    assert [list(split_blobs(*join_blobs([one]))) for one in blobs] == [[one] for one in blobs]
 
 
 def test_as_many_go_together_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch leaves before the next one is made."""
-    monkeypatch.setattr(limits, "TOGETHER_BYTES_MAX", 5)
+    monkeypatch.setattr(limits, "BATCH_BYTES_MAX", 5)
     sizes, made = {"a": 2, "b": 3, "c": 1, "d": 9, "e": 9, "f": 1}, list[str]()
 
     def blobs() -> Iterator[tuple[str, bytes]]:
@@ -93,7 +93,7 @@ def test_as_many_go_together_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_member_deposits_its_small_blobs_in_one_call(run: Run, served: ExchangeClient) -> None:
     own, calls = {address.block: data for address, data in _blobs(run).items()}, _calls(run)
-    MemberSession(served, "a", "a", "run").contribute(1, own.items(), EPOCH, STEPS)
+    MemberSession(served, "a", "a", "run").contribute(1, own.items(), GENERATION, STEPS)
     assert calls == [list(own)]
     run.deposit(1, "b")
     record = run.exchange.log.read_record(1)
@@ -106,7 +106,7 @@ def test_a_member_deposits_its_small_blobs_in_one_call(run: Run, served: Exchang
 def test_an_exchange_that_does_not_take_them_together_gets_them_one_by_one(run: Run, served: ExchangeClient) -> None:
     served._takes_following = False
     calls = _calls(run)
-    served.deposit_together("a", _blobs(run), EPOCH, STEPS)
+    served.deposit_all("a", _blobs(run), GENERATION, STEPS)
     assert calls == [[block] for block in sorted(run.roster.blocks["a"])]
     assert _noted(run).keys() == run.roster.blocks["a"]
 
@@ -122,7 +122,7 @@ def test_if_one_is_malformed_none_is_kept(run: Run) -> None:
     blobs = _blobs(run)
     last = list(blobs)[-1]
     with pytest.raises(Refused, match=f"`?{last.block}"):
-        run.exchange.deposit_together("a", blobs | {last: blobs[last][:-1]}, EPOCH, STEPS)
+        run.exchange.deposit_all("a", blobs | {last: blobs[last][:-1]}, GENERATION, STEPS)
     assert not _noted(run)
     assert not run.log.store.below("round-000001")
 
@@ -130,37 +130,37 @@ def test_if_one_is_malformed_none_is_kept(run: Run) -> None:
 def test_those_that_are_included_already_are_not_written_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     written, write = list[list[str]](), run.log.write_blobs
 
-    def noting(blobs: Mapping[BlobAddress, bytes], epoch: int) -> None:
+    def noting(blobs: Mapping[BlobAddress, bytes], generation: int) -> None:
         written.append([address.block for address in blobs])
-        write(blobs, epoch)
+        write(blobs, generation)
 
     monkeypatch.setattr(run.log, "write_blobs", noting)
     blobs = _blobs(run)
     first, *rest = blobs
-    run.exchange.deposit("a", first, blobs[first], EPOCH, STEPS)
-    run.exchange.deposit_together("a", blobs, EPOCH, STEPS)
-    run.exchange.deposit_together("a", blobs, EPOCH, STEPS)  # as after a lost answer
+    run.exchange.deposit("a", first, blobs[first], GENERATION, STEPS)
+    run.exchange.deposit_all("a", blobs, GENERATION, STEPS)
+    run.exchange.deposit_all("a", blobs, GENERATION, STEPS)  # as after a lost answer
     assert written == [[first.block], [one.block for one in rest]]
 
 
 def test_a_second_different_blob_among_them_is_refused_and_keeps_the_others_out(run: Run) -> None:
     blobs = _blobs(run)
     second = list(blobs)[1]
-    run.exchange.deposit("a", second, blobs[second], EPOCH, STEPS)
+    run.exchange.deposit("a", second, blobs[second], GENERATION, STEPS)
     before = _noted(run)
     with pytest.raises(Refused, match="a second, different"):
-        run.exchange.deposit_together("a", _blobs(run, seed=5), EPOCH, STEPS)
+        run.exchange.deposit_all("a", _blobs(run, seed=5), GENERATION, STEPS)
     assert _noted(run) == before
-    run.exchange.deposit_together("a", blobs, EPOCH, STEPS)  # nobody waits for the refused ones
+    run.exchange.deposit_all("a", blobs, GENERATION, STEPS)  # nobody waits for the refused ones
     assert _noted(run).keys() == run.roster.blocks["a"]
 
 
 def test_more_bytes_together_than_the_limit_are_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    header, _ = together([(pb.BlobHeader(round=1, replica="a", block=b, size=10), bytes(10)) for b in _two(run)])
-    run.exchange.deposits.expect(header, Caller("a"))
-    monkeypatch.setattr(deposits, "TOGETHER_BYTES_MAX", 19)
+    header, _ = join_blobs([(pb.BlobHeader(round=1, replica="a", block=b, size=10), bytes(10)) for b in _two(run)])
+    run.exchange.inbox.expect(header, Caller("a"))
+    monkeypatch.setattr(contribution_inbox, "BATCH_BYTES_MAX", 19)
     with pytest.raises(Refused, match="found 20 bytes of several blobs, expected at most 19"):
-        run.exchange.deposits.expect(header, Caller("a"))
+        run.exchange.inbox.expect(header, Caller("a"))
 
 
 def _two(run: Run) -> list[str]:

@@ -47,7 +47,7 @@ def launch_rehearsal(
     on_report: Callable[[Report], None],
     resume: Values | None = None,
     most_alone: int = MOST_ALONE,
-    most_together: int = MOST_TOGETHER,
+    most_in_all: int = MOST_TOGETHER,
 ) -> None:
     """Run a rehearsal as `launch` runs a run, or with members that share processes if they are more than `most_alone`.
 
@@ -58,7 +58,7 @@ def launch_rehearsal(
         launch(spec, folder, on_report, resume)
         return
     keys = SecretKeys(Secret(new_secret()), is_reached(spec.config) and not spec.config.exchange.insecure)
-    size = min(most_together, max(most_alone, math.ceil(len(names) / (os.cpu_count() or 1))))
+    size = min(most_in_all, max(most_alone, math.ceil(len(names) / (os.cpu_count() or 1))))
     crowds = list[_Crowd]()
     try:
         with Supervisor(spec, folder, on_report, LAUNCHER, keys) as supervisor:

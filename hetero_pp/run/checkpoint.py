@@ -1,7 +1,7 @@
-"""Snapshot: all parameters, the subspace's basis U and the outer momentum after a round, in one safetensors file.
+"""Run checkpoint: all parameters, the subspace's basis U and the outer momentum after a round, in one safetensors file.
 
-Snapshot 0 has the initial weights, random or those of a LLaMA checkpoint, and U. Neither is ever drawn again, because
-random numbers and QR may differ between machines.
+Run checkpoint 0 has the initial weights, random or those of a LLaMA checkpoint, and U. Neither is ever drawn again,
+because random numbers and QR may differ between machines.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class RunCheckpoint:
     """Parameters by name in fp32, the basis [D, K] (None if no boundary is compressed), and the round that they follow.
 
     `momentum` is the outer optimizer's, by parameter; empty if the method has none.
@@ -84,25 +84,25 @@ def require_weights(spec: RunSpec) -> Sequence[str]:
     )
 
 
-def first_snapshot(spec: RunSpec, on_progress: OnProgress = untold) -> Snapshot:
-    """Return the first snapshot of a run, with random weights or those in the folder of `model.weights`.
+def first_checkpoint(spec: RunSpec, on_progress: OnProgress = untold) -> RunCheckpoint:
+    """Return the first run checkpoint of a run, with random weights or those in the folder of `model.weights`.
 
     The basis U is random in both cases. If boundaries are compressed, the embedding of the checkpoint is split by it.
     That of a rehearsal has no tensors.
     """
     if spec.config.rehearsal is not None:
-        return Snapshot(0, {}, None)
+        return RunCheckpoint(0, {}, None)
     require_weights(spec)
     weights, parameters = spec.config.model.weights, None
     if weights is not None:
         parameters = read_parameters(Path(weights), spec.parameter_shapes, on_progress)
-    return initial_snapshot(spec.shape, spec.largest_rank, spec.config.seed, parameters)
+    return initial_checkpoint(spec.shape, spec.largest_rank, spec.config.seed, parameters)
 
 
-def initial_snapshot(
+def initial_checkpoint(
     shape: ModelShape, rank: int | None, seed: int, parameters: Mapping[str, Tensor] | None = None
-) -> Snapshot:
-    """Return the snapshot that a run starts from.
+) -> RunCheckpoint:
+    """Return the run checkpoint that a run starts from.
 
     `rank` is the largest of its boundaries; `parameters` replace random ones.
     """
@@ -112,26 +112,26 @@ def initial_snapshot(
         materialise(model, torch.device("cpu"))
         initialise(model, seed)
         parameters = {name: parameter.detach() for name, parameter in sorted(model.named_parameters())}
-    return Snapshot(0, parameters, None if rank is None else random_basis(shape.width, rank, seed))
+    return RunCheckpoint(0, parameters, None if rank is None else random_basis(shape.width, rank, seed))
 
 
-def save_snapshot(snapshot: Snapshot, path: Path) -> None:
-    """Write a snapshot atomically, with the digest of its parameters and the digest of all its tensors."""
-    tensors = {name: tensor.contiguous() for name, tensor in snapshot.tensors().items()}
+def save_checkpoint(checkpoint: RunCheckpoint, path: Path) -> None:
+    """Write a run checkpoint atomically, with the digest of its parameters and the digest of all its tensors."""
+    tensors = {name: tensor.contiguous() for name, tensor in checkpoint.tensors().items()}
     hashes = {name: parameter_sha256(tensor) for name, tensor in tensors.items()}
-    of_parameters = parameters_sha256({name: hashes[name] for name in snapshot.parameters})
+    of_parameters = parameters_sha256({name: hashes[name] for name in checkpoint.parameters})
     metadata = {
         "format": "pt",
-        ROUND: str(snapshot.round),
+        ROUND: str(checkpoint.round),
         "parameters_sha256": of_parameters.hex(),
-        DIGEST: _digest(str(snapshot.round), hashes),
+        DIGEST: _digest(str(checkpoint.round), hashes),
     }
     with whole(path) as part:
         save_tensors(tensors, part, metadata)
 
 
-class OpenSnapshot:
-    """A snapshot in a file, read one tensor at a time. It stays readable after the file was removed."""
+class OpenCheckpoint:
+    """A run checkpoint in a file, read one tensor at a time. It stays readable after the file was removed."""
 
     def __init__(self, path: Path, called: str) -> None:
         """Errors call it `called`. Raises OSError, or the errors of safetensors; the digest is not compared."""
@@ -164,7 +164,7 @@ class OpenSnapshot:
 
     @property
     def round(self) -> int:
-        """Round that the snapshot follows. Raises DamagedFile."""
+        """Round that the run checkpoint follows. Raises DamagedFile."""
         return _round_of(self.metadata, self._called)
 
     def tensor(self, name: str) -> Tensor:
@@ -184,12 +184,12 @@ class OpenSnapshot:
             yield piece
             start += len(piece)
 
-    def snapshot(self) -> Snapshot:
+    def checkpoint(self) -> RunCheckpoint:
         """Return all of it in memory."""
         tensors = {name: self.tensor(name) for name in self.shapes}
         basis = tensors.pop(BASIS, None)
         momentum = {name.removeprefix(MOMENTUM): tensors.pop(name) for name in list(tensors) if _kind(name) == 2}
-        return Snapshot(self.round, tensors, basis, momentum)
+        return RunCheckpoint(self.round, tensors, basis, momentum)
 
 
 def _kind(name: str) -> int:
@@ -223,8 +223,8 @@ def _round_of(metadata: Mapping[str, str], called: str) -> int:
     return int(text)
 
 
-def open_snapshot(path: Path, called: str = "") -> OpenSnapshot:
-    """Open a snapshot to read tensors one at a time, after comparing all with the digest.
+def open_checkpoint(path: Path, called: str = "") -> OpenCheckpoint:
+    """Open a run checkpoint to read tensors one at a time, after comparing all with the digest.
 
     Errors call it `called`, by default its path. Raises DamagedFile if it is not as written, StoreError if the disk
     cannot read it.
@@ -232,7 +232,7 @@ def open_snapshot(path: Path, called: str = "") -> OpenSnapshot:
     called = called or str(path)
     try:
         with _reading(called):
-            file = OpenSnapshot(path, called)
+            file = OpenCheckpoint(path, called)
             hashes = {name: parameter_sha256(file.tensor(name)) for name in file.shapes}
     except FileNotFoundError:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), called) from None

@@ -72,7 +72,7 @@ class RoundFacts:
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _ScoreEntry:
     """Known facts about one replica."""
 
     rating: Rating = NEW
@@ -118,7 +118,7 @@ class _Entry:
         return self.contributed / self.present if self.present else 1.0
 
 
-class ScoreBook:
+class ReplicaScores:
     """Scores by replica. Depends only on what `update` was told."""
 
     def __init__(self, settings: GauntletSettings, replicas: Iterable[str]) -> None:
@@ -126,7 +126,7 @@ class ScoreBook:
         require_openskill()
         self._settings = settings
         self._round = 0
-        self._entries = {name: _Entry() for name in sorted(replicas)}
+        self._entries = {name: _ScoreEntry() for name in sorted(replicas)}
 
     def update(self, facts: RoundFacts, losses: Mapping[str, Losses]) -> None:
         """Take one round into account; rounds come in order. `losses` are those of the contributions that were tried.
@@ -171,7 +171,7 @@ class ScoreBook:
         The best are those with the highest product of final score and uptime. A replica without a score is in the
         middle. Among equal ones, it takes those that the fewest rounds have included.
         """
-        entries = {name: self._entries.get(name, _Entry()) for name in sorted(replicas)}
+        entries = {name: self._entries.get(name, _ScoreEntry()) for name in sorted(replicas)}
         values = self._filled({name: entry.final * entry.uptime for name, entry in self._entries.items()}, entries)
         order = sorted(entries, key=lambda name: (-values[name], entries[name].counted, name))
         return sorted(order[: self._settings.include])
@@ -192,27 +192,27 @@ class ScoreBook:
 
     def forget(self, replica: str) -> None:
         """Forget a replica, whose slot has another holder now."""
-        self._entries[replica] = _Entry()
+        self._entries[replica] = _ScoreEntry()
 
     def to_json(self) -> str:
         entries = {name: asdict(entry) for name, entry in self._entries.items()}
         return json.dumps({"round": self._round, "replicas": entries}, sort_keys=True)
 
     @classmethod
-    def from_json(cls, settings: GauntletSettings, text: str) -> ScoreBook:
+    def from_json(cls, settings: GauntletSettings, text: str) -> ReplicaScores:
         """Return the book that `to_json` described. Raises DamagedFile."""
         book = cls(settings, ())
         try:
             found = json.loads(text)
             book._round = found["round"]
             for name, entry in found["replicas"].items():
-                book._entries[name] = _Entry(**{**entry, "rating": Rating(*entry["rating"])})
+                book._entries[name] = _ScoreEntry(**{**entry, "rating": Rating(*entry["rating"])})
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DamagedFile(f"scores: found text that is no book of scores ({error})") from None
         return book
 
-    def _present(self, name: str, facts: RoundFacts) -> _Entry:
-        entry = self._entries.get(name, _Entry())
+    def _present(self, name: str, facts: RoundFacts) -> _ScoreEntry:
+        entry = self._entries.get(name, _ScoreEntry())
         if entry.cause:
             return replace(entry, last=facts.round)
         return replace(
@@ -225,7 +225,7 @@ class ScoreBook:
             synchronisation=facts.synchronisation.get(name, 1.0),
         )
 
-    def _evaluated(self, entry: _Entry, indicator: float, score: float) -> _Entry:
+    def _evaluated(self, entry: _ScoreEntry, indicator: float, score: float) -> _ScoreEntry:
         alpha = self._settings.alpha
         return replace(
             entry,
@@ -289,7 +289,7 @@ class ScoreBook:
         for name in causes.keys() & free.keys():
             self._entries[name] = replace(free[name], cause=causes[name], until=until)
 
-    def _separates(self, judged: Collection[_Entry]) -> bool:
+    def _separates(self, judged: Collection[_ScoreEntry]) -> bool:
         """Return whether the indicator is clear for most replicas: their text of a round may be too much to show it."""
         kept = 1 - self._settings.alpha
         return len(judged) > 0 and median_high(one.average / (1 - kept**one.evaluations) for one in judged) >= CLEAR

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 _TRAINED = "trained:"
-"""Key prefix in member checkpoints for pseudo-gradients that wait to be contributed; the round and the name follow."""
+"""Key prefix in saved states for pseudo-gradients that wait to be contributed; the round and the name follow."""
 _LOCAL = "local:"
-"""Key prefix in member checkpoints for the replica's own parameters after a round; the round and the name follow."""
+"""Key prefix in saved states for the replica's own parameters after a round; the round and the name follow."""
 
 LOCAL_LASTS = 2
 """Number of rounds after which a replica's own parameters are dropped.
@@ -36,7 +36,7 @@ class LocalStart:
         return trained == self.round and round_ - trained <= LOCAL_LASTS
 
 
-class OwnRounds:
+class PendingRounds:
     """This rank's rows of the replica's own states, by parameter."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class OwnRounds:
             self.trained = {number: one for number, one in self.trained.items() if number <= round_}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what a member checkpoint holds of this."""
+        """Return what a saved state holds of this."""
         tensors: dict[str, Tensor] = {}
         for round_, trained in self.trained.items():
             tensors |= {f"{_TRAINED}{round_}:{name}": tensor for name, tensor in trained.items()}
@@ -75,7 +75,7 @@ class OwnRounds:
 
 
 def _rounds_in(tensors: Mapping[str, Tensor], prefix: str) -> dict[int, dict[str, Tensor]]:
-    """Return the tensors of a member checkpoint whose keys are `prefix`, a round and a parameter, by round."""
+    """Return the tensors of a saved state whose keys are `prefix`, a round and a parameter, by round."""
     found: dict[int, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         if key.startswith(prefix):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from test_run_state import START, begun, evaluation, inner_step, joined, link_use, made_up_spec, so_far, waiting
 
-from hetero_pp.messages.messages_pb2 import CONTRIBUTING, JOINING, TERM_OVER, Over, Report
+from hetero_pp.messages.messages_pb2 import CONTRIBUTING, INCARNATION_OVER, JOINING, Over, Report
 from hetero_pp.program.launch.mode import AS_A_RUN
-from hetero_pp.program.report.own_rounds import OwnRounds
+from hetero_pp.program.report.own_round_lines import OwnRoundLines
 
 
 def member_round(member: str, round_: int, wait: float = 2.0) -> Report:
@@ -19,7 +19,7 @@ def member_round(member: str, round_: int, wait: float = 2.0) -> Report:
 
 def shown(members: list[str], reports: list[Report]) -> list[str]:
     lines: list[str] = []
-    rounds = OwnRounds(made_up_spec(), members, lines.append)
+    rounds = OwnRoundLines(made_up_spec(), members, lines.append)
     for report in [so_far(START - 5), *reports]:
         rounds.on_report(report)
     return lines[1:]
@@ -73,11 +73,15 @@ def test_whom_the_run_waits_for_and_where_it_goes_on() -> None:
 def test_a_host_that_joins_is_told_what_holds_and_not_what_was() -> None:
     """The first state of the run ends the past, of which only the present state remains."""
     killed = Report(time=START + 50, member="exchange")
-    killed.standing.what, killed.standing.place, killed.standing.replica = TERM_OVER, "home.1", "home"
-    killed.standing.term, killed.standing.cause = 1, "home.1 was killed by SIGKILL"
+    killed.membership_event.what, killed.membership_event.slot, killed.membership_event.replica = (
+        INCARNATION_OVER,
+        "home.1",
+        "home",
+    )
+    killed.membership_event.incarnation, killed.membership_event.cause = 1, "home.1 was killed by SIGKILL"
     before = [joined(START, "dc"), joined(START, "home.0"), joined(START, "home.1"), begun(START + 31, 1), killed]
     lines: list[str] = []
-    rounds = OwnRounds(made_up_spec(outer={"rounds": 300}), ["dc"], lines.append)
+    rounds = OwnRoundLines(made_up_spec(outer={"rounds": 300}), ["dc"], lines.append)
     for report in [*before, member_round("dc", 236), so_far(START + 60, last_round=236)]:
         rounds.on_report(report)
     assert lines == [
@@ -85,13 +89,13 @@ def test_a_host_that_joins_is_told_what_holds_and_not_what_was() -> None:
         "home.1 was killed by SIGKILL; its slot is vacant",
     ]
     back = joined(START + 61, "home.1")
-    back.joined.term = 2
+    back.joined.incarnation = 2
     rounds.on_report(back)
     rounds.on_report(so_far(START + 90, last_round=236))  # the connection was interrupted
     assert lines[2:] == ["home.1 has joined again (incarnation 2)"]
     assert shown(["dc"], []) == []
     early: list[str] = []
-    rounds = OwnRounds(made_up_spec(), ["dc"], early.append)
+    rounds = OwnRoundLines(made_up_spec(), ["dc"], early.append)
     for report in [joined(START, "dc"), so_far(START)]:
         rounds.on_report(report)
     assert early == ["1 of 3 members have joined, missing: home.0, home.1"]

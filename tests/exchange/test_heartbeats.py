@@ -15,20 +15,20 @@ from hetero_pp.core.errors import ExchangeLost, HeteroPPError, LinkClosed, Refus
 from hetero_pp.link.protocol import LinkEnds
 from hetero_pp.messages.messages_pb2 import (
     AssignReply,
-    BeatReply,
-    BeatRequest,
+    HeartbeatReply,
+    HeartbeatRequest,
     JoinReply,
     JoinRequest,
     Report,
     ReportRequest,
 )
 from hetero_pp.program.launch import in_process
-from hetero_pp.rpc.epochs import Epochs
 from hetero_pp.rpc.exchange_service import NO_STATES, Caller, ExchangeService
+from hetero_pp.rpc.generations import Generations
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
-from hetero_pp.store.faults import Missed, Phase
+from hetero_pp.store.faults import FaultPhase, Missed
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.member import session as session_module
 from replica_groups.member.session import Heartbeat, LedgerOf, Links, MemberSession
@@ -39,17 +39,17 @@ MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 class Heard:
     """An exchange that answers heartbeats with these answers, and then repeats the last one."""
 
-    def __init__(self, *answers: BeatReply | HeteroPPError) -> None:
+    def __init__(self, *answers: HeartbeatReply | HeteroPPError) -> None:
         self._answers = list(answers)
-        self.beats = 0
+        self.heartbeats = 0
 
-    def beat(self, *_: object) -> BeatReply:
+    def heartbeat(self, *_: object) -> HeartbeatReply:
         return self.call()
 
     def call(self, request: Message | None = None, caller: Caller | None = None) -> Any:
         if isinstance(request, JoinRequest):
             return JoinReply()
-        self.beats += 1
+        self.heartbeats += 1
         answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
         if isinstance(answer, HeteroPPError):
             raise answer
@@ -58,30 +58,30 @@ class Heard:
 
 @pytest.fixture(autouse=True)
 def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_module, "SECONDS_BETWEEN_BEATS", 0.001)
+    monkeypatch.setattr(session_module, "SECONDS_BETWEEN_HEARTBEATS", 0.001)
 
 
 @pytest.mark.parametrize("error", [Refused("it was taken back"), RunFailed("another has failed")])
 def test_who_is_let_in_no_more_waits_for_no_neighbour(error: HeteroPPError) -> None:
     """The link is still being formed, and no heartbeat has named its generation yet."""
-    epochs = Epochs("home.0")
-    pulse = Heartbeat(cast(ExchangeService, Heard(BeatReply(), error)), "home.1", epochs.give_up)
-    pulse.trains(1, 4)
-    with pulse.beating(), pytest.raises(LinkClosed, match=str(error)):
-        epochs.take(9, TIMEOUT)
+    generations = Generations("home.0")
+    heartbeats = Heartbeat(cast(ExchangeService, Heard(HeartbeatReply(), error)), "home.1", generations.give_up)
+    heartbeats.trains(1, 4)
+    with heartbeats.sending(), pytest.raises(LinkClosed, match=str(error)):
+        generations.take(9, TIMEOUT)
 
 
-def test_who_is_suspended_gives_up_the_links_of_that_epoch_alone() -> None:
+def test_who_is_suspended_gives_up_the_links_of_that_generation_alone() -> None:
     given_up, told = list[tuple[int, str]](), threading.Event()
 
     def give_up(before: int, cause: str) -> None:
         given_up.append((before, cause))
         told.set()
 
-    exchange = Heard(ExchangeLost("gone"), BeatReply(suspended=4, cause="home.0 is gone"))
-    pulse = Heartbeat(cast(ExchangeService, exchange), "home.1", give_up)
-    pulse.trains(1, 4)
-    with pulse.beating():
+    exchange = Heard(ExchangeLost("gone"), HeartbeatReply(suspended=4, cause="home.0 is gone"))
+    heartbeats = Heartbeat(cast(ExchangeService, exchange), "home.1", give_up)
+    heartbeats.trains(1, 4)
+    with heartbeats.sending():
         assert told.wait(TIMEOUT)
     assert given_up[0] == (5, "home.0 is gone")
 
@@ -92,27 +92,27 @@ class _Waiting:
     ledgers: Sequence[LedgerOf] = ()
 
     def __init__(self) -> None:
-        self._epochs = Epochs("home.0")
-        self.give_up = self._epochs.give_up
+        self._generations = Generations("home.0")
+        self.give_up = self._generations.give_up
 
     def form(self, work: AssignReply) -> LinkEnds:
-        return LinkEnds(self._epochs.take(work.epoch, TIMEOUT))
+        return LinkEnds(self._generations.take(work.generation, TIMEOUT))
 
 
 def test_a_member_whose_generation_ends_while_its_links_are_formed_waits_no_longer() -> None:
     """The member has trained nothing in this generation yet."""
-    exchange = Heard(BeatReply(suspended=4, cause="home.0 is gone"))
+    exchange = Heard(HeartbeatReply(suspended=4, cause="home.0 is gone"))
     session = MemberSession(cast(ExchangeService, exchange), "home.1", "home")
     joined = session.joined("", NO_STATES, cast(Links, _Waiting()))
     with joined, pytest.raises(LinkClosed, match=r"home\.0 is gone"):
-        session.form(AssignReply(round=1, epoch=4))
+        session.form(AssignReply(round=1, generation=4))
 
 
 def test_who_leaves_cuts_no_neighbour_off(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first stage has left, and its heartbeat was told so, before the last stage evaluates the final parameters."""
     rounds = 2
     left, heard = threading.Event(), threading.Event()
-    beats, reports = list[str](), list[Report]()
+    heartbeats, reports = list[str](), list[Report]()
     call = Exchange.call
 
     def watched(exchange: Exchange, request: Message, caller: Caller) -> Any:
@@ -122,17 +122,17 @@ def test_who_leaves_cuts_no_neighbour_off(corpus: Path, tmp_path: Path, monkeypa
             if any(one.member == "home.0" and one.HasField("finished") for one in request.reports):
                 left.set()
                 assert heard.wait(TIMEOUT)
-        elif isinstance(request, BeatRequest):
+        elif isinstance(request, HeartbeatRequest):
             if has_left and caller.name == "home.0":
                 assert answer.is_over
-                beats.append(caller.name)
-            if len(beats) > 1:  # what the first of them was answered is acted on
+                heartbeats.append(caller.name)
+            if len(heartbeats) > 1:  # what the first of them was answered is acted on
                 heard.set()
         return answer
 
     class HeldBack(Missed):
-        def reached(self, phase: Phase, round_: int) -> None:
-            if (phase, round_, threading.current_thread().name) == (Phase.EVALUATING, rounds, "home.1"):
+        def reached(self, phase: FaultPhase, round_: int) -> None:
+            if (phase, round_, threading.current_thread().name) == (FaultPhase.EVALUATING, rounds, "home.1"):
                 assert heard.wait(TIMEOUT)
 
     monkeypatch.setattr(Exchange, "call", watched)

@@ -1,4 +1,4 @@
-"""The lobby: how long hosts wait for a group to form, for which group and together with which other hosts."""
+"""The waiting room: how long hosts wait for a group to form, for which group and together with which other hosts."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 from small_run import Clock
 
 from hetero_pp.core.errors import AskAgain, Forbidden, Refused
-from hetero_pp.messages.messages_pb2 import InLobby
+from hetero_pp.messages.messages_pb2 import InWaitingRoom
 from hetero_pp.simulator.planner.grouping import group_spares
-from replica_groups.exchange import lobby as lobby_module
-from replica_groups.exchange.lobby import Line, Lobby
+from replica_groups.exchange import waiting_room as waiting_room_module
+from replica_groups.exchange.waiting_room import HostLine, WaitingRoom
 
 GROUPS = {"home-1": ["home-1.0", "home-1.1"], "home-2": ["home-2.0", "home-2.1"], "spot": ["spot"]}
 SIZES = {"large": ["large.0", "large.1", "large.2"], "small": ["small.0", "small.1"]}
@@ -20,31 +20,33 @@ MEGABIT = 1e6
 
 
 class Waiting:
-    """The lobby of a run, and the free slots."""
+    """The waiting room of a run, and the free slots."""
 
     def __init__(self, groups: Mapping[str, Sequence[str]] = GROUPS) -> None:
         self.clock = Clock()
-        self.lobby = Lobby(groups, group_spares, self.clock)
-        self.free = [place for places in groups.values() for place in places if place != "spot"]
+        self.waiting_room = WaitingRoom(groups, group_spares, self.clock)
+        self.free = [slot for slots in groups.values() for slot in slots if slot != "spot"]
 
-    def come(self, ticket: str, up: float = 100.0, down: float = 100.0) -> str | InLobby:
+    def come(self, ticket: str, up: float = 100.0, down: float = 100.0) -> str | InWaitingRoom:
         """Arrive with a line of these Mbit/s up and down, and ask for a slot."""
-        self.lobby.probed(ticket, up * MEGABIT, down * MEGABIT)
+        self.waiting_room.probed(ticket, up * MEGABIT, down * MEGABIT)
         return self.ask(ticket)
 
-    def ask(self, ticket: str) -> str | InLobby:
+    def ask(self, ticket: str) -> str | InWaitingRoom:
         """Ask for a slot, and take it if one is offered."""
-        found = self.lobby.place_for(ticket, self.free)
+        found = self.waiting_room.slot_for(ticket, self.free)
         if isinstance(found, str):
             self.free.remove(found)
-            self.lobby.seated(ticket)
+            self.waiting_room.has_slot(ticket)
         return found
 
-    def settle(self, *tickets: str) -> dict[str, str | InLobby]:
+    def settle(self, *tickets: str) -> dict[str, str | InWaitingRoom]:
         """Let the settling time pass, then let each host ask twice: the first to ask does not know the others yet."""
-        self.clock.time += lobby_module.SETTLE_SECONDS
+        self.clock.time += waiting_room_module.SETTLE_SECONDS
         first = {ticket: self.ask(ticket) for ticket in tickets}
-        return {ticket: self.ask(ticket) if isinstance(found, InLobby) else found for ticket, found in first.items()}
+        return {
+            ticket: self.ask(ticket) if isinstance(found, InWaitingRoom) else found for ticket, found in first.items()
+        }
 
 
 @pytest.fixture
@@ -53,17 +55,17 @@ def waiting() -> Waiting:
 
 
 def test_a_group_forms_as_soon_as_enough_wait(waiting: Waiting) -> None:
-    assert waiting.come("anna") == InLobby(here=1, needed=2, probed=True)
-    assert waiting.settle("anna") == {"anna": InLobby(here=1, needed=2, probed=True)}
-    assert waiting.come("ben") == InLobby(here=2, needed=2, probed=True)  # others may arrive together with ben
+    assert waiting.come("anna") == InWaitingRoom(here=1, needed=2, probed=True)
+    assert waiting.settle("anna") == {"anna": InWaitingRoom(here=1, needed=2, probed=True)}
+    assert waiting.come("ben") == InWaitingRoom(here=2, needed=2, probed=True)  # others may arrive together with ben
     assert set(waiting.settle("anna", "ben").values()) == {"home-1.0", "home-1.1"}
-    assert waiting.lobby.here == 0
+    assert waiting.waiting_room.here == 0
 
 
 def test_who_was_not_measured_is_not_one_of_them(waiting: Waiting) -> None:
-    assert waiting.ask("anna") == InLobby(here=0, needed=2, probed=False)
+    assert waiting.ask("anna") == InWaitingRoom(here=0, needed=2, probed=False)
     waiting.come("ben")
-    assert waiting.settle("anna", "ben")["ben"] == InLobby(here=1, needed=2, probed=True)
+    assert waiting.settle("anna", "ben")["ben"] == InWaitingRoom(here=1, needed=2, probed=True)
 
 
 def test_who_comes_together_is_grouped_by_lines(waiting: Waiting) -> None:
@@ -80,14 +82,14 @@ def test_one_too_many_is_the_slowest_and_waits(waiting: Waiting) -> None:
     for ticket, up in {"slow": 1.0, "fast": 50.0, "faster": 80.0}.items():
         waiting.come(ticket, up)
     found = waiting.settle("slow", "fast", "faster")
-    assert found["slow"] == InLobby(here=1, needed=2, probed=True)
+    assert found["slow"] == InWaitingRoom(here=1, needed=2, probed=True)
     assert {found["fast"], found["faster"]} == {"home-1.0", "home-1.1"}
 
 
-def test_a_place_that_somebody_has_left_is_taken_at_once(waiting: Waiting) -> None:
+def test_a_slot_that_somebody_has_left_is_taken_at_once(waiting: Waiting) -> None:
     waiting.free.remove("home-1.0")
     assert waiting.ask("anna") == "home-1.1"
-    assert isinstance(waiting.ask("ben"), InLobby)
+    assert isinstance(waiting.ask("ben"), InWaitingRoom)
 
 
 def test_a_replica_of_one_member_is_joined_at_once(waiting: Waiting) -> None:
@@ -97,29 +99,29 @@ def test_a_replica_of_one_member_is_joined_at_once(waiting: Waiting) -> None:
 
 def test_who_does_not_ask_any_more_is_forgotten(waiting: Waiting) -> None:
     waiting.come("anna")
-    waiting.clock.time += lobby_module.FORGET_SECONDS + 0.1
-    assert waiting.come("ben") == InLobby(here=1, needed=2, probed=True)
-    assert waiting.ask("anna") == InLobby(here=1, needed=2, probed=False)
+    waiting.clock.time += waiting_room_module.FORGET_SECONDS + 0.1
+    assert waiting.come("ben") == InWaitingRoom(here=1, needed=2, probed=True)
+    assert waiting.ask("anna") == InWaitingRoom(here=1, needed=2, probed=False)
 
 
-def test_a_place_is_kept_for_who_was_chosen_and_for_so_long(waiting: Waiting) -> None:
+def test_a_slot_is_kept_for_who_was_chosen_and_for_so_long(waiting: Waiting) -> None:
     waiting.come("anna")
     waiting.come("ben")
-    waiting.clock.time += lobby_module.SETTLE_SECONDS
+    waiting.clock.time += waiting_room_module.SETTLE_SECONDS
     assert waiting.ask("anna") in ("home-1.0", "home-1.1")
-    assert waiting.ask("clara") == InLobby(here=0, needed=2, probed=False)  # it waits for the second group
+    assert waiting.ask("clara") == InWaitingRoom(here=0, needed=2, probed=False)  # it waits for the second group
     (left,) = set(GROUPS["home-1"]) & set(waiting.free)
-    waiting.clock.time += lobby_module.PROMISE_SECONDS + 0.1
+    waiting.clock.time += waiting_room_module.PROMISE_SECONDS + 0.1
     assert waiting.ask("dora") == left
 
 
-def test_a_promised_place_that_another_was_invited_to_is_not_waited_for(waiting: Waiting) -> None:
+def test_a_promised_slot_that_another_was_invited_to_is_not_waited_for(waiting: Waiting) -> None:
     waiting.come("anna")
     waiting.come("ben")
-    waiting.clock.time += lobby_module.SETTLE_SECONDS
+    waiting.clock.time += waiting_room_module.SETTLE_SECONDS
     waiting.ask("anna")
-    waiting.free = [place for place in waiting.free if not place.startswith("home-1")]
-    assert waiting.ask("ben") == InLobby(here=0, needed=2, probed=False)
+    waiting.free = [slot for slot in waiting.free if not slot.startswith("home-1")]
+    assert waiting.ask("ben") == InWaitingRoom(here=0, needed=2, probed=False)
 
 
 def test_who_was_not_chosen_waits_for_those_who_were(waiting: Waiting) -> None:
@@ -127,23 +129,23 @@ def test_who_was_not_chosen_waits_for_those_who_were(waiting: Waiting) -> None:
     waiting.free = GROUPS["home-1"].copy()
     for ticket, up in {"slow": 1.0, "gone": 50.0, "fast": 80.0}.items():
         waiting.come(ticket, up)
-    waiting.clock.time += lobby_module.SETTLE_SECONDS
-    assert waiting.ask("slow") == InLobby(here=1, needed=2, probed=True)
-    assert waiting.ask("slow") == InLobby(here=1, needed=2, probed=True)
+    waiting.clock.time += waiting_room_module.SETTLE_SECONDS
+    assert waiting.ask("slow") == InWaitingRoom(here=1, needed=2, probed=True)
+    assert waiting.ask("slow") == InWaitingRoom(here=1, needed=2, probed=True)
     (left,) = set(GROUPS["home-1"]) - {waiting.ask("fast")}
-    until = waiting.clock.time + lobby_module.PROMISE_SECONDS - 2.0
+    until = waiting.clock.time + waiting_room_module.PROMISE_SECONDS - 2.0
     while waiting.clock.time < until:
         waiting.clock.time += 2.0
-        assert waiting.ask("slow") == InLobby(here=1, needed=2, probed=True)
+        assert waiting.ask("slow") == InWaitingRoom(here=1, needed=2, probed=True)
     waiting.clock.time += 2.1
     assert waiting.ask("slow") == left
 
 
 def test_who_has_not_asked_for_a_while_is_not_chosen(waiting: Waiting) -> None:
     waiting.come("gone")
-    waiting.clock.time += lobby_module.AWAKE_SECONDS - 1.0
+    waiting.clock.time += waiting_room_module.AWAKE_SECONDS - 1.0
     waiting.come("anna")
-    assert waiting.settle("anna")["anna"] == InLobby(here=2, needed=2, probed=True)
+    assert waiting.settle("anna")["anna"] == InWaitingRoom(here=2, needed=2, probed=True)
     waiting.come("ben")
     assert set(waiting.settle("anna", "ben").values()) == {"home-1.0", "home-1.1"}
 
@@ -155,11 +157,11 @@ def test_groups_of_other_sizes_form_by_how_many_wait(count: int) -> None:
         waiting.come(ticket)
     found = waiting.settle(*tickets)
     assert set(found.values()) == {
-        place for name, places in SIZES.items() for place in places if count in (5, 3 if name == "large" else 2)
+        slot for name, slots in SIZES.items() for slot in slots if count in (5, 3 if name == "large" else 2)
     }
 
 
-def test_a_place_that_was_given_back_is_the_next_ones_at_once(waiting: Waiting) -> None:
+def test_a_slot_that_was_given_back_is_the_next_ones_at_once(waiting: Waiting) -> None:
     waiting.free = ["home-1.1"]
     assert waiting.ask("anna") == "home-1.1"
     waiting.free = ["home-1.1"]
@@ -169,10 +171,10 @@ def test_a_place_that_was_given_back_is_the_next_ones_at_once(waiting: Waiting) 
 def _probe(waiting: Waiting, ticket: str) -> bool:
     """Measure the line of a ticket's holder. Return whether it was its turn."""
     try:
-        waiting.lobby.begin_probe(ticket)
+        waiting.waiting_room.begin_probe(ticket)
     except AskAgain:
         return False
-    waiting.lobby.end_probe(ticket)
+    waiting.waiting_room.end_probe(ticket)
     return True
 
 
@@ -180,7 +182,7 @@ def test_a_line_is_measured_once_in_a_while(waiting: Waiting) -> None:
     assert _probe(waiting, "anna") and _probe(waiting, "ben")
     with pytest.raises(Forbidden, match="once in 120 seconds"):
         _probe(waiting, "anna")
-    waiting.clock.time += lobby_module.PROBE_AGAIN_SECONDS + 0.1
+    waiting.clock.time += waiting_room_module.PROBE_AGAIN_SECONDS + 0.1
     assert _probe(waiting, "anna")
 
 
@@ -189,7 +191,7 @@ def test_who_waited_and_was_forgotten_is_measured_again_at_once(waiting: Waiting
     waiting.come("anna")
     with pytest.raises(Forbidden, match="once in 120 seconds"):
         _probe(waiting, "anna")
-    waiting.clock.time += lobby_module.FORGET_SECONDS + 0.1
+    waiting.clock.time += waiting_room_module.FORGET_SECONDS + 0.1
     assert _probe(waiting, "anna")
 
 
@@ -197,22 +199,22 @@ def test_tickets_that_are_measured_again_and_again_keep_nobody_else_waiting(wait
     """The attackers always ask first, and their time between two measurements is over."""
     attackers = [f"attacker {number}" for number in range(10)]
     assert all(_probe(waiting, ticket) for ticket in attackers)
-    waiting.clock.time += lobby_module.PROBE_AGAIN_SECONDS + 0.1
-    waiting.lobby.begin_probe(attackers[0])
+    waiting.clock.time += waiting_room_module.PROBE_AGAIN_SECONDS + 0.1
+    waiting.waiting_room.begin_probe(attackers[0])
     for ticket in (*attackers[1:], "anna"):
         assert not _probe(waiting, ticket)
-    waiting.lobby.end_probe(attackers[0])
+    waiting.waiting_room.end_probe(attackers[0])
     assert not any(_probe(waiting, ticket) for ticket in attackers[1:])
     assert _probe(waiting, "anna")
     assert [_probe(waiting, ticket) for ticket in attackers[1:3]] == [True, True]
 
 
 def test_a_ticket_that_asks_no_more_loses_its_turn(waiting: Waiting) -> None:
-    waiting.lobby.begin_probe("anna")
+    waiting.waiting_room.begin_probe("anna")
     assert not _probe(waiting, "ben")
-    waiting.lobby.end_probe("anna")
+    waiting.waiting_room.end_probe("anna")
     assert not _probe(waiting, "cleo")
-    waiting.clock.time += lobby_module.FORGET_SECONDS + 0.1
+    waiting.clock.time += waiting_room_module.FORGET_SECONDS + 0.1
     assert _probe(waiting, "cleo")
 
 
@@ -229,7 +231,7 @@ def test_the_worst_link_of_groups_is_the_best_that_any_choice_has(stages: int) -
     Sorting therefore groups similar lines.
     """
     random = np.random.default_rng(stages)
-    lines = [Line(*pair) for pair in random.uniform(1e6, 1e9, (2 * stages, 2))]
+    lines = [HostLine(*pair) for pair in random.uniform(1e6, 1e9, (2 * stages, 2))]
     found = group_spares(lines, stages)
     slowest = [min(min(lines[one].up, lines[one].down) for one in group) for group in found]
     ranked = sorted(min(line.up, line.down) for line in lines)

@@ -29,7 +29,7 @@ _FORGOTTEN = 2 * LONGEST_PAUSE
 
 
 @dataclass
-class _Obstacle:
+class _StoreError:
     why: str
     since: float
     tried: float
@@ -38,19 +38,19 @@ class _Obstacle:
     """Time at which it was last printed."""
 
 
-class Obstacles:
+class StoreErrors:
     """Operations of one exchange that fail. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._found: dict[Hashable, _Obstacle] = {}
+        self._found: dict[Hashable, _StoreError] = {}
 
     def failed(self, operation: Hashable, why: str) -> None:
         """Note that an operation has failed and will be retried. Prints its failures at intervals."""
         with self._lock:
             now, known = time.monotonic(), self._found.get(operation)
             if known is None:
-                known = self._found[operation] = _Obstacle(why, now, now, -LONGEST_PAUSE)
+                known = self._found[operation] = _StoreError(why, now, now, -LONGEST_PAUSE)
             is_due = why != known.why or now - known.told >= LONGEST_PAUSE
             known.why, known.tried = why, now
             if is_due:
@@ -88,11 +88,11 @@ class Expected:
     """Whether to give up at the limit. A run that has begun continues without the member, or pauses."""
     computing: Collection[str] = ()
     """Members that are busy and wait for no other member, by their last heartbeat: a slow step is no stall."""
-    obstacle: tuple[str, float] | None = None
+    store_error: tuple[str, float] | None = None
     """File that cannot be read or written and why, and for how many seconds; no member is blamed meanwhile."""
 
 
-class Patience:
+class StallDetector:
     """Decides when to report that there is no progress, and when to give up. Pure: every time is an argument.
 
     A wait that ended was harmless, so afterwards only one that is twice as long is reported. A run of slow rounds
@@ -116,8 +116,8 @@ class Patience:
 
     def look(self, expected: Expected, now: float) -> Waiting | None:
         """Return the report that is due, if any. It names no member and no obstacle once a reported wait is over."""
-        if expected.obstacle is not None:
-            return self._stored(expected, *expected.obstacle)
+        if expected.store_error is not None:
+            return self._stored(expected, *expected.store_error)
         if self._blocked is not None:
             return self._stored_again(expected)
         before, self._expected = self._expected, expected
@@ -144,7 +144,7 @@ class Patience:
             return None
         self._blocked_due = seconds + min(max(FIRST_TOLD, self._blocked_due), MOST_BETWEEN)
         self._blocked_told = True
-        return Waiting(awaited=STORING, round=expected.round, seconds=seconds, obstacle=why)
+        return Waiting(awaited=STORING, round=expected.round, seconds=seconds, store_error=why)
 
     def _stored_again(self, expected: Expected) -> Waiting | None:
         """Return the report that it can be again, if the failure was reported. Restarts the wait for members."""
@@ -156,7 +156,12 @@ class Patience:
 
     def lost(self, expected: Expected, now: float) -> str | None:
         """Return the cause to give up, if no awaited member made progress within the limit."""
-        if not expected.missing or not expected.is_bounded or expected.obstacle is not None or self._expected is None:
+        if (
+            not expected.missing
+            or not expected.is_bounded
+            or expected.store_error is not None
+            or self._expected is None
+        ):
             return None
         last = max([self._since, *(expected.heard[one] for one in expected.missing if one in expected.heard)])
         if now - last < self._limit:
@@ -183,7 +188,7 @@ def whom(waiting: Waiting) -> str:
         count = len(waiting.missing)
         return f"waiting for {count} member{'' if count == 1 else 's'} to join: {names}"
     if waiting.awaited == STORING:
-        return f"paused: {waiting.obstacle}"
+        return f"paused: {waiting.store_error}"
     if waiting.awaited == CONTRIBUTING:
         return f"waiting for contributions to round {waiting.round} from {names}"
     return f"all rounds are closed; waiting for {names} to finish"
@@ -208,15 +213,15 @@ def watched(
 
     A block that ends without an error is checked once more, so that the end of a reported obstacle is reported too.
     """
-    ended, patience = threading.Event(), Patience(limit)
+    ended, detector = threading.Event(), StallDetector(limit)
 
     def watch() -> None:
         while not ended.wait(_SECONDS_BETWEEN_LOOKS):
             now, found = time.monotonic(), expected()
-            waiting = patience.look(found, now)
+            waiting = detector.look(found, now)
             if waiting is not None:
                 tell(waiting)
-            cause = patience.lost(found, now)
+            cause = detector.lost(found, now)
             if cause is not None:
                 fail(cause)
                 return
@@ -228,6 +233,6 @@ def watched(
     finally:
         ended.set()
         thread.join()
-    waiting = patience.look(expected(), time.monotonic())
-    if waiting is not None and not waiting.missing and not waiting.obstacle:
+    waiting = detector.look(expected(), time.monotonic())
+    if waiting is not None and not waiting.missing and not waiting.store_error:
         tell(waiting)

@@ -12,13 +12,13 @@ from hetero_pp.core.errors import MalformedContribution, Suspended
 from hetero_pp.messages.messages_pb2 import BlobEntry, BlobHeader, Commitment, Upload
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.model.transformer import Shapes
+from hetero_pp.pseudo_gradient.blob_batches import BATCH_BYTES_MAX, payload_bytes, split_blobs
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob, entry_of, most_bytes
-from hetero_pp.pseudo_gradient.together import TOGETHER_BYTES_MAX, apart, payload_bytes
 from hetero_pp.rpc.exchange_service import Caller
 from replica_groups.exchange.commitments import Commitments
+from replica_groups.exchange.exchange_state import ExchangeState
 from replica_groups.exchange.log import ContributionLog, blob_key
-from replica_groups.exchange.run_state import RunState
 from replica_groups.exchange.uploads import take_upload, upload_url
 from replica_groups.rounds import events as e
 
@@ -36,9 +36,9 @@ class Offer:
     """A blob that a member has for a round, before it is sent or uploaded."""
 
     member: str
-    term: int
+    incarnation: int
     address: BlobAddress
-    epoch: int
+    generation: int
     sha256: bytes
     steps: int = 0
     commitment: Commitment = field(default_factory=Commitment)
@@ -48,15 +48,15 @@ class Offer:
     @property
     def key(self) -> str:
         own = self.address
-        return blob_key(own.round, own.replica, self.epoch, own.block, self.sha256)
+        return blob_key(own.round, own.replica, self.generation, own.block, self.sha256)
 
 
-class Deposits:
-    """Deposits of one run. Thread-safe; every call raises Refused, RunFailed, TermOver, Suspended."""
+class ContributionInbox:
+    """Deposits of one run. Thread-safe; every call raises Refused, RunFailed, IncarnationOver, Suspended."""
 
-    def __init__(self, state: RunState, log: ContributionLog, compression: CompressionSettings) -> None:
+    def __init__(self, state: ExchangeState, log: ContributionLog, compression: CompressionSettings) -> None:
         self._state, self._log, self._compression = state, log, compression
-        self._decisions = state.decisions
+        self._runner = state.runner
         self.commitments: Commitments | None = None
         """Takes what comes with each blob, if the run is audited by recomputation."""
         self._shapes: Mapping[str, Shapes] = {}
@@ -79,8 +79,8 @@ class Deposits:
         self._expect_size(caller.name, self._address(header), header.size)
         if not header.following:
             return
-        if (size := payload_bytes(header)) > TOGETHER_BYTES_MAX:
-            reason = f"found {size} bytes of several blobs, expected at most {TOGETHER_BYTES_MAX}"
+        if (size := payload_bytes(header)) > BATCH_BYTES_MAX:
+            reason = f"found {size} bytes of several blobs, expected at most {BATCH_BYTES_MAX}"
             raise self._state.refused(caller.name, reason, Kind.MALFORMED)
         blocks = [header.block, *(one.block for one in header.following)]
         if len(blocks) > len(set(blocks)):
@@ -97,13 +97,15 @@ class Deposits:
 
     def take(self, header: BlobHeader, data: bytes, caller: Caller) -> None:
         """Take blobs of a member. All are decoded before any is kept, so that no receiver meets a malformed one."""
-        blobs = [(self._offer(one, hashlib.sha256(part).digest(), caller), part) for one, part in apart(header, data)]
+        blobs = [
+            (self._offer(one, hashlib.sha256(part).digest(), caller), part) for one, part in split_blobs(header, data)
+        ]
         parts = {offer.address: part for offer, part in blobs}
 
         def keep(some: Sequence[Offer]) -> Sequence[BlobEntry]:
             own = {offer.address: parts[offer.address] for offer in some}
             entries = [self._checked(offer, own[offer.address]) for offer in some]
-            self._decisions.patiently(lambda: self._log.write_blobs(own, some[0].epoch))
+            self._runner.retry(lambda: self._log.write_blobs(own, some[0].generation))
             return entries
 
         self._take([offer for offer, _ in blobs], keep)
@@ -118,13 +120,13 @@ class Deposits:
         self._expect_size(offer.member, offer.address, size)
         if not self._is_awaited(offer) or self._is_counted(offer):
             return ""
-        with self._decisions.changed:
+        with self._runner.changed:
             last_round = self._state.coordinator.last_round
             self._announced = {key: one for key, one in self._announced.items() if key[0].round > last_round}
             announced = self._announced.setdefault(_kept_as(offer), (offer.sha256, size))
         if announced != (offer.sha256, size):  # each would be another object in the store
             raise self._state.refused(offer.member, f"`{offer.address.block}`: a second, different blob to upload")
-        return self._decisions.patiently(lambda: upload_url(self._log, offer.key, size, offer.holder > 0))
+        return self._runner.retry(lambda: upload_url(self._log, offer.key, size, offer.holder > 0))
 
     def uploaded(self, request: Upload, caller: Caller) -> None:
         """Take a blob that a member has put into the store."""
@@ -133,7 +135,7 @@ class Deposits:
 
         def keep(some: Sequence[Offer]) -> Sequence[BlobEntry]:
             try:
-                data = self._decisions.patiently(lambda: take_upload(self._log, offer.key, offer.sha256, most))
+                data = self._runner.retry(lambda: take_upload(self._log, offer.key, offer.sha256, most))
             except MalformedContribution as error:
                 raise self._state.refused(offer.member, f"`{offer.address.block}`: {error}", Kind.MALFORMED) from None
             except FileNotFoundError:
@@ -152,11 +154,11 @@ class Deposits:
     def _offer(self, header: BlobHeader, sha256: bytes, caller: Caller) -> Offer:
         """Return a member's offer. In the exchange's process, generation 0 is the current one."""
         self._require_begun(caller)
-        epoch = header.epoch
-        if caller.term is None and not epoch:
-            epoch = self._state.coordinator.slot(caller.name).epoch
-        own = self._state.term(caller), self._address(header)
-        return Offer(caller.name, *own, epoch, sha256, header.steps, header.commitment, caller.holder)
+        generation = header.generation
+        if caller.incarnation is None and not generation:
+            generation = self._state.coordinator.slot(caller.name).generation
+        own = self._state.incarnation(caller), self._address(header)
+        return Offer(caller.name, *own, generation, sha256, header.steps, header.commitment, caller.holder)
 
     def _take(self, offers: Sequence[Offer], keep: Callable[[Sequence[Offer]], Sequence[BlobEntry]]) -> None:
         """Write blobs of one contribution, then tell the rules. Only the caller waits for it."""
@@ -168,18 +170,18 @@ class Deposits:
         is_awaited = self._is_awaited(offer)
         if is_awaited and self.commitments is not None:
             round_, own = offer.address.round, (offer.commitment, offer.holder)
-            if (complaint := self.commitments.take(offer.member, round_, offer.epoch, *own)) is not None:
+            if (complaint := self.commitments.take(offer.member, round_, offer.generation, *own)) is not None:
                 raise self._state.refused(offer.member, complaint)
         if not is_awaited:
-            self._decisions.tell(_deposited(offer, None))  # what comes late is learnt from: how long to wait next
+            self._runner.tell(_deposited(offer, None))  # what comes late is learnt from: how long to wait next
         elif some := self._begin_to_keep(offers):
             try:
                 for one, entry in zip(some, keep(some), strict=True):
                     self._count(one, entry)
             finally:
-                with self._decisions.changed:
+                with self._runner.changed:
                     self._being_kept.difference_update(map(_kept_as, some))
-                    self._decisions.wake(offer.member)
+                    self._runner.wake(offer.member)
 
     def _expect_own(self, offer: Offer) -> None:
         self._expect_address(offer.member, offer.address)
@@ -196,15 +198,15 @@ class Deposits:
     def _is_awaited(self, offer: Offer) -> bool:
         """Return whether a blob may still be included; if not, the record tells the sender that it was late."""
         replica, round_ = offer.address.replica, offer.address.round
-        with self._decisions.changed:
-            self._decisions.require_alive()
-            self._decisions.require_term(offer.member, offer.term)
+        with self._runner.changed:
+            self._runner.require_alive()
+            self._runner.require_incarnation(offer.member, offer.incarnation)
             coordinator = self._state.coordinator
-            last_round, current = coordinator.last_round, coordinator.slot(offer.member).epoch
+            last_round, current = coordinator.last_round, coordinator.slot(offer.member).generation
         if not 1 <= round_ <= last_round + 1:
             reason = f"found round {round_}, expected {last_round + 1}"
             raise self._state.refused(offer.member, reason)
-        if round_ > last_round and offer.epoch != current:
+        if round_ > last_round and offer.generation != current:
             raise Suspended(f"{replica} has a new generation")
         return round_ > last_round
 
@@ -214,8 +216,8 @@ class Deposits:
         Waits for other deposits of the same blobs, because a blob is only included if that one succeeds.
         """
         keys = set(map(_kept_as, offers))
-        with self._decisions.changed:
-            self._decisions.wait_until(lambda: self._being_kept.isdisjoint(keys), subject=offers[0].member)
+        with self._runner.changed:
+            self._runner.wait_until(lambda: self._being_kept.isdisjoint(keys), subject=offers[0].member)
             some = [offer for offer in offers if not self._is_counted(offer)]
             self._being_kept.update(map(_kept_as, some))
         return some
@@ -223,8 +225,8 @@ class Deposits:
     def _is_counted(self, offer: Offer) -> bool:
         """Return whether the blob is included already. Raises Refused if another blob is included in its place."""
         address = offer.address
-        with self._decisions.changed:
-            known = self._state.coordinator.deposited(address.replica, offer.epoch, address.block)
+        with self._runner.changed:
+            known = self._state.coordinator.deposited(address.replica, offer.generation, address.block)
         if isinstance(known, BlobEntry) and known.sha256 != offer.sha256:
             reason = f"a second, different `{address.block}` for round {address.round}"
             raise self._state.refused(offer.member, reason)
@@ -241,19 +243,21 @@ class Deposits:
             raise self._state.refused(offer.member, str(error), Kind.MALFORMED) from None
 
     def _count(self, offer: Offer, entry: BlobEntry) -> None:
-        self._decisions.require_alive()
-        for answer in self._decisions.tell(_deposited(offer, entry)):
-            if isinstance(answer, e.Refused) and answer.place == offer.member:
+        self._runner.require_alive()
+        for answer in self._runner.tell(_deposited(offer, entry)):
+            if isinstance(answer, e.Reject) and answer.slot == offer.member:
                 if answer.is_over:
                     raise Suspended(answer.reason)
                 raise self._state.refused(offer.member, answer.reason)
-        self._decisions.require_alive()
+        self._runner.require_alive()
 
 
 def _kept_as(offer: Offer) -> tuple[BlobAddress, int]:
-    return offer.address, offer.epoch
+    return offer.address, offer.generation
 
 
 def _deposited(offer: Offer, entry: BlobEntry | None) -> e.Deposited:
     address = offer.address
-    return e.Deposited(offer.member, offer.term, address.round, offer.epoch, address.block, entry, offer.steps)
+    return e.Deposited(
+        offer.member, offer.incarnation, address.round, offer.generation, address.block, entry, offer.steps
+    )

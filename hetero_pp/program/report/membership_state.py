@@ -14,9 +14,9 @@ from typing import Any
 
 from hetero_pp.config.changed_keys import Changes
 from hetero_pp.config.topology import ReplicaSettings
-from hetero_pp.messages.messages_pb2 import Happened, Report, RoundRecord, Standing
+from hetero_pp.messages.messages_pb2 import MembershipEvent, MembershipEventKind, Report, RoundRecord
 from hetero_pp.run.spec import RunSpec
-from replica_groups.rounds.places import with_name
+from replica_groups.rounds.slot import with_name
 
 
 class Outcome(StrEnum):
@@ -34,12 +34,12 @@ class Outcome(StrEnum):
 
 
 @dataclass
-class PlaceState:
-    """Slot (`place`) of a member."""
+class SlotState:
+    """Slot of a member."""
 
     replica: str
-    term: int = 0
-    """Incarnation (`term`): number of times the slot has been taken, over all starts of the run."""
+    incarnation: int = 0
+    """Incarnation: number of times the slot has been taken, over all starts of the run."""
     vacant: str | None = None
     """Reason why no member holds the slot; None if one does."""
     taken_again: int = 0
@@ -82,11 +82,11 @@ class Pause:
     """None while the pause lasts."""
 
 
-class Standings:
+class MembershipState:
     """Follows a run's membership events and closed rounds."""
 
     def __init__(self, spec: RunSpec) -> None:
-        self.places = {name: PlaceState(member.replica.name) for name, member in spec.members.items()}
+        self.slots = {name: SlotState(member.replica.name) for name, member in spec.members.items()}
         self._spec = spec
         self.rounds: dict[int, RoundCounted] = {}
         self.suspended: Counter[str] = Counter()
@@ -117,18 +117,18 @@ class Standings:
                 self.has_begun = True
                 if report.begun.changes:
                     self._spec = self._spec.with_changes(Changes.from_json(report.begun.changes))
-            case "joined" if report.member in self.places:
-                self._joined(report.time, self.places[report.member], report.joined.term)
+            case "joined" if report.member in self.slots:
+                self._joined(report.time, self.slots[report.member], report.joined.incarnation)
             case "round_closed":
                 self._closed(report.time, report.round_closed)
-            case "standing":
-                self._happened(report.time, report.standing)
+            case "membership_event":
+                self._happened(report.time, report.membership_event)
 
-    def _joined(self, time: float, place: PlaceState, term: int) -> None:
-        insort(place.changes, (time, True, ""))
-        if term >= place.term:  # a resumed run reports earlier starts later, with lower incarnations
-            place.taken_again += self.has_begun and term > max(place.term, 1)
-            place.term, place.vacant = term, None
+    def _joined(self, time: float, slot: SlotState, incarnation: int) -> None:
+        insort(slot.changes, (time, True, ""))
+        if incarnation >= slot.incarnation:  # a resumed run reports earlier starts later, with lower incarnations
+            slot.taken_again += self.has_begun and incarnation > max(slot.incarnation, 1)
+            slot.incarnation, slot.vacant = incarnation, None
 
     def _closed(self, time: float, record: RoundRecord) -> None:
         counted = frozenset(one.replica for one in record.contributions)
@@ -136,38 +136,38 @@ class Standings:
         late, left_out = frozenset(record.late), frozenset(record.left_out)
         self.rounds[record.round] = RoundCounted(time, counted, late, left_out, tokens)
 
-    def _happened(self, time: float, told: Standing) -> None:
+    def _happened(self, time: float, told: MembershipEvent) -> None:
         match told.what:
-            case Happened.TERM_OVER | Happened.SILENT:
+            case MembershipEventKind.INCARNATION_OVER | MembershipEventKind.SILENT:
                 self._over(time, told)
-            case Happened.SUSPENDED:
+            case MembershipEventKind.SUSPENDED:
                 self.suspended[told.replica] += told.replica in self._lost
                 self._lost.discard(told.replica)
-            case Happened.LATE:
+            case MembershipEventKind.LATE:
                 self.returned[told.replica].append(told.round)
-            case Happened.PAUSED:
+            case MembershipEventKind.PAUSED:
                 self.pauses.append(Pause(told.round, time, told.cause))
-            case Happened.WENT_ON if self.pauses:
+            case MembershipEventKind.WENT_ON if self.pauses:
                 self.pauses[-1].end = time
-            case Happened.LEFT_OUT if told.cause:
+            case MembershipEventKind.LEFT_OUT if told.cause:
                 self._out_by_audit[told.round, told.replica] = told.cause
-            case Happened.UNAUDITED | Happened.AUDITED:
-                self.unaudited = told.cause if told.what == Happened.UNAUDITED else None
-            case Happened.HEALED:
-                self.healed[told.place] += 1
-            case Happened.RESTARTED:
-                self.restarts[told.place] += 1
-            case Happened.GIVEN_UP:
-                self.given_up[told.place] = told.cause
+            case MembershipEventKind.UNAUDITED | MembershipEventKind.AUDITED:
+                self.unaudited = told.cause if told.what == MembershipEventKind.UNAUDITED else None
+            case MembershipEventKind.HEALED:
+                self.healed[told.slot] += 1
+            case MembershipEventKind.RESTARTED:
+                self.restarts[told.slot] += 1
+            case MembershipEventKind.GIVEN_UP:
+                self.given_up[told.slot] = told.cause
 
-    def _over(self, time: float, told: Standing) -> None:
-        place = self.places.get(told.place)
-        if place is None:
+    def _over(self, time: float, told: MembershipEvent) -> None:
+        slot = self.slots.get(told.slot)
+        if slot is None:
             return
-        cause = with_name(told.place, told.cause)
-        insort(place.changes, (time, False, cause))
-        if told.term >= place.term:
-            place.vacant = cause
+        cause = with_name(told.slot, told.cause)
+        insort(slot.changes, (time, False, cause))
+        if told.incarnation >= slot.incarnation:
+            slot.vacant = cause
         self._lost.add(told.replica)
 
     # ---- reading ----
@@ -183,7 +183,7 @@ class Standings:
     @property
     def vacant(self) -> dict[str, str]:
         """Reasons of vacant slots, by slot."""
-        return {name: place.vacant for name, place in self.places.items() if place.vacant is not None}
+        return {name: slot.vacant for name, slot in self.slots.items() if slot.vacant is not None}
 
     @property
     def pause(self) -> Pause | None:
@@ -220,7 +220,7 @@ class Standings:
         gone = self.gone(replica, 0.0 if before is None else before.time, closed.time)
         if gone is not None:
             return Outcome.LOST, gone
-        if all(not place.changes for place in self.places.values() if place.replica == replica):
+        if all(not slot.changes for slot in self.slots.values() if slot.replica == replica):
             return Outcome.ABSENT, f"{replica} has not joined yet"
         if replica in closed.late:
             return Outcome.LATE, f"{replica} was late"
@@ -228,7 +228,7 @@ class Standings:
 
     def gone(self, replica: str, start: float, end: float) -> str | None:
         """Return why a slot of a replica was vacant at some moment between two times; None if none was."""
-        causes = (place.between(start, end) for place in self.places.values() if place.replica == replica)
+        causes = (slot.between(start, end) for slot in self.slots.values() if slot.replica == replica)
         return next((cause for cause in causes if cause is not None), None)
 
     @property
@@ -255,13 +255,13 @@ class Standings:
 
     def _members(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """Yield the members with events, and the exchange if it was restarted."""
-        for name in [*self.places, *(one for one in self.restarts if one not in self.places)]:
-            place = self.places.get(name)
+        for name in [*self.slots, *(one for one in self.restarts if one not in self.slots)]:
+            slot = self.slots.get(name)
             found = {
-                "taken_again": 0 if place is None else place.taken_again,
+                "taken_again": 0 if slot is None else slot.taken_again,
                 "restarts": self.restarts[name],
                 "healed": self.healed[name],
             }
-            vacant = self.given_up.get(name) or (None if place is None else place.vacant)
+            vacant = self.given_up.get(name) or (None if slot is None else slot.vacant)
             if any(found.values()) or vacant is not None:
-                yield name, found | {"term": None if place is None else place.term, "gone": vacant}
+                yield name, found | {"incarnation": None if slot is None else slot.incarnation, "gone": vacant}

@@ -10,19 +10,19 @@ from hetero_pp.core.errors import Refused
 from hetero_pp.messages.refusals import Kind, Refusals
 from hetero_pp.rpc.exchange_service import Caller, IsAsked, always
 from hetero_pp.run.spec import Roster
-from replica_groups.exchange.decisions import Decisions
-from replica_groups.exchange.waits import EVERYBODY
+from replica_groups.exchange.coordinator_runner import CoordinatorRunner
+from replica_groups.exchange.notifier import EVERYBODY
 
 
-class RunState:
+class ExchangeState:
     """State of one run. Its fields change only with the lock `changed` held."""
 
     def __init__(
-        self, run: str, roster: Roster, decisions: Decisions, refusals: Refusals, rounds: int, goes_on: bool
+        self, run: str, roster: Roster, runner: CoordinatorRunner, refusals: Refusals, rounds: int, goes_on: bool
     ) -> None:
         """`goes_on`: another process was this run's exchange a moment ago, and members may be there still."""
-        self.run, self.roster, self.decisions, self.refusals = run, roster, decisions, refusals
-        self.coordinator = decisions.coordinator
+        self.run, self.roster, self.runner, self.refusals = run, roster, runner, refusals
+        self.coordinator = runner.coordinator
         self.rounds, self.goes_on = rounds, goes_on
         self.changes = NO_CHANGES
         """Keys that were changed when the run resumed."""
@@ -34,7 +34,7 @@ class RunState:
     @property
     def changed(self) -> threading.Condition:
         """Lock of the decisions, notified when their state or this state changes."""
-        return self.decisions.changed
+        return self.runner.changed
 
     @property
     def has_begun(self) -> bool:
@@ -43,7 +43,7 @@ class RunState:
 
     def wait_until_begun(self, is_asked: IsAsked = always) -> None:
         """Wait until all members have joined and the run begins."""
-        self.decisions.wait_until(lambda: self.has_begun, is_asked, subject=EVERYBODY)
+        self.runner.wait_until(lambda: self.has_begun, is_asked, subject=EVERYBODY)
 
     def require_begun(self, member: str, is_asked: IsAsked = always) -> None:
         """Raise Refused if the run has not begun. An exchange that takes over from another lets members wait."""
@@ -57,20 +57,20 @@ class RunState:
         if member not in self.roster.members:
             raise self.refused(member, "is not a member of this run", Kind.FORBIDDEN)
 
-    def term(self, caller: Caller) -> int:
+    def incarnation(self, caller: Caller) -> int:
         """Return the caller's incarnation: the one it names, else the current one of its slot."""
         self.expect_member(caller.name)
-        return self.coordinator.slot(caller.name).term if caller.term is None else caller.term
+        return self.coordinator.slot(caller.name).incarnation if caller.incarnation is None else caller.incarnation
 
     def group_of(self, member: str) -> Sequence[str]:
         """Return the slots of a member's replica, in the order of stages."""
-        return self.coordinator.rules.places_of(self.roster.members[member])
+        return self.coordinator.rules.slots_of(self.roster.members[member])
 
-    def beside(self, member: str) -> tuple[str, str]:
+    def neighbours(self, member: str) -> tuple[str, str]:
         """Return the slots before and after a member's; empty where there is none."""
-        places = ["", *self.group_of(member), ""]
-        index = places.index(member)
-        return places[index - 1], places[index + 1]
+        slots = ["", *self.group_of(member), ""]
+        index = slots.index(member)
+        return slots[index - 1], slots[index + 1]
 
     def refused(self, sender: str, reason: str, kind: Kind = Kind.UNEXPECTED) -> Refused:
         """Count a refusal, and return the error to raise."""

@@ -1,4 +1,4 @@
-"""Successive links between two neighbours. Each has a generation (`epoch`), which ends all earlier ones."""
+"""Successive links between two neighbours. Each has a generation, which ends all earlier ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hetero_pp.core.errors import LinkClosed, LinkTimeout, Refused
 from hetero_pp.rpc.link_end import GrpcLinkEnd
 
 
-class Epochs:
+class Generations:
     """The newest link to one neighbour. A link may arrive before this member reaches its generation, and then waits.
 
     Safe to use from several threads.
@@ -18,7 +18,7 @@ class Epochs:
     def __init__(self, peer: str) -> None:
         self.peer = peer
         self._changed = threading.Condition()
-        self._epoch = 0
+        self._generation = 0
         """Current generation. Links of earlier generations are ended."""
         self._cause = ""
         self._end: GrpcLinkEnd | None = None
@@ -26,68 +26,75 @@ class Epochs:
         self._is_taken = False
 
     def come(
-        self, epoch: int, make: Callable[[], GrpcLinkEnd], is_same: Callable[[GrpcLinkEnd], bool] = lambda end: False
+        self,
+        generation: int,
+        make: Callable[[], GrpcLinkEnd],
+        is_same: Callable[[GrpcLinkEnd], bool] = lambda end: False,
     ) -> GrpcLinkEnd:
-        """Register a link of generation `epoch`, made by `make`, and abort a link of an earlier generation.
+        """Register a link of generation `generation`, made by `make`, and abort a link of an earlier generation.
 
         If the generation already has a link, returns it if `is_same`. A disconnected one is aborted, because the
         neighbour has restarted. Raises LinkClosed if the generation has ended, Refused if the neighbour is already
         connected.
         """
         with self._changed:
-            if epoch < self._epoch:
-                raise LinkClosed(f"found generation {epoch}, expected at least {self._epoch}")
-            present = self._end if epoch == self._epoch else None
+            if generation < self._generation:
+                raise LinkClosed(f"found generation {generation}, expected at least {self._generation}")
+            present = self._end if generation == self._generation else None
             if present is not None and is_same(present):
                 return present
             if present is not None and present.is_connected:
                 raise Refused(f"{self.peer} is already connected")
-            cause = f"{self.peer} has restarted" if present is not None else f"{self.peer} is at generation {epoch}"
-            older = self._replace(epoch, cause)
+            cause = (
+                f"{self.peer} has restarted" if present is not None else f"{self.peer} is at generation {generation}"
+            )
+            older = self._replace(generation, cause)
             self._end = end = make()
             self._changed.notify_all()
         if older is not None:
             older.abort(cause)
         return end
 
-    def of(self, epoch: int) -> GrpcLinkEnd | None:
+    def of(self, generation: int) -> GrpcLinkEnd | None:
         """Return the link of this generation if it has arrived, otherwise None."""
         with self._changed:
-            return self._end if epoch == self._epoch else None
+            return self._end if generation == self._generation else None
 
-    def take(self, epoch: int, timeout: float | None = None) -> GrpcLinkEnd:
+    def take(self, generation: int, timeout: float | None = None) -> GrpcLinkEnd:
         """Wait for the link of this generation and return it.
 
         Ends earlier links, and a link of this generation that was already taken. Raises LinkClosed if this generation
         has ended, LinkTimeout after `timeout` seconds.
         """
-        self.drop(epoch, f"this member is at generation {epoch}")
+        self.drop(generation, f"this member is at generation {generation}")
         with self._changed:
-            if not self._changed.wait_for(lambda: self._epoch > epoch or self._end is not None, timeout):
+            if not self._changed.wait_for(lambda: self._generation > generation or self._end is not None, timeout):
                 raise LinkTimeout(f"{self.peer} did not connect within {timeout:g} s")
-            if self._epoch > epoch or self._end is None:
+            if self._generation > generation or self._end is None:
                 raise LinkClosed(self._cause)
             self._is_taken = True
             return self._end
 
-    def drop(self, epoch: int, cause: str) -> None:
+    def drop(self, generation: int, cause: str) -> None:
         """End links of earlier generations, and a link of this generation that was taken."""
-        self._end_before(epoch, cause, also_taken=True)
+        self._end_before(generation, cause, also_taken=True)
 
     def give_up(self, before: int, cause: str) -> None:
         """End links of generations before `before`. Their users, and callers waiting for one, get LinkClosed(cause)."""
         self._end_before(before, cause)
 
-    def _end_before(self, epoch: int, cause: str, also_taken: bool = False) -> None:
+    def _end_before(self, generation: int, cause: str, also_taken: bool = False) -> None:
         with self._changed:
-            is_over = epoch > self._epoch or (also_taken and epoch == self._epoch and self._is_taken)
-            older = self._replace(epoch, cause) if is_over else None
+            is_over = generation > self._generation or (
+                also_taken and generation == self._generation and self._is_taken
+            )
+            older = self._replace(generation, cause) if is_over else None
             self._changed.notify_all()
         if older is not None:
             older.abort(cause)
 
-    def _replace(self, epoch: int, cause: str) -> GrpcLinkEnd | None:
+    def _replace(self, generation: int, cause: str) -> GrpcLinkEnd | None:
         """Make room for a link of this generation, and return the link that it replaces."""
-        self._epoch, self._cause = epoch, cause
+        self._generation, self._cause = generation, cause
         older, self._end, self._is_taken = self._end, None, False
         return older

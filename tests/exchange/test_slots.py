@@ -9,8 +9,8 @@ import pytest
 from members import TIMEOUT, assign_all, in_thread
 from small_run import GRACE, LEASE, Run, closed
 
-from hetero_pp.core.errors import Refused, Suspended, TermOver
-from hetero_pp.messages.messages_pb2 import SILENT, SUSPENDED, TERM_OVER, BeatReply, Report
+from hetero_pp.core.errors import IncarnationOver, Refused, Suspended
+from hetero_pp.messages.messages_pb2 import INCARNATION_OVER, SILENT, SUSPENDED, HeartbeatReply, Report
 from hetero_pp.rpc.exchange_service import Caller
 
 MIXED = {"dc": 1, "home": 2}
@@ -26,46 +26,46 @@ def run(tmp_path: Path) -> Run:
 # ---- incarnations ----
 
 
-def test_a_process_that_asks_twice_has_one_term(tmp_path: Path) -> None:
+def test_a_process_that_asks_twice_has_one_incarnation(tmp_path: Path) -> None:
     run = Run(tmp_path, MIXED)
     run.exchange.died("dc", "its host said so")
     assert [run.exchange.join("dc", "", process="a process") for _ in range(3)] == [2, 2, 2]
-    assert run.exchange.log.terms()["dc"] == 2
+    assert run.exchange.log.incarnations()["dc"] == 2
 
 
 def test_a_second_process_is_refused_while_the_first_is_there(run: Run) -> None:
     with pytest.raises(Refused, match="found a second process of `dc`"):
         run.exchange.join("dc", "", process="another")
-    assert run.exchange.beat(Caller("dc", 1)) == BeatReply()
-    assert run.exchange.log.terms()["dc"] == 1
+    assert run.exchange.heartbeat(Caller("dc", 1)) == HeartbeatReply()
+    assert run.exchange.log.incarnations()["dc"] == 1
 
 
-def test_a_vacant_place_is_taken_with_the_next_term(run: Run) -> None:
+def test_a_vacant_slot_is_taken_with_the_next_incarnation(run: Run) -> None:
     """The cause of the vacancy does not matter. Calls of the previous incarnation are refused."""
-    for term in (2, 3):
+    for incarnation in (2, 3):
         run.exchange.died("dc", "its host said so")
-        assert run.exchange.join("dc", "", process=f"process {term}") == term
-    assert run.exchange.log.terms() == {"dc": 3, "home.0": 1, "home.1": 1}
+        assert run.exchange.join("dc", "", process=f"process {incarnation}") == incarnation
+    assert run.exchange.log.incarnations() == {"dc": 3, "home.0": 1, "home.1": 1}
     for work in (
         partial(run.exchange.assign, Caller("dc", 2), 0),
-        partial(run.deposit, 1, "dc", term=2),
+        partial(run.deposit, 1, "dc", incarnation=2),
         partial(run.exchange.record, 1, Caller("dc", 2)),
     ):
-        with pytest.raises(TermOver, match="another process holds this slot now"):
+        with pytest.raises(IncarnationOver, match="another process holds this slot now"):
             work()
-    assert run.exchange.beat(Caller("dc", 2)).is_over
-    assert not run.exchange.beat(Caller("dc", 3)).is_over
+    assert run.exchange.heartbeat(Caller("dc", 2)).is_over
+    assert not run.exchange.heartbeat(Caller("dc", 3)).is_over
     run.exchange.broken(Caller("dc", 2), 2, "an old one's complaint")
-    run.exchange.presence.left("dc", term=2)
+    run.exchange.presence.left("dc", incarnation=2)
     assert run.exchange.coordinator.holds("dc", 3)
 
 
-def test_of_two_that_wait_for_a_place_the_later_one_gets_it(run: Run) -> None:
+def test_of_two_that_wait_for_a_slot_the_later_one_gets_it(run: Run) -> None:
     """The earlier one may have ended in the meantime. If it has not, it is refused."""
     run.passes(LEASE.least / 2, heard=("home.0", "home.1"))
     first = in_thread(lambda: run.exchange.join("dc", "", process="first"))
-    place = run.exchange.coordinator.places["dc"]
-    run.exchange.decisions.wait_until(lambda: place.applicant == "first")
+    slot = run.exchange.coordinator.slots["dc"]
+    run.exchange.runner.wait_until(lambda: slot.applicant == "first")
     second = in_thread(lambda: run.exchange.join("dc", "", process="second"))
     with pytest.raises(Refused, match="dc: another process has requested this slot in the meantime"):
         first.result(TIMEOUT)
@@ -78,18 +78,18 @@ def test_who_comes_after_somebody_silent_waits_for_the_end_of_its_lease(run: Run
     """A restarted machine need not be refused, and a slow member keeps its slot."""
     run.passes(LEASE.least / 2, heard=("home.0", "home.1"))
     waits = in_thread(lambda: run.exchange.join("dc", "", process="another"))
-    run.exchange.decisions.wait_until(lambda: run.exchange.coordinator.places["dc"].applicant == "another")
+    run.exchange.runner.wait_until(lambda: run.exchange.coordinator.slots["dc"].applicant == "another")
     assert not waits.done()
     run.passes(LEASE.least / 2 + 1, heard=("home.0", "home.1"))
     assert waits.result(TIMEOUT) == 2
     silent = [one for one in run.told() if one.what == SILENT]
-    assert [(one.place, one.term) for one in silent] == [("dc", 1)]
+    assert [(one.slot, one.incarnation) for one in silent] == [("dc", 1)]
     assert "no heartbeat arrived for 15 s" in silent[0].cause
 
 
-def test_who_is_heard_keeps_its_place_however_long_it_takes(run: Run) -> None:
+def test_who_is_heard_keeps_its_slot_however_long_it_takes(run: Run) -> None:
     run.passes(20 * LEASE.most, heard=("dc", "home.0", "home.1"))
-    assert all(run.exchange.coordinator.places[member].held for member in run.roster.members)
+    assert all(run.exchange.coordinator.slots[member].held for member in run.roster.members)
 
 
 def test_a_lease_is_learnt_from_how_often_somebody_is_heard(run: Run) -> None:
@@ -97,7 +97,7 @@ def test_a_lease_is_learnt_from_how_often_somebody_is_heard(run: Run) -> None:
     others = ("home.0", "home.1")
     for gap in (10.0, 14.0):
         run.passes(gap, heard=others)
-        run.exchange.beat("dc")
+        run.exchange.heartbeat("dc")
     run.passes(LEASE.factor * 14.0 - 1, heard=others)
     assert run.exchange.coordinator.slot("dc").held
     run.passes(2, heard=others)
@@ -108,7 +108,7 @@ def test_a_freeze_teaches_a_lease_no_more_than_the_lease(run: Run) -> None:
     """Otherwise one freeze of 40 s would let rounds wait for 60 s at the next one."""
     others = ("home.0", "home.1")
     run.passes(2.7 * LEASE.least, heard=others)
-    run.exchange.beat("dc")
+    run.exchange.heartbeat("dc")
     run.passes(LEASE.factor * LEASE.least - 1, heard=others)
     assert run.exchange.coordinator.slot("dc").held
     run.passes(2, heard=others)
@@ -119,27 +119,31 @@ def test_a_lost_connection_is_no_death_but_is_waited_for_less_long(run: Run) -> 
     others = ("home.0", "home.1")
     for gap in (10.0, 14.0):
         run.passes(gap, heard=others)
-        run.exchange.beat("dc")
-    run.exchange.presence.left("dc", term=1)
+        run.exchange.heartbeat("dc")
+    run.exchange.presence.left("dc", incarnation=1)
     run.passes(LEASE.least - 1, heard=others)
     assert run.exchange.coordinator.slot("dc").held
-    run.exchange.beat("dc")  # it is heard again
+    run.exchange.heartbeat("dc")  # it is heard again
     run.passes(LEASE.factor * 10.0, heard=others)
     assert run.exchange.coordinator.slot("dc").held
-    run.exchange.beat("dc")
-    run.exchange.presence.left("dc", term=1)
+    run.exchange.heartbeat("dc")
+    run.exchange.presence.left("dc", incarnation=1)
     run.passes(LEASE.least + 1, heard=others)
     assert not run.exchange.coordinator.slot("dc").held
 
 
 def test_a_silent_stage_is_not_waited_for_and_continues_its_round_once_it_is_heard(run: Run) -> None:
     """It was frozen or cut off for less than three leases. Nobody of its group returns to the start of the round."""
-    run.deposit(1, "home.0", epoch=2)
+    run.deposit(1, "home.0", generation=2)
     run.passes(2 * LEASE.least, heard=("dc", "home.0"))
     assert run.exchange.coordinator.waited_for == ["dc"]
-    assert run.exchange.beat(Caller("home.1", 1), 1, 2) == run.exchange.beat(Caller("home.0", 1), 1, 2) == BeatReply()
+    assert (
+        run.exchange.heartbeat(Caller("home.1", 1), 1, 2)
+        == run.exchange.heartbeat(Caller("home.0", 1), 1, 2)
+        == HeartbeatReply()
+    )
     assert run.exchange.coordinator.waited_for == ["dc", "home"]
-    run.deposit(1, "home.1", epoch=2)
+    run.deposit(1, "home.1", generation=2)
     run.deposit(1, "dc")
     assert run.counted(1) == {"dc": 1, "home": 2}
     assert not run.told()
@@ -147,9 +151,9 @@ def test_a_silent_stage_is_not_waited_for_and_continues_its_round_once_it_is_hea
 
 def test_a_round_closes_without_a_silent_member_which_applies_it_and_takes_the_next(run: Run) -> None:
     run.passes(LEASE.least + 1, heard=("home.0", "home.1"))
-    run.deposit(1, "home.0", "home.1", epoch=2)
+    run.deposit(1, "home.0", "home.1", generation=2)
     assert (run.counted(1), run.late(1)) == ({"home": 2}, ["dc"])
-    run.deposit(1, "dc", term=1)
+    run.deposit(1, "dc", incarnation=1)
     assert run.exchange.record(1, Caller("dc", 1)).round == 1
     assert run.exchange.coordinator.holds("dc", 1)
 
@@ -160,8 +164,8 @@ def test_a_stage_that_cannot_reach_a_silent_neighbour_reforms_its_replica_at_onc
     assert run.exchange.coordinator.holds("home.1", 1)
     run.exchange.broken(Caller("home.0", 1), 2, "home.1 does not answer")
     assert not run.exchange.coordinator.holds("home.1", 1)
-    assert run.exchange.beat(Caller("home.0", 1)).suspended == 2
-    assert [(one.place, one.cause) for one in run.told() if one.what == SILENT] == [
+    assert run.exchange.heartbeat(Caller("home.0", 1)).suspended == 2
+    assert [(one.slot, one.cause) for one in run.told() if one.what == SILENT] == [
         ("home.1", "no heartbeat arrived for 15 s")
     ]
 
@@ -172,7 +176,7 @@ def test_silence_of_three_leases_ends_an_incarnation(run: Run) -> None:
     assert run.exchange.coordinator.holds("dc", 1)
     run.passes(2, heard=others)
     assert not run.exchange.coordinator.holds("dc", 1)
-    assert [(one.place, one.cause) for one in run.told() if one.what == SILENT] == [
+    assert [(one.slot, one.cause) for one in run.told() if one.what == SILENT] == [
         ("dc", "no heartbeat arrived for 45 s")
     ]
 
@@ -180,7 +184,7 @@ def test_silence_of_three_leases_ends_an_incarnation(run: Run) -> None:
 def test_another_process_takes_the_slot_of_a_silent_member(run: Run) -> None:
     run.passes(LEASE.least + 1, heard=("home.0", "home.1"))
     assert run.exchange.join("dc", "", process="another") == 2
-    with pytest.raises(TermOver):
+    with pytest.raises(IncarnationOver):
         run.exchange.record(1, Caller("dc", 1))
 
 
@@ -189,24 +193,24 @@ def test_another_process_takes_the_slot_of_a_silent_member(run: Run) -> None:
 
 def test_the_others_of_a_replica_return_and_it_is_formed_anew(run: Run) -> None:
     """It gets a new generation and the new member's address. Contributions of the old generation are void."""
-    run.deposit(1, "home.0", epoch=2)
+    run.deposit(1, "home.0", generation=2)
     waits = in_thread(lambda: run.exchange.record(1, Caller("home.0", 1)))
     run.exchange.died("home.1", "killed by a test")
     with pytest.raises(Suspended, match=r"home\.1: killed by a test"):
         waits.result(TIMEOUT)
-    standing = run.exchange.beat(Caller("home.0", 1))
-    assert (standing.is_over, standing.suspended) == (False, 2)
+    membership_event = run.exchange.heartbeat(Caller("home.0", 1))
+    assert (membership_event.is_over, membership_event.suspended) == (False, 2)
     run.exchange.join("home.1", "")
     with pytest.raises(Suspended, match="home has a new generation"):
-        run.deposit(1, "home.0", epoch=2)
-    assert run.exchange.beat("dc") == BeatReply()
+        run.deposit(1, "home.0", generation=2)
+    assert run.exchange.heartbeat("dc") == HeartbeatReply()
     work = assign_all(run.exchange, 0, ["home.0", "home.1"])
-    assert {(one.round, one.epoch) for one in work.values()} == {(1, 3)}
-    assert run.exchange.beat(Caller("home.0", 1)) == BeatReply()
+    assert {(one.round, one.generation) for one in work.values()} == {(1, 3)}
+    assert run.exchange.heartbeat(Caller("home.0", 1)) == HeartbeatReply()
     run.deposit(1, "dc", "home.0", "home.1")
     assert run.counted(1) == {"dc": 1, "home": 3}
-    told = [(one.what, one.place) for one in run.told()]
-    assert told == [(TERM_OVER, "home.1"), (SUSPENDED, "home.0")]
+    told = [(one.what, one.slot) for one in run.told()]
+    assert told == [(INCARNATION_OVER, "home.1"), (SUSPENDED, "home.0")]
 
 
 @pytest.mark.parametrize("cause", ["killed by a test", "home.1: killed by a test"])
@@ -238,7 +242,7 @@ def test_the_stage_after_dials_where_only_the_one_before_is_reached(run: Run) ->
     run.exchange.addresses.dialled("home.1", "there:2", False)
     assert _ways(run, "here:1", "there:2") == {"home.0": ("", ""), "home.1": ("here:1", "")}
     assert _ways(run, "here:1", "relay") == {"home.0": ("", ""), "home.1": ("here:1", "")}
-    dials = {place.name: place.dials for place in run.exchange.overview.status().places}
+    dials = {slot.name: slot.dials for slot in run.exchange.overview.status().slots}
     assert dials == {"dc": "", "home.0": "", "home.1": "here:1"}
 
 
@@ -260,7 +264,7 @@ def test_what_is_whole_stays_counted_when_a_stage_is_gone(run: Run) -> None:
     """The other members wait for the record and need not train the round again."""
     run.deposit(1, "home.0", "home.1")
     run.exchange.died("home.1", "killed by a test")
-    assert run.exchange.beat(Caller("home.0", 1)) == BeatReply()
+    assert run.exchange.heartbeat(Caller("home.0", 1)) == HeartbeatReply()
     run.deposit(1, "dc")
     assert run.counted(1) == {"dc": 1, "home": 2}
     assert run.exchange.record(1, Caller("home.0", 1)).round == 1
@@ -270,7 +274,7 @@ def _leaves(run: Run, member: str) -> None:
     finished = Report(member=member)
     finished.finished.SetInParent()
     run.exchange.report([finished])
-    assert not run.exchange.coordinator.places[member].held
+    assert not run.exchange.coordinator.slots[member].held
 
 
 def test_who_has_contributed_is_not_called_back_as_its_neighbour_leaves(run: Run) -> None:
@@ -281,7 +285,7 @@ def test_who_has_contributed_is_not_called_back_as_its_neighbour_leaves(run: Run
             run.assign(round_)
     run.assign(9, "home.0")
     _leaves(run, "home.0")
-    assert run.exchange.beat(Caller("home.1", 1), 9, 2) == BeatReply()
+    assert run.exchange.heartbeat(Caller("home.1", 1), 9, 2) == HeartbeatReply()
 
 
 def test_who_trains_what_was_contributed_before_is_called_back(run: Run) -> None:
@@ -294,16 +298,16 @@ def test_who_trains_what_was_contributed_before_is_called_back(run: Run) -> None
     run.exchange.join("home.1", "")
     run.assign(9, "home.1")
     _leaves(run, "home.1")
-    assert run.exchange.beat(Caller("home.0", 1), 9, 3).suspended == 3
+    assert run.exchange.heartbeat(Caller("home.0", 1), 9, 3).suspended == 3
 
 
 def test_who_cannot_reach_a_neighbour_has_its_replica_formed_anew(run: Run) -> None:
     run.exchange.broken(Caller("home.0", 1), 2, "nothing came from home.1")
-    assert run.exchange.beat(Caller("home.0", 1)).is_over
-    assert run.exchange.beat(Caller("home.1", 1)).suspended == 2
+    assert run.exchange.heartbeat(Caller("home.0", 1)).is_over
+    assert run.exchange.heartbeat(Caller("home.1", 1)).suspended == 2
     assert run.exchange.join("home.0", "") == 2
-    run.exchange.broken(Caller("home.1", 1), 2, "nothing came from home.0")  # it means the epoch before
-    assert {one.epoch for one in assign_all(run.exchange, 0, ["home.0", "home.1"]).values()} == {3}
+    run.exchange.broken(Caller("home.1", 1), 2, "nothing came from home.0")  # it means the generation before
+    assert {one.generation for one in assign_all(run.exchange, 0, ["home.0", "home.1"]).values()} == {3}
 
 
 def test_a_call_whose_caller_is_gone_takes_no_work_away(run: Run) -> None:
@@ -312,7 +316,7 @@ def test_a_call_whose_caller_is_gone_takes_no_work_away(run: Run) -> None:
     asked = [run.ask_in_thread("home.0", 0), run.ask_in_thread("home.0", 0)]
     run.exchange.join("home.1", "")
     run.exchange.assign("home.1", 0)
-    assert {(one.round, one.epoch) for one in (waits.result(TIMEOUT) for waits in asked)} == {(1, 3)}
+    assert {(one.round, one.generation) for one in (waits.result(TIMEOUT) for waits in asked)} == {(1, 3)}
 
 
 # ---- another exchange takes over ----
@@ -325,14 +329,14 @@ def test_another_exchange_knows_who_holds_what_and_takes_contributions(run: Run)
     run.deposit(2, "home.0")
     run.take_over()
     assert closed(run) == 1
-    for member, epoch in {"dc": 1, "home.0": 2, "home.1": 2}.items():
-        assert run.exchange.beat(member, 2, epoch) == BeatReply()
-    run.deposit(2, "home.0", "home.1", "dc", term=1)
+    for member, generation in {"dc": 1, "home.0": 2, "home.1": 2}.items():
+        assert run.exchange.heartbeat(member, 2, generation) == HeartbeatReply()
+    run.deposit(2, "home.0", "home.1", "dc", incarnation=1)
     assert run.counted(2) == {"dc": 1, "home": 2}
     assert run.assign(2) == dict.fromkeys(run.roster.members, 3)
 
 
-def test_a_term_is_never_given_twice_by_two_exchanges(tmp_path: Path) -> None:
+def test_a_incarnation_is_never_given_twice_by_two_exchanges(tmp_path: Path) -> None:
     """The store decides which exchange was first. The second process waits until the first has gone."""
     run = Run(tmp_path, MIXED)
     first = run.exchange
@@ -341,7 +345,7 @@ def test_a_term_is_never_given_twice_by_two_exchanges(tmp_path: Path) -> None:
     run.exchange.died("dc", "as the second heard")
     assert first.join("dc", "", process="one") == 2
     waits = in_thread(lambda: run.exchange.join("dc", "", process="other"))
-    run.exchange.decisions.wait_until(lambda: run.exchange.coordinator.holds("dc", 2))
+    run.exchange.runner.wait_until(lambda: run.exchange.coordinator.holds("dc", 2))
     assert not waits.done()
     run.exchange.died("dc", "as the second heard")
     assert waits.result(TIMEOUT) == 3
@@ -357,7 +361,7 @@ def test_who_trains_a_round_that_is_not_open_here_yet_takes_part_in_it(run: Run)
     assert run.assign(1, "dc") == {"dc": 2}
     assert closed(run) == 1
     assert behind.coordinator.last_round == 0
-    assert behind.beat(Caller("dc", 1), 2, 1) == BeatReply()
+    assert behind.heartbeat(Caller("dc", 1), 2, 1) == HeartbeatReply()
     assert behind.coordinator.last_round == 1
     assert behind.coordinator.open is not None
     assert "dc" in behind.coordinator.open.taking_part

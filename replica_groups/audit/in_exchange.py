@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class _Beside:
+class _InExchange:
     """The run of a validator beside the exchange. Implements ValidatedRun."""
 
     exchange: Exchange
@@ -52,8 +52,8 @@ class _Beside:
     def last_round(self) -> int:
         return self.exchange.coordinator.last_round
 
-    def patiently(self, do: Callable[[], T]) -> T:
-        return self.exchange.decisions.patiently(do)
+    def retry(self, do: Callable[[], T]) -> T:
+        return self.exchange.runner.retry(do)
 
     def take(self, judgements: Sequence[Judgement]) -> None:
         with suppress(Refused):  # it is counted and told; the next one may be right
@@ -117,15 +117,15 @@ def followed(
         return Followers(auditor, judgements)
     from replica_groups.audit.validator import Validator, ValidatorThread, checks_of
 
-    run, since = _Beside(exchange, judgements), exchange.state.begun_after
+    run, since = _InExchange(exchange, judgements), exchange.state.begun_after
     spec = spec.with_changes(exchange.state.changes)
 
     def make() -> Validator:
-        snapshot = run.patiently(lambda: newest_sound(exchange.log, since, []))
+        checkpoint = run.retry(lambda: newest_sound(exchange.log, since, []))
         source = open_source(spec.config.data, folder.cache)
         secret_of_draws = Secret(secret or secrets.token_hex(16)).draws
         checks = checks_of(spec, exchange.log, source, secret_of_draws, torch.device("cpu"), folder.path)
-        return Validator(spec, run, checks, snapshot, since, folder.path)
+        return Validator(spec, run, checks, checkpoint, since, folder.path)
 
     validator = ValidatorThread(make, spec.config.threads, judgements.unaudited)
     validator.start()

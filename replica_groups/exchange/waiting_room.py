@@ -1,4 +1,4 @@
-"""Lobby: ticket holders wait here until there are enough of them for a whole new group.
+"""Waiting room: ticket holders wait here until there are enough of them for a whole new group.
 
 So no group is left incomplete while another one forms, and hosts with similar lines form a group. A link is as fast as
 the slower of its ends, and a group as its slowest link.
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hetero_pp.core.errors import AskAgain, Forbidden, Refused
-from hetero_pp.messages.messages_pb2 import InLobby
+from hetero_pp.messages.messages_pb2 import InWaitingRoom
 from hetero_pp.rpc.probe import BUSY
 
 SETTLE_SECONDS = 2.0
@@ -33,36 +33,36 @@ PROBE_AGAIN_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
-class Line:
+class HostLine:
     """Bandwidth of a line in bits per second, as the exchange has measured it."""
 
     up: float
     down: float
 
 
-Choose = Callable[[Sequence[Line], int], Sequence[Sequence[int]]]
+Choose = Callable[[Sequence[HostLine], int], Sequence[Sequence[int]]]
 """(lines, number of stages) -> groups of indices of lines, each in the order of its stages, the best group first."""
 
 
 @dataclass
-class _Guest:
+class _WaitingHost:
     """A waiting ticket holder."""
 
     came: float
     asked: float
-    line: Line
+    line: HostLine
 
 
-class Lobby:
-    """Lobby of one run. Thread-safe. It is lost with its process: ticket holders ask again."""
+class WaitingRoom:
+    """Waiting room of one run. Thread-safe. It is lost with its process: ticket holders ask again."""
 
     def __init__(
         self, groups: Mapping[str, Sequence[str]], choose: Choose, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """`groups`: optional replica -> its slots in the order of stages."""
-        self._groups = [list(places) for places in groups.values() if len(places) > 1]
+        self._groups = [list(slots) for slots in groups.values() if len(slots) > 1]
         self._choose, self._clock, self._lock = choose, clock, threading.Lock()
-        self._guests: dict[str, _Guest] = {}
+        self._guests: dict[str, _WaitingHost] = {}
         self._promised: dict[str, tuple[str, float]] = {}
         """Ticket -> promised slot, and until when."""
         self._probes: dict[str, float] = {}
@@ -87,7 +87,7 @@ class Lobby:
     @property
     def needed(self) -> int:
         """Number of hosts that the next group needs; 0 if no group can form."""
-        return min(len(places) for places in self._groups) if self._groups else 0
+        return min(len(slots) for slots in self._groups) if self._groups else 0
 
     @property
     def guests(self) -> Sequence[tuple[str, float]]:
@@ -147,17 +147,17 @@ class Lobby:
     def probed(self, ticket: str, up: float, down: float) -> None:
         """Note the result in bits per second. A ticket holder that does not ask afterwards is forgotten."""
         with self._lock:
-            self._guests[ticket] = _Guest(self._clock(), self._clock(), Line(up, down))
+            self._guests[ticket] = _WaitingHost(self._clock(), self._clock(), HostLine(up, down))
             self._answered[ticket] = self._clock()
 
-    def seated(self, ticket: str) -> None:
+    def has_slot(self, ticket: str) -> None:
         """Note that a ticket holder has taken its slot, and forget the ticket."""
         with self._lock:
             self._promised.pop(ticket, None)
             self._waits_no_more(ticket)
 
-    def place_for(self, ticket: str, free: Sequence[str]) -> str | InLobby:
-        """Return the slot for a ticket among the free ones (`free`, the best first), or the state of the lobby.
+    def slot_for(self, ticket: str, free: Sequence[str]) -> str | InWaitingRoom:
+        """Return the slot for a ticket among the free ones (`free`, the best first), or the state of the waiting room.
 
         Raises Refused if there is none.
         """
@@ -172,25 +172,25 @@ class Lobby:
             if ticket in self._promised:
                 return self._promised[ticket][0]
             self._answered[ticket] = self._clock()
-            return InLobby(here=len(self._guests), needed=self.needed, probed=ticket in self._guests)
+            return InWaitingRoom(here=len(self._guests), needed=self.needed, probed=ticket in self._guests)
 
     def _promise(self, ticket: str, free: Sequence[str]) -> None:
         """Promise a free slot to a ticket, or form groups of waiting tickets. Promised slots may become free again."""
-        now, promised, empty = self._clock(), {place for place, _ in self._promised.values()}, self._empty(free)
-        waits = {place for places in empty for place in places}
-        at_once = [place for place in free if place not in waits | promised]
+        now, promised, empty = self._clock(), {slot for slot, _ in self._promised.values()}, self._empty(free)
+        waits = {slot for slots in empty for slot in slots}
+        at_once = [slot for slot in free if slot not in waits | promised]
         if at_once:
             self._promised[ticket] = (at_once[0], now + PROMISE_SECONDS)
             self._leave(ticket)
         elif ticket in self._guests:
             self._guests[ticket].asked = now
-            for size in sorted({len(places) for places in empty}, reverse=True):
-                self._form([places for places in empty if len(places) == size], size)
+            for size in sorted({len(slots) for slots in empty}, reverse=True):
+                self._form([slots for slots in empty if len(slots) == size], size)
 
     def _empty(self, free: Sequence[str]) -> list[list[str]]:
         """Return the groups whose slots are all free and promised to nobody."""
-        open_ = set(free) - {place for place, _ in self._promised.values()}
-        return [places for places in self._groups if open_.issuperset(places)]
+        open_ = set(free) - {slot for slot, _ in self._promised.values()}
+        return [slots for slots in self._groups if open_.issuperset(slots)]
 
     def _form(self, empty: Sequence[Sequence[str]], size: int) -> None:
         """Form as many groups of a size as there are hosts for, unless a host has just come."""
@@ -199,9 +199,9 @@ class Lobby:
         if len(awake) < size or now - max(self._guests[ticket].came for ticket in awake) < SETTLE_SECONDS:
             return
         chosen = self._choose([self._guests[one].line for one in awake], size)
-        for places, group in zip(empty, chosen, strict=False):
-            for place, one in zip(places, group, strict=True):
-                self._promised[awake[one]] = (place, now + PROMISE_SECONDS)
+        for slots, group in zip(empty, chosen, strict=False):
+            for slot, one in zip(slots, group, strict=True):
+                self._promised[awake[one]] = (slot, now + PROMISE_SECONDS)
                 self._leave(awake[one])
 
     def _leave(self, ticket: str) -> None:

@@ -9,18 +9,18 @@ from hetero_pp.config.links import DIRECTIONS, LinkSpec
 from hetero_pp.core.errors import RunOver
 from hetero_pp.core.units import format_bytes, format_count, format_names, format_seconds, format_share
 from hetero_pp.messages.messages_pb2 import MemberRound, Report
-from hetero_pp.program.report.happenings import Happenings
 from hetero_pp.program.report.live_view import trouble_lines
+from hetero_pp.program.report.membership_event_lines import MembershipEventLines
 from hetero_pp.program.report.reading import now_and_then
 from hetero_pp.program.report.round_lines import divergence_line, joined_line, speeds, waiting_line
-from hetero_pp.program.report.state import Presence, RunState
+from hetero_pp.program.report.state import MemberPresence, RunState
 from hetero_pp.run.spec import RunSpec
 
 _SHOWN = 4
 """Largest number of replicas that a line names."""
 
 
-class OwnRounds:
+class OwnRoundLines:
     """Turns reports of this host's members, and reports about the whole run, into lines.
 
     Needs no reports of other members.
@@ -29,7 +29,7 @@ class OwnRounds:
     def __init__(self, spec: RunSpec, members: Sequence[str], say: Callable[[str], None]) -> None:
         self.state = RunState(spec)
         """State of the run, as far as this host gets reports."""
-        self._happenings = Happenings(spec)
+        self._event_lines = MembershipEventLines(spec)
         self._members = members
         self.say = say
         self._is_told = self._has_begun = self._is_over = False
@@ -40,7 +40,7 @@ class OwnRounds:
         """Take in one report, and print what is new. Reports before the first state of the run are not new."""
         had_joined = self.state.joined_at is not None
         self.state.apply(report)
-        lines = [*self._happenings.lines(report)]
+        lines = [*self._event_lines.lines(report)]
         if not had_joined and self.state.joined_at is not None:
             lines.append(joined_line(self.state))
         if report.HasField("waiting") and self.state.waiting is not None:
@@ -78,7 +78,7 @@ class OwnRounds:
         if state.has_closed_all_rounds:
             return
         members = state.spec.needed.keys() | state.joined
-        there = sum(state.presence(one) in (Presence.PRESENT, Presence.FINISHED) for one in members)
+        there = sum(state.presence(one) in (MemberPresence.PRESENT, MemberPresence.FINISHED) for one in members)
         here = f"{there} of {format_count(len(members), 'member')} {'is' if there == 1 else 'are'} present"
         yield f"round {state.rounds + 1} of {state.rounds_planned} is open; {here}"
         yield from trouble_lines(state, now)
