@@ -310,7 +310,8 @@ class LyingRun:
                 *members,
                 *HONEST,
             }:
-                yield f"{one.membership_event.slot or one.membership_event.replica}: {MembershipEventKind.Name(one.membership_event.what)}"
+                told = one.membership_event
+                yield f"{told.slot or told.replica}: {MembershipEventKind.Name(told.what)}"
             if one.HasField("refusal") and one.refusal.sender in members:
                 yield f"refused of {one.refusal.sender}: {one.refusal.reason}"
             if one.HasField("round_closed") and {*one.round_closed.late, *one.round_closed.left_out} & {*HONEST}:

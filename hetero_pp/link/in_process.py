@@ -46,7 +46,7 @@ class InProcessLink:
         self._over: str | None = None
 
     def end(self, direction: Direction, generation: int) -> InProcessLinkEnd:
-        """Return the end that sends in `direction` in generation `generation`, and end earlier generations.
+        """Return the end that sends in `direction` in a generation, and end earlier generations.
 
         Makes a new link if the link of this generation was aborted. Raises LinkClosed if this generation, or the whole
         link, has ended.

@@ -35,25 +35,25 @@ class Doing(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CATCHING_UP: _ClassVar[Doing]
     WAITING_FOR_ROUND: _ClassVar[Doing]
 
-class Happened(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+class MembershipEventKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
-    HAPPENED_UNSPECIFIED: _ClassVar[Happened]
-    TERM_OVER: _ClassVar[Happened]
-    SUSPENDED: _ClassVar[Happened]
-    LATE: _ClassVar[Happened]
-    PAUSED: _ClassVar[Happened]
-    WENT_ON: _ClassVar[Happened]
-    HEALED: _ClassVar[Happened]
-    RESTARTED: _ClassVar[Happened]
-    GIVEN_UP: _ClassVar[Happened]
-    SILENT: _ClassVar[Happened]
-    INJECTED: _ClassVar[Happened]
-    LEFT_OUT: _ClassVar[Happened]
-    SCALED: _ClassVar[Happened]
-    EXCLUDED: _ClassVar[Happened]
-    NOT_AWAITED: _ClassVar[Happened]
-    UNAUDITED: _ClassVar[Happened]
-    AUDITED: _ClassVar[Happened]
+    MEMBERSHIP_EVENT_KIND_UNSPECIFIED: _ClassVar[MembershipEventKind]
+    INCARNATION_OVER: _ClassVar[MembershipEventKind]
+    SUSPENDED: _ClassVar[MembershipEventKind]
+    LATE: _ClassVar[MembershipEventKind]
+    PAUSED: _ClassVar[MembershipEventKind]
+    WENT_ON: _ClassVar[MembershipEventKind]
+    HEALED: _ClassVar[MembershipEventKind]
+    RESTARTED: _ClassVar[MembershipEventKind]
+    GIVEN_UP: _ClassVar[MembershipEventKind]
+    SILENT: _ClassVar[MembershipEventKind]
+    INJECTED: _ClassVar[MembershipEventKind]
+    LEFT_OUT: _ClassVar[MembershipEventKind]
+    SCALED: _ClassVar[MembershipEventKind]
+    EXCLUDED: _ClassVar[MembershipEventKind]
+    NOT_AWAITED: _ClassVar[MembershipEventKind]
+    UNAUDITED: _ClassVar[MembershipEventKind]
+    AUDITED: _ClassVar[MembershipEventKind]
 
 class Awaited(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -81,23 +81,23 @@ OUTER_ROUND: Doing
 EVALUATING: Doing
 CATCHING_UP: Doing
 WAITING_FOR_ROUND: Doing
-HAPPENED_UNSPECIFIED: Happened
-TERM_OVER: Happened
-SUSPENDED: Happened
-LATE: Happened
-PAUSED: Happened
-WENT_ON: Happened
-HEALED: Happened
-RESTARTED: Happened
-GIVEN_UP: Happened
-SILENT: Happened
-INJECTED: Happened
-LEFT_OUT: Happened
-SCALED: Happened
-EXCLUDED: Happened
-NOT_AWAITED: Happened
-UNAUDITED: Happened
-AUDITED: Happened
+MEMBERSHIP_EVENT_KIND_UNSPECIFIED: MembershipEventKind
+INCARNATION_OVER: MembershipEventKind
+SUSPENDED: MembershipEventKind
+LATE: MembershipEventKind
+PAUSED: MembershipEventKind
+WENT_ON: MembershipEventKind
+HEALED: MembershipEventKind
+RESTARTED: MembershipEventKind
+GIVEN_UP: MembershipEventKind
+SILENT: MembershipEventKind
+INJECTED: MembershipEventKind
+LEFT_OUT: MembershipEventKind
+SCALED: MembershipEventKind
+EXCLUDED: MembershipEventKind
+NOT_AWAITED: MembershipEventKind
+UNAUDITED: MembershipEventKind
+AUDITED: MembershipEventKind
 AWAITED_UNSPECIFIED: Awaited
 JOINING: Awaited
 CONTRIBUTING: Awaited
@@ -109,12 +109,12 @@ class Frame(_message.Message):
     def __init__(self) -> None: ...
 
 class LinkHello(_message.Message):
-    __slots__ = ("version", "token", "link", "sender", "epoch", "session", "stream", "received", "goes_on")
+    __slots__ = ("version", "token", "link", "sender", "generation", "session", "stream", "received", "goes_on")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     LINK_FIELD_NUMBER: _ClassVar[int]
     SENDER_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     STREAM_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_FIELD_NUMBER: _ClassVar[int]
@@ -123,12 +123,12 @@ class LinkHello(_message.Message):
     token: str
     link: str
     sender: str
-    epoch: int
+    generation: int
     session: bytes
     stream: int
     received: int
     goes_on: bool
-    def __init__(self, version: _Optional[int] = ..., token: _Optional[str] = ..., link: _Optional[str] = ..., sender: _Optional[str] = ..., epoch: _Optional[int] = ..., session: _Optional[bytes] = ..., stream: _Optional[int] = ..., received: _Optional[int] = ..., goes_on: _Optional[bool] = ...) -> None: ...
+    def __init__(self, version: _Optional[int] = ..., token: _Optional[str] = ..., link: _Optional[str] = ..., sender: _Optional[str] = ..., generation: _Optional[int] = ..., session: _Optional[bytes] = ..., stream: _Optional[int] = ..., received: _Optional[int] = ..., goes_on: _Optional[bool] = ...) -> None: ...
 
 class LinkFarewell(_message.Message):
     __slots__ = ("hello", "cause")
@@ -151,7 +151,7 @@ class EnrolRequest(_message.Message):
     def __init__(self, version: _Optional[int] = ..., request: _Optional[bytes] = ...) -> None: ...
 
 class EnrolReply(_message.Message):
-    __slots__ = ("place", "certificate", "configuration", "tokenizer", "in_lobby")
+    __slots__ = ("slot", "certificate", "configuration", "tokenizer", "in_waiting_room")
     class TokenizerEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -159,19 +159,19 @@ class EnrolReply(_message.Message):
         key: str
         value: bytes
         def __init__(self, key: _Optional[str] = ..., value: _Optional[bytes] = ...) -> None: ...
-    PLACE_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
     CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
     CONFIGURATION_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_FIELD_NUMBER: _ClassVar[int]
-    IN_LOBBY_FIELD_NUMBER: _ClassVar[int]
-    place: str
+    IN_WAITING_ROOM_FIELD_NUMBER: _ClassVar[int]
+    slot: str
     certificate: Certificate
     configuration: str
     tokenizer: _containers.ScalarMap[str, bytes]
-    in_lobby: InLobby
-    def __init__(self, place: _Optional[str] = ..., certificate: _Optional[_Union[Certificate, _Mapping]] = ..., configuration: _Optional[str] = ..., tokenizer: _Optional[_Mapping[str, bytes]] = ..., in_lobby: _Optional[_Union[InLobby, _Mapping]] = ...) -> None: ...
+    in_waiting_room: InWaitingRoom
+    def __init__(self, slot: _Optional[str] = ..., certificate: _Optional[_Union[Certificate, _Mapping]] = ..., configuration: _Optional[str] = ..., tokenizer: _Optional[_Mapping[str, bytes]] = ..., in_waiting_room: _Optional[_Union[InWaitingRoom, _Mapping]] = ...) -> None: ...
 
-class InLobby(_message.Message):
+class InWaitingRoom(_message.Message):
     __slots__ = ("here", "needed", "probed", "last_round", "rounds", "why")
     HERE_FIELD_NUMBER: _ClassVar[int]
     NEEDED_FIELD_NUMBER: _ClassVar[int]
@@ -210,42 +210,42 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("name", "last_round", "rounds", "places", "refusals", "in_lobby", "needed_in_lobby", "guests", "has_begun", "is_over", "paused", "missing", "obstacle", "obstacle_seconds", "rehearsal", "credits", "training_seconds")
+    __slots__ = ("name", "last_round", "rounds", "slots", "refusals", "in_waiting_room", "needed_in_lobby", "guests", "has_begun", "is_over", "paused", "missing", "store_error", "store_error_seconds", "rehearsal", "credits", "training_seconds")
     NAME_FIELD_NUMBER: _ClassVar[int]
     LAST_ROUND_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
-    PLACES_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
     REFUSALS_FIELD_NUMBER: _ClassVar[int]
-    IN_LOBBY_FIELD_NUMBER: _ClassVar[int]
+    IN_WAITING_ROOM_FIELD_NUMBER: _ClassVar[int]
     NEEDED_IN_LOBBY_FIELD_NUMBER: _ClassVar[int]
     GUESTS_FIELD_NUMBER: _ClassVar[int]
     HAS_BEGUN_FIELD_NUMBER: _ClassVar[int]
     IS_OVER_FIELD_NUMBER: _ClassVar[int]
     PAUSED_FIELD_NUMBER: _ClassVar[int]
     MISSING_FIELD_NUMBER: _ClassVar[int]
-    OBSTACLE_FIELD_NUMBER: _ClassVar[int]
-    OBSTACLE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    STORE_ERROR_FIELD_NUMBER: _ClassVar[int]
+    STORE_ERROR_SECONDS_FIELD_NUMBER: _ClassVar[int]
     REHEARSAL_FIELD_NUMBER: _ClassVar[int]
     CREDITS_FIELD_NUMBER: _ClassVar[int]
     TRAINING_SECONDS_FIELD_NUMBER: _ClassVar[int]
     name: str
     last_round: int
     rounds: int
-    places: _containers.RepeatedCompositeFieldContainer[PlaceStatus]
+    slots: _containers.RepeatedCompositeFieldContainer[SlotStatus]
     refusals: int
-    in_lobby: int
+    in_waiting_room: int
     needed_in_lobby: int
     guests: _containers.RepeatedCompositeFieldContainer[Guest]
     has_begun: bool
     is_over: bool
     paused: str
     missing: _containers.RepeatedScalarFieldContainer[str]
-    obstacle: str
-    obstacle_seconds: float
+    store_error: str
+    store_error_seconds: float
     rehearsal: bool
     credits: _containers.RepeatedCompositeFieldContainer[Credit]
     training_seconds: float
-    def __init__(self, name: _Optional[str] = ..., last_round: _Optional[int] = ..., rounds: _Optional[int] = ..., places: _Optional[_Iterable[_Union[PlaceStatus, _Mapping]]] = ..., refusals: _Optional[int] = ..., in_lobby: _Optional[int] = ..., needed_in_lobby: _Optional[int] = ..., guests: _Optional[_Iterable[_Union[Guest, _Mapping]]] = ..., has_begun: _Optional[bool] = ..., is_over: _Optional[bool] = ..., paused: _Optional[str] = ..., missing: _Optional[_Iterable[str]] = ..., obstacle: _Optional[str] = ..., obstacle_seconds: _Optional[float] = ..., rehearsal: _Optional[bool] = ..., credits: _Optional[_Iterable[_Union[Credit, _Mapping]]] = ..., training_seconds: _Optional[float] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., last_round: _Optional[int] = ..., rounds: _Optional[int] = ..., slots: _Optional[_Iterable[_Union[SlotStatus, _Mapping]]] = ..., refusals: _Optional[int] = ..., in_waiting_room: _Optional[int] = ..., needed_in_lobby: _Optional[int] = ..., guests: _Optional[_Iterable[_Union[Guest, _Mapping]]] = ..., has_begun: _Optional[bool] = ..., is_over: _Optional[bool] = ..., paused: _Optional[str] = ..., missing: _Optional[_Iterable[str]] = ..., store_error: _Optional[str] = ..., store_error_seconds: _Optional[float] = ..., rehearsal: _Optional[bool] = ..., credits: _Optional[_Iterable[_Union[Credit, _Mapping]]] = ..., training_seconds: _Optional[float] = ...) -> None: ...
 
 class PreviewRequest(_message.Message):
     __slots__ = ()
@@ -288,12 +288,12 @@ class Guest(_message.Message):
     seconds: float
     def __init__(self, ticket: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
 
-class PlaceStatus(_message.Message):
-    __slots__ = ("name", "replica", "held", "term", "address", "holder", "relayed_bytes", "dials", "round", "device", "seconds", "cause")
+class SlotStatus(_message.Message):
+    __slots__ = ("name", "replica", "held", "incarnation", "address", "holder", "relayed_bytes", "dials", "round", "device", "seconds", "cause")
     NAME_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
-    TERM_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     HOLDER_FIELD_NUMBER: _ClassVar[int]
     RELAYED_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -305,7 +305,7 @@ class PlaceStatus(_message.Message):
     name: str
     replica: str
     held: bool
-    term: int
+    incarnation: int
     address: str
     holder: int
     relayed_bytes: int
@@ -314,7 +314,7 @@ class PlaceStatus(_message.Message):
     device: str
     seconds: float
     cause: str
-    def __init__(self, name: _Optional[str] = ..., replica: _Optional[str] = ..., held: _Optional[bool] = ..., term: _Optional[int] = ..., address: _Optional[str] = ..., holder: _Optional[int] = ..., relayed_bytes: _Optional[int] = ..., dials: _Optional[str] = ..., round: _Optional[int] = ..., device: _Optional[str] = ..., seconds: _Optional[float] = ..., cause: _Optional[str] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., replica: _Optional[str] = ..., held: _Optional[bool] = ..., incarnation: _Optional[int] = ..., address: _Optional[str] = ..., holder: _Optional[int] = ..., relayed_bytes: _Optional[int] = ..., dials: _Optional[str] = ..., round: _Optional[int] = ..., device: _Optional[str] = ..., seconds: _Optional[float] = ..., cause: _Optional[str] = ...) -> None: ...
 
 class RelayedLink(_message.Message):
     __slots__ = ("link",)
@@ -397,12 +397,12 @@ class BlobEntry(_message.Message):
     def __init__(self, block: _Optional[str] = ..., sha256: _Optional[bytes] = ..., size: _Optional[int] = ..., kept_values: _Optional[int] = ..., norm: _Optional[float] = ..., peak: _Optional[float] = ...) -> None: ...
 
 class ContributionEntry(_message.Message):
-    __slots__ = ("replica", "weight", "digest", "blobs", "epoch", "steps", "tokens", "scale", "commitments")
+    __slots__ = ("replica", "weight", "digest", "blobs", "generation", "steps", "tokens", "scale", "commitments")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     BLOBS_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     SCALE_FIELD_NUMBER: _ClassVar[int]
@@ -411,12 +411,12 @@ class ContributionEntry(_message.Message):
     weight: float
     digest: bytes
     blobs: _containers.RepeatedCompositeFieldContainer[BlobEntry]
-    epoch: int
+    generation: int
     steps: int
     tokens: int
     scale: float
     commitments: _containers.RepeatedCompositeFieldContainer[Commitment]
-    def __init__(self, replica: _Optional[str] = ..., weight: _Optional[float] = ..., digest: _Optional[bytes] = ..., blobs: _Optional[_Iterable[_Union[BlobEntry, _Mapping]]] = ..., epoch: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., scale: _Optional[float] = ..., commitments: _Optional[_Iterable[_Union[Commitment, _Mapping]]] = ...) -> None: ...
+    def __init__(self, replica: _Optional[str] = ..., weight: _Optional[float] = ..., digest: _Optional[bytes] = ..., blobs: _Optional[_Iterable[_Union[BlobEntry, _Mapping]]] = ..., generation: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., scale: _Optional[float] = ..., commitments: _Optional[_Iterable[_Union[Commitment, _Mapping]]] = ...) -> None: ...
 
 class Commitment(_message.Message):
     __slots__ = ("member", "before", "after", "text", "messages", "holder", "rest")
@@ -575,12 +575,12 @@ class JoinRequest(_message.Message):
     def __init__(self, version: _Optional[int] = ..., address: _Optional[str] = ..., rounds: _Optional[_Iterable[int]] = ..., damaged: _Optional[_Iterable[str]] = ..., process: _Optional[str] = ...) -> None: ...
 
 class JoinReply(_message.Message):
-    __slots__ = ("term", "takes_following")
-    TERM_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("incarnation", "takes_following")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TAKES_FOLLOWING_FIELD_NUMBER: _ClassVar[int]
-    term: int
+    incarnation: int
     takes_following: bool
-    def __init__(self, term: _Optional[int] = ..., takes_following: _Optional[bool] = ...) -> None: ...
+    def __init__(self, incarnation: _Optional[int] = ..., takes_following: _Optional[bool] = ...) -> None: ...
 
 class LastRoundRequest(_message.Message):
     __slots__ = ()
@@ -603,9 +603,9 @@ class AssignRequest(_message.Message):
     def __init__(self, holds: _Optional[int] = ..., address: _Optional[str] = ..., trained: _Optional[int] = ...) -> None: ...
 
 class AssignReply(_message.Message):
-    __slots__ = ("round", "epoch", "downstream", "heals", "is_first", "elapsed", "upstream", "trained", "changed", "upstream_holder", "downstream_holder", "shows", "committed")
+    __slots__ = ("round", "generation", "downstream", "heals", "is_first", "elapsed", "upstream", "trained", "changed", "upstream_holder", "downstream_holder", "shows", "committed")
     ROUND_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
     DOWNSTREAM_FIELD_NUMBER: _ClassVar[int]
     HEALS_FIELD_NUMBER: _ClassVar[int]
     IS_FIRST_FIELD_NUMBER: _ClassVar[int]
@@ -618,7 +618,7 @@ class AssignReply(_message.Message):
     SHOWS_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     round: int
-    epoch: int
+    generation: int
     downstream: str
     heals: bool
     is_first: bool
@@ -630,21 +630,21 @@ class AssignReply(_message.Message):
     downstream_holder: int
     shows: int
     committed: bytes
-    def __init__(self, round: _Optional[int] = ..., epoch: _Optional[int] = ..., downstream: _Optional[str] = ..., heals: _Optional[bool] = ..., is_first: _Optional[bool] = ..., elapsed: _Optional[float] = ..., upstream: _Optional[str] = ..., trained: _Optional[int] = ..., changed: _Optional[int] = ..., upstream_holder: _Optional[int] = ..., downstream_holder: _Optional[int] = ..., shows: _Optional[int] = ..., committed: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, round: _Optional[int] = ..., generation: _Optional[int] = ..., downstream: _Optional[str] = ..., heals: _Optional[bool] = ..., is_first: _Optional[bool] = ..., elapsed: _Optional[float] = ..., upstream: _Optional[str] = ..., trained: _Optional[int] = ..., changed: _Optional[int] = ..., upstream_holder: _Optional[int] = ..., downstream_holder: _Optional[int] = ..., shows: _Optional[int] = ..., committed: _Optional[bytes] = ...) -> None: ...
 
-class BeatRequest(_message.Message):
-    __slots__ = ("round", "epoch", "progress", "computes")
+class HeartbeatRequest(_message.Message):
+    __slots__ = ("round", "generation", "progress", "computes")
     ROUND_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     COMPUTES_FIELD_NUMBER: _ClassVar[int]
     round: int
-    epoch: int
+    generation: int
     progress: int
     computes: bool
-    def __init__(self, round: _Optional[int] = ..., epoch: _Optional[int] = ..., progress: _Optional[int] = ..., computes: _Optional[bool] = ...) -> None: ...
+    def __init__(self, round: _Optional[int] = ..., generation: _Optional[int] = ..., progress: _Optional[int] = ..., computes: _Optional[bool] = ...) -> None: ...
 
-class BeatReply(_message.Message):
+class HeartbeatReply(_message.Message):
     __slots__ = ("is_over", "suspended", "cause")
     IS_OVER_FIELD_NUMBER: _ClassVar[int]
     SUSPENDED_FIELD_NUMBER: _ClassVar[int]
@@ -655,38 +655,38 @@ class BeatReply(_message.Message):
     def __init__(self, is_over: _Optional[bool] = ..., suspended: _Optional[int] = ..., cause: _Optional[str] = ...) -> None: ...
 
 class BrokenRequest(_message.Message):
-    __slots__ = ("epoch", "cause", "blames")
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("generation", "cause", "blames")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
     CAUSE_FIELD_NUMBER: _ClassVar[int]
     BLAMES_FIELD_NUMBER: _ClassVar[int]
-    epoch: int
+    generation: int
     cause: str
     blames: str
-    def __init__(self, epoch: _Optional[int] = ..., cause: _Optional[str] = ..., blames: _Optional[str] = ...) -> None: ...
+    def __init__(self, generation: _Optional[int] = ..., cause: _Optional[str] = ..., blames: _Optional[str] = ...) -> None: ...
 
 class BrokenReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class DiedRequest(_message.Message):
-    __slots__ = ("member", "cause", "term")
+    __slots__ = ("member", "cause", "incarnation")
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     CAUSE_FIELD_NUMBER: _ClassVar[int]
-    TERM_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     member: str
     cause: str
-    term: int
-    def __init__(self, member: _Optional[str] = ..., cause: _Optional[str] = ..., term: _Optional[int] = ...) -> None: ...
+    incarnation: int
+    def __init__(self, member: _Optional[str] = ..., cause: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class DiedReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class NewestSnapshotRequest(_message.Message):
+class NewestCheckpointRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class NewestSnapshotReply(_message.Message):
+class NewestCheckpointReply(_message.Message):
     __slots__ = ("round", "names")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     NAMES_FIELD_NUMBER: _ClassVar[int]
@@ -714,7 +714,7 @@ class StayReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class SnapshotRequest(_message.Message):
+class CheckpointRequest(_message.Message):
     __slots__ = ("names", "round")
     NAMES_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
@@ -722,7 +722,7 @@ class SnapshotRequest(_message.Message):
     round: int
     def __init__(self, names: _Optional[_Iterable[str]] = ..., round: _Optional[int] = ...) -> None: ...
 
-class SnapshotHeader(_message.Message):
+class CheckpointHeader(_message.Message):
     __slots__ = ("names", "tensors")
     NAMES_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
@@ -731,12 +731,12 @@ class SnapshotHeader(_message.Message):
     def __init__(self, names: _Optional[_Iterable[str]] = ..., tensors: _Optional[_Iterable[_Union[TensorHeader, _Mapping]]] = ...) -> None: ...
 
 class BlobHeader(_message.Message):
-    __slots__ = ("round", "replica", "block", "size", "epoch", "steps", "stored", "commitment", "following")
+    __slots__ = ("round", "replica", "block", "size", "generation", "steps", "stored", "commitment", "following")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     BLOCK_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     STORED_FIELD_NUMBER: _ClassVar[int]
     COMMITMENT_FIELD_NUMBER: _ClassVar[int]
@@ -745,12 +745,12 @@ class BlobHeader(_message.Message):
     replica: str
     block: str
     size: int
-    epoch: int
+    generation: int
     steps: int
     stored: StoredBlob
     commitment: Commitment
     following: _containers.RepeatedCompositeFieldContainer[FollowingBlob]
-    def __init__(self, round: _Optional[int] = ..., replica: _Optional[str] = ..., block: _Optional[str] = ..., size: _Optional[int] = ..., epoch: _Optional[int] = ..., steps: _Optional[int] = ..., stored: _Optional[_Union[StoredBlob, _Mapping]] = ..., commitment: _Optional[_Union[Commitment, _Mapping]] = ..., following: _Optional[_Iterable[_Union[FollowingBlob, _Mapping]]] = ...) -> None: ...
+    def __init__(self, round: _Optional[int] = ..., replica: _Optional[str] = ..., block: _Optional[str] = ..., size: _Optional[int] = ..., generation: _Optional[int] = ..., steps: _Optional[int] = ..., stored: _Optional[_Union[StoredBlob, _Mapping]] = ..., commitment: _Optional[_Union[Commitment, _Mapping]] = ..., following: _Optional[_Iterable[_Union[FollowingBlob, _Mapping]]] = ...) -> None: ...
 
 class FollowingBlob(_message.Message):
     __slots__ = ("replica", "size", "block")
@@ -964,28 +964,28 @@ class RoundVerified(_message.Message):
     def __init__(self, round: _Optional[int] = ..., replica: _Optional[str] = ..., parameters_sha256: _Optional[bytes] = ...) -> None: ...
 
 class Joined(_message.Message):
-    __slots__ = ("address", "term")
+    __slots__ = ("address", "incarnation")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    TERM_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     address: str
-    term: int
-    def __init__(self, address: _Optional[str] = ..., term: _Optional[int] = ...) -> None: ...
+    incarnation: int
+    def __init__(self, address: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
-class Standing(_message.Message):
-    __slots__ = ("what", "place", "replica", "term", "round", "cause")
+class MembershipEvent(_message.Message):
+    __slots__ = ("what", "slot", "replica", "incarnation", "round", "cause")
     WHAT_FIELD_NUMBER: _ClassVar[int]
-    PLACE_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
-    TERM_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     CAUSE_FIELD_NUMBER: _ClassVar[int]
-    what: Happened
-    place: str
+    what: MembershipEventKind
+    slot: str
     replica: str
-    term: int
+    incarnation: int
     round: int
     cause: str
-    def __init__(self, what: _Optional[_Union[Happened, str]] = ..., place: _Optional[str] = ..., replica: _Optional[str] = ..., term: _Optional[int] = ..., round: _Optional[int] = ..., cause: _Optional[str] = ...) -> None: ...
+    def __init__(self, what: _Optional[_Union[MembershipEventKind, str]] = ..., slot: _Optional[str] = ..., replica: _Optional[str] = ..., incarnation: _Optional[int] = ..., round: _Optional[int] = ..., cause: _Optional[str] = ...) -> None: ...
 
 class Begun(_message.Message):
     __slots__ = ("last_round", "damaged", "changes", "note")
@@ -1014,18 +1014,18 @@ class Over(_message.Message):
     def __init__(self, round: _Optional[int] = ..., rounds: _Optional[int] = ..., finishing: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Waiting(_message.Message):
-    __slots__ = ("awaited", "round", "missing", "seconds", "obstacle")
+    __slots__ = ("awaited", "round", "missing", "seconds", "store_error")
     AWAITED_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     MISSING_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
-    OBSTACLE_FIELD_NUMBER: _ClassVar[int]
+    STORE_ERROR_FIELD_NUMBER: _ClassVar[int]
     awaited: Awaited
     round: int
     missing: _containers.RepeatedCompositeFieldContainer[Missing]
     seconds: float
-    obstacle: str
-    def __init__(self, awaited: _Optional[_Union[Awaited, str]] = ..., round: _Optional[int] = ..., missing: _Optional[_Iterable[_Union[Missing, _Mapping]]] = ..., seconds: _Optional[float] = ..., obstacle: _Optional[str] = ...) -> None: ...
+    store_error: str
+    def __init__(self, awaited: _Optional[_Union[Awaited, str]] = ..., round: _Optional[int] = ..., missing: _Optional[_Iterable[_Union[Missing, _Mapping]]] = ..., seconds: _Optional[float] = ..., store_error: _Optional[str] = ...) -> None: ...
 
 class Reading(_message.Message):
     __slots__ = ("what", "share")
@@ -1076,7 +1076,7 @@ class Missing(_message.Message):
     def __init__(self, member: _Optional[str] = ..., silent_seconds: _Optional[float] = ..., computes: _Optional[bool] = ...) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ("time", "member", "inner_step", "evaluation", "link_use", "member_round", "failure", "refusal", "round_closed", "round_verified", "joined", "finished", "begun", "waiting", "reading", "standing", "over", "state_saving", "computes", "activity", "scores", "judged", "measured_line", "so_far", "sent")
+    __slots__ = ("time", "member", "inner_step", "evaluation", "link_use", "member_round", "failure", "refusal", "round_closed", "round_verified", "joined", "finished", "begun", "waiting", "reading", "membership_event", "over", "state_saving", "computes", "activity", "scores", "judged", "measured_line", "so_far", "sent")
     TIME_FIELD_NUMBER: _ClassVar[int]
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     INNER_STEP_FIELD_NUMBER: _ClassVar[int]
@@ -1092,7 +1092,7 @@ class Report(_message.Message):
     BEGUN_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     READING_FIELD_NUMBER: _ClassVar[int]
-    STANDING_FIELD_NUMBER: _ClassVar[int]
+    MEMBERSHIP_EVENT_FIELD_NUMBER: _ClassVar[int]
     OVER_FIELD_NUMBER: _ClassVar[int]
     STATE_SAVING_FIELD_NUMBER: _ClassVar[int]
     COMPUTES_FIELD_NUMBER: _ClassVar[int]
@@ -1117,7 +1117,7 @@ class Report(_message.Message):
     begun: Begun
     waiting: Waiting
     reading: Reading
-    standing: Standing
+    membership_event: MembershipEvent
     over: Over
     state_saving: StateSaving
     computes: Computes
@@ -1127,7 +1127,7 @@ class Report(_message.Message):
     measured_line: MeasuredLine
     so_far: SoFar
     sent: float
-    def __init__(self, time: _Optional[float] = ..., member: _Optional[str] = ..., inner_step: _Optional[_Union[InnerStep, _Mapping]] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., link_use: _Optional[_Union[LinkUse, _Mapping]] = ..., member_round: _Optional[_Union[MemberRound, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., round_closed: _Optional[_Union[RoundRecord, _Mapping]] = ..., round_verified: _Optional[_Union[RoundVerified, _Mapping]] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., reading: _Optional[_Union[Reading, _Mapping]] = ..., standing: _Optional[_Union[Standing, _Mapping]] = ..., over: _Optional[_Union[Over, _Mapping]] = ..., state_saving: _Optional[_Union[StateSaving, _Mapping]] = ..., computes: _Optional[_Union[Computes, _Mapping]] = ..., activity: _Optional[_Union[Activity, _Mapping]] = ..., scores: _Optional[_Union[Scores, _Mapping]] = ..., judged: _Optional[_Union[Judgement, _Mapping]] = ..., measured_line: _Optional[_Union[MeasuredLine, _Mapping]] = ..., so_far: _Optional[_Union[SoFar, _Mapping]] = ..., sent: _Optional[float] = ...) -> None: ...
+    def __init__(self, time: _Optional[float] = ..., member: _Optional[str] = ..., inner_step: _Optional[_Union[InnerStep, _Mapping]] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., link_use: _Optional[_Union[LinkUse, _Mapping]] = ..., member_round: _Optional[_Union[MemberRound, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., round_closed: _Optional[_Union[RoundRecord, _Mapping]] = ..., round_verified: _Optional[_Union[RoundVerified, _Mapping]] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., reading: _Optional[_Union[Reading, _Mapping]] = ..., membership_event: _Optional[_Union[MembershipEvent, _Mapping]] = ..., over: _Optional[_Union[Over, _Mapping]] = ..., state_saving: _Optional[_Union[StateSaving, _Mapping]] = ..., computes: _Optional[_Union[Computes, _Mapping]] = ..., activity: _Optional[_Union[Activity, _Mapping]] = ..., scores: _Optional[_Union[Scores, _Mapping]] = ..., judged: _Optional[_Union[Judgement, _Mapping]] = ..., measured_line: _Optional[_Union[MeasuredLine, _Mapping]] = ..., so_far: _Optional[_Union[SoFar, _Mapping]] = ..., sent: _Optional[float] = ...) -> None: ...
 
 class ReportRequest(_message.Message):
     __slots__ = ("reports",)

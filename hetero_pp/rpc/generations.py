@@ -31,7 +31,7 @@ class Generations:
         make: Callable[[], GrpcLinkEnd],
         is_same: Callable[[GrpcLinkEnd], bool] = lambda end: False,
     ) -> GrpcLinkEnd:
-        """Register a link of generation `generation`, made by `make`, and abort a link of an earlier generation.
+        """Register a link of a generation, made by `make`, and abort a link of an earlier generation.
 
         If the generation already has a link, returns it if `is_same`. A disconnected one is aborted, because the
         neighbour has restarted. Raises LinkClosed if the generation has ended, Refused if the neighbour is already

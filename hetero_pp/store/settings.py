@@ -35,8 +35,8 @@ class StoreSettings(Settings):
     )
     history: Literal["whole", "recent"] = Field(
         "whole",
-        description="`recent`: delete contributions older than the kept run checkpoints. Their rounds can then no longer "
-        "be replayed, and a member that was absent for longer starts with an empty error feedback",
+        description="`recent`: delete contributions older than the kept run checkpoints. Their rounds can then no "
+        "longer be replayed, and a member that was absent for longer starts with an empty error feedback",
     )
     region: str | None = Field(None, description="region of an S3 bucket", examples=["eu-central-1"])
 

@@ -49,7 +49,7 @@ class Retention:
             self._forget_history(round_)
 
     def _forget_history(self, newest: int) -> None:
-        """Remove contributions up to the oldest remaining run checkpoint. Oldest first: an interruption leaves no gap."""
+        """Remove contributions up to the oldest remaining run checkpoint. Oldest first, so that no gap is left."""
         stay = sorted(number for number in self.log.checkpoints() if 0 < number <= newest)
         if len(stay) < self.keep:
             return

@@ -173,7 +173,7 @@ def _header(request: pb.FetchRequest, size: int) -> pb.BlobHeader:
 
 
 class Checkpoints:
-    """Run checkpoints of one run. Keeps the last one that was asked for open, so that it is verified once. Thread-safe."""
+    """Run checkpoints of one run. The last one that was asked for stays open and is verified once. Thread-safe."""
 
     def __init__(self, state: ExchangeState, log: ContributionLog) -> None:
         self._state, self._log = state, log

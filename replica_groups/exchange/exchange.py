@@ -295,7 +295,7 @@ class Exchange(ExchangeService):
         return self._refusals.counts.total()
 
     def halt(self) -> int:
-        """Close no further round, as the run is being stopped, and return the last closed one (CoordinatorRunner.halt)."""
+        """Close no further round, as the run is being stopped, and return the last closed one."""
         return self.runner.halt()
 
     def wait_until_applied(self, round_: int, seconds: float) -> None:

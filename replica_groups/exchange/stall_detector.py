@@ -108,14 +108,14 @@ class StallDetector:
         self._longest = 0.0
         self._told = False
         self._blocked: float | None = None
-        """Seconds for which the present obstacle has existed; None if there is none."""
+        """Seconds for which the present store error has existed; None if there is none."""
         self._blocked_due = 0.0
         self._blocked_told = False
         self._short = 0.0
-        """Seconds below which an obstacle is not reported, because a longer one was reported before."""
+        """Seconds below which a store error is not reported, because a longer one was reported before."""
 
     def look(self, expected: Expected, now: float) -> Waiting | None:
-        """Return the report that is due, if any. It names no member and no obstacle once a reported wait is over."""
+        """Return the report that is due, if any. It names no member and no store error once a reported wait is over."""
         if expected.store_error is not None:
             return self._stored(expected, *expected.store_error)
         if self._blocked is not None:
@@ -211,7 +211,7 @@ def watched(
 ) -> Iterator[None]:
     """Check once a second while the block runs: `tell` receives reports, `fail` the cause to give up.
 
-    A block that ends without an error is checked once more, so that the end of a reported obstacle is reported too.
+    A block that ends without an error is checked once more, so that the end of a reported store error is reported too.
     """
     ended, detector = threading.Event(), StallDetector(limit)
 

@@ -49,7 +49,7 @@ class Event:
 
 @dataclass(frozen=True)
 class OfMember(Event):
-    """An input that concerns incarnation `incarnation` of a slot."""
+    """An input that concerns one incarnation of a slot."""
 
     slot: str
     incarnation: int
@@ -76,7 +76,7 @@ class Applied(Event):
 
 @dataclass(frozen=True)
 class Claimed(Event):
-    """The store answered whether a process holds a slot in incarnation `incarnation`."""
+    """The store answered whether a process holds a slot in an incarnation."""
 
     slot: str
     incarnation: int
@@ -222,7 +222,7 @@ class Effect:
 
 @dataclass(frozen=True)
 class ToMember(Effect):
-    """An output that concerns incarnation `incarnation` of a slot."""
+    """An output that concerns one incarnation of a slot."""
 
     slot: str
     incarnation: int
@@ -230,7 +230,7 @@ class ToMember(Effect):
 
 @dataclass(frozen=True)
 class ClaimSlot(Effect):
-    """Have the store note that a process holds a slot in incarnation `incarnation`, unless another process does.
+    """Have the store note that a process holds a slot in an incarnation, unless another process does.
 
     Answer: Claimed.
     """

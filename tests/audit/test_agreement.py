@@ -130,7 +130,7 @@ def test_of_a_large_model_only_some_places_are_compared_and_nobody_can_choose_th
     for places in (agreement.MOST_PLACES, 2_000):
         monkeypatch.setattr(agreement, "MOST_PLACES", places)
         comparison = mock.Mock(wraps=agreement._SignCounts)
-        monkeypatch.setattr(agreement, "_Comparison", comparison)
+        monkeypatch.setattr(agreement, "_SignCounts", comparison)
         found = SignCheck(spec, 0.1).against(record, lambda *key: blobs[key])
         assert found.keys() == {"liar"} and found["liar"] == pytest.approx(-1.0)
         seen[places] = comparison.call_args.args[1]

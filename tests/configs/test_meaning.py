@@ -16,13 +16,13 @@ from hetero_pp.run.yaml_file import ConfigFile
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RUNS = {
-    "quickstart": "91e7adef167603556992e3acaae1aa04",
-    "mixed_engines": "e66431d5fe3d94d55f577fea84d58b84",
-    "unequal_groups": "e875e037530d673233dedd22dcfc3d71",
-    "plan/unequal": "f43cce604f6b0b207879f67fc057c98a",
-    "paper/1b": "47b31ccec9532180c79c27b34ee5aae1",
-    "paper/het_pp_97_percent": "8b38047caa83165052357fb53a987004",
-    "simulate/million": "d0cba51e457b32c2cc89ec625f246243",
+    "quickstart": "37419fb25a77ca08d86efdb345e48624",
+    "mixed_engines": "f903fd96ff31102d5c8c4452c0ba085a",
+    "unequal_groups": "5901cdd9b1d4a1856097d769ecd2b5e6",
+    "plan/unequal": "95ab11faca0f1db606f22e281a4de984",
+    "paper/1b": "4907612d8ebbb2e19cd73b063ef2bee8",
+    "paper/het_pp_97_percent": "722657b25da44b34a1536dc42f590fea",
+    "simulate/million": "3cb2aa3f45df5285387100eb401d71fc",
 }
 """Identities with which runs were started. They must not change, so that these runs can be resumed."""
 

@@ -224,7 +224,7 @@ def test_stage_links_carried_their_messages_and_nothing_else(both: dict[str, Pat
 
 
 def test_links_carried_what_simulate_predicts(both: dict[str, Path]) -> None:
-    """These are bytes on the wire. The prediction leaves out the evaluation and the run checkpoint before the rounds."""
+    """These are bytes on the wire. The prediction leaves out evaluation and the run checkpoint before the rounds."""
     spec = RunSpec(ConfigFile(both["grpc"] / "config.yaml").config, 256)
     summary = json.loads((both["grpc"] / "summary.json").read_text())
     measured = {link["name"]: link["wire_bytes"] for link in summary["links"]}

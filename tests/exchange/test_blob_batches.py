@@ -10,7 +10,7 @@ from small_run import Run
 
 from hetero_pp.core.errors import Refused
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.pseudo_gradient import together as limits
+from hetero_pp.pseudo_gradient import blob_batches as limits
 from hetero_pp.pseudo_gradient.blob_batches import batches, join_blobs, split_blobs
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.rpc.credentials import Secret
@@ -64,7 +64,7 @@ def _noted(run: Run) -> dict[str, bytes]:
     """Return block -> digest of what is noted of replica a."""
     opened = run.exchange.coordinator.open
     assert opened is not None
-    own = opened.contribution_inbox.get("a")
+    own = opened.deposits.get("a")
     return {} if own is None else {block: entry.sha256 for block, entry in own.blobs.items()}  # type: ignore[attr-defined]
 
 

@@ -343,7 +343,7 @@ REQUESTS = {
 
 
 class Anything:
-    """A door that admits everybody, and a service that answers every request with nothing."""
+    """It admits everybody, and a service that answers every request with nothing."""
 
     def __init__(self, requests: RequestBounds) -> None:
         self.request_bytes_max = requests.of

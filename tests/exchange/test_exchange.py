@@ -937,7 +937,7 @@ def test_a_blob_changed_before_the_auditor_reads_it_fails_the_run(
 
 
 def test_a_blob_lost_before_the_auditor_reads_it_fails_the_run(exchange: Exchange, checkpoint: RunCheckpoint) -> None:
-    """A full disk or a lost file must not silently stop the auditor, which checks the run and writes its run checkpoints."""
+    """A full disk or a lost file must not silently stop the auditor, which checks the run and writes checkpoints."""
     _deposit_all(exchange, checkpoint)
     (folder_of(exchange.log) / stored_blob(exchange.log, 1, "dc", 1, "norm")).unlink()
     auditor = Auditor(exchange, checkpoint, rounds=1, checkpoint_every=1)

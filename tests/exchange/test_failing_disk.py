@@ -44,7 +44,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retry failed operations at once."""
     monkeypatch.setattr("replica_groups.exchange.coordinator_runner.FIRST_PAUSE", 0.001)
     monkeypatch.setattr("replica_groups.exchange.coordinator_runner.LONGEST_PAUSE", 0.001)
-    for module in ("coordinator", "slots"):
+    for module in ("coordinator", "slot_transitions"):
         monkeypatch.setattr(f"replica_groups.rounds.{module}.RETRY_SECONDS", 0.001)
 
 

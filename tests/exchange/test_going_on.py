@@ -90,7 +90,7 @@ class Run:
             )
 
     def load(self, folder: Path) -> None:
-        """Load the states that members saved after the round of the run checkpoint, and what the run checkpoint has of them."""
+        """Load the states that members saved after the round of the run checkpoint, and what that has of them."""
         start = self.start
         for name, outer in self.outer.items():
             outer.reset(start.parameters, start.momentum, start.round)

@@ -268,7 +268,9 @@ def _call(served: Served, path: str, metadata: Mapping[str, str]) -> None:
 
 def test_the_calls_are_those_that_members_make() -> None:
     """Makes sure that the tests below do not pass because no call was made."""
-    made = "Agree Changes Join LastRound Assign Beat Broken Died NewestCheckpoint Run checkpoint Deposit Record Fetch"
+    made = (
+        "Agree Changes Join LastRound Assign Heartbeat Broken Died NewestCheckpoint RunCheckpoint Deposit Record Fetch"
+    )
     made += " UploadUrl Uploaded Confirm Report Show Stay Watch"
     assert CALLS.keys() >= {f"/hetero_pp.Exchange/{name}" for name in made.split()}
 

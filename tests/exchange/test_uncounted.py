@@ -422,7 +422,7 @@ def test_a_damaged_checkpoint_is_passed_over_by_who_comes_then(run: Run, capfd: 
 
 
 def test_who_holds_other_bits_comes_back_to_those_of_replay(run: Run) -> None:
-    """It loads a run checkpoint and replays the rounds since, with the outer optimizer's momentum, as take_part does."""
+    """It loads a run checkpoint and replays the rounds since, with the outer momentum, as take_part does."""
     auditor = Auditor(run.exchange, run.checkpoint, SETTINGS.rounds, checkpoint_every=2)
     auditor.start()
     a, b = Member(run, "a"), Member(run, "b")

@@ -97,7 +97,7 @@ def test_up_to_a_round(run: Path, tmp_path: Path) -> None:
 def test_a_run_that_trains_meanwhile_is_replayed_up_to_its_last_closed_round(
     history: str, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run removes run checkpoints that this has listed, and with a short history also rounds that it has not read."""
+    """The run removes run checkpoints that this has listed, and with a short history rounds that it has not read."""
     log, newest = run / "log", (run / "log" / checkpoint_key(4)).read_bytes()
     (log / checkpoint_key(4)).unlink()
     (log / audit_key(4)).unlink()

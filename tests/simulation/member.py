@@ -121,7 +121,8 @@ class Member:
         self.attempt += 1
         if self.world.tells is not None:
             self.world.tell(
-                f"{self.process}: {phase}, incarnation {self.incarnation}, round {self.round}, generation {self.generation}"
+                f"{self.process}: {phase}, incarnation {self.incarnation}, round {self.round}, "
+                f"generation {self.generation}"
             )
 
     # ---- messages that it sends ----

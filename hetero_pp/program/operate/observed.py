@@ -71,7 +71,7 @@ def health_of(state: RunState, now: float, sees_all: bool = True) -> Health:
 
 
 def _has_stalled(state: RunState, now: float) -> bool:
-    """Return whether the exchange reports an obstacle, or a wait of STALL_SECONDS in which no member computes."""
+    """Return whether the exchange reports a store error, or a wait of STALL_SECONDS in which no member computes."""
     waiting = state.waiting
     if waiting is None:
         return False

@@ -66,7 +66,7 @@ class MemberAuthenticator:
 
 
 def authenticator_of(known: RunOfHost) -> MemberAuthenticator:
-    """Return the door of a run. Its serving host has the holders of the slots on its disk; others ask the exchange."""
+    """Return what admits members of a run. Its serving host has the holders on its disk; others ask the exchange."""
     return MemberAuthenticator(
         known.identity, partial(_on_disk, known.folder) if known.serves else partial(_told, known)
     )

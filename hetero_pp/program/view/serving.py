@@ -47,7 +47,7 @@ class Served:
         `authenticators`: the runs. Beyond loopback every caller has to show a certificate of a member of one of them.
         Callers are shown this host's identity in the first one.
 
-        Raises ConfigError for an address that cannot be opened, or without doors beyond loopback.
+        Raises ConfigError for an address that cannot be opened, or without runs beyond loopback.
         """
         (host, port), is_local = host_and_port(address), is_loopback(address)
         if not is_local and not authenticators:
