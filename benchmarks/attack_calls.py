@@ -17,8 +17,8 @@ from hetero_pp.config.links import EXCHANGE, LinkSpec
 from hetero_pp.core.errors import HeteroPPError
 from hetero_pp.rpc.callers import Metadata, shown
 from hetero_pp.rpc.channels import make_channel
-from hetero_pp.rpc.credentials import Credentials, Secret
 from hetero_pp.rpc.exchange_client import ExchangeClient
+from hetero_pp.rpc.identities import Credentials, Secret
 from hetero_pp.rpc.services import ADMISSION_SERVICE as ADMISSION
 from hetero_pp.rpc.services import EXCHANGE_SERVICE as SERVICE
 from hetero_pp.rpc.services import call_path

@@ -17,9 +17,9 @@ from attack_calls import NICENESS, REGISTERED, TIMEOUT, Call, Stretch, Target, a
 
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.rpc.callers import shown
-from hetero_pp.rpc.dialling import SERVICE as LINK_SERVICE
 from hetero_pp.rpc.services import EXCHANGE_SERVICE as SERVICE
 from hetero_pp.rpc.services import call_path
+from hetero_pp.rpc.stage_link import SERVICE as LINK_SERVICE
 
 MODULES = (attacks_of_strangers, attacks_of_members, attacks_on_links, attacks_of_liars)
 ATTACKS = {one.__name__: one for module in MODULES for one in REGISTERED if one.__module__ == module.__name__}

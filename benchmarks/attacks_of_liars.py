@@ -16,7 +16,8 @@ from lies import Call as Said
 from lies import Change, lies_about, link_lies, lying
 
 from hetero_pp.core.errors import HeteroPPError
-from hetero_pp.link.shared_lines import Lines
+from hetero_pp.link.framing import header_and_payload_frames
+from hetero_pp.link.shaping import Lines
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.model.transformer import shapes_by_block
 from hetero_pp.pseudo_gradient.blob_batches import join_blobs, split_blobs
@@ -25,12 +26,11 @@ from hetero_pp.pseudo_gradient.error_feedback import select
 from hetero_pp.rpc.admission_client import status
 from hetero_pp.rpc.channels import PROTOCOL_VERSION
 from hetero_pp.rpc.connections import NetworkConnections, tell_died
-from hetero_pp.rpc.credentials import Credentials
-from hetero_pp.rpc.dialling import SERVICE as LINK_SERVICE
 from hetero_pp.rpc.exchange_client import ExchangeClient
-from hetero_pp.rpc.framing import header_and_payload_frames
+from hetero_pp.rpc.identities import Credentials
 from hetero_pp.rpc.services import EXCHANGE_SERVICE as SERVICE
 from hetero_pp.rpc.services import call_path
+from hetero_pp.rpc.stage_link import SERVICE as LINK_SERVICE
 from replica_groups.member.take_part import take_part
 
 LIES_A_SECOND = 20

@@ -20,10 +20,10 @@ from attack_calls import (
     in_session,
 )
 
+from hetero_pp.link.framing import header_and_payload_frames
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.rpc.callers import shown
-from hetero_pp.rpc.credentials import Credentials
-from hetero_pp.rpc.framing import header_and_payload_frames
+from hetero_pp.rpc.identities import Credentials
 from hetero_pp.rpc.services import EXCHANGE_SERVICE as SERVICE
 from hetero_pp.rpc.services import call_path
 

@@ -40,9 +40,8 @@ from attack_calls import (
 from hetero_pp.config.links import EXCHANGE
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.rpc.callers import Metadata, shown
-from hetero_pp.rpc.certificates import Authority, Identity, as_text, key_from_text, new_key, signing_request
 from hetero_pp.rpc.channels import PROTOCOL_VERSION
-from hetero_pp.rpc.credentials import Credentials
+from hetero_pp.rpc.identities import Authority, Credentials, Identity, as_text, key_from_text, new_key, signing_request
 from hetero_pp.rpc.services import EXCHANGE_SERVICE as SERVICE
 from hetero_pp.rpc.services import call_path
 

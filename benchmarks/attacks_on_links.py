@@ -22,15 +22,14 @@ from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.rpc import admission_client
 from hetero_pp.rpc.callers import shown
 from hetero_pp.rpc.channels import PROTOCOL_VERSION
-from hetero_pp.rpc.credentials import Credentials, LinkCredentials
-from hetero_pp.rpc.dialling import SERVICE as LINK_SERVICE
 from hetero_pp.rpc.exchange_client import ExchangeClient
+from hetero_pp.rpc.identities import Credentials, LinkCredentials
 from hetero_pp.rpc.link_end import LinkSide
-from hetero_pp.rpc.meeting_point import KEY_BYTES, MOST_UNKNOWN
-from hetero_pp.rpc.relay import MOST_CARRIED
+from hetero_pp.rpc.relay import KEY_BYTES, MOST_CARRIED, MOST_UNKNOWN
 from hetero_pp.rpc.relay import SERVICE as RELAY
 from hetero_pp.rpc.relayed import RelayedDialler, RelayedListener
 from hetero_pp.rpc.services import call_path, calls_of
+from hetero_pp.rpc.stage_link import SERVICE as LINK_SERVICE
 from hetero_pp.rpc.stage_link import StageLinkServer
 
 TUNNELS = 4

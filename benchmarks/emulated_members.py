@@ -19,8 +19,8 @@ from hetero_pp.outer.step import OuterOptimizer, parameter_sha256
 from hetero_pp.pseudo_gradient.blob_batches import batches
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, blob_of, encode_tensor
 from hetero_pp.pseudo_gradient.error_feedback import select
-from hetero_pp.rpc.credentials import Secret, SecretKeys
 from hetero_pp.rpc.exchange_client import ExchangeClient
+from hetero_pp.rpc.identities import Secret, SecretKeys
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.read import read_run
 from hetero_pp.run.spec import RunSpec

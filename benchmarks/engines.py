@@ -46,8 +46,8 @@ from hetero_pp.model.transformer import (
 )
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.program.report.tables import PlainTable
-from hetero_pp.rpc.credentials import Secret
 from hetero_pp.rpc.exchange_client import ExchangeClient
+from hetero_pp.rpc.identities import Secret
 from hetero_pp.run.checkpoint import RunCheckpoint
 from hetero_pp.run.hardware import hardware_of
 from hetero_pp.run.spec import Roster

@@ -37,17 +37,16 @@ from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import select
 from hetero_pp.rpc.admission_client import enrol
-from hetero_pp.rpc.caller_limits import CALLS_A_SECOND, Pace
 from hetero_pp.rpc.callers import shown
-from hetero_pp.rpc.certificates import Identity, as_text, new_key, signing_request
 from hetero_pp.rpc.channels import PROTOCOL_VERSION
-from hetero_pp.rpc.credentials import Credentials
-from hetero_pp.rpc.dialling import SERVICE as LINKS
+from hetero_pp.rpc.identities import Credentials, Identity, as_text, new_key, signing_request
+from hetero_pp.rpc.limits import CALLS_A_SECOND, Pace
 from hetero_pp.rpc.link_end import LinkSide
 from hetero_pp.rpc.relay import SERVICE as RELAY
 from hetero_pp.rpc.services import ADMISSION_SERVICE as ADMISSION
 from hetero_pp.rpc.services import BULK_CALLS_MAX, call_path
 from hetero_pp.rpc.services import EXCHANGE_SERVICE as EXCHANGE
+from hetero_pp.rpc.stage_link import SERVICE as LINKS
 from hetero_pp.rpc.stage_link import StageLinkServer
 from hetero_pp.run.spec import RunSpec
 from replica_groups.exchange.server import MOST_OPEN

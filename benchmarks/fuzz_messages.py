@@ -15,15 +15,15 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from lies import HEADERS
 
+from hetero_pp.link.framing import header_and_payload_frames
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.rpc.callers import Metadata, shown
 from hetero_pp.rpc.channels import PROTOCOL_VERSION
-from hetero_pp.rpc.credentials import Credentials
-from hetero_pp.rpc.dialling import SERVICE as LINKS
-from hetero_pp.rpc.framing import header_and_payload_frames
+from hetero_pp.rpc.identities import Credentials
 from hetero_pp.rpc.relay import SERVICE as RELAY
 from hetero_pp.rpc.services import ADMISSION_SERVICE as ADMISSION
 from hetero_pp.rpc.services import EXCHANGE_SERVICE as EXCHANGE
+from hetero_pp.rpc.stage_link import SERVICE as LINKS
 
 CALLS = {call.name: service for service in (EXCHANGE, ADMISSION, RELAY, LINKS) for call in service.methods}
 TEXTS = [

@@ -18,13 +18,13 @@ from google.protobuf.descriptor import FieldDescriptor, MethodDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from hetero_pp.link.ledger import PREFIX_BYTES
+from hetero_pp.link.framing import header_and_payload_frames, read_frames
+from hetero_pp.link.protocol import PREFIX_BYTES
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.pseudo_gradient.blob_batches import payload_bytes
-from hetero_pp.rpc import dialling, exchange_wires
+from hetero_pp.rpc import exchange_client, stage_link
 from hetero_pp.rpc.callers import Metadata
-from hetero_pp.rpc.certificates import Identity
-from hetero_pp.rpc.framing import header_and_payload_frames, read_frames
+from hetero_pp.rpc.identities import Identity
 
 MOST_LIED_BYTES = 1 << 20
 """Length in bytes of a text or a bytes value that is far too long. A message has at most 8 MiB."""
@@ -365,6 +365,6 @@ def lying(
         return make
 
     with ExitStack() as stack:
-        for module in (exchange_wires, dialling):  # blocks may be nested, one for each liar
+        for module in (exchange_client, stage_link):  # blocks may be nested, one for each liar
             stack.enter_context(mock.patch.object(module, "make_channel", patched(module.make_channel)))
         yield

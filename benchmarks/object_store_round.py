@@ -41,8 +41,8 @@ from hetero_pp.model.transformer import ModelShape, shapes_by_block
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import Selection, select
-from hetero_pp.rpc.credentials import Secret
 from hetero_pp.rpc.exchange_client import ExchangeClient
+from hetero_pp.rpc.identities import Secret
 from hetero_pp.run.checkpoint import initial_checkpoint
 from hetero_pp.run.spec import Roster
 from hetero_pp.store.opening import open_store

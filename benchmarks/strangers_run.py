@@ -27,11 +27,9 @@ from hetero_pp.program.launch.inputs import prepare
 from hetero_pp.program.launch.recorded import begin_folder
 from hetero_pp.program.launch.supervisor import Supervisor
 from hetero_pp.program.launch.watcher import Watcher
-from hetero_pp.rpc.certificates import Identity, as_text, digest_of, new_key
 from hetero_pp.rpc.connections import reports_of, tell_died
-from hetero_pp.rpc.credentials import Credentials, Secret, SecretKeys
 from hetero_pp.rpc.exchange_client import ExchangeClient
-from hetero_pp.rpc.tickets import make_ticket
+from hetero_pp.rpc.identities import Credentials, Identity, Secret, SecretKeys, as_text, digest_of, make_ticket, new_key
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.yaml_file import ConfigFile
 from replica_groups.exchange.memberships import Memberships

@@ -5,7 +5,7 @@ Path of the data, and the module of each step:
     tokens                                        hetero_pp.data.batches
       -> stage: embedding and layers              stages.stage, hetero_pp.model.transformer
       -> project onto the subspace                stages.boundary, hetero_pp.pipeline.subspace
-      -> link: shaped, counted                    hetero_pp.link.shaping, hetero_pp.link.ledger
+      -> link: shaped, counted                    hetero_pp.link.shaping, hetero_pp.link.protocol
            in process, or over gRPC               hetero_pp.link.in_process, hetero_pp.rpc.stage_link
       -> reconstruct, next stages, loss           stages.boundary, stages.worker (order: hetero_pp.pipeline.schedule)
       <- gradients, the same path back            stages.worker

@@ -22,8 +22,7 @@ from hetero_pp.core.copies import Tensors, copies_of
 from hetero_pp.core.device import computing
 from hetero_pp.core.errors import HeteroPPError, LinkClosed, LinkError, MalformedMessage
 from hetero_pp.core.finite import is_finite
-from hetero_pp.link.protocol import ACKNOWLEDGED_EVERY, LinkEnd, Message
-from hetero_pp.link.token_ids import pack_tokens, unpack_tokens
+from hetero_pp.link.protocol import ACKNOWLEDGED_EVERY, LinkEnd, Message, pack_tokens, unpack_tokens
 from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, FLUSH, GRADIENT, LinkHeader, Purpose
 from hetero_pp.model.inner import REMEDIES
 from hetero_pp.pipeline.coefficients import Symbols, noise_key

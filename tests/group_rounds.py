@@ -15,7 +15,7 @@ from hetero_pp.data.sources import open_source
 from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry, RoundRecord
 from hetero_pp.outer.apply_round import apply_round
 from hetero_pp.outer.step import OuterOptimizer
-from hetero_pp.rpc.certificates import Authority, IdentitySigner
+from hetero_pp.rpc.identities import Authority, IdentitySigner
 from hetero_pp.run.checkpoint import first_checkpoint
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec

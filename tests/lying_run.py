@@ -24,17 +24,15 @@ from lies import WORST, Call, Lie, lies_about
 
 from hetero_pp.config.links import LAUNCHER
 from hetero_pp.core.errors import HeteroPPError, LinkError, RunFailed, RunOver
-from hetero_pp.link.shared_lines import Lines
+from hetero_pp.link.shaping import Lines
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2 import BlobHeader, MembershipEventKind, Report
 from hetero_pp.pseudo_gradient.blob_batches import split_blobs
-from hetero_pp.rpc.certificates import Identity, as_text, digest_of, new_key
 from hetero_pp.rpc.connections import NetworkConnections, tell_died
-from hetero_pp.rpc.credentials import Credentials, Secret
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.exchange_service import Caller
-from hetero_pp.rpc.meeting_point import MeetingPoint
-from hetero_pp.rpc.tickets import make_ticket
+from hetero_pp.rpc.identities import Credentials, Identity, Secret, as_text, digest_of, make_ticket, new_key
+from hetero_pp.rpc.relay import MeetingPoint
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.shared import told_of

@@ -6,11 +6,8 @@ import threading
 
 from hetero_pp.config.links import Direction, LinkShape, LinkSpec
 from hetero_pp.core.errors import LinkClosed, PeerAtFault
-from hetero_pp.link.ledger import Ledger
-from hetero_pp.link.protocol import END_CLOSED, Message, sealed, wire_frames
-from hetero_pp.link.shaping import ShapedQueue, busy_seconds
-from hetero_pp.link.shared_lines import Lines
-from hetero_pp.link.turns import StreamQueue
+from hetero_pp.link.protocol import END_CLOSED, Ledger, Message, sealed, wire_frames
+from hetero_pp.link.shaping import Lines, ShapedQueue, StreamQueue, busy_seconds
 
 Queue = ShapedQueue[Message] | StreamQueue[Message]
 

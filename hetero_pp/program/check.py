@@ -15,7 +15,7 @@ from hetero_pp.config.links import DIRECTIONS, EXCHANGE, Direction, exchange_lin
 from hetero_pp.config.topology import AnchorSettings, DatacenterReplica, ParticipantsReplica
 from hetero_pp.core.errors import ConfigError, dotted
 from hetero_pp.core.units import format_bits_per_second, format_bytes, format_count, format_ratio, format_seconds
-from hetero_pp.link.ledger import raw_frames, wire_bytes
+from hetero_pp.link.protocol import raw_frames, wire_bytes
 from hetero_pp.model.transformer import ModelShape
 from hetero_pp.program.defences import defence_lines
 from hetero_pp.program.launch.addresses import fixed_addresses

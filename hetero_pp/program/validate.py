@@ -24,10 +24,9 @@ from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.program.launch.addresses import dialled_here
 from hetero_pp.program.open_run import open_run
 from hetero_pp.program.report.output import announce
-from hetero_pp.rpc.certificates import Identity
-from hetero_pp.rpc.credentials import Credentials, Secret, is_validators
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.exchange_service import Caller
+from hetero_pp.rpc.identities import Credentials, Identity, Secret, is_validators
 from hetero_pp.run.folder import RunFolder, run_folder
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.store.opening import folder_of

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+import platform
+import socket
+import ssl
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from datetime import UTC, datetime
+from urllib.parse import unquote
 
 import grpc
 
-from hetero_pp.core.proxies import Route, route_to
-from hetero_pp.rpc.certificates import Identity
+from hetero_pp.config.links import EXCHANGE
+from hetero_pp.core.errors import NewRun, Refused, WrongToken
+from hetero_pp.core.proxies import DIRECT, Route, numeric_address, route_to
+from hetero_pp.rpc.identities import Identity, Shown, read_certificate, ticket_of
 
 PROTOCOL_VERSION = 15
 """Version of calls and frames. Members with different versions refuse each other."""
@@ -158,3 +168,184 @@ def _server_credentials(identity: Identity) -> grpc.ServerCredentials:
         return latest() if identity.kept_in else None  # type: ignore[return-value]  # None: as before
 
     return grpc.dynamic_ssl_server_credentials(latest(), renewed, require_client_authentication=True)
+
+
+_SECONDS = 5.0
+_SAME = "`exchange.insecure` has to be equal on all hosts"
+
+
+def require_trust(address: str, identity: Identity | None, route: Route = DIRECT) -> None:
+    """Connect to HOST:PORT once, as `route` says, and raise what is wrong with the certificates, if anything is.
+
+    Raises WrongToken if the exchange there has another authority than a process with a token, NewRun if it has another
+    one than a process with a ticket. Raises Refused if another program answers, if only one side speaks TLS, or if this
+    process's own certificate is not valid. An exchange that does not answer raises nothing: it may come up.
+    """
+    if identity is not None:
+        _require_holds(identity.shown)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False  # names are of the run, not of hosts
+    context.set_alpn_protocols(["h2"])
+    if identity is None:
+        context.verify_mode = ssl.CERT_NONE
+    else:
+        context.load_verify_locations(cadata=identity.authority)
+    try:
+        with route.connect(address, _SECONDS) as connection, context.wrap_socket(connection):
+            pass
+    except ssl.SSLCertVerificationError:
+        assert identity is not None  # else nothing is verified
+        raise _of_another_run(address, identity, route) from None
+    except ssl.SSLError:
+        if identity is not None:
+            raise Refused(f"{address} does not use TLS, but this host does: {_SAME}") from None
+    except OSError:
+        pass
+    else:
+        if identity is None:
+            raise Refused(f"{address} uses TLS, but this host does not: {_SAME}")
+
+
+def new_run(address: str, yours: str, instead: str) -> NewRun:
+    """Return the error after a new run has begun. `yours`: what this process shows; `instead`: what to do."""
+    return NewRun(f"a new run has started at {address}; your {yours} belongs to the previous run; {instead}")
+
+
+def _of_another_run(address: str, identity: Identity, route: Route) -> Refused:
+    """Return the error for a certificate that the authority of this process's run did not sign."""
+    if not _shows_exchange(address, route):
+        return Refused(f"{address}: another program answers at this address, or an exchange of another version")
+    if ticket_of(identity.shown.name) is not None:
+        return new_run(address, "ticket", "ask for a new ticket")
+    if identity.shown.holder:
+        return new_run(address, "certificate", "ask for a new ticket")
+    return WrongToken(f"the exchange at {address} was started with another token")
+
+
+def _shows_exchange(address: str, route: Route) -> bool:
+    """Return whether the certificate at an address, with any signature, names an exchange."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    try:
+        with route.connect(address, _SECONDS) as connection, context.wrap_socket(connection) as wrapped:
+            shown = wrapped.getpeercert(binary_form=True) or b""
+        return read_certificate(ssl.DER_cert_to_PEM_cert(shown).encode()).name == EXCHANGE
+    except (OSError, ValueError):  # ssl.SSLError is an OSError
+        return False
+
+
+def _require_holds(own: Shown) -> None:
+    if time.time() > own.until:
+        raise Refused(
+            f"the certificate of this host expired at {_moment(own.until)}; check the clock of this host, or "
+            "join with a new ticket"
+        )
+    if time.time() < own.since:
+        found = f"the certificate of this host is valid from {_moment(own.since)}"
+        raise Refused(f"{found}: check the clock of this host, which shows {_moment(time.time())}")
+
+
+def _moment(seconds: float) -> str:
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M} UTC"
+
+
+DIAL_SECONDS = 4.0
+"""Seconds within which a member has to answer."""
+
+
+class Reach:
+    """Members of one run, dialled by TLS: only a process that proves to be the member counts as reached."""
+
+    def __init__(self, identity: Identity) -> None:
+        """`identity`: the exchange's."""
+        self._identity = identity
+        self._lock = threading.Lock()
+        self._found: dict[str, tuple[str, bool]] = {}
+        """Member -> where it was dialled last, and whether it answered."""
+
+    def of(self, member: str, address: str, peer: str, is_new: bool) -> bool | None:
+        """Return whether a member answers at HOST:PORT. The last result is reused unless the member `is_new`.
+
+        `peer`: the address from which it calls, as gRPC names it. Returns None for an address on another machine, so
+        that no caller can use the exchange to learn what else it reaches.
+        """
+        with self._lock:
+            known = self._found.get(member)
+        if not is_new and known is not None and known[0] == address:
+            return known[1]
+        numeric = _of(address, peer)
+        if numeric is None:
+            return None
+        answers = self._answers(member, numeric)
+        with self._lock:
+            self._found[member] = address, answers
+        return answers
+
+    def _answers(self, member: str, address: str) -> bool:
+        with closing(make_channel(address, self._identity, member, DIRECT)) as channel:
+            return is_reached(channel, DIAL_SECONDS)
+
+
+def _of(address: str, peer: str) -> str | None:
+    """Return a numeric HOST:PORT, if it is on the machine that calls from `ipv4:HOST:PORT` or `ipv6:[HOST]:PORT`."""
+    host, _, port = address.rpartition(":")
+    family, _, caller = peer.partition(":")
+    if family not in ("ipv4", "ipv6") or not port.isdecimal():
+        return None
+    own = numeric_address(unquote(caller).rpartition(":")[0].strip("[]"))
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError, OverflowError):
+        return None
+    if own is None or own not in {numeric_address(str(one[4][0])) for one in found}:
+        return None
+    return f"[{own}]:{port}" if own.version == 6 else f"{own}:{port}"
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of mallopt(3)
+
+
+def keep_freed_memory() -> bool:
+    """Let the allocator keep freed memory, for the whole process; return whether that is possible (glibc only).
+
+    gRPC and Python allocate memory for every frame several times. By default glibc returns much of it to the system at
+    once. Page faults then slow a link: .50 instead of .81 GB/s at 4 MiB, and no difference at 512 KiB (medians of
+    five alternating runs). To be called when a program starts.
+
+    All threads share one arena. Otherwise each of gRPC's threads keeps up to 64 MiB, of which `malloc_trim` returns
+    nothing; and freed memory is used again by the thread that freed it only. A link is faster so, too.
+    """
+    if platform.libc_ver()[0] != "glibc":
+        return False
+    mallopt = ctypes.CDLL(None).mallopt
+    thresholds = mallopt(_M_MMAP_THRESHOLD, 32 << 20), mallopt(_M_TRIM_THRESHOLD, 256 << 20)
+    return all([*thresholds, mallopt(_M_ARENA_MAX, 1)])
+
+
+@contextmanager
+def giving_freed_memory_back(every: float) -> Iterator[None]:
+    """Return freed memory to the system at this interval, in seconds, while the block runs.
+
+    For servers: thousands of refused connections would otherwise leave hundreds of megabytes.
+    """
+    is_over = threading.Event()
+    if platform.libc_ver()[0] == "glibc":
+        threading.Thread(target=_give_back, args=(every, is_over), name="memory", daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
+
+
+def give_freed_memory_back() -> None:
+    """Return freed memory to the system now (glibc only): a process that does no more of what needed it."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _give_back(every: float, is_over: threading.Event) -> None:
+    trim = ctypes.CDLL(None).malloc_trim
+    while not is_over.wait(every):
+        trim(0)

@@ -11,15 +11,13 @@ from hetero_pp.config.links import EXCHANGE, RELAYED, stage_link_name
 from hetero_pp.config.topology import ParticipantsReplica
 from hetero_pp.core.errors import ExchangeLost, HeteroPPError, LinkClosed, RunOver
 from hetero_pp.link.protocol import NOT_KNOWN, Holders, LinkEnds
-from hetero_pp.link.shared_lines import Lines
+from hetero_pp.link.shaping import Lines
 from hetero_pp.messages.messages_pb2 import Failure, Refusal, Report
 from hetero_pp.messages.refusals import Refusals
-from hetero_pp.rpc.certificates import IdentitySigner
-from hetero_pp.rpc.credentials import Credentials
 from hetero_pp.rpc.exchange_client import ExchangeClient
-from hetero_pp.rpc.neighbour import Neighbour
+from hetero_pp.rpc.identities import Credentials, IdentitySigner
 from hetero_pp.rpc.relayed import LocalAddress
-from hetero_pp.rpc.stage_link import StageLinkServer
+from hetero_pp.rpc.stage_link import Neighbour, StageLinkServer
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.store.faults import NO_FAULTS, Faults
 

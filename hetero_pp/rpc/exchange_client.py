@@ -18,6 +18,7 @@ import torch
 from google.protobuf.message import Message
 from torch import Tensor
 
+from hetero_pp.config.links import EXCHANGE
 from hetero_pp.core.errors import (
     AskAgain,
     ExchangeLost,
@@ -28,14 +29,15 @@ from hetero_pp.core.errors import (
     StoreError,
     WrongToken,
 )
+from hetero_pp.core.proxies import route_to
 from hetero_pp.core.units import format_seconds
-from hetero_pp.link.ledger import FRAME_BYTES
+from hetero_pp.link.framing import header_and_payload_frames, read_frames, read_into
+from hetero_pp.link.protocol import FRAME_BYTES
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.pseudo_gradient.blob_batches import payload_bytes, split_blobs
 from hetero_pp.pseudo_gradient.contribution import MAX_BLOB_BYTES
 from hetero_pp.rpc.callers import Metadata, shown
-from hetero_pp.rpc.channels import PROTOCOL_VERSION, is_reached
-from hetero_pp.rpc.credentials import Credentials
+from hetero_pp.rpc.channels import PROTOCOL_VERSION, is_reached, make_channel, new_run, require_trust
 from hetero_pp.rpc.exchange_service import (
     FIRST_TOLD,
     MOST_BETWEEN,
@@ -45,13 +47,38 @@ from hetero_pp.rpc.exchange_service import (
     call_of,
     untold,
 )
-from hetero_pp.rpc.exchange_wires import ExchangeWires
-from hetero_pp.rpc.framing import header_and_payload_frames, read_frames, read_into
-from hetero_pp.rpc.handshake import new_run, require_trust
-from hetero_pp.rpc.plain_text import make_plain
-from hetero_pp.rpc.request_bounds import REPORTS_BYTES_MAX, STATES_MAX
-from hetero_pp.rpc.services import ERROR_OF_CODE, LONGEST_WAIT
+from hetero_pp.rpc.identities import Credentials
+from hetero_pp.rpc.limits import REPORTS_BYTES_MAX, STATES_MAX, make_plain
+from hetero_pp.rpc.services import ERROR_OF_CODE, EXCHANGE_SERVICE, LONGEST_WAIT, calls_of
 from hetero_pp.store.presigned import download, is_of, upload, without_signature
+
+
+class ExchangeWires:
+    """The two connections to an exchange, and their calls."""
+
+    def __init__(self, address: str, credentials: Credentials) -> None:
+        self._identity = None if credentials.identity is None else credentials.identity.latest
+        self.route = route_to(address)
+        self.control = make_channel(address, self._identity, EXCHANGE, self.route)
+        self.calls = calls_of(EXCHANGE_SERVICE, self.control)
+        # A second connection for payloads, which would delay everything else on a slow line.
+        self.bulk = make_channel(address, self._identity, EXCHANGE, self.route)
+        bulk = calls_of(EXCHANGE_SERVICE, self.bulk)
+        self.checkpoint: grpc.UnaryStreamMultiCallable[pb.CheckpointRequest, bytes] = bulk["RunCheckpoint"]
+        self.deposit: grpc.StreamUnaryMultiCallable[bytes, pb.DepositReply] = bulk["Deposit"]
+        self.show: grpc.StreamUnaryMultiCallable[bytes, pb.ShownReply] = bulk["Show"]
+        self.fetch: grpc.UnaryStreamMultiCallable[pb.FetchRequest, bytes] = bulk["Fetch"]
+
+    @property
+    def are_outdated(self) -> bool:
+        """Whether the connections use a certificate that was renewed since, so that they cannot be restored."""
+        return self._identity is not None and self._identity.latest != self._identity
+
+    def close(self) -> None:
+        """Close both connections; calls in progress fail."""
+        self.control.close()
+        self.bulk.close()
+
 
 STANDSTILL = 60.0
 """Seconds without progress after which an upload or a download is given up."""

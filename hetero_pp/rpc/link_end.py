@@ -11,25 +11,237 @@ acknowledged are kept, and sent again on the next stream. An end is done once it
 
 from __future__ import annotations
 
+import hmac
 import threading
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Generic, NamedTuple, TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from hetero_pp.config.links import Direction, LinkShape, LinkSpec
 from hetero_pp.core.errors import LinkClosed, MalformedMessage, PeerAtFault
-from hetero_pp.link.ledger import PREFIX_BYTES, Ledger, wire_bytes
-from hetero_pp.link.outbox import COUNT_BYTES, Outbox, low_bytes
-from hetero_pp.link.protocol import ACKNOWLEDGED_EVERY, END_CLOSED, PEER_CLOSED, Message, sealed, wire_frames
-from hetero_pp.link.shaping import ShapedQueue, busy_seconds
-from hetero_pp.link.shared_lines import Lines
+from hetero_pp.link.framing import MOST_TOGETHER, BufferPool, Decoder, Pieces, encode
+from hetero_pp.link.protocol import (
+    ACKNOWLEDGED_EVERY,
+    END_CLOSED,
+    FRAME_BYTES,
+    PEER_CLOSED,
+    PREFIX_BYTES,
+    Ledger,
+    Message,
+    sealed,
+    wire_bytes,
+    wire_frames,
+)
+from hetero_pp.link.shaping import Lines, ShapedQueue, StreamQueue, busy_seconds
+from hetero_pp.messages.messages_pb2 import LinkHello
 from hetero_pp.messages.refusals import Kind
-from hetero_pp.rpc.credentials import LinkCredentials
-from hetero_pp.rpc.framing import BufferPool
-from hetero_pp.rpc.link_hello import Introduction
-from hetero_pp.rpc.link_stream import LinkStream, Outgoing
+from hetero_pp.rpc.callers import shown_by
+from hetero_pp.rpc.channels import PROTOCOL_VERSION
+from hetero_pp.rpc.identities import LinkCredentials
+
+HELLO_BYTES_MAX = 4096
+_TOKEN = "token"
+
+
+class Complaint(NamedTuple):
+    """Reason to refuse the other end of a link."""
+
+    kind: Kind
+    reason: str
+
+
+@dataclass(frozen=True)
+class Introduction:
+    """A member's name on one of its links, and the neighbour that it expects."""
+
+    credentials: LinkCredentials
+    link: str
+    own: str
+    peer: str
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """Metadata of every call to the neighbour: the link's token, unless a certificate proves the caller."""
+        return ((_TOKEN, self.credentials.token),) if self.credentials.identity is None else ()
+
+    def holder_of(self, context: grpc.ServicerContext) -> int | None:
+        """Return the holder number that a call of the neighbour shows, 0 without a ticket; None for other callers."""
+        if self.credentials.identity is not None:
+            found = shown_by(context)
+            return found.holder if found is not None and found.name == self.peer else None
+        metadata = context.invocation_metadata()
+        is_shown = any(key == _TOKEN and self._is_token(value) for key, value in metadata if isinstance(value, str))
+        return 0 if is_shown else None
+
+    def _is_token(self, token: str) -> bool:
+        return hmac.compare_digest(token.encode(), self.credentials.token.encode())
+
+    def hello(self, generation: int, session: bytes, stream: int, received: int, goes_on: bool) -> LinkHello:
+        """Return this member's hello for a stream, after `received` messages of the link."""
+        return LinkHello(
+            version=PROTOCOL_VERSION,
+            token=self.credentials.token,
+            link=self.link,
+            sender=self.own,
+            generation=generation,
+            session=session,
+            stream=stream,
+            received=received,
+            goes_on=goes_on,
+        )
+
+    def read(self, frame: bytes) -> tuple[LinkHello, Complaint | None]:
+        """Parse a hello; return it, and the reason to refuse its sender (see `judge`)."""
+        if len(frame) > HELLO_BYTES_MAX:
+            reason = f"found a hello of {len(frame)} bytes, expected at most {HELLO_BYTES_MAX}"
+            return LinkHello(), Complaint(Kind.STRANGER, reason)
+        try:
+            hello = LinkHello.FromString(frame)
+        except DecodeError:
+            return LinkHello(), Complaint(Kind.STRANGER, f"found {len(frame)} bytes that are no hello")
+        return hello, self.judge(hello)
+
+    def judge(self, hello: LinkHello) -> Complaint | None:
+        """Return the reason to refuse the sender of a hello; None for the neighbour. Ignores the generation."""
+        if not self._is_token(hello.token):
+            return Complaint(Kind.STRANGER, "found another token than the link's")  # and is told no more
+        wanted = {"version": PROTOCOL_VERSION, "link": self.link, "sender": self.peer}
+        for name, value in wanted.items():
+            if getattr(hello, name) != value:
+                return Complaint(Kind.UNEXPECTED, f"found {name} {getattr(hello, name)}, expected {value}")
+        return None
+
+
+def first_frame(frames: Iterator[bytes], timeout: float, cancel: Callable[[], object]) -> bytes:
+    """Return the first frame of a stream. If it does not come in time, cancel the stream, which raises RpcError."""
+    timer = threading.Timer(timeout, cancel)
+    timer.daemon = True
+    timer.start()
+    try:
+        return next(frames, b"")
+    finally:
+        timer.cancel()
+
+
+T = TypeVar("T")
+
+COUNT_BYTES = 2
+"""Number of low bytes of a count that the peer sends. The peer is never behind by more than they can express."""
+
+_MODULUS = 1 << (8 * COUNT_BYTES)
+
+
+class Outbox(Generic[T]):
+    """Items in the order of sending, from the first one whose arrival is not confirmed."""
+
+    def __init__(self) -> None:
+        self.arrived = 0
+        """Number of items that the peer has confirmed, from the first item on."""
+        self._waiting: deque[T] = deque()
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._waiting)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, thing: T) -> None:
+        """Append an item that is about to be sent."""
+        self._waiting.append(thing)
+
+    def have_arrived(self, count: int) -> None:
+        """Record that the peer has received `count` items in total. Raises MalformedMessage for an impossible count."""
+        most = self.arrived + len(self._waiting)
+        if not self.arrived <= count <= most:
+            raise MalformedMessage(f"found {count} messages that have arrived, expected {self.arrived} to {most}")
+        for _ in range(count - self.arrived):
+            self._waiting.popleft()
+        self.arrived = count
+
+    def have_arrived_by(self, low: bytes) -> None:
+        """Record the same from the low bytes of the count."""
+        self.have_arrived(self.arrived + (int.from_bytes(low, "little") - self.arrived) % _MODULUS)
+
+    def clear(self) -> None:
+        self._waiting.clear()
+
+
+def low_bytes(count: int) -> bytes:
+    """Return the low bytes of a count, for `have_arrived_by`."""
+    return (count % _MODULUS).to_bytes(COUNT_BYTES, "little")
+
+
+class FramePart(NamedTuple):
+    """The next frame of an iterator."""
+
+    frames: Iterator[Pieces]
+    size: int
+    """Bytes of a frame that other messages may share; FRAME_BYTES if none may."""
+
+
+Outgoing = ShapedQueue[FramePart] | StreamQueue[FramePart]
+
+
+class LinkStream:
+    """Frames of one stream. gRPC's threads take outgoing ones, and pass received ones to the link's end."""
+
+    def __init__(self, outgoing: Outgoing, buffers: BufferPool) -> None:
+        self.decoder = Decoder(buffers=buffers)
+        self.hang_up: Callable[[], object] = lambda: None
+        """Cancels the stream."""
+        self._outgoing = outgoing
+
+    def put(self, message: Message, frames: Sequence[int]) -> None:
+        """Queue a sealed message; `frames` are the wire bytes of its frames."""
+        is_whole = len(frames) == 1
+        size = PREFIX_BYTES + message.header.ByteSize() + message.payload_bytes if is_whole else FRAME_BYTES
+        part = FramePart(encode(message), size)
+        for wire in frames:
+            self._outgoing.put(part, [wire])
+
+    def put_control(self, control: bytes) -> None:
+        """Queue a frame that takes no time on a shaped link."""
+        self._outgoing.put(FramePart(iter([[control]]), FRAME_BYTES))
+
+    def close(self) -> None:
+        """End the stream after what is queued."""
+        self._outgoing.close()
+
+    def frames(self) -> Iterator[bytes]:
+        """Yield frames when they are due. Messages that are late share frames, because a frame costs gRPC much time.
+
+        Tensors become bytes in gRPC's thread, and no earlier than needed.
+        """
+        late: FramePart | None = None
+        with suppress(LinkClosed):
+            while True:
+                part = late or self._outgoing.get()
+                pieces, size, count = next(part.frames), part.size, 1
+                while (late := self._late(size, count)) is not None and size + late.size <= FRAME_BYTES:
+                    pieces += next(late.frames)
+                    size, count = size + late.size, count + 1
+                yield b"".join(pieces)
+
+    def _late(self, size: int, count: int) -> FramePart | None:
+        """Return the next part if it is due, and a frame of this size and so many messages may have room for it."""
+        return self._outgoing.poll() if size < FRAME_BYTES and count < MOST_TOGETHER else None
+
+    def stop(self, cause: str) -> None:
+        """Drop what is queued, and end the stream."""
+        self._outgoing.abort(cause)
+
+    def hang_up_after(self, grace: float) -> None:
+        """Cancel the stream if it is not over by then."""
+        timer = threading.Timer(grace, self.hang_up)
+        timer.daemon = True
+        timer.start()
+
 
 CLOSE_SECONDS = 5.0
 STOP_SECONDS = 1.0

@@ -14,23 +14,284 @@ while the group of the link trains. Each direction gets a few times the bytes th
 
 from __future__ import annotations
 
+import errno
+import math
+import secrets
+import selectors
 import socket
 import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import grpc
 
 from hetero_pp.core.errors import AskAgain, Forbidden
-from hetero_pp.link.allowance import Budget, LinkLimit, TrainedRound
+from hetero_pp.core.sockets import host_and_port
 from hetero_pp.messages.messages_pb2 import DESCRIPTOR, RelayedLink, RelayPlace
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.rpc.callers import Callers
-from hetero_pp.rpc.meeting_point import MeetingPoint
-from hetero_pp.rpc.pass_on import cut, pass_on, without_delay
 from hetero_pp.rpc.services import LONGEST_WAIT, Authenticator
+
+CARRIED_FACTOR = 3
+"""Ratio of the bytes that a link may carry in a round to the predicted ones. Some are sent again after a cut, and with
+`outer.overlap` the first two rounds are trained at once.
+"""
+
+FREE_BYTES = 128 << 10
+"""Bytes that each direction of a link may carry beside these in a round: handshakes, signatures, acknowledgements."""
+
+MESSAGE_BYTES = 512
+"""Bytes of a message beside its tensors: its header, and what gRPC and TLS add."""
+
+LINE_FACTOR = 1.25
+"""Ratio of the rate at which the relay carries a link to the rate of its configured line."""
+
+LINE_AHEAD_SECONDS = 1.0
+"""Seconds of a line's bytes that the relay carries without delay, because they may have waited elsewhere."""
+
+REFILL_SECONDS = 600.0
+"""Seconds after which a link that has used up a round's bytes may carry as many again, little by little. So a round
+with many cuts ends at last.
+"""
+
+
+@dataclass(frozen=True)
+class LinkLimit:
+    """Limit of what one direction of a link may carry."""
+
+    step_bytes: float
+    """Predicted bytes of an inner step."""
+    evaluation_bytes: float = 0.0
+    bits_a_second: float | None = None
+    """Rate of the configured line; None: unlimited."""
+
+    def round_bytes(self, steps: float) -> float:
+        """Return the bytes that it may carry in a round."""
+        return FREE_BYTES + CARRIED_FACTOR * (steps * self.step_bytes + self.evaluation_bytes)
+
+
+class TrainedRound(NamedTuple):
+    """The round that a group trains. In each round and generation its links may carry a round's bytes."""
+
+    round: int
+    generation: int
+    steps: float
+    """Largest number of its inner steps."""
+
+
+class Budget:
+    """Bytes that one direction of a link may carry still. Not thread-safe."""
+
+    def __init__(self, limit: LinkLimit, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit, self._clock = limit, clock
+        self._training: TrainedRound | None = None
+        self._left = self._at = self._line_free_at = 0.0
+        """Bytes that may follow; time at which they were used up; time at which the line has carried everything."""
+        self._is_told = False
+
+    def carry(self, count: int, trains: Callable[[], TrainedRound | None]) -> bool:
+        """Take bytes from the budget. Return whether more may follow at once; if not, ask again with 0 bytes."""
+        now, rate = self._clock(), self._limit.bits_a_second
+        self._left -= count
+        if rate is not None:
+            self._line_free_at = max(now, self._line_free_at) + 8 * count / (LINE_FACTOR * rate)
+        if self._left <= 0 and (training := trains()) is not None:
+            whole = self._limit.round_bytes(training.steps)
+            if training != self._training:
+                self._training, self._left, self._at, self._is_told = training, whole, math.inf, False
+            else:
+                self._left = min(whole, self._left + max(0.0, now - self._at) * whole / REFILL_SECONDS)
+                self._at = now
+        return self._left > 0 and self._line_free_at <= now + LINE_AHEAD_SECONDS
+
+    def is_newly_used_up(self) -> bool:
+        """Return whether the bytes of a round are used up, once for each round."""
+        was_told, self._is_told = self._is_told, self._is_told or self._left <= 0
+        return self._is_told and not was_told
+
+
+ROOM_BYTES = 128 << 10
+"""Bytes that are read at once, and memory of one direction of a relayed connection."""
+
+Check = Callable[[int], None]
+"""Gets the number of bytes that were passed on; 0 if a second passed without any. May raise, which ends it."""
+
+
+def pass_on(source: socket.socket, target: socket.socket, check: Check) -> None:
+    """Pass on bytes until `source` ends or one of both is cut. Then tell `target` that nothing follows.
+
+    `check` is called after each part; if sockets have a timeout, also after each timeout.
+    """
+    room = memoryview(bytearray(ROOM_BYTES))
+    with suppress(OSError):
+        while count := _received(source, room, check):
+            _send(target, room[:count], check)
+            check(count)
+    with suppress(OSError):
+        target.shutdown(socket.SHUT_WR)
+
+
+def _received(source: socket.socket, room: memoryview, check: Check) -> int:
+    while True:
+        try:
+            return source.recv_into(room)
+        except TimeoutError:
+            check(0)
+
+
+def _send(target: socket.socket, rest: memoryview, check: Check) -> None:
+    """Send all. Unlike `sendall`, it may be interrupted by a timeout any number of times."""
+    while rest:
+        try:
+            rest = rest[target.send(rest) :]
+        except TimeoutError:
+            check(0)
+
+
+def pass_on_both_ways(here: socket.socket, there: socket.socket) -> None:
+    """Pass on bytes in both directions until both have ended, and close both connections."""
+    with here, there:
+        back = threading.Thread(target=pass_on, args=(there, here, lambda count: None), name="relayed", daemon=True)
+        back.start()
+        pass_on(here, there, lambda count: None)
+        back.join()
+
+
+def cut(connection: socket.socket) -> None:
+    """End a connection that other threads use. The descriptor stays theirs until they close it."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def without_delay(connection: socket.socket) -> socket.socket:
+    """Return the connection after small messages on it are sent at once."""
+    if connection.family != socket.AF_UNIX:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
+
+
+KEY_BYTES = 32
+"""Size of a key, which is drawn for one connection and valid once."""
+
+SECONDS_TO_SHOW = 10.0
+"""Seconds after which a connection that has not shown its key is closed."""
+
+MOST_UNKNOWN = 256
+"""Connections that have not shown their key yet. With one more, the oldest of them is closed."""
+
+PAUSE = 0.1
+"""Seconds between two attempts to accept a connection while this process has too many open files."""
+
+_FORMER_KEYS = 1_000
+"""Keys that nobody expects any more. An honest end may show one when the other end has just gone."""
+
+Take = Callable[[socket.socket], None]
+
+
+class MeetingPoint:
+    """Listens at one address with one thread, and gives connections to those that expect their keys."""
+
+    def __init__(self, listen: str) -> None:
+        """`listen`: HOST:PORT; port 0: any free one. Raises OSError if it is busy."""
+        where = host_and_port(listen)
+        self._listener = socket.create_server(where, family=socket.AF_INET6 if ":" in where[0] else socket.AF_INET)
+        self._listener.setblocking(False)
+        self.port: int = self._listener.getsockname()[1]
+        self.refuse: Callable[[str], None] = lambda peer: None
+        """Counts a connection with a whole key that is not expected; `peer` is its address."""
+        self._lock = threading.Lock()
+        self._expected: dict[bytes, Take] = {}
+        self._former: deque[bytes] = deque(maxlen=_FORMER_KEYS)
+        self._unknown: dict[socket.socket, tuple[float, bytearray]] = {}
+        """Connection -> time at which it is closed, and the part of its key that has arrived. Oldest first."""
+        self._waker, self._woken = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name="meeting point", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Close the port and all connections that have not shown their key."""
+        self._waker.close()
+        self._thread.join()
+
+    @contextmanager
+    def expecting(self, take: Take) -> Iterator[bytes]:
+        """Yield a key. While the block runs, the first connection that shows it is given to `take`."""
+        key = secrets.token_bytes(KEY_BYTES)
+        with self._lock:
+            self._expected[key] = take
+        try:
+            yield key
+        finally:
+            with self._lock:
+                if self._expected.pop(key, None) is not None:
+                    self._former.append(key)
+
+    def _run(self) -> None:
+        with self._selector, self._listener, self._woken:
+            while True:
+                for ready, _ in self._selector.select(1.0 if self._unknown else None):
+                    if ready.fileobj is self._woken:
+                        for connection in list(self._unknown):
+                            self._drop(connection)
+                        return
+                    ready.data()
+                now = time.monotonic()
+                for connection in [one for one, (until, _) in self._unknown.items() if until <= now]:
+                    self._drop(connection)
+
+    def _accept(self) -> None:
+        try:
+            connection, (host, *_) = self._listener.accept()
+        except OSError as error:  # otherwise the caller has gone
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                time.sleep(PAUSE)  # the connection stays in the queue, so the listener is ready again at once
+            return
+        connection.setblocking(False)
+        self._unknown[connection] = time.monotonic() + SECONDS_TO_SHOW, bytearray()
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._hear(connection, host))
+        if len(self._unknown) > MOST_UNKNOWN:
+            self._drop(next(iter(self._unknown)))
+
+    def _hear(self, connection: socket.socket, host: str) -> None:
+        """Read what a connection sends until its key is complete. No byte after the key is read."""
+        if connection not in self._unknown:
+            return  # dropped for a newer one, after the selector had found both ready
+        shown = self._unknown[connection][1]
+        try:
+            found = connection.recv(KEY_BYTES - len(shown))
+        except BlockingIOError:
+            return
+        except OSError:
+            found = b""
+        shown.extend(found)
+        if found and len(shown) < KEY_BYTES:
+            return
+        key = bytes(shown)
+        with self._lock:
+            take, is_late = self._expected.pop(key, None), key in self._former
+        if take is None:
+            self._drop(connection)
+            if len(key) == KEY_BYTES and not is_late:  # others only try whether the port is open
+                self.refuse(host)
+            return
+        self._selector.unregister(connection)
+        del self._unknown[connection]
+        connection.setblocking(True)
+        take(connection)
+
+    def _drop(self, connection: socket.socket) -> None:
+        self._selector.unregister(connection)
+        del self._unknown[connection]
+        connection.close()
+
 
 SERVICE = DESCRIPTOR.services_by_name["Relay"]
 

@@ -23,9 +23,8 @@ from hetero_pp.core.sockets import host_and_port, socket_folder
 from hetero_pp.messages.messages_pb2 import RelayedLink, RelayPlace
 from hetero_pp.rpc.callers import shown
 from hetero_pp.rpc.channels import make_channel
-from hetero_pp.rpc.credentials import Credentials
-from hetero_pp.rpc.pass_on import cut, pass_on_both_ways, without_delay
-from hetero_pp.rpc.relay import SERVICE
+from hetero_pp.rpc.identities import Credentials
+from hetero_pp.rpc.relay import SERVICE, cut, pass_on_both_ways, without_delay
 from hetero_pp.rpc.services import calls_of
 
 _AGAIN_SECONDS = 0.5

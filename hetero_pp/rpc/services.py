@@ -35,7 +35,8 @@ from hetero_pp.core.errors import (
 )
 from hetero_pp.messages.messages_pb2 import DESCRIPTOR, Frame
 from hetero_pp.messages.refusals import Kind
-from hetero_pp.rpc.caller_limits import (
+from hetero_pp.rpc.channels import RECEIVED_BYTES_MAX
+from hetero_pp.rpc.limits import (
     CPU_SECONDS_AT_ONCE,
     CPU_SHARE,
     DEBT_SECONDS_MAX,
@@ -48,7 +49,6 @@ from hetero_pp.rpc.caller_limits import (
     StreamWatch,
     close_connection,
 )
-from hetero_pp.rpc.channels import RECEIVED_BYTES_MAX
 
 EXCHANGE_SERVICE = DESCRIPTOR.services_by_name["Exchange"]
 ADMISSION_SERVICE = DESCRIPTOR.services_by_name["Admission"]

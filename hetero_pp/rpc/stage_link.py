@@ -7,24 +7,276 @@ ends continue.
 
 from __future__ import annotations
 
+import itertools
 import secrets
+import sys
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import NamedTuple, NoReturn
 
 import grpc
 
-from hetero_pp.core.errors import Forbidden, LinkClosed, MalformedMessage, Refused
-from hetero_pp.messages.messages_pb2 import LinkFarewell, LinkHello, LinkLeft
+from hetero_pp.config.links import RELAYED, LinkSpec, is_loopback
+from hetero_pp.core.errors import Forbidden, HeteroPPError, LinkClosed, LinkTimeout, MalformedMessage, Refused
+from hetero_pp.core.proxies import route_to
+from hetero_pp.link.shaping import Lines
+from hetero_pp.messages.messages_pb2 import DESCRIPTOR, LinkFarewell, LinkHello, LinkLeft
 from hetero_pp.messages.refusals import Kind
-from hetero_pp.rpc.channels import make_server
-from hetero_pp.rpc.dialling import SERVICE, Dialling
-from hetero_pp.rpc.generations import Generations
-from hetero_pp.rpc.link_end import STOP_SECONDS, GrpcLinkEnd, LinkSide
-from hetero_pp.rpc.link_hello import HELLO_BYTES_MAX, Complaint, first_frame
-from hetero_pp.rpc.link_stream import LinkStream
-from hetero_pp.rpc.plain_text import TEXT_BYTES_MAX, plain
-from hetero_pp.rpc.services import service_handler
+from hetero_pp.rpc.channels import make_channel, make_server
+from hetero_pp.rpc.identities import Credentials, holder_name
+from hetero_pp.rpc.limits import TEXT_BYTES_MAX, plain
+from hetero_pp.rpc.link_end import (
+    HELLO_BYTES_MAX,
+    STOP_SECONDS,
+    Complaint,
+    GrpcLinkEnd,
+    Introduction,
+    LinkSide,
+    LinkStream,
+    OnRefusal,
+    first_frame,
+)
+from hetero_pp.rpc.relayed import RelayedDialler, RelayedListener
+from hetero_pp.rpc.services import IncomingFrames, calls_of, service_handler
+from hetero_pp.store.faults import Faults
+
+
+class Generations:
+    """The newest link to one neighbour. A link may arrive before this member reaches its generation, and then waits.
+
+    Safe to use from several threads.
+    """
+
+    def __init__(self, peer: str) -> None:
+        self.peer = peer
+        self._changed = threading.Condition()
+        self._generation = 0
+        """Current generation. Links of earlier generations are ended."""
+        self._cause = ""
+        self._end: GrpcLinkEnd | None = None
+        """Link of the current generation, once it has arrived."""
+        self._is_taken = False
+
+    def come(
+        self,
+        generation: int,
+        make: Callable[[], GrpcLinkEnd],
+        is_same: Callable[[GrpcLinkEnd], bool] = lambda end: False,
+    ) -> GrpcLinkEnd:
+        """Register a link of a generation, made by `make`, and abort a link of an earlier generation.
+
+        If the generation already has a link, returns it if `is_same`. A disconnected one is aborted, because the
+        neighbour has restarted. Raises LinkClosed if the generation has ended, Refused if the neighbour is already
+        connected.
+        """
+        with self._changed:
+            if generation < self._generation:
+                raise LinkClosed(f"found generation {generation}, expected at least {self._generation}")
+            present = self._end if generation == self._generation else None
+            if present is not None and is_same(present):
+                return present
+            if present is not None and present.is_connected:
+                raise Refused(f"{self.peer} is already connected")
+            cause = (
+                f"{self.peer} has restarted" if present is not None else f"{self.peer} is at generation {generation}"
+            )
+            older = self._replace(generation, cause)
+            self._end = end = make()
+            self._changed.notify_all()
+        if older is not None:
+            older.abort(cause)
+        return end
+
+    def of(self, generation: int) -> GrpcLinkEnd | None:
+        """Return the link of this generation if it has arrived, otherwise None."""
+        with self._changed:
+            return self._end if generation == self._generation else None
+
+    def take(self, generation: int, timeout: float | None = None) -> GrpcLinkEnd:
+        """Wait for the link of this generation and return it.
+
+        Ends earlier links, and a link of this generation that was already taken. Raises LinkClosed if this generation
+        has ended, LinkTimeout after `timeout` seconds.
+        """
+        self.drop(generation, f"this member is at generation {generation}")
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._generation > generation or self._end is not None, timeout):
+                raise LinkTimeout(f"{self.peer} did not connect within {timeout:g} s")
+            if self._generation > generation or self._end is None:
+                raise LinkClosed(self._cause)
+            self._is_taken = True
+            return self._end
+
+    def drop(self, generation: int, cause: str) -> None:
+        """End links of earlier generations, and a link of this generation that was taken."""
+        self._end_before(generation, cause, also_taken=True)
+
+    def give_up(self, before: int, cause: str) -> None:
+        """End links of generations before `before`. Their users, and callers waiting for one, get LinkClosed(cause)."""
+        self._end_before(before, cause)
+
+    def _end_before(self, generation: int, cause: str, also_taken: bool = False) -> None:
+        with self._changed:
+            is_over = generation > self._generation or (
+                also_taken and generation == self._generation and self._is_taken
+            )
+            older = self._replace(generation, cause) if is_over else None
+            self._changed.notify_all()
+        if older is not None:
+            older.abort(cause)
+
+    def _replace(self, generation: int, cause: str) -> GrpcLinkEnd | None:
+        """Make room for a link of this generation, and return the link that it replaces."""
+        self._generation, self._cause = generation, cause
+        older, self._end, self._is_taken = self._end, None, False
+        return older
+
+
+SERVICE = DESCRIPTOR.services_by_name["StageLink"]
+PART_SECONDS = 0.5
+"""Seconds that a listener may take to learn that a link is over."""
+AGAIN_SECONDS = 0.1
+"""Pause in seconds between two attempts if a listener breaks the stream at once."""
+
+_BROKEN = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN}
+"""Status codes of streams that end because their connection was cut."""
+
+
+class Dialling:
+    """One link to the listener at an address, over consecutive streams."""
+
+    def __init__(
+        self, address: str, end: GrpcLinkEnd, introduction: Introduction, generation: int, holder: int | None = None
+    ) -> None:
+        """`holder`: holder number of the neighbour, as in StageLinkDialer.dial."""
+        self._address, self._end, self._introduction, self._generation = address, end, introduction, generation
+        self._route = route_to(address)
+        peer = introduction.peer if holder is None else holder_name(introduction.peer, holder)
+        self._channel = make_channel(address, introduction.credentials.identity, peer, self._route)
+        calls = calls_of(SERVICE, self._channel)
+        self._open: grpc.StreamStreamMultiCallable[bytes, bytes] = calls["Open"]
+        self._leave: grpc.UnaryUnaryMultiCallable[LinkFarewell, LinkLeft] = calls["Leave"]
+        self._lock = threading.Lock()
+        self._number = 0
+        self._is_over = threading.Event()
+        self._stream: LinkStream | None = None
+        self._parting = threading.Thread(target=self._part, name="link-parting", daemon=True)
+        end.when_over(self._end_all)
+
+    def connect(self, timeout: float) -> None:
+        """Connect within `timeout` seconds, and stay connected as long as the end is in use.
+
+        Raises LinkTimeout if nobody answers, LinkClosed if the link is over or refused for its generation, PeerAtFault
+        if the neighbour's hello is wrong, Refused if the neighbour refuses this member. The end then has to be aborted.
+        """
+        stream, frames = self._dial(time.monotonic() + timeout, timeout)
+        follower = threading.Thread(target=self._follow, args=(stream, frames), name="link", daemon=True)
+        follower.start()
+
+    def wait_until_parted(self) -> None:
+        """Wait until the listener knows that this end is over, for a bounded time."""
+        if self._is_over.is_set():
+            self._parting.join(PART_SECONDS)
+
+    def _follow(self, stream: LinkStream, frames: Iterator[bytes]) -> None:
+        """Receive, over as many streams as needed."""
+        try:
+            while True:
+                self._end.read(stream, frames)
+                if self._end.over is not None:
+                    return
+                stream, frames = self._dial(float("inf"), 0.0)
+        except HeteroPPError as error:
+            self._end.lost(str(error))
+
+    def _dial(self, deadline: float, timeout: float) -> tuple[LinkStream, Iterator[bytes]]:
+        """Return an attached stream and its received frames."""
+        while True:
+            answered = self._attempt(deadline, timeout)
+            if answered is not None:
+                return answered
+            if time.monotonic() > deadline:
+                raise LinkTimeout(f"{self._address} did not answer within {timeout:g} s{self._route.note}")
+            self._is_over.wait(AGAIN_SECONDS)
+
+    def _attempt(self, deadline: float, timeout: float) -> tuple[LinkStream, Iterator[bytes]] | None:
+        """Return the same if the connection holds; None if it breaks before."""
+        stream, call = self._call()
+        try:
+            left = min(deadline - time.monotonic(), threading.TIMEOUT_MAX)
+            hello, complaint = self._introduction.read(first_frame(call, max(left, 0.0), call.cancel))
+            if complaint is not None:
+                raise self._unwanted(complaint)
+            self._end.attach(stream, self._number, hello.received)
+            return stream, call
+        except grpc.RpcError as error:
+            stream.stop("could not connect")
+            if self._end.over is not None:
+                raise LinkClosed(self._end.over) from error
+            if error.code() in _BROKEN:
+                return None
+            raise _why(error, self._address) from error
+        except HeteroPPError as error:
+            stream.stop("could not connect")
+            call.cancel()
+            if isinstance(error, MalformedMessage):
+                raise self._end.accuse(str(error)) from error
+            raise
+
+    def _unwanted(self, complaint: Complaint) -> LinkClosed:
+        """Return the error for a listener that says a wrong hello.
+
+        The neighbour is accused, unless a process without a certificate may have taken over its address.
+        """
+        link, credentials = self._introduction.link, self._introduction.credentials
+        reason = f"the listener at {self._address} is not the other end of {link}: {complaint.reason}"
+        if complaint.kind is Kind.STRANGER and credentials.identity is None:
+            return LinkClosed(reason)
+        return self._end.accuse(reason)
+
+    def _call(self) -> tuple[LinkStream, IncomingFrames]:
+        """Begin a stream. Raises LinkClosed if the end is over."""
+        with self._lock:
+            if self._end.over is not None:
+                raise LinkClosed(self._end.over)
+            self._number += 1
+            self._stream = stream = self._end.new_stream()
+            requests = itertools.chain([self._hello().SerializeToString()], stream.frames())
+            call = self._open(requests, metadata=self._introduction.metadata, wait_for_ready=True)
+            stream.hang_up = call.cancel
+            return stream, call
+
+    def _hello(self) -> LinkHello:
+        end = self._end
+        return self._introduction.hello(self._generation, end.session, self._number, end.received, end.streams > 0)
+
+    def _end_all(self) -> None:
+        """Tell the listener that the end is over, unless it knows, and close the connection."""
+        self._is_over.set()
+        self._parting.start()
+
+    def _part(self) -> None:
+        if self._end.failure is not None and self._end.streams > 0:
+            farewell = LinkFarewell(hello=self._hello(), cause=plain(self._end.failure))
+            with suppress(grpc.RpcError):
+                self._leave(farewell, metadata=self._introduction.metadata, timeout=PART_SECONDS)
+        with self._lock:
+            if self._stream is not None:
+                self._stream.hang_up()
+            self._channel.close()
+
+
+def _why(error: grpc.RpcError, address: str) -> Exception:
+    """Return why a listener refused a stream."""
+    code, details = error.code(), error.details()
+    if code is grpc.StatusCode.PERMISSION_DENIED:
+        return Refused(f"{address} refused: {details}")
+    if code is grpc.StatusCode.ABORTED:
+        return LinkClosed(f"the peer aborted: {details}")
+    return LinkClosed(f"{address} refused: {details}")
+
 
 HELLO_SECONDS = 10.0
 
@@ -294,3 +546,89 @@ class _NeighbourAuthenticator:
     def _of(self, context: grpc.ServicerContext) -> StageLinkServer:
         """Return the server that waits for a call's caller; any server if none does."""
         return next((server for server in self._servers if server.waits_for(context) is not None), self._servers[0])
+
+
+CONNECT_TIMEOUT = 120.0
+DIRECT_SECONDS = 10.0
+"""Seconds for which a neighbour is dialled directly before the relay is used."""
+CUT_OFF_SECONDS = 60.0
+"""Seconds for which a link that is cut is dialled again, because the neighbour may live."""
+
+
+class Neighbour:
+    """A neighbour, with one link for each generation. In each generation another end may dial."""
+
+    def __init__(
+        self,
+        spec: LinkSpec,
+        credentials: Credentials,
+        exchange: str,
+        seed: int,
+        lines: Lines,
+        faults: Faults,
+        on_refusal: OnRefusal,
+    ) -> None:
+        """`exchange`: HOST:PORT of the relay, if there is one."""
+        own, patience = credentials.of_link(spec.name), CUT_OFF_SECONDS
+        side = LinkSide(spec, own, credentials.name, seed, lines, patience, on_refusal=on_refusal)
+        self.server = StageLinkServer(side)
+        """Server that the neighbour dials, once it listens."""
+        self.listens = ""
+        """Address of this machine at which the server listens."""
+        self._dialer = StageLinkDialer(side)
+        self._spec, self._credentials, self._exchange, self._faults = spec, credentials, exchange, faults
+        self._unreached = set[str]()
+        self._to_relay: RelayedDialler | None = None
+        self._from_relay: RelayedListener | None = None
+
+    def dial(self, address: str, generation: int, holder: int | None = None) -> GrpcLinkEnd:
+        """Dial the neighbour directly or through the relay. Arguments and errors as of StageLinkDialer.dial."""
+        self.server.give_up(generation, f"this member is at generation {generation}")
+        if self._from_relay is not None:  # two that wait to be found would find each other
+            self._from_relay.close()
+            self._from_relay = None
+        if address != RELAYED and address not in self._unreached:
+            is_relayed = self._may_be_relayed(address)
+            routed = self._faults.route(self._spec.name, address)
+            try:
+                return self._dialer.dial(routed, generation, DIRECT_SECONDS if is_relayed else CONNECT_TIMEOUT, holder)
+            except LinkTimeout as error:
+                if not is_relayed:
+                    raise
+                self._unreached.add(address)
+                print(f"{self._credentials.name}: {error}; connecting through the relay", file=sys.stderr, flush=True)
+        if self._to_relay is None:
+            self._to_relay = RelayedDialler(self._exchange, self._credentials, self._spec.name)
+        return self._dialer.dial(self._to_relay.address, generation, CONNECT_TIMEOUT, holder)
+
+    def be_found(self, generation: int) -> None:
+        """Prepare for the neighbour, which is about to dial this member."""
+        self._dialer.give_up(generation, f"this member is at generation {generation}")
+        if self._to_relay is not None:
+            self._to_relay.close()
+            self._to_relay = None
+        if self._from_relay is None and self._may_be_relayed(self.listens):
+            self._from_relay = RelayedListener(self._exchange, self._credentials, self._spec.name, self.listens)
+
+    def accept(self, generation: int) -> GrpcLinkEnd:
+        """Wait for the neighbour. Raises as StageLinkServer.accept."""
+        return self.server.accept(CONNECT_TIMEOUT, generation)
+
+    def give_up(self, before: int, cause: str) -> None:
+        """End the links of generations before this one."""
+        self._dialer.give_up(before, cause)
+        self.server.give_up(before, cause)
+
+    def part(self) -> None:
+        """Wait a bounded time until the neighbour knows that the link is over. Call it after the link has ended."""
+        self._dialer.close()
+
+    def close(self) -> None:
+        """Relay nothing more."""
+        for relayed in (self._to_relay, self._from_relay):
+            if relayed is not None:
+                relayed.close()
+
+    def _may_be_relayed(self, address: str) -> bool:
+        """Return whether an address may be out of reach: on another machine, in a run with a relay."""
+        return self._credentials.identity is not None and not is_loopback(address)

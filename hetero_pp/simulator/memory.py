@@ -403,7 +403,7 @@ MOST_DECODED = 16
 """Largest number of tensors that are decoded at the same time, with two cores."""
 INDEX_BYTES = 8
 KEPT_BYTES = 32 * 2**20
-"""Smallest block of memory that the allocator does not keep (hetero_pp/rpc/memory.py)."""
+"""Smallest block of memory that the allocator does not keep (hetero_pp/rpc/channels.py)."""
 
 
 def memory_of_exchange(spec: RunSpec, members: int, relayed_links: int, way: str) -> Memory:

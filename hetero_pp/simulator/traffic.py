@@ -28,9 +28,7 @@ from hetero_pp.config.lines import LineSpec, check_kind
 from hetero_pp.config.links import EXCHANGE, Direction, LinkShape, exchange_link_name
 from hetero_pp.config.topology import ParticipantsReplica, ReplicaSettings
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.link.ledger import raw_frames, wire_bytes
-from hetero_pp.link.protocol import Message, sealed, wire_frames
-from hetero_pp.link.token_ids import packed_tokens_bytes
+from hetero_pp.link.protocol import Message, packed_tokens_bytes, raw_frames, sealed, wire_bytes, wire_frames
 from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, GRADIENT, LinkHeader
 from hetero_pp.model.transformer import EMBEDDING, block_of, shapes_by_block
 from hetero_pp.outer.volume import Volume

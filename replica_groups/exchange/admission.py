@@ -17,11 +17,11 @@ from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
 from hetero_pp.config.links import RELAYED
 from hetero_pp.core.errors import AskAgain, HeteroPPError, Refused
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.rpc.caller_limits import Pace
+from hetero_pp.rpc.admission_client import BUSY, MEASURE_SECONDS, PROBE_SECONDS, Probe, answer_measurement
 from hetero_pp.rpc.callers import Callers, RemoteCaller, shown_certificate
-from hetero_pp.rpc.certificates import Authority, certified_key, digest_of, requested_key
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, version_complaint
-from hetero_pp.rpc.probe import BUSY, MEASURE_SECONDS, PROBE_SECONDS, Probe, answer_measurement
+from hetero_pp.rpc.identities import Authority, certified_key, digest_of, requested_key
+from hetero_pp.rpc.limits import Pace
 from hetero_pp.rpc.relay import Relay
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.memberships import LEFT, Holder, Memberships

@@ -18,14 +18,14 @@ from google.protobuf.message import Message
 from torch import Tensor
 
 from hetero_pp.config.topology import MagnitudeSettings
-from hetero_pp.link.allowance import LinkLimit, TrainedRound
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.refusals import Kind, Refusals
 from hetero_pp.messages.report_bounds import ReportBounds
 from hetero_pp.model.transformer import shapes_by_block, shapes_of
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.rpc.exchange_service import Arrived, Caller, ExchangeService, IsAsked, always, untold
-from hetero_pp.rpc.request_bounds import RequestBounds
+from hetero_pp.rpc.limits import RequestBounds
+from hetero_pp.rpc.relay import LinkLimit, TrainedRound
 from hetero_pp.run.checkpoint import OpenCheckpoint, RunCheckpoint
 from hetero_pp.run.same import Agreement
 from hetero_pp.run.spec import Roster, RunSpec

@@ -11,8 +11,8 @@ from hetero_pp.config.links import DIRECTIONS, stage_link_name
 from hetero_pp.config.topology import ParticipantsReplica
 from hetero_pp.core.errors import DamagedFile, HeteroPPError
 from hetero_pp.core.progress import NowAndThen
-from hetero_pp.link.allowance import MESSAGE_BYTES, LinkLimit
 from hetero_pp.messages.report_bounds import ReportBounds
+from hetero_pp.rpc.relay import MESSAGE_BYTES, LinkLimit
 from hetero_pp.run.checkpoint import first_checkpoint
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder

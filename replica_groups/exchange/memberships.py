@@ -16,7 +16,7 @@ from pathlib import Path
 
 from hetero_pp.core.errors import Forbidden, Refused, StoreError, TooMuch
 from hetero_pp.core.steady_clock import steady_clock
-from hetero_pp.rpc.caller_limits import Pace
+from hetero_pp.rpc.limits import Pace
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS tickets (

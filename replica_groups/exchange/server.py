@@ -24,23 +24,27 @@ from google.protobuf.message import Message
 
 from hetero_pp.config.links import EXCHANGE
 from hetero_pp.core.errors import ExchangeLost, Forbidden, MalformedMessage, Refused, TooMuch, WrongToken
+from hetero_pp.link.framing import header_and_payload_frames, read_frames, read_into
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.pseudo_gradient.blob_batches import payload_bytes
 from hetero_pp.pseudo_gradient.contribution import MAX_BLOB_BYTES
-from hetero_pp.rpc.caller_limits import Pace, StreamWatch
-from hetero_pp.rpc.callers import Callers, RemoteCaller, claimed
-from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_server
-from hetero_pp.rpc.credentials import Secret
+from hetero_pp.rpc.callers import (
+    CALLS,
+    Callers,
+    RemoteCaller,
+    Whose,
+    claimed,
+    require_call,
+    require_process,
+    require_report,
+)
+from hetero_pp.rpc.channels import PROTOCOL_VERSION, Reach, make_server
 from hetero_pp.rpc.exchange_service import IsAsked
-from hetero_pp.rpc.framing import header_and_payload_frames, read_frames, read_into
-from hetero_pp.rpc.meeting_point import MeetingPoint
-from hetero_pp.rpc.permissions import CALLS, Whose, require_call, require_process, require_report
-from hetero_pp.rpc.plain_text import make_plain, plain
-from hetero_pp.rpc.reach import Reach
-from hetero_pp.rpc.relay import MOST_CARRIED, Relay
+from hetero_pp.rpc.identities import Secret
+from hetero_pp.rpc.limits import ADDRESS_BYTES_MAX, STATES_MAX, Pace, StreamWatch, make_plain, plain
+from hetero_pp.rpc.relay import MOST_CARRIED, MeetingPoint, Relay
 from hetero_pp.rpc.relay import SERVICE as RELAY
-from hetero_pp.rpc.request_bounds import ADDRESS_BYTES_MAX, STATES_MAX
 from hetero_pp.rpc.services import ADMISSION_SERVICE, EXCHANGE_SERVICE, LONGEST_WAIT, service_handler
 from replica_groups.exchange.admission import Admission, OpenHouse
 from replica_groups.exchange.exchange import Exchange

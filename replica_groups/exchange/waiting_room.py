@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from hetero_pp.core.errors import AskAgain, Forbidden, Refused
 from hetero_pp.messages.messages_pb2 import InWaitingRoom
-from hetero_pp.rpc.probe import BUSY
+from hetero_pp.rpc.admission_client import BUSY
 
 SETTLE_SECONDS = 2.0
 """Seconds without a newcomer before a group forms, so that the best of several newcomers can be chosen."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hetero_pp.config.topology import ParticipantsReplica
 from hetero_pp.core.device import CPU
-from hetero_pp.link.token_ids import pack_tokens, unpack_tokens
+from hetero_pp.link.protocol import pack_tokens, unpack_tokens
 from hetero_pp.messages.messages_pb2 import (
     ContributionEntry,
     RoundRecord,

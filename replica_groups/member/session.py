@@ -35,11 +35,8 @@ from hetero_pp.core.errors import (
     Stopped,
     Suspended,
 )
-from hetero_pp.link.ledger import FRAME_BYTES, Ledger, raw_frames, wire_bytes
-from hetero_pp.link.protocol import NOT_KNOWN, Holders, LinkEnds
-from hetero_pp.link.shaping import busy_seconds
-from hetero_pp.link.shared_lines import Lines
-from hetero_pp.link.turns import ShapedMessage, Shaper
+from hetero_pp.link.protocol import FRAME_BYTES, NOT_KNOWN, Holders, Ledger, LinkEnds, raw_frames, wire_bytes
+from hetero_pp.link.shaping import Lines, ShapedMessage, Shaper, busy_seconds
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.pseudo_gradient.blob_batches import batches, split_blobs
 from hetero_pp.pseudo_gradient.contribution import BlobAddress

@@ -40,7 +40,7 @@ from hetero_pp.messages.messages_pb2 import (
     StateSaving,
 )
 from hetero_pp.model.transformer import EMBEDDING
-from hetero_pp.rpc.memory import give_freed_memory_back
+from hetero_pp.rpc.channels import give_freed_memory_back
 from hetero_pp.run.checkpoint import BASIS, MOMENTUM, momentum_of
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.round_optimizer import round_optimizer

@@ -12,14 +12,14 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from hetero_pp.messages.messages_pb2 import Frame
-from hetero_pp.rpc import dialling, relay, services, stage_link
+from hetero_pp.rpc import relay, services, stage_link
 from replica_groups.exchange import admission, server
 
 SERVERS: list[tuple[ServiceDescriptor, type]] = [
     (services.EXCHANGE_SERVICE, server._Servicer),
     (services.ADMISSION_SERVICE, admission.Admission),
     (relay.SERVICE, relay.Relay),
-    (dialling.SERVICE, stage_link._NeighbourAuthenticator),
+    (stage_link.SERVICE, stage_link._NeighbourAuthenticator),
 ]
 
 

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from hetero_pp.core.errors import DamagedFile, Refused, TooMuch
+from hetero_pp.link.framing import header_and_payload_frames
 from hetero_pp.messages.messages_pb2 import (
     Commitment,
     ContributionEntry,
@@ -27,8 +28,7 @@ from hetero_pp.messages.messages_pb2 import (
     Statement,
 )
 from hetero_pp.rpc.exchange_service import Caller
-from hetero_pp.rpc.framing import header_and_payload_frames
-from hetero_pp.rpc.request_bounds import RequestBounds
+from hetero_pp.rpc.limits import RequestBounds
 from hetero_pp.run.spec import Roster
 from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.commitments import ROUNDS_REMEMBERED, Commitments

@@ -29,8 +29,8 @@ from hetero_pp.program.report.membership_event_lines import MembershipEventLines
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.summary import summary_of
 from hetero_pp.program.validate import Access, FollowedRun, RunChanged, access_to, require_same_text, validate
-from hetero_pp.rpc.credentials import Secret
 from hetero_pp.rpc.exchange_client import ExchangeClient
+from hetero_pp.rpc.identities import Secret
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.yaml_file import save_config
 from replica_groups.audit import validator as module

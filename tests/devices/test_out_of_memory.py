@@ -27,7 +27,7 @@ from hetero_pp.program.launch import supervisor as supervisor_module
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.program.launch.job import GONE
 from hetero_pp.program.launch.supervisor import Supervisor
-from hetero_pp.rpc.credentials import Secret, SecretKeys
+from hetero_pp.rpc.identities import Secret, SecretKeys
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec

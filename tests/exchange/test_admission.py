@@ -33,15 +33,22 @@ from hetero_pp.program.join import membership as membership_module
 from hetero_pp.program.join.command import JoiningHost, join
 from hetero_pp.program.join.membership import Membership, read_membership, renew_once, renewed, take_slot
 from hetero_pp.program.join.status import status as status_of
-from hetero_pp.rpc import admission_client, certificates, probe
-from hetero_pp.rpc.admission_client import enrol, give, preview, status
-from hetero_pp.rpc.certificates import Identity, as_text, new_key, signing_request
+from hetero_pp.rpc import admission_client, identities
+from hetero_pp.rpc.admission_client import _FRAME_BYTES, _FRAMES, BUSY, be_probed, enrol, give, measure, preview, status
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel
-from hetero_pp.rpc.credentials import Credentials, Secret
 from hetero_pp.rpc.exchange_client import ExchangeClient
-from hetero_pp.rpc.probe import _FRAME_BYTES, _FRAMES, BUSY, be_probed, measure
+from hetero_pp.rpc.identities import (
+    Credentials,
+    Identity,
+    Secret,
+    Ticket,
+    as_text,
+    make_ticket,
+    new_key,
+    signing_request,
+    ticket_of,
+)
 from hetero_pp.rpc.services import ADMISSION_SERVICE, call_path
-from hetero_pp.rpc.tickets import Ticket, make_ticket, ticket_of
 from hetero_pp.simulator.planner.grouping import group_spares
 from replica_groups.exchange import admission
 from replica_groups.exchange.admission import RunForGuests
@@ -406,7 +413,7 @@ def test_a_certificate_is_renewed_before_it_ends(served: Served, monkeypatch: py
 
 def test_a_certificate_without_its_holder_number_as_a_name_is_renewed_at_once(served: Served) -> None:
     """Neighbours dial the holder's name. Certificates of older versions lack it."""
-    with mock.patch.object(certificates, "holder_name", lambda name, holder: name):
+    with mock.patch.object(identities, "holder_name", lambda name, holder: name):
         membership = served.takes(served.ticket("b"))
     assert not membership.identity.latest.shown.names_holder
     said = list[str]()
@@ -441,7 +448,7 @@ def test_a_clock_that_is_set_costs_no_member_its_slot(
         def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
             return datetime.now(tz) + timedelta(days=days)
 
-    monkeypatch.setattr(certificates, "datetime", Wrong)
+    monkeypatch.setattr(identities, "datetime", Wrong)
     client.agree("b", "{}")
     renew_once(membership)
     renewed = read_membership(Path(membership.identity.kept_in).parent).identity.shown
@@ -641,8 +648,8 @@ def test_a_line_is_measured_by_its_host_for_a_bounded_time_and_not_too_often(
     ticket = served.ticket()
     for rate in measure(served.address, ticket.identity):
         assert rate.bits_per_second > 1e6
-    monkeypatch.setattr(probe, "MEASURE_BYTES", 1 << 30)
-    monkeypatch.setattr(probe, "_OWN_SECONDS", 0.1)
+    monkeypatch.setattr(admission_client, "MEASURE_BYTES", 1 << 30)
+    monkeypatch.setattr(admission_client, "_OWN_SECONDS", 0.1)
     up, down = measure(served.address, ticket.identity)
     assert up.is_limited
     assert down.is_limited
@@ -730,8 +737,8 @@ def test_a_host_whose_line_is_measured_hears_that_the_run_is_over(
     served: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stalls = threading.Event()
-    monkeypatch.setattr(probe, "_said", lambda _: _until(stalls, HALF))  # a line slower than any limit
-    for module in (admission, probe):
+    monkeypatch.setattr(admission_client, "_said", lambda _: _until(stalls, HALF))  # a line slower than any limit
+    for module in (admission, admission_client):
         monkeypatch.setattr(module, "PROBE_SECONDS", 10 * TIMEOUT)
     served.waiting_room = WaitingRoom({"home": ["a", "b"]}, group_spares)
     served.serve_again()

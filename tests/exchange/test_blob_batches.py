@@ -13,9 +13,9 @@ from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.pseudo_gradient import blob_batches as limits
 from hetero_pp.pseudo_gradient.blob_batches import batches, join_blobs, split_blobs
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
-from hetero_pp.rpc.credentials import Secret
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.exchange_service import Caller
+from hetero_pp.rpc.identities import Secret
 from replica_groups.exchange import contribution_inbox
 from replica_groups.exchange.server import serve_exchange
 from replica_groups.member.session import MemberSession

@@ -23,11 +23,18 @@ from small_run import SETTINGS, Run
 
 from hetero_pp.config.links import LAUNCHER
 from hetero_pp.core.errors import Refused, TooMuch
+from hetero_pp.link.framing import header_and_payload_frames
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.model.transformer import shapes_by_block, shapes_of
 from hetero_pp.pseudo_gradient.contribution import most_bytes
-from hetero_pp.rpc.caller_limits import (
+from hetero_pp.rpc.callers import Callers, shown
+from hetero_pp.rpc.channels import PROTOCOL_VERSION, RECEIVED_BYTES_MAX, make_channel, make_server
+from hetero_pp.rpc.connections import reports_of
+from hetero_pp.rpc.exchange_client import ExchangeClient
+from hetero_pp.rpc.exchange_service import Caller
+from hetero_pp.rpc.identities import Credentials, Secret
+from hetero_pp.rpc.limits import (
     BURST,
     CALLS_A_SECOND,
     CPU_SECONDS_AT_ONCE,
@@ -38,16 +45,9 @@ from hetero_pp.rpc.caller_limits import (
     REQUEST_BYTES_AT_ONCE,
     CallRate,
     Pace,
+    RequestBounds,
     StreamWatch,
 )
-from hetero_pp.rpc.callers import Callers, shown
-from hetero_pp.rpc.channels import PROTOCOL_VERSION, RECEIVED_BYTES_MAX, make_channel, make_server
-from hetero_pp.rpc.connections import reports_of
-from hetero_pp.rpc.credentials import Credentials, Secret
-from hetero_pp.rpc.exchange_client import ExchangeClient
-from hetero_pp.rpc.exchange_service import Caller
-from hetero_pp.rpc.framing import header_and_payload_frames
-from hetero_pp.rpc.request_bounds import RequestBounds
 from hetero_pp.rpc.services import BULK_CALLS_MAX, call_path, service_handler
 from hetero_pp.rpc.services import EXCHANGE_SERVICE as SERVICE
 from replica_groups.exchange import server as served_exchange

@@ -12,9 +12,9 @@ from small_run import Run
 
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
-from hetero_pp.rpc.credentials import Secret
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.exchange_service import Caller
+from hetero_pp.rpc.identities import Secret
 from replica_groups.exchange import decided
 from replica_groups.exchange.server import serve_exchange
 

@@ -24,7 +24,7 @@ from hetero_pp.messages.messages_pb2 import (
 )
 from hetero_pp.program.launch import in_process
 from hetero_pp.rpc.exchange_service import NO_STATES, Caller, ExchangeService
-from hetero_pp.rpc.generations import Generations
+from hetero_pp.rpc.stage_link import Generations
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile

@@ -22,12 +22,12 @@ from members import TIMEOUT
 from torch import Tensor
 
 from hetero_pp.core.errors import HeteroPPError, RunFailed
-from hetero_pp.link.shared_lines import Lines
+from hetero_pp.link.shaping import Lines
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.rpc.connections import NetworkConnections
-from hetero_pp.rpc.credentials import Secret, new_secret
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.exchange_service import Arrived, Caller, ForwardedExchange, untold
+from hetero_pp.rpc.identities import Secret, new_secret
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec

@@ -28,12 +28,12 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from lies import HEADERS, RAW, WORST, Call, fields_of, lies_about, lying, raw_lies, sent_by
 
 from hetero_pp.config.links import EXCHANGE
+from hetero_pp.link.framing import header_and_payload_frames
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.rpc.certificates import new_key, signing_request
+from hetero_pp.rpc.admission_client import PROBE_BYTES
+from hetero_pp.rpc.callers import CALLS, Whose
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel
-from hetero_pp.rpc.framing import header_and_payload_frames
-from hetero_pp.rpc.permissions import CALLS, Whose
-from hetero_pp.rpc.probe import PROBE_BYTES
+from hetero_pp.rpc.identities import new_key, signing_request
 from hetero_pp.rpc.relay import SERVICE as RELAY
 from hetero_pp.rpc.services import ADMISSION_SERVICE as ADMISSION
 from hetero_pp.rpc.services import EXCHANGE_SERVICE as SERVED

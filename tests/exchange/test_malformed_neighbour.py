@@ -18,19 +18,26 @@ from small_run import GRACE, Run
 
 from hetero_pp.core.errors import HeteroPPError, Refused
 from hetero_pp.link.protocol import Message
-from hetero_pp.link.shared_lines import Lines
+from hetero_pp.link.shaping import Lines
 from hetero_pp.messages.messages_pb2 import EXCLUDED, GRADIENT, AssignReply, BlobHeader, EnrolReply
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.program.join.membership import take_slot
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.rpc.admission_client import enrol
-from hetero_pp.rpc.certificates import Identity, as_text, new_key, signing_request
 from hetero_pp.rpc.connections import NetworkConnections
-from hetero_pp.rpc.credentials import Credentials, Secret
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.exchange_service import Caller
+from hetero_pp.rpc.identities import (
+    Credentials,
+    Identity,
+    Secret,
+    Ticket,
+    as_text,
+    make_ticket,
+    new_key,
+    signing_request,
+)
 from hetero_pp.rpc.link_end import GrpcLinkEnd
-from hetero_pp.rpc.tickets import Ticket, make_ticket
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.shared import told_of

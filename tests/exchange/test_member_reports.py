@@ -22,7 +22,7 @@ from hetero_pp.messages.report_bounds import MOST_BYTES, MOST_LOSS, MOST_NORM, R
 from hetero_pp.model.inner import InnerSettings
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.program.cli import app
-from hetero_pp.rpc.permissions import REPORTS
+from hetero_pp.rpc.callers import REPORTS
 from hetero_pp.run.spec import Roster
 from replica_groups.exchange import reports as reports_module
 from replica_groups.exchange.exchange import Exchange

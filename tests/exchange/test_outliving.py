@@ -17,9 +17,9 @@ from hetero_pp.core.errors import ExchangeLost, Refused, RunFailed, StoreError
 from hetero_pp.messages.messages_pb2 import DESCRIPTOR, BlobHeader, Computes, RecordRequest, Report, Upload
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.rpc.callers import shown
-from hetero_pp.rpc.credentials import Secret
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.exchange_service import Caller
+from hetero_pp.rpc.identities import Secret
 from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.server import serve_exchange
 from replica_groups.exchange.showing import Showing, Shows

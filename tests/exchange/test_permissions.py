@@ -14,11 +14,19 @@ from hetero_pp.config.links import EXCHANGE, LAUNCHER, LinkShape, LinkSpec
 from hetero_pp.core.errors import Forbidden, Refused, WrongToken
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.refusals import Kind
-from hetero_pp.rpc.callers import Callers, Guests, RemoteCaller, shown
-from hetero_pp.rpc.certificates import new_key
-from hetero_pp.rpc.credentials import Credentials, Secret
+from hetero_pp.rpc.callers import (
+    CALLS,
+    REPORTS,
+    Callers,
+    Guests,
+    RemoteCaller,
+    require_call,
+    require_process,
+    require_report,
+    shown,
+)
 from hetero_pp.rpc.exchange_client import ExchangeClient
-from hetero_pp.rpc.permissions import CALLS, REPORTS, require_call, require_process, require_report
+from hetero_pp.rpc.identities import Credentials, Secret, new_key
 from hetero_pp.rpc.relay import SERVICE as RELAY
 from hetero_pp.rpc.services import ADMISSION_SERVICE as ADMISSION
 from hetero_pp.rpc.services import EXCHANGE_SERVICE as SERVICE

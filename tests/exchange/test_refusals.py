@@ -8,7 +8,7 @@ import pytest
 
 from hetero_pp.messages.messages_pb2 import Failure, MembershipEvent, Refusal, Report
 from hetero_pp.messages.refusals import SECONDS_BETWEEN, TOLD_AT_ONCE, Kind, Refusals
-from hetero_pp.rpc.plain_text import MOST_CHARACTERS, make_plain, plain
+from hetero_pp.rpc.limits import MOST_CHARACTERS, make_plain, plain
 
 
 class Told:

@@ -19,17 +19,17 @@ from google.protobuf.message_factory import GetMessageClass
 from hetero_pp.config.changed_keys import Changes
 from hetero_pp.config.links import LAUNCHER, LinkShape, LinkSpec
 from hetero_pp.core.errors import LinkClosed, LinkTimeout, Refused
+from hetero_pp.link.framing import header_and_payload_frames
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.rpc.callers import Callers, shown
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel
 from hetero_pp.rpc.connections import reports_of, reports_to_members
-from hetero_pp.rpc.credentials import Secret
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.exchange_service import AvailableStates, Caller, HeldBy, IsAsked, call_of
-from hetero_pp.rpc.framing import header_and_payload_frames
-from hetero_pp.rpc.request_bounds import RequestBounds
+from hetero_pp.rpc.identities import Secret
+from hetero_pp.rpc.limits import RequestBounds
 from hetero_pp.rpc.services import EXCHANGE_SERVICE as SERVICE
 from hetero_pp.rpc.services import calls_of
 from hetero_pp.run.checkpoint import RunCheckpoint

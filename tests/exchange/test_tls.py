@@ -26,10 +26,18 @@ from hetero_pp.link.protocol import Message
 from hetero_pp.messages.messages_pb2 import LastRoundReply, LastRoundRequest, LinkHeader
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.rpc import channels
-from hetero_pp.rpc.certificates import Authority, Identity, as_text, new_key, read_certificate
 from hetero_pp.rpc.channels import make_channel, make_server
-from hetero_pp.rpc.credentials import Credentials, LinkCredentials, Secret
 from hetero_pp.rpc.exchange_client import ExchangeClient
+from hetero_pp.rpc.identities import (
+    Authority,
+    Credentials,
+    Identity,
+    LinkCredentials,
+    Secret,
+    as_text,
+    new_key,
+    read_certificate,
+)
 from hetero_pp.rpc.link_end import GrpcLinkEnd, LinkSide
 from hetero_pp.rpc.services import EXCHANGE_SERVICE as SERVICE
 from hetero_pp.rpc.services import call_path
@@ -87,7 +95,7 @@ def _expired() -> Identity:
 
 def _early() -> Identity:
     """Return an identity that becomes valid in a day, as a new one seems to a host whose clock is a day late."""
-    with mock.patch("hetero_pp.rpc.certificates.CLOCKS_DIFFER", -24 * HOUR):
+    with mock.patch("hetero_pp.rpc.identities.CLOCKS_DIFFER", -24 * HOUR):
         return _signed(SECRET.authority, until=48 * HOUR)
 
 

@@ -9,10 +9,9 @@ from contextlib import ExitStack
 import pytest
 
 from hetero_pp.config.links import EXCHANGE, RELAYED
-from hetero_pp.rpc import reach as reach_module
-from hetero_pp.rpc.channels import make_server
-from hetero_pp.rpc.credentials import Secret
-from hetero_pp.rpc.reach import Reach
+from hetero_pp.rpc import channels
+from hetero_pp.rpc.channels import Reach, make_server
+from hetero_pp.rpc.identities import Secret
 from replica_groups.exchange.assignments import Listens, is_before_dialled
 
 SECRET = Secret("the run's secret")
@@ -49,7 +48,7 @@ def test_who_is_likelier_to_be_reached_is_dialled(before: Listens, after: Listen
 
 @pytest.fixture
 def reach(monkeypatch: pytest.MonkeyPatch) -> Reach:
-    monkeypatch.setattr(reach_module, "DIAL_SECONDS", 0.5)
+    monkeypatch.setattr(channels, "DIAL_SECONDS", 0.5)
     return Reach(SECRET.authority.identity(EXCHANGE))
 
 
@@ -65,7 +64,7 @@ def address() -> Iterator[str]:
 def test_a_member_is_dialled_where_it_is_and_says_that_it_listens(
     reach: Reach, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reach_module, "DIAL_SECONDS", 60.0)  # it answers
+    monkeypatch.setattr(channels, "DIAL_SECONDS", 60.0)  # it answers
     port = address.rpartition(":")[2]
     assert reach.of("home.1", address, "ipv4:127.0.0.1:7", is_new=True) is True
     assert reach.of("home.1", f"localhost:{port}", "ipv4:127.0.0.1:7", is_new=True) is True

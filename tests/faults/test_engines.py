@@ -26,7 +26,7 @@ from hetero_pp.program.launch.hosts import ReachedExchange
 from hetero_pp.program.launch.inputs import Prepared, require_same_ranks
 from hetero_pp.program.launch.recorded import begin_folder
 from hetero_pp.program.operate.operations import Operations
-from hetero_pp.rpc.credentials import Secret
+from hetero_pp.rpc.identities import Secret
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec

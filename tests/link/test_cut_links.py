@@ -21,11 +21,10 @@ from hetero_pp.config.lines import LineSpec
 from hetero_pp.config.links import LinkShape, LinkSpec
 from hetero_pp.core.errors import LinkClosed
 from hetero_pp.link.in_process import in_process_pair
-from hetero_pp.link.ledger import FRAME_BYTES
-from hetero_pp.link.protocol import ACKNOWLEDGED_EVERY, PEER_CLOSED, LinkEnds, Message
+from hetero_pp.link.protocol import ACKNOWLEDGED_EVERY, FRAME_BYTES, PEER_CLOSED, LinkEnds, Message
 from hetero_pp.messages.messages_pb2 import LinkHeader
 from hetero_pp.program.launch.fork_server import fork_server
-from hetero_pp.rpc.credentials import LinkCredentials
+from hetero_pp.rpc.identities import LinkCredentials
 from hetero_pp.rpc.link_end import GrpcLinkEnd, LinkSide
 from hetero_pp.rpc.stage_link import StageLinkDialer, StageLinkServer
 

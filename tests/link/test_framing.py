@@ -14,12 +14,8 @@ from hypothesis import strategies as st
 
 from hetero_pp.config.links import LinkShape
 from hetero_pp.core.errors import MalformedMessage
-from hetero_pp.link import ledger
-from hetero_pp.link.protocol import WIRE_DTYPES, Message, sealed, wire_frames
-from hetero_pp.link.shaping import ShapedQueue
-from hetero_pp.messages.messages_pb2 import ACTIVATION, BF16, FP32, UINT8, LinkHeader, TensorHeader
-from hetero_pp.rpc import framing, link_stream
-from hetero_pp.rpc.framing import (
+from hetero_pp.link import framing, protocol
+from hetero_pp.link.framing import (
     MOST_TOGETHER,
     BufferPool,
     Decoder,
@@ -27,7 +23,11 @@ from hetero_pp.rpc.framing import (
     header_and_payload_frames,
     read_frames,
 )
-from hetero_pp.rpc.link_stream import LinkStream
+from hetero_pp.link.protocol import WIRE_DTYPES, Message, sealed, wire_frames
+from hetero_pp.link.shaping import ShapedQueue
+from hetero_pp.messages.messages_pb2 import ACTIVATION, BF16, FP32, UINT8, LinkHeader, TensorHeader
+from hetero_pp.rpc import link_end
+from hetero_pp.rpc.link_end import LinkStream
 
 SMALL_FRAME = 256
 
@@ -37,8 +37,8 @@ def small_frames() -> Iterator[None]:
     """Make frames so small that small messages need several."""
     with (
         mock.patch.object(framing, "FRAME_BYTES", SMALL_FRAME),
-        mock.patch.object(ledger, "FRAME_BYTES", SMALL_FRAME),
-        mock.patch.object(link_stream, "FRAME_BYTES", SMALL_FRAME),
+        mock.patch.object(protocol, "FRAME_BYTES", SMALL_FRAME),
+        mock.patch.object(link_end, "FRAME_BYTES", SMALL_FRAME),
     ):
         yield
 
@@ -95,8 +95,8 @@ def test_round_trip(sent: list[Message]) -> None:
 @given(messages)
 def test_sizes_are_known_before_anything_is_encoded(message: Message) -> None:
     sizes = [len(frame) for frame in encoded(message)]
-    assert sizes == ledger.frame_sizes(message.header.ByteSize(), message.payload_bytes)
-    assert sum(wire_frames(message)) == ledger.wire_bytes(sizes)
+    assert sizes == protocol.frame_sizes(message.header.ByteSize(), message.payload_bytes)
+    assert sum(wire_frames(message)) == protocol.wire_bytes(sizes)
 
 
 def tiny(count: int) -> list[Message]:
@@ -129,7 +129,7 @@ def test_late_messages_share_frames_and_are_read_back(sent: list[Message]) -> No
 
 def test_a_frame_takes_a_bounded_number_of_messages() -> None:
     stream = queued(tiny(MOST_TOGETHER + 1))
-    with mock.patch.object(link_stream, "FRAME_BYTES", 1 << 20):
+    with mock.patch.object(link_end, "FRAME_BYTES", 1 << 20):
         sizes = [len(frame) for _, frame in zip(range(2), stream.frames(), strict=False)]
     one = len(b"".join(encoded(tiny(2)[1])))
     assert sizes == [one * MOST_TOGETHER - 2, one]  # step 0 takes no bytes of the first header

@@ -14,9 +14,9 @@ from hetero_pp.config.links import LinkShape, LinkSpec
 from hetero_pp.core.errors import LinkClosed, LinkTimeout, Refused
 from hetero_pp.link.in_process import InProcessLink
 from hetero_pp.link.protocol import LinkEnd, Message
-from hetero_pp.link.shared_lines import Lines
+from hetero_pp.link.shaping import Lines
 from hetero_pp.messages.messages_pb2 import LinkHeader
-from hetero_pp.rpc.credentials import LinkCredentials
+from hetero_pp.rpc.identities import LinkCredentials
 from hetero_pp.rpc.link_end import LinkSide
 from hetero_pp.rpc.stage_link import StageLinkDialer, StageLinkServer
 

@@ -16,10 +16,9 @@ from hetero_pp.config.lines import LineSpec
 from hetero_pp.config.links import LinkShape, LinkSpec
 from hetero_pp.core.errors import LinkClosed, LinkTimeout
 from hetero_pp.link.in_process import in_process_pair
-from hetero_pp.link.ledger import FRAME_BYTES, Count
-from hetero_pp.link.protocol import LinkEnd, Message
+from hetero_pp.link.protocol import FRAME_BYTES, Count, LinkEnd, Message
 from hetero_pp.messages.messages_pb2 import ACTIVATION, GRADIENT, LinkHeader
-from hetero_pp.rpc.credentials import LinkCredentials
+from hetero_pp.rpc.identities import LinkCredentials
 from hetero_pp.rpc.link_end import LinkSide
 from hetero_pp.rpc.stage_link import StageLinkDialer, StageLinkServer
 

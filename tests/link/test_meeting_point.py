@@ -16,8 +16,8 @@ import pytest
 from heard import heard
 from members import TIMEOUT
 
-from hetero_pp.rpc import meeting_point
-from hetero_pp.rpc.meeting_point import MeetingPoint
+from hetero_pp.rpc import relay
+from hetero_pp.rpc.relay import MeetingPoint
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_a_connection_that_shows_no_whole_key_is_not_counted(point: MeetingPoint
     """`doctor` connects to see whether the port answers. The connection with a whole key comes after the others."""
     refused = SimpleQueue[str]()
     point.refuse = refused.put
-    for words in (b"", b"GET / HTTP/1.1", b"x" * meeting_point.KEY_BYTES):
+    for words in (b"", b"GET / HTTP/1.1", b"x" * relay.KEY_BYTES):
         with _connected(point) as caller:
             caller.sendall(words)
             caller.shutdown(socket.SHUT_WR)
@@ -70,7 +70,7 @@ def test_a_connection_that_shows_no_whole_key_is_not_counted(point: MeetingPoint
 
 def test_a_flood_does_not_end_the_port(point: MeetingPoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection is dropped for a newer one although the selector has found it ready, too."""
-    monkeypatch.setattr(meeting_point, "MOST_UNKNOWN", 1)
+    monkeypatch.setattr(relay, "MOST_UNKNOWN", 1)
     taken = SimpleQueue[socket.socket]()
     with _connected(point) as silent:
         is_found, may_go_on, select_ready = threading.Event(), threading.Event(), point._selector.select
@@ -94,8 +94,8 @@ def test_a_flood_does_not_end_the_port(point: MeetingPoint, monkeypatch: pytest.
 
 def test_connections_without_a_key_are_closed_in_time(point: MeetingPoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are dropped oldest first, so that a flood of them keeps no caller with a key out."""
-    monkeypatch.setattr(meeting_point, "MOST_UNKNOWN", 3)
-    monkeypatch.setattr(meeting_point, "SECONDS_TO_SHOW", 10 * TIMEOUT)
+    monkeypatch.setattr(relay, "MOST_UNKNOWN", 3)
+    monkeypatch.setattr(relay, "SECONDS_TO_SHOW", 10 * TIMEOUT)
     taken: SimpleQueue[socket.socket] = SimpleQueue()
     with ExitStack() as stack:
         silent = [stack.enter_context(_connected(point)) for _ in range(5)]
@@ -103,7 +103,7 @@ def test_connections_without_a_key_are_closed_in_time(point: MeetingPoint, monke
         with point.expecting(taken.put) as key, _connected(point) as caller:
             caller.sendall(key)
             taken.get(timeout=TIMEOUT).close()
-        monkeypatch.setattr(meeting_point, "SECONDS_TO_SHOW", 0.0)
+        monkeypatch.setattr(relay, "SECONDS_TO_SHOW", 0.0)
         stack.enter_context(_connected(point))
         late = stack.enter_context(_connected(point))
         assert heard(late, 1) == b""
@@ -125,8 +125,8 @@ def test_the_port_rests_while_no_connection_can_be_accepted(
 
     listener = point._listener
     monkeypatch.setattr(point, "_listener", Full())
-    monkeypatch.setattr(meeting_point, "time", mock.Mock(wraps=time, sleep=rests.append))  # other threads sleep, too
+    monkeypatch.setattr(relay, "time", mock.Mock(wraps=time, sleep=rests.append))  # other threads sleep, too
     with point.expecting(taken.put) as key, _connected(point) as caller:
         caller.sendall(key)
         taken.get(timeout=TIMEOUT).close()
-    assert rests == [meeting_point.PAUSE] * 2
+    assert rests == [relay.PAUSE] * 2

@@ -16,8 +16,8 @@ from hetero_pp.core import proxies
 from hetero_pp.core.errors import LinkTimeout
 from hetero_pp.core.proxies import DIRECT, is_private, route_to
 from hetero_pp.rpc.channels import is_reached, make_channel, make_server
-from hetero_pp.rpc.credentials import Credentials
 from hetero_pp.rpc.exchange_client import ExchangeClient
+from hetero_pp.rpc.identities import Credentials
 from hetero_pp.store.objects import ObjectStore
 from hetero_pp.store.presigned import download, upload
 

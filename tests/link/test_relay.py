@@ -26,21 +26,18 @@ from small_run import Run
 from hetero_pp.config.links import DIRECTIONS, EXCHANGE, RELAYED, LinkShape, LinkSpec
 from hetero_pp.config.topology import ParticipantsReplica
 from hetero_pp.core.errors import LinkTimeout, Refused
-from hetero_pp.link import allowance
-from hetero_pp.link.allowance import Budget, LinkLimit, TrainedRound
 from hetero_pp.link.protocol import Message
-from hetero_pp.link.shared_lines import Lines
+from hetero_pp.link.shaping import Lines
 from hetero_pp.messages.messages_pb2 import LinkHeader, RelayedLink, RelayPlace
 from hetero_pp.messages.refusals import Kind
-from hetero_pp.rpc import pass_on, relay
+from hetero_pp.rpc import relay
 from hetero_pp.rpc import relayed as relayed_module
 from hetero_pp.rpc.callers import Metadata, RemoteCaller, shown
-from hetero_pp.rpc.certificates import Identity, as_text, new_key
 from hetero_pp.rpc.channels import make_channel
 from hetero_pp.rpc.connections import NetworkConnections
-from hetero_pp.rpc.credentials import LinkCredentials, Secret
+from hetero_pp.rpc.identities import Identity, LinkCredentials, Secret, as_text, new_key
 from hetero_pp.rpc.link_end import GrpcLinkEnd, LinkSide
-from hetero_pp.rpc.meeting_point import MeetingPoint
+from hetero_pp.rpc.relay import Budget, LinkLimit, MeetingPoint, TrainedRound
 from hetero_pp.rpc.relayed import LocalAddress, RelayedDialler, RelayedListener
 from hetero_pp.rpc.services import calls_of
 from hetero_pp.rpc.stage_link import StageLinkDialer, StageLinkServer
@@ -204,14 +201,14 @@ def _expect(end: GrpcLinkEnd, steps: range, size: int = 1000) -> None:
 
 
 def test_messages_cross_and_the_relay_reads_none_of_them(relayed: Relayed) -> None:
-    seen, send = list[bytes](), pass_on._send
+    seen, send = list[bytes](), relay._send
 
-    def spied(target: socket.socket, rest: memoryview, check: pass_on.Check) -> None:
+    def spied(target: socket.socket, rest: memoryview, check: relay.Check) -> None:
         if target.family == socket.AF_INET and target.getsockname()[1] == relayed.meeting_point.port:
             seen.append(bytes(rest))
         send(target, rest, check)
 
-    with mock.patch.object(pass_on, "_send", spied):
+    with mock.patch.object(relay, "_send", spied):
         server = relayed.listen()
         above = relayed.dial()
         below = server.accept(TIMEOUT)
@@ -269,7 +266,10 @@ def test_a_former_holder_of_the_slot_that_is_dialled_is_refused(
         address = f"127.0.0.1:{former.listen('127.0.0.1:0')}"
         stack.callback(former.close, grace=0)
     above = stack.enter_context(relayed.connections(spec, "home.0"))
-    with mock.patch("hetero_pp.rpc.neighbour.CONNECT_TIMEOUT", 2.0), pytest.raises(LinkTimeout, match="did not answer"):
+    with (
+        mock.patch("hetero_pp.rpc.stage_link.CONNECT_TIMEOUT", 2.0),
+        pytest.raises(LinkTimeout, match="did not answer"),
+    ):
         above.open(1, "", address, (None, 2))
     assert above.open(2, "", address, (None, 1)).downstream is not None
 
@@ -321,22 +321,22 @@ def test_a_link_carries_what_it_may_in_each_round_and_more_is_counted(
     relayed: Relayed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sender is refused once a round."""
-    monkeypatch.setattr(allowance, "REFILL_SECONDS", 1e9)
+    monkeypatch.setattr(relay, "REFILL_SECONDS", 1e9)
     may_carry = LinkLimit(step_bytes=1.0).round_bytes(steps=1e6)
     relayed.training = TrainedRound(1, 1, steps=1e6)
     above, below = relayed.met()
     first = _carried_until(relayed, above, below, refused=1)
-    assert may_carry <= first <= may_carry + 2 * pass_on.ROOM_BYTES
+    assert may_carry <= first <= may_carry + 2 * relay.ROOM_BYTES
     relayed.training = TrainedRound(2, 1, steps=1e6)
     second = _carried_until(relayed, above, below, refused=2)
-    assert may_carry <= second - first <= may_carry + 2 * pass_on.ROOM_BYTES
+    assert may_carry <= second - first <= may_carry + 2 * relay.ROOM_BYTES
 
 
 def test_a_budget_of_a_link_grows_with_its_rounds_and_its_line() -> None:
     now, training = 0.0, TrainedRound(1, 1, steps=10)
     limit = LinkLimit(step_bytes=1e6, evaluation_bytes=2e6, bits_a_second=8e6)
     whole = limit.round_bytes(10)
-    assert whole == allowance.FREE_BYTES + 3 * 12e6
+    assert whole == relay.FREE_BYTES + 3 * 12e6
     budget = Budget(limit, lambda: now)
 
     def carry(count: float, trains: TrainedRound | None = training) -> bool:
@@ -406,7 +406,7 @@ def test_a_link_may_carry_what_its_run_predicts_and_its_line_has() -> None:
         group = next(one for one in spec.config.replicas if one.name == name.partition(".")[0])
         assert isinstance(group, ParticipantsReplica)
         load = stage_link_loads(spec, group)[way]
-        assert limit.step_bytes == load.step + group.micro_batches * allowance.MESSAGE_BYTES
+        assert limit.step_bytes == load.step + group.micro_batches * relay.MESSAGE_BYTES
         assert limit.bits_a_second == spec.links[name].bottleneck(way)
 
 
@@ -421,7 +421,7 @@ def test_an_end_that_does_not_read_stops_the_other_one(relayed: Relayed) -> None
             some = bytes([number % 251]) * 65_536
             said += some[: above.send(some)]
         raise AssertionError("the relay took more than its room")
-    assert len(said) > pass_on.ROOM_BYTES
+    assert len(said) > relay.ROOM_BYTES
     assert heard(below, len(said)) == said
     above.setblocking(True)
     above.sendall(b"more")
@@ -436,7 +436,7 @@ def test_a_timeout_loses_and_doubles_no_byte() -> None:
     for one in (source, target):
         one.settimeout(0.01)
     with ThreadPoolExecutor() as threads, here, source, target, there:
-        threads.submit(pass_on.pass_on, source, target, lambda count: checked.release() if count == 0 else None)
+        threads.submit(relay.pass_on, source, target, lambda count: checked.release() if count == 0 else None)
         sent = threads.submit(here.sendall, said)
         for _ in range(3):
             assert checked.acquire(timeout=TIMEOUT)
@@ -530,7 +530,7 @@ def test_who_cannot_be_dialled_where_it_says_is_sought_through_the_relay(
     relayed: Relayed, stack: ExitStack, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The announced address belongs to no machine (RFC 5737). It is tried only once."""
-    with mock.patch("hetero_pp.rpc.neighbour.DIRECT_SECONDS", 0.5):
+    with mock.patch("hetero_pp.rpc.stage_link.DIRECT_SECONDS", 0.5):
         spec = RunSpec(ConfigFile(MIXED).config, 256)
         above = stack.enter_context(relayed.connections(spec, "home.0"))
         below = stack.enter_context(relayed.connections(spec, "home.1", listen=RELAYED))

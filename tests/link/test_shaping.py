@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from hetero_pp.config.links import LinkShape
 from hetero_pp.core.errors import LinkClosed, LinkTimeout
-from hetero_pp.link.shaping import DelayLine, ShapedQueue, TokenBucket
-from hetero_pp.link.turns import Shaper
+from hetero_pp.link.shaping import DelayLine, ShapedQueue, Shaper, TokenBucket
 
 RATE = 8e6
 """Bits per second: a byte takes a microsecond."""

@@ -19,16 +19,15 @@ from opened_links import open_stage_link
 
 from hetero_pp.config.links import LinkShape, LinkSpec
 from hetero_pp.core.errors import LinkClosed, LinkTimeout, PeerAtFault, Refused
+from hetero_pp.link.framing import encode
 from hetero_pp.link.protocol import Message, sealed
 from hetero_pp.messages.messages_pb2 import LinkHeader, LinkHello
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.program.launch.fork_server import fork_server
 from hetero_pp.rpc import stage_link
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel
-from hetero_pp.rpc.credentials import LinkCredentials
-from hetero_pp.rpc.framing import encode
-from hetero_pp.rpc.link_end import GrpcLinkEnd, LinkSide
-from hetero_pp.rpc.link_stream import LinkStream
+from hetero_pp.rpc.identities import LinkCredentials
+from hetero_pp.rpc.link_end import GrpcLinkEnd, LinkSide, LinkStream
 from hetero_pp.rpc.stage_link import StageLinkServer
 
 SECONDS = 60.0

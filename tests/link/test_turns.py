@@ -11,13 +11,14 @@ from fake_clock import FakeClock
 from hetero_pp.config.lines import LineSpec
 from hetero_pp.config.links import DIRECTIONS, EXCHANGE, LinkShape, LinkSpec
 from hetero_pp.link.protocol import PEER_CLOSED
-from hetero_pp.link.shaping import ShapedQueue
-from hetero_pp.link.shared_lines import FileBucket, Lines
-from hetero_pp.link.turns import (
+from hetero_pp.link.shaping import (
     CONTROL_BYTES,
     TURN_SECONDS,
     Arrivals,
     Bucket,
+    FileBucket,
+    Lines,
+    ShapedQueue,
     Stream,
     StreamQueue,
     _LineShare,

@@ -18,7 +18,7 @@ from started import TIMEOUT, Started
 from hetero_pp.program.view.admitted import MemberAuthenticator
 from hetero_pp.program.view.command import sources_of
 from hetero_pp.program.view.serving import Served
-from hetero_pp.rpc.certificates import Authority, Identity
+from hetero_pp.rpc.identities import Authority, Identity
 from hetero_pp.run.folder import RunFolder
 
 pytestmark = [pytest.mark.browser, pytest.mark.starts_processes]

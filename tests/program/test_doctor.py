@@ -42,13 +42,11 @@ from hetero_pp.program.join.membership import Membership, note_left, take_slot
 from hetero_pp.program.join.status import status
 from hetero_pp.program.launch.claim import LOCKS, claim
 from hetero_pp.program.launch.unfinished import Unfinished
-from hetero_pp.rpc import probe
-from hetero_pp.rpc.admission_client import give
+from hetero_pp.rpc import admission_client
+from hetero_pp.rpc.admission_client import Rate, give
 from hetero_pp.rpc.channels import PROTOCOL_VERSION
-from hetero_pp.rpc.credentials import Secret, new_secret
-from hetero_pp.rpc.meeting_point import MeetingPoint
-from hetero_pp.rpc.probe import Rate
-from hetero_pp.rpc.tickets import Ticket, make_ticket
+from hetero_pp.rpc.identities import Secret, Ticket, make_ticket, new_secret
+from hetero_pp.rpc.relay import MeetingPoint
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.shared import own_configuration, told_of
 from hetero_pp.run.spec import RunSpec
@@ -599,7 +597,7 @@ def test_another_text_than_the_run(served: Served, host: Path, tmp_path: Path) -
 def test_a_slow_line(served: Served, host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stalls = threading.Event()
     monkeypatch.setattr(admission, "answer_measurement", lambda _: iter([bytes(1)] if stalls.wait(TIMEOUT) else []))
-    monkeypatch.setattr(probe, "_OWN_SECONDS", 0.05)
+    monkeypatch.setattr(admission_client, "_OWN_SECONDS", 0.05)
     found = doctor(served.ticket(), host)["line"]
     stalls.set()
     assert (found.state, "expects 10 Mbit/s up and 50 Mbit/s down of home.0" in found.line) == (FindingState.WARN, True)

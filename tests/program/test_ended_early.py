@@ -45,7 +45,7 @@ from hetero_pp.program.report.events import reports_until
 from hetero_pp.program.report.recorder import Recorder
 from hetero_pp.program.report.state import RunState
 from hetero_pp.rpc.connections import reports_of
-from hetero_pp.rpc.credentials import Secret
+from hetero_pp.rpc.identities import Secret
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile

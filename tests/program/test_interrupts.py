@@ -24,7 +24,7 @@ from hetero_pp.program import interrupts
 from hetero_pp.program.interrupts import interruptible
 from hetero_pp.program.launch import supervisor
 from hetero_pp.program.launch.fork_server import unheard
-from hetero_pp.rpc.credentials import Secret, SecretKeys
+from hetero_pp.rpc.identities import Secret, SecretKeys
 from hetero_pp.run.folder import RunFolder
 
 TIMEOUT = 120.0

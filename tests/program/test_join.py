@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.program.cli import app
 from hetero_pp.program.launch.command import run_topology
-from hetero_pp.rpc.tickets import Ticket
+from hetero_pp.rpc.identities import Ticket
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from hetero_pp.program.launch.command import Host, print_commands, run_on_this_h
 from hetero_pp.program.launch.hosts import commands, members_named, notes, read_token, require_reachable
 from hetero_pp.program.launch.supervisor import Supervisor
 from hetero_pp.program.launch.watcher import Watcher
-from hetero_pp.rpc.credentials import Secret, SecretKeys
+from hetero_pp.rpc.identities import Secret, SecretKeys
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.yaml_file import ConfigFile
 

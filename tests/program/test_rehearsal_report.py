@@ -25,7 +25,7 @@ from hetero_pp.program.rehearse.show import closing_lines, print_comparison
 from hetero_pp.program.rehearse.timings import NOTHING_TIMED, Timings
 from hetero_pp.program.report.output import SafeConsole
 from hetero_pp.program.report.state import RunState
-from hetero_pp.rpc.probe import Rate
+from hetero_pp.rpc.admission_client import Rate
 from hetero_pp.run.config import LONGEST_RUN_NAME, RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec

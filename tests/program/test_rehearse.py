@@ -149,9 +149,7 @@ def test_hosts_rehearse_their_lines(yaml: Path) -> None:
 
 
 def test_the_ticket_of_a_run_refuses_a_rehearsal(yaml: Path) -> None:
-    from hetero_pp.rpc.certificates import Authority
-    from hetero_pp.rpc.credentials import new_secret
-    from hetero_pp.rpc.tickets import Ticket, make_ticket
+    from hetero_pp.rpc.identities import Authority, Ticket, make_ticket, new_secret
 
     ticket = make_ticket("homes", "127.0.0.1:1", Authority(new_secret()), "0123456789abcdef", 4e9)
     assert not Ticket.from_text(ticket.to_text()).rehearsal

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from hetero_pp.config.links import EXCHANGE
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.link.ledger import raw_frames, wire_bytes
+from hetero_pp.link.protocol import raw_frames, wire_bytes
 from hetero_pp.model.transformer import shapes_by_block
 from hetero_pp.program.cli import app
 from hetero_pp.program.show_exchange import print_exchange

@@ -24,8 +24,8 @@ from hetero_pp.program.launch.recorded import Beginnings
 from hetero_pp.program.launch.supervisor import Supervisor
 from hetero_pp.rpc import exchange_client
 from hetero_pp.rpc.connections import reports_of, reports_to_members
-from hetero_pp.rpc.credentials import Secret, SecretKeys
-from hetero_pp.rpc.request_bounds import RequestBounds
+from hetero_pp.rpc.identities import Secret, SecretKeys
+from hetero_pp.rpc.limits import RequestBounds
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import Roster
 from replica_groups.exchange.exchange import Exchange

@@ -32,9 +32,7 @@ from hetero_pp.program.launch import hosts
 from hetero_pp.program.launch.over import keep_over
 from hetero_pp.program.operate.operations import Operations
 from hetero_pp.program.report.own_round_lines import OwnRoundLines
-from hetero_pp.rpc.certificates import Authority
-from hetero_pp.rpc.credentials import Keys, Secret, new_secret
-from hetero_pp.rpc.tickets import Ticket, make_ticket
+from hetero_pp.rpc.identities import Authority, Keys, Secret, Ticket, make_ticket, new_secret
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.shared import keep_tokenizer, kept_tokenizer, own_configuration, require_data, told_of

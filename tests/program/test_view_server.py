@@ -46,8 +46,7 @@ from hetero_pp.program.view.self_contained import self_contained
 from hetero_pp.program.view.server import PAGE
 from hetero_pp.program.view.serving import Served
 from hetero_pp.program.view.watched import Watched
-from hetero_pp.rpc.certificates import Authority, Identity, as_text, new_key
-from hetero_pp.rpc.tickets import make_ticket
+from hetero_pp.rpc.identities import Authority, Identity, as_text, make_ticket, new_key
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.read import spec_of
 from hetero_pp.run.yaml_file import ConfigFile

@@ -16,8 +16,7 @@ from hetero_pp.config.links import LinkShape, LinkSpec
 from hetero_pp.config.topology import StageSpec
 from hetero_pp.core.seeds import seed_of
 from hetero_pp.link.in_process import in_process_pair
-from hetero_pp.link.protocol import Message
-from hetero_pp.link.token_ids import pack_tokens
+from hetero_pp.link.protocol import Message, pack_tokens
 from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, LinkHeader
 from hetero_pp.model.inner import InnerSettings
 from hetero_pp.model.transformer import (

@@ -27,8 +27,7 @@ from hetero_pp.config.links import LinkSpec
 from hetero_pp.config.topology import StageSpec
 from hetero_pp.core.errors import PeerAtFault
 from hetero_pp.link.in_process import InProcessLinkEnd, in_process_pair
-from hetero_pp.link.protocol import Message
-from hetero_pp.link.token_ids import pack_tokens
+from hetero_pp.link.protocol import Message, pack_tokens
 from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, FLUSH, GRADIENT, LinkHeader
 from hetero_pp.model.transformer import EMBEDDING, Transformer, build_part, initialise, parameters_of
 from hetero_pp.pipeline.coefficients import Floats

@@ -16,8 +16,8 @@ from small_run import Run
 from hetero_pp.core.errors import Refused
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
-from hetero_pp.rpc.credentials import Secret
 from hetero_pp.rpc.exchange_client import ExchangeClient
+from hetero_pp.rpc.identities import Secret
 from hetero_pp.store.store import Store
 from replica_groups.exchange.server import serve_exchange
 from replica_groups.rounds import events as e

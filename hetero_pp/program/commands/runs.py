@@ -276,7 +276,7 @@ def join(
 def _read_ticket() -> str:
     """Return a ticket from standard input, up to the line that completes it, because a mail may have wrapped it."""
     from hetero_pp.core.errors import Refused
-    from hetero_pp.rpc.tickets import MOST_CHARACTERS, Ticket
+    from hetero_pp.rpc.identities import MOST_CHARACTERS, Ticket
 
     text = ""
     while len(text) < MOST_CHARACTERS and (line := sys.stdin.readline(MOST_CHARACTERS)):

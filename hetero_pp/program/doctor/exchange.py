@@ -15,7 +15,7 @@ from hetero_pp.program.doctor.subject import CheckedPart, Subject
 from hetero_pp.program.join.membership import unanswered
 from hetero_pp.program.join.on_disk import read_run_on_disk
 from hetero_pp.program.launch.addresses import fixed_addresses, meeting_places
-from hetero_pp.rpc.certificates import CLOCKS_DIFFER
+from hetero_pp.rpc.identities import CLOCKS_DIFFER
 
 _PUBLIC = "192.0.2.1"
 """A host outside of all private networks (RFC 5737); it is not dialled."""

@@ -22,9 +22,8 @@ from hetero_pp.program.join.on_disk import is_running
 from hetero_pp.program.join.status import known_run
 from hetero_pp.program.launch.inputs import settled
 from hetero_pp.rpc.admission_client import preview
-from hetero_pp.rpc.certificates import Identity
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, version_complaint
-from hetero_pp.rpc.tickets import Ticket
+from hetero_pp.rpc.identities import Identity, Ticket
 from hetero_pp.run.folder import RunFolder, run_folder
 from hetero_pp.run.shared import own_configuration
 from hetero_pp.run.spec import RunSpec

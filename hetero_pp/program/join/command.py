@@ -39,11 +39,9 @@ from hetero_pp.program.rehearse.own_line import OwnLine
 from hetero_pp.program.report.json_lines import name_run
 from hetero_pp.program.report.output import announce, standard_output
 from hetero_pp.program.report.reading import shown_reading
-from hetero_pp.rpc.admission_client import give
-from hetero_pp.rpc.credentials import InvitedKeys
+from hetero_pp.rpc.admission_client import Rate, give, measure
 from hetero_pp.rpc.exchange_client import ExchangeClient
-from hetero_pp.rpc.probe import Rate, measure
-from hetero_pp.rpc.tickets import Ticket
+from hetero_pp.rpc.identities import InvitedKeys, Ticket
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.devices import in_words
 from hetero_pp.run.folder import RunFolder

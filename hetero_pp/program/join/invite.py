@@ -22,9 +22,7 @@ from hetero_pp.program.launch.hosts import read_token
 from hetero_pp.program.launch.over import over_on_disk
 from hetero_pp.program.report.output import announce, complain
 from hetero_pp.rpc.admission_client import status
-from hetero_pp.rpc.certificates import Authority
-from hetero_pp.rpc.credentials import Secret
-from hetero_pp.rpc.tickets import make_ticket
+from hetero_pp.rpc.identities import Authority, Secret, make_ticket
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder, run_folder
 from hetero_pp.run.read import config_of

@@ -19,12 +19,9 @@ from hetero_pp.messages.messages_pb2 import EnrolReply, InWaitingRoom
 from hetero_pp.program.join.processes import own_process, running_process
 from hetero_pp.program.launch.hosts import no_answer
 from hetero_pp.program.launch.over import forget_over
-from hetero_pp.rpc.admission_client import enrol, renew
-from hetero_pp.rpc.certificates import Identity, as_text, key_from_text, new_key, signing_request
-from hetero_pp.rpc.credentials import Credentials
+from hetero_pp.rpc.admission_client import be_probed, enrol, renew
 from hetero_pp.rpc.exchange_service import MOST_BETWEEN
-from hetero_pp.rpc.probe import be_probed
-from hetero_pp.rpc.tickets import Ticket
+from hetero_pp.rpc.identities import Credentials, Identity, Ticket, as_text, key_from_text, new_key, signing_request
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.shared import keep_tokenizer, kept_tokenizer
 

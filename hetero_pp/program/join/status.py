@@ -27,8 +27,7 @@ from hetero_pp.program.report.live_view import status_lines
 from hetero_pp.program.report.output import announce
 from hetero_pp.program.report.state import RunState
 from hetero_pp.rpc.admission_client import status as ask
-from hetero_pp.rpc.certificates import Authority, Identity
-from hetero_pp.rpc.tickets import Ticket
+from hetero_pp.rpc.identities import Authority, Identity, Ticket
 from hetero_pp.run.folder import RunFolder, own_parts, run_folder
 from hetero_pp.run.read import config_of, read_run
 from replica_groups.exchange.memberships import Memberships

@@ -27,7 +27,7 @@ from hetero_pp.program.operate.operations import Operations
 from hetero_pp.program.report.json_lines import about_report
 from hetero_pp.program.report.own_round_lines import OwnRoundLines
 from hetero_pp.rpc.connections import reports_to_members
-from hetero_pp.rpc.credentials import Keys, Secret, SecretKeys
+from hetero_pp.rpc.identities import Keys, Secret, SecretKeys
 from hetero_pp.run.changes import Given
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder

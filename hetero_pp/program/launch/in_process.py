@@ -15,7 +15,7 @@ from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica
 from hetero_pp.core.errors import ConfigError, LinkClosed, OutOfMemory, RunFailed
 from hetero_pp.link.in_process import InProcessLink
 from hetero_pp.link.protocol import NOT_KNOWN, Holders, LinkEnds
-from hetero_pp.link.shared_lines import Lines
+from hetero_pp.link.shaping import Lines
 from hetero_pp.messages.messages_pb2 import GIVEN_UP, Failure, MembershipEvent, Report
 from hetero_pp.program.launch.watcher import Watcher
 from hetero_pp.program.report.recorder import INTERRUPTED

@@ -17,7 +17,7 @@ import torch
 from hetero_pp.config.changed_keys import Values
 from hetero_pp.config.links import EXCHANGE, LAUNCHER
 from hetero_pp.core.errors import HeteroPPError, LinkError, RunFailed
-from hetero_pp.link.shared_lines import Lines
+from hetero_pp.link.shaping import Lines
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.launch.addresses import is_reached
 from hetero_pp.program.launch.fork_server import begin_forked, fork_server, unheard
@@ -25,7 +25,7 @@ from hetero_pp.program.launch.job import CONSEQUENCE, CRASHED
 from hetero_pp.program.launch.open_files import require_open_files
 from hetero_pp.program.launch.supervisor import Supervisor, launch
 from hetero_pp.rpc.connections import NetworkConnections
-from hetero_pp.rpc.credentials import Credentials, Secret, SecretKeys, new_secret
+from hetero_pp.rpc.identities import Credentials, Secret, SecretKeys, new_secret
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.read import read_run
 from hetero_pp.run.spec import RunSpec

@@ -38,13 +38,13 @@ from hetero_pp.core.errors import (
     WrongToken,
 )
 from hetero_pp.core.files import keep_trying
-from hetero_pp.link.shared_lines import Lines
+from hetero_pp.link.shaping import Lines
 from hetero_pp.program.launch.fork_server import begin_forked
 from hetero_pp.program.launch.job import CONSEQUENCE, CRASHED, FAILED, GONE, STOP, ProcessJob, RankDied
+from hetero_pp.rpc.channels import giving_freed_memory_back
 from hetero_pp.rpc.connections import NetworkConnections
-from hetero_pp.rpc.credentials import Credentials, Secret
-from hetero_pp.rpc.meeting_point import MeetingPoint
-from hetero_pp.rpc.memory import giving_freed_memory_back
+from hetero_pp.rpc.identities import Credentials, Secret
+from hetero_pp.rpc.relay import MeetingPoint
 from hetero_pp.run.read import read_run
 from hetero_pp.run.shared import told_of
 from hetero_pp.run.spec import RunSpec

@@ -24,7 +24,7 @@ from hetero_pp.program.launch.fork_server import share_fork_server
 from hetero_pp.program.launch.job import CONSEQUENCE, RankDied
 from hetero_pp.program.launch.rank_process import RankJob, rank_main
 from hetero_pp.program.launch.rendezvous import BACKEND, interface_towards, meeting_place, register
-from hetero_pp.rpc.credentials import Credentials
+from hetero_pp.rpc.identities import Credentials
 from hetero_pp.run.folder import RunFolder
 
 

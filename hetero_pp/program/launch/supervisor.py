@@ -34,7 +34,7 @@ from hetero_pp.program.launch.restarts import Restarts
 from hetero_pp.program.launch.start_job import start_job
 from hetero_pp.program.launch.watcher import Watcher
 from hetero_pp.rpc.connections import reports_of, tell_died
-from hetero_pp.rpc.credentials import Keys, Secret, SecretKeys, new_secret
+from hetero_pp.rpc.identities import Keys, Secret, SecretKeys, new_secret
 from hetero_pp.run.devices import devices_of
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec

@@ -14,7 +14,7 @@ from hetero_pp.program.rehearse.command import Predictions
 from hetero_pp.program.rehearse.comparison import RehearsalComparison, compare, share
 from hetero_pp.program.rehearse.rates import shown_rates, too_slow
 from hetero_pp.program.rehearse.timings import NOTHING_TIMED, Timings
-from hetero_pp.rpc.probe import Rate
+from hetero_pp.rpc.admission_client import Rate
 from hetero_pp.run.spec import RunSpec
 
 ENOUGH = 0.05

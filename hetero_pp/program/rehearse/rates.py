@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from hetero_pp.config.lines import WAYS, Way
 from hetero_pp.core.units import format_bits_per_second
-from hetero_pp.rpc.probe import Rate
+from hetero_pp.rpc.admission_client import Rate
 from hetero_pp.run.spec import RunSpec
 
 SHORT = 0.9

@@ -15,8 +15,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from hetero_pp.core.errors import HeteroPPError
 from hetero_pp.program.join.status import RunOfHost
 from hetero_pp.rpc.admission_client import status
-from hetero_pp.rpc.certificates import Identity, read_certificate
-from hetero_pp.rpc.tickets import ticket_of
+from hetero_pp.rpc.identities import Identity, read_certificate, ticket_of
 from hetero_pp.run.folder import RunFolder
 from replica_groups.exchange.memberships import Memberships
 

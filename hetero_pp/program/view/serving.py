@@ -27,7 +27,7 @@ from hetero_pp.program.view.admitted import MemberAuthenticator
 from hetero_pp.program.view.broadcast import SECONDS_BETWEEN_FRAMES, Broadcast
 from hetero_pp.program.view.run_view import Source
 from hetero_pp.program.view.server import page_app
-from hetero_pp.rpc.certificates import Identity
+from hetero_pp.rpc.identities import Identity
 
 LOOPBACK = "127.0.0.1:0"
 _SECONDS_TO_END = 2.0

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from hetero_pp.core.errors import MalformedMessage
 from hetero_pp.messages.messages_pb2 import StageMessages
-from hetero_pp.rpc.certificates import check_statement
+from hetero_pp.rpc.identities import check_statement
 from replica_groups.audit.recompute.replica import ReplicaHere
 from stages.transcript import GroupPosition, Way, records_of
 

@@ -6,12 +6,22 @@ member also signs statements, so that others can prove what the member said.
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hashlib
+import hmac
+import json
 import math
+import re
+import secrets
 import time
-from dataclasses import dataclass, replace
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime, timedelta
+from functools import cached_property
 from pathlib import Path
+from typing import Any, Protocol
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
@@ -27,7 +37,10 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import NameOID
 
-from hetero_pp.core.errors import MalformedMessage
+from hetero_pp.config.links import EXCHANGE, VALIDATOR, LinkSpec
+from hetero_pp.core.bounded import parse_json
+from hetero_pp.core.errors import MalformedMessage, Refused
+from hetero_pp.core.ticket_text import MOST_CHARACTERS, PREFIX, bodies
 from hetero_pp.messages.messages_pb2 import Statement
 
 AS_LONG_AS_THE_SECRET = 20 * 365 * 86400.0
@@ -244,3 +257,229 @@ def check_statement(statement: Statement, data: bytes, member: str, authority: s
     if shown.name != member:
         raise MalformedMessage(f"found the signature of {shown.name} under what {member} sent")
     return shown.holder
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """Credentials of one process. They are valid for its name only."""
+
+    name: str
+    """A member, a replica (launcher of its members), `launcher`, `exchange`, or a validator."""
+    token: str = ""
+    """Token, used without an identity."""
+    links: Mapping[str, str] = field(default_factory=dict)
+    """Link name -> token that only its two ends know, used without an identity."""
+    identity: Identity | None = None
+    """Key and certificate for TLS."""
+
+    def of_link(self, link: str) -> LinkCredentials:
+        """Return the credentials of this process at one end of a link."""
+        return LinkCredentials(self.links.get(link, ""), self.identity)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Credentials:
+        found = json.loads(text)
+        return cls(**found | {"identity": Identity(**found["identity"]) if found["identity"] else None})
+
+
+@dataclass(frozen=True)
+class LinkCredentials:
+    """Credentials of one end of a stage link."""
+
+    token: str = ""
+    """Token that only the two ends of the link know; unused if they have an identity."""
+    identity: Identity | None = None
+
+
+class Secret:
+    """Secret of one run, from which the credentials of all its processes follow."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self._key = text, text.encode()
+
+    @cached_property
+    def authority(self) -> Authority:
+        """Authority that signs the certificates of the run."""
+        return Authority(self.text)
+
+    def credentials(self, name: str, links: Iterable[LinkSpec] = (), encrypted: bool = False) -> Credentials:
+        """Return the credentials of a process, which include those of its ends of these links."""
+        if encrypted:
+            return Credentials(name, identity=self.authority.identity(name))
+        own = {link.name: self._derived("link", link.name) for link in links if name in (link.source, link.target)}
+        return Credentials(name, self._derived("name", name), own)
+
+    @cached_property
+    def draws(self) -> str:
+        """Secret of the validators, by which they draw what they try."""
+        return self._derived("draws", "")
+
+    def is_of(self, name: str, token: str) -> bool:
+        """Return whether a token belongs to a name, in constant time."""
+        return hmac.compare_digest(self._derived("name", name).encode(), token.encode())
+
+    def _derived(self, kind: str, name: str) -> str:
+        return hmac.new(self._key, f"{kind} {name}".encode(), hashlib.sha256).hexdigest()
+
+
+class Keys(Protocol):
+    """Source of credentials for the processes that a launcher starts."""
+
+    def of(self, name: str, links: Iterable[LinkSpec] = ()) -> Credentials:
+        """Return the credentials of a process, which include those of its ends of these links."""
+
+
+@dataclass(frozen=True)
+class SecretKeys:
+    """Credentials of all processes, for a launcher with the run's secret."""
+
+    secret: Secret
+    encrypted: bool
+    """Whether processes connect by TLS."""
+
+    def of(self, name: str, links: Iterable[LinkSpec] = ()) -> Credentials:
+        return self.secret.credentials(name, links, self.encrypted)
+
+
+@dataclass(frozen=True)
+class InvitedKeys:
+    """Credentials of one slot, for a launcher with a ticket."""
+
+    credentials: Credentials
+
+    def of(self, name: str, links: Iterable[LinkSpec] = ()) -> Credentials:
+        assert name == self.credentials.name
+        return self.credentials
+
+
+def is_validators(name: str) -> bool:
+    """Return whether a process of this name is a validator. None is called as the one beside the exchange."""
+    own = name.removeprefix(VALIDATOR)
+    return own not in (name, EXCHANGE) and re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]{0,39}", own) is not None
+
+
+def new_secret() -> str:
+    """Return a new secret, for a run that begins."""
+    return secrets.token_hex(16)
+
+
+_CHECK_BYTES = 4
+MOST_PORT = 65535
+_SCHEMES = ("unix", "unix-abstract", "vsock", "dns", "xds", "ipv4", "ipv6")
+"""Prefixes of addresses that gRPC does not take as HOST:PORT."""
+_NAME = "ticket."
+_OF_A_TICKET = re.compile(r"ticket\.([0-9a-f]{16})")
+"""A number that no stage of a replica named `ticket` has."""
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """Ticket to a run. Its bearer takes a slot, once, so it is a secret."""
+
+    run: str
+    """Name of the run."""
+    address: str
+    """HOST:PORT of the exchange."""
+    identity: Identity
+    """Key and certificate with which the exchange is asked for a slot, and nothing else."""
+    good_for: str = ""
+    """Slots that it admits to, in words; empty in tickets of older versions. The exchange decides, not this text."""
+
+    store: str = ""
+    """URL of the run's store, if the exchange signs URLs of it; members follow signed URLs to no other store."""
+    rehearsal: bool = False
+    """Whether the run is a rehearsal, which trains nothing."""
+
+    def to_text(self) -> str:
+        """Return the ticket on one line of letters, digits, `-` and `_`."""
+        data = zlib.compress(json.dumps(asdict(self)).encode(), 9)
+        checked = hashlib.sha256(data).digest()[:_CHECK_BYTES] + data
+        return PREFIX + base64.urlsafe_b64encode(checked).decode().rstrip("=")
+
+    @classmethod
+    def from_text(cls, text: str) -> Ticket:
+        """Parse a ticket as it was pasted. Raises Refused for a text that is no ticket, or not whole."""
+        found = list(bodies(text))
+        if not found:
+            shown = f"{text[:12]!r}{'...' if len(text) > 12 else ''}"
+            raise Refused(
+                f"found {shown}, expected a ticket, which begins with {PREFIX}; "
+                "to read it from a file: hetero-pp join - < FILE"
+            )
+        for body in found:
+            try:
+                data = base64.b64decode(body + "=" * (-len(body) % 4), b"-_", validate=True)
+                check, data = data[:_CHECK_BYTES], data[_CHECK_BYTES:]
+                if hashlib.sha256(data).digest()[:_CHECK_BYTES] != check:
+                    raise ValueError
+                ticket = cls._of(parse_json(_inflated(data)))
+                ticket.id  # noqa: B018 (its certificate can be read)
+            except (ValueError, KeyError, TypeError, zlib.error, binascii.Error):
+                continue
+            return ticket
+        raise Refused("the ticket is incomplete: copy all of it, as one line")
+
+    @classmethod
+    def _of(cls, found: Any) -> Ticket:
+        """Parse a ticket's JSON. The identity can name no file of the host that reads it.
+
+        Raises ValueError, KeyError or TypeError for JSON that is no ticket.
+        """
+        identity = found["identity"]
+        texts = [found["run"], found["address"], *(identity[key] for key in ("certificate", "key", "authority"))]
+        if not all(isinstance(text, str) for text in texts):
+            raise TypeError
+        run, address, *pem = texts
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdigit() or int(port) > MOST_PORT or host in _SCHEMES or "/" in host:
+            raise ValueError
+        told = str(found.get("good_for", "")), str(found.get("store", "")), found.get("rehearsal") is True
+        return cls(run, address, Identity(*pem), *told)
+
+    @property
+    def id(self) -> str:
+        """Id of the ticket. Raises ValueError for a certificate that is no ticket's."""
+        found = ticket_of(self.identity.shown.name)
+        if found is None:
+            raise ValueError("not issued for a ticket")
+        return found
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has expired."""
+        return time.time() > self.identity.shown.until
+
+    def require_good(self) -> None:
+        """Raise Refused if it has expired."""
+        if self.is_over:
+            raise Refused("the ticket has expired: ask for another (or is the clock of this host wrong?)")
+
+
+def make_ticket(
+    run: str,
+    address: str,
+    authority: Authority,
+    ticket: str,
+    until: float,
+    good_for: str = "",
+    store: str = "",
+    rehearsal: bool = False,
+) -> Ticket:
+    """Return a ticket with this id that is valid until `until`."""
+    key = new_key()
+    certificate = authority.sign(key.public_key(), _NAME + ticket, 0, until)
+    return Ticket(run, address, Identity(certificate, as_text(key), authority.certificate), good_for, store, rehearsal)
+
+
+def ticket_of(name: str) -> str | None:
+    """Return the ticket's id that a certificate's name contains; None for a member's."""
+    found = _OF_A_TICKET.fullmatch(name)
+    return None if found is None else found[1]
+
+
+def _inflated(data: bytes) -> bytes:
+    """Decompress a ticket, up to the largest size that a ticket has."""
+    return zlib.decompressobj().decompress(data, MOST_CHARACTERS)

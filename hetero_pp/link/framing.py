@@ -25,8 +25,7 @@ from google.protobuf.message import Message as Protobuf
 from torch import Tensor
 
 from hetero_pp.core.errors import InvalidRequest, MalformedMessage
-from hetero_pp.link.ledger import FRAME_BYTES, PREFIX_BYTES
-from hetero_pp.link.protocol import MAX_MESSAGE_BYTES, WIRE_DTYPES, Message
+from hetero_pp.link.protocol import FRAME_BYTES, MAX_MESSAGE_BYTES, PREFIX_BYTES, WIRE_DTYPES, Message
 from hetero_pp.messages.messages_pb2 import DType, LinkHeader
 
 MAX_HEADER_BYTES = 256 << 10
