@@ -36,13 +36,15 @@ def anothers_place(target: Target, stretch: Stretch) -> None:
     """
     with in_session(target) as session:
         named = shown(Credentials(target.honest), target.run, 1)
-        blob = pb.BlobHeader(round=1, replica=target.honest, block=target.blocks[0], size=9, generation=1, steps=1)
+        blob = pb.BlobHeader(
+            round=1, replica=target.honest, block=target.blocks[0], size=9, generation=1, steps=1, sha256=bytes(32)
+        )
         died = pb.DiedRequest(member=target.honest, cause="it is mine now")
         calls = [
             asked("Died", died, named, target.guest),
             asked("Heartbeat", pb.HeartbeatRequest(), (*named, ("token", "made up")), target.guest),
             session.asked("Died", died),
-            session.asked("Uploaded", pb.Upload(blob=blob, sha256=bytes(32))),
+            session.asked("Uploaded", blob),
         ]
         flood(target.address, stretch, calls)
 
@@ -54,12 +56,18 @@ def old_term(target: Target, stretch: Stretch) -> None:
         former.client.died(target.guest.name, "another takes its place")
         with in_session(target):
             blob = pb.BlobHeader(
-                round=1, replica=target.guest.name, block=target.blocks[0], size=9, generation=1, steps=1
+                round=1,
+                replica=target.guest.name,
+                block=target.blocks[0],
+                size=9,
+                generation=1,
+                steps=1,
+                sha256=bytes(32),
             )
             calls = [
                 former.asked("Assign", pb.AssignRequest()),
                 former.asked("Record", pb.RecordRequest(round=1 << 20)),
-                former.asked("Uploaded", pb.Upload(blob=blob, sha256=bytes(32))),
+                former.asked("Uploaded", blob),
                 former.asked("Broken", pb.BrokenRequest(generation=former.incarnation, cause="it is mine")),
             ]
             flood(target.address, stretch, calls)

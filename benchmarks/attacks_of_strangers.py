@@ -199,8 +199,8 @@ def tickets(target: Target, stretch: Stretch) -> None:
     calls += [
         asked(call, pb.HeartbeatRequest(), shown(target.guest, target.run, 1), known["open"]) for call in NOT_BY_TICKET
     ]
-    calls += [asked("Renew", pb.RenewRequest(), (), one) for one in (target.guest, former)]
-    calls += [asked("Give", pb.GiveRequest(), (), one) for one in (target.guest, former)]
+    calls += [asked("Renew", pb.Nothing(), (), one) for one in (target.guest, former)]
+    calls += [asked("Give", pb.Nothing(), (), one) for one in (target.guest, former)]
     calls += [asked("Enrol", good(request=right), (), one) for one in (target.guest, former)]
     flood(target.address, stretch, calls)
 

@@ -30,7 +30,7 @@ from hetero_pp.rpc.relay import SERVICE as RELAY
 from hetero_pp.rpc.relayed import RelayedDialler, RelayedListener
 from hetero_pp.rpc.services import call_path, calls_of
 from hetero_pp.rpc.stage_link import SERVICE as LINK_SERVICE
-from hetero_pp.rpc.stage_link import StageLinkServer
+from hetero_pp.rpc.stage_link import StageLink
 
 TUNNELS = 4
 """Connections that an attacker opens through the relay for one link."""
@@ -232,7 +232,7 @@ ENTICED = 1.0
 def entice(target: Target, stretch: Stretch, in_tls: bool) -> None:
     """Listen in place of the stage after: with another member's certificate, or without TLS."""
     own = LinkCredentials(identity=target.guest.identity)
-    server = StageLinkServer(LinkSide(target.link, own, target.link.target, seed=1), expected=None)
+    server = StageLink(LinkSide(target.link, own, target.link.target, seed=1), expected=None)
     with socket.create_server(("127.0.0.1", 0)) as junk:
         junk.settimeout(ENTICED)
         port = server.listen("127.0.0.1:0") if in_tls else junk.getsockname()[1]

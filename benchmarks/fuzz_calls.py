@@ -40,14 +40,14 @@ from hetero_pp.rpc.admission_client import enrol
 from hetero_pp.rpc.callers import shown
 from hetero_pp.rpc.channels import PROTOCOL_VERSION
 from hetero_pp.rpc.identities import Credentials, Identity, as_text, new_key, signing_request
-from hetero_pp.rpc.limits import CALLS_A_SECOND, Pace
+from hetero_pp.rpc.limits import BULK_CALLS_MAX, CALLS_A_SECOND, Pace
 from hetero_pp.rpc.link_end import LinkSide
 from hetero_pp.rpc.relay import SERVICE as RELAY
 from hetero_pp.rpc.services import ADMISSION_SERVICE as ADMISSION
-from hetero_pp.rpc.services import BULK_CALLS_MAX, call_path
 from hetero_pp.rpc.services import EXCHANGE_SERVICE as EXCHANGE
+from hetero_pp.rpc.services import call_path
 from hetero_pp.rpc.stage_link import SERVICE as LINKS
-from hetero_pp.rpc.stage_link import StageLinkServer
+from hetero_pp.rpc.stage_link import StageLink
 from hetero_pp.run.spec import RunSpec
 from replica_groups.exchange.server import MOST_OPEN
 
@@ -138,7 +138,7 @@ class Fuzzer:
 
 def far_end_main(parent: Connection, link: LinkSpec, own: Credentials) -> None:
     """Listen as a stage for whatever the neighbour sends."""
-    server = StageLinkServer(LinkSide(link, own.of_link(link.name), link.target, seed=1), expected=None)
+    server = StageLink(LinkSide(link, own.of_link(link.name), link.target, seed=1), expected=None)
     parent.send(f"127.0.0.1:{server.listen('127.0.0.1:0')}")
     threading.Event().wait()
 
@@ -211,7 +211,7 @@ class Sender:
         assert ticket is not None
         with suppress(HeteroPPError):
             reply = enrol(self.known.target.address, ticket, signing_request(key))
-            identity = Identity(reply.certificate.pem, as_text(key), ticket.authority)
+            identity = Identity(reply.certificate, as_text(key), ticket.authority)
             return Credentials(reply.slot, identity=identity)
         return self.known.target.guest
 

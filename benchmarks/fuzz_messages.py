@@ -153,7 +153,7 @@ def request(call: str, dice: random.Random, known: Known, texts: Sequence[str]) 
     message, way = any_message(kind(), dice, texts), dice.randrange(3)
     if way != 1:
         righted(message, known.right(dice))
-    if isinstance(message, pb.LinkHello | pb.LinkFarewell) and way != 1:
+    if isinstance(message, pb.LinkHello) and way != 1:
         hello = message if isinstance(message, pb.LinkHello) else message.hello
         righted(hello, known.right(dice))
         hello.generation, hello.session = next(known.number), b"session"

@@ -37,7 +37,7 @@ from hetero_pp.rpc.relay import MOST_CARRIED, LinkLimit, MeetingPoint, Relay, Tr
 from hetero_pp.rpc.relay import SERVICE as RELAY
 from hetero_pp.rpc.relayed import LocalAddress, RelayedDialler, RelayedListener
 from hetero_pp.rpc.services import service_handler
-from hetero_pp.rpc.stage_link import StageLinkDialer, StageLinkServer
+from hetero_pp.rpc.stage_link import StageLink
 from hetero_pp.run.spec import Roster
 
 HOST = "127.0.0.1"
@@ -236,7 +236,7 @@ def open_link(at: int | str, shape: LinkShape, encrypted: bool = False) -> Itera
     spec = spec_of(shape)
     own = SECRET.credentials("home.0", [spec], encrypted).of_link(spec.name)
     address = f"{HOST}:{at}" if isinstance(at, int) else at
-    end = StageLinkDialer(LinkSide(spec, own, "home.0", seed=0)).dial(address, 0, SECONDS)
+    end = StageLink(LinkSide(spec, own, "home.0", seed=0)).dial(address, 0, SECONDS)
     yield end
     end.close()
 
@@ -249,7 +249,7 @@ def serve_link(control: Connection, shape: LinkShape, encrypted: bool = False, r
     keep_freed_memory()
     spec = spec_of(shape)
     own = SECRET.credentials("home.1", [spec], encrypted).of_link(spec.name)
-    links = StageLinkServer(LinkSide(spec, own, "home.1", seed=0), expected=None)
+    links = StageLink(LinkSide(spec, own, "home.1", seed=0), expected=None)
     if relay is None:
         control.send(links.listen(f"{HOST}:0"))
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hetero_pp.config.links import LinkSpec
 from hetero_pp.rpc.identities import LinkCredentials
 from hetero_pp.rpc.link_end import GrpcLinkEnd, LinkSide
-from hetero_pp.rpc.stage_link import StageLinkDialer
+from hetero_pp.rpc.stage_link import StageLink
 
 
 def open_stage_link(
@@ -17,4 +17,4 @@ def open_stage_link(
     timeout: float,
     generation: int = 0,
 ) -> GrpcLinkEnd:
-    return StageLinkDialer(LinkSide(spec, credentials, member, seed)).dial(address, generation, timeout)
+    return StageLink(LinkSide(spec, credentials, member, seed)).dial(address, generation, timeout)

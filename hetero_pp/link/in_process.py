@@ -22,8 +22,8 @@ def in_process_pair(
     """
     lines = lines or Lines()
     sent_forward, sent_backward = ledgers or (Ledger(), Ledger())
-    forward: Queue = lines.crossing(spec, "forward", seed)
-    backward: Queue = lines.crossing(spec, "backward", seed)
+    forward: Queue = lines.leaving(spec, "forward", seed, is_here=True)
+    backward: Queue = lines.leaving(spec, "backward", seed, is_here=True)
     return (
         InProcessLinkEnd(spec.forward, forward, backward, sent_forward, spec.target),
         InProcessLinkEnd(spec.backward, backward, forward, sent_backward, spec.source),

@@ -1,4 +1,4 @@
-"""Messages between two neighbouring stages, and the interface of a link end: in process or over gRPC."""
+"""Messages between neighbouring stages, their bytes on the wire, and the interface of a link end."""
 
 from __future__ import annotations
 

@@ -108,8 +108,12 @@ class Frame(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class Nothing(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class LinkHello(_message.Message):
-    __slots__ = ("version", "token", "link", "sender", "generation", "session", "stream", "received", "goes_on")
+    __slots__ = ("version", "token", "link", "sender", "generation", "session", "stream", "received", "goes_on", "cause")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     LINK_FIELD_NUMBER: _ClassVar[int]
@@ -119,6 +123,7 @@ class LinkHello(_message.Message):
     STREAM_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_FIELD_NUMBER: _ClassVar[int]
     GOES_ON_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
     version: int
     token: str
     link: str
@@ -128,19 +133,8 @@ class LinkHello(_message.Message):
     stream: int
     received: int
     goes_on: bool
-    def __init__(self, version: _Optional[int] = ..., token: _Optional[str] = ..., link: _Optional[str] = ..., sender: _Optional[str] = ..., generation: _Optional[int] = ..., session: _Optional[bytes] = ..., stream: _Optional[int] = ..., received: _Optional[int] = ..., goes_on: _Optional[bool] = ...) -> None: ...
-
-class LinkFarewell(_message.Message):
-    __slots__ = ("hello", "cause")
-    HELLO_FIELD_NUMBER: _ClassVar[int]
-    CAUSE_FIELD_NUMBER: _ClassVar[int]
-    hello: LinkHello
     cause: str
-    def __init__(self, hello: _Optional[_Union[LinkHello, _Mapping]] = ..., cause: _Optional[str] = ...) -> None: ...
-
-class LinkLeft(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    def __init__(self, version: _Optional[int] = ..., token: _Optional[str] = ..., link: _Optional[str] = ..., sender: _Optional[str] = ..., generation: _Optional[int] = ..., session: _Optional[bytes] = ..., stream: _Optional[int] = ..., received: _Optional[int] = ..., goes_on: _Optional[bool] = ..., cause: _Optional[str] = ...) -> None: ...
 
 class EnrolRequest(_message.Message):
     __slots__ = ("version", "request")
@@ -165,11 +159,11 @@ class EnrolReply(_message.Message):
     TOKENIZER_FIELD_NUMBER: _ClassVar[int]
     IN_WAITING_ROOM_FIELD_NUMBER: _ClassVar[int]
     slot: str
-    certificate: Certificate
+    certificate: str
     configuration: str
     tokenizer: _containers.ScalarMap[str, bytes]
     in_waiting_room: InWaitingRoom
-    def __init__(self, slot: _Optional[str] = ..., certificate: _Optional[_Union[Certificate, _Mapping]] = ..., configuration: _Optional[str] = ..., tokenizer: _Optional[_Mapping[str, bytes]] = ..., in_waiting_room: _Optional[_Union[InWaitingRoom, _Mapping]] = ...) -> None: ...
+    def __init__(self, slot: _Optional[str] = ..., certificate: _Optional[str] = ..., configuration: _Optional[str] = ..., tokenizer: _Optional[_Mapping[str, bytes]] = ..., in_waiting_room: _Optional[_Union[InWaitingRoom, _Mapping]] = ...) -> None: ...
 
 class InWaitingRoom(_message.Message):
     __slots__ = ("here", "needed", "probed", "last_round", "rounds", "why")
@@ -186,28 +180,6 @@ class InWaitingRoom(_message.Message):
     rounds: int
     why: str
     def __init__(self, here: _Optional[int] = ..., needed: _Optional[int] = ..., probed: _Optional[bool] = ..., last_round: _Optional[int] = ..., rounds: _Optional[int] = ..., why: _Optional[str] = ...) -> None: ...
-
-class RenewRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class Certificate(_message.Message):
-    __slots__ = ("pem",)
-    PEM_FIELD_NUMBER: _ClassVar[int]
-    pem: str
-    def __init__(self, pem: _Optional[str] = ...) -> None: ...
-
-class GiveRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class GiveReply(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class StatusRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
     __slots__ = ("name", "last_round", "rounds", "slots", "refusals", "in_waiting_room", "needed_in_lobby", "guests", "has_begun", "is_over", "paused", "missing", "store_error", "store_error_seconds", "rehearsal", "credits", "training_seconds")
@@ -246,10 +218,6 @@ class StatusReply(_message.Message):
     credits: _containers.RepeatedCompositeFieldContainer[Credit]
     training_seconds: float
     def __init__(self, name: _Optional[str] = ..., last_round: _Optional[int] = ..., rounds: _Optional[int] = ..., slots: _Optional[_Iterable[_Union[SlotStatus, _Mapping]]] = ..., refusals: _Optional[int] = ..., in_waiting_room: _Optional[int] = ..., needed_in_lobby: _Optional[int] = ..., guests: _Optional[_Iterable[_Union[Guest, _Mapping]]] = ..., has_begun: _Optional[bool] = ..., is_over: _Optional[bool] = ..., paused: _Optional[str] = ..., missing: _Optional[_Iterable[str]] = ..., store_error: _Optional[str] = ..., store_error_seconds: _Optional[float] = ..., rehearsal: _Optional[bool] = ..., credits: _Optional[_Iterable[_Union[Credit, _Mapping]]] = ..., training_seconds: _Optional[float] = ...) -> None: ...
-
-class PreviewRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
 
 class PreviewReply(_message.Message):
     __slots__ = ("version", "clock", "configuration", "vocabulary", "slots", "refusal", "tokens", "neighbours", "relay_port")
@@ -490,19 +458,11 @@ class ShownFile(_message.Message):
     size: int
     def __init__(self, round: _Optional[int] = ..., name: _Optional[str] = ..., size: _Optional[int] = ...) -> None: ...
 
-class ShownReply(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
 class JudgeRequest(_message.Message):
     __slots__ = ("judgements",)
     JUDGEMENTS_FIELD_NUMBER: _ClassVar[int]
     judgements: _containers.RepeatedCompositeFieldContainer[Judgement]
     def __init__(self, judgements: _Optional[_Iterable[_Union[Judgement, _Mapping]]] = ...) -> None: ...
-
-class JudgeReply(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
 
 class Scores(_message.Message):
     __slots__ = ("round", "scores")
@@ -575,22 +535,22 @@ class JoinRequest(_message.Message):
     def __init__(self, version: _Optional[int] = ..., address: _Optional[str] = ..., rounds: _Optional[_Iterable[int]] = ..., damaged: _Optional[_Iterable[str]] = ..., process: _Optional[str] = ...) -> None: ...
 
 class JoinReply(_message.Message):
-    __slots__ = ("incarnation", "takes_following")
+    __slots__ = ("incarnation",)
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    TAKES_FOLLOWING_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
-    takes_following: bool
-    def __init__(self, incarnation: _Optional[int] = ..., takes_following: _Optional[bool] = ...) -> None: ...
+    def __init__(self, incarnation: _Optional[int] = ...) -> None: ...
 
 class LastRoundRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class LastRoundReply(_message.Message):
-    __slots__ = ("last_round",)
+    __slots__ = ("last_round", "changes")
     LAST_ROUND_FIELD_NUMBER: _ClassVar[int]
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
     last_round: int
-    def __init__(self, last_round: _Optional[int] = ...) -> None: ...
+    changes: str
+    def __init__(self, last_round: _Optional[int] = ..., changes: _Optional[str] = ...) -> None: ...
 
 class AssignRequest(_message.Message):
     __slots__ = ("holds", "address", "trained")
@@ -664,10 +624,6 @@ class BrokenRequest(_message.Message):
     blames: str
     def __init__(self, generation: _Optional[int] = ..., cause: _Optional[str] = ..., blames: _Optional[str] = ...) -> None: ...
 
-class BrokenReply(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
 class DiedRequest(_message.Message):
     __slots__ = ("member", "cause", "incarnation")
     MEMBER_FIELD_NUMBER: _ClassVar[int]
@@ -677,10 +633,6 @@ class DiedRequest(_message.Message):
     cause: str
     incarnation: int
     def __init__(self, member: _Optional[str] = ..., cause: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
-
-class DiedReply(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
 
 class NewestCheckpointRequest(_message.Message):
     __slots__ = ()
@@ -694,25 +646,11 @@ class NewestCheckpointReply(_message.Message):
     names: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, round: _Optional[int] = ..., names: _Optional[_Iterable[str]] = ...) -> None: ...
 
-class ChangesRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class ChangesReply(_message.Message):
-    __slots__ = ("changes",)
-    CHANGES_FIELD_NUMBER: _ClassVar[int]
-    changes: str
-    def __init__(self, changes: _Optional[str] = ...) -> None: ...
-
 class StayRequest(_message.Message):
     __slots__ = ("node",)
     NODE_FIELD_NUMBER: _ClassVar[int]
     node: str
     def __init__(self, node: _Optional[str] = ...) -> None: ...
-
-class StayReply(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
 
 class CheckpointRequest(_message.Message):
     __slots__ = ("names", "round")
@@ -731,14 +669,15 @@ class CheckpointHeader(_message.Message):
     def __init__(self, names: _Optional[_Iterable[str]] = ..., tensors: _Optional[_Iterable[_Union[TensorHeader, _Mapping]]] = ...) -> None: ...
 
 class BlobHeader(_message.Message):
-    __slots__ = ("round", "replica", "block", "size", "generation", "steps", "stored", "commitment", "following")
+    __slots__ = ("round", "replica", "block", "size", "generation", "steps", "url", "sha256", "commitment", "following")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     BLOCK_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
-    STORED_FIELD_NUMBER: _ClassVar[int]
+    URL_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
     COMMITMENT_FIELD_NUMBER: _ClassVar[int]
     FOLLOWING_FIELD_NUMBER: _ClassVar[int]
     round: int
@@ -747,10 +686,11 @@ class BlobHeader(_message.Message):
     size: int
     generation: int
     steps: int
-    stored: StoredBlob
+    url: str
+    sha256: bytes
     commitment: Commitment
     following: _containers.RepeatedCompositeFieldContainer[FollowingBlob]
-    def __init__(self, round: _Optional[int] = ..., replica: _Optional[str] = ..., block: _Optional[str] = ..., size: _Optional[int] = ..., generation: _Optional[int] = ..., steps: _Optional[int] = ..., stored: _Optional[_Union[StoredBlob, _Mapping]] = ..., commitment: _Optional[_Union[Commitment, _Mapping]] = ..., following: _Optional[_Iterable[_Union[FollowingBlob, _Mapping]]] = ...) -> None: ...
+    def __init__(self, round: _Optional[int] = ..., replica: _Optional[str] = ..., block: _Optional[str] = ..., size: _Optional[int] = ..., generation: _Optional[int] = ..., steps: _Optional[int] = ..., url: _Optional[str] = ..., sha256: _Optional[bytes] = ..., commitment: _Optional[_Union[Commitment, _Mapping]] = ..., following: _Optional[_Iterable[_Union[FollowingBlob, _Mapping]]] = ...) -> None: ...
 
 class FollowingBlob(_message.Message):
     __slots__ = ("replica", "size", "block")
@@ -761,24 +701,6 @@ class FollowingBlob(_message.Message):
     size: int
     block: str
     def __init__(self, replica: _Optional[str] = ..., size: _Optional[int] = ..., block: _Optional[str] = ...) -> None: ...
-
-class StoredBlob(_message.Message):
-    __slots__ = ("url", "sha256", "size")
-    URL_FIELD_NUMBER: _ClassVar[int]
-    SHA256_FIELD_NUMBER: _ClassVar[int]
-    SIZE_FIELD_NUMBER: _ClassVar[int]
-    url: str
-    sha256: bytes
-    size: int
-    def __init__(self, url: _Optional[str] = ..., sha256: _Optional[bytes] = ..., size: _Optional[int] = ...) -> None: ...
-
-class Upload(_message.Message):
-    __slots__ = ("blob", "sha256")
-    BLOB_FIELD_NUMBER: _ClassVar[int]
-    SHA256_FIELD_NUMBER: _ClassVar[int]
-    blob: BlobHeader
-    sha256: bytes
-    def __init__(self, blob: _Optional[_Union[BlobHeader, _Mapping]] = ..., sha256: _Optional[bytes] = ...) -> None: ...
 
 class UploadUrlReply(_message.Message):
     __slots__ = ("url",)
@@ -801,18 +723,16 @@ class RecordRequest(_message.Message):
     def __init__(self, round: _Optional[int] = ..., exchange: _Optional[str] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
-    __slots__ = ("round", "replica", "block", "reaches_store", "takes_following")
+    __slots__ = ("round", "replica", "block", "reaches_store")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     BLOCK_FIELD_NUMBER: _ClassVar[int]
     REACHES_STORE_FIELD_NUMBER: _ClassVar[int]
-    TAKES_FOLLOWING_FIELD_NUMBER: _ClassVar[int]
     round: int
     replica: str
     block: str
     reaches_store: bool
-    takes_following: bool
-    def __init__(self, round: _Optional[int] = ..., replica: _Optional[str] = ..., block: _Optional[str] = ..., reaches_store: _Optional[bool] = ..., takes_following: _Optional[bool] = ...) -> None: ...
+    def __init__(self, round: _Optional[int] = ..., replica: _Optional[str] = ..., block: _Optional[str] = ..., reaches_store: _Optional[bool] = ...) -> None: ...
 
 class HashReport(_message.Message):
     __slots__ = ("round", "sha256")
@@ -828,10 +748,6 @@ class HashReport(_message.Message):
     round: int
     sha256: _containers.ScalarMap[str, bytes]
     def __init__(self, round: _Optional[int] = ..., sha256: _Optional[_Mapping[str, bytes]] = ...) -> None: ...
-
-class HashReply(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
 
 class InnerStep(_message.Message):
     __slots__ = ("replica", "round", "step", "loss", "gradient_norm", "learning_rate", "tokens", "is_last")
@@ -1134,10 +1050,6 @@ class ReportRequest(_message.Message):
     REPORTS_FIELD_NUMBER: _ClassVar[int]
     reports: _containers.RepeatedCompositeFieldContainer[Report]
     def __init__(self, reports: _Optional[_Iterable[_Union[Report, _Mapping]]] = ...) -> None: ...
-
-class ReportReply(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("members", "so_far")

@@ -23,8 +23,8 @@ Their names must fit in the header of a frame.
 
 
 def payload_bytes(header: BlobHeader) -> int:
-    """Return the size of the payload after a header: its blob and those that follow."""
-    return header.size + sum(one.size for one in header.following)
+    """Return the size of the payload after a header: its blob and those that follow, unless the blob is at a URL."""
+    return 0 if header.url else header.size + sum(one.size for one in header.following)
 
 
 def join_blobs(blobs: Sequence[tuple[BlobHeader, bytes]]) -> tuple[BlobHeader, bytes]:

@@ -1,4 +1,4 @@
-"""Admission of a host to a run: client of the calls of `service Admission`."""
+"""Admission of a host to a run: client of the calls of `service Admission`, and measurements of a host's line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hetero_pp.core.errors import (
     StoreError,
     TooMuch,
 )
-from hetero_pp.core.proxies import Route, route_to
+from hetero_pp.core.proxies import route_to
 from hetero_pp.core.units import format_bits_per_second, format_seconds
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, is_reached, make_channel, require_trust
@@ -65,34 +65,24 @@ def enrol(
 
 def renew(address: str, identity: Identity) -> str:
     """Return a certificate, as PEM, that is valid for longer. Raises as `enrol`."""
-    renewed: pb.Certificate = _ask(address, identity, "Renew", pb.RenewRequest())
-    return renewed.pem
+    renewed: pb.EnrolReply = _ask(address, identity, "Renew", pb.Nothing())
+    return renewed.certificate
 
 
 def give(address: str, identity: Identity) -> None:
     """Free a slot. Raises as `enrol`."""
-    _ask(address, identity, "Give", pb.GiveRequest())
+    _ask(address, identity, "Give", pb.Nothing())
 
 
 def status(address: str, identity: Identity, seconds: float | None = None) -> pb.StatusReply:
     """Return the run's status. Raises as `enrol`."""
-    reply: pb.StatusReply = _ask(address, identity, "Status", pb.StatusRequest(), seconds, waits=True)
+    reply: pb.StatusReply = _ask(address, identity, "Status", pb.Nothing(), seconds, waits=True)
     return reply
 
 
-class _NotServed(Refused):
-    """The exchange has no such call."""
-
-
-def preview(address: str, identity: Identity, seconds: float) -> pb.PreviewReply | None:
-    """Return what a host can check before it joins; takes no slot. Raises as `enrol`.
-
-    None means that the exchange is of an earlier version, which does not have this call.
-    """
-    try:
-        reply: pb.PreviewReply = _ask(address, identity, "Preview", pb.PreviewRequest(), seconds, waits=True)
-    except _NotServed:
-        return None
+def preview(address: str, identity: Identity, seconds: float) -> pb.PreviewReply:
+    """Return what a host can check before it joins; takes no slot. Raises as `enrol`."""
+    reply: pb.PreviewReply = _ask(address, identity, "Preview", pb.Nothing(), seconds, waits=True)
     return reply
 
 
@@ -114,17 +104,15 @@ def _ask(
         try:
             return calls_of(ADMISSION_SERVICE, channel)[call](request, wait_for_ready=waits, timeout=seconds)
         except grpc.RpcError as error:
-            raise _translated(error, address, seconds, route) from None
-
-
-def _translated(error: grpc.RpcError, address: str, seconds: float, route: Route) -> HeteroPPError:
-    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return LinkTimeout(f"the exchange at {address} did not answer within {format_seconds(seconds)}{route.note}")
-    if error.code() is grpc.StatusCode.UNAVAILABLE:
-        return LinkTimeout(f"the exchange at {address} does not answer{route.note}")
-    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-        return _NotServed(f"the exchange at {address} does not admit hosts by tickets")
-    return _ERRORS.get(error.code(), Refused)(str(error.details()))
+            code, asked = error.code(), f"the exchange at {address}"
+            if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+                why = f"{asked} did not answer within {format_seconds(seconds)}{route.note}"
+                raise LinkTimeout(why) from None
+            if code is grpc.StatusCode.UNAVAILABLE:
+                raise LinkTimeout(f"{asked} does not answer{route.note}") from None
+            if code is grpc.StatusCode.UNIMPLEMENTED:
+                raise Refused(f"{asked} does not admit hosts by tickets") from None
+            raise _ERRORS.get(code, Refused)(str(error.details())) from None
 
 
 PROBE_BYTES = 1 << 20

@@ -1,4 +1,4 @@
-"""Identifies callers of the exchange by the certificate of their connection or by a token, never by their claims."""
+"""Who calls the exchange, by certificate or token and never by claim; and one table of what each caller may do."""
 
 from __future__ import annotations
 
@@ -175,7 +175,6 @@ CALLS: Mapping[str, Whose] = {
     "Agree": Whose.SLOT,
     "Join": Whose.SLOT,
     "LastRound": Whose.RUN,
-    "Changes": Whose.RUN,
     "Assign": Whose.INCARNATION,
     "Heartbeat": Whose.INCARNATION,
     "Broken": Whose.INCARNATION,

@@ -1,4 +1,4 @@
-"""Creates gRPC channels and servers; all their options are set here."""
+"""gRPC channels and servers with all their options; why a connection fails, who is reached, memory of frames."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ import grpc
 from hetero_pp.config.links import EXCHANGE
 from hetero_pp.core.errors import NewRun, Refused, WrongToken
 from hetero_pp.core.proxies import DIRECT, Route, numeric_address, route_to
-from hetero_pp.rpc.identities import Identity, Shown, read_certificate, ticket_of
+from hetero_pp.rpc.identities import Identity, read_certificate, ticket_of
 
-PROTOCOL_VERSION = 15
+PROTOCOL_VERSION = 1
 """Version of calls and frames. Members with different versions refuse each other."""
 
 
@@ -182,7 +182,13 @@ def require_trust(address: str, identity: Identity | None, route: Route = DIRECT
     process's own certificate is not valid. An exchange that does not answer raises nothing: it may come up.
     """
     if identity is not None:
-        _require_holds(identity.shown)
+        own, join_again = identity.shown, "check the clock of this host"
+        if time.time() > own.until:
+            why = f"expired at {_moment(own.until)}; {join_again}, or join with a new ticket"
+            raise Refused(f"the certificate of this host {why}")
+        if time.time() < own.since:
+            why = f"is valid from {_moment(own.since)}: {join_again}, which shows {_moment(time.time())}"
+            raise Refused(f"the certificate of this host {why}")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False  # names are of the run, not of hosts
@@ -236,17 +242,6 @@ def _shows_exchange(address: str, route: Route) -> bool:
         return False
 
 
-def _require_holds(own: Shown) -> None:
-    if time.time() > own.until:
-        raise Refused(
-            f"the certificate of this host expired at {_moment(own.until)}; check the clock of this host, or "
-            "join with a new ticket"
-        )
-    if time.time() < own.since:
-        found = f"the certificate of this host is valid from {_moment(own.since)}"
-        raise Refused(f"{found}: check the clock of this host, which shows {_moment(time.time())}")
-
-
 def _moment(seconds: float) -> str:
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M} UTC"
 
@@ -278,14 +273,11 @@ class Reach:
         numeric = _of(address, peer)
         if numeric is None:
             return None
-        answers = self._answers(member, numeric)
+        with closing(make_channel(numeric, self._identity, member, DIRECT)) as channel:
+            answers = is_reached(channel, DIAL_SECONDS)
         with self._lock:
             self._found[member] = address, answers
         return answers
-
-    def _answers(self, member: str, address: str) -> bool:
-        with closing(make_channel(address, self._identity, member, DIRECT)) as channel:
-            return is_reached(channel, DIAL_SECONDS)
 
 
 def _of(address: str, peer: str) -> str | None:
@@ -331,8 +323,12 @@ def giving_freed_memory_back(every: float) -> Iterator[None]:
     For servers: thousands of refused connections would otherwise leave hundreds of megabytes.
     """
     is_over = threading.Event()
-    if platform.libc_ver()[0] == "glibc":
-        threading.Thread(target=_give_back, args=(every, is_over), name="memory", daemon=True).start()
+
+    def give_back() -> None:
+        while not is_over.wait(every):
+            give_freed_memory_back()
+
+    threading.Thread(target=give_back, name="memory", daemon=True).start()
     try:
         yield
     finally:
@@ -343,9 +339,3 @@ def give_freed_memory_back() -> None:
     """Return freed memory to the system now (glibc only): a process that does no more of what needed it."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def _give_back(every: float, is_over: threading.Event) -> None:
-    trim = ctypes.CDLL(None).malloc_trim
-    while not is_over.wait(every):
-        trim(0)

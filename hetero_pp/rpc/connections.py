@@ -16,12 +16,12 @@ from hetero_pp.messages.messages_pb2 import Failure, Refusal, Report
 from hetero_pp.messages.refusals import Refusals
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.identities import Credentials, IdentitySigner
+from hetero_pp.rpc.limits import CONNECT_TIMEOUT, CUT_OFF_SECONDS
+from hetero_pp.rpc.link_end import LinkSide
 from hetero_pp.rpc.relayed import LocalAddress
-from hetero_pp.rpc.stage_link import Neighbour, StageLinkServer
+from hetero_pp.rpc.stage_link import StageLink
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.store.faults import NO_FAULTS, Faults
-
-CONNECT_TIMEOUT = 120.0
 
 REMEMBERED_REPORTS = 20_000
 """Number of reports that are remembered to drop repeated ones: more than an exchange repeats."""
@@ -139,7 +139,6 @@ class NetworkConnections:
         self._signer = None if credentials.identity is None else IdentitySigner(credentials.identity)
         self._refusals = Refusals(self._report_refusal)
         self._before, self._after = self._neighbours(address)
-        self._server: StageLinkServer | None = None
         self._local: LocalAddress | None = None
         self._ends = LinkEnds()
 
@@ -155,10 +154,6 @@ class NetworkConnections:
         else:
             self._ends.abort(str(error))
         for neighbour in self._both:
-            neighbour.part()
-        if self._server is not None:
-            self._server.close()
-        for neighbour in self._both:
             neighbour.close()
         if self._local is not None:
             self._local.close()
@@ -166,7 +161,7 @@ class NetworkConnections:
         self.exchange.close()
 
     @property
-    def _both(self) -> list[Neighbour]:
+    def _both(self) -> list[StageLink]:
         return [neighbour for neighbour in (self._before, self._after) if neighbour is not None]
 
     def listen(self) -> str:
@@ -177,13 +172,13 @@ class NetworkConnections:
         listen = self._listen or (settings and settings.listen) or ("" if stage.is_first else "127.0.0.1:0")
         if listen == "":
             return ""
-        self._server, *others = (neighbour.server for neighbour in self._both)
+        first, *others = self._both
         if listen == RELAYED:
             self._local = LocalAddress()
-            self._server.listen(str(self._local), *others)
+            first.listen(str(self._local), *others)
             found = str(self._local)
         else:
-            found = f"{listen.rsplit(':', 1)[0]}:{self._server.listen(listen, *others)}"
+            found = f"{listen.rsplit(':', 1)[0]}:{first.listen(listen, *others)}"
         for neighbour in self._both:
             neighbour.listens = found
         return RELAYED if listen == RELAYED else found
@@ -191,20 +186,20 @@ class NetworkConnections:
     def open(self, generation: int, upstream: str, downstream: str, holders: Holders = NOT_KNOWN) -> LinkEnds:
         for neighbour, holder in zip((self._before, self._after), holders, strict=True):
             if neighbour is not None:
-                neighbour.server.expect(generation, holder)
+                neighbour.expect(generation, holder)
         for neighbour, address in ((self._before, upstream), (self._after, downstream)):
             if neighbour is not None and not address:
                 neighbour.be_found(generation)
         before, after = holders
-        above = self._before.dial(upstream, generation, before) if self._before is not None and upstream else None
+        above = self._before.reach(upstream, generation, before) if self._before is not None and upstream else None
         self._ends = LinkEnds(above, None)
-        below = self._after.dial(downstream, generation, after) if self._after is not None and downstream else None
+        below = self._after.reach(downstream, generation, after) if self._after is not None and downstream else None
         self._ends = LinkEnds(above, below)
         if self._before is not None and above is None:
-            above = self._before.accept(generation)
+            above = self._before.accept(CONNECT_TIMEOUT, generation)
             self._ends = LinkEnds(above, below)
         if self._after is not None and below is None:
-            below = self._after.accept(generation)
+            below = self._after.accept(CONNECT_TIMEOUT, generation)
         self._ends = LinkEnds(above, below, generation, self._signer, holders)
         return self._ends
 
@@ -212,15 +207,16 @@ class NetworkConnections:
         for neighbour in self._both:
             neighbour.give_up(before, cause)
 
-    def _neighbours(self, exchange: str) -> tuple[Neighbour | None, Neighbour | None]:
+    def _neighbours(self, exchange: str) -> tuple[StageLink | None, StageLink | None]:
         replica, stage = self._member.replica, self._member.stage
         if stage is None:
             return None, None
 
-        def neighbour(index: int) -> Neighbour:
+        def neighbour(index: int) -> StageLink:
             link = self._spec.links[stage_link_name(replica.name, index)]
-            seed, refused = self._spec.config.seed, self._refusals.add
-            return Neighbour(link, self._credentials, exchange, seed, self.lines, self._faults, refused)
+            own, seed, refused = self._credentials.of_link(link.name), self._spec.config.seed, self._refusals.add
+            side = LinkSide(link, own, self._member.name, seed, self.lines, CUT_OFF_SECONDS, on_refusal=refused)
+            return StageLink(side, exchange=exchange, faults=self._faults)
 
         before = None if stage.is_first else neighbour(stage.index - 1)
         return before, None if stage.is_last else neighbour(stage.index)

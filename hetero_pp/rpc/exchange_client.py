@@ -48,8 +48,18 @@ from hetero_pp.rpc.exchange_service import (
     untold,
 )
 from hetero_pp.rpc.identities import Credentials
-from hetero_pp.rpc.limits import REPORTS_BYTES_MAX, STATES_MAX, make_plain
-from hetero_pp.rpc.services import ERROR_OF_CODE, EXCHANGE_SERVICE, LONGEST_WAIT, calls_of
+from hetero_pp.rpc.limits import (
+    AGAIN_SECONDS,
+    ANSWER_SECONDS,
+    HEARTBEAT_TIMEOUT,
+    REPORTS_BYTES_MAX,
+    SECONDS_BETWEEN_LOOKS,
+    STANDSTILL,
+    STATES_MAX,
+    STREAM_SECONDS,
+    make_plain,
+)
+from hetero_pp.rpc.services import ERROR_OF_CODE, EXCHANGE_SERVICE, calls_of
 from hetero_pp.store.presigned import download, is_of, upload, without_signature
 
 
@@ -66,7 +76,7 @@ class ExchangeWires:
         bulk = calls_of(EXCHANGE_SERVICE, self.bulk)
         self.checkpoint: grpc.UnaryStreamMultiCallable[pb.CheckpointRequest, bytes] = bulk["RunCheckpoint"]
         self.deposit: grpc.StreamUnaryMultiCallable[bytes, pb.DepositReply] = bulk["Deposit"]
-        self.show: grpc.StreamUnaryMultiCallable[bytes, pb.ShownReply] = bulk["Show"]
+        self.show: grpc.StreamUnaryMultiCallable[bytes, pb.Nothing] = bulk["Show"]
         self.fetch: grpc.UnaryStreamMultiCallable[pb.FetchRequest, bytes] = bulk["Fetch"]
 
     @property
@@ -80,29 +90,11 @@ class ExchangeWires:
         self.bulk.close()
 
 
-STANDSTILL = 60.0
-"""Seconds without progress after which an upload or a download is given up."""
-
-ANSWER_SECONDS = LONGEST_WAIT + 10.0
-"""Seconds after which an unanswered call is repeated. The exchange itself waits at most LONGEST_WAIT."""
-
-STREAM_SECONDS = 6 * 3600.0
-"""Seconds within which a contribution or a run checkpoint has to cross, on any line."""
-
 _ENTRY_BYTES = 6
 """Largest tag and length of a report in a request."""
 
-AGAIN_SECONDS = 0.1
-"""Pause between two attempts if an exchange ends the call at once."""
-
 _AT_ONCE = 1.0
 """Seconds to connect before looking for the reason why there is no connection."""
-
-SECONDS_BETWEEN_LOOKS = 30.0
-"""Longest time between two checks whether another run answers at the address of an exchange that is waited for."""
-
-HEARTBEAT_TIMEOUT = 5.0
-"""Seconds after which an unanswered heartbeat counts as lost; the next one may get through."""
 
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
@@ -133,15 +125,13 @@ class ExchangeClient(ExchangeService):
         self._was_trusted = False
         """Whether the exchange has ever proved to be of this process's run."""
         self._incarnation: int | None = None
-        self._stay: grpc.Future[pb.StayReply] | None = None
+        self._stay: grpc.Future[pb.Nothing] | None = None
         self._process = secrets.token_hex(8)
         self._stores = stores
         self._reaches_store = bool(stores)
         """Whether blobs go by the store; False once the store failed or the exchange signs no URLs."""
         self._ahead: dict[tuple[int, str, str], bytes] = {}
         """Blobs that came with the last one that was fetched, by round, replica and block."""
-        self._takes_following = False
-        """Whether the exchange takes several blobs in one deposit."""
         self._told: set[str] = set()
         """Exchange processes that took a deposit since the last request for a record."""
         self._closed = threading.Event()
@@ -179,11 +169,11 @@ class ExchangeClient(ExchangeService):
                 request.rounds[:], request.damaged[:] = request.rounds[-STATES_MAX:], request.damaged[-STATES_MAX:]
                 make_plain(request)
                 joined: pb.JoinReply = self._ask(request, wait=True)
-                self._incarnation, self._takes_following = joined.incarnation, joined.takes_following
+                self._incarnation = joined.incarnation
                 self.stay()
                 return joined
             case pb.ReportRequest():
-                reply = pb.ReportReply()
+                reply = pb.Nothing()
                 for part in _parts(request):
                     reply = self._ask(part)
                 return reply
@@ -231,8 +221,8 @@ class ExchangeClient(ExchangeService):
         return tensors
 
     def deposit_blob(self, header: pb.BlobHeader, data: bytes, caller: Caller) -> None:
-        """Deposit blobs: together if the exchange takes them so. By the store each has its own URL."""
-        if header.following and (self._reaches_store or not self._takes_following):
+        """Deposit blobs: together, but by the store each has its own URL."""
+        if header.following and self._reaches_store:
             for one in split_blobs(header, data):
                 self.deposit_blob(*one, caller)
             return
@@ -244,7 +234,8 @@ class ExchangeClient(ExchangeService):
         """Deposit a blob by way of the store; return None if that cannot be done."""
         if not self._reaches_store:
             return None
-        request = pb.Upload(blob=header, sha256=hashlib.sha256(data).digest())
+        request = pb.BlobHeader(sha256=hashlib.sha256(data).digest())
+        request.MergeFrom(header)
         try:
             reply: pb.UploadUrlReply = self._once("UploadUrl", request)
             if not reply.HasField("url"):
@@ -304,18 +295,18 @@ class ExchangeClient(ExchangeService):
         return self._again(lambda: self._fetch(request, self._reaches_store)) if ahead is None else ahead
 
     def _fetch(self, request: pb.FetchRequest, by_store: bool) -> bytes:
-        request.reaches_store, request.takes_following = by_store, True
+        request.reaches_store = by_store
         frames = self._stream(self._wires.fetch, request, STREAM_SECONDS)
         header, data = read_frames(frames, pb.BlobHeader, payload_bytes, MAX_BLOB_BYTES)
-        if not header.HasField("stored"):
+        if not header.url:
             self._ahead, start = {}, header.size
             for one in header.following:
                 self._ahead[request.round, one.replica, request.block] = bytes(data[start : start + one.size])
                 start += one.size
             return bytes(data[: header.size])
         try:
-            self._require_store(header.stored.url)
-            return _downloaded(header.stored)
+            self._require_store(header.url)
+            return _downloaded(header)
         except StoreError as error:
             self._do_without(error)
         except FileNotFoundError:
@@ -469,7 +460,7 @@ def _parts(request: pb.ReportRequest) -> Iterator[pb.ReportRequest]:
     yield part
 
 
-def _downloaded(stored: pb.StoredBlob) -> bytes:
+def _downloaded(stored: pb.BlobHeader) -> bytes:
     if stored.size > MAX_BLOB_BYTES:
         raise MalformedMessage(f"found a contribution of {stored.size:,} bytes, expected at most {MAX_BLOB_BYTES:,}")
     data = download(stored.url, stored.size, STANDSTILL)

@@ -153,7 +153,7 @@ class ExchangeService(ABC):
 
     def changes(self) -> Changes:
         """Return the keys that were changed when the run resumed. Waits as `last_round` does."""
-        reply: pb.ChangesReply = self.call(pb.ChangesRequest(), _PROCESS)
+        reply: pb.LastRoundReply = self.call(pb.LastRoundRequest(), _PROCESS)
         return Changes.from_json(reply.changes)
 
     def newest_checkpoint(self) -> tuple[int, Sequence[str]]:
@@ -249,30 +249,6 @@ class ExchangeService(ABC):
     def report(self, reports: Sequence[pb.Report], member: str | Caller = _PROCESS) -> None:
         """Send reports of events."""
         self.call(pb.ReportRequest(reports=reports), _caller(member))
-
-
-class ForwardedExchange(ExchangeService):
-    """An exchange behind another object that forwards every request. Subclasses change some of them."""
-
-    def __init__(self, exchange: ExchangeService) -> None:
-        self._exchange = exchange
-
-    def call(self, request: Message, caller: Caller) -> Any:
-        return self._exchange.call(request, caller)
-
-    def read_checkpoint(
-        self, request: pb.CheckpointRequest, caller: Caller, arrived: Arrived = untold
-    ) -> dict[str, Tensor]:
-        return self._exchange.read_checkpoint(request, caller, arrived)
-
-    def deposit_blob(self, header: pb.BlobHeader, data: bytes, caller: Caller) -> None:
-        self._exchange.deposit_blob(header, data, caller)
-
-    def fetch_blob(self, request: pb.FetchRequest, caller: Caller) -> bytes:
-        return self._exchange.fetch_blob(request, caller)
-
-    def show_file(self, header: pb.ShownFile, path: Path, caller: Caller) -> None:
-        self._exchange.show_file(header, path, caller)
 
 
 def call_of(request: Message) -> MethodDescriptor:

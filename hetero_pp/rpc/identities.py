@@ -1,7 +1,8 @@
-"""Certificates of one run, signed by an authority that follows from the run's secret.
+"""Who a process is: certificates of one run, credentials, and tickets. All follow from the run's secret.
 
-Each process keeps its key to itself. Keys are of the curve P-256, which every TLS library supports. With its key a
-member also signs statements, so that others can prove what the member said.
+An authority that follows from it signs the certificates. Each process keeps its key to itself. Keys are of the curve
+P-256, which every TLS library supports. With its key a member also signs statements, so that others can prove what the
+member said.
 """
 
 from __future__ import annotations
@@ -94,8 +95,6 @@ class Shown:
     since: float = 0.0
     until: float = math.inf
     """Seconds since 1970."""
-    names_holder: bool = True
-    """Whether it has the DNS name of `holder_name`; older certificates have none."""
 
     @property
     def signed(self) -> float:
@@ -205,9 +204,7 @@ def read_certificate(pem: bytes) -> Shown:
     (name,) = found.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
     (holder,) = found.subject.get_attributes_for_oid(NameOID.SERIAL_NUMBER)
     since, until = found.not_valid_before_utc.timestamp(), found.not_valid_after_utc.timestamp()
-    names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    names_holder = holder_name(str(name.value), int(holder.value)) in names.get_values_for_type(x509.DNSName)
-    return Shown(str(name.value), int(holder.value), since, until, names_holder)
+    return Shown(str(name.value), int(holder.value), since, until)
 
 
 def _certificate(
@@ -386,8 +383,7 @@ class Ticket:
     identity: Identity
     """Key and certificate with which the exchange is asked for a slot, and nothing else."""
     good_for: str = ""
-    """Slots that it admits to, in words; empty in tickets of older versions. The exchange decides, not this text."""
-
+    """Slots that it admits to, in words. The exchange decides, not this text."""
     store: str = ""
     """URL of the run's store, if the exchange signs URLs of it; members follow signed URLs to no other store."""
     rehearsal: bool = False
@@ -436,7 +432,7 @@ class Ticket:
         host, _, port = address.rpartition(":")
         if not host or not port.isdigit() or int(port) > MOST_PORT or host in _SCHEMES or "/" in host:
             raise ValueError
-        told = str(found.get("good_for", "")), str(found.get("store", "")), found.get("rehearsal") is True
+        told = str(found["good_for"]), str(found["store"]), found["rehearsal"] is True
         return cls(run, address, Identity(*pem), *told)
 
     @property

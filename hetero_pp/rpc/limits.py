@@ -1,4 +1,10 @@
-"""Makes text from others fit for a terminal: short, on one line, and without control characters."""
+"""Deadlines and sizes of all calls, and what each caller of a server may do.
+
+gRPC bounds no rate of calls: a stream that is opened and reset at once costs its sender two small frames, and the
+server a Python call. The connection of a caller that exceeds the rate of calls is closed. No other caller is affected.
+The largest request of each call follows from a run's configuration. Texts from others become fit for a terminal: short,
+on one line, and without control characters.
+"""
 
 from __future__ import annotations
 
@@ -52,6 +58,59 @@ def make_plain(message: Message) -> None:
                 value[:] = [plain(one) for one in value]
 
 
+STALL_SECONDS = 60.0
+"""Seconds without a frame after which a stream is cut. A frame of 1 MiB takes 0.4 s at 20 Mbit/s."""
+
+LONGEST_WAIT = 20.0
+"""Seconds after which a call that waits ends; the caller repeats it."""
+
+REQUEST_SECONDS = STALL_SECONDS
+"""Seconds after which a call whose request has not arrived is cut. 4 MiB take 34 s at 1 Mbit/s."""
+
+BULK_CALLS_MAX = 3
+"""Streams of frames that one caller may have open. It sends or fetches one at a time, and may retry after a lost
+connection that the server has not noticed yet.
+"""
+
+STANDSTILL = 60.0
+"""Seconds without progress after which an upload or a download is given up."""
+
+ANSWER_SECONDS = LONGEST_WAIT + 10.0
+"""Seconds after which an unanswered call is repeated. The exchange itself waits at most LONGEST_WAIT."""
+
+STREAM_SECONDS = 6 * 3600.0
+"""Seconds within which a contribution or a run checkpoint has to cross, on any line."""
+
+AGAIN_SECONDS = 0.1
+"""Pause between two attempts if an exchange or a listener ends the call at once."""
+
+SECONDS_BETWEEN_LOOKS = 30.0
+"""Longest time between two checks whether another run answers at the address of an exchange that is waited for."""
+
+HEARTBEAT_TIMEOUT = 5.0
+"""Seconds after which an unanswered heartbeat counts as lost; the next one may get through."""
+
+CONNECT_TIMEOUT = 120.0
+"""Seconds in which an exchange or a neighbour that is expected comes up."""
+
+DIRECT_SECONDS = 10.0
+"""Seconds for which a neighbour is dialled directly before the relay is used."""
+
+CUT_OFF_SECONDS = 60.0
+"""Seconds for which a link that is cut is dialled again, because the neighbour may live."""
+
+HELLO_SECONDS, HELLO_BYTES_MAX = 10.0, 4096
+"""Seconds within which the hello of a link arrives, and its largest size."""
+
+PART_SECONDS = 0.5
+"""Seconds that a listener may take to learn that a link is over."""
+
+CLOSE_SECONDS = 5.0
+"""Seconds for which a stage that closes a link waits until its peer has everything."""
+
+STOP_SECONDS = 1.0
+"""Seconds that an ended link may take to tell its peer why."""
+
 CALLS_A_SECOND, BURST = 500.0, 2_000
 """Calls that one caller may begin: on average, and at once. An honest member begins about ten per second."""
 
@@ -74,9 +133,6 @@ _CALLERS_MAX = 1_000
 """Callers that are remembered before those whose budget is full again are forgotten."""
 
 
-STALL_SECONDS = 60.0
-"""Seconds without a frame after which a stream is cut. A frame of 1 MiB takes 0.4 s at 20 Mbit/s."""
-
 _LOOKS = 4
 """Number of checks within that time."""
 
@@ -94,10 +150,7 @@ class Pace:
         """Return the seconds to wait before `count` more are allowed. Raises TooMuch for more than a burst."""
         if count > self._burst:
             raise TooMuch(f"{caller} has sent {count} at once, expected at most {self._burst}")
-        with self._lock:
-            now = self._clock()
-            since = self._empty_until[caller] = self._empty_after(caller, count, now)
-        return max(0.0, since - now)
+        return self.spend(caller, count)
 
     def refused_for(self, caller: str) -> float:
         """Take one in and return 0, or take nothing in and return the seconds until one would be.
@@ -112,13 +165,12 @@ class Pace:
                 self._empty_until[caller] = since
         return max(0.0, since - now)
 
-    def spend(self, caller: str, amount: float) -> None:
-        """Take out of a bucket what a call has cost. It may become less than empty."""
+    def spend(self, caller: str, amount: float) -> float:
+        """Take out of a bucket what a call has cost; return the seconds for which it is then less than empty."""
         with self._lock:
             now = self._clock()
-            if len(self._empty_until) > _CALLERS_MAX:
-                self._forget_full(now)
-            self._empty_until[caller] = self._empty_after(caller, amount, now)
+            since = self._empty_until[caller] = self._empty_after(caller, amount, now)
+        return max(0.0, since - now)
 
     def debt_seconds(self, caller: str) -> float:
         """Return the seconds until a bucket is not less than empty."""
@@ -127,16 +179,10 @@ class Pace:
 
     def _empty_after(self, caller: str, count: float, now: float) -> float:
         """Return when the caller's bucket is empty once so much is taken from it."""
-        return max(self._empty_until.get(caller, -math.inf), self._full_since(now)) + count / self._rate
-
-    def _full_since(self, now: float) -> float:
-        """Return the time at which a bucket was empty that is full just now."""
-        return now - self._burst / self._rate
-
-    def _forget_full(self, now: float) -> None:
-        """Forget callers whose buckets are full, which are like new ones."""
-        full = self._full_since(now)
-        self._empty_until = {caller: since for caller, since in self._empty_until.items() if since > full}
+        full = now - self._burst / self._rate
+        if len(self._empty_until) > _CALLERS_MAX:  # those whose buckets are full again are like new ones
+            self._empty_until = {caller: since for caller, since in self._empty_until.items() if since > full}
+        return max(self._empty_until.get(caller, -math.inf), full) + count / self._rate
 
 
 class CallRate(Pace):
@@ -149,13 +195,11 @@ class CallRate(Pace):
         """Return the seconds that a call has to wait. Raises TooMuch for a caller that has to be cut."""
         with self._lock:
             now = self._clock()
-            if len(self._empty_until) > _CALLERS_MAX:
-                self._forget_full(now)
             since = self._empty_after(caller, count, now)
-            if since - now > BACKLOG_SECONDS_MAX:
-                self._empty_until[caller] = max(since, now + CUT_SECONDS)
-                raise TooMuch(f"{caller} began more than {CALLS_A_SECOND:g} calls per second; its connection is closed")
-            self._empty_until[caller] = since
+            is_cut = since - now > BACKLOG_SECONDS_MAX
+            self._empty_until[caller] = max(since, now + CUT_SECONDS) if is_cut else since
+        if is_cut:
+            raise TooMuch(f"{caller} began more than {CALLS_A_SECOND:g} calls per second; its connection is closed")
         return max(0.0, since - now)
 
 
@@ -325,9 +369,8 @@ def _fields(roster: Roster, parameters: Collection[str], configuration_bytes: in
         "DiedRequest.cause": TEXT_BYTES_MAX,
         "StayRequest.node": ADDRESS_BYTES_MAX,
         "CheckpointRequest.names[]": name + _CHECKPOINT_PREFIX_BYTES,
-        "StoredBlob.url": 0,
-        "StoredBlob.sha256": 0,
-        "Upload.sha256": _DIGEST_BYTES,
+        "BlobHeader.url": 0,
+        "BlobHeader.sha256": _DIGEST_BYTES,
         "RecordRequest.exchange": _ID_BYTES,
         "HashReport.Sha256Entry.value": _DIGEST_BYTES,
         "Recomputed.cause": TEXT_BYTES_MAX,
@@ -345,7 +388,6 @@ def _fields(roster: Roster, parameters: Collection[str], configuration_bytes: in
         "JoinRequest.damaged": STATES_MAX,
         "CheckpointRequest.names": 3 * len(parameters) + 1,  # with momentum and the basis
         "BlobHeader.following": following,
-        "BlobHeader.stored": 0,
         "HashReport.sha256": len(parameters),
         "JudgeRequest.judgements": _JUDGEMENTS_A_REPLICA * len(set(roster.members.values())),
         "WatchRequest.members": 2 * len(roster.members) + 1,

@@ -1,6 +1,6 @@
 """One end of a stage link over the network, which continues on a new stream when its stream breaks.
 
-Each direction of a stream carries, after a hello (see link_hello),
+Each direction of a stream carries a LinkHello, by which each end checks the other, and then
 
     frames of messages (see framing) ... | END
     ACK, between two messages: the number of messages that have arrived whole
@@ -17,8 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -44,9 +43,19 @@ from hetero_pp.messages.refusals import Kind
 from hetero_pp.rpc.callers import shown_by
 from hetero_pp.rpc.channels import PROTOCOL_VERSION
 from hetero_pp.rpc.identities import LinkCredentials
+from hetero_pp.rpc.limits import CLOSE_SECONDS, HELLO_BYTES_MAX, STOP_SECONDS
 
-HELLO_BYTES_MAX = 4096
-_TOKEN = "token"
+HELD_BYTES = 4 << 20
+"""Received bytes after which they are acknowledged, or ACKNOWLEDGED_EVERY messages. Not each message, because an
+acknowledgement costs both ends time.
+"""
+COUNT_BYTES = 2
+"""Number of low bytes of a count that an ACK has. The peer is never behind by more than they can express."""
+
+OnRefusal = Callable[[str, str, Kind], None]
+"""Receives every refusal: (sender, reason, kind)."""
+
+_TOKEN, _END, _ACK = "token", b"\x04", b"\x06"
 
 
 class Complaint(NamedTuple):
@@ -57,13 +66,30 @@ class Complaint(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Introduction:
-    """A member's name on one of its links, and the neighbour that it expects."""
+class LinkSide:
+    """A member's side of a link, for all its ends: there is one in each generation of the group."""
 
+    spec: LinkSpec
     credentials: LinkCredentials
-    link: str
-    own: str
-    peer: str
+    member: str
+    seed: int
+    lines: Lines = field(default_factory=Lines)
+    """The member's access lines, which all its links share."""
+    patience: float = 0.0
+    """Seconds for which a link without a stream waits for another one; then the neighbour counts as gone."""
+    ledger: Ledger = field(default_factory=Ledger)
+    """Bytes sent to the neighbour."""
+    on_refusal: OnRefusal = lambda sender, reason, kind: None
+
+    @property
+    def sends(self) -> Direction:
+        """Direction in which the member sends."""
+        return "backward" if self.member == self.spec.target else "forward"
+
+    @property
+    def peer(self) -> str:
+        """The neighbour."""
+        return self.spec.target if self.sends == "forward" else self.spec.source
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
@@ -82,15 +108,15 @@ class Introduction:
     def _is_token(self, token: str) -> bool:
         return hmac.compare_digest(token.encode(), self.credentials.token.encode())
 
-    def hello(self, generation: int, session: bytes, stream: int, received: int, goes_on: bool) -> LinkHello:
+    def hello(self, generation: int, end: GrpcLinkEnd, stream: int, received: int, goes_on: bool) -> LinkHello:
         """Return this member's hello for a stream, after `received` messages of the link."""
         return LinkHello(
             version=PROTOCOL_VERSION,
             token=self.credentials.token,
-            link=self.link,
-            sender=self.own,
+            link=self.spec.name,
+            sender=self.member,
             generation=generation,
-            session=session,
+            session=end.session,
             stream=stream,
             received=received,
             goes_on=goes_on,
@@ -111,10 +137,9 @@ class Introduction:
         """Return the reason to refuse the sender of a hello; None for the neighbour. Ignores the generation."""
         if not self._is_token(hello.token):
             return Complaint(Kind.STRANGER, "found another token than the link's")  # and is told no more
-        wanted = {"version": PROTOCOL_VERSION, "link": self.link, "sender": self.peer}
-        for name, value in wanted.items():
-            if getattr(hello, name) != value:
-                return Complaint(Kind.UNEXPECTED, f"found {name} {getattr(hello, name)}, expected {value}")
+        for name, wanted in {"version": PROTOCOL_VERSION, "link": self.spec.name, "sender": self.peer}.items():
+            if getattr(hello, name) != wanted:
+                return Complaint(Kind.UNEXPECTED, f"found {name} {getattr(hello, name)}, expected {wanted}")
         return None
 
 
@@ -129,54 +154,6 @@ def first_frame(frames: Iterator[bytes], timeout: float, cancel: Callable[[], ob
         timer.cancel()
 
 
-T = TypeVar("T")
-
-COUNT_BYTES = 2
-"""Number of low bytes of a count that the peer sends. The peer is never behind by more than they can express."""
-
-_MODULUS = 1 << (8 * COUNT_BYTES)
-
-
-class Outbox(Generic[T]):
-    """Items in the order of sending, from the first one whose arrival is not confirmed."""
-
-    def __init__(self) -> None:
-        self.arrived = 0
-        """Number of items that the peer has confirmed, from the first item on."""
-        self._waiting: deque[T] = deque()
-
-    def __iter__(self) -> Iterator[T]:
-        return iter(self._waiting)
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def add(self, thing: T) -> None:
-        """Append an item that is about to be sent."""
-        self._waiting.append(thing)
-
-    def have_arrived(self, count: int) -> None:
-        """Record that the peer has received `count` items in total. Raises MalformedMessage for an impossible count."""
-        most = self.arrived + len(self._waiting)
-        if not self.arrived <= count <= most:
-            raise MalformedMessage(f"found {count} messages that have arrived, expected {self.arrived} to {most}")
-        for _ in range(count - self.arrived):
-            self._waiting.popleft()
-        self.arrived = count
-
-    def have_arrived_by(self, low: bytes) -> None:
-        """Record the same from the low bytes of the count."""
-        self.have_arrived(self.arrived + (int.from_bytes(low, "little") - self.arrived) % _MODULUS)
-
-    def clear(self) -> None:
-        self._waiting.clear()
-
-
-def low_bytes(count: int) -> bytes:
-    """Return the low bytes of a count, for `have_arrived_by`."""
-    return (count % _MODULUS).to_bytes(COUNT_BYTES, "little")
-
-
 class FramePart(NamedTuple):
     """The next frame of an iterator."""
 
@@ -185,13 +162,10 @@ class FramePart(NamedTuple):
     """Bytes of a frame that other messages may share; FRAME_BYTES if none may."""
 
 
-Outgoing = ShapedQueue[FramePart] | StreamQueue[FramePart]
-
-
 class LinkStream:
-    """Frames of one stream. gRPC's threads take outgoing ones, and pass received ones to the link's end."""
+    """One end of one gRPC stream. gRPC's threads take outgoing frames, and pass received ones to the link's end."""
 
-    def __init__(self, outgoing: Outgoing, buffers: BufferPool) -> None:
+    def __init__(self, outgoing: ShapedQueue[FramePart] | StreamQueue[FramePart], buffers: BufferPool) -> None:
         self.decoder = Decoder(buffers=buffers)
         self.hang_up: Callable[[], object] = lambda: None
         """Cancels the stream."""
@@ -222,19 +196,20 @@ class LinkStream:
         with suppress(LinkClosed):
             while True:
                 part = late or self._outgoing.get()
-                pieces, size, count = next(part.frames), part.size, 1
-                while (late := self._late(size, count)) is not None and size + late.size <= FRAME_BYTES:
+                pieces, size, count, late = next(part.frames), part.size, 1, None
+                while size < FRAME_BYTES and count < MOST_TOGETHER:
+                    late = self._outgoing.poll()
+                    if late is None or size + late.size > FRAME_BYTES:
+                        break
                     pieces += next(late.frames)
-                    size, count = size + late.size, count + 1
+                    size, count, late = size + late.size, count + 1, None
                 yield b"".join(pieces)
 
-    def _late(self, size: int, count: int) -> FramePart | None:
-        """Return the next part if it is due, and a frame of this size and so many messages may have room for it."""
-        return self._outgoing.poll() if size < FRAME_BYTES and count < MOST_TOGETHER else None
-
-    def stop(self, cause: str) -> None:
-        """Drop what is queued, and end the stream."""
+    def stop(self, cause: str, grace: float | None = None) -> None:
+        """Drop what is queued and end the stream; cancel it if it is not over after `grace` seconds."""
         self._outgoing.abort(cause)
+        if grace is not None:
+            self.hang_up_after(grace)
 
     def hang_up_after(self, grace: float) -> None:
         """Cancel the stream if it is not over by then."""
@@ -243,80 +218,33 @@ class LinkStream:
         timer.start()
 
 
-CLOSE_SECONDS = 5.0
-STOP_SECONDS = 1.0
-"""Seconds that an ended link may take to tell its peer why."""
-HELD_BYTES = 4 << 20
-"""Received bytes after which they are acknowledged, or ACKNOWLEDGED_EVERY messages. Not each message, because an
-acknowledgement costs both ends time.
-"""
-
-OnRefusal = Callable[[str, str, Kind], None]
-"""Receives every refusal: (sender, reason, kind)."""
-
-_END = b"\x04"
-_ACK = b"\x06"
-
-
-@dataclass(frozen=True)
-class LinkSide:
-    """A member's side of a link, for all its ends: there is one in each generation of the group."""
-
-    spec: LinkSpec
-    credentials: LinkCredentials
-    member: str
-    seed: int
-    lines: Lines = field(default_factory=Lines)
-    """The member's access lines, which all its links share."""
-    patience: float = 0.0
-    """Seconds for which a link without a stream waits for another one; then the neighbour counts as gone."""
-    ledger: Ledger = field(default_factory=Ledger)
-    """Bytes sent to the neighbour."""
-    on_refusal: OnRefusal | None = None
-
-    @property
-    def sends(self) -> Direction:
-        """Direction in which the member sends."""
-        return "backward" if self.member == self.spec.target else "forward"
-
-    @cached_property
-    def introduction(self) -> Introduction:
-        """The names of both neighbours."""
-        peer = self.spec.target if self.sends == "forward" else self.spec.source
-        return Introduction(self.credentials, self.spec.name, self.member, peer)
-
-
 class GrpcLinkEnd:
-    """One end of a link. gRPC's threads send; one thread for each stream receives."""
+    """One end of a link; implements LinkEnd. gRPC's threads send; one thread for each stream receives."""
 
-    def __init__(self, side: LinkSide, session: bytes, on_refusal: OnRefusal | None) -> None:
-        spec, direction, seed, lines = side.spec, side.sends, side.seed, side.lines
-        opposite: Direction = "backward" if direction == "forward" else "forward"
-        self.ledger = side.ledger
-        self.session = session
+    def __init__(self, side: LinkSide, session: bytes, on_refusal: OnRefusal) -> None:
+        self.ledger, self.session = side.ledger, session
         self.over: str | None = None
         """Why the link is over."""
         self.failure: str | None = None
         """Why it was aborted here."""
-        self._accusation: PeerAtFault | None = None
-        """Error that names the peer, if the peer sent what no honest stage sends."""
         self.streams = 0
         """Number of attached streams."""
+        self._accusation: PeerAtFault | None = None
+        """Error that names the peer, if the peer sent what no honest stage sends."""
+        self._side, self._on_refusal = side, on_refusal
         self._last_stream = 0
         self._at_over: Callable[[], None] = lambda: None
-        self._peer = side.introduction.peer
-        self._shape = spec.shape(direction)
-        self._patience, self._on_refusal = side.patience, on_refusal
-        self._leaving: Callable[[], Outgoing] = lambda: lines.leaving(spec, direction, seed)
-        self._arrivals = lines.arriving(spec, opposite, seed) if spec.has_lines else None
+        opposite: Direction = "backward" if side.sends == "forward" else "forward"
+        self._arrivals = side.lines.arriving(side.spec, opposite, side.seed) if side.spec.has_lines else None
         self._incoming: ShapedQueue[Message] = ShapedQueue(LinkShape())
         self._buffers = BufferPool()
         self._changed = threading.Condition()
         self._stream: LinkStream | None = None
         self._timer: threading.Timer | None = None
-        self._outbox: Outbox[tuple[Message, list[int]] | None] = Outbox()
+        self._outbox: deque[tuple[Message, list[int]] | None] = deque()
         """Unacknowledged messages, and the wire bytes of their frames; None stands for END."""
-        self._received = self._told = self._untold_bytes = 0
+        self._arrived = self._received = self._told = self._untold_bytes = 0
+        """Messages that the peer has, that have arrived here, and that this end has acknowledged; bytes since then."""
         self._has_ended = self._peer_closed = self._is_delivered = False
 
     # ---- LinkEnd ----
@@ -329,11 +257,12 @@ class GrpcLinkEnd:
                 raise self._accusation
             if self.over is not None or self._has_ended:
                 raise LinkClosed(self.over or END_CLOSED)
-            self._outbox.add((message, frames))
+            self._outbox.append((message, frames))
             if self._stream is not None:
                 self._stream.put(message, frames)
         wire = sum(frames)
-        self.ledger.add(message.header.round, message.payload_bytes, wire, busy_seconds(self._shape, wire))
+        busy = busy_seconds(self._side.spec.shape(self._side.sends), wire)
+        self.ledger.add(message.header.round, message.payload_bytes, wire, busy)
 
     def receive(self, timeout: float | None = None) -> Message:
         try:
@@ -352,23 +281,26 @@ class GrpcLinkEnd:
             return len(self._outbox)
 
     def accuse(self, reason: str) -> PeerAtFault:
-        cause = f"malformed data from {self._peer}: {reason}"
-        self._accusation = accusation = self._accusation or PeerAtFault(self._peer, cause)
-        if self._on_refusal is not None:
-            self._on_refusal(self._peer, cause, Kind.MALFORMED)
+        cause = f"malformed data from {self._side.peer}: {reason}"
+        self._accusation = accusation = self._accusation or PeerAtFault(self._side.peer, cause)
+        self._on_refusal(self._side.peer, cause, Kind.MALFORMED)
         self.abort(cause)
         return accusation
 
     def close(self) -> None:
+        def has_peer_left() -> bool:
+            """Return whether only this end's END has not arrived, and cannot: a closed peer does not wait for it."""
+            return self._stream is None and self._has_ended and self._peer_closed and len(self._outbox) <= 1
+
         with self._changed:
             if self.over is None and not self._has_ended:
                 self._has_ended = True
-                self._outbox.add(None)
+                self._outbox.append(None)
                 if self._stream is not None:
                     self._tell(self._stream)
                     self._put_end(self._stream)
-            self._changed.wait_for(lambda: self._is_delivered or self._has_peer_left, CLOSE_SECONDS)
-            if self._has_peer_left:
+            self._changed.wait_for(lambda: self._is_delivered or has_peer_left(), CLOSE_SECONDS)
+            if has_peer_left():
                 self.lost(PEER_CLOSED)
 
     def abort(self, cause: str) -> None:
@@ -392,7 +324,8 @@ class GrpcLinkEnd:
 
     def new_stream(self) -> LinkStream:
         """Return a stream that sends nothing before it is attached."""
-        return LinkStream(self._leaving(), self._buffers)
+        side = self._side
+        return LinkStream(side.lines.leaving(side.spec, side.sends, side.seed), self._buffers)
 
     def when_over(self, call: Callable[[], None]) -> None:
         """Call this once the link is over for any reason; at once if it is already."""
@@ -414,10 +347,11 @@ class GrpcLinkEnd:
             if number < self._last_stream:
                 raise LinkClosed(f"found stream {number}, expected at least {self._last_stream}")
             self._last_stream = number
-            self._outbox.have_arrived(arrived)
+            self._have_arrived(arrived)
             before, self._stream = self._stream, stream
             self.streams += 1
-            self._stop_timer()
+            if self._timer is not None:
+                self._timer.cancel()
             self._told, self._untold_bytes = self._received, 0
             for sent in self._outbox:
                 if sent is not None:
@@ -434,18 +368,25 @@ class GrpcLinkEnd:
     def cut(self, stream: LinkStream, cause: str) -> None:
         """Note that a stream is broken: wait for another one, unless everything has arrived on both sides."""
         with self._changed:
-            if stream is self._stream and self._is_done:
-                self._finish()
-                return
             if stream is self._stream:
                 self._stream = None
-                if self._patience > 0:
-                    self._wait(cause)
+                if self._has_ended and self._peer_closed and not self._outbox:
+                    self.lost(PEER_CLOSED)
+                    stream.hang_up_after(STOP_SECONDS)  # not stopped: the last acknowledgement still has to leave
+                    return
+                if self._side.patience > 0:
+                    self._timer = threading.Timer(self._side.patience, self._give_up, [cause])
+                    self._timer.daemon = True
+                    self._timer.start()
                 else:
                     self.lost(PEER_CLOSED if self._peer_closed else cause)
             self._changed.notify_all()
-        stream.stop(cause)
-        stream.hang_up_after(STOP_SECONDS)
+        stream.stop(cause, STOP_SECONDS)
+
+    def _give_up(self, cause: str) -> None:
+        with self._changed:
+            if self._stream is None:
+                self.lost(f"{cause}, for {self._side.patience:g} s")
 
     def lost(self, cause: str) -> None:
         """End the link; what the peer sent before it closed can still be received."""
@@ -453,36 +394,17 @@ class GrpcLinkEnd:
             is_first, self.over = self.over is None, self.over or cause
             at_over = self._at_over
             stream, self._stream = self._stream, None
-            self._stop_timer()
+            if self._timer is not None:
+                self._timer.cancel()
             if not self._peer_closed:
                 self._incoming.abort(cause)
             self._outbox.clear()
             self._is_delivered = True
             self._changed.notify_all()
         if stream is not None:
-            stream.stop(cause)
-            stream.hang_up_after(STOP_SECONDS)
+            stream.stop(cause, STOP_SECONDS)
         if is_first:
             at_over()
-
-    def _finish(self) -> None:
-        """End the stream, after the last acknowledgement, because both sides have everything."""
-        stream, self._stream = self._stream, None
-        self.lost(PEER_CLOSED)
-        if stream is not None:
-            stream.hang_up_after(STOP_SECONDS)
-
-    def _wait(self, cause: str) -> None:
-        """Wait for another stream for at most `patience` seconds."""
-
-        def give_up() -> None:
-            with self._changed:
-                if self._stream is None:
-                    self.lost(f"{cause}, for {self._patience:g} s")
-
-        self._timer = threading.Timer(self._patience, give_up)
-        self._timer.daemon = True
-        self._timer.start()
 
     def wait_until_delivered(self, stream: LinkStream) -> str | None:
         """Wait until the peer has everything, or this stream is replaced; return why this end failed, if it did."""
@@ -501,7 +423,15 @@ class GrpcLinkEnd:
         except LinkClosed as error:
             self.lost(str(error))
         except grpc.RpcError as error:
-            self._fail(stream, error)
+            if not isinstance(error, grpc.Call):
+                self.cut(stream, "the peer closed the stream")
+            elif error.code() is not grpc.StatusCode.ABORTED:
+                self.cut(stream, f"the peer disconnected ({error.details()})")
+            else:
+                with self._changed:
+                    is_present = stream is self._stream
+                if is_present:  # the peer has aborted the link, which no other stream repairs
+                    self.lost(f"the peer aborted: {error.details()}")
 
     # ---- what comes ----
 
@@ -538,16 +468,26 @@ class GrpcLinkEnd:
                 if self._has_ended:
                     stream.close()
             elif frame[:1] == _ACK and len(frame) == 1 + COUNT_BYTES:
-                self._outbox.have_arrived_by(frame[1:])
+                low = int.from_bytes(frame[1:], "little")
+                self._have_arrived(self._arrived + (low - self._arrived) % (1 << 8 * COUNT_BYTES))
                 self._is_delivered = self._has_ended and not self._outbox
                 self._changed.notify_all()
             else:
                 raise MalformedMessage(f"found the control byte {frame!r} in the wrong state")
 
+    def _have_arrived(self, count: int) -> None:
+        """Forget messages that the peer has: `count` since the link began."""
+        most = self._arrived + len(self._outbox)
+        if not self._arrived <= count <= most:
+            raise MalformedMessage(f"found {count} messages that have arrived, expected {self._arrived} to {most}")
+        for _ in range(count - self._arrived):
+            self._outbox.popleft()
+        self._arrived = count
+
     def _tell(self, stream: LinkStream) -> None:
         """Acknowledge the messages that have arrived whole."""
         self._told, self._untold_bytes = self._received, 0
-        stream.put_control(_ACK + low_bytes(self._received))
+        stream.put_control(_ACK + (self._received % (1 << 8 * COUNT_BYTES)).to_bytes(COUNT_BYTES, "little"))
 
     def _put_end(self, stream: LinkStream) -> None:
         """Send END, unless the peer has it; it is the last frame if the peer's END is here."""
@@ -556,33 +496,3 @@ class GrpcLinkEnd:
         self._is_delivered = not self._outbox
         if self._peer_closed:
             stream.close()
-
-    def _fail(self, stream: LinkStream, error: grpc.RpcError) -> None:
-        """Note that gRPC reports a broken stream, or that the peer has aborted, which no other stream repairs."""
-        if not isinstance(error, grpc.Call):
-            self.cut(stream, "the peer closed the stream")
-        elif error.code() is not grpc.StatusCode.ABORTED:
-            self.cut(stream, f"the peer disconnected ({error.details()})")
-        elif self._is_present(stream):
-            self.lost(f"the peer aborted: {error.details()}")
-
-    def _is_present(self, stream: LinkStream) -> bool:
-        with self._changed:
-            return stream is self._stream
-
-    @property
-    def _is_done(self) -> bool:
-        return self._has_ended and self._peer_closed and not self._outbox
-
-    @property
-    def _has_peer_left(self) -> bool:
-        """Whether both ends have closed, the peer has every message, and its stream is gone.
-
-        Only this end's END has not arrived. A peer that has closed does not wait for it.
-        """
-        return self._stream is None and self._has_ended and self._peer_closed and len(self._outbox) <= 1
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None

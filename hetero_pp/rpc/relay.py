@@ -35,7 +35,8 @@ from hetero_pp.core.sockets import host_and_port
 from hetero_pp.messages.messages_pb2 import DESCRIPTOR, RelayedLink, RelayPlace
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.rpc.callers import Callers
-from hetero_pp.rpc.services import LONGEST_WAIT, Authenticator
+from hetero_pp.rpc.limits import LONGEST_WAIT
+from hetero_pp.rpc.services import Authenticator
 
 CARRIED_FACTOR = 3
 """Ratio of the bytes that a link may carry in a round to the predicted ones. Some are sent again after a cut, and with

@@ -192,9 +192,9 @@ class Judgements(NoAudits):
 
     # ---- what validators tell ----
 
-    def judge(self, request: pb.JudgeRequest, caller: Caller) -> pb.JudgeReply:
+    def judge(self, request: pb.JudgeRequest, caller: Caller) -> pb.Nothing:
         self.take(request.judgements, caller.name.removeprefix(VALIDATOR))
-        return pb.JudgeReply()
+        return pb.Nothing()
 
     def take(self, judgements: Sequence[pb.Judgement], validator: str) -> None:
         """Take judgements of a validator, and settle the rounds about which nothing more is awaited.

@@ -183,7 +183,7 @@ class Admission:
         finally:
             over.cancel()
 
-    def Preview(self, request: pb.PreviewRequest, context: grpc.ServicerContext) -> pb.PreviewReply:
+    def Preview(self, request: pb.Nothing, context: grpc.ServicerContext) -> pb.PreviewReply:
         self._exchange.overview.require_going_on()
         caller = self._callers.of(context)
         if (seconds := self._previews.refused_for(caller.name)) > 0:
@@ -234,23 +234,23 @@ class Admission:
             over.cancel()
             self._measuring.release()
 
-    def Renew(self, request: pb.RenewRequest, context: grpc.ServicerContext) -> pb.Certificate:
+    def Renew(self, request: pb.Nothing, context: grpc.ServicerContext) -> pb.EnrolReply:
         caller, key = self._callers.of(context), certified_key(shown_certificate(context))
         holder = self._host.renew(caller.name, caller.holder, digest_of(key), CERTIFICATE_SECONDS)
-        return self._certificate(key, holder)
+        return pb.EnrolReply(certificate=self._certificate(key, holder))
 
-    def _certificate(self, key: EllipticCurvePublicKey, holder: Holder) -> pb.Certificate:
+    def _certificate(self, key: EllipticCurvePublicKey, holder: Holder) -> str:
         """Sign a certificate, dated by the clock that decides how long the holder is let in."""
         signed = holder.until - CERTIFICATE_SECONDS
-        return pb.Certificate(pem=self._authority.sign(key, holder.slot, holder.number, holder.until, signed))
+        return self._authority.sign(key, holder.slot, holder.number, holder.until, signed)
 
-    def Give(self, request: pb.GiveRequest, context: grpc.ServicerContext) -> pb.GiveReply:
+    def Give(self, request: pb.Nothing, context: grpc.ServicerContext) -> pb.Nothing:
         caller = self._callers.of(context)
         self._host.end(caller.name, caller.holder, LEFT)
         self._exchange.died(caller.name, LEFT, caller.incarnation)
-        return pb.GiveReply()
+        return pb.Nothing()
 
-    def Status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusReply:
+    def Status(self, request: pb.Nothing, context: grpc.ServicerContext) -> pb.StatusReply:
         reply = self._exchange.overview.status()
         reply.rehearsal = self._exchange.is_rehearsal
         reply.in_waiting_room, reply.needed_in_lobby = self._waiting_room.here, self._waiting_room.needed

@@ -140,10 +140,10 @@ class Assignments:
                 committed=b"" if self.commitments is None else self.commitments.expected(member),
             )
 
-    def broken(self, request: pb.BrokenRequest, caller: Caller) -> pb.BrokenReply:
+    def broken(self, request: pb.BrokenRequest, caller: Caller) -> pb.Nothing:
         """Note that a member cannot reach a neighbour."""
         self.link_broke(request, caller)
-        return pb.BrokenReply()
+        return pb.Nothing()
 
     def link_broke(self, request: pb.BrokenRequest, caller: Caller) -> Sequence[HeldBy]:
         """Note that a member cannot reach a neighbour.

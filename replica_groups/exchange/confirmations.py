@@ -27,7 +27,7 @@ class Confirmations:
         self._state, self._reports = state, reports
         self._confirmed: dict[int, dict[str, Mapping[str, bytes]]] = defaultdict(dict)
 
-    def confirm(self, request: pb.HashReport, caller: Caller) -> pb.HashReply:
+    def confirm(self, request: pb.HashReport, caller: Caller) -> pb.Nothing:
         """Take the hashes of a member, which the rules compare with the auditor's, or those of the auditor."""
         member, round_, sha256, state = caller.name, request.round, dict(request.sha256), self._state
         if member != EXCHANGE:
@@ -45,7 +45,7 @@ class Confirmations:
             state.runner.tell(e.Confirmed(member, state.incarnation(caller), round_, sha256))
             self._note(member, round_, sha256)
         state.runner.require_alive()
-        return pb.HashReply()
+        return pb.Nothing()
 
     def wait_for(self, record: pb.RoundRecord, here: Set[str], seconds: float) -> None:
         """Wait until the members in `here` of the replicas that a round includes have confirmed it.

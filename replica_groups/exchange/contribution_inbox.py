@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hetero_pp.core.errors import MalformedContribution, Suspended
-from hetero_pp.messages.messages_pb2 import BlobEntry, BlobHeader, Commitment, Upload
+from hetero_pp.messages.messages_pb2 import BlobEntry, BlobHeader, Commitment
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.model.transformer import Shapes
 from hetero_pp.pseudo_gradient.blob_batches import BATCH_BYTES_MAX, payload_bytes, split_blobs
@@ -110,12 +110,12 @@ class ContributionInbox:
 
         self._take([offer for offer, _ in blobs], keep)
 
-    def upload_url(self, request: Upload, caller: Caller) -> str | None:
+    def upload_url(self, header: BlobHeader, caller: Caller) -> str | None:
         """Return where a member may put a blob into the store.
 
         None if the store has no such URLs; empty if the blob need not be sent, because it is included or late.
         """
-        offer, size = self._offer(request.blob, request.sha256, caller), request.blob.size
+        offer, size = self._offer(header, header.sha256, caller), header.size
         self._expect_own(offer)
         self._expect_size(offer.member, offer.address, size)
         if not self._is_awaited(offer) or self._is_counted(offer):
@@ -128,9 +128,9 @@ class ContributionInbox:
             raise self._state.refused(offer.member, f"`{offer.address.block}`: a second, different blob to upload")
         return self._runner.retry(lambda: upload_url(self._log, offer.key, size, offer.holder > 0))
 
-    def uploaded(self, request: Upload, caller: Caller) -> None:
+    def uploaded(self, header: BlobHeader, caller: Caller) -> None:
         """Take a blob that a member has put into the store."""
-        offer = self._offer(request.blob, request.sha256, caller)
+        offer = self._offer(header, header.sha256, caller)
         most = most_bytes(self._shapes.get(offer.address.block, {}), self._compression)
 
         def keep(some: Sequence[Offer]) -> Sequence[BlobEntry]:

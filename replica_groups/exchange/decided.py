@@ -96,13 +96,13 @@ class DecidedRounds:
             raise Refused(str(error)) from None
 
     def fetch_many(self, request: pb.FetchRequest, caller: Caller) -> tuple[pb.BlobHeader, list[memoryview]]:
-        """Return the header and the payload of a blob, and of those that follow it if the caller takes them.
+        """Return the header and the payload of a blob, and of those that follow it.
 
         The caller's own replica is left out. A blob that cannot be read ends the reply, and is then asked for alone.
         """
         own = self._state.roster.members.get(caller.name, "")
         _, blob = self._included(request, caller)
-        if not request.takes_following or request.replica == own or blob.size > FOLLOWING_BYTES_MAX:
+        if request.replica == own or blob.size > FOLLOWING_BYTES_MAX:
             data = self.fetch(request, caller)
             return _header(request, len(data)), [memoryview(data)]
         which = request.round, request.block, request.replica
@@ -140,11 +140,11 @@ class DecidedRounds:
         ends = tuple(accumulate(map(len, parts)))
         return Reply(header, {name: index for index, name in enumerate(replicas)}, ends, b"".join(parts))
 
-    def stored(self, request: pb.FetchRequest, caller: Caller) -> pb.StoredBlob | None:
+    def stored(self, request: pb.FetchRequest, caller: Caller) -> pb.BlobHeader | None:
         """Return where a member may read a blob from the store itself; None if the store has no such URLs."""
         key, blob = self._included(request, caller)
         url = self._state.runner.retry(lambda: download_url(self._log, key))
-        return None if url is None else pb.StoredBlob(url=url, sha256=blob.sha256, size=blob.size)
+        return None if url is None else pb.BlobHeader(url=url, sha256=blob.sha256, size=blob.size)
 
     def _included(self, request: pb.FetchRequest, caller: Caller) -> tuple[str, pb.BlobEntry]:
         """Return the key of a blob, and its entry in the round's record."""

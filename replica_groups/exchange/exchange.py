@@ -199,7 +199,6 @@ class Exchange(ExchangeService):
             pb.AgreeRequest: self.joining.agree,
             pb.JoinRequest: self.joining.join,
             pb.LastRoundRequest: self._last_round,
-            pb.ChangesRequest: self._changes,
             pb.NewestCheckpointRequest: self.checkpoints.newest,
             pb.AssignRequest: self.assignments.assign,
             pb.HeartbeatRequest: self.presence.heartbeat,
@@ -246,11 +245,7 @@ class Exchange(ExchangeService):
 
     def _last_round(self, request: pb.LastRoundRequest, caller: Caller) -> pb.LastRoundReply:
         self.state.wait_until_begun(caller.is_asked)
-        return pb.LastRoundReply(last_round=self.coordinator.last_round)
-
-    def _changes(self, request: pb.ChangesRequest, caller: Caller) -> pb.ChangesReply:
-        self.state.wait_until_begun(caller.is_asked)
-        return pb.ChangesReply(changes=self.state.changes.to_json())
+        return pb.LastRoundReply(last_round=self.coordinator.last_round, changes=self.state.changes.to_json())
 
     # ---- reports and refusals ----
 

@@ -180,7 +180,7 @@ class Joining:
             state.changed.notify_all()
         self._reports.joined(member, request.address, incarnation)
         self._presence.heard(member)
-        return pb.JoinReply(incarnation=incarnation, takes_following=True)
+        return pb.JoinReply(incarnation=incarnation)
 
     def meet_members(self) -> bool:
         """Wait until all required members have joined, or the run is known to be under way; return the latter."""

@@ -36,6 +36,6 @@ class NoAudits:
     def unshown(self, found: pb.Judgement) -> None:
         """Take what the exchange found about a member that did not show the checkpoint of a drawn round."""
 
-    def judge(self, request: pb.JudgeRequest, caller: Caller) -> pb.JudgeReply:
+    def judge(self, request: pb.JudgeRequest, caller: Caller) -> pb.Nothing:
         """Take judgements of a validator. Raises Refused for all of them if one is wrong, or nobody asked for any."""
         raise Refused("this run has no audits: its YAML has neither `audit.gauntlet` nor `audit.recompute`")

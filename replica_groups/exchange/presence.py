@@ -68,10 +68,10 @@ class Presence:
             reply.suspended, reply.cause = found.generation, found.cause
         return reply
 
-    def died(self, request: pb.DiedRequest, caller: Caller) -> pb.DiedReply:
+    def died(self, request: pb.DiedRequest, caller: Caller) -> pb.Nothing:
         """End the incarnation of a member after its process has ended."""
         self.end(request.member, request.cause, request.incarnation if request.HasField("incarnation") else None)
-        return pb.DiedReply()
+        return pb.Nothing()
 
     def end(self, member: str, cause: str, incarnation: int | None) -> None:
         """End an incarnation of a member, by default the current one."""

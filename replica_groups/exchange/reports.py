@@ -80,7 +80,7 @@ class Reports:
         self._failed: dict[str, str] = {}
         """Member -> replica, of members that reported their failure and whose slot nobody has taken since."""
 
-    def report(self, request: pb.ReportRequest, caller: Caller) -> pb.ReportReply:
+    def report(self, request: pb.ReportRequest, caller: Caller) -> pb.Nothing:
         """Pass on what is in range, then raise Refused if something was not.
 
         A failure that is the consequence of another ends nothing, because its member joins again. Nor does the failure
@@ -95,7 +95,7 @@ class Reports:
                 complaints.append(self._state.refused(report.member, why, Kind.MALFORMED))
         if complaints:
             raise complaints[0]
-        return pb.ReportReply()
+        return pb.Nothing()
 
     def _complaint(self, report: pb.Report) -> str | None:
         """Return why a member's report is refused; None if it is not."""

@@ -42,10 +42,10 @@ from hetero_pp.rpc.callers import (
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, Reach, make_server
 from hetero_pp.rpc.exchange_service import IsAsked
 from hetero_pp.rpc.identities import Secret
-from hetero_pp.rpc.limits import ADDRESS_BYTES_MAX, STATES_MAX, Pace, StreamWatch, make_plain, plain
+from hetero_pp.rpc.limits import ADDRESS_BYTES_MAX, LONGEST_WAIT, STATES_MAX, Pace, StreamWatch, make_plain, plain
 from hetero_pp.rpc.relay import MOST_CARRIED, MeetingPoint, Relay
 from hetero_pp.rpc.relay import SERVICE as RELAY
-from hetero_pp.rpc.services import ADMISSION_SERVICE, EXCHANGE_SERVICE, LONGEST_WAIT, service_handler
+from hetero_pp.rpc.services import ADMISSION_SERVICE, EXCHANGE_SERVICE, service_handler
 from replica_groups.exchange.admission import Admission, OpenHouse
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.memberships import MOST_BLAMED, Memberships
@@ -218,7 +218,7 @@ class _Servicer:
         return self.exchange.call(request, self._waiting(context))
 
     Agree = Confirm = _answer
-    LastRound = Changes = NewestCheckpoint = _answer_later
+    LastRound = NewestCheckpoint = _answer_later
 
     def _end_revoked(self, member: str) -> None:
         """End the incarnations of a member's group whose tickets were revoked, so that their links are cut at once."""
@@ -270,7 +270,7 @@ class _Servicer:
             self.exchange.addresses.dialled(member, address, is_reached)
         return address
 
-    def Stay(self, request: pb.StayRequest, context: grpc.ServicerContext) -> pb.StayReply:
+    def Stay(self, request: pb.StayRequest, context: grpc.ServicerContext) -> pb.Nothing:
         """Wait with a member until the run is over. Tell the exchange if the member is gone before."""
         caller = self.callers.of(context)
         member, incarnation = caller.name, caller.incarnation
@@ -278,7 +278,7 @@ class _Servicer:
             self.exchange.presence.stay(member)
         else:  # the call has ended already
             self.exchange.presence.left(member, request.node, incarnation)
-        return pb.StayReply()
+        return pb.Nothing()
 
     def Assign(self, request: pb.AssignRequest, context: grpc.ServicerContext) -> pb.AssignReply:
         caller = self._waiting(context)
@@ -289,16 +289,16 @@ class _Servicer:
         self._end_revoked(self._member(context))
         return self._answer(request, context)
 
-    def Broken(self, request: pb.BrokenRequest, context: grpc.ServicerContext) -> pb.BrokenReply:
+    def Broken(self, request: pb.BrokenRequest, context: grpc.ServicerContext) -> pb.Nothing:
         request.cause, request.blames = plain(request.cause), plain(request.blames)
         ends = {one.slot: one for one in self.exchange.assignments.link_broke(request, self.callers.of(context))}
         if self._guests is not None and len(ends) == 2:
             parted = self._guests.part({slot: one.holder for slot, one in ends.items()})
             for slot, why in parted.items():
                 self.exchange.died(slot, f"{why}: {request.cause}", ends[slot].incarnation)
-        return pb.BrokenReply()
+        return pb.Nothing()
 
-    def Died(self, request: pb.DiedRequest, context: grpc.ServicerContext) -> pb.DiedReply:
+    def Died(self, request: pb.DiedRequest, context: grpc.ServicerContext) -> pb.Nothing:
         require_process(self.callers.of(context), request.member)
         request.cause = plain(request.cause)
         return self._answer(request, context)
@@ -357,7 +357,7 @@ class _Servicer:
         self.exchange.deposit_blob(header, bytes(data), caller)
         return pb.DepositReply(exchange=self.process)
 
-    def Show(self, frames: Iterator[bytes], context: grpc.ServicerContext) -> pb.ShownReply:
+    def Show(self, frames: Iterator[bytes], context: grpc.ServicerContext) -> pb.Nothing:
         """Take a file by way of the disk: a checkpoint may be larger than the memory of this machine."""
         caller = self.callers.of(context)
         with tempfile.NamedTemporaryFile(prefix="hetero-pp-shown-") as file:
@@ -376,12 +376,12 @@ class _Servicer:
             most, moving = self.exchange.requests.largest(pb.ShownFile.DESCRIPTOR), self._moving(frames, context)
             header = read_into(moving, pb.ShownFile, room_for, max_header_bytes=most)
             self.exchange.show_file(header, Path(file.name), caller)
-        return pb.ShownReply()
+        return pb.Nothing()
 
-    def UploadUrl(self, request: pb.Upload, context: grpc.ServicerContext) -> pb.UploadUrlReply:
+    def UploadUrl(self, request: pb.BlobHeader, context: grpc.ServicerContext) -> pb.UploadUrlReply:
         return pb.UploadUrlReply(url=self.exchange.inbox.upload_url(request, self.callers.of(context)))
 
-    def Uploaded(self, request: pb.Upload, context: grpc.ServicerContext) -> pb.DepositReply:
+    def Uploaded(self, request: pb.BlobHeader, context: grpc.ServicerContext) -> pb.DepositReply:
         self.exchange.inbox.uploaded(request, self.callers.of(context))
         return pb.DepositReply(exchange=self.process)
 
@@ -396,12 +396,12 @@ class _Servicer:
         caller = self.callers.of(context)
         stored = self.exchange.decided.stored(request, caller) if request.reaches_store else None
         if stored is not None:
-            header, parts = pb.BlobHeader(stored=stored), list[memoryview]()
+            header, parts = stored, list[memoryview]()
         else:
             header, parts = self.exchange.decided.fetch_many(request, caller)
         yield from self._moving(header_and_payload_frames(header, parts), context)
 
-    def Report(self, request: pb.ReportRequest, context: grpc.ServicerContext) -> pb.ReportReply:
+    def Report(self, request: pb.ReportRequest, context: grpc.ServicerContext) -> pb.Nothing:
         caller = self.callers.of(context)
         seconds = self._pace.due_in(caller.name, len(request.reports))
         if seconds > 0:
@@ -419,9 +419,9 @@ class _Servicer:
         self.exchange.call(request, caller)
         for report in failed:  # a member with a ticket does not end the run, only its own part
             self.exchange.died(caller.name, report.failure.cause, caller.incarnation)
-        return pb.ReportReply()
+        return pb.Nothing()
 
-    def Judge(self, request: pb.JudgeRequest, context: grpc.ServicerContext) -> pb.JudgeReply:
+    def Judge(self, request: pb.JudgeRequest, context: grpc.ServicerContext) -> pb.Nothing:
         make_plain(request)
         return self._answer(request, context)
 

@@ -546,7 +546,7 @@ class MemberSession(ExchangeService):
             case pb.HashReport():
                 with suppress(Stopped), self._stopping.allowed(request.round):
                     self._exchange.call(request, caller)
-                return pb.HashReply()
+                return pb.Nothing()
             case pb.NewestCheckpointRequest():
                 round_ = 0  # the member is recovering, and can save its state afterwards
             case _:

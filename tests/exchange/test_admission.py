@@ -232,7 +232,7 @@ def test_a_slot_by_any_other_name_is_no_file(
 ) -> None:
     """A slot name from the exchange cannot make a host write outside its folder."""
     key, host = new_key(), tmp_path / "host"
-    named = pb.Certificate(pem=SECRET.authority.sign(key.public_key(), slot, 1, time.time() + HOUR))
+    named = SECRET.authority.sign(key.public_key(), slot, 1, time.time() + HOUR)
     monkeypatch.setattr(membership_module, "enrol", lambda *_, **__: pb.EnrolReply(slot=slot, certificate=named))
     with pytest.raises(Refused, match="expected the name of a slot"):
         take_slot(served.ticket(), host)
@@ -293,7 +293,7 @@ def test_a_certificate_is_for_who_has_the_key(served: Served) -> None:
         enrol(served.address, ticket.identity, other)
     key = new_key()
     reply = enrol(served.address, ticket.identity, signing_request(key))
-    assert Identity(reply.certificate.pem, as_text(key), "").shown.name == reply.slot
+    assert Identity(reply.certificate, as_text(key), "").shown.name == reply.slot
 
 
 def test_a_version_that_is_another(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -409,17 +409,6 @@ def test_a_certificate_is_renewed_before_it_ends(served: Served, monkeypatch: py
         read_membership(Path(membership.identity.kept_in).parent).identity.certificate
         != membership.identity.certificate
     )
-
-
-def test_a_certificate_without_its_holder_number_as_a_name_is_renewed_at_once(served: Served) -> None:
-    """Neighbours dial the holder's name. Certificates of older versions lack it."""
-    with mock.patch.object(identities, "holder_name", lambda name, holder: name):
-        membership = served.takes(served.ticket("b"))
-    assert not membership.identity.latest.shown.names_holder
-    said = list[str]()
-    with renewed(membership, said.append):
-        served.wait_until(lambda: membership.identity.latest.shown.names_holder)
-    assert said == []
 
 
 def test_who_does_not_renew_is_out(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -618,17 +607,15 @@ def _until(over: threading.Event, frames: Sequence[bytes] = ()) -> Iterator[byte
 def test_a_preview_takes_no_slot(served: Served) -> None:
     ticket = served.ticket("b")
     found = preview(served.address, ticket.identity, TIMEOUT)
-    assert found is not None
     assert (found.version, found.slots, found.refusal) == (PROTOCOL_VERSION, ["b"], "")
     assert abs(found.clock - time.time()) < TIMEOUT
-    assert preview(served.address, served.ticket().identity, TIMEOUT).slots == ["a", "b"]  # type: ignore[union-attr]
+    assert preview(served.address, served.ticket().identity, TIMEOUT).slots == ["a", "b"]
     assert [one.is_used for one in served.memberships.tickets()] == [False, False, False]
     other = served.ticket("b")
     member = served.takes(ticket)
-    assert preview(served.address, member.identity, TIMEOUT).slots == ["b"]  # type: ignore[union-attr]
+    assert preview(served.address, member.identity, TIMEOUT).slots == ["b"]
     for refused, said in ((ticket, "the ticket was used already"), (other, "b is taken by another host")):
         found = preview(served.address, refused.identity, TIMEOUT)
-        assert found is not None
         assert (found.slots, found.refusal.startswith(said), found.neighbours) == ([], True, {})
 
 

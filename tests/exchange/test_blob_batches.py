@@ -36,7 +36,7 @@ def served(run: Run) -> Iterator[ExchangeClient]:
     """A client of member a, as after it has joined."""
     server, port = serve_exchange(run.exchange, SECRET, "127.0.0.1:0")
     client = ExchangeClient(f"127.0.0.1:{port}", SECRET.credentials("a"), "run")
-    client._incarnation, client._takes_following = 1, True
+    client._incarnation = 1
     yield client
     client.close()
     server.stop(None).wait()
@@ -101,21 +101,6 @@ def test_a_member_deposits_its_small_blobs_in_one_call(run: Run, served: Exchang
     assert entries["a"].steps == STEPS
     read = run.exchange.log.blobs_of(record)
     assert {block: read("a", block) for block in own} == own
-
-
-def test_an_exchange_that_does_not_take_them_together_gets_them_one_by_one(run: Run, served: ExchangeClient) -> None:
-    served._takes_following = False
-    calls = _calls(run)
-    served.deposit_all("a", _blobs(run), GENERATION, STEPS)
-    assert calls == [[block] for block in sorted(run.roster.blocks["a"])]
-    assert _noted(run).keys() == run.roster.blocks["a"]
-
-
-def test_who_joins_hears_that_they_are_taken_together(run: Run, served: ExchangeClient) -> None:
-    run.exchange.died("a", "its slot is taken by another process")
-    served._takes_following = False
-    served.join("a", "")
-    assert served._takes_following
 
 
 def test_if_one_is_malformed_none_is_kept(run: Run) -> None:

@@ -35,6 +35,7 @@ from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.exchange_service import Caller
 from hetero_pp.rpc.identities import Credentials, Secret
 from hetero_pp.rpc.limits import (
+    BULK_CALLS_MAX,
     BURST,
     CALLS_A_SECOND,
     CPU_SECONDS_AT_ONCE,
@@ -48,8 +49,8 @@ from hetero_pp.rpc.limits import (
     RequestBounds,
     StreamWatch,
 )
-from hetero_pp.rpc.services import BULK_CALLS_MAX, call_path, service_handler
 from hetero_pp.rpc.services import EXCHANGE_SERVICE as SERVICE
+from hetero_pp.rpc.services import call_path, service_handler
 from replica_groups.exchange import server as served_exchange
 from replica_groups.exchange.memberships import MOST_BLAMED
 from replica_groups.exchange.reports import REMEMBERED_REPORTS, Watchers

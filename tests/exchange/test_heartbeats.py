@@ -11,6 +11,7 @@ import pytest
 from google.protobuf.message import Message
 from members import TIMEOUT
 
+from hetero_pp.config.links import LinkShape, LinkSpec
 from hetero_pp.core.errors import ExchangeLost, HeteroPPError, LinkClosed, Refused, RunFailed
 from hetero_pp.link.protocol import LinkEnds
 from hetero_pp.messages.messages_pb2 import (
@@ -24,7 +25,9 @@ from hetero_pp.messages.messages_pb2 import (
 )
 from hetero_pp.program.launch import in_process
 from hetero_pp.rpc.exchange_service import NO_STATES, Caller, ExchangeService
-from hetero_pp.rpc.stage_link import Generations
+from hetero_pp.rpc.identities import LinkCredentials
+from hetero_pp.rpc.link_end import LinkSide
+from hetero_pp.rpc.stage_link import StageLink
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
@@ -33,6 +36,7 @@ from replica_groups.exchange.exchange import Exchange
 from replica_groups.member import session as session_module
 from replica_groups.member.session import Heartbeat, LedgerOf, Links, MemberSession
 
+SIDE = LinkSide(LinkSpec("home.0-1", "home.0", "home.1", LinkShape(), LinkShape()), LinkCredentials("run"), "home.1", 1)
 MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 
 
@@ -64,7 +68,7 @@ def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("error", [Refused("it was taken back"), RunFailed("another has failed")])
 def test_who_is_let_in_no_more_waits_for_no_neighbour(error: HeteroPPError) -> None:
     """The link is still being formed, and no heartbeat has named its generation yet."""
-    generations = Generations("home.0")
+    generations = StageLink(SIDE)
     heartbeats = Heartbeat(cast(ExchangeService, Heard(HeartbeatReply(), error)), "home.1", generations.give_up)
     heartbeats.trains(1, 4)
     with heartbeats.sending(), pytest.raises(LinkClosed, match=str(error)):
@@ -92,7 +96,7 @@ class _Waiting:
     ledgers: Sequence[LedgerOf] = ()
 
     def __init__(self) -> None:
-        self._generations = Generations("home.0")
+        self._generations = StageLink(SIDE)
         self.give_up = self._generations.give_up
 
     def form(self, work: AssignReply) -> LinkEnds:

@@ -26,7 +26,7 @@ from hetero_pp.link.shaping import Lines
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.rpc.connections import NetworkConnections
 from hetero_pp.rpc.exchange_client import ExchangeClient
-from hetero_pp.rpc.exchange_service import Arrived, Caller, ForwardedExchange, untold
+from hetero_pp.rpc.exchange_service import Arrived, Caller, ExchangeService, untold
 from hetero_pp.rpc.identities import Secret, new_secret
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
@@ -105,13 +105,29 @@ class _Windows(FailingDisk):
             )
 
 
-class _Watched(ForwardedExchange):
+class _Watched(ExchangeService):
     """A member's client of the exchange."""
 
     def __init__(self, client: ExchangeClient, windows: _Windows) -> None:
-        super().__init__(client)
-        self._windows = windows
+        self._exchange, self._windows = client, windows
         self.close = client.close
+
+    def call(self, request: Message, caller: Caller) -> Any:
+        return self._exchange.call(request, caller)
+
+    def read_checkpoint(
+        self, request: pb.CheckpointRequest, caller: Caller, arrived: Arrived = untold
+    ) -> dict[str, Tensor]:
+        return self._exchange.read_checkpoint(request, caller, arrived)
+
+    def deposit_blob(self, header: pb.BlobHeader, data: bytes, caller: Caller) -> None:
+        self._exchange.deposit_blob(header, data, caller)
+
+    def fetch_blob(self, request: pb.FetchRequest, caller: Caller) -> bytes:
+        return self._exchange.fetch_blob(request, caller)
+
+    def show_file(self, header: pb.ShownFile, path: Path, caller: Caller) -> None:
+        self._exchange.show_file(header, path, caller)
 
 
 class _Mortal(_Watched):

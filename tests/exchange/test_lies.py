@@ -167,25 +167,27 @@ def made(channel: grpc.Channel, path: str, frames: Any, metadata: Any, timeout: 
         return f"{error.code().name}: {error.details()}"
 
 
-def _blob(run: LyingRun) -> pb.BlobHeader:
+def _blob(run: LyingRun, sha256: bytes = b"") -> pb.BlobHeader:
     round_ = run.exchange.coordinator.last_round + 1
     block = sorted(run.exchange.roster.blocks["c"])[0]
     generation = run.exchange.coordinator.replicas["c"].generation
-    return pb.BlobHeader(round=round_, replica="c", block=block, size=100, generation=generation, steps=2)
+    return pb.BlobHeader(
+        round=round_, replica="c", block=block, size=100, generation=generation, steps=2, sha256=sha256
+    )
 
 
 TEMPLATES: Mapping[str, Callable[[LyingRun], Any]] = {
-    "UploadUrl": lambda run: pb.Upload(blob=_blob(run), sha256=bytes(32)),
-    "Uploaded": lambda run: pb.Upload(blob=_blob(run), sha256=bytes(32)),
+    "UploadUrl": lambda run: _blob(run, sha256=bytes(32)),
+    "Uploaded": lambda run: _blob(run, sha256=bytes(32)),
     "Show": lambda run: pb.ShownFile(
         round=max(1, run.exchange.coordinator.last_round), name="before.safetensors", size=0
     ),
     "Judge": lambda run: pb.JudgeRequest(judgements=[pb.Judgement(round=1, replica="a")]),
     "Watch": lambda run: pb.WatchRequest(members=["a"]),
     "Enrol": lambda run: pb.EnrolRequest(version=PROTOCOL_VERSION, request=signing_request(new_key())),
-    "Renew": lambda run: pb.RenewRequest(),
-    "Status": lambda run: pb.StatusRequest(),
-    "Preview": lambda run: pb.PreviewRequest(),
+    "Renew": lambda run: pb.Nothing(),
+    "Status": lambda run: pb.Nothing(),
+    "Preview": lambda run: pb.Nothing(),
     "Broken": lambda run: pb.BrokenRequest(
         generation=run.exchange.coordinator.replicas["c"].generation, cause="made up"
     ),
@@ -193,7 +195,7 @@ TEMPLATES: Mapping[str, Callable[[LyingRun], Any]] = {
         member="c", cause="made up", incarnation=run.exchange.coordinator.slots["c"].incarnation
     ),
     "Carry": lambda run: pb.RelayedLink(link="c-exchange"),
-    "Give": lambda run: pb.GiveRequest(),
+    "Give": lambda run: pb.Nothing(),
 }
 """Valid requests of methods that members may call but do not call in a run of datacenter replicas.
 

@@ -27,7 +27,7 @@ from hetero_pp.rpc.channels import make_channel
 from hetero_pp.rpc.relay import KEY_BYTES
 from hetero_pp.rpc.relay import SERVICE as RELAY
 from hetero_pp.rpc.services import calls_of
-from hetero_pp.rpc.stage_link import StageLinkServer
+from hetero_pp.rpc.stage_link import StageLink
 
 GROUP = {"kind": "participants", "stages": 2, "boundary": {"rank": "1/4"}}
 
@@ -50,13 +50,13 @@ def test_no_lie_on_a_stage_link_bends_stalls_or_ends_a_run(corpus: Path, tmp_pat
     exchange = {"quorum": 1.0, "lease": {"least": "60 s", "most": "60 s"}}
     with LyingRun(lying_spec(corpus, 3, {"c": GROUP, "d": GROUP}, layers=2, exchange=exchange), tmp_path) as run:
         liars = {name: Replacer(run, {"LinkHello": False, "LinkHeader": False}) for name in ("c.0", "d.1")}
-        opened, carried, refused = StageLinkServer.open, list[Call](), list[str]()
+        opened, carried, refused = StageLink.open, list[Call](), list[str]()
 
         def dialled(frames: Iterator[bytes]) -> Iterator[bytes]:
             return link_lies(frames, liars["c.0"].change_message)
 
-        def answered(server: StageLinkServer, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
-            is_liar = server._introduction.own == "d.1"
+        def answered(server: StageLink, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+            is_liar = server.side.member == "d.1"
             if is_liar and not refused:
                 refused.append(context.peer())
                 context.abort(grpc.StatusCode.PERMISSION_DENIED, "found an honest stage, expected none")
@@ -72,7 +72,7 @@ def test_no_lie_on_a_stage_link_bends_stalls_or_ends_a_run(corpus: Path, tmp_pat
         with ExitStack() as stack:
             for what in ("CONNECT_TIMEOUT", "DIRECT_SECONDS", "CUT_OFF_SECONDS"):
                 stack.enter_context(mock.patch.object(stage_link, what, 1.0))
-            stack.enter_context(mock.patch.object(StageLinkServer, "open", answered))
+            stack.enter_context(mock.patch.object(StageLink, "open", answered))
             stack.enter_context(lying("c.0", change, dialled))
             run.until_over()
         harm, failed = run.harm(), [repr(error) for name in ("c.1", "d.0") for error in run.errors[name]]

@@ -265,7 +265,7 @@ class Host:
         """Take a slot by the ticket and join. It has to be the one that is expected."""
         reply = self.enrols()
         assert reply.slot == slot
-        identity = Identity(reply.certificate.pem, as_text(self._key), SECRET.authority.certificate)
+        identity = Identity(reply.certificate, as_text(self._key), SECRET.authority.certificate)
         self._group._joins(Credentials(slot, identity=identity))
 
     def may_return(self) -> bool:

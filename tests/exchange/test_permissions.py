@@ -40,9 +40,9 @@ ROSTER = Roster(
     {("home.0-1", "forward"): "home.0", ("home.0-1", "backward"): "home.1", ("dc-exchange", "backward"): "dc"},
 )
 
-_EVERYBODY = "LastRound Changes NewestCheckpoint Run checkpoint Watch Died Status Preview Measure"
+_EVERYBODY = "LastRound NewestCheckpoint RunCheckpoint Watch Died Status Preview Measure"
 _MEMBERS = "Agree Join Fetch Report Stay Carry"
-_MEMBERS_IN_A_INCARNATION = "Assign Beat Broken Deposit UploadUrl Uploaded Record Confirm Show"
+_MEMBERS_IN_A_INCARNATION = "Assign Heartbeat Broken Deposit UploadUrl Uploaded Record Confirm Show"
 
 MAY: dict[tuple[str, bool], str] = {
     ("dc", True): f"{_EVERYBODY} {_MEMBERS} {_MEMBERS_IN_A_INCARNATION}",

@@ -75,9 +75,8 @@ STRANGERS: dict[str, dict[str, str]] = {
 
 REPLIES: dict[type[Message], Message] = {
     pb.AgreeRequest: pb.AgreeReply(run=RUN),
-    pb.ChangesRequest: pb.ChangesReply(changes=CHANGES.to_json()),
     pb.JoinRequest: pb.JoinReply(incarnation=INCARNATION),
-    pb.LastRoundRequest: pb.LastRoundReply(last_round=7),
+    pb.LastRoundRequest: pb.LastRoundReply(last_round=7, changes=CHANGES.to_json()),
     pb.NewestCheckpointRequest: pb.NewestCheckpointReply(round=6, names=["a", "b"]),
     pb.AssignRequest: WORK,
     pb.HeartbeatRequest: MEMBERSHIP_EVENT,
@@ -159,15 +158,15 @@ class Recorder:
     def show_file(self, header: pb.ShownFile, file: Path, caller: Caller) -> None:
         self._note("Show", caller, header, file.read_bytes())
 
-    def upload_url(self, request: pb.Upload, caller: Caller) -> str | None:
+    def upload_url(self, request: pb.BlobHeader, caller: Caller) -> str | None:
         """Return None, as in a run whose store is a folder."""
         self._note("UploadUrl", caller, request)
         return None
 
-    def uploaded(self, request: pb.Upload, caller: Caller) -> None:
+    def uploaded(self, request: pb.BlobHeader, caller: Caller) -> None:
         self._note("Uploaded", caller, request)
 
-    def stored(self, request: pb.FetchRequest, caller: Caller) -> pb.StoredBlob | None:
+    def stored(self, request: pb.FetchRequest, caller: Caller) -> pb.BlobHeader | None:
         self._note("stored", caller, request)
         return None
 
@@ -268,9 +267,7 @@ def _call(served: Served, path: str, metadata: Mapping[str, str]) -> None:
 
 def test_the_calls_are_those_that_members_make() -> None:
     """Makes sure that the tests below do not pass because no call was made."""
-    made = (
-        "Agree Changes Join LastRound Assign Heartbeat Broken Died NewestCheckpoint RunCheckpoint Deposit Record Fetch"
-    )
+    made = "Agree Join LastRound Assign Heartbeat Broken Died NewestCheckpoint RunCheckpoint Deposit Record Fetch"
     made += " UploadUrl Uploaded Confirm Report Show Stay Watch"
     assert CALLS.keys() >= {f"/hetero_pp.Exchange/{name}" for name in made.split()}
 
@@ -343,7 +340,7 @@ def test_what_a_member_asks_arrives_and_is_answered(served: Served) -> None:
                     version=PROTOCOL_VERSION, address="127.0.0.1:6", rounds=[2, 7], damaged=["round 8 is damaged"]
                 ),
             ),
-            ("Changes", "dc", INCARNATION, pb.ChangesRequest()),
+            ("LastRound", "dc", INCARNATION, pb.LastRoundRequest()),
             ("LastRound", "dc", INCARNATION, pb.LastRoundRequest()),
             ("Assign", "dc", INCARNATION, pb.AssignRequest(holds=7, address="127.0.0.1:6", trained=8)),
             ("Heartbeat", "dc", INCARNATION, pb.HeartbeatRequest()),
@@ -356,7 +353,7 @@ def test_what_a_member_asks_arrives_and_is_answered(served: Served) -> None:
             ("RunCheckpoint", "dc", INCARNATION, pb.CheckpointRequest(names=["a"], round=0)),
             ("Deposit", "dc", INCARNATION, HEADER, BLOB),
             ("Record", "dc", INCARNATION, pb.RecordRequest(round=3)),
-            ("Fetch", "dc", INCARNATION, pb.FetchRequest(round=3, replica="home", block="norm", takes_following=True)),
+            ("Fetch", "dc", INCARNATION, pb.FetchRequest(round=3, replica="home", block="norm")),
             ("Confirm", "dc", INCARNATION, pb.HashReport(round=3, sha256={"norm.weight": b"\1" * 32})),
             # whoever knows the token speaks for itself only
             ("Report", "dc", INCARNATION, pb.ReportRequest(reports=[pb.Report(member="dc", finished=pb.Finished())])),

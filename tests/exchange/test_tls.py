@@ -41,7 +41,7 @@ from hetero_pp.rpc.identities import (
 from hetero_pp.rpc.link_end import GrpcLinkEnd, LinkSide
 from hetero_pp.rpc.services import EXCHANGE_SERVICE as SERVICE
 from hetero_pp.rpc.services import call_path
-from hetero_pp.rpc.stage_link import StageLinkDialer, StageLinkServer
+from hetero_pp.rpc.stage_link import StageLink
 from replica_groups.exchange.server import serve_exchange
 
 SECRET, OTHER = Secret("the run's secret"), Secret("another run's secret")
@@ -295,7 +295,7 @@ class Listener:
 
     def __init__(self, stack: ExitStack) -> None:
         self.refusals: list[Kind] = []
-        self.links = StageLinkServer(
+        self.links = StageLink(
             LinkSide(
                 LINK,
                 _link_credentials("home.1"),
@@ -406,7 +406,7 @@ def test_a_wrong_hello_fails_the_awaited_link_and_names_its_sender(stack: ExitSt
 def test_a_stage_dials_its_neighbour_alone(stack: ExitStack) -> None:
     """It does not accept another member of the run at the neighbour's former address."""
     own = _link_credentials("home.2")
-    links = StageLinkServer(LinkSide(LINK, own, "home.1", 0), expected=None)
+    links = StageLink(LinkSide(LINK, own, "home.1", 0), expected=None)
     address = f"127.0.0.1:{links.listen('127.0.0.1:0')}"
     stack.callback(links.close, grace=0)
     with pytest.raises(LinkTimeout):
@@ -423,14 +423,14 @@ def test_both_neighbours_dial_a_stage_at_one_address(encrypted: bool, stack: Exi
         return found.of_link(LINK.name), found.of_link(below.name)
 
     refused: list[Kind] = []
-    before = StageLinkServer(
+    before = StageLink(
         LinkSide(LINK, own("home.1")[0], "home.1", 0, on_refusal=lambda *refusal: refused.append(refusal[2])),
         expected=None,
     )
-    after = StageLinkServer(LinkSide(below, own("home.1")[1], "home.1", 0), expected=None)
+    after = StageLink(LinkSide(below, own("home.1")[1], "home.1", 0), expected=None)
     address = f"127.0.0.1:{before.listen('127.0.0.1:0', after)}"
     stack.callback(before.close, grace=0)
-    last = StageLinkDialer(LinkSide(below, own("home.2")[1], "home.2", 0)).dial(address, 0, TIMEOUT)
+    last = StageLink(LinkSide(below, own("home.2")[1], "home.2", 0)).dial(address, 0, TIMEOUT)
     first = open_stage_link(address, LINK, own("home.0")[0], "home.0", 0, TIMEOUT)
     for sender, receiver in ((first, before.accept(TIMEOUT)), (last, after.accept(TIMEOUT))):
         for one, other in ((sender, receiver), (receiver, sender)):

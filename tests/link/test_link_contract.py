@@ -20,7 +20,7 @@ from hetero_pp.link.protocol import FRAME_BYTES, Count, LinkEnd, Message
 from hetero_pp.messages.messages_pb2 import ACTIVATION, GRADIENT, LinkHeader
 from hetero_pp.rpc.identities import LinkCredentials
 from hetero_pp.rpc.link_end import LinkSide
-from hetero_pp.rpc.stage_link import StageLinkDialer, StageLinkServer
+from hetero_pp.rpc.stage_link import StageLink
 
 SECONDS = 60.0
 """Timeout in seconds, longer than any operation in these tests takes."""
@@ -35,7 +35,7 @@ def connect_in_process(stack: ExitStack, spec: LinkSpec) -> Pair:
 
 
 def connect_grpc(stack: ExitStack, spec: LinkSpec) -> Pair:
-    links = StageLinkServer(LinkSide(spec, LinkCredentials("run"), spec.target, seed=1), expected=None)
+    links = StageLink(LinkSide(spec, LinkCredentials("run"), spec.target, seed=1), expected=None)
     port = links.listen("127.0.0.1:0")
     stack.callback(links.close, grace=0)
     upstream = open_stage_link(f"127.0.0.1:{port}", spec, LinkCredentials("run"), spec.source, seed=1, timeout=SECONDS)
@@ -44,10 +44,10 @@ def connect_grpc(stack: ExitStack, spec: LinkSpec) -> Pair:
 
 def connect_grpc_from_below(stack: ExitStack, spec: LinkSpec) -> Pair:
     """Connect a link on which the downstream stage dials."""
-    links = StageLinkServer(LinkSide(spec, LinkCredentials("run"), spec.source, seed=1), expected=None)
+    links = StageLink(LinkSide(spec, LinkCredentials("run"), spec.source, seed=1), expected=None)
     port = links.listen("127.0.0.1:0")
     stack.callback(links.close, grace=0)
-    dialer = StageLinkDialer(LinkSide(spec, LinkCredentials("run"), spec.target, seed=1))
+    dialer = StageLink(LinkSide(spec, LinkCredentials("run"), spec.target, seed=1))
     downstream = dialer.dial(f"127.0.0.1:{port}", 0, SECONDS)
     return links.accept(SECONDS), downstream
 

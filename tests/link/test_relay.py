@@ -40,7 +40,7 @@ from hetero_pp.rpc.link_end import GrpcLinkEnd, LinkSide
 from hetero_pp.rpc.relay import Budget, LinkLimit, MeetingPoint, TrainedRound
 from hetero_pp.rpc.relayed import LocalAddress, RelayedDialler, RelayedListener
 from hetero_pp.rpc.services import calls_of
-from hetero_pp.rpc.stage_link import StageLinkDialer, StageLinkServer
+from hetero_pp.rpc.stage_link import StageLink
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.traffic import stage_link_loads
@@ -91,11 +91,11 @@ class Relayed:
                 self.relay._changed.wait(0.05)
         raise AssertionError("it did not come to that")
 
-    def listen(self, name: str = "home.1", as_: str = "home.1", holder: int = 0) -> StageLinkServer:
+    def listen(self, name: str = "home.1", as_: str = "home.1", holder: int = 0) -> StageLink:
         """Listen as the downstream stage, behind the relay. `as_` is the member of its certificate."""
         local = LocalAddress()
         self._stack.callback(local.close)
-        server = StageLinkServer(LinkSide(LINK, self.own(as_, holder), as_, seed=1, patience=TIMEOUT), expected=None)
+        server = StageLink(LinkSide(LINK, self.own(as_, holder), as_, seed=1, patience=TIMEOUT), expected=None)
         server.listen(str(local))
         self._stack.callback(server.close, grace=0)
         relayed = RelayedListener(self.proxy.address, SECRET.credentials(name, encrypted=True), LINK.name, str(local))
@@ -113,7 +113,7 @@ class Relayed:
         relayed = RelayedDialler(self.proxy.address, SECRET.credentials("home.0", encrypted=True), LINK.name)
         self._stack.callback(relayed.close)
         own = LinkCredentials(identity=SECRET.authority.identity("home.0"))
-        dialer = StageLinkDialer(LinkSide(LINK, own, "home.0", seed=1, patience=TIMEOUT))
+        dialer = StageLink(LinkSide(LINK, own, "home.0", seed=1, patience=TIMEOUT))
         end = dialer.dial(relayed.address, 0, timeout)
         self._stack.callback(end.abort, "the test is over")
         return end
@@ -262,7 +262,7 @@ def test_a_former_holder_of_the_slot_that_is_dialled_is_refused(
     if is_relayed:
         relayed.listen(holder=1)
     else:
-        former = StageLinkServer(LinkSide(LINK, relayed.own("home.1", holder=1), "home.1", seed=1), expected=None)
+        former = StageLink(LinkSide(LINK, relayed.own("home.1", holder=1), "home.1", seed=1), expected=None)
         address = f"127.0.0.1:{former.listen('127.0.0.1:0')}"
         stack.callback(former.close, grace=0)
     above = stack.enter_context(relayed.connections(spec, "home.0"))
@@ -538,9 +538,9 @@ def test_who_cannot_be_dialled_where_it_says_is_sought_through_the_relay(
         assert below._before is not None
         for generation in (1, 2):
             with ThreadPoolExecutor() as threads:
-                below._before.server.expect(generation, None)
+                below._before.expect(generation, None)
                 below._before.be_found(generation)
-                met = threads.submit(below._before.accept, generation)
+                met = threads.submit(below._before.accept, TIMEOUT, generation)
                 end, far = above.open(generation, "", "192.0.2.7:47600").downstream, met.result(TIMEOUT)
                 assert end is not None
                 end.send(_message(generation))
@@ -564,11 +564,11 @@ def test_either_end_may_dial_and_another_one_in_each_generation(relayed: Relayed
         dialler, dialled = both if generation % 2 else both[::-1]
         assert dialler is not None
         assert dialled is not None
-        dialled.server.expect(generation, None)
+        dialled.expect(generation, None)
         dialled.be_found(generation)
         with ThreadPoolExecutor() as threads:
-            met = threads.submit(dialled.accept, generation)
-            ends = dialler.dial(RELAYED, generation), met.result(TIMEOUT)
+            met = threads.submit(dialled.accept, TIMEOUT, generation)
+            ends = dialler.reach(RELAYED, generation), met.result(TIMEOUT)
         for one, other in (ends, ends[::-1]):
             one.send(_message(generation))
             _expect(other, range(generation, generation + 1))

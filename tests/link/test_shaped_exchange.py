@@ -145,7 +145,6 @@ def test_both_ways_are_free_of_each_other(shaped: Shaped) -> None:
 def test_what_is_small_is_passed_on_at_once_and_not_counted(shaped: Shaped) -> None:
     requests: list[Message] = [
         pb.AgreeRequest(configuration="{}", tokens="of a text"),
-        pb.ChangesRequest(),
         pb.JoinRequest(address="here", rounds=[4], process="me"),
         pb.NewestCheckpointRequest(),
         pb.AssignRequest(holds=4, address="here", trained=5),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hetero_pp.config.links import LinkShape
 from hetero_pp.core.errors import LinkClosed, LinkTimeout
-from hetero_pp.link.shaping import DelayLine, ShapedQueue, Shaper, TokenBucket
+from hetero_pp.link.shaping import Bucket, DelayLine, ShapedQueue, Shaper
 
 RATE = 8e6
 """Bits per second: a byte takes a microsecond."""
@@ -29,38 +29,38 @@ class ForbiddenClock:
 
 
 def test_a_small_message_on_an_idle_link_takes_its_serialisation_time() -> None:
-    bucket = TokenBucket(RATE)
+    bucket = Bucket(RATE)
     assert bucket.reserve(50.0, 50.0, 1000) == pytest.approx(50.001)
     assert bucket.reserve(90.0, 90.0, 1000) == pytest.approx(90.001), "idle time was saved up"
 
 
 def test_frames_queue_behind_each_other() -> None:
-    bucket = TokenBucket(RATE)
+    bucket = Bucket(RATE)
     assert [bucket.reserve(0.0, 0.0, 1000) for _ in range(3)] == pytest.approx([0.001, 0.002, 0.003])
 
 
 def test_a_late_sender_catches_up_within_the_credit() -> None:
-    bucket = TokenBucket(RATE, credit_bytes=5000)
+    bucket = Bucket(RATE, credit_bytes=5000)
     bucket.reserve(0.0, 0.0, 1000)
     assert bucket.reserve(0.004, 0.0, 1000) == pytest.approx(0.002)
     assert bucket.reserve(1.0, 0.0, 1000) == pytest.approx(1.0 - 0.005 + 0.001)
 
 
 def test_nothing_leaves_before_it_was_ready() -> None:
-    bucket = TokenBucket(RATE, credit_bytes=5000)
+    bucket = Bucket(RATE, credit_bytes=5000)
     assert bucket.reserve(1.0, 0.999, 1000) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(("rate", "credit"), [(8e6, 0.131072), (1e9, 0.010)])
 def test_the_credit_is_128_kib_or_10_milliseconds(rate: float, credit: float) -> None:
-    assert TokenBucket(rate).reserve(50.0, 0.0, 0) == pytest.approx(50.0 - credit)
+    assert Bucket(rate).reserve(50.0, 0.0, 0) == pytest.approx(50.0 - credit)
 
 
 @given(st.lists(st.tuples(st.floats(0, 0.1), st.integers(0, 1 << 20)), min_size=1, max_size=30))
 def test_a_ready_backlog_has_exactly_the_rate_if_wake_ups_are_late_by_less_than_the_credit(
     frames: list[tuple[float, int]],
 ) -> None:
-    bucket, left, total = TokenBucket(RATE), 0.0, 0
+    bucket, left, total = Bucket(RATE), 0.0, 0
     for lateness, n_bytes in frames:
         left = bucket.reserve(left + lateness, 0.0, n_bytes)
         total += n_bytes

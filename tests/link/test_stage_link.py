@@ -28,7 +28,7 @@ from hetero_pp.rpc import stage_link
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel
 from hetero_pp.rpc.identities import LinkCredentials
 from hetero_pp.rpc.link_end import GrpcLinkEnd, LinkSide, LinkStream
-from hetero_pp.rpc.stage_link import StageLinkServer
+from hetero_pp.rpc.stage_link import StageLink
 
 SECONDS = 60.0
 PLAN = LinkSpec("home.0-1", "home.0", "home.1", LinkShape(), LinkShape())
@@ -41,7 +41,7 @@ class Listener:
 
     def __init__(self, stack: ExitStack, spec: LinkSpec = PLAN, listen: str = "127.0.0.1:0") -> None:
         self.refusals: list[tuple[str, str, Kind]] = []
-        self.links = StageLinkServer(
+        self.links = StageLink(
             LinkSide(
                 spec,
                 LinkCredentials("run"),
@@ -104,7 +104,7 @@ def refusal_of(replies: Iterator[bytes]) -> str:
 
 
 def test_a_server_accepts_no_generation_before_it_is_told_of_one(stack: ExitStack) -> None:
-    links = StageLinkServer(LinkSide(PLAN, LinkCredentials(TOKEN), PLAN.target, seed=0))
+    links = StageLink(LinkSide(PLAN, LinkCredentials(TOKEN), PLAN.target, seed=0))
     address = f"127.0.0.1:{links.listen('127.0.0.1:0')}"
     stack.callback(links.close, grace=0)
     hello = LinkHello(version=PROTOCOL_VERSION, token=TOKEN, link=PLAN.name, sender=PLAN.source, generation=1)
@@ -212,9 +212,7 @@ def test_the_upstream_may_be_first(stack: ExitStack, listener: Listener) -> None
 
 def test_a_busy_port_is_an_error(listener: Listener) -> None:
     with pytest.raises(OSError, match=f"cannot listen on {listener.address}"):
-        StageLinkServer(LinkSide(PLAN, LinkCredentials("run"), PLAN.target, seed=0), expected=None).listen(
-            listener.address
-        )
+        StageLink(LinkSide(PLAN, LinkCredentials("run"), PLAN.target, seed=0), expected=None).listen(listener.address)
 
 
 MESSAGE = b"".join(*encode(sealed(Message(LinkHeader(step=1), (torch.ones(4),)))))
@@ -267,9 +265,7 @@ def test_a_neighbour_that_says_no_more_is_waited_for_as_long_as_told(
 
 
 def test_a_neighbour_that_begins_a_stream_again_and_again_is_waited_for_as_long_as_told(stack: ExitStack) -> None:
-    links = StageLinkServer(
-        LinkSide(PLAN, LinkCredentials("run"), PLAN.target, seed=0, patience=SECONDS), expected=None
-    )
+    links = StageLink(LinkSide(PLAN, LinkCredentials("run"), PLAN.target, seed=0, patience=SECONDS), expected=None)
     address = f"127.0.0.1:{links.listen('127.0.0.1:0')}"
     stack.callback(links.close, grace=0)
     hello = LinkHello(session=b"session")

@@ -21,7 +21,6 @@ from hetero_pp.link.shaping import (
     ShapedQueue,
     Stream,
     StreamQueue,
-    _LineShare,
 )
 
 RATE = 8e6
@@ -33,12 +32,11 @@ class Sender:
     """A stream that asks for its next turn when the previous one has left, as a thread would."""
 
     def __init__(self, buckets: list[Bucket], n_bytes: int, ready: float = START) -> None:
-        self.shares = [_LineShare(bucket) for bucket in buckets]
+        self.stream = Stream(buckets)
         self.left, self.to_go = ready, n_bytes
 
     def turn(self) -> None:
-        portion = min(share.ask(self.left, self.left, self.to_go) for share in self.shares)
-        self.left = max(share.take(portion) for share in self.shares)
+        portion, self.left = self.stream.turn(self.left, self.left, self.to_go)
         self.to_go -= portion
 
 
@@ -165,7 +163,7 @@ def test_who_shares_a_line_decides_what_holds_it(tmp_path: Path) -> None:
 
 def test_a_queue_without_lines_is_the_one_of_the_link() -> None:
     link = LinkSpec("home.0-1", "home.0", "home.1", LinkShape(), LinkShape())
-    queue: ShapedQueue[str] | StreamQueue[str] = Lines().crossing(link, "forward", seed=1)
+    queue: ShapedQueue[str] | StreamQueue[str] = Lines().leaving(link, "forward", seed=1, is_here=True)
     queue.put("message", [1 << 40])
     assert queue.get(0) == "message"
     queue.close(PEER_CLOSED)

@@ -99,15 +99,15 @@ def test_who_says_what_is_not_so_is_refused_and_counted(signing: Store) -> None:
         for address, words in ((own, "was not uploaded"), (other, "does not belong to this member")):
             blob = pb.BlobHeader(round=1, replica=address.replica, block=address.block, generation=generation)
             with pytest.raises(Refused, match=words):
-                _ask(client, "Uploaded", pb.Upload(blob=blob, sha256=digest))
+                _ask(client, "Uploaded", _with(blob, digest))
         with pytest.raises(Refused, match="does not belong to this member"):
-            _ask(client, "UploadUrl", pb.Upload(blob=blob, sha256=digest))
+            _ask(client, "UploadUrl", _with(blob, digest))
         blob = pb.BlobHeader(round=1, replica="a", block=own.block, generation=generation)
         with pytest.raises(Refused, match="found a digest of 8 bytes, expected 32"):
-            _ask(client, "Uploaded", pb.Upload(blob=blob, sha256=digest[:8]))
+            _ask(client, "Uploaded", _with(blob, digest[:8]))
         with pytest.raises(Refused, match=f"a: `{own.block}`: found 67108864 bytes, expected at most"):
             blob.size = 64 << 20
-            _ask(client, "UploadUrl", pb.Upload(blob=blob, sha256=digest))
+            _ask(client, "UploadUrl", _with(blob, digest))
         client.deposit("a", own, run.blob(own), generation, 7)
         with pytest.raises(Refused, match=f"a second, different `{own.block}`"):
             client.deposit("a", own, run.blob(own, seed=9), generation, 7)
@@ -120,7 +120,13 @@ def test_who_says_what_is_not_so_is_refused_and_counted(signing: Store) -> None:
         assert run.exchange.refusals == 8
 
 
-def _ask(client: ExchangeClient, call: str, request: pb.Upload) -> None:
+def _with(blob: pb.BlobHeader, digest: bytes) -> pb.BlobHeader:
+    header = pb.BlobHeader(sha256=digest)
+    header.MergeFrom(blob)
+    return header
+
+
+def _ask(client: ExchangeClient, call: str, request: pb.BlobHeader) -> None:
     try:
         client._wires.calls[call](request, metadata=client._metadata, timeout=TIMEOUT)
     except grpc.RpcError as error:

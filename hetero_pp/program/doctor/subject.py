@@ -89,7 +89,7 @@ class Subject:
     """The subject in words."""
     peer: CheckedPeer | None = None
     part_: Future[CheckedPart] | None = None
-    answer_: Future[Answer | None] | None = None
+    answer_: Future[Answer] | None = None
     until: tuple[str, float] | None = None
     """Name of the ticket or certificate that admits this host, and its expiry in seconds since 1970."""
     data: str | None = None
@@ -118,12 +118,9 @@ class Subject:
         if self.answer_ is None:
             raise NotChecked(self._lacks("a ticket, or a run whose exchange answers"))
         try:
-            answer = self.answer_.result()
+            return self.answer_.result()
         except HeteroPPError:
             raise NotChecked("the exchange did not answer, or refused this host") from None
-        if answer is None:
-            raise NotChecked("the exchange is of an earlier version")
-        return answer
 
     def _lacks(self, what: str) -> str:
         return "the argument cannot be used" if self.problem else f"needs {what}"
@@ -175,7 +172,7 @@ def _of_ticket(ticket: Ticket, runs: Path, data: str | None) -> Subject:
         runs=runs,
         name=name,
         kind="ticket",
-        told=f"ticket {ticket.id} to the run {ticket.run}, for {ticket.good_for or 'a slot'}",
+        told=f"ticket {ticket.id} to the run {ticket.run}, for {ticket.good_for}",
         peer=CheckedPeer(ticket.address, ticket.identity),
         part_=in_background(lambda: _part_of_guest(asked, data)),
         answer_=asked,
@@ -219,7 +216,7 @@ def _of_membership(own: Membership, runs: Path) -> Subject:
     )
 
 
-def _asked(address: str, identity: Identity) -> Answer | None:
+def _asked(address: str, identity: Identity) -> Answer:
     """Return the exchange's answer. Raises Refused for an exchange with another protocol, LinkTimeout without one.
 
     To learn why an address is silent may take longer than the checks, so it is not waited for.
@@ -230,8 +227,6 @@ def _asked(address: str, identity: Identity) -> Answer | None:
     except TimeoutError:
         raise LinkTimeout(f"the exchange at {address} did not answer within {format_seconds(limit)}") from None
     took = time.time() - begun
-    if reply is None:
-        return None
     if complaint := version_complaint(PROTOCOL_VERSION, reply.version):
         raise Refused(complaint)
     if not 0 < reply.clock < MOST_TIME:
@@ -239,10 +234,10 @@ def _asked(address: str, identity: Identity) -> Answer | None:
     return Answer(reply, reply.clock - (begun + took / 2), took / 2)
 
 
-def _part_of_guest(asked: Future[Answer | None], data: str | None) -> CheckedPart:
+def _part_of_guest(asked: Future[Answer], data: str | None) -> CheckedPart:
     """Return the part that a ticket admits to, one choice for each open slot. Raises Refused if no slot is open."""
     answer = asked.result()
-    if answer is None or not answer.reply.slots:
+    if not answer.reply.slots:
         raise Refused("no slot is open")
     reply = answer.reply
     try:

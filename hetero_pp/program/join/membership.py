@@ -79,7 +79,7 @@ def take_slot(ticket: Ticket, runs: Path, say: Callable[[str], None] = print) ->
     key = _own_key(folder / _KEY)
     reply = _enrolled(ticket, signing_request(key_from_text(key)), folder, say)
     forget_over(RunFolder(runs / ticket.run))
-    identity = Identity(reply.certificate.pem, key, ticket.identity.authority)
+    identity = Identity(reply.certificate, key, ticket.identity.authority)
     if identity.shown.name != reply.slot:
         raise Refused(f"the exchange sent a certificate for {identity.shown.name!r}, expected one for {reply.slot!r}")
     _require_name(reply.slot, "slot")
@@ -273,9 +273,9 @@ def renew_once(membership: Membership) -> None:
 
 
 def _due_in(identity: Identity) -> float:
-    """Return the seconds until half of the certificate's validity is over; 0 if neighbours cannot dial it."""
+    """Return the seconds until half of the certificate's validity is over."""
     shown = identity.latest.shown
-    return 0.0 if not shown.names_holder else max((shown.signed + shown.until) / 2 - time.time(), 0.0)
+    return max((shown.signed + shown.until) / 2 - time.time(), 0.0)
 
 
 def _own_key(path: Path) -> str:

@@ -217,7 +217,7 @@ def _of_ticket(text: str, runs: Path) -> dict[str, object]:
         raise ConfigError((), str(error)) from None
     until, is_used = ticket.identity.shown.until, _is_used(ticket, RunFolder(runs / ticket.run))
     rehearsal = "a rehearsal, for " if ticket.rehearsal else ""
-    slots = ticket.good_for or "a slot that it does not name (it was made by an older version)"
+    slots = ticket.good_for
     state = "expired" if ticket.is_over else "used" if is_used else "open"
     words = {
         "expired": "it expired",
