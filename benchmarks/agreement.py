@@ -1,16 +1,22 @@
 """Measure how far honest and hostile contributions agree with the others of their round (`audit.gauntlet.agreement`).
 
     python benchmarks/agreement.py [--rounds 3] [--seed 1] [--json FILE]
+    python benchmarks/agreement.py --closing 178m [--replicas 4 8 20] [--json FILE]
 
 Trains the first rounds of each attack of `audit/attacks` without a defence, at scale micro on the CPU. Two of eight
 replicas are hostile. A last case has eight honest replicas, each with a cluster of the text, as in DiLoCo's non-iid
 rows. Reports the least agreement of an honest replica and the largest of a hostile one over all rounds.
+
+With `--closing MODEL` it measures instead how many CPU seconds the check takes before a round closes, on one thread,
+with made-up contributions of the default compression.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +24,27 @@ import torch
 from command_line import origin, parse, parser_of, save
 from launched import letters
 
+from hetero_pp.config.audit import GauntletSettings
 from hetero_pp.data.tokens import TokenStore
+from hetero_pp.messages.messages_pb2 import RoundRecord
+from hetero_pp.model.transformer import shapes_by_block
+from hetero_pp.pseudo_gradient.contribution import BlobAddress, encode_blob
+from hetero_pp.pseudo_gradient.error_feedback import select
 from hetero_pp.research.experiments.catalog import Catalog
 from hetero_pp.research.experiments.corpus import Corpus, prepare_corpus
 from hetero_pp.research.experiments.rows import Setting
 from hetero_pp.research.settings import ResearchConfig
 from hetero_pp.research.trainer.hostile import HostileContributions
 from hetero_pp.research.trainer.train import AllReplicas
+from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
-from replica_groups.audit.gauntlet.agreement import agreements
+from replica_groups.audit.gauntlet.agreement import SignCheck, agreements
 
 FOLDER = Path(__file__).parents[1]
 SMOKE = {"rounds": 1, "cases": 1}
+VOCABULARY = 32_000
+DISTINCT = 4
+"""Made-up contributions that differ; with more replicas they repeat."""
 WITHOUT, CLUSTERS = ", none", "eight honest, a cluster of text each"
 
 
@@ -80,13 +95,65 @@ def measure(arguments: argparse.Namespace, cache: Path, text: Path | None) -> di
     return found
 
 
+def closing(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the CPU seconds of the check of one round of made-up contributions, for each number of replicas."""
+    names = [f"r{index:02d}" for index in range(max(arguments.replicas))]
+    spec = RunSpec(
+        RunConfig.model_validate(
+            {
+                "name": "closing",
+                "model": {"preset": arguments.closing},
+                "data": {"corpus": "made-up"},
+                "outer": {"rounds": 1},
+                "replicas": [{"name": name, "kind": "datacenter"} for name in names],
+            }
+        ),
+        VOCABULARY,
+    )
+    torch.manual_seed(arguments.seed)
+    settings, blobs = spec.config.outer.compression, dict[tuple[str, str], bytes]()
+    for block, shapes in shapes_by_block(spec.parameter_shapes).items():
+        common = {tensor: torch.randn(shape) for tensor, shape in shapes.items()}
+        told = [
+            [
+                (tensor, shape, select(torch.zeros(shape), common[tensor] + 2 * torch.randn(shape), settings))
+                for tensor, shape in shapes.items()
+            ]
+            for _ in range(DISTINCT)
+        ]
+        for index, name in enumerate(names):
+            blobs[name, block] = encode_blob(BlobAddress(spec.run, 1, name, block), told[index % DISTINCT], settings)
+    found = []
+    for count in arguments.replicas:
+        record = RoundRecord(round=1)
+        for name in names[:count]:
+            entry = record.contributions.add(replica=name, weight=1.0, tokens=1, steps=1)
+            for (replica, block), data in blobs.items():
+                if replica == name:
+                    entry.blobs.add(block=block, sha256=hashlib.sha256(data).digest())
+        size = sum(len(data) for (name, _), data in blobs.items() if name in names[:count])
+        began, least = time.process_time(), GauntletSettings().agreement
+        assert least is not None
+        against = SignCheck(spec, least).against(record, lambda name, block: blobs[name, block])
+        seconds = time.process_time() - began
+        found.append({"replicas": count, "bytes": size, "cpu_seconds": seconds, "against": len(against)})
+        print(f"{count:>3} replicas: {seconds:.2f} CPU s, {size / 1e6:.0f} MB of contributions", flush=True)
+    return found
+
+
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="outer rounds of each case")
     parser.add_argument("--cases", type=int, help="number of cases; by default all")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--closing", metavar="MODEL", help="measure the CPU time of the check, for a model preset")
+    parser.add_argument("--replicas", type=int, nargs="+", default=[4, 8, 20], help="with --closing: their numbers")
     arguments = parse(parser, SMOKE)
     torch.set_num_threads(1)
+    if arguments.closing:
+        found = {"model": arguments.closing, "seed": arguments.seed, "rounds": closing(arguments)}
+        save(origin() | found, arguments.json)
+        return
     with tempfile.TemporaryDirectory(prefix="hetero-pp-agreement-") as name:
         text, cache = None, Path("runs/.tokens")
         if arguments.smoke:
