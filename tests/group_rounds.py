@@ -23,7 +23,7 @@ from replica_groups.audit.recompute.hops import Blame, blame
 from replica_groups.audit.recompute.replica import ReplicaHere, RoundStart
 from replica_groups.member.commitments import state_of
 from replica_groups.member.committed_state import load_state
-from replica_groups.member.participants import StageMember
+from replica_groups.member.trainers import StageMember
 from stages.stage import Stage
 
 STAGES = 4

@@ -20,10 +20,9 @@ from hetero_pp.run.checkpoint import first_checkpoint
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 from replica_groups.engines.ranks import ALONE
-from replica_groups.member.build_member import Start, build_member
 from replica_groups.member.outer_round import OuterRound
-from replica_groups.member.participants import StageMember
 from replica_groups.member.session import MemberSession
+from replica_groups.member.trainers import StageMember, Start, build_member
 
 T = TypeVar("T")
 SECONDS = 120.0

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Protocol
 
 from torch import Tensor
 
+from hetero_pp.core.device import CPU
 from hetero_pp.core.errors import MalformedContribution
 from hetero_pp.messages.messages_pb2 import ContributionEntry, RoundRecord
 from hetero_pp.model.transformer import Shapes, shapes_by_block
@@ -21,24 +23,79 @@ FetchBlob = Callable[[str, str], bytes]
 """(replica, block) -> bytes of a blob of the round."""
 
 
+class Part(Protocol):
+    """A part of every tensor of theta: some of its rows."""
+
+    @property
+    def shapes(self) -> Shapes:
+        """Whole shape of each tensor."""
+
+    @property
+    def rows(self) -> Mapping[str, range]:
+        """The rows of each tensor."""
+
+
+class _OnHost(dict[str, Tensor]):
+    """Copies of theta in host memory, made when they are asked for."""
+
+    def __init__(self, theta: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._theta = theta
+
+    def __missing__(self, name: str) -> Tensor:
+        self[name] = self._theta[name].cpu()
+        return self[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._theta
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._theta)
+
+    def put_back(self) -> None:
+        """Write the copies to the device, and forget them."""
+        for name, copy in super().items():
+            self._theta[name].copy_(copy)
+        self.clear()
+
+
 def apply_round(
-    theta: Mapping[str, Tensor], run: str, record: RoundRecord, fetch: FetchBlob, optimizer: RoundOptimizer
+    theta: Mapping[str, Tensor],
+    run: str,
+    record: RoundRecord,
+    fetch: FetchBlob,
+    optimizer: RoundOptimizer,
+    part: Part | None = None,
 ) -> None:
     """Apply one round, in place, to the parameters in `theta` and the optimizer's state.
 
     Fetches only the blobs that the optimizer needs: in most methods those of the blocks of `theta`.
 
-    `theta` must contain every tensor of each of its blocks. Raises MalformedContribution if a blob is not the one that
-    the record names.
+    `theta` must contain every tensor of each of its blocks, or the rows of `part`. A theta on a device is copied to the
+    host, one tensor at a time, and back: all members compute the step there, so they get equal bits. Raises
+    MalformedContribution if a blob is not the one that the record names.
     """
     optimizer.begin(record.round, {entry.replica: entry.weight for entry in record.contributions})
-    for block, shapes in shapes_by_block(optimizer.needs(theta)).items():
+    needed = shapes_by_block(needed_shapes(theta, optimizer, part))
+    if any(tensor.device != CPU for tensor in theta.values()):
+        theta = _OnHost(theta)
+    for block, shapes in needed.items():
         blobs = list(_fetch_all(block, shapes, run, record, fetch, optimizer.settings.compression))
         for name, shape in shapes.items():
             weighted = ((entry.weight, blob.tensor(name).scaled(scale_of(entry))) for entry, blob in blobs)
+            rows = range(shape[0]) if part is None else part.rows[name]
             # Not kept in a variable, which would hold one tensor's mean while the next one is computed.
-            optimizer.take(theta, name, _mean(shape, optimizer.rows(name, shape), weighted, optimizer.settings))
+            optimizer.take(theta, name, _mean(shape, rows, weighted, optimizer.settings))
+            if isinstance(theta, _OnHost) and optimizer.settings.source == "difference":
+                theta.put_back()  # a gradient's step is taken in `finish`, for all tensors at once
     optimizer.finish(theta)
+    if isinstance(theta, _OnHost):
+        theta.put_back()
+
+
+def needed_shapes(theta: Mapping[str, Tensor], optimizer: RoundOptimizer, part: Part | None = None) -> Shapes:
+    """Return the whole shapes of the tensors whose contributions a round fetches, by name."""
+    return optimizer.needs(theta) if part is None else {name: part.shapes[name] for name in theta}
 
 
 def _mean(

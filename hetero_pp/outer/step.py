@@ -94,10 +94,6 @@ class RoundOptimizer(Protocol):
     def needs(self, theta: Mapping[str, Tensor]) -> Shapes:
         """Return the shapes of the tensors to average in a round, by name; whole layer blocks."""
 
-    def rows(self, name: str, shape: tuple[int, ...]) -> range:
-        """Return the rows of a tensor's mean that are needed: all, except on several ranks."""
-        return range(shape[0])
-
     def take(self, theta: Mapping[str, Tensor], name: str, mean: Tensor) -> None:
         """Apply the mean of one tensor's rows. May change theta in place, and may overwrite the mean."""
 

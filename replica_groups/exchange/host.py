@@ -29,7 +29,7 @@ from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.open_log import keep_configuration, open_log
 from replica_groups.exchange.restart import Restart, find_restart, newest_sound
 from replica_groups.exchange.showing import Shows
-from replica_groups.member.build_member import fresh_sha256
+from replica_groups.member.trainers import fresh_sha256
 from replica_groups.rounds.rules import Rules, Window
 
 _ROOM_OF_HEADERS = 1 << 20

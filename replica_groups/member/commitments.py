@@ -33,7 +33,7 @@ from replica_groups.member.committed_state import BEFORE, MESSAGES, CommittedSta
 from replica_groups.member.inner_loops import StepsTaken
 from replica_groups.member.outer_round import OuterRound
 from replica_groups.member.session import MemberSession
-from replica_groups.member.training_member import TrainingMember
+from replica_groups.member.trainers import TrainingMember
 
 _LOST = "its state is not the one after the last round that counted it"
 

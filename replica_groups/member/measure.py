@@ -31,9 +31,9 @@ from hetero_pp.run.spec import MemberSpec, RunSpec
 from replica_groups.engines.build import build_model
 from replica_groups.engines.parameter_store import LocalParameters
 from replica_groups.engines.plain import WholeReplica
-from replica_groups.member.build_member import Start, build_stage
 from replica_groups.member.outer_round import OuterRound
 from replica_groups.member.session import MemberSession
+from replica_groups.member.trainers import Start, build_stage
 from stages.stage import Stage
 
 REPEATS = 9

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ from hetero_pp.core.tensor_files import Scratch
 from hetero_pp.messages.messages_pb2 import RoundRecord
 from hetero_pp.model.inner import REMEDIES
 from hetero_pp.model.transformer import Shapes, block_of, shapes_by_block
-from hetero_pp.outer.apply_round import FetchBlob, apply_round, cut_rows
+from hetero_pp.outer.apply_round import FetchBlob, apply_round, cut_rows, needed_shapes
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import OuterOptimizer, RoundOptimizer, parameter_sha256, start_before_mean
 from hetero_pp.pseudo_gradient.contribution import DecodedTensor, ReceivedBlob, encode_blob
@@ -31,10 +32,8 @@ from hetero_pp.pseudo_gradient.rows import join, packed
 from hetero_pp.pseudo_gradient.selection import generator_of
 from replica_groups.engines.parameter_store import ParameterStore
 from replica_groups.member.error_feedback import ErrorFeedback
-from replica_groups.member.pending_rounds import LocalStart, PendingRounds
 from replica_groups.member.rank_rows import RankRows, kept, read_part, write_part
 from replica_groups.member.session import MemberSession
-from replica_groups.member.wrapped import ByRows, OnHost
 
 
 class OuterRound:
@@ -59,21 +58,17 @@ class OuterRound:
         `start` contains all held and followed parameters, whole. With `keeps_undo`, a second copy of the error feedback
         is kept in `folder` (Scratch) while a round is undecided, so that `undo` is exact.
         """
-        self.session, self.parameters, self.ranks, self.settings = session, parameters, session.ranks, settings
-        ranks = session.ranks
+        self.session, self.parameters, self.settings = session, parameters, settings
+        self.ranks = ranks = session.ranks
         shapes = {name: tuple(tensor.shape) for name, tensor in start.items()}
-        self.rows = RankRows(shapes, settings.compression.tile, ranks)
+        self.part = RankRows(shapes, settings.compression.tile, ranks)
         self.blocks = {block_of(name) for name in parameters.shapes}
         self.optimizer = optimizer or OuterOptimizer(settings)
-        if ranks.world > 1:
-            self.optimizer = ByRows(self.optimizer, self.rows)
-        is_pinned = ranks.device.type == "cuda"
-        self._selects_on = ranks.device if is_pinned else CPU
+        self._selects_on = ranks.device if ranks.device.type == "cuda" else CPU
         """Device of the selection. It needs fp64, which other accelerators may lack."""
         kept_on = ranks.device if settings.keep_on_device else CPU
-        if kept_on != CPU:
-            self.optimizer, is_pinned = OnHost(self.optimizer), False
-        self.theta = {name: kept(self.rows.cut(name, tensor), kept_on, is_pinned) for name, tensor in start.items()}
+        is_pinned = ranks.device.type == "cuda" and kept_on == CPU
+        self.theta = {name: kept(self.part.cut(name, tensor), kept_on, is_pinned) for name, tensor in start.items()}
         error = {name: kept(torch.zeros_like(self.theta[name]), kept_on, is_pinned) for name in parameters.shapes}
         self.feedback = ErrorFeedback(error, settings, Scratch(folder) if keeps_undo else None)
         self.on_compressed: Callable[[int, int], object] | None = None
@@ -87,6 +82,10 @@ class OuterRound:
     def error(self) -> dict[str, Tensor]:
         """This rank's rows of error feedback, by parameter."""
         return self.feedback.tensors
+
+    @property
+    def _own_part(self) -> RankRows | None:
+        return self.part if self.ranks.world > 1 else None
 
     @property
     def is_settled(self) -> bool:
@@ -128,7 +127,7 @@ class OuterRound:
 
     def needed(self) -> Collection[str]:
         """Return the blocks whose contributions this member fetches."""
-        return shapes_by_block(self.optimizer.needs(self.theta))
+        return shapes_by_block(needed_shapes(self.theta, self.optimizer, self._own_part))
 
     @contextmanager
     def _undone_if_stopped(self) -> Iterator[None]:
@@ -189,12 +188,12 @@ class OuterRound:
     def _contributed(self, round_: int, name: str) -> Tensor:
         """Return this rank's rows of the pseudo-gradient, or of the gradient, which is consumed."""
         if self.settings.source == "gradient":
-            return self.rows.cut(name, self.parameters.read_gradient(name)).to(self._selects_on)
+            return self.part.cut(name, self.parameters.read_gradient(name)).to(self._selects_on)
         trained = self.own.trained.get(round_)
         return self._difference(name) if trained is None else trained[name].to(self._selects_on)
 
     def _difference(self, name: str) -> Tensor:
-        now = self.parameters.read(name, self.rows.of[name]).to(self._selects_on)
+        now = self.parameters.read(name, self.part.rows[name]).to(self._selects_on)
         return self.own.starts.get(name, self.theta[name]).to(now.device) - now
 
     def _select(self, name: str, delta: Tensor, round_: int) -> Selection:
@@ -213,14 +212,14 @@ class OuterRound:
         parts = ranks.gather_bytes(save(packed(selection, tuple(delta.shape), compression.tile)))
         if not ranks.is_first:
             return selection
-        return join(self.rows.shapes[name], compression.tile, [load(part) for part in parts])
+        return join(self.part.shapes[name], compression.tile, [load(part) for part in parts])
 
     @torch.no_grad()
     def _keep_local(self, round_: int) -> None:
         """Keep the replica's own parameters, and restore error feedback to its state before the contribution."""
         self.own.local = None  # first, to avoid holding two copies at once
         rows = {
-            name: self.parameters.read(name, self.rows.of[name]).to(error.device, copy=True)
+            name: self.parameters.read(name, self.part.rows[name]).to(error.device, copy=True)
             for name, error in self.error.items()
         }
         self.own.local = LocalStart(round_, rows)
@@ -255,7 +254,7 @@ class OuterRound:
             address = self.session.address_of(round_, block)
             blob = ReceivedBlob(fetch(self.session.replica, block), address, shapes, self.settings.compression)
             for name, shape in shapes.items():
-                yield name, cut_rows(blob.tensor(name), shape, self.rows.of[name])
+                yield name, cut_rows(blob.tensor(name), shape, self.part.rows[name])
 
     @torch.no_grad()
     def apply(self, record: RoundRecord, own: Mapping[str, bytes] | None) -> None:
@@ -271,10 +270,10 @@ class OuterRound:
                 return self.ranks.broadcast_bytes(own.get(block))
             return fetched(replica, block)
 
-        apply_round(self.theta, self.session.run, record, fetch, self.optimizer)
+        apply_round(self.theta, self.session.run, record, fetch, self.optimizer, self._own_part)
         hashes = {}
         for name, rows in self.theta.items():
-            whole = self.rows.whole(name, rows)
+            whole = self.part.whole(name, rows)
             if name in self.parameters.shapes:
                 self.parameters.write(name, whole)
             if self.ranks.is_first:
@@ -314,7 +313,7 @@ class OuterRound:
     def _write(self, rows: Mapping[str, Tensor]) -> None:
         """Overwrite this member's parameters from each rank's rows."""
         for name in self.parameters.shapes:
-            self.parameters.write(name, self.rows.whole(name, rows[name]))
+            self.parameters.write(name, self.part.whole(name, rows[name]))
         self.parameters.finish_writing()
 
     def undo(self) -> None:
@@ -360,8 +359,8 @@ class OuterRound:
         """
         self.own.local = None
         for name, theta in self.theta.items():
-            theta.copy_(self.rows.cut(name, start[name]))
-        self.optimizer.load({name: self.rows.cut(name, one) for name, one in momentum.items()}, round_)
+            theta.copy_(self.part.cut(name, start[name]))
+        self.optimizer.load({name: self.part.cut(name, one) for name, one in momentum.items()}, round_)
 
     def save(self, folder: Path) -> None:
         """Write this rank's error feedback, and what the replica trained beyond theta.
@@ -375,8 +374,83 @@ class OuterRound:
 
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote, on any number of ranks."""
-        tensors = read_part(folder, self.ranks, self.rows.shapes, self.settings.compression.tile)
+        tensors = read_part(folder, self.ranks, self.part.shapes, self.settings.compression.tile)
         for name, error in self.error.items():
             error.copy_(tensors[f"error:{name}"])
         self.feedback.undecided = None
         self.own.load(tensors)
+
+
+# Rounds that a replica has trained and theta does not contain: rounds ahead of it, or a round that excluded it.
+
+
+_TRAINED = "trained:"
+"""Key prefix in saved states for pseudo-gradients that wait to be contributed; the round and the name follow."""
+_LOCAL = "local:"
+"""Key prefix in saved states for the replica's own parameters after a round; the round and the name follow."""
+
+LOCAL_LASTS = 2
+"""Number of rounds after which a replica's own parameters are dropped.
+
+A late replica usually skips one round. After a longer absence its parameters would pull theta back.
+"""
+
+
+@dataclass(frozen=True, eq=False)
+class LocalStart:
+    """With keep_local: the replica's own parameters (this rank's rows) after a round that excluded it."""
+
+    round: int
+    rows: Mapping[str, Tensor]
+
+    def is_start_of(self, round_: int, trained: int) -> bool:
+        """Return whether a round may start here: all members kept theirs after round `trained`, lately enough."""
+        return trained == self.round and round_ - trained <= LOCAL_LASTS
+
+
+class PendingRounds:
+    """This rank's rows of the replica's own states, by parameter."""
+
+    def __init__(self) -> None:
+        self.starts: dict[str, Tensor] = {}
+        """The replica's parameters at the start of a round, where they differ from theta."""
+        self.trained: dict[int, dict[str, Tensor]] = {}
+        """With overlap: round -> pseudo-gradients of rounds that are trained and undecided."""
+        self.local: LocalStart | None = None
+
+    def beyond(self, round_: int) -> int:
+        """Return the last round that was trained here but is not part of theta after `round_`; 0 if there is none."""
+        if round_ + 1 in self.trained:
+            return round_ + 1
+        return 0 if self.local is None else self.local.round
+
+    def drop_ahead_of(self, round_: int | None) -> None:
+        """Drop the start of the next round and, unless `round_` is None, what was trained after that round."""
+        self.starts.clear()
+        if round_ is not None:
+            self.trained = {number: one for number, one in self.trained.items() if number <= round_}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what a saved state holds of this."""
+        tensors: dict[str, Tensor] = {}
+        for round_, trained in self.trained.items():
+            tensors |= {f"{_TRAINED}{round_}:{name}": tensor for name, tensor in trained.items()}
+        if self.local is not None:
+            tensors |= {f"{_LOCAL}{self.local.round}:{name}": tensor for name, tensor in self.local.rows.items()}
+        return tensors
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restore what `tensors` returned; other tensors are ignored."""
+        local = _rounds_in(tensors, _LOCAL)
+        self.local = next((LocalStart(number, rows) for number, rows in local.items()), None)
+        self.trained |= _rounds_in(tensors, _TRAINED)
+
+
+def _rounds_in(tensors: Mapping[str, Tensor], prefix: str) -> dict[int, dict[str, Tensor]]:
+    """Return the tensors of a saved state whose keys are `prefix`, a round and a parameter, by round."""
+    found: dict[int, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        if key.startswith(prefix):
+            number, name = key.removeprefix(prefix).split(":")
+            found.setdefault(int(number), {})[name] = tensor
+    return found

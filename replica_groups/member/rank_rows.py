@@ -20,15 +20,15 @@ from replica_groups.engines.ranks import Ranks
 
 
 class RankRows:
-    """Rows of chunks (`pseudo_gradient.rows`) that belong to this rank, by parameter."""
+    """Rows of chunks (`pseudo_gradient.rows`) that belong to this rank, by parameter. Implements Part."""
 
     def __init__(self, shapes: Shapes, tile: tuple[int, int], ranks: Ranks) -> None:
         self.shapes, self._ranks = shapes, ranks
-        self.of = {name: rows_of(shape, tile, ranks.rank, ranks.world) for name, shape in shapes.items()}
+        self.rows = {name: rows_of(shape, tile, ranks.rank, ranks.world) for name, shape in shapes.items()}
 
     def cut(self, state: str, whole: Tensor) -> Tensor:
         """Return this rank's rows of a parameter or of an optimizer's state of it; others belong to all ranks."""
-        rows = self.of.get(parameter_of(state))
+        rows = self.rows.get(parameter_of(state))
         return whole if rows is None else whole[rows.start : rows.stop]
 
     def whole(self, name: str, rows: Tensor) -> Tensor:

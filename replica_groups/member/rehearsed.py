@@ -12,12 +12,9 @@ from hetero_pp.data.shares import SharedBatches
 from hetero_pp.run.simulate_section import MeasuredCost
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.simulator.costs import cost_of
-from replica_groups.member.build_member import worker_settings
-from replica_groups.member.datacenter import DatacenterMember
-from replica_groups.member.participants import StageMember
 from replica_groups.member.rehearsed_round import RehearsedRound
 from replica_groups.member.session import MemberSession
-from replica_groups.member.training_member import TrainingMember
+from replica_groups.member.trainers import DatacenterMember, StageMember, TrainingMember, worker_settings
 from replica_groups.rehearsal.emulated import EmulatedBoundary, EmulatedEngine, EmulatedPace, EmulatedStage
 from stages.activity import Timing
 from stages.worker import StageWorker

@@ -47,18 +47,23 @@ from hetero_pp.run.round_optimizer import round_optimizer
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.store.faults import NO_FAULTS, FaultPhase, Faults
 from replica_groups.engines.ranks import ALONE, Ranks
-from replica_groups.member.build_member import Start, build_member
 from replica_groups.member.commitments import MemberCommitments
 from replica_groups.member.gate import Gate
-from replica_groups.member.inner_loops import InnerLoop, OverlappedRound, RoundInputs, StepsTaken
+from replica_groups.member.inner_loops import (
+    InnerLoop,
+    OverlappedRound,
+    RoundInputs,
+    RoundLength,
+    StepsOf,
+    StepsTaken,
+    round_length,
+)
 from replica_groups.member.outer_round import OuterRound
 from replica_groups.member.reporter import Reporter
-from replica_groups.member.round_length import RoundLength, StepsOf, round_length
-from replica_groups.member.saved_states import SavedStates, newest_usable_state
+from replica_groups.member.saved_states import SavedStates, StateCopies, newest_usable_state
 from replica_groups.member.session import Connections, ExchangeLine, Links, MemberSession
-from replica_groups.member.state_copies import StateCopies
 from replica_groups.member.stopping import NEVER_STOPPED, Stopping
-from replica_groups.member.training_member import TrainingMember
+from replica_groups.member.trainers import Start, TrainingMember, build_member
 from stages.activity import Timing
 
 SECONDS_BETWEEN_LINK_REPORTS = 0.5
@@ -93,7 +98,9 @@ def take_part(
     line = ExchangeLine(spec.links[exchange_link_name(name)], config.seed, connections.lines)
     exchange = connections.exchange if ranks.is_first else None
     overlaps = bool(config.outer.overlap)
-    session = MemberSession(exchange, name, replica, "", line, ranks, stopping, faults, overlaps)
+    session = MemberSession(
+        exchange, name, replica, line=line, ranks=ranks, stopping=stopping, faults=faults, overlaps=overlaps
+    )
 
     # What every member of a run has to have in common is compared before it takes a slot.
     reads = member.reads_data and config.rehearsal is None
@@ -118,9 +125,19 @@ def take_part(
             commitments = MemberCommitments(session, trainer, outer, steps, folder.committed(name))
         length = round_length(spec, member, time.monotonic, ranks, steps_of)
         states = replace(states, every=spec.latest.states_every)
-        undoes = config.states.undo
         loop = TrainingLoop(
-            trainer, outer, session, reporter, states, length, steps, gate, faults, stopping, undoes, commitments
+            trainer,
+            outer,
+            session,
+            reporter,
+            states,
+            length,
+            steps,
+            gate=gate,
+            faults=faults,
+            stopping=stopping,
+            undoes=config.states.undo,
+            commitments=commitments,
         )
         if saved is not None:
             loop.load(saved)

@@ -15,7 +15,7 @@ from lying_run import HONEST, LyingRun, lying_spec
 from hetero_pp.link.protocol import Message
 from hetero_pp.messages.messages_pb2 import EVALUATION, FLUSH, Judgement, LinkHeader
 from replica_groups.member import take_part
-from replica_groups.member.participants import StageMember
+from replica_groups.member.trainers import StageMember
 from stages.transcript import Entry, Transcript, Way
 from stages.worker import StageWorker
 

@@ -26,9 +26,7 @@ from hetero_pp.model.transformer import ModelSettings, Transformer, initialise
 from hetero_pp.pipeline.coefficients import Floats
 from hetero_pp.program.cli import app
 from replica_groups.engines.plain import PlainEngine, WholeReplica
-from replica_groups.member.datacenter import DatacenterMember
-from replica_groups.member.participants import StageMember
-from replica_groups.member.training_member import TrainingMember
+from replica_groups.member.trainers import DatacenterMember, StageMember, TrainingMember
 from stages.boundary import Boundary
 from stages.stage import Stage
 from stages.worker import StageWorker, WorkerSettings

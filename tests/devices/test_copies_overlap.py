@@ -16,7 +16,7 @@ from hetero_pp.core.errors import HeteroPPError
 from hetero_pp.link.in_process import in_process_pair
 from hetero_pp.link.protocol import LinkEnds, Message
 from hetero_pp.run.spec import RunSpec
-from replica_groups.member import build_member
+from replica_groups.member import trainers
 from stages import worker
 from stages.worker import StageWorker
 
@@ -159,7 +159,7 @@ def test_what_cannot_be_sent_ends_the_step(corpus: Path, tmp_path: Path, monkeyp
     spec = group_spec(str(corpus))
     expected = _trained(_group(spec, tmp_path))
     monkeypatch.setattr(worker, "copies_of", lambda device: _Late())
-    monkeypatch.setattr(build_member, "RECEIVE_TIMEOUT", SECONDS)
+    monkeypatch.setattr(trainers, "RECEIVE_TIMEOUT", SECONDS)
     group = _group(spec, tmp_path)
     with torch.no_grad():
         next(iter(group.members[0].parameters.parameters.values())).fill_(torch.nan)

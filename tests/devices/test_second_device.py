@@ -21,7 +21,7 @@ from hetero_pp.core.tensor_files import save_object
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 from replica_groups.engines import plain
-from replica_groups.member import participants
+from replica_groups.member import trainers
 from stages import worker
 
 torch._lazy.ts_backend.init()
@@ -101,7 +101,7 @@ def outcomes(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     with pytest.MonkeyPatch.context() as patch:
         for module in (worker, plain):
             patch.setattr(module, "computing", _computed)
-        for module in (participants, plain):
+        for module in (trainers, plain):
             patch.setattr(module, "save_object", _saved)
         return {name: _outcome(run_over_grpc(specs[name], tmp_path_factory.mktemp("run"), RUNS[name])) for name in RUNS}
 

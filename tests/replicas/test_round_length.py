@@ -9,8 +9,7 @@ import pytest
 
 from hetero_pp.messages.messages_pb2 import ContributionEntry, RoundRecord
 from replica_groups.engines.ranks import Ranks
-from replica_groups.member.inner_loops import StepsTaken
-from replica_groups.member.round_length import AsRecorded, OfFirstRank, RoundLength, SoManySteps, SoMuchTime
+from replica_groups.member.inner_loops import AsRecorded, OfFirstRank, RoundLength, SoManySteps, SoMuchTime, StepsTaken
 
 
 class Watch:

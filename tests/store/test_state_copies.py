@@ -18,8 +18,7 @@ from hetero_pp.store.folder import FolderStore
 from hetero_pp.store.settings import StoreSettings
 from hetero_pp.store.store import Store
 from replica_groups.exchange.log import checkpoint_key, record_key
-from replica_groups.member.saved_states import SavedStates
-from replica_groups.member.state_copies import StateCopies
+from replica_groups.member.saved_states import SavedStates, StateCopies
 
 SMALL = Path(__file__).with_name("small.yaml")
 TIMEOUT = 60.0

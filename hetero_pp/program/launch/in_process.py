@@ -28,7 +28,7 @@ from replica_groups.engines.ranks import Ranks
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.host import begin_run, make_exchange, rules_of
 from replica_groups.member.gate import Gate
-from replica_groups.member.round_length import StepsOf
+from replica_groups.member.inner_loops import StepsOf
 from replica_groups.member.take_part import take_part
 
 _SECONDS_BETWEEN_LOOKS = 1.0

@@ -21,12 +21,11 @@ from hetero_pp.link.protocol import LinkEnd, LinkEnds
 from hetero_pp.model.transformer import EMBEDDING
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from replica_groups.engines.ranks import Ranks
-from replica_groups.member.build_member import Start, build_member
 from replica_groups.member.commitments import state_of
 from replica_groups.member.committed_state import CommittedState
 from replica_groups.member.outer_round import OuterRound
 from replica_groups.member.session import MemberSession
-from replica_groups.member.training_member import TrainingMember
+from replica_groups.member.trainers import Start, TrainingMember, build_member
 
 _OF_A_STATE = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError)
 """Errors that an invented state leads to, when it is loaded or used. Others may be those of this machine."""
