@@ -24,7 +24,7 @@ model: {preset: micro, width: 64, heads: 2, feed_forward: 128}
 data: {corpus: docstrings, sequence_length: 64, validation_sequences: 4, repeat: true}
 inner: {steps: 4, learning_rate: 6e-3}
 outer: {rounds: 100000}
-run checkpoints: {every: 1}
+checkpoints: {every: 1}
 exchange:
   quorum: 0.5
   grace: {factor: 3, least: 2 s, most: 10 s}

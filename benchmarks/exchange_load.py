@@ -42,7 +42,7 @@ model:
 data: {{corpus: {corpus}, tokenizer: bytes, sequence_length: 32, validation_share: 0.2, validation_sequences: 2}}
 inner: {{steps: {steps}, learning_rate: 1e-3}}
 outer: {{rounds: {rounds}, momentum: {momentum}, compression: {{density: {density}}}}}
-run checkpoints: {{every: {run checkpoints}}}
+checkpoints: {{every: {checkpoints}}}
 replicas:
 """
 

@@ -84,7 +84,7 @@ model: {{{model}}}
 data: {{corpus: {corpus}, sequence_length: {length}, validation_share: 0.1, validation_sequences: 2}}
 inner: {{steps: {steps}, learning_rate: 1e-4}}
 outer: {{rounds: {rounds}, compression: {{density: 1/32, value_bits: 2}}}}
-run checkpoints: {{every: {rounds}}}
+checkpoints: {{every: {rounds}}}
 links: {{line: {{bandwidth: {bandwidth}, latency: 5 ms}}}}
 replicas:
 {replicas}

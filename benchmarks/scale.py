@@ -65,7 +65,7 @@ model: MODEL
 data: {corpus: docstrings, sequence_length: 64}
 inner: {steps: 4, learning_rate: 6e-3}
 outer: {compression: {density: 1/128}, rounds: ROUNDS}
-run checkpoints: {every: 100}
+checkpoints: {every: 100}
 exchange: {grace: {least: 600 s}, lease: {least: 120 s}}
 replicas:
 """

@@ -54,7 +54,7 @@ model: {preset: micro, width: 32, heads: 2, feed_forward: 64, layers: 2}
 data: {corpus: CORPUS, sequence_length: 32, validation_sequences: 2, repeat: true}
 inner: {steps: 4, learning_rate: 6e-3, final_learning_rate_share: 1}
 outer: {rounds: 100, weights: tokens, compression: {density: 1/32}}
-run checkpoints: {every: 100}
+checkpoints: {every: 100}
 exchange:
   quorum: 0.5
   grace: {factor: 3, least: 0.2 s, most: 2 s}

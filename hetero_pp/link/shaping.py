@@ -251,12 +251,15 @@ class ShapedQueue(Generic[T]):
         Raises LinkClosed after `close` or `abort`.
         """
         with self._changed:
+            if self._ended is not None:
+                raise LinkClosed(self._ended)
             due = None
-            if self._line is not None and self._ended is None:
+            if self._line is not None:
                 now = self._clock.now()
                 for n_bytes in frames:
                     due = self._line.arrival(now, n_bytes)
-            self.put_due([item], due)
+            self._items.append((due, item))
+            self._changed.notify()
 
     def put_due(self, items: Iterable[T], due: float | None) -> None:
         """Add items with a given arrival time (None: at once). Items keep their order."""

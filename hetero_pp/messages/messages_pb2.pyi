@@ -702,17 +702,13 @@ class FollowingBlob(_message.Message):
     block: str
     def __init__(self, replica: _Optional[str] = ..., size: _Optional[int] = ..., block: _Optional[str] = ...) -> None: ...
 
-class UploadUrlReply(_message.Message):
-    __slots__ = ("url",)
-    URL_FIELD_NUMBER: _ClassVar[int]
-    url: str
-    def __init__(self, url: _Optional[str] = ...) -> None: ...
-
 class DepositReply(_message.Message):
-    __slots__ = ("exchange",)
+    __slots__ = ("exchange", "url")
     EXCHANGE_FIELD_NUMBER: _ClassVar[int]
+    URL_FIELD_NUMBER: _ClassVar[int]
     exchange: str
-    def __init__(self, exchange: _Optional[str] = ...) -> None: ...
+    url: str
+    def __init__(self, exchange: _Optional[str] = ..., url: _Optional[str] = ...) -> None: ...
 
 class RecordRequest(_message.Message):
     __slots__ = ("round", "exchange")
@@ -915,10 +911,6 @@ class Begun(_message.Message):
     note: str
     def __init__(self, last_round: _Optional[int] = ..., damaged: _Optional[_Iterable[str]] = ..., changes: _Optional[str] = ..., note: _Optional[str] = ...) -> None: ...
 
-class Finished(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
 class Over(_message.Message):
     __slots__ = ("round", "rounds", "finishing")
     ROUND_FIELD_NUMBER: _ClassVar[int]
@@ -1029,7 +1021,7 @@ class Report(_message.Message):
     round_closed: RoundRecord
     round_verified: RoundVerified
     joined: Joined
-    finished: Finished
+    finished: Nothing
     begun: Begun
     waiting: Waiting
     reading: Reading
@@ -1043,7 +1035,7 @@ class Report(_message.Message):
     measured_line: MeasuredLine
     so_far: SoFar
     sent: float
-    def __init__(self, time: _Optional[float] = ..., member: _Optional[str] = ..., inner_step: _Optional[_Union[InnerStep, _Mapping]] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., link_use: _Optional[_Union[LinkUse, _Mapping]] = ..., member_round: _Optional[_Union[MemberRound, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., round_closed: _Optional[_Union[RoundRecord, _Mapping]] = ..., round_verified: _Optional[_Union[RoundVerified, _Mapping]] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., reading: _Optional[_Union[Reading, _Mapping]] = ..., membership_event: _Optional[_Union[MembershipEvent, _Mapping]] = ..., over: _Optional[_Union[Over, _Mapping]] = ..., state_saving: _Optional[_Union[StateSaving, _Mapping]] = ..., computes: _Optional[_Union[Computes, _Mapping]] = ..., activity: _Optional[_Union[Activity, _Mapping]] = ..., scores: _Optional[_Union[Scores, _Mapping]] = ..., judged: _Optional[_Union[Judgement, _Mapping]] = ..., measured_line: _Optional[_Union[MeasuredLine, _Mapping]] = ..., so_far: _Optional[_Union[SoFar, _Mapping]] = ..., sent: _Optional[float] = ...) -> None: ...
+    def __init__(self, time: _Optional[float] = ..., member: _Optional[str] = ..., inner_step: _Optional[_Union[InnerStep, _Mapping]] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., link_use: _Optional[_Union[LinkUse, _Mapping]] = ..., member_round: _Optional[_Union[MemberRound, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., round_closed: _Optional[_Union[RoundRecord, _Mapping]] = ..., round_verified: _Optional[_Union[RoundVerified, _Mapping]] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., finished: _Optional[_Union[Nothing, _Mapping]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., reading: _Optional[_Union[Reading, _Mapping]] = ..., membership_event: _Optional[_Union[MembershipEvent, _Mapping]] = ..., over: _Optional[_Union[Over, _Mapping]] = ..., state_saving: _Optional[_Union[StateSaving, _Mapping]] = ..., computes: _Optional[_Union[Computes, _Mapping]] = ..., activity: _Optional[_Union[Activity, _Mapping]] = ..., scores: _Optional[_Union[Scores, _Mapping]] = ..., judged: _Optional[_Union[Judgement, _Mapping]] = ..., measured_line: _Optional[_Union[MeasuredLine, _Mapping]] = ..., so_far: _Optional[_Union[SoFar, _Mapping]] = ..., sent: _Optional[float] = ...) -> None: ...
 
 class ReportRequest(_message.Message):
     __slots__ = ("reports",)

@@ -237,7 +237,7 @@ class ExchangeClient(ExchangeService):
         request = pb.BlobHeader(sha256=hashlib.sha256(data).digest())
         request.MergeFrom(header)
         try:
-            reply: pb.UploadUrlReply = self._once("UploadUrl", request)
+            reply: pb.DepositReply = self._once("UploadUrl", request)
             if not reply.HasField("url"):
                 self._reaches_store = False
                 return None

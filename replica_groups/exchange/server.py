@@ -378,8 +378,8 @@ class _Servicer:
             self.exchange.show_file(header, Path(file.name), caller)
         return pb.Nothing()
 
-    def UploadUrl(self, request: pb.BlobHeader, context: grpc.ServicerContext) -> pb.UploadUrlReply:
-        return pb.UploadUrlReply(url=self.exchange.inbox.upload_url(request, self.callers.of(context)))
+    def UploadUrl(self, request: pb.BlobHeader, context: grpc.ServicerContext) -> pb.DepositReply:
+        return pb.DepositReply(url=self.exchange.inbox.upload_url(request, self.callers.of(context)))
 
     def Uploaded(self, request: pb.BlobHeader, context: grpc.ServicerContext) -> pb.DepositReply:
         self.exchange.inbox.uploaded(request, self.callers.of(context))

@@ -44,7 +44,7 @@ data:
   validation_sequences: 4
 inner: {{steps: {STEPS}, learning_rate: 2e-2, warmup_steps: 0}}
 outer: {{rounds: {ROUNDS}, compression: {{density: 1/4}}}}
-run checkpoints: {{every: 1}}
+checkpoints: {{every: 1}}
 replicas:
   - {{name: dc, kind: datacenter, batch_size: {ROWS}, device: cpu}}
   - {{name: home, kind: participants, stages: 2, batch_size: {ROWS}}}

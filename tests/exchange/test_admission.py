@@ -26,7 +26,7 @@ from hetero_pp.config.links import EXCHANGE
 from hetero_pp.core.errors import HeteroPPError, LinkTimeout, Refused, RunFailed, RunOver
 from hetero_pp.core.steady_clock import steady_clock
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.messages.messages_pb2 import Failure, Finished, Report
+from hetero_pp.messages.messages_pb2 import Failure, Nothing, Report
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.program.join import command as join_command
 from hetero_pp.program.join import membership as membership_module
@@ -335,7 +335,7 @@ def test_who_was_invited_and_fails_ends_its_own_part_alone(served: Served) -> No
     client = served.client(served.takes(served.ticket("b")).credentials)
     client._incarnation = 1
     failed = Report(failure=Failure(cause="made up"))
-    client.report([failed, Report(finished=Finished())])
+    client.report([failed, Report(finished=Nothing())])
     found = {slot.name: slot.held for slot in served.run.exchange.overview.status().slots}
     assert found == {"a": True, "b": False}
     other = served.client(SECRET.credentials("a", encrypted=True))

@@ -22,7 +22,7 @@ from lies import Call, fields_of, link_lies, lying, raw_lies
 
 from hetero_pp.config.links import EXCHANGE
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.rpc import stage_link
+from hetero_pp.rpc import connections, stage_link
 from hetero_pp.rpc.channels import make_channel
 from hetero_pp.rpc.relay import KEY_BYTES
 from hetero_pp.rpc.relay import SERVICE as RELAY
@@ -70,8 +70,13 @@ def test_no_lie_on_a_stage_link_bends_stalls_or_ends_a_run(corpus: Path, tmp_pat
             return call
 
         with ExitStack() as stack:
-            for what in ("CONNECT_TIMEOUT", "DIRECT_SECONDS", "CUT_OFF_SECONDS"):
-                stack.enter_context(mock.patch.object(stage_link, what, 1.0))
+            for module, what in (
+                (stage_link, "CONNECT_TIMEOUT"),
+                (stage_link, "DIRECT_SECONDS"),
+                (connections, "CONNECT_TIMEOUT"),
+                (connections, "CUT_OFF_SECONDS"),
+            ):
+                stack.enter_context(mock.patch.object(module, what, 1.0))
             stack.enter_context(mock.patch.object(StageLink, "open", answered))
             stack.enter_context(lying("c.0", change, dialled))
             run.until_over()

@@ -220,7 +220,7 @@ class _Clock:
 
 
 def _dated(reports: MemberReports, time: float, sent: float | None = None) -> float:
-    report = pb.Report(member="a", time=time, sent=sent, finished=pb.Finished())
+    report = pb.Report(member="a", time=time, sent=sent, finished=pb.Nothing())
     reports.take(report)
     return report.time
 

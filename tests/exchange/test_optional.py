@@ -9,7 +9,7 @@ from members import TIMEOUT, in_thread
 from small_run import GRACE, SETTINGS, Run, closed
 
 from hetero_pp.core.errors import RunOver
-from hetero_pp.messages.messages_pb2 import JOINING, PAUSED, WENT_ON, Finished, Report
+from hetero_pp.messages.messages_pb2 import JOINING, PAUSED, WENT_ON, Nothing, Report
 from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
@@ -119,7 +119,7 @@ def test_status_tells_who_is_waited_for_and_why_a_round_pauses(run: Run) -> None
 
 def finish(run: Run, *members: str) -> None:
     """Report that these members have finished all their rounds."""
-    run.exchange.report([Report(member=member, finished=Finished()) for member in members])
+    run.exchange.report([Report(member=member, finished=Nothing()) for member in members])
 
 
 def train_to_the_end(run: Run, *members: str) -> None:

@@ -97,7 +97,7 @@ TOLD: dict[str, tuple[pb.Report, set[str]]] = {
     "activity": (pb.Report(activity=pb.Activity(doing=pb.FORWARD)), set(ROSTER.members)),
     "failure": (pb.Report(failure=pb.Failure(cause="a cause")), set(ROSTER.members)),
     "refusal": (pb.Report(refusal=pb.Refusal()), set(ROSTER.members)),
-    "finished": (pb.Report(finished=pb.Finished()), set(ROSTER.members)),
+    "finished": (pb.Report(finished=pb.Nothing()), set(ROSTER.members)),
     "closed": (pb.Report(round_closed=pb.RoundRecord(round=1)), set()),
     "verified": (pb.Report(round_verified=pb.RoundVerified(round=1)), set()),
     "joined": (pb.Report(joined=pb.Joined(incarnation=9)), set()),
@@ -312,7 +312,7 @@ def test_a_forged_report_changes_nothing(served: _Served) -> None:
         pb.Report(membership_event=pb.MembershipEvent(what=pb.GIVEN_UP, slot="b")),
     ):
         with pytest.raises(Refused, match="a may not report"):
-            client.report([pb.Report(finished=pb.Finished()), forged])
+            client.report([pb.Report(finished=pb.Nothing()), forged])
     told = [one.WhichOneof("event") for one in _reports(run)]
     assert told.count("refusal") == 3
     assert not set(told) & {"round_verified", "inner_step", "membership_event", "finished"}
@@ -332,7 +332,7 @@ def test_what_no_report_has_is_not_remembered(served: _Served) -> None:
     """The report has a field that is unknown here, which protobuf would keep. The address has 60 KiB."""
     served.run.assign(0, "a", "b")
     client, unknown = served.client(SECRET.credentials("a"), 1), b"\xfa\x3f\x80\x80\x01" + bytes(1 << 14)
-    told = pb.Report(finished=pb.Finished()).SerializeToString() + unknown
+    told = pb.Report(finished=pb.Nothing()).SerializeToString() + unknown
     client.report([pb.Report.FromString(told)])
     served.run.exchange.died("b", "it has ended")
     served.client(SECRET.credentials("b")).join("b", "x" * (60 << 10))

@@ -322,7 +322,7 @@ def test_what_a_member_asks_arrives_and_is_answered(served: Served) -> None:
     assert client.record(3).round == 3
     assert client.fetch("dc", 3, "home", "norm") == BLOB
     client.confirm("dc", 3, {"norm.weight": b"\1" * 32})
-    client.report([pb.Report(member="somebody else", finished=pb.Finished())])
+    client.report([pb.Report(member="somebody else", finished=pb.Nothing())])
     assert [report.member for report in client.watch()] == ["dc"]
     assert served.exchange.stayed.wait(TIMEOUT)  # joining starts it in the background
     client.close()
@@ -356,7 +356,7 @@ def test_what_a_member_asks_arrives_and_is_answered(served: Served) -> None:
             ("Fetch", "dc", INCARNATION, pb.FetchRequest(round=3, replica="home", block="norm")),
             ("Confirm", "dc", INCARNATION, pb.HashReport(round=3, sha256={"norm.weight": b"\1" * 32})),
             # whoever knows the token speaks for itself only
-            ("Report", "dc", INCARNATION, pb.ReportRequest(reports=[pb.Report(member="dc", finished=pb.Finished())])),
+            ("Report", "dc", INCARNATION, pb.ReportRequest(reports=[pb.Report(member="dc", finished=pb.Nothing())])),
             ("Watch",),
         ],
         key=str,
@@ -545,7 +545,7 @@ def test_who_watches_waits_for_the_exchange() -> None:
 
 
 def test_of_some_members_what_they_tell_is_followed_until_they_are_through(served: Served) -> None:
-    finished = [pb.Report(member=member, finished=pb.Finished()) for member in ("home.0", "dc", "home.1")]
+    finished = [pb.Report(member=member, finished=pb.Nothing()) for member in ("home.0", "dc", "home.1")]
     served.exchange.reports = [*finished, pb.Report(member="dc")]
     told = reports_to_members(served.address, WATCHER, ["home.0", "home.1"], TIMEOUT, lambda *_: None)
     assert [report.member for report in told] == ["home.0", "dc", "home.1"]

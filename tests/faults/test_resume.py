@@ -30,7 +30,7 @@ model: {preset: micro, width: 32, heads: 2, feed_forward: 64, layers: 2}
 data: {corpus: CORPUS, sequence_length: 32, validation_share: 0.2, validation_sequences: 10}
 inner: {steps: 2, learning_rate: 1e-2, warmup_steps: 2}
 outer: {rounds: 4, compression: {density: 1/32}}
-run checkpoints: {every: 1}
+checkpoints: {every: 1}
 replicas:
   - {name: titan, kind: datacenter, engine: torchtitan, ranks: 2, batch_size: 4, device: cpu}
   - {name: plain, kind: datacenter, batch_size: 4, device: cpu}

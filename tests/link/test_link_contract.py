@@ -1,4 +1,4 @@
-"""The contract of every link: one suite over the in-process and the gRPC link, with lines or without."""
+"""The contract of every link: one suite over links in process, over a port, and through the relay; also with lines."""
 
 from __future__ import annotations
 
@@ -8,23 +8,33 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from itertools import product
 
+import grpc
 import pytest
 import torch
 from opened_links import open_stage_link
 
 from hetero_pp.config.lines import LineSpec
-from hetero_pp.config.links import LinkShape, LinkSpec
+from hetero_pp.config.links import EXCHANGE, RELAYED, LinkShape, LinkSpec
 from hetero_pp.core.errors import LinkClosed, LinkTimeout
 from hetero_pp.link.in_process import in_process_pair
 from hetero_pp.link.protocol import FRAME_BYTES, Count, LinkEnd, Message
 from hetero_pp.messages.messages_pb2 import ACTIVATION, GRADIENT, LinkHeader
-from hetero_pp.rpc.identities import LinkCredentials
+from hetero_pp.messages.refusals import Kind
+from hetero_pp.rpc.callers import Callers
+from hetero_pp.rpc.channels import make_server
+from hetero_pp.rpc.identities import LinkCredentials, Secret
 from hetero_pp.rpc.link_end import LinkSide
+from hetero_pp.rpc.relay import MOST_CARRIED, LinkLimit, MeetingPoint, Relay, TrainedRound
+from hetero_pp.rpc.relay import SERVICE as RELAY
+from hetero_pp.rpc.relayed import LocalAddress
+from hetero_pp.rpc.services import service_handler
 from hetero_pp.rpc.stage_link import StageLink
+from hetero_pp.run.spec import Roster
 
 SECONDS = 60.0
 """Timeout in seconds, longer than any operation in these tests takes."""
 
+SECRET = Secret("of these tests only")
 UNLIMITED = LinkShape()
 Pair = tuple[LinkEnd, LinkEnd]
 Connect = Callable[..., Pair]
@@ -52,7 +62,52 @@ def connect_grpc_from_below(stack: ExitStack, spec: LinkSpec) -> Pair:
     return links.accept(SECONDS), downstream
 
 
-TRANSPORTS = {"in_process": connect_in_process, "grpc": connect_grpc, "grpc_from_below": connect_grpc_from_below}
+class AdmitEverybody:
+    """Authenticator of a relay whose callers are identified by it alone."""
+
+    def admit(self, call: str, context: grpc.ServicerContext) -> str:
+        return context.peer()
+
+    def refuse(self, sender: str, reason: str, kind: Kind) -> None:
+        raise AssertionError(reason)
+
+    def request_bytes_max(self, call: str) -> int:
+        return 1000
+
+    def blame(self, context: grpc.ServicerContext, reason: str) -> None:
+        raise AssertionError(reason)
+
+
+def connect_relayed(stack: ExitStack, spec: LinkSpec) -> Pair:
+    """Connect a link through the relay, because neither stage can be dialled."""
+    ends = {(spec.name, "forward"): spec.source, (spec.name, "backward"): spec.target}
+    callers = Callers(SECRET, Roster({spec.source: "home", spec.target: "home"}, {}, counts=ends), encrypted=True)
+    limits = {end: LinkLimit(step_bytes=1.0) for end in ends}
+    point, admitted = MeetingPoint("127.0.0.1:0"), AdmitEverybody()
+    stack.callback(point.close)
+    relay = Relay(callers, ends, admitted, point, limits, lambda link: TrainedRound(1, 1, steps=1e15))
+    handler, own = service_handler(RELAY, relay, admitted, MOST_CARRIED), SECRET.authority.identity(EXCHANGE)
+    server, port = make_server("127.0.0.1:0", [handler], 2 * MOST_CARRIED, own)
+    stack.callback(lambda: server.stop(0).wait())
+    links, local = [], LocalAddress()
+    stack.callback(local.close)
+    for member in (spec.source, spec.target):
+        side = LinkSide(spec, LinkCredentials(identity=SECRET.authority.identity(member)), member, seed=1)
+        links.append(StageLink(side, expected=None, exchange=f"127.0.0.1:{port}"))
+        stack.callback(links[-1].close, grace=0)
+    above, below = links
+    below.listen(str(local))
+    below.listens = str(local)
+    below.be_found(0)
+    return above.reach(RELAYED, 0), below.accept(SECONDS)
+
+
+TRANSPORTS: dict[str, Callable[[ExitStack, LinkSpec], Pair]] = {
+    "in_process": connect_in_process,
+    "grpc": connect_grpc,
+    "grpc_from_below": connect_grpc_from_below,
+    "relayed": connect_relayed,
+}
 LINES = [LineSpec(name, "fast", (name,), 8e9, 8e9, 0, 0) for name in ("home.0", "home.1")]
 
 

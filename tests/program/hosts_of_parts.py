@@ -22,7 +22,7 @@ model: {preset: micro, width: 32, heads: 2, feed_forward: 64, layers: 2}
 data: {corpus: CORPUS, sequence_length: 32, validation_share: 0.2, validation_sequences: 8}
 inner: {steps: 2, learning_rate: 1e-2, warmup_steps: 2}
 outer: {rounds: ROUNDS, compression: {density: 1/32}}
-run checkpoints: {every: 1}
+checkpoints: {every: 1}
 exchange: {listen: "127.0.0.1:PORT", grace: {least: 5 min, most: 5 min}, lease: {least: 1 min}}
 links:
   dsl: {bandwidth: 100 Mbit/s, latency: 5 ms}

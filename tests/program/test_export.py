@@ -375,7 +375,7 @@ outer: {rounds: 3, momentum: 0.5, nesterov: true}
 replicas:
   - {name: a, kind: datacenter, batch_size: 4}
   - {name: b, kind: datacenter, batch_size: 4}
-run checkpoints: {every: 1}
+checkpoints: {every: 1}
 """
 CONTINUED = """\
 name: second

@@ -16,7 +16,7 @@ from test_run_state import made_up_spec
 
 from hetero_pp.config.links import EXCHANGE, LAUNCHER
 from hetero_pp.core.errors import LinkClosed, LinkTimeout, RunFailed, RunOver
-from hetero_pp.messages.messages_pb2 import RESTARTED, Begun, Finished, Joined, Over, Report
+from hetero_pp.messages.messages_pb2 import RESTARTED, Begun, Joined, Nothing, Over, Report
 from hetero_pp.program.launch import supervisor as supervisor_module
 from hetero_pp.program.launch.command import run_topology
 from hetero_pp.program.launch.hosts import no_answer
@@ -38,7 +38,7 @@ TIMEOUT = 60.0
 JOINED = Report(time=1, member="dc", joined=Joined(incarnation=1))
 BEGUN = Report(time=2, member=EXCHANGE, begun=Begun())
 AGAIN = Report(time=3, member=EXCHANGE, begun=Begun(last_round=3))
-FINISHED = Report(time=4, member="dc", finished=Finished())
+FINISHED = Report(time=4, member="dc", finished=Nothing())
 
 
 @pytest.mark.parametrize(
