@@ -30,8 +30,7 @@ from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.launch.fork_server import safe_path
 from hetero_pp.program.report.state import RunState
-from hetero_pp.program.view.launched import on_a_page
-from hetero_pp.program.view.server import PAGE
+from hetero_pp.program.view.server import PAGE, on_a_page
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 

@@ -884,20 +884,24 @@ class Joined(_message.Message):
     def __init__(self, address: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class MembershipEvent(_message.Message):
-    __slots__ = ("what", "slot", "replica", "incarnation", "round", "cause")
+    __slots__ = ("what", "slot", "replica", "incarnation", "round", "cause", "scale", "has_left")
     WHAT_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     CAUSE_FIELD_NUMBER: _ClassVar[int]
+    SCALE_FIELD_NUMBER: _ClassVar[int]
+    HAS_LEFT_FIELD_NUMBER: _ClassVar[int]
     what: MembershipEventKind
     slot: str
     replica: str
     incarnation: int
     round: int
     cause: str
-    def __init__(self, what: _Optional[_Union[MembershipEventKind, str]] = ..., slot: _Optional[str] = ..., replica: _Optional[str] = ..., incarnation: _Optional[int] = ..., round: _Optional[int] = ..., cause: _Optional[str] = ...) -> None: ...
+    scale: float
+    has_left: bool
+    def __init__(self, what: _Optional[_Union[MembershipEventKind, str]] = ..., slot: _Optional[str] = ..., replica: _Optional[str] = ..., incarnation: _Optional[int] = ..., round: _Optional[int] = ..., cause: _Optional[str] = ..., scale: _Optional[float] = ..., has_left: _Optional[bool] = ...) -> None: ...
 
 class Begun(_message.Message):
     __slots__ = ("last_round", "damaged", "changes", "note")

@@ -20,8 +20,7 @@ from hetero_pp.model.transformer import ModelShape
 from hetero_pp.program.defences import defence_lines
 from hetero_pp.program.launch.addresses import fixed_addresses
 from hetero_pp.program.launch.inputs import Prepared, prepare
-from hetero_pp.program.report.output import SafeConsole, say, standard_output, tell
-from hetero_pp.program.report.reading import shown_reading
+from hetero_pp.program.report.output import SafeConsole, say, shown_reading, standard_output, tell
 from hetero_pp.program.report.tables import PlainTable, format_bandwidth, spanned, spanned_limits
 from hetero_pp.program.show_exchange import print_exchange
 from hetero_pp.program.show_prediction import print_assumption, print_waiting

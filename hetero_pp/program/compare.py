@@ -16,8 +16,7 @@ from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.units import FORMATS, format_bytes, format_number, format_seconds
 from hetero_pp.program.report.events import last_closed, reports_until
 from hetero_pp.program.report.output import announce, say, standard_output
-from hetero_pp.program.report.replica_state import ReplicaState
-from hetero_pp.program.report.state import RunState
+from hetero_pp.program.report.state import ReplicaState, RunState
 from hetero_pp.program.report.tables import PlainTable
 from hetero_pp.run.folder import RunFolder, recorded_run
 from hetero_pp.run.read import read_trained

@@ -286,5 +286,5 @@ class Run:
                 contribution_bytes=closed.bytes,
                 seconds=seconds,
                 parameters_sha256=sha256,
-                not_counted=self._state.membership_state.not_counted(round_),
+                not_counted={name: why.cause for name, why in self._state.not_counted(round_).items()},
             )

@@ -217,10 +217,10 @@ def _of_rounds(spec: RunSpec, member: MemberSpec) -> Iterator[Term]:
         yield Term("averaged gradients", size + followed, ROUND, on_host=True)
     if spec.config.states.undo:
         yield Term("anchors at the start", 4.0 * part.boundary_numbers.anchors, TRAINED)  # OwnParameters.remember
-    if outer.overlap:  # OwnRounds.trained of two rounds, and OwnRounds.starts
+    if outer.overlap:  # OwnRoundLines.trained of two rounds, and OwnRoundLines.starts
         yield Term("rounds ahead", 3 * size, TRAINED, on_host=True)
     if outer.keep_local:
-        yield Term("own parameters", size, TRAINED, on_host=True)  # OwnRounds.local
+        yield Term("own parameters", size, TRAINED, on_host=True)  # OwnRoundLines.local
 
 
 def _of_one_tensor(spec: RunSpec, member: MemberSpec, accelerated: bool) -> Iterator[Term]:

@@ -31,6 +31,7 @@ from hetero_pp.rpc.exchange_service import Caller, IsAsked, always
 from hetero_pp.run.spec import Roster
 from replica_groups.exchange.exchange_state import ExchangeState
 from replica_groups.exchange.log import ContributionLog
+from replica_groups.exchange.memberships import LEFT
 from replica_groups.exchange.presence import Presence
 from replica_groups.exchange.tally import Tally
 from replica_groups.rounds import events as e
@@ -302,14 +303,15 @@ def _reports_of(effect: e.Effect, replicas: Mapping[str, str]) -> Iterator[pb.Re
     match effect:
         case e.Fenced(slot, incarnation, cause, silent) if cause:
             what = pb.SILENT if silent else pb.INCARNATION_OVER
-            yield _report(what, slot=slot, replica=replicas[slot], incarnation=incarnation, cause=cause)
+            about = {"slot": slot, "replica": replicas[slot], "incarnation": incarnation}
+            yield _report(what, **about, cause=cause, has_left=cause == LEFT)
         case e.Suspend(slot, incarnation, _, cause):
             yield _report(pb.SUSPENDED, slot=slot, replica=replicas[slot], incarnation=incarnation, cause=cause)
         case e.TooLate(replica, round_):
             yield _report(pb.LATE, replica=replica, round=round_)
         case e.Bounded(replica, round_, scale, why):
             what = pb.SCALED if scale else pb.LEFT_OUT
-            yield _report(what, replica=replica, round=round_, cause=f"{scale:.3g}" if scale else why)
+            yield _report(what, replica=replica, round=round_, cause="" if scale else why, scale=scale)
         case e.Paused(round_, there, needed):
             yield _report(pb.PAUSED, round=round_, cause=why_paused(there, len(set(replicas.values())), needed))
         case e.WentOn(round_):

@@ -25,7 +25,7 @@ from hetero_pp.program import validate as program
 from hetero_pp.program.cli import app
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.program.launch.inputs import settled
-from hetero_pp.program.report.membership_event_lines import MembershipEventLines
+from hetero_pp.program.report.membership_event_lines import words_of
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.summary import summary_of
 from hetero_pp.program.validate import Access, FollowedRun, RunChanged, access_to, require_same_text, validate
@@ -60,9 +60,8 @@ def test_a_validator_that_dies_ends_nothing_and_the_run_says_so(
     folder = RunFolder(tmp_path / "t")
     folder.path.mkdir()
     run_in_process(spec, folder, told.append)
-    state, membership_event_lines = RunState(spec), MembershipEventLines(spec)
-    lines = [line for report in told for line in membership_event_lines.lines(report)]
-    assert all(state.apply(report) for report in told)
+    state = RunState(spec)
+    lines = [words_of(one, spec) for report in told if state.apply(report) and (one := state.news) and one.is_line]
     assert state.is_over and state.failed is None
     cause = "the validator has ended (OSError: no memory is left); the run goes on"
     assert lines == [f"unaudited: {cause}"]

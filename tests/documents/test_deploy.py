@@ -25,7 +25,7 @@ from typer.main import get_command
 from hetero_pp.program.cli import app
 from hetero_pp.program.operate.metrics import METRICS, build_info
 from hetero_pp.program.operate.observed import Condition
-from hetero_pp.program.report.membership_state import Outcome
+from hetero_pp.program.report.state import Outcome
 from hetero_pp.run.config import RunConfig
 
 ROOT = Path(__file__).parents[2]

@@ -15,9 +15,8 @@ from playwright.sync_api import Browser, Page, expect
 from playwright.sync_api import Error as PlaywrightError
 from started import TIMEOUT, Started
 
-from hetero_pp.program.view.admitted import MemberAuthenticator
 from hetero_pp.program.view.command import sources_of
-from hetero_pp.program.view.serving import Served
+from hetero_pp.program.view.server import Authenticator, Served
 from hetero_pp.rpc.identities import Authority, Identity
 from hetero_pp.run.folder import RunFolder
 
@@ -113,7 +112,7 @@ def _at_its_end(page: Page, folder: Path, url: str) -> Watched:
     page.locator('[data-view="rounds"]').click()
     page.locator("#rounds").get_by_text("Losses as a table").click()
     table = page.get_by_role("region", name="Losses").inner_text()
-    return Watched(folder, page.request.get(f"{url}api/runs/mixed/history").json(), drawn, tiles, table)
+    return Watched(folder, page.request.get(f"{url}api/runs/mixed").json()["history"], drawn, tiles, table)
 
 
 @pytest.mark.parametrize("member", MEMBERS)
@@ -122,7 +121,7 @@ def test_a_member_is_shown_within_two_seconds(watched: Watched, member: str) -> 
     assert any(one["states"].get(f"member:{member}", "absent") != "absent" for one in shown)
 
 
-@pytest.mark.parametrize("kind", ["injected", "killed"])
+@pytest.mark.parametrize("kind", ["injected", "incarnation_over"])
 def test_a_kill_is_shown_within_two_seconds(watched: Watched, kind: str) -> None:
     mark = watched.first(kind, "home.1")
     assert any(mark["text"] in event for one in watched.in_time(mark) for event in one["events"])
@@ -160,7 +159,7 @@ def test_a_browser_with_a_member_s_certificate_sees_a_run_of_another_machine(
     authority = Authority("secret")
     (source,) = sources_of([RunFolder(watched.folder)]).values()
     source.start()
-    served = Served({"mixed": source}, "0.0.0.0:0", [MemberAuthenticator(authority.identity("launcher"), dict)])
+    served = Served({"mixed": source}, "0.0.0.0:0", [Authenticator(authority.identity("launcher"), dict)])
     url = served.url.replace("0.0.0.0", "127.0.0.1")
     with served.in_background():
         page = _with_certificate(browser, url, authority.identity("home.1"))

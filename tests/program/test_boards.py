@@ -14,8 +14,8 @@ from test_run_state import made_up_round
 
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.messages.messages_pb2 import Report
+from hetero_pp.program.report.boards import Kept, MakeSink, Scalar, makers_of
 from hetero_pp.program.report.recorder import Recorder
-from hetero_pp.program.report.sinks.sink import MakeSink, Scalar, ServiceRun, makers_of
 from hetero_pp.program.report.state import RunState
 from hetero_pp.run.folder import RunFolder
 
@@ -104,7 +104,7 @@ def test_a_sink_that_fails_is_one_line_and_the_run_continues(fails_at: int, tmp_
 
 
 def test_a_sink_that_cannot_be_opened_is_one_line(tmp_path: Path) -> None:
-    def make(state: RunState, kept: ServiceRun) -> Noted:
+    def make(state: RunState, kept: Kept) -> Noted:
         raise ConnectionError("no route to host")
 
     assert record(tmp_path, {"far": make}) == ["far gets no more curves, but the run continues: no route to host"]
@@ -115,9 +115,9 @@ def test_a_resumed_run_continues_its_run_of_a_service(tmp_path: Path) -> None:
     """The service gets each point once. A board that is new gets the earlier points, too."""
     reports = made_up_reports()
     half = len(reports) - len([*made_up_round(2)]) - 3  # of two rounds, and of three members that finish
-    sinks, given = [Noted(), Noted(), Noted()], list[ServiceRun]()
+    sinks, given = [Noted(), Noted(), Noted()], list[Kept]()
 
-    def make(state: RunState, kept: ServiceRun) -> Noted:
+    def make(state: RunState, kept: Kept) -> Noted:
         given.append(kept)
         return sinks[len(given) - 1]
 
@@ -131,7 +131,7 @@ def test_a_resumed_run_continues_its_run_of_a_service(tmp_path: Path) -> None:
 
 
 def test_a_sink_that_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetero_pp.program.report.sinks.sink.find_spec", lambda name: None)
+    monkeypatch.setattr("hetero_pp.program.report.boards.find_spec", lambda name: None)
     with pytest.raises(
         ConfigError, match=r"^--board wandb: the package is not installed; install it with: pip install 'hetero-pp"
     ):

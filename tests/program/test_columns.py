@@ -18,8 +18,7 @@ from typer.testing import CliRunner
 from hetero_pp.config.links import DIRECTIONS
 from hetero_pp.program import plan, simulate
 from hetero_pp.program.cli import app
-from hetero_pp.program.report.folding import fold, fold_names
-from hetero_pp.program.report.output import WIDTH_OF_FILES, say, tell
+from hetero_pp.program.report.output import WIDTH_OF_FILES, fold, fold_names, say, tell
 from hetero_pp.program.report.tables import PlainTable
 from hetero_pp.research.experiments.report import print_result
 

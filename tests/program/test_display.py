@@ -6,6 +6,7 @@ import io
 import itertools
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -31,12 +32,10 @@ from hetero_pp.config.links import DIRECTIONS
 from hetero_pp.messages.messages_pb2 import CONTRIBUTING, FINISHING, JOINING, PAUSED, SILENT, Report
 from hetero_pp.messages.report_bounds import MOST_LOSS
 from hetero_pp.model.inner import REMEDIES
-from hetero_pp.program.report.display import LOSS_SECONDS, LiveDisplay
-from hetero_pp.program.report.live_view import live_view
-from hetero_pp.program.report.result import print_result
-from hetero_pp.program.report.round_lines import earlier_line, waiting_line
+from hetero_pp.program.report.display import LOSS_SECONDS, LiveDisplay, live_view
+from hetero_pp.program.report.lines import earlier_line, waiting_line
 from hetero_pp.program.report.state import RunState
-from hetero_pp.program.report.summary import summary_of
+from hetero_pp.program.report.summary import print_result, summary_of
 from hetero_pp.run.read import spec_of
 from hetero_pp.run.yaml_file import ConfigFile
 
@@ -135,74 +134,65 @@ def test_who_is_missing_at_the_start_and_later_is_told_once() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("heard", "seconds", "said"),
-    [
-        ({"dc": 1, "home.0": 1, "home.1": 1}, 10, ""),
-        ({"dc": 1, "home.0": 1, "home.1": 1}, 70, "; no progress for 1:10"),
-        ({"dc": 1, "home.0": 1, "home.1": 42}, 10, "; no heartbeat from home.1 for 42 s; no progress for 10 s"),
-    ],
-)
-def test_an_inner_step_that_takes_long_is_no_stall(heard: dict[str, float], seconds: float, said: str) -> None:
-    """The line shows what members do, and which of them have been silent for how long."""
-    state = RunState(made_up_spec())
-    for report in made_up_round(1):
-        state.apply(report)
-    state.apply(inner_step(START + 11, "dc", "dc", 2, 0, loss=1.0))
-    state.apply(inner_step(START + 12, "home.1", "home", 2, 0, loss=1.0))
-    told = waiting(START + 22, CONTRIBUTING, *heard, seconds=seconds)
-    for one in told.waiting.missing:
-        one.silent_seconds = heard[one.member]
-    state.apply(told)
-    line = "round 2: training (1 of 2 inner steps; waiting for 3 of 3 contributions)"
-    assert waiting_line(state) == line + said
+TRAINED, TRAINS = [*made_up_round(1)][:6], [*made_up_round(1)]
+STEPPED = [
+    *TRAINS,
+    inner_step(START + 11, "dc", "dc", 2, 0, loss=1.0),
+    inner_step(START + 12, "home.1", "home", 2, 0, loss=1.0),
+]
+ALL = {"dc": 1.0, "home.0": 1.0, "home.1": 1.0}
+OF_3 = "waiting for 3 of 3 contributions"
+STEP = f"round 2: training (1 of 2 inner steps; {OF_3})"
+LONG = f"round 2: training (0 of 2 inner steps; {OF_3})"
+LATE = "round 1: trained (2 of 2 inner steps; waiting for 2 of 3 contributions from home.0, home.1)"
+SILENT_FOR = "no heartbeat from %s for 42 s; no progress for"
+CLOSED = "all rounds are closed; waiting for dc (last heartbeat"
 
 
 @pytest.mark.parametrize(
-    ("seconds", "dc_heard", "said"),
+    ("before", "awaited", "heard", "computing", "seconds", "said"),
     [
-        (20, 1, ""),
-        (70, 1, "; computing for 1:10: dc"),
-        (70, 42, "; no heartbeat from dc for 42 s; no progress for 1:10"),
+        (STEPPED, CONTRIBUTING, ALL, "", 10, STEP),  # a step that takes long is no stall
+        (STEPPED, CONTRIBUTING, ALL, "", 70, f"{STEP}; no progress for 1:10"),
+        (
+            STEPPED,
+            CONTRIBUTING,
+            ALL | {"home.1": 42.0},
+            "",
+            10,
+            f"{STEP}; {SILENT_FOR % 'home.1'} 10 s",
+        ),
+        (TRAINS, CONTRIBUTING, ALL, "dc", 20, LONG),
+        (TRAINS, CONTRIBUTING, ALL, "dc", 70, f"{LONG}; computing for 1:10: dc"),
+        # The last words of a silent member do not count.
+        (
+            TRAINS,
+            CONTRIBUTING,
+            ALL | {"dc": 42.0},
+            "dc",
+            70,
+            f"{LONG}; {SILENT_FOR % 'dc'} 1:10",
+        ),
+        (TRAINED, CONTRIBUTING, {"home.0": 1.0, "home.1": 1.0}, "", 10, f"{LATE}; no progress for 10 s"),
+        # Members that finish the last round are no stall while they are heard.
+        ([], FINISHING, {"dc": 1.0}, "", 20, f"{CLOSED} 1 s ago) to finish; for 20 s so far"),
+        ([], FINISHING, {"dc": 12.0}, "", 20, f"{CLOSED} 12 s ago) to finish; no progress for 20 s"),
     ],
 )
-def test_a_step_of_minutes_is_told_as_such_while_a_member_computes(seconds: float, dc_heard: float, said: str) -> None:
-    """The last words of a silent member do not count."""
+def test_the_line_of_a_wait_names_who_is_late_silent_or_computes(
+    before: list[Report], awaited: Any, heard: dict[str, float], computing: str, seconds: float, said: str
+) -> None:
     state = RunState(made_up_spec())
-    for report in made_up_round(1):
+    for report in before:
         state.apply(report)
-    told = waiting(START + 22, CONTRIBUTING, "dc", "home.0", "home.1", seconds=seconds)
+    told = waiting(START + 22, awaited, *heard, seconds=seconds)
+    told.waiting.round = 1 if before is TRAINED else told.waiting.round
     for one in told.waiting.missing:
-        one.computes, one.silent_seconds = one.member == "dc", dc_heard if one.member == "dc" else 1.0
+        one.silent_seconds, one.computes = heard[one.member], one.member == computing
     state.apply(told)
-    waits = "waiting for 3 of 3 contributions"
-    assert waiting_line(state) == f"round 2: training (0 of 2 inner steps; {waits}){said}"
-    if not said:
-        assert waiting_line(state, sees_all=False) == f"round 2: {waits}; computing for 20 s: dc"
-
-
-@pytest.mark.parametrize(("silent", "said"), [(1, "for 20 s so far"), (12, "no progress for 20 s")])
-def test_members_that_finish_the_last_round_are_no_stall_while_they_are_heard(silent: float, said: str) -> None:
-    state = RunState(made_up_spec())
-    told = waiting(START, FINISHING, "dc", seconds=20)
-    told.waiting.missing[0].silent_seconds = silent
-    state.apply(told)
-    expected = f"all rounds are closed; waiting for dc (last heartbeat {silent} s ago) to finish; {said}"
-    assert waiting_line(state) == expected
-
-
-def test_a_round_that_is_trained_names_the_late_members() -> None:
-    state = RunState(made_up_spec())
-    reports = list(made_up_round(1))
-    for report in reports[: reports.index(next(one for one in reports if one.HasField("link_use")))]:
-        state.apply(report)
-    told = waiting(START + 22, CONTRIBUTING, "home.0", "home.1", seconds=10)
-    told.waiting.round = 1
-    for one in told.waiting.missing:
-        one.silent_seconds = 1
-    state.apply(told)
-    late = "waiting for 2 of 3 contributions from home.0, home.1"
-    assert waiting_line(state) == f"round 1: trained (2 of 2 inner steps; {late}); no progress for 10 s"
+    assert waiting_line(state) == said
+    if said == LONG:
+        assert waiting_line(state, sees_all=False) == f"round 2: {OF_3}; computing for 20 s: dc"
 
 
 def test_rounds_that_were_closed_earlier_are_no_lines() -> None:

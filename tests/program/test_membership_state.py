@@ -46,15 +46,13 @@ from hetero_pp.messages.messages_pb2 import (
     Over,
     Report,
 )
+from hetero_pp.program.report.display import live_view
 from hetero_pp.program.report.events import line_of, reports_until
-from hetero_pp.program.report.live_view import live_view, trouble_lines
-from hetero_pp.program.report.membership_event_lines import MembershipEventLines
-from hetero_pp.program.report.own_round_lines import OwnRoundLines
+from hetero_pp.program.report.lines import OwnRoundLines, round_line, trouble_lines
+from hetero_pp.program.report.membership_event_lines import words_of
 from hetero_pp.program.report.recorder import to_json
-from hetero_pp.program.report.result import print_result
-from hetero_pp.program.report.round_lines import round_line
 from hetero_pp.program.report.state import RunState
-from hetero_pp.program.report.summary import summary_of
+from hetero_pp.program.report.summary import print_result, summary_of
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.costs import step_flops
@@ -106,8 +104,10 @@ def there() -> list[Report]:
 
 
 def said(reports: list[Report], **changes: Any) -> list[str]:
-    membership_event_lines = MembershipEventLines(made_up_spec(**changes))
-    return [line for report in reports for line in membership_event_lines.lines(report)]
+    state = RunState(made_up_spec(**changes))
+    return [
+        words_of(one, state.spec) for report in reports if state.apply(report) and (one := state.news) and one.is_line
+    ]
 
 
 def text_of(renderable: object) -> str:
@@ -391,7 +391,7 @@ def test_participation_counts_each_missed_round_in_whatever_order_it_is_told() -
     now = [joined(START + 100, member, 3) for member in ("dc", "home.0", "home.1")]
     state = state_of([*now, *earlier, round_closed(START + 110, 2)])
     assert state.tally.participation == 3 / 4  # the summary names the missed round, too
-    assert not state.membership_state.vacant
+    assert not state.vacant
 
 
 def test_a_host_shows_what_happens_to_others_and_goes_on_once() -> None:

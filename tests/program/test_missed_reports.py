@@ -34,15 +34,11 @@ from hetero_pp.messages.messages_pb2 import (
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.program.launch.recorded import begin_folder
 from hetero_pp.program.report import pictures
-from hetero_pp.program.report.display import LiveDisplay
-from hetero_pp.program.report.live_view import live_view
-from hetero_pp.program.report.membership_event_lines import MembershipEventLines
-from hetero_pp.program.report.own_round_lines import OwnRoundLines
+from hetero_pp.program.report.display import LiveDisplay, live_view
+from hetero_pp.program.report.lines import OwnRoundLines, round_line
 from hetero_pp.program.report.recorder import Recorder
-from hetero_pp.program.report.result import print_result
-from hetero_pp.program.report.round_lines import round_line
 from hetero_pp.program.report.state import RunState
-from hetero_pp.program.report.summary import summary_of
+from hetero_pp.program.report.summary import print_result, summary_of
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
@@ -107,16 +103,11 @@ def _optional(spec: RunSpec) -> RunSpec:
 
 def _read_all(spec: RunSpec, reports: Sequence[Report]) -> RunState:
     """Apply reports to every reader that needs no file, and render all that they show."""
-    state, membership_event_lines, shown = (
-        RunState(spec),
-        MembershipEventLines(spec),
-        Console(file=io.StringIO(), width=80),
-    )
+    state, shown = RunState(spec), Console(file=io.StringIO(), width=80)
     display = LiveDisplay(state, shown, since=reports[0].time if reports else 0.0)
     hosts = [OwnRoundLines(spec, members, lambda line: None) for members in (["dc"], ["home.0"], list(spec.members))]
     for number, report in enumerate(reports):
         state.apply(report)
-        list(membership_event_lines.lines(report))
         for host in hosts:
             host.on_report(report)
         if number % 50 == 0:

@@ -51,14 +51,11 @@ from hetero_pp.messages.messages_pb2 import (
 from hetero_pp.program.cli import app
 from hetero_pp.program.launch.mode import Invocation
 from hetero_pp.program.operate import http_server
-from hetero_pp.program.operate.collector import RunCollector
-from hetero_pp.program.operate.metrics import METRICS, build_info
+from hetero_pp.program.operate.metrics import METRICS, RunCollector
 from hetero_pp.program.operate.observed import SILENT_SECONDS, Condition, Observed, health_of
 from hetero_pp.program.operate.operations import Operations, operated
-from hetero_pp.program.report.membership_state import Outcome
-from hetero_pp.program.report.round_lines import STALL_SECONDS
-from hetero_pp.program.report.spent import PARTS
-from hetero_pp.program.report.state import RunState
+from hetero_pp.program.report.lines import STALL_SECONDS
+from hetero_pp.program.report.state import PARTS, Outcome, RunState
 
 YAML = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 
@@ -70,7 +67,7 @@ def collected(state: RunState, *members: str, now: float = START + 30) -> Found:
     """Return the samples of a state, as a host with these members sees it, or with all."""
     observed = Observed(lambda: now)
     observed.follow(state, members or None)
-    return samples(RunCollector(observed, METRICS, build_info()).collect())
+    return samples(RunCollector(observed).collect())
 
 
 def samples(families: Iterable[Metric]) -> Found:
@@ -200,7 +197,7 @@ def test_every_outcome_of_a_contribution_is_counted_once() -> None:
         expected[outcome] = expected.get(outcome, 0) + 1
     observed, state = Observed(), RunState(made_up_spec(outer={"rounds": 30}))
     observed.follow(state)
-    collector = RunCollector(observed, METRICS, build_info())
+    collector = RunCollector(observed)
     for report in reports:
         state.apply(report)
         found = samples(collector.collect())  # a scrape after each report
@@ -212,7 +209,7 @@ def test_a_counter_never_falls() -> None:
     """A restarted process counts its round anew."""
     observed, state = Observed(), told()
     observed.follow(state)
-    collector, found = RunCollector(observed, METRICS, build_info()), []
+    collector, found = RunCollector(observed), []
     for payload in (5000, 100, 6000):
         state.apply(link_use(START, "home.0-1", "forward", 1, payload))
         found.append(samples(collector.collect())["link_wire_bytes_total", "forward", "home.0-1"])
@@ -321,7 +318,7 @@ def test_a_foreign_page_that_binds_its_name_to_this_machine_reads_nothing(
 
 
 def test_a_client_that_sends_byte_by_byte_is_cut(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr(http_server, "SECONDS_OF_A_REQUEST", 0.3)
+    monkeypatch.setattr(http_server, "SECONDS_OF_A_CONNECTION", 0.3)
     with operated("0"):
         port = int(capsys.readouterr().out.split("http://127.0.0.1:")[1].split("/")[0])
         over = threading.Event()

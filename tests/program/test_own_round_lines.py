@@ -6,7 +6,7 @@ from test_run_state import START, begun, evaluation, inner_step, joined, link_us
 
 from hetero_pp.messages.messages_pb2 import CONTRIBUTING, INCARNATION_OVER, JOINING, Over, Report
 from hetero_pp.program.launch.mode import AS_A_RUN
-from hetero_pp.program.report.own_round_lines import OwnRoundLines
+from hetero_pp.program.report.lines import OwnRoundLines
 
 
 def member_round(member: str, round_: int, wait: float = 2.0) -> Report:

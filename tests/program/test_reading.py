@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from hetero_pp.program.report.reading import shown_reading
+from hetero_pp.program.report.output import shown_reading
 
 
 class Clock:

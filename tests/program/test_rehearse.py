@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hetero_pp.program.operate.collector import Outcomes, ScrapedState
 from started import run_program, start_program
 from typer.testing import CliRunner
 
 from hetero_pp.program.cli import app
-from hetero_pp.program.operate.collector import Outcomes, ScrapedState
 from hetero_pp.program.operate.metrics import METRICS
 from hetero_pp.program.operate.observed import Observed
-from hetero_pp.program.view.history import history_of
-from hetero_pp.program.view.record import RecordedRun
+from hetero_pp.program.view.page_data import history_of
+from hetero_pp.program.view.sources import Record
 from hetero_pp.run.folder import RunFolder
 
 pytestmark = pytest.mark.starts_processes
@@ -82,7 +82,7 @@ def test_a_rehearsal_is_marked_wherever_it_is_shown(rehearsed: tuple[Path, str])
     code, said = asked("status", NAME, "--runs", str(folder.parent), "--json", str(folder / "status.json"))
     assert code == 0 and f"{NAME}: a rehearsal, which trains nothing: over after round 2 of 2" in said
     assert json.loads((folder / "status.json").read_text())["rehearsal"] is True
-    record = RecordedRun(RunFolder(folder))
+    record = Record(RunFolder(folder))
     assert history_of(record.view)["rehearsal"] is True
     info = next(one for one in METRICS if one.name == "hetero_pp_run_info")
     observed = Observed()

@@ -21,11 +21,10 @@ from hetero_pp.messages.messages_pb2 import (
     SoFar,
 )
 from hetero_pp.messages.refusals import Kind
-from hetero_pp.program.report.carried import DirectionState, LineState
 from hetero_pp.program.report.pictures import training_losses
-from hetero_pp.program.report.replica_state import STILL_TOLD, ReplicaState
-from hetero_pp.program.report.state import RunState
+from hetero_pp.program.report.state import STILL_TOLD, ReplicaState, RunState
 from hetero_pp.program.report.summary import summary_of
+from hetero_pp.program.report.traffic import DirectionState, LineState
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 

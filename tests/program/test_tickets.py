@@ -31,7 +31,7 @@ from hetero_pp.program.join.status import print_status, status
 from hetero_pp.program.launch import hosts
 from hetero_pp.program.launch.over import keep_over
 from hetero_pp.program.operate.operations import Operations
-from hetero_pp.program.report.own_round_lines import OwnRoundLines
+from hetero_pp.program.report.lines import OwnRoundLines
 from hetero_pp.rpc.identities import Authority, Keys, Secret, Ticket, make_ticket, new_secret
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder

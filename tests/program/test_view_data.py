@@ -34,13 +34,10 @@ from hetero_pp.program.report.events import STRANGE, line_of, report_of
 from hetero_pp.program.report.recorder import to_json
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.summary import summary_of
-from hetero_pp.program.view import followed as followed_module
-from hetero_pp.program.view import key_frames
-from hetero_pp.program.view import record as record_module
-from hetero_pp.program.view.followed import Curve
-from hetero_pp.program.view.key_frames import KeyFrames
-from hetero_pp.program.view.record import RecordedRun
-from hetero_pp.program.view.run_view import RunView
+from hetero_pp.program.view import run_view as run_view_module
+from hetero_pp.program.view import sources as sources_module
+from hetero_pp.program.view.run_view import Curve, KeyFrames, RunView
+from hetero_pp.program.view.sources import Record
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.yaml_file import save_config
 from replica_groups.exchange.joining import Text
@@ -86,12 +83,12 @@ def run_folder(path: Path, lines: Sequence[bytes], **changes: Any) -> RunFolder:
 
 
 @pytest.fixture
-def followed() -> Iterator[Callable[[RunFolder], RecordedRun]]:
+def followed() -> Iterator[Callable[[RunFolder], Record]]:
     """Follow records until the end of the test."""
-    records: list[RecordedRun] = []
+    records: list[Record] = []
 
-    def follow(folder: RunFolder) -> RecordedRun:
-        records.append(RecordedRun(folder))
+    def follow(folder: RunFolder) -> Record:
+        records.append(Record(folder))
         records[-1].start()
         assert records[-1].wait(60)
         return records[-1]
@@ -149,7 +146,7 @@ def test_damaged_and_unknown_lines_are_skipped_and_named() -> None:
 
 
 def test_lines_that_no_run_has_are_skipped_in_bounded_memory(
-    tmp_path: Path, followed: Callable[[RunFolder], RecordedRun], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, followed: Callable[[RunFolder], Record], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = recorded(made_up_reports())
     closed = json.loads(recorded([round_closed(START, 1)])[0])
@@ -178,7 +175,7 @@ def test_lines_that_no_run_has_are_skipped_in_bounded_memory(
     assert max(map(len, view.problems)) < 200
 
 
-def test_a_record_is_followed_while_it_is_written(tmp_path: Path, followed: Callable[[RunFolder], RecordedRun]) -> None:
+def test_a_record_is_followed_while_it_is_written(tmp_path: Path, followed: Callable[[RunFolder], Record]) -> None:
     lines = recorded(made_up_reports())
     half = len(lines) // 2
     folder = run_folder(tmp_path, [*lines[:half], lines[half][:20]])
@@ -191,10 +188,10 @@ def test_a_record_is_followed_while_it_is_written(tmp_path: Path, followed: Call
 
 
 def test_a_record_that_a_full_disk_keeps_behind_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, followed: Callable[[RunFolder], RecordedRun]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, followed: Callable[[RunFolder], Record]
 ) -> None:
-    monkeypatch.setattr(record_module, "is_running", lambda _: True)
-    monkeypatch.setattr(record_module, "_SECONDS_BETWEEN_LOOKS", 0.0)
+    monkeypatch.setattr(sources_module, "is_running", lambda _: True)
+    monkeypatch.setattr(sources_module, "_SECONDS_BETWEEN_LOOKS", 0.0)
     record = followed(run_folder(tmp_path, recorded([*there(), begun(START, 1)])))
     assert record.view.stale == ""
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
@@ -204,7 +201,7 @@ def test_a_record_that_a_full_disk_keeps_behind_says_so(
     wait_until(lambda: not record.view.stale)
 
 
-def test_a_record_that_is_replaced_is_read_again(tmp_path: Path, followed: Callable[[RunFolder], RecordedRun]) -> None:
+def test_a_record_that_is_replaced_is_read_again(tmp_path: Path, followed: Callable[[RunFolder], Record]) -> None:
     folder = run_folder(tmp_path, recorded(made_up_reports()))
     record = followed(folder)
     before = record.view
@@ -216,7 +213,7 @@ def test_a_record_that_is_replaced_is_read_again(tmp_path: Path, followed: Calla
 
 
 def test_a_folder_without_a_record_or_with_a_damaged_summary_says_so(
-    tmp_path: Path, followed: Callable[[RunFolder], RecordedRun]
+    tmp_path: Path, followed: Callable[[RunFolder], Record]
 ) -> None:
     folder = run_folder(tmp_path, [])
     folder.metrics.unlink()
@@ -252,9 +249,7 @@ def test_rounds_curves_and_costs_are_those_of_the_state() -> None:
     assert history["cost"]["tokens"] == sum(one["tokens"] for one in summary_of(view.state)["replicas"])
 
 
-def test_runs_with_other_texts_differ_in_a_comparison(
-    tmp_path: Path, followed: Callable[[RunFolder], RecordedRun]
-) -> None:
+def test_runs_with_other_texts_differ_in_a_comparison(tmp_path: Path, followed: Callable[[RunFolder], Record]) -> None:
     """The same corpus may be another text on another machine, such as the standard library of another Python."""
     folder = run_folder(tmp_path, recorded(made_up_reports()))
     assert followed(folder).view.history("x")["settings"]["data: sha256"] is None
@@ -296,10 +291,12 @@ def test_a_killed_member_its_replica_and_its_return_are_shown() -> None:
     assert now["replicas"]["home"]["state"] == "suspended" and now["replicas"]["dc"]["state"] == "training"
     assert [(one["kind"], one["member"]) for one in view.marks()][3:] == [
         ("restarted", "home.1"),
-        ("killed", "home.1"),
+        ("incarnation_over", "home.1"),
         ("suspended", "home.0"),
     ]
-    view.take(membership_event(START + 1, pb.SUSPENDED, slot="home.2", cause=KILLED, replica="home", incarnation=1))
+    late = membership_event(START + 1, pb.SUSPENDED, slot="home.2", cause=KILLED, replica="home", incarnation=1)
+    assert view.state.apply(late)
+    view.take(late)
     assert view.marks()[-1]["text"] == f"home.2 is suspended: {KILLED}"  # the first line is about the whole group
     for report in (back(START + 2), inner_step(START + 3, "home.0", "home", 1, 0, tokens=1)):
         assert view.state.apply(report)
@@ -328,7 +325,9 @@ def test_what_a_member_does(doing: pb.Doing, state: str, detail: str) -> None:
 
 
 def test_a_member_that_left_was_not_killed() -> None:
-    marks = view_of([*there(), membership_event(START + 1, pb.INCARNATION_OVER, slot="home.1", cause=LEFT)]).marks()
+    marks = view_of(
+        [*there(), membership_event(START + 1, pb.INCARNATION_OVER, slot="home.1", cause=LEFT, has_left=True)]
+    ).marks()
     assert [(one["kind"], one["text"]) for one in marks[-1:]] == [("left", "home.1: it has left; its slot is vacant")]
 
 
@@ -349,17 +348,17 @@ def test_phases_of_a_run() -> None:
 
 def test_any_moment_is_shown_again() -> None:
     view = view_of(made_up_reports())
-    closed = [json.loads(view.frame_at(when))["rounds_closed"] for when in (0.0, 9.9, 10.1, 25.0)]
+    closed = [json.loads(view.frame(when))["rounds_closed"] for when in (0.0, 9.9, 10.1, 25.0)]
     assert closed == [0, 0, 1, 2]
-    assert json.loads(view.frame_at(9.9))["time"] <= 9.9
+    assert json.loads(view.frame(9.9))["time"] <= 9.9
 
 
 def test_an_earlier_start_that_is_told_again_replaces_later_frames() -> None:
     """A resumed run first tells which members have joined now, and then the rounds of its earlier start."""
     now = [Report(time=START + 500, member="dc", joined=pb.Joined(incarnation=2))]
     view = view_of([*now, *made_up_reports()])
-    assert json.loads(view.frame_at(0.0))["rounds_closed"] == 0
-    assert json.loads(view.frame_at(15.0))["time"] == pytest.approx(15.0, abs=1.0)
+    assert json.loads(view.frame(0.0))["rounds_closed"] == 0
+    assert json.loads(view.frame(15.0))["time"] == pytest.approx(15.0, abs=1.0)
 
 
 def test_a_pause_between_two_sittings_takes_no_room_on_the_page() -> None:
@@ -375,13 +374,13 @@ def test_a_pause_between_two_sittings_takes_no_room_on_the_page() -> None:
     first = [report for report in made_up_reports() if report.time <= START + 10]
     view = view_of([*now, *first, begun(START + hours + 5, 1), *later])
     marks = [one["time"] for one in view.marks()]
-    assert marks == sorted(marks) and {one["kind"] for one in view.marks()} == {"joined", "resumed_run"}
+    assert marks == sorted(marks) and {one["kind"] for one in view.marks()} == {"joined", "begun"}
     history = view.history("x")
     assert history["span"] < 30 and [one["closed"] for one in history["rounds"]] == sorted(
         one["closed"] for one in history["rounds"]
     )
     assert frame(view)["time"] < 30 and frame(view)["elapsed"] < 30
-    closed = [json.loads(view.frame_at(when))["rounds_closed"] for when in (0.0, 9.9, 10.1, 29.0)]
+    closed = [json.loads(view.frame(when))["rounds_closed"] for when in (0.0, 9.9, 10.1, 29.0)]
     assert closed == [0, 0, 1, 2]
     assert [time for time, *_ in history["steps"]["dc"]] == sorted(time for time, *_ in history["steps"]["dc"])
 
@@ -406,8 +405,8 @@ def test_changes_are_told_once_and_add_up_to_the_history() -> None:
 
 
 def test_memory_of_curves_and_frames_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(followed_module, "MOST_POINTS", 10)
-    monkeypatch.setattr(key_frames, "MOST_FRAMES", 10)
+    monkeypatch.setattr(run_view_module, "MOST_POINTS", 10)
+    monkeypatch.setattr(run_view_module, "MOST_FRAMES", 10)
     curve, frames = Curve(), KeyFrames(1.0)
     for step in range(1000):
         curve.add(float(step), step, 1.0)
@@ -437,8 +436,8 @@ def test_what_members_may_make_up_changes_nothing() -> None:
         Report(time=START, member="nobody", activity=pb.Activity(doing=pb.FORWARD)),
         Report(time=float("nan"), member="dc", computes=pb.Computes(device="x")),
     ]
-    view = view_of([*there(), *lies, membership_event(START, 999, cause="of a later version")])  # type: ignore[arg-type]
-    assert view.marks()[-1]["kind"] == "membership_event"
+    view = view_of([*there(), *lies, membership_event(START, 999, cause="made up")])  # type: ignore[arg-type]
+    assert view.marks()[-1]["kind"] == "joined"
     assert view.history("x")["steps"] == {}
     assert {one["device"] for one in frame(view)["members"].values()} == {None}
     assert frame(view)["members"].keys() == {"dc", "home.0", "home.1"}

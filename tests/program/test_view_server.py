@@ -33,19 +33,19 @@ from hetero_pp.program.join.status import RunOfHost as KnownRun
 from hetero_pp.program.launch.over import keep_over
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.summary import summary_of
-from hetero_pp.program.view import admitted, broadcast, launched, predicted, serving, watched
-from hetero_pp.program.view.admitted import MemberAuthenticator, authenticator_of
-from hetero_pp.program.view.broadcast import Broadcast, EventStream
-from hetero_pp.program.view.command import show
-from hetero_pp.program.view.exported import data_of
-from hetero_pp.program.view.launched import on_a_page
-from hetero_pp.program.view.predicted import Predicted, show_prediction
-from hetero_pp.program.view.record import RecordedRun
+from hetero_pp.program.view import command, server, sources
+from hetero_pp.program.view.command import data_of, self_contained, show, show_prediction
 from hetero_pp.program.view.run_view import RunView
-from hetero_pp.program.view.self_contained import self_contained
-from hetero_pp.program.view.server import PAGE
-from hetero_pp.program.view.serving import Served
-from hetero_pp.program.view.watched import Watched
+from hetero_pp.program.view.server import (
+    PAGE,
+    Authenticator,
+    Broadcast,
+    EventStream,
+    Served,
+    authenticator_of,
+    on_a_page,
+)
+from hetero_pp.program.view.sources import Predicted, Record, Watched
 from hetero_pp.rpc.identities import Authority, Identity, as_text, make_ticket, new_key
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.read import spec_of
@@ -59,11 +59,13 @@ HOSTILE = "</script><script>alert(1)</script><!-- \u2028"
 class Known:
     """A run whose reports are all known. Implements Source."""
 
-    prediction, predicts = None, False
+    predicts = False
 
     def __init__(self, reports: Sequence[Report]) -> None:
         self.view = view_of(reports)
         self.view.end("over", False)
+
+    def prediction(self) -> None: ...
 
     def start(self) -> None: ...
 
@@ -116,22 +118,23 @@ def test_runs_history_and_frames_are_json(over: str) -> None:
     assert json.loads(get(over + "api/runs")[2])["runs"] == [
         {"id": "a b", "name": "made-up", "kind": "run", "is_live": False, "predicts": False}
     ]
-    history = json.loads(get(over + "api/runs/a%20b/history")[2])
+    found = json.loads(get(over + "api/runs/a%20b")[2])
+    history = found["history"]
     assert (history["id"], len(history["rounds"]), history["outcome"]) == ("a b", 2, "over")
     assert json.loads(get(over + "api/runs/a%20b/frame?time=0")[2])["rounds_closed"] == 0
-    assert json.loads(get(over + "api/runs/a%20b/frame")[2])["rounds_closed"] == 2
+    assert found["frame"]["rounds_closed"] == 2
 
 
 def test_live_events_of_a_run_that_is_over_end(over: str) -> None:
     names, data = list[str](), list[Any]()
     events_of(over + "api/runs/a%20b/live", names, data)
-    assert names == ["frame", "history", "frame", "end"]
+    assert names == ["whole", "change", "end"]
 
 
 @pytest.mark.parametrize(
     ("path", "status"),
     [
-        ("api/runs/nothing/history", 404),
+        ("api/runs/nothing", 404),
         ("api/runs/a%20b/prediction", 404),
         ("api/runs/a%20b/frame?time=soon", 400),
         ("api/runs/a%20b/frame?time=nan", 400),
@@ -146,7 +149,7 @@ def test_bad_requests_get_one_line(over: str, path: str, status: int) -> None:
 
 
 def test_answers_have_strict_headers_and_are_compressed(over: str) -> None:
-    _, headers, _ = get(over + "api/runs/a%20b/history", accept_encoding="gzip")
+    _, headers, _ = get(over + "api/runs/a%20b", accept_encoding="gzip")
     assert headers["content-encoding"] == "gzip"
     for path in ("", "api/runs", "page/app.js"):
         policy = get(over + path)[1]["content-security-policy"]
@@ -173,8 +176,8 @@ def test_the_first_load_is_small() -> None:
 
 
 def test_a_viewer_that_reads_nothing_is_dropped_and_delays_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(broadcast, "SECONDS_BETWEEN_FRAMES", 0.0)
-    monkeypatch.setattr(broadcast, "_SECONDS_BETWEEN_LOOKS", 0.001)
+    monkeypatch.setattr(server, "SECONDS_BETWEEN_FRAMES", 0.0)
+    monkeypatch.setattr(server, "_SECONDS_BETWEEN_LOOKS", 0.001)
 
     async def both() -> tuple[int, int]:
         source = Known(made_up_reports())
@@ -182,14 +185,14 @@ def test_a_viewer_that_reads_nothing_is_dropped_and_delays_nobody(monkeypatch: p
         silent, reading = channel.events(), channel.events()
         await anext(silent)
         heard = 0
-        while heard < 2 * broadcast._MOST_UNREAD:
+        while heard < 2 * server._MOST_UNREAD:
             source.view.version += 1
             await anext(reading)
             heard += 1
         return heard, len([one async for one in silent])
 
     heard, unread = asyncio.run(both())
-    assert heard == 2 * broadcast._MOST_UNREAD and unread < broadcast._MOST_UNREAD
+    assert heard == 2 * server._MOST_UNREAD and unread < server._MOST_UNREAD
 
 
 def test_viewers_read_all_again_once_an_earlier_sitting_is_known() -> None:
@@ -206,37 +209,31 @@ def test_viewers_read_all_again_once_an_earlier_sitting_is_known() -> None:
         for report in [*made_up_reports()[:20], begun(START + 5010, 1)]:
             source.view.state.apply(report)
             source.view.take(report)
-        while b"event: history" not in found[-1]:
-            found.append(await anext(channel))
+        found.append(await anext(channel))
         return found
 
-    assert [one.split(b"\n")[0] for one in asyncio.run(viewed())[1:2]] == [b"event: reset"]
+    assert [one.split(b"\n")[0] for one in asyncio.run(viewed())] == [
+        b"event: whole",
+        b"event: whole",
+    ]
 
 
 def test_viewers_are_let_go_when_the_page_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     source = Known(made_up_reports())
 
-    def breaks(self: RunView, identifier: str) -> dict[str, Any]:
-        if self.version:
-            raise KeyError("made up")
-        return {}
-
-    def frame(self: RunView) -> str:
-        self.version = 1
-        return "{}"
+    def breaks(self: RunView, identifier: str) -> str:
+        raise KeyError("made up")
 
     async def viewed() -> int:
         return len([event async for event in Broadcast("x", source).events()])
 
-    monkeypatch.setattr(RunView, "take_changes", breaks)
-    monkeypatch.setattr(source.view, "version", 0)
-    monkeypatch.setattr(RunView, "frame", frame)
+    monkeypatch.setattr(RunView, "changes", breaks)
     assert asyncio.run(viewed()) == 1
     assert source.view.problems == ["the page cannot show what is new: KeyError: 'made up'"]
 
 
 def test_a_viewer_that_takes_no_bytes_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(broadcast, "_SECONDS_TO_SEND", 0.01)
+    monkeypatch.setattr(server, "_SECONDS_TO_SEND", 0.01)
 
     async def nothing() -> Any:
         yield b"event: frame\n\n"
@@ -283,7 +280,7 @@ def test_beyond_loopback_only_members_of_the_run_are_served(tmp_path: Path) -> N
     authority, stranger = Authority("secret"), Authority("another secret")
     own = authority.identity("launcher")
     with served(
-        Known(made_up_reports()), address="0.0.0.0:0", authenticators=[MemberAuthenticator(own, lambda: None)]
+        Known(made_up_reports()), address="0.0.0.0:0", authenticators=[Authenticator(own, lambda: None)]
     ) as url:
         address = url.replace("0.0.0.0", "127.0.0.1") + "api/runs"
         assert asked(address, _client(authority.identity("home.1"), own, tmp_path)) == "made-up"
@@ -298,8 +295,7 @@ def test_a_member_whose_slot_is_taken_back_sees_nothing_more(
     serves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also on a connection that it has open. A host that joined the run asks the exchange."""
-    monkeypatch.setattr(admitted, "_SECONDS_KNOWN", 0.0)
-    monkeypatch.setattr(serving, "_SECONDS_BETWEEN_LOOKS", 0.01)
+    monkeypatch.setattr(server, "_SECONDS_KNOWN", 0.01)
     authority, key, folder = Authority("secret"), new_key(), RunFolder(tmp_path)
     with closing(Memberships(folder.memberships)) as memberships:
         ticket = memberships.invite("home.1", 600)
@@ -307,7 +303,7 @@ def test_a_member_whose_slot_is_taken_back_sees_nothing_more(
         told = lambda *_: pb.StatusReply(  # noqa: E731
             slots=[pb.SlotStatus(name="home.1", holder=getattr(memberships.held_by("home.1"), "number", 0))]
         )
-        monkeypatch.setattr(admitted, "status", told)
+        monkeypatch.setattr(server, "status", told)
         own = authority.identity("launcher")
         signed = authority.sign(key.public_key(), "home.1", number, time.time() + 600)
         client = _client(Identity(signed, as_text(key), own.authority), own, tmp_path)
@@ -379,7 +375,7 @@ def started(source: Predicted) -> Iterator[dict[str, Any]]:
     """Yield a prediction once the record beside it has been read."""
     source.start()
     assert source.wait(60)
-    yield source.prediction
+    yield source.prediction()
     source.close()
 
 
@@ -409,7 +405,7 @@ def test_a_run_elsewhere_that_was_over_before_is_no_run_that_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gone = mock.Mock(watch=mock.Mock(side_effect=LinkClosed("the exchange does not answer")))
-    monkeypatch.setattr(watched, "ExchangeClient", lambda *_: gone)
+    monkeypatch.setattr(sources, "ExchangeClient", lambda *_: gone)
     keep_over(RunFolder(tmp_path), RunOver.after(9, 9))
     source = Watched(view_of([]).state.spec, MEMBERSHIP, RunFolder(tmp_path))
     source.start()
@@ -419,8 +415,8 @@ def test_a_run_elsewhere_that_was_over_before_is_no_run_that_begins(
 
 
 def test_a_run_elsewhere_is_followed_over_breaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watched, "ExchangeClient", _Exchange)
-    monkeypatch.setattr(watched, "_SECONDS_BETWEEN_TRIES", 0.0)
+    monkeypatch.setattr(sources, "ExchangeClient", _Exchange)
+    monkeypatch.setattr(sources, "_SECONDS_BETWEEN_TRIES", 0.0)
     monkeypatch.setattr(_Exchange, "connections", 0)
     source = Watched(view_of([]).state.spec, MEMBERSHIP, RunFolder(tmp_path))
     source.start()
@@ -444,7 +440,7 @@ def test_a_run_elsewhere_of_which_the_exchange_has_forgotten_most_is_counted_who
         if one.HasField("round_closed"):
             one.round_closed.round = 272
     exchange = mock.Mock(watch=lambda so_far: iter([told, *late, told]))
-    monkeypatch.setattr(watched, "ExchangeClient", lambda *_: exchange)
+    monkeypatch.setattr(sources, "ExchangeClient", lambda *_: exchange)
     source = Watched(made_up_spec(outer={"rounds": 300}), MEMBERSHIP, RunFolder(tmp_path))
     source.start()
     assert source.wait(60)
@@ -461,10 +457,10 @@ def test_a_run_elsewhere_of_which_the_exchange_has_forgotten_most_is_counted_who
 def test_a_predicted_step_fills_the_time_of_each_member_beside_measured_numbers(tmp_path: Path) -> None:
     file = ConfigFile(MIXED)
     alike = ConfigFile(MIXED, ["replicas.1.count=3"])
-    members = [one["id"] for one in Predicted(alike, spec_of(alike), None).prediction["members"]]
+    members = [one["id"] for one in Predicted(alike, spec_of(alike), None).prediction()["members"]]
     assert members == ["dc", "home-1.0", "home-1.1", "home-1.2"]  # one group for all that are alike
     source = Predicted(file, spec_of(file), None)
-    found = source.prediction
+    found = source.prediction()
     assert [one["id"] for one in found["members"]] == ["dc", "home.0", "home.1", "home.2"]
     for member in found["members"]:
         bars = member["bars"]
@@ -475,7 +471,7 @@ def test_a_predicted_step_fills_the_time_of_each_member_beside_measured_numbers(
     assert {one["measured"] for one in found["values"]} == {None} and found["measured"] == []
     times = pb.MemberRound(round=1, compute_seconds=3.0, wait_seconds=1.0)
     reports = [*made_up_reports(), Report(time=START + 9, member="home.1", member_round=times)]
-    record = RecordedRun(run_folder(tmp_path / "x", recorded(reports)))
+    record = Record(run_folder(tmp_path / "x", recorded(reports)))
     with started(Predicted(file, spec_of(file), record)) as beside:
         assert {one["name"]: one["measured"] for one in beside["values"]}["round"] == 9.0
         [member] = beside["measured"]
@@ -484,7 +480,7 @@ def test_a_predicted_step_fills_the_time_of_each_member_beside_measured_numbers(
 
 
 def test_an_ordinary_run_is_predicted_when_it_is_asked_for(tmp_path: Path) -> None:
-    record = RecordedRun(run_folder(tmp_path / "x", recorded(made_up_reports())))
+    record = Record(run_folder(tmp_path / "x", recorded(made_up_reports())))
     record.start()
     with served(record) as url:
         assert record.wait(60)
@@ -493,7 +489,7 @@ def test_an_ordinary_run_is_predicted_when_it_is_asked_for(tmp_path: Path) -> No
         assert {one["name"]: one["measured"] for one in found["values"]}["round"] == 9.0
         assert [one["id"] for one in found["members"]] == ["dc", "home.0", "home.1"]
     record.close()
-    rehearsal = RecordedRun(run_folder(tmp_path / "y", [], rehearsal={"rounds": 9, "steps": 2}))
+    rehearsal = Record(run_folder(tmp_path / "y", [], rehearsal={"rounds": 9, "steps": 2}))
     with served(rehearsal) as url:
         assert get(url + "api/runs/a%20b/prediction")[0] == 404
 
@@ -503,7 +499,7 @@ def test_a_predicted_step_stands_beside_a_rehearsal_if_there_is_no_run(
 ) -> None:
     """The steps of a rehearsal are those of the run, and its rounds are shorter."""
     shown: list[Predicted] = []
-    monkeypatch.setattr(predicted, "show", lambda sources: shown.extend(sources.values()))
+    monkeypatch.setattr(command, "show", lambda sources: shown.extend(sources.values()))
     rehearsed = {"rehearsal": {"rounds": 9, "steps": 2}}
     folder = run_folder(tmp_path / "mixed-rehearsal", recorded(made_up_reports()), **rehearsed)
     parts = {"compute": 1.0, "wait_previous": 2.0, "wait_next": 1.0}
@@ -538,20 +534,18 @@ def test_a_launched_run_is_shown_until_its_end(corpus: Path, tmp_path: Path, mon
                 viewers[0].start()
                 yield
 
-    monkeypatch.setattr(launched, "Served", Watched)
+    monkeypatch.setattr(server, "Served", Watched)
     settings = ["--set", f"data.corpus={corpus}", "--set", "outer.rounds=2", "--runs", str(tmp_path)]
     found = CliRunner().invoke(app, ["launch", str(MIXED), "--in-process", "--view", *settings])
     assert found.exit_code == 0 and "the run is shown at http://127.0.0.1:" in found.output, found.output
     viewers[0].join(60)
     folder = RunFolder(tmp_path / "mixed")
     told = json.loads(folder.summary.read_text())
-    changes, frames = (
-        [one for name, one in zip(names, data, strict=True) if name == kind] for kind in ("history", "frame")
-    )
+    changes, frames = [one["history"] for one in data[:-1]], [one["frame"] for one in data[:-1]]
     assert names[-1] == "end" and (frames[-1]["phase"], frames[-1]["rounds_closed"]) == ("over", 2)
     assert {one["round"] for change in changes for one in change.get("rounds", [])} == {1, 2}
     assert {one["kind"] for change in changes for one in change.get("marks", [])} >= {"joined"}
-    record = RecordedRun(folder)
+    record = Record(folder)
     record.start()
     assert record.wait(60)
     _require_equal(record.view, told)
@@ -585,6 +579,6 @@ def test_an_error_of_the_page_does_not_reach_the_run(monkeypatch: pytest.MonkeyP
     state, said = RunState(view_of([]).state.spec), list[str]()
     with pytest.raises(RunFailed, match="a cause"), on_a_page(state, said.append) as show:
         show(inner_step(START, "dc", "dc", 1, 0, loss=1.0))
-        history = json.loads(get(said[0].split()[-1] + "api/runs/made-up/history")[2])
+        history = json.loads(get(said[0].split()[-1] + "api/runs/made-up")[2])["history"]
         assert "the page stopped following the run: ZeroDivisionError" in history["problems"][0]
         raise RunFailed("a cause")

@@ -74,7 +74,7 @@ def simulate(
         settings: list[Given] = [*overrides, *calibrated(calibration)]
         predict_and_print(config, settings, sweep, curves, outputs)
         if page:
-            from hetero_pp.program.view.predicted import show_prediction
+            from hetero_pp.program.view.command import show_prediction
 
             show_prediction(config, settings, runs)
 

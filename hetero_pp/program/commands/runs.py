@@ -363,7 +363,7 @@ def _started() -> float:
 def _page(is_wanted: bool) -> Page:
     """Return the page of a run, imported only if it is wanted."""
     if is_wanted:
-        from hetero_pp.program.view.launched import on_a_page
+        from hetero_pp.program.view.server import on_a_page
 
         return on_a_page
     from hetero_pp.program.operate.operations import without_page

@@ -32,9 +32,8 @@ from hetero_pp.program.launch.supervisor import launch
 from hetero_pp.program.launch.unfinished import ResumeHint, decide_to_resume
 from hetero_pp.program.operate.operations import Operations
 from hetero_pp.program.report.json_lines import name_run
-from hetero_pp.program.report.output import announce, standard_output, tell
-from hetero_pp.program.report.own_round_lines import OwnRoundLines
-from hetero_pp.program.report.reading import shown_reading
+from hetero_pp.program.report.lines import OwnRoundLines
+from hetero_pp.program.report.output import announce, shown_reading, standard_output, tell
 from hetero_pp.rpc.identities import Secret, SecretKeys, new_secret
 from hetero_pp.run.changes import Given
 from hetero_pp.run.devices import in_words

@@ -25,7 +25,7 @@ from hetero_pp.program.launch.supervisor import Supervisor
 from hetero_pp.program.launch.watcher import Watcher
 from hetero_pp.program.operate.operations import Operations
 from hetero_pp.program.report.json_lines import about_report
-from hetero_pp.program.report.own_round_lines import OwnRoundLines
+from hetero_pp.program.report.lines import OwnRoundLines
 from hetero_pp.rpc.connections import reports_to_members
 from hetero_pp.rpc.identities import Keys, Secret, SecretKeys
 from hetero_pp.run.changes import Given

@@ -19,10 +19,10 @@ from hetero_pp.program.launch.same_run import require_same_run, unheeded
 from hetero_pp.program.report.display import LiveDisplay
 from hetero_pp.program.report.events import reports_until
 from hetero_pp.program.report.json_lines import about, about_report
-from hetero_pp.program.report.membership_event_lines import MembershipEventLines
+from hetero_pp.program.report.lines import earlier_line
+from hetero_pp.program.report.membership_event_lines import words_of
 from hetero_pp.program.report.output import announce, standard_output, tell
 from hetero_pp.program.report.recorder import INTERRUPTED, Recorder
-from hetero_pp.program.report.round_lines import earlier_line
 from hetero_pp.program.report.state import RunState
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.same import Agreement, described, require_known_basis
@@ -90,7 +90,7 @@ class _Recording:
         self.show: OnReport = lambda report: None
         """Shows a report on the page of the run."""
         self._refuse = _teller_of_refusals(self.say)
-        self._event_lines, self._beginnings = MembershipEventLines(spec), Beginnings(resume)
+        self._beginnings = Beginnings(resume)
 
     def say(self, line: str) -> None:
         tell(self.console, f"{self._spec.config.name}: {line}")
@@ -111,15 +111,16 @@ class _Recording:
                 self.recorder.go_on()
         if report.HasField("refusal"):
             self._refuse(report)
-        for line in self._event_lines.lines(report):
-            self.say(line)
-        self._take(report)
+        if self._take(report) and self.state.news is not None and self.state.news.is_line:
+            self.say(words_of(self.state.news, self._spec))
 
-    def _take(self, report: Report) -> None:
-        if self.state.apply(report):
+    def _take(self, report: Report) -> bool:
+        is_possible = self.state.apply(report)
+        if is_possible:
             self.show(report)
             self._mode.on_report(report)
         self.recorder.on_report(report)
+        return is_possible
 
     def _go_on(self, begun: Begun) -> None:
         """Take the reports of earlier rounds again, and print a line about them."""

@@ -1,4 +1,4 @@
-"""The metrics of a run: docs/reference/metrics.md is generated from METRICS.
+"""The metrics of a run, collected from its state at each scrape: docs/reference/metrics.md is generated from METRICS.
 
 Label values are names of the YAML, or of a fixed set. Text that a member or a stranger sends is never a label.
 """
@@ -7,128 +7,115 @@ from __future__ import annotations
 
 import platform
 from collections import Counter
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from hetero_pp.config.lines import WAYS, Way
 from hetero_pp.config.links import DIRECTIONS, EXCHANGE
 from hetero_pp.core.units import bytes_per_second
 from hetero_pp.messages.messages_pb2 import STORING
 from hetero_pp.messages.refusals import Kind
-from hetero_pp.program.operate.collector import Described, Samples, ScrapedState
-from hetero_pp.program.operate.observed import Condition, seconds_without_progress
-from hetero_pp.program.report.carried import DirectionState, LineState
-from hetero_pp.program.report.membership_state import Outcome
-from hetero_pp.program.report.replica_state import ReplicaState
-from hetero_pp.program.report.spent import PARTS, awaiting
-from hetero_pp.program.report.state import MemberPresence, RunState
+from hetero_pp.program.operate.observed import Condition, Observed, seconds_without_progress
+from hetero_pp.program.report.state import PARTS, MemberPresence, MemberState, Outcome, ReplicaState, RunState, awaiting
+from hetero_pp.program.report.traffic import STILL_TOLD, DirectionState, LineState
 
 MEMBER, REPLICA, LINK, LINE = ("member",), ("replica",), ("link", "direction"), ("line", "way")
 
-
-# ---- the run ----
-
-
-def _one(value: Callable[[ScrapedState], float | None], view: ScrapedState) -> Samples:
-    return [((), value(view))]
+Samples = Iterable[tuple[Sequence[str], float | None]]
+"""Label values and value; a value of None is not known, and is left out."""
 
 
-def _of_state(value: Callable[[RunState], float | None], view: ScrapedState) -> Samples:
-    return [((), value(view.state))]
+@dataclass(frozen=True)
+class View:
+    """The data that a scrape reads. The collector holds the state's lock meanwhile."""
+
+    observed: Observed
+    state: RunState
+    outcomes: Counter[tuple[str, Outcome]]  # number of contributions by replica and outcome
+
+    def of_members(self, value: Callable[[str, MemberState], float | None]) -> Samples:
+        return [((name,), value(name, self.state.members[name])) for name in self.observed.members(self.state)]
+
+    def of_replicas(self, value: Callable[[ReplicaState], float | None]) -> Samples:
+        return [((one.name,), value(one)) for one in self.observed.replicas(self.state)]
+
+    def of_links(self, value: Callable[[DirectionState], float | None]) -> Samples:
+        return [((link, way), value(state)) for link, way, state in self.observed.directions(self.state)]
+
+    def of_lines(self, value: Callable[[LineState, Way], float | None]) -> Samples:
+        return [((name, way), value(line, way)) for name, line in self.state.lines.items() for way in WAYS]
 
 
-def _info(view: ScrapedState) -> Samples:
-    config = view.state.spec.config
-    return [((config.name, "run" if config.rehearsal is None else "rehearsal"), 1)]
+@dataclass(frozen=True)
+class Described:
+    """A metric: its name, labels, unit and meaning, and how its samples follow from a run."""
+
+    name: str
+    labels: Sequence[str]
+    unit: str
+    meaning: str
+    samples: Callable[[View], Samples | float | None]
+    """Returns the samples, or the value of the only one, which has no labels."""
+    needs_all: bool = False  # whether it needs the reports of all members, which `join` does not get
+
+    @property
+    def is_counter(self) -> bool:
+        """Whether its values never fall while the process lives."""
+        return self.name.endswith("_total")
 
 
-def _condition(view: ScrapedState) -> Samples:
-    found = view.observed.health().condition
-    return [((one,), float(one is found)) for one in Condition]
+class RunCollector(Collector):
+    """Yields the metrics of one run."""
 
+    def __init__(self, observed: Observed) -> None:
+        self._observed = observed
+        self._settled: Counter[tuple[str, Outcome]] = Counter()
+        self._settled_until = 0
+        """Outcomes of contributions up to a round: old rounds are counted once, so that a scrape stays short."""
+        self._highest: dict[tuple[str, ...], float] = {}
+        """Largest value of each sample of a counter. A process that is restarted counts its round anew, which lowers a
+        sum. Prometheus would take that for a counter that began at 0 again."""
 
-def _progress(view: ScrapedState) -> float:
-    done, planned = view.state.progress_of_open_round(view.observed.now())
-    return done / planned if planned else 0.0
+    def describe(self) -> Iterable[Metric]:
+        """Return nothing, so that registration reads no state."""
+        return []
 
+    def collect(self) -> Iterator[Metric]:
+        yield build_info()  # before the run is known, too
+        state = self._observed.state
+        if state is not None:
+            with state.lock:
+                view = View(self._observed, state, self._outcomes(state))
+                # Counters appear once the run begins or resumes. They would otherwise jump from 0 when a resumed run
+                # takes in its earlier reports.
+                found = [
+                    self._filled(one, view)
+                    for one in METRICS
+                    if (self._observed.sees_all or not one.needs_all) and (state.has_opened or not one.is_counter)
+                ]
+            yield from found
 
-def _last_round_seconds(state: RunState) -> float | None:
-    return state.round_seconds(state.rounds) if state.rounds in state.closed else None
+    def _outcomes(self, state: RunState) -> Counter[tuple[str, Outcome]]:
+        old, recent = max(state.closed, default=0) - STILL_TOLD, Counter[tuple[str, Outcome]]()
+        for round_ in (one for one in state.closed if one > self._settled_until):
+            (self._settled if round_ <= old else recent).update(state.outcomes(round_).items())
+        self._settled_until = max(self._settled_until, old)
+        return self._settled + recent
 
-
-def _is_obstructed(state: RunState) -> float:
-    return float(state.waiting is not None and state.waiting.awaited == STORING)
-
-
-# ---- members ----
-
-
-def _members(view: ScrapedState) -> Samples:
-    found = Counter(view.state.presence(name) for name in view.observed.members(view.state))
-    return [((one,), found[one]) for one in MemberPresence]
-
-
-def _is_up(state: RunState, member: str) -> float:
-    return float(state.presence(member) in (MemberPresence.PRESENT, MemberPresence.FINISHED))
-
-
-def _of_members(value: Callable[[RunState, str], float], view: ScrapedState) -> Samples:
-    return [((name,), value(view.state, name)) for name in view.observed.members(view.state)]
-
-
-def _spent(view: ScrapedState) -> Samples:
-    names = view.observed.members(view.state)
-    return [((name, part), view.state.spent[name].seconds(part)) for name in names for part in PARTS]
-
-
-def _restarts(view: ScrapedState) -> Samples:
-    names = [*view.observed.members(view.state), *([EXCHANGE] if view.observed.sees_all else [])]
-    return [((name,), view.state.membership_state.restarts[name]) for name in names]
-
-
-# ---- replicas ----
-
-
-def _of_replicas(value: Callable[[ReplicaState], float | None], view: ScrapedState) -> Samples:
-    return [((one.name,), value(one)) for one in view.observed.replicas(view.state)]
-
-
-def _contributions(view: ScrapedState) -> Samples:
-    found = view.outcomes.count(view.state.membership_state)
-    names = [one.name for one in view.observed.replicas(view.state)]
-    return [((name, outcome), found[name, outcome]) for name in names for outcome in Outcome]
-
-
-def _scores(view: ScrapedState) -> Samples:
-    names = [one.name for one in view.observed.replicas(view.state)]
-    return [((name,), found.final) for name in names if (found := view.state.scores.get(name)) is not None]
-
-
-def _refusals(view: ScrapedState) -> Samples:
-    return [((kind.name.lower(),), view.state.refusals[kind]) for kind in Kind]
-
-
-# ---- links and lines ----
-
-
-def _of_links(value: Callable[[DirectionState], float | None], view: ScrapedState) -> Samples:
-    return [((link, way), value(state)) for link, way, state in view.observed.directions(view.state)]
-
-
-def _waited(view: ScrapedState) -> Samples:
-    known = view.observed.members(view.state)
-    for link in view.state.links.values():
-        for way in DIRECTIONS:
-            receiver, part = awaiting(link.spec, way)
-            if receiver in known:
-                yield (link.name, way), view.state.spent[receiver].seconds(part)
-
-
-def _of_lines(value: Callable[[LineState, Way], float | None], view: ScrapedState) -> Samples:
-    return [((name, way), value(line, way)) for name, line in view.state.lines.items() for way in WAYS]
+    def _filled(self, metric: Described, view: View) -> Metric:
+        kind = CounterMetricFamily if metric.is_counter else GaugeMetricFamily
+        family, found = kind(metric.name, metric.meaning, labels=metric.labels), metric.samples(view)
+        for labels, value in [((), found)] if found is None or isinstance(found, int | float) else found:
+            if value is not None:
+                key = (metric.name, *labels)
+                if metric.is_counter:
+                    self._highest[key] = value = max(value, self._highest.get(key, value))
+                family.add_metric(labels, value)
+        return family
 
 
 def build_info() -> GaugeMetricFamily:
@@ -138,80 +125,123 @@ def build_info() -> GaugeMetricFamily:
     return family
 
 
+# ---- samples that take more than a line ----
+
+
+def _progress(view: View) -> float:
+    done, planned = view.state.progress_of_open_round(view.observed.now())
+    return done / planned if planned else 0.0
+
+
+def _members(view: View) -> Samples:
+    found = Counter(view.state.presence(name) for name in view.observed.members(view.state))
+    return [((one,), found[one]) for one in MemberPresence]
+
+
+def _restarts(view: View) -> Samples:
+    names = [*view.observed.members(view.state), *([EXCHANGE] if view.observed.sees_all else [])]
+    return [((name,), view.state.restarts[name]) for name in names]
+
+
+def _waited(view: View) -> Samples:
+    known = view.observed.members(view.state)
+    for link in view.state.links.values():
+        for way in DIRECTIONS:
+            receiver, part = awaiting(link.spec, way)
+            if receiver in known:
+                yield (link.name, way), view.state.members[receiver].seconds(part)
+
+
+def _spent(view: View) -> Samples:
+    names = view.observed.members(view.state)
+    return [((name, part), view.state.members[name].seconds(part)) for name in names for part in PARTS]
+
+
+def _contributions(view: View) -> Samples:
+    names = [one.name for one in view.observed.replicas(view.state)]
+    return [((name, outcome), view.outcomes[name, outcome]) for name in names for outcome in Outcome]
+
+
 # fmt: off
 METRICS = (
     Described("hetero_pp_run_info", ("run", "kind"), "",
-              "Name of the run; `kind` is `run`, or `rehearsal` if it trains nothing. The value is 1.", _info),
+              "Name of the run; `kind` is `run`, or `rehearsal` if it trains nothing. The value is 1.",
+              lambda view: [((config.name, "run" if config.rehearsal is None else "rehearsal"), 1)
+                            for config in [view.state.spec.config]]),
     Described("hetero_pp_run_condition", ("condition",), "", "1 for the condition that /healthz reports, else 0.",
-              _condition),
+              lambda view: [((one,), float(one is found)) for found in [view.observed.health().condition]
+                            for one in Condition]),
     Described("hetero_pp_last_report_timestamp_seconds", (), "seconds since 1970",
-              "Time at which this host got the last report of the run.",
-              partial(_one, lambda view: view.observed.heard)),
+              "Time at which this host got the last report of the run.", lambda view: view.observed.heard),
     Described("hetero_pp_no_progress_seconds", (), "seconds",
               "Time for which the exchange has waited without progress; 0 if it waits for nothing.",
-              partial(_one, lambda view: seconds_without_progress(view.state, view.observed.now()))),
+              lambda view: seconds_without_progress(view.state, view.observed.now())),
     Described("hetero_pp_storage_obstructed", (), "",
               "1 while a disk or a store refuses a read or write of the exchange, else 0.",
-              partial(_of_state, _is_obstructed)),
+              lambda view: float(view.state.waiting is not None and view.state.waiting.awaited == STORING)),
     Described("hetero_pp_rounds_closed_total", (), "rounds", "Closed rounds, those of earlier starts included.",
-              partial(_of_state, lambda state: state.rounds), needs_all=True),
+              lambda view: view.state.rounds, needs_all=True),
     Described("hetero_pp_rounds_planned", (), "rounds", "Rounds of the whole run.",
-              partial(_of_state, lambda state: state.rounds_planned)),
+              lambda view: view.state.rounds_planned),
     Described("hetero_pp_round_progress_ratio", (), "0 to 1",
-              "Share of the open round's inner loop that the slowest required replica has done.",
-              partial(_one, _progress), needs_all=True),
+              "Share of the open round's inner loop that the slowest required replica has done.", _progress,
+              needs_all=True),
     Described("hetero_pp_round_duration_seconds", (), "seconds", "Duration of the last closed round, without pauses.",
-              partial(_of_state, _last_round_seconds), needs_all=True),
+              lambda view: (view.state.round_seconds(view.state.rounds) if view.state.rounds in view.state.closed
+                            else None), needs_all=True),
     Described("hetero_pp_pauses_total", (), "pauses", "Pauses because fewer replicas were present than a round needs.",
-              partial(_of_state, lambda state: len(state.membership_state.pauses))),
+              lambda view: len(view.state.pauses)),
     Described("hetero_pp_tokens_per_second", (), "tokens a second",
               "Trained tokens divided by the time since the first inner step, without pauses.",
-              partial(_one, lambda view: view.state.tokens_per_second()), needs_all=True),
+              lambda view: view.state.tokens_per_second(), needs_all=True),
     Described("hetero_pp_included_tokens_total", (), "tokens", "Tokens of contributions that rounds include.",
-              partial(_of_state, lambda state: state.membership_state.counted_tokens), needs_all=True),
+              lambda view: sum(closed.tokens for closed in view.state.closed.values()), needs_all=True),
     Described("hetero_pp_contribution_bytes_total", (), "bytes", "Size of the contributions that rounds include.",
-              partial(_of_state, lambda state: state.contribution_bytes), needs_all=True),
-    Described("hetero_pp_refusals_total", ("kind",), "messages", "Refused messages by kind.", _refusals,
-              needs_all=True),
+              lambda view: view.state.contribution_bytes, needs_all=True),
+    Described("hetero_pp_refusals_total", ("kind",), "messages", "Refused messages by kind.",
+              lambda view: [((kind.name.lower(),), view.state.refusals[kind]) for kind in Kind], needs_all=True),
 
     Described("hetero_pp_members", ("state",), "members", "Members by state.", _members),
     Described("hetero_pp_member_up", MEMBER, "", "1 if the member is present or has finished, else 0.",
-              partial(_of_members, _is_up)),
+              lambda view: view.of_members(
+                  lambda name, _: float(view.state.presence(name) in ("present", "finished")))),
     Described("hetero_pp_member_round", MEMBER, "rounds", "Last round that the member finished.",
-              partial(_of_members, lambda state, name: state.spent[name].last_round)),
+              lambda view: view.of_members(lambda _, member: member.last_round)),
     Described("hetero_pp_member_round_seconds_total", (*MEMBER, "part"), "seconds",
               "Time of the member's rounds by part. `wait` is for neighbours, and `blocked` for the exchange.", _spent),
     Described("hetero_pp_restarts_total", ("process",), "restarts", "Restarts of a process by this host.", _restarts),
 
     Described("hetero_pp_training_loss", REPLICA, "nats a token", "Training loss of the replica's last inner step.",
-              partial(_of_replicas, lambda replica: replica.loss)),
+              lambda view: view.of_replicas(lambda replica: replica.loss)),
     Described("hetero_pp_validation_loss", REPLICA, "nats a token", "Last validation loss, in the replica forward.",
-              partial(_of_replicas, lambda replica: replica.last_validation_loss)),
+              lambda view: view.of_replicas(lambda replica: replica.last_validation_loss)),
     Described("hetero_pp_tokens_total", REPLICA, "tokens", "Trained tokens, without those of discarded attempts.",
-              partial(_of_replicas, lambda replica: replica.tokens), needs_all=True),
+              lambda view: view.of_replicas(lambda replica: replica.tokens), needs_all=True),
     Described("hetero_pp_contributions_total", (*REPLICA, "outcome"), "contributions",
               "What became of the replica's contributions to closed rounds.", _contributions, needs_all=True),
     Described("hetero_pp_score", REPLICA, "", "Final score of the replica's contributions; no sample without scores.",
-              _scores, needs_all=True),
+              lambda view: view.of_replicas(
+                  lambda replica: score.final if (score := view.state.scores.get(replica.name)) else None),
+              needs_all=True),
 
     Described("hetero_pp_link_wire_bytes_total", LINK, "bytes", "Bytes on the wire, with framing.",
-              partial(_of_links, lambda direction: direction.wire_bytes)),
+              lambda view: view.of_links(lambda direction: direction.wire_bytes)),
     Described("hetero_pp_link_busy_seconds_total", LINK, "seconds",
               "Time for which the direction was busy since the first inner step.",
-              partial(_of_links, lambda direction: direction.busy_seconds)),
+              lambda view: view.of_links(lambda direction: direction.busy_seconds)),
     Described("hetero_pp_link_capacity_bytes_per_second", LINK, "bytes a second",
               "Configured rate of the direction; no sample without a limit.",
-              partial(_of_links, lambda direction: bytes_per_second(direction.bandwidth))),
+              lambda view: view.of_links(lambda direction: bytes_per_second(direction.bandwidth))),
     Described("hetero_pp_link_waited_seconds_total", LINK, "seconds",
               "Time in finished rounds for which the receiver waited for messages of the direction. It contains the "
               "time in which the sender computes.", _waited),
     Described("hetero_pp_line_wire_bytes_total", LINE, "bytes", "Bytes on the wire of all links that share the line.",
-              partial(_of_lines, LineState.wire_bytes), needs_all=True),
+              lambda view: view.of_lines(LineState.wire_bytes), needs_all=True),
     Described("hetero_pp_line_busy_seconds_total", LINE, "seconds",
               "Time that these bytes take at the line's rate, since the first inner step.",
-              partial(_of_lines, LineState.busy_seconds), needs_all=True),
+              lambda view: view.of_lines(LineState.busy_seconds), needs_all=True),
     Described("hetero_pp_line_capacity_bytes_per_second", LINE, "bytes a second",
               "Configured rate of the line; no sample without a limit.",
-              partial(_of_lines, lambda line, way: bytes_per_second(line.spec.bandwidth(way))), needs_all=True),
+              lambda view: view.of_lines(lambda line, way: bytes_per_second(line.spec.bandwidth(way))), needs_all=True),
 )
 # fmt: on

@@ -10,11 +10,9 @@ from enum import StrEnum
 from hetero_pp.config.links import DIRECTIONS, Direction
 from hetero_pp.core.units import format_seconds
 from hetero_pp.messages.messages_pb2 import STORING, Report
-from hetero_pp.program.report.carried import DirectionState
-from hetero_pp.program.report.own_round_lines import sender
-from hetero_pp.program.report.replica_state import ReplicaState
-from hetero_pp.program.report.round_lines import STALL_SECONDS, waiting_line
-from hetero_pp.program.report.state import RunState
+from hetero_pp.program.report.lines import STALL_SECONDS, sender, waiting_line
+from hetero_pp.program.report.state import ReplicaState, RunState
+from hetero_pp.program.report.traffic import DirectionState
 from hetero_pp.rpc.exchange_service import MOST_BETWEEN
 
 SILENT_SECONDS = MOST_BETWEEN + STALL_SECONDS
@@ -24,16 +22,12 @@ SILENT_SECONDS = MOST_BETWEEN + STALL_SECONDS
 class Condition(StrEnum):
     """Condition of a run."""
 
-    STARTING = "starting"
-    """Training has not begun."""
+    STARTING = "starting"  # training has not begun
     RUNNING = "running"
-    PAUSED = "paused"
-    """Fewer replicas are present than a round needs."""
-    STALLED = "stalled"
-    """No progress, or a disk or store that takes no data."""
+    PAUSED = "paused"  # fewer replicas are present than a round needs
+    STALLED = "stalled"  # no progress, or a disk or store that takes no data
     FAILED = "failed"
-    OVER = "over"
-    """Every round is closed."""
+    OVER = "over"  # every round is closed
 
 
 @dataclass(frozen=True)
@@ -55,7 +49,7 @@ def health_of(state: RunState, now: float, sees_all: bool = True) -> Health:
     `sees_all`: whether `state` gets the reports of all members. Otherwise silence is normal while others train.
     """
     with state.lock:
-        pause = state.membership_state.pause
+        pause = state.pause
         if state.failed is not None:
             return Health(Condition.FAILED, state.failed)
         if state.has_closed_all_rounds:
@@ -93,8 +87,7 @@ class Observed:
         self._clock = clock
         self._members: frozenset[str] | None = None
         self.state: RunState | None = None
-        self.heard: float | None = None
-        """Time of the last report by this host's clock; None before the first."""
+        self.heard: float | None = None  # time of the last report by this host's clock; None before the first
 
     def follow(self, state: RunState, members: Collection[str] | None = None) -> None:
         """Show a run from now on. `members`: those whose reports this host gets; None: all."""
@@ -124,7 +117,7 @@ class Observed:
         """Return the last closed round; where this host knows only its own members, their last finished round."""
         if self._members is None:
             return state.rounds
-        return max((state.spent[name].last_round for name in self._members), default=0)
+        return max((state.members[name].last_round for name in self._members), default=0)
 
     # ---- what this host knows of the run; the caller holds the state's lock ----
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.operate.observed import Observed
+from hetero_pp.program.report.boards import MakeSink, makers_of
 from hetero_pp.program.report.output import announce
-from hetero_pp.program.report.sinks.sink import MakeSink, makers_of
 from hetero_pp.program.report.state import RunState
 
 Page = Callable[[RunState, Callable[[str], None]], AbstractContextManager[Callable[[Report], None]]]

@@ -22,9 +22,9 @@ from opentelemetry.trace import Span, Status, StatusCode, set_span_in_context
 from opentelemetry.util.types import Attributes
 
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.messages.messages_pb2 import MemberRound, MembershipEventKind, Report, RoundRecord
+from hetero_pp.messages.messages_pb2 import MemberRound, MembershipEventKind, Report
 from hetero_pp.program.operate.observed import Observed
-from hetero_pp.program.report.replica_state import STILL_TOLD
+from hetero_pp.program.report.state import STILL_TOLD
 
 MOST_QUEUED, MOST_AT_ONCE, SECONDS_BETWEEN, SECONDS_TO_SEND = 4096, 512, 5.0, 5.0
 """Spans that wait for the collector, and that one message carries; seconds between messages, and to send one."""
@@ -94,8 +94,7 @@ class RoundTraces:
         )
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("hetero_pp")
-        self._rounds: dict[int, Span] = {}
-        """Root spans of the newest rounds, of which all but the last have ended."""
+        self._rounds: dict[int, Span] = {}  # root spans of the newest rounds, of which all but the last have ended
         self._last_closed = 0
         self._closed_at: float | None = None
 
@@ -108,10 +107,19 @@ class RoundTraces:
                 self._root(report.inner_step.round, report.time)
             case "member_round":
                 self._member(report.time, report.member, report.member_round)
-            case "membership_event":
-                self._event(report)
-            case "round_closed":
-                self._close(report.time, report.round_closed)
+            case "membership_event" if (root := self._rounds.get(self._last_closed + 1)) is not None:
+                told = report.membership_event
+                attributes = {"slot": told.slot, "replica": told.replica, "cause": told.cause}
+                root.add_event(MembershipEventKind.Name(told.what).lower(), attributes, _nanoseconds(report.time))
+            # An exchange that was restarted reports closed rounds again.
+            case "round_closed" if report.round_closed.round > self._last_closed:
+                record = report.round_closed
+                span = self._root(record.round, report.time)
+                span.set_attribute("hetero_pp.included", [one.replica for one in record.contributions])
+                span.set_attribute("hetero_pp.late", list(record.late))
+                span.set_attribute("hetero_pp.rejected", list(record.left_out))
+                span.end(_nanoseconds(report.time))
+                self._last_closed, self._closed_at = record.round, report.time
             case "failure" if not report.failure.consequence:
                 for span in self._rounds.values():
                     if span.is_recording():
@@ -127,7 +135,9 @@ class RoundTraces:
     def _root(self, round_: int, time: float) -> Span:
         """Return the root span of a round, which begins when the round before closed."""
         if round_ not in self._rounds:
-            attributes: Attributes = {"hetero_pp.round": round_, "hetero_pp.run": self._run}
+            state = self._observed.state
+            name = "" if state is None else state.spec.config.name
+            attributes: Attributes = {"hetero_pp.round": round_, "hetero_pp.run": name}
             start = time if self._closed_at is None else min(time, self._closed_at)
             self._rounds[round_] = self._tracer.start_span(
                 "round", Context(), attributes=attributes, start_time=_nanoseconds(start)
@@ -135,20 +145,6 @@ class RoundTraces:
             for old in [one for one in self._rounds if one <= round_ - STILL_TOLD]:
                 del self._rounds[old]
         return self._rounds[round_]
-
-    @property
-    def _run(self) -> str:
-        return "" if self._observed.state is None else self._observed.state.spec.config.name
-
-    def _close(self, time: float, record: RoundRecord) -> None:
-        if record.round <= self._last_closed:  # reported again by an exchange that was restarted
-            return
-        span = self._root(record.round, time)
-        span.set_attribute("hetero_pp.included", [one.replica for one in record.contributions])
-        span.set_attribute("hetero_pp.late", list(record.late))
-        span.set_attribute("hetero_pp.rejected", list(record.left_out))
-        span.end(_nanoseconds(time))
-        self._last_closed, self._closed_at = record.round, time
 
     def _member(self, end: float, member: str, told: MemberRound) -> None:
         """Make the spans of a member's round, which ended at `end` with its evaluation."""
@@ -172,12 +168,6 @@ class RoundTraces:
             start += seconds
             span.end(_nanoseconds(start))
         whole.end(_nanoseconds(end))
-
-    def _event(self, report: Report) -> None:
-        told, root = report.membership_event, self._rounds.get(self._last_closed + 1)
-        if root is not None:
-            attributes = {"slot": told.slot, "replica": told.replica, "cause": told.cause}
-            root.add_event(MembershipEventKind.Name(told.what).lower(), attributes, _nanoseconds(report.time))
 
 
 def _nanoseconds(seconds: float) -> int:

@@ -4,22 +4,37 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
+from hetero_pp.config.lines import WAYS
+from hetero_pp.config.links import DIRECTIONS
+from hetero_pp.core.units import format_bytes, format_share
 from hetero_pp.messages.messages_pb2 import Waiting
 from hetero_pp.program.report.json_lines import about
-from hetero_pp.program.report.live_view import live_view
-from hetero_pp.program.report.output import tell
-from hetero_pp.program.report.reading import now_and_then
-from hetero_pp.program.report.round_lines import divergence_line, joined_line, round_line, start_line, waiting_line
+from hetero_pp.program.report.lines import (
+    divergence_line,
+    format_amount,
+    joined_line,
+    round_line,
+    start_line,
+    status_lines,
+    waiting_line,
+)
+from hetero_pp.program.report.output import now_and_then, tell
 from hetero_pp.program.report.state import RunState
+from hetero_pp.program.report.tables import PlainTable, format_loss, format_two, heads_of
+from hetero_pp.program.report.traffic import LinkState
 
+ROWS_BESIDE_LINKS = 13  # rows of the live view that are neither a replica nor a link
+ROWS_OF_A_HEAD = 3
 REFRESH_SECONDS = 0.25
-LOSS_SECONDS = 5.0
-"""Seconds that the line of a round waits for its validation loss once the next round has closed."""
+LOSS_SECONDS = 5.0  # seconds that the line of a round waits for its validation loss once the next round has closed
 
 
 class LiveDisplay:
@@ -78,42 +93,27 @@ class LiveDisplay:
             self.refresh()
 
     def _say_what_is_new(self, is_last: bool) -> None:
-        if self._state.reading is not None:
-            self._reading(self._state.reading.what, self._state.reading.share)
-        due = {"joined": self._beginning_due(), "round_closed": self._lines_due(is_last)}
-        for event, lines in (due | {"waiting": self._waiting_due(is_last)}).items():
-            with about(event):
-                for line in lines:
-                    self._say(line)
-
-    def _beginning_due(self) -> Iterator[str]:
-        """Yield once, when all members have joined, the line that says so."""
-        with self._state.lock:
-            if not self._joining_told and self._state.joined_at is not None:
+        """Print lines that are due: all have joined, closed rounds in order, and once what the exchange waits for."""
+        state, due = self._state, list[tuple[str, str]]()
+        if state.reading is not None:
+            self._reading(state.reading.what, state.reading.share)
+        with state.lock:
+            if not self._joining_told and state.joined_at is not None:
                 self._joining_told = True
-                yield joined_line(self._state, self._since)
-
-    def _waiting_due(self, is_last: bool) -> Iterator[str]:
-        """Yield what the exchange waits for, once per report of it."""
-        with self._state.lock:
-            is_new = self._state.waiting is not self._waiting_told
-            self._waiting_told = self._state.waiting
-            if is_new and self._state.waiting is not None and not is_last:
-                yield waiting_line(self._state, now=self._clock())
-
-    def _lines_due(self, is_last: bool) -> list[str]:
-        """Return the lines of closed rounds, in order. A line waits for its validation loss (see `_is_complete`)."""
-        lines: list[str] = []
-        with self._state.lock:
-            first = max(self._rounds_told, self._state.closed_earlier) + 1
-            for round_ in range(first, self._state.rounds + 1):
-                if round_ not in self._state.closed:  # its report was missed
+                due.append(("joined", joined_line(state, self._since)))
+            for round_ in range(max(self._rounds_told, state.closed_earlier) + 1, state.rounds + 1):
+                if round_ not in state.closed:  # its report was missed
                     continue
                 if not is_last and not self._is_complete(round_):
                     break
-                lines.append(round_line(self._state, round_))
+                due.append(("round_closed", round_line(state, round_)))
                 self._rounds_told = round_
-        return lines
+            is_new, self._waiting_told = state.waiting is not self._waiting_told, state.waiting
+            if is_new and state.waiting is not None and not is_last:
+                due.append(("waiting", waiting_line(state, now=self._clock())))
+        for event, line in due:
+            with about(event):
+                self._say(line)
 
     def _say_divergence(self, is_last: bool) -> None:
         """Say once of each replica that it diverged: of all whose losses of a round show it in one line."""
@@ -133,12 +133,107 @@ class LiveDisplay:
         it have lost a member, those seconds count from the close of this round.
         """
         state = self._state
-        if state.mean_validation_loss(round_) is not None or state.membership_state.pause is not None:
+        if state.mean_validation_loss(round_) is not None or state.pause is not None:
             return True
-        gone = {state.membership_state.slots[slot].replica for slot in state.membership_state.vacant}
+        gone = {state.members[slot].replica for slot in state.vacant}
         later = range(round_ if gone.issuperset(state.awaited_losses(round_)) else round_ + 1, state.rounds + 1)
         since = next((state.closed[one].time for one in later if one in state.closed), None)
         return since is not None and self._clock() - since > LOSS_SECONDS
 
     def _say(self, line: str) -> None:
         tell(self._console, line)
+
+
+def live_view(state: RunState, now: float, height: int) -> Group:
+    """Return title, progress, replicas, lines and links; only the busiest links if not all fit into `height` rows."""
+    left, times = state.seconds_left(now), f"{_clock_time(state.elapsed(now))} elapsed"
+    if left is not None:
+        times += f", about {_clock_time(left)} left"
+    what = "" if state.spec.config.rehearsal is None else ": a rehearsal, which trains nothing"
+    title = Table.grid(expand=True)
+    title.add_column()
+    title.add_column(justify="right")
+    title.add_row(Text(f" {state.spec.config.name}{what}", style="bold"), Text(f"{times} ", style="dim"))
+
+    progress = Table.grid(padding=(0, 1), expand=True)
+    progress.add_column(no_wrap=True)
+    progress.add_column(ratio=1)
+    progress.add_column(justify="right", no_wrap=True)
+    unit = "inner steps" if state.inner_steps is not None else "seconds"
+    for label, (done, total) in (
+        (" outer rounds", (state.rounds, state.rounds_planned)),
+        (f" {unit} of this round", state.progress_of_open_round(now)),
+    ):
+        bar = ProgressBar(total=total, completed=done)
+        progress.add_row(label, bar, f"{format_amount(done)}/{format_amount(total)} ")
+
+    status = [Text(f" {line}", style="yellow" if bad else "dim") for line, bad in status_lines(state, now)]
+    parts: list[RenderableType] = [title, progress, *status, _replicas(state, now)]
+    links, lines = list(state.links.values()), list(state.lines.values())
+    if lines:
+        parts.append(_lines(state, now))
+    # Of the links only the busiest are shown if not all fit.
+    others = len(state.replicas) + max(0, len(status) - 1) + (len(lines) + ROWS_OF_A_HEAD if lines else 0)
+    room = max(3, height - ROWS_BESIDE_LINKS - others)
+    if len(links) <= room:
+        return Group(*parts, _links(state, links, now))
+    busiest = sorted(links, key=lambda link: link.wire_bytes, reverse=True)[: room - 1]
+    shown = [link for link in links if any(link is one for one in busiest)]
+    rest = Text(f" and {len(links) - len(shown)} links with less traffic", style="dim")
+    return Group(*parts, _links(state, shown, now), rest)
+
+
+def _replicas(state: RunState, now: float) -> PlainTable:
+    heads = ["inner step", "loss", "validation loss", "tokens/s", *(["score"] if state.scores else [])]
+    table = PlainTable(["replica", "kind"], heads)
+    planned = "" if state.inner_steps is None else f"/{state.rounds_planned * state.inner_steps}"
+    for replica in state.replicas.values():
+        score = state.scores.get(replica.name)
+        shown = "–" if score is None else "excluded" if score.excluded else f"{score.final:.2f}"
+        table.add_row(
+            replica.name,
+            replica.kind,
+            f"{replica.steps_done}{planned}",
+            format_loss(replica.loss),
+            format_loss(replica.last_validation_loss),
+            f"{state.tokens_per_second(replica, now):,.0f}",
+            *([shown] if state.scores else []),
+        )
+    return table
+
+
+def _links(state: RunState, links: list[LinkState], now: float) -> PlainTable:
+    table = PlainTable(["link", "bandwidth"], heads_of(DIRECTIONS, "now", "busy", "total"), spare=["bandwidth"])
+    seconds = state.training_seconds(now)
+    for link in links:
+        ways = [link.directions[way] for way in DIRECTIONS]
+        limits = [way.bandwidth for way in ways]
+        table.add_row(
+            link.name,
+            "lines" if link.spec.has_lines and limits == [None, None] else format_two(*limits),
+            *(f"{format_bytes(way.recent_bytes_per_second(now))}/s" for way in ways),
+            *(format_share(way.busy_share(seconds)) for way in ways),
+            *(format_bytes(way.wire_bytes) for way in ways),
+        )
+    return table
+
+
+def _lines(state: RunState, now: float) -> PlainTable:
+    table = PlainTable(["line", "up / down"], heads_of(WAYS, "now", "busy", "total"), spare=["up / down"])
+    seconds = state.training_seconds(now)
+    for line in state.lines.values():
+        table.add_row(
+            line.name,
+            format_two(line.spec.up, line.spec.down),
+            *(f"{format_bytes(line.recent_bytes_per_second(way, now))}/s" for way in WAYS),
+            *(format_share(line.busy_share(way, seconds)) for way in WAYS),
+            *(format_bytes(line.wire_bytes(way)) for way in WAYS),
+        )
+    return table
+
+
+def _clock_time(seconds: float) -> str:
+    """Format seconds as a clock: 95 -> "1:35"."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

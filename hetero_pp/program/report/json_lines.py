@@ -56,8 +56,7 @@ class JsonLines(io.TextIOBase):
         self.run = ""
         self._stream, self._level = stream, level
         self._lock = threading.Lock()
-        self._rest: dict[int, str] = {}
-        """Begun line of each thread."""
+        self._rest: dict[int, str] = {}  # begun line of each thread
 
     @property
     def encoding(self) -> str:  # type: ignore[override]

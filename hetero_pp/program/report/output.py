@@ -1,22 +1,30 @@
-"""Prints text to the terminal's width, or 80 columns without a terminal."""
+"""Prints text: in the output's encoding, folded to the terminal's width, and with the progress of long readings."""
 
 from __future__ import annotations
 
+import codecs
+import io
 import os
+import re
 import shutil
 import sys
-from collections.abc import Iterable
+import textwrap
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.segment import Segment
+from rich.table import Column
 from rich.text import Text
 
 from hetero_pp.core.control_characters import without_controls
-from hetero_pp.program.report.encoding import in_ascii
-from hetero_pp.program.report.folding import fold
+from hetero_pp.core.progress import NowAndThen, OnProgress
+from hetero_pp.rpc.exchange_service import FIRST_TOLD, MOST_BETWEEN
 
-WIDTH_OF_FILES = 80
-"""Columns without a terminal: pipes and files are read in terminals, logs and chats."""
+WIDTH_OF_FILES = 80  # columns without a terminal: pipes and files are read in terminals, logs and chats
 
 
 class SafeConsole(Console):
@@ -62,3 +70,149 @@ def complain(message: str) -> None:
     message = without_controls(message)
     width = shutil.get_terminal_size().columns
     print("\n".join(fold(message, width, hanging="  ")) if sys.stderr.isatty() else message, file=sys.stderr)
+
+
+# ---- encoding ----
+
+_ERRORS = "hetero_pp.ascii"  # name of the error handler for characters that the output's encoding lacks
+
+_ASCII = dict(zip("–—−─━│┃×·µ≈‘’“”\N{NO-BREAK SPACE}", "-----||x.u~''\"\" ", strict=True)) | {
+    "…": "...",
+    "→": "->",
+    "←": "<-",
+    "↑": "up",
+    "↓": "down",
+    "≥": ">=",
+    "≤": "<=",
+    "±": "+-",
+}
+"""Replacements of the program's signs; other characters become escapes such as `\\xe9` or `\\u03b8`."""
+
+
+def make_printable() -> None:
+    """Let standard output and standard error take any text: in ASCII if they are not UTF-8.
+
+    Without this Python raises UnicodeEncodeError in the middle of a table, after the work was done.
+    """
+    codecs.register_error(_ERRORS, _replacement)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            is_utf_8 = codecs.lookup(stream.encoding).name.startswith("utf")
+            stream.reconfigure(encoding=None if is_utf_8 else "ascii", errors=_ERRORS)
+
+
+def in_ascii(text: str) -> str:
+    """Return a text as an ASCII output shows it.
+
+    Tables use this for their widths, because some signs become two letters.
+    """
+    return text if text.isascii() else "".join(one if one.isascii() else _of(one) for one in text)
+
+
+def _of(character: str) -> str:
+    if "\udc80" <= character <= "\udcff":  # a byte of a file name or an argument that is not valid text
+        return f"\\x{ord(character) - 0xDC00:02x}"
+    return _ASCII.get(character) or character.encode("ascii", "backslashreplace").decode()
+
+
+def _replacement(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    return in_ascii(error.object[error.start : error.end]), error.end
+
+
+# ---- folding ----
+
+_HELD = "\N{NO-BREAK SPACE}"
+_WITHIN_A_QUANTITY = re.compile(r"(?<=\d) (?=[A-Za-zµ%/])|(?<= /) (?=\d)| (?== )|(?<= =) ")
+"""Spaces that never break: before a unit, around the slash of `20 / 100 Mbit/s`, and in `H = 15`."""
+_WITHIN_A_NAME = re.compile(r"(?<=[A-Za-z)\]][-._/=,:])(?=[\w(\[])")
+"""Places where a long name may break: after a sign that joins its parts, but not before a number."""
+
+
+def fold(text: str, width: int, indent: str = "", hanging: str | None = None) -> list[str]:
+    """Return the text as lines of at most `width`, with `indent` before each (`hanging` before all but the first).
+
+    Longer words, such as paths, stay whole.
+    """
+    held = _WITHIN_A_QUANTITY.sub(_HELD, text)
+    lines = textwrap.wrap(
+        held,
+        width,
+        initial_indent=indent,
+        subsequent_indent=indent if hanging is None else hanging,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [line.replace(_HELD, " ") for line in lines] or [""]
+
+
+def fold_names(text: str, width: int) -> list[str]:
+    """Fold a text as `fold` does, and break longer names between their parts: `replicas.home.` and `boundary`."""
+    lines: list[str] = []
+    for line in fold(text, width):
+        lines += [line] if len(line) <= width else _joined(_WITHIN_A_NAME.split(line), width)
+    return lines
+
+
+def widest_word(text: str) -> int:
+    """Return the least width that `fold` can keep to."""
+    return max(map(len, fold(text, 1)))
+
+
+def widest_part(text: str) -> int:
+    """Return the least width that `fold_names` can keep to."""
+    return max(len(part) for word in fold(text, 1) for part in _WITHIN_A_NAME.split(word))
+
+
+def _joined(parts: Sequence[str], width: int) -> list[str]:
+    lines = [""]
+    for part in parts:
+        if lines[-1] and len(lines[-1]) + len(part) > width:
+            lines.append("")
+        lines[-1] += part
+    return lines
+
+
+# ---- progress ----
+
+_SECONDS_BETWEEN_LOOKS = 0.1
+
+
+@contextmanager
+def shown_reading(console: Console, what: str, clock: Callable[[], float] = time.monotonic) -> Iterator[OnProgress]:
+    """Yield a function for the block to report its progress. `what` is shown until the first report.
+
+    Nothing is left on a terminal.
+    """
+    if not console.is_terminal:
+        yield now_and_then(partial(tell, console), clock)
+        return
+    columns = (
+        TextColumn("{task.description}", table_column=Column()),
+        BarColumn(20),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(what, total=None)
+        yield NowAndThen(
+            lambda doing, share: progress.update(task, description=doing, total=1.0, completed=share),
+            0.0,
+            lambda _: _SECONDS_BETWEEN_LOOKS,
+            clock,
+        )
+
+
+def now_and_then(say: Callable[[str], None], clock: Callable[[], float]) -> NowAndThen:
+    """Return a function that prints `encoding the corpus: 40 %` after some seconds, then at growing intervals."""
+    return NowAndThen(
+        lambda doing, share: say(reading_line(doing, share)),
+        FIRST_TOLD,
+        lambda waited: min(2 * waited, MOST_BETWEEN),
+        clock,
+    )
+
+
+def reading_line(doing: str, share: float) -> str:
+    """Format progress: `encoding the corpus: 40 %`."""
+    return f"{doing}: {100 * share:.0f} %"

@@ -13,10 +13,9 @@ from hetero_pp.config.lines import WAYS, Way
 from hetero_pp.config.links import DIRECTIONS, Direction
 from hetero_pp.core.drawing import HEIGHT, STYLE, draw_curve, new_figure, palette, save_figure
 from hetero_pp.core.units import format_bits_per_second, format_bytes, format_count, format_share
-from hetero_pp.program.report.carried import DirectionState, LinkState
-from hetero_pp.program.report.replica_state import ReplicaState
-from hetero_pp.program.report.state import RunState
+from hetero_pp.program.report.state import ReplicaState, RunState
 from hetero_pp.program.report.tables import ARROWS
+from hetero_pp.program.report.traffic import DirectionState
 from hetero_pp.run.alike import lines_alike, links_alike, range_of
 
 if TYPE_CHECKING:
@@ -28,12 +27,9 @@ KINDS: Mapping[str, Mapping[str, str]] = {
     "line": {"up": "#3a8550", "down": "#a3d3ae"},
 }
 """Colours of the bars, by kind from top to bottom and by direction."""
-MOST_BARS = 64
-"""Most bars that are drawn; each link or line has two."""
-MOST_NAMED = 12
-"""Most replicas in a legend."""
-MOST_MARKS = 40
-"""Most marked outer rounds; runs with more mark every second, fifth, tenth, ... one."""
+MOST_BARS = 64  # most bars that are drawn; each link or line has two
+MOST_NAMED = 12  # most replicas in a legend
+MOST_MARKS = 40  # most marked outer rounds; runs with more mark every second, fifth, tenth, ... one
 
 
 def draw_losses(state: RunState, path: Path) -> None:
@@ -49,36 +45,21 @@ def draw_losses(state: RunState, path: Path) -> None:
             return
         figure = new_figure(HEIGHT)
         above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
-        _draw_training(state, above)
-        _draw_validation(state, below)
+        _draw_curves(state, above, below)
+        every = next(n for n in (1, 2, 5, 10, 20, 50, 100, 10**9) if state.rounds_planned <= n * MOST_MARKS)
         for axes in (above, below):
             axes.grid(axis="y")
             axes.set_ylabel("nats per token")
             if axes.lines:
                 _name_lines(axes)
-            _mark_rounds(state, axes)
-        marks = "" if (every := _marked_rounds(state)) == 1 else f", one line in {every} rounds"
-        below.set_xlabel(f"{_what_is_below(state)}{marks}")
+            for round_ in (one for one in sorted(state.closed) if one % every == 0):
+                axes.axvline(_after(state, round_), color="#b5b5b5", lw=1, ls=":", zorder=0)
+        what = f"inner steps of each replica; dotted: outer rounds of {state.inner_steps} steps"
+        if state.inner_steps is None:
+            what = "outer rounds, dotted; between them the inner steps of each replica"
+        below.set_xlabel(what if every == 1 else f"{what}, one line in {every} rounds")
         below.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
         save_figure(figure, path)
-
-
-def _name_lines(axes: Axes) -> None:
-    """Draw the legend: the mean, the first replicas, and the number of others."""
-    handles, labels = axes.get_legend_handles_labels()
-    last = [(handle, label) for handle, label in zip(handles, labels, strict=True) if label == "mean"]
-    named = [(handle, label) for handle, label in zip(handles, labels, strict=True) if label != "mean"]
-    if len(named) > MOST_NAMED:
-        more = axes.plot([], [], color="none", label=f"and {len(named) - MOST_NAMED:,} more")[0]
-        named = [*named[:MOST_NAMED], (more, f"and {len(named) - MOST_NAMED:,} more")]
-    shown, names = zip(*named, *last, strict=True)
-    axes.legend(shown, names, loc="upper right", ncols=1 + (len(names) > 9))
-
-
-def _what_is_below(state: RunState) -> str:
-    if state.inner_steps is None:
-        return "outer rounds, dotted; between them the inner steps of each replica"
-    return f"inner steps of each replica; dotted: outer rounds of {state.inner_steps} steps"
 
 
 def _after(state: RunState, round_: int) -> int:
@@ -96,41 +77,35 @@ def training_losses(replica: ReplicaState) -> Iterator[tuple[float, float]]:
                 yield (round_ - 1) * (steps or 1) + part, loss
 
 
-def _draw_training(state: RunState, axes: Axes) -> None:
-    colours = palette(len(state.replicas))
-    for colour, (name, replica) in zip(colours, state.replicas.items(), strict=True):
-        losses = list(training_losses(replica))
-        if losses:
+def _draw_curves(state: RunState, above: Axes, below: Axes) -> None:
+    """Draw the losses of each replica; below also their mean. Round 0 is the initial weights."""
+    for colour, (name, replica) in zip(palette(len(state.replicas)), state.replicas.items(), strict=True):
+        if losses := list(training_losses(replica)):
             width = 1.8 if len(losses) <= 500 else 0.9
-            draw_curve(axes, losses, 60, color=colour, lw=width, ms=4, label=f"{name} ({replica.kind})")
-    axes.set_title(f"{state.spec.config.name}: training loss")
-
-
-def _draw_validation(state: RunState, axes: Axes) -> None:
-    """Draw the validation loss of each replica and the mean; round 0 is the initial weights."""
-    colours = palette(len(state.replicas))
-    for colour, (name, replica) in zip(colours, state.replicas.items(), strict=True):
-        losses = [(_after(state, round_), loss) for round_, loss in sorted(replica.validation_loss.items())]
-        if losses:
-            draw_curve(axes, losses, MOST_MARKS, color=colour, lw=1.5, ms=5, label=name)
+            draw_curve(above, losses, 60, color=colour, lw=width, ms=4, label=f"{name} ({replica.kind})")
+        told = [(_after(state, round_), loss) for round_, loss in sorted(replica.validation_loss.items())]
+        if told:
+            draw_curve(below, told, MOST_MARKS, color=colour, lw=1.5, ms=5, label=name)
     means = [(_after(state, round_), mean) for round_, mean in state.mean_validation_losses().items()]
     if means and len(state.replicas) > 1:
-        axes.plot(*zip(*means, strict=True), color="black", lw=2.5, ls="--", label="mean", zorder=3)
+        below.plot(*zip(*means, strict=True), color="black", lw=2.5, ls="--", label="mean", zorder=3)
     if means and math.isfinite(means[-1][1]):
         where, last = means[-1]
-        axes.annotate(f"{last:.3f}", (where, last), (8, 8), textcoords="offset points", weight="bold")
-    axes.set_title("validation loss of the synced model, in each replica's own forward")
+        below.annotate(f"{last:.3f}", (where, last), (8, 8), textcoords="offset points", weight="bold")
+    above.set_title(f"{state.spec.config.name}: training loss")
+    below.set_title("validation loss of the synced model, in each replica's own forward")
 
 
-def _marked_rounds(state: RunState) -> int:
-    """Return n, where every n-th outer round is marked."""
-    return next(n for n in (1, 2, 5, 10, 20, 50, 100, 10**9) if state.rounds_planned <= n * MOST_MARKS)
-
-
-def _mark_rounds(state: RunState, axes: Axes) -> None:
-    for round_ in sorted(state.closed):
-        if round_ % _marked_rounds(state) == 0:
-            axes.axvline(_after(state, round_), color="#b5b5b5", lw=1, ls=":", zorder=0)
+def _name_lines(axes: Axes) -> None:
+    """Draw the legend: the mean, the first replicas, and the number of others."""
+    all_named = list(zip(*axes.get_legend_handles_labels(), strict=True))
+    last = [(handle, label) for handle, label in all_named if label == "mean"]
+    named = [(handle, label) for handle, label in all_named if label != "mean"]
+    if len(named) > MOST_NAMED:
+        more = f"and {len(named) - MOST_NAMED:,} more"
+        named = [*named[:MOST_NAMED], (axes.plot([], [], color="none", label=more)[0], more)]
+    shown, names = zip(*named, *last, strict=True)
+    axes.legend(shown, names, loc="upper right", ncols=1 + (len(names) > 9))
 
 
 @dataclass(frozen=True)
@@ -138,13 +113,10 @@ class _Bar:
     """One direction of one link or line."""
 
     label: str
-    kind: str
-    """One of KINDS."""
+    kind: str  # one of KINDS
     way: Direction | Way
-    size: float
-    """Payload bytes since the first inner step; for equal links or lines, their mean."""
-    first: float
-    """Payload bytes before it: the first run checkpoint and evaluation."""
+    size: float  # payload bytes since the first inner step; for equal links or lines, their mean
+    first: float  # payload bytes before it: the first run checkpoint and evaluation
     busy: float | None
 
     @property
@@ -162,14 +134,17 @@ def _bars(state: RunState) -> Iterator[_Bar]:
     seconds = state.training_seconds()
     by_kind = sorted(links_alike(state.spec, state.links.values()), key=lambda links: links[0].reaches_exchange)
     for links in by_kind:
-        kind = "exchange link" if links[0].reaches_exchange else "stage link"
+        spec, kind = links[0].spec, "exchange link" if links[0].reaches_exchange else "stage link"
+        ends = f"{spec.source} – {spec.target}" if len(links) == 1 else range_of([one.name for one in links])
+        there, back = (spec.shape(way).bandwidth for way in DIRECTIONS)
+        label = ends if spec.has_lines and there is back is None else f"{ends}\n{_both(there, back, '→←')}"
         for direction in DIRECTIONS:
             carried = [link.directions[direction] for link in links]
             busy = [one.busy_share(seconds) for one in carried]
-            yield _bar(_link_label(links), kind, direction, [[one] for one in carried], busy)
+            yield _bar(label, kind, direction, [[one] for one in carried], busy)
     for lines in lines_alike(state.spec, state.lines.values()):
-        spec = lines[0].spec
-        label = f"{range_of([line.name for line in lines])} ({spec.kind})\n{_both(spec.up, spec.down, '↑↓')}"
+        line = lines[0].spec
+        label = f"{range_of([line.name for line in lines])} ({line.kind})\n{_both(line.up, line.down, '↑↓')}"
         for way in WAYS:
             busy = [line.busy_share(way, seconds) for line in lines]
             yield _bar(label, "line", way, [line.carried[way] for line in lines], busy)
@@ -226,15 +201,6 @@ def _draw_bars(axes: Axes, bars: list[_Bar]) -> None:
     axes.invert_yaxis()
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="x")
-
-
-def _link_label(links: Sequence[LinkState]) -> str:
-    """Return the label of a link: its ends and bandwidth. Equal links share a label with all of their names."""
-    link = links[0]
-    ends = f"{link.spec.source} – {link.spec.target}" if len(links) == 1 else range_of([one.name for one in links])
-    there, back = (link.spec.shape(way).bandwidth for way in DIRECTIONS)
-    limit = "" if link.spec.has_lines and there is back is None else f"\n{_both(there, back, '→←')}"
-    return f"{ends}{limit}"
 
 
 def _both(there: float | None, back: float | None, arrows: str) -> str:

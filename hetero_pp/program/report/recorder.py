@@ -13,18 +13,15 @@ from typing import Any
 
 from hetero_pp.core.files import PART, LastingLog, complaint, flush, write_whole
 from hetero_pp.messages.messages_pb2 import Report
+from hetero_pp.program.report.boards import MakeSink, OptionalSink, Scalars, TensorBoard
 from hetero_pp.program.report.events import line_of
 from hetero_pp.program.report.pictures import draw_links, draw_losses
-from hetero_pp.program.report.scalars import Scalars
-from hetero_pp.program.report.sinks.sink import MakeSink, OptionalSink
-from hetero_pp.program.report.sinks.tensorboard import TensorBoard
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.summary import summary_of
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 
-INTERRUPTED = "interrupted"
-"""Recorded cause of a run that a user interrupted."""
+INTERRUPTED = "interrupted"  # recorded cause of a run that a user interrupted
 
 _LATER = "{} (--resume does that once the disk has room)"
 """Message about a file that is written at each end of a run, even of a resumed run with nothing left to train."""
@@ -54,10 +51,8 @@ class Recorder:
         self._state = state
         self._complain = complain
         self._complained = self._has_ended = False
-        self._takes_place = False
-        """Whether the record of an earlier start still has to be replaced."""
-        self._has_gaps = False
-        """Whether some report can never be written."""
+        self._takes_place = False  # whether the record of an earlier start still has to be replaced
+        self._has_gaps = False  # whether some report can never be written
         self._lock = threading.Lock()
         self._has_begun = not resume
         self._path = folder.metrics.with_name(folder.metrics.name + PART) if resume else folder.metrics

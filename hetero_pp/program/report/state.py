@@ -1,76 +1,88 @@
-"""State of a run, derived from its members' reports alone.
+"""State of a run: the one fold of its reports, which the terminal, `status`, the page, metrics and the summary read.
 
-Pure: every time comes from a report or an argument. The launcher's thread calls `apply`; a reader in another thread
-holds `lock` meanwhile.
+Pure: every time comes from a report or an argument. One thread calls `apply`; a reader in another one holds `lock`
+meanwhile.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from array import array
+from bisect import bisect_right, insort
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import fmean
+from typing import NamedTuple
 
 from hetero_pp.config.changed_keys import Changes
-from hetero_pp.config.links import DIRECTIONS, EXCHANGE
+from hetero_pp.config.links import DIRECTIONS, EXCHANGE, Direction, LinkSpec
+from hetero_pp.config.topology import ReplicaSettings
 from hetero_pp.core.bounded import ROUNDS_GAP_MAX
-from hetero_pp.messages.messages_pb2 import (
-    Begun,
-    Evaluation,
-    Failure,
-    InnerStep,
-    Judgement,
-    LinkUse,
-    Over,
-    Reading,
-    Refusal,
-    Report,
-    RoundRecord,
-    RoundVerified,
-    Score,
-    SoFar,
-    Waiting,
-)
+from hetero_pp.messages import messages_pb2 as pb
+from hetero_pp.messages.messages_pb2 import MemberRound, MembershipEventKind, Report
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.messages.report_bounds import ReportBounds, complaint
-from hetero_pp.program.report.carried import DirectionState, LinkState, lines_of
-from hetero_pp.program.report.membership_state import MembershipState
-from hetero_pp.program.report.pauses import Pauses
-from hetero_pp.program.report.replica_state import ReplicaState
-from hetero_pp.program.report.spent import Spent
+from hetero_pp.program.report.traffic import STILL_TOLD, DirectionState, LinkState, lines_of
 from hetero_pp.run.spec import RunSpec
 from replica_groups.exchange.tally import Tally
+from replica_groups.rounds.slot import with_name
 
 _KINDS = frozenset(Kind)
 _ANY = ReportBounds()
+_WORK = ("inner_step", "evaluation", "link_use", "member_round", "round_closed", "round_verified")
+"""Events that only a training run reports."""
+_BUSY = ("inner_step", "evaluation", "member_round")
+"""Events that show that their member has joined, and trains again if it was suspended."""
 DIVERGED_NATS = 1.0
 """Nats above the loss of the untrained model that no honest run reaches, in an evaluation or as the mean of a round."""
-MOST_STEPS_SHOWN = 1_000_000
-"""Most inner steps of a round whose number of steps is not known beforehand."""
+MOST_STEPS_SHOWN = 1_000_000  # most inner steps of a round whose number of steps is not known beforehand
+PARTS = ("compute", "wait", "outer", "blocked", "evaluation")
+"""Parts of a member's round. `blocked` is waiting for the exchange, and `outer` is the rest of the outer round."""
+NEIGHBOURS = ("previous", "next")  # parts of `wait`: for messages of the previous stage, and of the next one
 
 
 class MemberPresence(StrEnum):
-    MISSING = "missing"
-    """It has not joined yet."""
+    MISSING = "missing"  # it has not joined yet
     PRESENT = "present"
-    VACANT = "vacant"
-    """It has left or died, and its slot is empty."""
-    GIVEN_UP = "given_up"
-    """It failed too often to be restarted."""
+    VACANT = "vacant"  # it has left or died, and its slot is empty
+    GIVEN_UP = "given_up"  # it failed too often to be restarted
     FINISHED = "finished"
+
+
+class Outcome(StrEnum):
+    """Outcome of a replica's contribution to a closed round."""
+
+    INCLUDED = "included"
+    LATE = "late"  # not complete when the round closed
+    LOST = "lost"  # A slot of the replica was vacant at some moment of the round
+    REJECTED = "rejected"  # far too large, or as an audit decided
+    ABSENT = "absent"  # the replica had not joined, or took no part
+
+
+class Exclusion(NamedTuple):
+    """Why a closed round excludes a replica."""
+
+    outcome: Outcome
+    slot: str  # the vacant slot, or the replica's name
+    cause: str  # in words, which begin with the slot
 
 
 @dataclass(frozen=True)
 class ClosedRound:
-    """A closed round: its time, and the sizes of its included contributions."""
-
-    round: int
     time: float
-    bytes: int
+    sizes: Mapping[str, int]  # bytes of each included contribution, by replica
     kept_values: int
+    tokens: int  # tokens of the included contributions
+    late: frozenset[str]  # replicas that took part, but were excluded as late
+    rejected: frozenset[str]  # replicas whose contributions were excluded as too large, or by an audit
+    tokens_until: int  # tokens of all replicas up to the end of the round
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.sizes.values())
 
 
 @dataclass(frozen=True)
@@ -80,77 +92,294 @@ class Divergence:
     replica: str
     round: int
     loss: float
-    untrained_loss: float
-    """Loss of the untrained model: that of a guess, or of the initial weights if it is larger."""
+    untrained_loss: float  # loss of the untrained model: that of a guess, or of the initial weights if it is larger
+
+
+@dataclass
+class Pause:
+    """Pause of a round below quorum."""
+
+    round: int
+    start: float
+    cause: str
+    end: float | None = None  # none while the pause lasts
+
+
+class Happening(NamedTuple):
+    """A report on a membership event, with what was known before it."""
+
+    report: Report
+    is_line: bool  # whether a terminal shows it. Others were told in an earlier line, or are no news there
+    slot: str = ""  # vacant slot for which a suspended replica waits
+    paused: float = 0.0  # seconds for which a round was paused that goes on
+
+
+# ---- one replica ----
+
+
+@dataclass
+class Step:
+    """One inner step of a replica, merged from the reports of its first and last stage."""
+
+    loss: float | None = None
+    tokens: int = 0
+    told_at: float | None = None
+    """Time of the report with the tokens. A step that is trained again has another time; a repeated report does not."""
+
+
+@dataclass
+class ReplicaState:
+    """A replica, from the reports of its inner steps. Of old rounds only the losses are kept."""
+
+    name: str
+    kind: str
+    inner_steps: int | None  # inner steps of every round; None if they are not known beforehand
+    rounds: dict[int, dict[int, Step]] = field(default_factory=dict)
+    """Steps of recent rounds, by round and step number from 0."""
+    settled: dict[int, tuple[array[float], float | None]] = field(default_factory=dict)
+    """Losses of the reported steps of earlier rounds (nan: unknown), four bytes each, and their mean."""
+    tokens: int = 0  # tokens of all steps, each step counted once
+    trained: Counter[int] = field(default_factory=Counter)
+    """Tokens of all steps trained for a round, counted as often as they were trained."""
+    steps_done: int = 0  # inner steps over the whole run
+    loss: float | None = None  # training loss of the latest step
+    _latest: tuple[int, int] = (0, 0)  # round and number of the latest step
+    _settled_steps: int = 0
+    validation_loss: dict[int, float] = field(default_factory=dict)
+    """Validation loss of the synced model by round, in the replica forward."""
+    sha256: dict[int, str] = field(default_factory=dict)
+
+    def apply(self, time: float, report: pb.InnerStep) -> None:
+        """Merge one report of an inner step. A repeated report replaces itself."""
+        if report.round in self.settled:
+            return
+        step = self.rounds.setdefault(report.round, {}).setdefault(report.step, Step())
+        if report.HasField("loss"):
+            step.loss = report.loss
+        if report.tokens:
+            self.tokens += report.tokens - step.tokens
+            if time != step.told_at:
+                self.trained[report.round] += report.tokens
+            step.tokens, step.told_at = report.tokens, time
+        if report.HasField("loss") and (report.round, report.step) >= self._latest:
+            self._latest = report.round, report.step
+            self.steps_done, self.loss = self.index(report.round, report.step) + 1, report.loss
+
+    def keep(self, round_: int, steps: int, tokens: int) -> None:
+        """Keep this many steps, of `tokens` each, of a round that closed.
+
+        Further reported steps belong to an attempt that was discarded. Steps without a report were trained too: the
+        report may still arrive, or it was lost with its process, which then resumed from a state after these steps.
+        """
+        if round_ in self.settled:
+            return
+        told = self.rounds.setdefault(round_, {})
+        for number in range(steps):
+            step = told.setdefault(number, Step())
+            if not step.tokens:
+                step.tokens = tokens
+                self.tokens += tokens
+        for number in [number for number in told if number >= steps]:
+            self.tokens -= told.pop(number).tokens
+        if self._latest[0] == round_ and self._latest[1] >= steps and told:
+            self._latest = round_, steps - 1
+            self.steps_done = self.index(*self._latest) + 1
+
+    def settle(self, closed: int) -> None:
+        """Keep only the losses of rounds long before the round that closed, because they get no further report."""
+        for round_ in [one for one in self.rounds if one <= closed - STILL_TOLD]:
+            mean, told = self.round_loss(round_), self.rounds.pop(round_)
+            self.settled[round_] = array("f", _losses(told)), mean
+            self._settled_steps += max(told, default=-1) + 1
+
+    def index(self, round_: int, step: int) -> int:
+        """Return the number of a step over the whole run, from 0, for a step of a recent round."""
+        if self.inner_steps is not None:
+            return (round_ - 1) * self.inner_steps + step
+        before = sum(max(steps, default=-1) + 1 for other, steps in self.rounds.items() if other < round_)
+        return self._settled_steps + before + step
+
+    def tokens_until(self, round_: int) -> int:
+        """Return the tokens of all steps up to a round that has just ended, without those of a later round."""
+        later = (steps for other, steps in self.rounds.items() if other > round_)
+        return self.tokens - sum(step.tokens for steps in later for step in steps.values())
+
+    def steps(self, round_: int) -> int:
+        """Return the number of reported steps of a round."""
+        return len(self.settled[round_][0]) if round_ in self.settled else len(self.rounds.get(round_, ()))
+
+    @property
+    def last_round(self) -> int:
+        """Last round with a reported step; 0 if there is none."""
+        return max([*self.rounds, *self.settled], default=0)
+
+    @property
+    def last_validation_loss(self) -> float | None:
+        """Last known validation loss."""
+        return self.validation_loss[max(self.validation_loss)] if self.validation_loss else None
+
+    def losses(self) -> Iterator[tuple[int, Sequence[float]]]:
+        """Yield each round and the training losses of its steps, in order; nan where unknown."""
+        for round_ in sorted([*self.rounds, *self.settled]):
+            yield round_, self.settled[round_][0] if round_ in self.settled else _losses(self.rounds[round_])
+
+    def round_loss(self, round_: int) -> float | None:
+        """Return the mean training loss over the inner steps of a round."""
+        if round_ in self.settled:
+            return self.settled[round_][1]
+        known = [step.loss for step in self.rounds.get(round_, {}).values() if step.loss is not None]
+        return fmean(known) if known else None
+
+    def last_round_loss(self) -> float | None:
+        """Return the mean training loss of the latest step's round."""
+        return self.round_loss(self._latest[0])
+
+
+def _losses(steps: Mapping[int, Step]) -> list[float]:
+    return [math.nan if step.loss is None else step.loss for _, step in sorted(steps.items())]
+
+
+# ---- one member ----
+
+
+@dataclass
+class MemberState:
+    """A slot and its holder, from its own reports and those about it. Times are seconds since the epoch."""
+
+    replica: str
+    has_finished: bool = False
+    incarnation: int = 0  # number of times the slot has been taken, over all starts of the run
+    vacant: str | None = None  # reason why no member holds the slot; None if one does
+    end_told: int = -1  # newest incarnation whose end was reported, by the exchange or by the supervisor of its process
+    taken_again: int = 0
+    """Number of times the slot was taken again, after another holder, since the run began or resumed."""
+    changes: list[tuple[float, bool, str]] = field(default_factory=list)
+    """(time, whether the slot is held from then on, reason if not), in order of time."""
+    is_suspended: bool = False
+    since: float | None = None  # time of the last event that changed whether it takes part
+    heard: float | None = None
+    doing: pb.Doing = pb.DOING_UNSPECIFIED  # its last reported activity
+    round: int | None = None
+    device: str = ""  # name of the device on which it computes
+    device_bytes: int = 0  # most memory that it had in use on its accelerator
+    last_round: int = 0  # last finished round; 0 if there is none
+    rounds: int = 0  # number of finished rounds
+    _recent: dict[int, dict[str, float]] = field(default_factory=dict)
+    _settled: Counter[str] = field(default_factory=Counter)
+
+    def vacant_between(self, start: float, end: float) -> str | None:
+        """Return the last reason why the slot was vacant at some moment from `start` to `end`; None if it never was."""
+        found = [cause for time, is_held, cause in self.changes if not is_held and start < time <= end]
+        if found:
+            return found[-1]
+        index = bisect_right(self.changes, start, key=lambda change: change[0])
+        return self.changes[index - 1][2] if index and not self.changes[index - 1][1] else None
+
+    def spend(self, told: MemberRound) -> None:
+        """Take in the seconds of a finished round. One that is reported again replaces its earlier report."""
+        if told.round <= self.last_round - STILL_TOLD:
+            return
+        self.last_round = max(self.last_round, told.round)
+        self.rounds += told.round not in self._recent
+        waits = {part: f"wait_{part}_seconds" for part in NEIGHBOURS}
+        by_neighbour = {part: getattr(told, name) for part, name in waits.items() if told.HasField(name)}
+        self._recent[told.round] = split(told) | by_neighbour
+        for round_ in [one for one in self._recent if one <= self.last_round - STILL_TOLD]:
+            self._settled.update(self._recent.pop(round_))
+
+    def seconds(self, part: str) -> float:
+        """Return the seconds of one of PARTS or NEIGHBOURS over all rounds."""
+        return self._settled[part] + sum(one.get(part, 0.0) for one in self._recent.values())
+
+    def share(self, part: str) -> float | None:
+        """Return the share of one of PARTS or NEIGHBOURS in the last finished round; None if it is not known."""
+        last = self._recent.get(self.last_round, {})
+        whole = sum(last.get(one, 0.0) for one in PARTS)
+        return last[part] / whole if part in last and whole > 0 else None
+
+
+def awaiting(link: LinkSpec, way: Direction) -> tuple[str, str]:
+    """Return the receiver of a direction of a link, and the part of its rounds in which it waits for messages of it.
+
+    The part contains the time in which the sender computes: a receiver cannot tell a late sender from a late link.
+    """
+    sender, receiver = (link.source, link.target) if way == "forward" else (link.target, link.source)
+    return receiver, "blocked" if sender == EXCHANGE else "previous" if way == "forward" else "next"
+
+
+def split(told: MemberRound) -> dict[str, float]:
+    """Return the seconds of a round by part."""
+    blocked = min(told.blocked_seconds, told.outer_seconds)
+    parts = (told.compute_seconds, told.wait_seconds, told.outer_seconds - blocked, blocked, told.evaluation_seconds)
+    return dict(zip(PARTS, parts, strict=True))
+
+
+# ---- the run ----
 
 
 class RunState:
-    """Everything that the display, the summary and the pictures show."""
+    """Everything that is shown of a run."""
 
     def __init__(self, spec: RunSpec) -> None:
-        self.spec = spec
+        self.spec = spec  # the run as it was known when it started
+        self.changed = spec  # the run with all changes that were reported
         self.lock = threading.RLock()
         self.rounds_planned = spec.latest.outer.rounds
-        self.changes = spec.changes
         self.inner_steps = spec.config.inner.steps
         self._optional = {replica.name: replica for replica in spec.replicas_ever if replica.optional}
-        self.replicas = {
-            replica.name: ReplicaState(replica.name, replica.kind, self.inner_steps)
-            for replica in spec.replicas_ever
-            if not replica.optional
-        }
+        self.replicas: dict[str, ReplicaState] = {}
         """Required replicas, past or present, and optional replicas from their first appearance in a report."""
+        self._add_required()
+        self.members = {name: MemberState(member.replica.name) for name, member in spec.members.items()}
         self._links = {
             name: LinkState(link, {way: DirectionState(link.shape(way).bandwidth) for way in DIRECTIONS})
             for name, link in spec.links.items()
         }
         self.lines = lines_of(spec, self._links)
-        self.closed: dict[int, ClosedRound] = {}
-        self._last_closed = 0
-        self.closed_earlier = 0
-        """Number of the last round that an earlier start of the run closed; 0 for a new run."""
-        self.refusals: Counter[str] = Counter()
-        """Refused messages by kind."""
-        self.refusals_told: Counter[str] = Counter()
-        """Refused messages by the process that reported them: the exchange, or a member, which may lie."""
         self.joined: set[str] = set()
-        self.joined_at: float | None = None
-        """Time of the report with which all required members had joined; None if it has not been received."""
-        self.links = self._links_of_those_who_came()
-        """Links by name, for members that are required or have joined."""
-        self.waiting: Waiting | None = None
-        """The exchange's last report about what it waits for; None if there is progress."""
-        self.waiting_told: float | None = None
-        """Time of that report."""
-        self.reading: Reading | None = None
-        """Progress of a long reading that members wait for; None if there is none."""
-        self.failed: str | None = None
+        self.joined_at: float | None = None  # time of the report with which all required members had joined
+        self.links = self._links_of_those_who_came()  # links by name, for members that are required or have joined
+        self.has_opened = False
+        """Whether a start of the run was reported. A resumed run has no earlier reports before that."""
+        self.closed: dict[int, ClosedRound] = {}
+        self.rounds = 0
+        """Number of the last closed round. Rounds close in order, so it is known even if a report was missed."""
+        self.closed_earlier = 0  # number of the last round that an earlier start of the run closed; 0 for a new run
+        self.news: Happening | None = None  # membership event of the last report; None if it had none
+        self.tally = Tally({name: member.replica.name for name, member in spec.members.items()}, self.awaited)
+        """Counters of the whole run, also where reports of its beginning are missing."""
         self.started: float | None = None
         self.first_step: float | None = None
         self.latest: float | None = None
-        self.scores: dict[str, Score] = {}
-        """Newest scores, by replica; empty without audits."""
-        self.checks = 0
-        """Number of recomputations of a replica's round."""
-        self.failed_checks: list[Judgement] = []
-        """Recomputations that found something else than a replica had contributed."""
-        self.diverged: dict[str, Divergence] = {}
-        """Replicas that have diverged."""
-        self.membership_state = MembershipState(spec)
-        self.tally = Tally(
-            {name: member.replica.name for name, member in spec.members.items()}, self.membership_state.awaited
-        )
-        """Counters of the whole run, also where reports of its beginning are missing."""
-        self.spent = {name: Spent() for name in spec.members}
-        """Seconds of each member's rounds."""
-        self.devices: dict[str, str] = {}
-        """Member -> name of the device on which it computes."""
-        self.device_bytes: dict[str, int] = {}
-        """Member -> most memory that it had in use on its accelerator."""
-        self._pauses = Pauses()
-        self._finished: set[str] = set()
-        self._over: Over | None = None
-        """Report that every round is closed; None before."""
+        self.sittings = 0  # pauses between two starts of the run: times without pauses depend on them
+        self._breaks: list[tuple[float, float]] = []
+        self._last_work: float | None = None
+        self._goes_on_after: int | None = None
+        """Round after which the run resumed, until a replica trains again; else None."""
+        self.waiting: pb.Waiting | None = None  # what the exchange waits for, as last reported; None: progress
+        self.waiting_told: float | None = None  # time of that report
+        self.reading: pb.Reading | None = None  # progress of a long reading that members wait for
+        self.pauses: list[Pause] = []
+        self.failed: str | None = None
+        self.over: pb.Over | None = None  # report that every round is closed; None before
+        self.restarts: Counter[str] = Counter()  # restarts by process, on the machine that supervises it
+        self.given_up: dict[str, str] = {}
+        self.healed: Counter[str] = Counter()  # recoveries by slot
+        self.suspended: Counter[str] = Counter()  # number of times that each replica returned to the start of a round
+        self.lost: dict[str, str] = {}  # vacant slot by replica, until the effect on the replica is reported
+        self.late: defaultdict[str, list[int]] = defaultdict(list)  # rounds for which a replica was late, by replica
+        self.barred: set[str] = set()  # replicas that are excluded from rounds since their last included contribution
+        self.scores: dict[str, pb.Score] = {}  # newest scores, by replica; empty without audits
+        self.checks = 0  # number of recomputations of a replica's round
+        self.failed_checks: list[pb.Judgement] = []  # those that found something else than a replica had contributed
+        self.unaudited: str | None = None  # why nobody audits the run any more; None if somebody does, or nobody has to
+        self._out_by_audit: dict[tuple[int, str], str] = {}
+        """(round, replica) -> why an audit excluded the replica's contribution."""
+        self.diverged: dict[str, Divergence] = {}  # replicas that have diverged
+        self.refusals: Counter[str] = Counter()  # refused messages by kind
+        self.refusals_told: Counter[str] = Counter()  # by the process that reported them: a member may lie
+        self._times: dict[int, dict[str, dict[str, Sequence[float]]]] = {}
+        """Round -> replica -> member -> seconds of each part; in old rounds only the mean, of member ""."""
 
     # ---- writing ----
 
@@ -159,49 +388,70 @@ class RunState:
 
         Return False for values out of range.
         """
-        newest = max(self.rounds_planned, self._last_closed + 2)
+        newest = max(self.rounds_planned, self.rounds + 2)
         if not math.isfinite(report.time) or complaint(report, newest, _ANY) or not self._is_possible(report):
             return False
         with self.lock:
+            self.news = self._news_of(report)  # it depends on what was known before
             self.started = report.time if self.started is None else min(self.started, report.time)
             self.latest = report.time if self.latest is None else max(self.latest, report.time)
-            self._pauses.apply(report)
-            self.membership_state.apply(report)
+            event = report.WhichOneof("event")
+            self._follow_sittings(event, report)
             self.tally.apply(report)
-            match report.WhichOneof("event"):
+            member = self.members.get(report.member)
+            if member is not None:
+                member.heard = report.time
+            if event in _BUSY:
+                self._came(report.member)
+                if member is not None:
+                    member.is_suspended, member.round = False, getattr(report, event).round
+            match event:
                 case "begun":
                     self._begun(report.begun)
+                case "joined":
+                    self._joined(report.time, report.member, report.joined.incarnation)
                 case "inner_step":
-                    self._came(report.member)
                     self._step(report.time, report.inner_step)
                 case "evaluation":
-                    self._came(report.member)
-                    self._evaluated(report.evaluation)
-                case "member_round":
-                    self._came(report.member)
-                    if report.member in self.spent:
-                        self.spent[report.member].apply(report.member_round)
-                        if report.member_round.HasField("device_bytes"):
-                            self.device_bytes[report.member] = report.member_round.device_bytes
-                case "computes" if report.member in self.spec.members:
-                    self.devices[report.member] = report.computes.device
-                    self.device_bytes.pop(report.member, None)
+                    replica = self._replica(report.evaluation.replica)
+                    if replica is not None:
+                        replica.validation_loss[report.evaluation.round] = report.evaluation.loss
+                        self._compare(replica, report.evaluation.round, report.evaluation.loss)
+                case "member_round" if member is not None:
+                    member.spend(report.member_round)
+                    if report.member_round.HasField("device_bytes"):
+                        member.device_bytes = report.member_round.device_bytes
+                    of_round = self._times.setdefault(report.member_round.round, {}).setdefault(member.replica, {})
+                    if "" not in of_round:
+                        of_round[report.member] = list(split(report.member_round).values())
+                case "computes" if member is not None:
+                    member.device, member.device_bytes = report.computes.device, 0
+                case "activity" if member is not None:
+                    member.doing = report.activity.doing
+                case "finished" if member is not None:
+                    member.has_finished, member.since = True, report.time
                 case "link_use":
-                    self._used(report.time, report.link_use)
+                    use, link = report.link_use, self._links.get(report.link_use.link)
+                    if link is not None and use.direction in link.directions:
+                        since = report.time if self.first_step is None else self.first_step
+                        link.directions[use.direction].apply(report.time, use, since)
                 case "round_closed":
                     self._closed(report.time, report.round_closed)
                 case "round_verified":
-                    self._verified(report.round_verified)
-                case "failure":
-                    self._failure(report.member, report.failure)
-                case "refusal":
-                    self._refused(report.member, report.refusal)
-                case "finished":
-                    self._finished.add(report.member)
+                    replica = self._replica(report.round_verified.replica)
+                    if replica is not None:
+                        replica.sha256[report.round_verified.round] = report.round_verified.parameters_sha256.hex()
+                case "membership_event":
+                    self._happened(report.time, report.membership_event)
+                case "failure" if self.failed is None and not report.failure.consequence:
+                    cause, is_own = report.failure.cause, report.member == EXCHANGE
+                    self.failed = cause if is_own else f"{report.member}: {cause}"
+                case "refusal":  # an unknown kind, which a member may make up, counts as unexpected
+                    kind = report.refusal.kind if report.refusal.kind in _KINDS else Kind.UNEXPECTED
+                    self.refusals[kind] += report.refusal.count or 1
+                    self.refusals_told[report.member] += report.refusal.count or 1
                 case "over":
-                    self._over = report.over
-                case "joined":
-                    self._joined(report.time, report.member)
+                    self.over = report.over
                 case "reading":
                     self.reading = report.reading if report.reading.share < 1 else None
                 case "scores":
@@ -221,33 +471,75 @@ class RunState:
         event = report.WhichOneof("event")
         if event not in ("round_closed", "round_verified", "membership_event"):
             return True
-        told, last = getattr(report, event), max(self._last_closed, self.rounds_planned) + ROUNDS_GAP_MAX
+        told, last = getattr(report, event), max(self.rounds, self.rounds_planned) + ROUNDS_GAP_MAX
+        if event == "membership_event" and told.what not in MembershipEventKind.values():
+            return False
         if told.round > last or event != "round_closed":
             return bool(told.round <= last)
         most = self.inner_steps or MOST_STEPS_SHOWN
         return told.round >= 1 and all(one.steps <= most for one in told.contributions)
 
-    def _refused(self, member: str, refusal: Refusal) -> None:
-        """Count refused messages. An unknown kind, which a member may make up, counts as unexpected."""
-        kind = refusal.kind if refusal.kind in _KINDS else Kind.UNEXPECTED
-        self.refusals[kind] += refusal.count or 1
-        self.refusals_told[member] += refusal.count or 1
+    def _news_of(self, report: Report) -> Happening | None:
+        match report.WhichOneof("event"):
+            case "begun" if report.begun.last_round:
+                return Happening(report, is_line=False)
+            case "failure" if not report.failure.consequence:
+                return Happening(report, is_line=False)
+            case "joined" if report.member in self.members:
+                return Happening(report, is_line=self.has_opened)
+            case "state_saving":
+                return Happening(report, is_line=True)
+            case "waiting" if report.waiting.awaited == pb.STORING and not report.waiting.store_error:
+                return Happening(report, is_line=True)
+            case "membership_event":
+                told, member = report.membership_event, self.members.get(report.membership_event.slot)
+                if told.what in (
+                    MembershipEventKind.INCARNATION_OVER,
+                    MembershipEventKind.SILENT,
+                ):  # the supervisor may have said so already
+                    return Happening(report, is_line=member is None or told.incarnation > member.end_told)
+                if told.what == MembershipEventKind.SUSPENDED:
+                    return Happening(report, is_line=told.replica in self.lost, slot=self.lost.get(told.replica, ""))
+                if told.what == MembershipEventKind.WENT_ON:
+                    paused = 0.0 if self.pause is None else report.time - self.pause.start
+                    return Happening(report, is_line=self.pause is not None, paused=paused)
+                return Happening(report, is_line=True)
+        return None
 
-    def _so_far(self, time: float, told: SoFar) -> None:
-        """Take in the counters of a run of which reports are missing. Its pauses are in none of its times."""
-        pauses = self._pauses.between(0.0, time)
-        self.started = time - told.seconds - pauses
-        self.first_step = time - told.training_seconds - pauses if told.training_seconds else None
-        self._last_closed = max(self._last_closed, told.last_round)
+    def _follow_sittings(self, event: str | None, report: Report) -> None:
+        """Note a break: it lasts from the last report of one start of the run until the next start trains again.
+
+        The next start trains once a replica has evaluated the parameters that it resumes from, or if it never stopped.
+        """
+        if event == "begun" and report.begun.last_round > 0:
+            if self._goes_on_after is None:
+                self._breaks.append((report.time if self._last_work is None else self._last_work, report.time))
+                self.sittings += 1
+            self._goes_on_after = report.begun.last_round
+        if self._goes_on_after is not None:
+            start, end = self._breaks[-1]
+            self._breaks[-1] = start, max(end, report.time)
+            has_evaluated = event == "evaluation" and report.evaluation.round >= self._goes_on_after
+            if has_evaluated or (event == "inner_step" and report.inner_step.round > self._goes_on_after):
+                self._goes_on_after = None
+        if event in _WORK:
+            self._last_work = report.time if self._last_work is None else max(self._last_work, report.time)
+
+    def _so_far(self, time: float, told: pb.SoFar) -> None:
+        """Take in the counters of a run of which reports are missing. Its breaks are in none of its times."""
+        breaks = self._broken(0.0, time)
+        self.started = time - told.seconds - breaks
+        self.first_step = time - told.training_seconds - breaks if told.training_seconds else None
+        self.rounds = max(self.rounds, told.last_round)
         for credit in told.credits:
             replica, own = self._replica(credit.replica), self.tally.credits.get(credit.replica)
             if replica is not None:
                 replica.tokens += credit.tokens - (0 if own is None else own.tokens)
         for use in told.carried:
             link = self._links.get(use.link)
-            for way in DIRECTIONS:
-                if link is not None and way == use.direction:
-                    link.directions[way].unreported_bytes += use.wire_bytes - link.directions[way].wire_bytes
+            for way, direction in link.directions.items() if link is not None else ():
+                if way == use.direction:
+                    direction.unreported_bytes += use.wire_bytes - direction.wire_bytes
         self.refusals[Kind.UNEXPECTED] += told.refusals - self.refusals.total()
         self.tally.count_on(told, time)
 
@@ -256,11 +548,20 @@ class RunState:
         with self.lock:
             self.failed = cause
 
-    def _joined(self, time: float, member: str) -> None:
+    def _joined(self, time: float, name: str, incarnation: int) -> None:
         had_all = self.has_all_needed
-        self._came(member)
+        self._came(name)
         if self.has_all_needed and not had_all:
             self.joined_at = time
+        member = self.members.get(name)
+        if member is None:
+            return
+        insort(member.changes, (time, True, ""))
+        member.since, member.doing, member.round = time, pb.DOING_UNSPECIFIED, None
+        member.is_suspended = False
+        if incarnation >= member.incarnation:  # a resumed run reports earlier starts later, with lower incarnations
+            member.taken_again += self.has_opened and incarnation > max(member.incarnation, 1)
+            member.incarnation, member.vacant = incarnation, None
 
     def _came(self, *members: str) -> None:
         """Note that these members have joined. Other reports show it if a `joined` report was missed."""
@@ -281,32 +582,29 @@ class RunState:
             self._came(*self._optional[name].members)
         return self.replicas.get(name)
 
+    def _add_required(self) -> None:
+        for replica in self.changed.replicas_ever:
+            if not replica.optional and replica.name not in self.replicas:
+                self.replicas[replica.name] = ReplicaState(replica.name, replica.kind, self.inner_steps)
+
     def _links_of_those_who_came(self) -> Mapping[str, LinkState]:
         came = {EXCHANGE, *self.spec.needed, *self.joined}
         return {name: link for name, link in self._links.items() if came >= {link.spec.source, link.spec.target}}
 
-    def _begun(self, begun: Begun) -> None:
+    def _begun(self, begun: pb.Begun) -> None:
         """Take in a start of the run: reading is over, and changed keys are known."""
-        self.reading = None
+        self.reading, self.has_opened = None, True
         if begun.changes:
-            spec = self.spec.with_changes(Changes.from_json(begun.changes))
-            self.changes, self.rounds_planned = spec.changes, spec.latest.outer.rounds
-            for replica in spec.replicas_ever:
-                if not replica.optional and replica.name not in self.replicas:
-                    self.replicas[replica.name] = ReplicaState(replica.name, replica.kind, self.inner_steps)
+            self.changed = self.spec.with_changes(Changes.from_json(begun.changes))
+            self.rounds_planned = self.changed.latest.outer.rounds
+            self._add_required()
 
-    def _step(self, time: float, step: InnerStep) -> None:
+    def _step(self, time: float, step: pb.InnerStep) -> None:
         replica = self._replica(step.replica)
         fits = self.inner_steps is None or step.step < self.inner_steps
         if replica is not None and 1 <= step.round <= self.rounds_planned and fits:
             replica.apply(time, step)
             self.first_step = time if self.first_step is None else min(self.first_step, time)
-
-    def _evaluated(self, evaluation: Evaluation) -> None:
-        replica = self._replica(evaluation.replica)
-        if replica is not None:
-            replica.validation_loss[evaluation.round] = evaluation.loss
-            self._compare(replica, evaluation.round, evaluation.loss)
 
     def _compare(self, replica: ReplicaState, round_: int, loss: float | None) -> None:
         """Compare a loss with that of the untrained model, and keep the first that is far above it."""
@@ -314,41 +612,74 @@ class RunState:
         if loss is not None and loss > untrained + DIVERGED_NATS and replica.name not in self.diverged:
             self.diverged[replica.name] = Divergence(replica.name, round_, loss, untrained)
 
-    def _used(self, time: float, use: LinkUse) -> None:
-        link = self._links.get(use.link)
-        for way in DIRECTIONS:
-            if link is not None and way == use.direction:
-                link.directions[way].apply(time, use, time if self.first_step is None else self.first_step)
-
-    def _closed(self, time: float, record: RoundRecord) -> None:
+    def _closed(self, time: float, record: pb.RoundRecord) -> None:
         rows = {replica.name: replica.batch_size for replica in self.spec.replicas_ever}
-        for contribution in record.contributions:
-            one = self._replica(contribution.replica)
-            if one is not None and contribution.steps > 0:
-                tokens = rows.get(one.name, 0) * self.spec.config.data.sequence_length
-                one.keep(record.round, contribution.steps, tokens)
+        for entry in record.contributions:
+            one = self._replica(entry.replica)
+            if one is not None and entry.steps > 0:
+                one.keep(record.round, entry.steps, rows.get(one.name, 0) * self.spec.config.data.sequence_length)
+        # Rounds long before this one get no further report: only their sums and means are kept.
         for replica in self.replicas.values():
             self._compare(replica, record.round, replica.round_loss(record.round))
             replica.settle(record.round)
         for link in self._links.values():
             for direction in link.directions.values():
                 direction.settle(record.round)
-        self._last_closed = max(self._last_closed, record.round)
-        blobs = [blob for contribution in record.contributions for blob in contribution.blobs]
+        for round_, replicas in self._times.items():
+            if round_ <= record.round - STILL_TOLD:
+                for name, members in replicas.items():
+                    replicas[name] = {"": _means(members)}
+        self.rounds = max(self.rounds, record.round)
         self.closed[record.round] = ClosedRound(
-            record.round, time, sum(blob.size for blob in blobs), sum(blob.kept_values for blob in blobs)
+            time=time,
+            sizes={entry.replica: sum(blob.size for blob in entry.blobs) for entry in record.contributions},
+            kept_values=sum(blob.kept_values for entry in record.contributions for blob in entry.blobs),
+            tokens=sum(entry.tokens for entry in record.contributions),
+            late=frozenset(record.late),
+            rejected=frozenset(record.left_out),
+            tokens_until=sum(replica.tokens_until(record.round) for replica in self.replicas.values()),
         )
+        self.barred -= self.closed[record.round].sizes.keys()
 
-    def _verified(self, verified: RoundVerified) -> None:
-        replica = self._replica(verified.replica)
-        if replica is not None:
-            replica.sha256[verified.round] = verified.parameters_sha256.hex()
+    def _happened(self, time: float, told: pb.MembershipEvent) -> None:
+        member = self.members.get(told.slot)
+        if member is not None:
+            member.since = time
+        match told.what:
+            case MembershipEventKind.INCARNATION_OVER | MembershipEventKind.SILENT if member is not None:
+                cause = with_name(told.slot, told.cause)
+                insort(member.changes, (time, False, cause))
+                if told.incarnation >= member.incarnation:
+                    member.vacant = cause
+                member.end_told = max(member.end_told, told.incarnation)
+                self.lost[told.replica] = told.slot
+            case MembershipEventKind.SUSPENDED:
+                self.suspended[told.replica] += self.lost.pop(told.replica, None) is not None
+                if member is not None:
+                    member.is_suspended = True
+            case MembershipEventKind.LATE:
+                self.late[told.replica].append(told.round)
+            case MembershipEventKind.EXCLUDED:
+                self.barred.add(told.replica)
+            case MembershipEventKind.PAUSED:
+                self.pauses.append(Pause(told.round, time, told.cause))
+            case MembershipEventKind.WENT_ON if self.pauses:
+                self.pauses[-1].end = time
+            case MembershipEventKind.LEFT_OUT if told.cause:
+                self._out_by_audit[told.round, told.replica] = told.cause
+            case MembershipEventKind.UNAUDITED | MembershipEventKind.AUDITED:
+                self.unaudited = told.cause if told.what == MembershipEventKind.UNAUDITED else None
+            case MembershipEventKind.HEALED:
+                self.healed[told.slot] += 1
+            case MembershipEventKind.RESTARTED | MembershipEventKind.GIVEN_UP:
+                if told.what == MembershipEventKind.RESTARTED:
+                    self.restarts[told.slot] += 1
+                else:
+                    self.given_up[told.slot] = told.cause
+                if member is not None:
+                    member.end_told = max(member.end_told, member.incarnation)
 
-    def _failure(self, member: str, failure: Failure) -> None:
-        if self.failed is None and not failure.consequence:
-            self.failed = failure.cause if member == EXCHANGE else f"{member}: {failure.cause}"
-
-    # ---- reading ----
+    # ---- reading: members and rounds ----
 
     @property
     def is_over(self) -> bool:
@@ -358,36 +689,30 @@ class RunState:
         round or has since lost a member.
         """
         came = self.spec.needed.keys() | (self.joined & self.spec.members.keys())
-        vacant = self.membership_state.vacant.keys()
-        left = came - self._finished - vacant - self.membership_state.given_up.keys()
-        if self._over is not None:
-            replicas = {name: member.replica.name for name, member in self.spec.members.items()}
-            awaited = set(self._over.finishing) - {replicas[name] for name in vacant if name in replicas}
-            left = {name for name in left if replicas[name] in awaited}
+        left = {name for name in came - self.given_up.keys() if not self.members[name].has_finished}
+        left -= self.vacant.keys()
+        if self.over is not None:
+            awaited = set(self.over.finishing) - {self.members[name].replica for name in self.vacant}
+            left = {name for name in left if self.members[name].replica in awaited}
         return self.rounds >= self.rounds_planned and not left
 
     @property
     def has_closed_all_rounds(self) -> bool:
         """Whether every round is closed. Members may still apply the last one."""
-        return self._over is not None or self.rounds >= self.rounds_planned
+        return self.over is not None or self.rounds >= self.rounds_planned
 
     @property
     def contribution_bytes(self) -> int:
         """Bytes of all contributions that rounds include."""
         return sum(credit.bytes for credit in self.tally.credits.values())
 
-    @property
-    def finished(self) -> frozenset[str]:
-        """Members that have finished all their rounds."""
-        return frozenset(self._finished)
-
     def presence(self, member: str) -> MemberPresence:
         """Return whether a member takes part now, and if not, why."""
-        if member in self.membership_state.given_up:
+        if member in self.given_up:
             return MemberPresence.GIVEN_UP
-        if self.membership_state.slots[member].vacant is not None:
+        if self.members[member].vacant is not None:
             return MemberPresence.VACANT
-        if member in self._finished:
+        if self.members[member].has_finished:
             return MemberPresence.FINISHED
         return MemberPresence.PRESENT if member in self.joined else MemberPresence.MISSING
 
@@ -402,9 +727,86 @@ class RunState:
         return self.joined >= self.spec.needed.keys()
 
     @property
-    def rounds(self) -> int:
-        """Number of the last closed round. Rounds close in order, so it is known even if a report was missed."""
-        return self._last_closed
+    def vacant(self) -> dict[str, str]:
+        """Reasons of vacant slots, by slot."""
+        return {name: member.vacant for name, member in self.members.items() if member.vacant is not None}
+
+    def gone(self, replica: str, start: float, end: float) -> tuple[str, str] | None:
+        """Return a slot of a replica that was vacant at some moment between two times, with the reason; else None."""
+        for name, member in self.members.items():
+            if member.replica == replica and (cause := member.vacant_between(start, end)) is not None:
+                return name, cause
+        return None
+
+    @property
+    def pause(self) -> Pause | None:
+        """The current pause below quorum; None if there is none."""
+        return self.pauses[-1] if self.pauses and self.pauses[-1].end is None else None
+
+    def awaited(self, round_: int) -> list[str]:
+        """Return the replicas that a round should include. Optional replicas are not missed."""
+        return self.changed.awaited_in(round_)
+
+    def of_round(self, round_: int) -> Mapping[str, ReplicaState]:
+        """Return the replicas of a round: the required ones, and all optional ones that have ever joined."""
+        names = [replica.name for replica in self.changed.replicas_in(round_)]
+        return {name: self.replicas[name] for name in names if name in self.replicas}
+
+    def contributing_members(self, round_: int) -> list[str]:
+        """Return the members whose contributions a round waits for: an optional replica only while it is complete."""
+        gone = {self.members[slot].replica for slot in self.vacant}
+
+        def is_complete(replica: ReplicaSettings) -> bool:
+            return not replica.optional or (replica.name in self.replicas and replica.name not in gone)
+
+        return [
+            member for replica in self.changed.replicas_in(round_) if is_complete(replica) for member in replica.members
+        ]
+
+    def not_counted(self, round_: int) -> dict[str, Exclusion]:
+        """Return the excluded replicas of a closed round, each with the reason."""
+        closed = self.closed.get(round_)
+        if closed is None or not closed.sizes:
+            return {}
+        return {name: self._excluded(name, round_) for name in self.awaited(round_) if name not in closed.sizes}
+
+    def outcomes(self, round_: int) -> dict[str, Outcome]:
+        """Return what became of each replica's contribution to a closed round.
+
+        An optional replica that sent none is left out.
+        """
+        closed = self.closed[round_]
+        sent = closed.sizes.keys() | closed.late | closed.rejected
+        names = [one.name for one in self.changed.replicas_in(round_) if not one.optional or one.name in sent]
+        return {name: self.outcome(name, round_) for name in {*names, *closed.sizes}}
+
+    def outcome(self, replica: str, round_: int) -> Outcome:
+        """Return what became of a replica's contribution to a closed round."""
+        is_included = replica in self.closed[round_].sizes
+        return Outcome.INCLUDED if is_included else self._excluded(replica, round_).outcome
+
+    def _excluded(self, replica: str, round_: int) -> Exclusion:
+        closed, before = self.closed[round_], self.closed.get(round_ - 1)
+        if replica in closed.rejected:  # a fact of the record, even if a slot was vacant for a moment
+            why = self._out_by_audit.get((round_, replica))
+            cause = f"{replica}: {why}" if why else f"{replica} sent a contribution that is too large"
+            return Exclusion(Outcome.REJECTED, replica, cause)
+        gone = self.gone(replica, 0.0 if before is None else before.time, closed.time)
+        if gone is not None:
+            return Exclusion(Outcome.LOST, *gone)
+        if all(not member.changes for member in self.members.values() if member.replica == replica):
+            return Exclusion(Outcome.ABSENT, replica, f"{replica} has not joined yet")
+        if replica in closed.late:
+            return Exclusion(Outcome.LATE, replica, f"{replica} was late")
+        return Exclusion(Outcome.ABSENT, replica, f"{replica} did not take part")
+
+    def times(self, round_: int, replica: str) -> dict[str, float | None]:
+        """Return the mean over a replica's members of the seconds of each part; None if none was reported."""
+        members = self._times.get(round_, {}).get(replica)
+        means: Sequence[float | None] = _means(members) if members else [None] * len(PARTS)
+        return dict(zip(PARTS, means, strict=True))
+
+    # ---- reading: progress and time ----
 
     def progress_of_open_round(self, now: float) -> tuple[float, float]:
         """Return (done, total) of the open round's inner loop, in steps of the slowest replica or in seconds."""
@@ -412,58 +814,53 @@ class RunState:
             whole = self.spec.config.inner.seconds or 0.0
             before = self.closed[self.rounds].time if self.rounds in self.closed else self.first_step
             return min(self._seconds(before, now), whole), whole
-        done = self._steps_done - self.rounds * self.inner_steps
-        return max(0, min(done, self.inner_steps)), self.inner_steps
-
-    @property
-    def _steps_done(self) -> int:
-        """Inner steps of the slowest required replica; if all are optional, of the fastest one."""
-        awaited = self.membership_state.awaited(self.rounds + 1)
-        needed = [self.replicas[name].steps_done for name in awaited if name in self.replicas]
-        return min(needed) if needed else max((one.steps_done for one in self.replicas.values()), default=0)
+        # Of the slowest required replica; if all are optional, of the fastest one.
+        required = [self.replicas[name].steps_done for name in self.awaited(self.rounds + 1) if name in self.replicas]
+        steps = min(required) if required else max((one.steps_done for one in self.replicas.values()), default=0)
+        return max(0, min(steps - self.rounds * self.inner_steps, self.inner_steps)), self.inner_steps
 
     def elapsed(self, now: float | None = None) -> float:
-        """Return the seconds since the first report, until `now` or else the last report, without pauses."""
+        """Return the seconds since the first report, until `now` or else the last report, without breaks."""
         return self._seconds(self.started, self.latest if now is None else now)
 
-    @property
-    def clock(self) -> tuple[float | None, int]:
-        """Time of the first report, and number of pauses: times without pauses depend on both."""
-        return self.started, len(self._pauses)
-
     def training_seconds(self, now: float | None = None) -> float:
-        """Return the seconds since the first inner step, until `now` or else the last report, without pauses."""
+        """Return the seconds since the first inner step, until `now` or else the last report, without breaks."""
         return self._seconds(self.first_step, self.latest if now is None else now)
 
     def seconds_left(self, now: float) -> float | None:
         """Return the estimated seconds left, from the rounds so far; None until the first has closed."""
         if not self.closed or self.first_step is None:
             return None
-        last = max(self.closed.values(), key=lambda closed: closed.round)
-        a_round = self._seconds(self.first_step, last.time) / last.round
-        return max(0.0, a_round * (self.rounds_planned - last.round) - self._seconds(last.time, now))
+        last = max(self.closed)
+        a_round = self._seconds(self.first_step, self.closed[last].time) / last
+        return max(0.0, a_round * (self.rounds_planned - last) - self._seconds(self.closed[last].time, now))
 
     def round_seconds(self, round_: int) -> float:
-        """Return the seconds of a round without pauses: from the previous close or the first inner step to its own."""
+        """Return the seconds of a round without breaks: from the previous close or the first inner step to its own."""
         before = self.closed[round_ - 1].time if round_ - 1 in self.closed else self.first_step
         return self._seconds(before, self.closed[round_].time)
 
     def _seconds(self, start: float | None, end: float | None) -> float:
-        """Return the seconds between two times, without pauses; 0 if either is None."""
+        """Return the seconds between two times, without breaks; 0 if either is None."""
         if start is None or end is None:
             return 0.0
-        return max(0.0, end - start - self._pauses.between(start, end))
+        return max(0.0, end - start - self._broken(start, end))
+
+    def _broken(self, start: float, end: float) -> float:
+        """Return the seconds of breaks from `start` to `end`. A break without an end lasts until `end`."""
+        total = 0.0
+        for index, (began, ended) in enumerate(self._breaks):
+            is_open = self._goes_on_after is not None and index == len(self._breaks) - 1
+            total += max(0.0, min(end, math.inf if is_open else ended) - max(start, began))
+        return total
+
+    # ---- reading: results ----
 
     def tokens_per_second(self, replica: ReplicaState | None = None, now: float | None = None) -> float:
         """Return the tokens per second of one replica or all, over the time since the first inner step."""
         tokens = sum(each.tokens for each in ([replica] if replica else self.replicas.values()))
         seconds = self.training_seconds(now)
         return tokens / seconds if seconds > 0 else 0.0
-
-    def of_round(self, round_: int) -> Mapping[str, ReplicaState]:
-        """Return the replicas of a round: the required ones, and all optional ones that have ever joined."""
-        names = [replica.name for replica in self.membership_state.of_round(round_)]
-        return {name: self.replicas[name] for name in names if name in self.replicas}
 
     def mean_validation_loss(self, round_: int) -> float | None:
         """Return the mean validation loss after a round, each replica's in its replica forward.
@@ -472,7 +869,7 @@ class RunState:
         """
         losses = {name: replica.validation_loss.get(round_) for name, replica in self.of_round(round_).items()}
         known = [loss for loss in losses.values() if loss is not None]
-        is_lacking = any(losses.get(name) is None for name in self.membership_state.awaited(round_))
+        is_lacking = any(losses.get(name) is None for name in self.awaited(round_))
         return fmean(known) if known and not is_lacking else None
 
     def mean_validation_losses(self) -> dict[int, float]:
@@ -483,31 +880,14 @@ class RunState:
 
     def awaited_losses(self, round_: int) -> list[str]:
         """Return the required replicas that have not reported a validation loss after a round."""
-        awaited = [self.replicas[name] for name in self.membership_state.awaited(round_) if name in self.replicas]
+        awaited = [self.replicas[name] for name in self.awaited(round_) if name in self.replicas]
         return [replica.name for replica in awaited if round_ not in replica.validation_loss]
 
-    def contributing_members(self, round_: int) -> list[str]:
-        """Return the members whose contributions a round waits for: an optional replica only while it is complete."""
-        gone = {self.membership_state.slots[slot].replica for slot in self.membership_state.vacant}
-        return [
-            member
-            for replica in self.membership_state.of_round(round_)
-            if not replica.optional or (replica.name in self.replicas and replica.name not in gone)
-            for member in replica.members
-        ]
+    def missing_losses(self, round_: int) -> dict[str, tuple[str, str]]:
+        """Return why required replicas did not report a validation loss after a round, where a vacant slot explains it.
 
-    def goodput(self) -> tuple[float, float | None]:
-        """Return tokens of included contributions per second, and their share of all tokens trained for closed rounds.
-
-        The share is an upper estimate: tokens that a killed process trained and did not report are missing from the
-        total.
+        The reason is the slot and its cause.
         """
-        counted, seconds = self.membership_state.counted_tokens, self.training_seconds()
-        trained = sum(replica.trained.get(round_, 0) for replica in self.replicas.values() for round_ in self.closed)
-        return counted / seconds if seconds > 0 else 0.0, min(1.0, counted / trained) if trained else None
-
-    def missing_losses(self, round_: int) -> dict[str, str]:
-        """Return why required replicas did not report a validation loss after a round, where that is known."""
         closed = self.closed.get(round_)
         untold = self.awaited_losses(round_)
         if closed is None or not untold:
@@ -516,14 +896,27 @@ class RunState:
         end = (self.latest or closed.time) if after is None else after.time
         overlap = self.spec.config.outer.overlap  # with overlap, a round is carried during this many further rounds
         since = self.closed.get(round_ - overlap, closed).time
-        why = {name: self.membership_state.gone(name, since, end) for name in untold}
-        return {name: cause for name, cause in why.items() if cause is not None}
+        return {name: gone for name in untold if (gone := self.gone(name, since, end)) is not None}
+
+    def goodput(self) -> tuple[float, float | None]:
+        """Return tokens of included contributions per second, and their share of all tokens trained for closed rounds.
+
+        The share is an upper estimate: tokens that a killed process trained and did not report are missing from the
+        total.
+        """
+        counted, seconds = sum(closed.tokens for closed in self.closed.values()), self.training_seconds()
+        trained = sum(replica.trained[round_] for replica in self.replicas.values() for round_ in self.closed)
+        return counted / seconds if seconds > 0 else 0.0, min(1.0, counted / trained) if trained else None
 
     def final_sha256(self) -> dict[str, str]:
         """Return the SHA-256 of each replica's parameters after the last round that all present ones reported."""
-        gone = {self.membership_state.slots[slot].replica for slot in self.membership_state.vacant}
+        gone = {self.members[slot].replica for slot in self.vacant}
         gone |= {name for name, replica in self.replicas.items() if name in self._optional and not replica.sha256}
         gone |= self.replicas.keys() - {replica.name for replica in self.spec.config.replicas}
         there = {name: replica for name, replica in self.replicas.items() if name not in gone} or self.replicas
         common = set.intersection(*(set(replica.sha256) for replica in there.values())) if there else set()
         return {name: replica.sha256[max(common)] for name, replica in there.items()} if common else {}
+
+
+def _means(members: Mapping[str, Sequence[float]]) -> list[float]:
+    return [fmean(times) for times in zip(*members.values(), strict=True)]

@@ -1,50 +1,150 @@
-"""A run in numbers: the content of summary.json, and of the tables at the run's end."""
+"""A run in numbers: the content of summary.json, and the tables and lines at the run's end, which are made of it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from google.protobuf.message import Message
+from rich.console import Console
 
-from hetero_pp.config.lines import WAYS, LineSpec
-from hetero_pp.program.report.carried import LineState, LinkState
-from hetero_pp.program.report.replica_state import ReplicaState
-from hetero_pp.program.report.state import RunState
+from hetero_pp.config.lines import WAYS
+from hetero_pp.config.links import DIRECTIONS, EXCHANGE
+from hetero_pp.core.units import format_bytes, format_count, format_number, format_seconds, format_share, format_times
+from hetero_pp.program.report.lines import divergence_line
+from hetero_pp.program.report.output import say
+from hetero_pp.program.report.state import Divergence, RunState
+from hetero_pp.program.report.tables import PlainTable, format_bandwidth, format_loss
+from replica_groups.exchange.stall_detector import listed
 
 
 def summary_of(state: RunState) -> dict[str, Any]:
     """Return the run in numbers, for JSON. For a failed run: what is known, and the cause under `failed`."""
     with state.lock:
         means, seconds, rounds = state.mean_validation_losses(), state.training_seconds(), range(state.rounds + 1)
-        return {
+        found: dict[str, Any] = {
             "name": state.spec.config.name,
             "rehearsal": state.spec.config.rehearsal is not None,
             "rounds": state.rounds,
             "initial_validation_loss": means.get(0),
             "validation_loss": _from_first_round(means),
-            "replicas": [_replica(replica) for replica in state.replicas.values()],
-            "links": [_link(link, seconds, rounds) for link in state.links.values()],
-            "lines": [_line(line, seconds, rounds) for line in state.lines.values()],
+            "replicas": [
+                {
+                    "name": replica.name,
+                    "kind": replica.kind,
+                    "tokens": replica.tokens,
+                    "steps": [replica.steps(round_) for round_ in range(1, replica.last_round + 1)],
+                    "loss": replica.last_round_loss(),
+                    "initial_validation_loss": replica.validation_loss.get(0),
+                    "validation_loss": _from_first_round(replica.validation_loss),
+                }
+                for replica in state.replicas.values()
+            ],
+            "links": [
+                {
+                    "name": link.name,
+                    "from": link.spec.source,
+                    "to": link.spec.target,
+                    "lines": {
+                        end: None if line is None else line.name
+                        for end, line in (("from", link.spec.source_line), ("to", link.spec.target_line))
+                    },
+                    "bandwidth_bits_per_second": {way: one.bandwidth for way, one in link.directions.items()},
+                    "payload_bytes": {way: one.payload_bytes for way, one in link.directions.items()},
+                    "wire_bytes": {way: one.wire_bytes for way, one in link.directions.items()},
+                    "busy_share": {way: one.busy_share(seconds) for way, one in link.directions.items()},
+                    "payload_bytes_per_round": {
+                        way: [one.payload_bytes_of_round(round_) for round_ in rounds]
+                        for way, one in link.directions.items()
+                    },
+                }
+                for link in state.links.values()
+            ],
+            "lines": [
+                {
+                    "name": line.name,
+                    "kind": line.spec.kind,
+                    "members": list(line.spec.members),
+                    "bandwidth_bits_per_second": {way: line.spec.bandwidth(way) for way in WAYS},
+                    "payload_bytes": {way: line.payload_bytes(way) for way in WAYS},
+                    "wire_bytes": {way: line.wire_bytes(way) for way in WAYS},
+                    "busy_share": {way: line.busy_share(way, seconds) for way in WAYS},
+                    "wire_bytes_per_round": {
+                        way: [line.wire_bytes_of_round(way, round_) for round_ in rounds] for way in WAYS
+                    },
+                }
+                for line in state.lines.values()
+            ],
             "contributions": _contributions(state),
             "parameters_sha256": state.final_sha256(),
             "wall_seconds": state.elapsed(),
             "training_seconds": seconds,
             "tokens_per_second": state.tokens_per_second(),
             "goodput": dict(zip(("tokens_per_second", "share"), state.goodput(), strict=True)),
-            "membership_state": {"participation": state.tally.participation} | state.membership_state.summary(),
+            "membership_state": _membership(state),
             "refusals": state.refusals.total(),
             "refusals_by_kind": dict(sorted(state.refusals.items())),
             "refusals_told_by": dict(sorted(state.refusals_told.items())),
-            "changes": state.changes.history,
-            **_audit(state),
-            **_diverged(state),
-        } | ({} if state.failed is None else {"failed": state.failed})
+            "changes": state.changed.changes.history,
+        }
+        if audit := _audit(state):
+            found["audit"] = audit
+        if state.diverged:
+            found["diverged"] = [asdict(one) for one in state.diverged.values()]
+        if state.failed is not None:
+            found["failed"] = state.failed
+        return found
 
 
-def _audit(state: RunState) -> dict[str, Any]:
-    """Return what audits found, under `audit`; nothing for a run without audits."""
+def _from_first_round(losses: Mapping[int, float]) -> list[float | None]:
+    """Return the losses of rounds 1, 2, ... up to the last known one; None for unknown ones before it."""
+    return [losses.get(round_) for round_ in range(1, max(losses, default=0) + 1)]
+
+
+def _contributions(state: RunState) -> dict[str, Any]:
+    def sizes(size: int, kept_values: int) -> dict[str, Any]:
+        bits = 8 * size / kept_values if kept_values else None
+        return {"bytes": size, "kept_values": kept_values, "bits_per_value": bits}
+
+    closed = sorted(state.closed.items())
+    whole = sizes(state.contribution_bytes, sum(one.kept_values for _, one in closed))
+    return whole | {"per_round": [{"round": round_} | sizes(one.bytes, one.kept_values) for round_, one in closed]}
+
+
+def _membership(state: RunState) -> dict[str, Any]:
+    members: dict[str, Any] = {}
+    for name in [*state.members, *(one for one in state.restarts if one not in state.members)]:
+        member = state.members.get(name)
+        times = {
+            "taken_again": 0 if member is None else member.taken_again,
+            "restarts": state.restarts[name],
+            "healed": state.healed[name],
+        }
+        vacant = state.given_up.get(name) or (None if member is None else member.vacant)
+        if any(times.values()) or vacant is not None:
+            members[name] = times | {"incarnation": None if member is None else member.incarnation, "gone": vacant}
+    return {
+        "participation": state.tally.participation,
+        "not_counted": [
+            {"round": round_, "replica": replica, "cause": why.cause}
+            for round_ in sorted(state.closed)
+            for replica, why in state.not_counted(round_).items()
+        ],
+        "late": dict(state.late),
+        "suspended": dict(state.suspended),
+        "pauses": [
+            {"round": one.round, "seconds": None if one.end is None else one.end - one.start, "cause": one.cause}
+            for one in state.pauses
+        ],
+        "members": members,
+    }
+
+
+def _audit(state: RunState) -> dict[str, Any] | None:
+    """Return what audits found; None for a run without audits."""
     is_judged = state.spec.config.audit.scores is None or state.scores or not state.rounds
     found = {
         "scores": [_fields(one) for one in state.scores.values()],
@@ -52,79 +152,119 @@ def _audit(state: RunState) -> dict[str, Any]:
         "failed_checks": [
             {"round": one.round, "replica": one.replica} | _fields(one.recomputed) for one in state.failed_checks
         ],
-        "unaudited": state.membership_state.unaudited or (None if is_judged else "no validator has judged a round"),
+        "unaudited": state.unaudited or (None if is_judged else "no validator has judged a round"),
     }
-    return {"audit": found} if any(found.values()) else {}
-
-
-def _diverged(state: RunState) -> dict[str, Any]:
-    """Return the replicas that have diverged, under `diverged`; nothing if there are none."""
-    return {"diverged": [asdict(one) for one in state.diverged.values()]} if state.diverged else {}
+    return found if any(found.values()) else None
 
 
 def _fields(message: Message) -> dict[str, Any]:
     return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
 
 
-def _link(link: LinkState, seconds: float, rounds: range) -> dict[str, Any]:
-    ways = link.directions.items()
-    return {
-        "name": link.spec.name,
-        "from": link.spec.source,
-        "to": link.spec.target,
-        "lines": {"from": _name(link.spec.source_line), "to": _name(link.spec.target_line)},
-        "bandwidth_bits_per_second": {way: state.bandwidth for way, state in ways},
-        "payload_bytes": {way: state.payload_bytes for way, state in ways},
-        "wire_bytes": {way: state.wire_bytes for way, state in ways},
-        "busy_share": {way: state.busy_share(seconds) for way, state in ways},
-        "payload_bytes_per_round": {
-            way: [state.payload_bytes_of_round(round_) for round_ in rounds] for way, state in ways
-        },
-    }
+# ---- printed ----
 
 
-def _line(line: LineState, seconds: float, rounds: range) -> dict[str, Any]:
-    return {
-        "name": line.spec.name,
-        "kind": line.spec.kind,
-        "members": list(line.spec.members),
-        "bandwidth_bits_per_second": {way: line.spec.bandwidth(way) for way in WAYS},
-        "payload_bytes": {way: line.payload_bytes(way) for way in WAYS},
-        "wire_bytes": {way: line.wire_bytes(way) for way in WAYS},
-        "busy_share": {way: line.busy_share(way, seconds) for way in WAYS},
-        "wire_bytes_per_round": {way: [line.wire_bytes_of_round(way, round_) for round_ in rounds] for way in WAYS},
-    }
+def print_result(console: Console, summary: Mapping[str, Any], folder: Path) -> None:
+    """Print the results of a run from its summary. `folder`: where the run's files are."""
+    rounds = sorted({1, summary["rounds"]} - {0})
+    validation = ["validation initial", *(f"validation round {round_}" for round_ in rounds)]
+    table = PlainTable(["replica", "kind"], ["tokens", "training loss", *validation])
+    replicas = summary["replicas"]
+    whole = {"name": "mean", "kind": "", "tokens": sum(replica["tokens"] for replica in replicas), "loss": None}
+    for replica in [*replicas, dict(summary) | whole] if len(replicas) > 1 else replicas:
+        losses = replica["validation_loss"]
+        table.add_row(
+            replica["name"],
+            replica["kind"],
+            f"{replica['tokens']:,}",
+            format_loss(replica["loss"]),
+            format_loss(replica["initial_validation_loss"]),
+            *(format_loss(losses[round_ - 1] if round_ <= len(losses) else None) for round_ in rounds),
+        )
+    console.print(table)
+    console.print(_carried("link", DIRECTIONS, summary["links"]))
+    if summary["lines"]:
+        console.print(_carried("line", WAYS, summary["lines"]))
+    for line in _lines(summary, folder):
+        say(console, line)
 
 
-def _name(line: LineSpec | None) -> str | None:
-    return None if line is None else line.name
+def _carried(what: str, ways: Sequence[str], carried: Sequence[Mapping[str, Any]]) -> PlainTable:
+    """Return a table of what each link or line carried in each direction."""
+    table = PlainTable([what, ""], ["bandwidth", "payload", "wire", "busy"])
+    for one in carried:
+        has_lines = any(one.get("lines", {}).values())
+        table.add_both(
+            one["name"],
+            ways,
+            [format_bandwidth(one["bandwidth_bits_per_second"][way], has_lines) for way in ways],
+            [format_bytes(one["payload_bytes"][way]) for way in ways],
+            [format_bytes(one["wire_bytes"][way]) for way in ways],
+            [format_share(one["busy_share"][way]) for way in ways],
+        )
+    return table
 
 
-def _contributions(state: RunState) -> dict[str, Any]:
-    closed = [state.closed[round_] for round_ in sorted(state.closed)]
-    whole = _sizes(state.contribution_bytes, sum(one.kept_values for one in closed))
-    rounds = [{"round": one.round} | _sizes(one.bytes, one.kept_values) for one in closed]
-    return whole | {"per_round": rounds}
+def _lines(summary: Mapping[str, Any], folder: Path) -> Iterator[str]:
+    first = sum(sum(rounds[0] for rounds in link["payload_bytes_per_round"].values()) for link in summary["links"])
+    if first:
+        before = "The first run checkpoint and the evaluation of the initial weights"
+        yield f"{before} account for {format_bytes(first)} of the payload."
+    contributions = summary["contributions"]
+    bits = contributions["bits_per_value"]
+    if bits is not None:
+        kept = f"{contributions['kept_values']:,} values kept, {format_number(bits)} bits per kept value"
+        yield f"Contributions: {format_bytes(contributions['bytes'])} in total, {kept}."
+    hashes = set(summary["parameters_sha256"].values())
+    if len(hashes) == 1:
+        yield f"All replicas hold the same weights: sha256 {hashes.pop()[:16]}…"
+    elif hashes:
+        yield "The replicas do not hold the same weights."
+    yield from _membership_lines(summary)
+    if "diverged" in summary:
+        yield f"{divergence_line([Divergence(**one) for one in summary['diverged']])}."
+    audit = summary.get("audit", {})
+    if checks := audit.get("checks", 0):
+        failed = len(audit["failed_checks"])
+        found = f"{failed} differed from what was contributed (see metrics.jsonl)" if failed else "all as contributed"
+        yield f"Audits: {format_count(checks, 'round')} of replicas computed again, {found}."
+    if scores := audit.get("scores"):
+        excluded = [one["replica"] for one in scores if one["excluded"]]
+        words = f"excluded: {', '.join(excluded)}" if excluded else "nobody is excluded"
+        yield f"Scores: {format_count(len(scores), 'replica')}, {words} (`hetero-pp scores`)."
+    if audit.get("unaudited"):
+        yield f"Unaudited: {audit['unaudited']}."
+    if summary["refusals"]:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in summary["refusals_by_kind"].items())
+        told = summary.get("refusals_told_by", {}).items()
+        words = ", ".join(f"{member} reports {count}" for member, count in told if member != EXCHANGE)
+        yield f"Refused messages: {kinds}{words and f'; of these {words}'} (see metrics.jsonl)."
+    rounds = f"{format_count(summary['rounds'], 'outer round')} in {format_seconds(summary['wall_seconds'])}"
+    yield f"{rounds}, {summary['tokens_per_second']:,.0f} tokens/s over all replicas."
+    if "failed" in summary:
+        yield f"Failed: {summary['failed']}"
+    yield f"Files: {folder} (summary.json, metrics.jsonl, loss.png, links.png, tensorboard/)"
 
 
-def _sizes(size: int, kept_values: int) -> dict[str, Any]:
-    bits = 8 * size / kept_values if kept_values else None
-    return {"bytes": size, "kept_values": kept_values, "bits_per_value": bits}
-
-
-def _replica(replica: ReplicaState) -> dict[str, Any]:
-    return {
-        "name": replica.name,
-        "kind": replica.kind,
-        "tokens": replica.tokens,
-        "steps": [replica.steps(round_) for round_ in range(1, replica.last_round + 1)],
-        "loss": replica.last_round_loss(),
-        "initial_validation_loss": replica.validation_loss.get(0),
-        "validation_loss": _from_first_round(replica.validation_loss),
-    }
-
-
-def _from_first_round(losses: Mapping[int, float]) -> list[float | None]:
-    """Return the losses of rounds 1, 2, ... up to the last known one; None for unknown ones before it."""
-    last = max(losses, default=0)
-    return [losses.get(round_) for round_ in range(1, last + 1)]
+def _membership_lines(summary: Mapping[str, Any]) -> Iterator[str]:
+    """Yield lines about the membership events in a run's summary and their cost; none if there were no events."""
+    found, goodput = summary["membership_state"], summary["goodput"]
+    for name, one in found["members"].items():
+        joined = max(0, one["taken_again"] - one["restarts"])  # a restart joins once
+        counts = {"restarted": one["restarts"], "joined again": joined, "recovered from the log": one["healed"]}
+        times = [f"{what} {format_times(count)}" for what, count in counts.items() if count]
+        yield f"{name}: {', '.join([*times, *([one['gone']] if one['gone'] else [])])}."
+    for replica, count in found["suspended"].items():
+        yield f"{replica}: returned to the start of a round {format_times(count)}."
+    by_replica: defaultdict[str, list[str]] = defaultdict(list)
+    for one in found["not_counted"]:
+        by_replica[one["replica"]].append(str(one["round"]))
+    for replica, rounds in by_replica.items():
+        yield f"{replica}: excluded from {format_count(len(rounds), 'round')} ({listed(rounds)})."
+    if found["pauses"]:
+        seconds = sum(one["seconds"] or 0.0 for one in found["pauses"])
+        yield f"Below quorum: {format_count(len(found['pauses']), 'pause')}, {format_seconds(seconds)} in total."
+    if (found["members"] or by_replica or found["suspended"]) and goodput["share"] is not None:
+        rate = f"{goodput['tokens_per_second']:,.0f} tokens/s"
+        counted = f"{rate}, {format_share(goodput['share'])} of the trained tokens"
+        yield f"Participation {format_share(found['participation'])}; included contributions: {counted}."

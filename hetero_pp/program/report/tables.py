@@ -13,18 +13,15 @@ from rich.text import Text
 
 from hetero_pp.core.units import format_bits_per_second
 from hetero_pp.messages.report_bounds import MOST_LOSS
-from hetero_pp.program.report.encoding import in_ascii
-from hetero_pp.program.report.folding import fold, fold_names, widest_part, widest_word
+from hetero_pp.program.report.output import fold, fold_names, in_ascii, widest_part, widest_word
 
 ARROWS: Mapping[str, str] = {"forward": "→", "backward": "←", "up": "↑", "down": "↓"}
 """Arrows for the directions of a link, and for up and down of a line."""
 
 _LEAST_TEXT, _LEAST_NAMES = 12, 24
 """Columns of width that a text keeps before it is folded; and the first column, in a table split into several."""
-_LEAST_HEAD = 8
-"""Columns of width that a head keeps before it is folded."""
-_GAP, _EDGES = 2, 2
-"""Columns of width between two columns of a table, and at its edges."""
+_LEAST_HEAD = 8  # columns of width that a head keeps before it is folded
+_GAP, _EDGES = 2, 2  # columns of width between two columns of a table, and at its edges
 
 
 @dataclass(frozen=True)
@@ -38,8 +35,7 @@ class PlainTable:
     left: Sequence[str]
     right: Sequence[str]
     last: Sequence[str] = ()
-    spare: Sequence[str] = ()
-    """Heads of the columns to drop if the table does not fit unfolded."""
+    spare: Sequence[str] = ()  # heads of the columns to drop if the table does not fit unfolded
     _rows: list[tuple[str, ...]] = field(default_factory=list)
 
     def add_row(self, *cells: str) -> None:
@@ -79,8 +75,7 @@ class _Column:
     head: str
     cells: Sequence[str]
     is_text: bool
-    folded: int = _LEAST_TEXT
-    """Width that a text keeps before it is folded."""
+    folded: int = _LEAST_TEXT  # width that a text keeps before it is folded
 
     def in_ascii(self) -> _Column:
         return replace(self, head=in_ascii(self.head), cells=[in_ascii(cell) for cell in self.cells])

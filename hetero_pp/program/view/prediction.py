@@ -7,14 +7,13 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from hetero_pp.config.links import stage_link_name
-from hetero_pp.program.view.followed import FollowedReports
+from hetero_pp.program.report.state import RunState
 from hetero_pp.run.alike import alike, label_of
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.prediction import Prediction, predict
 from hetero_pp.simulator.timeline import Span, Timeline
 
-_ENOUGH = 1e-9
-"""Shortest gap, in seconds, that is drawn as waiting."""
+_ENOUGH = 1e-9  # shortest gap, in seconds, that is drawn as waiting
 
 
 class MeasuredStep(NamedTuple):
@@ -116,22 +115,26 @@ def measured_of_rehearsal(found: Mapping[str, Any], predicted: Prediction) -> Me
     return MeasuredStep(values, members)
 
 
-def measured_of_run(view: FollowedReports) -> MeasuredStep:
+def measured_of_run(state: RunState) -> MeasuredStep:
     """Return what a run took so far: the means over its closed rounds, of the slowest replica.
 
     The outer round is taken from the replica that waits least in it, because all others also wait for steps.
     """
-    with view.state.lock:
-        return MeasuredStep(_of_run(view), list(_members_of_run(view)))
+    with state.lock:
+        members = []
+        for name, member in state.members.items():
+            steps = member.rounds * (state.inner_steps or 0)
+            if steps:
+                members.append(_step_of(name, member.seconds("compute") / steps, member.seconds("wait") / steps))
+        return MeasuredStep(_of_run(state), members)
 
 
-def _of_run(view: FollowedReports) -> dict[str, float]:
-    state = view.state
+def _of_run(state: RunState) -> dict[str, float]:
     if not state.closed:
         return {}
-    times = [[view.times.of(round_, name) for round_ in state.closed] for name in state.replicas]
+    times = [[state.times(round_, name) for round_ in state.closed] for name in state.replicas]
     found = {"tokens per second": state.tokens_per_second()}
-    if seconds := [known for one in state.closed if (known := view.round_seconds(one)) is not None]:
+    if seconds := [state.round_seconds(one) for one in state.closed if one == 1 or one - 1 in state.closed]:
         found["round"] = fmean(seconds)
     steps = [_mean(of, "compute", "wait") for of in times]
     outer = [_mean(of, "outer", "blocked") for of in times]
@@ -146,14 +149,6 @@ def _mean(rounds: Sequence[dict[str, float | None]], *names: str) -> float:
     """Return the mean over the rounds of the sum of some times, in seconds; 0 if they are unknown."""
     known = [sum(one[name] or 0.0 for name in names) for one in rounds if one[names[0]] is not None]
     return fmean(known) if known else 0.0
-
-
-def _members_of_run(view: FollowedReports) -> Iterator[dict[str, Any]]:
-    """Yield the mean step of each member that has finished a round."""
-    for name, spent in view.state.spent.items():
-        steps = spent.rounds * (view.state.inner_steps or 0)
-        if steps:
-            yield _step_of(name, spent.seconds("compute") / steps, spent.seconds("wait") / steps)
 
 
 def _step_of(member: str, compute: float, wait: float) -> dict[str, Any]:

@@ -1,27 +1,52 @@
-"""The server of the page: Starlette on uvicorn, with a strict content security policy."""
+"""The page's server: Starlette on uvicorn, on loopback as it is, elsewhere by TLS to present members of a run only."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import math
-from collections.abc import Mapping
+import socket
+import ssl
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
+import uvicorn
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.serialization import Encoding
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from hetero_pp.config.links import LOOPBACK_NAMES
-from hetero_pp.program.report.recorder import to_json
-from hetero_pp.program.view.broadcast import Broadcast, EventStream
-from hetero_pp.program.view.run_view import RunView, Source
+from hetero_pp.config.links import LOOPBACK_NAMES, is_loopback
+from hetero_pp.core.errors import ConfigError, HeteroPPError
+from hetero_pp.core.files import write_whole
+from hetero_pp.core.sockets import host_and_port
+from hetero_pp.messages.messages_pb2 import Report
+from hetero_pp.program.join.status import RunOfHost
+from hetero_pp.program.report.recorder import INTERRUPTED, to_json
+from hetero_pp.program.report.state import RunState
+from hetero_pp.program.view.run_view import RunView
+from hetero_pp.program.view.sources import Launched, Source
+from hetero_pp.rpc.admission_client import status
+from hetero_pp.rpc.identities import Identity, read_certificate, ticket_of
+from hetero_pp.run.folder import RunFolder
+from replica_groups.exchange.memberships import Memberships
 
 PAGE = Path(__file__).parent / "page"
 POLICY = (
@@ -36,52 +61,85 @@ _HEADERS: Mapping[str, str] = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-store",
 }
+LOOPBACK = "127.0.0.1:0"
+SECONDS_BETWEEN_FRAMES, _LONGEST = 0.5, 0.8
+_SHARE = 1 / 200  # share of a core for frames: those of large runs come less often, but within _LONGEST seconds
+_SECONDS_BETWEEN_LOOKS = 0.1
+_SECONDS_WHEN_NOTHING_IS_NEW = 5.0
+"""Interval of frames while no report arrives: rates sink, and a viewer sees that the server is there."""
+_MOST_UNREAD = 32
+"""Events that a viewer may leave unread before it is dropped. It may come back, and begins anew."""
+_SECONDS_TO_SEND = 20.0
+_SECONDS_TO_END = 2.0
+_MOST_CONNECTIONS = 200
+_SECONDS_KNOWN = 10.0
+"""Seconds for which an answer about the holders of slots counts, and after which it is checked again whether a caller
+is still a member."""
+_SECONDS_TO_ANSWER = 5.0
 
 
-def page_app(sources: Mapping[str, Source], hosts: list[str] | None = None) -> Starlette:
+# ---- what it answers ----
+
+
+def page_app(sources: Mapping[str, Source], hosts: Sequence[str] = (*LOOPBACK_NAMES,)) -> Starlette:
     """Return the application. `hosts`: names under which it may be asked for; by default names of this machine.
 
     Another name means that a foreign page has bound its own name to this machine's address.
     """
     broadcasts = {name: Broadcast(name, source) for name, source in sources.items()}
 
-    async def runs(request: Request) -> Response:
-        return _json({"runs": [run_of(name, source) for name, source in sources.items()]})
+    def source_of(request: Request) -> Source:
+        if request.path_params["name"] not in sources:
+            raise HTTPException(404, "found no run of this name")
+        return sources[request.path_params["name"]]
 
-    async def history(request: Request) -> Response:
-        name = request.path_params["name"]
-        return _json(_view(sources, name).history(name))
+    def view_of(request: Request) -> RunView:
+        view = source_of(request).view
+        if view is None:
+            raise HTTPException(404, "found a prediction, which has no reports")
+        return view
+
+    def as_json(text: str) -> Response:
+        return Response(text, media_type="application/json")
+
+    async def runs(request: Request) -> Response:
+        return as_json(to_json({"runs": [run_of(name, source) for name, source in sources.items()]}))
+
+    async def whole(request: Request) -> Response:
+        return as_json(view_of(request).whole(request.path_params["name"]))
 
     async def frame(request: Request) -> Response:
-        view = _view(sources, request.path_params["name"])
-        told = request.query_params.get("time")
-        return _as_json(view.frame() if told is None else view.frame_at(_seconds(told)))
+        try:
+            when = float(request.query_params.get("time", math.nan))
+        except ValueError:
+            when = math.nan
+        if not math.isfinite(when):
+            raise HTTPException(400, "`time`: expected seconds since the run's first report")
+        return as_json(view_of(request).frame(when))
 
     async def live(request: Request) -> Response:
-        name = request.path_params["name"]
-        _view(sources, name)
-        return EventStream(broadcasts[name].events())
+        view_of(request)
+        return EventStream(broadcasts[request.path_params["name"]].events())
 
     async def prediction(request: Request) -> Response:
-        source = _source(sources, request.path_params["name"])
-        found = await asyncio.to_thread(lambda: source.prediction)
+        found = await asyncio.to_thread(source_of(request).prediction)
         if found is None:
             raise HTTPException(404, "found no prediction of this run")
-        return _json(found)
+        return as_json(to_json(found))
 
     app = Starlette(
         routes=[
             Route("/", lambda request: FileResponse(PAGE / "index.html")),
             Mount("/page", StaticFiles(directory=PAGE, check_dir=False)),
             Route("/api/runs", runs),
-            Route("/api/runs/{name}/history", history),
+            Route("/api/runs/{name}", whole),
             Route("/api/runs/{name}/frame", frame),
             Route("/api/runs/{name}/live", live),
             Route("/api/runs/{name}/prediction", prediction),
         ],
         middleware=[
             Middleware(_Secured),
-            Middleware(TrustedHostMiddleware, allowed_hosts=hosts or list(LOOPBACK_NAMES), www_redirect=False),
+            Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False),
             Middleware(GZipMiddleware, minimum_size=1000, compresslevel=6),
         ],
     )
@@ -91,45 +149,13 @@ def page_app(sources: Mapping[str, Source], hosts: list[str] | None = None) -> S
 
 def run_of(name: str, source: Source) -> dict[str, object]:
     view = source.view
-    shown = name if view is None else view.state.spec.config.name
     return {
         "id": name,
-        "name": shown,
+        "name": name if view is None else view.state.spec.config.name,
         "kind": "prediction" if view is None else "run",
         "is_live": view is not None and view.is_live,
         "predicts": source.predicts,
     }
-
-
-def _source(sources: Mapping[str, Source], name: str) -> Source:
-    if name not in sources:
-        raise HTTPException(404, "found no run of this name")
-    return sources[name]
-
-
-def _view(sources: Mapping[str, Source], name: str) -> RunView:
-    view = _source(sources, name).view
-    if view is None:
-        raise HTTPException(404, "found a prediction, which has no reports")
-    return view
-
-
-def _seconds(text: str) -> float:
-    try:
-        found = float(text)
-    except ValueError:
-        found = math.nan
-    if not math.isfinite(found):
-        raise HTTPException(400, "`time`: expected seconds since the run's first report")
-    return found
-
-
-def _json(value: object) -> Response:
-    return _as_json(to_json(value))
-
-
-def _as_json(text: str) -> Response:
-    return Response(text, media_type="application/json")
 
 
 class _Secured:
@@ -141,10 +167,327 @@ class _Secured:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [
-                    *message["headers"],
-                    *((name.encode(), value.encode()) for name, value in _HEADERS.items()),
-                ]
+                own = ((name.encode(), value.encode()) for name, value in _HEADERS.items())
+                message["headers"] = [*message["headers"], *own]
             await send(message)
 
         await self._app(scope, receive, with_headers)
+
+
+class EventStream(StreamingResponse):
+    """A stream of server-sent events. A viewer that takes no bytes for a while is cut off."""
+
+    media_type = "text/event-stream"
+
+    async def stream_response(self, send: Send) -> None:
+        async def within(message: Message) -> None:
+            async with asyncio.timeout(_SECONDS_TO_SEND):
+                await send(message)
+
+        await super().stream_response(within)
+
+
+class Broadcast:
+    """Sends what is new in one run to all viewers: one encoding for all, and no viewer waits for another.
+
+    The first event is the `whole`, then `change`s follow. A change that is in the whole already does no harm.
+    """
+
+    def __init__(self, name: str, source: Source) -> None:
+        self._name, self._source = name, source
+        self._viewers: set[asyncio.Queue[bytes | None]] = set()
+        self._task: asyncio.Task[None] | None = None
+        self.is_closing = False  # whether the server ends; set by any thread
+        self._cost = 0.0  # CPU seconds of the last events
+
+    @property
+    def has_viewers(self) -> bool:
+        return bool(self._viewers)
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Yield server-sent events until the viewer is gone, or is dropped because it reads too slowly."""
+        queue: asyncio.Queue[bytes | None] = asyncio.Queue(_MOST_UNREAD)
+        view = self._source.view
+        assert view is not None
+        if not self._viewers:
+            view.take_changes(self._name)  # before the whole, so that nothing falls between both
+        self._viewers.add(queue)
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._run(view))
+        try:
+            yield _event("whole", view.whole(self._name))
+            while (found := await queue.get()) is not None:
+                yield found
+        finally:
+            self._viewers.discard(queue)
+
+    async def _run(self, view: RunView) -> None:
+        """Tell news while there are viewers. In the end none is left to wait for more: they may come back."""
+        try:
+            await self._tell(view)
+        except Exception as error:  # noqa: BLE001 (viewers see what went wrong, and the run goes on)
+            view.complain(f"the page cannot show what is new: {type(error).__name__}: {error}")
+        finally:
+            for viewer in list(self._viewers):
+                self._drop(viewer)
+
+    async def _tell(self, view: RunView) -> None:
+        loop, state = asyncio.get_running_loop(), view.state
+        clock, version, told = (state.started, state.sittings), -1, loop.time()
+        while self._viewers:
+            await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
+            if self.is_closing:
+                return
+            now = self._source.view or view
+            state = now.state
+            # It began anew, or a break or an earlier start became known: all times that were told are others.
+            is_new = now is not view or (clock[0] is not None and clock != (state.started, state.sittings))
+            view, clock = now, (state.started, state.sittings)
+            due = max(SECONDS_BETWEEN_FRAMES, min(self._cost / _SHARE, _LONGEST))
+            due = due if view.version != version else _SECONDS_WHEN_NOTHING_IS_NEW
+            if not is_new and loop.time() < told + due:
+                continue
+            version, told = view.version, loop.time()
+            news = await asyncio.to_thread(self._news, view, is_new)
+            for viewer in list(self._viewers):
+                try:
+                    viewer.put_nowait(news)
+                except asyncio.QueueFull:
+                    self._drop(viewer)
+
+    def _news(self, view: RunView, is_new: bool) -> bytes:
+        """Return the events about everything since the last call."""
+        was_live, began = view.is_live, time.thread_time()
+        changes = view.changes(self._name)
+        news = _event("whole", view.whole(self._name)) if is_new else _event("change", changes)
+        self._cost = time.thread_time() - began
+        return news if was_live else news + _event("end", "{}")
+
+    def _drop(self, viewer: asyncio.Queue[bytes | None]) -> None:
+        self._viewers.discard(viewer)
+        if viewer.full():
+            viewer.get_nowait()
+        viewer.put_nowait(None)
+
+
+def _event(name: str, data: str) -> bytes:
+    return f"event: {name}\ndata: {data}\n\n".encode()
+
+
+# ---- whom it answers ----
+
+
+class Authenticator:
+    """One run: its authority, and the holders of its slots. May be used by many threads."""
+
+    def __init__(self, identity: Identity, holders: Callable[[], Mapping[str, int] | None]) -> None:
+        """`identity`: this host's in the run.
+
+        `holders`: returns slot -> number of the present holder with a ticket, 0 if there is none; None: not known.
+        """
+        self.identity = identity
+        self._authority = x509.load_pem_x509_certificate(identity.authority.encode())
+        self._ask, self._asked = holders, -_SECONDS_KNOWN
+        self._holders: Mapping[str, int] | None = None
+        self._lock = threading.Lock()
+
+    def admits(self, certificate: bytes) -> bool:
+        """Return whether a certificate (DER) is valid, and its owner a member of the run now.
+
+        A process that was started with the run's secret is a member. If the holders of the slots are not known, the
+        certificate alone counts: it is valid for a day at most.
+        """
+        found = x509.load_der_x509_certificate(certificate)
+        try:
+            found.verify_directly_issued_by(self._authority)
+        except (InvalidSignature, TypeError, ValueError):
+            return False
+        shown = read_certificate(found.public_bytes(Encoding.PEM))
+        if ticket_of(shown.name) is not None or shown.until < time.time():
+            return False
+        if not shown.holder:
+            return True
+        with self._lock:
+            if time.monotonic() >= self._asked + _SECONDS_KNOWN:
+                told = self._ask()
+                self._holders = self._holders if told is None else told
+                self._asked = time.monotonic()
+            return self._holders is None or self._holders.get(shown.name) == shown.holder
+
+
+def authenticator_of(known: RunOfHost) -> Authenticator:
+    """Return the door of a run. Its serving host has the holders of the slots on its disk; others ask the exchange."""
+
+    def on_disk(folder: RunFolder) -> Mapping[str, int] | None:
+        if not folder.memberships.is_file():
+            return {}
+        with suppress(HeteroPPError), closing(Memberships(folder.memberships)) as memberships:
+            slots = {holder.slot for holder in memberships.holders()}
+            return {slot: found.number for slot in slots if (found := memberships.held_by(slot)) is not None}
+        return None
+
+    def told() -> Mapping[str, int] | None:
+        with suppress(HeteroPPError):
+            reply = status(known.address, known.identity, _SECONDS_TO_ANSWER)
+            return {slot.name: slot.holder for slot in reply.slots}
+        return None
+
+    return Authenticator(known.identity, partial(on_disk, known.folder) if known.serves else told)
+
+
+class _OfMembers(H11Protocol):
+    """Connection of a member. It is cut once the run no longer admits its caller."""
+
+    def __init__(self, authenticators: Sequence[Authenticator], *arguments: Any, **values: Any) -> None:
+        super().__init__(*arguments, **values)
+        self._authenticators = authenticators
+        self._watch: asyncio.Task[None] | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        transport.pause_reading()  # until the caller is known
+        self._watch = self.loop.create_task(self._cut_strangers(transport))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._watch is not None:
+            self._watch.cancel()
+
+    async def _cut_strangers(self, transport: Any) -> None:
+        shown = transport.get_extra_info("ssl_object").getpeercert(binary_form=True)
+        if await self._is_admitted(shown):
+            transport.resume_reading()
+            while await self._is_admitted(shown):
+                await asyncio.sleep(_SECONDS_KNOWN)
+        transport.abort()
+
+    async def _is_admitted(self, certificate: bytes) -> bool:
+        return await asyncio.to_thread(
+            lambda: any(authenticator.admits(certificate) for authenticator in self._authenticators)
+        )
+
+
+def _only_members(identities: Sequence[Identity]) -> ssl.SSLContext:
+    """Return a context that shows the first identity, and accepts only certificates that the runs have signed."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_verify_locations(cadata="\n".join(one.authority for one in identities))
+    with tempfile.TemporaryDirectory() as folder:
+        pem = Path(folder) / "identity.pem"  # the ssl module reads keys from files only
+        write_whole(pem, f"{identities[0].key}\n{identities[0].certificate}".encode(), is_secret=True)
+        context.load_cert_chain(pem)
+    return context
+
+
+# ---- the server ----
+
+
+class Served:
+    """The page at an open port."""
+
+    def __init__(
+        self, sources: Mapping[str, Source], address: str = LOOPBACK, authenticators: Sequence[Authenticator] = ()
+    ) -> None:
+        """Open the port (0: any free one).
+
+        `authenticators`: the runs. Beyond loopback every caller has to show a certificate of a member of one of them.
+        Callers are shown this host's identity in the first one.
+
+        Raises ConfigError for an address that cannot be opened, or without doors beyond loopback.
+        """
+        (host, port), is_local = host_and_port(address), is_loopback(address)
+        if not is_local and not authenticators:
+            found = "an address that others reach, and no certificate of a run by which to know its members"
+            wanted = "127.0.0.1:PORT, or a run that this host serves or joined"
+            raise ConfigError((), f"--listen {address}: found {found}, expected {wanted}")
+        self._socket = _listen(host, port, address)
+        shown = f"[{host}]" if ":" in host else host
+        self.url = f"{'http' if is_local else 'https'}://{shown}:{self._socket.getsockname()[1]}/"
+        app = page_app(sources, [*LOOPBACK_NAMES, host] if is_local else ["*"])
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            ws="none",
+            http="auto" if is_local else partial(_OfMembers, authenticators),  # type: ignore[arg-type]
+            timeout_keep_alive=20,
+            timeout_graceful_shutdown=1,
+            log_level="critical",  # it would log viewers that it cuts off as errors, between the lines of the run
+            limit_concurrency=_MOST_CONNECTIONS,
+        )
+        config.load()
+        if not is_local:
+            config.ssl = _only_members([authenticator.identity for authenticator in authenticators])
+        self._server = _Server(config, app.state.broadcasts)
+
+    def run(self) -> None:
+        """Serve until an interrupt."""
+        with suppress(KeyboardInterrupt):
+            self._server.run([self._socket])
+
+    @contextmanager
+    def in_background(self) -> Iterator[None]:
+        """Serve while the block runs."""
+        thread = threading.Thread(target=self.run, name="page", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._server.end()
+            thread.join(_SECONDS_TO_END)
+
+    def tell_the_end(self) -> None:
+        """Give viewers, if there are any, time to hear that the run has ended."""
+        if any(broadcast.has_viewers for broadcast in self._server.broadcasts):
+            time.sleep(2 * SECONDS_BETWEEN_FRAMES)
+
+
+class _Server(uvicorn.Server):
+    """Ends the streams of its viewers before it ends."""
+
+    def __init__(self, config: uvicorn.Config, broadcasts: Collection[Broadcast]) -> None:
+        super().__init__(config)
+        self.broadcasts = broadcasts
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.end()
+        super().handle_exit(sig, frame)
+
+    def end(self) -> None:
+        """Ask the server to end, from any thread."""
+        for broadcast in self.broadcasts:
+            broadcast.is_closing = True
+        self.should_exit = True
+
+
+def _listen(host: str, port: int, address: str) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        found = socket.socket(family, socket.SOCK_STREAM)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind((host, port))
+        found.listen()  # a browser that comes before the server runs waits
+    except OSError as error:
+        why = "a port in use" if error.errno == errno.EADDRINUSE else str(error.strerror)
+        raise ConfigError((), f"{address}: found {why}, expected a free port of this machine (port 0: any)") from None
+    return found
+
+
+@contextmanager
+def on_a_page(state: RunState, say: Callable[[str], None]) -> Iterator[Callable[[Report], None]]:
+    """Serve the page of a run on loopback while the block runs, and print its address. Implements Page."""
+    launched, failed = Launched(RunView(state)), None
+    served = Served({state.spec.config.name: launched})
+    say(f"the run is shown at {served.url}")
+    with served.in_background():
+        try:
+            yield launched.take
+        except BaseException as error:
+            failed = str(error) or INTERRUPTED
+            raise
+        finally:
+            launched.end(failed)
+            served.tell_the_end()

@@ -12,8 +12,7 @@ from rich.console import Console
 
 from hetero_pp.core.errors import RunFailed
 from hetero_pp.core.shipped import shipped
-from hetero_pp.program.report.output import say, standard_output, tell
-from hetero_pp.program.report.reading import shown_reading
+from hetero_pp.program.report.output import say, shown_reading, standard_output, tell
 from hetero_pp.research.experiments.corpus import Corpus, prepare_corpus
 from hetero_pp.research.experiments.definition import Row
 from hetero_pp.research.experiments.jobs import Job, known_outcomes, make_job

@@ -1,41 +1,29 @@
 // The page: keeps what is shown, fetches it, and tells each part when it changed.
 
-import { cut, el, say, show } from "./dom.js";
+import { attribute, byId, cut, el, say, show } from "./dom.js";
 import { CompareView } from "./compare.js";
 import { describeItem } from "./panel.js";
-import { PHASES, icon, lookUp } from "./states.js";
 import { PredictionView } from "./prediction.js";
 import { RoundsView } from "./rounds.js";
 import { TopologyView } from "./topology.js";
 import { TimeBar } from "./timebar.js";
 import { attentionTo, drawTiles } from "./summary.js";
-import { merged, openSource } from "./source.js";
-import { useTheme } from "./theme.js";
+import { openSource } from "./source.js";
+import { PHASES, icon, lookUp } from "./words.js";
 
 const VIEWS = ["topology", "rounds", "compare", "prediction"];
-const byId = (id) => document.getElementById(id);
 
 class Page {
   constructor() {
     this.source = openSource();
-    this.shown = {
-      runs: [],
-      run: null,
-      history: null,
-      frame: null,
-      live: null,
-      prediction: null,
-      view: "topology",
-      time: null,
-      select: null,
-      isConnected: true,
-    };
+    this.shown = { runs: [], run: null, history: null, frame: null, live: null, prediction: null, isConnected: true };
+    Object.assign(this.shown, { view: "topology", time: null, select: null }); // null is the latest time
     const choose = (item) => this.choose(item);
     const goTo = (time) => this.goTo(time);
     this.views = {
       topology: new TopologyView(byId("topology"), choose, goTo),
       rounds: new RoundsView(byId("rounds"), choose, goTo),
-      compare: new CompareView(byId("compare"), (id) => this.source.history(id)),
+      compare: new CompareView(byId("compare"), async (id) => (await this.source.whole(id)).history),
       prediction: new PredictionView(byId("prediction")),
     };
     this.bar = new TimeBar(byId("time"), goTo);
@@ -63,8 +51,8 @@ class Page {
   async openRun(id, wanted = new URLSearchParams()) {
     this.stop?.();
     const { kind, predicts } = this.shown.runs.find((run) => run.id === id);
-    const { history, live } = await this.fetched(id);
-    Object.assign(this.shown, { run: id, kind, history, live, frame: live, time: null, select: null });
+    const { history, frame } = kind === "prediction" ? {} : await this.source.whole(id);
+    Object.assign(this.shown, { run: id, kind, history: history ?? null, live: frame, frame, time: null, select: null });
     this.shown.prediction = undefined; // not asked for yet
     byId("run-select").value = id;
     say(byId("run-name"), byId("run-choice").hidden ? cut(history?.name ?? id, 60) : "");
@@ -76,12 +64,6 @@ class Page {
     if (history?.is_live && !this.source.isEmbedded) this.follow(id);
   }
 
-  async fetched(id) {
-    const isRun = this.shown.runs.find((run) => run.id === id).kind !== "prediction";
-    const [history, live] = await Promise.all(isRun ? [this.source.history(id), this.source.frame(id, null)] : [null, null]);
-    return { history, live };
-  }
-
   // Fetches the prediction, which the server makes when it is first asked, and what was measured up to now.
   async predict() {
     const { run } = this.shown;
@@ -91,26 +73,9 @@ class Page {
 
   follow(id) {
     this.stop = this.source.follow(id, {
-      connected: (isConnected) => {
-        this.change({ isConnected });
-        if (isConnected) this.reload(id).catch(() => this.change({ isConnected: false })); // events tell only what is new since then
-      },
-      frame: (live) => this.change(this.shown.time === null ? { live, frame: live } : { live }),
-      history: (changes) => {
-        this.missed?.push(changes);
-        this.change({ history: merged(this.shown.history, changes) });
-      },
-      restarted: () => this.openRun(id, new URLSearchParams(location.hash.slice(1))),
+      connected: (isConnected) => this.change({ isConnected }),
+      told: (history, live) => this.change(this.shown.time === null ? { history, live, frame: live } : { history, live }),
     });
-  }
-
-  async reload(id) {
-    this.missed = []; // what is told while the history is on its way
-    const { history: got, live } = await this.fetched(id);
-    const history = this.missed.reduce(merged, got);
-    this.missed = null;
-    if (id === this.shown.run && got)
-      this.change(this.shown.time === null ? { history, live, frame: live } : { history, live });
   }
 
   readFragment() {
@@ -184,10 +149,10 @@ class Page {
     const view = { ...shown, latest: shown.live?.time ?? shown.history?.span ?? 0, isEmbedded: this.source.isEmbedded };
     const isRun = Boolean(shown.history) && shown.kind !== "prediction";
     for (const name of VIEWS) show(byId(name), name === shown.view);
-    for (const link of byId("views").children) {
-      show(link, isRun || link.dataset.view === "prediction");
-      if (link.dataset.view === shown.view) link.setAttribute("aria-current", "page");
-      else link.removeAttribute("aria-current");
+    for (const tab of byId("views").children) {
+      show(tab, isRun || tab.dataset.view === "prediction");
+      if (tab.dataset.view === shown.view) tab.setAttribute("aria-current", "page");
+      else tab.removeAttribute("aria-current");
     }
     show(byId("time"), isRun);
     show(byId("tiles"), isRun);
@@ -201,58 +166,48 @@ class Page {
     this.drawPanel(view);
   }
 
-  drawHeader({ frame, history, isConnected, time, live }) {
+  drawHeader({ frame, history, isConnected, time, live, kind }) {
     const form = lookUp(PHASES, frame?.phase ?? (history?.outcome === "over" ? "over" : "waiting"));
     const word = time === null ? form.word : `${form.word} (replay)`;
     if (byId("phase").textContent !== word) byId("phase").replaceChildren(icon(form), word);
     say(byId("message"), frame?.phase === "joining" ? cut(frame.message, 200) : "");
-    show(byId("phase"), this.shown.kind !== "prediction");
+    show(byId("phase"), kind !== "prediction");
     show(byId("connection"), !isConnected);
+    const lost = "no connection to the server; the page shows what it has and tries again";
     if (!isConnected && !byId("connection").childElementCount)
-      byId("connection").replaceChildren(
-        icon({ icon: "warn", tone: "bad" }),
-        "no connection to the server; the page shows what it has and tries again",
-      );
-    const lost = isConnected ? "" : "The connection to the server is lost.";
-    say(byId("status"), lost || (live ? `State of the run: ${lookUp(PHASES, live.phase).word}.` : ""));
+      byId("connection").replaceChildren(icon({ icon: "warn", tone: "bad" }), lost);
+    const state = live ? `State of the run: ${lookUp(PHASES, live.phase).word}.` : "";
+    say(byId("status"), isConnected ? state : "The connection to the server is lost.");
   }
 
   drawPanel(view) {
     const panel = byId("panel");
-    const found =
-      view.history &&
-      describeItem(view.select, { ...view, history: until(view.history, view.time) }, (item) => this.choose(item));
+    const about = { ...view, history: view.history && until(view.history, view.time) };
+    const found = view.history && describeItem(view.select, about, (item) => this.choose(item));
     show(panel, Boolean(found));
     if (!found) return;
     const key = `${view.select} ${view.frame?.time} ${view.history.rounds.length} ${view.history.marks.length}`;
     if (key === this.panelKey) return;
     const isSame = this.panelKey?.startsWith(`${view.select} `);
     this.panelKey = key;
-    if (isSame && panel.querySelector(".panel-body").contains(document.activeElement)) return; // do not take away what has the focus
-    const close = el(
-      "button",
-      { type: "button", "aria-label": "Close the details", on: { click: () => this.choose(null) } },
-      "Close",
-    );
+    const body = panel.querySelector(".panel-body");
+    if (isSame && body.contains(document.activeElement)) return; // do not take away what has the focus
     const top = panel.scrollTop;
-    if (isSame) panel.querySelector(".panel-body").replaceChildren(...found.content);
-    else
-      panel.replaceChildren(
-        el("div", { class: "panel-head" }, el("h2", { tabindex: -1 }, cut(found.title, 60)), close),
-        el("div", { class: "panel-body" }, ...found.content),
-      );
+    if (isSame) body.replaceChildren(...found.content);
+    else {
+      const on = { click: () => this.choose(null) };
+      const close = el("button", { type: "button", "aria-label": "Close the details", on }, "Close");
+      const head = el("div.panel-head", el("h2", { tabindex: -1 }, cut(found.title, 60)), close);
+      panel.replaceChildren(head, el("div.panel-body", found.content));
+    }
     panel.scrollTop = isSame ? top : 0;
   }
 
   writeFragment() {
     const { run, runs, view, time, select } = this.shown;
-    const parts = {
-      run: runs.length > 1 ? run : null,
-      view,
-      time: time === null ? null : Number(time.toFixed(2)),
-      select,
-    };
-    const known = Object.entries(parts).filter(([, value]) => value !== null);
+    const at = time === null ? null : Number(time.toFixed(2));
+    const parts = Object.entries({ run: runs.length > 1 ? run : null, view, time: at, select });
+    const known = parts.filter(([, value]) => value !== null);
     const fragment = `#${known.map(([name, value]) => `${name}=${encodeURIComponent(value)}`).join("&")}`;
     if (location.hash !== fragment && fragment.length < 2000) history.replaceState(null, "", fragment);
   }
@@ -266,6 +221,36 @@ function until(history, time) {
     rounds: history.rounds.filter((round) => round.closed <= time),
     marks: history.marks.filter((mark) => mark.time <= time),
   };
+}
+
+// Light or dark: as the system says, until the reader chooses.
+function useTheme(button, changed) {
+  const key = "hetero-pp theme";
+  const system = window.matchMedia("(prefers-color-scheme: dark)");
+  let chosen = attempt(() => localStorage.getItem(key));
+  const apply = () => {
+    const theme = chosen ?? (system.matches ? "dark" : "light");
+    document.documentElement.dataset.theme = theme;
+    say(button, theme === "dark" ? "Light" : "Dark");
+    attribute(button, "aria-label", `Change to ${theme === "dark" ? "light" : "dark"} colours`);
+    changed();
+  };
+  button.addEventListener("click", () => {
+    chosen = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
+    attempt(() => localStorage.setItem(key, chosen)); // else the choice holds until the page is closed
+    apply();
+  });
+  system.addEventListener("change", apply);
+  apply();
+}
+
+// Browsers may refuse storage, such as for a file from disk.
+function attempt(use) {
+  try {
+    return use();
+  } catch {
+    return null;
+  }
 }
 
 new Page().start().catch((error) => {

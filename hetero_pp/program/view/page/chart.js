@@ -1,16 +1,15 @@
 // Curves, drawn by uPlot in the colours of the page's theme.
 
-import { attribute, el, say, show } from "./dom.js";
-import { loss } from "./format.js";
+import { attribute, button, el, say, show } from "./dom.js";
+import { loss } from "./words.js";
 
 const COLOURS = ["--forward", "--backward", "--outer", "--evaluating", "--bad", "--waiting"];
 const DASHES = [[], [8, 4], [2, 3]];
 const MANY = 10; // curves from which on a legend would be longer than the picture
-
-// What uPlot.join makes of null: it stays, or also covers the places where only other curves have points.
-const [KEPT, EXPANDED] = [1, 2];
-
+const [KEPT, EXPANDED] = [1, 2]; // what uPlot.join makes of null: it stays, or covers the places of other curves, too
 const NOTE = "Point at a curve to see its name.";
+const SMOOTHED = { 0: "off", 0.6: "light", 0.9: "medium", 0.98: "strong" };
+const STEP = 2; // of a zoom
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
@@ -20,8 +19,12 @@ export const look = (n) => ({
   dash: DASHES[Math.floor(n / COLOURS.length) % DASHES.length],
 });
 
-const SMOOTHED = { 0: "off", 0.6: "light", 0.9: "medium", 0.98: "strong" };
-const STEP = 2; // of a zoom
+// uPlot needs values of x that rise. A replica that repeats steps after a kill keeps its last try.
+export function ascending(points) {
+  const kept = new Map();
+  for (const [x, y] of points) if (x !== null && x !== undefined) kept.set(x, y);
+  return [...kept].sort((a, b) => a[0] - b[0]);
+}
 
 // An exponential mean of the points so far, begun without a bias to zero. A break begins anew.
 function smoothed(points, weight) {
@@ -37,50 +40,35 @@ export class LineChart {
   // `title` stands before the controls; `tall` is the height of the picture.
   constructor(label, title = "", tall = 320) {
     Object.assign(this, { label, tall, curves: [], weight: 0, logs: { x: false, y: false }, range: null });
-    this.picture = el("div", { role: "img", "aria-label": label });
-    this.picture.addEventListener("dblclick", () => this.zoom(0));
-    this.note = el("p", { class: "note" });
-    const smoothing = el(
-      "select",
-      { "aria-label": "Smoothing", on: { change: (event) => this.change({ weight: Number(event.target.value) }) } },
-      Object.entries(SMOOTHED)
-        .sort(([a], [b]) => a - b)
-        .map(([weight, word]) => el("option", { value: weight }, `smoothing ${word}`)),
-    );
-    const log = (axis, title) =>
+    this.picture = el("div", { role: "img", "aria-label": label, on: { dblclick: () => this.zoom(0) } });
+    this.note = el("p.note");
+    const weights = Object.entries(SMOOTHED).sort(([a], [b]) => a - b);
+    const log = (axis, title) => {
+      const on = { change: (event) => this.change({ logs: { ...this.logs, [axis]: event.target.checked } }) };
+      return el("label", el("input", { type: "checkbox", on }), el("span", title));
+    };
+    const controls = el(
+      "div.controls",
+      title ? el("h3", title) : null,
       el(
-        "label",
-        {},
-        el("input", {
-          type: "checkbox",
-          on: { change: (event) => this.change({ logs: { ...this.logs, [axis]: event.target.checked } }) },
-        }),
-        el("span", {}, title),
-      );
-    const button = (text, title, press) =>
-      el("button", { type: "button", title, "aria-label": title, on: { click: press } }, text);
-    this.controls = el(
-      "div",
-      { class: "controls" },
-      title ? el("h3", {}, title) : null,
-      smoothing,
+        "select",
+        { "aria-label": "Smoothing", on: { change: (event) => this.change({ weight: Number(event.target.value) }) } },
+        weights.map(([weight, word]) => el("option", { value: weight }, `smoothing ${word}`)),
+      ),
       log("y", "log loss"),
       log("x", "log x"),
       button("−", "Show more of the curves", () => this.zoom(1 / STEP)),
       button("+", "Show less of the curves, enlarged", () => this.zoom(STEP)),
       button("All", "Show the whole curves", () => this.zoom(0)),
-      el("span", { class: "muted" }, "or drag over a part"),
+      el("span.muted", "or drag over a part"),
     );
-    this.holder = el("div", { class: "chart" }, this.controls, this.picture, this.note);
-    new ResizeObserver(() => this.plot?.setSize({ width: this.width(), height: this.height() })).observe(this.holder);
+    this.holder = el("div.chart", controls, this.picture, this.note);
+    new ResizeObserver(() => this.plot?.setSize(this.size())).observe(this.holder);
   }
 
-  width() {
-    return Math.max(240, this.holder.clientWidth - 16);
-  }
-
-  height() {
-    return this.holder.clientWidth < 500 ? Math.min(240, this.tall) : this.tall;
+  size() {
+    const room = this.holder.clientWidth;
+    return { width: Math.max(240, room - 16), height: room < 500 ? Math.min(240, this.tall) : this.tall };
   }
 
   change(changes) {
@@ -94,8 +82,7 @@ export class LineChart {
     if (factor && this.plot) {
       const { min, max } = this.plot.scales.x;
       const [first, last] = [this.plot.data[0][0], this.plot.data[0].at(-1)];
-      const half = (max - min) / (2 * factor);
-      const middle = (min + max) / 2;
+      const [half, middle] = [(max - min) / (2 * factor), (min + max) / 2];
       if (2 * half < last - first) this.range = [Math.max(first, middle - half), Math.min(last, middle + half)];
     }
     this.change({});
@@ -108,19 +95,10 @@ export class LineChart {
     const shown = curves
       .map((curve) => ({ ...curve, points: smoothed(curve.points.filter(fits), this.weight) }))
       .filter((curve) => curve.points.length);
-    const data = shown.length
-      ? window.uPlot.join(
-          shown.map(({ points }) => [points.map(([x]) => x), points.map(([, y]) => y)]),
-          shown.map(() => [KEPT, EXPANDED]),
-        )
-      : [[]];
-    const key = JSON.stringify([
-      shown.map(({ label, colour: name, dash }) => [label, name, dash]),
-      xLabel,
-      yLabel,
-      this.logs,
-      colour("--text"),
-    ]);
+    const columns = shown.map(({ points }) => [points.map(([x]) => x), points.map(([, y]) => y)]);
+    const data = shown.length ? window.uPlot.join(columns, shown.map(() => [KEPT, EXPANDED])) : [[]];
+    const looks = shown.map(({ label, colour: name, dash }) => [label, name, dash]);
+    const key = JSON.stringify([looks, xLabel, yLabel, this.logs, colour("--text")]);
     if (key !== this.key) {
       this.key = key;
       this.plot?.destroy();
@@ -141,19 +119,18 @@ export class LineChart {
   }
 
   options(curves, xLabel, yLabel) {
-    const axis = {
-      stroke: colour("--muted"),
-      grid: { stroke: colour("--line"), width: 1 },
-      ticks: { stroke: colour("--line"), width: 1 },
-      font: "12px system-ui, sans-serif",
-      labelFont: "12px system-ui, sans-serif",
-      labelSize: 22,
-    };
     const many = curves.length > MANY;
     const distr = (axis) => (this.logs[axis] ? 3 : 1);
+    const line = { stroke: colour("--line"), width: 1 };
+    const [font, labelFont] = ["12px system-ui, sans-serif", "12px system-ui, sans-serif"];
+    const axis = { stroke: colour("--muted"), grid: line, ticks: line, font, labelFont, labelSize: 22 };
+    const select = (plot) => {
+      const { left, width } = plot.select;
+      if (width) this.range = [plot.posToVal(left, "x"), plot.posToVal(left + width, "x")];
+      this.describe();
+    };
     return {
-      width: this.width(),
-      height: this.height(),
+      ...this.size(),
       scales: { x: { time: false, distr: distr("x") }, y: { distr: distr("y") } },
       axes: [
         { ...axis, label: xLabel },
@@ -163,13 +140,7 @@ export class LineChart {
       focus: { alpha: 0.35 },
       hooks: {
         setSeries: [(_, n) => many && say(this.note, n ? `nearest curve: ${curves[n - 1].label}` : NOTE)],
-        setSelect: [
-          (plot) => {
-            const { left, width } = plot.select;
-            if (width) this.range = [plot.posToVal(left, "x"), plot.posToVal(left + width, "x")];
-            this.describe();
-          },
-        ],
+        setSelect: [select],
       },
       legend: { show: !many },
       series: [

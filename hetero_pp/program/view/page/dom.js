@@ -9,25 +9,26 @@ export function cut(text, length = LONGEST) {
   return whole.length > length ? whole.slice(0, length - 1) + "…" : whole;
 }
 
-function fill(node, attributes, children) {
-  for (const [name, value] of Object.entries(attributes)) {
+// Makes a node from `tag.class.class`, attributes (which may be left out) and children, of which null is left out.
+const maker = (create) => (name, ...rest) => {
+  const [tag, ...classes] = name.split(".");
+  const node = create(tag);
+  const isPlain = rest[0] !== null && typeof rest[0] === "object" && !(rest[0] instanceof Node) && !Array.isArray(rest[0]);
+  const attributes = isPlain ? rest.shift() : {};
+  if (classes.length) node.setAttribute("class", classes.join(" "));
+  for (const [key, value] of Object.entries(attributes)) {
     if (value === null || value === undefined || value === false) continue;
-    if (name === "on") for (const [event, listener] of Object.entries(value)) node.addEventListener(event, listener);
-    else node.setAttribute(name, value === true ? "" : cut(value, name === "d" ? Infinity : LONGEST));
+    if (key === "on") for (const [event, listener] of Object.entries(value)) node.addEventListener(event, listener);
+    else node.setAttribute(key, value === true ? "" : cut(value, key === "d" ? Infinity : LONGEST));
   }
-  for (const child of children.flat()) {
+  for (const child of rest.flat(Infinity))
     if (child !== null && child !== undefined) node.append(child instanceof Node ? child : cut(child));
-  }
   return node;
-}
+};
 
-export function el(tag, attributes = {}, ...children) {
-  return fill(document.createElement(tag), attributes, children);
-}
-
-export function svg(tag, attributes = {}, ...children) {
-  return fill(document.createElementNS(SVG_SPACE, tag), attributes, children);
-}
+export const el = maker((tag) => document.createElement(tag));
+export const svg = maker((tag) => document.createElementNS(SVG_SPACE, tag));
+export const byId = (id) => document.getElementById(id);
 
 // Sets the text of a node unless it is there already, so that nothing is read out or drawn twice.
 export function say(node, text) {
@@ -44,43 +45,45 @@ export function show(node, isShown) {
   if (node.hidden === isShown) node.hidden = !isShown;
 }
 
+export const button = (label, title, press) =>
+  el("button", { type: "button", title, "aria-label": title, on: { click: press } }, label);
+
+export const textButton = (label, press, more = {}) =>
+  el("button.link", { type: "button", ...more, on: { click: press } }, label);
+
+// A row of radio buttons; `pick` is told the value.
+export const picker = (name, title, choices, chosen, pick) =>
+  el(
+    "fieldset.picker",
+    el("legend", title),
+    Object.entries(choices).map(([value, label]) => {
+      const on = { change: () => pick(value) };
+      return el("label", el("input", { type: "radio", name, value, checked: value === chosen, on }), el("span", label));
+    }),
+  );
+
 // A table with a caption and column headers; the first cell of a row is its header.
-export function table(caption, columns, rows) {
-  return el(
-    "div",
-    { class: "scroll", tabindex: 0, role: "region", "aria-label": caption },
+export const table = (caption, columns, rows) =>
+  el(
+    "div.scroll",
+    { tabindex: 0, role: "region", "aria-label": caption },
     el(
       "table",
-      {},
-      el("caption", {}, caption),
-      el(
-        "thead",
-        {},
-        el(
-          "tr",
-          {},
-          columns.map((column) => el("th", { scope: "col" }, column)),
-        ),
-      ),
+      el("caption", caption),
+      el("thead", el("tr", columns.map((column) => el("th", { scope: "col" }, column)))),
       el(
         "tbody",
-        {},
-        rows.map((cells) =>
-          el(
-            "tr",
-            {},
-            cells.map((cell, n) => el(n ? "td" : "th", n ? {} : { scope: "row" }, cell ?? "–")),
-          ),
+        rows.map(([head, ...cells]) =>
+          el("tr", el("th", { scope: "row" }, head ?? "–"), cells.map((cell) => el("td", cell ?? "–"))),
         ),
       ),
     ),
   );
-}
 
 // A <details> that fills itself when it is opened, and again when its picture changes while it is open.
 export function behind(title, build) {
   const body = el("div");
-  const node = el("details", { class: "behind", on: { toggle: () => refresh() } }, el("summary", {}, title), body);
+  const node = el("details.behind", { on: { toggle: () => refresh() } }, el("summary", title), body);
   function refresh() {
     if (node.open) body.replaceChildren(build());
   }
@@ -89,9 +92,5 @@ export function behind(title, build) {
 
 export function facts(pairs) {
   const known = pairs.filter(([, value]) => value !== null && value !== undefined && value !== "");
-  return el(
-    "dl",
-    {},
-    known.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))),
-  );
+  return el("dl", known.map(([name, value]) => el("div", el("dt", name), el("dd", value))));
 }

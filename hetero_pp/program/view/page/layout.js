@@ -1,46 +1,12 @@
 // Places of members, replicas, sites and the exchange in the picture of a topology. Lengths are in units of the picture.
 
+// Cards: `between` rows, `pad` and `title` of a frame, `lane` beside the hub, `space` between frames.
 const SIZES = {
-  full: {
-    name: "full",
-    width: 152,
-    height: 96,
-    gap: 122,
-    between: 46,
-    pad: 14,
-    title: 50,
-    lane: 118,
-    hub: 132,
-    space: 22,
-    minimum: 212,
-  },
-  medium: {
-    name: "medium",
-    width: 122,
-    height: 48,
-    gap: 46,
-    between: 34,
-    pad: 10,
-    title: 47,
-    lane: 92,
-    hub: 120,
-    space: 14,
-    minimum: 212,
-  },
-  small: {
-    name: "small",
-    width: 60,
-    height: 28,
-    gap: 18,
-    between: 18,
-    pad: 8,
-    title: 26,
-    lane: 56,
-    hub: 112,
-    space: 10,
-    minimum: 212,
-  },
+  full: { name: "full", width: 152, height: 96, gap: 122, between: 46, pad: 14, title: 50, lane: 118, hub: 132, space: 22 },
+  medium: { name: "medium", width: 122, height: 48, gap: 46, between: 34, pad: 10, title: 47, lane: 92, hub: 120, space: 14 },
+  small: { name: "small", width: 60, height: 28, gap: 18, between: 18, pad: 8, title: 26, lane: 56, hub: 112, space: 10 },
 };
+const NARROWEST = 212; // of a frame
 const SITE_TITLE = 18;
 const SMALLEST_SCALE = 0.82; // below it, smaller cards are easier to read
 
@@ -63,11 +29,7 @@ export function place(topology, room, tall) {
 // Replicas that share a site stand beside each other.
 function ordered(topology) {
   const site = new Map(topology.members.map((member) => [member.id, member.site ?? ""]));
-  const first = (replica) =>
-    replica.members
-      .map((id) => site.get(id))
-      .filter(Boolean)
-      .sort()[0] ?? "";
+  const first = (replica) => replica.members.map((id) => site.get(id)).filter(Boolean).sort()[0] ?? "";
   return topology.replicas
     .map((replica, n) => ({ replica, key: first(replica), n }))
     .sort((a, b) => (a.key < b.key ? -1 : a.key > b.key ? 1 : a.n - b.n))
@@ -87,47 +49,13 @@ function byKind(topology) {
 function evenly(topology, size) {
   const sides = [[], []];
   const heights = [0, 0];
-  const replicas = ordered(topology).sort(
-    (a, b) => (a.kind === "datacenter" ? 0 : 1) - (b.kind === "datacenter" ? 0 : 1),
-  );
-  for (const replica of replicas) {
+  const rank = (replica) => (replica.kind === "datacenter" ? 0 : 1);
+  for (const replica of ordered(topology).sort((a, b) => rank(a) - rank(b))) {
     const side = heights[0] <= heights[1] ? 0 : 1;
     sides[side].push(replica);
     heights[side] += size.height + size.title + size.pad;
   }
   return sides;
-}
-
-function aroundHub(topology, size, [left, right]) {
-  const widest = (replicas) =>
-    Math.max(0, ...replicas.map((replica) => frameWidth(size, Math.min(replica.members.length, 8))));
-  const leftWidth = widest(left);
-  const picture = empty(size);
-  const hubX = leftWidth + (left.length ? size.lane : 0);
-  const rightX = hubX + size.hub + size.lane;
-  const leftHeight = stack(picture, topology, left, size, 8, (width) => leftWidth - width);
-  const rightHeight = stack(picture, topology, right, size, 8, () => rightX);
-  picture.height = Math.max(leftHeight, rightHeight, 120);
-  for (const [side, height] of [
-    [left, leftHeight],
-    [right, rightHeight],
-  ])
-    centre(picture, side, (picture.height - height) / 2);
-  picture.hub = { x: hubX, y: 0, width: size.hub, height: picture.height };
-  picture.width = right.length ? rightX + widest(right) : hubX + size.hub;
-  return picture;
-}
-
-function inColumn(topology, size, room) {
-  const picture = empty(size);
-  picture.isNarrow = true;
-  const bus = 16;
-  const perRow = Math.max(1, Math.floor((room - bus - 2 * size.pad + size.gap) / (size.width + size.gap)));
-  picture.hub = { x: 0, y: 0, width: room, height: 64 };
-  const height = stack(picture, topology, ordered(topology), size, perRow, () => bus, 64 + size.space, room - bus);
-  picture.width = room;
-  picture.height = height;
-  return picture;
 }
 
 const empty = (size) => ({
@@ -140,8 +68,33 @@ const empty = (size) => ({
   sites: [],
   hub: null,
 });
+
 const frameWidth = (size, columns) =>
-  Math.max(size.minimum, columns * size.width + (columns - 1) * size.gap + 2 * size.pad);
+  Math.max(NARROWEST, columns * size.width + (columns - 1) * size.gap + 2 * size.pad);
+
+function aroundHub(topology, size, [left, right]) {
+  const widths = (replicas) => replicas.map((replica) => frameWidth(size, Math.min(replica.members.length, 8)));
+  const [leftWidth, rightWidth] = [Math.max(0, ...widths(left)), Math.max(0, ...widths(right))];
+  const picture = empty(size);
+  const hubX = leftWidth + (left.length ? size.lane : 0);
+  const rightX = hubX + size.hub + size.lane;
+  const leftHeight = stack(picture, topology, left, size, 8, (width) => leftWidth - width);
+  const rightHeight = stack(picture, topology, right, size, 8, () => rightX);
+  picture.height = Math.max(leftHeight, rightHeight, 120);
+  centre(picture, left, (picture.height - leftHeight) / 2);
+  centre(picture, right, (picture.height - rightHeight) / 2);
+  picture.hub = { x: hubX, y: 0, width: size.hub, height: picture.height };
+  picture.width = right.length ? rightX + rightWidth : hubX + size.hub;
+  return picture;
+}
+
+function inColumn(topology, size, room) {
+  const [bus, top] = [16, 64];
+  const picture = { ...empty(size), isNarrow: true, hub: { x: 0, y: 0, width: room, height: top }, width: room };
+  const perRow = Math.max(1, Math.floor((room - bus - 2 * size.pad + size.gap) / (size.width + size.gap)));
+  picture.height = stack(picture, topology, ordered(topology), size, perRow, () => bus, top + size.space, room - bus);
+  return picture;
+}
 
 // Stacks frames of replicas from `top` on; returns the bottom. `left(width)` is where a frame begins.
 function stack(picture, topology, replicas, size, perRow, left, top = 0, width = null) {
@@ -159,16 +112,10 @@ function stack(picture, topology, replicas, size, perRow, left, top = 0, width =
     const cardWidth = replica.members.length === 1 && width === null ? frame.width - 2 * size.pad : size.width;
     const inset = columns === 1 && width !== null ? (frame.width - size.width) / 2 : size.pad;
     replica.members.forEach((id, n) => {
-      const column = n % columns;
-      const x = frame.x + inset + column * (size.width + size.gap);
+      const x = frame.x + inset + (n % columns) * (size.width + size.gap);
       const rowTop = frame.y + size.title + Math.floor(n / columns) * (rowHeight + between);
-      picture.members.set(id, {
-        id,
-        x,
-        y: rowTop + (hasSites ? SITE_TITLE : 0),
-        width: cardWidth,
-        height: size.height,
-      });
+      const cardTop = rowTop + (hasSites ? SITE_TITLE : 0);
+      picture.members.set(id, { id, x, y: cardTop, width: cardWidth, height: size.height });
     });
     picture.replicas.push(frame);
     if (hasSites) boxSites(picture, replica, site, size);
@@ -181,22 +128,15 @@ function stack(picture, topology, replicas, size, perRow, left, top = 0, width =
 function boxSites(picture, replica, site, size) {
   let open = null;
   for (const id of replica.members) {
-    const box = picture.members.get(id);
-    if (open && open.site === site.get(id) && open.y === box.y - SITE_TITLE) {
-      open.width = box.x + box.width + 5 - open.x;
-    } else {
-      open = site.get(id)
-        ? {
-            site: site.get(id),
-            replica: replica.id,
-            x: box.x - 5,
-            y: box.y - SITE_TITLE,
-            width: box.width + 10,
-            height: size.height + SITE_TITLE + 5,
-          }
-        : null;
-      if (open) picture.sites.push(open);
+    const { x, y, width } = picture.members.get(id);
+    if (open && open.site === site.get(id) && open.y === y - SITE_TITLE) {
+      open.width = x + width + 5 - open.x;
+      continue;
     }
+    const height = size.height + SITE_TITLE + 5;
+    open = { site: site.get(id), replica: replica.id, x: x - 5, y: y - SITE_TITLE, width: width + 10, height };
+    if (open.site) picture.sites.push(open);
+    else open = null;
   }
 }
 
@@ -214,21 +154,9 @@ function centre(picture, replicas, down) {
 // from below to above.
 export function between(a, b) {
   if (Math.abs(a.y - b.y) < 1) {
-    const forward = a.x < b.x;
-    return {
-      x1: forward ? a.x + a.width : a.x,
-      y1: a.y + a.height / 2,
-      x2: forward ? b.x : b.x + b.width,
-      y2: b.y + b.height / 2,
-      isHorizontal: true,
-    };
+    const [x1, x2] = a.x < b.x ? [a.x + a.width, b.x] : [a.x, b.x + b.width];
+    return { x1, y1: a.y + a.height / 2, x2, y2: b.y + b.height / 2, isHorizontal: true };
   }
-  const down = a.y < b.y;
-  return {
-    x1: a.x + a.width / 2,
-    y1: down ? a.y + a.height : a.y,
-    x2: b.x + b.width / 2,
-    y2: down ? b.y : b.y + b.height,
-    isHorizontal: false,
-  };
+  const [y1, y2] = a.y < b.y ? [a.y + a.height, b.y] : [a.y, b.y + b.height];
+  return { x1: a.x + a.width / 2, y1, x2: b.x + b.width / 2, y2, isHorizontal: false };
 }

@@ -1,9 +1,21 @@
 // The side panel: facts and history of one member, replica, link, round, or of the exchange.
 
-import { cut, el, facts, table } from "./dom.js";
-import { bytes, count, duration, loss, percent, rate, seconds } from "./format.js";
-import { told } from "./events.js";
-import { CELL_STATES, MEMBER_STATES, REPLICA_STATES, icon, lookUp, markForm } from "./states.js";
+import { cut, el, facts, table, textButton } from "./dom.js";
+import {
+  CELL_STATES,
+  MEMBER_STATES,
+  REPLICA_STATES,
+  bytes,
+  count,
+  duration,
+  icon,
+  lookUp,
+  loss,
+  markForm,
+  percent,
+  rate,
+  seconds,
+} from "./words.js";
 
 const LAST_ROUNDS = 20;
 const LAST_MARKS = 40;
@@ -13,67 +25,57 @@ export function describeItem(item, view, choose) {
   const [kind, ...rest] = (item ?? "").split(":");
   const builders = { member, replica, link, round, exchange };
   const build = Object.hasOwn(builders, kind) ? builders[kind] : null; // anybody may write a fragment
-  return build ? build(rest.join(":"), view, choose) : null;
+  return build ? build(rest.join(":"), view, (label, to) => textButton(label, () => choose(to))) : null;
 }
 
-const state = (form, detail) =>
-  el("p", { class: "state" }, icon(form, 18), el("strong", {}, form.word), detail ? ` ${detail}` : "");
-const section = (title, ...content) => [el("h3", {}, title), ...content];
-
+const state = (form, detail) => el("p.state", icon(form, 18), el("strong", form.word), detail ? ` ${detail}` : "");
+const section = (title, ...content) => [el("h3", title), ...content];
 const itemOf = (end) => (end === "exchange" ? "exchange:" : `member:${end}`);
+const ago = (frame, time) => duration(Math.max(0, frame.time - time));
+const speed = (replica) => (replica.tokens_per_second == null ? null : `${count(replica.tokens_per_second)} tokens/s`);
+const ifKnown = (value, write) => (value == null ? null : write(value));
 
-function jump(item, label, choose) {
-  return el("button", { type: "button", class: "link", on: { click: () => choose(item) } }, label);
-}
-
-function member(id, { history, frame }, choose) {
+function member(id, { history, frame }, to) {
   const { topology } = history;
   const own = topology.members.find((one) => one.id === id);
   if (!own) return null;
   const now = frame?.members[id] ?? { state: "absent" };
   const replica = frame?.replicas[own.replica] ?? {};
-  const links = topology.links.filter((one) => one.source === id || one.target === id);
-  const lines = topology.lines.filter((one) => one.members.includes(id));
-  const site = topology.sites.find((one) => one.id === own.site);
   return {
     title: id,
     content: [
       state(lookUp(MEMBER_STATES, now.state), now.detail),
       facts([
-        ["Replica", jump(`replica:${own.replica}`, own.replica, choose)],
-        ["Stage", own.stage === null ? null : `${own.stage}`],
+        ["Replica", to(own.replica, `replica:${own.replica}`)],
+        ["Stage", ifKnown(own.stage, String)],
         ["Layers", own.layers],
         ["Device", now.device],
         ["Engine", own.engine],
-        ["Site", site?.label],
+        ["Site", topology.sites.find((one) => one.id === own.site)?.label],
         ["Round", now.round],
-        ["In this state for", now.since == null || !frame ? null : duration(Math.max(0, frame.time - now.since))],
-        ["Last report", now.heard == null ? null : `${duration(Math.max(0, frame.time - now.heard))} ago`],
+        ["In this state for", ifKnown(frame && now.since, (since) => ago(frame, since))],
+        ["Last report", ifKnown(now.heard, (heard) => `${ago(frame, heard)} ago`)],
         ["Starts", now.incarnation],
-        ["Loss of the replica", replica.loss == null ? null : loss(replica.loss)],
-        [
-          "Speed of the replica",
-          replica.tokens_per_second == null ? null : `${count(replica.tokens_per_second)} tokens/s`,
-        ],
-        ["Score of the replica", replica.score == null ? null : loss(replica.score)],
+        ["Loss of the replica", ifKnown(replica.loss, loss)],
+        ["Speed of the replica", speed(replica)],
+        ["Score of the replica", ifKnown(replica.score, loss)],
       ]),
-      ...linksOf(links, id, frame, choose),
-      ...linesOf(lines, frame),
+      ...linksOf(topology.links.filter((one) => one.source === id || one.target === id), id, frame, to),
+      ...linesOf(topology.lines.filter((one) => one.members.includes(id)), frame),
       ...roundsOf(own.replica, history),
       ...marksOf(history, (mark) => mark.member === id),
     ],
   };
 }
 
-function replica(id, { history, frame }, choose) {
+function replica(id, { history, frame }, to) {
   const own = history.topology.replicas.find((one) => one.id === id);
   if (!own) return null;
   const now = frame?.replicas[id] ?? {};
-  const members = own.members.map((one) => [
-    jump(`member:${one}`, one, choose),
-    lookUp(MEMBER_STATES, frame?.members[one]?.state ?? "absent").word,
-    frame?.members[one]?.detail,
-  ]);
+  const members = own.members.map((one) => {
+    const found = frame?.members[one];
+    return [to(one, `member:${one}`), lookUp(MEMBER_STATES, found?.state ?? "absent").word, found?.detail];
+  });
   return {
     title: id,
     content: [
@@ -83,13 +85,13 @@ function replica(id, { history, frame }, choose) {
         ["Optional", own.optional ? "yes" : null],
         ["Boundary", own.boundary],
         ["Batch size", own.batch_size],
-        ["Loss", now.loss == null ? null : loss(now.loss)],
-        ["Validation loss", now.validation_loss == null ? null : loss(now.validation_loss)],
-        ["Speed", now.tokens_per_second == null ? null : `${count(now.tokens_per_second)} tokens/s`],
-        ["Tokens", now.tokens == null ? null : count(now.tokens)],
-        ["Rounds included", now.included == null ? null : `${count(now.included)} of ${count(now.included + now.missed)}`],
-        ["Steps", now.steps_done == null ? null : count(now.steps_done)],
-        ["Score", now.score == null ? null : loss(now.score)],
+        ["Loss", ifKnown(now.loss, loss)],
+        ["Validation loss", ifKnown(now.validation_loss, loss)],
+        ["Speed", speed(now)],
+        ["Tokens", ifKnown(now.tokens, count)],
+        ["Rounds included", ifKnown(now.included, (n) => `${count(n)} of ${count(n + now.missed)}`)],
+        ["Steps", ifKnown(now.steps_done, count)],
+        ["Score", ifKnown(now.score, loss)],
         ["Excluded", now.excluded || null],
       ]),
       ...section("Members", table(`Members of ${cut(id, 40)}`, ["Member", "State", "Detail"], members)),
@@ -99,18 +101,17 @@ function replica(id, { history, frame }, choose) {
   };
 }
 
-function link(id, { history, frame }, choose) {
+function link(id, { history, frame }, to) {
   const own = history.topology.links.find((one) => one.id === id);
   if (!own) return null;
   const now = frame?.links[id] ?? {};
-  const ways = ["there", "back"];
-  const row = (title, value) => [title, ...ways.map(value)];
+  const row = (title, value) => [title, value("there"), value("back")];
   return {
     title: `${own.source} – ${own.target}`,
     content: [
       facts([
-        ["From", jump(itemOf(own.source), own.source, choose)],
-        ["To", jump(itemOf(own.target), own.target, choose)],
+        ["From", to(own.source, itemOf(own.source))],
+        ["To", to(own.target, itemOf(own.target))],
       ]),
       table(
         "Both ways",
@@ -129,21 +130,22 @@ function link(id, { history, frame }, choose) {
   };
 }
 
-function round(id, { history }, choose) {
+function round(id, { history }, to) {
   const own = history.rounds.find((one) => String(one.round) === id);
   if (!own) return null;
-  const rows = Object.entries(own.cells).map(([name, cell]) => [
-    jump(`replica:${name}`, name, choose),
-    lookUp(CELL_STATES, cell.state).word,
-    cell.why,
-    loss(cell.training_loss),
-    loss(cell.validation_loss),
-    bytes(cell.bytes),
-    seconds(cell.compute_seconds),
-    seconds(cell.wait_seconds),
-    seconds(cell.outer_seconds),
-    seconds(cell.blocked_seconds),
-  ]);
+  const columns = {
+    Replica: ([name]) => to(name, `replica:${name}`),
+    State: ([, cell]) => lookUp(CELL_STATES, cell.state).word,
+    Why: ([, cell]) => cell.why,
+    "Training loss": ([, cell]) => loss(cell.training_loss),
+    "Validation loss": ([, cell]) => loss(cell.validation_loss),
+    Bytes: ([, cell]) => bytes(cell.bytes),
+    Compute: ([, cell]) => seconds(cell.compute_seconds),
+    "Waiting for links": ([, cell]) => seconds(cell.wait_seconds),
+    "Outer round": ([, cell]) => seconds(cell.outer_seconds),
+    "Waiting for the exchange": ([, cell]) => seconds(cell.blocked_seconds),
+  };
+  const rows = Object.entries(own.cells).map((one) => Object.values(columns).map((write) => write(one)));
   return {
     title: `Round ${id}`,
     content: [
@@ -153,11 +155,7 @@ function round(id, { history }, choose) {
         ["Bytes", bytes(own.bytes)],
         ["Validation loss", loss(own.validation_loss)],
       ]),
-      table(
-        "Replicas",
-        ["Replica", "State", "Why", "Training loss", "Validation loss", "Bytes", "Compute", "Waiting for links", "Outer round", "Waiting for the exchange"],
-        rows,
-      ),
+      table("Replicas", Object.keys(columns), rows),
       ...marksOf(history, (mark) => mark.round === own.round),
     ],
   };
@@ -182,55 +180,38 @@ function exchange(_, { history, frame }) {
   };
 }
 
-function linksOf(links, id, frame, choose) {
+function linksOf(links, id, frame, to) {
   if (!links.length) return [];
   const rows = links.map((one) => {
     const now = frame?.links[one.id] ?? {};
     const [out, incoming] = one.source === id ? ["there", "back"] : ["back", "there"];
-    return [
-      jump(`link:${one.id}`, one.source === id ? one.target : one.source, choose),
-      rate(now[out]?.rate),
-      rate(now[incoming]?.rate),
-      percent(Math.max(now[out]?.busy ?? 0, now[incoming]?.busy ?? 0)),
-    ];
+    const busy = percent(Math.max(now[out]?.busy ?? 0, now[incoming]?.busy ?? 0));
+    const other = one.source === id ? one.target : one.source;
+    return [to(other, `link:${one.id}`), rate(now[out]?.rate), rate(now[incoming]?.rate), busy];
   });
   return section("Links", table("Links", ["With", "Sends", "Receives", "Busy"], rows));
 }
 
 function linesOf(lines, frame) {
-  const rows = lines.flatMap((one) =>
-    ["up", "down"].map((way) => {
-      const now = frame?.lines?.[one.id]?.[way] ?? {};
-      return [
-        `${way === "up" ? "↑ up" : "↓ down"}`,
-        rate(now.rate),
-        one[way] == null ? "unlimited" : rate(one[way]),
-        percent(now.busy),
-        bytes(now.bytes),
-      ];
-    }),
-  );
-  return lines.length
-    ? section("Internet line", table("Internet line", ["Way", "Rate", "Capacity", "Busy", "Total"], rows))
-    : [];
+  if (!lines.length) return [];
+  const row = (one, way, name) => {
+    const now = frame?.lines?.[one.id]?.[way] ?? {};
+    const limit = one[way] == null ? "unlimited" : rate(one[way]);
+    return [name, rate(now.rate), limit, percent(now.busy), bytes(now.bytes)];
+  };
+  const rows = lines.flatMap((one) => [row(one, "up", "↑ up"), row(one, "down", "↓ down")]);
+  return section("Internet line", table("Internet line", ["Way", "Rate", "Capacity", "Busy", "Total"], rows));
 }
 
 function roundsOf(id, history) {
-  const rounds = history.rounds
-    .filter((one) => one.cells[id])
-    .slice(-LAST_ROUNDS)
-    .reverse();
+  const rounds = history.rounds.filter((one) => one.cells[id]).slice(-LAST_ROUNDS).reverse();
   if (!rounds.length) return [];
   const rows = rounds.map((one) => {
     const cell = one.cells[id];
     const form = lookUp(CELL_STATES, cell.state);
-    return [
-      one.round,
-      el("span", { class: "state" }, icon(form), form.word),
-      loss(cell.validation_loss ?? cell.training_loss),
-      seconds(cell.compute_seconds),
-      seconds(cell.wait_seconds),
-    ];
+    const known = loss(cell.validation_loss ?? cell.training_loss);
+    const shown = el("span.state", icon(form), form.word);
+    return [one.round, shown, known, seconds(cell.compute_seconds), seconds(cell.wait_seconds)];
   });
   return section("Rounds", table("Last rounds", ["Round", "State", "Loss", "Compute", "Waiting"], rows));
 }
@@ -238,14 +219,6 @@ function roundsOf(id, history) {
 function marksOf(history, concerns) {
   const marks = history.marks.filter(concerns).slice(-LAST_MARKS).reverse();
   if (!marks.length) return [];
-  return section(
-    "Events",
-    el(
-      "ul",
-      { class: "marks", tabindex: 0, "aria-label": "Events" },
-      marks.map((mark) =>
-        el("li", {}, icon(markForm(mark.kind)), el("time", {}, duration(mark.time)), el("span", {}, told(mark))),
-      ),
-    ),
-  );
+  const item = (mark) => el("li", icon(markForm(mark.kind)), el("time", duration(mark.time)), el("span", cut(mark.text, 200)));
+  return section("Events", el("ul.marks", { tabindex: 0, "aria-label": "Events" }, marks.map(item)));
 }

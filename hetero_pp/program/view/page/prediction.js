@@ -1,80 +1,56 @@
 // One predicted step as a Gantt chart: what each member computes, and what each link carries. Below each member is its
 // mean step as it was measured, if there was a run or a rehearsal.
 
-import { attribute, behind, cut, el, say, show, svg, table } from "./dom.js";
-import { bytes, count, number, percent, seconds, signed } from "./format.js";
+import { attribute, behind, button, cut, el, say, show, svg, table } from "./dom.js";
+import { bytes, count, number, percent, seconds, signed } from "./words.js";
 
 const ROW = 30;
 const NAMES = 150;
 const PLAY_SECONDS = 8; // a whole step plays in this time
-const WORDS = {
-  forward: "forward",
-  backward: "backward",
-  wait: "waiting",
-  outer: "outer round",
-  there: "activations",
-  back: "gradients",
-  computed: "measured: computing",
-  waited: "measured: waiting",
+// Kind of a bar -> its words and its class.
+const KINDS = {
+  forward: ["forward", "forward"],
+  backward: ["backward", "backward"],
+  wait: ["waiting", "wait"],
+  outer: ["outer round", "outer"],
+  there: ["activations", "there"],
+  back: ["gradients", "back"],
+  computed: ["measured: computing", "computed"],
+  waited: ["measured: waiting", "wait"],
 };
-const CLASSES = {
-  forward: "bar-forward",
-  backward: "bar-backward",
-  wait: "bar-wait",
-  outer: "bar-outer",
-  there: "bar-there",
-  back: "bar-back",
-  computed: "bar-computed",
-  waited: "bar-wait",
-};
-
-const classOf = (kind) => (Object.hasOwn(CLASSES, kind) ? CLASSES[kind] : "bar-other");
+const kindOf = (kind) => (Object.hasOwn(KINDS, kind) ? KINDS[kind] : [kind, "other"]);
+const ABOUT =
+  "A step as bars over time. Plus and minus zoom, arrow keys move, 0 shows the whole step, the space bar plays.";
 
 export class PredictionView {
   constructor(root) {
-    this.empty = el("p", { class: "empty" });
-    this.facts = el("p", { class: "lead" });
-    this.chart = el("div", {
-      class: "gantt",
-      tabindex: 0,
-      role: "group",
-      "aria-label":
-        "A step as bars over time. Plus and minus zoom, arrow keys move, 0 shows the whole step, the space bar plays.",
-      on: { keydown: (event) => this.onKey(event), wheel: (event) => this.onWheel(event) },
-    });
-    const button = (label, title, press) =>
-      el("button", { type: "button", title, "aria-label": title, on: { click: press } }, label);
+    this.empty = el("p.empty");
+    this.facts = el("p.lead");
+    const on = { keydown: (event) => this.onKey(event), wheel: (event) => this.onWheel(event) };
+    this.chart = el("div.gantt", { tabindex: 0, role: "group", "aria-label": ABOUT, on });
     this.playButton = button("Play", "Play the step", () => this.play());
-    this.clock = el("span", { class: "muted clock" });
+    this.clock = el("span.muted.clock");
     const buttons = el(
-      "div",
-      { class: "buttons" },
+      "div.buttons",
       this.clock,
       this.playButton,
       button("−", "Zoom out", () => this.zoom(1 / 1.5)),
       button("+", "Zoom in", () => this.zoom(1.5)),
       button("Fit", "Show the whole step", () => this.zoom(0)),
     );
-    this.legend = el("ul", { class: "symbols" });
+    this.legend = el("ul.symbols");
     this.behind = behind("The step as a table", () => barsTable(this.prediction));
     this.values = el("div");
-    this.body = el(
-      "div",
-      { class: "stack" },
-      this.facts,
-      el("div", { class: "bar" }, el("h3", {}, "A step"), buttons),
-      this.legend,
-      this.chart,
-      this.behind.node,
-      this.values,
-    );
-    root.append(el("h2", {}, "Prediction"), this.empty, this.body);
+    const head = el("div.bar", el("h3", "A step"), buttons);
+    this.body = el("div.stack", this.facts, head, this.legend, this.chart, this.behind.node, this.values);
+    root.append(el("h2", "Prediction"), this.empty, this.body);
     new ResizeObserver(() => this.prediction && this.draw()).observe(this.chart);
   }
 
   update({ prediction }) {
     show(this.empty, !prediction);
-    say(this.empty, prediction === undefined ? "A step is being predicted …" : "This run cannot be predicted: a rehearsal has the prediction of its run.");
+    const none = "This run cannot be predicted: a rehearsal has the prediction of its run.";
+    say(this.empty, prediction === undefined ? "A step is being predicted …" : none);
     show(this.body, Boolean(prediction));
     if (!prediction || prediction === this.prediction) return;
     this.prediction = prediction;
@@ -83,23 +59,14 @@ export class PredictionView {
     [this.from, this.to, this.at] = [0, this.length, null];
     say(
       this.facts,
-      `A step takes ${seconds(prediction.step_seconds)}. Members compute for ${percent(prediction.utilization)} of a round. Even with free links, stages would wait for each other for ${percent(prediction.bubble)} of a step (the bubble).`,
+      `A step takes ${seconds(prediction.step_seconds)}. Members compute for ${percent(prediction.utilization)} of a ` +
+        `round. Even with free links, stages would wait for each other for ${percent(prediction.bubble)} of a step ` +
+        `(the bubble).`,
     );
-    const kinds = [...new Set(rows.flatMap((row) => row.bars.map((bar) => bar.kind)))];
-    this.legend.replaceChildren(
-      ...kinds.map((kind) =>
-        el(
-          "li",
-          {},
-          svg(
-            "svg",
-            { width: 14, height: 14, "aria-hidden": "true" },
-            svg("rect", { width: 14, height: 14, class: classOf(kind) }),
-          ),
-          WORDS[kind] ?? kind,
-        ),
-      ),
-    );
+    const box = { width: 14, height: 14 };
+    const kinds = [...new Set(rows.flatMap((row) => row.bars.map((bar) => bar.kind)))].map(kindOf);
+    const swatch = (name) => svg("svg", { ...box, "aria-hidden": "true" }, svg(`rect.bar-${name}`, box));
+    this.legend.replaceChildren(...kinds.map(([word, name]) => el("li", swatch(name), word)));
     this.values.replaceChildren(valuesTable(prediction.values ?? []));
     this.behind.refresh();
     this.draw();
@@ -146,10 +113,8 @@ export class PredictionView {
       if (this.at === null || this.at >= this.length) this.at = 0;
       let before = null;
       const tick = (now) => {
-        this.at = Math.min(
-          this.length,
-          this.at + (before === null ? 0 : ((now - before) / 1000) * (this.length / PLAY_SECONDS)),
-        );
+        const passed = before === null ? 0 : (now - before) / 1000;
+        this.at = Math.min(this.length, this.at + passed * (this.length / PLAY_SECONDS));
         before = now;
         this.timer = this.at < this.length && this.chart.isConnected ? requestAnimationFrame(tick) : null;
         if (this.at > this.to) this.move(this.at);
@@ -169,52 +134,26 @@ export class PredictionView {
     this.place = x;
     const parts = width < 600 ? 2 : 5;
     const ticks = Array.from({ length: parts + 1 }, (_, n) => this.from + ((this.to - this.from) * n) / parts);
-    const scale = ticks.map((time, n) =>
-      svg(
-        "g",
-        {},
-        svg("line", { x1: x(time), x2: x(time), y1: 22, y2: height, class: "tick" }),
-        svg(
-          "text",
-          { x: x(time), y: 14, class: "small muted", "text-anchor": n === ticks.length - 1 ? "end" : "middle" },
-          seconds(time),
-        ),
-      ),
-    );
+    const scale = ticks.map((time, n) => {
+      const at = { x: x(time), y: 14, "text-anchor": n === parts ? "end" : "middle" };
+      const line = svg("line.tick", { x1: x(time), x2: x(time), y1: 22, y2: height });
+      return svg("g", line, svg("text.small.muted", at, seconds(time)));
+    });
     const lines = rows.map((row, n) => {
       const y = 26 + n * ROW;
-      const bars = row.bars
-        .filter((bar) => bar.end > this.from && bar.start < this.to)
-        .map((bar) => barOf(bar, row, x, y, left, width));
-      const name = svg(
-        "text",
-        { x: 0, y: y + ROW / 2 + 2, class: row.isLink ? "small muted" : "strong" },
-        cut(row.label ?? row.id, left < NAMES ? 12 : 22),
-      );
+      const shown = row.bars.filter((bar) => bar.end > this.from && bar.start < this.to);
+      const name = cut(row.label ?? row.id, left < NAMES ? 12 : 22);
       return svg(
         "g",
-        {},
-        name,
-        svg("line", { x1: left, x2: width, y1: y + ROW - 2, y2: y + ROW - 2, class: "tick" }),
-        bars,
+        svg(row.isLink ? "text.small.muted" : "text.strong", { x: 0, y: y + ROW / 2 + 2 }, name),
+        svg("line.tick", { x1: left, x2: width, y1: y + ROW - 2, y2: y + ROW - 2 }),
+        shown.map((bar) => barOf(bar, row, x, y, left, width)),
       );
     });
-    this.cursor = svg("line", { y1: 18, y2: height, class: "now" });
-    this.chart.replaceChildren(
-      svg(
-        "svg",
-        {
-          width,
-          height,
-          viewBox: `0 0 ${width} ${height}`,
-          role: "img",
-          "aria-label": "Bars of a predicted step; the table below has the values",
-        },
-        scale,
-        lines,
-        this.cursor,
-      ),
-    );
+    this.cursor = svg("line.now", { y1: 18, y2: height });
+    const about = { role: "img", "aria-label": "Bars of a predicted step; the table below has the values" };
+    const size = { width, height, viewBox: `0 0 ${width} ${height}` };
+    this.chart.replaceChildren(svg("svg", { ...size, ...about }, scale, lines, this.cursor));
     this.drawCursor();
   }
 
@@ -242,45 +181,25 @@ function interleaved({ members, links, measured = [] }) {
 
 function barOf(bar, row, x, y, left, width) {
   const [start, end] = [Math.max(left, x(bar.start)), Math.min(width, x(bar.end))];
-  const tall = row.isLink ? 9 : 19;
   const isLow = bar.kind === "backward" || bar.kind === "back"; // the place, not only the colour, tells the way
   const top = row.isLink ? y + (isLow ? 14 : 3) : y + (isLow ? 7 : 0);
+  const [word, name] = kindOf(bar.kind);
   const batch = bar.micro_batch == null ? "" : `, micro-batch ${bar.micro_batch + 1}`;
-  const told = `${row.id}: ${WORDS[bar.kind] ?? bar.kind}${batch}, ${seconds(bar.start)} to ${seconds(bar.end)}`;
-  const label =
-    end - start > 16 && bar.micro_batch != null && !row.isLink
-      ? svg(
-          "text",
-          { x: (start + end) / 2, y: top + 14, "text-anchor": "middle", class: "bar-text" },
-          bar.micro_batch + 1,
-        )
-      : null;
+  const hasLabel = end - start > 16 && bar.micro_batch != null && !row.isLink;
+  const middle = { x: (start + end) / 2, y: top + 14, "text-anchor": "middle" };
+  const box = { x: start, y: top, width: Math.max(0.8, end - start - 1), height: row.isLink ? 9 : 19, rx: 2 };
   return svg(
     "g",
-    {},
-    svg("title", {}, told),
-    svg("rect", {
-      x: start,
-      y: top,
-      width: Math.max(0.8, end - start - 1),
-      height: tall,
-      rx: 2,
-      class: classOf(bar.kind),
-    }),
-    label,
+    svg("title", `${row.id}: ${word}${batch}, ${seconds(bar.start)} to ${seconds(bar.end)}`),
+    svg(`rect.bar-${name}`, box),
+    hasLabel ? svg("text.bar-text", middle, bar.micro_batch + 1) : null,
   );
 }
 
 function barsTable({ members, links, measured = [] }) {
-  const rows = [...members, ...measured, ...links].flatMap((row) =>
-    row.bars.map((bar) => [
-      row.id,
-      WORDS[bar.kind] ?? bar.kind,
-      bar.micro_batch == null ? null : bar.micro_batch + 1,
-      seconds(bar.start),
-      seconds(bar.end),
-    ]),
-  );
+  const line = (row, { kind, micro_batch: batch, start, end }) =>
+    [row.id, kindOf(kind)[0], batch == null ? null : batch + 1, seconds(start), seconds(end)];
+  const rows = [...members, ...measured, ...links].flatMap((row) => row.bars.map((bar) => line(row, bar)));
   return table("Bars of the step", ["Member or link", "What", "Micro-batch", "From", "To"], rows);
 }
 
@@ -293,9 +212,6 @@ function inUnit(value, unit) {
 
 function valuesTable(values) {
   const difference = ({ predicted, measured }) => (predicted && measured ? signed(predicted / measured - 1) : "–");
-  return table(
-    "Predicted and measured",
-    ["Value", "Predicted", "Measured", "Prediction is off by"],
-    values.map((one) => [one.name, inUnit(one.predicted, one.unit), inUnit(one.measured, one.unit), difference(one)]),
-  );
+  const row = (one) => [one.name, inUnit(one.predicted, one.unit), inUnit(one.measured, one.unit), difference(one)];
+  return table("Predicted and measured", ["Value", "Predicted", "Measured", "Prediction is off by"], values.map(row));
 }

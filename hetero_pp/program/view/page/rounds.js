@@ -1,130 +1,81 @@
 // Rounds: which replica took part, losses, and where the seconds and bytes of a round went.
 
-import { behind, cut, el, show, svg, table } from "./dom.js";
-import { LineChart, look } from "./chart.js";
-import { eventsList } from "./events.js";
-import { bytes, count, duration, loss, seconds } from "./format.js";
-import { CELL_STATES, icon, lookUp, markForm } from "./states.js";
+import { behind, cut, el, picker, show, svg, table, textButton } from "./dom.js";
+import { LineChart, ascending, look } from "./chart.js";
+import { CELL_STATES, bytes, count, duration, eventsList, icon, lookUp, loss, markForm, seconds, symbols } from "./words.js";
 
 const CELL = 28; // pixels of the narrowest column
 const WIDEST = 56;
 const names = (room) => (room < 500 ? 88 : 136); // pixels of the replicas' names
-const PARTS = [
-  [(cell) => cell.compute_seconds, "compute", "part-compute"],
-  [(cell) => cell.wait_seconds, "waiting for links", "part-wait"],
-  [(cell) => cell.outer_seconds, "outer round", "part-outer"],
-  [(cell) => cell.blocked_seconds, "waiting for the exchange", "part-blocked"],
-  [(cell) => cell.evaluation_seconds, "evaluation", "part-evaluation"],
-];
+const PARTS = {
+  compute: "compute",
+  wait: "waiting for links",
+  outer: "outer round",
+  blocked: "waiting for the exchange",
+  evaluation: "evaluation",
+};
 const BARS = 150; // pixels of the tallest bar of seconds
 const BYTES = 56;
 
 export const AXES = { round: "round", time: "seconds", tokens: "tokens" };
 
-// A row of radio buttons; `pick` is told the value.
-export function picker(name, title, choices, chosen, pick) {
-  return el(
-    "fieldset",
-    { class: "picker" },
-    el("legend", {}, title),
-    Object.entries(choices).map(([value, label]) =>
-      el(
-        "label",
-        {},
-        el("input", { type: "radio", name, value, checked: value === chosen, on: { change: () => pick(value) } }),
-        el("span", {}, label),
-      ),
-    ),
-  );
-}
+// Where a round lies along an axis.
+export const along = { round: (round) => round.round, time: (round) => round.closed, tokens: (round) => round.tokens };
 
 export class RoundsView {
   constructor(root, choose, goTo) {
     Object.assign(this, { choose, goTo, axis: "round", replica: "", last: null });
-    this.grid = el("div", { class: "scroll" });
+    this.grid = el("div.scroll");
     this.bars = el("div");
     this.barsReplica = el("select", {
       "aria-label": "Replica whose seconds are shown",
       on: { change: (event) => this.draw({ replica: event.target.value }) },
     });
-    this.range = el("span", { class: "muted" });
+    this.range = el("span.muted");
     this.earlier = el("button", { type: "button", on: { click: () => this.turn(-1) } }, "Earlier");
     this.later = el("button", { type: "button", on: { click: () => this.turn(1) } }, "Later");
-    this.chart = new LineChart(
-      "Training loss of each replica and synchronized validation loss; the table below has the values",
-    );
+    const label = "Training loss of each replica and synchronized validation loss; the table below has the values";
+    this.chart = new LineChart(label);
     this.lossTable = behind("Losses as a table", () => lossTable(this.rounds, this.history));
     this.barsTable = behind("Seconds and bytes as a table", () => barsTable(this.rounds, this.replica));
-    this.events = el("div", { class: "box" });
-    const axes = picker("loss-axis", "Along", AXES, "round", (axis) => this.draw({ axis }));
-    const symbols = el(
-      "ul",
-      { class: "symbols" },
-      Object.values(CELL_STATES).map((form) => el("li", {}, icon(form), form.word)),
-    );
+    this.events = el("div.box");
+    const swatch = (part) =>
+      svg("svg", { width: 14, height: 14, "aria-hidden": "true" }, svg(`rect.part-${part}`, { width: 14, height: 14 }));
     root.append(
-      el(
-        "div",
-        { class: "bar" },
-        el("h2", {}, "Rounds"),
-        el("div", { class: "buttons" }, this.range, this.earlier, this.later),
-      ),
-      symbols,
+      el("div.bar", el("h2", "Rounds"), el("div.buttons", this.range, this.earlier, this.later)),
+      symbols(CELL_STATES),
       this.grid,
-      el("div", { class: "bar" }, el("h2", {}, "Loss"), axes),
+      el("div.bar", el("h2", "Loss"), picker("loss-axis", "Along", AXES, "round", (axis) => this.draw({ axis }))),
       this.chart.holder,
       this.lossTable.node,
-      el("div", { class: "bar" }, el("h2", {}, "Seconds and bytes of a round"), this.barsReplica),
+      el("div.bar", el("h2", "Seconds and bytes of a round"), this.barsReplica),
       el(
-        "ul",
-        { class: "symbols" },
-        el("li", {}, "from below:"),
-        PARTS.map(([, label, name]) =>
-          el(
-            "li",
-            {},
-            svg(
-              "svg",
-              { width: 14, height: 14, "aria-hidden": "true" },
-              svg("rect", { width: 14, height: 14, class: name }),
-            ),
-            label,
-          ),
-        ),
+        "ul.symbols",
+        el("li", "from below:"),
+        Object.entries(PARTS).map(([part, word]) => el("li", swatch(part), word)),
       ),
       this.bars,
       this.barsTable.node,
-      el("h2", {}, "Events"),
+      el("h2", "Events"),
       this.events,
     );
     new ResizeObserver(() => this.history && this.draw({})).observe(this.grid);
   }
 
   update({ history, time }) {
-    const key = [
-      history,
-      time === null ? null : history.rounds.filter((round) => round.closed <= time).length,
-      history.marks.length,
-      time === null ? null : history.marks.filter((mark) => mark.time <= time).length,
-      document.documentElement.dataset.theme,
-    ]
-      .map(String)
-      .join();
+    const until = time ?? Infinity;
+    const rounds = history.rounds.filter((round) => round.closed <= until);
+    const marks = history.marks.filter((mark) => mark.time <= until).length;
+    const key = [time === null, rounds.length, marks, document.documentElement.dataset.theme].join();
     if (key === this.drawn && history === this.history) return;
-    this.drawn = key;
-    this.history = history;
-    this.time = time;
-    this.until = time ?? Infinity;
-    this.rounds = history.rounds.filter((round) => round.closed <= this.until);
+    Object.assign(this, { drawn: key, history, until, rounds });
     this.draw({});
   }
 
   turn(by) {
-    const last = Math.min(
-      this.rounds.length,
-      Math.max(this.columns, (this.last ?? this.rounds.length) + by * this.columns),
-    );
-    this.draw({ last: last === this.rounds.length ? null : last });
+    const last = (this.last ?? this.rounds.length) + by * this.columns;
+    const kept = Math.min(this.rounds.length, Math.max(this.columns, last));
+    this.draw({ last: kept === this.rounds.length ? null : kept });
   }
 
   draw(changes) {
@@ -134,9 +85,11 @@ export class RoundsView {
     this.columns = Math.max(4, Math.floor((room - names(room)) / CELL));
     const end = Math.min(this.last ?? rounds.length, rounds.length);
     const window = rounds.slice(Math.max(0, end - this.columns), end);
+    // Some events belong to no round; they are shown in the one that was open.
+    const openAt = (time) => history.rounds.find((round) => round.closed >= time)?.round ?? null;
     const marks = history.marks
       .filter((mark) => mark.time <= this.until)
-      .map((mark) => ({ ...mark, round: mark.round ?? roundAt(history, mark.time) }));
+      .map((mark) => ({ ...mark, round: mark.round ?? openAt(mark.time) }));
     this.range.textContent = window.length
       ? `${window[0].round}–${window.at(-1).round} of ${history.rounds_planned}`
       : "No round has closed yet.";
@@ -155,90 +108,45 @@ export class RoundsView {
   }
 
   fillReplicas() {
-    const names = this.history.topology.replicas.map(({ id }) => id);
-    if (this.barsReplica.options.length === names.length + 1) return;
-    this.barsReplica.replaceChildren(
-      el("option", { value: "" }, "mean of all replicas"),
-      ...names.map((name) => el("option", { value: name }, cut(name, 40))),
-    );
+    const all = this.history.topology.replicas.map(({ id }) => id);
+    if (this.barsReplica.options.length === all.length + 1) return;
+    const options = all.map((name) => el("option", { value: name }, cut(name, 40)));
+    this.barsReplica.replaceChildren(el("option", { value: "" }, "mean of all replicas"), ...options);
     this.barsReplica.value = this.replica;
   }
 }
 
-// Some events belong to no round; they are shown in the one that was open.
-function roundAt(history, time) {
-  return history.rounds.find((round) => round.closed >= time)?.round ?? null;
-}
-
+// What became of the contribution of each replica in each round, with the events of a round below.
 function grid(history, rounds, marks, choose, goTo, [named, step]) {
-  const own = new Map();
-  for (const mark of marks) {
-    const key = `${mark.round} ${mark.replica ?? ""}`;
-    own.set(key, [...(own.get(key) ?? []), mark]);
-  }
-  const head = rounds.map((round) =>
-    el(
-      "th",
-      { scope: "col" },
-      el(
-        "button",
-        {
-          type: "button",
-          class: "link",
-          "aria-label": `Round ${round.round}`,
-          on: { click: () => choose(`round:${round.round}`) },
-        },
-        round.round,
-      ),
-    ),
-  );
+  const own = Map.groupBy(marks, (mark) => `${mark.round} ${mark.replica ?? ""}`);
+  const head = rounds.map(({ round }) => {
+    const label = { "aria-label": `Round ${round}` };
+    return el("th", { scope: "col" }, textButton(round, () => choose(`round:${round}`), label));
+  });
   const hasCells = new Set(history.rounds.flatMap((round) => Object.keys(round.cells)));
   const shown = history.topology.replicas.filter(({ id, optional }) => !optional || hasCells.has(id));
-  const rows = shown.map(({ id }) =>
-    el(
-      "tr",
-      {},
-      el(
-        "th",
-        { scope: "row" },
-        el("button", { type: "button", class: "link", on: { click: () => choose(`replica:${id}`) } }, cut(id, 18)),
-      ),
-      rounds.map((round) => cell(round, id, own.get(`${round.round} ${id}`) ?? [], choose)),
-    ),
-  );
-  const noted = rounds.map((round) => {
-    const here = marks.filter((mark) => mark.round === round.round);
+  const rows = shown.map(({ id }) => {
+    const name = el("th", { scope: "row" }, textButton(cut(id, 18), () => choose(`replica:${id}`)));
+    return el("tr", name, rounds.map((round) => cell(round, id, own.get(`${round.round} ${id}`) ?? [], choose)));
+  });
+  const noted = rounds.map(({ round }) => {
+    const here = marks.filter((mark) => mark.round === round);
     const latest = here.at(-1);
-    return el(
-      "td",
-      {},
-      latest
-        ? el(
-            "button",
-            {
-              type: "button",
-              class: "mark",
-              title: `${duration(latest.time)} ${cut(latest.text, 80)}`,
-              "aria-label": `${here.length} events in round ${round.round}, show the last`,
-              on: { click: () => goTo(latest.time) },
-            },
-            here.length > 1 ? here.length : icon(markForm(latest.kind), 12),
-          )
-        : "",
-    );
+    if (!latest) return el("td");
+    const about = {
+      type: "button",
+      title: `${duration(latest.time)} ${cut(latest.text, 80)}`,
+      "aria-label": `${here.length} events in round ${round}, show the last`,
+      on: { click: () => goTo(latest.time) },
+    };
+    return el("td", el("button.mark", about, here.length > 1 ? here.length : icon(markForm(latest.kind), 12)));
   });
   const made = el(
-    "table",
-    { class: "grid" },
-    el("caption", { class: "hidden" }, "What became of the contribution of each replica in each round"),
-    el(
-      "colgroup",
-      {},
-      el("col"),
-      rounds.map(() => el("col")),
-    ),
-    el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "Round"), head)),
-    el("tbody", {}, rows, el("tr", {}, el("th", { scope: "row" }, "events"), noted)),
+    "table.grid",
+    el("caption.hidden", "What became of the contribution of each replica in each round"),
+    el("colgroup", el("col"), rounds.map(() => el("col"))),
+    el("thead", el("tr", el("th", { scope: "col" }, "Round"), head)),
+    el("tbody", rows, el("tr", el("th", { scope: "row" }, "events"), noted)),
   );
   made.querySelectorAll("col").forEach((column, n) => (column.style.width = `${n ? step : named}px`));
   made.style.width = `${named + step * rounds.length}px`;
@@ -248,29 +156,18 @@ function grid(history, rounds, marks, choose, goTo, [named, step]) {
 function cell(round, replica, marks, choose) {
   const found = round.cells[replica];
   const form = lookUp(CELL_STATES, found?.state ?? "absent");
-  const notes = marks.map((mark) => mark.text);
-  const title = [
-    `${replica}, round ${round.round}: ${form.word}`,
-    found?.why,
-    found?.validation_loss == null ? null : `validation loss ${loss(found.validation_loss)}`,
-    ...notes,
-  ]
-    .filter(Boolean)
-    .join("; ");
-  const bad =
-    marks.find((mark) => markForm(mark.kind).tone === "bad") ??
-    marks.find((mark) => mark.kind === "joined");
+  const validation = found?.validation_loss == null ? null : `validation loss ${loss(found.validation_loss)}`;
+  const head = `${replica}, round ${round.round}: ${form.word}`;
+  const title = [head, found?.why, validation, ...marks.map((mark) => mark.text)].filter(Boolean).join("; ");
+  const bad = marks.find(({ kind }) => markForm(kind).tone === "bad") ?? marks.find(({ kind }) => kind === "joined");
   return el(
-    "td",
-    { title, class: `cell cell-${form.tone}`, on: { click: () => choose(`round:${round.round}`) } },
+    `td.cell.cell-${form.tone}`,
+    { title, on: { click: () => choose(`round:${round.round}`) } },
     icon(form),
-    bad ? el("span", { class: "corner" }, icon(markForm(bad.kind), 10)) : null,
-    el("span", { class: "hidden" }, [form.word, ...marks.map((mark) => markForm(mark.kind).word)].join(", ")),
+    bad ? el("span.corner", icon(markForm(bad.kind), 10)) : null,
+    el("span.hidden", [form.word, ...marks.map((mark) => markForm(mark.kind).word)].join(", ")),
   );
 }
-
-// Where a round lies along an axis.
-export const along = { round: (round) => round.round, time: (round) => round.closed, tokens: (round) => round.tokens };
 
 // Training loss of each replica, and the synchronized validation loss, up to a moment.
 export function curves(history, rounds, until, axis) {
@@ -283,23 +180,16 @@ export function curves(history, rounds, until, axis) {
     const [low, high] = [byTokens.get(Math.floor(at)) ?? 0, byTokens.get(Math.ceil(at))];
     return high == null ? null : low + (high - low) * (at % 1 || 1);
   };
-  const found = history.topology.replicas.map(({ id }, n) => ({
-    label: cut(id, 24),
-    ...look(n),
-    points: ascending(
-      broken(
-        (history.steps?.[id] ?? []).filter(([time]) => time <= until),
-        2 * perRound,
-      ).map(([time, step, value]) => [x(time, step), value]),
-    ),
-  }));
+  const found = history.topology.replicas.map(({ id }, n) => {
+    const told = (history.steps?.[id] ?? []).filter(([time]) => time <= until);
+    const points = broken(told, 2 * perRound).map(([time, step, value]) => [x(time, step), value]);
+    return { label: cut(id, 24), ...look(n), points: ascending(points) };
+  });
   const mean = rounds
     .filter((round) => round.validation_loss !== null)
     .map((round) => [along[axis](round), round.validation_loss]);
-  return [
-    ...found,
-    { label: "validation, synchronized", colour: "--text", dash: [], width: 2.5, points: ascending(mean) },
-  ];
+  const label = "validation, synchronized";
+  return [...found, { label, colour: "--text", dash: [], width: 2.5, points: ascending(mean) }];
 }
 
 // Points with a break, whose value is null, wherever a replica has trained nothing for `steps`.
@@ -310,18 +200,11 @@ function broken(points, steps) {
   return points.flatMap((point, n) => (apart[n] > most ? [point, [point[0] + 0.001, point[1] + 0.5, null]] : [point]));
 }
 
-// uPlot needs values of x that rise. A replica that repeats steps after a kill keeps its last try.
-export function ascending(points) {
-  const kept = new Map();
-  for (const [x, y] of points) if (x !== null && x !== undefined) kept.set(x, y);
-  return [...kept].sort((a, b) => a[0] - b[0]);
-}
-
 // The seconds of each part, for one replica or in the mean of those that know them.
 function split(round, replica) {
   const cells = replica ? [round.cells[replica]].filter(Boolean) : Object.values(round.cells);
-  return PARTS.map(([of]) => {
-    const known = cells.map(of).filter((value) => value !== null && value !== undefined);
+  return Object.keys(PARTS).map((part) => {
+    const known = cells.map((one) => one[`${part}_seconds`]).filter((value) => value !== null && value !== undefined);
     return known.length ? known.reduce((sum, value) => sum + value, 0) / known.length : 0;
   });
 }
@@ -329,61 +212,40 @@ function split(round, replica) {
 const bytesOf = (round, replica) => (replica ? (round.cells[replica]?.bytes ?? 0) : (round.bytes ?? 0));
 
 function bars(rounds, replica, left, step) {
-  if (!rounds.length) return el("p", { class: "muted" }, "No round has closed yet.");
-  const width = left + step * rounds.length;
+  if (!rounds.length) return el("p.muted", "No round has closed yet.");
+  const [parts, words] = [Object.keys(PARTS), Object.values(PARTS)];
+  const [width, height, thick] = [left + step * rounds.length, BARS + BYTES + 44, Math.max(1, step - 3)];
   const splits = rounds.map((round) => split(round, replica));
-  const tallest = Math.max(
-    ...splits.map((parts) => parts.reduce((sum, part) => sum + part, 0)),
-    ...rounds.map((round) => round.seconds ?? 0),
-    1e-9,
-  );
+  const sums = splits.map((own) => own.reduce((sum, part) => sum + part, 0));
+  const tallest = Math.max(...sums, ...rounds.map((round) => round.seconds ?? 0), 1e-9);
   const most = Math.max(...rounds.map((round) => bytesOf(round, replica)), 1);
-  const label = (y, words) => svg("text", { x: left - 8, y, "text-anchor": "end", class: "small muted" }, words);
+  const label = (y, text) => svg("text.small.muted", { x: left - 8, y, "text-anchor": "end" }, text);
   const every = Math.ceil(30 / step);
   const columns = rounds.map((round, n) => {
     const x = left + n * step;
     let y = BARS + 10;
     const pieces = splits[n].map((part, which) => {
-      const height = (part / tallest) * BARS;
-      y -= height;
-      return svg("rect", { x: x + 1, y, width: Math.max(1, step - 3), height, class: PARTS[which][2] });
+      const tall = (part / tallest) * BARS;
+      y -= tall;
+      return svg(`rect.part-${parts[which]}`, { x: x + 1, y, width: thick, height: tall });
     });
     const sent = (bytesOf(round, replica) / most) * BYTES;
-    const told = `round ${round.round}: ${PARTS.map(([, word], which) => `${word} ${seconds(splits[n][which])}`).join(", ")}, ${bytes(bytesOf(round, replica))}`;
-    const name =
-      n % every
-        ? null
-        : svg("text", { x: x + step / 2, y: BARS + 26, "text-anchor": "middle", class: "small muted" }, round.round);
+    const told = words.map((word, which) => `${word} ${seconds(splits[n][which])}`).join(", ");
+    const middle = { x: x + step / 2, y: BARS + 26, "text-anchor": "middle" };
     return svg(
       "g",
-      {},
-      svg("title", {}, told),
+      svg("title", `round ${round.round}: ${told}, ${bytes(bytesOf(round, replica))}`),
       pieces,
-      svg("rect", {
-        x: x + 1,
-        y: BARS + 40 + BYTES - sent,
-        width: Math.max(1, step - 3),
-        height: sent,
-        class: "part-bytes",
-      }),
-      name,
+      svg("rect.part-bytes", { x: x + 1, y: BARS + 40 + BYTES - sent, width: thick, height: sent }),
+      n % every ? null : svg("text.small.muted", middle, round.round),
     );
   });
-  const height = BARS + BYTES + 44;
-  const axis = svg("path", {
-    d: `M${left} 10V${BARS + 10}H${width}M${left} ${BARS + 40}V${BARS + 40 + BYTES}H${width}`,
-    class: "axis",
-  });
+  const about = "Seconds and bytes of each round; the table below has the values";
+  const axis = `M${left} 10V${BARS + 10}H${width}M${left} ${BARS + 40}V${BARS + 40 + BYTES}H${width}`;
   return svg(
     "svg",
-    {
-      width,
-      height,
-      viewBox: `0 0 ${width} ${height}`,
-      role: "img",
-      "aria-label": "Seconds and bytes of each round; the table below has the values",
-    },
-    axis,
+    { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": about },
+    svg("path.axis", { d: axis }),
     label(18, seconds(tallest)),
     label(BARS + 10, "0 s"),
     label(BARS + 50, bytes(most)),
@@ -393,28 +255,19 @@ function bars(rounds, replica, left, step) {
 }
 
 function barsTable(rounds, replica) {
-  return table(
-    "Seconds and bytes",
-    ["Round", "Seconds", ...PARTS.map(([, word]) => word), "Bytes"],
-    rounds.map((round) => [
-      round.round,
-      seconds(round.seconds),
-      ...split(round, replica).map((part) => seconds(part)),
-      bytes(bytesOf(round, replica)),
-    ]),
-  );
+  const row = (round) => {
+    const parts = split(round, replica).map((part) => seconds(part));
+    return [round.round, seconds(round.seconds), ...parts, bytes(bytesOf(round, replica))];
+  };
+  return table("Seconds and bytes", ["Round", "Seconds", ...Object.values(PARTS), "Bytes"], rounds.map(row));
 }
 
 function lossTable(rounds, history) {
-  const names = history.topology.replicas.map(({ id }) => id);
-  return table(
-    "Losses",
-    ["Round", "Tokens", "Validation, synchronized", ...names.map((name) => `${cut(name, 24)}, training`)],
-    rounds.map((round) => [
-      round.round,
-      count(round.tokens),
-      loss(round.validation_loss),
-      ...names.map((name) => loss(round.cells[name]?.training_loss)),
-    ]),
-  );
+  const all = history.topology.replicas.map(({ id }) => id);
+  const row = (round) => {
+    const training = all.map((name) => loss(round.cells[name]?.training_loss));
+    return [round.round, count(round.tokens), loss(round.validation_loss), ...training];
+  };
+  const columns = ["Round", "Tokens", "Validation, synchronized", ...all.map((name) => `${cut(name, 24)}, training`)];
+  return table("Losses", columns, rounds.map(row));
 }

@@ -17,23 +17,19 @@ class EmbeddedSource {
     return this.data.runs;
   }
 
-  async history(id) {
-    return { ...this.data.histories[id], is_live: false };
+  async whole(id) {
+    return { history: { ...this.data.histories[id], is_live: false }, frame: this.data.frames[id]?.at(-1) ?? null };
   }
 
   // Returns the last key frame that is not later than `time`.
   async frame(id, time) {
     const frames = this.data.frames[id] ?? [];
-    const later = time === null ? -1 : frames.findIndex((frame) => frame.time > time);
+    const later = frames.findIndex((frame) => frame.time > time);
     return frames[later < 0 ? frames.length - 1 : Math.max(0, later - 1)] ?? null;
   }
 
   async prediction(id) {
     return this.data.predictions?.[id] ?? null;
-  }
-
-  follow() {
-    return () => {};
   }
 }
 
@@ -49,32 +45,37 @@ class ServerSource {
     return (await get("api/runs"))?.runs ?? [];
   }
 
-  history(id) {
-    return get(`api/runs/${encodeURIComponent(id)}/history`);
+  async whole(id) {
+    return (await get(`api/runs/${encodeURIComponent(id)}`)) ?? {};
   }
 
   frame(id, time) {
-    return get(`api/runs/${encodeURIComponent(id)}/frame${time === null ? "" : `?time=${time}`}`);
+    return get(`api/runs/${encodeURIComponent(id)}/frame?time=${time}`);
   }
 
   prediction(id) {
     return get(`api/runs/${encodeURIComponent(id)}/prediction`);
   }
 
-  // Calls `told.connected(bool)`, `told.frame`, `told.history` and
-  // `told.restarted` (it is another run now) until the returned function is called.
-  follow(id, told) {
+  // Calls `connected(bool)` and `told(history, frame)` until the returned function is called. The server sends the
+  // whole first, and again when all times are others: the run began anew, or it became known that it had paused.
+  follow(id, { connected, told }) {
     let events = null;
     let timer = null;
+    let history = null;
     const open = () => {
       events = new EventSource(`api/runs/${encodeURIComponent(id)}/live`);
-      events.addEventListener("open", () => told.connected(true));
-      events.addEventListener("frame", (event) => told.frame(JSON.parse(event.data)));
-      events.addEventListener("reset", () => told.restarted());
-      events.addEventListener("history", (event) => told.history(JSON.parse(event.data)));
+      events.addEventListener("open", () => connected(true));
+      const take = (event, before) => {
+        const found = JSON.parse(event.data);
+        history = before ? merged(before, found.history) : found.history;
+        told(history, found.frame);
+      };
+      events.addEventListener("whole", (event) => take(event, null));
+      events.addEventListener("change", (event) => take(event, history));
       events.addEventListener("end", () => events.close()); // the last changes were told before
       events.addEventListener("error", () => {
-        told.connected(false);
+        connected(false);
         if (events.readyState === EventSource.CLOSED) timer = setTimeout(open, RETRY_MS); // the browser gave up, we do not
       });
     };
@@ -88,7 +89,7 @@ class ServerSource {
 
 // Adds what changed to a history: rounds by number, marks by id, steps behind those that were not repeated, and everything
 // else as a whole. Adding the same twice changes nothing.
-export function merged(history, changes) {
+function merged(history, changes) {
   const next = { ...history, ...changes };
   if (changes.rounds) {
     const rounds = new Map([...history.rounds, ...changes.rounds].map((round) => [round.round, round]));

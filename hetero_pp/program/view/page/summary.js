@@ -1,8 +1,7 @@
 // The run in a few numbers, and what needs attention.
 
-import { attribute, cut, el, say, show, svg } from "./dom.js";
-import { count, duration, loss, percent } from "./format.js";
-import { MEMBER_STATES, REPLICA_STATES, icon, lookUp } from "./states.js";
+import { attribute, cut, el, say, show, svg, textButton } from "./dom.js";
+import { MEMBER_STATES, REPLICA_STATES, count, duration, icon, lookUp, loss, percent } from "./words.js";
 
 const GONE = ["absent", "vacant", "given_up"];
 const MOST = 8; // lines of the list of troubles
@@ -10,7 +9,8 @@ const MOST = 8; // lines of the list of troubles
 // The topology without optional replicas in which nobody is, if there are more than `kept` of them. `empty` has these.
 export function withoutEmpty(topology, frame, kept) {
   const state = (id) => frame?.members[id]?.state ?? "absent";
-  const empty = topology.replicas.filter(({ optional, members }) => optional && members.every((id) => GONE.includes(state(id))));
+  const isEmpty = ({ optional, members }) => optional && members.every((id) => GONE.includes(state(id)));
+  const empty = topology.replicas.filter(isEmpty);
   if (empty.length <= kept) return { ...topology, empty: [] };
   const gone = new Set(empty.map(({ id }) => id));
   const out = new Set(topology.members.filter(({ replica }) => gone.has(replica)).map(({ id }) => id));
@@ -23,91 +23,65 @@ export function withoutEmpty(topology, frame, kept) {
   };
 }
 
-function tile(root, name) {
-  const found = root.querySelector(`[data-tile="${name}"]`);
-  if (found) return found;
-  const made = el(
-    "div",
-    { class: "tile", "data-tile": name },
-    el("span", { class: "label" }, name),
-    el("strong", { class: "value" }),
-    el("span", { class: "sub" }),
-  );
-  if (name === "Validation loss")
-    made.append(
-      svg(
-        "svg",
-        { class: "sparkline", viewBox: "0 0 100 24", preserveAspectRatio: "none", "aria-hidden": "true" },
-        svg("polyline", {}),
-      ),
-    );
-  if (name === "Round") made.append(el("progress", { max: 1, "aria-label": "Progress of the run" }));
-  root.append(made);
-  return made;
-}
+// How a run ended, in words; null while it goes on.
+export const outcomeOf = ({ outcome, cause }) => (outcome === "failed" ? `failed: ${cause}` : outcome);
 
-function fillTile(root, name, value, sub) {
-  const node = tile(root, name);
+function tile(root, name, value, sub) {
+  let node = root.querySelector(`[data-tile="${name}"]`);
+  if (!node) {
+    node = el("div.tile", { "data-tile": name }, el("span.label", name), el("strong.value"), el("span.sub"));
+    const flat = { viewBox: "0 0 100 24", preserveAspectRatio: "none", "aria-hidden": "true" };
+    if (name === "Validation loss") node.append(svg("svg.sparkline", flat, svg("polyline")));
+    if (name === "Round") node.append(el("progress", { max: 1, "aria-label": "Progress of the run" }));
+    root.append(node);
+  }
   say(node.querySelector(".value"), value);
   say(node.querySelector(".sub"), sub);
   return node;
 }
 
 export function drawTiles(root, { history, frame, time }) {
-  const until = time ?? Infinity;
-  const rounds = history.rounds.filter((round) => round.closed <= until && round.validation_loss !== null);
-  const [last, before] = [rounds.at(-1), rounds.at(-2)];
+  const rounds = history.rounds.filter((round) => round.closed <= (time ?? Infinity) && round.validation_loss !== null);
   const replicas = Object.values(frame?.replicas ?? {});
   const { empty, members: present } = withoutEmpty(history.topology, frame, 0);
-  const members = present.map(({ id }) => frame?.members[id]?.state ?? "absent");
-  const here = members.filter((state) => !GONE.includes(state)).length;
-  const speed = replicas.reduce(
-    (sum, replica) => sum + (replica.state === "suspended" ? 0 : (replica.tokens_per_second ?? 0)),
-    0,
-  );
+  const states = present.map(({ id }) => frame?.members[id]?.state ?? "absent");
   const tokens = replicas.reduce((sum, replica) => sum + (replica.tokens ?? 0), 0);
   const isOver = ["over", "failed"].includes(frame?.phase);
   const closed = frame?.rounds_closed ?? 0;
-  const step = frame?.step_total
-    ? `${history.inner_steps ? "step " : ""}${count(frame.step_done)} of ${count(frame.step_total)}${history.inner_steps ? "" : " s"} in this one`
-    : "";
-  const progress = fillTile(
-    root,
-    "Round",
-    `${closed} of ${history.rounds_planned}`,
-    isOver ? "closed" : `closed; ${step}`,
-  ).querySelector("progress");
-  attribute(
-    progress,
-    "value",
-    Math.min(
-      1,
-      (closed + (isOver || !frame?.step_total ? 0 : frame.step_done / frame.step_total)) /
-        Math.max(1, history.rounds_planned),
-    ).toFixed(3),
-  );
-  const change =
-    last && before
-      ? `${last.validation_loss <= before.validation_loss ? "−" : "+"}${loss(Math.abs(last.validation_loss - before.validation_loss))} in the last round`
-      : "";
-  const isOld = last && last.round < closed; // a replica that is away evaluates nothing
-  if (history.rehearsal) fillTile(root, "Validation loss", "–", "nothing is trained");
+
+  const [before, after] = history.inner_steps ? ["step ", ""] : ["", " s"];
+  const step = frame?.step_total ? `${before}${count(frame.step_done)} of ${count(frame.step_total)}${after} in this one` : "";
+  const round = tile(root, "Round", `${closed} of ${history.rounds_planned}`, isOver ? "closed" : `closed; ${step}`);
+  const part = isOver || !frame?.step_total ? 0 : frame.step_done / frame.step_total;
+  const done = Math.min(1, (closed + part) / Math.max(1, history.rounds_planned));
+  attribute(round.querySelector("progress"), "value", done.toFixed(3));
+
+  if (history.rehearsal) tile(root, "Validation loss", "–", "nothing is trained");
   else {
-    const tile = fillTile(root, "Validation loss", loss(last?.validation_loss), isOld ? `after round ${last.round}, the last with all replicas` : change);
-    sparkline(tile.querySelector("polyline"), rounds);
+    const [last, previous] = [rounds.at(-1), rounds.at(-2)];
+    const by = last && previous ? last.validation_loss - previous.validation_loss : null;
+    const change = by === null ? "" : `${by <= 0 ? "−" : "+"}${loss(Math.abs(by))} in the last round`;
+    const isOld = last && last.round < closed; // a replica that is away evaluates nothing
+    const words = isOld ? `after round ${last.round}, the last with all replicas` : change;
+    sparkline(tile(root, "Validation loss", loss(last?.validation_loss), words).querySelector("polyline"), rounds);
   }
-  fillTile(root, "Tokens per second", frame ? count(speed) : "–", `${count(tokens)} tokens so far`);
-  fillTile(root, "Members here", `${here} of ${members.length}`, `${tally(members)}${empty.length ? ` · ${empty.length} optional replicas without any` : ""}`);
+
+  const speeds = replicas.map((replica) => (replica.state === "suspended" ? 0 : (replica.tokens_per_second ?? 0)));
+  const speed = frame ? count(speeds.reduce((sum, one) => sum + one, 0)) : "–";
+  tile(root, "Tokens per second", speed, `${count(tokens)} tokens so far`);
+
+  const here = states.filter((state) => !GONE.includes(state)).length;
+  const without = empty.length ? ` · ${empty.length} optional replicas without any` : "";
+  tile(root, "Members here", `${here} of ${states.length}`, `${tally(states)}${without}`);
+
   const own = history.topology.members.filter(({ id }) => history.own?.includes(id));
-  if (own.length) fillTile(root, "This host", own.map(({ id }) => id).join(", "), share(own[0].replica, frame?.replicas[own[0].replica], tokens));
-  else root.querySelector('[data-tile="This host"]')?.remove();
-  const left = frame?.seconds_left;
-  fillTile(
-    root,
-    "Time",
-    duration(frame?.elapsed),
-    isOver ? (history.outcome ?? frame.phase) : left == null ? "" : `about ${duration(left)} left`,
-  );
+  if (own.length) {
+    const added = share(own[0].replica, frame?.replicas[own[0].replica], tokens);
+    tile(root, "This host", own.map(({ id }) => id).join(", "), added);
+  } else root.querySelector('[data-tile="This host"]')?.remove();
+
+  const left = frame?.seconds_left == null ? "" : `about ${duration(frame.seconds_left)} left`;
+  tile(root, "Time", duration(frame?.elapsed), isOver ? (outcomeOf(history) ?? frame.phase) : left);
 }
 
 // What the replica of this host added to the run.
@@ -120,7 +94,8 @@ function share(replica, own, tokens) {
 // The synchronized validation loss over the rounds, as a line without words.
 function sparkline(node, rounds) {
   const every = Math.ceil(rounds.length / 120);
-  const losses = rounds.filter((_, n) => n % every === 0 || n === rounds.length - 1).map((round) => round.validation_loss);
+  const shown = rounds.filter((_, n) => n % every === 0 || n === rounds.length - 1);
+  const losses = shown.map((round) => round.validation_loss);
   const [low, high] = [Math.min(...losses), Math.max(...losses)];
   const at = (loss, n) =>
     `${((n / Math.max(1, losses.length - 1)) * 100).toFixed(1)},${(22 - ((loss - low) / (high - low || 1)) * 20).toFixed(1)}`;
@@ -130,58 +105,38 @@ function sparkline(node, rounds) {
 function tally(states) {
   const counts = new Map();
   for (const state of states) counts.set(state, (counts.get(state) ?? 0) + 1);
-  return [...counts]
-    .sort((a, b) => b[1] - a[1])
-    .slice(0, 3)
-    .map(([state, n]) => `${n} ${lookUp(MEMBER_STATES, state).word}`)
-    .join(" · ");
+  const most = [...counts].sort((a, b) => b[1] - a[1]).slice(0, 3);
+  return most.map(([state, n]) => `${n} ${lookUp(MEMBER_STATES, state).word}`).join(" · ");
 }
 
 // Lists what an operator should look at first; the section is hidden when all is well.
 export function attentionTo(root, { history, frame }, choose) {
-  const all = [...messages(history, frame), ...replicasIn(history, frame), ...membersIn(history, frame)];
-  const troubles = [...new Map(all.map((trouble) => [trouble.text, trouble])).values()];
-  show(root, troubles.length > 0);
-  const key = JSON.stringify(troubles);
+  const all = new Map(troubles(history, frame).map(([text, item]) => [text, item]));
+  show(root, all.size > 0);
+  const key = JSON.stringify([...all]);
   if (key === root.known) return;
   root.known = key;
-  const button = ({ item, text }) =>
-    item
-      ? el("button", { type: "button", class: "link", on: { click: () => choose(item) } }, cut(text, 200))
-      : el("span", {}, cut(text, 200));
-  const rest = troubles.length > MOST ? el("li", {}, `and ${troubles.length - MOST} more`) : null;
-  root.replaceChildren(
-    icon({ icon: "warn", tone: "bad" }, 18),
-    el(
-      "ul",
-      {},
-      troubles.slice(0, MOST).map((trouble) => el("li", {}, button(trouble))),
-      rest,
-    ),
-  );
+  const line = ([text, item]) => el("li", item ? textButton(cut(text, 200), () => choose(item)) : el("span", cut(text, 200)));
+  const rest = all.size > MOST ? el("li", `and ${all.size - MOST} more`) : null;
+  root.replaceChildren(icon({ icon: "warn", tone: "bad" }, 18), el("ul", [...all].slice(0, MOST).map(line), rest));
 }
 
-function messages(history, frame) {
-  const exchange = frame?.exchange?.store_error
-    ? [{ item: "exchange:", text: `exchange: ${cut(frame.exchange.store_error, 200)}` }]
-    : [];
-  const failed = history.outcome?.startsWith("failed") ? [{ text: history.outcome }] : [];
-  const said = frame?.message && !["joining", "over"].includes(frame.phase) ? [{ text: cut(frame.message, 200) }] : [];
-  return [...failed, ...said, ...exchange, ...history.problems.map((text) => ({ text: cut(text, 200) }))];
-}
-
-function replicasIn(history, frame) {
-  return withoutEmpty(history.topology, frame, 0)
-    .replicas.map(({ id }) => ({ id, form: lookUp(REPLICA_STATES, frame?.replicas[id]?.state ?? "absent") }))
-    .filter(({ form }) => form.tone === "bad")
-    .map(({ id, form }) => ({ item: `replica:${id}`, text: `${cut(id, 60)} is ${form.word}` }));
-}
-
-function membersIn(history, frame) {
-  return withoutEmpty(history.topology, frame, 0)
-    .members.filter(({ id }) => ["vacant", "given_up"].includes(frame?.members[id]?.state))
-    .map(({ id }) => ({
-      item: `member:${id}`,
-      text: `${cut(id, 60)} is ${lookUp(MEMBER_STATES, frame.members[id].state).word} for ${duration(Math.max(0, frame.time - (frame.members[id].since ?? frame.time)))}`,
-    }));
+// What is wrong, in words, with the item that shows more of it.
+function troubles(history, frame) {
+  const { replicas, members } = withoutEmpty(history.topology, frame, 0);
+  const found = history.outcome === "failed" ? [[outcomeOf(history)]] : [];
+  if (frame?.message && !["joining", "over"].includes(frame.phase)) found.push([cut(frame.message, 200)]);
+  if (frame?.exchange?.store_error) found.push([`exchange: ${cut(frame.exchange.store_error, 200)}`, "exchange:"]);
+  found.push(...history.problems.map((text) => [cut(text, 200)]));
+  for (const { id } of replicas) {
+    const form = lookUp(REPLICA_STATES, frame?.replicas[id]?.state ?? "absent");
+    if (form.tone === "bad") found.push([`${cut(id, 60)} is ${form.word}`, `replica:${id}`]);
+  }
+  for (const { id } of members) {
+    const { state, since } = frame?.members[id] ?? {};
+    if (!["vacant", "given_up"].includes(state)) continue;
+    const seconds = Math.max(0, frame.time - (since ?? frame.time));
+    found.push([`${cut(id, 60)} is ${lookUp(MEMBER_STATES, state).word} for ${duration(seconds)}`, `member:${id}`]);
+  }
+  return found;
 }

@@ -1,8 +1,7 @@
 // The slider that shows any moment of the run again.
 
 import { attribute, cut, el, say, svg } from "./dom.js";
-import { duration } from "./format.js";
-import { markForm } from "./states.js";
+import { duration, markForm } from "./words.js";
 
 const TICK_MS = 250;
 const SPEEDS = [1, 4, 16, 64];
@@ -11,45 +10,29 @@ const STEPS = 1000;
 export class TimeBar {
   constructor(root, goTo) {
     this.goTo = goTo;
-    this.play = el("button", { type: "button", class: "play", on: { click: () => this.toggle() } }, "Play");
-    this.slider = el("input", {
-      type: "range",
-      min: 0,
-      max: STEPS,
-      step: 1,
-      "aria-label": "Moment of the run",
-      on: { input: () => this.onInput(), keydown: (event) => this.onKey(event) },
-    });
-    this.marks = svg("svg", { class: "ticks", "aria-hidden": "true", preserveAspectRatio: "none" });
-    this.label = el("span", { class: "moment" });
-    this.speed = el(
-      "select",
-      { "aria-label": "Speed of the replay" },
-      SPEEDS.map((speed) => el("option", { value: speed, selected: speed === 4 }, `${speed}×`)),
-    );
+    this.play = el("button.play", { type: "button", on: { click: () => this.toggle() } }, "Play");
+    const on = { input: () => this.onInput(), keydown: (event) => this.onKey(event) };
+    this.slider = el("input", { type: "range", min: 0, max: STEPS, step: 1, "aria-label": "Moment of the run", on });
+    this.marks = svg("svg.ticks", { "aria-hidden": "true", preserveAspectRatio: "none" });
+    this.label = el("span.moment");
+    const speeds = SPEEDS.map((speed) => el("option", { value: speed, selected: speed === 4 }, `${speed}×`));
+    this.speed = el("select", { "aria-label": "Speed of the replay" }, speeds);
     this.live = el("button", { type: "button", on: { click: () => this.pause() || goTo(null) } }, "Live");
-    root.append(this.play, el("div", { class: "track" }, this.marks, this.slider), this.label, this.speed, this.live);
+    root.append(this.play, el("div.track", this.marks, this.slider), this.label, this.speed, this.live);
   }
 
   update({ history, time, latest, isEmbedded }) {
-    this.latest = latest;
-    this.time = time;
-    this.goes = history.is_live && !isEmbedded;
+    Object.assign(this, { latest, time });
+    const goes = history.is_live && !isEmbedded;
     const shown = time ?? latest;
     if (document.activeElement !== this.slider || time === null || this.timer)
       this.slider.value = latest ? Math.round((shown / latest) * STEPS) : STEPS;
     const closed = history.rounds.filter((round) => round.closed <= shown).length;
     attribute(this.slider, "aria-valuetext", `${duration(shown)} of ${duration(latest)}, ${closed} rounds closed`);
-    say(
-      this.label,
-      time === null
-        ? this.goes
-          ? `live, ${duration(latest)}`
-          : `end, ${duration(latest)}`
-        : `${duration(shown)} of ${duration(latest)}`,
-    );
-    say(this.live, this.goes ? "Live" : "End");
-    attribute(this.live, "aria-label", this.goes ? "Back to live" : "To the end of the run");
+    const last = `${goes ? "live" : "end"}, ${duration(latest)}`;
+    say(this.label, time === null ? last : `${duration(shown)} of ${duration(latest)}`);
+    say(this.live, goes ? "Live" : "End");
+    attribute(this.live, "aria-label", goes ? "Back to live" : "To the end of the run");
     attribute(this.live, "aria-pressed", time === null);
     say(this.play, this.timer ? "Pause" : "Play");
     this.drawMarks(history.marks, latest);
@@ -59,23 +42,16 @@ export class TimeBar {
     const key = `${marks.length} ${Math.round(latest)}`;
     if (key === this.marksKey || !latest) return;
     this.marksKey = key;
-    const seen = new Set();
-    const ticks = [];
+    const ticks = new Map(); // no more than pixels
     for (const mark of marks) {
       const { tone } = markForm(mark.kind);
       const at = Math.round((mark.time / latest) * 500) * 2;
-      if (seen.has(`${at} ${tone}`)) continue; // no more ticks than pixels
-      seen.add(`${at} ${tone}`);
-      ticks.push(
-        svg(
-          "line",
-          { x1: at, x2: at, y1: tone === "bad" ? 0 : 5, y2: 10, class: `stroke-${tone}` },
-          svg("title", {}, cut(mark.text, 80)),
-        ),
-      );
+      if (ticks.has(`${at} ${tone}`)) continue;
+      const ends = { x1: at, x2: at, y1: tone === "bad" ? 0 : 5, y2: 10 };
+      ticks.set(`${at} ${tone}`, svg(`line.stroke-${tone}`, ends, svg("title", cut(mark.text, 80))));
     }
     this.marks.setAttribute("viewBox", `0 0 ${STEPS} 10`);
-    this.marks.replaceChildren(...ticks);
+    this.marks.replaceChildren(...ticks.values());
   }
 
   onInput() {
@@ -94,12 +70,10 @@ export class TimeBar {
   }
 
   toggle() {
-    if (this.timer) this.pause();
-    else {
-      if (this.time === null) this.time = 0;
-      this.timer = setInterval(() => this.step(), TICK_MS);
-      this.goTo(this.time);
-    }
+    if (this.timer) return this.pause();
+    if (this.time === null) this.time = 0;
+    this.timer = setInterval(() => this.step(), TICK_MS);
+    this.goTo(this.time);
   }
 
   step() {

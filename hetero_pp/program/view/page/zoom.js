@@ -1,39 +1,34 @@
 // A picture that zooms and pans, by mouse and by keyboard, and whose items are reached with the arrow keys.
 
-import { el, svg } from "./dom.js";
+import { button, el, svg } from "./dom.js";
 
 const STEP = 1.3;
 const DEEPEST = 8;
 const MARGIN = 4;
 const DRAG_PIXELS = 4;
+const ABOUT =
+  "Picture of the topology. Arrow keys go from item to item, Enter opens one, plus and minus zoom, Shift and arrow keys " +
+  "move the picture.";
 const TURNS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
 
 export class ZoomedPicture {
   constructor(holder, choose) {
     this.choose = choose;
-    this.node = svg("svg", {
-      role: "group",
-      "aria-label":
-        "Picture of the topology. Arrow keys go from item to item, Enter opens one, plus and minus zoom, Shift and arrow keys move the picture.",
-      class: "zoomed",
-    });
+    const on = {
+      keydown: (event) => this.onKey(event),
+      pointerdown: (event) => this.onDrag(event),
+      click: (event) => this.onClick(event),
+      focusin: (event) => this.rove(event.target.closest("[data-item]")),
+    };
+    this.node = svg("svg.zoomed", { role: "group", "aria-label": ABOUT, on });
+    this.node.addEventListener("wheel", (event) => this.onWheel(event), { passive: false });
     this.buttons = el(
-      "div",
-      { class: "buttons" },
-      this.button("−", "Zoom out", () => this.zoom(1 / STEP)),
-      this.button("+", "Zoom in", () => this.zoom(STEP)),
-      this.button("Fit", "Show the whole picture", () => this.fit()),
+      "div.buttons",
+      button("−", "Zoom out", () => this.zoom(1 / STEP)),
+      button("+", "Zoom in", () => this.zoom(STEP)),
+      button("Fit", "Show the whole picture", () => this.fit()),
     );
     holder.append(this.node);
-    this.node.addEventListener("keydown", (event) => this.onKey(event));
-    this.node.addEventListener("wheel", (event) => this.onWheel(event), { passive: false });
-    this.node.addEventListener("pointerdown", (event) => this.onDrag(event));
-    this.node.addEventListener("click", (event) => this.onClick(event));
-    this.node.addEventListener("focusin", (event) => this.rove(event.target.closest("[data-item]")));
-  }
-
-  button(label, title, press) {
-    return el("button", { type: "button", title, "aria-label": title, on: { click: press } }, label);
   }
 
   // Shows new content that is `width` by `height` large. The zoom stays if the size did.
@@ -68,12 +63,8 @@ export class ZoomedPicture {
   zoom(factor, [across, down] = [0.5, 0.5]) {
     const width = Math.min(Math.max(this.box.width / factor, this.width / DEEPEST), this.width + 2 * MARGIN);
     const height = (width / this.box.width) * this.box.height;
-    this.box = {
-      x: this.box.x + (this.box.width - width) * across,
-      y: this.box.y + (this.box.height - height) * down,
-      width,
-      height,
-    };
+    const x = this.box.x + (this.box.width - width) * across;
+    this.box = { x, y: this.box.y + (this.box.height - height) * down, width, height };
     this.apply();
   }
 
@@ -131,10 +122,8 @@ export class ZoomedPicture {
     if (!event.ctrlKey && !event.metaKey) return; // the page scrolls
     event.preventDefault();
     const box = this.node.getBoundingClientRect();
-    this.zoom(event.deltaY < 0 ? STEP : 1 / STEP, [
-      (event.clientX - box.x) / box.width,
-      (event.clientY - box.y) / box.height,
-    ]);
+    const at = [(event.clientX - box.x) / box.width, (event.clientY - box.y) / box.height];
+    this.zoom(event.deltaY < 0 ? STEP : 1 / STEP, at);
   }
 
   onDrag(down) {
@@ -144,8 +133,7 @@ export class ZoomedPicture {
     const move = (event) => {
       this.box.x = start.x - (event.clientX - down.clientX) * scale;
       this.box.y = start.y - (event.clientY - down.clientY) * scale;
-      this.dragged =
-        this.dragged || Math.hypot(event.clientX - down.clientX, event.clientY - down.clientY) > DRAG_PIXELS;
+      this.dragged ||= Math.hypot(event.clientX - down.clientX, event.clientY - down.clientY) > DRAG_PIXELS;
       this.apply();
     };
     const up = () => {

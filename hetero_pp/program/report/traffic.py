@@ -10,32 +10,10 @@ from dataclasses import dataclass, field
 from hetero_pp.config.lines import WAYS, LineSpec, Way
 from hetero_pp.config.links import EXCHANGE, Direction, LinkSpec
 from hetero_pp.messages.messages_pb2 import LinkUse
-from hetero_pp.program.report.replica_state import STILL_TOLD
 from hetero_pp.run.spec import RunSpec
 
-RECENT_SECONDS = 5.0
-"""Length of the window over which current rates are measured, in seconds."""
-
-
-class Settled:
-    """Bytes of old rounds, one number per round."""
-
-    def __init__(self) -> None:
-        self._bytes = array("Q")
-        self.total = 0
-
-    def append(self, size: int) -> None:
-        """Add the bytes of the next round, starting with round 1."""
-        self._bytes.append(size)
-        self.total += size
-
-    @property
-    def rounds(self) -> int:
-        return len(self._bytes)
-
-    def of_round(self, round_: int) -> int:
-        """Return the bytes of a round; 0 if it has not been added."""
-        return self._bytes[round_ - 1] if 0 < round_ <= len(self._bytes) else 0
+STILL_TOLD = 8  # rounds after which a round is no longer reported on
+RECENT_SECONDS = 5.0  # length of the window over which current rates are measured, in seconds
 
 
 @dataclass
@@ -43,46 +21,49 @@ class DirectionState:
     """Traffic of one direction of a link."""
 
     bandwidth: float | None
-    unreported_bytes: int = 0
-    """Bytes on the wire of which no report is known, only the sum."""
+    unreported_bytes: int = 0  # bytes on the wire of which no report is known, only the sum
     rounds: dict[int, LinkUse] = field(default_factory=dict)
     """Latest count of every round that may still be reported; round 0 is the traffic before the first inner step."""
-    _settled_payload: Settled = field(default_factory=Settled)
-    _settled_wire: Settled = field(default_factory=Settled)
-    """Bytes of every earlier round."""
-    _settled_busy: float = 0.0
+    _payload: array[int] = field(default_factory=lambda: array("Q"))  # bytes of every earlier round, from round 1 on
+    _wire: array[int] = field(default_factory=lambda: array("Q"))
+    _sums: LinkUse = field(default_factory=LinkUse)  # of these rounds
     _recent: deque[tuple[float, int]] = field(default_factory=deque)
 
     def apply(self, time: float, use: LinkUse, since: float) -> None:
         """Replace the count of a round, reported at `time`. The first count of all has grown since `since`."""
         if not self._recent:
             self._recent.append((since, 0))
-        if not 0 < use.round <= self._settled_wire.rounds:
+        if not 0 < use.round <= len(self._wire):
             self.rounds[use.round] = use
-        carried = sum([count.wire_bytes for count in self.rounds.values()])
-        self._recent.append((time, self._settled_wire.total + carried))
+        self._recent.append((time, self._sums.wire_bytes + sum([count.wire_bytes for count in self.rounds.values()])))
         while len(self._recent) > 2 and self._recent[1][0] <= time - RECENT_SECONDS:
             self._recent.popleft()
 
     def settle(self, closed: int) -> None:
-        """Keep only the totals of rounds long before the round that closed, because they get no further report."""
-        for round_ in range(self._settled_wire.rounds + 1, closed - STILL_TOLD + 1):
+        """Keep only the bytes of rounds long before the round that closed, because they get no further report."""
+        for round_ in range(len(self._wire) + 1, closed - STILL_TOLD + 1):
             use = self.rounds.pop(round_, LinkUse())
-            self._settled_payload.append(use.payload_bytes)
-            self._settled_wire.append(use.wire_bytes)
-            self._settled_busy += use.busy_seconds
+            self._payload.append(use.payload_bytes)
+            self._wire.append(use.wire_bytes)
+            self._sums.payload_bytes += use.payload_bytes
+            self._sums.wire_bytes += use.wire_bytes
+            self._sums.busy_seconds += use.busy_seconds
 
     def payload_bytes_of_round(self, round_: int) -> int:
         """Return the payload bytes of a round; 0 if none were reported."""
-        return self.rounds[round_].payload_bytes if round_ in self.rounds else self._settled_payload.of_round(round_)
+        if round_ in self.rounds:
+            return self.rounds[round_].payload_bytes
+        return self._payload[round_ - 1] if 0 < round_ <= len(self._payload) else 0
 
     def wire_bytes_of_round(self, round_: int) -> int:
         """Return the bytes on the wire of a round; 0 if none were reported."""
-        return self.rounds[round_].wire_bytes if round_ in self.rounds else self._settled_wire.of_round(round_)
+        if round_ in self.rounds:
+            return self.rounds[round_].wire_bytes
+        return self._wire[round_ - 1] if 0 < round_ <= len(self._wire) else 0
 
     @property
     def payload_bytes(self) -> int:
-        return self._settled_payload.total + sum(use.payload_bytes for use in self.rounds.values())
+        return self._sums.payload_bytes + sum(use.payload_bytes for use in self.rounds.values())
 
     @property
     def wire_bytes(self) -> int:
@@ -91,7 +72,7 @@ class DirectionState:
     @property
     def busy_seconds(self) -> float:
         """Seconds for which the direction was busy since the first inner step."""
-        return self._settled_busy + sum(use.busy_seconds for round_, use in self.rounds.items() if round_ > 0)
+        return self._sums.busy_seconds + sum(use.busy_seconds for round_, use in self.rounds.items() if round_ > 0)
 
     def busy_share(self, training_seconds: float) -> float | None:
         """Return the busy share of the time since the first inner step; None without a bandwidth limit."""

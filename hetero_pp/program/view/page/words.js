@@ -1,6 +1,50 @@
-// The words, symbols and tones of what members do, of what became of a contribution, and of marks.
+// How numbers, states and events are written: null is unknown and becomes a dash.
 
-import { svg } from "./dom.js";
+import { cut, el, svg, textButton } from "./dom.js";
+
+const STEPS = ["", "k", "M", "G", "T"];
+
+function scaled(value, unit, digits = 3) {
+  let step = 0;
+  while (value >= 999.5 && step < STEPS.length - 1) {
+    value /= 1000;
+    step += 1;
+  }
+  return `${Number(value.toPrecision(digits))} ${STEPS[step]}${unit}`;
+}
+
+const known =
+  (write) =>
+  (value, ...rest) =>
+    value === null || value === undefined || Number.isNaN(value) ? "–" : write(value, ...rest);
+
+export const bytes = known((value) => scaled(value, "B"));
+export const rate = known((value) => scaled(value * 8, "bit/s")); // bytes a second come in, lines are sold in bits
+export const percent = known((share) => `${Math.round(100 * share)} %`);
+export const signed = known((share) => `${share < -0.005 ? "−" : share > 0.005 ? "+" : ""}${percent(Math.abs(share))}`);
+export const loss = known((value) => value.toFixed(4));
+export const count = known((value) => Math.round(value).toLocaleString("en"));
+
+export const seconds = known((value) => {
+  if (value < 0.1) return `${Number((1000 * value).toPrecision(2))} ms`;
+  return value < 100 ? `${Number(value.toPrecision(3))} s` : duration(value);
+});
+
+// Minutes and seconds, or hours and minutes: 0:07, 12:30, 3 h 05 min.
+export const duration = known((value) => {
+  const whole = Math.max(0, Math.round(value));
+  const two = (number) => String(number).padStart(2, "0");
+  if (whole < 3600) return `${Math.floor(whole / 60)}:${two(whole % 60)}`;
+  const hours = Math.floor(whole / 3600);
+  if (hours < 48) return `${hours} h ${two(Math.floor((whole % 3600) / 60))} min`;
+  return `${Math.floor(hours / 24)} d ${hours % 24} h`;
+});
+
+export const number = known((value) =>
+  typeof value === "number" ? String(Number(value.toPrecision(6))) : String(value),
+);
+
+// ---- symbols: the words and tones of what members do, of what became of a contribution, and of events ----
 
 const PATHS = {
   right: "M4 2.5v11l9-5.5z",
@@ -69,16 +113,17 @@ export const PHASES = {
 
 const MARKS = {
   joined: form("joined", "plus", "good"),
-  killed: form("killed", "cross", "bad"),
+  incarnation_over: form("killed", "cross", "bad"),
   restarted: form("restarted", "back", "forward"),
   suspended: form("suspended", "pause", "bad"),
-  recovered: form("recovered", "back", "good"),
+  healed: form("recovered", "back", "good"),
   paused: form("paused", "pause", "waiting"),
-  resumed: form("resumed", "right", "forward"),
-  resumed_run: form("resumed", "right", "forward"),
+  went_on: form("resumed", "right", "forward"),
+  audited: form("audited", "right", "forward"),
+  begun: form("resumed", "right", "forward"),
   late: form("late", "clock", "backward"),
-  rejected: form("rejected", "ban", "evaluating"),
-  barred: form("barred", "ban", "bad"),
+  left_out: form("rejected", "ban", "evaluating"),
+  excluded: form("barred", "ban", "bad"),
   silent: form("silent", "minus", "bad"),
   left: form("left", "minus", "quiet"),
   given_up: form("given up", "square", "bad"),
@@ -86,7 +131,8 @@ const MARKS = {
   scaled: form("scaled", "bars", "evaluating"),
   not_awaited: form("not awaited", "minus", "quiet"),
   waiting: form("waiting", "glass", "waiting"),
-  failed: form("failed", "warn", "bad"),
+  failure: form("failed", "warn", "bad"),
+  unaudited: form("unaudited", "warn", "bad"),
 };
 
 // A state that this page does not know is shown by its own word.
@@ -96,10 +142,29 @@ export const markForm = (kind) => lookUp(MARKS, kind);
 
 export const path = (icon) => PATHS[icon] ?? PATHS.dot;
 
-export function icon({ icon: name, tone }, size = 14) {
-  return svg(
-    "svg",
-    { viewBox: "0 0 16 16", width: size, height: size, class: `icon tone-${tone}`, "aria-hidden": "true" },
+export const icon = ({ icon: name, tone }, size = 14) =>
+  svg(
+    `svg.icon.tone-${tone}`,
+    { viewBox: "0 0 16 16", width: size, height: size, "aria-hidden": "true" },
     svg("path", { d: path(name), "fill-rule": "evenodd" }),
+  );
+
+// Symbols with their words, in a row.
+export const symbols = (forms) => el("ul.symbols", Object.values(forms).map((form) => el("li", icon(form), form.word)));
+
+// ---- events, as the launcher prints them ----
+
+const MOST_EVENTS = 200;
+
+// The newest events first. Each shows its moment.
+export function eventsList(marks, goTo, most = MOST_EVENTS) {
+  if (!marks.length) return el("p.muted", "Nothing has happened yet.");
+  const moment = ({ time }) => textButton(duration(time), () => goTo(time), { title: "Show this moment" });
+  const shown = marks.slice(-most).reverse();
+  const rest = marks.length - shown.length;
+  return el(
+    "div",
+    el("ul.marks", shown.map((mark) => el("li", icon(markForm(mark.kind)), moment(mark), el("span", cut(mark.text, 200))))),
+    rest ? el("p.muted", `${number(rest)} earlier events are not listed.`) : null,
   );
 }

@@ -1,0 +1,342 @@
+"""Where the runs of a page come from: a record on this disk, this launcher, an exchange elsewhere, or a prediction."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import threading
+import time
+from contextlib import suppress
+from typing import IO, Any
+
+from hetero_pp.core.bounded import parse_json, read_json_object
+from hetero_pp.core.errors import ConfigError, HeteroPPError
+from hetero_pp.core.units import format_bytes, format_seconds
+from hetero_pp.messages.messages_pb2 import Report
+from hetero_pp.program.join.membership import Membership
+from hetero_pp.program.join.on_disk import is_running
+from hetero_pp.program.launch.over import read_over
+from hetero_pp.program.report.events import LINE_BYTES_MAX, STRANGE, report_of
+from hetero_pp.program.report.state import RunState
+from hetero_pp.program.view.prediction import MeasuredStep, PredictedStep, measured_of_rehearsal, measured_of_run
+from hetero_pp.program.view.run_view import RunView
+from hetero_pp.rpc.exchange_client import ExchangeClient
+from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.read import read_run
+from hetero_pp.run.spec import RunSpec
+from hetero_pp.run.yaml_file import ConfigFile
+from replica_groups.exchange.joining import shown_digest
+
+_BATCH = 1000  # lines of a record after which readers of the view get their turn
+_SECONDS_BETWEEN_READS = 0.2
+_SECONDS_BETWEEN_LOOKS = 2.0  # interval at which it is checked whether the run's processes are still there
+_SECONDS_UNTIL_STALE = 60.0
+_BYTES_OF_A_FULL_DISK = 2**20
+_SECONDS_BETWEEN_TRIES = 5.0  # interval at which an exchange is asked again
+
+
+class Source:
+    """A run or a prediction on the page. This one is what a subclass has shown to it, and does nothing by itself."""
+
+    predicts = False  # whether the prediction is what the user asked for
+
+    def __init__(self, view: RunView) -> None:
+        self._view = view
+
+    @property
+    def view(self) -> RunView | None:
+        """The run as far as it is known; None for a prediction alone. It is replaced when the run begins anew."""
+        return self._view
+
+    def prediction(self) -> dict[str, Any] | None:
+        """Return the prediction of one step, which takes a second at first; None if there is none."""
+        return self._view.prediction()
+
+    def start(self) -> None:
+        """Begin to follow the run."""
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until what is known already has been read; return whether it has."""
+        return True
+
+    def close(self) -> None:
+        """Stop."""
+
+
+class Launched(Source):
+    """A run in this process, whose launcher gives it the reports. An error of the page never reaches the run."""
+
+    _is_broken = False
+
+    def take(self, report: Report) -> None:
+        """Take in a report that the state has accepted."""
+        if not self._is_broken:
+            try:
+                self._view.take(report)
+            except Exception as error:  # noqa: BLE001 (an error in the page must not fail the run)
+                self._is_broken = True
+                self._view.complain(f"the page stopped following the run: {type(error).__name__}: {error}")
+
+    def end(self, failed: str | None) -> None:
+        """Note that the run has ended. `failed`: why it ended early."""
+        cause = failed or self._view.state.failed
+        self._view.end("over" if cause is None else "failed", False, cause or "")
+
+
+class Followed(Source):
+    """A run that a thread follows until `close`."""
+
+    def __init__(self, name: str, view: RunView) -> None:
+        super().__init__(view)
+        self._is_known, self._ended = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"page of {name}", daemon=True)
+
+    @property
+    def view(self) -> RunView:
+        return self._view
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until the present end of the record has been read, or an exchange has answered or failed to."""
+        return self._is_known.wait(seconds)
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        raise NotImplementedError
+
+
+class Record(Followed):
+    """The run in a folder, also while a launcher writes its record."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        """Raises ConfigError if the configuration in the folder cannot be read."""
+        self.folder = folder
+        super().__init__(folder.path.name, self._new_view())
+        self._file: IO[bytes] | None = None
+        self._line = 0  # number of the last line that was read
+        self._half = b""
+        self._looked = -_SECONDS_BETWEEN_LOOKS
+
+    def close(self) -> None:
+        super().close()
+        if self._file is not None:
+            self._file.close()
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            try:
+                self._open()
+                while self._file is not None and self._read(self._file) and not self._ended.is_set():
+                    pass
+                self._look()
+            except (OSError, HeteroPPError) as error:
+                self._view.complain(f"{self.folder.path}: cannot be read now: {error}")
+            self._is_known.set()
+            self._ended.wait(_SECONDS_BETWEEN_READS)
+
+    def _new_view(self) -> RunView:
+        view = RunView(RunState(read_run(self.folder)))
+        view.is_live = is_running(self.folder)
+        return view
+
+    def _open(self) -> None:
+        """Open the record, or the one that has replaced it: a run was resumed, or began anew."""
+        path = self.folder.metrics
+        missing = f"{path.name} is missing: nothing is known of the run but its configuration"
+        try:
+            found = path.stat()
+        except FileNotFoundError:
+            if self._file is None:
+                self._view.complain(missing)
+            return
+        if not stat.S_ISREG(found.st_mode):  # a pipe without a writer would never open
+            self._view.complain(f"{path.name} was skipped: found a pipe or a device, expected a file")
+            return
+        if self._file is not None:
+            own = os.fstat(self._file.fileno())
+            if (own.st_ino, own.st_dev) == (found.st_ino, found.st_dev) and found.st_size >= self._file.tell():
+                return
+            self._file.close()
+            self._view = self._new_view()
+        self._file, self._line, self._half = path.open("rb"), 0, b""
+        self._view.problems = [one for one in self._view.problems if one != missing]
+
+    def _read(self, file: IO[bytes]) -> bool:
+        """Apply the next lines. Return whether there may be more now."""
+        with self._view.state.lock:
+            for _ in range(_BATCH):
+                line = self._half + file.readline(LINE_BYTES_MAX)
+                if not line.endswith(b"\n") and len(line) < LINE_BYTES_MAX:
+                    self._half = line  # a half line: its other half is being written
+                    break
+                self._half, self._line = b"", self._line + 1
+                self._take(line)
+        return not self._half and bool(line)
+
+    def _take(self, line: bytes) -> None:
+        """Apply the report of a line. One that this run cannot have is skipped: a damaged line may hold any number."""
+        view, here = self._view, f"{self.folder.metrics.name}: line {self._line}"
+        try:
+            report = report_of(parse_json(line))
+            if view.state.apply(report):
+                view.take(report)
+                return
+        except STRANGE:
+            pass
+        except Exception as error:  # noqa: BLE001 (the page shows what it has)
+            view.complain(f"{here} does not fit the run ({type(error).__name__}: {error})")
+            return
+        view.complain(f"{here} is damaged and was skipped")
+
+    def _look(self) -> None:
+        """Note whether the run still goes on, or how it ended."""
+        if time.monotonic() < self._looked + _SECONDS_BETWEEN_LOOKS:
+            return
+        self._looked, view = time.monotonic(), self._view
+        view.text = shown_digest(self.folder.text)
+        if is_running(self.folder):
+            view.note_stale(self._behind())
+            view.end(None, True)
+            return
+        view.note_stale("")
+        if self.folder.summary.is_file():
+            with suppress(OSError):
+                try:
+                    failed = str(read_json_object(self.folder.summary).get("failed") or "")
+                    view.end("failed" if failed else "over", False, failed)
+                    return
+                except ValueError as error:
+                    view.complain(f"{self.folder.summary.name} was skipped: {error}")
+        with view.state.lock:
+            if view.state.is_over:
+                view.end("over", False)
+            else:
+                killed = "it ended without a summary: it was killed, or its host stopped; --resume continues it"
+                view.end("failed", False, view.state.failed or killed)
+
+    def _behind(self) -> str:
+        """Return why the record may lack what happens now: its disk is full, or nothing was written for a while."""
+        try:
+            silent = time.time() - self.folder.metrics.stat().st_mtime
+            free = shutil.disk_usage(self.folder.path).free
+        except OSError:
+            return ""
+        if silent < (_SECONDS_UNTIL_STALE if free > _BYTES_OF_A_FULL_DISK else _SECONDS_BETWEEN_LOOKS):
+            return ""
+        ask = f"`hetero-pp status {self.folder.path.name}` asks the exchange"
+        since = f"{self.folder.metrics.name} has had no new line for {format_seconds(round(silent))}"
+        return f"{since}; {format_bytes(free)} are free on its disk; {ask}"
+
+
+class Watched(Followed):
+    """A run that this host has joined, by the reports that its exchange passes on."""
+
+    def __init__(self, spec: RunSpec, membership: Membership, folder: RunFolder) -> None:
+        """`folder`: of the run on this host, which keeps that the run is over."""
+        self._spec, self._membership, self._folder = spec, membership, folder
+        self._client: ExchangeClient | None = None
+        super().__init__(spec.config.name, self._new_view())
+
+    def close(self) -> None:
+        self._ended.set()
+        if self._client is not None:
+            self._client.close()
+        super().close()
+
+    def _run(self) -> None:
+        """Follow the run until it is over. After a break the exchange tells its counters and last reports again."""
+        complaint = ""
+        while not self._ended.is_set():
+            self._client = ExchangeClient(self._membership.address, self._membership.credentials)
+            try:
+                if self._follow(self._client):
+                    return
+                complaint = f"the exchange at {self._membership.address} ended the connection; trying again"
+            except HeteroPPError as error:
+                if (over := read_over(self._folder)) is not None:
+                    told = f"{over.told}; its exchange no longer answers, and only its host has the record"
+                    self._view.complain(told)
+                    self._view.end("over", False)
+                    self._is_known.set()
+                    return
+                complaint = f"{error}; trying again"
+            except Exception as error:  # noqa: BLE001 (the page shows what it has, and says what went wrong)
+                complaint = f"a report does not fit the run ({type(error).__name__}: {error}); trying again"
+            finally:
+                with suppress(HeteroPPError):
+                    self._client.close()
+            if not self._ended.is_set():
+                self._view.complain(complaint)
+            self._is_known.set()
+            self._ended.wait(_SECONDS_BETWEEN_TRIES)
+
+    def _follow(self, client: ExchangeClient) -> bool:
+        """Take in reports until the connection ends. Return whether the run is over."""
+        view: RunView | None = None
+        for report in client.watch(so_far=True):
+            if view is None:  # the counters come first, and again after the reports that the exchange remembers
+                view = self._view = self._new_view()
+            state = view.state
+            with state.lock:
+                if state.apply(report):
+                    view.take(report)
+                if report.HasField("so_far") and state.closed and (missing := min(state.closed) - 1):
+                    told = f"curves and events of rounds 1 to {missing} are missing"
+                    view.complain(f"{told}: the exchange has its last 10,000 reports; counters are of the whole run")
+            self._is_known.set()
+        if view is None or not (view.state.is_over or view.state.failed or view.state.over is not None):
+            return False
+        failed = view.state.failed
+        view.end("over" if failed is None else "failed", False, failed or "")
+        return True
+
+    def _new_view(self) -> RunView:
+        view = RunView(RunState(self._spec))
+        view.own = (self._membership.slot,)
+        return view
+
+
+class Predicted(Source):
+    """The predicted step of a YAML, beside the run of its name, or else its rehearsal, if there is one."""
+
+    predicts = True
+
+    def __init__(self, file: ConfigFile, spec: RunSpec, record: Record | None) -> None:
+        """`record`: of the run or its rehearsal. Raises ConfigError for a topology that cannot be predicted."""
+        self._record = record
+        try:
+            self._step = PredictedStep(spec)
+        except ConfigError as error:
+            raise file.located(error) from None
+
+    @property
+    def view(self) -> RunView | None:
+        return None if self._record is None else self._record.view
+
+    def prediction(self) -> dict[str, Any]:
+        """Return the prediction beside what the run or the rehearsal measured so far."""
+        record, measured = self._record, MeasuredStep({}, [])
+        if record is not None and record.view.state.spec.config.rehearsal is None:
+            measured = measured_of_run(record.view.state)
+        elif record is not None:
+            # It may still go on, or the file may be damaged.
+            with suppress(OSError, ValueError, KeyError, TypeError, ZeroDivisionError):
+                measured = measured_of_rehearsal(read_json_object(record.folder.rehearsal), self._step.found)
+        return self._step.beside(measured)
+
+    def start(self) -> None:
+        if self._record is not None:
+            self._record.start()
+
+    def wait(self, seconds: float) -> bool:
+        return self._record is None or self._record.wait(seconds)
+
+    def close(self) -> None:
+        if self._record is not None:
+            self._record.close()
