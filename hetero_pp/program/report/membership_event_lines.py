@@ -5,23 +5,23 @@ from __future__ import annotations
 from hetero_pp.config.links import EXCHANGE
 from hetero_pp.core.units import format_number, format_seconds
 from hetero_pp.messages.messages_pb2 import MembershipEventKind
-from hetero_pp.program.report.state import Happening
+from hetero_pp.program.report.state import News
 from hetero_pp.run.spec import RunSpec
 from replica_groups.rounds.slot import with_name
 
 
-def kind_of(happening: Happening) -> str:
+def kind_of(news: News) -> str:
     """Return the name of a membership event, such as `restarted`."""
-    event = str(happening.report.WhichOneof("event"))
+    event = str(news.report.WhichOneof("event"))
     if event == "membership_event":
-        told = happening.report.membership_event
+        told = news.report.membership_event
         return "left" if told.has_left else MembershipEventKind.Name(told.what).lower()
     return event
 
 
-def words_of(happening: Happening, spec: RunSpec) -> str:
+def words_of(news: News, spec: RunSpec) -> str:
     """Return a membership event in words."""
-    report = happening.report
+    report = news.report
     match report.WhichOneof("event"):
         case "begun":
             note = f"; {report.begun.note}" if report.begun.note else ""
@@ -48,9 +48,9 @@ def words_of(happening: Happening, spec: RunSpec) -> str:
     match event.what:
         case MembershipEventKind.INCARNATION_OVER | MembershipEventKind.SILENT:
             told = with_name(event.slot, event.cause)
-            return f"{told}; its slot is vacant" if happening.is_line else told
-        case MembershipEventKind.SUSPENDED if happening.slot:
-            return f"{event.replica} returns to the start of its round and waits for {happening.slot}"
+            return f"{told}; its slot is vacant" if news.is_line else told
+        case MembershipEventKind.SUSPENDED if news.slot:
+            return f"{event.replica} returns to the start of its round and waits for {news.slot}"
         case MembershipEventKind.SUSPENDED:
             return f"{event.slot} is suspended: {event.cause}"
         case MembershipEventKind.INJECTED:
@@ -66,7 +66,7 @@ def words_of(happening: Happening, spec: RunSpec) -> str:
         case MembershipEventKind.PAUSED:
             return f"round {event.round} is paused: {event.cause}; it continues when more replicas join"
         case MembershipEventKind.WENT_ON:
-            return f"round {event.round} continues after {format_seconds(happening.paused)}"
+            return f"round {event.round} continues after {format_seconds(news.paused)}"
         case MembershipEventKind.HEALED:
             return f"after round {event.round}, {event.slot} {event.cause}; it recovers from the run log"
         case MembershipEventKind.UNAUDITED:

@@ -105,7 +105,7 @@ class Pause:
     end: float | None = None  # none while the pause lasts
 
 
-class Happening(NamedTuple):
+class News(NamedTuple):
     """A report on a membership event, with what was known before it."""
 
     report: Report
@@ -345,7 +345,7 @@ class RunState:
         self.rounds = 0
         """Number of the last closed round. Rounds close in order, so it is known even if a report was missed."""
         self.closed_earlier = 0  # number of the last round that an earlier start of the run closed; 0 for a new run
-        self.news: Happening | None = None  # membership event of the last report; None if it had none
+        self.news: News | None = None  # membership event of the last report; None if it had none
         self.tally = Tally({name: member.replica.name for name, member in spec.members.items()}, self.awaited)
         """Counters of the whole run, also where reports of its beginning are missing."""
         self.started: float | None = None
@@ -479,31 +479,31 @@ class RunState:
         most = self.inner_steps or MOST_STEPS_SHOWN
         return told.round >= 1 and all(one.steps <= most for one in told.contributions)
 
-    def _news_of(self, report: Report) -> Happening | None:
+    def _news_of(self, report: Report) -> News | None:
         match report.WhichOneof("event"):
             case "begun" if report.begun.last_round:
-                return Happening(report, is_line=False)
+                return News(report, is_line=False)
             case "failure" if not report.failure.consequence:
-                return Happening(report, is_line=False)
+                return News(report, is_line=False)
             case "joined" if report.member in self.members:
-                return Happening(report, is_line=self.has_opened)
+                return News(report, is_line=self.has_opened)
             case "state_saving":
-                return Happening(report, is_line=True)
+                return News(report, is_line=True)
             case "waiting" if report.waiting.awaited == pb.STORING and not report.waiting.store_error:
-                return Happening(report, is_line=True)
+                return News(report, is_line=True)
             case "membership_event":
                 told, member = report.membership_event, self.members.get(report.membership_event.slot)
                 if told.what in (
                     MembershipEventKind.INCARNATION_OVER,
                     MembershipEventKind.SILENT,
                 ):  # the supervisor may have said so already
-                    return Happening(report, is_line=member is None or told.incarnation > member.end_told)
+                    return News(report, is_line=member is None or told.incarnation > member.end_told)
                 if told.what == MembershipEventKind.SUSPENDED:
-                    return Happening(report, is_line=told.replica in self.lost, slot=self.lost.get(told.replica, ""))
+                    return News(report, is_line=told.replica in self.lost, slot=self.lost.get(told.replica, ""))
                 if told.what == MembershipEventKind.WENT_ON:
                     paused = 0.0 if self.pause is None else report.time - self.pause.start
-                    return Happening(report, is_line=self.pause is not None, paused=paused)
-                return Happening(report, is_line=True)
+                    return News(report, is_line=self.pause is not None, paused=paused)
+                return News(report, is_line=True)
         return None
 
     def _follow_sittings(self, event: str | None, report: Report) -> None:

@@ -16,7 +16,7 @@ from hetero_pp.messages.messages_pb2 import CONTRIBUTING, Credit, Doing
 from hetero_pp.program.compare import leaves
 from hetero_pp.program.report.lines import status_lines
 from hetero_pp.program.report.membership_event_lines import kind_of, words_of
-from hetero_pp.program.report.state import Happening, MemberPresence, RunState, awaiting
+from hetero_pp.program.report.state import MemberPresence, News, RunState, awaiting
 from hetero_pp.run.spec import RunSpec
 
 MOST_CELLS = 20_000
@@ -113,20 +113,20 @@ def round_of(state: RunState, round_: int) -> dict[str, Any]:
     }
 
 
-def mark_of(state: RunState, number: int, happening: Happening) -> dict[str, Any]:
+def mark_of(state: RunState, number: int, news: News) -> dict[str, Any]:
     """Return a membership event as the page shows it. Only members of the run have their own marks."""
-    report = happening.report
-    is_standing, told = report.HasField("membership_event"), report.membership_event
-    slot = told.slot if is_standing else report.member
+    report = news.report
+    is_of_exchange, told = report.HasField("membership_event"), report.membership_event
+    slot = told.slot if is_of_exchange else report.member
     member = state.members.get(slot)
     return {
         "id": number,
         "time": since_start(state, report.time),
-        "kind": kind_of(happening),
+        "kind": kind_of(news),
         "member": None if member is None else slot,
         "replica": told.replica or (None if member is None else member.replica),
-        "round": (told.round if is_standing else report.begun.last_round) or None,
-        "text": words_of(happening, state.spec)[:_CHARACTERS_MAX],
+        "round": (told.round if is_of_exchange else report.begun.last_round) or None,
+        "text": words_of(news, state.spec)[:_CHARACTERS_MAX],
     }
 
 

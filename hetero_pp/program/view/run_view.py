@@ -13,7 +13,7 @@ from typing import Any
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.report.recorder import to_json
-from hetero_pp.program.report.state import Happening, RunState
+from hetero_pp.program.report.state import News, RunState
 from hetero_pp.program.view.page_data import cost_of, frame_of, history_of, mark_of, round_of, since_start
 from hetero_pp.program.view.prediction import PredictedStep, measured_of_run
 
@@ -112,7 +112,7 @@ class RunView:
         self.stale = ""  # why the page may be behind the run; empty if it is not known to be
         self.problems: list[str] = []
         self.key_frames = KeyFrames(max(_SECONDS_BETWEEN_FRAMES, _SECONDS_PER_MEMBER * len(state.members)))
-        self._marks: deque[tuple[int, Happening]] = deque(maxlen=MOST_MARKS)
+        self._marks: deque[tuple[int, News]] = deque(maxlen=MOST_MARKS)
         self._marked = self._marks_told = 0  # number of marks so far, and of those that `take_changes` has returned
         self._changed_rounds: set[int] = set()
         self._told_head: dict[str, Any] = {}
@@ -169,7 +169,7 @@ class RunView:
     def marks(self, since: int = 0) -> list[dict[str, Any]]:
         """Return the marks from a number on, in order of time: a run that goes on reports its earlier start later."""
         found = sorted((one for one in self._marks if one[0] >= since), key=lambda one: one[1].report.time)
-        return [mark_of(self.state, number, happening) for number, happening in found]
+        return [mark_of(self.state, number, news) for number, news in found]
 
     def frame(self, when: float | None = None) -> str:
         """Return the frame of this moment, or at a time in seconds since the first report, as JSON."""

@@ -170,7 +170,7 @@ function exchange(_, { history, frame }) {
       facts([
         ["Rounds closed", frame ? `${frame.rounds_closed} of ${history.rounds_planned}` : null],
         ["Missing", now.missing?.length ? now.missing.join(", ") : "nobody"],
-        ["StoreError", now.store_error],
+        ["Store error", now.store_error],
         ["Refused calls", now.refusals],
         ["Last round took", last ? seconds(last.seconds) : null],
         ["Bytes of the last round", last ? bytes(last.bytes) : null],
