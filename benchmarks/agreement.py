@@ -30,8 +30,8 @@ from hetero_pp.messages.messages_pb2 import RoundRecord
 from hetero_pp.model.transformer import shapes_by_block
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import select
-from hetero_pp.research.experiments.catalog import Catalog
 from hetero_pp.research.experiments.corpus import Corpus, prepare_corpus
+from hetero_pp.research.experiments.definition import Catalog
 from hetero_pp.research.experiments.rows import Setting
 from hetero_pp.research.settings import ResearchConfig
 from hetero_pp.research.trainer.hostile import HostileContributions

@@ -31,9 +31,9 @@ from hetero_pp.pipeline.coefficients import Bits, Floats, Symbols, format_of
 from hetero_pp.pipeline.subspace import columns_of, expand_gradient, project
 from hetero_pp.research.experiments.corpus import prepare_corpus
 from hetero_pp.research.experiments.definition import Experiment, Row
-from hetero_pp.research.experiments.jobs import make_job
-from hetero_pp.research.experiments.provenance import commit, machine
+from hetero_pp.research.experiments.outcomes import commit, machine
 from hetero_pp.research.experiments.rows import Setting
+from hetero_pp.research.experiments.training import make_job
 from hetero_pp.research.trainer.replica import TableReplica
 from hetero_pp.research.trainer.train import AllReplicas
 from hetero_pp.run.folder import CACHE

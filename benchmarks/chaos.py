@@ -40,7 +40,7 @@ import numpy as np
 from chaos_run import REPLICAS, ChaosRun, role_of, tokens_a_second, tokens_of
 from command_line import earlier, parse, parser_of, save
 
-from hetero_pp.research.experiments.provenance import commit, machine
+from hetero_pp.research.experiments.outcomes import commit, machine
 
 SMOKE = {"cells": 1, "parts": ["matrix"]}
 PHASES = ("training", "contributing", "waiting", "evaluating", "saving")

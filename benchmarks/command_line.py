@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero_pp.core.files import write_whole
-from hetero_pp.research.experiments.provenance import commit, machine
+from hetero_pp.research.experiments.outcomes import commit, machine
 
 
 def parser_of(document: str) -> argparse.ArgumentParser:

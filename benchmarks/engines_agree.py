@@ -27,15 +27,13 @@ from command_line import earlier, parse, parser_of, save
 from launched import run_quietly, summary_of
 
 from hetero_pp.data.sources import open_source
-from hetero_pp.research.experiments.catalog import Catalog
+from hetero_pp.research.experiments.claims import interval_of
 from hetero_pp.research.experiments.corpus import Corpus, prepare_corpus
-from hetero_pp.research.experiments.definition import Scale
-from hetero_pp.research.experiments.jobs import Job, make_job
+from hetero_pp.research.experiments.definition import Catalog, Scale
 from hetero_pp.research.experiments.outcomes import ROWS as KEPT
-from hetero_pp.research.experiments.outcomes import read_outcomes
-from hetero_pp.research.experiments.provenance import commit, machine
+from hetero_pp.research.experiments.outcomes import commit, machine, read_outcomes
 from hetero_pp.research.experiments.rows import Setting
-from hetero_pp.research.experiments.verdict import interval_of
+from hetero_pp.research.experiments.training import Job, make_job
 from hetero_pp.research.trainer.train import train_fast
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import CACHE

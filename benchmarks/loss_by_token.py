@@ -23,9 +23,9 @@ from launched import letters
 from torch import Tensor
 
 from hetero_pp.data.tokens import TokenStore
-from hetero_pp.research.experiments.catalog import Catalog
+from hetero_pp.research.experiments.command import SCALE
 from hetero_pp.research.experiments.corpus import prepare_corpus
-from hetero_pp.research.experiments.request import SCALE
+from hetero_pp.research.experiments.definition import Catalog
 from hetero_pp.research.experiments.rows import Setting
 from hetero_pp.research.trainer.replica import TableReplica
 from hetero_pp.research.trainer.train import AllReplicas

@@ -36,7 +36,7 @@ from hetero_pp.program.launch.command import run_topology
 from hetero_pp.program.launch.launch_rehearsal import launch_rehearsal
 from hetero_pp.program.launch.mode import Invocation
 from hetero_pp.program.rehearse.command import AsRehearsal
-from hetero_pp.research.experiments.provenance import commit, machine
+from hetero_pp.research.experiments.outcomes import commit, machine
 from hetero_pp.run.hardware import CATALOG, Hardware
 from hetero_pp.run.read import spec_of
 from hetero_pp.run.yaml_file import ConfigFile

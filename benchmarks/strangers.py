@@ -53,7 +53,7 @@ from strangers_run import (
 
 from hetero_pp.config.links import EXCHANGE
 from hetero_pp.program.launch.fork_server import safe_path
-from hetero_pp.research.experiments.provenance import commit
+from hetero_pp.research.experiments.outcomes import commit
 
 QUICK = {
     "only": ["forged_hashes", "absurd_reports"],

@@ -13,8 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hetero_pp.research.experiments.markdown import markdown
-from hetero_pp.research.experiments.overview import VERDICTS
+from hetero_pp.research.experiments.pages import VERDICTS, markdown
 
 PAPERS = {
     "het-pp": ("Het-PP", "https://arxiv.org/abs/2601.02360"),

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from hetero_pp.data.settings import DataSettings
-from hetero_pp.research.experiments import catalog, listing, supply
+from hetero_pp.research.experiments import command, corpus
+from hetero_pp.research.experiments.definition import Catalog
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 
@@ -40,7 +41,7 @@ def compute_once(
 
 def estimate_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `reproduce` estimate each corpus and each contribution once in all tests of this process."""
-    compute_once(monkeypatch, (listing, "contribution_bytes"), (supply, "estimate_tokens"), known=_estimates)
+    compute_once(monkeypatch, (command, "contribution_bytes"), (corpus, "estimate_tokens"), known=_estimates)
 
 
-SHIPPED = catalog.Catalog(Path(__file__).parents[1] / "configs" / "experiments")
+SHIPPED = Catalog(Path(__file__).parents[1] / "configs" / "experiments")

@@ -27,7 +27,7 @@ OF_COMMANDS = [
     "hetero_pp.program.rehearse.command",
     "hetero_pp.program.replay",
     "hetero_pp.research.experiments.command",
-    "hetero_pp.research.experiments.jobs",
+    "hetero_pp.research.experiments.training",
     "tensorboard.summary.writer.record_writer",
     "matplotlib.figure",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from hetero_pp.research.settings import ResearchConfig, ResearchSettings
@@ -28,3 +29,18 @@ def table_config(values: Mapping[str, Any]) -> RunConfig:
     if not research:
         return RunConfig.model_validate(values)
     return ResearchConfig.model_validate({**values, "research": research})
+
+
+def tiny(corpus: Path, width: int, layers: int, seed: int = 0) -> dict[str, Any]:
+    """Return the name, seed, model and data of a run that trains in a second."""
+    return {
+        "name": "t",
+        "seed": seed,
+        "model": {"width": width, "heads": 2, "feed_forward": width * 3 // 2, "layers": layers},
+        "data": {
+            "corpus": str(corpus),
+            "sequence_length": width,
+            "validation_share": 0.2,
+            "validation_sequences": width // 4,
+        },
+    }

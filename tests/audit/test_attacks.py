@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from table_config import tiny
 from torch import Tensor
 
 from hetero_pp.core.errors import ConfigError
@@ -40,10 +41,7 @@ def _config(
     corpus: Path, attacks: dict[str, Any] | None, replicas: int = 8, steps: int = 2, **outer: Any
 ) -> ResearchConfig:
     values: dict[str, Any] = {
-        "name": "t",
-        "seed": 3,
-        "model": {"width": 16, "heads": 2, "feed_forward": 24, "layers": 2},
-        "data": {"corpus": str(corpus), "sequence_length": 16, "validation_share": 0.2, "validation_sequences": 4},
+        **tiny(corpus, 16, 2, seed=3),
         "inner": {"steps": steps, "warmup_steps": 0, "learning_rate": 0.01},
         "outer": {"rounds": ROUNDS, "compression": {"density": 1 / 4, "value_bits": 32}, **outer},
         "replicas": [{"name": name, "kind": "datacenter", "batch_size": 2} for name in NAMES[:replicas]],

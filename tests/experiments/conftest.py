@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from hetero_pp.program.cli import app
-from hetero_pp.research.experiments.jobs import Job
+from hetero_pp.research.experiments.outcomes import Outcomes
+from hetero_pp.research.experiments.plots import draw
+from hetero_pp.research.experiments.training import Job
 from hetero_pp.research.settings import UNMEASURED
 from hetero_pp.run.config import RunConfig
 
@@ -94,6 +97,19 @@ def known() -> Callable[..., dict[str, Any]]:
         return {**losses, "tokens": 10, "boundary_bytes_per_token": 16.0, "seconds": 1.0, **more}
 
     return outcome
+
+
+@pytest.fixture
+def drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Figure]:
+    """Return a function that draws a result and its outcomes, and returns the picture."""
+    pictures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: pictures.append(figure))
+
+    def figure(result: Mapping[str, Any], outcomes: Outcomes) -> Figure:
+        draw(result, outcomes, tmp_path / "toy.png")
+        return pictures[-1]
+
+    return figure
 
 
 @pytest.fixture

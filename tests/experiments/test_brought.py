@@ -16,10 +16,10 @@ import torch
 
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.sources import StreamedCorpus
-from hetero_pp.research.experiments.catalog import Catalog
+from hetero_pp.research.experiments.command import Request, short_name
 from hetero_pp.research.experiments.corpus import Corpus, estimate_tokens, prepare_corpus
-from hetero_pp.research.experiments.jobs import make_job
-from hetero_pp.research.experiments.request import Request, short_name
+from hetero_pp.research.experiments.definition import Catalog
+from hetero_pp.research.experiments.training import make_job
 from hetero_pp.research.trainer.train import train_fast
 from hetero_pp.run.spec import RunSpec
 
@@ -247,14 +247,6 @@ def test_too_little_text_is_told_with_what_to_bring_before_anything_is_trained(
     assert not list(tmp_path.glob("results/**/*.json*"))
 
 
-def test_the_standard_library_is_too_little_for_the_scale_small(reproduce: Reproduce) -> None:
-    code, out, _ = reproduce("toy/one", "--scale", "small", "--corpus", "standard-library", "--dry-run")
-    assert code == 0
-    told = " ".join(out.split())
-    assert "M tokens in standard-library, expected 65,664,000: about " in told
-    assert "--repeat reads this corpus " in told
-
-
 @pytest.mark.parametrize("kind", ["files", "one.jsonl", "one.parquet", "one.txt"])
 @pytest.mark.parametrize("is_named", [True, False])
 def test_estimates_are_near_what_is_counted(
@@ -326,14 +318,6 @@ def test_the_papers_scale_says_what_to_bring(tmp_path: Path, brought: Path, repr
 
 
 # ---- bad input ----
-
-
-def test_a_tokenizer_fixes_the_vocabulary(tmp_path: Path, reproduce: Reproduce) -> None:
-    for count in (500, 1000):
-        tokenizer = str(_write_words(tmp_path / f"of-{count}", count))
-        code, out, _ = reproduce("toy/one", "--dry-run", "--tokenizer", tokenizer)
-        assert code == 0
-        assert f"{_parameters(count):,}" in out
 
 
 def test_a_stream_needs_a_tokenizer(brought: Path, reproduce: Reproduce) -> None:

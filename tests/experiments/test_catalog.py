@@ -10,9 +10,8 @@ import pytest
 from catalogs import SHIPPED
 
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.research.experiments.catalog import SHIPPED_SCALES, Catalog
-from hetero_pp.research.experiments.definition import Row
-from hetero_pp.research.experiments.request import Request
+from hetero_pp.research.experiments.command import Request
+from hetero_pp.research.experiments.definition import SHIPPED_SCALES, Catalog, Row
 from hetero_pp.research.experiments.rows import Setting
 
 Reproduce = Callable[..., tuple[int, str, str]]

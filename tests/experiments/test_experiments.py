@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +13,13 @@ from catalogs import SHIPPED
 
 from hetero_pp.config.topology import ParticipantsReplica
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.research.experiments.catalog import Catalog
-from hetero_pp.research.experiments.definition import Claim, Experiment, Row
-from hetero_pp.research.experiments.facts import parameter_count
-from hetero_pp.research.experiments.markdown import difference_cell, markdown
-from hetero_pp.research.experiments.overview import write_overview
-from hetero_pp.research.experiments.provenance import commit, machine
-from hetero_pp.research.experiments.report import result_of, write_result
-from hetero_pp.research.experiments.request import Request, scale_of, with_device
+from hetero_pp.research.experiments.command import Request, scale_of, with_device
+from hetero_pp.research.experiments.corpus import Supply
+from hetero_pp.research.experiments.definition import Catalog, Claim, Experiment, Row, Trend
+from hetero_pp.research.experiments.outcomes import commit, machine
+from hetero_pp.research.experiments.pages import markdown, write_overview
+from hetero_pp.research.experiments.result import parameter_count, result_of, write_result
 from hetero_pp.research.experiments.rows import Setting
-from hetero_pp.research.experiments.supply import Supply
-from hetero_pp.research.experiments.verdict import interval_of, judge
 from hetero_pp.research.settings import ResearchConfig
 from hetero_pp.run.spec import RunSpec
 
@@ -166,61 +161,6 @@ def test_a_row_that_repeats_the_corpus_needs_no_more_of_it() -> None:
         Supply(setting, 16 * 4 * 400 * 129 - 1, 10**6).require_enough()
 
 
-def _losses(**rows: list[float]) -> dict[str, dict[int, float]]:
-    return {name: dict(enumerate(values)) for name, values in rows.items()}
-
-
-def test_intervals_are_students_t() -> None:
-    low, high = interval_of([1.0, 2.0, 3.0])  # mean 2, deviation 1, t(2) = 4.303, 4.303 / sqrt(3) = 2.484
-    assert (low, high) == pytest.approx((2 - 2.4843, 2 + 2.4843), abs=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "verdict"),
-    [
-        ([4.0, 4.1, 4.2], [4.2, 4.3, 4.4], "holds"),
-        ([4.2, 4.3, 4.4], [4.0, 4.1, 4.2], "does not hold"),
-        ([4.0, 4.1, 4.2], [4.1, 4.0, 4.3], "within noise"),
-        ([4.0], [4.02], "one seed"),
-        ([4.0], [5.0], "one seed"),
-    ],
-)
-def test_lower(a: list[float], b: list[float], verdict: str) -> None:
-    assert judge(Claim(text="", lower=("a", "b")), _losses(a=a, b=b), {}).verdict == verdict
-
-
-def test_pairs_of_seeds_count_not_their_spread() -> None:
-    """Seeds differ far more than the rows do, but the rows' difference is the same at each seed."""
-    losses = _losses(a=[1.0, 2.0, 3.0], b=[1.01, 2.011, 3.01])
-    assert judge(Claim(text="", lower=("a", "b")), losses, {}).verdict == "holds"
-
-
-@pytest.mark.parametrize(("b", "verdict"), [(4.001, "holds"), (4.2, "does not hold")])
-def test_equal(b: float, verdict: str) -> None:
-    losses = _losses(a=[4.0, 4.1, 4.2], b=[b, b + 0.1, b + 0.2])
-    assert judge(Claim(text="", equal=("a", "b")), losses, {}).verdict == verdict
-
-
-@pytest.mark.parametrize(("margin", "verdict"), [(0.5, "holds"), (0.3, "within noise"), (0.1, "does not hold")])
-def test_at_most_has_a_margin_on_one_side(margin: float, verdict: str) -> None:
-    losses = {"a": {1: 2.3, 2: 2.29, 3: 2.31}, "b": {1: 2.0, 2: 2.0, 3: 2.0}}
-    assert judge(Claim(text="", at_most=("a", "b"), margin=margin), losses, {}).verdict == verdict
-    assert judge(Claim(text="", at_most=("b", "a"), margin=margin), losses, {}).verdict == "holds"
-
-
-@pytest.mark.parametrize(("gaps", "verdict"), [((0.1, 0.3, 0.6), "holds"), ((0.1, 0.6, 0.3), "does not hold")])
-def test_grows(gaps: tuple[float, ...], verdict: str) -> None:
-    rows = {f"a{i}": [4.0, 4.1] for i in range(3)} | {f"b{i}": [4.0 + gap, 4.1 + gap] for i, gap in enumerate(gaps)}
-    claim = Claim(text="", grows=[(f"a{i}", f"b{i}") for i in range(3)])
-    assert judge(claim, _losses(**rows), {}).verdict == verdict
-
-
-def test_a_claim_without_its_rows_is_not_run() -> None:
-    assert judge(Claim(text="", lower=("a", "b")), _losses(a=[1.0]), {}).verdict == "not run"
-    with pytest.raises(ValueError, match="exactly one"):
-        Claim(text="", lower=("a", "b"), equal=("a", "b"))
-
-
 def _outcome(loss: float, diverged: bool = False) -> dict[str, Any]:
     return {
         "key": "",
@@ -232,23 +172,6 @@ def _outcome(loss: float, diverged: bool = False) -> dict[str, Any]:
         "diverged": diverged,
         "seconds": 1.0,
     }
-
-
-SHARES = {"all": 1.0, "half": 0.5, "quarter": 0.25}
-PROPORTIONAL = {
-    "as its share": ([0.4, 0.42], [0.2, 0.21], [0.1, 0.105], "holds"),
-    "as large as all": ([0.4, 0.42], [0.39, 0.41], [0.1, 0.105], "does not hold"),
-    "one of them is not": ([0.4, 0.42], [0.2, 0.21], [0.19, 0.2], "does not hold"),
-    "not known": ([0.4, 0.42], [0.1, 0.3], [0.1, 0.105], "within noise"),
-}
-
-
-@pytest.mark.parametrize(("all_", "half", "quarter", "verdict"), PROPORTIONAL.values(), ids=PROPORTIONAL)
-def test_proportional_to_the_share_of_compressed_replicas(
-    all_: list[float], half: list[float], quarter: list[float], verdict: str
-) -> None:
-    claim = Claim(text="", of="bias", proportional=["all", "half", "quarter"])
-    assert judge(claim, _losses(all=all_, half=half, quarter=quarter), SHARES).verdict == verdict
 
 
 @pytest.mark.starts_processes
@@ -313,17 +236,6 @@ def test_tables(tmp_path: Path) -> None:
     )
 
 
-def test_what_is_encoded_does_not_depend_on_a_seed() -> None:
-    """One seed therefore decides. It does not for losses: there is a difference, and no interval."""
-    values = _losses(a=[1.0], b=[1.01])
-    sent = judge(Claim(text="", of="ring", lower=("a", "b")), values, {})
-    assert (sent.verdict, sent.interval) == ("holds", None)
-    loss = judge(Claim(text="", lower=("a", "b")), values, {})
-    assert (loss.verdict, loss.interval, loss.difference) == ("one seed", None, pytest.approx(0.01))
-    assert difference_cell({**asdict(loss), "of": "own"}) == "+0.010 nats"
-    assert difference_cell({**asdict(sent), "of": "ring"}) == "+0.010 MB"
-
-
 def test_a_row_lasts_until_something_is_measured() -> None:
     experiment = Experiment(name="toy/one", title="", baseline="a", volume_every=41, rows=[Row(name="a")])
     with pytest.raises(
@@ -372,7 +284,7 @@ def test_a_table_is_made_and_resumed(
     assert (trained[0] / "results.md").exists()
     kept = _rows(tmp_path).read_text().splitlines()
     assert len(kept) == 3 * 2  # 1/4 of 16 is 4: one row serves both
-    made = {"compiled": False, "stacked": False, "device": "cpu", "machine": machine(), "commit": commit()}
+    made = {"compiled": False, "device": "cpu", "machine": machine(), "commit": commit()}
     assert [{key: row[key] for key in made} for row in map(json.loads, kept)] == [made] * len(kept)
     assert rows["the same"]["ours"] == rows["all"]["ours"]
     code, _, _ = reproduce("toy/one", "--seeds", "2")
@@ -567,3 +479,28 @@ def test_an_experiment_may_be_for_one_scale_alone(toys: Path, reproduce: Reprodu
     assert "toy/one" in names and "toy/large" not in names
     code, _, errors = reproduce("toy/large", "--dry-run")
     assert (code, errors) == (2, "hetero-pp: --scale tiny: toy/large is only defined for micro\n")
+
+
+def test_a_size_and_a_row_that_are_not_there_are_told() -> None:
+    row = Row(name="a", size="65")
+    setting = Setting(SHIPPED.scale("ladder"), Experiment(name="t", title="t", baseline="a", rows=[row]))
+    with pytest.raises(ConfigError, match="found `65`, expected one of ladder's: 64, 128, 192, 256"):
+        setting.config(row)
+    with pytest.raises(ValueError, match="found no row `b`, expected one of `a`"):
+        Experiment(name="t", title="t", baseline="a", rows=[Row(name="a")], trends=[Trend(name="t", rows=["a", "b"])])
+    with pytest.raises(ValueError, match="exactly one"):
+        Claim(text="", lower=("a", "b"), equal=("a", "b"))
+
+
+def test_the_ladder_has_tokens_in_proportion_to_parameters() -> None:
+    setting = Setting(SHIPPED.scale("ladder"), SHIPPED.experiment("beyond/ladder"))
+    ratios = []
+    for row in setting.experiment.rows:
+        config = setting.config(row)
+        ratios.append(
+            config.outer.rounds * 10 * 4 * 4 * 128 / parameter_count(RunSpec(config, setting.scale.vocabulary))
+        )
+        if row.bits is not None:
+            assert isinstance(row.rank, int)
+            assert 4 * row.rank + 8 == 16 * (setting.width(row) // 8)  # as many bits as 1/8 of the dimensions in bf16
+    assert max(ratios) / min(ratios) < 1.02

@@ -17,9 +17,9 @@ from hetero_pp.data.tokens import TokenStore
 from hetero_pp.model.transformer import PRESETS
 from hetero_pp.research.experiments.corpus import Corpus
 from hetero_pp.research.experiments.definition import Experiment, Row
-from hetero_pp.research.experiments.jobs import Job, key_of, known_outcomes, make_job
 from hetero_pp.research.experiments.outcomes import ROWS, read_outcomes
 from hetero_pp.research.experiments.rows import Setting
+from hetero_pp.research.experiments.training import Job, key_of, known_outcomes, make_job
 from hetero_pp.research.settings import ResearchConfig
 
 ROOT = Path(__file__).parents[2]
@@ -85,7 +85,7 @@ def test_all_that_decides_is_part_of_the_key() -> None:
 
 def test_another_version_trains_again(monkeypatch: pytest.MonkeyPatch) -> None:
     before = _job().key
-    monkeypatch.setattr("hetero_pp.research.experiments.jobs.OUTCOME_VERSION", 1000)
+    monkeypatch.setattr("hetero_pp.research.experiments.training.OUTCOME_VERSION", 1000)
     assert _job().key != before
 
 

@@ -12,10 +12,8 @@ from typing import Any
 import pytest
 
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.research.experiments.figures import with_figures
-from hetero_pp.research.experiments.markdown import markdown
-from hetero_pp.research.experiments.overview import write_overview
-from hetero_pp.research.experiments.provenance import commit, machine, trained_by
+from hetero_pp.research.experiments.outcomes import commit, machine, trained_by
+from hetero_pp.research.experiments.pages import markdown, with_figures, write_overview
 
 Reproduce = Callable[..., tuple[int, str, str]]
 Known = Callable[..., dict[str, Any]]
@@ -240,8 +238,8 @@ def test_a_finished_table_that_is_written_anew_is_the_same(
     [entry] = json.loads((folder / "toy" / "one.json").read_text())["trained"]
     assert (entry["machine"], entry["commit"]) == (machine(), commit())
     written = {path: path.read_bytes() for path in [*folder.glob("**/*.*"), tmp_path / "results.md"]}
-    monkeypatch.setattr("hetero_pp.research.experiments.jobs.commit", lambda: "0123abc")
-    monkeypatch.setattr("hetero_pp.research.experiments.jobs.machine", lambda: THERE["machine"])
+    monkeypatch.setattr("hetero_pp.research.experiments.training.commit", lambda: "0123abc")
+    monkeypatch.setattr("hetero_pp.research.experiments.training.machine", lambda: THERE["machine"])
     for _ in range(2):
         assert reproduce("toy/one", "--seeds", "1", "--no-train", *page)[0] == 0
         assert {path: path.read_bytes() for path in written} == written

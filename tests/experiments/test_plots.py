@@ -4,42 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from catalogs import SHIPPED
-from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from hetero_pp.research.experiments.axis import AxisTick, lay_out, ticks_of
 from hetero_pp.research.experiments.definition import Experiment, Row
-from hetero_pp.research.experiments.plots import draw
-from hetero_pp.research.experiments.report import result_of
+from hetero_pp.research.experiments.plots import Place, lay_out, places_of
+from hetero_pp.research.experiments.result import result_of
 from hetero_pp.research.experiments.rows import Setting
 
 Known = Callable[..., dict[str, Any]]
-"""The type of the fixture of conftest.py."""
+Drawn = Callable[..., Figure]
+"""Types of fixtures of conftest.py."""
 
 MICRO = SHIPPED.scale("micro")
 RANKS = [2, 4, 6, 8, 14, 15, 16, 24, 30, 40, 60, 62]
 
 
 @pytest.fixture
-def picture(known: Known, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Figure:
+def picture(known: Known, drawn: Drawn) -> Figure:
     """Return the picture of an uncompressed row and of many ranks with equal losses at similar bytes per token."""
     rows = [Row(name="not compressed"), *(Row(name=f"{k} of them", compressed="all", rank=k) for k in RANKS)]
     setting = Setting(MICRO, Experiment(name="toy/plot", title="", baseline="not compressed", rows=rows))
     sizes = [0.0, *(2.0 * k for k in RANKS)]
     outcomes = {row.name: {1: known(4.0, boundary_bytes_per_token=size)} for row, size in zip(rows, sizes, strict=True)}
-    pictures: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: pictures.append(figure))
-    draw(result_of(setting, None, outcomes), outcomes, tmp_path / "toy.png")
-    FigureCanvasAgg(pictures[0]).draw()
-    return pictures[0]
+    figure = drawn(result_of(setting, None, outcomes), outcomes)
+    FigureCanvasAgg(figure).draw()
+    return figure
 
 
 def test_what_is_not_compressed_is_a_line_and_no_point(picture: Figure) -> None:
@@ -51,23 +47,19 @@ def test_what_is_not_compressed_is_a_line_and_no_point(picture: Figure) -> None:
 
 @pytest.mark.parametrize(("sizes", "panels"), [([0.0, 16.0, 16.001], 1), ([0.0, 16.0, 32.0], 2)])
 def test_an_axis_below_varies_and_every_panel_shows_something(
-    known: Known, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: list[float], panels: int
+    known: Known, drawn: Drawn, sizes: list[float], panels: int
 ) -> None:
     """Bytes per token that print alike make no axis. A similarity of a later seed alone is on no panel."""
     rows = [Row(name="none"), Row(name="a", compressed="all", rank=8), Row(name="b", compressed="half", rank=8)]
     setting = Setting(MICRO, Experiment(name="toy/plot", title="", baseline="none", rows=rows))
     outcomes = {row.name: {1: known(4.0, boundary_bytes_per_token=size)} for row, size in zip(rows, sizes, strict=True)}
     outcomes["a"][2] = known(4.1, boundary_bytes_per_token=sizes[1], similarity=[[1, 0.5, 0.1]])
-    pictures: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: pictures.append(figure))
-    draw(result_of(setting, None, outcomes), outcomes, tmp_path / "toy.png")
-    assert len(pictures[0].axes) == panels
-    assert all(axes.has_data() for axes in pictures[0].axes)
+    figure = drawn(result_of(setting, None, outcomes), outcomes)
+    assert len(figure.axes) == panels
+    assert all(axes.has_data() for axes in figure.axes)
 
 
-def test_rows_of_other_lengths_of_rounds_stand_along_inner_steps(
-    known: Known, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_of_other_lengths_of_rounds_stand_along_inner_steps(known: Known, drawn: Drawn) -> None:
     """Their final losses are also plotted against the steps of a round.
 
     There is a line for each set of rows that differ in nothing else.
@@ -87,10 +79,8 @@ def test_rows_of_other_lengths_of_rounds_stand_along_inner_steps(
         row.name: {1: known(ends[row.name], validation_loss=[5.0] * (100 // (row.steps or 1) - 1) + [ends[row.name]])}
         for row in rows
     }
-    pictures: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: pictures.append(figure))
-    draw(result_of(setting, None, outcomes), outcomes, tmp_path / "toy.png")
-    curves, of_steps = pictures[0].axes
+    figure = drawn(result_of(setting, None, outcomes), outcomes)
+    curves, of_steps = figure.axes
     assert (curves.get_xlabel(), of_steps.get_xlabel()) == (
         "inner step",
         "H: inner steps per round (inner.steps)",
@@ -104,9 +94,7 @@ def test_rows_of_other_lengths_of_rounds_stand_along_inner_steps(
     }
 
 
-def test_rows_that_differ_in_more_than_rank_are_on_lines_of_their_own(
-    known: Known, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_that_differ_in_more_than_rank_are_on_lines_of_their_own(known: Known, drawn: Drawn) -> None:
     """They compress as many replicas, in as many bits."""
     kinds = {"": {}, ", projected": {"embedding": "projected"}}
     rows = [
@@ -117,10 +105,8 @@ def test_rows_that_differ_in_more_than_rank_are_on_lines_of_their_own(
     setting = Setting(MICRO, Experiment(name="toy/plot", title="", baseline=rows[0].name, rows=rows))
     losses = {row.name: 4.0 + number / 10 for number, row in enumerate(rows)}
     outcomes = {name: {1: known(loss, boundary_bytes_per_token=8.0)} for name, loss in losses.items()}
-    pictures: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: pictures.append(figure))
-    draw(result_of(setting, None, outcomes), outcomes, tmp_path / "toy.png")
-    of_ranks = pictures[0].axes[-1]
+    figure = drawn(result_of(setting, None, outcomes), outcomes)
+    of_ranks = figure.axes[-1]
     lines = {str(one.get_label()): one[0].get_ydata().tolist() for one in of_ranks.containers}
     assert lines == {
         "PP": pytest.approx([4.0, 4.1, 4.2]),
@@ -149,7 +135,7 @@ def test_no_two_names_touch_and_none_leaves_the_picture(picture: Figure) -> None
     assert not [(one[0], other[0]) for one, other in combinations(boxes, 2) if one[1].overlaps(other[1])]
 
 
-def test_rows_that_differ_in_more_than_the_rank_are_on_no_line(known: Known, tmp_path: Path) -> None:
+def test_rows_that_differ_in_more_than_the_rank_are_on_no_line(known: Known) -> None:
     cells = {"inner.learning_rate": 1e-3}
     rows = [Row(name="a", compressed="all", rank=4), Row(name="b", compressed="all", rank=8, cells=cells)]
     rows += [Row(name="c", compressed="all", rank=16)]
@@ -169,23 +155,15 @@ PLACES = {
 
 @pytest.mark.parametrize(("values", "places"), PLACES.values(), ids=PLACES)
 def test_values_stand_where_their_size_is(values: list[str], places: list[float]) -> None:
-    assert ticks_of(values) == [AxisTick(place, value) for place, value in zip(places, values, strict=True)]
+    assert places_of(values) == [Place(place, value) for place, value in zip(places, values, strict=True)]
 
 
-def _axes(*values: float) -> Axes:
+@pytest.mark.parametrize(
+    ("values", "scale"), [((1, 2, 7), "linear"), ((1, 8), "log"), ((0, 100), "linear"), ((16,), "linear")]
+)
+def test_an_axis_has_room_and_is_logarithmic_where_values_differ_much(values: tuple[float, ...], scale: str) -> None:
     axes = Figure().subplots()
-    lay_out(axes, [AxisTick(value, f"{value:g}") for value in values])
-    return axes
-
-
-@pytest.mark.parametrize(("values", "scale"), [((1, 2, 7), "linear"), ((1, 8), "log"), ((0, 100), "linear")])
-def test_an_axis_is_logarithmic_where_values_differ_much(values: tuple[float, ...], scale: str) -> None:
-    axes = _axes(*values)
+    lay_out(axes, [Place(value, f"{value:g}") for value in values])
     assert axes.get_xscale() == scale
     low, high = axes.get_xlim()
-    assert low < min(values) < max(values) < high
-
-
-def test_an_axis_of_one_value_has_room() -> None:
-    low, high = _axes(16.0).get_xlim()
-    assert low < 16.0 < high
+    assert low < min(values) <= max(values) < high

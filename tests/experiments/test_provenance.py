@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from hetero_pp.research.experiments import jobs
-from hetero_pp.research.experiments.jobs import Job
-from hetero_pp.research.experiments.provenance import commit
+from hetero_pp.research.experiments import training
+from hetero_pp.research.experiments.outcomes import commit
+from hetero_pp.research.experiments.training import Job
 
 
 def _git(folder: Path, *arguments: str) -> str:
@@ -52,10 +52,10 @@ def test_no_checkout(tmp_path: Path) -> None:
 def test_a_row_says_the_commit_that_it_began_with(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process trains with the code that it has imported, although its checkout may have changed since."""
     commits = iter(["began", "moved on"])
-    monkeypatch.setattr(jobs, "commit", lambda: next(commits))
-    jobs._own_commit.cache_clear()
+    monkeypatch.setattr(training, "commit", lambda: next(commits))
+    training._own_commit.cache_clear()
     try:
-        outcomes = [jobs.train_job(replace(job, seed=seed), jobs.RowTraining(compiles=False)) for seed in (1, 2)]
+        outcomes = [training.train_job(replace(job, seed=seed), training.Training(compiles=False)) for seed in (1, 2)]
     finally:
-        jobs._own_commit.cache_clear()
+        training._own_commit.cache_clear()
     assert [outcome["commit"] for outcome in outcomes] == ["began", "began"]

@@ -11,12 +11,11 @@ import pytest
 from catalogs import SHIPPED
 from pydantic import ValidationError
 
-from hetero_pp.research.experiments.definition import Claim, Experiment, Row, Scale
-from hetero_pp.research.experiments.markdown import markdown
-from hetero_pp.research.experiments.rates import Method, method_of, rate_of
-from hetero_pp.research.experiments.report import result_of
-from hetero_pp.research.experiments.rows import Setting
-from hetero_pp.research.experiments.verdict import judge
+from hetero_pp.research.experiments.claims import judge
+from hetero_pp.research.experiments.definition import Claim, Experiment, Method, Row, Scale
+from hetero_pp.research.experiments.pages import markdown
+from hetero_pp.research.experiments.result import result_of
+from hetero_pp.research.experiments.rows import Setting, method_of, rate_of
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 MICRO = SHIPPED.scale("micro")

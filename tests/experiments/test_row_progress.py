@@ -10,16 +10,15 @@ from queue import Queue
 import pytest
 from rich.console import Console
 
-from hetero_pp.research.experiments.jobs import Job, RowTraining, train_job
 from hetero_pp.research.experiments.outcomes import read_outcomes
-from hetero_pp.research.experiments.row_progress import RowProgress, Told
+from hetero_pp.research.experiments.training import Job, RowProgress, Told, Training, train_job
 
 
 @pytest.mark.starts_processes
 def test_a_row_tells_that_it_begins_and_each_of_its_rounds(job: Job) -> None:
     told: list[tuple[int, float]] = []
     job.rows.parent.mkdir(exist_ok=True)
-    train_job(job, RowTraining(compiles=False), on_round=lambda round_, loss: told.append((round_, loss)))
+    train_job(job, Training(compiles=False), on_round=lambda round_, loss: told.append((round_, loss)))
     [outcome] = read_outcomes(job.rows).values()
     assert [round_ for round_, _ in told] == [0, 1, 2, 3]
     assert [loss for _, loss in told[1:]] == outcome["validation_loss"]

@@ -14,12 +14,11 @@ from matplotlib.figure import Figure
 
 from hetero_pp.config.topology import ParticipantsReplica
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.research.experiments.catalog import Catalog
-from hetero_pp.research.experiments.definition import Experiment, Row
-from hetero_pp.research.experiments.markdown import markdown
+from hetero_pp.research.experiments.command import Request
+from hetero_pp.research.experiments.definition import Catalog, Experiment, Row
+from hetero_pp.research.experiments.pages import markdown
 from hetero_pp.research.experiments.plots import draw
-from hetero_pp.research.experiments.report import result_of
-from hetero_pp.research.experiments.request import Request
+from hetero_pp.research.experiments.result import result_of
 from hetero_pp.research.experiments.rows import Setting
 from hetero_pp.research.experiments.sweep import swept
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import sqrt
 from pathlib import Path
@@ -20,18 +20,14 @@ from rich.console import Console
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokens import TokenStore
 from hetero_pp.research.experiments import command
-from hetero_pp.research.experiments.catalog import Catalog
-from hetero_pp.research.experiments.command import reproduce
+from hetero_pp.research.experiments.command import RESULTS, Request, reproduce
 from hetero_pp.research.experiments.corpus import Corpus, prepare_corpus
-from hetero_pp.research.experiments.definition import FORWARDS, Claim, Experiment, Row
-from hetero_pp.research.experiments.jobs import make_job
-from hetero_pp.research.experiments.markdown import markdown, number
+from hetero_pp.research.experiments.definition import FORWARDS, Catalog, Claim, Experiment, Row
 from hetero_pp.research.experiments.outcomes import ROWS, add_outcome
-from hetero_pp.research.experiments.plots import draw
-from hetero_pp.research.experiments.report import result_of, write_result
-from hetero_pp.research.experiments.request import RESULTS, Request
+from hetero_pp.research.experiments.pages import markdown, number
+from hetero_pp.research.experiments.result import result_of, write_result
 from hetero_pp.research.experiments.rows import Setting
-from hetero_pp.research.experiments.verdict import interval_of, judge
+from hetero_pp.research.experiments.training import make_job
 from hetero_pp.run.folder import CACHE
 
 MICRO = SHIPPED.scale("micro")
@@ -174,13 +170,8 @@ def test_what_rows_send_and_take_is_shown_where_it_is_known(outcomes: Outcomes) 
     assert [row[columns.index("CPU, s")] for row in found] == cpu
 
 
-def test_the_line_of_the_picture_is_the_baselines_loss(
-    outcomes: Outcomes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pictures: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: pictures.append(figure))
-    draw(_result(outcomes), outcomes, tmp_path / "toy.png")
-    [picture] = pictures
+def test_the_line_of_the_picture_is_the_baselines_loss(outcomes: Outcomes, drawn: Callable[..., Figure]) -> None:
+    picture = drawn(_result(outcomes), outcomes)
     curves, *_, ranks = ({line.get_label(): line.get_ydata() for line in axes.get_lines()} for axes in picture.axes)
     assert list(np.asarray(ranks["base (baseline)"])) == [3.0, 3.0]
     assert list(np.asarray(curves["base"])) == [5.0, 1.0, 2.0]  # of the smallest seed
@@ -251,35 +242,6 @@ def test_a_claim_about_biases_is_of_their_means_over_rounds(outcomes: Outcomes) 
     assert result["claims"][0]["verdict"] == "holds"
     assert result["claims"][0]["interval"] == pytest.approx((0.1, 0.1))
     assert _rows(result)["all"]["bias"]["seeds"] == pytest.approx({"1": 0.3, "2": 0.5})
-
-
-EQUALITIES = {
-    "equal at every seed": ([0.001, -0.001, 0.0], "holds"),
-    "equal in the mean, by chance": ([-0.2, 0.2, 0.0], "within noise"),
-    "the mean is within the margin, its interval is not": ([0.02, 0.028, 0.024], "within noise"),
-    "the mean is beyond the margin, its interval is not": ([0.04, 0.1, 0.07], "within noise"),
-    "beyond the margin": ([0.2, 0.21, 0.22], "does not hold"),
-    "as far below": ([-0.2, -0.21, -0.22], "does not hold"),
-    "one seed": ([0.0], "one seed"),
-    "one seed, much more than the margin": ([-0.07], "one seed"),
-}
-
-
-@pytest.mark.parametrize(("differences", "verdict"), EQUALITIES.values(), ids=EQUALITIES)
-def test_equality_is_judged_with_its_interval(differences: list[float], verdict: str) -> None:
-    """Seeds differ far more than the rows do, and are in another order. The margin is 0.03."""
-    a = {seed: 4.0 + seed for seed in range(len(differences))}
-    b = {seed: a[seed] + differences[seed] for seed in reversed(range(len(differences)))}
-    found = judge(Claim(text="same", equal=("a", "b")), {"a": a | {99: 1.0}, "b": {98: 7.0} | b}, {})
-    assert (found.verdict, found.seeds) == (verdict, len(differences))
-    assert found.difference == pytest.approx(sum(differences) / len(differences))
-    assert found.interval == (pytest.approx(_interval(differences), abs=1e-3) if len(differences) > 1 else None)
-
-
-@pytest.mark.parametrize("count", [2, 3, 5, 11, 12, 20, 100])
-def test_intervals_are_those_of_scipy(count: int) -> None:
-    values = [float((7 * index) % 11) for index in range(count)]
-    assert interval_of(values) == pytest.approx(_interval(values), abs=2e-3)
 
 
 # ---- from stored outcomes to a table ----

@@ -9,8 +9,8 @@ import typer
 
 from hetero_pp.core.shipped import shipped
 from hetero_pp.program.commands.options import _find
-from hetero_pp.research.experiments.catalog import Catalog
-from hetero_pp.research.experiments.request import EXPERIMENTS, RESULTS, experiments_in, results_in
+from hetero_pp.research.experiments.command import EXPERIMENTS, RESULTS, experiments_in, results_in
+from hetero_pp.research.experiments.definition import Catalog
 
 ROWS = Path("micro") / "rows.jsonl"
 

@@ -20,7 +20,7 @@ from hetero_pp.program import plan, simulate
 from hetero_pp.program.cli import app
 from hetero_pp.program.report.output import WIDTH_OF_FILES, fold, fold_names, say, tell
 from hetero_pp.program.report.tables import PlainTable
-from hetero_pp.research.experiments.report import print_result
+from hetero_pp.research.experiments.result import print_result
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from table_config import table_config
+from table_config import table_config, tiny
 
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.tokens import prepare_tokens
@@ -24,9 +24,7 @@ def _config(corpus: Path, outer: dict[str, Any], inner: dict[str, Any] | None = 
     replicas = [{"name": name, "kind": "datacenter", "batch_size": size} for name, size in BATCHES.items()]
     return table_config(
         {
-            "name": "t",
-            "model": {"width": 16, "heads": 2, "feed_forward": 24, "layers": 2},
-            "data": {"corpus": str(corpus), "sequence_length": 16, "validation_share": 0.2, "validation_sequences": 4},
+            **tiny(corpus, 16, 2),
             "inner": {"steps": 2, "warmup_steps": 0, "learning_rate": 0.01} | (inner or {}),
             "outer": {"rounds": 3, "method": "diloco", "averages_moments": True, **outer},
             "replicas": [*replicas, {**HOME, **more.get("home", {})}],

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from table_config import tiny
 
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.research.settings import Every
@@ -40,9 +41,7 @@ def _spec(corpus: Path, compressed: int, rank: int, embedding: str = "free", rou
     ]
     config = RunConfig.model_validate(
         {
-            "name": "t",
-            "model": {"width": 32, "heads": 2, "feed_forward": 48, "layers": 2},
-            "data": {"corpus": str(corpus), "sequence_length": 32, "validation_share": 0.2, "validation_sequences": 8},
+            **tiny(corpus, 32, 2),
             "inner": {"steps": 3, "warmup_steps": 3, "learning_rate": 0.01},
             "outer": {"rounds": rounds, "compression": {"value_bits": 32}},
             "replicas": replicas,

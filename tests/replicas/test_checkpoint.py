@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from table_config import table_config
+from table_config import table_config, tiny
 
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.tokens import prepare_tokens
@@ -37,9 +37,7 @@ def _spec(corpus: Path, method: str) -> RunSpec:
     home = {"name": "home", "kind": "participants", "stages": 2, "boundary": {"rank": "1/4", **boundary}}
     config = table_config(
         {
-            "name": "t",
-            "model": {"width": 32, "heads": 2, "feed_forward": 48, "layers": 2},
-            "data": {"corpus": str(corpus), "sequence_length": 32, "validation_share": 0.2, "validation_sequences": 8},
+            **tiny(corpus, 32, 2),
             "inner": {"steps": 3, "warmup_steps": 3, "learning_rate": 0.01},
             "outer": {"rounds": 3, **outer},
             "replicas": [home | {"batch_size": 4}, {"name": "dc", "kind": "datacenter", "batch_size": 4}],

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from table_config import table_config
+from table_config import table_config, tiny
 
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.model.transformer import EMBEDDING
@@ -28,9 +28,7 @@ def _spec(corpus: Path, learning_rate: float, *replicas: dict[str, Any]) -> RunS
     torch.set_num_threads(1)
     config = table_config(
         {
-            "name": "t",
-            "model": {"width": 16, "heads": 2, "feed_forward": 24, "layers": 2},
-            "data": {"corpus": str(corpus), "sequence_length": 16, "validation_share": 0.2, "validation_sequences": 4},
+            **tiny(corpus, 16, 2),
             "inner": {"steps": 2, "warmup_steps": 0, "learning_rate": learning_rate},
             "outer": {"rounds": 3, "learning_rate": RATE, "compression": EXACT},
             "replicas": replicas,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from table_config import table_config
+from table_config import table_config, tiny
 
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.tokens import prepare_tokens
@@ -22,9 +22,7 @@ STEPS = 2
 def _config(corpus: Path, outer: dict[str, Any], warmup_steps: int = 0) -> RunConfig:
     return table_config(
         {
-            "name": "t",
-            "model": {"width": 16, "heads": 2, "feed_forward": 24, "layers": 1},
-            "data": {"corpus": str(corpus), "sequence_length": 16, "validation_share": 0.2, "validation_sequences": 4},
+            **tiny(corpus, 16, 1),
             "inner": {"steps": STEPS, "warmup_steps": warmup_steps, "learning_rate": 0.01},
             "outer": {"rounds": 4, "method": "diloco", "momentum": 0, "nesterov": False, "learning_rate": 1, **outer},
             "replicas": [

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 import pytest
 import torch
-from table_config import table_config
+from table_config import table_config, tiny
 from torch import Tensor
 
 from hetero_pp.core.errors import ConfigError
@@ -82,15 +82,7 @@ def _config(
     assert isinstance(own, dict)
     return table_config(
         {
-            "name": "t",
-            "seed": 2,
-            "model": {"width": 32, "heads": 2, "feed_forward": 48, "layers": 2},
-            "data": {
-                "corpus": str(corpus),
-                "sequence_length": 32,
-                "validation_share": 0.2,
-                "validation_sequences": 8,
-            },
+            **tiny(corpus, 32, 2, seed=2),
             "inner": {"steps": 4, "warmup_steps": 3, "learning_rate": 0.01, **inner},
             "outer": {"rounds": 3, **outer, "compression": {**compression, **own}},
             "replicas": replicas,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from table_config import table_config
+from table_config import table_config, tiny
 from torch import Tensor
 
 from hetero_pp.core.errors import ConfigError
@@ -39,10 +39,7 @@ MISSED, ROUNDS, SEED = 0.5, 5, 2
 def _config(corpus: Path, outer: dict[str, Any], exchange: dict[str, Any] | None = None) -> RunConfig:
     return table_config(
         {
-            "name": "t",
-            "seed": SEED,
-            "model": {"width": 16, "heads": 2, "feed_forward": 24, "layers": 1},
-            "data": {"corpus": str(corpus), "sequence_length": 16, "validation_share": 0.2, "validation_sequences": 4},
+            **tiny(corpus, 16, 1, seed=SEED),
             "inner": {"steps": 2, "warmup_steps": 0, "learning_rate": 0.01},
             "outer": {"rounds": ROUNDS, **outer},
             "exchange": exchange or {},

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from table_config import table_config
+from table_config import table_config, tiny
 from torch import Tensor
 
 from hetero_pp.core.errors import ConfigError
@@ -27,9 +27,7 @@ def _spec(corpus: Path, outer: dict[str, Any]) -> RunSpec:
     torch.set_num_threads(1)
     config = table_config(
         {
-            "name": "t",
-            "model": {"width": 32, "heads": 2, "feed_forward": 48, "layers": 2},
-            "data": {"corpus": str(corpus), "sequence_length": 32, "validation_share": 0.2, "validation_sequences": 8},
+            **tiny(corpus, 32, 2),
             "inner": {"steps": 3, "warmup_steps": 3, "learning_rate": 0.01},
             "outer": {"rounds": 4, **outer},
             "replicas": [{"name": f"r{index}", "kind": "datacenter", "batch_size": 4} for index in range(3)],

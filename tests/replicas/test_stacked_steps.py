@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from table_config import table_config
+from table_config import table_config, tiny
 from torch import Tensor
 
 from hetero_pp.config.topology import EmbeddingTraining
@@ -83,10 +83,7 @@ def _group(corpus: Path, folder: Path, constraint: str, compressed: int, whole: 
     kinds: list[dict[str, Any]] = [home] * compressed + [{"kind": "datacenter"}] * whole
     config = table_config(
         {
-            "name": "t",
-            "seed": 2,
-            "model": {"width": 32, "heads": 2, "feed_forward": 48, "layers": 2},
-            "data": {"corpus": str(corpus), "sequence_length": 32, "validation_share": 0.2, "validation_sequences": 8},
+            **tiny(corpus, 32, 2, seed=2),
             "inner": {"steps": STEPS, "warmup_steps": 0, "learning_rate": RATE, "final_learning_rate_share": 1.0},
             "outer": {"rounds": 1, "method": "adamw_ddp"},
             "replicas": [{"name": f"r{index}", "batch_size": 4, **kind} for index, kind in enumerate(kinds)],

@@ -14,8 +14,8 @@ from torch import Tensor
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.outer.step import OuterOptimizer
-from hetero_pp.research.experiments.facts import facts, token_count
-from hetero_pp.research.experiments.supply import tokens_read
+from hetero_pp.research.experiments.corpus import tokens_read
+from hetero_pp.research.experiments.result import facts, token_count
 from hetero_pp.research.settings import Every, ResearchConfig
 from hetero_pp.research.trainer.measurements import contribution_bytes
 from hetero_pp.research.trainer.train import AllReplicas, train_fast

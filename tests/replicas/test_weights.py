@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
-from table_config import table_config
+from table_config import table_config, tiny
 
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.outer.methods import OuterSettings
@@ -25,10 +25,7 @@ def _group(corpus: Path, folder: Path, outer: dict[str, Any]) -> AllReplicas:
     torch.set_num_threads(1)
     config = table_config(
         {
-            "name": "t",
-            "seed": SEED,
-            "model": {"width": 16, "heads": 2, "feed_forward": 24, "layers": 1},
-            "data": {"corpus": str(corpus), "sequence_length": 16, "validation_share": 0.2, "validation_sequences": 4},
+            **tiny(corpus, 16, 1, seed=SEED),
             "inner": {"steps": STEPS, "warmup_steps": 0, "learning_rate": 0.01},
             "outer": {"rounds": ROUNDS, "compression": {"density": 1.0, "value_bits": 32}, **outer},
             "replicas": [{"name": name, "kind": "datacenter", "batch_size": size} for name, size in BATCHES.items()],

@@ -81,13 +81,19 @@ def reproduce(
     Rows that are trained are not trained again, so this can be stopped and restarted at any time.
     """
     with readable_errors():
-        from hetero_pp.research.experiments.catalog import Catalog
+        from hetero_pp.research.experiments.command import (
+            Request,
+            experiments_in,
+            list_experiments,
+            results_in,
+            scale_of,
+            with_device,
+        )
+        from hetero_pp.research.experiments.command import dry_run as print_costs
         from hetero_pp.research.experiments.command import reproduce as train_and_write
-        from hetero_pp.research.experiments.jobs import RowTraining
-        from hetero_pp.research.experiments.listing import dry_run as print_costs
-        from hetero_pp.research.experiments.listing import list_experiments
-        from hetero_pp.research.experiments.overview import write_overview
-        from hetero_pp.research.experiments.request import Request, experiments_in, results_in, scale_of, with_device
+        from hetero_pp.research.experiments.definition import Catalog
+        from hetero_pp.research.experiments.pages import write_overview
+        from hetero_pp.research.experiments.training import Training
 
         experiments = experiments_in(experiments)
         results = results_in(results, writes=not (show_list or dry_run or json_path is not None))
@@ -106,7 +112,7 @@ def reproduce(
             runs=runs,
             results=results,
             trains=train,
-            training=RowTraining(compiles=compiles),
+            training=Training(compiles=compiles),
         )
         if show_list or json_path is not None:
             list_experiments(request, json_path)

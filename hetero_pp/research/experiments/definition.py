@@ -1,19 +1,24 @@
-"""Definition of an experiment: rows as changed cells of a scale's base, paper's values, claims as inequalities."""
+"""Definitions as data, and the folder that holds them: scales, experiments, rows, claims and trends.
+
+A row is changed cells of a scale's base; a claim is an inequality between rows. A file that cannot be used is reported,
+and the others stay usable.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import AfterValidator, Field, PositiveFloat, PrivateAttr, model_validator
+from pydantic import AfterValidator, Field, PositiveFloat, PrivateAttr, ValidationError, model_validator
 
 from hetero_pp.config.settings import Ratio, Settings
 from hetero_pp.config.topology import EmbeddingTraining, Rank
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.research.experiments.rates import Method
+from hetero_pp.core.shipped import shipped
 from hetero_pp.research.settings import Every
-from hetero_pp.run.yaml_lines import YamlLines
+from hetero_pp.run.yaml_lines import YamlLines, complaint
 
 Cells = dict[str, Any]
 """Changed cells of a run by dotted name, as `outer.method: diloco`; `replicas.batch_size` changes every replica."""
@@ -33,6 +38,17 @@ def _checked(name: str) -> str:
 Name = Annotated[str, AfterValidator(_checked)]
 
 
+_Others = Literal["adamw_ddp", "adamw", "muon", "demo", "sparseloco"]
+_DiLoCo = Literal["diloco", "diloco_one_worker", "diloco_sgd", "diloco_momentum", "diloco_adam", "diloco_lom"]
+_HetPP = Literal["pp_compress", "pp_compress_free", "het_pp_compress", "het_pp_compress_free"]
+Method = Literal[_Others, _DiLoCo, _HetPP]
+"""Methods that have a learning rate of their own.
+
+`adamw` is one worker. `diloco` has Nesterov momentum, `diloco_sgd` none. `pp_compress` has only compressed replicas,
+`het_pp_compress` also others. `_free` trains the whole embedding, which Het-PP (2.4) keeps in the subspace.
+"""
+
+
 class Definition(Settings):
     """Content of one definition file."""
 
@@ -43,7 +59,6 @@ class Definition(Settings):
         return error if self._file is None else YamlLines(self._file).located(error, type(self))
 
     def read_from(self, file: Path) -> None:
-        """Record the file that the definition was read from."""
         self._file = file
 
     def beside(self, path: str) -> Path:
@@ -135,39 +150,22 @@ class SweptRow(Row):
 
 
 Forward = Literal["own", "compressed", "uncompressed"]
+Way = Literal["gather", "ring", "sparse_ring"]
+OfOuterGradient = Literal["norm", "uncorrelated", "momentum", "kept_momentum"]
+OfAttack = Literal["caught", "until_caught", "honest_out", "evaluation", "recomputation", "audit_megabytes", "backdoor"]
+_OfRounds = Literal["bias", "similarity"]
+_Predicted = Literal["hours"]
+Measurement = Literal[_OfRounds, Way, OfOuterGradient, OfAttack, _Predicted]
 
 FORWARDS: tuple[Forward, ...] = get_args(Forward)
 """Forwards in which the synced model has a loss."""
-
-
-Measurement = Literal[
-    "bias",
-    "similarity",
-    "gather",
-    "ring",
-    "sparse_ring",
-    "norm",
-    "uncorrelated",
-    "momentum",
-    "kept_momentum",
-    "hours",
-    "caught",
-    "until_caught",
-    "honest_out",
-    "evaluation",
-    "recomputation",
-    "audit_megabytes",
-    "backdoor",
-]
-
-WAYS = ("gather", "ring", "sparse_ring")
+WAYS: tuple[Way, ...] = get_args(Way)
 """Collectives for which the size of contributions is measured."""
-
-OF_OUTER_GRADIENTS = ("norm", "uncorrelated", "momentum", "kept_momentum")
+OF_OUTER_GRADIENTS: tuple[OfOuterGradient, ...] = get_args(OfOuterGradient)
 """Measurements of outer gradients, in the order of OuterGradient."""
-
-OF_ATTACKS = ("caught", "until_caught", "honest_out", "evaluation", "recomputation", "audit_megabytes", "backdoor")
+OF_ATTACKS: tuple[OfAttack, ...] = get_args(OfAttack)
 """Measurements of rows with `research.attacks`."""
+MEASUREMENTS: tuple[Measurement, ...] = get_args(Measurement)
 
 EVERY: dict[str, str] = {
     "bias": "bias_every",
@@ -179,7 +177,6 @@ EVERY: dict[str, str] = {
 
 SEEDLESS = (*WAYS, "hours")
 """Quantities that do not depend on the seed, or hardly: a claim about them has a verdict with one seed."""
-
 
 KINDS = ("lower", "equal", "grows", "proportional", "inverse_root", "at_least", "at_most")
 """Keys of a claim that state it."""
@@ -248,19 +245,11 @@ class Claim(Settings):
     )
 
     @model_validator(mode="after")
-    def _exactly_one(self) -> Claim:
+    def _is_complete(self) -> Claim:
         if sum(getattr(self, kind) is not None for kind in KINDS) != 1:
             raise ValueError(f"expected exactly one of {', '.join(f'`{kind}`' for kind in KINDS)}")
-        return self
-
-    @model_validator(mode="after")
-    def _reason_is_shown(self) -> Claim:
         if self.why and not self.shown_by and "not known" not in self.why.lower():
             raise ValueError("found `why` without `shown_by`, expected rows that show it, or `not known` in its text")
-        return self
-
-    @model_validator(mode="after")
-    def _is_known_by_round(self) -> Claim:
         for key, is_set in (("after", self.after < 1), ("by", self.by is not None)):
             if is_set and self.of != "own":
                 raise ValueError(f"found `{key}` with `of: {self.of}`, expected `own`, the loss of every round")
@@ -319,7 +308,7 @@ class Experiment(Definition):
     trends: list[Trend] = Field(default_factory=list)
 
     @model_validator(mode="after")
-    def _rows_exist(self) -> Experiment:
+    def _fits_its_rows(self) -> Experiment:
         names = [row.name for row in self.rows]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"found two rows named `{twice[0]}`, expected unique names")
@@ -328,32 +317,20 @@ class Experiment(Definition):
         wanted |= {claim.by for claim in self.claims if claim.by is not None}
         if unknown := sorted(wanted - set(names)):
             raise ValueError(f"found no row `{unknown[0]}`, expected one of {', '.join(f'`{name}`' for name in names)}")
-        return self
-
-    @model_validator(mode="after")
-    def _is_measured(self) -> Experiment:
         counted = {row.name for row in self.rows if row.replicas is not None}
+        timed = [row.name for row in self.rows if row.timed is not None]
         for claim in self.claims:
             if uncounted := sorted(set(claim.inverse_root or ()) - counted):
                 raise ValueError(f"found no `replicas` in row `{uncounted[0]}`, expected it for a claim about it")
-            if unknown := sorted(self._needs_time(claim) - {row.name for row in self.rows if row.timed is not None}):
-                raise ValueError(f"found no `timed` in row `{unknown[0]}`, expected it for a claim about time")
+            needs_time = claim.rows() if claim.of == "hours" or claim.by is not None else set[str]()
+            if untimed := sorted((needs_time | ({claim.by} if claim.by is not None else set())) - set(timed)):
+                raise ValueError(f"found no `timed` in row `{untimed[0]}`, expected it for a claim about time")
             every = EVERY.get(claim.of)
             if every is not None and getattr(self, every) is None:
                 raise ValueError(
                     f"found a claim about {claim.of} without `{every}`, expected the rounds between measurements"
                 )
-        return self
-
-    def _needs_time(self, claim: Claim) -> set[str]:
-        """Return the rows whose time a claim is about."""
-        if claim.by is not None:
-            return claim.rows() | {claim.by}
-        return claim.rows() if claim.of == "hours" else set()
-
-    @model_validator(mode="after")
-    def _has_a_clock(self) -> Experiment:
-        if self.clock is None and (timed := [row.name for row in self.rows if row.timed is not None]):
+        if self.clock is None and timed:
             raise ValueError(f"found `timed` in row `{timed[0]}` without `clock`, expected the file that predicts it")
         return self
 
@@ -378,3 +355,112 @@ class Experiment(Definition):
     def baseline_of(self, row: Row) -> str:
         """Return the name of the row to which a row's percentage refers."""
         return row.baseline or self.baseline
+
+
+SHIPPED_SCALES = shipped("configs/experiments/scales")
+
+Kind = TypeVar("Kind", Scale, Experiment)
+
+
+class Catalog:
+    """Experiments and scales that the YAML files of a folder and of its direct subfolders define.
+
+    A file with the key `base`, or in a folder `scales`, is a scale; any other file is an experiment. Shipped scales are
+    added if the folder has none of that name, with the recipes of single papers in `scales/NAME/`. `broken` maps the
+    names of unusable experiments to their errors.
+
+    Raises ConfigError if there is no such folder.
+    """
+
+    def __init__(self, folder: Path, scales: Path = SHIPPED_SCALES) -> None:
+        if not folder.is_dir():
+            raise ConfigError((), f"{folder}: found no folder, expected a folder with experiments")
+        self.folder = folder
+        self.scales: dict[str, Scale] = {}
+        self.experiments: dict[str, Experiment] = {}
+        self.broken: dict[str, ConfigError] = {}
+        self._broken_scales: dict[str, ConfigError] = {}
+        for path in sorted([*folder.glob("*.yaml"), *folder.glob("*/*.yaml"), *folder.glob("scales/*/*.yaml")]):
+            self._add(path, path.relative_to(folder).with_suffix("").as_posix())
+        own = {*self.scales, *self._broken_scales}
+        for path in sorted(scales.glob("**/*.yaml")):
+            called = path.relative_to(scales).with_suffix("").as_posix()
+            if not own & {called, called.partition("/")[0]}:
+                self._add(path, called)
+        unknown = {name: error for name, one in self.experiments.items() if (error := self._unknown_reason(one))}
+        self.experiments = {name: one for name, one in self.experiments.items() if name not in unknown}
+        self.broken |= unknown
+
+    def _unknown_reason(self, experiment: Experiment) -> ConfigError | None:
+        """Return the error of a claim whose `shown_by` names a table or a row that does not exist."""
+        known = {row.name for row in experiment.rows}
+        for index, claim in enumerate(experiment.claims):
+            for shown in claim.shown_by:
+                table, _, row = shown.partition(" | ")
+                other = self.experiments.get(table)
+                rows = [] if other is None else [one.name for one in other.rows]
+                if shown not in known and (other is None or (row and row not in rows)):
+                    found = f"found `{shown}`, expected a row of this table, the name of a table, or `TABLE | ROW`"
+                    return experiment.located(ConfigError(("claims", index, "shown_by"), found))
+        return None
+
+    def scale(self, name: str) -> Scale:
+        """Return a scale by name. Raises ConfigError: the error of its file, or a list of the known names."""
+        return _find(name, self.scales, self._broken_scales, "scale")
+
+    def scale_of(self, experiment: Experiment, name: str) -> Scale:
+        """Return an experiment's scale by name: its paper's recipe if there is one. Raises ConfigError.
+
+        An experiment cannot have another paper's recipe.
+        """
+        recipe = f"{name}/{experiment.folder}"
+        scale = self.scale(recipe if recipe in {*self.scales, *self._broken_scales} else name)
+        if scale.experiments not in (None, experiment.folder):
+            found = f"found the experiment `{experiment.name}`, expected one in the folder `{scale.experiments}`"
+            raise scale.located(ConfigError(("experiments",), f"{found}: this is the recipe of another paper"))
+        return scale
+
+    def experiment(self, name: str) -> Experiment:
+        """Return an experiment by name. Raises ConfigError: the error of its file, or a list of the known names."""
+        return _find(name, self.experiments, self.broken, "experiment")
+
+    def _add(self, path: Path, called: str) -> None:
+        """Add the scale or experiment of a file; a broken file without a usable name is recorded under `called`."""
+        content: Any = {}
+        is_scale = path.parent.name == "scales"
+        try:
+            lines = YamlLines(path)
+            content = lines.plain()
+            is_scale = is_scale or "base" in content
+            if is_scale:
+                _define(Scale, content, lines, self.scales)
+            else:
+                _define(Experiment, content, lines, self.experiments)
+        except ConfigError as error:
+            said = str(content.get("name", called))
+            if is_scale:
+                self._broken_scales[f"{said}/{content['experiments']}" if "experiments" in content else said] = error
+            else:
+                self.broken[said if is_a_name(said) and said not in self.experiments else called] = error
+
+
+def _define(kind: type[Kind], content: Any, lines: YamlLines, known: dict[str, Kind]) -> None:
+    """Add the definition in a file. Raises ConfigError with file, line and key."""
+    try:
+        defined = kind.model_validate(content)
+    except ValidationError as error:
+        raise lines.located(complaint(error, kind), kind) from None
+    key = defined.key if isinstance(defined, Scale) else defined.name
+    if key in known:
+        message = f"found `{key}`, which is the name of another file, expected a unique name"
+        raise lines.located(ConfigError(("name",), message), kind)
+    defined.read_from(lines.path)
+    known[key] = defined
+
+
+def _find(name: str, known: Mapping[str, Kind], broken: Mapping[str, ConfigError], what: str) -> Kind:
+    if name in known:
+        return known[name]
+    if name in broken:
+        raise broken[name]
+    raise ConfigError((), f"found no {what} `{name}`, expected one of {', '.join(sorted({*known, *broken}))}")

@@ -2,75 +2,135 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hetero_pp.core.units import format_bytes, format_ratio
-from hetero_pp.research.experiments.axis import AxisTick, lay_out, ticks_of
+from hetero_pp.core.units import format_bytes, format_ratio, parse_any
 from hetero_pp.research.experiments.outcomes import Outcome, Outcomes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
-
-Row = Mapping[str, Any]
-Point = tuple[AxisTick, float, float]
-"""Position on the horizontal axis, mean loss, standard deviation over seeds."""
+LOGARITHMIC = 8
+"""Ratio of the largest value to the smallest from which a horizontal axis is logarithmic."""
+OF_A_LETTER = 0.02
+"""Width of one letter as a share of the axis; labels also keep a gap of one letter."""
 
 _FINAL_LOSS = "final validation loss, nats per token\n(mean over seeds; bars: standard deviation)"
-_RANK_SHARE = "k/d: share of the dimensions that cross a boundary"
 _MEANINGS = {
     "inner.steps": "H: inner steps per round",
     "outer.compression.density": "density: share of the values that is sent",
 }
 """Meanings of settings that are an axis of several tables."""
+_WAYS = {"ring": "in a ring", "gather": "gathered, or to a parameter server"}
+
+Row = Mapping[str, Any]
+Panel = Callable[["Axes", Mapping[str, Any], Outcomes], None]
+"""Draws on axes what it needs of a result and its outcomes."""
+
+
+class Place(NamedTuple):
+    """Position and label of a value on the horizontal axis."""
+
+    x: float
+    name: str
+
+
+Point = tuple[Place, float, float]
+"""Position on the horizontal axis, mean loss, standard deviation over seeds."""
 
 
 def draw(result: Mapping[str, Any], outcomes: Outcomes, path: Path) -> None:
     """Write the picture of a result."""
     from matplotlib.figure import Figure
 
-    panels: list[Callable[[Axes], None]] = [lambda axes: _draw_curves(axes, result, outcomes)]
+    rows = [row for row, _ in _known(result)]
+    panels: list[Panel] = [_draw_curves]
     if any(outcome.get("similarity") for _, _, outcome in _firsts(result, outcomes)):
-        panels.append(lambda axes: _draw_similarity(axes, result, outcomes))
-    panels += _outer_panels(result, outcomes)
+        panels.append(_draw_similarity)
+    if any("momentum" in row for row in rows):
+        panels.append(_draw_momentum)
+    if len({row["replicas"] for row in rows if "norm" in row}) > 1:
+        panels.append(_draw_norm)
+    swept = dict.fromkeys(cell for row in result["rows"] for cell in row.get("swept", {}))
     if any("hours" in row for row in result["rows"]):
-        panels.append(lambda axes: _draw_by_time(axes, result, outcomes))
+        panels.append(_draw_by_time)
     elif result["trends"]:
-        panels.append(lambda axes: _draw_trends(axes, result["trends"]))
-    elif sum("gather" in row for row, _ in _known(result)) > 1:
-        panels += [lambda axes: _draw_volume(axes, result, "ring"), lambda axes: _draw_volume(axes, result, "gather")]
+        panels.append(_draw_trends)
+    elif sum("gather" in row for row in rows) > 1:
+        panels += [partial(_draw_volume, way="ring"), partial(_draw_volume, way="gather")]
+    elif swept:
+        panels += [partial(_draw_sweep, cell=cell) for cell in swept]
     else:
-        panels += _swept_panels(result) or [*_varied_panels(result), *_usual_panels(result)]
-    legend_columns = _legend_columns(sum(row["name"] in outcomes for row in result["rows"]))
+        panels += [partial(_draw_varied, key=key) for key in result.get("varied", {})]
+        sizes = {format_bytes(row["bytes_per_token"]) for row in rows if row["bytes_per_token"] > 0}
+        panels += [_draw_bytes] if len(sizes) > 1 else []  # else the axis names one value
+        panels += [_draw_ranks] if _by_rank(result) else []
+
+    def columns_of(rows: int) -> int:
+        return 1 + rows // 30
+
+    legend_columns = columns_of(sum(row["name"] in outcomes for row in result["rows"]))
     figure = Figure(figsize=(6.5 * len(panels) + 2.5 * legend_columns, 6), layout="constrained")
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        panel(axes)
+        panel(axes, result, outcomes)
         axes.grid(alpha=0.3)
     figure.suptitle(f"{result['name']} at scale {result['scale']}")
-    _name_rows(figure)
+    # The legend of rows lies beside the panels, where it hides nothing. Its title says to which panels it belongs if
+    # some have a legend of their own, which gives colours other meanings.
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    some_have_own = any(axes.get_legend() is not None for axes in figure.axes)
+    title = "rows (panels without an own legend)" if some_have_own else "rows"
+    columns = columns_of(len(labels))
+    figure.legend(handles, labels, loc="outside right upper", fontsize=9, ncols=columns, title=title)
     figure.savefig(path, dpi=80, format="png")
 
 
-def _name_rows(figure: Figure) -> None:
-    """Add a legend of the rows beside the panels, where it hides nothing.
+def places_of(values: Sequence[str]) -> list[Place]:
+    """Return the position of each value as the user wrote it.
 
-    Its title says to which panels it belongs if some have a legend of their own, which gives colours other meanings.
+    Numbers, ratios and quantities are placed by size. If any value is none of these, all are placed in their order.
     """
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    some_have_own = any(axes.get_legend() is not None for axes in figure.axes)
-    title, columns = "rows (panels without an own legend)" if some_have_own else "rows", _legend_columns(len(labels))
-    figure.legend(handles, labels, loc="outside right upper", fontsize=9, ncols=columns, title=title)
+    try:
+        return [Place(parse_any(value), value) for value in values]
+    except ValueError:
+        return [Place(float(index), value) for index, value in enumerate(values)]
 
 
-def _legend_columns(rows: int) -> int:
-    return 1 + rows // 30
+def lay_out(axes: Axes, places: Sequence[Place]) -> None:
+    """Scale the axis to the places, leave a margin at both ends, and label the places that have room."""
+    known = sorted({place.x: place for place in places}.values())
+    if not known:
+        axes.set_xticks([])
+        return
+    low, high = known[0].x, known[-1].x
+    is_logarithmic = low > 0 and high >= LOGARITHMIC * low
+    if is_logarithmic:
+        axes.set_xscale("log")
+        axes.set_xlim(low * (low / high) ** 0.06, high * (high / low) ** 0.06)
+    else:
+        room = 0.06 * (high - low) or 0.5 * abs(high) or 0.5
+        axes.set_xlim(low - room, high + room)
+    axes.minorticks_off()
+    # Both ends have labels, then the places with the shortest labels that overlap no other.
+    along = [math.log(place.x) if is_logarithmic else place.x for place in known]
+    width, ends = (along[-1] - along[0]) or 1.0, {0, len(known) - 1}
+    chosen: list[int] = []
+    for index in sorted(range(len(known)), key=lambda one: (one not in ends, len(known[one].name), one)):
+        gaps = [
+            (abs(along[index] - along[one]) / width, (len(known[index].name) + len(known[one].name)) / 2 + 1)
+            for one in chosen
+        ]
+        if all(gap >= OF_A_LETTER * letters for gap, letters in gaps):
+            chosen.append(index)
+    named = [known[index] for index in sorted(chosen)]
+    axes.set_xticks([place.x for place in named], [place.name for place in named])
 
 
 def _style(number: int) -> dict[str, Any]:
@@ -91,27 +151,23 @@ def _firsts(result: Mapping[str, Any], outcomes: Outcomes) -> Iterator[tuple[Row
             yield row, _style(number), seeds[min(seeds)]
 
 
+def _steps_of(result: Mapping[str, Any], row: Row) -> int:
+    """Return the length of one of the row's rounds on the axis along a run.
+
+    The axis counts inner steps if rows have rounds of different lengths, because such rounds cannot share an axis.
+    """
+    steps: Mapping[str, int] = result.get("inner_steps", {})
+    return steps.get(row["name"], 1)
+
+
 def _draw_curves(axes: Axes, result: Mapping[str, Any], outcomes: Outcomes) -> None:
     """Draw the loss of each row's first seed; its end has the row's marker in the other panels."""
     for row, style, outcome in _firsts(result, outcomes):
         losses = outcome["validation_loss"]
         along = [round_ * _steps_of(result, row) for round_ in range(1, len(losses) + 1)]
         axes.plot(along, losses, **style, markevery=[len(losses) - 1], label=row["name"])
-    axes.set(xlabel=_progress(result), ylabel="validation loss of the first seed, nats per token")
-
-
-def _progress(result: Mapping[str, Any]) -> str:
-    """Return the label of the axis along a run.
-
-    Counts inner steps if rows have rounds of different lengths, because such rounds cannot share an axis.
-    """
-    return "inner step" if "inner_steps" in result else "outer round"
-
-
-def _steps_of(result: Mapping[str, Any], row: Row) -> int:
-    """Return the length of one of the row's rounds on that axis."""
-    steps: Mapping[str, int] = result.get("inner_steps", {})
-    return steps.get(row["name"], 1)
+    progress = "inner step" if "inner_steps" in result else "outer round"
+    axes.set(xlabel=progress, ylabel="validation loss of the first seed, nats per token")
 
 
 def _draw_by_time(axes: Axes, result: Mapping[str, Any], outcomes: Outcomes) -> None:
@@ -122,17 +178,6 @@ def _draw_by_time(axes: Axes, result: Mapping[str, Any], outcomes: Outcomes) -> 
             along = [row["hours"] * round_ / len(losses) for round_ in range(1, len(losses) + 1)]
             axes.plot(along, losses, **style, markevery=[len(losses) - 1])
     axes.set(xlabel="predicted hours", ylabel="validation loss of the first seed, nats per token")
-
-
-def _outer_panels(result: Mapping[str, Any], outcomes: Outcomes) -> list[Callable[[Axes], None]]:
-    """Return the panels of measured outer gradients: cosines with a momentum of all, and norms against replicas."""
-    panels: list[Callable[[Axes], None]] = []
-    known = [row for row, _ in _known(result)]
-    if any("momentum" in row for row in known):
-        panels.append(lambda axes: _draw_momentum(axes, result, outcomes))
-    if len({row["replicas"] for row in known if "norm" in row}) > 1:
-        panels.append(lambda axes: _draw_norm(axes, result))
-    return panels
 
 
 def _draw_momentum(axes: Axes, result: Mapping[str, Any], outcomes: Outcomes) -> None:
@@ -147,7 +192,7 @@ def _draw_momentum(axes: Axes, result: Mapping[str, Any], outcomes: Outcomes) ->
     axes.set_ylabel("cosine with the momentum of all, first seed\n(thin: what is kept; dotted: the paper's bounds)")
 
 
-def _draw_norm(axes: Axes, result: Mapping[str, Any]) -> None:
+def _draw_norm(axes: Axes, result: Mapping[str, Any], outcomes: Outcomes) -> None:
     """Draw the norm of the outer gradient against the number of replicas, beside 1 / sqrt(k): DiLoCo, 6.2."""
     known = [(row["replicas"], row["norm"]["mean"], row) for row, _ in _known(result) if "norm" in row]
     for count, norm, row in known:
@@ -159,7 +204,7 @@ def _draw_norm(axes: Axes, result: Mapping[str, Any]) -> None:
     orthogonal = sorted((count, row["uncorrelated"]["mean"]) for count, _, row in known)
     axes.plot(*zip(*orthogonal, strict=True), color="gray", linestyle=":", label="if contributions were uncorrelated")
     axes.set(ylim=(0, None), xlabel="replicas (k)", ylabel="norm of the outer gradient, mean over rounds")
-    lay_out(axes, [AxisTick(count, str(count)) for count, *_ in known])
+    lay_out(axes, [Place(count, str(count)) for count, *_ in known])
     _name_lines(axes)
 
 
@@ -174,14 +219,11 @@ def _draw_similarity(axes: Axes, result: Mapping[str, Any], outcomes: Outcomes) 
                 [mean + sign * spread for mean, spread in zip(means, spreads, strict=True)] for sign in (-1, 1)
             )
             axes.fill_between(along, low, high, color=style["color"], alpha=0.15)
-    axes.set_xlabel(_progress(result))
+    axes.set_xlabel("inner step" if "inner_steps" in result else "outer round")
     axes.set_ylabel("cosine of two contributions of the first seed\n(band: standard deviation over pairs)")
 
 
-_WAYS = {"ring": "in a ring", "gather": "gathered, or to a parameter server"}
-
-
-def _draw_volume(axes: Axes, result: Mapping[str, Any], way: str) -> None:
+def _draw_volume(axes: Axes, result: Mapping[str, Any], outcomes: Outcomes, way: str) -> None:
     """Draw final loss against what a replica sends over the run, with the Pareto frontier: SparseLoCo's Figure 2."""
     known = [(row[way]["mean"], row, style) for row, style in _known(result) if way in row]
     for volume, row, style in known:
@@ -191,21 +233,11 @@ def _draw_volume(axes: Axes, result: Mapping[str, Any], way: str) -> None:
         if not front or row["ours"]["mean"] < front[-1][1]:
             front.append((volume, row["ours"]["mean"]))
     axes.plot(*zip(*front, strict=True), color="gray", linestyle=":", zorder=0)
-    lay_out(axes, [AxisTick(volume, format_bytes(1e6 * volume)) for volume, _, _ in known])
+    lay_out(axes, [Place(volume, format_bytes(1e6 * volume)) for volume, _, _ in known])
     axes.set(xlabel=f"a replica sends in all rounds, {_WAYS[way]}", ylabel=_FINAL_LOSS)
 
 
-def _usual_panels(result: Mapping[str, Any]) -> list[Callable[[Axes], None]]:
-    panels: list[Callable[[Axes], None]] = []
-    sizes = {row["bytes_per_token"] for row, _ in _known(result) if row["bytes_per_token"] > 0}
-    if len(set(map(format_bytes, sizes))) > 1:  # else the axis names one value
-        panels.append(lambda axes: _draw_bytes(axes, result))
-    if lines := _by_rank(result):
-        panels.append(lambda axes: _draw_ranks(axes, result, lines))
-    return panels
-
-
-def _draw_bytes(axes: Axes, result: Mapping[str, Any]) -> None:
+def _draw_bytes(axes: Axes, result: Mapping[str, Any], outcomes: Outcomes) -> None:
     """Draw final loss against bytes; rows without a compressed boundary are horizontal lines."""
     sizes = set()
     for row, style in _known(result):
@@ -215,7 +247,7 @@ def _draw_bytes(axes: Axes, result: Mapping[str, Any]) -> None:
             sizes.add(size)
         else:
             axes.axhline(loss, color=style["color"], linestyle="--")
-    lay_out(axes, [AxisTick(size, format_bytes(size)) for size in sorted(sizes)])
+    lay_out(axes, [Place(size, format_bytes(size)) for size in sorted(sizes)])
     axes.set(xlabel="bytes a token, hop and direction (dashed: not compressed)", ylabel=_FINAL_LOSS)
 
 
@@ -224,27 +256,24 @@ def _draw_point(axes: Axes, point: tuple[float, float, float], style: Mapping[st
     axes.errorbar(x, loss, spread, color=style["color"], marker=style["marker"], capsize=3)
 
 
-Lines = Mapping[str, Sequence[Point]]
-
-
-def _by_rank(result: Mapping[str, Any]) -> Lines:
-    """Return groups of several rows that differ only in the rank."""
+def _by_rank(result: Mapping[str, Any]) -> Mapping[str, Sequence[Point]]:
+    """Return groups of several rows that differ only in the rank, by name."""
     groups: dict[int, list[Row]] = defaultdict(list)
     for row, _ in _known(result):
         if row["k_over_d"] is not None:
             groups[row["but_for_rank"]].append(row)
     several = [rows for rows in groups.values() if len({row["k_over_d"] for row in rows}) > 1]
-    kinds = Counter(_kind(rows[0]) for rows in several)
-    return {
-        (_kind(rows[0]) if kinds[_kind(rows[0])] == 1 else _words_of_all(rows)): sorted(
-            _point(_share(row["k_over_d"]), row) for row in rows
-        )
-        for rows in several
-    }
 
+    def kind_of(row: Row) -> str:
+        return f"{row['compressed_share']:.0%} compressed" + (f", {row['bits']} bits" if row["bits"] else "")
 
-def _kind(row: Row) -> str:
-    return f"{row['compressed_share']:.0%} compressed" + (f", {row['bits']} bits" if row["bits"] else "")
+    kinds, named = Counter(kind_of(rows[0]) for rows in several), {}
+    for rows in several:
+        kind = kind_of(rows[0])
+        share = [Place(row["k_over_d"], str(Fraction(row["k_over_d"]).limit_denominator(1000))) for row in rows]
+        points = sorted(_point(place, row) for place, row in zip(share, rows, strict=True))
+        named[kind if kinds[kind] == 1 else _words_of_all(rows)] = points
+    return named
 
 
 def _words_of_all(rows: Sequence[Row]) -> str:
@@ -254,27 +283,24 @@ def _words_of_all(rows: Sequence[Row]) -> str:
     return re.sub(r"\S+ =(?=$| \S+ =)", "", words).strip()
 
 
-def _share(value: float) -> AxisTick:
-    return AxisTick(value, str(Fraction(value).limit_denominator(1000)))
-
-
-def _point(place: AxisTick, row: Row) -> Point:
+def _point(place: Place, row: Row) -> Point:
     return place, row["ours"]["mean"], row["ours"]["spread"] or 0.0
 
 
-def _draw_ranks(axes: Axes, result: Mapping[str, Any], lines: Lines) -> None:
+def _draw_ranks(axes: Axes, result: Mapping[str, Any], outcomes: Outcomes) -> None:
     """Draw final loss against k/d; the baseline and rows without compression are horizontal lines."""
-    _draw_lines(axes, lines)
+    _draw_lines(axes, _by_rank(result))
     for row, _ in _known(result):
-        if row["name"] == result["baseline"]:
-            axes.axhline(row["ours"]["mean"], color="gray", linestyle="--", label=_baseline(row["name"]))
+        loss, name = row["ours"]["mean"], row["name"]
+        if name == result["baseline"]:
+            axes.axhline(loss, color="gray", linestyle="--", label=f"{name} (baseline)")
         elif row["bytes_per_token"] == 0:
-            axes.axhline(row["ours"]["mean"], color="gray", linestyle=":", label=row["name"])
-    axes.set(xlabel=_RANK_SHARE, ylabel=_FINAL_LOSS)
+            axes.axhline(loss, color="gray", linestyle=":", label=name)
+    axes.set(xlabel="k/d: share of the dimensions that cross a boundary", ylabel=_FINAL_LOSS)
     _name_lines(axes)
 
 
-def _draw_lines(axes: Axes, lines: Lines) -> None:
+def _draw_lines(axes: Axes, lines: Mapping[str, Sequence[Point]]) -> None:
     for number, (kind, points) in enumerate(lines.items()):
         x, losses, spreads = ([point[0].x for point in points], *zip(*[point[1:] for point in points], strict=True))
         axes.errorbar(x, losses, spreads, **_style(number), capsize=3, label=kind)
@@ -286,62 +312,51 @@ def _name_lines(axes: Axes) -> None:
     axes.legend(fontsize=9, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
 
 
-def _draw_trends(axes: Axes, trends: Sequence[Mapping[str, Any]]) -> None:
+def _draw_trends(axes: Axes, result: Mapping[str, Any], outcomes: Outcomes) -> None:
     """Draw gaps against widths, with each law and its interval; the paper's gaps are stars."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    for number, trend in enumerate(trends):
-        colour = f"C{number % 10}"
+    all_widths: set[int] = set()
+    for number, trend in enumerate(result["trends"]):
+        colour, law = f"C{number % 10}", trend["law"]
         for point in trend["points"]:
             gaps = [gap for gap in point["percent"].values() if gap > 0]
             axes.plot([point["width"]] * len(gaps), gaps, ".", color=colour)
         papers = {int(width): gap for width, gap in trend["paper"].items()}
         axes.plot(list(papers), list(papers.values()), "*", color=colour, markersize=12)
-        widths = [one["width"] for one in trend["law"]]
-        axes.plot(widths, [one["percent"] for one in trend["law"]], color=colour, label=trend["name"])
-        lows, highs = [one["interval"][0] for one in trend["law"]], [one["interval"][1] for one in trend["law"]]
+        widths = [one["width"] for one in law]
+        axes.plot(widths, [one["percent"] for one in law], color=colour, label=trend["name"])
+        lows, highs = [one["interval"][0] for one in law], [one["interval"][1] for one in law]
         axes.fill_between(widths, lows, highs, color=colour, alpha=0.1)
+        all_widths |= {*(point["width"] for point in trend["points"]), *papers}
     axes.set(yscale="log", xlabel="width of the model (dots: seeds; stars: the paper)")
     axes.set_ylabel("final loss above no compression\n(lines: fitted laws; bands: their intervals)")
-    lay_out(axes, [AxisTick(width, f"{width:g}") for width in {width for trend in trends for width in _widths(trend)}])
+    lay_out(axes, [Place(width, f"{width:g}") for width in all_widths])
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} %")
     axes.yaxis.set_minor_formatter(NullFormatter())
     _name_lines(axes)
 
 
-def _widths(trend: Mapping[str, Any]) -> list[int]:
-    """Return the widths of a trend: our measurements and the paper's."""
-    return [*(point["width"] for point in trend["points"]), *map(int, trend["paper"])]
-
-
-def _varied_panels(result: Mapping[str, Any]) -> list[Callable[[Axes], None]]:
-    """Return a panel for each numeric setting that rows vary alone."""
-    varied = result.get("varied", {})
-    return [partial(_draw_varied, result=result, key=key, lines=lines) for key, lines in varied.items()]
-
-
-def _draw_varied(axes: Axes, result: Mapping[str, Any], key: str, lines: Sequence[Sequence[tuple[str, float]]]) -> None:
+def _draw_varied(axes: Axes, result: Mapping[str, Any], outcomes: Outcomes, key: str) -> None:
     """Draw final loss against a setting, with lines of rows that differ only in it; a baseline on no line is dashed."""
-    known = {row["name"]: row for row, _ in _known(result)}
+    known, lines = {row["name"]: row for row, _ in _known(result)}, result["varied"][key]
     named: dict[str, list[Point]] = {}
     for line in lines:
         rows = [(known[name], value) for name, value in line if name in known]
         if len(rows) > 1:
             words = _words_of_all([row for row, _ in rows]) or f"{rows[0][0]['name']} ... {rows[-1][0]['name']}"
             words = words if words not in named else f"{words} ({len(named) + 1})"
-            named[words] = [_point(_place(key, value), row) for row, value in rows]
+            form = format_ratio if key.endswith(".density") else "{:g}".format
+            named[words] = [_point(Place(value, form(value)), row) for row, value in rows]
     _draw_lines(axes, named)
     baseline = result["baseline"]
     if baseline in known and all(baseline != name for line in lines for name, _ in line):
-        axes.axhline(known[baseline]["ours"]["mean"], color="gray", linestyle="--", label=_baseline(baseline))
+        loss = known[baseline]["ours"]["mean"]
+        axes.axhline(loss, color="gray", linestyle="--", label=f"{baseline} (baseline)")
     axes.set(xlabel=_meaning(key), ylabel=_FINAL_LOSS)
     if len(axes.get_legend_handles_labels()[1]) > 1:
         _name_lines(axes)
-
-
-def _baseline(name: str) -> str:
-    return f"{name} (baseline)"
 
 
 def _meaning(key: str) -> str:
@@ -349,24 +364,14 @@ def _meaning(key: str) -> str:
     return f"{_MEANINGS[key]} ({key})" if key in _MEANINGS else key
 
 
-def _place(key: str, value: float) -> AxisTick:
-    return AxisTick(value, format_ratio(value) if key.endswith(".density") else f"{value:g}")
-
-
-def _swept_panels(result: Mapping[str, Any]) -> list[Callable[[Axes], None]]:
-    """Return a panel for each swept cell, if the table is a sweep."""
-    cells = dict.fromkeys(cell for row in result["rows"] for cell in row.get("swept", {}))
-    return [partial(_draw_sweep, result=result, cell=cell) for cell in cells]
-
-
-def _draw_sweep(axes: Axes, result: Mapping[str, Any], cell: str) -> None:
+def _draw_sweep(axes: Axes, result: Mapping[str, Any], outcomes: Outcomes, cell: str) -> None:
     """Draw final loss against the values of a cell, with a line for each row and combination of other values.
 
     A row that does not have the cell is a dashed horizontal line.
     """
     known = [row for row, _ in _known(result)]
     said = dict.fromkeys(row["swept"][cell] for row in result["rows"] if cell in row.get("swept", {}))
-    places = dict(zip(said, ticks_of(list(said)), strict=True))
+    places = dict(zip(said, places_of(list(said)), strict=True))
     lines: dict[str, list[Point]] = defaultdict(list)
     for row in known:
         if cell in row.get("swept", {}):

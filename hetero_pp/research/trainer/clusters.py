@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -78,22 +77,14 @@ def find_clusters(store: TokenStore, sequence_length: int, count: int, seed: int
     size = len(store.train) // (sequence_length + 1)
     key = json.dumps([_FORMAT, store.digest, len(store.train), sequence_length, count, seed])
     path = store.path.parent / f"clusters-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
-    kept = _kept(path)
-    if kept is not None and len(kept.labels) == size:
-        return kept
+    data = path.read_bytes() if path.is_file() else b""
+    if hashlib.sha256(data[_DIGEST:]).digest() == data[:_DIGEST] and len(data) - _DIGEST == 2 * size:
+        return Clusters(labels=np.frombuffer(data[_DIGEST:], "<u2").astype(np.uint16))
     windows = store.train[: size * (sequence_length + 1)].reshape(size, sequence_length + 1)
     found = Clusters(labels=_found(windows, store.vocabulary, count, seed))
     with suppress(OSError):  # otherwise the next process computes them again
         write_whole(path, bytes.fromhex(found.digest) + found.labels.astype("<u2").tobytes())
     return found
-
-
-def _kept(path: Path) -> Clusters | None:
-    """Read cached clusters; return None if the file is missing or does not match the digest at its start."""
-    data = path.read_bytes() if path.is_file() else b""
-    if hashlib.sha256(data[_DIGEST:]).digest() != data[:_DIGEST]:
-        return None
-    return Clusters(labels=np.frombuffer(data[_DIGEST:], "<u2").astype(np.uint16))
 
 
 def _found(windows: np.ndarray, vocabulary: int, count: int, seed: int) -> np.ndarray:
@@ -102,8 +93,9 @@ def _found(windows: np.ndarray, vocabulary: int, count: int, seed: int) -> np.nd
 
     if count == 1:
         return np.zeros(len(windows), np.uint16)
+    at_once = min(_SAMPLED, max(1, _TOKENS // windows.shape[1]))
     generator = np.random.default_rng(seed_of(seed, "clusters"))
-    picked = np.sort(generator.permutation(len(windows))[: _at_once(windows)])
+    picked = np.sort(generator.permutation(len(windows))[:at_once])
     sample = windows[picked].astype(np.int64)
     different = len(np.unique(np.sort(sample, axis=1), axis=0))
     if different < count:
@@ -111,7 +103,8 @@ def _found(windows: np.ndarray, vocabulary: int, count: int, seed: int) -> np.nd
         raise ConfigError(_KEY, f"found {count}, expected at most the {different} distinct {several}")
     features_of = _features(sample, vocabulary)
     centers = _centers(features_of(sample), count, generator)
-    return np.concatenate([vq(features_of(part), centers)[0] for part in _parts(windows)]).astype(np.uint16)
+    parts = (windows[start : start + at_once].astype(np.int64) for start in range(0, len(windows), at_once))
+    return np.concatenate([vq(features_of(part), centers)[0] for part in parts]).astype(np.uint16)
 
 
 def _centers(features: np.ndarray, count: int, generator: np.random.Generator) -> np.ndarray:
@@ -151,16 +144,6 @@ def _start(features: np.ndarray, count: int, generator: np.random.Generator) -> 
 
 def _rounded(values: np.ndarray) -> np.ndarray:
     return np.round(values / _UNIT) * _UNIT
-
-
-def _at_once(windows: np.ndarray) -> int:
-    return min(_SAMPLED, max(1, _TOKENS // windows.shape[1]))
-
-
-def _parts(windows: np.ndarray) -> Iterator[np.ndarray]:
-    many = _at_once(windows)
-    for start in range(0, len(windows), many):
-        yield windows[start : start + many].astype(np.int64)
 
 
 def _features(sample: np.ndarray, vocabulary: int) -> Features:

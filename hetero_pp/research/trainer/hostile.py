@@ -26,7 +26,7 @@ from hetero_pp.pseudo_gradient.contribution import DecodedTensor, scale_of
 from hetero_pp.pseudo_gradient.error_feedback import give_back, select
 from hetero_pp.pseudo_gradient.selection import generator_of
 from hetero_pp.research.attacks import ATTACKS, Known, as_trained
-from hetero_pp.research.settings import AttackSettings, research_of
+from hetero_pp.research.settings import AttackSettings
 from hetero_pp.research.trainer.contributions import Contributions, Mean
 from hetero_pp.research.trainer.measurements import Measured
 from hetero_pp.run.spec import RunSpec
@@ -335,18 +335,3 @@ class HostileContributions(Contributions):
 def recomputed(seed: int, round_: int, replica: str, share: float) -> bool:
     """Return whether a replica's round is computed again. A round drawn at a share is drawn at any larger one."""
     return seed_of("recomputed", seed, round_, replica) / _DRAWS < share
-
-
-def contributions_of(
-    spec: RunSpec,
-    names: Sequence[str],
-    theta: Mapping[str, Tensor],
-    ranks: Ranks,
-    measured: Measured,
-    batches: Sequence[SharedBatches],
-) -> Contributions:
-    """Return the contributions of a row."""
-    attacks = research_of(spec.config).attacks
-    if attacks is None:
-        return Contributions(spec, names, theta, ranks, measured)
-    return HostileContributions(spec, names, theta, ranks, measured, attacks, batches)

@@ -31,8 +31,8 @@ from hetero_pp.pipeline.coefficients import format_of
 from hetero_pp.research.attacks import success
 from hetero_pp.research.settings import UNMEASURED, Every, ablations_of, research_of
 from hetero_pp.research.trainer.checkpoint import Checkpoint
-from hetero_pp.research.trainer.contributions import PretrainedOptimizer
-from hetero_pp.research.trainer.hostile import HostileContributions, contributions_of
+from hetero_pp.research.trainer.contributions import Contributions, PretrainedOptimizer
+from hetero_pp.research.trainer.hostile import HostileContributions
 from hetero_pp.research.trainer.measurements import (
     BiasMeter,
     Measured,
@@ -249,8 +249,11 @@ class AllReplicas:
             compile_layers(replica.module for replica in self.replicas)
         self.theta = {name: tensor.to(device, copy=True) for name, tensor in checkpoint.parameters.items()}
         self.measured = Measured(spec, every, device, ranks.world)
-        names = [own.name for own in self.settings]
-        self.contributions = contributions_of(spec, names, self.theta, ranks, self.measured, self.batches)
+        of = spec, [own.name for own in self.settings], self.theta, ranks, self.measured
+        attacks = self.research.attacks
+        self.contributions = (
+            Contributions(*of) if attacks is None else HostileContributions(*of, settings=attacks, batches=self.batches)
+        )
         outer, pretraining = spec.config.outer, self.research.pretraining
         self.outer = PretrainedOptimizer(outer, pretraining) if pretraining else OuterOptimizer(outer)
         self.bias: list[tuple[int, float]] = []

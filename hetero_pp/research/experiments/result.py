@@ -1,0 +1,288 @@
+"""Result of an experiment at a scale: everything that is known of it, as JSON, and printed."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from rich.console import Console
+
+from hetero_pp.core.files import whole, write_whole
+from hetero_pp.core.units import format_number
+from hetero_pp.outer.methods import OuterSettings
+from hetero_pp.program.report.output import say
+from hetero_pp.program.report.tables import PlainTable
+from hetero_pp.pseudo_gradient.compression import CompressionSettings
+from hetero_pp.research.experiments.claims import (
+    Values,
+    claim_results,
+    known_values,
+    predicted_hours,
+    trend_result,
+    ways_of,
+)
+from hetero_pp.research.experiments.corpus import Corpus, counted, rounded
+from hetero_pp.research.experiments.definition import MEASUREMENTS, Row, SweptRow
+from hetero_pp.research.experiments.outcomes import Outcome, Outcomes, Trained, trained_by
+from hetero_pp.research.experiments.pages import difference_cell, markdown, number
+from hetero_pp.research.experiments.plots import draw
+from hetero_pp.research.experiments.rows import Setting, rate_of
+from hetero_pp.research.settings import research_of
+from hetero_pp.research.trainer.participation import replicas_in, sequences_in
+from hetero_pp.run.config import RunConfig
+from hetero_pp.run.spec import RunSpec
+from hetero_pp.simulator.traffic import expected_volume
+
+PAPERS = OuterSettings.model_validate({"rounds": 1, "method": "sparseloco_paper"}).compression
+"""Compression settings of SparseLoCo's paper."""
+
+_LEAST_VALUES = 3
+"""Fewest values of a setting for which a picture has a line."""
+
+
+def result_of(
+    setting: Setting, corpus: Corpus | None, outcomes: Outcomes, command: str = "", earlier: Sequence[Trained] = ()
+) -> dict[str, Any]:
+    """Return everything that is known of an experiment at a scale, ready for JSON.
+
+    `command` makes its table. `earlier` is the previous table's record of where its rows were trained.
+    """
+    experiment, scale = setting.experiment, setting.scale
+    values, hours = known_values(outcomes), predicted_hours(experiment)
+    configs = [setting.config(row) for row in setting.representable()]
+    of_corpus: dict[str, Any] | None = None
+    if corpus is not None:
+        supply = counted(setting, corpus)
+        of_corpus = {"name": corpus.data.corpus, "sha256": corpus.digest}
+        of_corpus |= {} if corpus.tokenizer is None else {"tokenizer": corpus.data.tokenizer}
+        of_corpus |= {"tokens": supply.training, "epochs": supply.epochs}
+    result = {
+        "name": experiment.name,
+        "title": experiment.title,
+        "paper": experiment.paper,
+        "note": experiment.note,
+        "scale": scale.name,
+        "facts": facts(configs, scale.vocabulary) if configs else "has no selected rows",
+        "command": command,
+        "corpus": of_corpus,
+        "baseline": experiment.baseline,
+        "rows": [
+            _row_result(setting, row, outcomes.get(row.name, {}), values)
+            | ({"hours": hours[row.name]} if row.name in hours else {})
+            for row in experiment.rows
+        ],
+        "claims": claim_results(experiment, outcomes, hours),
+        "trends": [trend_result(setting, trend, outcomes) for trend in experiment.trends],
+        "trained": trained_by(outcomes, earlier),
+    }
+    # axes of the picture, for rows that differ in steps between rounds or in one numeric setting
+    steps = {row.name: setting.config(row).inner.steps for row in setting.representable()}
+    if len(set(steps.values())) > 1:
+        result["inner_steps"] = steps
+    if varied := lines_of(setting, setting.representable()):
+        result["varied"] = varied
+    return result
+
+
+def _row_result(
+    setting: Setting, row: Row, outcomes: Mapping[int, Outcome], values: Mapping[str, Values]
+) -> dict[str, Any]:
+    losses = values["own"].get(row.name, {})
+    result: dict[str, Any] = {"name": row.name, "paper": row.paper, "ours": None, "delta_percent": None}
+    if isinstance(row, SweptRow):
+        result |= {"of": row.of, "swept": row.swept}
+    result["baseline"] = setting.experiment.baseline_of(row)
+    result |= {"compressed_share": row.compressed_share, "k_over_d": _k_over_d(setting, row), "bits": row.bits}
+    result["but_for_rank"] = _but_for_rank(setting, row)
+    result["state"] = setting.why_not(row) or ("done" if outcomes else "not run")
+    if diverged := sorted(seed for seed, one in outcomes.items() if one["diverged"]):
+        last = {seed: (outcomes[seed]["validation_loss"] or [None])[-1] for seed in diverged}
+        result["state"] = f"diverged (seed: last finite loss {last})"
+    if setting.not_representable(row) is None:
+        result["rate"] = rate_of(setting.config(row))
+    if not losses:
+        return result
+    result["ours"] = _spread(losses)
+    baseline = values["own"].get(result["baseline"], {})
+    paired = [100 * (losses[seed] / baseline[seed] - 1) for seed in losses if seed in baseline]
+    result["delta_percent"] = fmean(paired) if paired else None
+    first = outcomes[min(outcomes)]
+    replicas = len(setting.config(row).replicas)
+    result |= {"bytes_per_token": first["boundary_bytes_per_token"], "tokens": first["tokens"], "replicas": replicas}
+    if "contribution_bytes" in first:
+        result["contribution_bytes"] = first["contribution_bytes"] / replicas
+    if cpu := [one["cpu_seconds"] for one in outcomes.values() if "cpu_seconds" in one]:
+        result["cpu_seconds"] = fmean(cpu)
+    for forward in ("uncompressed", "compressed"):
+        known = values[forward].get(row.name, {})
+        result[forward] = fmean(known.values()) if known else None
+        result[f"{forward}_seeds"] = {str(seed): known[seed] for seed in sorted(known)}
+    for measured in MEASUREMENTS:
+        if found := values[measured].get(row.name):
+            result[measured] = _spread(found)
+    if "gather" in result:  # the megabytes of each collective over the run, from the settings alone
+        spec = RunSpec(setting.config(row), setting.scale.vocabulary)
+        rounds = range(1, spec.config.outer.rounds + 1)
+        sent = [ways_of(expected_volume(spec, len(replicas_in(spec.config, round_)))) for round_ in rounds]
+        result["by_formula"] = {way: sum(one[way] for one in sent) / 1e6 for way in sent[0]}
+    return result
+
+
+def _spread(values: Mapping[int, float]) -> dict[str, Any]:
+    """Return mean, standard deviation, and the value of each seed."""
+    ordered = {str(seed): values[seed] for seed in sorted(values)}
+    spread = stdev(ordered.values()) if len(ordered) > 1 else None
+    return {"mean": fmean(ordered.values()), "spread": spread, "seeds": ordered}
+
+
+def _k_over_d(setting: Setting, row: Row) -> float | None:
+    """Return the share of dimensions that crosses a compressed boundary, after rounding; None without one."""
+    if row.rank == "full" or row.compressed_share == 0 or setting.not_representable(row) is not None:
+        return None
+    width = setting.width(row)
+    return (max(1, round(row.rank * width)) if isinstance(row.rank, float) else row.rank) / width
+
+
+def _but_for_rank(setting: Setting, row: Row) -> int | None:
+    """Return the number of the first row that differs only in the rank; None without a compressed boundary."""
+
+    def others(one: Row) -> Any:
+        return setting.meaning(one.model_copy(update={"rank": 1}))
+
+    if _k_over_d(setting, row) is None:
+        return None
+    numbered = ((number, one) for number, one in enumerate(setting.experiment.rows) if _k_over_d(setting, one))
+    return next(number for number, one in numbered if others(one) == others(row))
+
+
+def lines_of(setting: Setting, rows: Sequence[Row]) -> dict[str, list[list[tuple[str, float]]]]:
+    """Return by setting the lines that rows form; the rows (name, value) of a line differ only in this setting.
+
+    A setting is named by its dotted key. Rows with other numbers of steps between rounds also differ in rounds, so that
+    they see as many tokens; that is no further difference. Settings of single replicas form no lines, and ranks have an
+    axis of their own (k/d).
+    """
+    values = {row.name: dict(_flat(setting.config(row).model_dump(mode="json"), "")) for row in rows}
+    keys = dict.fromkeys(key for found in values.values() for key, value in found.items() if _is_number(value))
+    lines: dict[str, list[list[tuple[str, float]]]] = {}
+    for key in keys:
+        if key.startswith(("replicas", "research.ablations")):
+            continue
+        follows = {key, "outer.rounds"} if key == "inner.steps" else {key}
+        groups: dict[tuple[Any, ...], dict[float, str]] = defaultdict(dict)
+        for name, found in values.items():
+            if _is_number(found.get(key)):
+                others = tuple((one, value) for one, value in sorted(found.items()) if one not in follows)
+                groups[others].setdefault(found[key], name)
+        of_key = [[(name, value) for value, name in sorted(group.items())] for group in groups.values()]
+        if long := [line for line in of_key if len(line) >= _LEAST_VALUES]:
+            lines[key] = long
+    return lines
+
+
+def _flat(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of nested settings by their dotted keys; each element of a list is a leaf."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _flat(inner, f"{key}.{name}" if key else name)
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _flat(inner, f"{key}[{index}]")
+    else:
+        yield key, value
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def facts(configs: Sequence[RunConfig], vocabulary: int) -> str:
+    """Return `0.34 M parameters, 819 k tokens, M = 4, H = 10, 40 outer rounds, density 1/32, not quantised`."""
+    specs = [RunSpec(config, vocabulary) for config in configs]
+    replicas = []
+    for config in configs:
+        counts = [count or len(config.replicas) for count in research_of(config).counts.values()]
+        counts = counts or [len(config.replicas)]
+        low, high = min(counts), max(counts)
+        replicas.append(str(low) if low == high else f"{low} to {high}")
+    sizes = [parameter_count(spec) / 1e6 for spec in specs]
+    parts = [
+        f"{_joined([f'{format_number(size, 2)} M' if size < 10 else f'{size:.0f} M' for size in sizes])} parameters",
+        f"{_joined([rounded(token_count(spec)) for spec in specs])} tokens",
+        f"M = {_joined(replicas)}",
+    ]
+    with_rounds = [config for config in configs if config.outer.source == "difference"]
+    if len(with_rounds) < len(specs):
+        parts.append("gradients averaged every step" + (" in some rows" if with_rounds else ""))
+    if with_rounds:
+        outer = [config.outer for config in with_rounds]
+        parts.append(f"H = {_joined([str(config.inner.steps) for config in with_rounds])}")
+        parts.append(f"{_joined([str(one.rounds) for one in outer])} outer rounds")
+        parts.append(f"density {_joined([_ratio(one.compression.density) for one in outer])}")
+        theirs = PAPERS.density, _quantiser(PAPERS)
+        sent = {(one.compression.density, _quantiser(one.compression)) for one in outer if one.method == "sparseloco"}
+        differ = f" (SparseLoCo's paper: {_ratio(theirs[0])}, {theirs[1]})" if sent - {theirs} else ""
+        parts.append(_joined([_quantiser(one.compression) for one in outer]) + differ)
+    return ", ".join(parts)
+
+
+def _joined(values: Sequence[str]) -> str:
+    """Join the distinct values: `a`, `a or b`, `a, b or c`."""
+    *most, last = dict.fromkeys(values)
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def parameter_count(spec: RunSpec) -> int:
+    """Return the number of parameters of one replica."""
+    return sum(math.prod(shape) for shape in spec.parameter_shapes.values())
+
+
+def token_count(spec: RunSpec) -> int:
+    """Return the number of training tokens of all replicas together."""
+    sequences = sequences_in(spec.config, spec.latest.outer.rounds)
+    return sequences * spec.config.data.sequence_length * spec.inner_steps
+
+
+def _ratio(value: float) -> str:
+    return str(Fraction(value).limit_denominator(10_000))
+
+
+def _quantiser(compression: CompressionSettings) -> str:
+    if compression.value_bits == 32:
+        return "not quantised"
+    return "signs" if compression.quantiser == "signs" else f"{compression.value_bits}-bit codes"
+
+
+def write_result(result: Mapping[str, Any], outcomes: Outcomes, path: Path) -> None:
+    """Write the JSON to `path`, and .md and .png beside it."""
+    write_whole(path, (json.dumps(result, indent=1) + "\n").encode())
+    picture = path.with_suffix(".png").name if any(outcomes.values()) else None
+    write_whole(path.with_suffix(".md"), ("\n".join(markdown(result, picture)) + "\n").encode())
+    if picture is not None:
+        with whole(path.with_suffix(".png")) as part:
+            draw(result, outcomes, part)
+
+
+def print_result(console: Console, result: Mapping[str, Any], path: Path) -> None:
+    where = "; ".join(part for part in (result["paper"], f"scale {result['scale']}") if part)
+    say(console, f"{result['name']}: {result['title']} ({where})", bold=result["name"])
+    say(console, result["facts"], style="dim", indent="  ")
+    papers = ["paper"] if any(row["paper"] is not None for row in result["rows"]) else []
+    table = PlainTable(["row"], [*papers, "ours", "spread", "seeds", "to baseline"], ["state"])
+    for row in result["rows"]:
+        ours = row["ours"] or {"mean": None, "spread": None, "seeds": {}}
+        numbers = [number(row["paper"], 3)] if papers else []
+        numbers += [number(ours["mean"], 3), number(ours["spread"], 3), str(len(ours["seeds"]))]
+        difference = "" if row["delta_percent"] is None else f"{row['delta_percent']:+.1f} %"
+        table.add_row(row["name"], *numbers, difference, row["state"])
+    console.print(table)
+    for claim in result["claims"]:
+        found = difference_cell(claim)
+        say(console, f"{claim['verdict']}: {claim['text']}" + (f" ({found})" if found else ""), indent="  ")
+    say(console, f"written to {path}", style="dim", indent="  ")
