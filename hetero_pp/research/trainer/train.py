@@ -388,7 +388,7 @@ class AllReplicas:
         """Run inner steps on the replicas that take part; return False if one of them diverged."""
         for step in steps:
             if self.outer.settings.source == "gradient":
-                self._step_stacked(step)
+                self._synchronous_step(step)
                 continue
             for index in self.taking_part:
                 _, norm, _ = self.replicas[index].inner_step(self.batches[index].train(step), step)
@@ -424,7 +424,7 @@ class AllReplicas:
                 start = self.own_embeddings[index] if is_own else self.theta[name]
                 yield index, start - self.replicas[index].parameters[name]
 
-    def _step_stacked(self, step: int) -> None:
+    def _synchronous_step(self, step: int) -> None:
         """Take one step of a synchronous method (`outer.source: gradient`).
 
         Het-PP (section 2.4) constrains the embedding of a compressed replica between two synchronizations: T_perp is

@@ -126,7 +126,7 @@ def test_every_replica_steps_within_its_own_constraint(
         gradient = _mean_gradient(other, theta, step)
         of_compressed = own_step(embedding, gradient, basis, constraint, inner)
         of_whole = own_step(embedding, gradient, basis, "none", alone)
-        group._step_stacked(step)
+        group._synchronous_step(step)
         theta = {name: parameter.detach().clone() for name, parameter in group.replicas[0].parameters.items()}
         if constraint != "free":
             moved, of_one = ((after - embedding) @ outside for after in (theta[EMBEDDING].double(), of_whole))
