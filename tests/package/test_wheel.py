@@ -42,7 +42,7 @@ import json, sys
 from typer.testing import CliRunner
 import hetero_pp, hetero_pp.stages.stage, hetero_pp.replica_groups.exchange.exchange
 from hetero_pp.program.cli import app
-from hetero_pp.research.experiments.provenance import commit
+from hetero_pp.research.experiments.outcomes import commit
 runner = CliRunner()
 done = [runner.invoke(app, command) for command in json.loads(sys.argv[1])]
 names = ["stages", "replica_groups"]
