@@ -129,7 +129,7 @@ class Step:
 
 @dataclass
 class ReplicaState:
-    """A replica, from the reports of its inner steps. Of old rounds only the losses are kept."""
+    """A replica, from the reports of its inner steps. Only the losses of old rounds are kept."""
 
     name: str
     kind: str

@@ -1,4 +1,4 @@
-"""What the page reads of a run, as JSON: its history, with what it is made of, and frames of every moment.
+"""JSON of a run for its page: its history, with what the run is made of, and frames of every moment.
 
 The caller holds the state's lock.
 """
