@@ -2,8 +2,8 @@
 
     python benchmarks/simulator_growth.py [--json FILE] [--participants N ...]
 
-Each size is predicted in a process of its own, on one core. The prediction is that of a round of 50 inner steps. Its
-groups of home machines are drawn from distributions, with jitter (configs/simulate/ten_thousand.yaml). CPU seconds are
+Each size is predicted in a process of its own, on one core. The prediction is that of a round of 50 inner steps, of
+three kinds of home machines with jitter (configs/simulate/ten_thousand.yaml). CPU seconds are
 those after start-up (imports and reading the YAML). Memory is the peak of the process, start-up included.
 """
 

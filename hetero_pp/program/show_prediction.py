@@ -26,8 +26,7 @@ from hetero_pp.program.show_exchange import print_exchange
 from hetero_pp.run.alike import alike, label_of, lines_alike, links_alike, range_of, table_rows
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.memory import by_kind, memory_assumptions
-from hetero_pp.simulator.prediction import Prediction, ReplicaPrediction
-from hetero_pp.simulator.published import PublishedComparison
+from hetero_pp.simulator.prediction import Prediction, PublishedComparison, ReplicaPrediction
 from hetero_pp.simulator.sweep import Sweep, changes_nothing
 from hetero_pp.simulator.waiting import ReplicaWaits
 

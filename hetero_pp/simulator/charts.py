@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -28,20 +27,14 @@ _MARKERS: Mapping[str, dict[str, Any]] = {
 """Markers of published numbers, by kind of bound."""
 
 
-MOST_ROWS = 32
-"""Largest number of members, and of links with lines, in a picture. A note below counts the others."""
+MOST_ROWS = 32  # Largest number of members, and of links with lines, in a picture. A note below counts the others.
 
 _ROW_INCHES, _EDGE_INCHES, _DPI = 0.42, 1.8, 90
+_MOST_TICKS = 6
 
 
-@dataclass(frozen=True)
-class _ChartRow:
-    """Row of bars. Equal members, links or lines of several replicas share one row."""
-
-    name: str
-    shares: Sequence[float]
-    """Shares of a round; empty without a bandwidth limit."""
-    text: str = ""
+_ChartRow = tuple[str, Sequence[float], str]
+"""Name, shares of a round (empty without a bandwidth limit), and text. Equal members, links or lines share a row."""
 
 
 def draw_prediction(spec: RunSpec, prediction: Prediction, path: Path) -> None:
@@ -67,28 +60,27 @@ def _member_rows(spec: RunSpec, prediction: Prediction) -> Iterator[_ChartRow]:
     for replicas in alike(spec):
         for same in zip(*(found[replica.name].stages for replica in replicas), strict=True):
             share = fmean(stage.utilization for stage in same)
-            yield _ChartRow(range_of([stage.member for stage in same]), [share], f"{share:.1%}")
+            yield range_of([stage.member for stage in same]), [share], f"{share:.1%}"
 
 
 def _link_rows(spec: RunSpec, prediction: Prediction) -> Iterator[_ChartRow]:
     """Yield lines first, because they limit most, then links. Unlimited links show only bytes."""
+
+    def means(rows: Sequence[Any], *keys: str) -> list[float]:
+        return [fmean(getattr(row, key) for row in rows) for key in keys]
+
     for lines in lines_alike(spec, prediction.lines):
-        sizes = f"↑ {_bytes(one.up_bytes for one in lines)}  ↓ {_bytes(one.down_bytes for one in lines)}"
-        busy = [fmean(one.up_busy for one in lines), fmean(one.down_busy for one in lines)]
-        yield _ChartRow(f"line of {range_of([one.name for one in lines])}", busy, sizes)
+        up, down = map(format_bytes, means(lines, "up_bytes", "down_bytes"))
+        name = f"line of {range_of([one.name for one in lines])}"
+        yield name, means(lines, "up_busy", "down_busy"), f"↑ {up}  ↓ {down}"
     for same in links_alike(spec, (link for replica in prediction.replicas for link in replica.links)):
         link = spec.links[same[0].name]
-        is_limited = any(link.shape(way).bandwidth is not None for way in DIRECTIONS)
-        sizes = f"→ {_bytes(one.forward_bytes for one in same)}  ← {_bytes(one.backward_bytes for one in same)}"
-        busy = [fmean(one.forward_busy for one in same), fmean(one.backward_busy for one in same)]
-        why = "limited by its access lines" if link.has_lines else "no limit"
-        yield _ChartRow(
-            range_of([one.name for one in same]), busy if is_limited else [], sizes + f" ({why})" * (not is_limited)
-        )
-
-
-def _bytes(sizes: Iterable[float]) -> str:
-    return format_bytes(fmean(sizes))
+        forward, backward = map(format_bytes, means(same, "forward_bytes", "backward_bytes"))
+        name, text = range_of([one.name for one in same]), f"→ {forward}  ← {backward}"
+        if any(link.shape(way).bandwidth is not None for way in DIRECTIONS):
+            yield name, means(same, "forward_busy", "backward_busy"), text
+        else:
+            yield name, [], f"{text} ({'limited by its access lines' if link.has_lines else 'no limit'})"
 
 
 def _draw_bars(axes: Axes, rows: Sequence[_ChartRow], labels: Sequence[str], height_of_all: int) -> None:
@@ -96,11 +88,11 @@ def _draw_bars(axes: Axes, rows: Sequence[_ChartRow], labels: Sequence[str], hei
     shown, height = rows[:MOST_ROWS], 0.76 / len(labels)
     for number, label in enumerate(labels):
         places = [place + (number - (len(labels) - 1) / 2) * height for place in range(len(shown))]
-        shares = [row.shares[number] if row.shares else 0.0 for row in shown]
-        axes.barh(places, shares, height, color=f"C{number}", label=label or None)
-    for place, row in enumerate(shown):
-        axes.annotate(row.text, (max(row.shares, default=0), place), (4, 0), textcoords="offset points", va="center")
-    axes.set_yticks(range(len(shown)), [row.name for row in shown])
+        widths = [shares[number] if shares else 0.0 for _, shares, _ in shown]
+        axes.barh(places, widths, height, color=f"C{number}", label=label or None)
+    for place, (_, shares, text) in enumerate(shown):
+        axes.annotate(text, (max(shares, default=0), place), (4, 0), textcoords="offset points", va="center")
+    axes.set_yticks(range(len(shown)), [name for name, _, _ in shown])
     axes.set_xlim(0, 1.35)
     axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "25%", "50%", "75%", "100%"])
     if len(rows) > MOST_ROWS:
@@ -118,30 +110,23 @@ def _scale(axis: Any, unit: str, values: Sequence[float]) -> None:
     shown = FORMATS.get(unit, format_number)
     axis.set_major_formatter(FuncFormatter(lambda value, _: shown(value)))
     axis.set_minor_formatter(NullFormatter())
-    if unit == "s":
-        axis.set_major_locator(FixedLocator(_time_ticks(values, axis.get_scale() == "log")))
-        axis.set_minor_locator(NullLocator())
-        return
-    if axis.get_scale() != "log":
-        axis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
-        return
-    decades = math.log10(max(values) / min(values)) if values and min(values) > 0 else 1.0
-    subs = (1.0,) if decades > 4 else (1.0, 3.0) if decades > 1.5 else (1.0, 2.0, 3.0, 5.0, 7.0)
-    axis.set_major_locator(LogLocator(subs=subs, numticks=12))
-    axis.set_minor_locator(NullLocator())
-
-
-_MOST_TICKS = 6
-
-
-def _time_ticks(values: Sequence[float], is_log: bool) -> list[float]:
-    """Return the times to mark: on a log scale between the extreme values, else at equal steps from 0."""
-    low, high = min(values), max(values)
-    if not is_log:
+    is_log = axis.get_scale() == "log"
+    if unit == "s":  # on a log scale times between the extreme values, else equal steps from 0
+        low, high = min(values), max(values)
         step = next((one for one in ROUND_TIMES if high / one < _MOST_TICKS), high)
-        return [step * number for number in range(_MOST_TICKS) if step * number <= high]
-    inside = [one for one in ROUND_TIMES if low / 1.1 <= one <= high * 1.1]
-    return inside[:: -(-len(inside) // _MOST_TICKS)] if len(inside) > 1 else [low, high]
+        ticks = [step * number for number in range(_MOST_TICKS) if step * number <= high]
+        if is_log:
+            inside = [one for one in ROUND_TIMES if low / 1.1 <= one <= high * 1.1]
+            ticks = inside[:: -(-len(inside) // _MOST_TICKS)] if len(inside) > 1 else [low, high]
+        axis.set_major_locator(FixedLocator(ticks))
+        axis.set_minor_locator(NullLocator())
+    elif not is_log:
+        axis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+    else:
+        decades = math.log10(max(values) / min(values)) if values and min(values) > 0 else 1.0
+        subs = (1.0,) if decades > 4 else (1.0, 3.0) if decades > 1.5 else (1.0, 2.0, 3.0, 5.0, 7.0)
+        axis.set_major_locator(LogLocator(subs=subs, numticks=12))
+        axis.set_minor_locator(NullLocator())
 
 
 def draw_sweep(sweep: Sweep, curves: Sweep | None, found: Mapping[str, Mapping[str, Prediction]], path: Path) -> None:

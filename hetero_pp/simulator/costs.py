@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from hetero_pp.config.engine_settings import Checkpointing
 from hetero_pp.config.topology import BoundarySettings, DatacenterReplica, ParticipantsReplica, ReplicaSettings
@@ -32,12 +32,9 @@ OUTER_BYTES = 40
 class BoundaryNumbers:
     """Numbers (fp32) that a stage holds for its boundaries, beside its part of the model."""
 
-    perpendicular: int = 0
-    """Numbers in T_perp, [V, D]."""
-    followed: int = 0
-    """Numbers in the synchronized embedding [V, D] that another stage trains."""
-    anchors: int = 0
-    """Numbers in the anchors that the stage learns: estimates of what the boundary before it drops."""
+    perpendicular: int = 0  # numbers in T_perp, [V, D]
+    followed: int = 0  # numbers in the synchronized embedding [V, D] that another stage trains
+    anchors: int = 0  # numbers in the anchors that the stage learns: estimates of what the boundary before it drops
     anchor_rank: int = 0
     """Rank of the product that expands a row of anchors to the width of the model; 0 without this product."""
 
@@ -66,21 +63,6 @@ class StagePart:
     boundary_numbers: BoundaryNumbers = NOTHING
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Seconds that one member takes."""
-
-    forward: float
-    """Forward pass of one micro-batch, including conversion between messages and tensors."""
-    backward: float
-    update: float
-    """One optimizer step."""
-    contribute: float
-    """Conversion of parameters to the contribution that is sent."""
-    apply: float
-    """Conversion of received contributions to parameters."""
-
-
 def forward_flops(shape: ModelShape, part: StagePart, sequences: int, length: int) -> float:
     """Return the operations of a forward pass of [B, L] tokens through a part."""
     per_layer = shape.attention_numbers + 3 * shape.width * shape.feed_forward
@@ -97,20 +79,6 @@ def checkpointing_of(replica: ReplicaSettings) -> Checkpointing:
     return "full" if replica.recompute == "layers" else "none"
 
 
-def recomputed_share(shape: ModelShape, part: StagePart, length: int, checkpointing: Checkpointing) -> float:
-    """Return the share of a forward pass that the backward pass repeats.
-
-    `full` repeats the layers. `selective` keeps the attention and every second matrix product of a layer (torchtitan's
-    SelectiveAC): among q, k, v, o, gate, up and down it repeats k, o and up.
-    """
-    width, feed_forward = shape.width, shape.feed_forward
-    products = 2 * (shape.attention_numbers + 3 * width * feed_forward)
-    attention = 2 * length * shape.heads * shape.head_size
-    one_of_two = 2 * (shape.attention_numbers // 2 + width * feed_forward)
-    repeated = {"none": 0, "full": products + attention, "selective": one_of_two}
-    return part.layers * repeated[checkpointing] * length / forward_flops(shape, part, 1, length)
-
-
 def cost_on(
     shape: ModelShape,
     part: StagePart,
@@ -119,14 +87,23 @@ def cost_on(
     sequences: int,
     length: int,
     checkpointing: Checkpointing = "none",
-) -> Cost:
-    """Return the cost of a part on several accelerators that share it evenly."""
+) -> MeasuredCost:
+    """Return the cost of a part on several accelerators that share it evenly, as if it was measured."""
+    width, feed_forward = shape.width, shape.feed_forward
+    # Operations of a layer and a token that the backward pass repeats. `selective` keeps the attention and every second
+    # matrix product (torchtitan's SelectiveAC): among q, k, v, o, gate, up and down it repeats k, o and up.
+    products, attention = shape.attention_numbers + 3 * width * feed_forward, length * shape.heads * shape.head_size
+    one_of_two = shape.attention_numbers // 2 + width * feed_forward
+    repeated = {"none": 0, "full": 2 * (products + attention), "selective": 2 * one_of_two}[checkpointing]
+    share = part.layers * repeated * length / forward_flops(shape, part, 1, length)
     forward = forward_flops(shape, part, sequences, length) / (hardware.achieved_flops * accelerators)
-    backward = forward * (2 + recomputed_share(shape, part, length, checkpointing))
+    backward = forward * (2 + share)
     per_byte = 1 / (hardware.memory_bytes_per_second * accelerators)
     outer = OUTER_BYTES / 2 * part.parameters * per_byte
     update = UPDATE_BYTES * (part.parameters + part.boundary_numbers.anchors) * per_byte
-    return Cost(forward, backward, update, outer, outer)
+    return MeasuredCost.model_construct(
+        forward=forward, backward=backward, update=update, contribute=outer, apply=outer, evaluate=forward
+    )
 
 
 def part_of(spec: RunSpec, member: MemberSpec) -> StagePart:
@@ -157,14 +134,12 @@ def cost_of(spec: RunSpec, member: MemberSpec) -> MeasuredCost:
     hardware = hardware_of(spec, member)
     rows, length = replica.batch_size // replica.micro_batches, spec.config.data.sequence_length
     part, checkpointing = part_of(spec, member), checkpointing_of(replica)
-    cost = cost_on(spec.shape, part, hardware, replica.accelerators_of_member, rows, length, checkpointing)
-    return MeasuredCost.model_construct(**asdict(cost), evaluate=cost.forward)
+    return cost_on(spec.shape, part, hardware, replica.accelerators_of_member, rows, length, checkpointing)
 
 
 # ---- the machine of a member: the hardware that the YAML names, or the assumed one ----
 
-SHOWN = 5
-"""Largest number of names in a message."""
+SHOWN = 5  # largest number of names in a message
 
 HOW_TO_NAME = "set `hardware: h100` of the replica, or of all members with `--set simulate.machine=h100`"
 

@@ -7,25 +7,21 @@ from collections.abc import Sequence
 
 from hetero_pp.config.links import EXCHANGE
 from hetero_pp.pseudo_gradient.blob_batches import batches
-from hetero_pp.run.spec import MemberSpec, RunSpec
+from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.memory import moment_bytes, outer_moment_bytes, parameters_of_model
 from hetero_pp.simulator.traffic import blob_sizes
 
-OF_THE_ROUND = "the start of the round"
-"""Purpose of what is removed when the run ends."""
+OF_THE_ROUND = "the start of the round"  # purpose of what is removed when the run ends
 
-_MEMBER_CHECKPOINTS = 2
-"""Newest saved states that are kept: replica_groups/member/saved_states.py."""
+_MEMBER_CHECKPOINTS = 2  # newest saved states that are kept: replica_groups/member/saved_states.py
 _STEP_BYTES, _ROUND_BYTES = 220, 1_000
 """Bytes in metrics.jsonl for an inner step of a member, and for a round of a member."""
 _LINK_BYTES, _ACTIVITY_BYTES = 220, 110
 """Bytes in metrics.jsonl for the use of one direction of a link, and for an activity of a member."""
 _ENTRY_BYTES, _RECORD_BYTES = 230, 850
 """Bytes of a round's record for one blob, and for all else with the auditor's record of the round."""
-_DISK_BLOCK_BYTES = 4096
-"""Unit in which usual file systems give space to a file."""
-_OTHER_FILES = 10
-"""Files of any run: its configuration, charts, summary and the like."""
+_DISK_BLOCK_BYTES = 4096  # unit in which usual file systems give space to a file
+_OTHER_FILES = 10  # files of any run: its configuration, charts, summary and the like
 _A_SECOND = 2
 """Most reports of each activity and each direction a second: replica_groups/member/reporter.py, take_part.py."""
 
@@ -46,7 +42,13 @@ def disk_bytes(spec: RunSpec, names: Sequence[str]) -> dict[str, float]:
     if EXCHANGE not in names:
         return found
     rounds = spec.latest.outer.rounds
-    found["metrics"] = rounds * _metrics_bytes(spec)
+    # In metrics.jsonl the use of a link is reported after an inner step, and at the end of the round. Where the round's
+    # duration is unknown, a step takes a second.
+    members, seconds = len(spec.members), config.inner.seconds or float(config.inner.steps or 0)
+    steps = config.inner.steps or _A_SECOND * seconds
+    uses = 2 * len(spec.links) * (1 + min(steps, _A_SECOND * seconds))
+    of_members = members * (_ROUND_BYTES + _STEP_BYTES * steps + _A_SECOND * _ACTIVITY_BYTES * seconds)
+    found["metrics"] = rounds * (of_members + _LINK_BYTES * uses)
     if config.store.url is None:
         checkpoints = min(config.checkpoints.keep, -(-rounds // config.checkpoints.every))
         model = parameters_of_model(spec)
@@ -71,7 +73,12 @@ def disk_files(spec: RunSpec, names: Sequence[str]) -> dict[str, int]:
     found["other"] = _OTHER_FILES
     if config.store.url is None:
         found["run checkpoints"] = 1 + min(config.checkpoints.keep, -(-rounds // config.checkpoints.every))
-        found["contributions"] = _held_rounds(spec) * sum(_deposits(spec, one) for one in spec.members.values())
+        deposits = 0  # a file for each deposit of a member in a round
+        for member in spec.members.values():
+            blocks, sizes = spec.roster.blocks[member.name], blob_sizes(spec)[member.replica.name]
+            blobs = ((block, range(size)) for block, size in sizes.items() if block in blocks)
+            deposits += sum(1 for _ in batches(blobs))
+        found["contributions"] = _held_rounds(spec) * deposits
         found["records"] = 2 * rounds
         found["other"] += len(spec.members)  # the incarnation of each slot
     return found
@@ -86,27 +93,8 @@ def space_on_disk(spec: RunSpec, names: Sequence[str]) -> dict[str, float]:
     return space
 
 
-def _deposits(spec: RunSpec, member: MemberSpec) -> int:
-    """Return how many files have the blobs of one member and round: one for each deposit."""
-    blocks, sizes = spec.roster.blocks[member.name], blob_sizes(spec)[member.replica.name]
-    return sum(1 for _ in batches((block, range(size)) for block, size in sizes.items() if block in blocks))
-
-
 def _held_rounds(spec: RunSpec) -> int:
     """Return how many rounds keep their contributions."""
     config, rounds = spec.config, spec.latest.outer.rounds
     recent = (config.checkpoints.keep + 1) * config.checkpoints.every
     return min(rounds, recent) if config.store.history == "recent" else rounds
-
-
-def _metrics_bytes(spec: RunSpec) -> float:
-    """Return the most bytes of a round in metrics.jsonl. Where the round's duration is unknown, a step takes a second.
-
-    The use of a link is reported after an inner step, and at the end of the round.
-    """
-    inner, members, directions = spec.config.inner, len(spec.members), 2 * len(spec.links)
-    seconds = inner.seconds or float(inner.steps or 0)
-    steps = inner.steps or _A_SECOND * seconds
-    uses = 1 + min(steps, _A_SECOND * seconds)
-    per_second = _A_SECOND * _ACTIVITY_BYTES * members
-    return (_ROUND_BYTES + _STEP_BYTES * steps) * members + _LINK_BYTES * uses * directions + per_second * seconds

@@ -27,36 +27,28 @@ from hetero_pp.config.lines import Way
 from hetero_pp.pipeline.schedule import Action, ScheduleEvent, forward_only, one_forward_one_backward
 
 INFINITY = float("inf")
-ALMOST = 1e-9
-"""Share of a message's bits that may be left through rounding."""
+ALMOST = 1e-9  # share of a message's bits that may be left through rounding
 DRAWN = 16
 """Steps of an inner loop that are simulated if they differ by jitter or by other groups on a line.
 
 The others take their mean. Steps that differ by nothing are simulated twice, because no optimizer step precedes the
 first.
 """
-MOST_SHOWN = 1000
-"""Most steps that are simulated for a timeline, because millions may fit into a round of a given time."""
+MOST_SHOWN = 1000  # most steps that are simulated for a timeline, because millions may fit into a round of a given time
 
-LineWay = tuple[str, Way]
-"""One direction of a line, by the line's name."""
-OnSpan = Callable[[str, str, int, float, float], None]
-"""(track, what, micro-batch, start, end)"""
+LineWay = tuple[str, Way]  # one direction of a line, by the line's name
+OnSpan = Callable[[str, str, int, float, float], None]  # (track, what, micro-batch, start, end)
 
 
 @dataclass(frozen=True)
 class Hop:
     """One direction of a link between neighbouring stages, for messages of one size."""
 
-    bits: float = 0.0
-    """Bits of one message."""
-    bandwidth: float = INFINITY
-    """Bits per second of the link itself."""
+    bits: float = 0.0  # bits of one message
+    bandwidth: float = INFINITY  # bits per second of the link itself
     latency: float = 0.0
-    jitter: float = 0.0
-    """A message takes a time drawn uniformly from [0, jitter] longer."""
-    lines: tuple[LineWay, ...] = ()
-    """Limited lines that the messages pass."""
+    jitter: float = 0.0  # a message takes a time drawn uniformly from [0, jitter] longer
+    lines: tuple[LineWay, ...] = ()  # limited lines that the messages pass
 
     @property
     def seconds(self) -> float:
@@ -72,17 +64,13 @@ class GroupOfEvents:
     extra_in_flight: int
     forward: Sequence[float]
     backward: Sequence[float]
-    update: Sequence[float]
-    """Seconds of one optimizer step."""
+    update: Sequence[float]  # seconds of one optimizer step
     activations: Sequence[Hop]
     gradients: Sequence[Hop]
-    evaluate: Sequence[float] = ()
-    """Seconds of a forward pass of one validation batch."""
-    evaluations: Sequence[Hop] = ()
-    """Hops of the activations of validation batches."""
+    evaluate: Sequence[float] = ()  # seconds of a forward pass of one validation batch
+    evaluations: Sequence[Hop] = ()  # hops of the activations of validation batches
     evaluation_batches: int = 0
-    capacities: Mapping[LineWay, float] = field(default_factory=dict)
-    """Bits per second of every line that hops pass."""
+    capacities: Mapping[LineWay, float] = field(default_factory=dict)  # bits per second of every line that hops pass
 
     @property
     def stages(self) -> int:
@@ -129,8 +117,7 @@ class GroupClock:
     ) -> None:
         """`random` draws jitter; there is none without it."""
         self.group, self.random, self.on_span = group, random, on_span
-        self.free = [0.0] * group.stages
-        """Time when each stage is free. Callers add what happens between inner loops."""
+        self.free = [0.0] * group.stages  # Time when each stage is free. Callers add what happens between inner loops.
         self.left = {(kind, hop): 0.0 for kind in ("activation", "gradient") for hop in range(group.stages - 1)}
         """Time when the newest message of each hop has left."""
 
@@ -158,10 +145,8 @@ class GroupClock:
 class StepTimes:
     """When a group's first stage completes optimizer steps."""
 
-    first: float
-    """End of the first step of an inner loop."""
-    each: float
-    """Mean seconds of the others."""
+    first: float  # end of the first step of an inner loop
+    each: float  # mean seconds of the others
 
 
 def inner_loops(clocks: Sequence[GroupClock], steps: Sequence[int]) -> list[StepTimes]:
@@ -225,14 +210,10 @@ class _Transfer:
 
     def __init__(self, number: int, clock: GroupClock, key: tuple[str, int], hop: Hop) -> None:
         self.number, self.clock, self.key, self.hop, self.seconds = number, clock, key, hop, hop.seconds
-        self.arrivals = deque[float]()
-        """Arrivals that the receiver has not reached."""
-        self.newest = 0.0
-        """Newest arrival; no message overtakes another."""
-        self.receiver: _StageInTime | None = None
-        """Receiver, if it waits."""
-        self.queue = deque[int]()
-        """Micro-batches whose messages pass lines: the first is in transit."""
+        self.arrivals = deque[float]()  # arrivals that the receiver has not reached
+        self.newest = 0.0  # newest arrival; no message overtakes another
+        self.receiver: _StageInTime | None = None  # receiver, if it waits
+        self.queue = deque[int]()  # micro-batches whose messages pass lines: the first is in transit
         self.bits_left = self.began = 0.0
 
 
@@ -288,7 +269,10 @@ class _Simulation:
         while True:
             while self._ready:
                 self._advance_stage(self._ready.pop())
-            rates = self._rates_of_active()
+            rates = self._rates.get(self._active)
+            if rates is None:
+                rates = fair_rates([one.hop for one in self._active], self._capacities)
+                self._rates[self._active] = rates
             ends = [self._now + one.bits_left / rate for one, rate in zip(self._active, rates, strict=True)]
             next_end = min(ends, default=INFINITY)
             if self._agenda and self._agenda[0][0] < next_end:
@@ -328,8 +312,9 @@ class _Simulation:
                     # The norm of the step before came with the first activation of this one.
                     if stage.rounds and micro_batch == 0 and action == Action.RECEIVE_ACTIVATION.value:
                         now = self._compute(stage, "update", 0, now, stage.update)
-                elif not stream.hop.lines:
-                    self._send(stream, micro_batch, now)
+                elif not stream.hop.lines:  # it shares the link with none, so its end is known at once
+                    start = max(now, stream.clock.left[stream.key])
+                    self._leave(stream, micro_batch, start, start + stream.seconds)
                 elif now > self._now:
                     heapq.heappush(self._agenda, (now, next(self._order), stage))
                     break
@@ -344,11 +329,6 @@ class _Simulation:
         if stage.clock.on_span is not None:
             stage.clock.on_span(f"stage {stage.index}", what, micro_batch, now, now + seconds)
         return now + seconds
-
-    def _send(self, stream: _Transfer, micro_batch: int, now: float) -> None:
-        """Send a message over a link that it shares with none: its end is known at once."""
-        start = max(now, stream.clock.left[stream.key])
-        self._leave(stream, micro_batch, start, start + stream.seconds)
 
     def _leave(self, stream: _Transfer, micro_batch: int, start: float, end: float) -> None:
         """Record that a message has left, and when it arrives."""
@@ -388,12 +368,6 @@ class _Simulation:
             self._leave(stream, stream.queue.popleft(), stream.began, now)
             if stream.queue:
                 self._begin(stream)
-
-    def _rates_of_active(self) -> list[float]:
-        found = self._rates.get(self._active)
-        if found is None:
-            found = self._rates[self._active] = fair_rates([one.hop for one in self._active], self._capacities)
-        return found
 
 
 _ACTIONS = {

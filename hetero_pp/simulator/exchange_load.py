@@ -14,7 +14,7 @@ from itertools import pairwise
 from hetero_pp.config.links import RELAYED, is_loopback
 from hetero_pp.config.topology import ParticipantsReplica
 from hetero_pp.pseudo_gradient.contribution import kept_values
-from hetero_pp.run.spec import MemberSpec, RunSpec
+from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.memory import (
     is_freed_at_once,
     memory_of_exchange,
@@ -24,7 +24,6 @@ from hetero_pp.simulator.memory import (
 )
 from hetero_pp.simulator.traffic import (
     RINGS,
-    Messages,
     checkpoint_bytes,
     exchange_bandwidth,
     exchange_calls,
@@ -55,10 +54,8 @@ FRESH_SECONDS = 12e-9
 """CPU seconds per value to get memory from the system page by page, for tensors too large for the allocator to keep."""
 AUDIT_SECONDS_A_PARAMETER = 3e-9
 """CPU seconds of the auditor's mean, outer step and sha256, beside decoding: the same benchmark."""
-CHECKPOINT_SECONDS_A_GIGABYTE = 1.6
-"""CPU seconds to hash and write a run checkpoint: the same benchmark."""
-DECODED_TIMES = 2
-"""A contribution is decoded when it arrives, and again by the auditor."""
+CHECKPOINT_SECONDS_A_GIGABYTE = 1.6  # CPU seconds to hash and write a run checkpoint: the same benchmark
+DECODED_TIMES = 2  # a contribution is decoded when it arrives, and again by the auditor
 
 
 @dataclass(frozen=True)
@@ -81,19 +78,14 @@ class ExchangeLoad:
 
     way: str
     """Exchange of contributions: a value of `simulate.exchange` such as `gather`, or `store` for an object store."""
-    contributions: Carried
-    """Contributions that cross the exchange's line."""
+    contributions: Carried  # contributions that cross the exchange's line
     relayed: Carried | None
     """Messages of stage links that the exchange relays; None if the number of steps is not known."""
     relayed_links: int
-    largest_checkpoint_bytes: int
-    """Most bytes that a joining member fetches of the newest run checkpoint."""
-    first_checkpoint_bytes: int
-    """Bytes that all members together fetch when the run begins."""
-    line: str | None
-    """Kind of the line that the YAML gives the exchange; None if it gives none."""
-    received_bits_a_second: float | None
-    """None means unlimited."""
+    largest_checkpoint_bytes: int  # most bytes that a joining member fetches of the newest run checkpoint
+    first_checkpoint_bytes: int  # bytes that all members together fetch when the run begins
+    line: str | None  # kind of the line that the YAML gives the exchange; None if it gives none
+    received_bits_a_second: float | None  # None means unlimited
     sent_bits_a_second: float | None
     memory_bytes: Mapping[str, float]
     cpu_seconds: Mapping[str, float]
@@ -121,109 +113,80 @@ def exchange_load(spec: RunSpec, steps: Mapping[str, float] | None = None) -> Ex
 
     Args: `steps` is the number of inner steps of each replica in a round, if `inner.steps` is not set.
     """
-    simulate, line = spec.config.simulate, line_of_exchange(spec)
-    gathered, elsewhere, largest, first, calls = Carried(), Carried(), 0, 0, 0
+    config, line = spec.config, line_of_exchange(spec)
+    simulate, url, parameters = config.simulate, config.store.url, parameters_of_model(spec)
+    goes_by_store = url is not None and "://" in url and folder_of(url) is None
+    gathered, elsewhere, largest, first, calls, members = Carried(), Carried(), 0, 0, 0, 0
+    relayed_links, relayed_bytes, steps_are_known = 0, 0.0, True
+    # A stage link is relayed if neither of its stages has an address and both may be on different hosts. They may be if
+    # the exchange listens beyond this machine, or if the YAML says `relay`. Without TLS the exchange has no relay.
+    spans_hosts = not config.exchange.insecure and not is_loopback(config.exchange.listen)
     for replica, count in representatives(spec):
+        members += count * len(replica.members)
         for name in replica.members:
             member = spec.members[name]
             messages, size = outer_messages(spec, member), checkpoint_bytes(spec, member)
             own = Carried(wire_bytes_of(messages["forward"]), wire_bytes_of(messages["backward"])) * count
             gathered += own
-            calls += count * _calls(spec, member, messages)
             elsewhere += Carried() if is_at_site_of_exchange(spec, member) else own
             largest, first = max(largest, size), first + size * count
+            if simulate.exchange != "gather" or goes_by_store:  # each blob has a call of its own
+                calls += count * sum(times for way in messages.values() for _, times in way)
+            else:
+                calls += count * exchange_calls(spec, member)
+        if not isinstance(replica, ParticipantsReplica):
+            continue
+        listens = [replica.listen_of(stage) for stage in range(replica.stage_count)]
+        hops = count * sum(
+            all(one in (None, RELAYED) for one in both) and (spans_hosts or RELAYED in both)
+            for both in pairwise(listens)
+        )
+        if hops:
+            own_steps = (steps or {}).get(replica.name, config.inner.steps)
+            steps_are_known = steps_are_known and own_steps is not None
+            sizes = message_bytes(spec, replica)
+            batches = -(-config.data.validation_sequences // (replica.batch_size // replica.micro_batches))
+            in_steps = (own_steps or 0) * replica.micro_batches * (sizes["activation"] + sizes["gradient"])
+            relayed_links, relayed_bytes = (
+                relayed_links + hops,
+                relayed_bytes + hops * (in_steps + batches * sizes["evaluation"]),
+            )
     way: str = simulate.exchange
     served = gathered  # includes members at the exchange's own site, because their streams use its CPU
     if is_ring(simulate):
         elsewhere = served = Carried()
         calls = 0
-    elif _goes_by_store(spec):
+    elif goes_by_store:
         # Members transfer to and from the store themselves; the exchange and its auditor read every contribution to
         # check it.
         way, elsewhere = "store", Carried(received=DECODED_TIMES * gathered.received)
         served = elsewhere
-    links, relayed = _relayed(spec, steps)
-    members = sum(count * len(replica.members) for replica, count in representatives(spec))
+    relayed = Carried(relayed_bytes, relayed_bytes) if steps_are_known else None
+    decoding = 0.0  # CPU seconds of one contribution
+    for shape in spec.parameter_shapes.values():
+        values, is_dense = kept_values(shape, config.outer.compression), config.outer.compression.density == 1
+        each = VALUE_SECONDS + (0.0 if is_dense else POSITION_SECONDS)
+        decoding += values * (each + (FRESH_SECONDS if is_freed_at_once(values) else 0.0))
+    checkpoint = (4 + outer_moment_bytes(config)) * parameters / config.checkpoints.every
+    cpu_seconds = {
+        "transfer": (served.received + served.sent) / 1e9 * TRANSFER_SECONDS_A_GIGABYTE,
+        "calls": calls * CALL_SECONDS,
+        "relay": (relayed or Carried()).received / 1e9 * RELAY_SECONDS_A_GIGABYTE,
+        "decoding": 0.0 if way in RINGS else DECODED_TIMES * replica_count(spec) * decoding,
+        "members": MEMBER_SECONDS * members,
+        "audit": ROUND_SECONDS + AUDIT_SECONDS_A_PARAMETER * parameters,
+        "checkpoints": checkpoint / 1e9 * CHECKPOINT_SECONDS_A_GIGABYTE,
+    }
     return ExchangeLoad(
         way=way,
         contributions=elsewhere,
         relayed=relayed,
-        relayed_links=links,
+        relayed_links=relayed_links,
         largest_checkpoint_bytes=largest,
         first_checkpoint_bytes=first,
         line=None if line is None else line.kind,
         received_bits_a_second=exchange_bandwidth(spec, "forward"),
         sent_bits_a_second=exchange_bandwidth(spec, "backward"),
-        memory_bytes=memory_of_exchange(spec, members, links, way).held(),
-        cpu_seconds=_cpu_seconds(spec, calls, served, relayed or Carried(), way),
+        memory_bytes=memory_of_exchange(spec, members, relayed_links, way).held(),
+        cpu_seconds=cpu_seconds,
     )
-
-
-def _calls(spec: RunSpec, member: MemberSpec, messages: Messages) -> int:
-    """Return the calls in which a member submits and fetches blobs in a round; by the store each has its own."""
-    simulate = spec.config.simulate
-    if simulate.exchange != "gather" or _goes_by_store(spec):
-        return sum(times for way in messages.values() for _, times in way)
-    return exchange_calls(spec, member)
-
-
-def _goes_by_store(spec: RunSpec) -> bool:
-    """Return whether members exchange contributions through an object store."""
-    url = spec.config.store.url
-    return url is not None and "://" in url and folder_of(url) is None
-
-
-def _relayed(spec: RunSpec, steps: Mapping[str, float] | None) -> tuple[int, Carried | None]:
-    """Return the number of relayed stage links, and their bytes through the exchange in a round.
-
-    A link is relayed if neither of its stages has an address and both may be on different hosts. They may be if the
-    exchange listens beyond this machine, or if the YAML says `relay`. Without TLS the exchange has no relay.
-    """
-    exchange = spec.config.exchange
-    spans_hosts = not exchange.insecure and not is_loopback(exchange.listen)
-    links, total, is_known = 0, 0.0, True
-    for replica, count in representatives(spec):
-        if not isinstance(replica, ParticipantsReplica):
-            continue
-        listens = [replica.listen_of(stage) for stage in range(replica.stage_count)]
-        hops = sum(_is_relayed(*both, spans_hosts) for both in pairwise(listens))
-        if not hops:
-            continue
-        own = (steps or {}).get(replica.name, spec.config.inner.steps)
-        is_known = is_known and own is not None
-        size = message_bytes(spec, replica)
-        batches = -(-spec.config.data.validation_sequences // (replica.batch_size // replica.micro_batches))
-        messages = (own or 0) * replica.micro_batches
-        links += hops * count
-        one = messages * (size["activation"] + size["gradient"]) + batches * size["evaluation"]
-        total += hops * count * one
-    return links, Carried(total, total) if is_known else None
-
-
-def _is_relayed(before: str | None, after: str | None, spans_hosts: bool) -> bool:
-    has_address = any(one not in (None, RELAYED) for one in (before, after))
-    return not has_address and (spans_hosts or RELAYED in (before, after))
-
-
-def _decoding_seconds(spec: RunSpec) -> float:
-    """Return the CPU seconds to decode one contribution."""
-    compression = spec.config.outer.compression
-    each = VALUE_SECONDS + (POSITION_SECONDS if compression.density < 1 else 0.0)
-    values = [kept_values(shape, compression) for shape in spec.parameter_shapes.values()]
-    return sum(one * (each + (FRESH_SECONDS if is_freed_at_once(one) else 0.0)) for one in values)
-
-
-def _cpu_seconds(spec: RunSpec, calls: int, served: Carried, relayed: Carried, way: str) -> dict[str, float]:
-    """Return the CPU seconds of a round, by purpose. `calls`: those that submit or fetch blobs."""
-    parameters = parameters_of_model(spec)
-    members = sum(count * len(replica.members) for replica, count in representatives(spec))
-    checkpoint = (4 + outer_moment_bytes(spec.config)) * parameters / spec.config.checkpoints.every
-    return {
-        "transfer": (served.received + served.sent) / 1e9 * TRANSFER_SECONDS_A_GIGABYTE,
-        "calls": calls * CALL_SECONDS,
-        "relay": relayed.received / 1e9 * RELAY_SECONDS_A_GIGABYTE,
-        "decoding": 0.0 if way in RINGS else DECODED_TIMES * replica_count(spec) * _decoding_seconds(spec),
-        "members": MEMBER_SECONDS * members,
-        "audit": ROUND_SECONDS + AUDIT_SECONDS_A_PARAMETER * parameters,
-        "checkpoints": checkpoint / 1e9 * CHECKPOINT_SECONDS_A_GIGABYTE,
-    }

@@ -32,27 +32,20 @@ from hetero_pp.simulator.traffic import (
 class Fleet:
     """Equal replicas. Sequences have one entry for each member of a replica, stage by stage."""
 
-    replicas: Sequence[ReplicaSettings]
-    """Replicas of the run with equal settings and names of equal length."""
-    count: int
-    """Number of replicas, with those that a name stands for."""
-    members: Sequence[MemberSpec]
-    """Members of the first replica."""
+    replicas: Sequence[ReplicaSettings]  # replicas of the run with equal settings and names of equal length
+    count: int  # number of replicas, with those that a name stands for
+    members: Sequence[MemberSpec]  # members of the first replica
     group: GroupOfEvents
     message_bytes: dict[str, float]
     """Bytes on the wire of one message between stages, by kind: `activation`, `gradient` and `evaluation`."""
-    up: Sequence[BoundaryCrossing]
-    """Contributions that members send in an outer round."""
+    up: Sequence[BoundaryCrossing]  # contributions that members send in an outer round
     down: Sequence[BoundaryCrossing]
-    sites: Sequence[str | None]
-    """Name of the site whose uplink each member shares."""
+    sites: Sequence[str | None]  # name of the site whose uplink each member shares
     at_site_of_exchange: Sequence[bool]
     """Whether each member reaches the exchange without a line, because both are at one site."""
-    contribute: Sequence[float]
-    """Seconds of compute."""
+    contribute: Sequence[float]  # seconds of compute
     apply: Sequence[float]
-    stays: float
-    """Share of the replicas whose members all stay until the end of the round."""
+    stays: float  # share of the replicas whose members all stay until the end of the round
     memory: Sequence[Memory]
     memory_capacity: Sequence[float]
 

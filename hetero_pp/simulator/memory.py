@@ -32,24 +32,18 @@ from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.simulator.costs import StagePart, assumption, checkpointing_of, part_of, unnamed
 from hetero_pp.simulator.traffic import RINGS, blob_sizes, replica_count
 
-Place = Literal["host", "device"]
-"""The machine's memory, or the memory of the accelerator on which a member computes."""
+Place = Literal["host", "device"]  # the machine's memory, or the memory of the accelerator on which a member computes
 
 
 class Phase(StrEnum):
     """Work of a process. Its memory is the largest over these phases."""
 
-    START = "start"
-    """A member reads the run checkpoint and builds its part; the exchange draws or reads the first run checkpoint."""
-    STEP = "step"
-    """Forward and backward passes."""
-    UPDATE = "update"
-    """The inner optimizer's step."""
+    START = "start"  # a member reads the run checkpoint and builds its part; the exchange draws or reads the first run checkpoint
+    STEP = "step"  # forward and backward passes
+    UPDATE = "update"  # the inner optimizer's step
     CONTRIBUTE = "contribute"
-    APPLY = "apply"
-    """Also the auditor's replay of a round."""
-    SAVE = "save"
-    """The auditor writes a run checkpoint. A saved state needs no copies."""
+    APPLY = "apply"  # also the auditor's replay of a round
+    SAVE = "save"  # The auditor writes a run checkpoint. A saved state needs no copies.
 
 
 ALWAYS = frozenset(Phase)
@@ -83,8 +77,7 @@ class Term:
     name: str
     n_bytes: float
     phases: frozenset[Phase] = ALWAYS
-    on_host: bool = False
-    """Whether they lie in the machine's memory even if the member computes on an accelerator."""
+    on_host: bool = False  # whether they lie in the machine's memory even if the member computes on an accelerator
 
 
 PROCESS_BYTES = 50e6
@@ -92,8 +85,7 @@ PROCESS_BYTES = 50e6
 
 Processes share the other 0.25 GB, which count once (`LAUNCHER_BYTES`).
 """
-LAUNCHER_BYTES = 0.5e9
-"""The launcher, and the server from which processes are forked: the same benchmark."""
+LAUNCHER_BYTES = 0.5e9  # the launcher, and the server from which processes are forked: the same benchmark
 ALLOCATOR_SHARE = 0.07
 """Memory that the allocator keeps beside the live tensors of a member, as a share of them: the same benchmark, 178m."""
 
@@ -103,8 +95,7 @@ class Memory:
     """Predicted memory of one process, or of all ranks of one member together."""
 
     terms: Sequence[Term]
-    accelerated: bool = False
-    """Whether the member computes on an accelerator."""
+    accelerated: bool = False  # whether the member computes on an accelerator
     allocator_share: float = ALLOCATOR_SHARE
 
     def in_phase(self, phase: Phase, place: Place = "host") -> dict[str, float]:
@@ -134,24 +125,61 @@ class Memory:
 
 def memory_of_member(spec: RunSpec, member: MemberSpec, accelerated: bool) -> Memory:
     """Return the memory of a member, of all its ranks together."""
-    replica = member.replica
-    ranks = replica.world if isinstance(replica, DatacenterReplica) else 1
+    replica, stage, outer, part = member.replica, member.stage, spec.config.outer, part_of(spec, member)
+    precision, in_flight = replica.precision, 1
+    if isinstance(replica, DatacenterReplica) and replica.engine == "torchtitan":
+        precision = replica.torchtitan.precision
+    elif isinstance(replica, DatacenterReplica) and replica.engine == "deepspeed":
+        precision = "bf16" if replica.deepspeed.get("bf16", {}).get("enabled") else "fp32"
+    elif isinstance(replica, ParticipantsReplica) and stage is not None:
+        ahead = (stage.count - 1 - stage.index) * (1 + replica.extra_in_flight)
+        in_flight = min(replica.micro_batches, ahead + 1)
     trains = Trains(
         sequences=replica.batch_size // replica.micro_batches,
         length=spec.config.data.sequence_length,
         micro_batches=replica.micro_batches,
-        in_flight=micro_batches_in_flight(member),
-        value_bytes=value_bytes(replica, accelerated),
+        in_flight=in_flight,
+        value_bytes=2 if precision == "bf16" or (precision == "auto" and accelerated) else 4,
         checkpointing=checkpointing_of(replica),
         in_pieces=not isinstance(replica, DatacenterReplica) or replica.engine == "torch",
         accelerated=accelerated,
         compiled=replica.compile,
     )
-    keeps_on_host = not spec.config.outer.keep_on_device
-    terms = [
-        *_of_part(spec.shape, part_of(spec, member), trains, moment_bytes(spec, member), ranks, keeps_on_host),
-        *_of_rounds(spec, member),
-        *_of_one_tensor(spec, member, accelerated),
+    ranks = replica.world if isinstance(replica, DatacenterReplica) else 1
+    terms = _of_part(spec.shape, part, trains, moment_bytes(spec, member), ranks, not outer.keep_on_device)
+    # What settings of the outer rounds add, and the run checkpoint that a member starts from.
+    size, followed = 4.0 * part.parameters, 4.0 * part.boundary_numbers.followed
+    outer_moments = outer_moment_bytes(spec.config)
+    blobs = sum(blob_sizes(spec)[replica.name].values()) * part.parameters / parameters_of_model(spec)
+    terms += [
+        Term("checkpoint", size + followed, START, on_host=True),  # take_part: tensors as they were fetched
+        Term("outer momentum", outer_moments / 4 * (size + followed), TRAINED, on_host=True),  # OuterOptimizer.momentum
+        Term("own contribution", blobs, ROUND, on_host=True),  # Undecided.blobs
+    ]
+    if outer.source == "gradient":  # GradientOptimizer: gradients of parameters, contributed and averaged
+        terms.append(Term("averaged gradients", size + followed, ROUND, on_host=True))
+    if spec.config.states.undo:
+        terms.append(
+            Term("anchors at the start", 4.0 * part.boundary_numbers.anchors, TRAINED)
+        )  # OwnParameters.remember
+    if outer.overlap:  # OwnRounds.trained of two rounds, and OwnRounds.starts
+        terms.append(Term("rounds ahead", 3 * size, TRAINED, on_host=True))
+    if outer.keep_local:
+        terms.append(Term("own parameters", size, TRAINED, on_host=True))  # OwnRounds.local
+    # What the largest tensor needs while it is selected, and while its mean is applied.
+    applied = [*member.owned, *([EMBEDDING] if member.follows_embedding else [])]
+    own, shape = (max((spec.parameter_shapes[one] for one in of), key=math.prod) for of in (member.owned, applied))
+    numbers = math.prod(own)
+    selected = 4.0 * numbers + BAND_BYTES * min(numbers, BAND_ELEMENTS)
+    selected += SELECTED_BYTES * kept_values(own, outer.compression)
+    step = 4.0 * TENSORS_OF_A_STEP[outer_moments] * math.prod(shape)
+    terms.append(Term("selection", selected, CONTRIBUTE))  # OuterRound._select: the difference, and what is kept
+    if accelerated:
+        terms.append(Term("error feedback of a tensor", 4.0 * numbers, CONTRIBUTE))  # OuterRound._select
+    terms += [
+        Term("outer step", step, APPLY, on_host=True),  # replay
+        Term("decoding", _decoded_bytes(shape, outer.compression), APPLY, on_host=True),  # ReceivedBlob.tensor
+        Term("one block of all contributions", _largest_block_bytes(spec), APPLY, on_host=True),  # replay: bytes
     ]
     return Memory(terms, accelerated)
 
@@ -160,93 +188,48 @@ def memory_of_member(spec: RunSpec, member: MemberSpec, accelerated: bool) -> Me
 class Trains:
     """Micro-batches of a member, and how it computes them."""
 
-    sequences: int
-    """Sequences of one micro-batch."""
+    sequences: int  # sequences of one micro-batch
     length: int
-    micro_batches: int
-    """Micro-batches of a step."""
-    in_flight: int
-    """Largest number of micro-batches whose activations it keeps at once."""
-    value_bytes: int
-    """Bytes of a number in activations."""
+    micro_batches: int  # micro-batches of a step
+    in_flight: int  # largest number of micro-batches whose activations it keeps at once
+    value_bytes: int  # bytes of a number in activations
     checkpointing: Checkpointing = "none"
-    in_pieces: bool = True
-    """Whether the loss is computed in pieces of tokens (`loss_of_hidden`)."""
-    accelerated: bool = False
-    """Whether an accelerator computes; its pieces are larger."""
+    in_pieces: bool = True  # whether the loss is computed in pieces of tokens (`loss_of_hidden`)
+    accelerated: bool = False  # whether an accelerator computes; its pieces are larger
     compiled: bool = False
     """Whether layers and loss are compiled; the loss is then computed as one piece even if all tokens fit into it."""
 
 
 def memory_of_part(shape: ModelShape, part: StagePart, trains: Trains) -> Memory:
     """Return the memory of a stage with AdamW, for a part that no member has yet; without the work on one tensor."""
-    return Memory(list(_of_part(shape, part, trains, 8.0 * part.parameters)), trains.accelerated)
+    return Memory(_of_part(shape, part, trains, 8.0 * part.parameters), trains.accelerated)
 
 
 def _of_part(
     shape: ModelShape, part: StagePart, trains: Trains, moments: float, ranks: int = 1, keeps_on_host: bool = True
-) -> Iterator[Term]:
-    """Yield what every member holds. A term's comment names the code that holds it.
+) -> list[Term]:
+    """Return what every member holds. A term's comment names the code that holds it.
 
     `keeps_on_host`: whether the state of outer rounds lies in the host's memory beside an accelerator.
     """
     size, own = 4.0 * part.parameters, part.boundary_numbers
-    yield Term("process", ranks * PROCESS_BYTES, on_host=True)
-    yield Term("weights", size)  # Transformer
-    # The only micro-batch of a step makes gradients while it frees its activations. InnerOptimizer.step drops them.
-    yield Term("gradients", size, STEP | UPDATE if trains.micro_batches > 1 else UPDATE)
-    yield Term("optimizer", moments, TRAINED)  # InnerOptimizer; copies for undo lie on disk (Scratch)
-    yield Term("activations", activation_bytes(shape, part, trains), STEP)  # Stage._in_flight, WholeReplica.loss
-    yield Term("round start", size, on_host=keeps_on_host)  # OuterRound.theta
-    yield Term("error feedback", size, on_host=keeps_on_host)  # OuterRound.error
-    yield Term("followed embedding", 4.0 * own.followed, on_host=keeps_on_host)  # OuterRound.theta
-    yield Term("T_perp", 4.0 * own.perpendicular, TRAINED)  # Boundary.perpendicular
-    yield Term("anchors", 16.0 * own.anchors, TRAINED)  # Anchors: weights, gradients, two moments
+    return [
+        Term("process", ranks * PROCESS_BYTES, on_host=True),
+        Term("weights", size),  # Transformer
+        # The only micro-batch of a step makes gradients while it frees its activations. InnerOptimizer.step drops them.
+        Term("gradients", size, STEP | UPDATE if trains.micro_batches > 1 else UPDATE),
+        Term("optimizer", moments, TRAINED),  # InnerOptimizer; copies for undo lie on disk (Scratch)
+        Term("activations", activation_bytes(shape, part, trains), STEP),  # Stage._in_flight, WholeReplica.loss
+        Term("round start", size, on_host=keeps_on_host),  # OuterRound.theta
+        Term("error feedback", size, on_host=keeps_on_host),  # OuterRound.error
+        Term("followed embedding", 4.0 * own.followed, on_host=keeps_on_host),  # OuterRound.theta
+        Term("T_perp", 4.0 * own.perpendicular, TRAINED),  # Boundary.perpendicular
+        Term("anchors", 16.0 * own.anchors, TRAINED),  # Anchors: weights, gradients, two moments
+    ]
 
 
-def _of_rounds(spec: RunSpec, member: MemberSpec) -> Iterator[Term]:
-    """Yield what settings of the outer rounds add, and the run checkpoint that a member starts from."""
-    outer, part = spec.config.outer, part_of(spec, member)
-    size, followed = 4.0 * part.parameters, 4.0 * part.boundary_numbers.followed
-    momentum = outer_moment_bytes(spec.config) / 4 * (size + followed)
-    blobs = sum(blob_sizes(spec)[member.replica.name].values()) * part.parameters / parameters_of_model(spec)
-    yield Term("checkpoint", size + followed, START, on_host=True)  # take_part: tensors as they were fetched
-    yield Term("outer momentum", momentum, TRAINED, on_host=True)  # OuterOptimizer.momentum
-    yield Term("own contribution", blobs, ROUND, on_host=True)  # Undecided.blobs
-    if outer.source == "gradient":  # GradientOptimizer: gradients of parameters, contributed and averaged
-        yield Term("averaged gradients", size + followed, ROUND, on_host=True)
-    if spec.config.states.undo:
-        yield Term("anchors at the start", 4.0 * part.boundary_numbers.anchors, TRAINED)  # OwnParameters.remember
-    if outer.overlap:  # OwnRoundLines.trained of two rounds, and OwnRoundLines.starts
-        yield Term("rounds ahead", 3 * size, TRAINED, on_host=True)
-    if outer.keep_local:
-        yield Term("own parameters", size, TRAINED, on_host=True)  # OwnRoundLines.local
-
-
-def _of_one_tensor(spec: RunSpec, member: MemberSpec, accelerated: bool) -> Iterator[Term]:
-    """Yield what the largest tensor needs while it is selected, and while its mean is applied."""
-    outer = spec.config.outer
-    followed = [EMBEDDING] if member.follows_embedding else []
-    own, shape = (
-        max((spec.parameter_shapes[name] for name in names), key=math.prod)
-        for names in (member.owned, [*member.owned, *followed])
-    )
-    numbers = math.prod(own)
-    selected = 4.0 * numbers + BAND_BYTES * min(numbers, BAND_ELEMENTS)
-    selected += SELECTED_BYTES * kept_values(own, outer.compression)
-    step = 4.0 * TENSORS_OF_A_STEP[outer_moment_bytes(spec.config)] * math.prod(shape)
-    yield Term("selection", selected, CONTRIBUTE)  # OuterRound._select: the difference, and what is kept
-    if accelerated:
-        yield Term("error feedback of a tensor", 4.0 * numbers, CONTRIBUTE)  # OuterRound._select
-    yield Term("outer step", step, APPLY, on_host=True)  # replay
-    yield Term("decoding", decoded_bytes(shape, outer.compression), APPLY, on_host=True)  # ReceivedBlob.tensor
-    yield Term("one block of all contributions", largest_block_bytes(spec), APPLY, on_host=True)  # replay: bytes
-
-
-BAND_BYTES = 7
-"""Bytes of a value of a band while the largest are found: magnitudes, and candidates (`find_largest`)."""
-SELECTED_BYTES = 32
-"""Bytes of a selected value: position, index, value, and its quantised value (`select`)."""
+BAND_BYTES = 7  # bytes of a value of a band while the largest are found: magnitudes, and candidates (`find_largest`)
+SELECTED_BYTES = 32  # bytes of a selected value: position, index, value, and its quantised value (`select`)
 
 TENSORS_OF_A_STEP = {0: 1, 4: 2, 8: 6}
 """Tensors that the outer step of one parameter holds at once, by the bytes of its moments (`OuterOptimizer.take`).
@@ -258,12 +241,12 @@ VALUE_BYTES, POSITION_BYTES = 22, 23
 """Bytes of a kept value while its tensor is decoded (index, code, value), and of its stored position."""
 
 
-def decoded_bytes(shape: tuple[int, ...], compression: CompressionSettings) -> float:
+def _decoded_bytes(shape: tuple[int, ...], compression: CompressionSettings) -> float:
     """Return the bytes of one contribution's values of a tensor while they are decoded."""
     return kept_values(shape, compression) * (VALUE_BYTES + (POSITION_BYTES if compression.density < 1 else 0))
 
 
-def largest_block_bytes(spec: RunSpec) -> float:
+def _largest_block_bytes(spec: RunSpec) -> float:
     """Return the bytes of all replicas' contributions to one block, which are held together."""
     blocks = Counter[str]()
     for replica, count in representatives(spec):
@@ -293,43 +276,25 @@ def parameters_of_model(spec: RunSpec) -> int:
 
 def moment_bytes(spec: RunSpec, member: MemberSpec) -> float:
     """Return the bytes of the inner optimizer's moments of a member's parameters."""
-    inner, total = spec.config.inner, 0.0
+    inner, replica, total = spec.config.inner, member.replica, 0.0
     if spec.config.outer.source == "gradient":  # the outer optimizer takes the steps
         return total
+    rank = None  # K if a stage trains its embedding by coefficients C [V, K]
+    if (
+        isinstance(replica, ParticipantsReplica)
+        and replica.stage_count > 1
+        and replica.boundary.embedding == "coefficients"
+    ):
+        rank = replica.boundary.dimensions(spec.shape.width)
     for name in member.owned:
         shape = spec.parameter_shapes[name]
         hidden = name.startswith(LAYERS) and len(shape) > 1
         each = {"adamw": 8, "sgd": 4 if inner.momentum else 0, "muon": 4 if hidden else 8}[inner.optimizer]
-        rank = None if name != EMBEDDING else rank_of_coefficients(spec, member)
-        total += each * math.prod(shape) if rank is None else (each + 8) * rank * shape[0]  # C and its gradient, too
+        if name == EMBEDDING and rank is not None:
+            total += (each + 8) * rank * shape[0]  # C and its gradient, too
+        else:
+            total += each * math.prod(shape)
     return total
-
-
-def rank_of_coefficients(spec: RunSpec, member: MemberSpec) -> int | None:
-    """Return K if a stage trains its embedding by coefficients C [V, K]; None for the whole table."""
-    replica = member.replica
-    if not isinstance(replica, ParticipantsReplica) or replica.stage_count == 1:
-        return None
-    return replica.boundary.dimensions(spec.shape.width) if replica.boundary.embedding == "coefficients" else None
-
-
-def value_bytes(replica: ReplicaSettings, accelerated: bool) -> int:
-    """Return the bytes of a number in activations: `precision: auto` is bf16 on an accelerator, else fp32."""
-    precision = replica.precision
-    if isinstance(replica, DatacenterReplica) and replica.engine == "torchtitan":
-        precision = replica.torchtitan.precision
-    elif isinstance(replica, DatacenterReplica) and replica.engine == "deepspeed":
-        precision = "bf16" if replica.deepspeed.get("bf16", {}).get("enabled") else "fp32"
-    return 2 if precision == "bf16" or (precision == "auto" and accelerated) else 4
-
-
-def micro_batches_in_flight(member: MemberSpec) -> int:
-    """Return the largest number of micro-batches whose activations a member keeps at once."""
-    replica, stage = member.replica, member.stage
-    if stage is None or not isinstance(replica, ParticipantsReplica):
-        return 1
-    ahead = (stage.count - 1 - stage.index) * (1 + replica.extra_in_flight)
-    return min(replica.micro_batches, ahead + 1)
 
 
 def activation_bytes(shape: ModelShape, part: StagePart, trains: Trains) -> float:
@@ -354,20 +319,18 @@ def activation_bytes(shape: ModelShape, part: StagePart, trains: Trains) -> floa
     whole = 6 * width + 4 * queries + 4 * feed_forward
     selective = 2 * width + (1 + trains.accelerated) * queries + values + feed_forward
     kept = {"none": whole, "selective": selective, "full": width}[trains.checkpointing]
-    per_token = part.layers * kept * trains.value_bytes
-    tokens = trains.sequences * trains.length
-    head = _head_bytes(shape, tokens, trains) if part.predicts else 0
-    layer = (whole - kept + 2 * width + 2 * feed_forward) * trains.value_bytes * tokens if part.layers else 0
+    per_token, tokens = part.layers * kept * trains.value_bytes, trains.sequences * trains.length
+    head = layer = 0
+    if part.predicts:  # logits and their gradients, in one piece or in pieces (`loss_of_hidden`)
+        rows = piece_rows(shape.vocabulary, trains.accelerated)
+        if not trains.in_pieces or (tokens <= rows and not trains.compiled):
+            head = 16 * shape.vocabulary * tokens
+        else:
+            cast = 0 if trains.value_bytes == 4 else trains.value_bytes
+            head = 8 * shape.vocabulary * min(rows, tokens) + (8 + cast) * shape.vocabulary * width
+    if part.layers:
+        layer = (whole - kept + 2 * width + 2 * feed_forward) * trains.value_bytes * tokens
     return float(per_token * tokens * trains.in_flight + max(head, layer))
-
-
-def _head_bytes(shape: ModelShape, tokens: int, trains: Trains) -> int:
-    """Return the bytes of logits and their gradients, in one piece or in pieces (`loss_of_hidden`)."""
-    rows = piece_rows(shape.vocabulary, trains.accelerated)
-    if not trains.in_pieces or (tokens <= rows and not trains.compiled):
-        return 16 * shape.vocabulary * tokens
-    cast = 0 if trains.value_bytes == 4 else trains.value_bytes
-    return 8 * shape.vocabulary * min(rows, tokens) + (8 + cast) * shape.vocabulary * shape.width
 
 
 def memory_assumptions(config: RunConfig) -> list[str]:
@@ -395,15 +358,12 @@ def memory_assumptions(config: RunConfig) -> list[str]:
 
 # ---- the exchange, with its auditor ----
 
-CONNECTION_BYTES = 2e6
-"""Streams and threads of one member: benchmarks/exchange_load.py, runs of the smallest model."""
+CONNECTION_BYTES = 2e6  # streams and threads of one member: benchmarks/exchange_load.py, runs of the smallest model
 RELAY_BYTES = 2**18
 """Memory of the relay for each direction of a relayed link: half of 0.51 MB, the mean of 19 links in one process."""
-MOST_DECODED = 16
-"""Largest number of tensors that are decoded at the same time, with two cores."""
+MOST_DECODED = 16  # largest number of tensors that are decoded at the same time, with two cores
 INDEX_BYTES = 8
-KEPT_BYTES = 32 * 2**20
-"""Smallest block of memory that the allocator does not keep (hetero_pp/rpc/channels.py)."""
+KEPT_BYTES = 32 * 2**20  # smallest block of memory that the allocator does not keep (hetero_pp/rpc/channels.py)
 
 
 def memory_of_exchange(spec: RunSpec, members: int, relayed_links: int, way: str) -> Memory:
@@ -413,6 +373,8 @@ def memory_of_exchange(spec: RunSpec, members: int, relayed_links: int, way: str
     block = 4.0 * max(sum(map(math.prod, one.values())) for one in shapes_by_block(shapes).values())
     is_whole = spec.config.outer.source == "gradient"
     decodes = way not in RINGS
+    largest = max(shapes.values(), key=math.prod)
+    decoding = min(2 * replica_count(spec), MOST_DECODED) * _decoded_bytes(largest, spec.config.outer.compression)
     blob = max(size for blobs in blob_sizes(spec).values() for size in blobs.values())
     return Memory(
         [
@@ -424,19 +386,13 @@ def memory_of_exchange(spec: RunSpec, members: int, relayed_links: int, way: str
             Term("averaged gradients", model if is_whole else 0.0, APPLY),  # GradientOptimizer
             Term("outer step", TENSORS_OF_A_STEP[moments] * tensor, APPLY),  # replay
             Term("checkpoint", model, SAVE),  # Auditor._save
-            Term("one block of all contributions", largest_block_bytes(spec) if decodes else 0.0, APPLY),
-            Term("decoding", _decoding_bytes(spec) if decodes else 0.0, APPLY),
+            Term("one block of all contributions", _largest_block_bytes(spec) if decodes else 0.0, APPLY),
+            Term("decoding", decoding if decodes else 0.0, APPLY),  # as contributions arrive, and for the auditor
             Term("messages in flight", float(members * blob) if way == "gather" else 0.0, APPLY),
             Term("relay", float(2 * RELAY_BYTES * relayed_links)),
         ],
         allocator_share=0.0,  # it frees whole models and blocks, and trims its memory (`giving_freed_memory_back`)
     )
-
-
-def _decoding_bytes(spec: RunSpec) -> float:
-    """Return the memory to decode the largest tensor of each replica, as it arrives and for the auditor."""
-    largest = max(spec.parameter_shapes.values(), key=math.prod)
-    return min(2 * replica_count(spec), MOST_DECODED) * decoded_bytes(largest, spec.config.outer.compression)
 
 
 def is_freed_at_once(values: int) -> bool:
@@ -446,8 +402,7 @@ def is_freed_at_once(values: int) -> bool:
 
 # ---- where memory does not suffice ----
 
-_LEAST_SAVING = 0.01
-"""Smallest share of the memory that a key has to save to be suggested."""
+_LEAST_SAVING = 0.01  # smallest share of the memory that a key has to save to be suggested
 
 
 def require_memory(spec: RunSpec, member: MemberSpec, memory: Memory, capacity: float) -> None:
@@ -473,62 +428,43 @@ def listed_by_kind(held: Sequence[Mapping[str, float]]) -> str:
     return ", ".join(f"{kind} {format_bytes(size)}" for kind, size in largest if size)
 
 
-@dataclass(frozen=True)
-class _Change:
-    """A replica with another value for one key."""
-
-    key: str
-    value: int | str
-    replica: ReplicaSettings
-
-
 def remedy(
     spec: RunSpec, members: Sequence[tuple[MemberSpec, Memory]], needed: float, capacity: float, place: Place
 ) -> str:
     """Name the first key that makes members fit into a memory that they share, or else the one that saves most."""
-    saved = [(change, _saved(spec, members, change, place)) for change in _changes(members)]
-    useful = [(change, size) for change, size in saved if size >= _LEAST_SAVING * needed]
+    useful: list[tuple[str, float]] = []
+    for replica in {member.replica.name: member.replica for member, _ in members}.values():
+        for key, value, changed in _changes(replica):
+            saved = sum(
+                memory.n_bytes(place)
+                - memory_of_member(spec, replace(member, replica=changed), memory.accelerated).n_bytes(place)
+                for member, memory in members
+                if member.replica.name == replica.name
+            )
+            if saved >= _LEAST_SAVING * needed:
+                useful.append((f"--set replicas.{replica.name}.{key}={value} saves {format_bytes(saved)}", saved))
     if not useful:
         return "parameters and moments take the most; use machines with more memory, or more machines"
-    enough = [(change, size) for change, size in useful if needed - size <= capacity]
-    best, size = enough[0] if enough else max(useful, key=lambda one: one[1])
-    return f"--set replicas.{best.replica.name}.{best.key}={best.value} saves {format_bytes(size)}" + (
-        "" if enough else ", which is not enough"
-    )
+    for told, saved in useful:
+        if needed - saved <= capacity:
+            return told
+    return f"{max(useful, key=lambda one: one[1])[0]}, which is not enough"
 
 
-def _saved(spec: RunSpec, members: Sequence[tuple[MemberSpec, Memory]], change: _Change, place: Place) -> float:
-    """Return the bytes that a change saves over all members."""
-    total = 0.0
-    for member, memory in members:
-        if change.replica.name == member.replica.name:
-            after = memory_of_member(spec, replace(member, replica=change.replica), memory.accelerated)
-            total += memory.n_bytes(place) - after.n_bytes(place)
-    return total
-
-
-def _changes(members: Sequence[tuple[MemberSpec, Memory]]) -> Iterator[_Change]:
-    """Yield changes that save memory, the cheapest in quality and time first; micro-batches shrink in steps."""
-    replicas = {member.replica.name: member.replica for member, _ in members}.values()
-    for replica in replicas:
-        if isinstance(replica, ParticipantsReplica):
-            for extra in range(replica.extra_in_flight - 1, -1, -1):
-                yield _change(replica, "extra_in_flight", extra)
-        shares = replica.data_parallel if isinstance(replica, DatacenterReplica) else 1
-        for count in range(replica.micro_batches + 1, replica.batch_size + 1):
-            if replica.batch_size % (count * shares) == 0:
-                yield _change(replica, "micro_batches", count)
-        if isinstance(replica, ParticipantsReplica) or replica.engine == "torch":
-            if replica.recompute == "none":
-                yield _change(replica, "recompute", "layers")
-            if replica.precision != "bf16":
-                yield _change(replica, "precision", "bf16")
-        if isinstance(replica, DatacenterReplica) and replica.engine == "torchtitan":
-            for chosen in ("selective", "full"):
-                titan = replica.torchtitan.model_copy(update={"activation_checkpointing": chosen})
-                changed = replica.model_copy(update={"torchtitan": titan})
-                yield _Change("torchtitan.activation_checkpointing", chosen, changed)
-
-
-def _change(replica: ReplicaSettings, key: str, value: int | str) -> _Change:
-    return _Change(key, value, replica.model_copy(update={key: value}))
+def _changes(replica: ReplicaSettings) -> Iterator[tuple[str, int | str, ReplicaSettings]]:
+    """Yield a key, its value and the replica with it, the cheapest in quality and time first."""
+    changes: list[tuple[str, int | str]] = []
+    if isinstance(replica, ParticipantsReplica):
+        changes += [("extra_in_flight", extra) for extra in range(replica.extra_in_flight - 1, -1, -1)]
+    shares = replica.data_parallel if isinstance(replica, DatacenterReplica) else 1
+    counts = range(replica.micro_batches + 1, replica.batch_size + 1)
+    changes += [("micro_batches", count) for count in counts if replica.batch_size % (count * shares) == 0]
+    if isinstance(replica, ParticipantsReplica) or replica.engine == "torch":
+        changes += [("recompute", "layers")] if replica.recompute == "none" else []
+        changes += [("precision", "bf16")] if replica.precision != "bf16" else []
+    for key, value in changes:
+        yield key, value, replica.model_copy(update={key: value})
+    if isinstance(replica, DatacenterReplica) and replica.engine == "torchtitan":
+        for chosen in ("selective", "full"):
+            titan = replica.torchtitan.model_copy(update={"activation_checkpointing": chosen})
+            yield "torchtitan.activation_checkpointing", chosen, replica.model_copy(update={"torchtitan": titan})

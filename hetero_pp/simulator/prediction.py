@@ -6,7 +6,8 @@ and an evaluation. If a round lasts a given time, the inner loop has the steps t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -14,10 +15,12 @@ from typing import Any
 from hetero_pp.config.lines import WAYS
 from hetero_pp.config.links import EXCHANGE, Direction, exchange_link_name, stage_link_name
 from hetero_pp.config.topology import ReplicaSettings
+from hetero_pp.core.errors import ConfigError, dotted
+from hetero_pp.core.units import parse_any
+from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.exchange_load import ExchangeLoad, exchange_load
 from hetero_pp.simulator.fleets import Fleet, fleets_of
-from hetero_pp.simulator.published import PublishedComparison, compared
 from hetero_pp.simulator.rounds import TimedRound, Watch, time_round
 
 
@@ -26,8 +29,7 @@ class StagePrediction:
     """Prediction for one member of a replica, or the mean if its name stands for many replicas."""
 
     member: str
-    utilization: float
-    """Share of a round that it trains: forward, backward, optimizer."""
+    utilization: float  # share of a round that it trains: forward, backward, optimizer
     memory_bytes: dict[str, float]
     memory_capacity_bytes: float
     sent_seconds: float
@@ -54,8 +56,7 @@ class LinePrediction:
 
     name: str
     kind: str
-    members: Sequence[str]
-    """If a name stands for many replicas, each of them has such a line."""
+    members: Sequence[str]  # if a name stands for many replicas, each of them has such a line
     up_bytes: float
     down_bytes: float
     up_busy: float
@@ -68,33 +69,52 @@ class ReplicaPrediction:
 
     name: str
     count: int
-    lost: int
-    """Number of these replicas that a member left during the round, so that their contribution is missing."""
-    steps: float
-    """Inner steps of a round."""
-    tokens: float
-    """Tokens that one replica trains on in a round."""
+    lost: int  # number of these replicas that a member left during the round, so that their contribution is missing
+    steps: float  # inner steps of a round
+    tokens: float  # tokens that one replica trains on in a round
     step_seconds: float
     inner_seconds: float
-    training: float
-    """Share of a round that is its inner loop."""
-    bubble: float
-    """Share of the inner loop that stages would be idle even with links that cost nothing."""
-    exposed_communication: float
-    """Share of the inner loop that links add to that."""
-    sent_bytes: float
-    """Bytes of all members of one replica, in an outer round."""
+    training: float  # share of a round that is its inner loop
+    bubble: float  # share of the inner loop that stages would be idle even with links that cost nothing
+    exposed_communication: float  # share of the inner loop that links add to that
+    sent_bytes: float  # bytes of all members of one replica, in an outer round
     received_bytes: float
     stages: list[StagePrediction]
     links: list[LinkPrediction]
 
 
 @dataclass(frozen=True)
+class PublishedComparison:
+    """Published number and its prediction, in base units."""
+
+    what: str
+    where: str
+    bound: str
+    published: float
+    predicted: float
+
+    @property
+    def ratio(self) -> float:
+        """Predicted over published."""
+        return self.predicted / self.published
+
+    @property
+    def holds(self) -> bool | None:
+        """Whether the prediction keeps a published bound; None if the paper gives the number itself."""
+        if self.bound == "equal":
+            return None
+        return self.predicted >= self.published if self.bound == "at least" else self.predicted <= self.published
+
+    def as_json(self) -> dict[str, Any]:
+        """Return both numbers with their ratio and whether the bound holds."""
+        return asdict(self) | {"ratio": self.ratio, "holds": self.holds}
+
+
+@dataclass(frozen=True)
 class Prediction:
     """Prediction for a topology."""
 
-    step_seconds: float
-    """Seconds of the slowest replica."""
+    step_seconds: float  # seconds of the slowest replica
     round_seconds: float
     outer_seconds: float
     """Seconds from the end of the slowest inner loop until the last member goes on, without the evaluation."""
@@ -106,19 +126,16 @@ class Prediction:
     """
     tokens_per_second: float
     tokens: int
-    rounds: float
-    """Rounds to reach `tokens`."""
+    rounds: float  # rounds to reach `tokens`
     days: float
     accelerator_hours: float
-    sent_bytes: float
-    """Bytes of one replica (the mean over all) in all outer rounds: the communication volume."""
+    sent_bytes: float  # bytes of one replica (the mean over all) in all outer rounds: the communication volume
     received_bytes: float
     members: int
     replicas: list[ReplicaPrediction]
     exchange: ExchangeLoad
     lines: Sequence[LinePrediction] = ()
-    published: Sequence[PublishedComparison] = ()
-    """Published numbers beside the predicted ones."""
+    published: Sequence[PublishedComparison] = ()  # published numbers beside the predicted ones
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `--json` writes: it repeats `stages` and `links` of all replicas at the top level."""
@@ -279,3 +296,51 @@ def _lines(spec: RunSpec, replicas: Sequence[ReplicaPrediction], round_seconds: 
         yield LinePrediction(
             line.name, line.kind, line.members, carried["up"], carried["down"], busy["up"], busy["down"]
         )
+
+
+# ---- published numbers, which the YAML lists by their names in the JSON ----
+
+_NAMES = ("name", "member")  # keys whose value may stand for the index of a list entry
+
+
+def compared(config: RunConfig, prediction: Mapping[str, Any]) -> Iterator[PublishedComparison]:
+    """Yield the comparisons that apply to this configuration.
+
+    Raises ConfigError for numbers that are not predicted.
+    """
+    for index, number in enumerate(config.simulate.published):
+        key = ("simulate", "published", index)
+        if not all(_has(config, key, name, value) for name, value in number.when.items()):
+            continue
+        found = _at(prediction, number.what, (*key, "what"), "a number of `--json` such as `outer_seconds`")
+        if isinstance(found, bool) or not isinstance(found, int | float):
+            raise ConfigError(
+                (*key, "what"),
+                f"found `{number.what}`, expected the path of a number in the output of `simulate --json`",
+            )
+        yield PublishedComparison(number.what, number.where, number.bound, number.value, float(found))
+
+
+def _has(config: RunConfig, key: Sequence[str | int], name: str, value: Any) -> bool:
+    """Return whether the configuration has this value there. `1/8` equals 0.125, `1 Gbit/s` equals 1000 Mbit/s."""
+    tree = config.model_dump(mode="json")
+    found = _at(tree, name, (*key, "when", name), "a key of this file such as `links.home.bandwidth`")
+    try:
+        return math.isclose(parse_any(found), parse_any(value), rel_tol=1e-6)
+    except ValueError:
+        return bool(found == value)
+
+
+def _at(tree: Any, name: str, key: Sequence[str | int], expected: str) -> Any:
+    """Return the value at a path such as `replicas.0.count`, or `replicas.home.count`."""
+    node = tree
+    for part in name.split("."):
+        if isinstance(node, list):
+            named = {str(place): one for place, one in enumerate(node)}
+            named |= {one[by]: one for one in node if isinstance(one, dict) for by in _NAMES if by in one}
+            node = named
+        if not isinstance(node, dict) or part not in node:
+            known = f" ({', '.join(node)})" if isinstance(node, dict) and len(node) < 20 else ""
+            raise ConfigError(key, f"found `{dotted(name.split('.'))}`, expected {expected}{known}")
+        node = node[part]
+    return node

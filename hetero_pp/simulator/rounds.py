@@ -26,10 +26,8 @@ from hetero_pp.simulator.events import GroupClock, OnSpan, inner_loops
 from hetero_pp.simulator.fleets import Fleet
 from hetero_pp.simulator.traffic import exchange_bandwidth, is_ring, site_bandwidths
 
-ROUNDS = 2
-"""Rounds that are simulated; the last is measured."""
-PROBED = 17
-"""Steps of the simulation that decides how many fit into a round of a given time."""
+ROUNDS = 2  # rounds that are simulated; the last is measured
+PROBED = 17  # steps of the simulation that decides how many fit into a round of a given time
 
 Watch = Callable[[str], OnSpan]
 """Maps the label of equal replicas to the callback that receives the spans of one of them."""
@@ -104,11 +102,14 @@ def time_round(spec: RunSpec, fleets: Sequence[Fleet], communicates: bool, watch
             sent = _sent(spec, fleets, ready)
             opened = max(max(map(max, sent)), _all_sent_to_exchange(spec, fleets, ready))
             until("send contribution", sent, track)
-            until("receive contributions", _received(spec, fleets, opened), track)
+            what, received = "receive contributions", _received(spec, fleets, opened)
         else:
-            opened = last()
-            passed = _passed_around(fleets) if communicates else 0.0
-            until("pass contributions on", [[opened + passed] * len(clock.free) for clock in clocks], track)
+            opened, what = last(), "pass contributions on"
+            passed = opened + (_passed_around(fleets) if communicates else 0.0)
+            received = [[passed] * len(clock.free) for clock in clocks]
+        for clock in clocks:  # all wait until the round has closed
+            clock.free[:] = [opened] * len(clock.free)
+        until(what, received, track)
         if overlaps:
             carried = [list(clock.free) for clock in clocks]
             for clock, own in zip(clocks, ready, strict=True):
@@ -168,8 +169,7 @@ def _sums(starts: Sequence[float], seconds: Sequence[float]) -> list[float]:
     return [start + own for start, own in zip(starts, seconds, strict=True)]
 
 
-Times = Sequence[Sequence[float]]
-"""Times of the members of each fleet."""
+Times = Sequence[Sequence[float]]  # times of the members of each fleet
 
 
 def _sent(spec: RunSpec, fleets: Sequence[Fleet], ready: Times) -> list[list[float]]:
@@ -219,8 +219,7 @@ def _passed_around(fleets: Sequence[Fleet]) -> float:
     return slowest + max(up.delay for up, _ in crossings) + max(down.delay for _, down in crossings)
 
 
-Members = list[tuple[int, int]]
-"""Members, as indices of a fleet and of a stage."""
+Members = list[tuple[int, int]]  # members, as indices of a fleet and of a stage
 
 
 def _members_at(fleets: Sequence[Fleet], site: str) -> Members:

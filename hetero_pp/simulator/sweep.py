@@ -13,8 +13,7 @@ from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.units import BITS_PER_SECOND, BYTES, SECONDS, parse_quantity
 from hetero_pp.run.changes import Override
 
-POINTS = 13
-"""Points of a range, evenly spaced on a logarithmic scale."""
+POINTS = 13  # points of a range, evenly spaced on a logarithmic scale
 
 _UNITS = ((BITS_PER_SECOND, "bit/s", "100 Mbit/s"), (SECONDS, "s", "20 ms"), (BYTES, "B", "512 MiB"))
 _NAMES = {"bit/s": "bandwidth", "s": "seconds", "B": "bytes"}
@@ -28,8 +27,7 @@ class Sweep:
     values: Sequence[str]
     rows: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Keys and values that each row stands for, by the name of the row."""
-    option: str = "--sweep"
-    """Command-line option that set the key."""
+    option: str = "--sweep"  # command-line option that set the key
 
     @classmethod
     def of_rows(cls, rows: Mapping[str, Mapping[str, Any]]) -> Sweep:

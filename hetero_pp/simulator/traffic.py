@@ -35,6 +35,7 @@ from hetero_pp.outer.volume import Volume
 from hetero_pp.pipeline.coefficients import format_of, noise_key
 from hetero_pp.pseudo_gradient.blob_batches import FOLLOWING_BYTES_MAX, FOLLOWING_MAX, batches
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, blob_bytes
+from hetero_pp.run.config import RunConfig
 from hetero_pp.run.simulate_section import SimulateSettings
 from hetero_pp.run.spec import MemberSpec, RunSpec
 
@@ -99,8 +100,7 @@ def message_bytes(spec: RunSpec, replica: ReplicaSettings) -> dict[str, float]:
 
 # ---- contributions ----
 
-Messages = dict[Direction, list[tuple[int, int]]]
-"""direction -> (bytes, number of such messages)"""
+Messages = dict[Direction, list[tuple[int, int]]]  # direction -> (bytes, number of such messages)
 
 
 @lru_cache(maxsize=2)  # every member asks for it, in both directions
@@ -170,19 +170,19 @@ def _distinct_blobs(spec: RunSpec, with_fleets: bool) -> Sequence[tuple[Mapping[
     """Return blob sizes by block, and the number of replicas with these sizes."""
     found = Counter[tuple[tuple[str, int], ...]]()
     for name, blobs in blob_sizes(spec).items():
-        found[tuple(blobs.items())] += count_behind(spec, name) if with_fleets else 1
+        found[tuple(blobs.items())] += count_behind(spec.config, name) if with_fleets else 1
     return [(dict(blobs), count) for blobs, count in found.items()]
 
 
-def count_behind(spec: RunSpec, name: str) -> int:
+def count_behind(config: RunConfig, name: str) -> int:
     """Return the number of replicas that a name stands for."""
-    fleet = spec.config.simulate.fleets.get(name)
+    fleet = config.simulate.fleets.get(name)
     return 1 if fleet is None else fleet.count
 
 
 def replica_count(spec: RunSpec) -> int:
     """Return R: all replicas, including those that a fleet's name stands for."""
-    return sum(count_behind(spec, replica.name) for replica in spec.config.replicas)
+    return sum(count_behind(spec.config, replica.name) for replica in spec.config.replicas)
 
 
 def exchange_link_loads(spec: RunSpec, member: MemberSpec) -> dict[Direction, LinkLoad]:
@@ -273,12 +273,9 @@ def wire_bytes_of(messages: Iterable[tuple[int, int]]) -> float:
 class BoundaryCrossing:
     """One direction of a member's link to the exchange, in a round."""
 
-    n_bytes: float
-    """Bytes on the wire."""
-    seconds: float
-    """Seconds that they occupy the link; a site's shared link, as if no other member used it."""
-    delay: float
-    """Seconds of latencies and mean jitter: every message waits for them."""
+    n_bytes: float  # bytes on the wire
+    seconds: float  # seconds that they occupy the link; a site's shared link, as if no other member used it
+    delay: float  # seconds of latencies and mean jitter: every message waits for them
 
     @property
     def alone(self) -> float:
@@ -361,7 +358,7 @@ def check_exchange(spec: RunSpec) -> None:
                 ("simulate", "sites"), f"found {min(both)}, which has a line, expected it under the top-level `sites`"
             )
         for member in (spec.members[name] for name in line.members if name in spec.members):
-            if len(line.members) > 1 and (count := count_behind(spec, member.replica.name)) > 1:
+            if len(line.members) > 1 and (count := count_behind(spec.config, member.replica.name)) > 1:
                 raise ConfigError(
                     ("sites", line.name, "members"),
                     f"found {member.name}, one of {count} replicas in simulate.fleets, expected a single replica",

@@ -22,14 +22,11 @@ from hetero_pp.simulator.prediction import Prediction, predict
 WORTH_TELLING = 0.1
 """Smallest share of a round that a replica has to wait for another, and smallest gain of rounds of a given time."""
 
-MOST_COMPARED = 3
-"""Most classes of replicas that are predicted alone, beside the slowest: those that wait the longest."""
+MOST_COMPARED = 3  # most classes of replicas that are predicted alone, beside the slowest: those that wait the longest
 
-_GOOD_ENOUGH = 0.97
-"""Share of the tokens per second with long rounds that shorter rounds of a given time have to reach."""
+_GOOD_ENOUGH = 0.97  # share of the tokens per second with long rounds that shorter rounds of a given time have to reach
 _LONGEST_ROUND = 86400.0
-_MOST_STEPS = 2000
-"""Most steps of a replica in a round of a given time: the largest H in DiLoCo's paper."""
+_MOST_STEPS = 2000  # most steps of a replica in a round of a given time: the largest H in DiLoCo's paper
 
 
 @dataclass(frozen=True)
@@ -37,31 +34,22 @@ class TimedRounds:
     """Rounds of a given time in place of a number of steps."""
 
     seconds: float
-    rounds: int
-    """Rounds in which the run trains about as many tokens as before."""
-    warmup_rounds: float
-    """The same share of the run as before."""
+    rounds: int  # rounds in which the run trains about as many tokens as before
+    warmup_rounds: float  # the same share of the run as before
     tokens_per_second: float
-    steps: Mapping[str, float]
-    """Steps of a round, by replica."""
+    steps: Mapping[str, float]  # steps of a round, by replica
 
 
 @dataclass(frozen=True)
 class ReplicaWaits:
     """Replicas that wait in each round."""
 
-    slowest: str
-    """Label of the replicas that the others wait for."""
-    shares: Mapping[str, float]
-    """Share of a round for which replicas wait, by their label; the longest first."""
-    more: int
-    """Number of other classes of replicas."""
-    alone: Mapping[str, float]
-    """Tokens per second of one replica without all others, by label."""
-    together: float
-    """Tokens per second of the run."""
-    named: Sequence[str]
-    """The first replica of each label."""
+    slowest: str  # label of the replicas that the others wait for
+    shares: Mapping[str, float]  # share of a round for which replicas wait, by their label; the longest first
+    more: int  # number of other classes of replicas
+    alone: Mapping[str, float]  # tokens per second of one replica without all others, by label
+    together: float  # tokens per second of the run
+    named: Sequence[str]  # the first replica of each label
     timed: TimedRounds | None
     """None if rounds of a given time would gain little, or if another setting needs a number of steps."""
 

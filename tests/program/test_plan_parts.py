@@ -19,7 +19,6 @@ from hetero_pp.pipeline.schedule import Action, one_forward_one_backward
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.planner.grouping import LARGEST_LINK, Pool, group
-from hetero_pp.simulator.planner.outer import with_outer
 from hetero_pp.simulator.planner.participants import group_participants
 from hetero_pp.simulator.planner.penalty import (
     FOUR_BITS,
@@ -29,7 +28,7 @@ from hetero_pp.simulator.planner.penalty import (
     ladder,
     penalty_of,
 )
-from hetero_pp.simulator.planner.schedules import schedules_of
+from hetero_pp.simulator.planner.schedules import schedules_of, with_outer
 from hetero_pp.simulator.planner.split import Load, best_split, best_splits
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "micro"
@@ -177,8 +176,8 @@ def _random_pool(seed: int, count: int, stages: int) -> Pool:
 
 
 def _path_seconds(pool: Pool, path: tuple[int, ...]) -> float:
-    costs = pool.seconds[list(path), range(pool.stages)]
-    return min(_slowest(costs, split) for split in _splits(costs.shape[1] - 1, pool.stages))
+    costs = pool.seconds[list(path), range(pool.seconds.shape[1])]
+    return min(_slowest(costs, split) for split in _splits(costs.shape[1] - 1, len(costs)))
 
 
 def _path_link(pool: Pool, path: tuple[int, ...]) -> float:
@@ -200,7 +199,7 @@ def _brute_force(pool: Pool) -> tuple[int, float, float, float]:
     They are the number of groups, the slowest group's best possible seconds, the worst link, and the sum of the links'
     logarithms.
     """
-    paths = list(itertools.permutations(range(pool.count), pool.stages))
+    paths = list(itertools.permutations(range(len(pool.seconds)), pool.seconds.shape[1]))
     seconds = {path: _path_seconds(pool, path) for path in paths}
     fastest: dict[frozenset[int], float] = {}
     for path in paths:

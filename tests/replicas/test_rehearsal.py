@@ -21,10 +21,10 @@ from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.costs import cost_of
 from hetero_pp.simulator.prediction import predict
 from hetero_pp.simulator.traffic import blob_sizes, exchange_link_loads
+from replica_groups.engines.timed import TimedPace
 from replica_groups.exchange.open_log import open_log
 from replica_groups.member.rehearsed import build_rehearsed
 from replica_groups.member.session import MemberSession
-from replica_groups.rehearsal.emulated import EmulatedPace
 
 ROUNDS, STEPS = 2, 3
 YAML = f"""\
@@ -169,7 +169,7 @@ def test_other_work_shortens_the_next_wait_and_waiting_does_not(monkeypatch: pyt
 
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(time, "sleep", sleep)
-    pace = EmulatedPace()
+    pace = TimedPace()
     pace.waited = lambda: waited[0]
     pace.begin()
     now[0] += 0.25  # the conversion of a message

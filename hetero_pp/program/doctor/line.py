@@ -12,7 +12,7 @@ from hetero_pp.core.units import format_bytes, format_seconds
 from hetero_pp.program.doctor.finding import Finding, NotChecked, ok, warn
 from hetero_pp.program.doctor.subject import Subject
 from hetero_pp.program.launch.this_machine import LONG_STEP
-from hetero_pp.program.rehearse.rates import shown_rates, too_slow
+from hetero_pp.program.rehearse.own_line import shown_rates, too_slow
 from hetero_pp.rpc.admission_client import Rate, measure
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.traffic import stage_link_loads

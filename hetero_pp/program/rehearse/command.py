@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 from rich.console import Console
@@ -14,9 +15,8 @@ from hetero_pp.core.files import write_json
 from hetero_pp.core.units import format_count, format_duration, format_percent
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.launch.mode import Mode
-from hetero_pp.program.rehearse.comparison import compare
+from hetero_pp.program.rehearse.comparison import NOTHING_TIMED, Timings, compare
 from hetero_pp.program.rehearse.show import MARK, print_comparison
-from hetero_pp.program.rehearse.timings import NOTHING_TIMED, Timings
 from hetero_pp.program.report.output import announce, say
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.show_prediction import print_assumption
@@ -52,19 +52,6 @@ class Predictions:
         return cls(rehearsed, predict(RunSpec(longer, spec.shape.vocabulary)))
 
 
-class Busy:
-    """The use of this machine's processors, by all of its processes, since it was made."""
-
-    def __init__(self) -> None:
-        self._began = psutil.cpu_times()
-
-    def share(self) -> float:
-        """Return the share of their time for which the processors were in use."""
-        passed = [now - before for now, before in zip(psutil.cpu_times(), self._began, strict=True)]
-        idle = psutil.cpu_times()._fields.index("idle")
-        return 1 - passed[idle] / sum(passed) if sum(passed) else 0.0
-
-
 class AsRehearsal(Mode):
     """The rehearsal of a run: its rounds are few and short, and nothing is trained."""
 
@@ -74,7 +61,7 @@ class AsRehearsal(Mode):
         """`json_path`: file for the comparison, beside `rehearsal.json` in the folder."""
         self._rounds, self._steps, self._json = rounds, steps, json_path
         self._located: Callable[[ConfigError], ConfigError] = lambda error: error
-        self._busy: Busy | None = None
+        self._processors: Any = None  # times of all processors when the first step ended
         self._left_out: Sequence[str] = ()
 
     def of(self, file: ConfigFile) -> ConfigFile:
@@ -95,14 +82,17 @@ class AsRehearsal(Mode):
 
     def on_report(self, report: Report) -> None:
         self._timings.apply(report)
-        if report.HasField("inner_step") and self._busy is None:
-            self._busy = Busy()
+        if report.HasField("inner_step") and self._processors is None:
+            self._processors = psutil.cpu_times()
 
     def conclude(self, console: Console, state: RunState, folder: RunFolder) -> None:
         if not self._timings.timed:
             raise RunFailed(f"{self._spec.config.name}: {NOTHING_TIMED}")
         found = compare(self._spec, self._timings, self._predictions.rehearsed, self._predictions.whole)
-        found = replace(found, busy=0.0 if self._busy is None else self._busy.share())
+        if self._processors is not None:
+            passed = [now - then for now, then in zip(psutil.cpu_times(), self._processors, strict=True)]
+            idle = passed[self._processors._fields.index("idle")]
+            found = replace(found, busy=1 - idle / sum(passed) if sum(passed) else 0.0)
         print_comparison(console, found)
         if found.busy > BUSY:
             busy = f"The processors of this machine were busy for {format_percent(found.busy)} of the rehearsal"

@@ -1,30 +1,98 @@
 """Compares what a rehearsal measured with what `simulate` predicts, and says where both part.
 
-Both sides split a round into three parts. The inner loop is that of the slowest replica. The outer round lasts from the
-end of that loop until the last member goes on. The rest is the evaluation, less what it shares with the next round.
+Pure: every time comes from a report. Both sides split a round into three parts. The inner loop is that of the slowest
+replica. The outer round lasts from the end of that loop until the last member goes on. The rest is the evaluation, less
+what it shares with the next round.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
-from hetero_pp.config.links import DIRECTIONS
-from hetero_pp.config.topology import ReplicaSettings
-from hetero_pp.program.rehearse.timings import Timings
+from hetero_pp.config.links import DIRECTIONS, Direction
+from hetero_pp.messages.messages_pb2 import MeasuredLine, MemberRound, Report
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.simulator.prediction import Prediction, ReplicaPrediction
+from hetero_pp.simulator.prediction import Prediction
 
 APART = 0.03
 """Relative difference beyond which a measurement and its prediction part."""
-
-_ROUND = "round_seconds"
-_OF_A_ROUND = (_ROUND, "inner_seconds", "outer_seconds", "rest_seconds")
+NOTHING_TIMED = "no round of the rehearsal was complete, so nothing is known of the group"
+"""Line in place of a comparison, if members left or did not report."""
 
 Quantities = Mapping[str, float]
 """Quantity, such as `round_seconds` or `replicas.home.step_seconds` -> value."""
+
+
+class Timings:
+    """Times and bytes of the rounds of one run, from its reports.
+
+    The first round contains the start of the connections, and with `outer.overlap` nothing overlaps with the last one.
+    So the means are over the others if there are any.
+    """
+
+    def __init__(self, spec: RunSpec) -> None:
+        self._spec = spec
+        self._rounds: dict[str, dict[int, MemberRound]] = defaultdict(dict)
+        self._steps: dict[str, dict[int, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+        self._closed: dict[int, float] = {}
+        self._bytes: dict[tuple[str, str], dict[int, int]] = defaultdict(dict)
+        self.lines: dict[str, MeasuredLine] = {}
+        """Lines that hosts measured before they joined, by member."""
+
+    def apply(self, report: Report) -> None:
+        """Take in one report. A later report on the same round replaces an earlier one."""
+        match report.WhichOneof("event"):
+            case "member_round":
+                self._rounds[report.member][report.member_round.round] = report.member_round
+            case "inner_step":
+                step = report.inner_step
+                self._steps[report.member][step.round][step.step] = report.time
+            case "round_closed":
+                self._closed[report.round_closed.round] = report.time
+            case "link_use":
+                use = report.link_use
+                self._bytes[use.link, use.direction][use.round] = use.wire_bytes
+            case "measured_line":
+                self.lines[report.member] = report.measured_line
+
+    @property
+    def timed(self) -> Sequence[int]:
+        """Rounds that all members have finished, without the first and, with overlap, the last if there are others."""
+        known = [set(self._rounds[member]) for member in self._spec.needed]
+        rounds = sorted(set.intersection(*known) & self._closed.keys()) if known else []
+        later = rounds[1:] or rounds
+        return (later[:-1] or later) if self._spec.config.outer.overlap else later
+
+    @property
+    def round_seconds(self) -> float:
+        """Seconds from the close of a round to the next close. For a single round: all that a member did in it."""
+        pairs = [(round_ - 1, round_) for round_ in self.timed if round_ - 1 in self._closed]
+        if pairs:
+            return fmean(self._closed[later] - self._closed[sooner] for sooner, later in pairs)
+        whole = ("compute_seconds", "wait_seconds", "outer_seconds", "evaluation_seconds")
+        return max(sum(self.of_member(name, part) for part in whole) for name in self._spec.needed)
+
+    def of_member(self, member: str, field: str) -> float:
+        """Return the mean over the timed rounds of a field of MemberRound."""
+        return fmean(float(getattr(self._rounds[member][round_], field)) for round_ in self.timed)
+
+    def step_seconds(self, member: str) -> float | None:
+        """Return the mean time between two inner steps of a member; None if its rounds have only one."""
+        times = [sorted(own.values()) for round_, own in self._steps[member].items() if round_ in self.timed]
+        means = [(own[-1] - own[0]) / (len(own) - 1) for own in times if len(own) > 1]
+        return fmean(means) if means else None
+
+    def steps(self, member: str) -> float:
+        """Return the mean number of inner steps that a member took in a timed round."""
+        return fmean(len(self._steps[member][round_]) for round_ in self.timed)
+
+    def wire_bytes(self, link: str, way: Direction) -> float:
+        """Return the mean bytes that a link carried in a timed round."""
+        return fmean(self._bytes[link, way].get(round_, 0) for round_ in self.timed)
 
 
 @dataclass(frozen=True)
@@ -67,12 +135,11 @@ class RehearsalComparison:
     parts: list[Parting]
     whole_run: WholeRun
     members: Mapping[str, Mapping[str, float]]
-    """Seconds of each member in a round: compute, waits for both neighbours, the outer round, the evaluation."""
+    """Seconds of each member in a round, by part. `blocked`, waiting for the exchange, is a part of `outer`."""
     lines: Mapping[str, Mapping[str, float]]
     """Line of each host that joined, in bits per second `up` and `down`, as the host measured it."""
     costs: Mapping[str, Any]
     """Costs and hardware of the section `simulate` from which compute was emulated."""
-
     busy: float = 0.0
     """Share of the time of this machine's processors that was in use, by whatever process."""
 
@@ -101,8 +168,8 @@ def compare(spec: RunSpec, timings: Timings, prediction: Prediction, whole: Pred
 
     `whole`: the prediction for the rehearsed run, which has longer rounds. `timings` must have a timed round.
     """
-    measured, predicted = dict(_measured(spec, timings, prediction)), dict(_predicted(prediction))
-    members = {name: _seconds_of(timings, name) for name in spec.needed}
+    measured, predicted = _quantities(spec, timings, prediction)
+    parts = ("compute", "wait_previous", "wait_next", "outer", "blocked", "evaluation")
     simulate = spec.config.simulate.model_dump(mode="json")
     return RehearsalComparison(
         name=spec.config.name,
@@ -113,86 +180,59 @@ def compare(spec: RunSpec, timings: Timings, prediction: Prediction, whole: Pred
         predicted=predicted,
         parts=list(_parts(timings, prediction, measured, predicted)),
         whole_run=_whole_run(spec, whole, measured),
-        members=members,
+        members={name: {part: timings.of_member(name, f"{part}_seconds") for part in parts} for name in spec.needed},
         lines={member: {"up": one.up, "down": one.down} for member, one in sorted(timings.lines.items())},
         costs={key: simulate[key] for key in ("hardware", "measured")},
     )
 
 
-def _seconds_of(timings: Timings, member: str) -> dict[str, float]:
-    """Return the seconds of a member in a round, by part. `blocked`, waiting for the exchange, is a part of `outer`."""
-    parts = ("compute", "wait_previous", "wait_next", "outer", "blocked", "evaluation")
-    return {part: timings.of_member(member, f"{part}_seconds") for part in parts}
-
-
-# ---- both sides as quantities with the same names ----
-
-
-def _predicted(found: Prediction) -> Iterator[tuple[str, float]]:
-    inner = max(replica.inner_seconds for replica in found.replicas)
-    yield "round_seconds", found.round_seconds
-    yield "inner_seconds", inner
-    yield "outer_seconds", found.outer_seconds
-    yield "rest_seconds", max(found.round_seconds - inner - found.outer_seconds, 0.0)
-    yield "step_seconds", found.step_seconds
-    yield "tokens_per_second", found.tokens_per_second
-    for kind, share in found.utilization.items():
-        yield f"utilization.{kind}", share
-    for replica in found.replicas:
-        for name in ("step_seconds", "inner_seconds", "bubble", "exposed_communication"):
-            yield f"replicas.{replica.name}.{name}", getattr(replica, name)
-        for link in replica.links:
-            yield f"links.{link.name}.forward_bytes", link.forward_bytes
-            yield f"links.{link.name}.backward_bytes", link.backward_bytes
-
-
-def _measured(spec: RunSpec, timings: Timings, prediction: Prediction) -> Iterator[tuple[str, float]]:
-    replicas = list(zip(spec.config.replicas, prediction.replicas, strict=True))
-    own = {one.name: _of_replica(timings, replica, one) for replica, one in replicas}
-    inner, round_seconds = max(one["inner_seconds"] for one in own.values()), timings.round_seconds
-    outer = min(max(timings.of_member(name, "outer_seconds") for name in replica.members) for replica, _ in replicas)
-    compute = [timings.of_member(name, "compute_seconds") for name in spec.needed]
-    tokens = sum(
-        timings.steps(replica.members[0]) * replica.batch_size * spec.config.data.sequence_length
-        for replica, _ in replicas
-    )
-    rate = share(tokens, round_seconds)
-    yield "round_seconds", round_seconds
-    yield "inner_seconds", inner
-    yield "outer_seconds", outer
-    yield "rest_seconds", max(round_seconds - inner - outer, 0.0)
-    yield "step_seconds", max(one["step_seconds"] for one in own.values())
-    yield "tokens_per_second", rate
-    yield "utilization.absolute", share(fmean(compute), round_seconds)
-    yield "utilization.relative", rate / (prediction.tokens_per_second / prediction.utilization["relative"])
-    for _, one in replicas:
-        for name, value in own[one.name].items():
-            yield f"replicas.{one.name}.{name}", value
-        for link in one.links:
+def _quantities(spec: RunSpec, timings: Timings, prediction: Prediction) -> tuple[dict[str, float], dict[str, float]]:
+    """Return both sides as quantities with the same names: what was measured, and what is predicted."""
+    measured, predicted = dict[str, float](), dict[str, float]()
+    inner, outer, tokens = list[float](), list[float](), 0.0
+    compute = {name: timings.of_member(name, "compute_seconds") for name in spec.needed}
+    for found, replica in zip(prediction.replicas, spec.config.replicas, strict=True):
+        loops = [compute[one] + timings.of_member(one, "wait_seconds") for one in replica.members]
+        outer.append(max(timings.of_member(one, "outer_seconds") for one in replica.members))
+        inner.append(max(loops))
+        steps = timings.steps(replica.members[0])
+        tokens += steps * replica.batch_size * spec.config.data.sequence_length
+        # The inner loop with free links is the predicted one for the same number of steps: no link affects it.
+        free = found.inner_seconds * (1 - found.exposed_communication) * steps / found.steps
+        own = {
+            "step_seconds": timings.step_seconds(replica.members[0]) or inner[-1] / max(steps, 1.0),
+            "inner_seconds": inner[-1],
+            "bubble": 1 - share(fmean(compute[one] for one in replica.members), free),
+            "exposed_communication": 1 - share(free, inner[-1]),
+        }
+        measured |= {f"replicas.{replica.name}.{name}": value for name, value in own.items()}
+        predicted |= {f"replicas.{replica.name}.{name}": getattr(found, name) for name in own}
+        for link in found.links:
             for way in DIRECTIONS:
-                yield f"links.{link.name}.{way}_bytes", timings.wire_bytes(link.name, way)
-
-
-def _of_replica(timings: Timings, replica: ReplicaSettings, found: ReplicaPrediction) -> dict[str, float]:
-    """Return what was measured of a replica.
-
-    The inner loop with free links is the predicted one for the same number of steps, because no link affects it.
-    """
-    inner = max(
-        timings.of_member(one, "compute_seconds") + timings.of_member(one, "wait_seconds") for one in replica.members
-    )
-    steps = timings.steps(replica.members[0])
-    free = found.inner_seconds * (1 - found.exposed_communication) * steps / found.steps
-    trained = fmean(timings.of_member(member, "compute_seconds") for member in replica.members)
-    return {
-        "step_seconds": timings.step_seconds(replica.members[0]) or inner / max(steps, 1.0),
-        "inner_seconds": inner,
-        "bubble": 1 - share(trained, free),
-        "exposed_communication": 1 - share(free, inner),
+                measured[f"links.{link.name}.{way}_bytes"] = timings.wire_bytes(link.name, way)
+                predicted[f"links.{link.name}.{way}_bytes"] = getattr(link, f"{way}_bytes")
+    round_seconds = timings.round_seconds
+    rate = share(tokens, round_seconds)
+    free_rate = prediction.tokens_per_second / prediction.utilization["relative"]
+    longest = max(one.inner_seconds for one in prediction.replicas)
+    of_round = {
+        "round_seconds": (round_seconds, prediction.round_seconds),
+        "inner_seconds": (max(inner), longest),
+        "outer_seconds": (min(outer), prediction.outer_seconds),
+        "rest_seconds": (
+            max(round_seconds - max(inner) - min(outer), 0.0),
+            max(prediction.round_seconds - longest - prediction.outer_seconds, 0.0),
+        ),
+        "step_seconds": (
+            max(measured[f"replicas.{one.name}.step_seconds"] for one in prediction.replicas),
+            prediction.step_seconds,
+        ),
+        "tokens_per_second": (rate, prediction.tokens_per_second),
+        "utilization.absolute": (share(fmean(compute.values()), round_seconds), prediction.utilization["absolute"]),
+        "utilization.relative": (rate / free_rate, prediction.utilization["relative"]),
     }
-
-
-# ---- where they part, and what follows ----
+    both = [{name: pair[side] for name, pair in of_round.items()} for side in (0, 1)]
+    return both[0] | measured, both[1] | predicted
 
 
 def _parts(timings: Timings, prediction: Prediction, measured: Quantities, predicted: Quantities) -> Iterator[Parting]:
@@ -200,31 +240,24 @@ def _parts(timings: Timings, prediction: Prediction, measured: Quantities, predi
 
     The parts of a round part if they differ by a share of the whole round.
     """
+    words = {"inner_seconds": "the inner loop", "outer_seconds": "the outer round", "rest_seconds": "the rest"}
     for name, value in measured.items():
         wanted, difference = predicted[name], abs(value - predicted[name])
-        if name in _OF_A_ROUND and difference > APART * predicted[_ROUND]:
-            yield Parting(name, value, wanted, _component_of_round(measured, predicted) if name == _ROUND else "")
+        if name == "round_seconds" or name in words:
+            if difference > APART * predicted["round_seconds"]:
+                largest = max(words, key=lambda part: abs(measured[part] - predicted[part]))
+                yield Parting(name, value, wanted, words[largest] if name == "round_seconds" else "")
         elif name.endswith(".step_seconds") and difference > APART * wanted:
-            yield Parting(name, value, wanted, _component_of_step(timings, prediction, name.split(".")[1]))
+            replica = next(one for one in prediction.replicas if one.name == name.split(".")[1])
+            apart = dict[str, float]()  # what differs in the inner loop: the compute of a member, or its waits
+            for stage in replica.stages:
+                trained = stage.utilization * prediction.round_seconds
+                compute, waits = (timings.of_member(stage.member, f"{part}_seconds") for part in ("compute", "wait"))
+                apart[f"compute of {stage.member}"] = abs(compute - trained)
+                apart[f"waits of {stage.member} for messages"] = abs(waits - (replica.inner_seconds - trained))
+            yield Parting(name, value, wanted, max(apart, key=lambda one: apart[one]))
         elif name.endswith("_bytes") and difference > APART * wanted:
             yield Parting(name, value, wanted, "")
-
-
-def _component_of_round(measured: Quantities, predicted: Quantities) -> str:
-    words = {"inner_seconds": "the inner loop", "outer_seconds": "the outer round", "rest_seconds": "the rest"}
-    return words[max(words, key=lambda name: abs(measured[name] - predicted[name]))]
-
-
-def _component_of_step(timings: Timings, prediction: Prediction, replica: str) -> str:
-    """Return what differs most in a replica's inner loop: the compute of a member, or its waits for messages."""
-    own, apart = next(one for one in prediction.replicas if one.name == replica), dict[str, float]()
-    for stage in own.stages:
-        compute = timings.of_member(stage.member, "compute_seconds")
-        trained = stage.utilization * prediction.round_seconds
-        waits = timings.of_member(stage.member, "wait_seconds")
-        apart[f"compute of {stage.member}"] = abs(compute - trained)
-        apart[f"waits of {stage.member} for messages"] = abs(waits - (own.inner_seconds - trained))
-    return max(apart, key=lambda one: apart[one])
 
 
 def _whole_run(spec: RunSpec, whole: Prediction, measured: Quantities) -> WholeRun:

@@ -7,13 +7,11 @@ from statistics import fmean
 
 from hetero_pp.config.lines import WAYS, Way
 from hetero_pp.config.links import EXCHANGE
-from hetero_pp.core.units import format_bytes, format_percent
+from hetero_pp.core.units import format_bits_per_second, format_bytes, format_percent
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.launch.mode import Mode
 from hetero_pp.program.rehearse.command import Predictions
-from hetero_pp.program.rehearse.comparison import RehearsalComparison, compare, share
-from hetero_pp.program.rehearse.rates import shown_rates, too_slow
-from hetero_pp.program.rehearse.timings import NOTHING_TIMED, Timings
+from hetero_pp.program.rehearse.comparison import NOTHING_TIMED, RehearsalComparison, Timings, compare, share
 from hetero_pp.rpc.admission_client import Rate
 from hetero_pp.run.spec import RunSpec
 
@@ -40,16 +38,13 @@ class OwnLine(Mode):
     def lines(self) -> Iterator[str]:
         """Yield one or two lines: what the line reached, and whether it is good enough."""
         if self._rates:
-            yield f"the line of this host reached {self._reached()}"
+            shown, slow = shown_rates(self._rates), too_slow(self._spec, self._member, self._rates)
+            yield f"the line of this host reached {shown}" + (f"; the run's YAML expects {slow}" if slow else "")
         if not self._timings.timed:
             yield NOTHING_TIMED
             return
         found = compare(self._spec, self._timings, self._predictions.rehearsed, self._predictions.whole)
         yield verdict(self._spec, self._member, found)
-
-    def _reached(self) -> str:
-        shown, slow = shown_rates(self._rates), too_slow(self._spec, self._member, self._rates)
-        return f"{shown}; the run's YAML expects {slow}" if slow else shown
 
 
 def verdict(spec: RunSpec, member: str, found: RehearsalComparison) -> str:
@@ -64,10 +59,20 @@ def verdict(spec: RunSpec, member: str, found: RehearsalComparison) -> str:
     group = f"{own.name} would train {format_percent(absolute)} of the time ({format_percent(free)} with free links)"
     if not other:
         return f"{member} has no neighbours to hold up; {group}"
-    carried = ", ".join(f"{format_bytes(size)} {way}" for way, size in _bytes_of_step(spec, member, found).items())
+    # What the member's links to its neighbours carried in a step, evaluations included.
+    carried: dict[Way, float] = dict.fromkeys(WAYS, 0.0)
+    inner, step = (found.measured[f"replicas.{own.name}.{key}"] for key in ("inner_seconds", "step_seconds"))
+    timed = share(inner, step)
+    steps = spec.config.inner.steps or max(round(timed), 1)
+    for link in spec.links.values():
+        if member in (link.source, link.target) and spec.members.keys() >= {link.source, link.target}:
+            up, down = ("forward", "backward") if link.source == member else ("backward", "forward")
+            carried["up"] += found.measured[f"links.{link.name}.{up}_bytes"] / steps
+            carried["down"] += found.measured[f"links.{link.name}.{down}_bytes"] / steps
+    sizes = ", ".join(f"{format_bytes(size)} {way}" for way, size in carried.items())
     held = f"{other} waited {format_percent(held_share)} of a step for {member}, beyond what free links leave idle"
     enough = "good enough" if held_share <= ENOUGH else "too slow for this boundary"
-    return f"the line is {enough} ({carried} a step): {held}; {group}"
+    return f"the line is {enough} ({sizes} a step): {held}; {group}"
 
 
 def held_up(spec: RunSpec, member: str, found: RehearsalComparison) -> tuple[float, str]:
@@ -89,15 +94,22 @@ def held_up(spec: RunSpec, member: str, found: RehearsalComparison) -> tuple[flo
     return held
 
 
-def _bytes_of_step(spec: RunSpec, member: str, found: RehearsalComparison) -> dict[Way, float]:
-    """Return what a member's links to its neighbours carried in a step, evaluations included."""
-    carried: dict[Way, float] = dict.fromkeys(WAYS, 0.0)
-    own = f"replicas.{spec.members[member].replica.name}"
-    timed = share(found.measured[f"{own}.inner_seconds"], found.measured[f"{own}.step_seconds"])
-    steps = spec.config.inner.steps or max(round(timed), 1)
-    for link in spec.links.values():
-        if member in (link.source, link.target) and spec.members.keys() >= {link.source, link.target}:
-            up, down = ("forward", "backward") if link.source == member else ("backward", "forward")
-            carried["up"] += found.measured[f"links.{link.name}.{up}_bytes"] / steps
-            carried["down"] += found.measured[f"links.{link.name}.{down}_bytes"] / steps
-    return carried
+# ---- measured rates of an access line beside those of the YAML ----
+
+SHORT = 0.9
+"""Share of the YAML's line that a measured line has to reach: a measurement is short, and includes headers."""
+
+
+def shown_rates(rates: Mapping[Way, Rate]) -> str:
+    return ", ".join(f"{rates[way]} {way}" for way in WAYS)
+
+
+def too_slow(spec: RunSpec, member: str, rates: Mapping[Way, Rate]) -> str:
+    """Return the rates of the YAML that a member's line does not reach: `20 Mbit/s up`; empty if it reaches them."""
+    line = next((one for one in spec.lines.values() if member in one.members), None)
+    wanted = {} if line is None else {way: line.bandwidth(way) for way in WAYS}
+    return " and ".join(
+        f"{format_bits_per_second(rate)} {way}"
+        for way, rate in wanted.items()
+        if rate is not None and rates[way].is_less_than(SHORT * rate)
+    )

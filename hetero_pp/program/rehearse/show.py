@@ -15,7 +15,7 @@ from hetero_pp.core.units import (
     format_percent,
     format_seconds,
 )
-from hetero_pp.program.rehearse.comparison import APART, Parting, RehearsalComparison, relative
+from hetero_pp.program.rehearse.comparison import APART, RehearsalComparison, relative
 from hetero_pp.program.report.output import say
 from hetero_pp.program.report.tables import PlainTable
 
@@ -49,7 +49,6 @@ def print_comparison(console: Console, found: RehearsalComparison) -> None:
     _print_replicas(console, found)
     _print_members(console, found)
     _print_links(console, found)
-    _print_lines(console, found)
     for line in closing_lines(found):
         say(console, line)
 
@@ -57,7 +56,10 @@ def print_comparison(console: Console, found: RehearsalComparison) -> None:
 def closing_lines(found: RehearsalComparison) -> Iterator[str]:
     """Yield what parts, then what follows for the whole run."""
     for one in found.parts:
-        yield _parting(one)
+        measured, predicted = (_shown(one.what, value) for value in (one.measured, one.predicted))
+        apart = _difference(relative(one.measured, one.predicted))
+        inside = f"; most of it is {one.component}" if one.component else ""
+        yield f"{MARK} {one.what}: measured {measured}, predicted {predicted} ({apart}){inside}."
     if not found.parts:
         yield f"All measured times and bytes are within {APART:.0%} of the prediction."
     run = found.whole_run
@@ -69,14 +71,6 @@ def closing_lines(found: RehearsalComparison) -> Iterator[str]:
     shares = f"{absolute} of the time, {relative_} of the share that free links allow (predicted: {predicted})"
     lasts = format_duration(86400 * run.days)
     yield f"The run itself ({steps}) would take {lasts}. Its members would train {shares}."
-
-
-def _parting(one: Parting) -> str:
-    """Return a marked line: what parts, by how much, and what differs most within it."""
-    measured, predicted = (_shown(one.what, value) for value in (one.measured, one.predicted))
-    apart = _difference(relative(one.measured, one.predicted))
-    inside = f"; most of it is {one.component}" if one.component else ""
-    return f"{MARK} {one.what}: measured {measured}, predicted {predicted} ({apart}){inside}."
 
 
 def _shown(what: str, value: float) -> str:
@@ -100,12 +94,9 @@ def _marked(found: RehearsalComparison, what: str) -> str:
 def _print_times(console: Console, found: RehearsalComparison) -> None:
     table = PlainTable(["all replicas"], ["measured", "predicted", "difference"], [""])
     for name, label in _ROUND.items():
-        table.add_row(label, *_both(found, name), _difference(found.differences[name]), _marked(found, name))
+        both = (_shown(name, side[name]) for side in (found.measured, found.predicted))
+        table.add_row(label, *both, _difference(found.differences[name]), _marked(found, name))
     console.print(table)
-
-
-def _both(found: RehearsalComparison, name: str) -> tuple[str, str]:
-    return _shown(name, found.measured[name]), _shown(name, found.predicted[name])
 
 
 def _names(found: RehearsalComparison, section: str) -> list[str]:
@@ -137,13 +128,10 @@ def _print_links(console: Console, found: RehearsalComparison) -> None:
     table = PlainTable(["link", ""], ["measured", "predicted", "difference"], [" "])
     for name in _names(found, "links"):
         keys = [f"links.{name}.{way}_bytes" for way in DIRECTIONS]
-        measured, predicted = zip(*(_both(found, key) for key in keys), strict=True)
+        measured, predicted = ([format_bytes(side[key]) for key in keys] for side in (found.measured, found.predicted))
         differences = [_difference(found.differences[key]) for key in keys]
         table.add_both(name, DIRECTIONS, measured, predicted, differences, [_marked(found, key) for key in keys])
     console.print(table)
-
-
-def _print_lines(console: Console, found: RehearsalComparison) -> None:
     if not found.lines:
         return
     table = PlainTable(["line of a host"], ["up", "down"])

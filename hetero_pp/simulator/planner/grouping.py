@@ -25,7 +25,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 
@@ -35,12 +35,9 @@ PATHS = 300_000
 SAMPLED_PATHS = 60_000
 """Approximate number of paths along the best links, used where there are more than `PATHS` in total."""
 RANDOM_PARTITIONS = 200
-SAMPLES = (1000, 4000)
-"""Numbers of columns that are tried before all of them."""
-LARGEST_LINK = 1e13
-"""Bits per second that stand for an unlimited link."""
-SPARES_SECONDS = 1.0
-"""Longest search for groups of waiting machines, which need an answer meanwhile."""
+SAMPLES = (1000, 4000)  # numbers of columns that are tried before all of them
+LARGEST_LINK = 1e13  # bits per second that stand for an unlimited link
+SPARES_SECONDS = 1.0  # longest search for groups of waiting machines, which need an answer meanwhile
 
 
 @dataclass(frozen=True)
@@ -49,17 +46,8 @@ class Pool:
 
     seconds: Array
     """Seconds of a micro-batch if the participant were that stage with that number of layers, [n, S, L + 1]."""
-    bandwidth: Array
-    """Bits per second from the first participant to the second, [n, n]."""
+    bandwidth: Array  # bits per second from the first participant to the second, [n, n]
     balance: float
-
-    @property
-    def count(self) -> int:
-        return len(self.seconds)
-
-    @property
-    def stages(self) -> int:
-        return self.seconds.shape[1]
 
 
 @dataclass(frozen=True)
@@ -67,30 +55,17 @@ class Grouping:
     """Chosen groups, each in the order of its stages."""
 
     groups: list[list[int]]
-    seconds: list[float]
-    """Seconds of the slowest stage of each group."""
-    links: list[float]
-    """Bits per second of the slowest hop of each group."""
-    proven: bool
-    """Whether no better choice exists. False if the time or the number of paths was limited."""
-    considered: int
-    """Number of paths that were considered."""
+    seconds: list[float]  # seconds of the slowest stage of each group
+    links: list[float]  # bits per second of the slowest hop of each group
+    proven: bool  # Whether no better choice exists. False if the time or the number of paths was limited.
+    considered: int  # number of paths that were considered
 
 
-class Line(Protocol):
-    """Line of a waiting machine, in bits per second."""
-
-    @property
-    def up(self) -> float: ...
-
-    @property
-    def down(self) -> float: ...
-
-
-def group_spares(lines: Sequence[Line], stages: int) -> list[list[int]]:
+def group_spares(lines: Sequence[Any], stages: int) -> list[list[int]]:
     """Return groups of `stages` waiting machines, each in the order of its stages, fastest links first.
 
-    All machines count as equal, because only their lines are known.
+    `lines`: bits per second `up` and `down` of each machine's line. All machines count as equal, because only their
+    lines are known.
     """
     up, down = (np.array([getattr(line, way) for line in lines]) for way in ("up", "down"))
     seconds = np.broadcast_to(np.arange(stages + 1.0), (len(lines), stages, stages + 1))
@@ -102,12 +77,9 @@ def group_spares(lines: Sequence[Line], stages: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class _Paths:
-    order: Array
-    """Participants of each path, [N, S]."""
-    sets: Array
-    """Index of the set of participants that each path orders, [N]."""
-    members: Array
-    """Participants of each set, [sets, S]."""
+    order: Array  # participants of each path, [N, S]
+    sets: Array  # index of the set of participants that each path orders, [N]
+    members: Array  # participants of each set, [sets, S]
     seconds: Array
     link: Array
     complete: bool
@@ -121,20 +93,32 @@ class _Paths:
 
 def group(pool: Pool, time_limit: float) -> Grouping | None:
     """Return the best groups within `time_limit` seconds; None if no S participants can hold the model together."""
-    deadline = time.monotonic() + time_limit
     paths = _paths_of(pool)
-    solver = _Solver(paths, pool.count, deadline)
-    fastest, slowest = _fastest(paths, solver, pool.count // pool.stages)
-    if not fastest:
+    solver = _Solver(paths, len(pool.seconds), time.monotonic() + time_limit)
+    # 1. The most groups per second of the slowest one, from the largest number of groups down.
+    speed = paths.best_of_sets(1 / paths.seconds, paths.seconds < np.inf)
+    levels = np.unique(speed[speed > 0])
+    chosen, rate = list[int](), 0.0
+    for count in range(len(pool.seconds) // pool.seconds.shape[1], 0, -1):
+        worth_it = levels[count * levels > rate * (1 + 1e-9)]
+        if not len(worth_it):
+            break
+        level, found = solver.best_threshold(speed, count, worth_it)
+        if found:
+            chosen, rate = found, count * level
+    if not chosen:
         return None
-    count = len(fastest)
-    usable = paths.seconds <= slowest / pool.balance
+    # 2. The best link of the worst group, and 3. the best links of all.
+    usable = paths.seconds <= len(chosen) / rate / pool.balance
     link = paths.best_of_sets(paths.link, usable)
-    _, chosen = solver.best_threshold(link, count, np.unique(link[np.isfinite(link)]))
-    chosen = chosen or fastest
+    _, linked = solver.best_threshold(link, len(chosen), np.unique(link[np.isfinite(link)]))
+    chosen = linked or chosen
     good = link >= link[chosen].min()
     chosen = solver.improve(good, np.log(np.where(good, link, 1.0)), chosen)
-    rows = [_best_order(paths, one, usable) for one in chosen]
+    rows = []
+    for one in chosen:  # the usable order of a set with the best link; among equal links, the fastest
+        orders = np.flatnonzero((paths.sets == one) & usable)
+        rows.append(int(orders[np.lexsort((paths.seconds[orders], -paths.link[orders]))[0]]))
     return Grouping(
         groups=[paths.order[row].tolist() for row in rows],
         seconds=[float(paths.seconds[row]) for row in rows],
@@ -142,28 +126,6 @@ def group(pool: Pool, time_limit: float) -> Grouping | None:
         proven=solver.proven and paths.complete,
         considered=len(paths.order),
     )
-
-
-def _fastest(paths: _Paths, solver: _Solver, most: int) -> tuple[list[int], float]:
-    """Return the sets with the most groups per second of the slowest one, and the seconds of that one."""
-    speed = paths.best_of_sets(1 / paths.seconds, paths.seconds < np.inf)
-    levels = np.unique(speed[speed > 0])
-    best: list[int] = []
-    rate = 0.0
-    for count in range(most, 0, -1):
-        worth_it = levels[count * levels > rate * (1 + 1e-9)]
-        if not len(worth_it):
-            break
-        level, found = solver.best_threshold(speed, count, worth_it)
-        if found:
-            best, rate = found, count * level
-    return best, len(best) / rate if best else math.inf
-
-
-def _best_order(paths: _Paths, chosen: int, usable: Array) -> int:
-    """Return the usable order of a set with the best link; among equal links, the fastest."""
-    rows = np.flatnonzero((paths.sets == chosen) & usable)
-    return int(rows[np.lexsort((paths.seconds[rows], -paths.link[rows]))[0]])
 
 
 class _Solver:
@@ -253,27 +215,35 @@ class _Solver:
 
 
 def _paths_of(pool: Pool) -> _Paths:
-    order, complete = _orders(pool)
-    members, sets = np.unique(np.sort(order, axis=1), axis=0, return_inverse=True)
-    hops = np.minimum(pool.bandwidth, pool.bandwidth.T)[order[:, :-1], order[:, 1:]]
-    link = np.minimum(hops.min(axis=1, initial=np.inf), LARGEST_LINK)
-    return _Paths(order, sets.reshape(-1), members, _seconds_of(pool, order), link, complete)
-
-
-def _orders(pool: Pool) -> tuple[Array, bool]:
-    """Return the paths to consider, [N, S], and whether these are all."""
-    if math.perm(pool.count, pool.stages) <= PATHS:
-        return np.array(list(itertools.permutations(range(pool.count), pool.stages))), True
-    neighbours = int((SAMPLED_PATHS / pool.count) ** (1 / (pool.stages - 1)))
+    count, stages = pool.seconds.shape[:2]
     links = np.minimum(pool.bandwidth, pool.bandwidth.T)
-    np.fill_diagonal(links, -1)
-    nearest = np.argsort(-links, axis=1, kind="stable")[:, :neighbours]
-    paths = np.arange(pool.count)[:, None]
-    for _ in range(pool.stages - 1):
-        longer = np.repeat(paths, nearest.shape[1], axis=0)
-        following = nearest[paths[:, -1]].reshape(-1, 1)
-        paths = np.hstack([longer, following])[~(longer == following).any(axis=1)]
-    return np.unique(np.vstack([paths, *_partitions(pool.count, pool.stages)]), axis=0), False
+    complete = math.perm(count, stages) <= PATHS
+    if complete:
+        order = np.array(list(itertools.permutations(range(count), stages)))
+    else:  # along each participant's best links, and random ones
+        neighbours = int((SAMPLED_PATHS / count) ** (1 / (stages - 1)))
+        best_first = links.copy()
+        np.fill_diagonal(best_first, -1)
+        nearest = np.argsort(-best_first, axis=1, kind="stable")[:, :neighbours]
+        order = np.arange(count)[:, None]
+        for _ in range(stages - 1):
+            longer = np.repeat(order, nearest.shape[1], axis=0)
+            following = nearest[order[:, -1]].reshape(-1, 1)
+            order = np.hstack([longer, following])[~(longer == following).any(axis=1)]
+        order = np.unique(np.vstack([order, *_partitions(count, stages)]), axis=0)
+    members, sets = np.unique(np.sort(order, axis=1), axis=0, return_inverse=True)
+    link = np.minimum(links[order[:, :-1], order[:, 1:]].min(axis=1, initial=np.inf), LARGEST_LINK)
+    # The slowest stage of each path is computed once for each sequence of equal machines.
+    kinds: dict[bytes, int] = {}
+    kind = np.array([kinds.setdefault(row.tobytes(), len(kinds)) for row in pool.seconds])
+    sample = np.array([int(np.flatnonzero(kind == one)[0]) for one in range(len(kinds))])
+    sequences, which = np.unique(kind[order], axis=0, return_inverse=True)
+    slowest = []
+    for some in np.array_split(sequences, 1 + len(sequences) // 20_000):
+        costs = [pool.seconds[sample[some[:, stage]], stage] for stage in range(stages)]
+        slowest.append(best_splits(np.stack(costs, axis=1))[1])
+    seconds = np.concatenate(slowest)[which.reshape(-1)]
+    return _Paths(order, sets.reshape(-1), members, seconds, link, complete)
 
 
 def _partitions(count: int, stages: int) -> list[Array]:
@@ -281,16 +251,3 @@ def _partitions(count: int, stages: int) -> list[Array]:
     random = np.random.default_rng(0)
     whole = count // stages * stages
     return [random.permutation(count)[:whole].reshape(-1, stages) for _ in range(RANDOM_PARTITIONS)]
-
-
-def _seconds_of(pool: Pool, order: Array) -> Array:
-    """Return the seconds of each path's slowest stage, [N]. Computed once for each sequence of equal machines."""
-    kinds: dict[bytes, int] = {}
-    kind = np.array([kinds.setdefault(row.tobytes(), len(kinds)) for row in pool.seconds])
-    sample = np.array([int(np.flatnonzero(kind == one)[0]) for one in range(len(kinds))])
-    sequences, which = np.unique(kind[order], axis=0, return_inverse=True)
-    found = []
-    for some in np.array_split(sequences, 1 + len(sequences) // 20_000):
-        chosen: Sequence[Array] = [pool.seconds[sample[some[:, stage]], stage] for stage in range(pool.stages)]
-        found.append(best_splits(np.stack(chosen, axis=1))[1])
-    return np.concatenate(found)[which.reshape(-1)]

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
 from hetero_pp.config.lines import WAYS, SiteSettings
-from hetero_pp.config.links import DIRECTIONS, DirectionSettings, LinkSettings, LinkShape
+from hetero_pp.config.links import DIRECTIONS, DirectionSettings, LinkSettings
 from hetero_pp.config.topology import ParticipantsReplica, StageSettings
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.units import format_names
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.hardware import Hardware, hardware_named
-from hetero_pp.run.plan_section import LooseParticipant, PlanSettings
+from hetero_pp.run.plan_section import LooseParticipant
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.costs import SHOWN, assumption
 from hetero_pp.simulator.planner.grouping import Grouping, Pool, group
-from hetero_pp.simulator.planner.split import Load, Sizes, best_split, stage_seconds
+from hetero_pp.simulator.planner.split import Load, best_split, stage_seconds
 
-TIME_LIMIT = 45.0
-"""Longest search for groups, in seconds."""
+TIME_LIMIT = 45.0  # longest search for groups, in seconds
 
 
 @dataclass(frozen=True)
@@ -31,10 +30,8 @@ class Grouped:
 
     config: RunConfig
     grouping: Grouping
-    names: list[str]
-    """Names of the new replicas."""
-    members: list[list[str]]
-    """Participants of each new replica, stage by stage."""
+    names: list[str]  # names of the new replicas
+    members: list[list[str]]  # participants of each new replica, stage by stage
     left_out: list[str]
 
 
@@ -44,34 +41,55 @@ def group_participants(config: RunConfig, vocabulary: int | None) -> Grouped:
     links = {
         (a.name, b.name): link_between(config, a, b) for a in people for b in people if a.name != b.name
     }  # each direction, as seen from the first
-    bandwidth = np.array([[_bandwidth(config, links, a, b) for b in people] for a in people])
+    bandwidth = np.full((len(people), len(people)), np.inf)
+    for (row, a), (column, b) in itertools.permutations(enumerate(people), 2):
+        limits = [links[a.name, b.name].shape("forward").bandwidth]
+        if a.site is None or a.site != b.site:  # within a site no line is passed
+            ways = zip((a, b), WAYS, strict=True)
+            limits += [config.lines[one.line].limit(way) for one, way in ways if one.line is not None]
+        bandwidth[row, column] = min((limit for limit in limits if limit is not None), default=np.inf)
     seconds = np.array(list(_seconds_of_participants(config, vocabulary)))
     found = group(Pool(seconds, bandwidth, plan.balance), TIME_LIMIT)
     if found is None:
         raise _no_group(config, seconds)
-    kinds = dict(config.links)
-    names = [name for name, _ in zip(_free_names(config), found.groups, strict=False)]
-    replicas = list(config.replicas)
+    kinds, replicas, members = dict(config.links), list(config.replicas), dict[int, str]()
+    taken = {replica.name for replica in replicas}
+    free_names = (name for number in itertools.count() if (name := f"group{number}") not in taken)
+    names = list(itertools.islice(free_names, len(found.groups)))
     for name, group_ in zip(names, found.groups, strict=True):
-        own = [people[one] for one in group_]
+        own, hops = [people[one] for one in group_], list[str]()
         counts, _ = best_split([seconds[one, stage] for stage, one in enumerate(group_)])
-        joins = [links[a.name, b.name] for a, b in pairwise(own)]
-        is_free = all(join.shape(way).is_unlimited for join in joins for way in DIRECTIONS)
-        named = [f"{a.name}-{b.name}" for a, b in pairwise(own)]
-        hops = None if is_free else [_kind(kinds, name, join) for name, join in zip(named, joins, strict=True)]
-        replicas.append(_replica(plan, name, own, counts, hops))
-    places = {person: (group, stage) for group, own in enumerate(found.groups) for stage, person in enumerate(own)}
-    members = {people[person].name: f"{names[group]}.{stage}" for person, (group, stage) in sorted(places.items())}
+        members |= {one: f"{name}.{stage}" for stage, one in enumerate(group_)}
+        joins = [(f"{a.name}-{b.name}", links[a.name, b.name]) for a, b in itertools.pairwise(own)]
+        if not all(link.shape(way).is_unlimited for _, link in joins for way in DIRECTIONS):
+            for kind, link in joins:  # a kind of link that has these settings, or a new one
+                known = next((one for one, settings in kinds.items() if settings == link), None)
+                while known is None and kind in kinds:
+                    kind += "-"
+                kinds[known or kind] = link
+                hops.append(known or kind)
+        stages = [
+            StageSettings(layers=count, uplink=person.uplink, hardware=person.hardware, line=person.line)
+            for person, count in zip(own, counts, strict=True)
+        ]
+        replicas.append(
+            ParticipantsReplica(
+                name=name, kind="participants", stages=stages, batch_size=plan.batch_size, link=hops or None
+            )
+        )
+    sites = dict(config.sites)  # with one for each line that several grouped participants share
+    for site in dict.fromkeys(person.site for person in people):
+        here = [one for one, person in enumerate(people) if person.site == site and person.line and one in members]
+        if site is not None and len(here) > 1:
+            line = str(people[here[0]].line)
+            sites[f"{site}-participants"] = SiteSettings(line=line, members=[members[one] for one in here])
     nobody = plan.model_copy(update={"participants": [], "pairs": [], "default": None})
-    taken = {one for group_ in found.groups for one in group_}
     return Grouped(
-        config=config.model_copy(
-            update={"links": kinds, "sites": config.sites | _sites(plan, members), "replicas": replicas, "plan": nobody}
-        ),
+        config=config.model_copy(update={"links": kinds, "sites": sites, "replicas": replicas, "plan": nobody}),
         grouping=found,
         names=names,
         members=[[people[one].name for one in group_] for group_ in found.groups],
-        left_out=[person.name for index, person in enumerate(people) if index not in taken],
+        left_out=[person.name for index, person in enumerate(people) if index not in members],
     )
 
 
@@ -91,48 +109,18 @@ def link_between(config: RunConfig, a: LooseParticipant, b: LooseParticipant) ->
                     best = (named, settings)
     if best is not None:
         return best[1]
-    return config.plan.default or _through_uplinks(config, a, b)
-
-
-def _through_uplinks(config: RunConfig, a: LooseParticipant, b: LooseParticipant) -> LinkSettings:
+    if config.plan.default is not None:
+        return config.plan.default
     first, second = (LinkSettings() if one.uplink is None else config.links[one.uplink] for one in (a, b))
-    ways = {
-        "forward": _one_after_the_other(first.shape("forward"), second.shape("backward")),
-        "backward": _one_after_the_other(second.shape("forward"), first.shape("backward")),
-    }
+    ways = {}
+    for direction, passed in {"forward": (first, second), "backward": (second, first)}.items():
+        shapes = passed[0].shape("forward"), passed[1].shape("backward")
+        ways[direction] = DirectionSettings.model_construct(
+            bandwidth=min((one.bandwidth for one in shapes if one.bandwidth is not None), default=None),
+            latency=sum(one.latency for one in shapes),
+            jitter=sum(one.jitter for one in shapes),
+        )
     return LinkSettings(**ways)
-
-
-def _one_after_the_other(one: LinkShape, other: LinkShape) -> DirectionSettings:
-    known = [shape.bandwidth for shape in (one, other) if shape.bandwidth is not None]
-    return DirectionSettings.model_construct(
-        bandwidth=min(known, default=None), latency=one.latency + other.latency, jitter=one.jitter + other.jitter
-    )
-
-
-def _bandwidth(
-    config: RunConfig, links: Mapping[tuple[str, str], LinkSettings], a: LooseParticipant, b: LooseParticipant
-) -> float:
-    """Return the bits per second from `a` to `b`, limited by their link and by the lines that it passes."""
-    if a is b:
-        return np.inf
-    limits = [links[a.name, b.name].shape("forward").bandwidth]
-    if a.site is None or a.site != b.site:
-        for one, way in zip((a, b), WAYS, strict=True):
-            limits += [] if one.line is None else [config.lines[one.line].limit(way)]
-    return min((limit for limit in limits if limit is not None), default=np.inf)
-
-
-def _sites(plan: PlanSettings, members: Mapping[str, str]) -> dict[str, SiteSettings]:
-    """Return a site for each line that several grouped participants share. `members` maps participants to stages."""
-    found: dict[str, SiteSettings] = {}
-    for site in dict.fromkeys(person.site for person in plan.participants):
-        own = [one for one in plan.participants if one.site == site and one.line is not None and one.name in members]
-        if site is not None and len(own) > 1:
-            found[f"{site}-participants"] = SiteSettings(
-                line=str(own[0].line), members=[members[one.name] for one in own]
-            )
-    return found
 
 
 def _seconds_of_participants(config: RunConfig, vocabulary: int | None) -> Iterator[list[np.ndarray]]:
@@ -142,13 +130,12 @@ def _seconds_of_participants(config: RunConfig, vocabulary: int | None) -> Itera
     micro_batches = max(1, plan.batch_size // plan.smallest_micro_batch)
     sequences = plan.batch_size // micro_batches
     load = Load(plan.stages, micro_batches, sequences, config.data.sequence_length, extra_in_flight=1)
-    sizes = Sizes.of(model.parameter_shapes)
     known: dict[str, list[np.ndarray]] = {}
     for index, person in enumerate(plan.participants):
         name = person.hardware or config.simulate.machine
         machine: Hardware = hardware_named(name, config.simulate.hardware, ("plan", "participants", index, "hardware"))
         if name not in known:
-            known[name] = [stage_seconds(model.shape, sizes, machine, 1, s, load) for s in range(plan.stages)]
+            known[name] = [stage_seconds(model, machine, 1, s, load) for s in range(plan.stages)]
         yield known[name]
 
 
@@ -168,31 +155,3 @@ def _no_group(config: RunConfig, seconds: np.ndarray) -> ConfigError:
     )
     assumed = assumption(config.simulate, [person.name for person in people if person.hardware is None])
     return ConfigError(("plan", "participants"), "; ".join(filter(None, [told, assumed])))
-
-
-def _free_names(config: RunConfig) -> Iterator[str]:
-    taken = {replica.name for replica in config.replicas}
-    return (
-        name for number in range(len(taken) + len(config.plan.participants)) if (name := f"group{number}") not in taken
-    )
-
-
-def _kind(kinds: dict[str, LinkSettings], name: str, link: LinkSettings) -> str:
-    """Return the name of the kind of link with these settings. Adds the kind to `kinds` if there is none yet."""
-    for known, settings in kinds.items():
-        if settings == link:
-            return known
-    while name in kinds:
-        name += "-"
-    kinds[name] = link
-    return name
-
-
-def _replica(
-    plan: PlanSettings, name: str, own: list[LooseParticipant], counts: list[int], hops: list[str] | None
-) -> ParticipantsReplica:
-    stages = [
-        StageSettings(layers=count, uplink=person.uplink, hardware=person.hardware, line=person.line)
-        for person, count in zip(own, counts, strict=True)
-    ]
-    return ParticipantsReplica(name=name, kind="participants", stages=stages, batch_size=plan.batch_size, link=hops)

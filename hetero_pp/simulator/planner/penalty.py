@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import pairwise
 from math import log
 
 import numpy as np
@@ -70,34 +69,28 @@ def ladder(own: BoundarySettings, width: int, few_bits: bool = True) -> Sequence
 
     A boundary is left out if another loses less at no more bits.
     """
-    found = [_rung(own, "full", None, 1.0)]
+    found = [Rung(own.model_copy(update={"rank": "full", "bits": None, "dtype": "bf16"}), 1.0)]
     tables: dict[int | None, Mapping[float, float]] = {None: PAPER[1.0]} | ({4: FOUR_BITS} if few_bits else {})
+    exact = {round(rank * width) / width: float(rank) for rank in reversed(_RANKS)}
     for bits, table in tables.items():
-        exact = {round(rank * width) / width: rank for rank in reversed(_RANKS)}
         for share, rank in exact.items():
             if min(table) * (1 - 1e-9) <= share < 1:
-                found.append(_rung(own, float(rank), bits, equivalent_rank(share, bits)))
-    ordered = sorted(found, key=lambda rung: -rung.equivalent)
-    return [one for one in ordered if not any(_costs_no_more(other, one, width) for other in ordered)]
-
-
-def _rung(own: BoundarySettings, rank: str | float, bits: int | None, equivalent: float) -> Rung:
-    return Rung(own.model_copy(update={"rank": rank, "bits": bits, "dtype": "bf16"}), equivalent)
+                boundary = own.model_copy(update={"rank": rank, "bits": bits, "dtype": "bf16"})
+                found.append(Rung(boundary, equivalent_rank(share, bits)))
+    sizes = [(rung.equivalent, bits_per_token(rung, width)) for rung in found]
+    kept = [
+        rung
+        for rung, (equivalent, bits_) in zip(found, sizes, strict=True)
+        if not any(other > equivalent and other_bits <= bits_ for other, other_bits in sizes)
+    ]
+    return sorted(kept, key=lambda rung: -rung.equivalent)
 
 
 def rung_of(boundary: BoundarySettings, width: int) -> Rung:
     """Return the rung of any boundary. If its rank or bits were not measured, the nearest measured ones count."""
-    rank = (boundary.dimensions(width) or width) / width
-    measured, bits = (min(FOUR_BITS), max(FOUR_BITS)), None if boundary.bits is None else 4
-    if rank == 1 and bits is None:
-        return Rung(boundary, 1.0)
-    low, high = (min(PAPER[1.0]), 1.0) if bits is None else measured
+    rank, bits = (boundary.dimensions(width) or width) / width, None if boundary.bits is None else 4
+    low, high = (min(PAPER[1.0]), 1.0) if bits is None else (min(FOUR_BITS), max(FOUR_BITS))
     return Rung(boundary, equivalent_rank(min(max(rank, low), high), bits))
-
-
-def _costs_no_more(other: Rung, one: Rung, width: int) -> bool:
-    """Return whether another rung loses less at no more bits per token."""
-    return other.equivalent > one.equivalent and bits_per_token(other, width) <= bits_per_token(one, width)
 
 
 def bits_per_token(rung: Rung, width: int) -> int:
@@ -110,7 +103,7 @@ def equivalent_rank(rank: float, bits: int | None) -> float:
     """Return the k/d at which bf16 coefficients lose as much as these, with all replicas compressed (measured)."""
     if bits is None:
         return rank
-    loss = _interpolated(FOUR_BITS, None, rank)
+    loss = _interpolated(FOUR_BITS, rank)
     assert loss is not None, f"4 bits at k/d {rank} were not measured"
     curve = sorted({1.0: MEASURED_UNCOMPRESSED, **MEASURED[1.0]}.items(), reverse=True)
     return float(np.exp(np.interp(loss, [y for _, y in curve], [log(x) for x, _ in curve])))
@@ -118,29 +111,24 @@ def equivalent_rank(rank: float, bits: int | None) -> float:
 
 def penalty_of(equivalent: float, share: float) -> Penalty:
     """Return the expected rise of the loss if `share` of the replicas compresses; linear between the tables' shares."""
-    paper = _at(PAPER, PAPER_UNCOMPRESSED, equivalent, share)
+
+    def rise(table: Mapping[float, Mapping[float, float]], uncompressed: float) -> float | None:
+        rises = {0.0: 0.0}
+        for known, losses in table.items():
+            loss = _interpolated({1.0: uncompressed, **losses}, equivalent)
+            if loss is None:
+                return None
+            rises[known] = loss / uncompressed - 1
+        return float(np.interp(share, sorted(rises), [rises[one] for one in sorted(rises)]))
+
+    paper = rise(PAPER, PAPER_UNCOMPRESSED)
     assert paper is not None  # the ladder ends where the paper's table does
-    return Penalty(paper, _at(MEASURED, MEASURED_UNCOMPRESSED, equivalent, share))
+    return Penalty(paper, rise(MEASURED, MEASURED_UNCOMPRESSED))
 
 
-def _at(
-    table: Mapping[float, Mapping[float, float]], uncompressed: float, equivalent: float, share: float
-) -> float | None:
-    rises = {0.0: 0.0}
-    for known, losses in table.items():
-        loss = _interpolated(losses, uncompressed, equivalent)
-        if loss is None:
-            return None
-        rises[known] = loss / uncompressed - 1
-    shares = sorted(rises)
-    return float(np.interp(share, shares, [rises[one] for one in shares]))
-
-
-def _interpolated(losses: Mapping[float, float], uncompressed: float | None, rank: float) -> float | None:
+def _interpolated(points: Mapping[float, float], rank: float) -> float | None:
     """Return the loss at a k/d, linear in log(k/d); None outside the table."""
-    points = dict(losses) if uncompressed is None else {1.0: uncompressed, **losses}
     ranks = sorted(points)
     if not ranks[0] * (1 - 1e-9) <= rank <= ranks[-1]:
         return None
-    assert all(points[low] >= points[high] for low, high in pairwise(ranks))
     return float(np.interp(log(rank), [log(one) for one in ranks], [points[one] for one in ranks]))

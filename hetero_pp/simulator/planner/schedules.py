@@ -1,6 +1,12 @@
-"""Ways to run a replica: micro-batches, how many are in flight, and a split that fits; and the time of a round.
+"""Ways to run a replica: micro-batches, how many are in flight, and a split that fits; and those of the outer round.
 
-Times are the simulator's, for one replica alone: the inner loop and the evaluation of a round.
+Times of a replica are the simulator's, for one replica alone: the inner loop and the evaluation of a round.
+
+The slowest uplink decides H and density, which hold for the whole run. Candidates are the values of the YAML, and those
+beyond them that the papers tested. Among the candidates whose outer round is fast enough, the nearest to the YAML is
+taken. The distance is the factor by which H grows times the factor by which the density falls. If a round lasts a given
+time, that time takes the place of H and may be multiplied. No table here has the loss that either value costs: the
+papers tune the density for each H.
 """
 
 from __future__ import annotations
@@ -8,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import ceil, log2
 from typing import Any
 
 import numpy as np
@@ -23,14 +30,14 @@ from hetero_pp.simulator.costs import SHOWN, assumption, hardware_of, unnamed
 from hetero_pp.simulator.events import GroupClock, GroupOfEvents, LineWay, inner_loops
 from hetero_pp.simulator.fleets import Fleet, fleets_of
 from hetero_pp.simulator.planner.penalty import Rung
-from hetero_pp.simulator.planner.split import Array, Load, Sizes, best_split, part_of_stage, stage_bytes, stage_seconds
+from hetero_pp.simulator.planner.split import Array, Load, best_split, stage_bytes, stage_seconds
+from hetero_pp.simulator.prediction import Prediction, predict
 from hetero_pp.simulator.rounds import round_lengths
 from hetero_pp.simulator.traffic import stage_link_loads
 from hetero_pp.simulator.waiting import alone
 
 EXTRA_IN_FLIGHT = (0, 1, 2, 3, 4, 6, 8)
-NUMBERS_OF_MICRO_BATCHES = 3
-"""Number of micro-batch counts that are tried: the largest that divide the batch."""
+NUMBERS_OF_MICRO_BATCHES = 3  # number of micro-batch counts that are tried: the largest that divide the batch
 
 
 @dataclass(frozen=True)
@@ -38,8 +45,7 @@ class Schedule:
     """One way to run a replica, with uncompressed boundaries."""
 
     replica: ReplicaSettings
-    spec: RunSpec
-    """Run of this replica alone."""
+    spec: RunSpec  # run of this replica alone
     fleet: Fleet
     steps: int
     """H. If a round lasts a given time: the largest number of steps that fit with free links, over all schedules."""
@@ -130,25 +136,21 @@ def schedules_of(config: RunConfig, vocabulary: int | None, index: int) -> Seque
     A datacenter replica stays as it is, and so does a group with measured costs, which hold only for its split and
     micro-batches. Raises ConfigError if no split fits the memory of the stages.
     """
+    replica, spec, found = config.replicas[index], RunSpec(config, vocabulary), list[Schedule]()
     try:
-        return _schedules_of(config, vocabulary, index)
+        if isinstance(replica, DatacenterReplica) or is_measured(config, replica):
+            return [_schedule(config, vocabulary, replica)]
+        loads = list(_loads(config, replica))
+        for load in loads:
+            counts, seconds = best_split(stage_costs(spec, replica, load))
+            if np.isfinite(seconds):
+                found.append(_schedule(config, vocabulary, _with(replica, load, counts)))
     except ConfigError as error:  # in the key of a run that has only this replica
         if error.key[:2] != ("replicas", 0):
             raise
         raise ConfigError(("replicas", index, *error.key[2:]), error.message) from None
-
-
-def _schedules_of(config: RunConfig, vocabulary: int | None, index: int) -> Sequence[Schedule]:
-    replica = config.replicas[index]
-    if isinstance(replica, DatacenterReplica) or is_measured(config, replica):
-        return [_schedule(config, vocabulary, replica)]
-    found, spec = [], RunSpec(config, vocabulary)
-    for load in _loads(config, replica):
-        counts, seconds = best_split(stage_costs(spec, index, load))
-        if np.isfinite(seconds):
-            found.append(_schedule(config, vocabulary, _with(replica, load, counts)))
     if not found:
-        raise _no_split(spec, index, list(_loads(config, replica)))
+        raise ConfigError(("replicas", index, "stages"), _no_split(spec, replica, loads))
     most = max(one.steps for one in found)
     return [replace(one, steps=most) for one in found]
 
@@ -157,20 +159,10 @@ def is_measured(config: RunConfig, replica: ReplicaSettings) -> bool:
     return any(member in config.simulate.measured for member in replica.members)
 
 
-def stage_costs(spec: RunSpec, index: int, load: Load) -> list[Array]:
+def stage_costs(spec: RunSpec, replica: ReplicaSettings, load: Load) -> list[Array]:
     """Return the seconds of a micro-batch on each stage's machine, [S][L + 1]."""
-    replica, sizes = spec.config.replicas[index], Sizes.of(spec.parameter_shapes)
-    return [
-        stage_seconds(
-            spec.shape, sizes, hardware_of(spec, spec.members[member]), replica.accelerators_of_member, stage, load
-        )
-        for stage, member in enumerate(replica.members)
-    ]
-
-
-def load_of(config: RunConfig, replica: ParticipantsReplica) -> Load:
-    """Return the load that the replica's settings give."""
-    return _load(config, replica, replica.micro_batches, replica.extra_in_flight)
+    machines = [hardware_of(spec, spec.members[member]) for member in replica.members]
+    return [stage_seconds(spec, own, replica.accelerators_of_member, stage, load) for stage, own in enumerate(machines)]
 
 
 def _load(config: RunConfig, replica: ParticipantsReplica, micro_batches: int, extra: int) -> Load:
@@ -210,10 +202,9 @@ def _schedule(config: RunConfig, vocabulary: int | None, replica: ReplicaSetting
     return Schedule(replica, spec, fleet, length(0.0))
 
 
-def describe(replica: ParticipantsReplica, config: RunConfig, vocabulary: int | None, index: int) -> str:
+def describe(replica: ParticipantsReplica, spec: RunSpec) -> str:
     """Compare a split with the even one, in words."""
-    load = load_of(config, replica)
-    costs = stage_costs(RunSpec(config, vocabulary), index, load)
+    costs = stage_costs(spec, replica, _load(spec.config, replica, replica.micro_batches, replica.extra_in_flight))
     layers = len(costs[0]) - 1
     counts = [len(own) for own in replica.layer_ranges(layers)]
     even = [len(own) for own in replica.model_copy(update={"stages": replica.stage_count}).layer_ranges(layers)]
@@ -223,77 +214,133 @@ def describe(replica: ParticipantsReplica, config: RunConfig, vocabulary: int | 
     said = f"the slowest stage takes {format_seconds(own_seconds)} per micro-batch"
     if counts == even:
         return said
-    shown = "+".join(map(str, even))
-    return f"{said}; {shown} " + (
-        f"would take {format_seconds(even_seconds)}" if np.isfinite(even_seconds) else "would not fit into memory"
-    )
+    would = f"take {format_seconds(even_seconds)}" if np.isfinite(even_seconds) else "not fit into memory"
+    return f"{said}; {'+'.join(map(str, even))} would {would}"
 
 
-# ---- the error for a group that cannot hold the model ----
-
-
-@dataclass(frozen=True)
-class _Room:
-    """Number of layers that fit the memory of a stage's machine."""
-
-    member: str
-    capacity: float
-    """Memory of the machine, in bytes."""
-    layers: int
-    next_bytes: float
-    """Bytes that one more layer would need."""
-
-
-def _no_split(spec: RunSpec, index: int, loads: Sequence[Load]) -> ConfigError:
-    """Return the error for a group whose machines have too little memory for every split, with each of `loads`.
-
-    It describes the load with which the stages hold the most layers.
-    """
-    replica = spec.config.replicas[index]
-    assert isinstance(replica, ParticipantsReplica)
-    rooms = [_rooms(spec, replica, load) for load in loads]
-    best = max(range(len(loads)), key=lambda one: sum(room.layers for room in rooms[one]))
-    load, found = loads[best], rooms[best]
-    machines = format_names([_described(room) for room in found], SHOWN, "; ")
-    members = [one for one in spec.members.values() if one.replica is replica]
+def _no_split(spec: RunSpec, replica: ParticipantsReplica, loads: Sequence[Load]) -> str:
+    """Say what the memory of the stages holds, with the load with which they hold the most layers, and what helps."""
+    fitting = [_layers_that_fit(spec, replica, load) for load in loads]
+    best = max(range(len(loads)), key=lambda one: sum(fitting[one]))
+    load, layers = loads[best], fitting[best]
+    members, described = [spec.members[name] for name in replica.members], list[str]()
+    for stage, (member, count) in enumerate(zip(members, layers, strict=True)):
+        machine = hardware_of(spec, member)
+        more = stage_bytes(spec, stage, load, min(count + 1, spec.shape.layers), machine)
+        number = "no layer" if count == 0 else format_count(count, "layer")
+        has = format_bytes(machine.memory * replica.accelerators_of_member)
+        described.append(f"{member.name} has {has} for {number} and needs {format_bytes(more)} for {count + 1}")
     told = (
-        f"found {format_count(len(found), 'stage')} of {replica.name} with memory for "
-        f"{sum(room.layers for room in found)} layers, expected {spec.shape.layers} with at least 1 "
-        f"each: {machines} (with {format_count(load.sequences, 'sequence')} per micro-batch)"
+        f"found {format_count(len(layers), 'stage')} of {replica.name} with memory for {sum(layers)} layers, expected "
+        f"{spec.shape.layers} with at least 1 each: {format_names(described, SHOWN, '; ')} "
+        f"(with {format_count(load.sequences, 'sequence')} per micro-batch)"
     )
-    sentences = [told, _remedy(spec, replica, load), assumption(spec.config.simulate, unnamed(members))]
-    return ConfigError(("replicas", index, "stages"), "; ".join(filter(None, sentences)))
+    larger = f"use machines with more memory (`hardware` of {replica.name})"
+    remedy = f"no number of stages on these machines is sufficient: {larger}"
+    if isinstance(replica.stages, list):
+        remedy = f"add entries under `stages`, or {larger}"
+    else:
+        for count in range(replica.stage_count + 1, spec.shape.layers + 1):
+            more_stages = _layers_that_fit(spec, replica, replace(load, stages=count))
+            if all(more_stages) and sum(more_stages) >= spec.shape.layers:
+                remedy = f"use --set replicas.{replica.name}.stages={count}, or {larger}"
+                break
+    return "; ".join(filter(None, [told, remedy, assumption(spec.config.simulate, unnamed(members))]))
 
 
-def _rooms(spec: RunSpec, replica: ParticipantsReplica, load: Load) -> list[_Room]:
-    """Return the room of every stage. Stages beyond those of the group are assumed to have its last machine."""
-    shape, sizes, found = spec.shape, Sizes.of(spec.parameter_shapes), list[_Room]()
+def _layers_that_fit(spec: RunSpec, replica: ParticipantsReplica, load: Load) -> list[int]:
+    """Return the layers that fit each stage. Stages beyond those of the group are assumed to have its last machine."""
+    found = []
     for stage in range(load.stages):
-        member = spec.members[replica.members[min(stage, replica.stage_count - 1)]]
-        hardware = hardware_of(spec, member)
-        capacity = hardware.memory * replica.accelerators_of_member
-        needed = [
-            stage_bytes(shape, part_of_stage(shape, sizes, stage, load, layers), load, stage, hardware)
-            for layers in range(1, shape.layers + 1)
-        ]
-        layers = sum(size <= capacity for size in needed)
-        found.append(_Room(member.name, capacity, layers, needed[min(layers, shape.layers - 1)]))
+        machine = hardware_of(spec, spec.members[replica.members[min(stage, replica.stage_count - 1)]])
+        sizes = (stage_bytes(spec, stage, load, layers, machine) for layers in range(1, spec.shape.layers + 1))
+        found.append(sum(size <= machine.memory * replica.accelerators_of_member for size in sizes))
     return found
 
 
-def _described(room: _Room) -> str:
-    number = "no layer" if room.layers == 0 else format_count(room.layers, "layer")
-    more = f"needs {format_bytes(room.next_bytes)} for {room.layers + 1}"
-    return f"{room.member} has {format_bytes(room.capacity)} for {number} and {more}"
+# ---- H and the density of contributions, so that the outer round takes at most a given share of the time ----
+
+TESTED_STEPS = (15, 30, 50, 100, 250)  # values of H in SparseLoCo figure 1 and table 8
+TIMES_AS_LONG = (2, 4, 8)  # Factors for rounds of a given time. No paper reports on such rounds.
+TESTED_DENSITIES = (1 / 16, 1 / 32, 1 / 64, 1 / 128)  # densities in SparseLoCo tables 1 and 5, and Het-PP section 3
 
 
-def _remedy(spec: RunSpec, replica: ParticipantsReplica, load: Load) -> str:
-    """Return the smallest number of stages that would hold the model on such machines, or what else would help."""
-    larger = f"use machines with more memory (`hardware` of {replica.name})"
-    if isinstance(replica.stages, list):
-        return f"add entries under `stages`, or {larger}"
-    for count in range(replica.stage_count + 1, spec.shape.layers + 1):
-        rooms = _rooms(spec, replica, replace(load, stages=count))
-        if all(room.layers for room in rooms) and sum(room.layers for room in rooms) >= spec.shape.layers:
-            return f"use --set replicas.{replica.name}.stages={count}, or {larger}"
-    return f"no number of stages on these machines is sufficient: {larger}"
+@dataclass(frozen=True)
+class OuterChoice:
+    """H and density, and the time that the outer round then adds to a round with free links between stages."""
+
+    length: float  # H, or seconds of a round
+    density: float
+    free_seconds: float  # seconds of a round whose links cost nothing
+    exchange_seconds: float  # seconds that the links to the exchange add
+    slowest: str  # member that spends the longest time on its link to the exchange
+
+    @property
+    def share(self) -> float:
+        """Return the share of a round that communication with the exchange takes."""
+        return self.exchange_seconds / (self.free_seconds + self.exchange_seconds)
+
+    def departure(self, config: RunConfig) -> float:
+        """Return the distance from the YAML's values, in factors of two."""
+        return log2(self.length / length_of(config)) + log2(config.outer.compression.density / self.density)
+
+
+def choose_outer(config: RunConfig, vocabulary: int | None, allowed: float) -> tuple[OuterChoice, OuterChoice]:
+    """Return the chosen values and the YAML's own.
+
+    The choice is the nearest whose share is at most `allowed`, or the one with the smallest share if there is none.
+    """
+    found = list(_choices(config, vocabulary))
+    own = found[0]
+    good = [one for one in found if one.share <= allowed]
+    if good:
+        return min(good, key=lambda one: one.departure(config)), own
+    return min(found, key=lambda one: one.share), own
+
+
+def with_outer(config: RunConfig, length: float, density: float) -> RunConfig:
+    """Return the configuration with another round length and density.
+
+    `rounds` changes so that the run stays about as long.
+    """
+    own = length_of(config)
+    total = config.outer.rounds * own
+    compression = config.outer.compression.model_copy(update={"density": density})
+    rounds = config.outer.rounds if length == own else ceil(total / length)
+    changed = {"steps": int(length)} if config.inner.steps is not None else {"seconds": length}
+    return config.model_copy(
+        update={
+            "inner": config.inner.model_copy(update=changed),
+            "outer": config.outer.model_copy(update={"rounds": rounds, "compression": compression}),
+        }
+    )
+
+
+def length_of(config: RunConfig) -> float:
+    """Return H, or the seconds of a round."""
+    return config.inner.steps if config.inner.steps is not None else config.inner.seconds or 0.0
+
+
+def _choices(config: RunConfig, vocabulary: int | None) -> Iterator[OuterChoice]:
+    """Yield the candidates, the YAML's own first.
+
+    Each density is predicted once: more steps lengthen the round only by their own time.
+    """
+    own, compression = length_of(config), config.outer.compression
+    candidates = TESTED_STEPS if config.inner.steps is not None else [times * own for times in TIMES_AS_LONG]
+    may_change = config.outer.method in ("sparseloco", "sparseloco_paper") and config.outer.source == "difference"
+    densities = [one for one in TESTED_DENSITIES if one < compression.density] if may_change else []
+    longer = [one for one in candidates if one > own] if config.outer.source == "difference" else []
+    most = max(own, config.outer.rounds * own)
+    for density in (compression.density, *densities):
+        found = predict(RunSpec(with_outer(config, own, density), vocabulary), stage_links=False)
+        free = found.utilization["relative"] * found.round_seconds
+        unit = found.step_seconds if config.inner.steps is not None else 1.0
+        for length in (own, *(one for one in longer if one <= most)):
+            seconds = free + (length - own) * unit
+            yield OuterChoice(length, density, seconds, max(0.0, found.round_seconds - free), _slowest(found))
+
+
+def _slowest(prediction: Prediction) -> str:
+    stages = [stage for replica in prediction.replicas for stage in replica.stages]
+    return max(stages, key=lambda stage: stage.sent_seconds + stage.received_seconds).member

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import TypeGuard
 
 from hetero_pp.config.lines import LineSpec, Way
 from hetero_pp.config.links import DIRECTIONS, LinkSpec, exchange_link_name
@@ -26,27 +27,30 @@ from hetero_pp.run.alike import alike, label_of
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.planner.grouping import LARGEST_LINK
-from hetero_pp.simulator.planner.outer import OuterChoice, choose_outer, with_outer
 from hetero_pp.simulator.planner.participants import Grouped, group_participants
 from hetero_pp.simulator.planner.penalty import Penalty, Rung, bits_per_token, ladder, penalty_of, rung_of
-from hetero_pp.simulator.planner.schedules import Schedule, describe, is_measured, schedules_of
+from hetero_pp.simulator.planner.schedules import (
+    OuterChoice,
+    Schedule,
+    choose_outer,
+    describe,
+    is_measured,
+    schedules_of,
+    with_outer,
+)
 from hetero_pp.simulator.prediction import Prediction, predict
+from hetero_pp.simulator.traffic import count_behind
 from hetero_pp.simulator.waiting import ReplicaWaits, waiting, with_rounds_of
 
-AIM, CLOSE_TO_AIM = 0.97, 0.965
-"""Utilization to reach without a target, and what is accepted for it."""
+AIM, CLOSE_TO_AIM = 0.97, 0.965  # utilization to reach without a target, and what is accepted for it
 
-ATTEMPTS = 6
-"""Attempts to meet the target, because the whole run takes a little longer than its parts predict."""
+ATTEMPTS = 6  # attempts to meet the target, because the whole run takes a little longer than its parts predict
 
-HALVINGS = 8
-"""Predictions in the search for the slowest boundaries that rounds of a given time allow."""
+HALVINGS = 8  # predictions in the search for the slowest boundaries that rounds of a given time allow
 
-WORTH_A_ROW = 1.01
-"""Smallest factor between the tokens per second of two rows of the table of boundaries."""
+WORTH_A_ROW = 1.01  # smallest factor between the tokens per second of two rows of the table of boundaries
 
-CLOSE = 1.01
-"""If the target is out of reach: accepted time of a round, as a multiple of the fastest. Limits the loss."""
+CLOSE = 1.01  # If the target is out of reach: accepted time of a round, as a multiple of the fastest. Limits the loss.
 
 
 @dataclass(frozen=True)
@@ -63,12 +67,13 @@ class BoundaryChoice:
     """Boundary and schedule that were chosen for a group."""
 
     schedule: Schedule
-    rung: Rung | None
-    """None if the group has no boundary."""
-    seconds: float
-    """Seconds of its inner loop and evaluation."""
-    spurned: Rung | None
-    """Next rung that would lose less."""
+    rung: Rung | None  # None if the group has no boundary
+    seconds: float  # seconds of its inner loop and evaluation
+    spurned: Rung | None = None  # next rung that would lose less
+
+    @property
+    def replica(self) -> ReplicaSettings:
+        return self.schedule.with_boundary(self.rung)
 
 
 @dataclass(frozen=True)
@@ -76,17 +81,11 @@ class SearchRow:
     """The run with one boundary for all groups, and what it costs."""
 
     rung: Rung
-    bytes_per_token: float
-    """Bytes that cross a boundary for a token, in each direction."""
+    bytes_per_token: float  # bytes that cross a boundary for a token, in each direction
     tokens_per_second: float
     utilization: float
     penalty: Penalty
-    chosen_by: Sequence[str]
-    """Labels of the groups for which the plan has this boundary."""
-
-
-Classes = Sequence[Sequence[int]]
-"""Replicas with equal settings, as indices into `config.replicas`. All of a class are planned alike."""
+    chosen_by: Sequence[str]  # labels of the groups for which the plan has this boundary
 
 
 @dataclass(frozen=True)
@@ -94,26 +93,19 @@ class Result:
     """Planned run, and the reasons."""
 
     config: RunConfig
-    before: float | None
-    """Utilization of the YAML before planning; None if it cannot run."""
+    before: float | None  # utilization of the YAML before planning; None if it cannot run
     prediction: Prediction
     utilization: float
     reached: bool
-    limit: str
-    """Largest remaining cost, in words."""
-    slowest: str
-    """Label of the slowest replicas, which is `what` of their choices."""
+    limit: str  # largest remaining cost, in words
+    slowest: str  # label of the slowest replicas, which is `what` of their choices
     choices: list[Choice]
-    groups: dict[str, list[str]]
-    """Participants of each new replica, stage by stage."""
+    groups: dict[str, list[str]]  # participants of each new replica, stage by stage
     left_out: list[str]
-    penalty: Penalty | None
-    """Expected penalty of the whole run; None if nothing is compressed."""
+    penalty: Penalty | None  # expected penalty of the whole run; None if nothing is compressed
     compressed_share: float
-    predict_rows: Callable[[], Iterator[SearchRow]]
-    """Predicts each of `rows`, which takes a while."""
-    wanted: str = ""
-    """Without a target: what AIM would have cost, if the plan stays below it."""
+    predict_rows: Callable[[], Iterator[SearchRow]]  # predicts each of `rows`, which takes a while
+    wanted: str = ""  # without a target: what AIM would have cost, if the plan stays below it
     waits: ReplicaWaits | None = None
     """Replicas that wait in the planned run; with rounds of a given time, in the run that these replaced."""
 
@@ -173,40 +165,73 @@ def _worth_its_loss(config: RunConfig, vocabulary: int | None, target: float | N
     return replace(cheaper, wanted=told)
 
 
+class _Planned:
+    """A run with its classes of equal replicas, which are planned alike, and the schedules of each class."""
+
+    def __init__(self, config: RunConfig, vocabulary: int | None) -> None:
+        self.config, self.vocabulary = config, vocabulary
+        places = {replica.name: index for index, replica in enumerate(config.replicas)}
+        self.classes = [[places[one.name] for one in same] for same in alike(RunSpec(config, vocabulary))]
+        self.schedules = [schedules_of(config, vocabulary, indices[0]) for indices in self.classes]
+        self.quickest = [min(ways, key=lambda one: one.free_seconds) for ways in self.schedules]
+
+    def with_replicas(self, replicas: Sequence[ReplicaSettings]) -> RunConfig:
+        """Return the run with each replica of a class replaced by the one that was planned for the class."""
+        found = list(self.config.replicas)
+        for indices, planned in zip(self.classes, replicas, strict=True):
+            for index in indices:
+                own = self.config.replicas[index]
+                found[index] = planned.model_copy(update={"name": own.name, "optional": own.optional})
+        return self.config.model_copy(update={"replicas": found})
+
+    def predicted(self, replicas: Sequence[ReplicaSettings], stage_links: bool = True) -> Prediction:
+        return predict(RunSpec(self.with_replicas(replicas), self.vocabulary), stage_links=stage_links)
+
+    @property
+    def free_rate(self) -> float:
+        """Tokens per second of the fastest schedules with free links."""
+        found = self.predicted([one.replica for one in self.quickest], stage_links=False)
+        return found.tokens_per_second / found.utilization["relative"]
+
+    def labels(self, config: RunConfig) -> list[str]:
+        return [label_of([config.replicas[one] for one in indices]) for indices in self.classes]
+
+
 def _search(config: RunConfig, vocabulary: int | None, target: float, grouped: Grouped | None) -> Result:
-    asked = config if grouped is None else grouped.config
-    classes = _classes(asked, vocabulary)
-    schedules = [schedules_of(asked, vocabulary, indices[0]) for indices in classes]
-    fastest = _free_rate(asked, vocabulary, classes, schedules)
-    before: Prediction | None = None
+    """Plan a run for a target: it stays as it is, or H and density are chosen first, then boundaries."""
+    run = _Planned(config if grouped is None else grouped.config, vocabulary)
+    fastest, before, was = run.free_rate, None, None
     if grouped is None:
         with suppress(ConfigError):
-            before = predict(RunSpec(asked, vocabulary))
+            before = predict(RunSpec(config, vocabulary))
             fastest = max(fastest, before.tokens_per_second / before.utilization["relative"])
-    was = None if before is None else before.tokens_per_second / fastest
+            was = before.tokens_per_second / fastest
     if before is not None and was is not None and was >= target:
-        planned, prediction, utilization, limit = asked, before, was, ""
-        boundaries = [_as_it_is(asked.replicas[one[0]], ways) for one, ways in zip(classes, schedules, strict=True)]
+        planned, prediction, utilization, limit = config, before, was, ""
+        boundaries = []
+        for indices, ways in zip(run.classes, run.schedules, strict=True):
+            replica, rung = config.replicas[indices[0]], None
+            if _has_boundary(replica):
+                rung = rung_of(replica.boundary, ways[0].spec.shape.width)
+            boundaries.append(
+                BoundaryChoice(ways[0], rung, ways[0].free_seconds if rung is None else ways[0].seconds(rung))
+            )
         choices = [Choice("the YAML", "unchanged", "it reaches the target as it is")]
     else:
-        base = _with_replicas(asked, classes, [_quickest(ways).replica for ways in schedules])
+        base = run.with_replicas([one.replica for one in run.quickest])
         outer, own_outer = choose_outer(base, vocabulary, (1 - target) / 2)
-        asked = with_outer(asked, outer.length, outer.density)
-        schedules = [schedules_of(asked, vocabulary, indices[0]) for indices in classes]
+        run = _Planned(with_outer(run.config, outer.length, outer.density), vocabulary)
         if outer is not own_outer:
-            fastest = _free_rate(asked, vocabulary, classes, schedules)
-        free = max(_quickest(ways).free_seconds for ways in schedules)
-        boundaries = _fit_boundaries(asked, vocabulary, classes, schedules, outer, free, target, fastest)
-        planned = _with_boundaries(asked, classes, boundaries)
+            fastest = run.free_rate
+        free = max(one.free_seconds for one in run.quickest)
+        boundaries = _fit_boundaries(run, outer, free, target, fastest)
+        planned = run.with_replicas([one.replica for one in boundaries])
         prediction = predict(RunSpec(planned, vocabulary))
-        utilization = prediction.tokens_per_second / fastest
-        limit = _limit(boundaries, outer, free)
+        utilization, limit = prediction.tokens_per_second / fastest, _limit(boundaries, outer, free)
         choices = [
             *(_grouping_choices(grouped) if grouped is not None else ()),
-            *_outer_choices(config, planned, vocabulary, outer, own_outer),
-            *_replica_choices(
-                planned, vocabulary, classes, boundaries, outer, free, _compressed_share(planned), fastest
-            ),
+            _outer_choice(config, planned, vocabulary, outer, own_outer),
+            *_replica_choices(run, planned, boundaries, outer, free, fastest),
         ]
     share = _compressed_share(planned)
     slowest = max(range(len(boundaries)), key=lambda one: boundaries[one].seconds)
@@ -218,98 +243,78 @@ def _search(config: RunConfig, vocabulary: int | None, target: float, grouped: G
         utilization=utilization,
         reached=utilization >= target,
         limit=limit,
-        slowest=label_of([planned.replicas[one] for one in classes[slowest]]),
+        slowest=run.labels(planned)[slowest],
         choices=choices,
         groups={} if grouped is None else dict(zip(grouped.names, grouped.members, strict=True)),
         left_out=[] if grouped is None else grouped.left_out,
         penalty=penalty_of(worst, share) if worst < 1 else None,
         compressed_share=share,
-        predict_rows=partial(_rows, planned, vocabulary, classes, boundaries, fastest),
+        predict_rows=partial(_rows, run, planned, boundaries, fastest),
     )
 
 
-def _free_rate(
-    config: RunConfig, vocabulary: int | None, classes: Classes, schedules: Sequence[Sequence[Schedule]]
-) -> float:
-    """Return the tokens per second of the fastest schedules with free links."""
-    fastest = _with_replicas(config, classes, [_quickest(ways).replica for ways in schedules])
-    found = predict(RunSpec(fastest, vocabulary), stage_links=False)
-    return found.tokens_per_second / found.utilization["relative"]
+def _has_boundary(replica: ReplicaSettings) -> TypeGuard[ParticipantsReplica]:
+    return isinstance(replica, ParticipantsReplica) and replica.stage_count > 1
 
 
-def _as_it_is(replica: ReplicaSettings, ways: Sequence[Schedule]) -> BoundaryChoice:
-    """Return the boundary that a replica has, for a run that stays as it is."""
-    if isinstance(replica, DatacenterReplica) or replica.stage_count == 1:
-        return BoundaryChoice(ways[0], None, ways[0].free_seconds, None)
-    rung = rung_of(replica.boundary, ways[0].spec.shape.width)
-    return BoundaryChoice(ways[0], rung, ways[0].seconds(rung), None)
+def _compressed_share(config: RunConfig) -> float:
+    """Return the share of the replicas that compress their boundaries."""
+    counts = {one.name: count_behind(config, one.name) for one in config.replicas}
+    compressed = [one.name for one in config.replicas if _has_boundary(one) and one.boundary.rank != "full"]
+    return sum(counts[name] for name in compressed) / sum(counts.values())
 
 
 def _rows(
-    config: RunConfig, vocabulary: int | None, classes: Classes, boundaries: Sequence[BoundaryChoice], fastest: float
+    run: _Planned, planned: RunConfig, boundaries: Sequence[BoundaryChoice], fastest: float
 ) -> Iterator[SearchRow]:
     """Yield the run with each boundary for all groups, and without those that are hardly faster than the one before."""
-    groups = [one for one in boundaries if one.rung is not None]
+    groups = [one.rung for one in boundaries if one.rung is not None]
     if not groups:
         return
-    counts = [_count(config, config.replicas[indices[0]].name) * len(indices) for indices in classes]
-    share = sum(count for count, one in zip(counts, boundaries, strict=True) if one.rung is not None) / sum(counts)
-    labels = {
-        label_of([config.replicas[one] for one in indices]): found.rung
-        for indices, found in zip(classes, boundaries, strict=True)
-        if found.rung is not None
-    }
-    width, last = groups[0].schedule.spec.shape.width, 0.0
-    worst = min(one.rung.equivalent for one in groups if one.rung is not None)
-    own = [config.replicas[indices[0]] for indices in classes]
-    ladders = [ladder(one.rung.boundary, width, config.plan.few_bits) if one.rung else [] for one in boundaries]
-    every = {str(rung): rung for rung in [*next(filter(None, ladders)), *labels.values()] if rung is not None}
+    own = [planned.replicas[indices[0]] for indices in run.classes]
+    counts = [count_behind(planned, one.name) * len(same) for one, same in zip(own, run.classes, strict=True)]
+    share = sum(n for n, one in zip(counts, boundaries, strict=True) if one.rung is not None) / sum(counts)
+    chosen_by = {label: one.rung for label, one in zip(run.labels(planned), boundaries, strict=True)}
+    width, last = boundaries[0].schedule.spec.shape.width, 0.0
+    least = min(rung.equivalent for rung in groups)
+    every = {str(rung): rung for rung in (*ladder(groups[0].boundary, width, planned.plan.few_bits), *groups)}
     for text, rung in sorted(every.items(), key=lambda one: -one[1].equivalent):
-        chosen = [label for label, one in labels.items() if str(one) == text]
+        chosen = [label for label, one in chosen_by.items() if str(one) == text]
         changed = [
-            replica if found.rung is None else replica.model_copy(update={"boundary": _like(found.rung, rung)})
-            for replica, found in zip(own, boundaries, strict=True)
+            replica if one.rung is None else replica.model_copy(update={"boundary": _like(one.rung, rung)})
+            for replica, one in zip(own, boundaries, strict=True)
         ]
-        rate = predict(RunSpec(_with_replicas(config, classes, changed), vocabulary)).tokens_per_second
+        rate = run.predicted(changed).tokens_per_second
         if chosen or rate >= WORTH_A_ROW * last:
-            yield SearchRow(
-                rung,
-                bits_per_token(rung, width) / 8,
-                rate,
-                rate / fastest,
-                penalty_of(rung.equivalent, share),
-                chosen,
-            )
+            penalty = penalty_of(rung.equivalent, share)
+            yield SearchRow(rung, bits_per_token(rung, width) / 8, rate, rate / fastest, penalty, chosen)
         last = max(last, rate)
-        if last * WORTH_A_ROW >= fastest and rung.equivalent <= worst:
+        if last * WORTH_A_ROW >= fastest and rung.equivalent <= least:
             return
 
 
 def _like(own: Rung, other: Rung) -> BoundarySettings:
     """Return another boundary with the settings of `own` that do not change its bytes."""
-    taken = {key: getattr(other.boundary, key) for key in ("rank", "bits", "dtype")}
-    return own.boundary.model_copy(update=taken)
+    return own.boundary.model_copy(update={key: getattr(other.boundary, key) for key in ("rank", "bits", "dtype")})
 
 
 def _fit_boundaries(
-    config: RunConfig,
-    vocabulary: int | None,
-    classes: Classes,
-    schedules: Sequence[Sequence[Schedule]],
-    outer: OuterChoice,
-    free: float,
-    target: float,
-    fastest: float,
+    run: _Planned, outer: OuterChoice, free: float, target: float, fastest: float
 ) -> list[BoundaryChoice]:
     """Return the least lossy boundary of each class with which the run meets the target, or comes close to it."""
+    few_bits = run.config.plan.few_bits
 
     def fitted(allowed: float) -> tuple[list[BoundaryChoice], float]:
-        found = [_choose_boundary(ways, allowed, config.plan.few_bits) for ways in schedules]
-        prediction = predict(RunSpec(_with_boundaries(config, classes, found), vocabulary))
-        return found, prediction.tokens_per_second
+        found = [_choose_boundary(ways, allowed, few_bits) for ways in run.schedules]
+        return found, run.predicted([one.replica for one in found]).tokens_per_second
 
-    if config.inner.steps is None:  # the seconds of a class are those of the steps that fit with free links
-        low, high = free, 2 * max(_least_lossy_seconds(ways) for ways in schedules)
+    if run.config.inner.steps is None:  # the seconds of a class are those of the steps that fit with free links
+        slowest = free
+        for ways in run.schedules:
+            if _has_boundary(ways[0].replica):
+                least_lossy = ladder(ways[0].replica.boundary, ways[0].spec.shape.width)[0]
+                slowest = max(slowest, *(way.seconds(least_lossy) for way in ways))
+        low, high = free, 2 * slowest
         best, rate = fitted(high)
         if rate >= target * fastest:
             return best
@@ -333,41 +338,11 @@ def _fit_boundaries(
     return found
 
 
-def _least_lossy_seconds(ways: Sequence[Schedule]) -> float:
-    replica = ways[0].replica
-    if isinstance(replica, DatacenterReplica) or replica.stage_count == 1:
-        return ways[0].free_seconds
-    return max(way.seconds(ladder(replica.boundary, way.spec.shape.width)[0]) for way in ways)
-
-
-def _with_boundaries(config: RunConfig, classes: Classes, found: Sequence[BoundaryChoice]) -> RunConfig:
-    return _with_replicas(config, classes, [one.schedule.with_boundary(one.rung) for one in found])
-
-
-def _quickest(ways: Sequence[Schedule]) -> Schedule:
-    return min(ways, key=lambda one: one.free_seconds)
-
-
-def _classes(config: RunConfig, vocabulary: int | None) -> Classes:
-    places = {replica.name: index for index, replica in enumerate(config.replicas)}
-    return [[places[one.name] for one in replicas] for replicas in alike(RunSpec(config, vocabulary))]
-
-
-def _with_replicas(config: RunConfig, classes: Classes, replicas: Sequence[ReplicaSettings]) -> RunConfig:
-    """Return the run with each replica of a class replaced by the one that was planned for the class."""
-    found = list(config.replicas)
-    for indices, planned in zip(classes, replicas, strict=True):
-        for index in indices:
-            own = config.replicas[index]
-            found[index] = planned.model_copy(update={"name": own.name, "optional": own.optional})
-    return config.model_copy(update={"replicas": found})
-
-
 def _choose_boundary(ways: Sequence[Schedule], allowed: float, few_bits: bool) -> BoundaryChoice:
     """Return the least lossy boundary whose round ends in time, with the first schedule that achieves it."""
     replica = ways[0].replica
-    if isinstance(replica, DatacenterReplica) or replica.stage_count == 1:
-        return BoundaryChoice(ways[0], None, ways[0].free_seconds, None)
+    if not _has_boundary(replica):
+        return BoundaryChoice(ways[0], None, ways[0].free_seconds)
     rungs = ladder(replica.boundary, ways[0].spec.shape.width, few_bits)
     tried: list[BoundaryChoice] = []
     for rung, spurned in zip(rungs, (None, *rungs), strict=False):
@@ -381,20 +356,7 @@ def _choose_boundary(ways: Sequence[Schedule], allowed: float, few_bits: bool) -
     return next(one for one in tried if one.seconds <= CLOSE * fastest)
 
 
-def _count(config: RunConfig, name: str) -> int:
-    """Return the number of replicas that a name stands for."""
-    fleet = config.simulate.fleets.get(name)
-    return 1 if fleet is None else fleet.count
-
-
-def _compressed_share(config: RunConfig) -> float:
-    compressed = total = 0
-    for replica in config.replicas:
-        count = _count(config, replica.name)
-        total += count
-        if isinstance(replica, ParticipantsReplica) and replica.stage_count > 1 and replica.boundary.rank != "full":
-            compressed += count
-    return compressed / total
+# ---- the reasons, in words ----
 
 
 def _grouping_choices(grouped: Grouped) -> Iterator[Choice]:
@@ -408,74 +370,64 @@ def _grouping_choices(grouped: Grouped) -> Iterator[Choice]:
         yield Choice("not used", ", ".join(grouped.left_out), why)
 
 
-def _outer_choices(
+def _outer_choice(
     asked: RunConfig, planned: RunConfig, vocabulary: int | None, outer: OuterChoice, own: OuterChoice
-) -> Iterator[Choice]:
+) -> Choice:
+    def told(choice: OuterChoice) -> str:
+        is_time = asked.inner.steps is None
+        length = f"rounds of {format_seconds(choice.length)}" if is_time else f"H = {choice.length:g}"
+        return f"{length}, density {format_ratio(choice.density)}"
+
     link = RunSpec(planned, vocabulary).links[exchange_link_name(outer.slowest)]
     up, down = (_link(link.bottleneck(way)) for way in DIRECTIONS)
     uplink = f"{link.name} ({up} up, {down} down)"
     why = f"{uplink} is the bottleneck: the exchange adds {outer.share:.2%} to a round"
     if outer is not own:
-        why += f"; {_length(asked, own)}, density {format_ratio(own.density)} would add {own.share:.2%}"
-    chosen = f"{_length(asked, outer)}, density {format_ratio(outer.density)}"
-    if planned.outer.rounds != asked.outer.rounds:
-        chosen += f", {planned.outer.rounds} rounds"
-    yield Choice("outer round", chosen, why)
-
-
-def _length(config: RunConfig, choice: OuterChoice) -> str:
-    is_time = config.inner.steps is None
-    return f"rounds of {format_seconds(choice.length)}" if is_time else f"H = {choice.length:g}"
+        why += f"; {told(own)} would add {own.share:.2%}"
+    more = f", {planned.outer.rounds} rounds" if planned.outer.rounds != asked.outer.rounds else ""
+    return Choice("outer round", told(outer) + more, why)
 
 
 def _replica_choices(
+    run: _Planned,
     config: RunConfig,
-    vocabulary: int | None,
-    classes: Classes,
     boundaries: Sequence[BoundaryChoice],
     outer: OuterChoice,
     free: float,
-    share: float,
     fastest: float,
 ) -> Iterator[Choice]:
-    for indices, found in zip(classes, boundaries, strict=True):
-        index, replica = indices[0], config.replicas[indices[0]]
+    spec, planned = RunSpec(config, run.vocabulary), [config.replicas[indices[0]] for indices in run.classes]
+    for place, (label, replica, found) in enumerate(zip(run.labels(config), planned, boundaries, strict=True)):
         if isinstance(replica, DatacenterReplica):
             continue
-        label = label_of([config.replicas[one] for one in indices])
-        layers = "+".join(str(len(own)) for own in replica.layer_ranges(found.schedule.spec.shape.layers))
+        layers = "+".join(str(len(own)) for own in replica.layer_ranges(spec.shape.layers))
         if is_measured(config, replica):
             yield Choice(label, f"layers {layers}", "unchanged: its costs were measured for this split")
         else:
-            yield Choice(label, f"layers {layers}", describe(replica, config, vocabulary, index))
+            yield Choice(label, f"layers {layers}", describe(replica, spec))
             rows = replica.batch_size // replica.micro_batches
             chosen = f"{replica.micro_batches} micro-batches of {rows}, {replica.extra_in_flight} extra in flight"
             why = "smallest bubble, with the fewest micro-batches in flight that hide the links as far as required"
             yield Choice(label, chosen, why)
         if found.rung is None:
             continue
-        later = 0.0 if found.spurned is None else max(0.0, found.schedule.seconds(found.spurned) - free)
-        spurned = outer.free_seconds / (outer.free_seconds + outer.exchange_seconds + later)
-        if config.inner.steps is None and found.spurned is not None:  # others do not wait for this group
-            own = [config.replicas[one[0]] for one in classes]
-            own[classes.index(indices)] = replica.model_copy(update={"boundary": _like(found.rung, found.spurned)})
-            lossier = predict(RunSpec(_with_replicas(config, classes, own), vocabulary))
-            spurned = lossier.tokens_per_second / fastest
-        yield _boundary_choice(label, found, spurned, share)
-
-
-def _boundary_choice(label: str, found: BoundaryChoice, spurned: float, share: float) -> Choice:
-    """Describe a boundary; `spurned` is the utilization with the less lossy one that was not chosen."""
-    assert found.rung is not None
-    slowest = found.schedule.slowest(found.rung)
-    if slowest is None:
-        return Choice(label, str(found.rung), "links between its stages cost no time")
-    why = f"{_described(slowest)} decides"
-    if found.spurned is not None:
-        why += f"; {found.spurned} would reduce utilization to {spurned:.1%}"
-    if found.rung.equivalent < 1:
-        why += f"; {describe_penalty(penalty_of(found.rung.equivalent, share))}"
-    return Choice(label, str(found.rung), why)
+        slowest = found.schedule.slowest(found.rung)
+        if slowest is None:
+            yield Choice(label, str(found.rung), "links between its stages cost no time")
+            continue
+        why = f"{_described(slowest)} decides"
+        if found.spurned is not None:  # the utilization with the less lossy boundary that was not chosen
+            if config.inner.steps is None:  # others do not wait for this group
+                own = list(planned)
+                own[place] = replica.model_copy(update={"boundary": _like(found.rung, found.spurned)})
+                utilization = run.predicted(own).tokens_per_second / fastest
+            else:
+                later = max(0.0, found.schedule.seconds(found.spurned) - free)
+                utilization = outer.free_seconds / (outer.free_seconds + outer.exchange_seconds + later)
+            why += f"; {found.spurned} would reduce utilization to {utilization:.1%}"
+        if found.rung.equivalent < 1:
+            why += f"; {describe_penalty(penalty_of(found.rung.equivalent, _compressed_share(config)))}"
+        yield Choice(label, str(found.rung), why)
 
 
 def describe_penalty(penalty: Penalty) -> str:
@@ -486,31 +438,26 @@ def describe_penalty(penalty: Penalty) -> str:
 
 def _limit(boundaries: Sequence[BoundaryChoice], outer: OuterChoice, free: float) -> str:
     """Return, as text, what costs most of the time that free links would save."""
-    exposed = [max(0.0, one.seconds - free) for one in boundaries]
-    worst = max(range(len(exposed)), key=exposed.__getitem__)
-    if outer.exchange_seconds >= exposed[worst]:
+    worst = max(boundaries, key=lambda one: one.seconds)
+    exposed = max(0.0, worst.seconds - free)
+    if outer.exchange_seconds >= exposed:
         seconds = format_seconds(outer.exchange_seconds)
         return f"the exchange ({seconds} per round, through {exchange_link_name(outer.slowest)})"
-    found = boundaries[worst]
-    slowest = None if found.rung is None else found.schedule.slowest(found.rung)
+    slowest = None if worst.rung is None else worst.schedule.slowest(worst.rung)
     if slowest is None:
-        return f"the stages of {found.schedule.replica.name}"
-    return f"{_described(slowest, with_latency=True)}, which adds {format_seconds(exposed[worst])} per round"
+        return f"the stages of {worst.schedule.replica.name}"
+    return f"{_described(slowest, with_latency=True)}, which adds {format_seconds(exposed)} per round"
 
 
 def _described(slowest: LinkSpec | tuple[LineSpec, Way], with_latency: bool = False) -> str:
     """Return a text such as `home.1-2 (30 Mbit/s)`, or `the line of home.1 (20 Mbit/s up)`."""
-    if isinstance(slowest, LinkSpec):
-        name, bandwidth, latency = slowest.name, _link(_slower(slowest)), slowest.forward.latency
+    if isinstance(slowest, LinkSpec):  # the slower direction, for a single message
+        slower = min((one for way in DIRECTIONS if (one := slowest.bottleneck(way)) is not None), default=None)
+        name, bandwidth, latency = slowest.name, _link(slower), slowest.forward.latency
     else:
         line, way = slowest
         name, bandwidth, latency = f"the line of {line.name}", f"{_link(line.bandwidth(way))} {way}", line.latency
     return f"{name} ({bandwidth}, {format_seconds(latency)})" if with_latency else f"{name} ({bandwidth})"
-
-
-def _slower(link: LinkSpec) -> float | None:
-    """Return the bandwidth of the slower direction, for a single message."""
-    return min((one for way in DIRECTIONS if (one := link.bottleneck(way)) is not None), default=None)
 
 
 def _link(bandwidth: float | None) -> str:

@@ -7,14 +7,16 @@ with that number of layers; infinity if they do not fit its memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
 from hetero_pp.config.topology import BoundarySettings
-from hetero_pp.model.transformer import EMBEDDING, ModelShape, block_of
+from hetero_pp.model.transformer import EMBEDDING, LAYERS, block_of
 from hetero_pp.run.hardware import Hardware
+from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.costs import NOTHING, StagePart, boundary_numbers, cost_on
 from hetero_pp.simulator.memory import Trains, memory_of_part
 
@@ -28,8 +30,7 @@ class Load:
 
     stages: int
     micro_batches: int
-    sequences: int
-    """Sequences of one micro-batch."""
+    sequences: int  # sequences of one micro-batch
     length: int
     extra_in_flight: int
     boundary: BoundarySettings = NOT_COMPRESSED
@@ -39,64 +40,46 @@ class Load:
         return min(self.micro_batches, (self.stages - 1 - stage) * (1 + self.extra_in_flight) + 1)
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Numbers of parameters of the embedding, of one layer, and of the head."""
-
-    embedding: int
-    layer: int
-    head: int
-
-    @classmethod
-    def of(cls, shapes: Mapping[str, tuple[int, ...]]) -> Sizes:
-        """Count the parameters from the shape of each by name. All layers are alike."""
-        numbers = {"embedding": 0, "layer": 0, "head": 0}
-        first = "layers.0"
-        for name, shape in shapes.items():
-            if name == EMBEDDING:
-                numbers["embedding"] += math.prod(shape)
-            elif block_of(name) == first:
-                numbers["layer"] += math.prod(shape)
-            elif not name.startswith("layers."):
-                numbers["head"] += math.prod(shape)
-        return cls(**numbers)
+@lru_cache(maxsize=4)
+def _sizes(spec: RunSpec) -> tuple[int, int, int]:
+    """Return the numbers of parameters of the embedding, of one layer, and of the head. All layers are alike."""
+    numbers = {name: math.prod(shape) for name, shape in spec.parameter_shapes.items()}
+    layer = sum(size for name, size in numbers.items() if block_of(name) == f"{LAYERS}0")
+    head = sum(size for name, size in numbers.items() if not name.startswith(LAYERS) and name != EMBEDDING)
+    return numbers[EMBEDDING], layer, head
 
 
-def part_of_stage(shape: ModelShape, sizes: Sizes, stage: int, load: Load, layers: int) -> StagePart:
-    first, last = stage == 0, stage == load.stages - 1
-    parameters = layers * sizes.layer + first * sizes.embedding + last * sizes.head
-    return StagePart(
-        layers, last, parameters, boundary_numbers(shape, load.boundary, first) if load.stages > 1 else NOTHING
-    )
+def part_of_stage(spec: RunSpec, stage: int, load: Load, layers: int) -> StagePart:
+    """Return the part of the run's model that a stage with that number of layers has."""
+    first, last, (embedding, layer, head) = stage == 0, stage == load.stages - 1, _sizes(spec)
+    own = boundary_numbers(spec.shape, load.boundary, first) if load.stages > 1 else NOTHING
+    return StagePart(layers, last, layers * layer + first * embedding + last * head, own)
 
 
-def stage_bytes(shape: ModelShape, part: StagePart, load: Load, stage: int, hardware: Hardware) -> float:
+def stage_bytes(spec: RunSpec, stage: int, load: Load, layers: int, hardware: Hardware) -> float:
     """Return the bytes that a stage needs for its part, in the memory of its hardware."""
-    accelerated = hardware.is_accelerator
     trains = Trains(
         load.sequences,
         load.length,
         load.micro_batches,
         load.in_flight(stage),
-        value_bytes=2 if accelerated else 4,
-        accelerated=accelerated,
+        value_bytes=2 if hardware.is_accelerator else 4,
+        accelerated=hardware.is_accelerator,
     )
-    memory = memory_of_part(shape, part, trains)
+    memory = memory_of_part(spec.shape, part_of_stage(spec, stage, load, layers), trains)
     return memory.n_bytes(memory.computing_place)
 
 
-def stage_seconds(
-    shape: ModelShape, sizes: Sizes, hardware: Hardware, accelerators: int, stage: int, load: Load
-) -> Array:
+def stage_seconds(spec: RunSpec, hardware: Hardware, accelerators: int, stage: int, load: Load) -> Array:
     """Return the seconds of a micro-batch by number of layers, [L + 1], with its share of the optimizer step.
 
     Infinity if the layers do not fit the memory.
     """
-    found = np.full(shape.layers + 1, np.inf)
-    for layers in range(1, shape.layers - load.stages + 2):
-        part = part_of_stage(shape, sizes, stage, load, layers)
-        if stage_bytes(shape, part, load, stage, hardware) <= hardware.memory * accelerators:
-            cost = cost_on(shape, part, hardware, accelerators, load.sequences, load.length)
+    found = np.full(spec.shape.layers + 1, np.inf)
+    for layers in range(1, spec.shape.layers - load.stages + 2):
+        if stage_bytes(spec, stage, load, layers, hardware) <= hardware.memory * accelerators:
+            part = part_of_stage(spec, stage, load, layers)
+            cost = cost_on(spec.shape, part, hardware, accelerators, load.sequences, load.length)
             found[layers] = cost.forward + cost.backward + cost.update / load.micro_batches
     return found
 

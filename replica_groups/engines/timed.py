@@ -1,7 +1,7 @@
-"""Members of a rehearsal that compute nothing: timed waits take the place of their work.
+"""Engine `timed` of rehearsals: waits of the predicted length take the place of compute, and nothing holds parameters.
 
-An emulated stage sends messages of the true shapes. An emulated engine waits as long as all accelerators of its replica
-would compute.
+A timed stage sends messages of the true shapes. A timed engine waits as long as all accelerators of its replica would
+compute, whatever engine trains it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ NORM = 1.0
 """Gradient norm of each stage."""
 
 
-class EmulatedPace:
-    """The clock of an emulated device. It advances by what the device computes and by what its member waits for others.
+class TimedPace:
+    """The clock of a timed device. It advances by what the device computes and by what its member waits for others.
 
     Other work of this process, such as the conversion of messages, is part of the costs. So it shortens the next wait.
     """
@@ -40,7 +40,7 @@ class EmulatedPace:
         self.waited: Callable[[], float] = lambda: 0.0
         """Returns the seconds for which the member has waited for others since some moment before the step."""
         self.computed = 0.0
-        """Seconds of emulated computation so far."""
+        """Seconds of timed computation so far."""
         self.late = 0.0
         """Most seconds by which this process was later than the device."""
         self._free_at, self._waited_before = time.monotonic(), 0.0
@@ -61,10 +61,10 @@ class EmulatedPace:
             time.sleep(left)
 
 
-class EmulatedEngine(LocalParameters):
-    """Implements Engine without parameters. It stands for all ranks of a replica, whatever engine trains it."""
+class TimedEngine(LocalParameters):
+    """Implements Engine without parameters, for all ranks of a replica."""
 
-    def __init__(self, cost: MeasuredCost, micro_batches: int, vocabulary: int, pace: EmulatedPace) -> None:
+    def __init__(self, cost: MeasuredCost, micro_batches: int, vocabulary: int, pace: TimedPace) -> None:
         super().__init__({})
         self.done = 0
         self._cost, self._micro_batches, self._pace = cost, micro_batches, pace
@@ -90,32 +90,28 @@ class EmulatedEngine(LocalParameters):
         return self._loss
 
     def remember(self, moments: bool) -> None:
-        """Do nothing: no step changes anything."""
+        """Do nothing, because no step changes anything. Likewise below."""
 
-    def undo(self) -> None:
-        """Do nothing, as `remember`."""
+    def undo(self) -> None: ...
 
-    def save(self, folder: Path) -> None:
-        """Write nothing, as `remember`."""
+    def save(self, folder: Path) -> None: ...
 
-    def load(self, folder: Path) -> None:
-        """Read nothing, as `remember`."""
+    def load(self, folder: Path) -> None: ...
 
 
-class EmulatedBoundary(Boundary):
+class TimedBoundary(Boundary):
     """Sends the same random symbols with every message."""
 
     def __init__(self, settings: BoundarySettings, width: int, rows: int, length: int) -> None:
         """`rows`: most sequences of a message; `length`: positions of each."""
         super().__init__(width, format_of(settings))
-        self._rank = settings.dimensions(width) or width
-        self._shape = (rows, length, self._rank)
+        self._shape = (rows, length, settings.dimensions(width) or width)
         self._activations: dict[int, Symbols] = {}
         self.gradient: Symbols = self.format.gradient(self._random(rows), noise_key(0, "rehearsal", 0, 0, 0))
 
     @property
     def dimensions(self) -> int:
-        return self._rank
+        return self._shape[2]
 
     def _random(self, rows: int) -> Tensor:
         return torch.randn(rows, *self._shape[1:], generator=torch.Generator().manual_seed(0))
@@ -138,11 +134,11 @@ class _NoGradients(InnerOptimizer):
         return self._norm
 
 
-class EmulatedStage(Stage):
+class TimedStage(Stage):
     """A stage without parameters, whose work takes the time that its cost says."""
 
     def __init__(
-        self, spec: StageSpec, shape: ModelShape, boundary: EmulatedBoundary, cost: MeasuredCost, pace: EmulatedPace
+        self, spec: StageSpec, shape: ModelShape, boundary: TimedBoundary, cost: MeasuredCost, pace: TimedPace
     ) -> None:
         self.spec, self.boundary, self.anchors, self.parameters = spec, boundary, None, {}
         with torch.device("meta"):
@@ -157,8 +153,7 @@ class EmulatedStage(Stage):
     def device(self) -> torch.device:
         return CPU
 
-    def split_embedding(self, embedding: Tensor) -> None:
-        """Do nothing: there is no embedding."""
+    def split_embedding(self, embedding: Tensor) -> None: ...
 
     def enter_round(self, round_: int) -> None:
         self.pace.begin()
@@ -186,11 +181,9 @@ class EmulatedStage(Stage):
     def optimizers(self) -> list[torch.optim.Optimizer]:
         return []
 
-    def drop(self) -> None:
-        """Do nothing: no micro-batch is kept."""
+    def drop(self) -> None: ...
 
     def state(self) -> dict[str, Any]:
         return {}
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Do nothing: `state` is empty."""
+    def load(self, state: Mapping[str, Any]) -> None: ...
