@@ -1,7 +1,7 @@
 """Predict what the exchange itself transfers, holds and computes in a round, from the settings alone.
 
 Every contribution comes in once and goes out to every member that owns the same layers. With R replicas, R
-contributions come in and R (R - 1) go out. `hetero_pp/simulator/volumes.py` has the closed forms.
+contributions come in and R (R - 1) go out. `hetero_pp/simulator/traffic.py` has the closed forms.
 """
 
 from __future__ import annotations

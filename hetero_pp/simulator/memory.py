@@ -38,7 +38,8 @@ Place = Literal["host", "device"]  # the machine's memory, or the memory of the 
 class Phase(StrEnum):
     """Work of a process. Its memory is the largest over these phases."""
 
-    START = "start"  # a member reads the run checkpoint and builds its part; the exchange draws or reads the first run checkpoint
+    # A member reads the run checkpoint and builds its part; the exchange draws or reads the first run checkpoint.
+    START = "start"
     STEP = "step"  # forward and backward passes
     UPDATE = "update"  # the inner optimizer's step
     CONTRIBUTE = "contribute"
