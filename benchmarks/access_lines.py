@@ -34,8 +34,8 @@ from namespaces import HEADERS, Counted, Line, Machine, Network, network
 from processes import meanwhile
 from simulator import calibrated_prediction, measured_step
 
-from hetero_pp.config.links import EXCHANGE
-from hetero_pp.run.folder import RunFolder
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.lines import EXCHANGE
 
 PORT = 47600
 STEPS = 6

@@ -25,6 +25,8 @@ from command_line import origin, parse, parser_of, save
 from launched import letters
 
 from hetero_pp.config.audit import GauntletSettings
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.data.tokens import TokenStore
 from hetero_pp.messages.messages_pb2 import RoundRecord
 from hetero_pp.model.transformer import shapes_by_block
@@ -36,8 +38,6 @@ from hetero_pp.research.experiments.rows import Setting
 from hetero_pp.research.settings import ResearchConfig
 from hetero_pp.research.trainer.hostile import HostileContributions
 from hetero_pp.research.trainer.train import AllReplicas
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import RunSpec
 from replica_groups.audit.gauntlet.agreement import SignCheck, agreements
 
 FOLDER = Path(__file__).parents[1]

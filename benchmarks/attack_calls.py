@@ -13,7 +13,9 @@ from itertools import cycle
 import grpc
 from google.protobuf.message import Message
 
-from hetero_pp.config.links import EXCHANGE, LinkSpec
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.lines import EXCHANGE, LinkSpec
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.errors import HeteroPPError
 from hetero_pp.rpc.callers import Metadata, shown
 from hetero_pp.rpc.channels import make_channel
@@ -22,8 +24,6 @@ from hetero_pp.rpc.identities import Credentials, Secret
 from hetero_pp.rpc.services import ADMISSION_SERVICE as ADMISSION
 from hetero_pp.rpc.services import EXCHANGE_SERVICE as SERVICE
 from hetero_pp.rpc.services import call_path
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.spec import RunSpec
 
 CALLS_A_SECOND = 300
 """Calls per second of one attack. Refused calls cost the exchange processor time that other processes here need."""

@@ -37,7 +37,7 @@ from attack_calls import (
     in_session,
 )
 
-from hetero_pp.config.links import EXCHANGE
+from hetero_pp.config.lines import EXCHANGE
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.rpc.callers import Metadata, shown
 from hetero_pp.rpc.channels import PROTOCOL_VERSION

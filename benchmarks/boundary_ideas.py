@@ -25,6 +25,8 @@ from command_line import earlier, parse, parser_of, save
 from engines_agree import CATALOG, LEAST, text_of
 from torch import Tensor, nn
 
+from hetero_pp.config.folder import CACHE
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.topology import ParticipantsReplica
 from hetero_pp.core.seeds import seed_of
 from hetero_pp.pipeline.coefficients import Bits, Floats, Symbols, format_of
@@ -36,8 +38,6 @@ from hetero_pp.research.experiments.rows import Setting
 from hetero_pp.research.experiments.training import make_job
 from hetero_pp.research.trainer.replica import TableReplica
 from hetero_pp.research.trainer.train import AllReplicas
-from hetero_pp.run.folder import CACHE
-from hetero_pp.run.spec import RunSpec
 from stages.anchors import Anchors, anchors_of
 from stages.boundary import Boundary
 from stages.own_parameters import OwnParameters

@@ -28,6 +28,8 @@ from numpy.typing import NDArray
 from rich.console import Console
 from torch import Tensor
 
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.model.transformer import ModelSettings, Transformer, shapes_by_block
 from hetero_pp.program.report.tables import PlainTable
@@ -41,8 +43,6 @@ from hetero_pp.pseudo_gradient.selection import random_positions
 from hetero_pp.pseudo_gradient.streams import Reader, Writer
 from hetero_pp.research.experiments.corpus import Corpus, prepare_corpus
 from hetero_pp.research.trainer.train import AllReplicas
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import RunSpec
 
 with extra("benchmarks"):
     import constriction

@@ -11,6 +11,9 @@ from pathlib import Path
 
 import torch
 
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.spec import RunSpec
+from hetero_pp.config.yaml_file import read_run
 from hetero_pp.core.errors import HeteroPPError
 from hetero_pp.messages.messages_pb2 import InnerStep, Report, RoundRecord
 from hetero_pp.model.transformer import shapes_by_block
@@ -21,9 +24,6 @@ from hetero_pp.pseudo_gradient.contribution import BlobAddress, blob_of, encode_
 from hetero_pp.pseudo_gradient.error_feedback import select
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.identities import Secret, SecretKeys
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.read import read_run
-from hetero_pp.run.spec import RunSpec
 
 SECONDS_BETWEEN_HEARTBEATS = 1.0
 

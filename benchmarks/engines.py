@@ -32,6 +32,9 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from hetero_pp.config.checkpoint import RunCheckpoint
+from hetero_pp.config.predictions import hardware_of
+from hetero_pp.config.spec import Roster
 from hetero_pp.config.topology import DatacenterReplica
 from hetero_pp.core.device import name_of
 from hetero_pp.core.errors import ConfigError
@@ -48,9 +51,6 @@ from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.program.report.tables import PlainTable
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.identities import Secret
-from hetero_pp.run.checkpoint import RunCheckpoint
-from hetero_pp.run.hardware import hardware_of
-from hetero_pp.run.spec import Roster
 from hetero_pp.simulator.costs import StagePart, forward_flops
 from hetero_pp.store.folder import FolderStore
 from replica_groups.engines.build import build_engine, require_engine

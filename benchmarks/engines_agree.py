@@ -26,6 +26,10 @@ import torch
 from command_line import earlier, parse, parser_of, save
 from launched import run_quietly, summary_of
 
+from hetero_pp.config.folder import CACHE
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import RunSpec
+from hetero_pp.config.yaml_file import save_config
 from hetero_pp.data.sources import open_source
 from hetero_pp.research.experiments.claims import interval_of
 from hetero_pp.research.experiments.corpus import Corpus, prepare_corpus
@@ -35,10 +39,6 @@ from hetero_pp.research.experiments.outcomes import commit, machine, read_outcom
 from hetero_pp.research.experiments.rows import Setting
 from hetero_pp.research.experiments.training import Job, make_job
 from hetero_pp.research.trainer.train import train_fast
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.folder import CACHE
-from hetero_pp.run.spec import RunSpec
-from hetero_pp.run.yaml_file import save_config
 
 ROWS = {
     "Het-PP": ("het-pp/table1", "Het-PP-Compress (1/2)"),

@@ -25,10 +25,9 @@ from command_line import origin, parse, parser_of, save
 from launched import start_program, words
 from processes import status_bytes, writers_to
 
-from hetero_pp.config.links import EXCHANGE
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.read import spec_of
-from hetero_pp.run.yaml_file import ConfigFile
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.lines import EXCHANGE
+from hetero_pp.config.yaml_file import ConfigFile, spec_of
 from hetero_pp.simulator.exchange_load import exchange_load
 
 SECONDS_BETWEEN_LOOKS = 0.02

@@ -27,8 +27,9 @@ from attacks_of_strangers import ANSWERED, as_http2, knock, signed_by, strange_c
 from fuzz_messages import CALLS, TEXTS, Known, metadata, request
 from google.protobuf.message import Message
 
-from hetero_pp.config.links import EXCHANGE as PEER
-from hetero_pp.config.links import LinkSpec
+from hetero_pp.config.lines import EXCHANGE as PEER
+from hetero_pp.config.lines import LinkSpec
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.errors import HeteroPPError
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.model.transformer import shapes_by_block
@@ -48,7 +49,6 @@ from hetero_pp.rpc.services import EXCHANGE_SERVICE as EXCHANGE
 from hetero_pp.rpc.services import call_path
 from hetero_pp.rpc.stage_link import SERVICE as LINKS
 from hetero_pp.rpc.stage_link import StageLink
-from hetero_pp.run.spec import RunSpec
 from replica_groups.exchange.server import MOST_OPEN
 
 BY = ("stranger", "ticket", "member")

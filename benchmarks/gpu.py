@@ -42,12 +42,12 @@ from launched import events_of, letters, run_quietly, summary_of
 from processes import when_idle
 from torch import Tensor
 
-from hetero_pp.config.topology import BoundarySettings
+from hetero_pp.config.folder import RunFolder
 from hetero_pp.core.copies import copies_of
 from hetero_pp.core.errors import HeteroPPError
+from hetero_pp.model.part_settings import BoundarySettings
 from hetero_pp.pipeline.coefficients import noise_key
 from hetero_pp.pipeline.subspace import random_basis
-from hetero_pp.run.folder import RunFolder
 from stages.boundary import Boundary, boundary_of
 
 HERE = Path(__file__).parent

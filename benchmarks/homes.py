@@ -34,9 +34,9 @@ from launched import HETERO_PP, events_of, start_program, summary_of, words
 from namespaces import Machine, apart, gateway
 from processes import cpu_seconds
 
-from hetero_pp.config.links import EXCHANGE
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.lines import EXCHANGE
 from hetero_pp.program.join.invite import invite
-from hetero_pp.run.folder import RunFolder
 
 PORT = 47690
 SMOKE = {"groups": 1, "stages": 2, "rounds": 2, "joins": 1, "between": 1}

@@ -18,6 +18,8 @@ from fault_injection.schedule import missed, schedule_of
 from fault_injection.settings import FaultFile
 from fault_injection.supervisor import FaultySupervisor
 
+from hetero_pp.config.spec import RunSpec
+from hetero_pp.config.yaml_file import ConfigFile
 from hetero_pp.program.commands.errors import readable_errors
 from hetero_pp.program.commands.options import ConfigPath, Overrides, RunsFolder, StartNew
 from hetero_pp.program.launch.command import run_topology
@@ -25,8 +27,6 @@ from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.program.launch.mode import Invocation
 from hetero_pp.program.launch.recorded import Start
 from hetero_pp.program.launch.supervisor import launch
-from hetero_pp.run.spec import RunSpec
-from hetero_pp.run.yaml_file import ConfigFile
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

@@ -12,9 +12,9 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.yaml_file import ConfigFile
 from hetero_pp.program.launch.command import run_topology
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.yaml_file import ConfigFile
 
 HETERO_PP = [sys.executable, "-P", "-m", "hetero_pp"]
 """The program, as the start of a command."""

@@ -24,7 +24,8 @@ import torch
 from command_line import origin, parse, parser_of, save
 from processes import cpu_seconds, serving
 
-from hetero_pp.config.links import EXCHANGE, LinkShape, LinkSpec
+from hetero_pp.config.lines import EXCHANGE, LinkShape, LinkSpec
+from hetero_pp.config.spec import Roster
 from hetero_pp.core.errors import LinkClosed
 from hetero_pp.link.protocol import FRAME_BYTES, LinkEnd, Message
 from hetero_pp.messages.messages_pb2 import FLUSH, LinkHeader
@@ -38,7 +39,6 @@ from hetero_pp.rpc.relay import SERVICE as RELAY
 from hetero_pp.rpc.relayed import LocalAddress, RelayedDialler, RelayedListener
 from hetero_pp.rpc.services import service_handler
 from hetero_pp.rpc.stage_link import StageLink
-from hetero_pp.run.spec import Roster
 
 HOST = "127.0.0.1"
 SECRET = Secret("of this benchmark only")

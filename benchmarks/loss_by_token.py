@@ -22,6 +22,8 @@ from command_line import origin, parse, parser_of, save
 from launched import letters
 from torch import Tensor
 
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.data.tokens import TokenStore
 from hetero_pp.research.experiments.command import SCALE
 from hetero_pp.research.experiments.corpus import prepare_corpus
@@ -29,8 +31,6 @@ from hetero_pp.research.experiments.definition import Catalog
 from hetero_pp.research.experiments.rows import Setting
 from hetero_pp.research.trainer.replica import TableReplica
 from hetero_pp.research.trainer.train import AllReplicas
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import RunSpec
 
 FOLDER = Path(__file__).parents[1]
 SMOKE = {"rounds": 1, "sequences": 2}

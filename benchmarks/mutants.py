@@ -35,7 +35,7 @@ from command_line import earlier, origin, parse, parser_of, save
 from pydantic import Field, TypeAdapter
 from ruamel.yaml import YAML
 
-from hetero_pp.config.settings import Settings
+from hetero_pp.core.settings import Settings
 
 ROOT = Path(__file__).absolute().parents[1]
 LIST = ROOT / "benchmarks" / "mutants.yaml"

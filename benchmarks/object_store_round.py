@@ -37,14 +37,14 @@ from command_line import origin, parse, parser_of, save
 from object_service import KEY, SECRET, object_service
 from processes import serving
 
+from hetero_pp.config.checkpoint import initial_checkpoint
+from hetero_pp.config.spec import Roster
 from hetero_pp.model.transformer import ModelShape, shapes_by_block
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import Selection, select
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.identities import Secret
-from hetero_pp.run.checkpoint import initial_checkpoint
-from hetero_pp.run.spec import Roster
 from hetero_pp.store.opening import open_store
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog

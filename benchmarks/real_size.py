@@ -48,11 +48,10 @@ from command_line import origin, parse, parser_of, save
 from launched import events_of, letters, start_program
 from processes import meanwhile, writers_to
 
-from hetero_pp.config.links import EXCHANGE, exchange_link_name
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.read import spec_of
-from hetero_pp.run.spec import RunSpec
-from hetero_pp.run.yaml_file import ConfigFile
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.lines import EXCHANGE, exchange_link_name
+from hetero_pp.config.spec import RunSpec
+from hetero_pp.config.yaml_file import ConfigFile, spec_of
 from hetero_pp.simulator.exchange_load import exchange_load
 from hetero_pp.simulator.memory import memory_of_member
 from hetero_pp.simulator.traffic import checkpoint_bytes, exchange_link_loads

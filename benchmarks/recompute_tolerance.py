@@ -26,15 +26,15 @@ import torch
 from command_line import origin, parse, parser_of, save
 from torch import Tensor
 
+from hetero_pp.config.checkpoint import first_checkpoint
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.data.sources import open_source
 from hetero_pp.messages.messages_pb2 import ContributionEntry, RoundRecord
 from hetero_pp.model.transformer import shapes_by_block
 from hetero_pp.outer.apply_round import apply_round
 from hetero_pp.outer.step import OuterOptimizer
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, entry_of
-from hetero_pp.run.checkpoint import first_checkpoint
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import RunSpec
 from replica_groups.audit.recompute.compare import difference
 from replica_groups.audit.recompute.replica import ReplicaHere, RoundStart
 from replica_groups.member.commitments import state_of

@@ -31,15 +31,14 @@ import yaml
 from command_line import earlier, parse, parser_of, save
 from processes import meanwhile
 
+from hetero_pp.config.predictions import CATALOG, Hardware
+from hetero_pp.config.yaml_file import ConfigFile, spec_of
 from hetero_pp.core.units import parse_any
 from hetero_pp.program.launch.command import run_topology
 from hetero_pp.program.launch.launch_rehearsal import launch_rehearsal
 from hetero_pp.program.launch.mode import Invocation
 from hetero_pp.program.rehearse.command import AsRehearsal
 from hetero_pp.research.experiments.outcomes import commit, machine
-from hetero_pp.run.hardware import CATALOG, Hardware
-from hetero_pp.run.read import spec_of
-from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.prediction import predict
 
 LIST = Path(__file__).with_suffix(".yaml")

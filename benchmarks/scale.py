@@ -35,7 +35,9 @@ import psutil
 from command_line import origin, parse, parser_of, save
 from emulated_members import run_members
 
-from hetero_pp.config.links import EXCHANGE, LAUNCHER
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.lines import EXCHANGE, LAUNCHER
+from hetero_pp.config.yaml_file import ConfigFile, spec_of
 from hetero_pp.link.protocol import FRAME_BYTES
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.model.transformer import PRESETS, shapes_by_block
@@ -46,9 +48,6 @@ from hetero_pp.program.launch.watcher import Watcher
 from hetero_pp.rpc.channels import is_reached, make_channel, make_server
 from hetero_pp.rpc.connections import reports_of
 from hetero_pp.rpc.identities import Secret, SecretKeys, new_secret
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.read import spec_of
-from hetero_pp.run.yaml_file import ConfigFile
 
 MEMBERS, ROUNDS = (10, 100, 1_000), 3
 SMOKE = {"members": [4, 8], "rounds": 1}

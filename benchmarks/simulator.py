@@ -28,9 +28,8 @@ import torch
 from command_line import origin, parse, parser_of, save
 from launched import events_of, run_quietly, words
 
-from hetero_pp.config.links import exchange_link_name
-from hetero_pp.run.read import spec_of
-from hetero_pp.run.yaml_file import ConfigFile
+from hetero_pp.config.lines import exchange_link_name
+from hetero_pp.config.yaml_file import ConfigFile, spec_of
 from hetero_pp.simulator.prediction import Prediction, predict
 from replica_groups.member.measure import measure_all
 

@@ -19,8 +19,7 @@ from typing import Any
 
 from command_line import origin, parse, parser_of, save
 
-from hetero_pp.run.read import spec_of
-from hetero_pp.run.yaml_file import ConfigFile
+from hetero_pp.config.yaml_file import ConfigFile, spec_of
 from hetero_pp.simulator.prediction import predict
 
 YAML = Path(__file__).parents[1] / "configs" / "simulate" / "ten_thousand.yaml"

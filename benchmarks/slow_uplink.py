@@ -32,13 +32,13 @@ from chaos_run import YAML, ChaosRun
 from command_line import origin, parse, parser_of, save
 from google.protobuf.message import Message
 
+from hetero_pp.config.spec import Roster
 from hetero_pp.core.errors import HeteroPPError
 from hetero_pp.messages.messages_pb2 import HeartbeatReply, JoinReply, JoinRequest
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.identities import Secret
 from hetero_pp.rpc.limits import RequestBounds
-from hetero_pp.run.spec import Roster
 from replica_groups.exchange.server import serve_exchange
 
 NAMESPACE = f"hetero-pp-uplink-{os.getpid()}"

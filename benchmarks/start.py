@@ -23,7 +23,7 @@ from command_line import origin, parse, parser_of, save
 from launched import events_of
 from processes import cpu_seconds
 
-from hetero_pp.run.folder import RunFolder
+from hetero_pp.config.folder import RunFolder
 
 EVENTS = ("joined", "begun", "inner_step")
 """Events whose first occurrence is timed, in their order."""

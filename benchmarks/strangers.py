@@ -51,7 +51,7 @@ from strangers_run import (
     TooFewRoundsError,
 )
 
-from hetero_pp.config.links import EXCHANGE
+from hetero_pp.config.lines import EXCHANGE
 from hetero_pp.program.launch.fork_server import safe_path
 from hetero_pp.research.experiments.outcomes import commit
 

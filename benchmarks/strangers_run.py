@@ -21,7 +21,9 @@ import psutil
 from fault_injection.wire import Wire
 from processes import writers_to
 
-from hetero_pp.config.links import EXCHANGE, LAUNCHER, RELAYED, stage_link_name
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.lines import EXCHANGE, LAUNCHER, RELAYED, stage_link_name
+from hetero_pp.config.yaml_file import ConfigFile
 from hetero_pp.messages.messages_pb2 import Report, RoundRecord
 from hetero_pp.program.launch.inputs import prepare
 from hetero_pp.program.launch.recorded import begin_folder
@@ -30,8 +32,6 @@ from hetero_pp.program.launch.watcher import Watcher
 from hetero_pp.rpc.connections import reports_of, tell_died
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.identities import Credentials, Identity, Secret, SecretKeys, as_text, digest_of, make_ticket, new_key
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.yaml_file import ConfigFile
 from replica_groups.exchange.memberships import Memberships
 
 PAGES = Path(__file__).parents[1] / "docs"

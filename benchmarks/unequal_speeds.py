@@ -27,10 +27,9 @@ import torch
 from command_line import earlier, origin, parse, parser_of, save
 from launched import events_of, run_quietly, summary_of
 
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.topology import ParticipantsReplica
-from hetero_pp.run.read import spec_of
-from hetero_pp.run.spec import RunSpec
-from hetero_pp.run.yaml_file import ConfigFile
+from hetero_pp.config.yaml_file import ConfigFile, spec_of
 from hetero_pp.simulator.traffic import stage_link_loads
 
 RATIO = 10

@@ -25,14 +25,14 @@ from typing import Any
 
 from command_line import origin, parse, parser_of, save
 
-from hetero_pp.config.links import EXCHANGE
+from hetero_pp.config.lines import EXCHANGE
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.launch.fork_server import safe_path
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.view.server import PAGE, on_a_page
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import RunSpec
 
 STAGES, STEPS, SECONDS_BETWEEN_MARKS = 4, 5, 0.7
 _DOINGS = (pb.FORWARD, pb.WAITING_FOR_NEXT, pb.BACKWARD, pb.WAITING_FOR_PREVIOUS)

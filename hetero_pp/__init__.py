@@ -25,8 +25,8 @@ Path of the data, and the module of each step:
     token embedding: split again                  hetero_pp.pipeline.subspace, stages.stage
 
 hetero_pp.program.launch.supervisor starts a process for each member; hetero_pp.program.launch.in_process starts a
-thread for each. Every member of the run (hetero_pp.run.spec) runs replica_groups.member.take_part. In a notebook, use
-`from hetero_pp import Run` (hetero_pp.program.notebook).
+thread for each. Every member of the run (hetero_pp.config.spec) runs replica_groups.member.take_part. In a notebook,
+use `from hetero_pp import Run` (hetero_pp.program.notebook).
 """
 
 from __future__ import annotations

@@ -22,10 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hetero_pp.config.topology import AnchorSettings
 from hetero_pp.core.device import CPU
 from hetero_pp.core.seeds import seed_of
 from hetero_pp.model.inner import InnerSettings
+from hetero_pp.model.part_settings import AnchorSettings
 from hetero_pp.model.transformer import ModelShape
 from stages.own_parameters import OwnParameters
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hetero_pp.config.topology import BoundarySettings
+from hetero_pp.model.part_settings import BoundarySettings
 from hetero_pp.pipeline.coefficients import CoefficientFormat, Symbols, format_of
 from hetero_pp.pipeline.subspace import columns_of, expand_gradient, perpendicular, project, reconstruct
 

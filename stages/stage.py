@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hetero_pp.config.topology import EmbeddingTraining, StageSpec
 from hetero_pp.model.inner import InnerSettings
 from hetero_pp.model.learning_rates import LearningRates
+from hetero_pp.model.part_settings import EmbeddingTraining, StageSpec
 from hetero_pp.model.subspace_optimizer import inner_optimizer
 from hetero_pp.model.transformer import EMBEDDING, Transformer, parameters_of
 from hetero_pp.pipeline.coefficients import Symbols

@@ -10,8 +10,8 @@ from unittest import mock
 
 import torch
 
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import RunSpec
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import RunSpec
 from replica_groups.member import take_part
 
 LIAR, ROUNDS, STEPS = "home", 2, 2

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.research.experiments import command, corpus
 from hetero_pp.research.experiments.definition import Catalog
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import RunSpec
 
 _estimates: dict[str, Any] = {}
 

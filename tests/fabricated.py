@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from hetero_pp.config.links import DIRECTIONS, EXCHANGE
+from hetero_pp.config.lines import DIRECTIONS, EXCHANGE
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.report.state import RunState
@@ -17,8 +19,6 @@ from hetero_pp.program.view.command import data_of
 from hetero_pp.program.view.prediction import MeasuredStep, PredictedStep
 from hetero_pp.program.view.run_view import RunView
 from hetero_pp.program.view.sources import Source
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import RunSpec
 
 Json = dict[str, Any]
 START, ROUND_SECONDS, STEPS, TOKENS = 1_000_000.0, 6.0, 10, 1024

@@ -23,7 +23,7 @@ import pytest
 import safetensors.torch
 from safetensors import SafetensorError
 
-import hetero_pp.run.checkpoint
+import hetero_pp.config.checkpoint
 
 
 class FailingDisk:
@@ -194,5 +194,5 @@ def _replace_libraries(patch: pytest.MonkeyPatch, disk: FailingDisk) -> None:
         serialize(tensors, path, *arguments, **options)
 
     patch.setattr(safetensors.torch, "serialize_file", saved)
-    _count(patch, disk, hetero_pp.run.checkpoint, "safe_open", lambda arguments: arguments[0])
+    _count(patch, disk, hetero_pp.config.checkpoint, "safe_open", lambda arguments: arguments[0])
     _count(patch, disk, np, "load", lambda arguments: arguments[0])

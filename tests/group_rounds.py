@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
+from hetero_pp.config.checkpoint import first_checkpoint
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.data.sources import open_source
 from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry, RoundRecord
 from hetero_pp.outer.apply_round import apply_round
 from hetero_pp.outer.step import OuterOptimizer
 from hetero_pp.rpc.identities import Authority, IdentitySigner
-from hetero_pp.run.checkpoint import first_checkpoint
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import RunSpec
 from replica_groups.audit.recompute.hops import Blame, blame
 from replica_groups.audit.recompute.replica import ReplicaHere, RoundStart
 from replica_groups.member.commitments import state_of

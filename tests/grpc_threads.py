@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 from members import TIMEOUT
 
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.errors import HeteroPPError, LinkError, RunFailed
 from hetero_pp.link.shaping import Lines
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.rpc.connections import NetworkConnections
 from hetero_pp.rpc.identities import Secret, new_secret
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.spec import RunSpec
 from replica_groups.engines.ranks import Ranks
 from replica_groups.exchange.host import begin_run, make_exchange
 from replica_groups.exchange.server import serve_exchange

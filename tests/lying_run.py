@@ -22,7 +22,11 @@ from members import TIMEOUT
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 from lies import WORST, Call, Lie, lies_about
 
-from hetero_pp.config.links import LAUNCHER
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.lines import LAUNCHER
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.shared import told_of
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.errors import HeteroPPError, LinkError, RunFailed, RunOver
 from hetero_pp.link.shaping import Lines
 from hetero_pp.messages import messages_pb2 as pb
@@ -33,10 +37,6 @@ from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.exchange_service import Caller
 from hetero_pp.rpc.identities import Credentials, Identity, Secret, as_text, digest_of, make_ticket, new_key
 from hetero_pp.rpc.relay import MeetingPoint
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.shared import told_of
-from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.planner.grouping import group_spares
 from replica_groups.audit.in_exchange import audited, followed
 from replica_groups.exchange import memberships

@@ -9,9 +9,9 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
+from hetero_pp.config.checkpoint import RunCheckpoint
+from hetero_pp.config.spec import Roster
 from hetero_pp.messages.messages_pb2 import AssignReply
-from hetero_pp.run.checkpoint import RunCheckpoint
-from hetero_pp.run.spec import Roster
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.rounds.rules import Rules, Window
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hetero_pp.config.links import LinkSpec
+from hetero_pp.config.lines import LinkSpec
 from hetero_pp.rpc.identities import LinkCredentials
 from hetero_pp.rpc.link_end import GrpcLinkEnd, LinkSide
 from hetero_pp.rpc.stage_link import StageLink

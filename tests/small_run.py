@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 from members import FOR_EVER, TIMEOUT, assign_all, begin, in_thread
 
+from hetero_pp.config.checkpoint import RunCheckpoint, initial_checkpoint
+from hetero_pp.config.spec import Roster
 from hetero_pp.config.topology import MagnitudeSettings
 from hetero_pp.messages.messages_pb2 import AssignReply
 from hetero_pp.messages.messages_pb2 import MembershipEvent as Told
@@ -19,8 +21,6 @@ from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import select
 from hetero_pp.rpc.exchange_service import Caller
-from hetero_pp.run.checkpoint import RunCheckpoint, initial_checkpoint
-from hetero_pp.run.spec import Roster
 from hetero_pp.store.folder import FolderStore
 from hetero_pp.store.store import Store
 from replica_groups.exchange.exchange import Exchange

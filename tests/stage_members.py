@@ -10,15 +10,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from hetero_pp.config.links import LinkSpec, stage_link_name
+from hetero_pp.config.checkpoint import first_checkpoint
+from hetero_pp.config.lines import LinkSpec, stage_link_name
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.errors import LinkClosed
 from hetero_pp.data.sources import open_source
 from hetero_pp.link.protocol import LinkEnds
 from hetero_pp.messages.messages_pb2 import InnerStep
 from hetero_pp.model.transformer import EMBEDDING
-from hetero_pp.run.checkpoint import first_checkpoint
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import RunSpec
 from replica_groups.engines.ranks import ALONE
 from replica_groups.member.outer_round import OuterRound
 from replica_groups.member.session import MemberSession

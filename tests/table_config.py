@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hetero_pp.config.run_config import RunConfig
 from hetero_pp.research.settings import ResearchConfig, ResearchSettings
-from hetero_pp.run.config import RunConfig
 
 _OF_OUTER = ResearchSettings.model_fields.keys() - {"ablations"}
 

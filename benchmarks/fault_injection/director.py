@@ -20,9 +20,9 @@ from fault_injection.file import ranks_of
 from fault_injection.injected import InjectedFaults, Orders
 from fault_injection.schedule import Injection, Point, Schedule, missed
 from fault_injection.settings import Kind
-from hetero_pp.config.links import EXCHANGE
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.lines import EXCHANGE
 from hetero_pp.messages.messages_pb2 import INJECTED, MembershipEvent, Report
-from hetero_pp.run.folder import RunFolder
 from hetero_pp.store.faults import FaultPhase, Faults
 
 

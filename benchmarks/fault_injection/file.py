@@ -24,13 +24,13 @@ from fault_injection.settings import (
     Miss,
     kind_of,
 )
-from hetero_pp.config.links import EXCHANGE
-from hetero_pp.config.settings import Settings
+from hetero_pp.config.lines import EXCHANGE
+from hetero_pp.config.overrides import Key
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.topology import DatacenterReplica
+from hetero_pp.config.yaml_file import YamlLines, complaint
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.run.known_keys import Key
-from hetero_pp.run.spec import RunSpec
-from hetero_pp.run.yaml_lines import YamlLines, complaint
+from hetero_pp.core.settings import Settings
 from hetero_pp.store.faults import FaultPhase
 from replica_groups.exchange.host import rules_of
 

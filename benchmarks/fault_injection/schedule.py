@@ -22,9 +22,9 @@ from fault_injection.settings import (
     Kind,
     Miss,
 )
-from hetero_pp.config.links import EXCHANGE
+from hetero_pp.config.lines import EXCHANGE
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.seeds import seed_of
-from hetero_pp.run.spec import RunSpec
 from hetero_pp.store.faults import FaultPhase
 
 Point = tuple[int, FaultPhase]

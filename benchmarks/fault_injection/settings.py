@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema, model_validator
 
-from hetero_pp.config.settings import Duration, Settings
+from hetero_pp.core.settings import Duration, Settings
 from hetero_pp.core.units import parse_quantity
 from hetero_pp.store.faults import FaultPhase
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from fault_injection.director import Director
 from fault_injection.schedule import Schedule
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.launch.supervisor import Supervisor
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.spec import RunSpec
 from hetero_pp.store.faults import Faults
 
 

@@ -1,1 +1,1 @@
-"""The settings that a run is started with, and their validation."""
+"""Configuration of a run: its YAML, and everything that follows from it alone."""

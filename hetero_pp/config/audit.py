@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field
 
-from hetero_pp.config.settings import Ratio, Settings
+from hetero_pp.core.settings import Ratio, Settings
 
 OFF = "off"
 FEWEST_REPLICAS = 3

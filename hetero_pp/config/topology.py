@@ -2,48 +2,130 @@
 
 A *member* is one process of the run: `exchange`, a datacenter replica (`dc`), or one stage of a participant group
 (`home.0`). A *link* joins two members: neighbouring stages (`home.0-1`), or a member and the exchange
-(`home.0-exchange`), see hetero_pp.config.links. All links of a machine share its *line*, see hetero_pp.config.lines.
+(`home.0-exchange`), see hetero_pp.config.lines. All links of a machine share its *line*, see hetero_pp.config.lines.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from ipaddress import ip_address
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from hetero_pp.config.engine_settings import EngineName, Precision, Recomputation, TorchtitanSettings
-from hetero_pp.config.links import RELAYED, is_loopback
-from hetero_pp.config.settings import AddedLater, Duration, NotPartOf, Ratio, Settings
-from hetero_pp.core.units import parse_fraction
+from hetero_pp.config.lines import (
+    DIRECTIONS,
+    EXCHANGE,
+    RELAYED,
+    LineSpec,
+    LinkSettings,
+    LinkShape,
+    LinkSpec,
+    exchange_link_name,
+    is_loopback,
+    stage_link_name,
+)
+from hetero_pp.core.settings import AddedLater, Duration, NotPartOf, Ratio, Settings
+from hetero_pp.model.part_settings import BoundarySettings, Precision
 
-
-def _parse_rank(value: Any) -> Any:
-    """Parse `full`, a number of dimensions (8), or a ratio of the model's width (`1/8`)."""
-    if value == "full" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
-        return value
-    ratio = parse_fraction(value)
-    if ratio >= 1 and ratio == int(ratio):
-        return int(ratio)
-    if not 0 < ratio < 1:
-        raise ValueError(f"found `{value}`, expected `full`, a whole number such as `8`, or a ratio such as `1/8`")
-    return ratio
-
-
-Rank = Annotated[
-    Literal["full"] | int | float,
-    BeforeValidator(_parse_rank),
-    WithJsonSchema({"type": ["integer", "number", "string"], "examples": ["full", 8, "1/8"]}),
-]
+# Settings of a datacenter replica's engine: its name, and how it distributes the replica over ranks.
 
 
-def dimensions_of(rank: Literal["full"] | int | float, width: int) -> int | None:
-    """Return a rank in dimensions for a model of this width; None if it is full."""
-    if rank == "full":
+EngineName = Literal["torch", "torchtitan", "deepspeed"]
+Checkpointing = Literal["none", "selective", "full"]
+Recomputation = Literal["none", "layers"]
+
+DEEPSPEED_OWNED = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "scheduler",
+)
+"""Keys of DeepSpeed's JSON that follow from the rest of the YAML."""
+
+
+class TorchtitanSettings(Settings):
+    """Distribution of a replica by torchtitan. Ranks that remain after both degrees shard the parameters (FSDP2)."""
+
+    tensor_parallel: int = Field(1, ge=1, description="ranks that split every matrix product (tensor parallelism)")
+    data_parallel_replicate: int = Field(1, ge=1, description="copies of the sharded replica (HSDP)")
+    compile: bool = Field(False, description="use torch.compile on every layer")
+    activation_checkpointing: Checkpointing = "none"
+    precision: Precision = Field(
+        "auto", description="precision of the layers' arithmetic; `auto`: bf16 on a GPU, fp32 on a CPU"
+    )
+    reshard_after_forward: Literal["default", "always", "never"] = "default"
+    cpu_offload: bool = Field(False, description="keep parameters, gradients and moments in CPU memory")
+
+
+# ---- what an exchange may tell a host that joins ----
+
+_DTYPES = ("fp32", "fp16", "bf16", "float32", "float16", "bfloat16")
+
+
+def _numbers(keys: str) -> dict[str, tuple[str, ...]]:
+    """Return keys that have no text among their values."""
+    return dict.fromkeys(keys.split(), ())
+
+
+_OFFLOAD: Mapping[str, Any] = {"device": ("none", "cpu"), **_numbers("pin_memory buffer_count buffer_size ratio")}
+
+_DEEPSPEED_TOLD: Mapping[str, Any] = {
+    "zero_optimization": {
+        **_numbers(
+            "stage allgather_partitions allgather_bucket_size overlap_comm reduce_scatter reduce_bucket_size "
+            "contiguous_gradients round_robin_gradients sub_group_size cpu_offload stage3_max_live_parameters "
+            "stage3_max_reuse_distance stage3_prefetch_bucket_size stage3_param_persistence_threshold "
+            "stage3_model_persistence_threshold stage3_gather_16bit_weights_on_model_save zero_hpz_partition_size "
+            "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients "
+            "ignore_unused_parameters"
+        ),
+        "offload_optimizer": _OFFLOAD,
+        "offload_param": {**_OFFLOAD, "max_in_cpu": ()},
+    },
+    "bf16": _numbers("enabled"),
+    "fp16": _numbers(
+        "enabled auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis "
+        "min_loss_scale"
+    ),
+    "optimizer": {
+        "type": ("Adam", "AdamW", "SGD", "Lion", "Lamb"),
+        "params": _numbers("lr betas eps weight_decay momentum amsgrad adam_w_mode torch_adam bias_correction"),
+    },
+    "activation_checkpointing": _numbers(
+        "partition_activations cpu_checkpointing contiguous_memory_optimization number_checkpoints "
+        "synchronize_checkpoint_boundary"
+    ),
+    "data_types": {"grad_accum_dtype": _DTYPES},
+    "communication_data_type": _DTYPES,
+    **_numbers(
+        "prescale_gradients gradient_predivide_factor zero_allow_untested_optimizer zero_force_ds_cpu_optimizer "
+        "wall_clock_breakdown steps_per_print"
+    ),
+}
+"""Keys of DeepSpeed's JSON that name no path, no address and no code, each with its allowed texts.
+
+Every other value is a number, true, false or null, or a list of them. DeepSpeed writes files for other sections, such
+as flops_profiler, csv_monitor and aio, and loads code for others. A list of allowed keys stays safe when a later
+DeepSpeed adds sections.
+"""
+
+
+def untold_deepspeed_key(settings: object, allowed: Any = _DEEPSPEED_TOLD) -> tuple[str, ...] | None:
+    """Return the first key of DeepSpeed's JSON that a host does not accept from an exchange; None if there is none."""
+    if isinstance(allowed, Mapping):
+        if not isinstance(settings, Mapping):
+            return ()
+        for key, value in settings.items():
+            found = untold_deepspeed_key(value, allowed[key]) if key in allowed else ()
+            if found is not None:
+                return (str(key), *found)
         return None
-    return max(1, round(rank * width)) if isinstance(rank, float) else rank
+    values = settings if isinstance(settings, list) else [settings]
+    is_told = all(value is None or isinstance(value, int | float) or value in allowed for value in values)
+    return None if is_told else ()
 
 
 LAST_PORT = 65_535
@@ -94,65 +176,6 @@ Device = Annotated[
     BeforeValidator(parse_device),
     WithJsonSchema({"type": "string", "pattern": f"^({_DEVICE.pattern})$", "examples": ["auto", "cpu", "cuda:1"]}),
 ]
-
-
-class AnchorSettings(Settings):
-    """Tables by token that receivers of boundaries learn locally, and that are never sent (stages/anchors.py)."""
-
-    rank: Rank = Field(description="columns of a table; `full`: the width of the model")
-    fade: tuple[Ratio, Ratio] | None = Field(
-        None,
-        description="start and end of fading out, as shares of the run's rounds. Faded anchors add "
-        "nothing, so the model can then be used without them",
-    )
-
-    @model_validator(mode="after")
-    def _fades_forward(self) -> AnchorSettings:
-        if self.fade is not None and self.fade[0] >= self.fade[1]:
-            raise ValueError(f"found fade {list(self.fade)}, expected an end after the beginning")
-        return self
-
-    def weight(self, round_: int, rounds: int) -> float:
-        """Return the weight of anchors in a round and in the evaluation after it: 1 before they fade, 0 after."""
-        if self.fade is None:
-            return 1.0
-        begin, end = (share * rounds for share in self.fade)
-        return min(1.0, max(0.0, (end - round_) / (end - begin)))
-
-    def dimensions(self, width: int) -> int | None:
-        """Return the columns of a table for a model of this width; None if they equal the width."""
-        return dimensions_of(self.rank, width)
-
-    def numbers(self, vocabulary: int, width: int) -> int:
-        """Return the numbers of one boundary's anchors: the table, and the matrix that widens its rows."""
-        rank = self.dimensions(width)
-        return vocabulary * width if rank is None else rank * (vocabulary + width)
-
-
-EmbeddingTraining = Literal["free", "coefficients", "projected"]
-
-
-class BoundarySettings(Settings):
-    """Content of messages between neighbouring stages (k in the paper is `rank`)."""
-
-    rank: Rank = Field(
-        "full", description="dimensions that cross: a whole number is k, a ratio is k/d, `full` is all d; 1 is one"
-    )
-    dtype: Literal["fp32", "bf16"] = Field("bf16", description="type of each coefficient on the wire, without `bits`")
-    bits: int | None = Field(None, ge=2, le=8, description="bits of each coefficient on the wire, instead of `dtype`")
-    embedding: Annotated[EmbeddingTraining, AddedLater()] = Field(
-        "free",
-        description="training of the embedding's part T_S between rounds, if the rank is not full: `free` (leaves the "
-        "subspace until the next split), `coefficients` (C of T_S = C U^T, which stays in it as in Het-PP 2.4), or "
-        "`projected` (back onto the subspace after each step)",
-    )
-    anchors: AnchorSettings | None = Field(
-        None, description="components that receivers learn in place of the dropped ones"
-    )
-
-    def dimensions(self, width: int) -> int | None:
-        """Return k for a model of this width d; None if the boundary is not compressed."""
-        return dimensions_of(self.rank, width)
 
 
 class StageSettings(Settings):
@@ -429,18 +452,46 @@ def _next_port(port: int) -> int:
     return port + 1 if port < LAST_PORT else port - 1
 
 
-@dataclass(frozen=True)
-class StageSpec:
-    """Part of the model of one stage: stage `index` of `count`, with the layers `layers`."""
+# Links between the members of a run, and the lines that they pass.
 
-    index: int
-    count: int
-    layers: range
 
-    @property
-    def is_first(self) -> bool:
-        return self.index == 0
+def link_specs(
+    replicas: Sequence[ReplicaSettings], kinds: Mapping[str, LinkSettings], lines: Mapping[str, LineSpec]
+) -> Iterator[LinkSpec]:
+    """Yield every link of the run, with stage links first in each replica. `lines` maps members to their lines."""
 
-    @property
-    def is_last(self) -> bool:
-        return self.index == self.count - 1
+    def spec(name: str, source: str, target: str, kind: str | None) -> LinkSpec:
+        settings = LinkSettings() if kind is None else kinds[kind]
+        both = lines.get(source), lines.get(target)
+        passed = [None, None] if both[0] == both[1] else both
+        forward, backward = (_with_lines(settings.shape(way), passed) for way in DIRECTIONS)
+        return LinkSpec(name, source, target, forward, backward, *passed)
+
+    for replica in replicas:
+        if isinstance(replica, ParticipantsReplica):
+            for hop in range(replica.stage_count - 1):
+                kind = replica.link[hop] if isinstance(replica.link, list) else replica.link
+                yield spec(stage_link_name(replica.name, hop), replica.members[hop], replica.members[hop + 1], kind)
+        for stage, member in enumerate(replica.members):
+            kind = replica.uplink
+            if isinstance(replica, ParticipantsReplica):
+                own = replica.stage_settings(stage)
+                kind = own.uplink if own is not None and own.uplink is not None else kind
+            yield spec(exchange_link_name(member), member, EXCHANGE, kind)
+
+
+def _with_lines(shape: LinkShape, lines: Sequence[LineSpec | None]) -> LinkShape:
+    """Add the latency and jitter of the lines that the link passes."""
+    passed = [line for line in lines if line is not None]
+    latency, jitter = sum(line.latency for line in passed), sum(line.jitter for line in passed)
+    return LinkShape(shape.bandwidth, shape.latency + latency, shape.jitter + jitter)
+
+
+def lines_of_members(replicas: Sequence[ReplicaSettings], exchange: ExchangeSettings) -> dict[str, str | None]:
+    """Return the kind of line that each member has, in the order of the run, the exchange last."""
+    found = {
+        member: replica.line_of(stage) if isinstance(replica, ParticipantsReplica) else replica.line
+        for replica in replicas
+        for stage, member in enumerate(replica.members)
+    }
+    return found | {EXCHANGE: exchange.line}

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
 
-from hetero_pp.config.settings import NotPartOf, Ratio, Settings
+from hetero_pp.core.settings import NotPartOf, Ratio, Settings
 
 STANDARD_LIBRARY = "standard-library"
 DOCSTRINGS = "docstrings"

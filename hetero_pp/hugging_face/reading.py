@@ -13,9 +13,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hetero_pp.config.settings import Settings
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.progress import OnProgress, untold
+from hetero_pp.core.settings import Settings
 from hetero_pp.hugging_face.config_json import WEIGHTS_KEY, Architecture, read_architecture, read_json
 from hetero_pp.hugging_face.names import EMBEDDING, HEAD, is_rotated, pairs_of_halves, their_name
 from hetero_pp.model.transformer import ModelShape

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from hetero_pp.config.links import Direction, LinkShape, LinkSpec
+from hetero_pp.config.lines import Direction, LinkShape, LinkSpec
 from hetero_pp.core.errors import LinkClosed, PeerAtFault
 from hetero_pp.link.protocol import END_CLOSED, Ledger, Message, sealed, wire_frames
 from hetero_pp.link.shaping import Lines, ShapedQueue, StreamQueue, busy_seconds

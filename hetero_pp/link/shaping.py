@@ -25,8 +25,7 @@ from typing import Generic, Protocol, TypeVar
 
 from filelock import FileLock
 
-from hetero_pp.config.lines import LineSpec, Way
-from hetero_pp.config.links import EXCHANGE, Direction, LinkShape, LinkSpec
+from hetero_pp.config.lines import EXCHANGE, Direction, LineSpec, LinkShape, LinkSpec, Way
 from hetero_pp.core.errors import LinkClosed, LinkTimeout
 from hetero_pp.link.protocol import PEER_CLOSED
 

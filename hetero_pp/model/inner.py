@@ -17,8 +17,8 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hetero_pp.config.settings import Beta, NotPartOf, Seconds, Settings
 from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.settings import Beta, NotPartOf, Seconds, Settings
 from hetero_pp.core.units import format_count, format_seconds
 from hetero_pp.messages.report_bounds import MOST_RATE, MOST_SECONDS, MOST_STEPS
 from hetero_pp.model.learning_rates import ByRounds, BySteps, LearningRates

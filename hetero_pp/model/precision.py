@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hetero_pp.config.engine_settings import Precision
 from hetero_pp.core.errors import ConfigError
+from hetero_pp.model.part_settings import Precision
 
 
 def compute_dtype(precision: Precision, device: torch.device) -> torch.dtype:

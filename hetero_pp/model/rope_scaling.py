@@ -7,7 +7,7 @@ import math
 from pydantic import Field
 from torch import Tensor
 
-from hetero_pp.config.settings import Settings
+from hetero_pp.core.settings import Settings
 
 
 class RopeScaling(Settings):

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hetero_pp.config.topology import EmbeddingTraining
 from hetero_pp.model.inner import InnerOptimizer, InnerSettings
+from hetero_pp.model.part_settings import EmbeddingTraining
 from hetero_pp.model.transformer import EMBEDDING
 
 

@@ -23,11 +23,11 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hetero_pp.config.settings import AddedLater, NotPartOf, Settings
-from hetero_pp.config.topology import StageSpec
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.seeds import seed_of
+from hetero_pp.core.settings import AddedLater, NotPartOf, Settings
 from hetero_pp.model.loss import GradientOfLogits, gradient_of_logits, loss_of_hidden
+from hetero_pp.model.part_settings import StageSpec
 from hetero_pp.model.precision import Linear, RMSNorm
 from hetero_pp.model.rope_scaling import RopeScaling
 

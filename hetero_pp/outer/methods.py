@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from hetero_pp.config.settings import AddedLater, Beta, NotPartOf, Ratio, Settings
+from hetero_pp.core.settings import AddedLater, Beta, NotPartOf, Ratio, Settings
 from hetero_pp.messages.report_bounds import MOST_RATE
 from hetero_pp.model.learning_rates import BySteps
 from hetero_pp.pseudo_gradient.compression import CompressionSettings

@@ -19,11 +19,11 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from hetero_pp.config.topology import BoundarySettings
 from hetero_pp.core import bits
 from hetero_pp.core.errors import MalformedMessage
 from hetero_pp.core.finite import is_finite
 from hetero_pp.core.seeds import seed_of
+from hetero_pp.model.part_settings import BoundarySettings
 
 STEP_OF_BITS = {2: 0.9957, 3: 0.5860, 4: 0.3352, 5: 0.1881, 6: 0.1041, 7: 0.0568, 8: 0.0308}
 """Width of a level in standard deviations."""

@@ -9,6 +9,10 @@ import torch
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
+from hetero_pp.config.overrides import Override
+from hetero_pp.config.predictions import MeasuredCost
+from hetero_pp.config.spec import RunSpec
+from hetero_pp.config.yaml_file import ConfigFile, spec_of
 from hetero_pp.core.bounded import read_yaml, yaml_complaint
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.files import whole
@@ -16,11 +20,6 @@ from hetero_pp.core.host_memory import host_memory
 from hetero_pp.core.units import format_count, format_seconds
 from hetero_pp.program.report.output import say, standard_output
 from hetero_pp.program.report.tables import PlainTable
-from hetero_pp.run.changes import Override
-from hetero_pp.run.read import spec_of
-from hetero_pp.run.simulate_section import MeasuredCost
-from hetero_pp.run.spec import RunSpec
-from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.costs import forward_flops, part_of
 from replica_groups.member.measure import measure_all, median_seconds
 

@@ -10,12 +10,17 @@ from pathlib import Path
 
 from rich.console import Console
 
-from hetero_pp.config.lines import WAYS, Way
-from hetero_pp.config.links import DIRECTIONS, EXCHANGE, Direction, exchange_link_name, stage_link_name
-from hetero_pp.config.topology import AnchorSettings, DatacenterReplica, ParticipantsReplica
+from hetero_pp.config.alike import alike, lines_alike, links_alike, range_of, table_rows
+from hetero_pp.config.lines import DIRECTIONS, EXCHANGE, WAYS, Direction, Way, exchange_link_name, stage_link_name
+from hetero_pp.config.member_inputs import in_words
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import MemberSpec, RunSpec
+from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica
+from hetero_pp.config.yaml_file import ConfigFile
 from hetero_pp.core.errors import ConfigError, dotted
 from hetero_pp.core.units import format_bits_per_second, format_bytes, format_count, format_ratio, format_seconds
 from hetero_pp.link.protocol import raw_frames, wire_bytes
+from hetero_pp.model.part_settings import AnchorSettings
 from hetero_pp.model.transformer import ModelShape
 from hetero_pp.program.defences import defence_lines
 from hetero_pp.program.launch.addresses import fixed_addresses
@@ -25,11 +30,6 @@ from hetero_pp.program.report.tables import PlainTable, format_bandwidth, spanne
 from hetero_pp.program.show_exchange import print_exchange
 from hetero_pp.program.show_prediction import print_assumption, print_waiting
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
-from hetero_pp.run.alike import alike, lines_alike, links_alike, range_of, table_rows
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.devices import in_words
-from hetero_pp.run.spec import MemberSpec, RunSpec
-from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.costs import assumed_in
 from hetero_pp.simulator.disk import OF_THE_ROUND, disk_bytes, disk_files, space_on_disk
 from hetero_pp.simulator.exchange_load import exchange_load

@@ -10,6 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hetero_pp.config.folder import RunFolder, recorded_run
+from hetero_pp.config.yaml_file import read_trained
 from hetero_pp.core.bounded import read_json_object
 from hetero_pp.core.drawing import HEIGHT, STYLE, draw_curve, new_figure, palette, save_figure
 from hetero_pp.core.errors import ConfigError
@@ -18,8 +20,6 @@ from hetero_pp.program.report.events import last_closed, reports_until
 from hetero_pp.program.report.output import announce, say, standard_output
 from hetero_pp.program.report.state import ReplicaState, RunState
 from hetero_pp.program.report.tables import PlainTable
-from hetero_pp.run.folder import RunFolder, recorded_run
-from hetero_pp.run.read import read_trained
 from hetero_pp.simulator.sweep import quantity_of
 
 if TYPE_CHECKING:

@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hetero_pp.config.audit import FEWEST_REPLICAS, OFF, PARAMETERS, TEXTS, GauntletSettings
-from hetero_pp.config.links import is_loopback
+from hetero_pp.config.lines import is_loopback
+from hetero_pp.config.run_config import RunConfig, check_scores
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.units import format_bytes, format_count, format_flops
 from hetero_pp.data.settings import INSTALLED
-from hetero_pp.run.checks import check_scores
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import RunSpec
 from replica_groups.audit.gauntlet.cost import share_of_compute
 from replica_groups.audit.gauntlet.replica_scores import require_openskill
 

@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from hetero_pp.config.folder import RunFolder, recorded_run
+from hetero_pp.config.member_inputs import round_optimizer
+from hetero_pp.config.spec import RunSpec
+from hetero_pp.config.yaml_file import read_trained
 from hetero_pp.core.errors import ConfigError, DamagedFile
 from hetero_pp.hugging_face.writing import DTypeName, Parameters, write_model
 from hetero_pp.program.report.output import announce
-from hetero_pp.run.folder import RunFolder, recorded_run
-from hetero_pp.run.read import read_trained
-from hetero_pp.run.round_optimizer import round_optimizer
-from hetero_pp.run.spec import RunSpec
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.open_log import open_log
 from replica_groups.exchange.restart import checkpoint_after

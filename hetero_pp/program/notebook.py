@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hetero_pp.config.lines import WAYS, Way
-from hetero_pp.config.links import Direction
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.lines import WAYS, Direction, Way
+from hetero_pp.config.spec import RunSpec
+from hetero_pp.config.yaml_file import ConfigFile, spec_of
 from hetero_pp.core.errors import ConfigError, HeteroPPError, RunFailed
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.export import theta_after
@@ -25,10 +27,6 @@ from hetero_pp.program.launch.inputs import prepare
 from hetero_pp.program.launch.recorded import begin_folder
 from hetero_pp.program.report.recorder import INTERRUPTED, Recorder
 from hetero_pp.program.report.state import RunState
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.read import spec_of
-from hetero_pp.run.spec import RunSpec
-from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.prediction import Prediction, predict
 
 SECONDS_TO_LEAVE = 5.0

@@ -5,10 +5,10 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+from hetero_pp.config.folder import RunFolder, recorded_run
+from hetero_pp.config.spec import RunSpec
+from hetero_pp.config.yaml_file import read_trained
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.run.folder import RunFolder, recorded_run
-from hetero_pp.run.read import read_trained
-from hetero_pp.run.spec import RunSpec
 from hetero_pp.store.opening import folder_of, open_store
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.open_log import open_log

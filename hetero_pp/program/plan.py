@@ -13,6 +13,9 @@ from typing import Any
 
 from rich.console import Console
 
+from hetero_pp.config.alike import range_of
+from hetero_pp.config.spec import RunSpec
+from hetero_pp.config.yaml_file import ConfigFile
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.files import write_json, write_whole
 from hetero_pp.core.units import format_bytes, format_count, parse_fraction
@@ -22,9 +25,6 @@ from hetero_pp.program.report.output import say, standard_output
 from hetero_pp.program.report.tables import PlainTable
 from hetero_pp.program.show_exchange import print_exchange
 from hetero_pp.program.show_prediction import print_assumption, print_waiting
-from hetero_pp.run.alike import range_of
-from hetero_pp.run.spec import RunSpec
-from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.costs import assumed_in
 from hetero_pp.simulator.planner.search import AIM, Choice, Result, describe_penalty, search_all
 

@@ -6,12 +6,12 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+from hetero_pp.config.checkpoint import save_checkpoint
+from hetero_pp.config.member_inputs import round_optimizer
 from hetero_pp.core.errors import ConfigError, HeteroPPError
 from hetero_pp.core.files import write_json
 from hetero_pp.program.open_run import open_run
 from hetero_pp.program.report.output import announce
-from hetero_pp.run.checkpoint import save_checkpoint
-from hetero_pp.run.round_optimizer import round_optimizer
 from replica_groups.exchange.check_log import CheckedRound, LogCheck
 from replica_groups.exchange.log import ContributionLog
 

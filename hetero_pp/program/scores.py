@@ -7,13 +7,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.errors import DamagedFile
 from hetero_pp.core.files import write_json
 from hetero_pp.messages.messages_pb2 import Score, Scores
 from hetero_pp.program.open_run import open_run
 from hetero_pp.program.report.output import standard_output, tell
 from hetero_pp.program.report.tables import PlainTable
-from hetero_pp.run.spec import RunSpec
 from replica_groups.exchange.audits import KeptScores, newest_scores
 from replica_groups.exchange.log import ContributionLog
 

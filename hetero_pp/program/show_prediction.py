@@ -9,8 +9,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from hetero_pp.config.lines import WAYS
-from hetero_pp.config.links import DIRECTIONS, EXCHANGE
+from hetero_pp.config.alike import alike, label_of, lines_alike, links_alike, range_of, table_rows
+from hetero_pp.config.lines import DIRECTIONS, EXCHANGE, WAYS
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.units import (
     format_bits_per_second,
     format_bytes,
@@ -23,8 +24,6 @@ from hetero_pp.core.units import (
 from hetero_pp.program.report.output import say
 from hetero_pp.program.report.tables import PlainTable, heads_of, spanned
 from hetero_pp.program.show_exchange import print_exchange
-from hetero_pp.run.alike import alike, label_of, lines_alike, links_alike, range_of, table_rows
-from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.memory import by_kind, memory_assumptions
 from hetero_pp.simulator.prediction import Prediction, PublishedComparison, ReplicaPrediction
 from hetero_pp.simulator.sweep import Sweep, changes_nothing

@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from hetero_pp.config.overrides import Given
+from hetero_pp.config.spec import RunSpec
+from hetero_pp.config.yaml_file import ConfigFile, spec_of
 from hetero_pp.core.drawing import require_format
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.files import write_json
 from hetero_pp.program.report.output import standard_output
 from hetero_pp.program.show_prediction import print_assumption, print_prediction, print_sweep
-from hetero_pp.run.changes import Given
-from hetero_pp.run.read import spec_of
-from hetero_pp.run.spec import RunSpec
-from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.charts import draw_prediction, draw_sweep
 from hetero_pp.simulator.costs import assumed_in
 from hetero_pp.simulator.prediction import Prediction, predict

@@ -14,7 +14,9 @@ from typing import TypeVar
 
 import torch
 
-from hetero_pp.config.links import EXCHANGE, VALIDATOR
+from hetero_pp.config.folder import RunFolder, run_folder
+from hetero_pp.config.lines import EXCHANGE, VALIDATOR
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.bounded import read_json_object
 from hetero_pp.core.device import resolved
 from hetero_pp.core.errors import ConfigError, ExchangeLost, HeteroPPError, Refused, RunFailed, RunOver, StoreError
@@ -27,8 +29,6 @@ from hetero_pp.program.report.output import announce
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.exchange_service import Caller
 from hetero_pp.rpc.identities import Credentials, Identity, Secret, is_validators
-from hetero_pp.run.folder import RunFolder, run_folder
-from hetero_pp.run.spec import RunSpec
 from hetero_pp.store.opening import folder_of
 from replica_groups.audit.validator import Validator, checks_of
 from replica_groups.exchange.joining import Text

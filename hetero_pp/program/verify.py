@@ -13,7 +13,12 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from hetero_pp.config.audit import RecomputeSettings
-from hetero_pp.config.changed_keys import Changes
+from hetero_pp.config.changes import Changes
+from hetero_pp.config.checkpoint import RunCheckpoint
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.member_inputs import round_optimizer
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.bounded import parse_json
 from hetero_pp.core.errors import ConfigError, DamagedFile, HeteroPPError
 from hetero_pp.core.files import file_sha256
@@ -23,11 +28,6 @@ from hetero_pp.messages.messages_pb2 import ContributionEntry, RoundRecord
 from hetero_pp.outer.step import parameter_sha256, parameters_sha256
 from hetero_pp.program.open_run import open_run
 from hetero_pp.program.report.output import announce
-from hetero_pp.run.checkpoint import RunCheckpoint
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.round_optimizer import round_optimizer
-from hetero_pp.run.spec import RunSpec
 from hetero_pp.store.opening import folder_of, open_store
 from hetero_pp.store.store import Store
 from replica_groups.audit.recompute.compare import Comparison

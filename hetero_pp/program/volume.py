@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.errors import ConfigError, DamagedFile
 from hetero_pp.core.files import write_json
 from hetero_pp.core.units import format_bytes, format_count
@@ -17,7 +18,6 @@ from hetero_pp.program.open_run import open_run
 from hetero_pp.program.report.output import say, standard_output
 from hetero_pp.program.report.tables import PlainTable
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob
-from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.traffic import expected_volume
 from replica_groups.exchange.log import ContributionLog
 

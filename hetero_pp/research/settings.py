@@ -8,11 +8,11 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import Field, PositiveInt
 
 from hetero_pp.config.audit import LEAST_SEQUENCES, GauntletSettings, RecomputeSettings
-from hetero_pp.config.settings import AddedLater, Ratio, Settings
+from hetero_pp.config.run_config import RunConfig
 from hetero_pp.config.topology import MagnitudeSettings, ParticipantsReplica, ReplicaSettings
 from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.settings import AddedLater, Ratio, Settings
 from hetero_pp.research.attacks import ATTACKS, Attack
-from hetero_pp.run.config import RunConfig
 
 
 class Every(NamedTuple):

@@ -10,12 +10,12 @@ from typing import Protocol
 
 import grpc
 
-from hetero_pp.config.links import EXCHANGE, LAUNCHER
+from hetero_pp.config.lines import EXCHANGE, LAUNCHER
+from hetero_pp.config.spec import Roster
 from hetero_pp.core.errors import Forbidden, Refused, WrongToken
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.rpc.exchange_service import Caller
 from hetero_pp.rpc.identities import Credentials, Secret, Shown, is_validators, read_certificate, ticket_of
-from hetero_pp.run.spec import Roster
 
 Metadata = tuple[tuple[str, str], ...]
 

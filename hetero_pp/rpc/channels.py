@@ -17,7 +17,7 @@ from urllib.parse import unquote
 
 import grpc
 
-from hetero_pp.config.links import EXCHANGE
+from hetero_pp.config.lines import EXCHANGE
 from hetero_pp.core.errors import NewRun, Refused, WrongToken
 from hetero_pp.core.proxies import DIRECT, Route, numeric_address, route_to
 from hetero_pp.rpc.identities import Identity, read_certificate, ticket_of

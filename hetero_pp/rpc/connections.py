@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from types import TracebackType
 
-from hetero_pp.config.links import EXCHANGE, RELAYED, stage_link_name
+from hetero_pp.config.lines import EXCHANGE, RELAYED, stage_link_name
+from hetero_pp.config.spec import MemberSpec, RunSpec
 from hetero_pp.config.topology import ParticipantsReplica
 from hetero_pp.core.errors import ExchangeLost, HeteroPPError, LinkClosed, RunOver
 from hetero_pp.link.protocol import NOT_KNOWN, Holders, LinkEnds
@@ -20,7 +21,6 @@ from hetero_pp.rpc.limits import CONNECT_TIMEOUT, CUT_OFF_SECONDS
 from hetero_pp.rpc.link_end import LinkSide
 from hetero_pp.rpc.relayed import LocalAddress
 from hetero_pp.rpc.stage_link import StageLink
-from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.store.faults import NO_FAULTS, Faults
 
 REMEMBERED_REPORTS = 20_000

@@ -18,7 +18,7 @@ import torch
 from google.protobuf.message import Message
 from torch import Tensor
 
-from hetero_pp.config.links import EXCHANGE
+from hetero_pp.config.lines import EXCHANGE
 from hetero_pp.core.errors import (
     AskAgain,
     ExchangeLost,

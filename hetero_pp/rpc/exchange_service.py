@@ -15,8 +15,8 @@ from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import Message
 from torch import Tensor
 
-from hetero_pp.config.changed_keys import Changes
-from hetero_pp.config.links import EXCHANGE
+from hetero_pp.config.changes import Changes
+from hetero_pp.config.lines import EXCHANGE
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.pseudo_gradient.blob_batches import join_blobs
 from hetero_pp.pseudo_gradient.contribution import BlobAddress

@@ -38,7 +38,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import NameOID
 
-from hetero_pp.config.links import EXCHANGE, VALIDATOR, LinkSpec
+from hetero_pp.config.lines import EXCHANGE, VALIDATOR, LinkSpec
 from hetero_pp.core.bounded import parse_json
 from hetero_pp.core.errors import MalformedMessage, Refused
 from hetero_pp.core.ticket_text import MOST_CHARACTERS, PREFIX, bodies

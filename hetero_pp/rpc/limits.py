@@ -25,12 +25,12 @@ import psutil
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
+from hetero_pp.config.spec import Roster
 from hetero_pp.core.control_characters import escaped
 from hetero_pp.core.errors import TooMuch
 from hetero_pp.core.proxies import numeric_address
 from hetero_pp.messages.messages_pb2 import DESCRIPTOR, Frame, Report
 from hetero_pp.rpc.callers import REPORTS
-from hetero_pp.run.spec import Roster
 
 MOST_CHARACTERS = 2_000
 TEXT_BYTES_MAX = 4 * (MOST_CHARACTERS + 1)

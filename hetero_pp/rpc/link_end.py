@@ -22,7 +22,7 @@ from typing import NamedTuple
 import grpc
 from google.protobuf.message import DecodeError
 
-from hetero_pp.config.links import Direction, LinkShape, LinkSpec
+from hetero_pp.config.lines import Direction, LinkShape, LinkSpec
 from hetero_pp.core.errors import LinkClosed, MalformedMessage, PeerAtFault
 from hetero_pp.link.framing import MOST_TOGETHER, BufferPool, Decoder, Pieces, encode
 from hetero_pp.link.protocol import (

@@ -17,7 +17,7 @@ from typing import Any
 
 import grpc
 
-from hetero_pp.config.links import EXCHANGE
+from hetero_pp.config.lines import EXCHANGE
 from hetero_pp.core.proxies import route_to
 from hetero_pp.core.sockets import host_and_port, socket_folder
 from hetero_pp.messages.messages_pb2 import RelayedLink, RelayPlace

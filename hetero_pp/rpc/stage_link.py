@@ -18,7 +18,7 @@ from typing import NamedTuple, NoReturn
 
 import grpc
 
-from hetero_pp.config.links import RELAYED, is_loopback
+from hetero_pp.config.lines import RELAYED, is_loopback
 from hetero_pp.core.errors import Forbidden, HeteroPPError, LinkClosed, LinkTimeout, MalformedMessage, Refused
 from hetero_pp.core.proxies import route_to
 from hetero_pp.messages.messages_pb2 import DESCRIPTOR, LinkHello, Nothing

@@ -8,11 +8,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from hetero_pp.config.links import DIRECTIONS
+from hetero_pp.config.alike import alike, lines_alike, links_alike, range_of
+from hetero_pp.config.lines import DIRECTIONS
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.drawing import save_figure
 from hetero_pp.core.units import FORMATS, ROUND_TIMES, format_bytes, format_duration, format_number
-from hetero_pp.run.alike import alike, lines_alike, links_alike, range_of
-from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.prediction import Prediction
 from hetero_pp.simulator.sweep import Sweep
 

@@ -13,13 +13,12 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from hetero_pp.config.engine_settings import Checkpointing
-from hetero_pp.config.topology import BoundarySettings, DatacenterReplica, ParticipantsReplica, ReplicaSettings
+from hetero_pp.config.predictions import ASSUMED, Hardware, MeasuredCost, SimulateSettings, hardware_named
+from hetero_pp.config.spec import MemberSpec, RunSpec
+from hetero_pp.config.topology import Checkpointing, DatacenterReplica, ParticipantsReplica, ReplicaSettings
 from hetero_pp.core.units import format_bytes, format_names
+from hetero_pp.model.part_settings import BoundarySettings
 from hetero_pp.model.transformer import LAYERS, ModelShape, block_of
-from hetero_pp.run.hardware import ASSUMED, Hardware, hardware_named
-from hetero_pp.run.simulate_section import MeasuredCost, SimulateSettings
-from hetero_pp.run.spec import MemberSpec, RunSpec
 
 UPDATE_BYTES = 28
 """Bytes per parameter that AdamW moves. Reads: weight, gradient, two moments; writes: weight, two moments."""

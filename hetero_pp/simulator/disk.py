@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from hetero_pp.config.links import EXCHANGE
+from hetero_pp.config.lines import EXCHANGE
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.pseudo_gradient.blob_batches import batches
-from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.memory import moment_bytes, outer_moment_bytes, parameters_of_model
 from hetero_pp.simulator.traffic import blob_sizes
 

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from hetero_pp.config.links import RELAYED, is_loopback
+from hetero_pp.config.lines import RELAYED, is_loopback
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.topology import ParticipantsReplica
 from hetero_pp.pseudo_gradient.contribution import kept_values
-from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.memory import (
     is_freed_at_once,
     memory_of_exchange,

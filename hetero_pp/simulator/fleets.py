@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from hetero_pp.config.lines import WAYS
-from hetero_pp.config.links import Direction, stage_link_name
+from hetero_pp.config.alike import equal_replicas
+from hetero_pp.config.lines import WAYS, Direction, stage_link_name
+from hetero_pp.config.predictions import FleetSettings
+from hetero_pp.config.spec import MemberSpec, RunSpec
 from hetero_pp.config.topology import ParticipantsReplica, ReplicaSettings
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.run.alike import equal_replicas
-from hetero_pp.run.simulate_section import FleetSettings
-from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.simulator.costs import cost_of, hardware_of
 from hetero_pp.simulator.events import GroupOfEvents, Hop, LineWay
 from hetero_pp.simulator.memory import Memory, memory_of_member, require_memory

@@ -17,8 +17,10 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Literal
 
-from hetero_pp.config.engine_settings import Checkpointing
-from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica, ReplicaSettings
+from hetero_pp.config.alike import equal_replicas
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import MemberSpec, RunSpec
+from hetero_pp.config.topology import Checkpointing, DatacenterReplica, ParticipantsReplica, ReplicaSettings
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.units import format_bytes
 from hetero_pp.model.loss import piece_rows
@@ -26,9 +28,6 @@ from hetero_pp.model.transformer import EMBEDDING, LAYERS, ModelShape, shapes_by
 from hetero_pp.pseudo_gradient.chunks import BAND_ELEMENTS
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import kept_values
-from hetero_pp.run.alike import equal_replicas
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.simulator.costs import StagePart, assumption, checkpointing_of, part_of, unnamed
 from hetero_pp.simulator.traffic import RINGS, blob_sizes, replica_count
 

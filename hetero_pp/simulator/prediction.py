@@ -12,13 +12,12 @@ from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from hetero_pp.config.lines import WAYS
-from hetero_pp.config.links import EXCHANGE, Direction, exchange_link_name, stage_link_name
+from hetero_pp.config.lines import EXCHANGE, WAYS, Direction, exchange_link_name, stage_link_name
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.topology import ReplicaSettings
 from hetero_pp.core.errors import ConfigError, dotted
 from hetero_pp.core.units import parse_any
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.exchange_load import ExchangeLoad, exchange_load
 from hetero_pp.simulator.fleets import Fleet, fleets_of
 from hetero_pp.simulator.rounds import TimedRound, Watch, time_round

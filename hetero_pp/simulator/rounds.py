@@ -19,9 +19,9 @@ from math import floor
 
 import numpy as np
 
+from hetero_pp.config.alike import alike, label_of
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.run.alike import alike, label_of
-from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.events import GroupClock, OnSpan, inner_loops
 from hetero_pp.simulator.fleets import Fleet
 from hetero_pp.simulator.traffic import exchange_bandwidth, is_ring, site_bandwidths

@@ -9,9 +9,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from hetero_pp.config.overrides import Override
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.units import BITS_PER_SECOND, BYTES, SECONDS, parse_quantity
-from hetero_pp.run.changes import Override
 
 POINTS = 13  # points of a range, evenly spaced on a logarithmic scale
 

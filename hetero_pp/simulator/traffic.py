@@ -24,8 +24,10 @@ from statistics import fmean
 
 import torch
 
-from hetero_pp.config.lines import LineSpec, check_kind
-from hetero_pp.config.links import EXCHANGE, Direction, LinkShape, exchange_link_name
+from hetero_pp.config.lines import EXCHANGE, Direction, LineSpec, LinkShape, check_kind, exchange_link_name
+from hetero_pp.config.predictions import SimulateSettings
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import MemberSpec, RunSpec
 from hetero_pp.config.topology import ParticipantsReplica, ReplicaSettings
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.link.protocol import Message, packed_tokens_bytes, raw_frames, sealed, wire_bytes, wire_frames
@@ -35,9 +37,6 @@ from hetero_pp.outer.volume import Volume
 from hetero_pp.pipeline.coefficients import format_of, noise_key
 from hetero_pp.pseudo_gradient.blob_batches import FOLLOWING_BYTES_MAX, FOLLOWING_MAX, batches
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, blob_bytes
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.simulate_section import SimulateSettings
-from hetero_pp.run.spec import MemberSpec, RunSpec
 
 # ---- links between stages ----
 

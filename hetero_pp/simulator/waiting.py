@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hetero_pp.config.links import EXCHANGE
+from hetero_pp.config.alike import alike, label_of
+from hetero_pp.config.lines import EXCHANGE
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.topology import ReplicaSettings
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.units import ROUND_TIMES, format_count, format_duration, format_percent
-from hetero_pp.run.alike import alike, label_of
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.prediction import Prediction, predict
 
 WORTH_TELLING = 0.1

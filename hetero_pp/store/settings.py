@@ -8,8 +8,8 @@ from urllib.parse import urlencode, urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from hetero_pp.config.settings import Settings
 from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.settings import Settings
 from hetero_pp.store.opening import folder_of, open_store, parsed
 from hetero_pp.store.store import Store
 

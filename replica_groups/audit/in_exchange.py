@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.errors import HeteroPPError, Refused
 from hetero_pp.data.sources import open_source
 from hetero_pp.messages.messages_pb2 import Judgement, RoundRecord
 from hetero_pp.rpc.identities import Secret
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.spec import RunSpec
 from replica_groups.audit.gauntlet.agreement import SignCheck
 from replica_groups.audit.judgements import Judgements
 from replica_groups.exchange.auditor import Auditor

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hetero_pp.config.audit import AuditSettings
-from hetero_pp.config.links import VALIDATOR
+from hetero_pp.config.lines import VALIDATOR
 from hetero_pp.core.errors import DamagedFile, StoreError
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2 import Judgement, Losses, MembershipEventKind

@@ -15,13 +15,13 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from hetero_pp.config.checkpoint import RunCheckpoint
+from hetero_pp.config.member_inputs import round_optimizer
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.errors import RunFailed
 from hetero_pp.data.sources import Source
 from hetero_pp.messages.messages_pb2 import Judgement, RoundRecord
 from hetero_pp.outer.apply_round import FetchBlob
-from hetero_pp.run.checkpoint import RunCheckpoint
-from hetero_pp.run.round_optimizer import round_optimizer
-from hetero_pp.run.spec import RunSpec
 from replica_groups.audit.gauntlet.check import GauntletCheck
 from replica_groups.audit.recompute.recomputation import recomputation_of
 from replica_groups.exchange.follower import Follower

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hetero_pp.config.topology import BoundarySettings, StageSpec
+from hetero_pp.config.predictions import MeasuredCost
 from hetero_pp.core.device import CPU
 from hetero_pp.model.inner import InnerOptimizer
 from hetero_pp.model.learning_rates import LearningRates
+from hetero_pp.model.part_settings import BoundarySettings, StageSpec
 from hetero_pp.model.transformer import ModelShape, build_part
 from hetero_pp.pipeline.coefficients import Symbols, format_of, noise_key
-from hetero_pp.run.simulate_section import MeasuredCost
 from replica_groups.engines.parameter_store import LocalParameters
 from stages.boundary import Boundary
 from stages.stage import Stage

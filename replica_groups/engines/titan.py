@@ -33,7 +33,7 @@ from torchtitan.distributed.compile import apply_compile
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 from torchtitan.distributed.utils import clip_grad_norm_
 
-from hetero_pp.config.engine_settings import TorchtitanSettings
+from hetero_pp.config.topology import TorchtitanSettings
 from hetero_pp.model.inner import InnerSettings
 from hetero_pp.model.learning_rates import LearningRates
 from hetero_pp.model.loss import next_token_loss

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import grpc
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
 
-from hetero_pp.config.links import RELAYED
+from hetero_pp.config.lines import RELAYED
 from hetero_pp.core.errors import AskAgain, HeteroPPError, Refused
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.rpc.admission_client import BUSY, MEASURE_SECONDS, PROBE_SECONDS, Probe, answer_measurement

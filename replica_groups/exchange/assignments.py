@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from typing import NamedTuple
 
-from hetero_pp.config.links import RELAYED, is_loopback
+from hetero_pp.config.lines import RELAYED, is_loopback
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.rpc.exchange_service import Caller, HeldBy

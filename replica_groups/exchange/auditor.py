@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from hetero_pp.config.links import EXCHANGE
+from hetero_pp.config.checkpoint import RunCheckpoint
+from hetero_pp.config.lines import EXCHANGE
 from hetero_pp.core.errors import DamagedFile, RunFailed, StoreError
 from hetero_pp.outer.step import OuterOptimizer, RoundOptimizer, parameters_sha256
-from hetero_pp.run.checkpoint import RunCheckpoint
 from replica_groups.exchange.audits import write_audit
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.follower import Follower

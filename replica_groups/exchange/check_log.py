@@ -10,11 +10,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from hetero_pp.config.checkpoint import RunCheckpoint
 from hetero_pp.core.errors import DamagedFile, MalformedContribution
 from hetero_pp.messages.messages_pb2 import RoundRecord
 from hetero_pp.outer.apply_round import apply_round
 from hetero_pp.outer.step import RoundOptimizer, parameter_sha256, parameters_sha256
-from hetero_pp.run.checkpoint import RunCheckpoint
 from replica_groups.exchange.audits import audit_key, read_audit
 from replica_groups.exchange.log import ContributionLog, checkpoint_key
 

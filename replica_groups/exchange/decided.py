@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, islice
 
-from hetero_pp.config.links import EXCHANGE
+from hetero_pp.config.checkpoint import OpenCheckpoint, RunCheckpoint
+from hetero_pp.config.lines import EXCHANGE
 from hetero_pp.core.errors import DamagedFile, HeteroPPError, Refused
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.pseudo_gradient.blob_batches import FOLLOWING_BYTES_MAX, FOLLOWING_MAX
 from hetero_pp.rpc.exchange_service import Caller
-from hetero_pp.run.checkpoint import OpenCheckpoint, RunCheckpoint
 from replica_groups.exchange.exchange_state import ExchangeState
 from replica_groups.exchange.log import ContributionLog, key_of
 from replica_groups.exchange.restart import open_newest

@@ -17,6 +17,9 @@ from typing import Any
 from google.protobuf.message import Message
 from torch import Tensor
 
+from hetero_pp.config.changes import Agreement
+from hetero_pp.config.checkpoint import OpenCheckpoint, RunCheckpoint
+from hetero_pp.config.spec import Roster, RunSpec
 from hetero_pp.config.topology import MagnitudeSettings
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.refusals import Kind, Refusals
@@ -26,9 +29,6 @@ from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.rpc.exchange_service import Arrived, Caller, ExchangeService, IsAsked, always, untold
 from hetero_pp.rpc.limits import RequestBounds
 from hetero_pp.rpc.relay import LinkLimit, TrainedRound
-from hetero_pp.run.checkpoint import OpenCheckpoint, RunCheckpoint
-from hetero_pp.run.same import Agreement
-from hetero_pp.run.spec import Roster, RunSpec
 from replica_groups.exchange.assignments import Addresses, Assignments
 from replica_groups.exchange.commitments import Commitments
 from replica_groups.exchange.confirmations import Confirmations

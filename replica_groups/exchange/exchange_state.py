@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from hetero_pp.config.changed_keys import NO_CHANGES
+from hetero_pp.config.changes import NO_CHANGES
+from hetero_pp.config.spec import Roster
 from hetero_pp.core.errors import Refused
 from hetero_pp.messages.refusals import Kind, Refusals
 from hetero_pp.rpc.exchange_service import Caller, IsAsked, always
-from hetero_pp.run.spec import Roster
 from replica_groups.exchange.coordinator_runner import CoordinatorRunner
 from replica_groups.exchange.notifier import EVERYBODY
 

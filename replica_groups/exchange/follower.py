@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from hetero_pp.config.checkpoint import RunCheckpoint
 from hetero_pp.core.tensor_files import Scratch
 from hetero_pp.messages.messages_pb2 import RoundRecord
 from hetero_pp.model.transformer import shapes_by_block, shapes_of
 from hetero_pp.outer.apply_round import FetchBlob, apply_round
 from hetero_pp.outer.step import RoundOptimizer, parameter_sha256
-from hetero_pp.run.checkpoint import RunCheckpoint
 
 
 class Follower:

@@ -6,19 +6,18 @@ import math
 import time
 from functools import partial
 
-from hetero_pp.config.changed_keys import REPLICAS, Values, read_changes, replicas_of, write_changes
-from hetero_pp.config.links import DIRECTIONS, stage_link_name
+from hetero_pp.config.changes import REPLICAS, Agreement, Values, read_changes, replicas_of, write_changes
+from hetero_pp.config.checkpoint import first_checkpoint
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.lines import DIRECTIONS, stage_link_name
+from hetero_pp.config.member_inputs import round_optimizer
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.topology import ParticipantsReplica
 from hetero_pp.core.errors import DamagedFile, HeteroPPError
 from hetero_pp.core.progress import NowAndThen
 from hetero_pp.messages.report_bounds import ReportBounds
 from hetero_pp.rpc.relay import MESSAGE_BYTES, LinkLimit
-from hetero_pp.run.checkpoint import first_checkpoint
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.round_optimizer import round_optimizer
-from hetero_pp.run.same import Agreement
-from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.traffic import stage_link_loads
 from hetero_pp.store.faults import NO_FAULTS, Faults
 from hetero_pp.store.folder import storing

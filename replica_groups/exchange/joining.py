@@ -15,12 +15,12 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
+from hetero_pp.config.changes import Agreement
 from hetero_pp.core.errors import DamagedFile
 from hetero_pp.core.files import write_whole
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.rpc.exchange_service import AvailableStates, Caller
-from hetero_pp.run.same import Agreement
 from hetero_pp.store.folder import storing
 from replica_groups.exchange.assignments import Addresses
 from replica_groups.exchange.exchange_state import ExchangeState

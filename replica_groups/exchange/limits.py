@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.topology import DatacenterReplica, ReplicaSettings
 from hetero_pp.model.inner import InnerSettings
 from hetero_pp.model.transformer import LAYERS, block_of
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pseudo_gradient.contribution import kept_values
-from hetero_pp.run.spec import RunSpec
 
 MARGIN = 1.1
 """How many times the limit is allowed: for rounding, and for quantised values larger than those they stand for."""

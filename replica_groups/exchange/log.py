@@ -27,11 +27,11 @@ from functools import lru_cache
 
 from google.protobuf.json_format import MessageToJson, Parse, ParseError
 
+from hetero_pp.config.checkpoint import OpenCheckpoint, RunCheckpoint, open_checkpoint, save_checkpoint
 from hetero_pp.core.bounded import before_gap
 from hetero_pp.core.errors import DamagedFile, StoreError
 from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry, RoundRecord
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, contribution_digest
-from hetero_pp.run.checkpoint import OpenCheckpoint, RunCheckpoint, open_checkpoint, save_checkpoint
 from hetero_pp.store.folder import reading, storing, writing
 from hetero_pp.store.store import Store
 from replica_groups.exchange.audits import audit_key, audited, scored, scores_key

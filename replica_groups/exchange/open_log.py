@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.run_config import RunConfig
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.folder import RunFolder
 from replica_groups.exchange.log import ContributionLog
 
 

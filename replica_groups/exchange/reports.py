@@ -18,7 +18,8 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from hetero_pp.config.links import EXCHANGE
+from hetero_pp.config.lines import EXCHANGE
+from hetero_pp.config.spec import Roster
 from hetero_pp.core.errors import DamagedFile, TooMuch
 from hetero_pp.core.files import write_whole
 from hetero_pp.core.steady_clock import steady_clock
@@ -28,7 +29,6 @@ from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.messages.report_bounds import ReportBounds, complaint, limit_diverged
 from hetero_pp.rpc.exchange_service import Caller, IsAsked, always
-from hetero_pp.run.spec import Roster
 from replica_groups.exchange.exchange_state import ExchangeState
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.memberships import LEFT

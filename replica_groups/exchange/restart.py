@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hetero_pp.config.checkpoint import OpenCheckpoint, RunCheckpoint
 from hetero_pp.core.errors import DamagedFile, HeteroPPError, MalformedContribution, StoreError
 from hetero_pp.outer.apply_round import apply_round
 from hetero_pp.outer.step import RoundOptimizer
 from hetero_pp.rpc.exchange_service import AvailableStates
-from hetero_pp.run.checkpoint import OpenCheckpoint, RunCheckpoint
 from replica_groups.exchange.log import ContributionLog
 
 OptimizerFor = Callable[[Tensor | None], RoundOptimizer]

@@ -22,7 +22,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
-from hetero_pp.config.links import EXCHANGE
+from hetero_pp.config.lines import EXCHANGE
 from hetero_pp.core.errors import ExchangeLost, Forbidden, MalformedMessage, Refused, TooMuch, WrongToken
 from hetero_pp.link.framing import header_and_payload_frames, read_frames, read_into
 from hetero_pp.messages import messages_pb2 as pb

@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.errors import DamagedFile
 from hetero_pp.messages.messages_pb2 import Commitment, Judgement, Recomputed, RoundRecord, ShownFile
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.rpc.exchange_service import Caller
-from hetero_pp.run.spec import RunSpec
 from replica_groups.exchange.exchange_state import ExchangeState
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.memberships import Memberships

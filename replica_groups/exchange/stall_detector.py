@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from hetero_pp.config.links import EXCHANGE
+from hetero_pp.config.lines import EXCHANGE
 from hetero_pp.core.files import LONGEST_PAUSE
 from hetero_pp.core.units import format_names, format_seconds
 from hetero_pp.messages.messages_pb2 import CONTRIBUTING, JOINING, STORING, Awaited, Missing, Waiting

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hetero_pp.config.spec import MemberSpec, RunSpec
 from hetero_pp.data.shares import Share
 from hetero_pp.messages.messages_pb2 import RoundRecord
 from hetero_pp.model.learning_rates import LearningRates
-from hetero_pp.run.spec import MemberSpec, RunSpec
 from replica_groups.engines.ranks import Ranks
 from stages.activity import Timing
 

@@ -15,6 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hetero_pp.config.checkpoint import RunCheckpoint, initial_checkpoint
+from hetero_pp.config.predictions import MeasuredCost
+from hetero_pp.config.spec import MemberSpec, RunSpec
 from hetero_pp.config.topology import ParticipantsReplica
 from hetero_pp.core.device import CPU
 from hetero_pp.link.protocol import pack_tokens, unpack_tokens
@@ -25,9 +28,6 @@ from hetero_pp.messages.messages_pb2 import (
 from hetero_pp.model.transformer import EMBEDDING
 from hetero_pp.pipeline.coefficients import noise_key
 from hetero_pp.pseudo_gradient.contribution import entry_of
-from hetero_pp.run.checkpoint import RunCheckpoint, initial_checkpoint
-from hetero_pp.run.simulate_section import MeasuredCost
-from hetero_pp.run.spec import MemberSpec, RunSpec
 from replica_groups.engines.build import build_model
 from replica_groups.engines.parameter_store import LocalParameters
 from replica_groups.engines.plain import WholeReplica

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hetero_pp.config.predictions import MeasuredCost
+from hetero_pp.config.spec import MemberSpec, RunSpec
 from hetero_pp.config.topology import ParticipantsReplica
 from hetero_pp.core.errors import MalformedContribution
 from hetero_pp.core.seeds import seed_of
@@ -20,8 +22,6 @@ from hetero_pp.data.shares import SharedBatches
 from hetero_pp.messages.messages_pb2 import RoundRecord
 from hetero_pp.model.transformer import EMBEDDING, block_of, shapes_by_block
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, blob_of
-from hetero_pp.run.simulate_section import MeasuredCost
-from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.simulator.costs import cost_of
 from hetero_pp.simulator.traffic import blob_sizes
 from replica_groups.engines.parameter_store import LocalParameters

@@ -23,7 +23,8 @@ from google.protobuf.message_factory import GetMessageClass
 from safetensors.torch import load, save
 from torch import Tensor
 
-from hetero_pp.config.links import DIRECTIONS, Direction, LinkSpec, exchange_link_name, stage_link_name
+from hetero_pp.config.lines import DIRECTIONS, Direction, LinkSpec, exchange_link_name, stage_link_name
+from hetero_pp.config.spec import MemberSpec
 from hetero_pp.core.errors import (
     ExchangeLost,
     HeteroPPError,
@@ -41,7 +42,6 @@ from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.pseudo_gradient.blob_batches import batches, split_blobs
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.rpc.exchange_service import NO_STATES, Arrived, AvailableStates, Caller, ExchangeService, call_of, untold
-from hetero_pp.run.spec import MemberSpec
 from hetero_pp.store.faults import NO_FAULTS, FaultPhase, Faults
 from replica_groups.engines.ranks import ALONE, Ranks
 from replica_groups.member.stopping import NEVER_STOPPED, SECONDS_TO_FETCH, Stopping

@@ -23,7 +23,11 @@ from enum import Enum, auto
 from functools import partial
 from pathlib import Path
 
-from hetero_pp.config.links import exchange_link_name
+from hetero_pp.config.checkpoint import BASIS, MOMENTUM, momentum_of
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.lines import exchange_link_name
+from hetero_pp.config.member_inputs import round_optimizer
+from hetero_pp.config.spec import MemberSpec, RunSpec
 from hetero_pp.core.device import computing, name_of, peak_bytes, use
 from hetero_pp.core.errors import IncarnationOver, LinkError, PeerAtFault, Stopped, Suspended
 from hetero_pp.core.files import keep_trying
@@ -41,10 +45,6 @@ from hetero_pp.messages.messages_pb2 import (
 )
 from hetero_pp.model.transformer import EMBEDDING
 from hetero_pp.rpc.channels import give_freed_memory_back
-from hetero_pp.run.checkpoint import BASIS, MOMENTUM, momentum_of
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.round_optimizer import round_optimizer
-from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.store.faults import NO_FAULTS, FaultPhase, Faults
 from replica_groups.engines.ranks import ALONE, Ranks
 from replica_groups.member.commitments import MemberCommitments

@@ -11,7 +11,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica, StageSpec
+from hetero_pp.config.member_inputs import replica_batches
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import MemberSpec, RunSpec
+from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica
 from hetero_pp.core.device import CPU
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.tensor_files import save_object
@@ -21,10 +24,8 @@ from hetero_pp.data.sources import Source
 from hetero_pp.link.protocol import LinkEnds
 from hetero_pp.messages.messages_pb2 import Doing, InnerStep
 from hetero_pp.model.learning_rates import LearningRates
+from hetero_pp.model.part_settings import StageSpec
 from hetero_pp.model.transformer import EMBEDDING
-from hetero_pp.run.batches import replica_batches
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import MemberSpec, RunSpec
 from replica_groups.engines.build import build_engine, build_model
 from replica_groups.engines.engine import Engine
 from replica_groups.engines.moments import Moments

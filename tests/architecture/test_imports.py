@@ -15,8 +15,8 @@ import pytest
 from pydantic import BaseModel
 
 import hetero_pp
+from hetero_pp.config.run_config import RunConfig
 from hetero_pp.research.settings import ResearchConfig, ScoreSettings
-from hetero_pp.run.config import RunConfig
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("hetero_pp", "stages", "replica_groups")

@@ -13,6 +13,7 @@ import torch
 from table_config import tiny
 from torch import Tensor
 
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.tokens import TokenStore, prepare_tokens
 from hetero_pp.messages.messages_pb2 import Losses
@@ -26,7 +27,6 @@ from hetero_pp.research.settings import ResearchConfig
 from hetero_pp.research.trainer import hostile
 from hetero_pp.research.trainer.hostile import HostileContributions, Told
 from hetero_pp.research.trainer.train import AllReplicas, FastResult, train_fast
-from hetero_pp.run.spec import RunSpec
 from replica_groups.audit.gauntlet import losses
 from replica_groups.audit.gauntlet.agreement import agreements
 from replica_groups.audit.gauntlet.overlap import overlap

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from hetero_pp.config.spec import Roster
 from hetero_pp.core.errors import DamagedFile, Refused, TooMuch
 from hetero_pp.link.framing import header_and_payload_frames
 from hetero_pp.messages.messages_pb2 import (
@@ -29,7 +30,6 @@ from hetero_pp.messages.messages_pb2 import (
 )
 from hetero_pp.rpc.exchange_service import Caller
 from hetero_pp.rpc.limits import RequestBounds
-from hetero_pp.run.spec import Roster
 from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.commitments import ROUNDS_REMEMBERED, Commitments
 from replica_groups.exchange.log import ContributionLog, record_digest

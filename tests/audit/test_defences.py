@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from hetero_pp.config.audit import AuditSizes, GauntletSettings
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.program.defences import PRICE, defence_lines, defended
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import RunSpec
 
 GUESTS = {"name": "home", "kind": "participants", "count": "0..3", "stages": 2}
 

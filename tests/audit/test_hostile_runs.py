@@ -15,6 +15,9 @@ from members import TIMEOUT
 from typer.testing import CliRunner
 
 from hetero_pp.config.audit import GauntletSettings
+from hetero_pp.config.member_inputs import round_optimizer
+from hetero_pp.config.spec import RunSpec
+from hetero_pp.config.yaml_file import save_config
 from hetero_pp.messages.messages_pb2 import EXCLUDED, LEFT_OUT, UNAUDITED, BlobHeader
 from hetero_pp.model.transformer import shapes_by_block
 from hetero_pp.program.cli import app
@@ -24,9 +27,6 @@ from hetero_pp.pseudo_gradient.contribution import BlobAddress, decode_blob, enc
 from hetero_pp.pseudo_gradient.error_feedback import select
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.exchange_service import Caller
-from hetero_pp.run.round_optimizer import round_optimizer
-from hetero_pp.run.spec import RunSpec
-from hetero_pp.run.yaml_file import save_config
 from replica_groups.audit.gauntlet import losses
 from replica_groups.audit.judgements import Judgements
 from replica_groups.exchange.check_log import LogCheck

@@ -12,10 +12,10 @@ import pytest
 import torch
 from audited_run import STEPS, audited_spec
 
+from hetero_pp.config.checkpoint import first_checkpoint
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.errors import DamagedFile, OutOfMemory
 from hetero_pp.data.sources import Source, open_source
-from hetero_pp.run.checkpoint import first_checkpoint
-from hetero_pp.run.spec import RunSpec
 from replica_groups.audit.recompute import replica
 from replica_groups.audit.recompute.replica import RoundStart, recompute
 from replica_groups.member.committed_state import CommittedState

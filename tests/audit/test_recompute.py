@@ -11,15 +11,15 @@ import pytest
 import torch
 from audited_run import LIAR, STEPS, audited_spec, flips, rereads, skips
 
+from hetero_pp.config.checkpoint import first_checkpoint
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.errors import ConfigError, DamagedFile
 from hetero_pp.data.sources import open_source
 from hetero_pp.messages.messages_pb2 import Commitment, ContributionEntry, Judgement, Report
 from hetero_pp.model.transformer import shapes_by_block
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
-from hetero_pp.run.checkpoint import first_checkpoint
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.spec import RunSpec
 from hetero_pp.store.folder import FolderStore
 from replica_groups.audit.recompute.compare import Comparison, compare, difference
 from replica_groups.audit.recompute.replica import RecomputedRound, ReplicaHere, RoundStart, recompute

@@ -9,11 +9,11 @@ import pytest
 from lying_run import lying_spec
 from small_run import GRACE, Run
 
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.yaml_file import save_config
 from hetero_pp.core.errors import ConfigError, DamagedFile
 from hetero_pp.messages.messages_pb2 import Score, Scores
 from hetero_pp.program.scores import print_scores
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.yaml_file import save_config
 from replica_groups.exchange.audits import Exclusion, keep_scores, scores_key
 
 

@@ -15,11 +15,11 @@ import torch
 from group_rounds import AUTHORITY, GENERATION, GROUP, STAGES, STEPS, GroupRounds, group_spec
 from torch import Tensor
 
-from hetero_pp.config.topology import BoundarySettings
 from hetero_pp.core.errors import MalformedMessage, PeerAtFault
 from hetero_pp.link.in_process import InProcessLinkEnd
 from hetero_pp.link.protocol import Message
 from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, GRADIENT, LinkHeader, StageMessages, Statement
+from hetero_pp.model.part_settings import BoundarySettings
 from hetero_pp.pipeline.coefficients import format_of
 from hetero_pp.pipeline.schedule import Action, one_forward_one_backward
 from hetero_pp.rpc.identities import Authority, IdentitySigner, check_statement

@@ -16,6 +16,8 @@ from small_run import SETTINGS, Run
 from torch import Tensor
 from typer.testing import CliRunner
 
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.yaml_file import save_config
 from hetero_pp.core.errors import ConfigError, RunFailed
 from hetero_pp.data.sources import open_source, tokens_digest
 from hetero_pp.messages.messages_pb2 import AUDITED, UNAUDITED, Judgement, Report, RoundRecord
@@ -31,8 +33,6 @@ from hetero_pp.program.report.summary import summary_of
 from hetero_pp.program.validate import Access, FollowedRun, RunChanged, access_to, require_same_text, validate
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.identities import Secret
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.yaml_file import save_config
 from replica_groups.audit import validator as module
 from replica_groups.audit.gauntlet.check import GauntletCheck
 from replica_groups.audit.judgements import Judgements

@@ -21,10 +21,10 @@ from fault_injection.schedule import Schedule, missed, schedule_of
 from fault_injection.settings import FAULTS, FaultFile, Kind, kind_of
 from launch_with_faults import app
 
-from hetero_pp.config.links import EXCHANGE
+from hetero_pp.config.lines import EXCHANGE
+from hetero_pp.config.spec import RunSpec
+from hetero_pp.config.yaml_file import ConfigFile
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.run.spec import RunSpec
-from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.store.faults import FaultPhase
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

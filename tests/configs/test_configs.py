@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import RunSpec
+from hetero_pp.config.yaml_file import ConfigFile, save_config
 from hetero_pp.model.transformer import Transformer, build_part
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import RunSpec
-from hetero_pp.run.yaml_file import ConfigFile, save_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 PARAMETERS = {

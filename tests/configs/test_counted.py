@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import RunSpec
+from hetero_pp.config.yaml_file import ConfigFile, save_config
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.program.launch.inputs import prepare
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import RunSpec
-from hetero_pp.run.yaml_file import ConfigFile, save_config
 from replica_groups.exchange.host import rules_of
 
 YAML = """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hetero_pp.run.known_keys import entry_of
+from hetero_pp.config.overrides import entry_of
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from hetero_pp.config.spec import RunSpec
+from hetero_pp.config.yaml_file import ConfigFile
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.run.spec import RunSpec
-from hetero_pp.run.yaml_file import ConfigFile
 
 RUN = """\
 name: lined

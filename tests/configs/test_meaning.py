@@ -9,10 +9,10 @@ from typing import Annotated, Any, ClassVar
 import pytest
 from pydantic import Field, ValidationError
 
-from hetero_pp.config.settings import AddedLater, NotPartOf, Settings, meaning
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import RunSpec
-from hetero_pp.run.yaml_file import ConfigFile
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import RunSpec
+from hetero_pp.config.yaml_file import ConfigFile
+from hetero_pp.core.settings import AddedLater, NotPartOf, Settings, meaning
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RUNS = {

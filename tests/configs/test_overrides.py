@@ -15,11 +15,11 @@ from pydantic import BaseModel
 from ruamel.yaml import YAML
 from typer.testing import CliRunner
 
+from hetero_pp.config.run_config import RunConfig
 from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica
+from hetero_pp.config.yaml_file import ConfigFile
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.program.cli import app
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.yaml_file import ConfigFile
 
 MIXED = """\
 name: mixed

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from hetero_pp.config.links import LinkSettings
-from hetero_pp.config.topology import BoundarySettings, ExchangeSettings
+from hetero_pp.config.lines import LinkSettings
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import RunSpec
+from hetero_pp.config.topology import ExchangeSettings
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import RunSpec
+from hetero_pp.model.part_settings import BoundarySettings
 
 
 @pytest.mark.parametrize(

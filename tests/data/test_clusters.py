@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import hetero_pp.research.trainer.clusters as of_windows
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.batches import StoreBatches
 from hetero_pp.data.settings import DataSettings
@@ -20,7 +21,6 @@ from hetero_pp.data.tokens import TokenStore, prepare_tokens
 from hetero_pp.research.settings import ResearchConfig
 from hetero_pp.research.trainer.clusters import Clusters, find_clusters
 from hetero_pp.research.trainer.participation import ClusteredBatches, Weights, share_of, table_batches
-from hetero_pp.run.spec import RunSpec
 
 TOPICS = ("abcdef", "ghijkl", "mnopqr")
 LENGTH = 31

@@ -16,12 +16,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from hetero_pp.config.topology import StageSpec
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.shares import Share, SharedBatches
 from hetero_pp.data.sources import StreamedCorpus
 from hetero_pp.data.stream import StreamBatches
 from hetero_pp.model.inner import InnerSettings
+from hetero_pp.model.part_settings import StageSpec
 from hetero_pp.model.transformer import ModelSettings, Transformer, initialise
 from hetero_pp.pipeline.coefficients import Floats
 from hetero_pp.program.cli import app

@@ -10,13 +10,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from hetero_pp.config.member_inputs import replica_batches
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.sources import StreamedCorpus
 from hetero_pp.program.cli import app
 from hetero_pp.research.trainer.train import AllReplicas, train_fast
-from hetero_pp.run.batches import replica_batches
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import RunSpec
 from replica_groups.engines.ranks import Ranks
 
 

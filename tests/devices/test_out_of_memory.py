@@ -16,7 +16,10 @@ import torch
 from grpc_threads import run_over_grpc
 from torch import Tensor
 
-from hetero_pp.config.links import LAUNCHER
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.lines import LAUNCHER
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.device import CPU, computing
 from hetero_pp.core.errors import GivenUp, OutOfMemory, RunFailed
 from hetero_pp.messages.messages_pb2 import GIVEN_UP, Report
@@ -28,9 +31,6 @@ from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.program.launch.job import GONE
 from hetero_pp.program.launch.supervisor import Supervisor
 from hetero_pp.rpc.identities import Secret, SecretKeys
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.spec import RunSpec
 from replica_groups.engines.plain import WholeReplica
 
 TOLD = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 23.5 GiB. See also a manual."

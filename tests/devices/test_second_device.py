@@ -16,10 +16,10 @@ from grpc_threads import Ran, run_over_grpc
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.device import CPU
 from hetero_pp.core.tensor_files import save_object
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import RunSpec
 from replica_groups.engines import plain
 from replica_groups.member import trainers
 from stages import worker

@@ -10,13 +10,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from hetero_pp.config.member_inputs import devices_of, in_words
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.shared import own_configuration
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.device import CPU, name_of, resolved
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.program.cli import app
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.devices import devices_of, in_words
-from hetero_pp.run.shared import own_configuration
-from hetero_pp.run.spec import RunSpec
 
 
 def _have(machine: pytest.MonkeyPatch, kind: str | None, count: int = 0) -> None:

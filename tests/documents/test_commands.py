@@ -25,12 +25,12 @@ from typer.testing import CliRunner
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from fault_injection.file import read_faults
 
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import RunSpec
+from hetero_pp.config.yaml_file import ConfigFile
 from hetero_pp.program.cli import app
 from hetero_pp.research.experiments.definition import Experiment, Scale
 from hetero_pp.research.experiments.rows import Setting
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import RunSpec
-from hetero_pp.run.yaml_file import ConfigFile
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -22,11 +22,11 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from ruamel.yaml import YAML
 from typer.main import get_command
 
+from hetero_pp.config.run_config import RunConfig
 from hetero_pp.program.cli import app
 from hetero_pp.program.operate.metrics import METRICS, build_info
 from hetero_pp.program.operate.observed import Condition
 from hetero_pp.program.report.state import Outcome
-from hetero_pp.run.config import RunConfig
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "deploy"

@@ -18,7 +18,7 @@ import pytest
 from ruamel.yaml import YAML
 from typer.testing import CliRunner
 
-from hetero_pp.config.topology import BoundarySettings
+from hetero_pp.model.part_settings import BoundarySettings
 from hetero_pp.program.cli import app
 
 ROOT = Path(__file__).parents[2]

@@ -16,15 +16,14 @@ import torch
 from members import begin, patient
 from plain_loop import PlainLoop
 
-from hetero_pp.config.engine_settings import EngineName
-from hetero_pp.config.topology import DatacenterReplica
+from hetero_pp.config.checkpoint import RunCheckpoint
+from hetero_pp.config.spec import Roster
+from hetero_pp.config.topology import DatacenterReplica, EngineName
 from hetero_pp.model.inner import InnerSettings
 from hetero_pp.model.transformer import ModelSettings, Transformer, initialise, shapes_by_block
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, decode_blob
 from hetero_pp.pseudo_gradient.rows import rows_of
-from hetero_pp.run.checkpoint import RunCheckpoint
-from hetero_pp.run.spec import Roster
 from hetero_pp.store.folder import FolderStore
 from replica_groups.engines.build import build_engine
 from replica_groups.engines.engine import Engine

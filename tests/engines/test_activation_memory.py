@@ -6,7 +6,7 @@ import pytest
 import torch
 from live_bytes import LiveBytes
 
-from hetero_pp.config.engine_settings import Checkpointing
+from hetero_pp.config.topology import Checkpointing
 from hetero_pp.model.loss import next_token_loss
 from hetero_pp.model.transformer import ModelShape, Transformer
 from hetero_pp.simulator.costs import StagePart

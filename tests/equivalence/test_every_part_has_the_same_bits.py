@@ -10,16 +10,15 @@ from typing import get_args
 import pytest
 from grpc_threads import run_over_grpc
 
+from hetero_pp.config.checkpoint import RunCheckpoint
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.run_config import RunConfig
 from hetero_pp.config.topology import ParticipantsReplica
+from hetero_pp.config.yaml_file import ConfigFile, read_run, save_config, spec_of
 from hetero_pp.core.device import CPU
 from hetero_pp.messages.messages_pb2 import Report, RoundRecord
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.program.launch.in_process import run_in_process
-from hetero_pp.run.checkpoint import RunCheckpoint
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.read import read_run, spec_of
-from hetero_pp.run.yaml_file import ConfigFile, save_config
 from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.log import ContributionLog
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from started import run_program
 
+from hetero_pp.config.checkpoint import open_checkpoint
+from hetero_pp.config.spec import RunSpec
+from hetero_pp.config.yaml_file import ConfigFile
 from hetero_pp.model.transformer import EMBEDDING
-from hetero_pp.run.checkpoint import open_checkpoint
-from hetero_pp.run.spec import RunSpec
-from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.traffic import checkpoint_bytes, exchange_link_loads
 
 pytestmark = pytest.mark.starts_processes

@@ -11,13 +11,13 @@ import pytest
 import torch
 from started import run_program
 
-from hetero_pp.config.links import Direction, stage_link_name
+from hetero_pp.config.checkpoint import open_checkpoint
+from hetero_pp.config.lines import Direction, stage_link_name
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.topology import ParticipantsReplica
+from hetero_pp.config.yaml_file import ConfigFile
 from hetero_pp.link.protocol import Message, sealed
 from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, FLUSH, GRADIENT, LinkHeader
-from hetero_pp.run.checkpoint import open_checkpoint
-from hetero_pp.run.spec import RunSpec
-from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.prediction import predict
 from hetero_pp.simulator.traffic import checkpoint_bytes, exchange_link_loads, message_bytes, stage_link_loads
 from hetero_pp.store.folder import FolderStore

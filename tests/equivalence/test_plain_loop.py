@@ -8,6 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from hetero_pp.config.checkpoint import open_checkpoint
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.topology import DatacenterReplica
 from hetero_pp.data.batches import StoreBatches
 from hetero_pp.data.settings import DataSettings
@@ -18,10 +22,6 @@ from hetero_pp.model.transformer import ModelSettings, Transformer, initialise
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
-from hetero_pp.run.checkpoint import open_checkpoint
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.spec import RunSpec
 
 H = 4
 ROUNDS = 2

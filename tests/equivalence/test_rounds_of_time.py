@@ -14,12 +14,12 @@ import pytest
 import torch
 from started import run_program
 
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.yaml_file import read_run
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.model.transformer import shapes_by_block
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.read import read_run
 from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.log import ContributionLog
 

@@ -22,7 +22,7 @@ import pytest
 from members import TIMEOUT
 from small_run import Clock, Run
 
-from hetero_pp.config.links import EXCHANGE
+from hetero_pp.config.lines import EXCHANGE
 from hetero_pp.core.errors import HeteroPPError, LinkTimeout, Refused, RunFailed, RunOver
 from hetero_pp.core.steady_clock import steady_clock
 from hetero_pp.messages import messages_pb2 as pb

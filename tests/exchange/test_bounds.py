@@ -21,7 +21,7 @@ from google.protobuf.message_factory import GetMessageClass
 from members import TIMEOUT, in_thread
 from small_run import SETTINGS, Run
 
-from hetero_pp.config.links import LAUNCHER
+from hetero_pp.config.lines import LAUNCHER
 from hetero_pp.core.errors import Refused, TooMuch
 from hetero_pp.link.framing import header_and_payload_frames
 from hetero_pp.messages import messages_pb2 as pb

@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 from members import TIMEOUT
 from torch import Tensor
 
-from hetero_pp.config.links import LinkShape, LinkSpec
+from hetero_pp.config.lines import LinkShape, LinkSpec
 from hetero_pp.core.errors import ExchangeLost, HeteroPPError
 from hetero_pp.messages.messages_pb2 import BlobHeader, CheckpointRequest, FetchRequest, RecordRequest, RoundRecord
 from hetero_pp.pseudo_gradient.contribution import BlobAddress

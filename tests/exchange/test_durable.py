@@ -13,12 +13,12 @@ import safetensors.torch
 import torch
 from log_files import checkpoint_path, folder_of
 
+from hetero_pp.config.checkpoint import RunCheckpoint, initial_checkpoint, save_checkpoint
 from hetero_pp.core.files import PART, whole, write_whole
 from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry, Report, RoundRecord
 from hetero_pp.model.transformer import ModelShape
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.research.trainer.checkpoint import Checkpoint
-from hetero_pp.run.checkpoint import RunCheckpoint, initial_checkpoint, save_checkpoint
 from hetero_pp.store.folder import FolderStore
 from replica_groups.engines.ranks import ALONE
 from replica_groups.exchange.log import ContributionLog

@@ -18,7 +18,9 @@ from members import assign_all, begin, in_thread, patient
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from hetero_pp.config.links import EXCHANGE
+from hetero_pp.config.checkpoint import RunCheckpoint, initial_checkpoint, open_checkpoint
+from hetero_pp.config.lines import EXCHANGE
+from hetero_pp.config.spec import Roster
 from hetero_pp.core.errors import DamagedFile, HeteroPPError, MalformedContribution, Refused, RunFailed
 from hetero_pp.messages.messages_pb2 import EXCLUDED, HEALED, Report, RoundRecord
 from hetero_pp.model.transformer import ModelShape, block_of, shapes_by_block, shapes_of
@@ -29,8 +31,6 @@ from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, contribution_digest, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import select
 from hetero_pp.rpc.exchange_service import Caller
-from hetero_pp.run.checkpoint import RunCheckpoint, initial_checkpoint, open_checkpoint
-from hetero_pp.run.spec import Roster
 from hetero_pp.store.folder import FolderStore
 from replica_groups.engines.parameter_store import LocalParameters
 from replica_groups.exchange.auditor import Auditor

@@ -19,11 +19,11 @@ from failing_disk import each_operation, failing_disk
 from members import TIMEOUT, assign_all, in_thread, patient
 from test_exchange import SETTINGS, _blob
 
+from hetero_pp.config.checkpoint import RunCheckpoint, initial_checkpoint
+from hetero_pp.config.spec import Roster
 from hetero_pp.core.files import PART
 from hetero_pp.model.transformer import ModelShape, block_of
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
-from hetero_pp.run.checkpoint import RunCheckpoint, initial_checkpoint
-from hetero_pp.run.spec import Roster
 from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.auditor import Auditor
 from replica_groups.exchange.audits import audited

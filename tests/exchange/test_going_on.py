@@ -12,6 +12,8 @@ from log_files import checkpoint_path
 from members import begin, patient
 from torch import Tensor, nn
 
+from hetero_pp.config.checkpoint import RunCheckpoint, initial_checkpoint, open_checkpoint
+from hetero_pp.config.spec import Roster
 from hetero_pp.core.errors import HeteroPPError, Stopped
 from hetero_pp.messages.messages_pb2 import RoundRecord
 from hetero_pp.model.inner import InnerSettings
@@ -21,8 +23,6 @@ from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import OuterOptimizer, RoundOptimizer
 from hetero_pp.pipeline.subspace import random_basis
 from hetero_pp.rpc.exchange_service import Caller
-from hetero_pp.run.checkpoint import RunCheckpoint, initial_checkpoint, open_checkpoint
-from hetero_pp.run.spec import Roster
 from hetero_pp.store.folder import FolderStore
 from replica_groups.engines.parameter_store import LocalParameters
 from replica_groups.exchange.auditor import Auditor, Retention

@@ -11,7 +11,10 @@ import pytest
 from google.protobuf.message import Message
 from members import TIMEOUT
 
-from hetero_pp.config.links import LinkShape, LinkSpec
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.lines import LinkShape, LinkSpec
+from hetero_pp.config.spec import RunSpec
+from hetero_pp.config.yaml_file import ConfigFile
 from hetero_pp.core.errors import ExchangeLost, HeteroPPError, LinkClosed, Refused, RunFailed
 from hetero_pp.link.protocol import LinkEnds
 from hetero_pp.messages.messages_pb2 import (
@@ -28,9 +31,6 @@ from hetero_pp.rpc.exchange_service import NO_STATES, Caller, ExchangeService
 from hetero_pp.rpc.identities import LinkCredentials
 from hetero_pp.rpc.link_end import LinkSide
 from hetero_pp.rpc.stage_link import StageLink
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.spec import RunSpec
-from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.store.faults import FaultPhase, Missed
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.member import session as session_module

@@ -21,6 +21,9 @@ from google.protobuf.message import Message
 from members import TIMEOUT
 from torch import Tensor
 
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.errors import HeteroPPError, RunFailed
 from hetero_pp.link.shaping import Lines
 from hetero_pp.messages import messages_pb2 as pb
@@ -28,9 +31,6 @@ from hetero_pp.rpc.connections import NetworkConnections
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.exchange_service import Arrived, Caller, ExchangeService, untold
 from hetero_pp.rpc.identities import Secret, new_secret
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.spec import RunSpec
 from replica_groups.exchange import server
 from replica_groups.exchange.host import begin_run, make_exchange
 from replica_groups.exchange.log import ContributionLog

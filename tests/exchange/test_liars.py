@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.errors import Refused
 from hetero_pp.messages.messages_pb2 import BlobHeader, Report, RoundRecord
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.pseudo_gradient.contribution import scale_of
 from hetero_pp.rpc.exchange_service import Caller
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.spec import RunSpec
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.open_log import open_log
 from replica_groups.member.outer_round import OuterRound

@@ -27,7 +27,7 @@ from members import TIMEOUT
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from lies import HEADERS, RAW, WORST, Call, fields_of, lies_about, lying, raw_lies, sent_by
 
-from hetero_pp.config.links import EXCHANGE
+from hetero_pp.config.lines import EXCHANGE
 from hetero_pp.link.framing import header_and_payload_frames
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.rpc.admission_client import PROBE_BYTES

@@ -20,7 +20,7 @@ from members import TIMEOUT
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from lies import Call, fields_of, link_lies, lying, raw_lies
 
-from hetero_pp.config.links import EXCHANGE
+from hetero_pp.config.lines import EXCHANGE
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.rpc import connections, stage_link
 from hetero_pp.rpc.channels import make_channel

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.model.inner import AdamW, InnerOptimizer, InnerSettings
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pseudo_gradient.error_feedback import select
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import RunSpec
 from replica_groups.exchange.host import rules_of
 from replica_groups.exchange.limits import ContributionLimits, adamw_step, contribution_limits
 

@@ -16,6 +16,10 @@ import torch
 from members import TIMEOUT
 from small_run import GRACE, Run
 
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.shared import told_of
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.errors import HeteroPPError, Refused
 from hetero_pp.link.protocol import Message
 from hetero_pp.link.shaping import Lines
@@ -38,10 +42,6 @@ from hetero_pp.rpc.identities import (
     signing_request,
 )
 from hetero_pp.rpc.link_end import GrpcLinkEnd
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.shared import told_of
-from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.planner.grouping import group_spares
 from replica_groups.exchange.admission import RunForGuests
 from replica_groups.exchange.host import begin_run, make_exchange

@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from small_run import Run
 from typer.testing import CliRunner
 
+from hetero_pp.config.spec import Roster
 from hetero_pp.core.errors import Refused
 from hetero_pp.core.steady_clock import steady_clock
 from hetero_pp.messages import messages_pb2 as pb
@@ -23,7 +24,6 @@ from hetero_pp.model.inner import InnerSettings
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.program.cli import app
 from hetero_pp.rpc.callers import REPORTS
-from hetero_pp.run.spec import Roster
 from replica_groups.exchange import reports as reports_module
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.reports import MemberReports

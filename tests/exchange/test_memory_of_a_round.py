@@ -14,6 +14,8 @@ from allocations import peak_bytes
 from members import assign_all, begin, patient
 from torch import Tensor, nn
 
+from hetero_pp.config.checkpoint import OpenCheckpoint, RunCheckpoint, open_checkpoint, save_checkpoint
+from hetero_pp.config.spec import Roster
 from hetero_pp.core.tensor_files import Scratch
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.model.inner import InnerOptimizer, InnerSettings
@@ -22,8 +24,6 @@ from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pipeline.subspace import perpendicular, random_basis
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.rpc.exchange_service import Caller
-from hetero_pp.run.checkpoint import OpenCheckpoint, RunCheckpoint, open_checkpoint, save_checkpoint
-from hetero_pp.run.spec import Roster
 from hetero_pp.store.folder import FolderStore
 from replica_groups.engines.moments import Moments
 from replica_groups.engines.parameter_store import LocalParameters

@@ -16,13 +16,13 @@ from members import begin, patient
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from hetero_pp.config.checkpoint import RunCheckpoint, initial_checkpoint
+from hetero_pp.config.spec import Roster
 from hetero_pp.core.errors import HeteroPPError
 from hetero_pp.core.tensor_files import Scratch
 from hetero_pp.model.transformer import ModelShape, shapes_by_block, shapes_of
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
-from hetero_pp.run.checkpoint import RunCheckpoint, initial_checkpoint
-from hetero_pp.run.spec import Roster
 from hetero_pp.store.folder import FolderStore
 from replica_groups.engines.parameter_store import LocalParameters
 from replica_groups.exchange.exchange import Exchange

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hetero_pp.config.checkpoint import initial_checkpoint
 from hetero_pp.core.errors import LinkClosed, Suspended
 from hetero_pp.messages.messages_pb2 import RoundRecord
 from hetero_pp.model.transformer import ModelShape, shapes_by_block, shapes_of
@@ -16,7 +17,6 @@ from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, decode_blob
 from hetero_pp.rpc.exchange_service import Caller
-from hetero_pp.run.checkpoint import initial_checkpoint
 from replica_groups.engines.parameter_store import LocalParameters
 from replica_groups.member.outer_round import OuterRound
 from replica_groups.member.session import MemberSession

@@ -10,7 +10,8 @@ import pytest
 from members import TIMEOUT
 from small_run import Run
 
-from hetero_pp.config.links import EXCHANGE, LAUNCHER, LinkShape, LinkSpec
+from hetero_pp.config.lines import EXCHANGE, LAUNCHER, LinkShape, LinkSpec
+from hetero_pp.config.spec import Roster
 from hetero_pp.core.errors import Forbidden, Refused, WrongToken
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.refusals import Kind
@@ -30,7 +31,6 @@ from hetero_pp.rpc.identities import Credentials, Secret, new_key
 from hetero_pp.rpc.relay import SERVICE as RELAY
 from hetero_pp.rpc.services import ADMISSION_SERVICE as ADMISSION
 from hetero_pp.rpc.services import EXCHANGE_SERVICE as SERVICE
-from hetero_pp.run.spec import Roster
 from replica_groups.exchange.server import serve_exchange
 
 SECRET = Secret("a secret")

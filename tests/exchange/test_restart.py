@@ -15,15 +15,15 @@ from log_files import checkpoint_path, folder_of
 from members import begin, patient
 from torch import Tensor, nn
 
-import hetero_pp.run.checkpoint
+import hetero_pp.config.checkpoint
+from hetero_pp.config.checkpoint import RunCheckpoint, initial_checkpoint, open_checkpoint, save_checkpoint
+from hetero_pp.config.spec import Roster
 from hetero_pp.core.errors import DamagedFile, HeteroPPError
 from hetero_pp.model.transformer import ModelShape, block_of
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import OuterOptimizer
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.rpc.exchange_service import AvailableStates
-from hetero_pp.run.checkpoint import RunCheckpoint, initial_checkpoint, open_checkpoint, save_checkpoint
-from hetero_pp.run.spec import Roster
 from hetero_pp.store.folder import FolderStore
 from replica_groups.engines.parameter_store import LocalParameters
 from replica_groups.exchange.auditor import Auditor, Retention
@@ -245,9 +245,9 @@ def test_every_tensor_of_a_checkpoint_is_in_its_digest(
     checkpoint = open_checkpoint(trained[0] / "checkpoint-000005.safetensors").checkpoint()
     save_checkpoint(checkpoint, tmp_path / "same")
     assert open_checkpoint(tmp_path / "same").checkpoint().round == 5
-    real = hetero_pp.run.checkpoint.save_tensors
+    real = hetero_pp.config.checkpoint.save_tensors
     monkeypatch.setattr(
-        hetero_pp.run.checkpoint,
+        hetero_pp.config.checkpoint,
         "save_tensors",
         lambda tensors, path, metadata: real({**tensors, name: tensors[name] + 1}, path, metadata),
     )

@@ -16,8 +16,10 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from hetero_pp.config.changed_keys import Changes
-from hetero_pp.config.links import LAUNCHER, LinkShape, LinkSpec
+from hetero_pp.config.changes import Changes
+from hetero_pp.config.checkpoint import RunCheckpoint
+from hetero_pp.config.lines import LAUNCHER, LinkShape, LinkSpec
+from hetero_pp.config.spec import Roster
 from hetero_pp.core.errors import LinkClosed, LinkTimeout, Refused
 from hetero_pp.link.framing import header_and_payload_frames
 from hetero_pp.messages import messages_pb2 as pb
@@ -32,8 +34,6 @@ from hetero_pp.rpc.identities import Secret
 from hetero_pp.rpc.limits import RequestBounds
 from hetero_pp.rpc.services import EXCHANGE_SERVICE as SERVICE
 from hetero_pp.rpc.services import calls_of
-from hetero_pp.run.checkpoint import RunCheckpoint
-from hetero_pp.run.spec import Roster
 from replica_groups.exchange import server as served_exchange
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.no_audits import NoAudits

@@ -12,9 +12,9 @@ import pytest
 from members import TIMEOUT, assign_all, begin, patient
 from test_exchange import ROSTER, SETTINGS, SHAPE, _address, _blob, _deposits
 
+from hetero_pp.config.checkpoint import RunCheckpoint, initial_checkpoint
 from hetero_pp.messages.messages_pb2 import CONTRIBUTING, FINISHING, JOINING, STORING, Report, Waiting
 from hetero_pp.rpc.exchange_service import FIRST_TOLD
-from hetero_pp.run.checkpoint import RunCheckpoint, initial_checkpoint
 from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from small_run import SETTINGS, Run
 
+from hetero_pp.config.folder import RunFolder
 from hetero_pp.core.errors import Refused
-from hetero_pp.run.folder import RunFolder
 from replica_groups.exchange.exchange import Exchange
 
 OURS, ANOTHER = "0123456789ab" * 5 + "cdef", "ba9876543210" * 5 + "cdef"

@@ -20,7 +20,7 @@ from members import TIMEOUT
 from opened_links import open_stage_link
 from small_run import Run
 
-from hetero_pp.config.links import EXCHANGE, LinkShape, LinkSpec
+from hetero_pp.config.lines import EXCHANGE, LinkShape, LinkSpec
 from hetero_pp.core.errors import LinkTimeout, NewRun, PeerAtFault, Refused, WrongToken
 from hetero_pp.link.protocol import Message
 from hetero_pp.messages.messages_pb2 import LastRoundReply, LastRoundRequest, LinkHeader

@@ -14,14 +14,14 @@ from members import TIMEOUT, in_thread
 from small_run import GRACE, SETTINGS, Run
 from torch import Tensor, nn
 
-from hetero_pp.config.links import EXCHANGE
+from hetero_pp.config.checkpoint import MOMENTUM
+from hetero_pp.config.lines import EXCHANGE
 from hetero_pp.core.errors import IncarnationOver, Refused, Suspended
 from hetero_pp.messages.messages_pb2 import HEALED, AssignReply, BlobHeader, RoundRecord
 from hetero_pp.model.transformer import shapes_by_block, shapes_of
 from hetero_pp.pseudo_gradient import blob_batches
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, decode_blob
 from hetero_pp.rpc.exchange_service import Caller
-from hetero_pp.run.checkpoint import MOMENTUM
 from replica_groups.engines.parameter_store import LocalParameters
 from replica_groups.exchange.auditor import Auditor
 from replica_groups.exchange.log import checkpoint_key

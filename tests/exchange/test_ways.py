@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from hetero_pp.config.links import EXCHANGE, RELAYED
+from hetero_pp.config.lines import EXCHANGE, RELAYED
 from hetero_pp.rpc import channels
 from hetero_pp.rpc.channels import Reach, make_server
 from hetero_pp.rpc.identities import Secret

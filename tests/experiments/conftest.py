@@ -10,12 +10,12 @@ import pytest
 from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
+from hetero_pp.config.run_config import RunConfig
 from hetero_pp.program.cli import app
 from hetero_pp.research.experiments.outcomes import Outcomes
 from hetero_pp.research.experiments.plots import draw
 from hetero_pp.research.experiments.training import Job
 from hetero_pp.research.settings import UNMEASURED
-from hetero_pp.run.config import RunConfig
 
 TINY = """\
 name: tiny

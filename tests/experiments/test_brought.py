@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.sources import StreamedCorpus
 from hetero_pp.research.experiments.command import Request, short_name
@@ -21,7 +22,6 @@ from hetero_pp.research.experiments.corpus import Corpus, estimate_tokens, prepa
 from hetero_pp.research.experiments.definition import Catalog
 from hetero_pp.research.experiments.training import make_job
 from hetero_pp.research.trainer.train import train_fast
-from hetero_pp.run.spec import RunSpec
 
 Reproduce = Callable[..., tuple[int, str, str]]
 """The type of the fixture of conftest.py."""

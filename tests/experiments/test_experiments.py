@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from catalogs import SHIPPED
 
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.topology import ParticipantsReplica
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.research.experiments.command import Request, scale_of, with_device
@@ -21,7 +22,6 @@ from hetero_pp.research.experiments.pages import markdown, write_overview
 from hetero_pp.research.experiments.result import parameter_count, result_of, write_result
 from hetero_pp.research.experiments.rows import Setting
 from hetero_pp.research.settings import ResearchConfig
-from hetero_pp.run.spec import RunSpec
 
 Reproduce = Callable[..., tuple[int, str, str]]
 """The type of the fixture of conftest.py."""

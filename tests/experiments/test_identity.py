@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from catalogs import SHIPPED
 
-from hetero_pp.config.settings import NotPartOf, meaning
+from hetero_pp.core.settings import NotPartOf, meaning
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokens import TokenStore
 from hetero_pp.model.transformer import PRESETS

@@ -17,6 +17,7 @@ from catalogs import SHIPPED
 from matplotlib.figure import Figure
 from rich.console import Console
 
+from hetero_pp.config.folder import CACHE
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokens import TokenStore
 from hetero_pp.research.experiments import command
@@ -28,7 +29,6 @@ from hetero_pp.research.experiments.pages import markdown, number
 from hetero_pp.research.experiments.result import result_of, write_result
 from hetero_pp.research.experiments.rows import Setting
 from hetero_pp.research.experiments.training import make_job
-from hetero_pp.run.folder import CACHE
 
 MICRO = SHIPPED.scale("micro")
 

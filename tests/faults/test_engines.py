@@ -17,7 +17,11 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig
 from typer.testing import CliRunner
 
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.topology import DatacenterReplica
+from hetero_pp.config.yaml_file import ConfigFile
 from hetero_pp.core.errors import ConfigError, HeteroPPError
 from hetero_pp.program.cli import app
 from hetero_pp.program.launch import ranks
@@ -27,10 +31,6 @@ from hetero_pp.program.launch.inputs import Prepared, require_same_ranks
 from hetero_pp.program.launch.recorded import begin_folder
 from hetero_pp.program.operate.operations import Operations
 from hetero_pp.rpc.identities import Secret
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.spec import RunSpec
-from hetero_pp.run.yaml_file import ConfigFile
 from replica_groups.engines.build import require_engine
 from replica_groups.member.saved_states import SavedStates
 

@@ -17,8 +17,7 @@ import torch
 from cutting_proxy import CuttingProxy
 from stage_members import StageMembers, group_spec, links_of
 
-from hetero_pp.config.lines import LineSpec
-from hetero_pp.config.links import LinkShape, LinkSpec
+from hetero_pp.config.lines import LineSpec, LinkShape, LinkSpec
 from hetero_pp.core.errors import LinkClosed
 from hetero_pp.link.in_process import in_process_pair
 from hetero_pp.link.protocol import ACKNOWLEDGED_EVERY, FRAME_BYTES, PEER_CLOSED, LinkEnds, Message

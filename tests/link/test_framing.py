@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_pp.config.links import LinkShape
+from hetero_pp.config.lines import LinkShape
 from hetero_pp.core.errors import MalformedMessage
 from hetero_pp.link import framing, protocol
 from hetero_pp.link.framing import (

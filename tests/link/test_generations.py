@@ -10,7 +10,7 @@ from typing import Protocol
 import pytest
 import torch
 
-from hetero_pp.config.links import LinkShape, LinkSpec
+from hetero_pp.config.lines import LinkShape, LinkSpec
 from hetero_pp.core.errors import LinkClosed, LinkTimeout, Refused
 from hetero_pp.link.in_process import InProcessLink
 from hetero_pp.link.protocol import LinkEnd, Message

@@ -13,8 +13,8 @@ import pytest
 import torch
 from opened_links import open_stage_link
 
-from hetero_pp.config.lines import LineSpec
-from hetero_pp.config.links import EXCHANGE, RELAYED, LinkShape, LinkSpec
+from hetero_pp.config.lines import EXCHANGE, RELAYED, LineSpec, LinkShape, LinkSpec
+from hetero_pp.config.spec import Roster
 from hetero_pp.core.errors import LinkClosed, LinkTimeout
 from hetero_pp.link.in_process import in_process_pair
 from hetero_pp.link.protocol import FRAME_BYTES, Count, LinkEnd, Message
@@ -29,7 +29,6 @@ from hetero_pp.rpc.relay import SERVICE as RELAY
 from hetero_pp.rpc.relayed import LocalAddress
 from hetero_pp.rpc.services import service_handler
 from hetero_pp.rpc.stage_link import StageLink
-from hetero_pp.run.spec import Roster
 
 SECONDS = 60.0
 """Timeout in seconds, longer than any operation in these tests takes."""

@@ -23,8 +23,10 @@ from heard import heard
 from members import TIMEOUT
 from small_run import Run
 
-from hetero_pp.config.links import DIRECTIONS, EXCHANGE, RELAYED, LinkShape, LinkSpec
+from hetero_pp.config.lines import DIRECTIONS, EXCHANGE, RELAYED, LinkShape, LinkSpec
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.topology import ParticipantsReplica
+from hetero_pp.config.yaml_file import ConfigFile
 from hetero_pp.core.errors import LinkTimeout, Refused
 from hetero_pp.link.protocol import Message
 from hetero_pp.link.shaping import Lines
@@ -41,8 +43,6 @@ from hetero_pp.rpc.relay import Budget, LinkLimit, MeetingPoint, TrainedRound
 from hetero_pp.rpc.relayed import LocalAddress, RelayedDialler, RelayedListener
 from hetero_pp.rpc.services import calls_of
 from hetero_pp.rpc.stage_link import StageLink
-from hetero_pp.run.spec import RunSpec
-from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.traffic import stage_link_loads
 from replica_groups.exchange.host import link_limits
 from replica_groups.exchange.server import serve_exchange

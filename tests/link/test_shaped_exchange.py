@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from torch import Tensor
 
-from hetero_pp.config.links import LinkShape, LinkSpec
+from hetero_pp.config.lines import LinkShape, LinkSpec
 from hetero_pp.link.shaping import Lines
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.pseudo_gradient.blob_batches import join_blobs

@@ -9,7 +9,7 @@ from fake_clock import FakeClock
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_pp.config.links import LinkShape
+from hetero_pp.config.lines import LinkShape
 from hetero_pp.core.errors import LinkClosed, LinkTimeout
 from hetero_pp.link.shaping import Bucket, DelayLine, ShapedQueue, Shaper
 

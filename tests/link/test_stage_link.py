@@ -17,7 +17,7 @@ import pytest
 import torch
 from opened_links import open_stage_link
 
-from hetero_pp.config.links import LinkShape, LinkSpec
+from hetero_pp.config.lines import LinkShape, LinkSpec
 from hetero_pp.core.errors import LinkClosed, LinkTimeout, PeerAtFault, Refused
 from hetero_pp.link.framing import encode
 from hetero_pp.link.protocol import Message, sealed

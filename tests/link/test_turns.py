@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from fake_clock import FakeClock
 
-from hetero_pp.config.lines import LineSpec
-from hetero_pp.config.links import DIRECTIONS, EXCHANGE, LinkShape, LinkSpec
+from hetero_pp.config.lines import DIRECTIONS, EXCHANGE, LineSpec, LinkShape, LinkSpec
 from hetero_pp.link.protocol import PEER_CLOSED
 from hetero_pp.link.shaping import (
     CONTROL_BYTES,

@@ -7,15 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hetero_pp.config.engine_settings import Precision
+from hetero_pp.config.member_inputs import devices_of
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core import device
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.model.inner import InnerSettings
+from hetero_pp.model.part_settings import Precision
 from hetero_pp.model.precision import Linear, compute_dtype
 from hetero_pp.model.transformer import ModelShape, Transformer, build_filled, initialise
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.devices import devices_of
-from hetero_pp.run.spec import RunSpec
 from replica_groups.engines.plain import WholeReplica
 
 SHAPE = ModelShape(width=32, layers=3, heads=2, feed_forward=48, vocabulary=64)

@@ -15,10 +15,10 @@ from playwright.sync_api import Browser, Page, expect
 from playwright.sync_api import Error as PlaywrightError
 from started import TIMEOUT, Started
 
+from hetero_pp.config.folder import RunFolder
 from hetero_pp.program.view.command import sources_of
 from hetero_pp.program.view.server import Authenticator, Served
 from hetero_pp.rpc.identities import Authority, Identity
-from hetero_pp.run.folder import RunFolder
 
 pytestmark = [pytest.mark.browser, pytest.mark.starts_processes]
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from started import Started, start_program
 
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.yaml_file import ConfigFile
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.yaml_file import ConfigFile
 from replica_groups.exchange.open_log import open_log
 
 CONFIG = """

@@ -16,9 +16,9 @@ import pytest
 from started import Started, start_program
 from typer.testing import CliRunner, Result
 
+from hetero_pp.config.yaml_file import ConfigFile
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.program.cli import app
-from hetero_pp.run.yaml_file import ConfigFile
 
 CONFIG = """
 name: homes

@@ -16,14 +16,13 @@ from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace
 from test_run_state import START, inner_step, link_use, made_up_spec, state_of
 from typer.testing import CliRunner
 
+from hetero_pp.config import alike as alike_module
+from hetero_pp.config.alike import alike, label_of, range_of
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.topology import ReplicaSettings
+from hetero_pp.config.yaml_file import ConfigFile, spec_of
 from hetero_pp.program.cli import app
 from hetero_pp.program.report.pictures import MOST_NAMED, draw_links, draw_losses
-from hetero_pp.run import alike as alike_module
-from hetero_pp.run.alike import alike, label_of, range_of
-from hetero_pp.run.read import spec_of
-from hetero_pp.run.spec import RunSpec
-from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.charts import MOST_ROWS
 from hetero_pp.simulator.fleets import fleets_of
 from hetero_pp.simulator.prediction import predict

@@ -13,8 +13,8 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import hetero_pp
+from hetero_pp.config.yaml_file import ConfigFile
 from hetero_pp.program.cli import app
-from hetero_pp.run.yaml_file import ConfigFile
 
 GOOD = """\
 name: t

@@ -12,12 +12,12 @@ import pytest
 from test_recorder import made_up_reports, made_up_spec
 from test_run_state import made_up_round
 
+from hetero_pp.config.folder import RunFolder
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.report.boards import Kept, MakeSink, Scalar, makers_of
 from hetero_pp.program.report.recorder import Recorder
 from hetero_pp.program.report.state import RunState
-from hetero_pp.run.folder import RunFolder
 
 
 class Noted:

@@ -12,17 +12,16 @@ from typing import Any
 import pytest
 from started import run_program
 
-from hetero_pp.config.changed_keys import NO_CHANGES, Changes, read_changes, values_of, with_values
-from hetero_pp.config.settings import NotPartOf, meaning
+from hetero_pp.config.changes import NO_CHANGES, Agreement, Changes, read_changes, values_of, with_values
+from hetero_pp.config.checkpoint import open_checkpoint
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.member_inputs import round_optimizer
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import RunSpec
+from hetero_pp.config.yaml_file import read_run
 from hetero_pp.core.errors import ConfigError, MalformedMessage
+from hetero_pp.core.settings import NotPartOf, meaning
 from hetero_pp.program.launch.command import run_topology
-from hetero_pp.run.checkpoint import open_checkpoint
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.read import read_run
-from hetero_pp.run.round_optimizer import round_optimizer
-from hetero_pp.run.same import Agreement
-from hetero_pp.run.spec import RunSpec
 from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.log import ContributionLog, checkpoint_key
 from replica_groups.exchange.restart import checkpoint_after

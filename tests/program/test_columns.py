@@ -15,7 +15,7 @@ from rich.console import Console
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from hetero_pp.config.links import DIRECTIONS
+from hetero_pp.config.lines import DIRECTIONS
 from hetero_pp.program import plan, simulate
 from hetero_pp.program.cli import app
 from hetero_pp.program.report.output import WIDTH_OF_FILES, fold, fold_names, say, tell

@@ -28,7 +28,8 @@ from test_run_state import (
     waiting,
 )
 
-from hetero_pp.config.links import DIRECTIONS
+from hetero_pp.config.lines import DIRECTIONS
+from hetero_pp.config.yaml_file import ConfigFile, spec_of
 from hetero_pp.messages.messages_pb2 import CONTRIBUTING, FINISHING, JOINING, PAUSED, SILENT, Report
 from hetero_pp.messages.report_bounds import MOST_LOSS
 from hetero_pp.model.inner import REMEDIES
@@ -36,8 +37,6 @@ from hetero_pp.program.report.display import LOSS_SECONDS, LiveDisplay, live_vie
 from hetero_pp.program.report.lines import earlier_line, waiting_line
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.summary import print_result, summary_of
-from hetero_pp.run.read import spec_of
-from hetero_pp.run.yaml_file import ConfigFile
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 END = START + ROUNDS * ROUND_SECONDS

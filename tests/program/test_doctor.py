@@ -24,7 +24,11 @@ import pytest
 from members import TIMEOUT
 from typer.testing import CliRunner
 
-from hetero_pp.config.links import EXCHANGE
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.lines import EXCHANGE
+from hetero_pp.config.shared import own_configuration, told_of
+from hetero_pp.config.spec import RunSpec
+from hetero_pp.config.yaml_file import ConfigFile, save_config
 from hetero_pp.core.errors import ConfigError, LinkTimeout
 from hetero_pp.core.proxies import Proxy, Route
 from hetero_pp.data.settings import DataSettings
@@ -47,10 +51,6 @@ from hetero_pp.rpc.admission_client import Rate, give
 from hetero_pp.rpc.channels import PROTOCOL_VERSION
 from hetero_pp.rpc.identities import Secret, Ticket, make_ticket, new_secret
 from hetero_pp.rpc.relay import MeetingPoint
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.shared import own_configuration, told_of
-from hetero_pp.run.spec import RunSpec
-from hetero_pp.run.yaml_file import ConfigFile, save_config
 from hetero_pp.simulator.planner.grouping import group_spares
 from replica_groups.exchange import admission
 from replica_groups.exchange.admission import RunForGuests

@@ -21,7 +21,10 @@ import torch
 from rich.console import Console
 from started import run_program
 
-from hetero_pp.config.links import LAUNCHER
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.lines import LAUNCHER
+from hetero_pp.config.spec import RunSpec
+from hetero_pp.config.yaml_file import ConfigFile
 from hetero_pp.core.errors import ConfigError, HeteroPPError, RunFailed
 from hetero_pp.data.tokenizers import load_tokenizer
 from hetero_pp.messages.messages_pb2 import Report
@@ -46,9 +49,6 @@ from hetero_pp.program.report.recorder import Recorder
 from hetero_pp.program.report.state import RunState
 from hetero_pp.rpc.connections import reports_of
 from hetero_pp.rpc.identities import Secret
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.spec import RunSpec
-from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog

@@ -20,6 +20,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from typer.testing import CliRunner
 
+from hetero_pp.config.checkpoint import open_checkpoint
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import RunSpec
+from hetero_pp.config.yaml_file import ConfigFile, with_weights_described
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.files import write_whole
 from hetero_pp.data.settings import DataSettings
@@ -33,10 +37,6 @@ from hetero_pp.hugging_face.writing import shards_of, write_model, write_weights
 from hetero_pp.model.transformer import ModelSettings, ModelShape, Transformer, initialise
 from hetero_pp.program.cli import app
 from hetero_pp.research.trainer.train import AllReplicas
-from hetero_pp.run.checkpoint import open_checkpoint
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import RunSpec
-from hetero_pp.run.yaml_file import ConfigFile, with_weights_described
 
 if TYPE_CHECKING:
     import transformers

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from test_run_state import made_up_spec
 
-from hetero_pp.config.links import EXCHANGE, LAUNCHER
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.lines import EXCHANGE, LAUNCHER
 from hetero_pp.program.launch import supervisor
 from hetero_pp.program.launch.job import ProcessJob
 from hetero_pp.rpc.identities import Secret, SecretKeys
-from hetero_pp.run.folder import RunFolder
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 AT_THE_SERVERS_START = """

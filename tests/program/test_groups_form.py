@@ -14,7 +14,7 @@ from joined_hosts import SLOTS, Run, ending, written
 from preloading import forked_processes
 from ruamel.yaml import YAML
 
-from hetero_pp.run.folder import RunFolder
+from hetero_pp.config.folder import RunFolder
 
 
 @pytest.fixture

@@ -9,13 +9,13 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import RunSpec
+from hetero_pp.config.yaml_file import ConfigFile
 from hetero_pp.model.transformer import ModelSettings, Transformer
 from hetero_pp.program.cli import app
 from hetero_pp.program.init import command, questions
 from hetero_pp.program.init.draft import model_of, parameters_of, stages_of
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import RunSpec
-from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.disk import disk_bytes, disk_files, space_on_disk
 from hetero_pp.simulator.prediction import predict
 

@@ -18,14 +18,14 @@ import psutil
 import pytest
 from test_run_state import made_up_spec
 
-from hetero_pp.config.links import EXCHANGE, LAUNCHER
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.lines import EXCHANGE, LAUNCHER
 from hetero_pp.core.sockets import socket_folder
 from hetero_pp.program import interrupts
 from hetero_pp.program.interrupts import interruptible
 from hetero_pp.program.launch import supervisor
 from hetero_pp.program.launch.fork_server import unheard
 from hetero_pp.rpc.identities import Secret, SecretKeys
-from hetero_pp.run.folder import RunFolder
 
 TIMEOUT = 120.0
 INTERRUPTED_BY_AN_IMPORT = """

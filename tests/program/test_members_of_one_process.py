@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import RunSpec
+from hetero_pp.config.yaml_file import save_config
 from hetero_pp.core.errors import RunFailed
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.launch.launch_rehearsal import launch_rehearsal
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.spec import RunSpec
-from hetero_pp.run.yaml_file import save_config
 
 pytestmark = pytest.mark.starts_processes
 

@@ -13,18 +13,24 @@ import pytest
 import torch
 from ruamel.yaml import YAML
 
-from hetero_pp.config.changed_keys import Changes, read_changes, replicas_of
-from hetero_pp.config.settings import NotPartOf, meaning
-from hetero_pp.config.topology import BoundarySettings
+from hetero_pp.config.changes import (
+    Agreement,
+    Changes,
+    changed_entries,
+    described,
+    read_changes,
+    replicas_of,
+    wanted_replicas,
+)
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.member_inputs import replica_batches
+from hetero_pp.config.spec import RunSpec, require_known_basis
+from hetero_pp.config.yaml_file import ConfigFile, read_run
 from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.settings import NotPartOf, meaning
 from hetero_pp.data.sources import open_source
+from hetero_pp.model.part_settings import BoundarySettings
 from hetero_pp.program.launch.command import run_topology
-from hetero_pp.run.batches import replica_batches
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.read import read_run
-from hetero_pp.run.same import Agreement, changed_entries, described, require_known_basis, wanted_replicas
-from hetero_pp.run.spec import RunSpec
-from hetero_pp.run.yaml_file import ConfigFile
 
 MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 H = 2

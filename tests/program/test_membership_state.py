@@ -26,6 +26,8 @@ from test_run_state import (
 )
 
 from hetero_pp.config.audit import AuditSettings
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.files import write_whole
 from hetero_pp.core.units import format_share
 from hetero_pp.messages.messages_pb2 import (
@@ -53,8 +55,6 @@ from hetero_pp.program.report.membership_event_lines import words_of
 from hetero_pp.program.report.recorder import to_json
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.summary import print_result, summary_of
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.costs import step_flops
 
 KILLED = "home.1 was killed by SIGKILL"

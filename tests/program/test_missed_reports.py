@@ -14,7 +14,10 @@ from rich.console import Console
 from test_membership_state import membership_event
 from test_run_state import so_far
 
-from hetero_pp.config.changed_keys import NO_CHANGES, REPLICAS, replicas_of
+from hetero_pp.config.changes import NO_CHANGES, REPLICAS, replicas_of
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.spec import RunSpec
+from hetero_pp.config.yaml_file import ConfigFile
 from hetero_pp.data.tokenizers import load_tokenizer
 from hetero_pp.messages.messages_pb2 import (
     CONTRIBUTING,
@@ -39,9 +42,6 @@ from hetero_pp.program.report.lines import OwnRoundLines, round_line
 from hetero_pp.program.report.recorder import Recorder
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.summary import print_result, summary_of
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.spec import RunSpec
-from hetero_pp.run.yaml_file import ConfigFile
 
 MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 ROUNDS = 11

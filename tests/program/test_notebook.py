@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from hetero_pp import Run
+from hetero_pp.config.checkpoint import open_checkpoint
 from hetero_pp.core.errors import ConfigError, HeteroPPError, RunFailed, StoreError
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.outer.step import parameter_sha256, parameters_sha256
@@ -27,7 +28,6 @@ from hetero_pp.program.launch import in_process
 from hetero_pp.program.launch.command import run_topology
 from hetero_pp.program.report.state import DIVERGED_NATS, RunState
 from hetero_pp.program.simulate import Outputs, simulate
-from hetero_pp.run.checkpoint import open_checkpoint
 from replica_groups.exchange.auditor import Auditor
 from replica_groups.member.gate import Gate
 from replica_groups.member.outer_round import OuterRound

@@ -13,7 +13,9 @@ import pytest
 from hosts_of_parts import PARTS, Hosts, free_port
 from test_run_state import made_up_spec
 
-from hetero_pp.config.links import LAUNCHER
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.lines import LAUNCHER
+from hetero_pp.config.yaml_file import ConfigFile
 from hetero_pp.core.errors import ConfigError, LinkClosed, RunFailed
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.check import print_check
@@ -23,8 +25,6 @@ from hetero_pp.program.launch.hosts import commands, members_named, notes, read_
 from hetero_pp.program.launch.supervisor import Supervisor
 from hetero_pp.program.launch.watcher import Watcher
 from hetero_pp.rpc.identities import Secret, SecretKeys
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.yaml_file import ConfigFile
 
 KEYS = SecretKeys(Secret("a secret"), encrypted=False)
 

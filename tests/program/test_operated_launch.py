@@ -26,7 +26,9 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from prometheus_client.parser import text_string_to_metric_families
 from test_operate import YAML, Found, get, samples
 
-from hetero_pp.config.changed_keys import Values
+from hetero_pp.config.changes import Values
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.messages.messages_pb2 import (
     Report,
 )
@@ -36,8 +38,6 @@ from hetero_pp.program.launch.recorded import OnReport
 from hetero_pp.program.launch.supervisor import launch
 from hetero_pp.program.operate.operations import operated
 from hetero_pp.program.report.json_lines import printed_as_json
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.spec import RunSpec
 
 
 @dataclass

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from hetero_pp.config.spec import RunSpec
+from hetero_pp.config.yaml_file import ConfigFile
 from hetero_pp.program.cli import app
 from hetero_pp.program.plan import MOST_EXPLAINED, _explained
-from hetero_pp.run.spec import RunSpec
-from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.planner.participants import link_between
 from hetero_pp.simulator.planner.search import Choice
 

@@ -13,11 +13,11 @@ from statistics import fmean
 import numpy as np
 import pytest
 
-from hetero_pp.config.topology import BoundarySettings
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.yaml_file import ConfigFile
 from hetero_pp.core.errors import ConfigError
+from hetero_pp.model.part_settings import BoundarySettings
 from hetero_pp.pipeline.schedule import Action, one_forward_one_backward
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.planner.grouping import LARGEST_LINK, Pool, group
 from hetero_pp.simulator.planner.participants import group_participants
 from hetero_pp.simulator.planner.penalty import (

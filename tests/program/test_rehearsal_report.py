@@ -11,9 +11,12 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from hetero_pp.config.lines import Way
-from hetero_pp.config.links import EXCHANGE
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.lines import EXCHANGE, Way
+from hetero_pp.config.run_config import LONGEST_RUN_NAME, RunConfig
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.topology import ParticipantsReplica
+from hetero_pp.config.yaml_file import ConfigFile, save_config
 from hetero_pp.core.errors import ConfigError, RunFailed
 from hetero_pp.messages.messages_pb2 import LinkUse, MemberRound, Report, RoundRecord
 from hetero_pp.program.join import command
@@ -25,10 +28,6 @@ from hetero_pp.program.rehearse.show import closing_lines, print_comparison
 from hetero_pp.program.report.output import SafeConsole
 from hetero_pp.program.report.state import RunState
 from hetero_pp.rpc.admission_client import Rate
-from hetero_pp.run.config import LONGEST_RUN_NAME, RunConfig
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.spec import RunSpec
-from hetero_pp.run.yaml_file import ConfigFile, save_config
 
 ROUNDS, STEPS = 3, 4
 YAML = """\

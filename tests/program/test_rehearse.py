@@ -16,12 +16,12 @@ from hetero_pp.program.operate.collector import Outcomes, ScrapedState
 from started import run_program, start_program
 from typer.testing import CliRunner
 
+from hetero_pp.config.folder import RunFolder
 from hetero_pp.program.cli import app
 from hetero_pp.program.operate.metrics import METRICS
 from hetero_pp.program.operate.observed import Observed
 from hetero_pp.program.view.page_data import history_of
 from hetero_pp.program.view.sources import Record
-from hetero_pp.run.folder import RunFolder
 
 pytestmark = pytest.mark.starts_processes
 

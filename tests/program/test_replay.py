@@ -16,9 +16,9 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+from hetero_pp.config.checkpoint import open_checkpoint, save_checkpoint
 from hetero_pp.program import replay
 from hetero_pp.program.cli import app
-from hetero_pp.run.checkpoint import open_checkpoint, save_checkpoint
 from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.audits import Audit, audit_key
 from replica_groups.exchange.log import ContributionLog, checkpoint_key, record_digest, record_key

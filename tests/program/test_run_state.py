@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from hetero_pp.config.lines import LineSpec
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.units import format_share
 from hetero_pp.messages.messages_pb2 import (
     LATE,
@@ -25,8 +27,6 @@ from hetero_pp.program.report.pictures import training_losses
 from hetero_pp.program.report.state import STILL_TOLD, ReplicaState, RunState
 from hetero_pp.program.report.summary import summary_of
 from hetero_pp.program.report.traffic import DirectionState, LineState
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import RunSpec
 
 ROUNDS, STEPS = 2, 2
 START = 1000.0

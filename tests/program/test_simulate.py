@@ -15,16 +15,15 @@ from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
 from stage_members import StageMembers, group_spec, links_of
 from typer.testing import CliRunner
 
-from hetero_pp.config.topology import BoundarySettings
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import RunSpec
+from hetero_pp.config.yaml_file import ConfigFile, spec_of
 from hetero_pp.link.in_process import in_process_pair
 from hetero_pp.link.protocol import LinkEnds
+from hetero_pp.model.part_settings import BoundarySettings
 from hetero_pp.model.transformer import EMBEDDING, ModelShape, Transformer
 from hetero_pp.program.calibrate import load_calibration
 from hetero_pp.program.cli import app
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.read import spec_of
-from hetero_pp.run.spec import RunSpec
-from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.costs import UPDATE_BYTES, StagePart, boundary_numbers, forward_flops
 from hetero_pp.simulator.fleets import fleets_of
 from hetero_pp.simulator.memory import Phase, Trains, memory_of_member, memory_of_part

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from started import run_program
 
-from hetero_pp.run.read import spec_of
-from hetero_pp.run.spec import RunSpec
-from hetero_pp.run.yaml_file import ConfigFile
+from hetero_pp.config.spec import RunSpec
+from hetero_pp.config.yaml_file import ConfigFile, spec_of
 from hetero_pp.simulator.exchange_load import exchange_load
 from hetero_pp.simulator.traffic import checkpoint_bytes, message_bytes
 

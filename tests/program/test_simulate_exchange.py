@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
-from hetero_pp.config.links import EXCHANGE
+from hetero_pp.config.lines import EXCHANGE
+from hetero_pp.config.spec import RunSpec
+from hetero_pp.config.yaml_file import ConfigFile, spec_of
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.link.protocol import raw_frames, wire_bytes
 from hetero_pp.model.transformer import shapes_by_block
@@ -26,9 +28,6 @@ from hetero_pp.program.cli import app
 from hetero_pp.program.show_exchange import print_exchange
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import select
-from hetero_pp.run.read import spec_of
-from hetero_pp.run.spec import RunSpec
-from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.exchange_load import ExchangeLoad, exchange_load
 from hetero_pp.simulator.prediction import Prediction, predict
 from hetero_pp.simulator.rounds import all_sent, fair_ends

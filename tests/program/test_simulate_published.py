@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from hetero_pp.config.predictions import PublishedNumber
+from hetero_pp.config.yaml_file import ConfigFile, spec_of
 from hetero_pp.program.cli import app
-from hetero_pp.run.read import spec_of
-from hetero_pp.run.simulate_section import PublishedNumber
-from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.prediction import predict
 
 CONFIGS = Path(__file__).parents[2] / "configs"

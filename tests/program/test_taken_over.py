@@ -14,7 +14,9 @@ from control_groups import use_groups
 from test_ended_early import MIXED, ROUNDS
 from test_run_state import made_up_spec
 
-from hetero_pp.config.links import EXCHANGE, LAUNCHER
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.lines import EXCHANGE, LAUNCHER
+from hetero_pp.config.spec import Roster
 from hetero_pp.core.errors import LinkClosed, LinkTimeout, RunFailed, RunOver
 from hetero_pp.messages.messages_pb2 import RESTARTED, Begun, Joined, Nothing, Over, Report
 from hetero_pp.program.launch import supervisor as supervisor_module
@@ -26,8 +28,6 @@ from hetero_pp.rpc import exchange_client
 from hetero_pp.rpc.connections import reports_of, reports_to_members
 from hetero_pp.rpc.identities import Secret, SecretKeys
 from hetero_pp.rpc.limits import RequestBounds
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.spec import Roster
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.server import IsAsked, serve_exchange
 

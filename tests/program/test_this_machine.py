@@ -15,15 +15,14 @@ import torch
 from control_groups import use_groups, use_machine
 from typer.testing import CliRunner
 
+from hetero_pp.config.predictions import CATALOG, hardware_of
+from hetero_pp.config.yaml_file import ConfigFile, spec_of
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.host_memory import host_memory
 from hetero_pp.model import precision
 from hetero_pp.program.cli import app
 from hetero_pp.program.launch import open_files, this_machine
 from hetero_pp.program.launch.this_machine import limits_of
-from hetero_pp.run.hardware import CATALOG, hardware_of
-from hetero_pp.run.read import spec_of
-from hetero_pp.run.yaml_file import ConfigFile
 
 YAML = """\
 name: t

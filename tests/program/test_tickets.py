@@ -20,6 +20,11 @@ from members import TIMEOUT
 from started import run_program
 from typer.testing import CliRunner
 
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.shared import keep_tokenizer, kept_tokenizer, own_configuration, require_data, told_of
+from hetero_pp.config.spec import RunSpec
+from hetero_pp.config.yaml_file import ConfigFile
 from hetero_pp.core.errors import ConfigError, LinkClosed, NewRun, RunFailed, RunOver
 from hetero_pp.messages.messages_pb2 import Report, StatusReply
 from hetero_pp.program.cli import app
@@ -33,11 +38,6 @@ from hetero_pp.program.launch.over import keep_over
 from hetero_pp.program.operate.operations import Operations
 from hetero_pp.program.report.lines import OwnRoundLines
 from hetero_pp.rpc.identities import Authority, Keys, Secret, Ticket, make_ticket, new_secret
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.shared import keep_tokenizer, kept_tokenizer, own_configuration, require_data, told_of
-from hetero_pp.run.spec import RunSpec
-from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.planner.grouping import group_spares
 from replica_groups.exchange.admission import RunForGuests
 from replica_groups.exchange.host import make_exchange
@@ -265,7 +265,7 @@ _HOLDS = """
 import signal, sys, time
 from pathlib import Path
 from hetero_pp.program.join.leave import leavable
-from hetero_pp.run.folder import RunFolder
+from hetero_pp.config.folder import RunFolder
 signal.signal(signal.SIGTERM, signal.default_int_handler)
 with leavable(RunFolder(Path(sys.argv[1])), sys.argv[2]):
     print("joined", flush=True)

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from hetero_pp.config.changed_keys import Changes
+from hetero_pp.config.changes import Changes
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.shared import listen_told, own_configuration
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.errors import ConfigError, MalformedMessage
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.shared import listen_told, own_configuration
-from hetero_pp.run.spec import RunSpec
 
 DATACENTER = {"name": "dc", "kind": "datacenter"}
 HOME = {"name": "home", "kind": "participants", "stages": [{"layers": 2}, {"layers": 2, "listen": "10.0.0.7:22"}]}

@@ -27,6 +27,8 @@ from test_run_state import (
     waiting,
 )
 
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.yaml_file import save_config
 from hetero_pp.core.bounded import parse_json
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2 import Report
@@ -38,8 +40,6 @@ from hetero_pp.program.view import run_view as run_view_module
 from hetero_pp.program.view import sources as sources_module
 from hetero_pp.program.view.run_view import Curve, KeyFrames, RunView
 from hetero_pp.program.view.sources import Record
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.yaml_file import save_config
 from replica_groups.exchange.joining import Text
 from replica_groups.exchange.memberships import LEFT
 

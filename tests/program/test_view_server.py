@@ -25,6 +25,8 @@ from test_run_state import START, begun, inner_step, made_up_reports, made_up_sp
 from test_view_data import recorded, run_folder, view_of
 from typer.testing import CliRunner
 
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.yaml_file import ConfigFile, spec_of
 from hetero_pp.core.errors import ConfigError, LinkClosed, RunFailed, RunOver
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2 import Report
@@ -47,9 +49,6 @@ from hetero_pp.program.view.server import (
 )
 from hetero_pp.program.view.sources import Predicted, Record, Watched
 from hetero_pp.rpc.identities import Authority, Identity, as_text, make_ticket, new_key
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.read import spec_of
-from hetero_pp.run.yaml_file import ConfigFile
 from replica_groups.exchange.memberships import Memberships
 
 MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.model.transformer import EMBEDDING
 from hetero_pp.outer.step import parameter_sha256, parameters_sha256
 from hetero_pp.research.settings import Every, ResearchConfig
 from hetero_pp.research.trainer.train import AllReplicas, train_fast
-from hetero_pp.run.spec import RunSpec
 from replica_groups.engines.ranks import Ranks, init_ranks
 
 METHODS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {

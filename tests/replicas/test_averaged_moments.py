@@ -9,12 +9,12 @@ import pytest
 import torch
 from table_config import table_config, tiny
 
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.research.trainer.measurements import contribution_bytes
 from hetero_pp.research.trainer.train import MOMENTS, AllReplicas, train_fast
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import RunSpec
 
 BATCHES = {"a": 2, "b": 6, "c": 4}
 HOME = {"name": "d", "kind": "participants", "stages": 2, "batch_size": 2, "boundary": {"rank": "1/4"}}

@@ -9,12 +9,12 @@ import pytest
 import torch
 from table_config import tiny
 
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.research.settings import Every
 from hetero_pp.research.trainer.measurements import BiasMeter, Products, uncompressed_twin
 from hetero_pp.research.trainer.train import AllReplicas, FastResult, train_fast
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import RunSpec
 from replica_groups.engines.ranks import ALONE
 
 

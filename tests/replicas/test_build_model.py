@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica, ReplicaSettings, StageSpec
+from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica, ReplicaSettings
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.model import compiler
 from hetero_pp.model.loss import gradient_of_logits
+from hetero_pp.model.part_settings import StageSpec
 from hetero_pp.model.transformer import ModelSettings, Transformer, initialise
 from replica_groups.engines.build import build_model
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from table_config import table_config, tiny
 
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.research.trainer.train import FastResult, train_fast
-from hetero_pp.run.spec import RunSpec
 
 METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sparseloco": ({}, {"ablations": {"adaptation": "stale"}}),

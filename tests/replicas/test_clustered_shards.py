@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.data.tokens import TokenStore, prepare_tokens
 from hetero_pp.research.settings import ResearchConfig
 from hetero_pp.research.trainer.clusters import find_clusters
 from hetero_pp.research.trainer.train import AllReplicas, train_fast
-from hetero_pp.run.spec import RunSpec
 
 NAMES = ["a", "b", "c"]
 STEPS, ROUNDS = 2, 4

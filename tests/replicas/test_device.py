@@ -13,9 +13,9 @@ from table_config import table_config
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.research.trainer.train import AllReplicas
-from hetero_pp.run.spec import RunSpec
 
 METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "adamw_ddp": ({"method": "adamw_ddp"}, {}),

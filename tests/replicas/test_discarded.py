@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from table_config import table_config, tiny
 
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.model.transformer import EMBEDDING
 from hetero_pp.research.trainer.train import AllReplicas
-from hetero_pp.run.spec import RunSpec
 
 EXACT = {"density": 1.0, "value_bits": 32, "quantiser": "levels", "error_feedback_decay": 0.0}
 """Everything is sent exactly, so the step of a round is the mean of the contributions."""

@@ -10,11 +10,11 @@ import pytest
 import torch
 from table_config import table_config, tiny
 
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.research.trainer.train import AllReplicas
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import RunSpec
 
 STEPS = 2
 

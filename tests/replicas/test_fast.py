@@ -14,6 +14,9 @@ import torch
 from table_config import table_config, tiny
 from torch import Tensor
 
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.batches import StoreBatches, validation_batches
 from hetero_pp.data.tokens import TokenStore, prepare_tokens
@@ -27,9 +30,6 @@ from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.research.trainer import contributions
 from hetero_pp.research.trainer.contributions import WORTH_NUMBA, fastest
 from hetero_pp.research.trainer.train import AllReplicas, FastResult, train_fast
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.spec import RunSpec
 from replica_groups.engines.plain import WholeReplica
 
 needs_numba = pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="numba is not installed")

@@ -14,6 +14,9 @@ import torch
 from table_config import table_config, tiny
 from torch import Tensor
 
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.tokens import TokenStore, prepare_tokens
 from hetero_pp.messages.messages_pb2 import Report
@@ -21,9 +24,6 @@ from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.research.trainer.participation import missed_in
 from hetero_pp.research.trainer.train import AllReplicas, train_fast
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.spec import RunSpec
 
 NAMES = ["a", "b", "c"]
 DENSITY, DECAY = 1 / 4, 0.9

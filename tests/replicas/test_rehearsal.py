@@ -10,14 +10,14 @@ import torch
 from grpc_threads import Ran, run_over_grpc
 from live_bytes import LiveBytes
 
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import RunSpec
+from hetero_pp.config.yaml_file import ConfigFile
 from hetero_pp.core.errors import MalformedContribution
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.model.transformer import shapes_by_block
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.spec import RunSpec
-from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.costs import cost_of
 from hetero_pp.simulator.prediction import predict
 from hetero_pp.simulator.traffic import blob_sizes, exchange_link_loads

@@ -11,13 +11,13 @@ import torch
 from table_config import table_config, tiny
 from torch import Tensor
 
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.pseudo_gradient.contribution import DecodedTensor
 from hetero_pp.research.settings import Every
 from hetero_pp.research.trainer.measurements import Similarities
 from hetero_pp.research.trainer.train import AllReplicas, train_fast
-from hetero_pp.run.spec import RunSpec
 
 DILOCO = {"method": "diloco"}
 SPARSE = {"compression": {"density": "1/16"}}

@@ -14,15 +14,15 @@ import torch
 from table_config import table_config, tiny
 from torch import Tensor
 
-from hetero_pp.config.topology import EmbeddingTraining
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.model.inner import InnerSettings
+from hetero_pp.model.part_settings import EmbeddingTraining
 from hetero_pp.model.transformer import EMBEDDING
 from hetero_pp.outer.gradient import Compressed, GradientOptimizer
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pipeline.subspace import random_basis
 from hetero_pp.research.trainer.train import AllReplicas
-from hetero_pp.run.spec import RunSpec
 
 RATE, DECAY, BETAS, STEPS = 0.01, 0.1, (0.9, 0.95), 3
 

@@ -11,6 +11,8 @@ import torch
 from table_config import table_config
 from torch import Tensor
 
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.outer.step import OuterOptimizer
@@ -19,8 +21,6 @@ from hetero_pp.research.experiments.result import facts, token_count
 from hetero_pp.research.settings import Every, ResearchConfig
 from hetero_pp.research.trainer.measurements import contribution_bytes
 from hetero_pp.research.trainer.train import AllReplicas, train_fast
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import RunSpec
 
 NAMES = ["a", "b", "c"]
 BATCHES = {"a": 2, "b": 2, "c": 3}

@@ -15,6 +15,9 @@ from table_config import table_config
 from torch import Tensor
 from typer.testing import CliRunner
 
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.spec import RunSpec
+from hetero_pp.config.yaml_file import save_config
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.messages.messages_pb2 import Report
@@ -25,9 +28,6 @@ from hetero_pp.pseudo_gradient.contribution import DecodedTensor
 from hetero_pp.research.settings import Every
 from hetero_pp.research.trainer.measurements import Measured
 from hetero_pp.research.trainer.train import AllReplicas, train_fast
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.spec import RunSpec
-from hetero_pp.run.yaml_file import save_config
 from hetero_pp.simulator.traffic import expected_volume
 
 ROUNDS = 3

@@ -11,11 +11,11 @@ import torch
 from pydantic import ValidationError
 from table_config import table_config, tiny
 
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.research.trainer.participation import missed_in
 from hetero_pp.research.trainer.train import AllReplicas
-from hetero_pp.run.spec import RunSpec
 
 BATCHES = {"a": 2, "b": 6, "c": 4}
 STEPS, ROUNDS, SEED = 2, 3, 3

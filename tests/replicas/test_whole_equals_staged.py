@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hetero_pp.config.topology import BoundarySettings, StageSpec
 from hetero_pp.model import loss
 from hetero_pp.model.compiler import can_compile, compile_layers
 from hetero_pp.model.inner import InnerSettings
+from hetero_pp.model.part_settings import BoundarySettings, StageSpec
 from hetero_pp.model.rope_scaling import RopeScaling
 from hetero_pp.model.transformer import EMBEDDING, ModelSettings, Transformer, build_part, initialise
 from hetero_pp.pipeline.coefficients import format_of, noise_key

@@ -16,8 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packets import Machine, Packets
 
-from hetero_pp.run.read import spec_of
-from hetero_pp.run.yaml_file import ConfigFile
+from hetero_pp.config.yaml_file import ConfigFile, spec_of
 from hetero_pp.simulator.events import DRAWN, GroupClock, GroupOfEvents, Hop, LineWay, OnSpan, fair_rates, inner_loops
 from hetero_pp.simulator.prediction import Prediction, predict
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 from grpc_threads import run_over_grpc
 
+from hetero_pp.config.yaml_file import ConfigFile, spec_of
 from hetero_pp.pseudo_gradient import blob_batches
-from hetero_pp.run.read import spec_of
-from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator import traffic
 from hetero_pp.simulator.traffic import blob_sizes, exchange_calls
 from replica_groups.exchange import decided, server

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import RunSpec
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.simulator.events import DRAWN, GroupClock, inner_loops
 from hetero_pp.simulator.fleets import fleets_of
 from hetero_pp.simulator.prediction import predict

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from live_bytes import LiveBytes
 
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.model import loss
 from hetero_pp.model.transformer import Transformer
 from hetero_pp.program.launch import in_process
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.memory import Memory, Phase, memory_of_exchange, memory_of_member
 from replica_groups.engines import build
 from replica_groups.exchange.auditor import Auditor

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.model.transformer import block_of
 from hetero_pp.pipeline.schedule import Action, one_forward_one_backward
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.prediction import Prediction, predict
 from hetero_pp.simulator.traffic import message_bytes
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hetero_pp.config.topology import AnchorSettings, BoundarySettings, StageSpec
 from hetero_pp.model.inner import InnerSettings
+from hetero_pp.model.part_settings import AnchorSettings, BoundarySettings, StageSpec
 from hetero_pp.model.transformer import ModelSettings, build_part, initialise
 from hetero_pp.pipeline.coefficients import format_of, noise_key
 from hetero_pp.pipeline.subspace import random_basis

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from hetero_pp.config.links import LinkShape, LinkSpec
-from hetero_pp.config.topology import StageSpec
+from hetero_pp.config.lines import LinkShape, LinkSpec
 from hetero_pp.core.seeds import seed_of
 from hetero_pp.link.in_process import in_process_pair
 from hetero_pp.link.protocol import Message, pack_tokens
 from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, LinkHeader
 from hetero_pp.model.inner import InnerSettings
+from hetero_pp.model.part_settings import StageSpec
 from hetero_pp.model.transformer import (
     EMBEDDING,
     AfterLayer,

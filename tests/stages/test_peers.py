@@ -9,9 +9,9 @@ import torch
 from scipy.linalg import hadamard
 from torch import Tensor
 
-from hetero_pp.config.topology import BoundarySettings
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.model.inner import InnerSettings
+from hetero_pp.model.part_settings import BoundarySettings
 from hetero_pp.model.transformer import ModelSettings
 from hetero_pp.pipeline.coefficients import noise_key
 from hetero_pp.research.settings import PeerSettings

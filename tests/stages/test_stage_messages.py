@@ -23,12 +23,12 @@ from stage_groups import (
 )
 from torch import Tensor
 
-from hetero_pp.config.links import LinkSpec
-from hetero_pp.config.topology import StageSpec
+from hetero_pp.config.lines import LinkSpec
 from hetero_pp.core.errors import PeerAtFault
 from hetero_pp.link.in_process import InProcessLinkEnd, in_process_pair
 from hetero_pp.link.protocol import Message, pack_tokens
 from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, FLUSH, GRADIENT, LinkHeader
+from hetero_pp.model.part_settings import StageSpec
 from hetero_pp.model.transformer import EMBEDDING, Transformer, build_part, initialise, parameters_of
 from hetero_pp.pipeline.coefficients import Floats
 from stages.boundary import Boundary

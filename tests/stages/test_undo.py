@@ -11,11 +11,11 @@ import torch
 from stage_members import StageMembers, group_spec, links_of
 from torch import Tensor
 
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.errors import LinkClosed
 from hetero_pp.link.in_process import in_process_pair
 from hetero_pp.link.protocol import LinkEnds
 from hetero_pp.pipeline.schedule import Action
-from hetero_pp.run.spec import RunSpec
 from stages.worker import StageWorker
 
 

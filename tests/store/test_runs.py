@@ -18,12 +18,12 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 from typer.testing import CliRunner
 
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.yaml_file import ConfigFile
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.program.cli import app
 from hetero_pp.program.export import export
 from hetero_pp.program.launch.command import run_topology
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.store.lease import acting_for
 from hetero_pp.store.settings import StoreSettings
 from replica_groups.exchange.log import checkpoint_key, record_key

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 from started import Started
 
+from hetero_pp.config.checkpoint import RunCheckpoint, initial_checkpoint
 from hetero_pp.core.errors import DamagedFile, StoreError
 from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry, RoundRecord
 from hetero_pp.model.transformer import ModelShape
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
-from hetero_pp.run.checkpoint import RunCheckpoint, initial_checkpoint
 from hetero_pp.store.folder import FolderStore, reading, writing
 from hetero_pp.store.objects import ObjectStore
 from hetero_pp.store.opening import open_store

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from hetero_pp.config.settings import Bandwidth, Duration, Ratio, Settings, Size
+from hetero_pp.core.settings import Bandwidth, Duration, Ratio, Settings, Size
 from hetero_pp.core.units import (
     BITS_PER_SECOND,
     BYTES,

@@ -65,10 +65,10 @@ def simulate(
 ) -> None:
     """Predict times, utilization, bytes and memory of a run, without training."""
     with readable_errors():
+        from hetero_pp.config.overrides import Given
         from hetero_pp.program.calibrate import calibrated
         from hetero_pp.program.simulate import Outputs
         from hetero_pp.program.simulate import simulate as predict_and_print
-        from hetero_pp.run.changes import Given
 
         outputs = Outputs(json_path, timeline, chart)
         settings: list[Given] = [*overrides, *calibrated(calibration)]

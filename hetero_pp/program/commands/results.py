@@ -294,6 +294,6 @@ def methods() -> None:
 def schema() -> None:
     """Print the JSON schema of a run's YAML, for editors."""
     with readable_errors():
-        from hetero_pp.run.config import RunConfig
+        from hetero_pp.config.run_config import RunConfig
 
         print(json.dumps(RunConfig.model_json_schema(), indent=2))

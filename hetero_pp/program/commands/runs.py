@@ -81,10 +81,10 @@ def launch(
         from hetero_pp.program.launch.fork_server import importing
 
         with importing():
+            from hetero_pp.config.overrides import Given, Override
             from hetero_pp.program.launch.command import Host, print_commands, run_on_this_host, run_topology
             from hetero_pp.program.launch.mode import Invocation
             from hetero_pp.program.operate.operations import operated
-            from hetero_pp.run.changes import Given, Override
 
         as_typed = shlex.join(["--from", str(weights)])
         from_weights = [] if weights is None else [Override(("model", "weights"), str(weights), as_typed)]
@@ -125,13 +125,13 @@ def rehearse(
     Prints times, utilization and bytes beside what `simulate` predicts, and where they part (docs/rehearse.md).
     """
     with readable_errors(log_format):
+        from hetero_pp.config.overrides import Given
         from hetero_pp.program.calibrate import calibrated
         from hetero_pp.program.launch.command import run_topology
         from hetero_pp.program.launch.launch_rehearsal import launch_rehearsal
         from hetero_pp.program.launch.mode import Invocation
         from hetero_pp.program.operate.operations import operated
         from hetero_pp.program.rehearse.command import AsRehearsal
-        from hetero_pp.run.changes import Given
 
         settings: list[Given] = [*overrides, *calibrated(calibration)]
         mode = AsRehearsal(rounds, steps, json_path)
@@ -161,7 +161,7 @@ def serve(
 ) -> None:
     """Serve a run's exchange on this host, and admit other hosts by tickets (docs/hosts.md)."""
     with readable_errors(log_format):
-        from hetero_pp.config.links import EXCHANGE
+        from hetero_pp.config.lines import EXCHANGE
         from hetero_pp.program.launch.command import Host, run_on_this_host
         from hetero_pp.program.launch.mode import AS_A_RUN, Invocation
         from hetero_pp.program.operate.operations import operated

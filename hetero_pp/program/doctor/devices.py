@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 
+from hetero_pp.config.member_inputs import devices_of, in_words
 from hetero_pp.core.device import accelerators, name_of
 from hetero_pp.core.units import format_names
 from hetero_pp.program.doctor.finding import Finding, fail, ok, warn
 from hetero_pp.program.doctor.subject import CheckedPart, Subject
 from hetero_pp.program.launch.this_machine import limits_of
-from hetero_pp.run.devices import devices_of, in_words
 
 _SHOWN = 4
 _NVIDIA = Path("/proc/driver/nvidia/version")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hetero_pp.config.lines import WAYS, Way
-from hetero_pp.config.links import stage_link_name
+from hetero_pp.config.lines import WAYS, Way, stage_link_name
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.topology import ParticipantsReplica
 from hetero_pp.core.errors import Refused
 from hetero_pp.core.units import format_bytes, format_seconds
@@ -14,7 +14,6 @@ from hetero_pp.program.doctor.subject import Subject
 from hetero_pp.program.launch.this_machine import LONG_STEP
 from hetero_pp.program.rehearse.own_line import shown_rates, too_slow
 from hetero_pp.rpc.admission_client import Rate, measure
-from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.traffic import stage_link_loads
 
 

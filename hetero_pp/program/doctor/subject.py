@@ -10,7 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hetero_pp.config.links import EXCHANGE
+from hetero_pp.config.folder import RunFolder, run_folder
+from hetero_pp.config.lines import EXCHANGE
+from hetero_pp.config.shared import own_configuration
+from hetero_pp.config.spec import RunSpec
+from hetero_pp.config.yaml_file import ConfigFile
 from hetero_pp.core.bounded import parse_json
 from hetero_pp.core.errors import ConfigError, HeteroPPError, LinkTimeout, Refused
 from hetero_pp.core.ticket_text import is_ticket
@@ -24,10 +28,6 @@ from hetero_pp.program.launch.inputs import settled
 from hetero_pp.rpc.admission_client import preview
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, version_complaint
 from hetero_pp.rpc.identities import Identity, Ticket
-from hetero_pp.run.folder import RunFolder, run_folder
-from hetero_pp.run.shared import own_configuration
-from hetero_pp.run.spec import RunSpec
-from hetero_pp.run.yaml_file import ConfigFile
 
 SECONDS_TO_ASK = 3.0
 """Seconds within which the exchange has to answer."""

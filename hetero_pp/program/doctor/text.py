@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from hetero_pp.config.shared import require_data
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.units import format_bytes
 from hetero_pp.data.corpora import corpus_bytes, documents
@@ -13,7 +14,6 @@ from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokens import is_encoded, prepare_tokens
 from hetero_pp.program.doctor.finding import Finding, NotChecked, fail, ok, warn
 from hetero_pp.program.doctor.subject import CheckedPart, Subject
-from hetero_pp.run.shared import require_data
 
 MOST_ENCODED_BYTES = 64e6
 """Bytes of text that are encoded to compare it: a few seconds."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
+from hetero_pp.config.yaml_file import ConfigFile
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.files import write_whole
 from hetero_pp.core.units import format_count, format_duration, format_seconds
@@ -15,7 +16,6 @@ from hetero_pp.program.init.draft import Draft, draft
 from hetero_pp.program.init.questions import Answers, complete
 from hetero_pp.program.init.yaml_text import yaml_of
 from hetero_pp.program.report.output import announce, standard_output
-from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.costs import HOW_TO_NAME
 
 _PORT = 47600

@@ -12,12 +12,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.prompt import Prompt
 
+from hetero_pp.config.run_config import valid_run_name
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.units import SECONDS, parse_quantity
 from hetero_pp.data.settings import INSTALLED, STREAMED
 from hetero_pp.model.transformer import PRESETS
 from hetero_pp.program.report.output import standard_output, tell
-from hetero_pp.run.config import valid_run_name
 
 _DURATIONS = {**SECONDS, "d": 86400.0, "day": 86400.0, "days": 86400.0, "hours": 3600.0}
 _FACTORS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9}

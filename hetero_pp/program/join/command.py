@@ -8,8 +8,13 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetero_pp.config.lines import Way
-from hetero_pp.config.links import RELAYED
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.lines import RELAYED, Way
+from hetero_pp.config.member_inputs import in_words
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.shared import listen_told, own_configuration, require_data
+from hetero_pp.config.spec import RunSpec
+from hetero_pp.config.yaml_file import ConfigFile, save_config
 from hetero_pp.core.device import resolved
 from hetero_pp.core.errors import (
     ConfigError,
@@ -41,12 +46,6 @@ from hetero_pp.program.report.output import announce, shown_reading, standard_ou
 from hetero_pp.rpc.admission_client import Rate, give, measure
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.identities import InvitedKeys, Ticket
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.devices import in_words
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.shared import listen_told, own_configuration, require_data
-from hetero_pp.run.spec import RunSpec
-from hetero_pp.run.yaml_file import ConfigFile, save_config
 from hetero_pp.store.opening import parsed
 from hetero_pp.store.settings import StoreSettings
 from replica_groups.exchange.memberships import PARTED, RESERVED_SECONDS

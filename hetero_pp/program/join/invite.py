@@ -12,8 +12,11 @@ from datetime import datetime
 from difflib import get_close_matches
 from pathlib import Path
 
-from hetero_pp.config.links import LAUNCHER
+from hetero_pp.config.folder import RunFolder, run_folder
+from hetero_pp.config.lines import LAUNCHER
+from hetero_pp.config.run_config import RunConfig
 from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica
+from hetero_pp.config.yaml_file import config_of
 from hetero_pp.core.errors import ConfigError, HeteroPPError
 from hetero_pp.core.units import SECONDS, parse_quantity
 from hetero_pp.program.join.on_disk import is_running, read_run_on_disk
@@ -23,9 +26,6 @@ from hetero_pp.program.launch.over import over_on_disk
 from hetero_pp.program.report.output import announce, complain
 from hetero_pp.rpc.admission_client import status
 from hetero_pp.rpc.identities import Authority, Secret, make_ticket
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.folder import RunFolder, run_folder
-from hetero_pp.run.read import config_of
 from replica_groups.exchange.memberships import Memberships
 from replica_groups.exchange.stall_detector import NAMED, listed
 

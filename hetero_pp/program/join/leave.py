@@ -9,11 +9,11 @@ from pathlib import Path
 
 import psutil
 
+from hetero_pp.config.folder import RunFolder, run_folder
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.files import write_whole
 from hetero_pp.program.join.processes import own_process, running_process
 from hetero_pp.program.report.output import announce
-from hetero_pp.run.folder import RunFolder, run_folder
 
 SECONDS = 30.0
 """Seconds to wait until an interrupted process has left."""

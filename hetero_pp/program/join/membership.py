@@ -11,6 +11,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.shared import keep_tokenizer, kept_tokenizer
 from hetero_pp.core.bounded import read_bounded, read_json_object
 from hetero_pp.core.errors import HeteroPPError, LinkTimeout, Refused, StoreError, TooMuch
 from hetero_pp.core.files import write_whole
@@ -22,8 +24,6 @@ from hetero_pp.program.launch.over import forget_over
 from hetero_pp.rpc.admission_client import be_probed, enrol, renew
 from hetero_pp.rpc.exchange_service import MOST_BETWEEN
 from hetero_pp.rpc.identities import Credentials, Identity, Ticket, as_text, key_from_text, new_key, signing_request
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.shared import keep_tokenizer, kept_tokenizer
 
 _KEY, _CERTIFICATE, _ABOUT, _WAITING = "key.pem", "certificate.pem", "about.json", "waiting.json"
 _PEM_BYTES_MAX = 20_000

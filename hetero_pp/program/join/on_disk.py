@@ -6,14 +6,14 @@ import shlex
 from contextlib import suppress
 from dataclasses import dataclass
 
-from hetero_pp.config.changed_keys import LAST, read_changes
-from hetero_pp.config.links import EXCHANGE
+from hetero_pp.config.changes import LAST, read_changes
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.lines import EXCHANGE
+from hetero_pp.config.yaml_file import config_of
 from hetero_pp.core.bounded import read_json_object
 from hetero_pp.program.launch.claim import is_held
 from hetero_pp.program.report.events import last_closed
 from hetero_pp.program.report.recorder import INTERRUPTED
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.read import config_of
 
 
 @dataclass(frozen=True)

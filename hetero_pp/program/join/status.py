@@ -9,7 +9,9 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
-from hetero_pp.config.links import LAUNCHER
+from hetero_pp.config.folder import RunFolder, own_parts, run_folder
+from hetero_pp.config.lines import LAUNCHER
+from hetero_pp.config.yaml_file import config_of, read_run
 from hetero_pp.core.errors import ConfigError, HeteroPPError, LinkTimeout, Refused
 from hetero_pp.core.files import write_json
 from hetero_pp.core.ticket_text import is_ticket
@@ -28,8 +30,6 @@ from hetero_pp.program.report.output import announce
 from hetero_pp.program.report.state import RunState
 from hetero_pp.rpc.admission_client import status as ask
 from hetero_pp.rpc.identities import Authority, Identity, Ticket
-from hetero_pp.run.folder import RunFolder, own_parts, run_folder
-from hetero_pp.run.read import config_of, read_run
 from replica_groups.exchange.memberships import Memberships
 from replica_groups.exchange.stall_detector import listed
 

@@ -8,12 +8,12 @@ from datetime import datetime
 from rich.console import Console
 from rich.table import Table
 
-from hetero_pp.config.links import RELAYED
+from hetero_pp.config.lines import RELAYED
+from hetero_pp.config.member_inputs import in_words
 from hetero_pp.core.units import format_bytes, format_count, format_seconds, format_share
 from hetero_pp.messages.messages_pb2 import SlotStatus, StatusReply
 from hetero_pp.program.report.output import standard_output, tell
 from hetero_pp.rpc.limits import plain
-from hetero_pp.run.devices import in_words
 from replica_groups.exchange.memberships import IssuedTicket
 from replica_groups.exchange.stall_detector import listed
 

@@ -10,11 +10,11 @@ from functools import cached_property
 
 import psutil
 
-from hetero_pp.config.links import EXCHANGE, RELAYED
+from hetero_pp.config.lines import EXCHANGE, RELAYED
+from hetero_pp.config.run_config import RunConfig
 from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.sockets import host_and_port
-from hetero_pp.run.config import RunConfig
 
 RELAY_KEY = ("exchange", "relay")
 

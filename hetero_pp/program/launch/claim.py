@@ -9,10 +9,10 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.run_config import RunConfig
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.program.report.output import announce
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.folder import RunFolder
 from hetero_pp.store.lease import acting_for
 
 LOCKS = ".locks"

@@ -6,9 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetero_pp.config.changed_keys import Values
-from hetero_pp.config.links import EXCHANGE
+from hetero_pp.config.changes import Values
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.lines import EXCHANGE
+from hetero_pp.config.member_inputs import in_words
+from hetero_pp.config.overrides import Given
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.topology import DatacenterReplica
+from hetero_pp.config.yaml_file import ConfigFile, save_config
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.files import print_without_fail
 from hetero_pp.program.defences import defence_lines
@@ -35,11 +40,6 @@ from hetero_pp.program.report.json_lines import name_run
 from hetero_pp.program.report.lines import OwnRoundLines
 from hetero_pp.program.report.output import announce, shown_reading, standard_output, tell
 from hetero_pp.rpc.identities import Secret, SecretKeys, new_secret
-from hetero_pp.run.changes import Given
-from hetero_pp.run.devices import in_words
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.spec import RunSpec
-from hetero_pp.run.yaml_file import ConfigFile, save_config
 
 
 @dataclass(frozen=True)

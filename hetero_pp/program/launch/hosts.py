@@ -11,9 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetero_pp.config.changed_keys import Values
-from hetero_pp.config.links import EXCHANGE, RELAYED
+from hetero_pp.config.changes import Values
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.lines import EXCHANGE, RELAYED
+from hetero_pp.config.overrides import Given
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.topology import ParticipantsReplica, ReplicaSettings
+from hetero_pp.config.yaml_file import ConfigFile
 from hetero_pp.core.errors import ConfigError, RunFailed, RunOver
 from hetero_pp.core.files import write_whole
 from hetero_pp.core.units import format_seconds
@@ -28,11 +33,6 @@ from hetero_pp.program.report.json_lines import about_report
 from hetero_pp.program.report.lines import OwnRoundLines
 from hetero_pp.rpc.connections import reports_to_members
 from hetero_pp.rpc.identities import Keys, Secret, SecretKeys
-from hetero_pp.run.changes import Given
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.spec import RunSpec
-from hetero_pp.run.yaml_file import ConfigFile
 
 TOKEN_FILE = "token"
 """Name of the token's file in the commands for all hosts."""

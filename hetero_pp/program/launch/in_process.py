@@ -9,8 +9,11 @@ from types import MappingProxyType
 
 import torch
 
-from hetero_pp.config.changed_keys import Values
-from hetero_pp.config.links import EXCHANGE, stage_link_name
+from hetero_pp.config.changes import Values
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.lines import EXCHANGE, stage_link_name
+from hetero_pp.config.member_inputs import devices_of
+from hetero_pp.config.spec import MemberSpec, RunSpec
 from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica
 from hetero_pp.core.errors import ConfigError, LinkClosed, OutOfMemory, RunFailed
 from hetero_pp.link.in_process import InProcessLink
@@ -19,9 +22,6 @@ from hetero_pp.link.shaping import Lines
 from hetero_pp.messages.messages_pb2 import GIVEN_UP, Failure, MembershipEvent, Report
 from hetero_pp.program.launch.watcher import Watcher
 from hetero_pp.program.report.recorder import INTERRUPTED
-from hetero_pp.run.devices import devices_of
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.store.faults import Missed
 from replica_groups.audit.in_exchange import Followers, audited, followed
 from replica_groups.engines.ranks import Ranks

@@ -9,8 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hetero_pp.config.audit import LEAST_SEQUENCES
-from hetero_pp.config.links import EXCHANGE
+from hetero_pp.config.checkpoint import require_weights
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.lines import EXCHANGE
+from hetero_pp.config.member_inputs import devices_of, replica_batches, require_own_steps
+from hetero_pp.config.overrides import Key
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.topology import DatacenterReplica
+from hetero_pp.config.yaml_file import ConfigFile, needed_vocabulary
 from hetero_pp.core.device import name_of
 from hetero_pp.core.errors import ConfigError, HeteroPPError, StoreError
 from hetero_pp.core.progress import OnProgress, untold
@@ -19,16 +26,6 @@ from hetero_pp.program.defences import defended
 from hetero_pp.program.launch.addresses import fixed_addresses, require_relay
 from hetero_pp.program.launch.hosts import members_named, require_reachable
 from hetero_pp.program.launch.this_machine import Limit, limits_of, require_carried
-from hetero_pp.run.batches import replica_batches
-from hetero_pp.run.checkpoint import require_weights
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.devices import devices_of
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.known_keys import Key
-from hetero_pp.run.read import needed_vocabulary
-from hetero_pp.run.round_optimizer import require_own_steps
-from hetero_pp.run.spec import RunSpec
-from hetero_pp.run.yaml_file import ConfigFile
 from replica_groups.audit.gauntlet.losses import Texts
 from replica_groups.audit.gauntlet.replica_scores import require_openskill
 from replica_groups.engines.build import require_engine

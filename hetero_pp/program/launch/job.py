@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hetero_pp.config.changed_keys import Values
+from hetero_pp.config.changes import Values
+from hetero_pp.config.folder import RunFolder
 from hetero_pp.core.errors import HeteroPPError
-from hetero_pp.run.folder import RunFolder
 
 FAILED = 1
 CONSEQUENCE = 3

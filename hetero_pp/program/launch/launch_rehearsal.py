@@ -14,8 +14,11 @@ from typing import NoReturn
 
 import torch
 
-from hetero_pp.config.changed_keys import Values
-from hetero_pp.config.links import EXCHANGE, LAUNCHER
+from hetero_pp.config.changes import Values
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.lines import EXCHANGE, LAUNCHER
+from hetero_pp.config.spec import RunSpec
+from hetero_pp.config.yaml_file import read_run
 from hetero_pp.core.errors import HeteroPPError, LinkError, RunFailed
 from hetero_pp.link.shaping import Lines
 from hetero_pp.messages.messages_pb2 import Report
@@ -26,9 +29,6 @@ from hetero_pp.program.launch.open_files import require_open_files
 from hetero_pp.program.launch.supervisor import Supervisor, launch
 from hetero_pp.rpc.connections import NetworkConnections
 from hetero_pp.rpc.identities import Credentials, Secret, SecretKeys, new_secret
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.read import read_run
-from hetero_pp.run.spec import RunSpec
 from replica_groups.member.take_part import take_part
 
 MOST_ALONE = 8

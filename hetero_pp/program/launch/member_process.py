@@ -25,8 +25,11 @@ from typing import Any, NoReturn
 
 import torch
 
-from hetero_pp.config.links import EXCHANGE, exchange_link_name
+from hetero_pp.config.lines import EXCHANGE, exchange_link_name
+from hetero_pp.config.shared import told_of
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.topology import DatacenterReplica
+from hetero_pp.config.yaml_file import read_run
 from hetero_pp.core.errors import (
     ConfigError,
     HeteroPPError,
@@ -45,9 +48,6 @@ from hetero_pp.rpc.channels import giving_freed_memory_back
 from hetero_pp.rpc.connections import NetworkConnections
 from hetero_pp.rpc.identities import Credentials, Secret
 from hetero_pp.rpc.relay import MeetingPoint
-from hetero_pp.run.read import read_run
-from hetero_pp.run.shared import told_of
-from hetero_pp.run.spec import RunSpec
 from hetero_pp.store.faults import Faults
 from replica_groups.audit.in_exchange import audited, followed
 from replica_groups.engines.ranks import Ranks

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 from rich.console import Console
 
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.spec import RunSpec
+from hetero_pp.config.yaml_file import ConfigFile
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.operate.operations import Operations
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.summary import print_result, summary_of
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.spec import RunSpec
-from hetero_pp.run.yaml_file import ConfigFile
 
 
 class Mode:

@@ -7,12 +7,12 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
-from hetero_pp.config.changed_keys import read_changes
+from hetero_pp.config.changes import read_changes
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.yaml_file import config_of
 from hetero_pp.core.bounded import read_json_object
 from hetero_pp.core.errors import RunOver
 from hetero_pp.core.files import write_whole
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.read import config_of
 from replica_groups.exchange.open_log import open_log
 
 

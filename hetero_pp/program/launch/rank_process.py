@@ -18,14 +18,14 @@ from typing import NoReturn
 
 import torch
 
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.yaml_file import read_run
 from hetero_pp.core.errors import HeteroPPError, LinkError, RunFailed
 from hetero_pp.link.shaping import Lines
 from hetero_pp.program.launch.fork_server import begin_forked
 from hetero_pp.program.launch.job import CONSEQUENCE
 from hetero_pp.rpc.connections import NetworkConnections
 from hetero_pp.rpc.identities import Credentials
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.read import read_run
 from hetero_pp.store.faults import Missed
 from replica_groups.engines.ranks import Ranks, init_ranks
 from replica_groups.member.stopping import Stopping

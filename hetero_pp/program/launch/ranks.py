@@ -17,6 +17,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from hetero_pp.config.folder import RunFolder
 from hetero_pp.config.topology import DatacenterReplica
 from hetero_pp.core.errors import HeteroPPError, RunFailed
 from hetero_pp.core.host_memory import MemoryKills
@@ -25,7 +26,6 @@ from hetero_pp.program.launch.job import CONSEQUENCE, RankDied
 from hetero_pp.program.launch.rank_process import RankJob, rank_main
 from hetero_pp.program.launch.rendezvous import BACKEND, interface_towards, meeting_place, register
 from hetero_pp.rpc.identities import Credentials
-from hetero_pp.run.folder import RunFolder
 
 
 def run_ranks(

@@ -7,8 +7,20 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from hetero_pp.config.changed_keys import PENDING, REPLICAS, Changes, Values, read_changes, write_changes
-from hetero_pp.config.links import EXCHANGE
+from hetero_pp.config.changes import (
+    PENDING,
+    REPLICAS,
+    Agreement,
+    Changes,
+    Values,
+    described,
+    read_changes,
+    write_changes,
+)
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.lines import EXCHANGE
+from hetero_pp.config.spec import RunSpec, require_known_basis
+from hetero_pp.config.yaml_file import save_config
 from hetero_pp.core.errors import ConfigError, HeteroPPError, RunFailed
 from hetero_pp.messages.messages_pb2 import Begun, Report
 from hetero_pp.program.launch.claim import claim_all
@@ -24,10 +36,6 @@ from hetero_pp.program.report.membership_event_lines import words_of
 from hetero_pp.program.report.output import announce, standard_output, tell
 from hetero_pp.program.report.recorder import INTERRUPTED, Recorder
 from hetero_pp.program.report.state import RunState
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.same import Agreement, described, require_known_basis
-from hetero_pp.run.spec import RunSpec
-from hetero_pp.run.yaml_file import save_config
 from replica_groups.exchange.open_log import fetch_configuration, keep_configuration, open_log, require_unused
 
 MOST_REFUSALS = 20

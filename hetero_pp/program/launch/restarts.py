@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 
-from hetero_pp.run.config import RestartSettings
+from hetero_pp.config.run_config import RestartSettings
 
 
 class Restarts:

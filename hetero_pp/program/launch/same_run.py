@@ -6,14 +6,25 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hetero_pp.config.changed_keys import REPLICAS, Changes, read_changes, replicas_of, values_of, with_values
-from hetero_pp.config.settings import NotPartOf, meaning
+from hetero_pp.config.changes import (
+    REPLICAS,
+    Agreement,
+    Changes,
+    changed_entries,
+    differences,
+    read_changes,
+    replicas_of,
+    shown,
+    values_of,
+    wanted_replicas,
+    with_values,
+)
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.overrides import Key
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.yaml_file import config_of, require_trained
 from hetero_pp.core.errors import ConfigError, dotted
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.known_keys import Key
-from hetero_pp.run.read import config_of, require_trained
-from hetero_pp.run.same import Agreement, changed_entries, differences, shown, wanted_replicas
+from hetero_pp.core.settings import NotPartOf, meaning
 
 
 def require_same_run(config: RunConfig, given: Sequence[Key], folder: RunFolder) -> Agreement:

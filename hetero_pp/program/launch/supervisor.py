@@ -19,8 +19,11 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from typing import Self
 
-from hetero_pp.config.changed_keys import Values
-from hetero_pp.config.links import EXCHANGE, LAUNCHER
+from hetero_pp.config.changes import Values
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.lines import EXCHANGE, LAUNCHER
+from hetero_pp.config.member_inputs import devices_of
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.errors import GivenUp, RunFailed
 from hetero_pp.core.files import write_whole
 from hetero_pp.core.host_memory import MemoryKills
@@ -35,9 +38,6 @@ from hetero_pp.program.launch.start_job import start_job
 from hetero_pp.program.launch.watcher import Watcher
 from hetero_pp.rpc.connections import reports_of, tell_died
 from hetero_pp.rpc.identities import Keys, Secret, SecretKeys, new_secret
-from hetero_pp.run.devices import devices_of
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.spec import RunSpec
 from hetero_pp.store.faults import Faults
 
 _SECONDS_FOR_THE_CAUSE = 5.0

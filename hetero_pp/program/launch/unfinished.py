@@ -12,16 +12,16 @@ from pathlib import Path
 
 from rich.prompt import Prompt
 
-from hetero_pp.config.changed_keys import Changes, read_changes
-from hetero_pp.config.links import EXCHANGE
+from hetero_pp.config.changes import Changes, read_changes
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.lines import EXCHANGE
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.yaml_file import config_of
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.units import format_count
 from hetero_pp.program.launch.claim import claim_all
 from hetero_pp.program.launch.inputs import Prepared
 from hetero_pp.program.report.output import SafeConsole, standard_output, tell
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.read import config_of
 from replica_groups.exchange.memberships import Memberships
 from replica_groups.exchange.open_log import fetch_configuration, open_log
 from replica_groups.member.saved_states import SavedStates

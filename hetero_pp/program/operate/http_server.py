@@ -19,7 +19,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from hetero_pp.config.links import LOOPBACK_NAMES, is_loopback
+from hetero_pp.config.lines import LOOPBACK_NAMES, is_loopback
 from hetero_pp.config.topology import parse_address
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.sockets import host_and_port

@@ -14,8 +14,7 @@ from importlib.metadata import version
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from hetero_pp.config.lines import WAYS, Way
-from hetero_pp.config.links import DIRECTIONS, EXCHANGE
+from hetero_pp.config.lines import DIRECTIONS, EXCHANGE, WAYS, Way
 from hetero_pp.core.units import bytes_per_second
 from hetero_pp.messages.messages_pb2 import STORING
 from hetero_pp.messages.refusals import Kind

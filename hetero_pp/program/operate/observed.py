@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import StrEnum
 
-from hetero_pp.config.links import DIRECTIONS, Direction
+from hetero_pp.config.lines import DIRECTIONS, Direction
 from hetero_pp.core.units import format_seconds
 from hetero_pp.messages.messages_pb2 import STORING, Report
 from hetero_pp.program.report.lines import STALL_SECONDS, sender, waiting_line

@@ -10,6 +10,10 @@ from typing import Any
 import psutil
 from rich.console import Console
 
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import RunSpec
+from hetero_pp.config.yaml_file import ConfigFile
 from hetero_pp.core.errors import ConfigError, RunFailed
 from hetero_pp.core.files import write_json
 from hetero_pp.core.units import format_count, format_duration, format_percent
@@ -20,10 +24,6 @@ from hetero_pp.program.rehearse.show import MARK, print_comparison
 from hetero_pp.program.report.output import announce, say
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.show_prediction import print_assumption
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.spec import RunSpec
-from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.costs import assumed_in
 from hetero_pp.simulator.prediction import Prediction, predict
 

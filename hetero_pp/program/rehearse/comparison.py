@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
-from hetero_pp.config.links import DIRECTIONS, Direction
+from hetero_pp.config.lines import DIRECTIONS, Direction
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.messages.messages_pb2 import MeasuredLine, MemberRound, Report
-from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.prediction import Prediction
 
 APART = 0.03

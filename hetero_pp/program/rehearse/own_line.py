@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 
-from hetero_pp.config.lines import WAYS, Way
-from hetero_pp.config.links import EXCHANGE
+from hetero_pp.config.lines import EXCHANGE, WAYS, Way
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.units import format_bits_per_second, format_bytes, format_percent
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.launch.mode import Mode
 from hetero_pp.program.rehearse.command import Predictions
 from hetero_pp.program.rehearse.comparison import NOTHING_TIMED, RehearsalComparison, Timings, compare, share
 from hetero_pp.rpc.admission_client import Rate
-from hetero_pp.run.spec import RunSpec
 
 ENOUGH = 0.05
 """Share of a step up to which a line may hold its neighbours up."""

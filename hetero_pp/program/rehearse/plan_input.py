@@ -9,12 +9,12 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from hetero_pp.config.lines import LineSettings
+from hetero_pp.config.predictions import SimulateSettings
+from hetero_pp.config.run_config import RunConfig
 from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica, ReplicaSettings, StageSettings
 from hetero_pp.core.bounded import read_json_object
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.units import format_bits_per_second, format_count
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.simulate_section import SimulateSettings
 
 _RATES = TypeAdapter(dict[str, dict[str, float]])
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
-from hetero_pp.config.links import DIRECTIONS
+from hetero_pp.config.lines import DIRECTIONS
 from hetero_pp.core.units import (
     format_bits_per_second,
     format_bytes,

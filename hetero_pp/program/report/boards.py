@@ -15,11 +15,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, Protocol
 
+from hetero_pp.config.yaml_file import config_text
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.files import LastingLog, write_whole
 from hetero_pp.messages.messages_pb2 import LinkUse, Report
 from hetero_pp.program.report.state import RunState
-from hetero_pp.run.yaml_file import config_text
 
 _WANDB_SECONDS = 30.0  # seconds in which the service has to answer at the start and at the end
 PROJECT = "hetero-pp"  # project under which services keep runs

@@ -12,8 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from hetero_pp.config.lines import WAYS
-from hetero_pp.config.links import DIRECTIONS
+from hetero_pp.config.lines import DIRECTIONS, WAYS
 from hetero_pp.core.units import format_bytes, format_share
 from hetero_pp.messages.messages_pb2 import Waiting
 from hetero_pp.program.report.json_lines import about

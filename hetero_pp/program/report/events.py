@@ -15,12 +15,12 @@ from typing import Any
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from hetero_pp.config.links import EXCHANGE
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.lines import EXCHANGE
+from hetero_pp.config.run_config import RunConfig
 from hetero_pp.core.bounded import before_gap, parse_json
 from hetero_pp.core.errors import DamagedFile
 from hetero_pp.messages.messages_pb2 import BlobEntry, Report, RoundRecord
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.folder import RunFolder
 from replica_groups.exchange.open_log import open_log
 
 LINE_BYTES_MAX = 2**20

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from hetero_pp.config.links import DIRECTIONS, LinkSpec
+from hetero_pp.config.lines import DIRECTIONS, LinkSpec
+from hetero_pp.config.predictions import hardware_of
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.topology import DatacenterReplica
 from hetero_pp.core.errors import RunOver
 from hetero_pp.core.units import (
@@ -23,8 +25,6 @@ from hetero_pp.program.report.output import now_and_then, reading_line
 from hetero_pp.program.report.state import Divergence, MemberPresence, RunState
 from hetero_pp.program.report.tables import format_loss
 from hetero_pp.rpc.exchange_service import FIRST_TOLD
-from hetero_pp.run.hardware import hardware_of
-from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.costs import step_flops
 from replica_groups.exchange.stall_detector import listed, whom
 

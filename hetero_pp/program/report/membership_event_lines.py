@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from hetero_pp.config.links import EXCHANGE
+from hetero_pp.config.lines import EXCHANGE
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.units import format_number, format_seconds
 from hetero_pp.messages.messages_pb2 import MembershipEventKind
 from hetero_pp.program.report.state import News
-from hetero_pp.run.spec import RunSpec
 from replica_groups.rounds.slot import with_name
 
 

@@ -9,14 +9,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from hetero_pp.config.lines import WAYS, Way
-from hetero_pp.config.links import DIRECTIONS, Direction
+from hetero_pp.config.alike import lines_alike, links_alike, range_of
+from hetero_pp.config.lines import DIRECTIONS, WAYS, Direction, Way
 from hetero_pp.core.drawing import HEIGHT, STYLE, draw_curve, new_figure, palette, save_figure
 from hetero_pp.core.units import format_bits_per_second, format_bytes, format_count, format_share
 from hetero_pp.program.report.state import ReplicaState, RunState
 from hetero_pp.program.report.tables import ARROWS
 from hetero_pp.program.report.traffic import DirectionState
-from hetero_pp.run.alike import lines_alike, links_alike, range_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,6 +11,8 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.files import PART, LastingLog, complaint, flush, write_whole
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.report.boards import MakeSink, OptionalSink, Scalars, TensorBoard
@@ -18,8 +20,6 @@ from hetero_pp.program.report.events import line_of
 from hetero_pp.program.report.pictures import draw_links, draw_losses
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.summary import summary_of
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.spec import RunSpec
 
 INTERRUPTED = "interrupted"  # recorded cause of a run that a user interrupted
 

@@ -17,8 +17,9 @@ from enum import StrEnum
 from statistics import fmean
 from typing import NamedTuple
 
-from hetero_pp.config.changed_keys import Changes
-from hetero_pp.config.links import DIRECTIONS, EXCHANGE, Direction, LinkSpec
+from hetero_pp.config.changes import Changes
+from hetero_pp.config.lines import DIRECTIONS, EXCHANGE, Direction, LinkSpec
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.topology import ReplicaSettings
 from hetero_pp.core.bounded import ROUNDS_GAP_MAX
 from hetero_pp.messages import messages_pb2 as pb
@@ -26,7 +27,6 @@ from hetero_pp.messages.messages_pb2 import MemberRound, MembershipEventKind, Re
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.messages.report_bounds import ReportBounds, complaint
 from hetero_pp.program.report.traffic import STILL_TOLD, DirectionState, LinkState, lines_of
-from hetero_pp.run.spec import RunSpec
 from replica_groups.exchange.tally import Tally
 from replica_groups.rounds.slot import with_name
 

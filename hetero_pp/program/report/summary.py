@@ -11,8 +11,7 @@ from typing import Any
 from google.protobuf.message import Message
 from rich.console import Console
 
-from hetero_pp.config.lines import WAYS
-from hetero_pp.config.links import DIRECTIONS, EXCHANGE
+from hetero_pp.config.lines import DIRECTIONS, EXCHANGE, WAYS
 from hetero_pp.core.units import format_bytes, format_count, format_number, format_seconds, format_share, format_times
 from hetero_pp.program.report.lines import divergence_line
 from hetero_pp.program.report.output import say

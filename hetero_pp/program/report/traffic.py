@@ -7,10 +7,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hetero_pp.config.lines import WAYS, LineSpec, Way
-from hetero_pp.config.links import EXCHANGE, Direction, LinkSpec
+from hetero_pp.config.lines import EXCHANGE, WAYS, Direction, LineSpec, LinkSpec, Way
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.messages.messages_pb2 import LinkUse
-from hetero_pp.run.spec import RunSpec
 
 STILL_TOLD = 8  # rounds after which a round is no longer reported on
 RECENT_SECONDS = 5.0  # length of the window over which current rates are measured, in seconds

@@ -12,7 +12,10 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from hetero_pp.config.links import is_loopback
+from hetero_pp.config.folder import RunFolder, run_folder
+from hetero_pp.config.lines import is_loopback
+from hetero_pp.config.overrides import Given
+from hetero_pp.config.yaml_file import ConfigFile, read_run, spec_of
 from hetero_pp.core.errors import ConfigError, HeteroPPError
 from hetero_pp.core.files import write_whole
 from hetero_pp.core.ticket_text import is_ticket
@@ -23,10 +26,6 @@ from hetero_pp.program.report.output import announce
 from hetero_pp.program.report.recorder import to_json
 from hetero_pp.program.view.server import LOOPBACK, PAGE, Authenticator, Served, authenticator_of, run_of
 from hetero_pp.program.view.sources import Predicted, Record, Source, Watched
-from hetero_pp.run.changes import Given
-from hetero_pp.run.folder import RunFolder, run_folder
-from hetero_pp.run.read import read_run, spec_of
-from hetero_pp.run.yaml_file import ConfigFile
 
 _IMPORT = re.compile(r'^import \{([^}]*)\} from "\./(\w+)\.js";$', re.MULTILINE)
 _EXPORTED = re.compile(r"^export (?:async )?(?:function|class|const) (\w+)", re.MULTILINE)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hetero_pp.config.lines import WAYS, members_at
-from hetero_pp.config.links import EXCHANGE, Direction, LinkSpec
+from hetero_pp.config.lines import EXCHANGE, WAYS, Direction, LinkSpec, members_at
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica, ReplicaSettings
 from hetero_pp.core.units import bytes_per_second
 from hetero_pp.messages.messages_pb2 import CONTRIBUTING, Credit, Doing
@@ -17,7 +17,6 @@ from hetero_pp.program.compare import leaves
 from hetero_pp.program.report.lines import status_lines
 from hetero_pp.program.report.membership_event_lines import kind_of, words_of
 from hetero_pp.program.report.state import MemberPresence, News, RunState, awaiting
-from hetero_pp.run.spec import RunSpec
 
 MOST_CELLS = 20_000
 """Cells of the grid of rounds, one per round and replica. Longer runs show every second, fourth, ... earlier round."""

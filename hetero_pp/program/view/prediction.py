@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from hetero_pp.config.links import stage_link_name
+from hetero_pp.config.alike import alike, label_of
+from hetero_pp.config.lines import stage_link_name
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.program.report.state import RunState
-from hetero_pp.run.alike import alike, label_of
-from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.prediction import Prediction, predict
 from hetero_pp.simulator.timeline import Span, Timeline
 

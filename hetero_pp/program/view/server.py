@@ -33,7 +33,8 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from hetero_pp.config.links import LOOPBACK_NAMES, is_loopback
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.lines import LOOPBACK_NAMES, is_loopback
 from hetero_pp.core.errors import ConfigError, HeteroPPError
 from hetero_pp.core.files import write_whole
 from hetero_pp.core.sockets import host_and_port
@@ -45,7 +46,6 @@ from hetero_pp.program.view.run_view import RunView
 from hetero_pp.program.view.sources import Launched, Source
 from hetero_pp.rpc.admission_client import status
 from hetero_pp.rpc.identities import Identity, read_certificate, ticket_of
-from hetero_pp.run.folder import RunFolder
 from replica_groups.exchange.memberships import Memberships
 
 PAGE = Path(__file__).parent / "page"

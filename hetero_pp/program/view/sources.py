@@ -10,6 +10,9 @@ import time
 from contextlib import suppress
 from typing import IO, Any
 
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.spec import RunSpec
+from hetero_pp.config.yaml_file import ConfigFile, read_run
 from hetero_pp.core.bounded import parse_json, read_json_object
 from hetero_pp.core.errors import ConfigError, HeteroPPError
 from hetero_pp.core.units import format_bytes, format_seconds
@@ -22,10 +25,6 @@ from hetero_pp.program.report.state import RunState
 from hetero_pp.program.view.prediction import MeasuredStep, PredictedStep, measured_of_rehearsal, measured_of_run
 from hetero_pp.program.view.run_view import RunView
 from hetero_pp.rpc.exchange_client import ExchangeClient
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.read import read_run
-from hetero_pp.run.spec import RunSpec
-from hetero_pp.run.yaml_file import ConfigFile
 from replica_groups.exchange.joining import shown_digest
 
 _BATCH = 1000  # lines of a record after which readers of the view get their turn

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from hetero_pp.config.yaml_file import ConfigFile, spec_of
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.outer.volume import Volume
 from hetero_pp.research.experiments.definition import (
@@ -34,8 +35,6 @@ from hetero_pp.research.experiments.definition import (
 )
 from hetero_pp.research.experiments.outcomes import Outcome, Outcomes
 from hetero_pp.research.experiments.rows import Setting
-from hetero_pp.run.read import spec_of
-from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.prediction import predict
 from hetero_pp.simulator.sweep import Sweep
 

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from hetero_pp.config.folder import CACHE
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.errors import ConfigError, RunFailed
 from hetero_pp.core.files import write_whole
 from hetero_pp.core.shipped import shipped
@@ -38,8 +40,6 @@ from hetero_pp.research.experiments.rows import Setting
 from hetero_pp.research.experiments.sweep import swept
 from hetero_pp.research.experiments.training import Job, Training, known_outcomes, make_job, train, train_on_ranks
 from hetero_pp.research.trainer.measurements import contribution_bytes
-from hetero_pp.run.folder import CACHE
-from hetero_pp.run.spec import RunSpec
 from replica_groups.engines.ranks import init_ranks
 
 EXPERIMENTS, RESULTS = Path("configs/experiments"), Path("benchmarks/results")

@@ -9,6 +9,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hetero_pp.config.run_config import RunConfig
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.files import whole
 from hetero_pp.core.progress import OnProgress, untold
@@ -20,7 +21,6 @@ from hetero_pp.data.tokenizers import Tokenizer, load_tokenizer
 from hetero_pp.research.experiments.definition import Scale
 from hetero_pp.research.experiments.rows import EQUAL_STEPS, Setting
 from hetero_pp.research.trainer.participation import sequences_in
-from hetero_pp.run.config import RunConfig
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Encoding

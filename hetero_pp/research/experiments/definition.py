@@ -13,12 +13,12 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import AfterValidator, Field, PositiveFloat, PrivateAttr, ValidationError, model_validator
 
-from hetero_pp.config.settings import Ratio, Settings
-from hetero_pp.config.topology import EmbeddingTraining, Rank
+from hetero_pp.config.yaml_file import YamlLines, complaint
 from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.settings import Ratio, Settings
 from hetero_pp.core.shipped import shipped
+from hetero_pp.model.part_settings import EmbeddingTraining, Rank
 from hetero_pp.research.settings import Every
-from hetero_pp.run.yaml_lines import YamlLines, complaint
 
 Cells = dict[str, Any]
 """Changed cells of a run by dotted name, as `outer.method: diloco`; `replicas.batch_size` changes every replica."""

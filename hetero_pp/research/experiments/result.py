@@ -13,6 +13,8 @@ from typing import Any
 
 from rich.console import Console
 
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.files import whole, write_whole
 from hetero_pp.core.units import format_number
 from hetero_pp.outer.methods import OuterSettings
@@ -35,8 +37,6 @@ from hetero_pp.research.experiments.plots import draw
 from hetero_pp.research.experiments.rows import Setting, rate_of
 from hetero_pp.research.settings import research_of
 from hetero_pp.research.trainer.participation import replicas_in, sequences_in
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.traffic import expected_volume
 
 PAPERS = OuterSettings.model_validate({"rounds": 1, "method": "sparseloco_paper"}).compression

@@ -10,15 +10,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from hetero_pp.config.settings import NotPartOf, meaning
+from hetero_pp.config.overrides import keys_of_replica, places_of
+from hetero_pp.config.run_config import RunConfig
 from hetero_pp.config.topology import ParticipantsReplica
+from hetero_pp.config.yaml_file import complaint
 from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.settings import NotPartOf, meaning
 from hetero_pp.outer.methods import change_method
 from hetero_pp.research.experiments.definition import EVERY, Cells, Experiment, Method, Row, Scale, SweptRow
 from hetero_pp.research.settings import ResearchConfig
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.known_keys import keys_of_replica, places_of
-from hetero_pp.run.yaml_lines import complaint
 
 _OF_THE_TABLE = "the `corpus` of the experiment, or --corpus, for all rows"
 _NOT_CELLS = {

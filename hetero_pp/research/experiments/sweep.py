@@ -11,10 +11,10 @@ from itertools import combinations, product
 
 from pydantic import ValidationError
 
+from hetero_pp.config.yaml_file import complaint
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.research.experiments.definition import Row, SweptRow
 from hetero_pp.research.experiments.rows import Setting
-from hetero_pp.run.yaml_lines import complaint
 from hetero_pp.simulator.sweep import parse_sweep
 
 ROW_CELLS = ("rank", "bits", "compressed", "budget", "steps", "replicas")

@@ -37,6 +37,8 @@ from rich.progress import (
 )
 from rich.table import Column
 
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.files import keep_trying
 from hetero_pp.core.progress import NowAndThen
 from hetero_pp.data.sources import open_source
@@ -49,8 +51,6 @@ from hetero_pp.research.experiments.rows import Setting, settings_of
 from hetero_pp.research.settings import Every
 from hetero_pp.research.trainer.replica import constraint_of
 from hetero_pp.research.trainer.train import FastResult, train_fast
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import RunSpec
 from replica_groups.engines.ranks import ALONE, Ranks
 
 OUTCOME_VERSION = 1

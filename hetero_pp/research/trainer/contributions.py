@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.robust import RobustMean
 from hetero_pp.outer.step import OuterOptimizer, WeightedMean, outer_step
@@ -20,7 +21,6 @@ from hetero_pp.pseudo_gradient.selection import generator_of
 from hetero_pp.research.settings import research_of
 from hetero_pp.research.trainer.measurements import Measured
 from hetero_pp.research.trainer.participation import missed_in, replicas_in
-from hetero_pp.run.spec import RunSpec
 from replica_groups.engines.ranks import Ranks
 
 WORTH_NUMBA = 10_000

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hetero_pp.config.audit import FORWARDS_A_STEP, GauntletSettings
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.device import CPU
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.seeds import seed_of
@@ -29,7 +30,6 @@ from hetero_pp.research.attacks import ATTACKS, Known, as_trained
 from hetero_pp.research.settings import AttackSettings
 from hetero_pp.research.trainer.contributions import Contributions, Mean
 from hetero_pp.research.trainer.measurements import Measured
-from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.traffic import blob_sizes
 from replica_groups.audit.gauntlet.agreement import agreements, too_low, why
 from replica_groups.audit.gauntlet.check import draw

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.batches import Batches
 from hetero_pp.model.subspace_optimizer import SubspaceOptimizer
@@ -25,7 +26,6 @@ from hetero_pp.pseudo_gradient.error_feedback import Selection
 from hetero_pp.research.settings import Every, research_of
 from hetero_pp.research.trainer.participation import replicas_in
 from hetero_pp.research.trainer.replica import TableReplica
-from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.traffic import blob_sizes
 from replica_groups.engines.ranks import CPU, Ranks
 

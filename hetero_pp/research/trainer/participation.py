@@ -9,6 +9,9 @@ from functools import cached_property
 import numpy as np
 from torch import Tensor
 
+from hetero_pp.config.member_inputs import replica_batches, validation_rows
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import MemberSpec, RunSpec
 from hetero_pp.config.topology import ReplicaSettings
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.seeds import seed_of
@@ -18,9 +21,6 @@ from hetero_pp.data.sources import Source
 from hetero_pp.data.tokens import TokenStore
 from hetero_pp.research.settings import research_of
 from hetero_pp.research.trainer.clusters import Clusters, find_clusters
-from hetero_pp.run.batches import replica_batches, validation_rows
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import MemberSpec, RunSpec
 
 _DRAWS = 2**63
 """Number of values of a seed."""

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hetero_pp.config.topology import BoundarySettings
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.model.inner import InnerSettings
+from hetero_pp.model.part_settings import BoundarySettings
 from hetero_pp.model.transformer import ModelShape
 from hetero_pp.pipeline.coefficients import format_of
 from hetero_pp.research.settings import PeerSettings

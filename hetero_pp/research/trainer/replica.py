@@ -17,17 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hetero_pp.config.topology import EmbeddingTraining, ParticipantsReplica, ReplicaSettings
+from hetero_pp.config.checkpoint import RunCheckpoint
+from hetero_pp.config.spec import MemberSpec, RunSpec
+from hetero_pp.config.topology import ParticipantsReplica, ReplicaSettings
 from hetero_pp.core.seeds import seed_of
 from hetero_pp.model.inner import InnerSettings
+from hetero_pp.model.part_settings import EmbeddingTraining
 from hetero_pp.model.subspace_optimizer import SubspaceOptimizer, inner_optimizer
 from hetero_pp.model.transformer import EMBEDDING, Transformer, build_filled
 from hetero_pp.pipeline.coefficients import Symbols, noise_key
 from hetero_pp.research.attacks import Attack
 from hetero_pp.research.settings import AblationSettings, ablations_of, attack_of
 from hetero_pp.research.trainer.peers import Peer, peer_of
-from hetero_pp.run.checkpoint import RunCheckpoint
-from hetero_pp.run.spec import MemberSpec, RunSpec
 from replica_groups.engines.plain import WholeReplica, whole_loss
 from stages.anchors import Anchors, anchors_of
 from stages.boundary import Boundary, boundary_of

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hetero_pp.config.checkpoint import first_checkpoint
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.topology import ParticipantsReplica, ReplicaSettings
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.shares import SharedBatches
@@ -50,8 +52,6 @@ from hetero_pp.research.trainer.replica import (
     forward_of,
     grassmann_step,
 )
-from hetero_pp.run.checkpoint import first_checkpoint
-from hetero_pp.run.spec import RunSpec
 from replica_groups.engines.plain import WholeReplica
 from replica_groups.engines.ranks import ALONE, CPU, Ranks
 

@@ -8,15 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hetero_pp.config.lines import WAYS, SiteSettings
-from hetero_pp.config.links import DIRECTIONS, DirectionSettings, LinkSettings
+from hetero_pp.config.lines import DIRECTIONS, WAYS, DirectionSettings, LinkSettings, SiteSettings
+from hetero_pp.config.predictions import Hardware, LooseParticipant, hardware_named
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.topology import ParticipantsReplica, StageSettings
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.units import format_names
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.hardware import Hardware, hardware_named
-from hetero_pp.run.plan_section import LooseParticipant
-from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.costs import SHOWN, assumption
 from hetero_pp.simulator.planner.grouping import Grouping, Pool, group
 from hetero_pp.simulator.planner.split import Load, best_split, stage_seconds

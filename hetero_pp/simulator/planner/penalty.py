@@ -20,7 +20,7 @@ from math import log
 
 import numpy as np
 
-from hetero_pp.config.topology import BoundarySettings
+from hetero_pp.model.part_settings import BoundarySettings
 
 PAPER = {
     1.0: {1 / 8: 2.84, 1 / 24: 2.89, 1 / 96: 2.96, 1 / 192: 3.03, 1 / 384: 3.04, 1 / 768: 3.07},

@@ -19,13 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from hetero_pp.config.lines import LineSpec, Way
-from hetero_pp.config.links import LinkSpec, stage_link_name
+from hetero_pp.config.lines import LineSpec, LinkSpec, Way, stage_link_name
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica, ReplicaSettings
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.units import format_bytes, format_count, format_names, format_seconds
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.costs import SHOWN, assumption, hardware_of, unnamed
 from hetero_pp.simulator.events import GroupClock, GroupOfEvents, LineWay, inner_loops
 from hetero_pp.simulator.fleets import Fleet, fleets_of

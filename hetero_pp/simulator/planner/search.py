@@ -18,14 +18,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TypeGuard
 
-from hetero_pp.config.lines import LineSpec, Way
-from hetero_pp.config.links import DIRECTIONS, LinkSpec, exchange_link_name
-from hetero_pp.config.topology import BoundarySettings, DatacenterReplica, ParticipantsReplica, ReplicaSettings
+from hetero_pp.config.alike import alike, label_of
+from hetero_pp.config.lines import DIRECTIONS, LineSpec, LinkSpec, Way, exchange_link_name
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import RunSpec
+from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica, ReplicaSettings
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.units import format_bits_per_second, format_duration, format_ratio, format_seconds
-from hetero_pp.run.alike import alike, label_of
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import RunSpec
+from hetero_pp.model.part_settings import BoundarySettings
 from hetero_pp.simulator.planner.grouping import LARGEST_LINK
 from hetero_pp.simulator.planner.participants import Grouped, group_participants
 from hetero_pp.simulator.planner.penalty import Penalty, Rung, bits_per_token, ladder, penalty_of, rung_of

@@ -13,10 +13,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from hetero_pp.config.topology import BoundarySettings
+from hetero_pp.config.predictions import Hardware
+from hetero_pp.config.spec import RunSpec
+from hetero_pp.model.part_settings import BoundarySettings
 from hetero_pp.model.transformer import EMBEDDING, LAYERS, block_of
-from hetero_pp.run.hardware import Hardware
-from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.costs import NOTHING, StagePart, boundary_numbers, cost_on
 from hetero_pp.simulator.memory import Trains, memory_of_part
 

@@ -9,11 +9,11 @@ from statistics import median, median_high
 
 import torch
 
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.messages.messages_pb2 import RoundRecord
 from hetero_pp.model.transformer import shapes_by_block
 from hetero_pp.outer.apply_round import FetchBlob
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, DecodedTensor, ReceivedBlob
-from hetero_pp.run.spec import RunSpec
 from replica_groups.audit.gauntlet.overlap import Contribution
 
 _CHANCE = 0.5

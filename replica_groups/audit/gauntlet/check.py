@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from hetero_pp.config.audit import LEAST_SEQUENCES, GauntletSettings
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.data.sources import Source
 from hetero_pp.messages.messages_pb2 import Judgement, RoundRecord
 from hetero_pp.model.transformer import shapes_by_block
 from hetero_pp.outer.apply_round import FetchBlob
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, DecodedTensor, decode_blob, scale_of
-from hetero_pp.run.spec import RunSpec
 from replica_groups.audit.gauntlet.losses import Texts, copy_of, losses_of
 from replica_groups.audit.gauntlet.overlap import overlapping
 

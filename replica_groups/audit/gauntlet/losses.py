@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hetero_pp.config.member_inputs import batches_of
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.batches import StoreBatches
 from hetero_pp.data.sources import Source
@@ -20,8 +22,6 @@ from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import mean_of, outer_step
 from hetero_pp.pseudo_gradient.contribution import DecodedTensor
 from hetero_pp.pseudo_gradient.cosines import restored
-from hetero_pp.run.batches import batches_of
-from hetero_pp.run.spec import RunSpec
 
 CLEAR = 4.0
 """Standard errors between the improvements on two texts from which on a contribution was trained on one of them."""

@@ -23,10 +23,10 @@ import torch
 from google.protobuf.json_format import MessageToJson, Parse, ParseError
 from pydantic import BaseModel, Field, ValidationError
 
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.errors import DamagedFile
 from hetero_pp.core.files import file_sha256
 from hetero_pp.messages.messages_pb2 import RoundRecord
-from hetero_pp.run.spec import RunSpec
 from hetero_pp.store.store import Store
 from replica_groups.exchange.log import record_digest
 from replica_groups.exchange.showing import ARRIVED, MANIFEST, evidence_key

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from hetero_pp.config.audit import RecomputeSettings
+from hetero_pp.config.checkpoint import RunCheckpoint
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.device import CPU
 from hetero_pp.core.errors import HeteroPPError, OutOfMemory, StoreError
 from hetero_pp.core.tensor_files import Scratch
@@ -29,8 +31,6 @@ from hetero_pp.model.transformer import shapes_by_block
 from hetero_pp.outer.apply_round import FetchBlob
 from hetero_pp.outer.step import parameter_sha256, parameters_sha256
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
-from hetero_pp.run.checkpoint import RunCheckpoint
-from hetero_pp.run.spec import RunSpec
 from replica_groups.audit.recompute.compare import Comparison, compare, difference
 from replica_groups.audit.recompute.evidence import VERSION, Evidence, this_machine, write_evidence
 from replica_groups.audit.recompute.hops import blame

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hetero_pp.config.links import LinkShape, LinkSpec, stage_link_name
+from hetero_pp.config.lines import LinkShape, LinkSpec, stage_link_name
+from hetero_pp.config.spec import MemberSpec, RunSpec
 from hetero_pp.core.device import CPU, computing
 from hetero_pp.core.errors import DamagedFile, LinkClosed
 from hetero_pp.data.sources import Source
 from hetero_pp.link.in_process import in_process_pair
 from hetero_pp.link.protocol import LinkEnd, LinkEnds
 from hetero_pp.model.transformer import EMBEDDING
-from hetero_pp.run.spec import MemberSpec, RunSpec
 from replica_groups.engines.ranks import Ranks
 from replica_groups.member.commitments import state_of
 from replica_groups.member.committed_state import CommittedState

@@ -7,14 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hetero_pp.config.engine_settings import untold_deepspeed_key
-from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica, ReplicaSettings
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica, ReplicaSettings, untold_deepspeed_key
 from hetero_pp.core.bounded import parse_json
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.files import write_whole
 from hetero_pp.data.settings import INSTALLED, DataSettings, is_on_the_hub
 from hetero_pp.data.tokenizers import CONFIG, FILE, tokenizer_path
-from hetero_pp.run.config import RunConfig
 from hetero_pp.store.settings import StoreSettings
 
 _NOWHERE = "127.0.0.1:0"

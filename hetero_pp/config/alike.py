@@ -9,10 +9,10 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Protocol, TypeVar
 
-from hetero_pp.config.links import exchange_link_name, stage_link_name
+from hetero_pp.config.lines import exchange_link_name, stage_link_name
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.topology import ParticipantsReplica, ReplicaSettings
 from hetero_pp.core.units import format_count, format_names
-from hetero_pp.run.spec import RunSpec
 
 
 class _Named(Protocol):

@@ -21,6 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.bounded import INTEGER_DIGITS_MAX
 from hetero_pp.core.errors import DamagedFile, StoreError
 from hetero_pp.core.files import whole
@@ -30,7 +31,6 @@ from hetero_pp.hugging_face.reading import read_parameters, require_checkpoint
 from hetero_pp.model.transformer import EMBEDDING, ModelShape, Shapes, Transformer, initialise, materialise, shapes_of
 from hetero_pp.outer.step import parameter_of, parameter_sha256, parameters_sha256
 from hetero_pp.pipeline.subspace import random_basis
-from hetero_pp.run.spec import RunSpec
 
 BASIS = "subspace.basis"
 MOMENTUM = "outer.momentum."

@@ -11,16 +11,22 @@ from types import MappingProxyType
 
 import torch
 
-from hetero_pp.config.changed_keys import LAST, NO_CHANGES, Changes
-from hetero_pp.config.lines import LineSpec, line_specs
-from hetero_pp.config.links import DIRECTIONS, LinkSpec
-from hetero_pp.config.settings import NotPartOf, meaning
-from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica, ReplicaSettings, StageSpec
+from hetero_pp.config.changes import LAST, NO_CHANGES, REPLICAS, Changes
+from hetero_pp.config.lines import DIRECTIONS, LineSpec, LinkSpec, line_specs
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.topology import (
+    DatacenterReplica,
+    ParticipantsReplica,
+    ReplicaSettings,
+    lines_of_members,
+    link_specs,
+)
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.settings import NotPartOf, meaning
 from hetero_pp.data.shares import Share
 from hetero_pp.model.learning_rates import LearningRates
+from hetero_pp.model.part_settings import StageSpec
 from hetero_pp.model.transformer import EMBEDDING, ModelShape, Transformer, block_of, build_part, parameters_of
-from hetero_pp.run.config import RunConfig
-from hetero_pp.run.joins import lines_of_members, link_specs
 
 
 @dataclass(frozen=True)
@@ -274,3 +280,17 @@ class RunSpec:
             if (rank := replica.boundary.dimensions(self.shape.width)) is not None
         ]
         return max(ranks, default=None)
+
+
+def require_known_basis(spec: RunSpec) -> None:
+    """Raise ConfigError for a boundary whose rank exceeds the basis, which was made when the run began."""
+    most = spec.largest_rank
+    for index, replica in enumerate(spec.config.replicas):
+        if isinstance(replica, ParticipantsReplica) and replica.stage_count > 1:
+            rank = replica.boundary.dimensions(spec.shape.width)
+            if rank is not None and (most is None or rank > most):
+                expected = (
+                    ("`full`, because nothing was compressed") if most is None else f"at most {most}, the largest rank"
+                )
+                key = (REPLICAS, index, "boundary", "rank")
+                raise ConfigError(key, f"found {rank}, expected {expected} at the start of the run")

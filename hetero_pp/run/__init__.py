@@ -1,1 +1,0 @@
-"""Configuration of a run: its YAML, and everything that follows from it alone."""
