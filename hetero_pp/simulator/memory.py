@@ -162,10 +162,10 @@ def memory_of_member(spec: RunSpec, member: MemberSpec, accelerated: bool) -> Me
         terms.append(
             Term("anchors at the start", 4.0 * part.boundary_numbers.anchors, TRAINED)
         )  # OwnParameters.remember
-    if outer.overlap:  # OwnRounds.trained of two rounds, and OwnRounds.starts
+    if outer.overlap:  # PendingRounds.trained of two rounds, and PendingRounds.starts
         terms.append(Term("rounds ahead", 3 * size, TRAINED, on_host=True))
     if outer.keep_local:
-        terms.append(Term("own parameters", size, TRAINED, on_host=True))  # OwnRounds.local
+        terms.append(Term("own parameters", size, TRAINED, on_host=True))  # PendingRounds.local
     # What the largest tensor needs while it is selected, and while its mean is applied.
     applied = [*member.owned, *([EMBEDDING] if member.follows_embedding else [])]
     own, shape = (max((spec.parameter_shapes[one] for one in of), key=math.prod) for of in (member.owned, applied))
