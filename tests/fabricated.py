@@ -76,7 +76,7 @@ class Fabricated:
                 [(START + start, START + end) for start, end in [self.outages[name]]] if name in self.outages else []
             )
             for start, end in away:
-                over = {"place": name, "replica": replica, "incarnation": 1, "cause": "was killed"}
+                over = {"slot": name, "replica": replica, "incarnation": 1, "cause": "was killed"}
                 yield Report(
                     time=start, member=EXCHANGE, membership_event=pb.MembershipEvent(what=pb.INCARNATION_OVER, **over)
                 )
@@ -125,7 +125,7 @@ class Fabricated:
                 if is_last:
                     loss = pb.Evaluation(replica=replica, round=number, loss=_loss(number) + 0.01 * place)
                     yield Report(time=closed + 0.1, member=name, evaluation=loss)
-        yield Report(time=START + self.rounds * ROUND_SECONDS + 1, member=name, finished=pb.Finished())
+        yield Report(time=START + self.rounds * ROUND_SECONDS + 1, member=name, finished=pb.Nothing())
 
     def data(self) -> Json:
         """Return all that an exported page holds."""
