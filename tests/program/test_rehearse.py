@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hetero_pp.program.operate.collector import Outcomes, ScrapedState
 from started import run_program, start_program
 from typer.testing import CliRunner
 
 from hetero_pp.config.folder import RunFolder
 from hetero_pp.program.cli import app
-from hetero_pp.program.operate.metrics import METRICS
+from hetero_pp.program.operate.metrics import RunCollector
 from hetero_pp.program.operate.observed import Observed
 from hetero_pp.program.view.page_data import history_of
 from hetero_pp.program.view.sources import Record
@@ -83,11 +82,11 @@ def test_a_rehearsal_is_marked_wherever_it_is_shown(rehearsed: tuple[Path, str])
     assert code == 0 and f"{NAME}: a rehearsal, which trains nothing: over after round 2 of 2" in said
     assert json.loads((folder / "status.json").read_text())["rehearsal"] is True
     record = Record(RunFolder(folder))
-    assert history_of(record.view)["rehearsal"] is True
-    info = next(one for one in METRICS if one.name == "hetero_pp_run_info")
+    assert history_of(record.view.state, "")["rehearsal"] is True
     observed = Observed()
     observed.follow(record.view.state)
-    assert info.samples(ScrapedState(observed, record.view.state, Outcomes())) == [((NAME, "rehearsal"), 1)]
+    info = next(one for one in RunCollector(observed).collect() if one.name == "hetero_pp_run_info")
+    assert [one.labels for one in info.samples] == [{"run": NAME, "kind": "rehearsal"}]
 
 
 def test_nothing_resumes_or_exports_a_rehearsal(rehearsed: tuple[Path, str], yaml: Path) -> None:
