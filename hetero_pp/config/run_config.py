@@ -29,7 +29,7 @@ from hetero_pp.config.topology import (
     lines_of_members,
 )
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.core.settings import AddedLater, Duration, NotPartOf, Settings, WhomItConcerns
+from hetero_pp.core.settings import Duration, NotPartOf, Settings, WhomItConcerns
 from hetero_pp.core.units import format_seconds
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.model.inner import InnerSettings
@@ -409,7 +409,7 @@ class RunConfig(Settings):
     restarts: Annotated[RestartSettings, NotPartOf.EITHER] = RestartSettings()
     simulate: Annotated[SimulateSettings, NotPartOf.EITHER] = SimulateSettings()
     plan: Annotated[PlanSettings, NotPartOf.EITHER] = PlanSettings()
-    rehearsal: Annotated[SkipJsonSchema[Rehearsal | None], AddedLater()] = None
+    rehearsal: SkipJsonSchema[Rehearsal | None] = None
     """Set by the program. It changes the id of the run, so that a rehearsal cannot be taken for a run."""
 
     def check(self) -> None:

@@ -26,7 +26,7 @@ from hetero_pp.config.lines import (
     is_loopback,
     stage_link_name,
 )
-from hetero_pp.core.settings import AddedLater, Duration, NotPartOf, Ratio, Settings
+from hetero_pp.core.settings import Duration, NotPartOf, Ratio, Settings
 from hetero_pp.model.part_settings import BoundarySettings, Precision
 
 # Settings of a datacenter replica's engine: its name, and how it distributes the replica over ranks.
@@ -219,7 +219,7 @@ class _AnyReplica(Settings):
     name: str = Field(description="unique name; letters, digits, `-` and `_`")
     batch_size: int = Field(8, ge=1, description="sequences per inner step")
     micro_batches: int = Field(1, ge=1, description="number of equal parts of an inner step's batch")
-    precision: Annotated[Precision, AddedLater()] = Field(
+    precision: Precision = Field(
         "auto",
         description="precision of the layers' arithmetic with engine `torch` and in stages; parameters, gradients, "
         "moments and the loss are fp32. `auto`: bf16 on an accelerator that has it, fp32 on a CPU",
@@ -229,7 +229,7 @@ class _AnyReplica(Settings):
         description="activations that the backward computes again, with engine `torch` and in stages; `layers`: those "
         "inside of layers, which saves memory and costs a second forward",
     )
-    compile: Annotated[bool, AddedLater(), NotPartOf.OUTCOME] = Field(
+    compile: Annotated[bool, NotPartOf.OUTCOME] = Field(
         False,
         description="use torch.compile on every layer, with engine `torch` and in stages; needs a C++ compiler on a "
         "CPU, Triton on a GPU",

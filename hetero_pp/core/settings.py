@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from enum import Flag, auto
-from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -25,19 +24,13 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    former: ClassVar[Mapping[str, Any]] = {}
-    """Keys that the section had, with the values that change nothing.
-
-    Such a value is read and ignored, because folders of runs contain it. It stays part of the run's identity.
-    """
-
     @model_validator(mode="before")
     @classmethod
     def _as_written(cls, values: Any) -> Any:
-        """Leave out former keys, and turn `true` for a number into text, which is none: to Python it is 1."""
+        """Turn `true` for a number into text, which is none: to Python it is 1."""
         if not isinstance(values, dict):
             return values
-        kept = {key: value for key, value in values.items() if key not in cls.former or value != cls.former[key]}
+        kept = dict(values)
         for key, field in cls.model_fields.items():
             parts = value if isinstance(value := kept.get(key), list | tuple) else [value]
             if any(isinstance(one, bool) for one in parts):
@@ -70,13 +63,6 @@ class NotPartOf(Flag):
     EITHER = RUN | OUTCOME
 
 
-class AddedLater:
-    """Mark of a field, in its annotation: settings without the field have the meaning that its default has.
-
-    So runs that do not set it keep their ids.
-    """
-
-
 class WhomItConcerns:
     """Mark of a mapping by names, in its annotation: its entries concern members or replicas, by key or by content.
 
@@ -88,8 +74,7 @@ def meaning(settings: Settings, without: NotPartOf, defaults: bool = True) -> di
     """Return the content of settings as JSON, without the fields that have one of the marks `without`.
 
     Without `defaults`, fields that have their default value are left out. A field that is added to a section later,
-    with a default that changes nothing, then does not change the meaning. With `defaults` it does, unless it is marked
-    AddedLater.
+    with a default that changes nothing, then does not change the meaning. With `defaults` it does.
     """
     return _without(without, defaults, settings, settings.model_dump(mode="json"))
 
@@ -97,12 +82,10 @@ def meaning(settings: Settings, without: NotPartOf, defaults: bool = True) -> di
 def _without(marked: NotPartOf, defaults: bool, value: Any, dumped: Any) -> Any:
     """Return the part of `dumped`, the JSON of `value`, that remains without marked fields."""
     if isinstance(value, Settings):
-        former = type(value).former if defaults else {}
-        return dict(former) | {
+        return {
             name: _without(marked, defaults, getattr(value, name), dumped[name])
             for name, field in type(value).model_fields.items()
-            if not _is_marked(field, marked)
-            and ((defaults and not _is_added_later(field)) or not _is_default(field, getattr(value, name), marked))
+            if not _is_marked(field, marked) and (defaults or not _is_default(field, getattr(value, name), marked))
         }
     if isinstance(value, dict):
         parts = zip(value.values(), dumped.items(), strict=True)
@@ -114,10 +97,6 @@ def _without(marked: NotPartOf, defaults: bool, value: Any, dumped: Any) -> Any:
 
 def _is_marked(field: FieldInfo, mark: NotPartOf) -> bool:
     return any(isinstance(one, NotPartOf) and mark & one for one in field.metadata)
-
-
-def _is_added_later(field: FieldInfo) -> bool:
-    return any(isinstance(one, AddedLater) for one in field.metadata)
 
 
 def _is_default(field: FieldInfo, value: Any, marked: NotPartOf) -> bool:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
@@ -50,8 +49,6 @@ class StreamSettings(Settings):
 
 class DataSettings(Settings):
     """Settings of the corpus, its tokenization, and the held-out validation data."""
-
-    former: ClassVar[Mapping[str, Any]] = {"clusters": None}
 
     corpus: Annotated[str, NotPartOf.EITHER] = Field(
         "standard-library",

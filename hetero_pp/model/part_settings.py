@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
-from hetero_pp.core.settings import AddedLater, Ratio, Settings
+from hetero_pp.core.settings import Ratio, Settings
 from hetero_pp.core.units import parse_fraction
 
 
@@ -81,7 +81,7 @@ class BoundarySettings(Settings):
     )
     dtype: Literal["fp32", "bf16"] = Field("bf16", description="type of each coefficient on the wire, without `bits`")
     bits: int | None = Field(None, ge=2, le=8, description="bits of each coefficient on the wire, instead of `dtype`")
-    embedding: Annotated[EmbeddingTraining, AddedLater()] = Field(
+    embedding: EmbeddingTraining = Field(
         "free",
         description="training of the embedding's part T_S between rounds, if the rank is not full: `free` (leaves the "
         "subspace until the next split), `coefficients` (C of T_S = C U^T, which stays in it as in Het-PP 2.4), or "

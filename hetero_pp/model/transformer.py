@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.seeds import seed_of
-from hetero_pp.core.settings import AddedLater, NotPartOf, Settings
+from hetero_pp.core.settings import NotPartOf, Settings
 from hetero_pp.model.loss import GradientOfLogits, gradient_of_logits, loss_of_hidden
 from hetero_pp.model.part_settings import StageSpec
 from hetero_pp.model.precision import Linear, RMSNorm
@@ -59,16 +59,16 @@ class ModelSettings(Settings):
     width: int | None = Field(None, ge=1, description="d_model; by default the preset's")
     layers: int | None = Field(None, ge=1)
     heads: int | None = Field(None, ge=1)
-    kv_heads: Annotated[int | None, AddedLater()] = Field(
+    kv_heads: int | None = Field(
         None,
         ge=1,
         description="heads of keys and values, shared by `heads / kv_heads` queries each; by default `heads`",
     )
-    head_width: Annotated[int | None, AddedLater()] = Field(None, ge=2, description="by default `width / heads`")
+    head_width: int | None = Field(None, ge=2, description="by default `width / heads`")
     feed_forward: int | None = Field(None, ge=1)
     vocabulary: int | None = Field(None, ge=2, description="vocabulary size; by default the tokenizer's")
     rope_theta: float = Field(10000.0, gt=0)
-    rope_scaling: Annotated[RopeScaling | None, AddedLater()] = Field(
+    rope_scaling: RopeScaling | None = Field(
         None, description="Llama 3's scaling of rotary frequencies; by default none"
     )
     norm_epsilon: float = Field(1e-5, gt=0)

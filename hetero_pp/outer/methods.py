@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from hetero_pp.core.settings import AddedLater, Beta, NotPartOf, Ratio, Settings
+from hetero_pp.core.settings import Beta, NotPartOf, Ratio, Settings
 from hetero_pp.messages.report_bounds import MOST_RATE
 from hetero_pp.model.learning_rates import BySteps
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
@@ -100,8 +100,6 @@ def _drop(section: MutableMapping[str, Any], cells: Mapping[str, Any]) -> None:
 class OuterSettings(Settings):
     """Settings of the outer rounds."""
 
-    former: ClassVar[Mapping[str, Any]] = {"taking_part": {}, "pretraining": 0}
-
     rounds: Annotated[int, NotPartOf.PAST] = Field(ge=1)
     method: MethodName = Field("sparseloco", description="published method, which sets the keys below")
     source: Literal["difference", "gradient"] = Field(
@@ -125,10 +123,10 @@ class OuterSettings(Settings):
         description="input of the outer step: the mean of the contributions, its signs as in DeMo, or a mean that a "
         "hostile minority moves only so far (`hetero_pp/outer/robust.py`)",
     )
-    trim: Annotated[Ratio, AddedLater()] = Field(
+    trim: Ratio = Field(
         0.25, ge=0, lt=0.5, description="share of a coordinate's values that `trimmed_mean` leaves out at either end"
     )
-    radius: Annotated[Ratio, AddedLater()] = Field(
+    radius: Ratio = Field(
         1.0, gt=0, description="distance to which `centred_clipping` shortens, relative to the median distance"
     )
     optimizer: Literal["sgd", "adam"] = Field(

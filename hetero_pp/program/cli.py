@@ -13,7 +13,6 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,
-    context_settings={"token_normalize_func": lambda name: "slot" if name == "place" else name},  # the earlier option
 )
 
 

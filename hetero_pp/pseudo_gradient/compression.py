@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -17,8 +16,6 @@ _Length = Annotated[int, Field(ge=1, le=2**32 - 1)]
 
 class CompressionSettings(Settings):
     """Settings of a pseudo-gradient's compression."""
-
-    former: ClassVar[Mapping[str, Any]] = {"memory_drops": 0.0}
 
     density: Ratio = Field(1 / 32, gt=0, le=1, description="share of each chunk that is kept (k / chunk)")
     tile: tuple[_Length, _Length] = Field((64, 64), description="rows and columns of a chunk of a matrix")

@@ -33,7 +33,7 @@ from hetero_pp.pseudo_gradient.quantise import BASES, Kept, Quantised, dequantis
 from hetero_pp.pseudo_gradient.streams import Reader, Writer
 
 MAGIC = b"HPPB"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 1
 QUANTISERS = {"levels": 0, "signs": 1}
 """As they are numbered in a blob. All but signs send a table of levels a tensor."""
 BEFORE_BODY = len(MAGIC) + 1 + hashlib.sha256().digest_size

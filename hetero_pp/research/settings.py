@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from pydantic import Field, PositiveInt
 
@@ -11,7 +11,7 @@ from hetero_pp.config.audit import LEAST_SEQUENCES, GauntletSettings, RecomputeS
 from hetero_pp.config.run_config import RunConfig
 from hetero_pp.config.topology import MagnitudeSettings, ParticipantsReplica, ReplicaSettings
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.core.settings import AddedLater, Ratio, Settings
+from hetero_pp.core.settings import Ratio, Settings
 from hetero_pp.research.attacks import ATTACKS, Attack
 
 
@@ -79,7 +79,7 @@ class AttackSettings(Settings):
     bounds: MagnitudeSettings | None = Field(
         None, description="bounds of sizes, as `exchange.magnitudes`; `{}` turns them on"
     )
-    signs: Annotated[Ratio | None, AddedLater()] = Field(
+    signs: Ratio | None = Field(
         None, gt=0, lt=1, description="least agreement of signs, as `audit.gauntlet.agreement`; by default none"
     )
     scores: ScoreSettings | None = Field(None, description="scores, as `audit.gauntlet`; `{}` turns them on")
@@ -107,41 +107,41 @@ class ResearchSettings(Settings):
         description="average the moments of the inner AdamW in each round, too, which triples the bytes "
         "(DiLoCo, section 6.1)",
     )
-    taking_part: Annotated[dict[PositiveInt, PositiveInt], AddedLater()] = Field(
+    taking_part: dict[PositiveInt, PositiveInt] = Field(
         {},
         description="number of participating replicas by first round. The first replicas of the list "
         "participate and the others wait (DiLoCo, figure 7). Empty: all replicas in "
         "every round",
     )
-    pretraining: Annotated[int, AddedLater()] = Field(
+    pretraining: int = Field(
         0,
         ge=0,
         description="rounds in which only the first replica trains, and theta is set to its "
         "parameters. The outer optimizer starts afterwards (DiLoCo, figure 3)",
     )
-    warms_up_again: Annotated[bool, AddedLater()] = Field(
+    warms_up_again: bool = Field(
         False,
         description="after `pretraining`, multiply the inner learning rate by a second linear warm-up of as many steps "
         "(DiLoCo, section 3.1)",
     )
-    elects_signs: Annotated[bool, AddedLater()] = Field(
+    elects_signs: bool = Field(
         False,
         description="average in each coordinate only the contributions with the sign of their sum (the disjoint merge "
         "of TIES, which DiLoCo tried in section 6.1)",
     )
-    clusters: Annotated[int | None, AddedLater()] = Field(
+    clusters: int | None = Field(
         None,
         ge=1,
         le=1024,
         description="number of clusters of similar text windows to distribute over the replicas, like DiLoCo's "
         "non-i.i.d. shards. By default, windows are distributed at random",
     )
-    weighs_examples: Annotated[bool, AddedLater()] = Field(
+    weighs_examples: bool = Field(
         False,
         description="weight contributions by the sequences in their replica's shard (DiLoCo, section 6.1); "
         "needs `clusters`",
     )
-    memory_drops: Annotated[Ratio, AddedLater()] = Field(
+    memory_drops: Ratio = Field(
         0.0,
         ge=0,
         le=1,
@@ -149,9 +149,7 @@ class ResearchSettings(Settings):
         "SparseLoCo, section 2.2)",
     )
     ablations: AblationSettings = Field(AblationSettings(), description="ablations of all groups of participants")
-    attacks: Annotated[AttackSettings | None, AddedLater()] = Field(
-        None, description="hostile replicas and defences against them"
-    )
+    attacks: AttackSettings | None = Field(None, description="hostile replicas and defences against them")
 
     @property
     def counts(self) -> Mapping[int, int | None]:

@@ -33,8 +33,6 @@ class Reporter:
         self._doing: Callable[[], Doing] | None = None
         self._told = Doing.DOING_UNSPECIFIED
         self._sampled = -math.inf
-        self._takes_samples: bool | None = None
-        """Whether the exchange knows such reports; one of an earlier version refuses all reports beside them."""
         self._queue: queue.SimpleQueue[Report | threading.Event | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"reporter {member}", daemon=True)
         self._thread.start()
@@ -83,11 +81,10 @@ class Reporter:
                 except queue.Empty:
                     break
             reports = [one for one in batch if isinstance(one, Report)]
-            reports += self._sample() if reports and self._takes_samples else []
+            # After the reports before it, because the exchange orders a member's reports by arrival.
+            reports += self._sample() if reports else []
             if reports and not self._deliver(reports):
                 return
-            if reports and self._takes_samples is None:
-                self._sample()  # after the reports before it, because the exchange orders a member's reports by arrival
             if isinstance(batch[-1], threading.Event):
                 batch[-1].set()
             over = batch[-1] is None
@@ -104,26 +101,14 @@ class Reporter:
     def _sample(self) -> list[Report]:
         """Return a report of what the member does now; none if that is not new, or was asked a moment ago."""
         now = time.monotonic()
-        if self._doing is None or self._takes_samples is False or now < self._sampled + SECONDS_BETWEEN_SAMPLES:
+        if self._doing is None or now < self._sampled + SECONDS_BETWEEN_SAMPLES:
             return []
         self._sampled, found = now, self._doing()
         if found == self._told:
             return []
         self._told, report = found, self.new()
         report.activity.doing = found
-        return [report] if self._takes_samples else self._try(report)
-
-    def _try(self, report: Report) -> list[Report]:
-        """Send the first sample alone."""
-        try:
-            report.sent = time.time()
-            self._exchange.report([report])
-            self._takes_samples = True
-        except Refused:
-            self._takes_samples = False
-        except HeteroPPError:
-            self._told = Doing.DOING_UNSPECIFIED  # the exchange is gone: the next call says so
-        return []
+        return [report]
 
     def _deliver(self, reports: list[Report]) -> bool:
         for report in reports:

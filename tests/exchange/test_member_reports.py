@@ -295,15 +295,13 @@ def test_a_reporter_outlives_a_report_that_is_refused(run: Run) -> None:
 
 
 class _Heard:
-    """An exchange that keeps what members report, and may be of a version without activities."""
+    """An exchange that keeps what members report."""
 
-    def __init__(self, knows_activities: bool = True) -> None:
+    def __init__(self) -> None:
         self.heard: list[pb.Report] = []
-        self._knows, self._changed = knows_activities, threading.Condition()
+        self._changed = threading.Condition()
 
     def report(self, reports: Sequence[pb.Report]) -> None:
-        if not self._knows and any(one.HasField("activity") for one in reports):
-            raise Refused("a may not report nothing")
         with self._changed:
             self.heard += reports
             self._changed.notify_all()
@@ -345,18 +343,6 @@ def test_the_first_sample_follows_the_reports_before_it(monkeypatch: pytest.Monk
     assert exchange.wait_for([pb.FORWARD])
     reporter.close()
     assert [one.WhichOneof("event") for one in exchange.heard] == ["inner_step", "activity"]
-
-
-def test_an_exchange_without_activities_gets_all_other_reports(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reporter_module, "SECONDS_BETWEEN_SAMPLES", 1e-3)
-    exchange = _Heard(knows_activities=False)
-    reporter = Reporter(exchange, "a", interval=0.0)  # type: ignore[arg-type]
-    for doing in (pb.FORWARD, pb.BACKWARD):
-        reporter.does(doing)
-        reporter.send(_step())
-        reporter.flush()
-    reporter.close()
-    assert [one.WhichOneof("event") for one in exchange.heard] == ["inner_step", "inner_step"]
 
 
 def test_a_taken_over_run_lets_members_report_the_round_that_they_train(run: Run) -> None:

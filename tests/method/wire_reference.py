@@ -41,7 +41,7 @@ def bits_of(data: bytes, width: int, count: int) -> list[int]:
 def decode(blob: bytes) -> dict[str, Any]:
     """Return the header's fields, and `tensors`: values by flat index, by name."""
     whole = Bytes(blob)
-    assert whole.take(4) == b"HPPB" and whole.numbers("B") == (2,)
+    assert whole.take(4) == b"HPPB" and whole.numbers("B") == (1,)
     assert whole.take(32) == hashlib.sha256(blob[37:]).digest()
     found: dict[str, Any] = {"run": whole.text(), "round": whole.numbers("Q")[0]}
     found |= {"replica": whole.text(), "block": whole.text()}

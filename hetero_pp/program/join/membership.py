@@ -126,7 +126,9 @@ def _enrolled(ticket: Ticket, request: bytes, folder: Path, say: Callable[[str],
                 why = be_probed(ticket.address, ticket.identity)
             why = why or waiting_room.why
             said = (
-                why or f"waiting for a group to form: {max(waiting_room.here, 1)} of {waiting_room.needed} hosts wait"
+                why
+                or f"waiting for a group to form: {max(waiting_room.here, 1)} of {waiting_room.needed} hosts "
+                "are waiting"
             )
             if said != told:
                 say(f"{ticket.run}: {said}")
