@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -178,33 +177,3 @@ def test_a_row_that_was_measured_is_known_without_that_too() -> None:
     assert _job(similarity_every=3).key not in known_outcomes(kept)
     both = kept | {plain.key: {"key": plain.key, **plain.identity}}
     assert known_outcomes(both) == both
-
-
-TRAINED = sorted(name for name, experiment in SHIPPED.experiments.items() if experiment.scale != "paper")
-"""Experiments that are more than a recipe for a cluster."""
-
-
-def test_every_experiment_has_a_table() -> None:
-    tables = {
-        path.with_suffix("").relative_to(scale).as_posix()
-        for scale in RESULTS.iterdir()
-        for path in scale.glob("*/*.json")
-    }
-    assert tables >= set(TRAINED)
-
-
-@pytest.mark.parametrize("name", TRAINED)
-def test_tables_are_made_of_rows_that_are_kept(name: str) -> None:
-    """Each loss in a table is the last one of a stored row, found by the key that its row has today."""
-    experiment = SHIPPED.experiment(name)
-    scale = SHIPPED.scale(experiment.scale or "micro")
-    table = json.loads((RESULTS / scale.name / f"{name}.json").read_text())
-    setting = Setting(scale, experiment)
-    tokens = _corpus(table["corpus"]["sha256"], table["corpus"]["name"])
-    rows = {row.name: row for row in setting.rows()}
-    known = [row for row in table["rows"] if row["ours"] is not None]
-    assert known
-    for row in known:
-        for seed, loss in row["ours"]["seeds"].items():
-            job = make_job(setting, rows[row["name"]], int(seed), tokens, Path(ROWS))
-            assert KNOWN[scale.name][job.key]["validation_loss"][-1] == loss
