@@ -1,7 +1,7 @@
 """Range of every number that a member may put into a report.
 
-The exchange refuses a report outside these ranges. Readers of recorded reports skip it, because an earlier version of
-the exchange may have recorded it.
+The exchange refuses a report outside these ranges. Readers of recorded reports skip it: a
+file may be of another exchange.
 """
 
 from __future__ import annotations

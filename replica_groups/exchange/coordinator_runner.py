@@ -108,7 +108,7 @@ class CoordinatorRunner:
         return answers
 
     def assume_present(self) -> None:
-        """Take the holders of slots under an earlier coordinator as present (Coordinator.presume)."""
+        """Take the holders of slots under an earlier coordinator as present (Coordinator.assume_present)."""
         with self.changed:
             self.coordinator.assume_present(self._clock())
             self.notifier.wake_all()

@@ -1,6 +1,6 @@
 """Run log: run checkpoints, round records and the contributions that they name, as objects of a store.
 
-    snapshot-000000.safetensors
+    checkpoint-000000.safetensors
     round-000001/record.json
     round-000001/<replica>/<generation>/<block>.<digest>.blob
     round-000001/<replica>/<generation>/<digest>.blobs           several of one deposit, behind an index of them

@@ -208,7 +208,7 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(trained: tuple[Path, Roun
     found = _find(log, _held(dc={3, 4}))
     assert found.checkpoint.round == 4  # replayed from the run checkpoint after 2
     assert len(found.damaged) == 1
-    assert "snapshot-000004.safetensors is damaged" in found.damaged[0]
+    assert "checkpoint-000004.safetensors is damaged" in found.damaged[0]
     for name, tensor in trained[1][4].items():
         assert tensor.equal(found.checkpoint.parameters[name]), name
 
@@ -233,7 +233,7 @@ def test_a_flipped_bit_in_a_checkpoint_is_noticed(trained: tuple[Path, Rounds], 
     path.write_bytes((trained[0] / "checkpoint-000005.safetensors").read_bytes())
     open_checkpoint(path)
     _flip(path, int(8 * share * path.stat().st_size) + 3)
-    with pytest.raises(DamagedFile, match=r"snapshot\.safetensors is damaged"):
+    with pytest.raises(DamagedFile, match=r"checkpoint\.safetensors is damaged"):
         open_checkpoint(path)
 
 
@@ -285,7 +285,7 @@ def test_a_checkpoint_under_another_name_or_none_at_all(log: ContributionLog) ->
     found = _find(log, _held(dc={4}))
     assert found.checkpoint.round == 4
     assert [path for path in found.damaged if "is the run checkpoint after round 2" in path]
-    assert [path for path in found.damaged if "snapshot-000002.safetensors is damaged" in path]
+    assert [path for path in found.damaged if "checkpoint-000002.safetensors is damaged" in path]
 
 
 def test_a_contribution_that_is_lost_is_named(log: ContributionLog) -> None:

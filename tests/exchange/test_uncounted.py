@@ -415,8 +415,8 @@ def test_a_damaged_checkpoint_is_passed_over_by_who_comes_then(run: Run, capfd: 
     round_, names = run.exchange.newest_checkpoint()
     assert round_ == 1
     assert run.exchange.checkpoint(names, round_).keys() == set(names)
-    assert "snapshot-000002.safetensors is damaged" in capfd.readouterr().err
-    with pytest.raises(Refused, match=r"no run checkpoint after round 2: .*/snapshot-000002\.safetensors is damaged"):
+    assert "checkpoint-000002.safetensors is damaged" in capfd.readouterr().err
+    with pytest.raises(Refused, match=r"no run checkpoint after round 2: .*/checkpoint-000002\.safetensors is damaged"):
         run.exchange.checkpoint(names, 2)
     auditor.join(0)
 
