@@ -1,4 +1,4 @@
-"""Who calls the exchange, by certificate or token and never by claim; and one table of what each caller may do."""
+"""Identity of the caller of a request, by certificate or token and never by claim, and the calls that it may make."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gRPC channels and servers with all their options; why a connection fails, who is reached, memory of frames."""
+"""gRPC channels and servers with their options; why a connection fails, reachability, and memory of frames."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who a process is: certificates of one run, credentials, and tickets. All follow from the run's secret.
+"""Identity of a process: certificates of one run, credentials, and tickets. All follow from the run's secret.
 
 An authority that follows from it signs the certificates. Each process keeps its key to itself. Keys are of the curve
 P-256, which every TLS library supports. With its key a member also signs statements, so that others can prove what the

@@ -152,7 +152,7 @@ def service_handler(
 
 
 class _Gate:
-    """What every call of a service passes: admission, and the limits of each caller."""
+    """The checks that every call of a service passes: admission, and the limits of each caller."""
 
     def __init__(self, authenticator: Authenticator, most_open: int, most_in_all: Mapping[str, int]) -> None:
         self._authenticator = authenticator

@@ -88,7 +88,7 @@ class StageLink:
         exchange: str = "",
         faults: Faults = NO_FAULTS,
     ) -> None:
-        """`expected`: whom it accepts until `expect` is called; None: the neighbour in any generation.
+        """`expected`: the neighbour that it accepts until `expect` is called; None: the neighbour in any generation.
 
         `exchange`: HOST:PORT of the relay, if there is one.
         """

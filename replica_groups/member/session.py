@@ -1,7 +1,7 @@
 """Session of a member with its run: every request that it makes to the exchange, and its links to other stages.
 
 All ranks of a member have a session, and make the calls together; the first rank has the exchange and speaks for all.
-What lies between a call and the wire is done here, in this order:
+The steps between a call and the wire are done here, in this order:
 
     fault injection -> one call for all ranks -> the round carried in the background -> stop -> the line
 
@@ -271,7 +271,7 @@ class MemberSession(ExchangeService):
         self.blocked = 0.0
         """Seconds that the outer round has waited for the exchange; the training loop resets it to 0."""
         self.commitment: pb.Commitment | None = None
-        """What the member commits to with its next blobs; None if the run is not audited by recomputation."""
+        """The commitment of the member, sent with its next blobs; None if the run is not audited by recomputation."""
         self._exchange, self.line, self._stopping, self._faults = exchange, line, stopping, faults
         self._deferred: HeteroPPError | None = None
         """Error of a deposit of the first rank, which the other ranks have not heard of yet."""
