@@ -40,8 +40,8 @@ def lying(lies: dict[str, Lie]) -> Iterator[None]:
     """Let members lie in the runs of a block."""
     build = take_part._build
 
-    def built(spec: Any, run: str, member: Any, *rest: Any, **others: Any) -> Any:
-        trainer, outer, holds = build(spec, run, member, *rest, **others)
+    def built(spec: Any, member: Any, *rest: Any, **others: Any) -> Any:
+        trainer, outer, holds = build(spec, member, *rest, **others)
         if member.name in lies:
             lies[member.name](trainer, outer)
         return trainer, outer, holds

@@ -76,7 +76,7 @@ class Fabricated:
                 [(START + start, START + end) for start, end in [self.outages[name]]] if name in self.outages else []
             )
             for start, end in away:
-                over = {"slot": name, "replica": replica, "incarnation": 1, "cause": "was killed"}
+                over: dict[str, Any] = {"slot": name, "replica": replica, "incarnation": 1, "cause": "was killed"}
                 yield Report(
                     time=start, member=EXCHANGE, membership_event=pb.MembershipEvent(what=pb.INCARNATION_OVER, **over)
                 )
@@ -87,9 +87,9 @@ class Fabricated:
         yield Report(time=START + 0.6, member=EXCHANGE, begun=pb.Begun())
         for number in range(1, self.rounds + 1):
             record = pb.RoundRecord(round=number)
-            for replica in self.spec.config.replicas:
-                if not replica.optional and not self._missed(replica.members, number):
-                    sent = record.contributions.add(replica=replica.name, weight=1, steps=STEPS, tokens=STEPS * TOKENS)
+            for one in self.spec.config.replicas:
+                if not one.optional and not self._missed(one.members, number):
+                    sent = record.contributions.add(replica=one.name, weight=1, steps=STEPS, tokens=STEPS * TOKENS)
                     sent.blobs.add(size=58_000, kept_values=20_000)
             yield Report(time=START + number * ROUND_SECONDS, member=EXCHANGE, round_closed=record)
 
@@ -118,8 +118,8 @@ class Fabricated:
                     use = pb.LinkUse(link=link.name, direction=way, round=number, wire_bytes=size, payload_bytes=size)
                     yield Report(time=closed - 2, member=name, link_use=use)
             if not self._missed(member.replica.members, number):
-                waits = {"wait_seconds": 1.1, "wait_previous_seconds": 0.5, "wait_next_seconds": 0.6}
-                outer = {"outer_seconds": 0.9, "blocked_seconds": 0.1, "evaluation_seconds": 0.3}
+                waits: dict[str, Any] = {"wait_seconds": 1.1, "wait_previous_seconds": 0.5, "wait_next_seconds": 0.6}
+                outer: dict[str, Any] = {"outer_seconds": 0.9, "blocked_seconds": 0.1, "evaluation_seconds": 0.3}
                 told_round = pb.MemberRound(round=number, compute_seconds=3.2, **waits, **outer)
                 yield Report(time=closed + 0.2, member=name, member_round=told_round)
                 if is_last:

@@ -11,6 +11,7 @@ from unittest import mock
 from hetero_pp.messages.messages_pb2 import StageMessages
 from replica_groups.member.commitments import INHERITED_ROUNDS, MemberCommitments
 from replica_groups.member.committed_state import BEFORE
+from replica_groups.member.session import MemberSession
 
 
 def _member(folder: Path) -> MemberCommitments:
@@ -19,7 +20,7 @@ def _member(folder: Path) -> MemberCommitments:
     )
     steps: Any = SimpleNamespace(known=lambda round_: None, known_after=lambda round_, steps: None)
     outer: Any = SimpleNamespace(error={})
-    return MemberCommitments("home.0", member, outer, steps, folder, mock.Mock())
+    return MemberCommitments(MemberSession(None, "home.0", "home"), member, outer, steps, folder)
 
 
 def _rounds(folder: Path) -> list[int]:

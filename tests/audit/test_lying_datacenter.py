@@ -44,7 +44,7 @@ def _commit(commit: Callable[[MemberCommitments, int, int], None]) -> Callable[[
 
     def lied(own: MemberCommitments, round_: int, steps: int) -> None:
         commit(own, round_, steps)
-        made = own._exchange.commitment
+        made = own._session.commitment
         assert made is not None
         if made.member == "swaps":
             made.after = hashlib.sha256(b"another state").digest()

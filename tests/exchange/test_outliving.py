@@ -14,7 +14,7 @@ from small_run import Run
 from test_uncounted import Member
 
 from hetero_pp.core.errors import ExchangeLost, Refused, RunFailed, StoreError
-from hetero_pp.messages.messages_pb2 import DESCRIPTOR, BlobHeader, Computes, RecordRequest, Report, Upload
+from hetero_pp.messages.messages_pb2 import DESCRIPTOR, BlobHeader, Computes, RecordRequest, Report
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.rpc.callers import shown
 from hetero_pp.rpc.exchange_client import ExchangeClient
@@ -204,7 +204,7 @@ def test_a_process_whose_slot_is_anothers_does_not_end_the_run(tmp_path: Path) -
 
 def _header(run: Run, data: bytes = b"") -> BlobHeader:
     block = min(run.roster.blocks["a"])
-    return BlobHeader(round=2, replica="a", block=block, size=len(data), generation=1, steps=7)
+    return BlobHeader(round=2, replica="a", block=block, size=len(data), generation=1, steps=7, sha256=bytes(32))
 
 
 def _joins_again(run: Run) -> int:
@@ -229,8 +229,8 @@ CALLS: dict[str, Callable[[Run, Caller], Any]] = {
     "NewestCheckpoint": lambda run, a: run.exchange.newest_checkpoint(),
     "RunCheckpoint": lambda run, a: run.exchange.checkpoint(["norm.weight"], 0),
     "Deposit": lambda run, a: run.deposit(2, "a", generation=1, incarnation=1),
-    "UploadUrl": lambda run, a: run.exchange.inbox.upload_url(Upload(blob=_header(run), sha256=bytes(32)), a),
-    "Uploaded": lambda run, a: run.exchange.inbox.uploaded(Upload(blob=_header(run), sha256=bytes(32)), a),
+    "UploadUrl": lambda run, a: run.exchange.inbox.upload_url(_header(run), a),
+    "Uploaded": lambda run, a: run.exchange.inbox.uploaded(_header(run), a),
     "Record": lambda run, a: run.exchange.record(1, a),
     "Fetch": lambda run, a: run.exchange.fetch(a, 1, "b", min(run.roster.blocks["b"])),
     "Confirm": lambda run, a: run.exchange.confirm(a, 1, dict.fromkeys(run.checkpoint.parameters, bytes(32))),

@@ -368,7 +368,7 @@ def test_what_a_round_keeps_beside_is_so_many_bytes_a_parameter(cell: dict[str, 
         config = RunConfig.model_validate({"name": "a", "outer": {"rounds": 2, **outer}, "replicas": [replica]})
         spec = RunSpec(config, 256)
         memory = memory_of_member(spec, spec.members["a"], accelerated=False)
-        held.append(sum(incarnation.n_bytes for incarnation in memory.incarnations if Phase.STEP in incarnation.phases))
+        held.append(sum(term.n_bytes for term in memory.terms if Phase.STEP in term.phases))
     assert held[1] - held[0] == each * sum(prod(shape) for shape in spec.parameter_shapes.values())
 
 

@@ -47,7 +47,7 @@ from hetero_pp.program.view.server import (
     authenticator_of,
     on_a_page,
 )
-from hetero_pp.program.view.sources import Predicted, Record, Watched
+from hetero_pp.program.view.sources import Predicted, Record, Source, Watched
 from hetero_pp.rpc.identities import Authority, Identity, as_text, make_ticket, new_key
 from replica_groups.exchange.memberships import Memberships
 
@@ -55,23 +55,14 @@ MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 HOSTILE = "</script><script>alert(1)</script><!-- \u2028"
 
 
-class Known:
-    """A run whose reports are all known. Implements Source."""
-
-    predicts = False
+class Known(Source):
+    """A run whose reports are all known."""
 
     def __init__(self, reports: Sequence[Report]) -> None:
-        self.view = view_of(reports)
-        self.view.end("over", False)
+        super().__init__(view_of(reports))
+        self._view.end("over", False)
 
     def prediction(self) -> None: ...
-
-    def start(self) -> None: ...
-
-    def close(self) -> None: ...
-
-    def wait(self, seconds: float) -> bool:
-        return True
 
 
 @contextmanager

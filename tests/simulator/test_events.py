@@ -76,7 +76,7 @@ def test_it_agrees_with_an_event_queue(group: GroupOfEvents, steps: int, jitter:
 
     shape = group.micro_batches, group.extra_in_flight, list(group.forward), list(group.backward), list(group.update)
     ends, step_ends = reference.simulate(
-        reference.GroupOfEvents(*shape, plain(group.activations), plain(group.gradients)), steps
+        reference.Group(*shape, plain(group.activations), plain(group.gradients)), steps
     )
     group = replace(group, activations=shaken(group.activations), gradients=shaken(group.gradients))
     free, first = _timed(group, steps, cast(np.random.Generator, _Half()))
@@ -212,11 +212,15 @@ def _lined(
 ) -> GroupOfEvents:
     """Return a group in which each machine has a line."""
     pairs = [(f"{hop}", f"{hop + 1}") for hop in range(len(machines) - 1)]
-    columns = [[getattr(machine, key) for machine in machines] for key in ("forward", "backward", "update")]
+    columns: list[list[float]] = [
+        [getattr(machine, key) for machine in machines] for key in ("forward", "backward", "update")
+    ]
     return GroupOfEvents(
         micro_batches,
         extra,
-        *columns,
+        columns[0],
+        columns[1],
+        columns[2],
         [Hop(bits["activation"], latency=latency, lines=((a, "up"), (b, "down"))) for a, b in pairs],
         [Hop(bits["gradient"], latency=latency, lines=((b, "up"), (a, "down"))) for a, b in pairs],
         evaluate=columns[0],
