@@ -62,6 +62,10 @@ class Known(Source):
         super().__init__(view_of(reports))
         self._view.end("over", False)
 
+    @property
+    def view(self) -> RunView:
+        return self._view
+
     def prediction(self) -> None: ...
 
 

@@ -255,16 +255,17 @@ def test_lines_that_are_never_full_change_nothing(case: Case, bandwidth: float, 
     The first stage begins the next round while its line still carries the evaluation.
     """
     group = _lined(*case)
+
+    def linked(hops: Sequence[Hop], lined: bool) -> list[Hop]:
+        return [replace(hop, bandwidth=bandwidth, lines=hop.lines if lined else ()) for hop in hops]
+
     with_lines, without = (
         replace(
             group,
             capacities=dict.fromkeys(group.capacities, 1e6),
-            **{
-                key: [
-                    replace(hop, bandwidth=bandwidth, lines=hop.lines if lined else ()) for hop in getattr(group, key)
-                ]
-                for key in ("activations", "gradients", "evaluations")
-            },
+            activations=linked(group.activations, lined),
+            gradients=linked(group.gradients, lined),
+            evaluations=linked(group.evaluations, lined),
         )
         for lined in (True, False)
     )
