@@ -40,7 +40,7 @@ from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob, en
 from hetero_pp.pseudo_gradient.error_feedback import select
 from hetero_pp.pseudo_gradient.quantise import dequantise, quantise
 from hetero_pp.pseudo_gradient.selection import top_k_positions
-from hetero_pp.rpc.channels import keep_freed_memory
+from hetero_pp.rpc.memory import keep_freed_memory
 
 with extra("numba"):
     from numba import njit

@@ -31,9 +31,10 @@ from hetero_pp.link.protocol import FRAME_BYTES, LinkEnd, Message
 from hetero_pp.messages.messages_pb2 import FLUSH, LinkHeader
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.rpc.callers import Callers
-from hetero_pp.rpc.channels import keep_freed_memory, make_server
+from hetero_pp.rpc.channels import make_server
 from hetero_pp.rpc.identities import Secret
 from hetero_pp.rpc.link_end import LinkSide
+from hetero_pp.rpc.memory import keep_freed_memory
 from hetero_pp.rpc.relay import MOST_CARRIED, LinkLimit, MeetingPoint, Relay, TrainedRound
 from hetero_pp.rpc.relay import SERVICE as RELAY
 from hetero_pp.rpc.relayed import LocalAddress, RelayedDialler, RelayedListener

@@ -20,7 +20,7 @@ def main() -> None:
 
         begin_imports(sys.argv[2:])
     from hetero_pp.program.cli import app
-    from hetero_pp.program.report.output import make_printable
+    from hetero_pp.program.report.encoding import make_printable
 
     make_printable()
     try:

@@ -44,7 +44,7 @@ from hetero_pp.messages.messages_pb2 import (
     StateSaving,
 )
 from hetero_pp.model.transformer import EMBEDDING
-from hetero_pp.rpc.channels import give_freed_memory_back
+from hetero_pp.rpc.memory import give_freed_memory_back
 from hetero_pp.store.faults import NO_FAULTS, FaultPhase, Faults
 from replica_groups.engines.ranks import ALONE, Ranks
 from replica_groups.member.commitments import MemberCommitments

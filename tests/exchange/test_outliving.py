@@ -221,7 +221,6 @@ CALLS: dict[str, Callable[[Run, Caller], Any]] = {
     "Agree": lambda run, a: run.exchange.agree(a, "{}"),
     "Join": lambda run, a: _joins_again(run),
     "LastRound": lambda run, a: run.exchange.last_round(),
-    "Changes": lambda run, a: run.exchange.changes(),
     "Assign": lambda run, a: run.exchange.assign(a, 1),
     "Heartbeat": lambda run, a: run.exchange.heartbeat(a, 2, 1),
     "Broken": lambda run, a: run.exchange.broken(a, 1, "a cause"),

@@ -96,7 +96,7 @@ def test_what_is_no_address_is_not_dialled(told: str, monkeypatch: pytest.Monkey
 
 def test_a_member_is_dialled_once_for_all_rounds(reach: Reach, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert reach.of("home.0", address, "ipv4:127.0.0.1:7", is_new=True) is False
-    monkeypatch.setattr(Reach, "_answers", lambda *_: True)
+    monkeypatch.setattr(channels, "is_reached", lambda *_: True)
     assert reach.of("home.0", address, "ipv4:127.0.0.1:7", is_new=False) is False
     assert reach.of("home.0", f"localhost:{address.rpartition(':')[2]}", "ipv4:127.0.0.1:7", is_new=False) is True
     assert reach.of("home.0", address, "ipv4:127.0.0.1:7", is_new=True) is True
@@ -106,5 +106,5 @@ def _that_never_dials(monkeypatch: pytest.MonkeyPatch) -> Reach:
     def dial(*_: object) -> bool:
         raise AssertionError("it was dialled")
 
-    monkeypatch.setattr(Reach, "_answers", dial)
+    monkeypatch.setattr(channels, "is_reached", dial)
     return Reach(SECRET.authority.identity(EXCHANGE))

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.starts_processes
 FREED = """
 import time
 import psutil
-from hetero_pp.rpc.channels import giving_freed_memory_back, keep_freed_memory
+from hetero_pp.rpc.memory import giving_freed_memory_back, keep_freed_memory
 
 def megabytes():
     return psutil.Process().memory_info().rss / 1e6
@@ -37,7 +37,7 @@ print(most - before, kept - before, left - before)
 OF_THREADS = """
 import threading
 import psutil
-from hetero_pp.rpc.channels import give_freed_memory_back, keep_freed_memory
+from hetero_pp.rpc.memory import give_freed_memory_back, keep_freed_memory
 
 def megabytes():
     return psutil.Process().memory_info().rss / 1e6

@@ -13,7 +13,7 @@ import pytest
 from typer.main import get_command
 
 from hetero_pp.program.cli import app
-from hetero_pp.program.report.output import in_ascii, make_printable
+from hetero_pp.program.report.encoding import in_ascii, make_printable
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = sorted(get_command(app).commands)  # type: ignore[attr-defined]

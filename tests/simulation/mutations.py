@@ -25,7 +25,7 @@ class Edit(NamedTuple):
     replaced: str
 
 
-SUSPENDED = "yield e.Suspended("
+SUSPENDED = "yield e.Suspend("
 NOT_SUSPENDED = "yield from () if True else ("
 
 MUTATIONS: dict[str, tuple[Edit, ...]] = {

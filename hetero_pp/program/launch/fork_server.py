@@ -22,8 +22,8 @@ from pathlib import Path
 from hetero_pp.core.files import print_without_fail
 from hetero_pp.core.shipped import is_config
 from hetero_pp.core.sockets import place_sockets_of_multiprocessing
-from hetero_pp.program.report.output import make_printable
-from hetero_pp.rpc.channels import keep_freed_memory
+from hetero_pp.program.report.encoding import make_printable
+from hetero_pp.rpc.memory import keep_freed_memory
 
 PRELOADED = ["hetero_pp.program.launch.preloaded"]
 """Modules imported once for all processes."""

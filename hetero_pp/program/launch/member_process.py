@@ -44,9 +44,9 @@ from hetero_pp.core.files import keep_trying
 from hetero_pp.link.shaping import Lines
 from hetero_pp.program.launch.fork_server import begin_forked
 from hetero_pp.program.launch.job import CONSEQUENCE, CRASHED, FAILED, GONE, STOP, ProcessJob, RankDied
-from hetero_pp.rpc.channels import giving_freed_memory_back
 from hetero_pp.rpc.connections import NetworkConnections
 from hetero_pp.rpc.identities import Credentials, Secret
+from hetero_pp.rpc.memory import giving_freed_memory_back
 from hetero_pp.rpc.relay import MeetingPoint
 from hetero_pp.store.faults import Faults
 from replica_groups.audit.in_exchange import audited, followed

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
-import io
 import os
 import re
 import shutil
@@ -22,6 +20,7 @@ from rich.text import Text
 
 from hetero_pp.core.control_characters import without_controls
 from hetero_pp.core.progress import NowAndThen, OnProgress
+from hetero_pp.program.report.encoding import in_ascii
 from hetero_pp.rpc.exchange_service import FIRST_TOLD, MOST_BETWEEN
 
 WIDTH_OF_FILES = 80  # columns without a terminal: pipes and files are read in terminals, logs and chats
@@ -70,54 +69,6 @@ def complain(message: str) -> None:
     message = without_controls(message)
     width = shutil.get_terminal_size().columns
     print("\n".join(fold(message, width, hanging="  ")) if sys.stderr.isatty() else message, file=sys.stderr)
-
-
-# ---- encoding ----
-
-_ERRORS = "hetero_pp.ascii"  # name of the error handler for characters that the output's encoding lacks
-
-_ASCII = dict(zip("–—−─━│┃×·µ≈‘’“”\N{NO-BREAK SPACE}", "-----||x.u~''\"\" ", strict=True)) | {
-    "…": "...",
-    "→": "->",
-    "←": "<-",
-    "↑": "up",
-    "↓": "down",
-    "≥": ">=",
-    "≤": "<=",
-    "±": "+-",
-}
-"""Replacements of the program's signs; other characters become escapes such as `\\xe9` or `\\u03b8`."""
-
-
-def make_printable() -> None:
-    """Let standard output and standard error take any text: in ASCII if they are not UTF-8.
-
-    Without this Python raises UnicodeEncodeError in the middle of a table, after the work was done.
-    """
-    codecs.register_error(_ERRORS, _replacement)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            is_utf_8 = codecs.lookup(stream.encoding).name.startswith("utf")
-            stream.reconfigure(encoding=None if is_utf_8 else "ascii", errors=_ERRORS)
-
-
-def in_ascii(text: str) -> str:
-    """Return a text as an ASCII output shows it.
-
-    Tables use this for their widths, because some signs become two letters.
-    """
-    return text if text.isascii() else "".join(one if one.isascii() else _of(one) for one in text)
-
-
-def _of(character: str) -> str:
-    if "\udc80" <= character <= "\udcff":  # a byte of a file name or an argument that is not valid text
-        return f"\\x{ord(character) - 0xDC00:02x}"
-    return _ASCII.get(character) or character.encode("ascii", "backslashreplace").decode()
-
-
-def _replacement(error: UnicodeError) -> tuple[str, int]:
-    assert isinstance(error, UnicodeEncodeError)
-    return in_ascii(error.object[error.start : error.end]), error.end
 
 
 # ---- folding ----

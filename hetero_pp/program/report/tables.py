@@ -13,7 +13,8 @@ from rich.text import Text
 
 from hetero_pp.core.units import format_bits_per_second
 from hetero_pp.messages.report_bounds import MOST_LOSS
-from hetero_pp.program.report.output import fold, fold_names, in_ascii, widest_part, widest_word
+from hetero_pp.program.report.encoding import in_ascii
+from hetero_pp.program.report.output import fold, fold_names, widest_part, widest_word
 
 ARROWS: Mapping[str, str] = {"forward": "→", "backward": "←", "up": "↑", "down": "↓"}
 """Arrows for the directions of a link, and for up and down of a line."""
