@@ -521,8 +521,8 @@ class _Dialling:
 
     def _end_all(self) -> None:
         """Tell the listener that the end is over, unless it knows, and close the connection."""
-        self._is_over.set()
         self._parting.start()
+        self._is_over.set()  # after the start: `wait_until_parted` joins the thread once this is set
 
     def _part(self) -> None:
         if self._end.failure is not None and self._end.streams > 0:
