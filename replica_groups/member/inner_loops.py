@@ -1,4 +1,4 @@
-"""Inner loops that a member has trained: the steps that its replica has taken, and the loop trained ahead of a round.
+"""Inner loops of a member: their length, the steps that its replica has taken, and the loop trained ahead of a round.
 
 The saved state has the number of steps, and the inputs with which the loop was trained, but not the loop.
 """

@@ -324,7 +324,13 @@ class _Copy:
 
 
 class StateCopies:
-    """Copies of one member's checkpoints.
+    """Copies of one member's saved states.
+
+      states/<member>/round-000010-<random>/...
+      states/<member>/round-000010-<random>/digests.json
+
+    They are sent in the background: with 12 bytes per parameter, an upload over a home line may take many minutes. A
+    newer state replaces one that waits to be sent. digests.json is sent last, so a copy without it is incomplete.
 
     Only `fetch` and `drain` block. An unavailable store does not stop the member.
     """

@@ -440,7 +440,10 @@ class MemberSession(ExchangeService):
     # ---- the calls of ExchangeService, on every rank ----
 
     def call(self, request: Message, caller: Caller) -> Any:
-        """Make a call on the first rank, and return the reply on all ranks. Each rank confirms and reports nothing."""
+        """Make a call on the first rank, and return the reply on all ranks.
+
+        All ranks make a call together, except heartbeats, hashes and reports, which the first rank sends alone.
+        """
         match request:
             case pb.HeartbeatRequest() | pb.HashReport() | pb.ReportRequest():
                 return _reply_to(request)() if self._exchange is None else self._call(request, caller)

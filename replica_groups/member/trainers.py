@@ -1,4 +1,7 @@
-"""The interface of what a training loop trains: a whole replica, or one stage of a replica."""
+"""Trainers of a member on its device: a whole replica with its engine, or one stage of a group.
+
+`TrainingMember` is the interface, `build_member` builds the one that a run's settings ask for.
+"""
 
 from __future__ import annotations
 
