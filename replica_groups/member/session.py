@@ -236,9 +236,8 @@ class Heartbeat:
             except LinkError:
                 continue  # the exchange is gone, or late: calls that need it wait for it
             except HeteroPPError as error:
-                self._say(
-                    EVERY_GENERATION, str(error)
-                )  # the member is out: threads that wait for a neighbour get the cause
+                # The member is out: threads that wait for a neighbour get the cause.
+                self._say(EVERY_GENERATION, str(error))
                 return
             if reply.is_over or (reply.HasField("suspended") and reply.suspended == generation):
                 self._say(generation + 1, reply.cause or "its incarnation is over")
