@@ -177,10 +177,8 @@ def test_nothing_to_go_on_with(corpus: Path, tmp_path: Path) -> None:
 ON_RANKS_AND_STAGES = f"""{
     ON_RANKS.replace("{every: 1}", "{every: 1000}").replace("rounds: 4", "rounds: 6").replace("torchtitan", "deepspeed")
 }
-  - {{name: home, kind: participants, stages: 2, batch_size: 4, micro_batches: 2, boundary: {{rank: 1/4}}, link: far}}
-links: {{far: {{latency: 100 ms}}}}
+  - {{name: home, kind: participants, stages: 2, batch_size: 4, micro_batches: 2, boundary: {{rank: 1/4}}}}
 """
-"""Messages between stages are slow, so that the run is not over before it is stopped."""
 
 
 def test_a_run_that_was_stopped_loses_no_finished_round(corpus: Path, tmp_path: Path, launch: Any) -> None:
