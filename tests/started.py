@@ -143,6 +143,7 @@ def _main(
 ) -> None:
     """Set up a started process and run the program."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup make test` ignores it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, UNHEARD)  # a launch in the test's process may start the server
     os.chdir(cwd)
     for path, descriptor in zip(files, (1, 2), strict=True):

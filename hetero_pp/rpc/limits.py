@@ -67,9 +67,10 @@ LONGEST_WAIT = 20.0
 REQUEST_SECONDS = STALL_SECONDS
 """Seconds after which a call whose request has not arrived is cut. 4 MiB take 34 s at 1 Mbit/s."""
 
-BULK_CALLS_MAX = 3
-"""Streams of frames that one caller may have open. It sends or fetches one at a time, and may retry after a lost
-connection that the server has not noticed yet.
+BULK_CALLS_MAX = 4
+"""Streams of frames that one caller may have open. Each of its threads sends or fetches one at a time: the one that
+trains, with overlap the one that carries a round, and one whose round was given up. A stream may end later here than
+there, or be one of a lost connection that the server has not noticed yet.
 """
 
 STANDSTILL = 60.0
