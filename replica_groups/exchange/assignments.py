@@ -103,7 +103,7 @@ class Assignments:
         self.commitments: Commitments | None = None
         """Draws rounds that are computed again, and knows members' states, if the run is audited so."""
         self._holders: dict[str, HeldBy] = {}
-        """By slot, the member that asked for work last."""
+        """By slot, the member that joined or asked for work last."""
         self._formed: dict[str, _Formed] = {}
         """By member, the group of its newest assignment, until the member blames a neighbour."""
 
@@ -174,7 +174,13 @@ class Assignments:
             found = [self.held_by(slot) for slot in self._state.group_of(member) if slot != member]
         return [one for one in found if one is not None and one.holder]
 
+    def joined(self, caller: Caller, incarnation: int) -> None:
+        """Note the holder of a slot, before it asks for work."""
+        with self._state.changed:
+            if self._state.coordinator.holds(caller.name, incarnation):
+                self._holders[caller.name] = HeldBy(caller.name, caller.holder, incarnation)
+
     def held_by(self, slot: str) -> HeldBy | None:
-        """Return the holder of a slot, if it has asked this exchange for work."""
+        """Return the holder of a slot, if it has joined this exchange or asked it for work."""
         found = self._holders.get(slot)
         return found if found is not None and self._state.coordinator.holds(slot, found.incarnation) else None

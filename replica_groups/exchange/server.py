@@ -40,7 +40,7 @@ from hetero_pp.rpc.callers import (
     require_report,
 )
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, Reach, make_server
-from hetero_pp.rpc.exchange_service import IsAsked
+from hetero_pp.rpc.exchange_service import HeldBy, IsAsked
 from hetero_pp.rpc.identities import Secret
 from hetero_pp.rpc.limits import ADDRESS_BYTES_MAX, LONGEST_WAIT, STATES_MAX, Pace, StreamWatch, make_plain, plain
 from hetero_pp.rpc.relay import MOST_CARRIED, MeetingPoint, Relay
@@ -220,15 +220,14 @@ class _Servicer:
     Agree = Confirm = _answer
     LastRound = NewestCheckpoint = _answer_later
 
-    def _end_revoked(self, member: str) -> None:
-        """End the incarnations of a member's group whose tickets were revoked, so that their links are cut at once."""
-        if self._guests is None:
-            return
-        for slot, holder, incarnation in self.exchange.assignments.neighbouring_guests(member):
+    def _end_revoked(self, guests: Iterable[HeldBy]) -> None:
+        """End the incarnations of ticket holders that are admitted no more, so that their links are cut at once."""
+        for one in guests:
+            assert self._guests is not None
             try:
-                self._guests.require_in(slot, holder)
+                self._guests.require_in(one.slot, one.holder)
             except Refused as error:
-                self.exchange.died(slot, str(error).removeprefix(f"{slot}: "), incarnation)
+                self.exchange.died(one.slot, str(error).removeprefix(f"{one.slot}: "), one.incarnation)
 
     def _is_asked(self, context: grpc.ServicerContext) -> IsAsked:
         """Return a check that a call's caller is there, which fails after LONGEST_WAIT seconds."""
@@ -257,7 +256,13 @@ class _Servicer:
         request.damaged[:] = map(plain, request.damaged)
         caller = self._waiting(context)
         request.address = self._listens(context, request.address, is_new=True)
+        # The caller was let in as the newest holder of its slot. The exchange may not have heard yet that the holder
+        # before is over, whose admission ends in the memberships first: the caller would be a second process of it.
+        former = self.exchange.assignments.held_by(caller.name)
+        if caller.holder and former is not None and former.holder:
+            self._end_revoked([former])
         reply = self.exchange.call(request, caller)
+        self.exchange.assignments.joined(caller, reply.incarnation)
         if self._guests is not None and caller.holder:
             self._guests.joined(caller.name, caller.holder)
         return reply
@@ -286,7 +291,7 @@ class _Servicer:
         return self.exchange.call(request, caller)
 
     def Heartbeat(self, request: pb.HeartbeatRequest, context: grpc.ServicerContext) -> pb.HeartbeatReply:
-        self._end_revoked(self._member(context))
+        self._end_revoked(self.exchange.assignments.neighbouring_guests(self._member(context)))
         return self._answer(request, context)
 
     def Broken(self, request: pb.BrokenRequest, context: grpc.ServicerContext) -> pb.Nothing:

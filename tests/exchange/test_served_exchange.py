@@ -134,6 +134,12 @@ class Recorder:
     def neighbouring_guests(self, member: str) -> Sequence[HeldBy]:
         return ()
 
+    def held_by(self, slot: str) -> HeldBy | None:
+        return None
+
+    def joined(self, caller: Caller, incarnation: int) -> None:
+        assert caller.name
+
     def died(self, member: str, cause: str, incarnation: int | None = None) -> None:
         self.asked.append(("died", member, cause, incarnation))
 
