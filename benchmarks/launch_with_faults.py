@@ -1,4 +1,4 @@
-"""Launch a run as `hetero-pp launch` does, and inject the faults that a file lists (docs/fault_injection.md).
+"""Launch a run as `hetero-pp launch` does, and inject the faults that a file lists (docs/failures.md).
 
 python benchmarks/launch_with_faults.py CONFIG --faults FILE [OPTIONS]
 """
@@ -52,7 +52,7 @@ def launch_with_faults(
     runs: RunsFolder = Path("runs"),
     overrides: Overrides = [],  # noqa: B006 (typer copies it)
 ) -> None:
-    """Train a run on this machine, and inject faults into it (docs/fault_injection.md)."""
+    """Train a run on this machine, and inject faults into it (docs/failures.md)."""
     with readable_errors():
         spec = RunSpec(ConfigFile(config, overrides).config, vocabulary=256)  # faults do not depend on the vocabulary
         found = read_faults(faults, spec, in_process)

@@ -152,7 +152,7 @@ def _metrics() -> Iterator[str]:
         where = "no" if one.needs_all else "yes"
         rows.append((f"`{one.name}`", kind, ", ".join(one.labels), one.unit, one.meaning, where))
     yield "# Metrics"
-    yield "\n`--metrics` serves these at `/metrics`. [Operating a run](../operating.md) shows how to use them."
+    yield "\n`--metrics` serves these at `/metrics`. [Operating](../operating.md#metrics-and-health) shows their use."
     yield "`join` serves the metrics of its own member, and `launch` and `serve` those of all.\n"
     yield from _table(("name", "type", "labels", "unit", "meaning", "in `join`"), rows)
 

@@ -1,4 +1,4 @@
-"""Takes the pictures of docs/viewing.md: every view of a page, dark and light, wide and narrow.
+"""Takes the pictures of docs/operating.md: every view of a page, dark and light, wide and narrow.
 
 hetero-pp view faulty quickstart --export page.html
 python docs/take_pictures.py page.html --time 37
