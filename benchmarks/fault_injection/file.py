@@ -40,7 +40,7 @@ T = TypeVar("T", bound=Settings)
 def read_faults(path: Path, spec: RunSpec, in_process: bool = False) -> FaultFile:
     """Return the faults of a file. Raises ConfigError with file, line and key if this run cannot have them."""
     lines = YamlLines(path)
-    root = lines.plain()
+    root = lines.root
     try:
         file = _validated(root)
         for index, fault in enumerate(file.faults):

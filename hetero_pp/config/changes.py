@@ -18,14 +18,14 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
 
 from hetero_pp.config.overrides import Key
 from hetero_pp.config.run_config import RunConfig
-from hetero_pp.core.bounded import parse_json, read_yaml, yaml_complaint
+from hetero_pp.core.bounded import parse_json
 from hetero_pp.core.errors import ConfigError, MalformedMessage, dotted
 from hetero_pp.core.files import write_whole
 from hetero_pp.core.settings import NotPartOf, Settings, meaning
+from hetero_pp.core.yaml_reader import read_yaml, yaml_complaint
 
 Values = Mapping[str, Any]
 """Dotted key -> value, as in JSON."""
@@ -151,7 +151,7 @@ def read_changes(path: Path) -> Changes:
         return NO_CHANGES
     try:
         return Changes(_history(read_yaml(path) or {}))
-    except (OSError, YAMLError, ValueError) as error:
+    except (OSError, ValueError) as error:
         reason = yaml_complaint(path, error).removeprefix(f"{path}:").strip()
         found = f"{path}: cannot be read ({reason})"
         raise ConfigError((), f"{found}; hetero-pp writes this file itself: restore it from a copy") from None

@@ -22,7 +22,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hetero_pp.config.spec import RunSpec
-from hetero_pp.core.bounded import INTEGER_DIGITS_MAX
 from hetero_pp.core.errors import DamagedFile, StoreError
 from hetero_pp.core.files import whole
 from hetero_pp.core.progress import OnProgress, untold
@@ -39,6 +38,7 @@ ROUND, DIGEST = "round", "tensors_sha256"
 """Keys of the file's metadata."""
 
 _PIECE_BYTES = 1 << 20
+_ROUND_DIGITS_MAX = 18
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ def _reading(called: str) -> Iterator[None]:
 def _round_of(metadata: Mapping[str, str], called: str) -> int:
     """Return the round in the metadata. Raises DamagedFile: a forged file may have a valid digest."""
     text = metadata.get(ROUND, "")
-    if not text.isdecimal() or len(text) > INTEGER_DIGITS_MAX:
+    if not text.isdecimal() or len(text) > _ROUND_DIGITS_MAX:
         raise DamagedFile(f"{called} is damaged: its round is not a number")
     return int(text)
 

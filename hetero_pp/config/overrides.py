@@ -13,11 +13,9 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
-from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from hetero_pp.config.run_config import RunConfig
 from hetero_pp.config.topology import ReplicaSettings
-from hetero_pp.core.bounded import parse_yaml
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.settings import WhomItConcerns
 from hetero_pp.core.units import (
@@ -28,6 +26,7 @@ from hetero_pp.core.units import (
     parse_any,
     parse_fraction,
 )
+from hetero_pp.core.yaml_reader import parse_yaml
 from hetero_pp.outer.methods import change_method
 
 Key = tuple[str | int, ...]
@@ -192,9 +191,9 @@ class Override:
                 said = os.fspath(value) if isinstance(value, os.PathLike) else value
                 shown = f"{path} with {'.'.join(map(str, here))}={said!r}"
                 is_mapping = isinstance(value, Mapping)
-                yield cls(here, CommentedMap() if is_mapping else said, shown, is_mapping)
+                yield cls(here, {} if is_mapping else said, shown, is_mapping)
 
-    def apply(self, root: CommentedMap) -> tuple[list[Key], list[Entry]]:
+    def apply(self, root: dict[Any, Any]) -> tuple[list[Key], list[Entry]]:
         """Change the content of a YAML; return the places that were set, and the entries that are new.
 
         Raises ConfigError if the YAML has no such place.
@@ -208,14 +207,14 @@ class Override:
             raise ConfigError((), f"{self.shown}: {error.message}") from None
         return places, added
 
-    def _put(self, root: CommentedMap, place: Key) -> None:
+    def _put(self, root: dict[Any, Any], place: Key) -> None:
         node: Any = root
         for position, part in enumerate(place[:-1]):
             below = _at(node, part)
             if below is None:
-                node[part] = CommentedMap()
+                node[part] = {}
             elif _is_stages(place[: position + 1]) and isinstance(below, int):
-                node[part] = CommentedMap(count=below)
+                node[part] = {"count": below}
             elif not isinstance(below, dict | list):
                 here = ".".join(map(str, place[: position + 1]))
                 raise ConfigError((), f"`{here}` is a single value, and has no key `{place[position + 1]}`")
@@ -226,7 +225,7 @@ class Override:
         elif _is_stages(place) and type(self.value) is int:  # `true` is an int, too, and no number of stages
             node[place[-1]] = _with_count(before, self.value, place)
         elif not (self.merges and isinstance(before, dict)):
-            node[place[-1]] = _commented(self.value)
+            node[place[-1]] = _plain(self.value)
 
 
 Given = str | Override
@@ -243,17 +242,22 @@ def _parsed(value: str, shown: str) -> Any:
     if re.fullmatch(r"\s*\[[0-9A-Fa-f:.]*:[0-9A-Fa-f:.%\w]*\]:[0-9]+\s*", value):
         return value.strip()
     try:
-        return parse_yaml(value, with_lines=True)
-    except (YAMLError, ValueError) as error:
-        problem = error.problem if isinstance(error, MarkedYAMLError) else None
-        why = f" ({problem})" if problem else f" ({error})" if isinstance(error, ValueError) else ""
-        told = f"{shown}: found a value that is not YAML{why}"
+        return parse_yaml(value)
+    except ValueError as error:
+        told = f"{shown}: found a value that is not YAML ({error})"
         raise ConfigError((), f"{told}, expected text with special characters in quotes, as KEY='\"TEXT\"'") from None
 
 
 def _at(node: Any, part: str | int) -> Any:
     """Return the item `part` of a section or a list; None if a section has no such key."""
     return node.get(part) if isinstance(node, dict) else node[part]
+
+
+def _plain(value: Any) -> Any:
+    """Return a copy of a value, of dicts and lists that have no lines of a file."""
+    if isinstance(value, Mapping):
+        return {key: _plain(below) for key, below in value.items()}
+    return [_plain(below) for below in value] if isinstance(value, list | tuple) else value
 
 
 def _commented(value: Any) -> Any:
@@ -276,7 +280,7 @@ def _with_count(before: Any, count: int, place: Key) -> Any:
     Raises ConfigError for a list of stages that differ in more than their layers.
     """
     if isinstance(before, dict):
-        return CommentedMap({**before, "count": count})
+        return {**before, "count": count}
     if not isinstance(before, list) or not all(isinstance(one, dict) for one in before):
         return count
     own = {key: {str(one.get(key)) for one in before} for one in before for key in one}
@@ -287,7 +291,7 @@ def _with_count(before: Any, count: int, place: Key) -> Any:
         told = f"found a number for `{where}`, but its entries set {keys}"
         raise ConfigError((), f"{told}, expected a list of stages, or `{{count: {count}}}` to drop these settings")
     line = before[0].get("line") if before else None
-    return count if line is None else CommentedMap(count=count, line=line)
+    return count if line is None else {"count": count, "line": line}
 
 
 def put_changes(root: CommentedMap, before: RunConfig, after: RunConfig) -> None:

@@ -6,31 +6,29 @@ import difflib
 import io
 import re
 from collections.abc import Mapping, Sequence
-from copy import copy, deepcopy
-from functools import cached_property
+from copy import copy
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML
-from ruamel.yaml.comments import CommentedMap, CommentedSeq
-from ruamel.yaml.error import YAMLError
 
 from hetero_pp.config.changes import read_changes
 from hetero_pp.config.folder import RunFolder
 from hetero_pp.config.overrides import Entry, Given, Key, Override, in_order, put_changes, require_named, sibling_keys
 from hetero_pp.config.run_config import RunConfig
 from hetero_pp.config.spec import RunSpec
-from hetero_pp.core.bounded import YAML_BYTES_MAX, parse_ordinary_yaml, parse_yaml, read_bounded, yaml_complaint
+from hetero_pp.core.bounded import read_bounded
 from hetero_pp.core.errors import ConfigError, dotted
 from hetero_pp.core.files import write_whole
+from hetero_pp.core.yaml_reader import YAML_BYTES_MAX, line_in, parse_yaml, yaml_complaint
 from hetero_pp.data.tokenizers import load_tokenizer
 from hetero_pp.hugging_face.config_json import read_architecture
 from hetero_pp.model.transformer import PRESETS, ModelShape
 
 
 class YamlLines:
-    """Content of a YAML file (`root`), and the line of each key.
+    """Content of a YAML file (`root`), which knows the line of each key.
 
     Raises ConfigError if it cannot be read, is not YAML, or has no keys and values at its top.
     """
@@ -38,11 +36,13 @@ class YamlLines:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._data = read_bounded(path, YAML_BYTES_MAX)  # once, because it may be a stream
+            self.data = read_bounded(path, YAML_BYTES_MAX)  # once, because it may be a stream
+            root = parse_yaml(self.data)
         except (OSError, ValueError) as error:
             raise ConfigError((), yaml_complaint(path, error)) from None
-        ordinary = parse_ordinary_yaml(self._data)
-        self._ordinary = ordinary if isinstance(ordinary, dict) else plain(self.root)
+        if not isinstance(root, dict):
+            raise ConfigError((), f"{path}:1: found no keys and values at the top, expected at least `name: NAME`")
+        self.root: dict[Any, Any] = root
 
     def located(self, error: ConfigError, model: type[BaseModel] = RunConfig) -> ConfigError:
         """Return the error with file and line in front; `model` describes the file."""
@@ -62,53 +62,22 @@ class YamlLines:
                 message = re.sub(rf"--set replicas\.{re.escape(name)}-\d+\.", f"--set replicas.{name}.", message)
         return message
 
-    def plain(self) -> Any:
-        """Return the content of the root as dicts and lists."""
-        return plain(self.root) if "root" in vars(self) else self._ordinary
-
-    @cached_property
-    def root(self) -> CommentedMap:
-        """Content with lines. It is read when it is needed: for errors and changes, because that takes longer."""
-        try:
-            root = parse_yaml(self._data, with_lines=True)
-        except (YAMLError, ValueError) as error:
-            raise ConfigError((), yaml_complaint(self.path, error)) from None
-        if not isinstance(root, CommentedMap):
-            raise ConfigError((), f"{self.path}:1: found no keys and values at the top, expected at least `name: NAME`")
-        return root
-
     def find(self, key: Sequence[str | int], model: type[BaseModel] = RunConfig) -> tuple[Key, int]:
         """Return the key as far as the file has it (and one step further), and its line."""
         node: Any = self.root
         found: list[str | int] = []
         line = 1
         for position, part in enumerate(key):
-            in_list = isinstance(node, CommentedSeq) and isinstance(part, int) and part < len(node)
-            if in_list or (isinstance(node, CommentedMap) and part in node):
-                line = _line(node.lc, part, line)
+            in_list = isinstance(node, list) and isinstance(part, int) and part < len(node)
+            if in_list or (isinstance(node, dict) and part in node):
+                line = line_in(node, part, line)
+                node = node[part]
             else:
                 known = sibling_keys(key[: position + 1], model)
-                if part in known or (not known and isinstance(node, CommentedMap)):  # others are kinds of a union
-                    found.append(part)
-                continue
+                if part not in known and (known or not isinstance(node, dict)):  # others are kinds of a union
+                    continue
             found.append(part)
-            node = node[part]
         return tuple(found), line
-
-
-def _line(position: Any, part: str | int, otherwise: int) -> int:
-    """Return the line of an entry of a mapping or a list; `otherwise` for entries set on the command line."""
-    data = position.data or {}
-    return data[part][0] + 1 if part in data else otherwise
-
-
-def plain(node: Any) -> Any:
-    """Return the content of a YAML's node as dicts and lists."""
-    if isinstance(node, CommentedMap):
-        return {key: plain(value) for key, value in node.items()}
-    if isinstance(node, CommentedSeq):
-        return [plain(value) for value in node]
-    return node
 
 
 def complaint(error: ValidationError, model: type[BaseModel] = RunConfig) -> ConfigError:
@@ -188,6 +157,8 @@ def _shown(found: Any) -> str:
         return f"`{str(found).lower()}`"
     if found is None:
         return "nothing"
+    if isinstance(found, list):
+        return "a list"
     return f"`{found}`" if isinstance(found, str | int | float) else f"a {type(found).__name__}"
 
 
@@ -225,11 +196,12 @@ class ConfigFile:
             raise self._of_this_file(error) from None
         given = [Override.parse(one) if isinstance(one, str) else one for one in overrides]
         self._set: list[tuple[Key, Override]] = []
+        self._applied: list[Override] = []
         added = [entry for one in in_order(given) for entry in self._apply(one)]
         for one in in_order(list(Override.of_mapping(changes or {}, path))):
             self._apply(one)
         try:
-            self.config = with_weights_described(RunConfig.model_validate(self._lines.plain()))
+            self.config = with_weights_described(RunConfig.model_validate(self._lines.root))
             self.config.check()
             require_named(self.config, added)
         except ValidationError as error:
@@ -254,13 +226,16 @@ class ConfigFile:
         Its own comments and order stay. Paths are those of the file.
         """
         own = {name: getattr(self.config, name) for name in ("data", "model", "store")}
-        config, root = config.model_copy(update=own), deepcopy(self._lines.root)
-        put_changes(root, self.config, config)
-        assert RunConfig.model_validate(plain(root)).model_dump() == config.model_dump(), "a change got lost"
-        yaml, text = YAML(), io.StringIO()
+        config, yaml, text = config.model_copy(update=own), YAML(), io.StringIO()
         yaml.width, yaml.preserve_quotes = 100_000, True
         yaml.indent(mapping=2, sequence=4, offset=2)
+        root = yaml.load(self._lines.data)  # with its comments; YamlLines has checked its size and depth
+        for override in self._applied:
+            override.apply(root)
+        put_changes(root, self.config, config)
         yaml.dump(root, text)
+        written = RunConfig.model_validate(parse_yaml(text.getvalue()))
+        assert written.model_dump() == config.model_dump(), "a change got lost"
         return "".join(f"# {line}\n" for line in comments) + text.getvalue()
 
     def _of_this_file(self, error: ConfigError) -> ConfigError:
@@ -292,6 +267,7 @@ class ConfigFile:
     def _apply(self, one: Override) -> list[Entry]:
         """Change the file's content; return the entries that are new."""
         places, added = one.apply(self._lines.root)
+        self._applied.append(one)
         self._set += [(place, one) for place in places]
         return added
 

@@ -6,20 +6,10 @@ Every function raises TooLarge, a ValueError, or another ValueError with a reaso
 from __future__ import annotations
 
 import json
-import re
 import stat
 from collections.abc import Iterable, Mapping
-from io import StringIO
 from pathlib import Path
 from typing import Any
-
-from ruamel.yaml import YAML
-from ruamel.yaml.composer import Composer
-from ruamel.yaml.error import MarkedYAMLError, YAMLError
-from ruamel.yaml.events import AliasEvent, ScalarEvent
-
-from hetero_pp.core.control_characters import is_control
-from hetero_pp.core.plain_yaml import NotOrdinary, read_ordinary
 
 DEPTH_MAX = 64
 """Levels of nested lists and mappings. No file of a run has more than 12."""
@@ -27,19 +17,10 @@ DEPTH_MAX = 64
 DIGITS_MAX = 400
 """Characters of one number: more than the largest float has."""
 
-INTEGER_DIGITS_MAX = 18
-"""Digits of a whole number in a YAML; all such numbers fit into 64 bits."""
-
 JSON_BYTES_MAX = 64 * 2**20
-YAML_BYTES_MAX = 4 * 2**20
-
-YAML_VALUES_MAX = 200_000
-"""Keys, values, lists and mappings of a YAML with its aliases expanded."""
 
 
 _STREAMS = ("/dev/", "/proc/")
-
-_NUMBER = re.compile(r"(0[xob])?[0-9a-fA-F.]+")
 
 
 ROUNDS_GAP_MAX = 1000
@@ -112,43 +93,6 @@ def _int(digits: str) -> int:
     return int(digits)
 
 
-def parse_yaml(data: str | bytes, with_lines: bool = False) -> Any:
-    """Return the content of a YAML; `with_lines` as ruamel.yaml's round-trip types, which know the line of each key.
-
-    Raises YAMLError (MarkedYAMLError with a line), or ValueError, which includes TooLarge.
-    """
-    text = data.decode("utf-8-sig") if isinstance(data, bytes) else data
-    if len(text) > YAML_BYTES_MAX:
-        raise TooLarge(f"found more than {YAML_BYTES_MAX:,} bytes, expected at most that")
-    yaml = YAML(typ="rt") if with_lines else YAML(typ="safe", pure=True)
-    yaml.Composer = BoundedComposer
-    try:
-        return yaml.load(StringIO(text))
-    except YAMLError:
-        raise
-    except RecursionError:
-        raise TooLarge(f"found lists and mappings more than {DEPTH_MAX} levels deep") from None
-    except ValueError as error:
-        if "integer string conversion" in str(error):
-            raise TooLarge(f"found a number of too many digits, expected at most {DIGITS_MAX}") from None
-        raise
-    except (AttributeError, KeyError, TypeError) as error:  # ruamel.yaml raises these for unexpected tags and keys
-        raise ValueError(f"{type(error).__name__}: {error}") from None
-
-
-def read_yaml(path: Path, with_lines: bool = False) -> Any:
-    """Return the content of a YAML file. Raises OSError, or the errors of `parse_yaml`."""
-    return parse_yaml(read_bounded(path, YAML_BYTES_MAX), with_lines)
-
-
-def parse_ordinary_yaml(data: bytes) -> Any:
-    """Return the content of a YAML, or None if only `parse_yaml` can read it or say what is wrong with it."""
-    try:
-        return read_ordinary(data.decode("utf-8-sig"), DEPTH_MAX, YAML_VALUES_MAX)
-    except (NotOrdinary, ValueError):
-        return None
-
-
 def before_gap(rounds: Iterable[int]) -> list[int]:
     """Return the rounds in their order, up to the first gap of more than ROUNDS_GAP_MAX."""
     found: list[int] = []
@@ -157,71 +101,3 @@ def before_gap(rounds: Iterable[int]) -> list[int]:
             break
         found.append(round_)
     return found
-
-
-def yaml_complaint(path: Path, error: Exception) -> str:
-    """Return one line about a YAML that could not be read: its name, the line if it is known, and the reason."""
-    if isinstance(error, OSError):
-        return f"{path}: cannot be read ({error.strerror})"
-    if isinstance(error, MarkedYAMLError):
-        mark = error.problem_mark
-        return f"{path}:{mark.line + 1 if mark else 1}: not YAML: {error.problem}"
-    return f"{path}: not YAML: {str(error).splitlines()[0]}"
-
-
-class BoundedComposer(Composer):
-    """Composes YAML with bounds on its nesting, its numbers, and its size with aliases expanded."""
-
-    def __init__(self, loader: Any = None) -> None:
-        super().__init__(loader=loader)
-        self._depth = 0
-        self._values = 0
-        """Nodes so far; those that aliases repeat count each time."""
-        self._values_of: dict[str, int] = {}
-        """Nodes below each complete anchor, counted in the same way."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        event = self.parser.peek_event()
-        if isinstance(event, AliasEvent):
-            known = event.anchor in self.anchors
-            if known and event.anchor not in self._values_of:
-                self._refuse(event, f"found the alias *{event.anchor} inside its own anchor")
-            self._values += self._values_of.get(event.anchor, 1)
-            self._require_few(event)
-            return super().compose_node(parent, index)
-        self._values += 1
-        self._require_few(event)
-        self._require_short_number(event)
-        self._require_text(event)
-        before = self._values - 1
-        self._depth += 1
-        if self._depth > DEPTH_MAX:
-            self._refuse(event, f"found lists and mappings more than {DEPTH_MAX} levels deep")
-        node = super().compose_node(parent, index)
-        self._depth -= 1
-        if event.anchor is not None:
-            self._values_of[event.anchor] = self._values - before
-        return node
-
-    def _require_short_number(self, event: Any) -> None:
-        if not isinstance(event, ScalarEvent) or not event.implicit[0]:
-            return
-        text = event.value.lstrip("+-").replace("_", "")
-        most = INTEGER_DIGITS_MAX if text.isdigit() else DIGITS_MAX
-        if len(text) > most and _NUMBER.fullmatch(text):
-            self._refuse(event, f"found a number of {len(text):,} digits, expected at most {most}")
-
-    def _require_text(self, event: Any) -> None:
-        """Refuse texts that would control the terminal in which a message or a table shows them."""
-        if isinstance(event, ScalarEvent) and not event.value.isprintable():
-            kept = "\n\t\a" if event.style == ">" else "\n\t"  # ruamel.yaml marks line breaks of a folded text by \a
-            found = next((one for one in event.value if one not in kept and is_control(one)), None)
-            if found is not None:
-                self._refuse(event, f"found the control character U+{ord(found):04X} in a text, expected none")
-
-    def _require_few(self, event: Any) -> None:
-        if self._values > YAML_VALUES_MAX:
-            self._refuse(event, f"found more than {YAML_VALUES_MAX:,} values, including repetitions by aliases")
-
-    def _refuse(self, event: Any, problem: str) -> None:
-        raise MarkedYAMLError(problem=problem, problem_mark=event.start_mark)

@@ -7,17 +7,16 @@ from pathlib import Path
 
 import torch
 from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
 
 from hetero_pp.config.overrides import Override
 from hetero_pp.config.predictions import MeasuredCost
 from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.yaml_file import ConfigFile, spec_of
-from hetero_pp.core.bounded import read_yaml, yaml_complaint
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.files import whole
 from hetero_pp.core.host_memory import host_memory
 from hetero_pp.core.units import format_count, format_seconds
+from hetero_pp.core.yaml_reader import read_yaml, yaml_complaint
 from hetero_pp.program.report.output import say, standard_output
 from hetero_pp.program.report.tables import PlainTable
 from hetero_pp.simulator.costs import forward_flops, part_of
@@ -53,7 +52,7 @@ def load_calibration(path: Path) -> dict[str, object]:
     """
     try:
         content = read_yaml(path)
-    except (OSError, YAMLError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError((), yaml_complaint(path, error)) from None
     if not isinstance(content, dict) or set(content) != {"hardware", "measured"}:
         expected = "expected the output of `hetero-pp calibrate --write`, with `hardware` and `measured`"

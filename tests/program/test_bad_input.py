@@ -107,7 +107,7 @@ CASES = {
         ["no.json", "expected"],
     ),
     "not YAML": ("outer:", "outer: [", 5, "", ["not YAML"]),
-    "key twice": ("name: t", "name: t\nname: u", 2, "", ["duplicate key"]),
+    "key twice": ("name: t", "name: t\nname: u", 2, "", ["found the key `name` twice"]),
 }
 
 

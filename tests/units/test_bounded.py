@@ -11,18 +11,12 @@ from typing import Any
 import hypothesis
 import hypothesis.strategies as st
 import pytest
-from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
 
-from hetero_pp.core.bounded import (
-    DEPTH_MAX,
-    parse_json,
-    parse_ordinary_yaml,
-    parse_yaml,
-    read_bounded,
-    read_bounded_json,
-    yaml_complaint,
-)
+from hetero_pp.core.bounded import DEPTH_MAX, parse_json, read_bounded, read_bounded_json
 from hetero_pp.core.control_characters import without_controls
+from hetero_pp.core.yaml_reader import Items, Section, YamlError, parse_yaml, yaml_complaint
 
 
 def _doubled(levels: int) -> str:
@@ -35,9 +29,9 @@ def _doubled(levels: int) -> str:
 HOSTILE_YAML = {
     "aliases": (_doubled(9), "found more than 200,000 values, including repetitions by aliases"),
     "an alias in itself": ("a: &a [*a]", "found the alias *a inside its own anchor"),
-    "lists": ("a: " + "[" * 3000 + "]" * 3000, "found lists and mappings more than 64 levels deep"),
-    "mappings": ("a: " + "{b: " * 3000 + "}" * 3000, "found lists and mappings more than 64 levels deep"),
-    "indented lists": ("- " * 3000 + "a", "found lists and mappings more than 64 levels deep"),
+    "lists": ("a: " + "[" * 500 + "]" * 500, "found lists and mappings more than 64 levels deep"),
+    "mappings": ("a: " + "{b: " * 500 + "}" * 500, "found lists and mappings more than 64 levels deep"),
+    "indented lists": ("- " * 500 + "a", "found lists and mappings more than 64 levels deep"),
     "digits": ("a: " + "9" * 5000, "found a number of 5,000 digits, expected at most 18"),
     "hexadecimal digits": ("a: 0x" + "9" * 5000, "found a number of 5,002 digits, expected at most 400"),
     "an escape": ('a: "\\e]0;title\\a"', "found the control character U+001B in a text, expected none"),
@@ -46,23 +40,28 @@ HOSTILE_YAML = {
 }
 
 
-@pytest.mark.parametrize("with_lines", [False, True])
+HOSTILE_YAML |= {
+    "a tag": ("a: !!int x", "found the tag `tag:yaml.org,2002:int`, expected none"),
+    "a directive": ("%YAML 1.1\n---\na: yes", "found a directive, expected none"),
+    "two documents": ("a: 1\n---\nb: 1", "found a second document, expected none"),
+    "a list as a key": ("{? [1] : 2}", "found a list or a mapping as a key, expected a text"),
+    "a key twice": ("b: 1\nb: 2", "found the key `b` twice, expected it once"),
+    "a text that is merged": ("<<: a", "found something else to merge by `<<`, expected mappings"),
+    "another number": ("a: 0o17", "found the number `0o17`, expected a finite decimal one"),
+    "infinity": ("a: -.inf", "found the number `-.inf`, expected a finite decimal one"),
+    "no anchor": ("a: *b", "found the alias *b without an anchor before it"),
+    "no text": ("a: \0", "control characters are not allowed"),
+    "a list that stays open": ("a: [1", "did not find expected ',' or ']'"),
+}
+
+
 @pytest.mark.parametrize("name", HOSTILE_YAML)
-def test_hostile_yaml_is_refused_with_its_line(name: str, with_lines: bool) -> None:
+def test_hostile_yaml_is_refused_with_its_line(name: str) -> None:
     text, problem = HOSTILE_YAML[name]
-    with pytest.raises(MarkedYAMLError) as found:
-        parse_yaml(text, with_lines)
-    assert yaml_complaint(Path("a.yaml"), found.value).partition(": ")[2] == f"not YAML: {problem}"
-
-
-@pytest.mark.parametrize(
-    "text", ["a: 2001-99-99", "a: !!int x", "a: !!float x", "a: !!binary x", "a: \0", "? {a: 1}\n: 1"]
-)
-def test_any_yaml_is_read_or_refused_in_one_line(text: str) -> None:
-    try:
+    with pytest.raises(YamlError) as found:
         parse_yaml(text)
-    except (YAMLError, ValueError) as error:
-        assert "\n" not in yaml_complaint(Path("a.yaml"), error)
+    assert yaml_complaint(Path("a.yaml"), found.value).partition(": ")[2] == f"not YAML: {problem}"
+    assert 1 <= found.value.line <= text.count("\n") + 1
 
 
 def test_a_yaml_text_that_is_too_long_is_refused() -> None:
@@ -73,7 +72,9 @@ def test_a_yaml_text_that_is_too_long_is_refused() -> None:
 def test_honest_yaml_keeps_its_meaning() -> None:
     text = "a: &a {rank: 1/8}\nb: {<<: *a, bits: 4}\nc: [*a, *a]\nd: 0.1000000000000000055511151231257827\nname: Größe"
     assert parse_yaml(text)["b"] == {"rank": "1/8", "bits": 4}
-    assert parse_yaml(text, with_lines=True)["c"][1] == {"rank": "1/8"}
+    assert parse_yaml(text)["c"][1] == {"rank": "1/8"}
+    numbers = "[.5, 1_0.5e3, 012, -3, +1e-5, 1., 2001-01-01, 1:30, '.5', =]"
+    assert parse_yaml(numbers) == [0.5, 10500.0, 12, -3, 1e-5, 1.0, "2001-01-01", "1:30", ".5", "="]
 
 
 SHIPPED = sorted((Path(__file__).parents[2] / "configs").glob("**/*.yaml"))
@@ -86,12 +87,22 @@ def _plain(node: Any) -> Any:
     return [_plain(value) for value in node] if isinstance(node, list) else node
 
 
+def _same_lines(found: Any, theirs: Any) -> None:
+    """Compare the line of every key and item with ruamel.yaml's."""
+    if isinstance(found, Section | Items):
+        places = found if isinstance(found, Section) else range(len(found))
+        lines = {place: theirs.lc.data[place][0] + 1 for place in places if place in (theirs.lc.data or {})}
+        assert (found.lines if isinstance(found, Section) else dict(enumerate(found.lines))) == lines
+        for place in places:
+            _same_lines(found[place], theirs[place])
+
+
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_libyaml_reads_what_ruamel_yaml_reads(path: Path) -> None:
+def test_shipped_yaml_means_what_ruamel_yaml_reads(path: Path) -> None:
     """Entries are in the same order, because rows and cells are."""
-    found = parse_ordinary_yaml(path.read_bytes())
-    assert found is not None
-    assert json.dumps(found) == json.dumps(_plain(parse_yaml(path.read_bytes(), with_lines=True)))
+    found, theirs = parse_yaml(path.read_bytes()), YAML().load(path)
+    assert json.dumps(found) == json.dumps(_plain(theirs))
+    _same_lines(found, theirs)
 
 
 PIECES = ["a", "b: ", ": ", "\n", "- ", "\n  ", "\n- ", "{", "}", "[", "]", ", ", "1", "0x1", "1_0", "'", '"', "#"]
@@ -117,26 +128,14 @@ PIECES += [
 
 @hypothesis.settings(max_examples=300)
 @hypothesis.given(st.lists(st.sampled_from(PIECES), min_size=1, max_size=10).map("".join))
-def test_libyaml_reads_no_text_otherwise(text: str) -> None:
-    found = parse_ordinary_yaml(text.encode())
+def test_any_text_is_refused_or_means_what_ruamel_yaml_reads(text: str) -> None:
+    try:
+        found = parse_yaml(text.encode())
+    except ValueError as error:
+        assert "\n" not in yaml_complaint(Path("a.yaml"), error)
+        return
     with suppress(YAMLError, ValueError, TypeError):  # libyaml takes some texts that ruamel.yaml refuses
-        assert found is None or found == _plain(parse_yaml(text, with_lines=True))
-
-
-OTHERS = [
-    "a: !!str 1",
-    "{a: 1, a: 2}",
-    "{<<: a}",
-    "%YAML 1.1\n---\na: yes",
-    "a: 1\n---\nb: 1",
-    "{? [1] : 2}",
-    "a: 0o17",
-]
-
-
-@pytest.mark.parametrize("text", [*(text for text, _ in HOSTILE_YAML.values()), *OTHERS], ids=lambda text: text[:20])
-def test_libyaml_leaves_what_is_not_ordinary(text: str) -> None:
-    assert parse_ordinary_yaml(text.encode()) is None
+        assert found == YAML(typ="safe", pure=True).load(text)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hetero_pp.core.bounded import parse_yaml
 from hetero_pp.core.units import format_duration, format_ratio, format_seconds
+from hetero_pp.core.yaml_reader import parse_yaml
 from hetero_pp.program.init.draft import Draft
 
 _COLUMN = 40

@@ -430,7 +430,7 @@ class Catalog:
         is_scale = path.parent.name == "scales"
         try:
             lines = YamlLines(path)
-            content = lines.plain()
+            content = lines.root
             is_scale = is_scale or "base" in content
             if is_scale:
                 _define(Scale, content, lines, self.scales)
