@@ -308,9 +308,8 @@ FOUND = "found.md"
 """File beside the experiments with the findings in words."""
 
 INTRODUCTION = """\
-`hetero-pp reproduce --no-train --docs FILE` generates this page from the trained rows. It also fills in the figures
-of the text above. [reproducing.md](reproducing.md) explains how to make these tables, and
-[experiments.md](experiments.md) how to define your own.
+`hetero-pp reproduce --no-train --docs FILE` generates this page from the trained rows, the figures of its text
+included. [Tables](experiments.md) explains how to make these tables, and how to define your own.
 
 A verdict compares two rows at the seeds that both have. A claim *holds* or *does not hold* if the 95 % interval
 (Student's t) of the difference excludes zero. It is *within noise* otherwise. One seed has no interval and decides
