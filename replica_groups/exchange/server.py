@@ -357,7 +357,7 @@ class _Servicer:
             self.exchange.inbox.expect(header, caller)
             return payload_bytes(header)
 
-        most, moving = self.exchange.requests.largest(pb.BlobHeader.DESCRIPTOR), self._moving(frames, context)
+        most, moving = self.exchange.requests.of("Deposit"), self._moving(frames, context)
         header, data = read_frames(moving, pb.BlobHeader, announced, MAX_BLOB_BYTES, most)
         self.exchange.deposit_blob(header, bytes(data), caller)
         return pb.DepositReply(exchange=self.process)
@@ -378,7 +378,7 @@ class _Servicer:
                     raise TooMuch(f"the exchange has no room for a file of {header.size} bytes: {error}") from None
                 yield memoryview(mmap.mmap(file.fileno(), header.size))
 
-            most, moving = self.exchange.requests.largest(pb.ShownFile.DESCRIPTOR), self._moving(frames, context)
+            most, moving = self.exchange.requests.of("Show"), self._moving(frames, context)
             header = read_into(moving, pb.ShownFile, room_for, max_header_bytes=most)
             self.exchange.show_file(header, Path(file.name), caller)
         return pb.Nothing()

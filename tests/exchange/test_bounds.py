@@ -15,7 +15,6 @@ from typing import Any
 
 import grpc
 import pytest
-from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from members import TIMEOUT, in_thread
@@ -305,36 +304,32 @@ def _ask(served: Served, call: str, request: bytes) -> grpc.RpcError:
     return error.value
 
 
-def _fullest(requests: RequestBounds, descriptor: Any) -> Message:
-    """Return the largest message of a type: each field has all its entries, and the longest text."""
-    message = GetMessageClass(descriptor)()
-    for field in sorted(descriptor.fields, key=requests._largest_field):  # the last one set stays in a oneof
-        name = field.full_name.removeprefix("hetero_pp.")
-        if requests.fields.get(name) == 0:
-            continue
-        entries = requests.fields[name] if field.is_repeated else 1
-        text = requests.fields.get(f"{name}[]" if field.is_repeated else name, 0)
-        if field.message_type is not None and field.message_type.GetOptions().map_entry:
-            key, value = (
-                requests.fields[one.full_name.removeprefix("hetero_pp.")] for one in field.message_type.fields
-            )
-            getattr(message, field.name).update({f"{one:0{key}}": bytes(value) for one in range(entries)})
-            continue
-        one: Any = {"string": "x" * text, "bytes": bytes(text), "number": MOST_NUMBERS.get(field.type, 1)}[
-            {FieldDescriptor.TYPE_STRING: "string", FieldDescriptor.TYPE_BYTES: "bytes"}.get(field.type, "number")
-        ]
-        if field.message_type is not None:
-            one = _fullest(requests, field.message_type)
-        if field.is_repeated:
-            getattr(message, field.name).extend([one] * entries)
-        elif field.message_type is None:
-            setattr(message, field.name, one)
-        else:
-            getattr(message, field.name).CopyFrom(one)
-    return message
+NAME, TEXT, DIGEST = 320 * "n", 2_001 * "\U0001f40d", bytes(32)
+"""The longest name, text and digest."""
 
 
-MOST_NUMBERS = {FieldDescriptor.TYPE_UINT32: (1 << 32) - 1, FieldDescriptor.TYPE_UINT64: (1 << 64) - 1}
+def _fullest(run: Run) -> Iterator[tuple[str, Message]]:
+    """Yield the largest honest request of the calls whose requests have lists or long texts."""
+    parameters, replicas = len(run.checkpoint.parameters), len(set(run.exchange.roster.members.values()))
+    blocks = max(map(len, run.exchange.roster.blocks.values()))
+    finding = pb.Recomputed(member=NAME, cause=TEXT, evidence=NAME)
+    commitment = pb.Commitment(member=NAME, before=DIGEST, after=DIGEST, text=DIGEST, messages=DIGEST, rest=DIGEST)
+    following = [pb.FollowingBlob(replica=NAME, block=NAME, size=1 << 60)] * blocks
+    blob = pb.BlobHeader(replica=NAME, block=NAME, sha256=DIGEST, commitment=commitment, following=following)
+    yield "Agree", pb.AgreeRequest(configuration=2 * run.exchange._configuration_bytes * "x", tokens=64 * "x")
+    yield "Join", pb.JoinRequest(address=300 * "x", rounds=range(16), damaged=[TEXT] * 16, process=64 * "x")
+    yield "RunCheckpoint", pb.CheckpointRequest(names=[NAME + 32 * "x"] * (3 * parameters + 1), round=1 << 31)
+    hashes = {f"{one:0320}": DIGEST for one in range(parameters)}
+    yield "Confirm", pb.HashReport(round=1 << 31, sha256=hashes)
+    judgement = pb.Judgement(round=1 << 31, replica=NAME, recomputed=finding)
+    yield "Judge", pb.JudgeRequest(judgements=[judgement] * (8 * replicas))
+    yield "Watch", pb.WatchRequest(members=[NAME] * (2 * len(run.exchange.roster.members) + 1), so_far=True)
+    yield "Broken", pb.BrokenRequest(generation=1 << 60, cause=TEXT, blames=NAME)
+    yield "Died", pb.DiedRequest(member=NAME, cause=TEXT, incarnation=1)
+    yield "Enrol", pb.EnrolRequest(request=bytes(4 << 10))
+    yield from ((call, blob) for call in ("UploadUrl", "Uploaded"))
+
+
 REQUESTS = {
     call.name: call
     for service in ("Exchange", "Admission", "Relay")
@@ -370,7 +365,6 @@ class Anything:
 def test_the_largest_request_of_each_call_is_taken_and_a_longer_one_is_not_parsed(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each field of a variable length has a bound from the run: making RequestBounds fails for one without."""
     requests = served.run.exchange.requests
     anything, services = (
         Anything(requests),
@@ -387,12 +381,12 @@ def test_the_largest_request_of_each_call_is_taken_and_a_longer_one_is_not_parse
         )
         list(ask(request, timeout=TIMEOUT))
 
-    fullest = {call: _fullest(requests, method.input_type) for call, method in REQUESTS.items()}
+    fullest = dict(_fullest(served.run))
     for call, request in fullest.items():
-        largest, most = requests.largest(REQUESTS[call].input_type), requests.of(call)
-        assert 0.9 * largest <= request.ByteSize() <= largest <= most < RECEIVED_BYTES_MAX, call
+        assert request.ByteSize() <= requests.of(call) < RECEIVED_BYTES_MAX, call
         send(call, request.SerializeToString())
     assert anything.taken == list(fullest.values())
+    assert fullest["UploadUrl"].ByteSize() <= requests.of("Deposit")
     monkeypatch.setattr("hetero_pp.rpc.services.GetMessageClass", lambda _: pytest.fail("it was parsed"))
     for call in REQUESTS:
         with pytest.raises(grpc.RpcError, match="INVALID_ARGUMENT"):
