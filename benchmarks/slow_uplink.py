@@ -93,7 +93,7 @@ class FarEnd:
     def __init__(self) -> None:
         self.is_over = threading.Event()
         self.requests = RequestBounds(self.roster, [], 0)
-        self.presence = self.inbox = self.runner = self
+        self.presence = self.inbox = self.runner = self.assignments = self
 
     def call(self, request: Message, _: object) -> Message:
         return JoinReply(incarnation=1) if isinstance(request, JoinRequest) else HeartbeatReply()
@@ -106,6 +106,10 @@ class FarEnd:
     def deposit_blob(self, *_: object) -> None: ...
 
     def heard(self, *_: object) -> None: ...
+
+    def held_by(self, *_: object) -> None: ...
+
+    def joined(self, *_: object) -> None: ...
 
     def wake(self) -> None: ...
 
