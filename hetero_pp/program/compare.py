@@ -59,7 +59,7 @@ class ComparedRun:
     def results(self) -> dict[str, str]:
         """Return what the run has reached, formatted, by the name of the quantity."""
         state, losses = self.state, self.losses
-        sent = sum(one.wire_bytes for link in state.links.values() for one in link.directions.values())
+        sent = sum(one.wire_bytes for link in state.links.values() for one in link.ways.values())
         last, best = max(losses, default=None), min(losses, key=losses.__getitem__, default=None)
         return {
             "rounds": f"{state.rounds} of {state.rounds_planned}",

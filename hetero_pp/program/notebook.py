@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hetero_pp.config.folder import RunFolder
-from hetero_pp.config.lines import WAYS, Direction, Way
+from hetero_pp.config.lines import Direction, Way
 from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.yaml_file import ConfigFile, spec_of
 from hetero_pp.core.errors import ConfigError, HeteroPPError, RunFailed
@@ -262,7 +262,7 @@ class Run:
         with self._state.lock:
             replicas = self._state.replicas
             links = {
-                name: {way: direction.wire_bytes_of_round(round_) for way, direction in link.directions.items()}
+                name: {way: direction.of_round(round_).wire_bytes for way, direction in link.ways.items()}
                 for name, link in self._state.links.items()
             }
             losses = {name: replica.round_loss(round_) for name, replica in replicas.items()}
@@ -278,7 +278,7 @@ class Run:
                 training_losses={name: loss for name, loss in losses.items() if loss is not None},
                 link_bytes=links,
                 line_bytes={
-                    name: {way: line.wire_bytes_of_round(way, round_) for way in WAYS}
+                    name: {way: traffic.of_round(round_).wire_bytes for way, traffic in line.ways.items()}
                     for name, line in self._state.lines.items()
                 },
                 contribution_bytes=closed.bytes,

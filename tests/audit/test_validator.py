@@ -27,7 +27,7 @@ from hetero_pp.program import validate as program
 from hetero_pp.program.cli import app
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.program.launch.inputs import settled
-from hetero_pp.program.report.membership_event_lines import words_of
+from hetero_pp.program.report.lines import words_of
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.summary import summary_of
 from hetero_pp.program.validate import Access, FollowedRun, RunChanged, access_to, require_same_text, validate

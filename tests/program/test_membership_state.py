@@ -50,8 +50,7 @@ from hetero_pp.messages.messages_pb2 import (
 )
 from hetero_pp.program.report.display import live_view
 from hetero_pp.program.report.events import line_of, reports_until
-from hetero_pp.program.report.lines import OwnRoundLines, round_line, trouble_lines
-from hetero_pp.program.report.membership_event_lines import words_of
+from hetero_pp.program.report.lines import OwnRoundLines, round_line, trouble_lines, words_of
 from hetero_pp.program.report.recorder import to_json
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.summary import print_result, summary_of

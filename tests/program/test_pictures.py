@@ -19,7 +19,7 @@ from test_run_state import (
     timed_reports,
 )
 
-from hetero_pp.program.report.pictures import draw_links, draw_losses, training_losses
+from hetero_pp.program.report.pictures import draw_links, draw_losses
 from hetero_pp.program.report.state import RunState
 
 pytestmark = pytest.mark.renders
@@ -51,8 +51,8 @@ def test_rounds_of_time(tmp_path: Path) -> None:
     state = RunState(made_up_spec(**TIMED))
     for report in timed_reports():
         state.apply(report)
-    assert [end for end, _ in training_losses(state.replicas["home"])] == [1.0, 1.5, 2.0]
-    assert [end for end, _ in training_losses(state.replicas["dc"])][2:5] == pytest.approx([1.0, 1.2, 1.4])
+    assert [end for end, _ in state.replicas["home"].training_losses()] == [1.0, 1.5, 2.0]
+    assert [end for end, _ in state.replicas["dc"].training_losses()][2:5] == pytest.approx([1.0, 1.2, 1.4])
     draw_losses(state, tmp_path / "loss.png")
     assert_shows_something(tmp_path / "loss.png")
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from hetero_pp.config.lines import LineSpec
 from hetero_pp.config.run_config import RunConfig
 from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.units import format_share
@@ -23,10 +22,8 @@ from hetero_pp.messages.messages_pb2 import (
     SoFar,
 )
 from hetero_pp.messages.refusals import Kind
-from hetero_pp.program.report.pictures import training_losses
-from hetero_pp.program.report.state import STILL_TOLD, ReplicaState, RunState
+from hetero_pp.program.report.state import STILL_TOLD, DirectionState, LineWay, ReplicaState, RunState
 from hetero_pp.program.report.summary import summary_of
-from hetero_pp.program.report.traffic import DirectionState, LineState
 
 ROUNDS, STEPS = 2, 2
 START = 1000.0
@@ -207,9 +204,9 @@ def test_of_rounds_long_over_only_the_losses_are_kept(inner_steps: int | None) -
         kept.keep(round_, 3, 10)
         kept.settle(round_)
     assert sorted(kept.rounds) == list(range(rounds - STILL_TOLD + 1, rounds + 1))
-    assert [(round_, list(losses)) for round_, losses in kept.losses()] == list(whole.losses())
-    assert list(training_losses(kept)) == list(training_losses(whole))
+    assert list(kept.training_losses()) == list(whole.training_losses())
     for round_ in range(1, rounds + 2):
+        assert list(kept.losses(round_)) == whole.losses(round_)
         assert (kept.steps(round_), kept.round_loss(round_)) == (whole.steps(round_), whole.round_loss(round_))
     assert (kept.last_round, kept.steps_done, kept.tokens) == (whole.last_round, 3 * rounds, 30 * rounds)
     assert kept.index(rounds, 2) == whole.index(rounds, 2) == 3 * rounds - 1
@@ -230,16 +227,15 @@ def test_of_rounds_long_over_a_link_keeps_a_number() -> None:
         kept.settle(round_)
     assert sorted(kept.rounds) == [0, *range(rounds - STILL_TOLD + 1, rounds + 1)]
     kept.apply(START + 99, LinkUse(round=3, wire_bytes=10**9), START)  # reported again
-    line = LineSpec("dc", "fibre", ("dc",), up=1e6, down=1e6, latency=0.0, jitter=0.0)
+    line = LineWay(1e6)
     for direction in (kept, whole):
         assert direction.wire_bytes == sum(100 + round_ for round_ in range(rounds + 1) if round_ != 7)
         assert direction.payload_bytes == direction.wire_bytes - 10 * rounds
         assert direction.busy_seconds == 0.5 * (rounds - 1)
-        for of_round, least in ((direction.wire_bytes_of_round, 100), (direction.payload_bytes_of_round, 90)):
-            told = [of_round(round_) for round_ in range(rounds + 2)]
-            assert told == [0 if round_ in (7, rounds + 1) else least + round_ for round_ in range(rounds + 2)]
-        shares = LineState(line, {"up": [direction], "down": []}).busy_share("up", 1.0)
-        assert shares == pytest.approx(8 * (direction.wire_bytes - 100) / 1e6)
+        told = [(use.wire_bytes, use.payload_bytes) for use in map(direction.of_round, range(rounds + 2))]
+        assert told == [(0, 0) if at in (7, rounds + 1) else (100 + at, 90 + at) for at in range(rounds + 2)]
+        line.carried = [direction]
+        assert line.busy_share(1.0) == pytest.approx(8 * (direction.wire_bytes - 100) / 1e6)
 
 
 def test_a_late_report_does_not_take_the_latest_loss_back() -> None:
@@ -309,29 +305,29 @@ def test_progress_of_a_round_that_is_time_is_time() -> None:
 
 
 def test_the_latest_link_use_of_a_round_replaces_earlier_ones(whole: RunState) -> None:
-    forward = whole.links["home.0-1"].directions["forward"]
+    forward = whole.links["home.0-1"].ways["forward"]
     assert [use.payload_bytes for use in forward.rounds.values()] == [4000, 4000]
     assert (forward.payload_bytes, forward.wire_bytes, forward.busy_seconds) == (8000, 8020, 10.0)
 
 
 def test_busy_share_is_of_the_time_since_the_first_inner_step(whole: RunState) -> None:
-    ways = whole.links["home.0-1"].directions
+    ways = whole.links["home.0-1"].ways
     assert whole.training_seconds() == 20.0
     assert ways["forward"].busy_share(20.0) == 0.5
     assert ways["backward"].busy_share(20.0) == 0.25
     assert ways["forward"].busy_share(4.0) == 1.0
     assert ways["forward"].busy_share(0.0) == 0.0
-    assert whole.links["dc-exchange"].directions["forward"].busy_share(20.0) is None
+    assert whole.links["dc-exchange"].ways["forward"].busy_share(20.0) is None
 
 
 def test_recent_bytes_forget_what_is_long_past() -> None:
     reports = [inner_step(START, "dc", "dc", 1, 0)]
     reports += [link_use(START + t, "home.0-1", "forward", 1, 1000 * t - 10) for t in (1, 2, 3)]
-    forward = state_of(reports).links["home.0-1"].directions["forward"]
+    forward = state_of(reports).links["home.0-1"].ways["forward"]
     assert forward.recent_bytes_per_second(START + 3) == pytest.approx(1000)
     assert forward.recent_bytes_per_second(START + 7) == pytest.approx(1000 / 5)
     assert forward.recent_bytes_per_second(START + 60) == 0
-    assert state_of([]).links["home.0-1"].directions["forward"].recent_bytes_per_second(START) == 0
+    assert state_of([]).links["home.0-1"].ways["forward"].recent_bytes_per_second(START) == 0
 
 
 def test_time_left_is_known_after_the_first_round() -> None:

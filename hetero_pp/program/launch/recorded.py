@@ -31,8 +31,7 @@ from hetero_pp.program.launch.same_run import require_same_run, unheeded
 from hetero_pp.program.report.display import LiveDisplay
 from hetero_pp.program.report.events import reports_until
 from hetero_pp.program.report.json_lines import about, about_report
-from hetero_pp.program.report.lines import earlier_line
-from hetero_pp.program.report.membership_event_lines import words_of
+from hetero_pp.program.report.lines import earlier_line, words_of
 from hetero_pp.program.report.output import announce, standard_output, tell
 from hetero_pp.program.report.recorder import INTERRUPTED, Recorder
 from hetero_pp.program.report.state import RunState

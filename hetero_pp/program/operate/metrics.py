@@ -14,13 +14,23 @@ from importlib.metadata import version
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from hetero_pp.config.lines import DIRECTIONS, EXCHANGE, WAYS, Way
+from hetero_pp.config.lines import DIRECTIONS, EXCHANGE, WAYS
 from hetero_pp.core.units import bytes_per_second
 from hetero_pp.messages.messages_pb2 import STORING
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.program.operate.observed import Condition, Observed, seconds_without_progress
-from hetero_pp.program.report.state import PARTS, MemberPresence, MemberState, Outcome, ReplicaState, RunState, awaiting
-from hetero_pp.program.report.traffic import STILL_TOLD, DirectionState, LineState
+from hetero_pp.program.report.state import (
+    PARTS,
+    STILL_TOLD,
+    DirectionState,
+    LineWay,
+    MemberPresence,
+    MemberState,
+    Outcome,
+    ReplicaState,
+    RunState,
+    awaiting,
+)
 
 MEMBER, REPLICA, LINK, LINE = ("member",), ("replica",), ("link", "direction"), ("line", "way")
 
@@ -45,8 +55,8 @@ class View:
     def of_links(self, value: Callable[[DirectionState], float | None]) -> Samples:
         return [((link, way), value(state)) for link, way, state in self.observed.directions(self.state)]
 
-    def of_lines(self, value: Callable[[LineState, Way], float | None]) -> Samples:
-        return [((name, way), value(line, way)) for name, line in self.state.lines.items() for way in WAYS]
+    def of_lines(self, value: Callable[[LineWay], float | None]) -> Samples:
+        return [((name, way), value(line.ways[way])) for name, line in self.state.lines.items() for way in WAYS]
 
 
 @dataclass(frozen=True)
@@ -148,12 +158,12 @@ def _waited(view: View) -> Samples:
         for way in DIRECTIONS:
             receiver, part = awaiting(link.spec, way)
             if receiver in known:
-                yield (link.name, way), view.state.members[receiver].seconds(part)
+                yield (link.name, way), view.state.members[receiver].seconds[part]
 
 
 def _spent(view: View) -> Samples:
     names = view.observed.members(view.state)
-    return [((name, part), view.state.members[name].seconds(part)) for name in names for part in PARTS]
+    return [((name, part), view.state.members[name].seconds[part]) for name in names for part in PARTS]
 
 
 def _contributions(view: View) -> Samples:
@@ -235,12 +245,12 @@ METRICS = (
               "Time in finished rounds for which the receiver waited for messages of the direction. It contains the "
               "time in which the sender computes.", _waited),
     Described("hetero_pp_line_wire_bytes_total", LINE, "bytes", "Bytes on the wire of all links that share the line.",
-              lambda view: view.of_lines(LineState.wire_bytes), needs_all=True),
+              lambda view: view.of_lines(lambda line: line.wire_bytes), needs_all=True),
     Described("hetero_pp_line_busy_seconds_total", LINE, "seconds",
               "Time that these bytes take at the line's rate, since the first inner step.",
-              lambda view: view.of_lines(LineState.busy_seconds), needs_all=True),
+              lambda view: view.of_lines(lambda line: line.busy_seconds if line.bandwidth else None), needs_all=True),
     Described("hetero_pp_line_capacity_bytes_per_second", LINE, "bytes a second",
               "Configured rate of the line; no sample without a limit.",
-              lambda view: view.of_lines(lambda line, way: bytes_per_second(line.spec.bandwidth(way))), needs_all=True),
+              lambda view: view.of_lines(lambda line: bytes_per_second(line.bandwidth)), needs_all=True),
 )
 # fmt: on

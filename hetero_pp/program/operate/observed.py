@@ -10,9 +10,8 @@ from enum import StrEnum
 from hetero_pp.config.lines import DIRECTIONS, Direction
 from hetero_pp.core.units import format_seconds
 from hetero_pp.messages.messages_pb2 import STORING, Report
-from hetero_pp.program.report.lines import STALL_SECONDS, sender, waiting_line
-from hetero_pp.program.report.state import ReplicaState, RunState
-from hetero_pp.program.report.traffic import DirectionState
+from hetero_pp.program.report.lines import STALL_SECONDS, waiting_line
+from hetero_pp.program.report.state import DirectionState, ReplicaState, RunState, sender
 from hetero_pp.rpc.exchange_service import MOST_BETWEEN
 
 SILENT_SECONDS = MOST_BETWEEN + STALL_SECONDS
@@ -75,7 +74,7 @@ def _has_stalled(state: RunState, now: float) -> bool:
 
 def seconds_without_progress(state: RunState, now: float) -> float:
     """Return for how long the exchange has waited without progress; 0 if it has reported no wait."""
-    if state.waiting is None or state.waiting_told is None:
+    if state.waiting is None:
         return 0.0
     return state.waiting.seconds + max(0.0, now - state.waiting_told)
 
@@ -134,7 +133,7 @@ class Observed:
     def directions(self, state: RunState) -> list[tuple[str, Direction, DirectionState]]:
         """Return the directions of links in which these members or the exchange send: the sender reports the use."""
         return [
-            (link.name, way, link.directions[way])
+            (link.name, way, link.ways[way])
             for link in state.links.values()
             for way in DIRECTIONS
             if self._members is None or sender(link.spec, way) in self._members

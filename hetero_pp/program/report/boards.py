@@ -9,11 +9,10 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from hetero_pp.config.yaml_file import config_text
 from hetero_pp.core.errors import ConfigError
@@ -25,8 +24,7 @@ _WANDB_SECONDS = 30.0  # seconds in which the service has to answer at the start
 PROJECT = "hetero-pp"  # project under which services keep runs
 
 
-@dataclass(frozen=True)
-class Scalar:
+class Scalar(NamedTuple):
     """One value of a curve."""
 
     time: float  # seconds since 1970
@@ -36,23 +34,20 @@ class Scalar:
     axis: Literal["inner_step", "round"]
 
 
-class Sink(Protocol):
-    """Takes the scalars of a run. Its methods may raise any exception."""
-
-    def write(self, scalar: Scalar) -> None:
-        """Take one scalar."""
-
-    def close(self) -> None:
-        """Finish, once all scalars are written."""
-
-
-@dataclass(frozen=True)
-class Kept:
+class Kept(NamedTuple):
     """A run of a service, which every start of a run continues."""
 
     id: str
     folder: Path  # folder for the service's files, in the folder of the run
     goes_on: bool  # whether the run was there before
+
+
+class Sink(Protocol):
+    """Takes the scalars of a run until it is closed. Both methods may raise any exception."""
+
+    def write(self, scalar: Scalar) -> None: ...
+
+    def close(self) -> None: ...
 
 
 MakeSink = Callable[[RunState, Kept], Sink]
@@ -68,23 +63,22 @@ class OptionalSink:
         self._name, self._complain = name, complain
         self._sink: Sink | None = None
         self._has_earlier = False  # whether the service has what is told again until `go_on`
-        try:
+
+        def begin() -> None:
             file = folder / "id"
             self._has_earlier = file.is_file()
             if not self._has_earlier:
                 folder.mkdir(parents=True, exist_ok=True)
                 write_whole(file, secrets.token_hex(4).encode())
             self._sink = make(state, Kept(file.read_text(encoding="utf-8").strip(), folder, self._has_earlier))
-        except Exception as error:  # noqa: BLE001 (another program's bug or absence must not fail the run)
-            self._fails(error)
+
+        self._attempt(begin)
 
     def write(self, scalar: Scalar) -> None:
         """Take one scalar, unless the sink has failed."""
         if self._sink is not None and not self._has_earlier:
-            try:
-                self._sink.write(scalar)
-            except Exception as error:  # noqa: BLE001 (as above)
-                self._fails(error)
+            sink = self._sink
+            self._attempt(lambda: sink.write(scalar))
 
     def go_on(self) -> None:
         """Take scalars from here on: those of earlier rounds were told again."""
@@ -93,32 +87,31 @@ class OptionalSink:
     def close(self) -> None:
         sink, self._sink = self._sink, None
         if sink is not None:
-            try:
-                sink.close()
-            except Exception as error:  # noqa: BLE001 (as above)
-                self._fails(error)
+            self._attempt(sink.close)
 
-    def _fails(self, error: Exception) -> None:
-        self._sink = None
-        why = " ".join(str(error).split()) or type(error).__name__
-        self._complain(f"{self._name} gets no more curves, but the run continues: {why}")
+    def _attempt(self, do: Callable[[], None]) -> None:
+        try:
+            do()
+        except Exception as error:  # noqa: BLE001 (another program's bug or absence must not fail the run)
+            self._sink = None
+            why = " ".join(str(error).split()) or type(error).__name__
+            self._complain(f"{self._name} gets no more curves, but the run continues: {why}")
 
 
 class TensorBoard:
-    """TensorBoard's event file of a run."""
+    """TensorBoard's event file of a run.
+
+    The file is created with the first scalar, so that a failed resume leaves no file. TensorBoard's own writer is not
+    used: it writes in a thread, which ends for good when a disk is full for a moment.
+    """
 
     def __init__(self, folder: Path, state: RunState) -> None:
-        self._folder = folder
-        self._state = state
+        self._folder, self._state = folder, state
         self._before = list(folder.glob("events.*"))  # files of earlier starts of the run
         self.log: LastingLog | None = None  # the open file; None until there is something to write
 
     def write(self, scalar: Scalar) -> None:
-        """Write one scalar; `log.failure` shows whether it still waits for the disk.
-
-        The file is created with the first one, so that a failed resume leaves no file. TensorBoard's own writer is not
-        used: it writes in a thread, which ends for good when a disk is full for a moment.
-        """
+        """Write one scalar; `log.failure` shows whether it still waits for the disk."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.record_writer import RecordWriter
@@ -156,17 +149,9 @@ class WandbSink:
         """Raises wandb's errors if the service cannot be reached, or if the user has no key for it."""
         import wandb
 
-        settings = wandb.Settings(
-            console="off",
-            silent=True,
-            save_code=False,
-            disable_code=True,
-            disable_git=True,
-            x_disable_meta=True,
-            x_disable_stats=True,
-            init_timeout=_WANDB_SECONDS,
-            finish_timeout=_WANDB_SECONDS,
-        )
+        quiet = {"console": "off", "silent": True, "save_code": False, "disable_code": True, "disable_git": True}
+        unwatched = {"x_disable_meta": True, "x_disable_stats": True}
+        timeouts = {"init_timeout": _WANDB_SECONDS, "finish_timeout": _WANDB_SECONDS}
         config = state.changed.latest
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
@@ -175,9 +160,10 @@ class WandbSink:
             resume="allow",
             dir=str(kept.folder),
             config=config.model_dump(mode="json"),
-            settings=settings,
+            settings=wandb.Settings(**quiet, **unwatched, **timeouts),
         )
         self._known: set[str] = set()
+        self.close = self._run.finish  # waits until everything is sent
 
     def write(self, scalar: Scalar) -> None:
         """Queue a scalar; a thread of wandb sends it."""
@@ -186,10 +172,6 @@ class WandbSink:
             self._run.define_metric(scalar.tag, step_metric=scalar.axis)
         self._run.log({scalar.tag: scalar.value, scalar.axis: scalar.step})
 
-    def close(self) -> None:
-        """Wait until everything is sent."""
-        self._run.finish()
-
 
 class TrackioSink:
     """Keeps curves on this machine, in TRACKIO_DIR; `trackio show --project hetero-pp` shows them."""
@@ -197,7 +179,7 @@ class TrackioSink:
     def __init__(self, state: RunState, kept: Kept) -> None:
         import trackio
 
-        self._finish = trackio.finish
+        self._finish = trackio.finish  # unlike the run's own method, this leaves nothing to do at exit
         config = state.changed.latest
         with redirect_stdout(io.StringIO()):  # it prints colours even to a pipe
             self._run = trackio.init(
@@ -217,7 +199,7 @@ class TrackioSink:
     def close(self) -> None:
         """Wait until everything is written. Call it in the thread that made the sink."""
         with redirect_stdout(io.StringIO()):
-            self._finish()  # unlike the run's own method, this leaves nothing to do at exit
+            self._finish()
 
 
 def makers_of(names: Sequence[str]) -> dict[str, MakeSink]:
@@ -260,52 +242,51 @@ class Scalars:
                         self._scalar(when, f"{tag}/{step.replica}", getattr(step, field), index, "inner_step")
             case "evaluation":
                 told = report.evaluation
-                self._scalar(when, f"validation_loss/{told.replica}", told.loss, told.round, "round")
+                self._scalar(when, f"validation_loss/{told.replica}", told.loss, told.round)
                 mean = state.mean_validation_loss(told.round)
                 if mean is not None:
-                    self._scalar(when, "validation_loss/mean", mean, told.round, "round")
+                    self._scalar(when, "validation_loss/mean", mean, told.round)
             case "link_use":  # counts are cumulative: that of a round is final once the first of the next arrives
                 use, key = report.link_use, (report.link_use.link, report.link_use.direction)
                 if key in self._uses and self._uses[key][1].round != use.round:
                     self._round_over(*self._uses[key])
                 self._uses[key] = (when, use)
-            case "member_round":
-                self._member_round(when, report.member, report.member_round.round)
+            case "member_round":  # once its first member has finished a round, a replica has reported all of its steps
+                round_ = report.member_round.round
+                for name, replica in state.replicas.items():
+                    if report.member in (name, f"{name}.0"):
+                        tokens = replica.tokens_until(round_)
+                        self._tokens.setdefault(round_, {})[name] = tokens
+                        self._write_tokens(when, name, tokens, round_)
+                for earlier in sorted(self._tokens):
+                    if earlier < round_ - 1 or self._tokens[earlier].keys() >= state.replicas.keys():
+                        self._write_tokens(when, "all", sum(self._tokens.pop(earlier).values()), earlier)
 
-    def _scalar(self, when: float, tag: str, value: float, step: int, axis: Literal["inner_step", "round"]) -> None:
+    def _scalar(
+        self, when: float, tag: str, value: float, step: int, axis: Literal["inner_step", "round"] = "round"
+    ) -> None:
         if step > self._newest.get(tag, -1):  # a resumed run evaluates again what it resumes from
             self._newest[tag] = step
             for sink in self._sinks:
                 sink.write(Scalar(when, tag, value, step, axis))
-
-    def _member_round(self, when: float, member: str, round_: int) -> None:
-        """Write a replica's tokens once its first member has finished a round, having reported all of its steps."""
-        for name, replica in self._state.replicas.items():
-            if member in (name, f"{name}.0"):
-                tokens = replica.tokens_until(round_)
-                self._tokens.setdefault(round_, {})[name] = tokens
-                self._write_tokens(when, name, tokens, round_)
-        for told in sorted(self._tokens):
-            if told < round_ - 1 or self._tokens[told].keys() >= self._state.replicas.keys():
-                self._write_tokens(when, "all", sum(self._tokens.pop(told).values()), told)
 
     def _write_tokens(self, when: float, name: str, tokens: int, round_: int) -> None:
         """Write the tokens up to a round, and their rate since the round before."""
         seconds = self._state.training_seconds(when)
         tokens_before, seconds_before = self._written.get(name, (0, 0.0))
         self._written[name] = tokens, seconds
-        self._scalar(when, f"tokens/{name}", tokens, round_, "round")
+        self._scalar(when, f"tokens/{name}", tokens, round_)
         if seconds > seconds_before:
             rate = (tokens - tokens_before) / (seconds - seconds_before)
-            self._scalar(when, f"tokens_per_second/{name}", rate, round_, "round")
+            self._scalar(when, f"tokens_per_second/{name}", rate, round_)
 
     def _round_over(self, when: float, use: LinkUse) -> None:
-        self._scalar(when, f"wire_bytes/{use.link}/{use.direction}", use.wire_bytes, use.round, "round")
+        self._scalar(when, f"wire_bytes/{use.link}/{use.direction}", use.wire_bytes, use.round)
         link = self._state.links.get(use.link)
-        for way, direction in link.directions.items() if link is not None else ():
+        for way, direction in link.ways.items() if link is not None else ():
             share = direction.busy_share(self._state.training_seconds(when))
             if way == use.direction and share is not None:
-                self._scalar(when, f"busy_share/{use.link}/{way}", share, use.round, "round")
+                self._scalar(when, f"busy_share/{use.link}/{way}", share, use.round)
 
     def close(self) -> None:
         """Write the last round of each link. The sinks stay open."""

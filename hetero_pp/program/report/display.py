@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -26,9 +26,8 @@ from hetero_pp.program.report.lines import (
     waiting_line,
 )
 from hetero_pp.program.report.output import now_and_then, tell
-from hetero_pp.program.report.state import RunState
+from hetero_pp.program.report.state import DirectionState, LineState, LineWay, LinkState, RunState
 from hetero_pp.program.report.tables import PlainTable, format_loss, format_two, heads_of
-from hetero_pp.program.report.traffic import LinkState
 
 ROWS_BESIDE_LINKS = 13  # rows of the live view that are neither a replica nor a link
 ROWS_OF_A_HEAD = 3
@@ -170,16 +169,16 @@ def live_view(state: RunState, now: float, height: int) -> Group:
     parts: list[RenderableType] = [title, progress, *status, _replicas(state, now)]
     links, lines = list(state.links.values()), list(state.lines.values())
     if lines:
-        parts.append(_lines(state, now))
+        parts.append(_carried("line", "up / down", WAYS, lines, state, now))
     # Of the links only the busiest are shown if not all fit.
     others = len(state.replicas) + max(0, len(status) - 1) + (len(lines) + ROWS_OF_A_HEAD if lines else 0)
     room = max(3, height - ROWS_BESIDE_LINKS - others)
     if len(links) <= room:
-        return Group(*parts, _links(state, links, now))
-    busiest = sorted(links, key=lambda link: link.wire_bytes, reverse=True)[: room - 1]
-    shown = [link for link in links if any(link is one for one in busiest)]
+        return Group(*parts, _carried("link", "bandwidth", DIRECTIONS, links, state, now))
+    busiest = {link.name for link in sorted(links, key=lambda link: link.wire_bytes, reverse=True)[: room - 1]}
+    shown = [link for link in links if link.name in busiest]
     rest = Text(f" and {len(links) - len(shown)} links with less traffic", style="dim")
-    return Group(*parts, _links(state, shown, now), rest)
+    return Group(*parts, _carried("link", "bandwidth", DIRECTIONS, shown, state, now), rest)
 
 
 def _replicas(state: RunState, now: float) -> PlainTable:
@@ -201,32 +200,22 @@ def _replicas(state: RunState, now: float) -> PlainTable:
     return table
 
 
-def _links(state: RunState, links: list[LinkState], now: float) -> PlainTable:
-    table = PlainTable(["link", "bandwidth"], heads_of(DIRECTIONS, "now", "busy", "total"), spare=["bandwidth"])
+def _carried(
+    head: str, limit: str, ways: Sequence[str], shown: Sequence[LinkState | LineState], state: RunState, now: float
+) -> PlainTable:
+    """Return a table of what links or lines carry now and have carried. `limit`: the head of their bandwidths."""
+    table = PlainTable([head, limit], heads_of(ways, "now", "busy", "total"), spare=[limit])
     seconds = state.training_seconds(now)
-    for link in links:
-        ways = [link.directions[way] for way in DIRECTIONS]
-        limits = [way.bandwidth for way in ways]
+    for each in shown:
+        traffics: list[DirectionState | LineWay] = list(each.ways.values())
+        there, back = traffics
+        is_by_lines = isinstance(each, LinkState) and each.spec.has_lines and there.bandwidth is back.bandwidth is None
         table.add_row(
-            link.name,
-            "lines" if link.spec.has_lines and limits == [None, None] else format_two(*limits),
-            *(f"{format_bytes(way.recent_bytes_per_second(now))}/s" for way in ways),
-            *(format_share(way.busy_share(seconds)) for way in ways),
-            *(format_bytes(way.wire_bytes) for way in ways),
-        )
-    return table
-
-
-def _lines(state: RunState, now: float) -> PlainTable:
-    table = PlainTable(["line", "up / down"], heads_of(WAYS, "now", "busy", "total"), spare=["up / down"])
-    seconds = state.training_seconds(now)
-    for line in state.lines.values():
-        table.add_row(
-            line.name,
-            format_two(line.spec.up, line.spec.down),
-            *(f"{format_bytes(line.recent_bytes_per_second(way, now))}/s" for way in WAYS),
-            *(format_share(line.busy_share(way, seconds)) for way in WAYS),
-            *(format_bytes(line.wire_bytes(way)) for way in WAYS),
+            each.name,
+            "lines" if is_by_lines else format_two(there.bandwidth, back.bandwidth),
+            *(f"{format_bytes(traffic.recent_bytes_per_second(now))}/s" for traffic in traffics),
+            *(format_share(traffic.busy_share(seconds)) for traffic in traffics),
+            *(format_bytes(traffic.wire_bytes) for traffic in traffics),
         )
     return table
 

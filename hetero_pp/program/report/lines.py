@@ -1,32 +1,26 @@
-"""Lines about a run: its start, its rounds, what it waits for, and those of a host with some of its members."""
+"""A run in sentences: its start and rounds, membership events, what it waits for, and the lines of a host's members."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from hetero_pp.config.lines import DIRECTIONS, LinkSpec
+from hetero_pp.config.lines import DIRECTIONS, EXCHANGE
 from hetero_pp.config.predictions import hardware_of
 from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.topology import DatacenterReplica
 from hetero_pp.core.errors import RunOver
-from hetero_pp.core.units import (
-    format_bytes,
-    format_count,
-    format_names,
-    format_number,
-    format_seconds,
-    format_share,
-)
-from hetero_pp.messages.messages_pb2 import CONTRIBUTING, FINISHING, JOINING, STORING, MemberRound, Report, Waiting
+from hetero_pp.core.units import format_bytes, format_count, format_names, format_number, format_seconds, format_share
+from hetero_pp.messages import messages_pb2 as pb
+from hetero_pp.messages.messages_pb2 import MembershipEventKind, Report
 from hetero_pp.model.inner import REMEDIES
-from hetero_pp.program.report.membership_event_lines import words_of
 from hetero_pp.program.report.output import now_and_then, reading_line
-from hetero_pp.program.report.state import Divergence, MemberPresence, RunState
+from hetero_pp.program.report.state import Divergence, MemberPresence, News, RunState, sender
 from hetero_pp.program.report.tables import format_loss
 from hetero_pp.rpc.exchange_service import FIRST_TOLD
 from hetero_pp.simulator.costs import step_flops
 from replica_groups.exchange.stall_detector import listed, whom
+from replica_groups.rounds.slot import with_name
 
 ROWS_OF_TROUBLE = 3  # most lines of vacant slots, and of excluded replicas
 _SHOWN = 4  # largest number of replicas that a line names
@@ -68,22 +62,22 @@ def waiting_line(state: RunState, now: float | None = None, sees_all: bool = Tru
     `now`: seconds since the epoch, by default when the exchange reported it. `sees_all`: whether `state` is given the
     reports of all members, so that it knows how many inner steps the slowest replica has done.
     """
-    assert state.waiting is not None and state.waiting_told is not None
+    waiting = state.waiting
+    assert waiting is not None
     now = state.waiting_told if now is None else max(now, state.waiting_told)
-    seconds = round(state.waiting.seconds + now - state.waiting_told)
-    if state.waiting.awaited == CONTRIBUTING:
-        return _contributing(state, state.waiting, now, seconds, sees_all)
-    if state.waiting.awaited == STORING:
-        return f"{whom(state.waiting)}; retrying for {format_seconds(max(1, seconds))} so far"
-    what = joined_line(state) if state.waiting.awaited == JOINING else whom(state.waiting)
-    missing = state.waiting.missing
-    heard = [one for one in missing if one.HasField("silent_seconds") and one.silent_seconds < FIRST_TOLD]
-    if state.waiting.awaited == FINISHING and len(heard) == len(missing):  # they apply and evaluate the last round
+    seconds = round(waiting.seconds + now - state.waiting_told)
+    if waiting.awaited == pb.CONTRIBUTING:
+        return _contributing(state, waiting, now, seconds, sees_all)
+    if waiting.awaited == pb.STORING:
+        return f"{whom(waiting)}; retrying for {format_seconds(max(1, seconds))} so far"
+    what = joined_line(state) if waiting.awaited == pb.JOINING else whom(waiting)
+    heard = [each.HasField("silent_seconds") and each.silent_seconds < FIRST_TOLD for each in waiting.missing]
+    if waiting.awaited == pb.FINISHING and all(heard):  # they apply and evaluate the last round
         return f"{what}; for {format_seconds(seconds)} so far"
     return f"{what}; no progress for {format_seconds(seconds)}"
 
 
-def _contributing(state: RunState, waiting: Waiting, now: float, seconds: float, sees_all: bool) -> str:
+def _contributing(state: RunState, waiting: pb.Waiting, now: float, seconds: float, sees_all: bool) -> str:
     """Return the line for a round that waits for contributions.
 
     It is of the form `round 1: training (2 of 50 inner steps; waiting for 5 of 5 contributions)`. It names the late
@@ -132,16 +126,14 @@ def earlier_line(state: RunState) -> str:
 
 def round_line(state: RunState, round_: int) -> str:
     """Return the line of a closed round: losses, seconds, excluded replicas, and missing losses with reasons."""
-    replicas = state.of_round(round_)
+    replicas, missing = state.of_round(round_), state.missing_losses(round_)
     losses = ", ".join(f"{name} {format_loss(replica.round_loss(round_))}" for name, replica in replicas.items())
     uncounted = {name: (why.slot, why.cause) for name, why in state.not_counted(round_).items()}
-    unevaluated = {name: why for name, why in state.missing_losses(round_).items() if name not in uncounted}
-    without = {"excluded": uncounted, "not evaluated": unevaluated}
     mean = state.mean_validation_loss(round_)
     validation = format_loss(mean)
-    if mean is None and (uncounted or state.missing_losses(round_)):  # some could not report theirs
-        told_losses = {name: replica.validation_loss.get(round_) for name, replica in replicas.items()}
-        validation = ", ".join(f"{name} {format_loss(loss)}" for name, loss in told_losses.items())
+    if mean is None and (uncounted or missing):  # some could not report theirs
+        known = {name: replica.validation_loss.get(round_) for name, replica in replicas.items()}
+        validation = ", ".join(f"{name} {format_loss(loss)}" for name, loss in known.items())
     what = f"validation loss {validation}, training loss {losses}"
     if state.spec.config.rehearsal is not None:
         what = "rehearsed"
@@ -149,9 +141,9 @@ def round_line(state: RunState, round_: int) -> str:
     included = [replica for replica in state.spec.replicas_ever if replica.name in counted.sizes]
     members = [member for replica in included for member in replica.members]
     speed = speeds(state, round_, members, counted.tokens, seconds)
-    told = ", ".join([what, format_seconds(seconds), *speed])
-    line = f"round {round_}/{state.rounds_planned}: {told}"
-    for what, reasons in without.items():
+    line = f"round {round_}/{state.rounds_planned}: {', '.join([what, format_seconds(seconds), *speed])}"
+    unevaluated = {name: why for name, why in missing.items() if name not in uncounted}
+    for what, reasons in (("excluded", uncounted), ("not evaluated", unevaluated)):
         # Of the form `home (home.1 was killed by SIGKILL), dc was late`.
         words = [cause if slot == name else f"{name} ({cause})" for name, (slot, cause) in reasons.items()]
         line += f"; {what}: {', '.join(words)}" if words else ""
@@ -187,13 +179,83 @@ def divergence_line(found: Sequence[Divergence]) -> str:
     return f"Training diverged: loss of the untrained model {untrained}, of {losses}; {REMEDIES}"
 
 
+# ---- membership events ----
+
+
+def kind_of(news: News) -> str:
+    """Return the name of a membership event, such as `restarted`."""
+    event = str(news.report.WhichOneof("event"))
+    if event == "membership_event":
+        told = news.report.membership_event
+        return "left" if told.has_left else MembershipEventKind.Name(told.what).lower()
+    return event
+
+
+def words_of(news: News, spec: RunSpec) -> str:
+    """Return a membership event in words."""
+    report = news.report
+    match report.WhichOneof("event"):
+        case "begun":
+            note = f"; {report.begun.note}" if report.begun.note else ""
+            return f"resuming after round {report.begun.last_round}{note}"
+        case "failure":
+            return report.failure.cause if report.member == EXCHANGE else f"{report.member}: {report.failure.cause}"
+        case "joined":
+            incarnation = report.joined.incarnation
+            return f"{report.member} has joined{f' again (incarnation {incarnation})' if incarnation > 1 else ''}"
+        case "waiting":
+            seconds = format_seconds(max(1, round(report.waiting.seconds)))
+            return f"resuming after {seconds}: reads and writes succeed again"
+        case "state_saving":
+            failure, which = report.state_saving.failure, f"its state after round {report.state_saving.round}"
+            if not failure:
+                return f"{report.member} saved {which}; saving works again"
+            lost = "it continues training, and saves its next state on schedule"
+            return f"{report.member} could not save {which}: {failure}; {lost}"
+    event, outer = report.membership_event, spec.config.outer
+    of_round = f"its contribution to round {event.round}"
+    share = "" if outer.returned == 1 else f"{format_number(100 * outer.returned)} % of "
+    restored = f"{share}its contribution is restored to its error feedback"
+    became = restored if outer.returned else "its contribution is discarded"
+    match event.what:
+        case MembershipEventKind.INCARNATION_OVER | MembershipEventKind.SILENT:
+            told = with_name(event.slot, event.cause)
+            return f"{told}; its slot is vacant" if news.is_line else told
+        case MembershipEventKind.SUSPENDED if news.slot:
+            return f"{event.replica} returns to the start of its round and waits for {news.slot}"
+        case MembershipEventKind.SUSPENDED:
+            return f"{event.slot} is suspended: {event.cause}"
+        case MembershipEventKind.INJECTED:
+            return f"injected fault: {event.cause}"
+        case MembershipEventKind.LATE:
+            after = "it continues from its own parameters" if outer.keep_local else became
+            return f"{event.replica} was too late for round {event.round}: {after}"
+        case MembershipEventKind.LEFT_OUT:
+            why = f"is excluded ({event.cause})" if event.cause else "is far larger than expected and is excluded"
+            return f"{event.replica}: {of_round} {why}: {became}"
+        case MembershipEventKind.SCALED:
+            return f"{event.replica}: {of_round} is larger than expected and is scaled by {event.scale:.3g}"
+        case MembershipEventKind.PAUSED:
+            return f"round {event.round} is paused: {event.cause}; it continues when more replicas join"
+        case MembershipEventKind.WENT_ON:
+            return f"round {event.round} continues after {format_seconds(news.paused)}"
+        case MembershipEventKind.HEALED:
+            return f"after round {event.round}, {event.slot} {event.cause}; it recovers from the run log"
+        case MembershipEventKind.UNAUDITED:
+            return f"unaudited: {event.cause}"
+        case MembershipEventKind.NOT_AWAITED:
+            included = "its contributions are included if they arrive in time"
+            return f"{event.replica} {event.cause} do not wait for it; {included}"
+    return event.cause  # restarted, given up, excluded, audited
+
+
 # ---- trouble ----
 
 
 def status_lines(state: RunState, now: float) -> Iterator[tuple[str, bool]]:
     """Yield lines on members that are gone, and on what the run waits for; each with whether it is trouble."""
     yield from ((line, True) for line in trouble_lines(state, now))
-    if state.waiting is not None and state.waiting_told is not None:
+    if state.waiting is not None:
         yield waiting_line(state, now), True
     elif state.reading is not None:
         yield reading_line(state.reading.what, state.reading.share), False
@@ -240,6 +302,7 @@ class OwnRoundLines:
     def __init__(self, spec: RunSpec, members: Sequence[str], say: Callable[[str], None]) -> None:
         self.state = RunState(spec)  # state of the run, as far as this host gets reports
         self._members = members
+        self._replicas = list(dict.fromkeys(spec.members[member].replica.name for member in members))
         self.say = say
         self._is_told = self._has_begun = self._is_over = False
         self._diverged_told: set[str] = set()
@@ -247,34 +310,34 @@ class OwnRoundLines:
 
     def on_report(self, report: Report) -> None:
         """Take in one report, and print what is new. Reports before the first state of the run are not new."""
-        had_joined = self.state.joined_at is not None
-        is_possible, lines = self.state.apply(report), list[str]()
-        if is_possible and self.state.news is not None and self.state.news.is_line:
-            lines.append(words_of(self.state.news, self.state.spec))
-        if not had_joined and self.state.joined_at is not None:
-            lines.append(joined_line(self.state))
-        if report.HasField("waiting") and self.state.waiting is not None:
-            lines.append(waiting_line(self.state, sees_all=False))
-        if report.HasField("begun"):
-            if report.begun.last_round and not self._has_begun:
-                lines.append(f"resuming after round {report.begun.last_round}")
-            self._has_begun = True
-        if report.HasField("member_round") and report.member in self._members:
-            lines.append(self._line(report.member, report.member_round))
-        if report.HasField("so_far") and not self._is_told:
-            self._is_told, lines = True, [*self._present(report.time)]
-        self._is_over |= report.HasField("over")
-        own = {self.state.spec.members[member].replica.name for member in self._members}
-        if report.HasField("over") and own.isdisjoint(
-            report.over.finishing
-        ):  # none of them took part in the last round
-            self.say(f"{self.state.spec.config.name}: {RunOver.after(report.over.round, report.over.rounds)}")
-        if self._is_told and report.HasField("reading"):
-            self._reading(report.reading.what, report.reading.share)
-        if self._is_told and (due := [one for name, one in self.state.diverged.items() if name in own]):
-            due = [one for one in due if one.replica not in self._diverged_told]
-            self._diverged_told |= {one.replica for one in due}
-            lines += [divergence_line(due)] if due else []
+        state, lines, had_joined = self.state, list[str](), self.state.joined_at is not None
+        if state.apply(report) and state.news is not None and state.news.is_line:
+            lines.append(words_of(state.news, state.spec))
+        if not had_joined and state.joined_at is not None:
+            lines.append(joined_line(state))
+        match report.WhichOneof("event"):
+            case "waiting" if state.waiting is not None:
+                lines.append(waiting_line(state, sees_all=False))
+            case "begun":
+                if report.begun.last_round and not self._has_begun:
+                    lines.append(f"resuming after round {report.begun.last_round}")
+                self._has_begun = True
+            case "member_round" if report.member in self._members:
+                lines.append(self._line(report.member, report.member_round))
+            case "so_far" if not self._is_told:
+                self._is_told, lines = True, [*self._present(report.time)]
+            case "over":
+                self._is_over = True
+                if not set(self._replicas) & set(report.over.finishing):  # none of them took part in the last round
+                    self.say(f"{state.spec.config.name}: {RunOver.after(report.over.round, report.over.rounds)}")
+            case "reading" if self._is_told:
+                self._reading(report.reading.what, report.reading.share)
+        due = [
+            own for name, own in state.diverged.items() if name in self._replicas and name not in self._diverged_told
+        ]
+        if self._is_told and due:
+            self._diverged_told |= {own.replica for own in due}
+            lines.append(divergence_line(due))
         for line in lines if self._is_told else ():
             self.say(line)
 
@@ -283,35 +346,33 @@ class OwnRoundLines:
         state = self.state
         if not (self._has_begun or state.rounds):
             yield joined_line(state) if state.waiting is None else waiting_line(state, now, sees_all=False)
-            return
-        if state.has_closed_all_rounds:
-            return
-        members = state.spec.needed.keys() | state.joined
-        there = sum(state.presence(one) in (MemberPresence.PRESENT, MemberPresence.FINISHED) for one in members)
-        here = f"{there} of {format_count(len(members), 'member')} {'is' if there == 1 else 'are'} present"
-        yield f"round {state.rounds + 1} of {state.rounds_planned} is open; {here}"
-        yield from trouble_lines(state, now)
-        if state.waiting is not None:
-            yield waiting_line(state, now, sees_all=False)
+        elif not state.has_closed_all_rounds:
+            members = state.spec.needed.keys() | state.joined
+            there = [state.presence(member) in (MemberPresence.PRESENT, MemberPresence.FINISHED) for member in members]
+            here = (
+                f"{sum(there)} of {format_count(len(members), 'member')} {'is' if sum(there) == 1 else 'are'} present"
+            )
+            yield f"round {state.rounds + 1} of {state.rounds_planned} is open; {here}"
+            yield from trouble_lines(state, now)
+            if state.waiting is not None:
+                yield waiting_line(state, now, sees_all=False)
 
     def farewell(self) -> str:
         """Return what this host's replicas added to a run that is over, and where its model is; empty otherwise."""
-        spec, credits = self.state.spec, self.state.tally.credits
-        if not self._is_over or spec.config.rehearsal is not None:
+        config, credits = self.state.spec.config, self.state.tally.credits
+        if not self._is_over or config.rehearsal is not None:
             return ""
-        own = dict.fromkeys(spec.members[one].replica.name for one in self._members)
-        whole = sum(one.tokens for one in credits.values())
+        whole = sum(credit.tokens for credit in credits.values())
+        own = {name: credits[name] for name in self._replicas if name in credits and credits[name].tokens}
         added = [
-            f"{name} added {one.tokens:,} tokens in {one.included:,} rounds, {format_share(one.tokens / whole)} of all"
-            for name in own
-            if (one := credits.get(name)) is not None and one.tokens
-        ] or [f"no round includes {format_names(list(own), _SHOWN)}"]
-        model = (
-            f"the exchange's host has the model, and writes it with: hetero-pp export {spec.config.name} --to FOLDER"
-        )
+            f"{name} added {credit.tokens:,} tokens in {credit.included:,} rounds, "
+            f"{format_share(credit.tokens / whole)} of all"
+            for name, credit in own.items()
+        ] or [f"no round includes {format_names(self._replicas, _SHOWN)}"]
+        model = f"the exchange's host has the model, and writes it with: hetero-pp export {config.name} --to FOLDER"
         return f"{'; '.join(added)}; {model}"
 
-    def _line(self, member: str, told: MemberRound) -> str:
+    def _line(self, member: str, told: pb.MemberRound) -> str:
         """Return the line of a member's round.
 
         It is of the form `round 3/16: home.1: training loss 4.2, 12 s (waiting for neighbours 3 s, exchange with other
@@ -331,7 +392,7 @@ class OwnRoundLines:
         shares = {"waiting for neighbours": told.wait_seconds, "exchange with other replicas": told.outer_seconds}
         within = ", ".join(f"{what} {format_seconds(seconds)}" for what, seconds in shares.items() if seconds)
         sent = sum(
-            link.directions[way].wire_bytes_of_round(told.round)
+            link.ways[way].of_round(told.round).wire_bytes
             for link in state.links.values()
             for way in DIRECTIONS
             if sender(link.spec, way) == member
@@ -339,8 +400,3 @@ class OwnRoundLines:
         speed = speeds(state, told.round, [member], tokens, whole)
         parts = [*losses, f"{format_seconds(whole)} ({within})", *speed, f"sent {format_bytes(sent)}"]
         return f"round {told.round}/{state.rounds_planned}: {member}: {', '.join(parts)}"
-
-
-def sender(link: LinkSpec, way: str) -> str:
-    """Return the member, or the exchange, that sends in a direction of a link."""
-    return link.source if way == "forward" else link.target

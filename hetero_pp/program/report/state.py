@@ -10,7 +10,7 @@ import math
 import threading
 from array import array
 from bisect import bisect_right, insort
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -18,15 +18,14 @@ from statistics import fmean
 from typing import NamedTuple
 
 from hetero_pp.config.changes import Changes
-from hetero_pp.config.lines import DIRECTIONS, EXCHANGE, Direction, LinkSpec
+from hetero_pp.config.lines import DIRECTIONS, EXCHANGE, WAYS, Direction, LineSpec, LinkSpec, Way
 from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.topology import ReplicaSettings
 from hetero_pp.core.bounded import ROUNDS_GAP_MAX
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.messages.messages_pb2 import MemberRound, MembershipEventKind, Report
+from hetero_pp.messages.messages_pb2 import LinkUse, MemberRound, MembershipEventKind, Report
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.messages.report_bounds import ReportBounds, complaint
-from hetero_pp.program.report.traffic import STILL_TOLD, DirectionState, LinkState, lines_of
 from replica_groups.exchange.tally import Tally
 from replica_groups.rounds.slot import with_name
 
@@ -36,12 +35,15 @@ _WORK = ("inner_step", "evaluation", "link_use", "member_round", "round_closed",
 """Events that only a training run reports."""
 _BUSY = ("inner_step", "evaluation", "member_round")
 """Events that show that their member has joined, and trains again if it was suspended."""
+_GONE = (MembershipEventKind.INCARNATION_OVER, MembershipEventKind.SILENT)
 DIVERGED_NATS = 1.0
 """Nats above the loss of the untrained model that no honest run reaches, in an evaluation or as the mean of a round."""
 MOST_STEPS_SHOWN = 1_000_000  # most inner steps of a round whose number of steps is not known beforehand
 PARTS = ("compute", "wait", "outer", "blocked", "evaluation")
 """Parts of a member's round. `blocked` is waiting for the exchange, and `outer` is the rest of the outer round."""
 NEIGHBOURS = ("previous", "next")  # parts of `wait`: for messages of the previous stage, and of the next one
+STILL_TOLD = 8  # rounds after which a round is no longer reported on
+RECENT_SECONDS = 5.0  # length of the window over which current rates are measured, in seconds
 
 
 class MemberPresence(StrEnum):
@@ -70,23 +72,18 @@ class Exclusion(NamedTuple):
     cause: str  # in words, which begin with the slot
 
 
-@dataclass(frozen=True)
-class ClosedRound:
+class ClosedRound(NamedTuple):
     time: float
     sizes: Mapping[str, int]  # bytes of each included contribution, by replica
+    bytes: int  # their sum
     kept_values: int
     tokens: int  # tokens of the included contributions
     late: frozenset[str]  # replicas that took part, but were excluded as late
     rejected: frozenset[str]  # replicas whose contributions were excluded as too large, or by an audit
     tokens_until: int  # tokens of all replicas up to the end of the round
 
-    @property
-    def bytes(self) -> int:
-        return sum(self.sizes.values())
 
-
-@dataclass(frozen=True)
-class Divergence:
+class Divergence(NamedTuple):
     """First loss of a replica that is far above that of the untrained model."""
 
     replica: str
@@ -109,9 +106,143 @@ class News(NamedTuple):
     """A report on a membership event, with what was known before it."""
 
     report: Report
-    is_line: bool  # whether a terminal shows it. Others were told in an earlier line, or are no news there
+    is_line: bool = True  # whether a terminal shows it. Others were told in an earlier line, or are no news there
     slot: str = ""  # vacant slot for which a suspended replica waits
     paused: float = 0.0  # seconds for which a round was paused that goes on
+
+
+# ---- traffic ----
+
+
+class Traffic:
+    """Bytes in one direction of a link, or in one way of a line."""
+
+    bandwidth: float | None  # in bits per second; None is unlimited
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds for which it was busy since the first inner step."""
+        raise NotImplementedError
+
+    def busy_share(self, training_seconds: float) -> float | None:
+        """Return the busy share of the time since the first inner step; None without a bandwidth limit."""
+        if self.bandwidth is None:
+            return None
+        return min(1.0, self.busy_seconds / training_seconds) if training_seconds > 0 else 0.0
+
+
+class DirectionState(Traffic):
+    """Traffic of one direction of a link, from the reports of its sender."""
+
+    def __init__(self, bandwidth: float | None) -> None:
+        self.bandwidth = bandwidth
+        self.unreported_bytes = 0  # bytes on the wire of which no report is known, only the sum
+        self.rounds: dict[int, LinkUse] = {}
+        """Latest count of every round that may still be reported; round 0 is the traffic before the first step."""
+        self._payload, self._wire = array("Q"), array("Q")  # bytes of every earlier round, from round 1 on
+        self._settled = LinkUse()  # sums of these rounds
+        self._recent: deque[tuple[float, int]] = deque()
+
+    def apply(self, time: float, use: LinkUse, since: float) -> None:
+        """Replace the count of a round, reported at `time`. The first count of all has grown since `since`."""
+        if not self._recent:
+            self._recent.append((since, 0))
+        if not 0 < use.round <= len(self._wire):
+            self.rounds[use.round] = use
+        self._recent.append((time, self._settled.wire_bytes + sum(use.wire_bytes for use in self.rounds.values())))
+        while len(self._recent) > 2 and self._recent[1][0] <= time - RECENT_SECONDS:
+            self._recent.popleft()
+
+    def settle(self, closed: int) -> None:
+        """Keep only the bytes of rounds long before the round that closed, because they get no further report."""
+        for round_ in range(len(self._wire) + 1, closed - STILL_TOLD + 1):
+            use = self.rounds.pop(round_, LinkUse())
+            self._payload.append(use.payload_bytes)
+            self._wire.append(use.wire_bytes)
+            self._settled.payload_bytes += use.payload_bytes
+            self._settled.wire_bytes += use.wire_bytes
+            self._settled.busy_seconds += use.busy_seconds
+
+    def of_round(self, round_: int) -> LinkUse:
+        """Return the bytes of a round; 0 if none were reported."""
+        if 0 < round_ <= len(self._wire):
+            return LinkUse(payload_bytes=self._payload[round_ - 1], wire_bytes=self._wire[round_ - 1])
+        return self.rounds.get(round_, LinkUse())
+
+    @property
+    def payload_bytes(self) -> int:
+        return self._settled.payload_bytes + sum(use.payload_bytes for use in self.rounds.values())
+
+    @property
+    def wire_bytes(self) -> int:
+        return self.unreported_bytes + (self._recent[-1][1] if self._recent else 0)
+
+    @property
+    def busy_seconds(self) -> float:
+        return self._settled.busy_seconds + sum(use.busy_seconds for round_, use in self.rounds.items() if round_ > 0)
+
+    def recent_bytes_per_second(self, now: float) -> float:
+        """Return the bytes per second on the wire over about the last RECENT_SECONDS."""
+        if not self._recent:
+            return 0.0
+        time, count = self._recent[0]
+        for sample in self._recent:  # in order of time; mostly one step
+            if sample[0] > now - RECENT_SECONDS:
+                break
+            time, count = sample
+        return (self._recent[-1][1] - count) / (now - time) if now > time else 0.0
+
+
+class LineWay(Traffic):
+    """Traffic up or down a line: the sum over the directions of links that pass it."""
+
+    def __init__(self, bandwidth: float | None) -> None:
+        self.bandwidth = bandwidth
+        self.carried: list[DirectionState] = []
+
+    @property
+    def payload_bytes(self) -> int:
+        return sum(direction.payload_bytes for direction in self.carried)
+
+    @property
+    def wire_bytes(self) -> int:
+        return sum(direction.wire_bytes for direction in self.carried)
+
+    def of_round(self, round_: int) -> LinkUse:
+        """Return the bytes of a round; 0 if none were reported."""
+        uses = [direction.of_round(round_) for direction in self.carried]
+        return LinkUse(
+            payload_bytes=sum(use.payload_bytes for use in uses), wire_bytes=sum(use.wire_bytes for use in uses)
+        )
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds that the bytes since the first inner step take; 0 without a bandwidth limit."""
+        return 0.0 if self.bandwidth is None else 8 * (self.wire_bytes - self.of_round(0).wire_bytes) / self.bandwidth
+
+    def recent_bytes_per_second(self, now: float) -> float:
+        """Return the bytes per second on the wire over about the last RECENT_SECONDS."""
+        return sum(direction.recent_bytes_per_second(now) for direction in self.carried)
+
+
+class LinkState(NamedTuple):
+    """Traffic of both directions of one link."""
+
+    name: str
+    spec: LinkSpec
+    ways: Mapping[Direction, DirectionState]
+
+    @property
+    def wire_bytes(self) -> int:
+        return sum(direction.wire_bytes for direction in self.ways.values())
+
+
+class LineState(NamedTuple):
+    """Traffic up and down one line."""
+
+    name: str
+    spec: LineSpec
+    ways: Mapping[Way, LineWay]
 
 
 # ---- one replica ----
@@ -136,34 +267,35 @@ class ReplicaState:
     inner_steps: int | None  # inner steps of every round; None if they are not known beforehand
     rounds: dict[int, dict[int, Step]] = field(default_factory=dict)
     """Steps of recent rounds, by round and step number from 0."""
-    settled: dict[int, tuple[array[float], float | None]] = field(default_factory=dict)
-    """Losses of the reported steps of earlier rounds (nan: unknown), four bytes each, and their mean."""
+    settled: dict[int, array[float]] = field(default_factory=dict)
+    """Losses of the reported steps of earlier rounds, four bytes each."""
     tokens: int = 0  # tokens of all steps, each step counted once
     trained: Counter[int] = field(default_factory=Counter)
     """Tokens of all steps trained for a round, counted as often as they were trained."""
     steps_done: int = 0  # inner steps over the whole run
     loss: float | None = None  # training loss of the latest step
-    _latest: tuple[int, int] = (0, 0)  # round and number of the latest step
-    _settled_steps: int = 0
     validation_loss: dict[int, float] = field(default_factory=dict)
     """Validation loss of the synced model by round, in the replica forward."""
     sha256: dict[int, str] = field(default_factory=dict)
+    _latest: tuple[int, int] = (0, 0)  # round and number of the latest step
+    _settled_steps: int = 0
+    _settled_means: dict[int, float | None] = field(default_factory=dict)  # exact, unlike the losses in four bytes
 
     def apply(self, time: float, report: pb.InnerStep) -> None:
         """Merge one report of an inner step. A repeated report replaces itself."""
         if report.round in self.settled:
             return
         step = self.rounds.setdefault(report.round, {}).setdefault(report.step, Step())
-        if report.HasField("loss"):
-            step.loss = report.loss
         if report.tokens:
             self.tokens += report.tokens - step.tokens
             if time != step.told_at:
                 self.trained[report.round] += report.tokens
             step.tokens, step.told_at = report.tokens, time
-        if report.HasField("loss") and (report.round, report.step) >= self._latest:
-            self._latest = report.round, report.step
-            self.steps_done, self.loss = self.index(report.round, report.step) + 1, report.loss
+        if report.HasField("loss"):
+            step.loss = report.loss
+            if (report.round, report.step) >= self._latest:
+                self._latest = report.round, report.step
+                self.steps_done, self.loss = self.index(report.round, report.step) + 1, report.loss
 
     def keep(self, round_: int, steps: int, tokens: int) -> None:
         """Keep this many steps, of `tokens` each, of a round that closed.
@@ -187,10 +319,11 @@ class ReplicaState:
 
     def settle(self, closed: int) -> None:
         """Keep only the losses of rounds long before the round that closed, because they get no further report."""
-        for round_ in [one for one in self.rounds if one <= closed - STILL_TOLD]:
-            mean, told = self.round_loss(round_), self.rounds.pop(round_)
-            self.settled[round_] = array("f", _losses(told)), mean
-            self._settled_steps += max(told, default=-1) + 1
+        for round_ in [round_ for round_ in self.rounds if round_ <= closed - STILL_TOLD]:
+            self._settled_means[round_] = self.round_loss(round_)
+            self._settled_steps += max(self.rounds[round_], default=-1) + 1
+            self.settled[round_] = array("f", self.losses(round_))
+            del self.rounds[round_]
 
     def index(self, round_: int, step: int) -> int:
         """Return the number of a step over the whole run, from 0, for a step of a recent round."""
@@ -204,9 +337,35 @@ class ReplicaState:
         later = (steps for other, steps in self.rounds.items() if other > round_)
         return self.tokens - sum(step.tokens for steps in later for step in steps.values())
 
+    def losses(self, round_: int) -> Sequence[float]:
+        """Return the training losses of the reported steps of a round; nan where unknown."""
+        if round_ in self.settled:
+            return self.settled[round_]
+        told = sorted(self.rounds.get(round_, {}).items())
+        return [math.nan if step.loss is None else step.loss for _, step in told]
+
     def steps(self, round_: int) -> int:
         """Return the number of reported steps of a round."""
-        return len(self.settled[round_][0]) if round_ in self.settled else len(self.rounds.get(round_, ()))
+        return len(self.settled[round_] if round_ in self.settled else self.rounds.get(round_, ()))
+
+    def round_loss(self, round_: int) -> float | None:
+        """Return the mean training loss over the inner steps of a round."""
+        if round_ in self.settled:
+            return self._settled_means[round_]
+        known = [step.loss for step in self.rounds.get(round_, {}).values() if step.loss is not None]
+        return fmean(known) if known else None
+
+    def training_losses(self) -> Iterator[tuple[float, float]]:
+        """Yield (position at which a step ends, training loss) in the order of steps.
+
+        The position is in inner steps, or in rounds if their steps vary.
+        """
+        for round_ in range(1, self.last_round + 1):
+            losses = self.losses(round_)
+            for number, loss in enumerate(losses, 1):
+                if not math.isnan(loss):
+                    before = (round_ - 1) * (self.inner_steps or 1)
+                    yield before + (number / len(losses) if self.inner_steps is None else number), loss
 
     @property
     def last_round(self) -> int:
@@ -218,25 +377,9 @@ class ReplicaState:
         """Last known validation loss."""
         return self.validation_loss[max(self.validation_loss)] if self.validation_loss else None
 
-    def losses(self) -> Iterator[tuple[int, Sequence[float]]]:
-        """Yield each round and the training losses of its steps, in order; nan where unknown."""
-        for round_ in sorted([*self.rounds, *self.settled]):
-            yield round_, self.settled[round_][0] if round_ in self.settled else _losses(self.rounds[round_])
-
-    def round_loss(self, round_: int) -> float | None:
-        """Return the mean training loss over the inner steps of a round."""
-        if round_ in self.settled:
-            return self.settled[round_][1]
-        known = [step.loss for step in self.rounds.get(round_, {}).values() if step.loss is not None]
-        return fmean(known) if known else None
-
     def last_round_loss(self) -> float | None:
         """Return the mean training loss of the latest step's round."""
         return self.round_loss(self._latest[0])
-
-
-def _losses(steps: Mapping[int, Step]) -> list[float]:
-    return [math.nan if step.loss is None else step.loss for _, step in sorted(steps.items())]
 
 
 # ---- one member ----
@@ -264,38 +407,39 @@ class MemberState:
     device_bytes: int = 0  # most memory that it had in use on its accelerator
     last_round: int = 0  # last finished round; 0 if there is none
     rounds: int = 0  # number of finished rounds
-    _recent: dict[int, dict[str, float]] = field(default_factory=dict)
-    _settled: Counter[str] = field(default_factory=Counter)
+    seconds: Counter[str] = field(default_factory=Counter)  # of all finished rounds, by PARTS and NEIGHBOURS
+    _last: Mapping[str, float] = field(default_factory=dict)  # of the last finished round
 
     def vacant_between(self, start: float, end: float) -> str | None:
         """Return the last reason why the slot was vacant at some moment from `start` to `end`; None if it never was."""
-        found = [cause for time, is_held, cause in self.changes if not is_held and start < time <= end]
-        if found:
-            return found[-1]
+        causes = [cause for time, is_held, cause in self.changes if not is_held and start < time <= end]
+        if causes:
+            return causes[-1]
         index = bisect_right(self.changes, start, key=lambda change: change[0])
         return self.changes[index - 1][2] if index and not self.changes[index - 1][1] else None
 
-    def spend(self, told: MemberRound) -> None:
-        """Take in the seconds of a finished round. One that is reported again replaces its earlier report."""
-        if told.round <= self.last_round - STILL_TOLD:
-            return
-        self.last_round = max(self.last_round, told.round)
-        self.rounds += told.round not in self._recent
+    def spend(self, told: MemberRound, earlier: Mapping[str, float] | None) -> Mapping[str, float]:
+        """Take in the seconds of a finished round in place of those that were reported `earlier`; return them."""
         waits = {part: f"wait_{part}_seconds" for part in NEIGHBOURS}
-        by_neighbour = {part: getattr(told, name) for part, name in waits.items() if told.HasField(name)}
-        self._recent[told.round] = split(told) | by_neighbour
-        for round_ in [one for one in self._recent if one <= self.last_round - STILL_TOLD]:
-            self._settled.update(self._recent.pop(round_))
-
-    def seconds(self, part: str) -> float:
-        """Return the seconds of one of PARTS or NEIGHBOURS over all rounds."""
-        return self._settled[part] + sum(one.get(part, 0.0) for one in self._recent.values())
+        seconds = split(told) | {part: getattr(told, name) for part, name in waits.items() if told.HasField(name)}
+        self.rounds += earlier is None
+        self.seconds.update(seconds)
+        self.seconds.subtract(earlier or {})
+        if told.round >= self.last_round:
+            self.last_round, self._last = told.round, seconds
+        if told.HasField("device_bytes"):
+            self.device_bytes = told.device_bytes
+        return seconds
 
     def share(self, part: str) -> float | None:
         """Return the share of one of PARTS or NEIGHBOURS in the last finished round; None if it is not known."""
-        last = self._recent.get(self.last_round, {})
-        whole = sum(last.get(one, 0.0) for one in PARTS)
-        return last[part] / whole if part in last and whole > 0 else None
+        whole = sum(self._last.get(each, 0.0) for each in PARTS)
+        return self._last[part] / whole if part in self._last and whole > 0 else None
+
+
+def sender(link: LinkSpec, way: str) -> str:
+    """Return the member, or the exchange, that sends in a direction of a link."""
+    return link.source if way == "forward" else link.target
 
 
 def awaiting(link: LinkSpec, way: Direction) -> tuple[str, str]:
@@ -303,8 +447,8 @@ def awaiting(link: LinkSpec, way: Direction) -> tuple[str, str]:
 
     The part contains the time in which the sender computes: a receiver cannot tell a late sender from a late link.
     """
-    sender, receiver = (link.source, link.target) if way == "forward" else (link.target, link.source)
-    return receiver, "blocked" if sender == EXCHANGE else "previous" if way == "forward" else "next"
+    receiver = link.target if way == "forward" else link.source
+    return receiver, "blocked" if sender(link, way) == EXCHANGE else "previous" if way == "forward" else "next"
 
 
 def split(told: MemberRound) -> dict[str, float]:
@@ -326,19 +470,25 @@ class RunState:
         self.lock = threading.RLock()
         self.rounds_planned = spec.latest.outer.rounds
         self.inner_steps = spec.config.inner.steps
-        self._optional = {replica.name: replica for replica in spec.replicas_ever if replica.optional}
         self.replicas: dict[str, ReplicaState] = {}
         """Required replicas, past or present, and optional replicas from their first appearance in a report."""
+        self._optional = {replica.name: replica for replica in spec.replicas_ever if replica.optional}
         self._add_required()
         self.members = {name: MemberState(member.replica.name) for name, member in spec.members.items()}
-        self._links = {
-            name: LinkState(link, {way: DirectionState(link.shape(way).bandwidth) for way in DIRECTIONS})
-            for name, link in spec.links.items()
+        self.lines = {
+            name: LineState(name, line, {way: LineWay(line.bandwidth(way)) for way in WAYS})
+            for name, line in spec.lines.items()
         }
-        self.lines = lines_of(spec, self._links)
+        self._links: dict[str, LinkState] = {}
+        for name, link in spec.links.items():
+            ways = {direction: DirectionState(link.shape(direction).bandwidth) for direction in DIRECTIONS}
+            self._links[name] = LinkState(name, link, ways)
+            for direction, state in ways.items():
+                for way, line in zip(WAYS, link.lines(direction), strict=True):
+                    if line is not None:
+                        self.lines[line.name].ways[way].carried.append(state)
         self.joined: set[str] = set()
         self.joined_at: float | None = None  # time of the report with which all required members had joined
-        self.links = self._links_of_those_who_came()  # links by name, for members that are required or have joined
         self.has_opened = False
         """Whether a start of the run was reported. A resumed run has no earlier reports before that."""
         self.closed: dict[int, ClosedRound] = {}
@@ -357,7 +507,7 @@ class RunState:
         self._goes_on_after: int | None = None
         """Round after which the run resumed, until a replica trains again; else None."""
         self.waiting: pb.Waiting | None = None  # what the exchange waits for, as last reported; None: progress
-        self.waiting_told: float | None = None  # time of that report
+        self.waiting_told = 0.0  # time of that report
         self.reading: pb.Reading | None = None  # progress of a long reading that members wait for
         self.pauses: list[Pause] = []
         self.failed: str | None = None
@@ -378,7 +528,7 @@ class RunState:
         self.diverged: dict[str, Divergence] = {}  # replicas that have diverged
         self.refusals: Counter[str] = Counter()  # refused messages by kind
         self.refusals_told: Counter[str] = Counter()  # by the process that reported them: a member may lie
-        self._times: dict[int, dict[str, dict[str, Sequence[float]]]] = {}
+        self._times: dict[int, dict[str, dict[str, Mapping[str, float]]]] = {}
         """Round -> replica -> member -> seconds of each part; in old rounds only the mean, of member ""."""
 
     # ---- writing ----
@@ -393,78 +543,102 @@ class RunState:
             return False
         with self.lock:
             self.news = self._news_of(report)  # it depends on what was known before
-            self.started = report.time if self.started is None else min(self.started, report.time)
-            self.latest = report.time if self.latest is None else max(self.latest, report.time)
-            event = report.WhichOneof("event")
-            self._follow_sittings(event, report)
-            self.tally.apply(report)
-            member = self.members.get(report.member)
-            if member is not None:
-                member.heard = report.time
-            if event in _BUSY:
-                self._came(report.member)
-                if member is not None:
-                    member.is_suspended, member.round = False, getattr(report, event).round
-            match event:
-                case "begun":
-                    self._begun(report.begun)
-                case "joined":
-                    self._joined(report.time, report.member, report.joined.incarnation)
-                case "inner_step":
-                    self._step(report.time, report.inner_step)
-                case "evaluation":
-                    replica = self._replica(report.evaluation.replica)
-                    if replica is not None:
-                        replica.validation_loss[report.evaluation.round] = report.evaluation.loss
-                        self._compare(replica, report.evaluation.round, report.evaluation.loss)
-                case "member_round" if member is not None:
-                    member.spend(report.member_round)
-                    if report.member_round.HasField("device_bytes"):
-                        member.device_bytes = report.member_round.device_bytes
-                    of_round = self._times.setdefault(report.member_round.round, {}).setdefault(member.replica, {})
-                    if "" not in of_round:
-                        of_round[report.member] = list(split(report.member_round).values())
-                case "computes" if member is not None:
-                    member.device, member.device_bytes = report.computes.device, 0
-                case "activity" if member is not None:
-                    member.doing = report.activity.doing
-                case "finished" if member is not None:
-                    member.has_finished, member.since = True, report.time
-                case "link_use":
-                    use, link = report.link_use, self._links.get(report.link_use.link)
-                    if link is not None and use.direction in link.directions:
-                        since = report.time if self.first_step is None else self.first_step
-                        link.directions[use.direction].apply(report.time, use, since)
-                case "round_closed":
-                    self._closed(report.time, report.round_closed)
-                case "round_verified":
-                    replica = self._replica(report.round_verified.replica)
-                    if replica is not None:
-                        replica.sha256[report.round_verified.round] = report.round_verified.parameters_sha256.hex()
-                case "membership_event":
-                    self._happened(report.time, report.membership_event)
-                case "failure" if self.failed is None and not report.failure.consequence:
-                    cause, is_own = report.failure.cause, report.member == EXCHANGE
-                    self.failed = cause if is_own else f"{report.member}: {cause}"
-                case "refusal":  # an unknown kind, which a member may make up, counts as unexpected
-                    kind = report.refusal.kind if report.refusal.kind in _KINDS else Kind.UNEXPECTED
-                    self.refusals[kind] += report.refusal.count or 1
-                    self.refusals_told[report.member] += report.refusal.count or 1
-                case "over":
-                    self.over = report.over
-                case "reading":
-                    self.reading = report.reading if report.reading.share < 1 else None
-                case "scores":
-                    self.scores |= {one.replica: one for one in report.scores.scores if self._replica(one.replica)}
-                case "judged" if report.judged.HasField("recomputed"):
-                    self.checks += 1
-                    self.failed_checks += [] if report.judged.recomputed.is_equal else [report.judged]
-                case "so_far":
-                    self._so_far(report.time, report.so_far)
-                case "waiting":
-                    self.waiting = report.waiting if report.waiting.missing or report.waiting.store_error else None
-                    self.waiting_told = report.time
+            self._fold(report, report.time, report.WhichOneof("event"))
         return True
+
+    def _fold(self, report: Report, time: float, event: str | None) -> None:
+        self.started = time if self.started is None else min(self.started, time)
+        self.latest = time if self.latest is None else max(self.latest, time)
+        self._follow_sittings(event, report)
+        self.tally.apply(report)
+        member = self.members.get(report.member)
+        if member is not None:
+            member.heard = time
+        if event in _BUSY:
+            self._came(report.member)
+            if member is not None:
+                member.is_suspended, member.round = False, getattr(report, event).round
+        match event:
+            # Start, end, and what the exchange waits for.
+            case "begun":  # reading is over, and changed keys are known
+                self.reading, self.has_opened = None, True
+                if report.begun.changes:
+                    self.changed = self.spec.with_changes(Changes.from_json(report.begun.changes))
+                    self.rounds_planned = self.changed.latest.outer.rounds
+                    self._add_required()
+            case "reading":
+                self.reading = report.reading if report.reading.share < 1 else None
+            case "waiting":
+                self.waiting = report.waiting if report.waiting.missing or report.waiting.store_error else None
+                self.waiting_told = time
+            case "so_far":
+                self._so_far(time, report.so_far)
+            case "over":
+                self.over = report.over
+            case "failure" if self.failed is None and not report.failure.consequence:
+                cause = report.failure.cause
+                self.failed = cause if report.member == EXCHANGE else f"{report.member}: {cause}"
+            case "refusal":  # an unknown kind, which a member may make up, counts as unexpected
+                kind = report.refusal.kind if report.refusal.kind in _KINDS else Kind.UNEXPECTED
+                self.refusals[kind] += report.refusal.count or 1
+                self.refusals_told[report.member] += report.refusal.count or 1
+
+            # Who is there.
+            case "joined":
+                had_all = self.has_all_needed
+                self._came(report.member)
+                if self.has_all_needed and not had_all:
+                    self.joined_at = time
+                if member is not None:
+                    insort(member.changes, (time, True, ""))
+                    member.since, member.doing, member.round = time, pb.DOING_UNSPECIFIED, None
+                    member.is_suspended, incarnation = False, report.joined.incarnation
+                    if incarnation >= member.incarnation:  # a resumed run reports earlier starts later
+                        member.taken_again += self.has_opened and incarnation > max(member.incarnation, 1)
+                        member.incarnation, member.vacant = incarnation, None
+            case "membership_event":
+                self._happened(time, report.membership_event)
+            case "computes" if member is not None:
+                member.device, member.device_bytes = report.computes.device, 0
+            case "activity" if member is not None:
+                member.doing = report.activity.doing
+            case "finished" if member is not None:
+                member.has_finished, member.since = True, time
+
+            # Training.
+            case "inner_step":
+                step = report.inner_step
+                replica, fits = self._replica(step.replica), self.inner_steps is None or step.step < self.inner_steps
+                if replica is not None and 1 <= step.round <= self.rounds_planned and fits:
+                    replica.apply(time, step)
+                    self.first_step = time if self.first_step is None else min(self.first_step, time)
+            case "evaluation":
+                replica = self._replica(report.evaluation.replica)
+                if replica is not None:
+                    replica.validation_loss[report.evaluation.round] = report.evaluation.loss
+                    self._compare(replica, report.evaluation.round, report.evaluation.loss)
+            case "link_use":
+                link = self._links.get(report.link_use.link)
+                for way, direction in link.ways.items() if link is not None else ():
+                    if way == report.link_use.direction:
+                        direction.apply(time, report.link_use, time if self.first_step is None else self.first_step)
+            case "member_round" if member is not None:
+                of_round = self._times.setdefault(report.member_round.round, {}).setdefault(member.replica, {})
+                if "" not in of_round:
+                    of_round[report.member] = member.spend(report.member_round, of_round.get(report.member))
+            case "round_closed":
+                self._closed(time, report.round_closed)
+            case "round_verified":
+                replica = self._replica(report.round_verified.replica)
+                if replica is not None:
+                    replica.sha256[report.round_verified.round] = report.round_verified.parameters_sha256.hex()
+
+            # Audits.
+            case "scores":
+                self.scores |= {score.replica: score for score in report.scores.scores if self._replica(score.replica)}
+            case "judged" if report.judged.HasField("recomputed"):
+                self.checks += 1
+                self.failed_checks += [] if report.judged.recomputed.is_equal else [report.judged]
 
     def _is_possible(self, report: Report) -> bool:
         """Return False for a round of the exchange that would take memory and time without bound."""
@@ -477,7 +651,7 @@ class RunState:
         if told.round > last or event != "round_closed":
             return bool(told.round <= last)
         most = self.inner_steps or MOST_STEPS_SHOWN
-        return told.round >= 1 and all(one.steps <= most for one in told.contributions)
+        return told.round >= 1 and all(entry.steps <= most for entry in told.contributions)
 
     def _news_of(self, report: Report) -> News | None:
         match report.WhichOneof("event"):
@@ -488,22 +662,19 @@ class RunState:
             case "joined" if report.member in self.members:
                 return News(report, is_line=self.has_opened)
             case "state_saving":
-                return News(report, is_line=True)
+                return News(report)
             case "waiting" if report.waiting.awaited == pb.STORING and not report.waiting.store_error:
-                return News(report, is_line=True)
+                return News(report)
             case "membership_event":
                 told, member = report.membership_event, self.members.get(report.membership_event.slot)
-                if told.what in (
-                    MembershipEventKind.INCARNATION_OVER,
-                    MembershipEventKind.SILENT,
-                ):  # the supervisor may have said so already
+                if told.what in _GONE:  # the supervisor may have said so already
                     return News(report, is_line=member is None or told.incarnation > member.end_told)
                 if told.what == MembershipEventKind.SUSPENDED:
                     return News(report, is_line=told.replica in self.lost, slot=self.lost.get(told.replica, ""))
                 if told.what == MembershipEventKind.WENT_ON:
                     paused = 0.0 if self.pause is None else report.time - self.pause.start
                     return News(report, is_line=self.pause is not None, paused=paused)
-                return News(report, is_line=True)
+                return News(report)
         return None
 
     def _follow_sittings(self, event: str | None, report: Report) -> None:
@@ -537,7 +708,7 @@ class RunState:
                 replica.tokens += credit.tokens - (0 if own is None else own.tokens)
         for use in told.carried:
             link = self._links.get(use.link)
-            for way, direction in link.directions.items() if link is not None else ():
+            for way, direction in link.ways.items() if link is not None else ():
                 if way == use.direction:
                     direction.unreported_bytes += use.wire_bytes - direction.wire_bytes
         self.refusals[Kind.UNEXPECTED] += told.refusals - self.refusals.total()
@@ -548,30 +719,13 @@ class RunState:
         with self.lock:
             self.failed = cause
 
-    def _joined(self, time: float, name: str, incarnation: int) -> None:
-        had_all = self.has_all_needed
-        self._came(name)
-        if self.has_all_needed and not had_all:
-            self.joined_at = time
-        member = self.members.get(name)
-        if member is None:
-            return
-        insort(member.changes, (time, True, ""))
-        member.since, member.doing, member.round = time, pb.DOING_UNSPECIFIED, None
-        member.is_suspended = False
-        if incarnation >= member.incarnation:  # a resumed run reports earlier starts later, with lower incarnations
-            member.taken_again += self.has_opened and incarnation > max(member.incarnation, 1)
-            member.incarnation, member.vacant = incarnation, None
-
     def _came(self, *members: str) -> None:
         """Note that these members have joined. Other reports show it if a `joined` report was missed."""
         new = (self.spec.members.keys() & members) - self.joined
-        if new:
-            self.joined |= new
-            for name, replica in self._optional.items():
-                if name not in self.replicas and self.joined.issuperset(replica.members):
-                    self.replicas[name] = ReplicaState(name, replica.kind, self.inner_steps)
-            self.links = self._links_of_those_who_came()
+        self.joined |= new
+        for name, replica in self._optional.items() if new else ():
+            if name not in self.replicas and self.joined.issuperset(replica.members):
+                self.replicas[name] = ReplicaState(name, replica.kind, self.inner_steps)
 
     def _replica(self, name: str) -> ReplicaState | None:
         """Return the replica that a report names; None if the run has none of that name.
@@ -587,25 +741,6 @@ class RunState:
             if not replica.optional and replica.name not in self.replicas:
                 self.replicas[replica.name] = ReplicaState(replica.name, replica.kind, self.inner_steps)
 
-    def _links_of_those_who_came(self) -> Mapping[str, LinkState]:
-        came = {EXCHANGE, *self.spec.needed, *self.joined}
-        return {name: link for name, link in self._links.items() if came >= {link.spec.source, link.spec.target}}
-
-    def _begun(self, begun: pb.Begun) -> None:
-        """Take in a start of the run: reading is over, and changed keys are known."""
-        self.reading, self.has_opened = None, True
-        if begun.changes:
-            self.changed = self.spec.with_changes(Changes.from_json(begun.changes))
-            self.rounds_planned = self.changed.latest.outer.rounds
-            self._add_required()
-
-    def _step(self, time: float, step: pb.InnerStep) -> None:
-        replica = self._replica(step.replica)
-        fits = self.inner_steps is None or step.step < self.inner_steps
-        if replica is not None and 1 <= step.round <= self.rounds_planned and fits:
-            replica.apply(time, step)
-            self.first_step = time if self.first_step is None else min(self.first_step, time)
-
     def _compare(self, replica: ReplicaState, round_: int, loss: float | None) -> None:
         """Compare a loss with that of the untrained model, and keep the first that is far above it."""
         untrained = max(math.log(self.spec.shape.vocabulary), replica.validation_loss.get(0, 0.0))
@@ -615,31 +750,34 @@ class RunState:
     def _closed(self, time: float, record: pb.RoundRecord) -> None:
         rows = {replica.name: replica.batch_size for replica in self.spec.replicas_ever}
         for entry in record.contributions:
-            one = self._replica(entry.replica)
-            if one is not None and entry.steps > 0:
-                one.keep(record.round, entry.steps, rows.get(one.name, 0) * self.spec.config.data.sequence_length)
+            replica = self._replica(entry.replica)
+            if replica is not None and entry.steps > 0:
+                row_tokens = self.spec.config.data.sequence_length
+                replica.keep(record.round, entry.steps, rows.get(replica.name, 0) * row_tokens)
         # Rounds long before this one get no further report: only their sums and means are kept.
         for replica in self.replicas.values():
             self._compare(replica, record.round, replica.round_loss(record.round))
             replica.settle(record.round)
         for link in self._links.values():
-            for direction in link.directions.values():
+            for direction in link.ways.values():
                 direction.settle(record.round)
         for round_, replicas in self._times.items():
             if round_ <= record.round - STILL_TOLD:
                 for name, members in replicas.items():
                     replicas[name] = {"": _means(members)}
         self.rounds = max(self.rounds, record.round)
+        sizes = {entry.replica: sum(blob.size for blob in entry.blobs) for entry in record.contributions}
         self.closed[record.round] = ClosedRound(
             time=time,
-            sizes={entry.replica: sum(blob.size for blob in entry.blobs) for entry in record.contributions},
+            sizes=sizes,
+            bytes=sum(sizes.values()),
             kept_values=sum(blob.kept_values for entry in record.contributions for blob in entry.blobs),
             tokens=sum(entry.tokens for entry in record.contributions),
             late=frozenset(record.late),
             rejected=frozenset(record.left_out),
             tokens_until=sum(replica.tokens_until(record.round) for replica in self.replicas.values()),
         )
-        self.barred -= self.closed[record.round].sizes.keys()
+        self.barred -= sizes.keys()
 
     def _happened(self, time: float, told: pb.MembershipEvent) -> None:
         member = self.members.get(told.slot)
@@ -680,6 +818,12 @@ class RunState:
                     member.end_told = max(member.end_told, member.incarnation)
 
     # ---- reading: members and rounds ----
+
+    @property
+    def links(self) -> Mapping[str, LinkState]:
+        """Links by name, for members that are required or have joined."""
+        came = {EXCHANGE, *self.spec.needed, *self.joined}
+        return {name: link for name, link in self._links.items() if came >= {link.spec.source, link.spec.target}}
 
     @property
     def is_over(self) -> bool:
@@ -777,7 +921,8 @@ class RunState:
         """
         closed = self.closed[round_]
         sent = closed.sizes.keys() | closed.late | closed.rejected
-        names = [one.name for one in self.changed.replicas_in(round_) if not one.optional or one.name in sent]
+        replicas = self.changed.replicas_in(round_)
+        names = [replica.name for replica in replicas if not replica.optional or replica.name in sent]
         return {name: self.outcome(name, round_) for name in {*names, *closed.sizes}}
 
     def outcome(self, replica: str, round_: int) -> Outcome:
@@ -803,8 +948,7 @@ class RunState:
     def times(self, round_: int, replica: str) -> dict[str, float | None]:
         """Return the mean over a replica's members of the seconds of each part; None if none was reported."""
         members = self._times.get(round_, {}).get(replica)
-        means: Sequence[float | None] = _means(members) if members else [None] * len(PARTS)
-        return dict(zip(PARTS, means, strict=True))
+        return dict(_means(members)) if members else dict.fromkeys(PARTS)
 
     # ---- reading: progress and time ----
 
@@ -816,7 +960,8 @@ class RunState:
             return min(self._seconds(before, now), whole), whole
         # Of the slowest required replica; if all are optional, of the fastest one.
         required = [self.replicas[name].steps_done for name in self.awaited(self.rounds + 1) if name in self.replicas]
-        steps = min(required) if required else max((one.steps_done for one in self.replicas.values()), default=0)
+        every = [replica.steps_done for replica in self.replicas.values()]
+        steps = min(required) if required else max(every, default=0)
         return max(0, min(steps - self.rounds * self.inner_steps, self.inner_steps)), self.inner_steps
 
     def elapsed(self, now: float | None = None) -> float:
@@ -848,11 +993,10 @@ class RunState:
 
     def _broken(self, start: float, end: float) -> float:
         """Return the seconds of breaks from `start` to `end`. A break without an end lasts until `end`."""
-        total = 0.0
-        for index, (began, ended) in enumerate(self._breaks):
-            is_open = self._goes_on_after is not None and index == len(self._breaks) - 1
-            total += max(0.0, min(end, math.inf if is_open else ended) - max(start, began))
-        return total
+        breaks = list(self._breaks)
+        if self._goes_on_after is not None:
+            breaks[-1] = breaks[-1][0], math.inf
+        return sum((max(0.0, min(end, ended) - max(start, began)) for began, ended in breaks), 0.0)
 
     # ---- reading: results ----
 
@@ -867,10 +1011,12 @@ class RunState:
 
         None until all required replicas have reported theirs.
         """
-        losses = {name: replica.validation_loss.get(round_) for name, replica in self.of_round(round_).items()}
-        known = [loss for loss in losses.values() if loss is not None]
-        is_lacking = any(losses.get(name) is None for name in self.awaited(round_))
-        return fmean(known) if known and not is_lacking else None
+        known = {
+            name: replica.validation_loss[round_]
+            for name, replica in self.of_round(round_).items()
+            if round_ in replica.validation_loss
+        }
+        return fmean(known.values()) if known and known.keys() >= set(self.awaited(round_)) else None
 
     def mean_validation_losses(self) -> dict[int, float]:
         """Return the known mean validation losses by round, in the order of rounds; round 0 is before training."""
@@ -918,5 +1064,5 @@ class RunState:
         return {name: replica.sha256[max(common)] for name, replica in there.items()} if common else {}
 
 
-def _means(members: Mapping[str, Sequence[float]]) -> list[float]:
-    return [fmean(times) for times in zip(*members.values(), strict=True)]
+def _means(members: Mapping[str, Mapping[str, float]]) -> Mapping[str, float]:
+    return {part: fmean(seconds[part] for seconds in members.values()) for part in PARTS}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from hetero_pp.config.lines import DIRECTIONS, EXCHANGE, WAYS
 from hetero_pp.core.units import format_bytes, format_count, format_number, format_seconds, format_share, format_times
 from hetero_pp.program.report.lines import divergence_line
 from hetero_pp.program.report.output import say
-from hetero_pp.program.report.state import Divergence, RunState
+from hetero_pp.program.report.state import Divergence, LineState, LinkState, RunState
 from hetero_pp.program.report.tables import PlainTable, format_bandwidth, format_loss
 from replica_groups.exchange.stall_detector import listed
 
@@ -23,99 +22,126 @@ from replica_groups.exchange.stall_detector import listed
 def summary_of(state: RunState) -> dict[str, Any]:
     """Return the run in numbers, for JSON. For a failed run: what is known, and the cause under `failed`."""
     with state.lock:
-        means, seconds, rounds = state.mean_validation_losses(), state.training_seconds(), range(state.rounds + 1)
-        found: dict[str, Any] = {
-            "name": state.spec.config.name,
-            "rehearsal": state.spec.config.rehearsal is not None,
-            "rounds": state.rounds,
-            "initial_validation_loss": means.get(0),
-            "validation_loss": _from_first_round(means),
-            "replicas": [
-                {
-                    "name": replica.name,
-                    "kind": replica.kind,
-                    "tokens": replica.tokens,
-                    "steps": [replica.steps(round_) for round_ in range(1, replica.last_round + 1)],
-                    "loss": replica.last_round_loss(),
-                    "initial_validation_loss": replica.validation_loss.get(0),
-                    "validation_loss": _from_first_round(replica.validation_loss),
-                }
-                for replica in state.replicas.values()
-            ],
-            "links": [
-                {
-                    "name": link.name,
-                    "from": link.spec.source,
-                    "to": link.spec.target,
-                    "lines": {
-                        end: None if line is None else line.name
-                        for end, line in (("from", link.spec.source_line), ("to", link.spec.target_line))
-                    },
-                    "bandwidth_bits_per_second": {way: one.bandwidth for way, one in link.directions.items()},
-                    "payload_bytes": {way: one.payload_bytes for way, one in link.directions.items()},
-                    "wire_bytes": {way: one.wire_bytes for way, one in link.directions.items()},
-                    "busy_share": {way: one.busy_share(seconds) for way, one in link.directions.items()},
-                    "payload_bytes_per_round": {
-                        way: [one.payload_bytes_of_round(round_) for round_ in rounds]
-                        for way, one in link.directions.items()
-                    },
-                }
-                for link in state.links.values()
-            ],
-            "lines": [
-                {
-                    "name": line.name,
-                    "kind": line.spec.kind,
-                    "members": list(line.spec.members),
-                    "bandwidth_bits_per_second": {way: line.spec.bandwidth(way) for way in WAYS},
-                    "payload_bytes": {way: line.payload_bytes(way) for way in WAYS},
-                    "wire_bytes": {way: line.wire_bytes(way) for way in WAYS},
-                    "busy_share": {way: line.busy_share(way, seconds) for way in WAYS},
-                    "wire_bytes_per_round": {
-                        way: [line.wire_bytes_of_round(way, round_) for round_ in rounds] for way in WAYS
-                    },
-                }
-                for line in state.lines.values()
-            ],
-            "contributions": _contributions(state),
-            "parameters_sha256": state.final_sha256(),
-            "wall_seconds": state.elapsed(),
-            "training_seconds": seconds,
-            "tokens_per_second": state.tokens_per_second(),
-            "goodput": dict(zip(("tokens_per_second", "share"), state.goodput(), strict=True)),
-            "membership_state": _membership(state),
-            "refusals": state.refusals.total(),
-            "refusals_by_kind": dict(sorted(state.refusals.items())),
-            "refusals_told_by": dict(sorted(state.refusals_told.items())),
-            "changes": state.changed.changes.history,
+        return _summary(state)
+
+
+def _summary(state: RunState) -> dict[str, Any]:
+    means, seconds, rounds = state.mean_validation_losses(), state.training_seconds(), range(state.rounds + 1)
+
+    def losses(by_round: Mapping[int, float]) -> dict[str, Any]:
+        """Return the losses of rounds 1, 2, ... up to the last known one; None for unknown ones before it."""
+        known = [by_round.get(round_) for round_ in range(1, max(by_round, default=0) + 1)]
+        return {"initial_validation_loss": by_round.get(0), "validation_loss": known}
+
+    def carried(part: LinkState | LineState, per_round: str) -> dict[str, Any]:
+        ways = part.ways.items()
+        return {
+            "bandwidth_bits_per_second": {way: traffic.bandwidth for way, traffic in ways},
+            "payload_bytes": {way: traffic.payload_bytes for way, traffic in ways},
+            "wire_bytes": {way: traffic.wire_bytes for way, traffic in ways},
+            "busy_share": {way: traffic.busy_share(seconds) for way, traffic in ways},
+            f"{per_round}_per_round": {
+                way: [getattr(traffic.of_round(round_), per_round) for round_ in rounds] for way, traffic in ways
+            },
         }
-        if audit := _audit(state):
-            found["audit"] = audit
-        if state.diverged:
-            found["diverged"] = [asdict(one) for one in state.diverged.values()]
-        if state.failed is not None:
-            found["failed"] = state.failed
-        return found
 
-
-def _from_first_round(losses: Mapping[int, float]) -> list[float | None]:
-    """Return the losses of rounds 1, 2, ... up to the last known one; None for unknown ones before it."""
-    return [losses.get(round_) for round_ in range(1, max(losses, default=0) + 1)]
-
-
-def _contributions(state: RunState) -> dict[str, Any]:
     def sizes(size: int, kept_values: int) -> dict[str, Any]:
         bits = 8 * size / kept_values if kept_values else None
         return {"bytes": size, "kept_values": kept_values, "bits_per_value": bits}
 
-    closed = sorted(state.closed.items())
-    whole = sizes(state.contribution_bytes, sum(one.kept_values for _, one in closed))
-    return whole | {"per_round": [{"round": round_} | sizes(one.bytes, one.kept_values) for round_, one in closed]}
+    summary: dict[str, Any] = {
+        "name": state.spec.config.name,
+        "rehearsal": state.spec.config.rehearsal is not None,
+        "rounds": state.rounds,
+        **losses(means),
+        "replicas": [
+            {
+                "name": replica.name,
+                "kind": replica.kind,
+                "tokens": replica.tokens,
+                "steps": [replica.steps(round_) for round_ in range(1, replica.last_round + 1)],
+                "loss": replica.last_round_loss(),
+                **losses(replica.validation_loss),
+            }
+            for replica in state.replicas.values()
+        ],
+        "links": [
+            {
+                "name": link.name,
+                "from": link.spec.source,
+                "to": link.spec.target,
+                "lines": {
+                    end: None if line is None else line.name
+                    for end, line in (("from", link.spec.source_line), ("to", link.spec.target_line))
+                },
+                **carried(link, "payload_bytes"),
+            }
+            for link in state.links.values()
+        ],
+        "lines": [
+            {"name": line.name, "kind": line.spec.kind, "members": list(line.spec.members)}
+            | carried(line, "wire_bytes")
+            for line in state.lines.values()
+        ],
+        "contributions": sizes(state.contribution_bytes, sum(closed.kept_values for closed in state.closed.values()))
+        | {
+            "per_round": [
+                {"round": round_} | sizes(closed.bytes, closed.kept_values)
+                for round_, closed in sorted(state.closed.items())
+            ]
+        },
+        "parameters_sha256": state.final_sha256(),
+        "wall_seconds": state.elapsed(),
+        "training_seconds": seconds,
+        "tokens_per_second": state.tokens_per_second(),
+        "goodput": dict(zip(("tokens_per_second", "share"), state.goodput(), strict=True)),
+        "membership_state": {
+            "participation": state.tally.participation,
+            "not_counted": [
+                {"round": round_, "replica": replica, "cause": why.cause}
+                for round_ in sorted(state.closed)
+                for replica, why in state.not_counted(round_).items()
+            ],
+            "late": dict(state.late),
+            "suspended": dict(state.suspended),
+            "pauses": [
+                {
+                    "round": pause.round,
+                    "seconds": None if pause.end is None else pause.end - pause.start,
+                    "cause": pause.cause,
+                }
+                for pause in state.pauses
+            ],
+            "members": _troubled(state),
+        },
+        "refusals": state.refusals.total(),
+        "refusals_by_kind": dict(sorted(state.refusals.items())),
+        "refusals_told_by": dict(sorted(state.refusals_told.items())),
+        "changes": state.changed.changes.history,
+    }
+    is_judged = state.spec.config.audit.scores is None or state.scores or not state.rounds
+    audit: dict[str, Any] = {
+        "scores": [_fields(score) for score in state.scores.values()],
+        "checks": state.checks,
+        "failed_checks": [
+            {"round": check.round, "replica": check.replica} | _fields(check.recomputed)
+            for check in state.failed_checks
+        ],
+        "unaudited": state.unaudited or (None if is_judged else "no validator has judged a round"),
+    }
+    if any(audit.values()):
+        summary["audit"] = audit
+    if state.diverged:
+        summary["diverged"] = [divergence._asdict() for divergence in state.diverged.values()]
+    if state.failed is not None:
+        summary["failed"] = state.failed
+    return summary
 
 
-def _membership(state: RunState) -> dict[str, Any]:
-    members: dict[str, Any] = {}
-    for name in [*state.members, *(one for one in state.restarts if one not in state.members)]:
+def _troubled(state: RunState) -> dict[str, Any]:
+    """Return the members and other processes that were restarted or replaced, or are gone."""
+    found: dict[str, Any] = {}
+    for name in dict.fromkeys([*state.members, *state.restarts]):
         member = state.members.get(name)
         times = {
             "taken_again": 0 if member is None else member.taken_again,
@@ -124,36 +150,8 @@ def _membership(state: RunState) -> dict[str, Any]:
         }
         vacant = state.given_up.get(name) or (None if member is None else member.vacant)
         if any(times.values()) or vacant is not None:
-            members[name] = times | {"incarnation": None if member is None else member.incarnation, "gone": vacant}
-    return {
-        "participation": state.tally.participation,
-        "not_counted": [
-            {"round": round_, "replica": replica, "cause": why.cause}
-            for round_ in sorted(state.closed)
-            for replica, why in state.not_counted(round_).items()
-        ],
-        "late": dict(state.late),
-        "suspended": dict(state.suspended),
-        "pauses": [
-            {"round": one.round, "seconds": None if one.end is None else one.end - one.start, "cause": one.cause}
-            for one in state.pauses
-        ],
-        "members": members,
-    }
-
-
-def _audit(state: RunState) -> dict[str, Any] | None:
-    """Return what audits found; None for a run without audits."""
-    is_judged = state.spec.config.audit.scores is None or state.scores or not state.rounds
-    found = {
-        "scores": [_fields(one) for one in state.scores.values()],
-        "checks": state.checks,
-        "failed_checks": [
-            {"round": one.round, "replica": one.replica} | _fields(one.recomputed) for one in state.failed_checks
-        ],
-        "unaudited": state.unaudited or (None if is_judged else "no validator has judged a round"),
-    }
-    return found if any(found.values()) else None
+            found[name] = times | {"incarnation": None if member is None else member.incarnation, "gone": vacant}
+    return found
 
 
 def _fields(message: Message) -> dict[str, Any]:

@@ -14,8 +14,7 @@ from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica, Re
 from hetero_pp.core.units import bytes_per_second
 from hetero_pp.messages.messages_pb2 import CONTRIBUTING, Credit, Doing
 from hetero_pp.program.compare import leaves
-from hetero_pp.program.report.lines import status_lines
-from hetero_pp.program.report.membership_event_lines import kind_of, words_of
+from hetero_pp.program.report.lines import kind_of, status_lines, words_of
 from hetero_pp.program.report.state import MemberPresence, News, RunState, awaiting
 
 MOST_CELLS = 20_000
@@ -233,14 +232,14 @@ def frame_of(state: RunState, now: float, outcome: str | None = None, stale: str
                 side: _flow(direction.recent_bytes_per_second(now), link.spec.bottleneck(way), direction.wire_bytes)
                 | {"awaited": _awaited_share(state, link.spec, way)}
                 for side, way in SIDES.items()
-                if (direction := link.directions[way])
+                if (direction := link.ways[way])
             }
             for name, link in state.links.items()
         },
         "lines": {
             name: {
-                way: _flow(line.recent_bytes_per_second(way, now), line.spec.bandwidth(way), line.wire_bytes(way))
-                for way in WAYS
+                way: _flow(traffic.recent_bytes_per_second(now), traffic.bandwidth, traffic.wire_bytes)
+                for way, traffic in line.ways.items()
             }
             for name, line in state.lines.items()
         },

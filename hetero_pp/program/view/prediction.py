@@ -125,7 +125,7 @@ def measured_of_run(state: RunState) -> MeasuredStep:
         for name, member in state.members.items():
             steps = member.rounds * (state.inner_steps or 0)
             if steps:
-                members.append(_step_of(name, member.seconds("compute") / steps, member.seconds("wait") / steps))
+                members.append(_step_of(name, member.seconds["compute"] / steps, member.seconds["wait"] / steps))
         return MeasuredStep(_of_run(state), members)
 
 
