@@ -291,7 +291,8 @@ class _Servicer:
         return self.exchange.call(request, caller)
 
     def Heartbeat(self, request: pb.HeartbeatRequest, context: grpc.ServicerContext) -> pb.HeartbeatReply:
-        self._end_revoked(self.exchange.assignments.neighbouring_guests(self._member(context)))
+        if self._guests is not None:
+            self._end_revoked(self.exchange.assignments.neighbouring_guests(self._member(context)))
         return self._answer(request, context)
 
     def Broken(self, request: pb.BrokenRequest, context: grpc.ServicerContext) -> pb.Nothing:
