@@ -16,7 +16,7 @@ from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.view.command import data_of
-from hetero_pp.program.view.prediction import MeasuredStep, PredictedStep
+from hetero_pp.program.view.prediction import PredictedStep
 from hetero_pp.program.view.run_view import RunView
 from hetero_pp.program.view.sources import Source
 
@@ -150,7 +150,7 @@ def _loss(rounds: float) -> float:
 
 def prediction() -> Json:
     """Return the predicted step of a datacenter and two equal groups, of which the first is shown."""
-    return PredictedStep(two_kinds().spec).beside(MeasuredStep({}, []))
+    return PredictedStep(two_kinds().spec).beside({}, [])
 
 
 def two_kinds() -> Fabricated:

@@ -19,7 +19,6 @@ from hetero_pp.config.folder import RunFolder
 from hetero_pp.program.cli import app
 from hetero_pp.program.operate.metrics import RunCollector
 from hetero_pp.program.operate.observed import Observed
-from hetero_pp.program.view.page_data import history_of
 from hetero_pp.program.view.sources import Record
 
 pytestmark = pytest.mark.starts_processes
@@ -82,7 +81,7 @@ def test_a_rehearsal_is_marked_wherever_it_is_shown(rehearsed: tuple[Path, str])
     assert code == 0 and f"{NAME}: a rehearsal, which trains nothing: over after round 2 of 2" in said
     assert json.loads((folder / "status.json").read_text())["rehearsal"] is True
     record = Record(RunFolder(folder))
-    assert history_of(record.view.state, "")["rehearsal"] is True
+    assert record.view.history("")["rehearsal"] is True
     observed = Observed()
     observed.follow(record.view.state)
     info = next(one for one in RunCollector(observed).collect() if one.name == "hetero_pp_run_info")

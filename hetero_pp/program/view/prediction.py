@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 from hetero_pp.config.alike import alike, label_of
 from hetero_pp.config.lines import stage_link_name
@@ -14,13 +14,10 @@ from hetero_pp.simulator.prediction import Prediction, predict
 from hetero_pp.simulator.timeline import Span, Timeline
 
 _ENOUGH = 1e-9  # shortest gap, in seconds, that is drawn as waiting
+_KINDS = {"activation": "there", "gradient": "back"}
 
-
-class MeasuredStep(NamedTuple):
-    """Quantities by the names that the page shows, and how each member spends a mean step; empty if unknown."""
-
-    values: Mapping[str, float]
-    members: Sequence[dict[str, Any]]
+Measured = tuple[Mapping[str, float], Sequence[dict[str, Any]]]
+"""Quantities by the names that the page shows, and how each member spends a mean step; empty if unknown."""
 
 
 class PredictedStep:
@@ -30,20 +27,29 @@ class PredictedStep:
         """Raises ConfigError for a topology that cannot be predicted."""
         timeline = Timeline()
         self.found = predict(spec, timeline.of)
-        self._step = step_of(spec, timeline.spans)
+        self._step = _step_of(spec, timeline.spans)
 
-    def beside(self, measured: MeasuredStep) -> dict[str, Any]:
+    def beside(self, values: Mapping[str, float], members: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return the prediction beside what was measured, in the form that the page reads."""
+        predicted = (
+            ("step", "s", self.found.step_seconds),
+            ("round", "s", self.found.round_seconds),
+            ("outer round", "s", self.found.outer_seconds),
+            ("tokens per second", "", self.found.tokens_per_second),
+        )
         return {
             "step_seconds": self.found.step_seconds,
             "utilization": self.found.utilization["absolute"],
             "bubble": max((replica.bubble for replica in self.found.replicas), default=0.0),
-            "values": list(values_of(self.found, measured.values)),
-            "measured": measured.members,
+            "values": [
+                {"name": name, "unit": unit, "predicted": value, "measured": values.get(name)}
+                for name, unit, value in predicted
+            ],
+            "measured": members,
         } | self._step
 
 
-def step_of(spec: RunSpec, spans: Sequence[Span]) -> dict[str, Any]:
+def _step_of(spec: RunSpec, spans: Sequence[Span]) -> dict[str, Any]:
     """Return bars of members and links for the second inner step, or the only one, of the first of replicas alike."""
     first = {label_of(replicas): replicas[0] for replicas in alike(spec)}
     members: list[dict[str, Any]] = []
@@ -55,15 +61,12 @@ def step_of(spec: RunSpec, spans: Sequence[Span]) -> dict[str, Any]:
         start, end = ([0.0, *updates[:1]] if len(updates) < 2 else updates[:2])[:2]
         within = [span for span in own if span.start >= start - _ENOUGH and span.end <= end + _ENOUGH]
         for index, member in enumerate(replica.members):
-            track = sorted((one for one in within if one.track == f"stage {index}"), key=lambda one: one.start)
+            track = sorted((span for span in within if span.track == f"stage {index}"), key=lambda span: span.start)
             members.append({"id": member, "bars": list(_with_waits(track, start, end))})
         for hop in range(len(replica.members) - 1):
-            bars = [_bar(one, start) for one in within if one.track.startswith(f"hop {hop} ")]
+            bars = [_bar(span, start) for span in within if span.track.startswith(f"hop {hop} ")]
             links.append({"id": stage_link_name(replica.name, hop), "bars": bars})
     return {"members": members, "links": links}
-
-
-_KINDS = {"activation": "there", "gradient": "back"}
 
 
 def _bar(span: Span, start: float) -> dict[str, Any]:
@@ -77,27 +80,16 @@ def _bar(span: Span, start: float) -> dict[str, Any]:
 def _with_waits(track: Sequence[Span], start: float, end: float) -> Iterator[dict[str, Any]]:
     """Yield the bars of a member, with the gaps between them as waiting."""
     before = start
-    for span in track:
-        if span.start > before + _ENOUGH:
-            yield {"start": before - start, "end": span.start - start, "kind": "wait", "micro_batch": None}
-        yield _bar(span, start)
-        before = max(before, span.end)
-    if end > before + _ENOUGH:
-        yield {"start": before - start, "end": end - start, "kind": "wait", "micro_batch": None}
+    for span in [*track, None]:
+        until = end if span is None else span.start
+        if until > before + _ENOUGH:
+            yield {"start": before - start, "end": until - start, "kind": "wait", "micro_batch": None}
+        if span is not None:
+            yield _bar(span, start)
+            before = max(before, span.end)
 
 
-def values_of(found: Prediction, measured: Mapping[str, float]) -> Iterator[dict[str, Any]]:
-    """Yield predicted numbers with the measured ones; None if nothing was measured."""
-    for name, unit, predicted in (
-        ("step", "s", found.step_seconds),
-        ("round", "s", found.round_seconds),
-        ("outer round", "s", found.outer_seconds),
-        ("tokens per second", "", found.tokens_per_second),
-    ):
-        yield {"name": name, "unit": unit, "predicted": predicted, "measured": measured.get(name)}
-
-
-def measured_of_rehearsal(found: Mapping[str, Any], predicted: Prediction) -> MeasuredStep:
+def measured_of_rehearsal(found: Mapping[str, Any], predicted: Prediction) -> Measured:
     """Return the values of a comparison. A rehearsed round is shorter, so the comparison concludes the run's round."""
     round_seconds = found["whole_run"]["round_seconds"]
     values = {
@@ -108,50 +100,44 @@ def measured_of_rehearsal(found: Mapping[str, Any], predicted: Prediction) -> Me
     }
     steps = found["steps"] or 0
     members = [
-        _step_of(name, one["compute"] / steps, (one["wait_previous"] + one["wait_next"]) / steps)
+        _mean_step(name, one["compute"] / steps, (one["wait_previous"] + one["wait_next"]) / steps)
         for name, one in found["members"].items()
         if steps
     ]
-    return MeasuredStep(values, members)
+    return values, members
 
 
-def measured_of_run(state: RunState) -> MeasuredStep:
+def measured_of_run(state: RunState) -> Measured:
     """Return what a run took so far: the means over its closed rounds, of the slowest replica.
 
     The outer round is taken from the replica that waits least in it, because all others also wait for steps.
     """
+
+    def mean(name: str, *parts: str) -> float:
+        """Return the mean over the rounds of a replica of the sum of some times; 0 if they are unknown."""
+        rounds = [state.times(round_, name) for round_ in state.closed]
+        known = [sum(times[part] or 0.0 for part in parts) for times in rounds if times[parts[0]] is not None]
+        return fmean(known) if known else 0.0
+
     with state.lock:
-        members = []
+        members, values = [], dict[str, float]()
         for name, member in state.members.items():
-            steps = member.rounds * (state.inner_steps or 0)
-            if steps:
-                members.append(_step_of(name, member.seconds["compute"] / steps, member.seconds["wait"] / steps))
-        return MeasuredStep(_of_run(state), members)
+            if steps := member.rounds * (state.inner_steps or 0):
+                members.append(_mean_step(name, member.seconds["compute"] / steps, member.seconds["wait"] / steps))
+        if state.closed:
+            values["tokens per second"] = state.tokens_per_second()
+            known = [round_ for round_ in state.closed if round_ == 1 or round_ - 1 in state.closed]
+            if known:
+                values["round"] = fmean(map(state.round_seconds, known))
+            slowest = max(mean(name, "compute", "wait") for name in state.replicas)
+            if state.inner_steps is not None and slowest:
+                values["step"] = slowest / state.inner_steps
+            if outer := [seconds for name in state.replicas if (seconds := mean(name, "outer", "blocked"))]:
+                values["outer round"] = min(outer)
+        return values, members
 
 
-def _of_run(state: RunState) -> dict[str, float]:
-    if not state.closed:
-        return {}
-    times = [[state.times(round_, name) for round_ in state.closed] for name in state.replicas]
-    found = {"tokens per second": state.tokens_per_second()}
-    if seconds := [state.round_seconds(one) for one in state.closed if one == 1 or one - 1 in state.closed]:
-        found["round"] = fmean(seconds)
-    steps = [_mean(of, "compute", "wait") for of in times]
-    outer = [_mean(of, "outer", "blocked") for of in times]
-    if state.inner_steps is not None and any(steps):
-        found["step"] = max(steps) / state.inner_steps
-    if any(outer):
-        found["outer round"] = min(filter(None, outer))
-    return found
-
-
-def _mean(rounds: Sequence[dict[str, float | None]], *names: str) -> float:
-    """Return the mean over the rounds of the sum of some times, in seconds; 0 if they are unknown."""
-    known = [sum(one[name] or 0.0 for name in names) for one in rounds if one[names[0]] is not None]
-    return fmean(known) if known else 0.0
-
-
-def _step_of(member: str, compute: float, wait: float) -> dict[str, Any]:
+def _mean_step(member: str, compute: float, wait: float) -> dict[str, Any]:
     """Return a mean step as bars. It is not known when in a step a member waits, so the waits stand together."""
     parts = (("computed", 0.0, compute), ("waited", compute, compute + wait))
     bars = [

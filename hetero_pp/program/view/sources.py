@@ -22,7 +22,7 @@ from hetero_pp.program.join.on_disk import is_running
 from hetero_pp.program.launch.over import read_over
 from hetero_pp.program.report.events import LINE_BYTES_MAX, STRANGE, report_of
 from hetero_pp.program.report.state import RunState
-from hetero_pp.program.view.prediction import MeasuredStep, PredictedStep, measured_of_rehearsal, measured_of_run
+from hetero_pp.program.view.prediction import Measured, PredictedStep, measured_of_rehearsal, measured_of_run
 from hetero_pp.program.view.run_view import RunView
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from replica_groups.exchange.joining import shown_digest
@@ -320,14 +320,15 @@ class Predicted(Source):
 
     def prediction(self) -> dict[str, Any]:
         """Return the prediction beside what the run or the rehearsal measured so far."""
-        record, measured = self._record, MeasuredStep({}, [])
+        record = self._record
+        measured: Measured = ({}, [])
         if record is not None and record.view.state.spec.config.rehearsal is None:
             measured = measured_of_run(record.view.state)
         elif record is not None:
             # It may still go on, or the file may be damaged.
             with suppress(OSError, ValueError, KeyError, TypeError, ZeroDivisionError):
                 measured = measured_of_rehearsal(read_json_object(record.folder.rehearsal), self._step.found)
-        return self._step.beside(measured)
+        return self._step.beside(*measured)
 
     def start(self) -> None:
         if self._record is not None:
