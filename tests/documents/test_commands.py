@@ -65,7 +65,6 @@ RUN_BY = {
     "hetero-pp plan configs/plan/unequal.yaml --target-utilization 0.97 --write plan.yaml": PLANNED,
     "hetero-pp simulate plan.yaml": PLANNED,
     "hetero-pp reproduce --list": "tests/program/test_columns.py::test_the_list_of_experiments",
-    "hetero-pp reproduce --dry-run": "tests/experiments/test_experiments.py::test_the_list_and_the_dry_run",
     "hetero-pp reproduce het-pp/table1 --dry-run": COSTS,
     "hetero-pp launch configs/quickstart.yaml --view": (
         "tests/program/test_view_server.py::test_a_launched_run_is_shown_until_its_end"
@@ -113,7 +112,6 @@ RUN_BY = {
     "hetero-pp reproduce het-pp/table1 --rows PP-Compress --seeds 1 --results again": (
         "tests/experiments/test_experiments.py::test_only_rows_of_a_name_are_trained"
     ),
-    "hetero-pp reproduce mine/mix --seeds 1 --workers 2": TABLE,
     "hetero-pp reproduce --no-train --docs docs/results.md": TABLE,
     "hetero-pp reproduce rank --experiments tables --scale tiny": OWN_TABLE,
     "hetero-pp reproduce het-pp/table2 --corpus hf:/data/c4 --tokenizer /data/llama-2": BROUGHT,
@@ -379,7 +377,7 @@ def test_there_is_yaml_of_every_kind() -> None:
     contents = [YAML(typ="safe").load(block.text) for block in YAMLS]
     wholes = [content["name"] for content in contents if _is_whole(content)]
     assert {"mixed", "costs", "hosts", "three-hosts"} <= set(wholes)
-    assert sum("baseline" in content for content in contents) >= 2
+    assert any("baseline" in content for content in contents)
 
 
 # ---- links and paths ----

@@ -5,21 +5,17 @@ If a page applies patches of docs/patches, it runs in a patched copy of the repo
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from ruamel.yaml import YAML
-from typer.testing import CliRunner
 
 from hetero_pp.model.part_settings import BoundarySettings
-from hetero_pp.program.cli import app
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("hetero_pp", "stages", "replica_groups")
@@ -37,7 +33,7 @@ from hetero_pp.program.report import recorder
 
 recorder.draw_losses = recorder.draw_links = draw_placeholder
 """
-TUTORIAL = ROOT / "docs" / "tutorial_researcher.md"
+TABLES = ROOT / "docs" / "experiments.md"
 
 
 def test_there_are_such_pages() -> None:
@@ -92,44 +88,14 @@ def test_the_blocks_of_a_page_run_once_its_patches_are_applied(page: Path, folde
     assert done.returncode == 0, done.stderr
 
 
-def test_the_tutorial_names_the_embedding_of_the_papers_rows_and_that_of_its_own() -> None:
-    [table] = _blocks(TUTORIAL, "yaml")
-    own = [row for row in YAML(typ="safe").load(table)["rows"] if "rank" in row]
+def test_the_page_about_tables_names_the_embedding_of_the_papers_rows_and_that_of_its_own() -> None:
+    [table] = [content for text in _blocks(TABLES, "yaml") if "rows" in (content := YAML(typ="safe").load(text))]
+    own = [row for row in table["rows"] if "rank" in row]
     papers = YAML(typ="safe").load((ROOT / "configs/experiments/het-pp/table1.yaml").read_text())["rows"]
     embeddings = {row["embedding"] for row in papers if "paper" in row and "rank" in row}
-    text = " ".join(TUTORIAL.read_text().split())
+    text = " ".join(TABLES.read_text().split())
     assert embeddings == {"coefficients"} and "For the paper's row, write `embedding: coefficients`" in text
     assert own and not any("embedding" in row for row in own)
     assert (
         BoundarySettings(rank=8).embedding == "free" and "train the whole token embedding, which is our default" in text
     )
-
-
-@pytest.mark.starts_processes
-def test_the_table_of_the_tutorial_is_trained(tmp_path: Path, corpus: Path) -> None:
-    """The test uses a scale that trains in seconds."""
-    [table] = _blocks(TUTORIAL, "yaml")
-    content = YAML(typ="safe").load(table)
-    group, name = content["name"].split("/")
-    for path, written in ((f"{group}/{name}.yaml", table), ("scales/tiny.yaml", json.dumps(_tiny(corpus)))):
-        (tmp_path / "experiments" / path).parent.mkdir(parents=True)
-        (tmp_path / "experiments" / path).write_text(written)
-    places = [part for place in ("experiments", "runs", "results") for part in (f"--{place}", str(tmp_path / place))]
-    options = ["--scale", "tiny", "--seeds", "1", "--no-compile", *places]
-    done = CliRunner().invoke(app, ["reproduce", content["name"], *options])
-    assert done.exit_code == 0, done.output
-    result = json.loads((tmp_path / "results" / "tiny" / group / f"{name}.json").read_text())
-    losses = {row["name"]: row["ours"]["mean"] for row in result["rows"]}
-    assert len(set(losses.values())) == len(content["rows"]) == 4
-    assert {claim["verdict"] for claim in result["claims"]} == {"one seed"}
-
-
-def _tiny(corpus: Path) -> dict[str, Any]:
-    base = {
-        "model": {"preset": "micro", "width": 16, "heads": 2, "feed_forward": 16, "layers": 2},
-        "data": {"corpus": str(corpus), "sequence_length": 16, "validation_share": 0.2, "validation_sequences": 4},
-        "inner": {"steps": 2, "learning_rate": 1e-2, "warmup_steps": 2},
-        "outer": {"rounds": 2},
-    }
-    size = {"replicas": 4, "stages": 2, "batch_size": 2, "vocabulary": 300}
-    return {"name": "tiny", "about": "seconds", "hardware": "cpu", "base": base} | size
