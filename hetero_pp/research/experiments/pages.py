@@ -312,20 +312,14 @@ INTRODUCTION = """\
 included. [Tables](experiments.md) explains how to make these tables, and how to define your own.
 
 A verdict compares two rows at the seeds that both have. A claim *holds* or *does not hold* if the 95 % interval
-(Student's t) of the difference excludes zero. It is *within noise* otherwise. One seed has no interval and decides
-nothing: the table then says *one seed* and has the difference. Sizes of messages are an exception, because they hardly
-depend on the seed. A claim that two rows are equal holds if the interval lies within a margin, 0.03 nats by default.
-A claim is a paper's if the paper makes it, and otherwise marked as ours.
+(Student's t) of the difference excludes zero, and is *within noise* otherwise. *One seed* has no interval and decides
+nothing, except about sizes of messages. A claim that two rows are equal holds if the interval lies within a margin,
+0.03 nats by default. A claim is a paper's if the paper makes it, and otherwise marked as ours. The column *as a
+family* gives the verdict after Holm's correction over all claims of the table. The column *slices* gives the interval
+of the same difference over eight parts of the validation text, for the same trained models.
 
-One of twenty claims about nothing gets a verdict by chance. The column *as a family* gives the verdict after Holm's
-correction over all claims of the table, with the interval used there. The column *slices* gives the interval of the
-same difference over eight parts of the validation text, for the same trained models. Rows trained before slices
-were recorded have none.
-
-The synced model of a run has a loss in three forward passes. *Own* is the forward pass of each replica, averaged
-over the replicas. *Compressed* is that of a compressed replica. *Uncompressed* has no boundaries; `export` writes
-this model. The average over a mix of replicas can hide what the other two show, so each verdict names its forward
-pass."""
+The synced model of a run has a loss in three forward passes: *own* is that of each replica, averaged over the replicas,
+*compressed* that of a compressed replica, and *uncompressed* has no boundaries; `export` writes this model."""
 
 
 def write_overview(folder: Path, path: Path, experiments: Path) -> None:
