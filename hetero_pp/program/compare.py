@@ -16,8 +16,8 @@ from hetero_pp.core.bounded import read_json_object
 from hetero_pp.core.drawing import HEIGHT, STYLE, draw_curve, new_figure, palette, save_figure
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.units import FORMATS, format_bytes, format_number, format_seconds
-from hetero_pp.program.report.events import last_closed, reports_until
 from hetero_pp.program.report.output import announce, say, standard_output
+from hetero_pp.program.report.recorder import last_closed, reports_until
 from hetero_pp.program.report.state import ReplicaState, RunState
 from hetero_pp.program.report.tables import PlainTable
 from hetero_pp.simulator.sweep import quantity_of

@@ -44,8 +44,7 @@ from hetero_pp.program.launch.unfinished import (
     how_to_go_on,
 )
 from hetero_pp.program.launch.watcher import Watcher
-from hetero_pp.program.report.events import reports_until
-from hetero_pp.program.report.recorder import Recorder
+from hetero_pp.program.report.recorder import Recorder, reports_until
 from hetero_pp.program.report.state import RunState
 from hetero_pp.rpc.connections import reports_of
 from hetero_pp.rpc.identities import Secret

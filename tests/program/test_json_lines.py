@@ -21,8 +21,15 @@ from hetero_pp.messages.messages_pb2 import (
     Report,
 )
 from hetero_pp.program.cli import app
-from hetero_pp.program.report.json_lines import about, about_report, name_run, printed_as_json
-from hetero_pp.program.report.output import complain, standard_output, tell
+from hetero_pp.program.report.output import (
+    about,
+    about_report,
+    complain,
+    name_run,
+    printed_as_json,
+    standard_output,
+    tell,
+)
 
 
 def membership_event(what: MembershipEventKind) -> Report:

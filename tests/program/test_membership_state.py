@@ -49,9 +49,8 @@ from hetero_pp.messages.messages_pb2 import (
     Report,
 )
 from hetero_pp.program.report.display import live_view
-from hetero_pp.program.report.events import line_of, reports_until
 from hetero_pp.program.report.lines import OwnRoundLines, round_line, trouble_lines, words_of
-from hetero_pp.program.report.recorder import to_json
+from hetero_pp.program.report.recorder import line_of, reports_until, to_json
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.summary import print_result, summary_of
 from hetero_pp.simulator.costs import step_flops

@@ -37,7 +37,7 @@ from hetero_pp.program.launch.mode import Invocation
 from hetero_pp.program.launch.recorded import OnReport
 from hetero_pp.program.launch.supervisor import launch
 from hetero_pp.program.operate.operations import operated
-from hetero_pp.program.report.json_lines import printed_as_json
+from hetero_pp.program.report.output import printed_as_json
 
 
 @dataclass

@@ -32,8 +32,7 @@ from hetero_pp.config.yaml_file import save_config
 from hetero_pp.core.bounded import parse_json
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2 import Report
-from hetero_pp.program.report.events import STRANGE, line_of, report_of
-from hetero_pp.program.report.recorder import to_json
+from hetero_pp.program.report.recorder import STRANGE, line_of, report_of, to_json
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.summary import summary_of
 from hetero_pp.program.view import run_view as run_view_module

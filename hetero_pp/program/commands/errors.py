@@ -25,7 +25,7 @@ def readable_errors(log_format: str = "text") -> Iterator[None]:
     """
     with ExitStack() as stack:
         if log_format == "json":
-            from hetero_pp.program.report.json_lines import printed_as_json
+            from hetero_pp.program.report.output import printed_as_json
 
             stack.enter_context(printed_as_json())
         stack.enter_context(_readable())

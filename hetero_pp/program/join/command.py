@@ -41,8 +41,7 @@ from hetero_pp.program.launch.mode import AS_A_RUN
 from hetero_pp.program.launch.over import keep_over, read_over
 from hetero_pp.program.operate.operations import Operations
 from hetero_pp.program.rehearse.own_line import OwnLine
-from hetero_pp.program.report.json_lines import name_run
-from hetero_pp.program.report.output import announce, shown_reading, standard_output
+from hetero_pp.program.report.output import announce, name_run, shown_reading, standard_output
 from hetero_pp.rpc.admission_client import Rate, give, measure
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.identities import InvitedKeys, Ticket

@@ -12,8 +12,7 @@ from hetero_pp.config.lines import EXCHANGE
 from hetero_pp.config.yaml_file import config_of
 from hetero_pp.core.bounded import read_json_object
 from hetero_pp.program.launch.claim import is_held
-from hetero_pp.program.report.events import last_closed
-from hetero_pp.program.report.recorder import INTERRUPTED
+from hetero_pp.program.report.recorder import INTERRUPTED, last_closed
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,9 @@ from hetero_pp.program.join.status_tables import as_json, print_status, print_ti
 from hetero_pp.program.launch.addresses import dialled_here
 from hetero_pp.program.launch.hosts import read_token
 from hetero_pp.program.launch.over import RunEnd, read_over
-from hetero_pp.program.report.events import who_takes_part
 from hetero_pp.program.report.lines import status_lines
 from hetero_pp.program.report.output import announce
+from hetero_pp.program.report.recorder import who_takes_part
 from hetero_pp.program.report.state import RunState
 from hetero_pp.rpc.admission_client import status as ask
 from hetero_pp.rpc.identities import Authority, Identity, Ticket

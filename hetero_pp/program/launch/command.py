@@ -36,9 +36,8 @@ from hetero_pp.program.launch.recorded import OnReport, Start, run_and_record
 from hetero_pp.program.launch.supervisor import launch
 from hetero_pp.program.launch.unfinished import ResumeHint, decide_to_resume
 from hetero_pp.program.operate.operations import Operations
-from hetero_pp.program.report.json_lines import name_run
 from hetero_pp.program.report.lines import OwnRoundLines
-from hetero_pp.program.report.output import announce, shown_reading, standard_output, tell
+from hetero_pp.program.report.output import announce, name_run, shown_reading, standard_output, tell
 from hetero_pp.rpc.identities import Secret, SecretKeys, new_secret
 
 

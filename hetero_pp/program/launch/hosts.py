@@ -29,8 +29,8 @@ from hetero_pp.program.launch.over import keep_over
 from hetero_pp.program.launch.supervisor import Supervisor
 from hetero_pp.program.launch.watcher import Watcher
 from hetero_pp.program.operate.operations import Operations
-from hetero_pp.program.report.json_lines import about_report
 from hetero_pp.program.report.lines import OwnRoundLines
+from hetero_pp.program.report.output import about_report
 from hetero_pp.rpc.connections import reports_to_members
 from hetero_pp.rpc.identities import Keys, Secret, SecretKeys
 

@@ -29,11 +29,9 @@ from hetero_pp.program.launch.mode import Invocation
 from hetero_pp.program.launch.over import over_on_disk
 from hetero_pp.program.launch.same_run import require_same_run, unheeded
 from hetero_pp.program.report.display import LiveDisplay
-from hetero_pp.program.report.events import reports_until
-from hetero_pp.program.report.json_lines import about, about_report
 from hetero_pp.program.report.lines import earlier_line, words_of
-from hetero_pp.program.report.output import announce, standard_output, tell
-from hetero_pp.program.report.recorder import INTERRUPTED, Recorder
+from hetero_pp.program.report.output import about, about_report, announce, standard_output, tell
+from hetero_pp.program.report.recorder import INTERRUPTED, Recorder, reports_until
 from hetero_pp.program.report.state import RunState
 from replica_groups.exchange.open_log import fetch_configuration, keep_configuration, open_log, require_unused
 

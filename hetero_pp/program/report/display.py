@@ -15,7 +15,6 @@ from rich.text import Text
 from hetero_pp.config.lines import DIRECTIONS, WAYS
 from hetero_pp.core.units import format_bytes, format_share
 from hetero_pp.messages.messages_pb2 import Waiting
-from hetero_pp.program.report.json_lines import about
 from hetero_pp.program.report.lines import (
     divergence_line,
     format_amount,
@@ -25,7 +24,7 @@ from hetero_pp.program.report.lines import (
     status_lines,
     waiting_line,
 )
-from hetero_pp.program.report.output import now_and_then, tell
+from hetero_pp.program.report.output import about, now_and_then, tell
 from hetero_pp.program.report.state import DirectionState, LineState, LineWay, LinkState, RunState
 from hetero_pp.program.report.tables import PlainTable, format_loss, format_two, heads_of
 
