@@ -20,14 +20,9 @@ class _Named(Protocol):
     def name(self) -> str: ...
 
 
-Named = TypeVar("Named", bound=_Named)
-"""Line or link, or a result about one."""
-
-MOST_CLASSES = 8
-"""Most classes of equally shaped replicas that tables show separately."""
-
-_NAMED_AT_MOST = 3
-"""Names that are listed separately if they are not numbered consecutively."""
+Named = TypeVar("Named", bound=_Named)  # line or link, or a result about one
+MOST_CLASSES = 8  # most classes of equally shaped replicas that tables show separately
+_NAMED_AT_MOST = 3  # names that are listed separately if they are not numbered consecutively
 
 
 @lru_cache(maxsize=8)  # predictions, tables and charts of one run ask for it

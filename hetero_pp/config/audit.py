@@ -10,8 +10,7 @@ from pydantic import BeforeValidator, Field
 from hetero_pp.core.settings import Ratio, Settings
 
 OFF = "off"
-FEWEST_REPLICAS = 3
-"""Replicas among which the others of one can outvote it. With fewer, defences are off by default."""
+FEWEST_REPLICAS = 3  # Replicas among which the others of one can outvote it. With fewer, defences are off by default.
 
 _EVALUATED = 2, 1 / 4
 """Contributions that are tried in each round: at least so many, and at least this share of the replicas."""
@@ -19,10 +18,8 @@ LEAST_SEQUENCES, MOST_SEQUENCES = 8, 64
 _SHARE_OF_COMPUTE = 1 / 20
 """Compute of the trials as a share of that of the replicas, from which the sequences follow between these bounds."""
 
-TEXTS, PARAMETERS = 2, 2
-"""Assigned and other text, each with the parameters before and after a contribution."""
-FORWARDS_A_STEP = 3
-"""Cost of a sequence in an inner step, in forward passes: the backward takes two."""
+TEXTS, PARAMETERS = 2, 2  # assigned and other text, each with the parameters before and after a contribution
+FORWARDS_A_STEP = 3  # cost of a sequence in an inner step, in forward passes: the backward takes two
 
 
 class AuditSizes(NamedTuple):

@@ -27,11 +27,8 @@ from hetero_pp.core.files import write_whole
 from hetero_pp.core.settings import NotPartOf, Settings, meaning
 from hetero_pp.core.yaml_reader import read_yaml, yaml_complaint
 
-Values = Mapping[str, Any]
-"""Dotted key -> value, as in JSON."""
-
-REPLICAS = "replicas"
-"""Key whose value is a list: the current entries, as all hosts agree on them."""
+Values = Mapping[str, Any]  # dotted key -> value, as in JSON
+REPLICAS = "replicas"  # key whose value is a list: the current entries, as all hosts agree on them
 
 LAST = PENDING = 2**31 - 1
 """Number that no round has: the last round; or as the first round of replicas, one that is not known yet."""
@@ -201,8 +198,7 @@ def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 # Comparison of two configurations: the keys in which they differ, and the replicas of a run that is resumed.
 
 
-_OPTIONAL = "optional"
-"""Key of a known replica that may change later."""
+_OPTIONAL = "optional"  # key of a known replica that may change later
 
 
 @dataclass(frozen=True)
@@ -211,8 +207,7 @@ class Agreement:
 
     first: RunConfig
     changes: Changes
-    wanted: Values
-    """Values that change when the run is resumed."""
+    wanted: Values  # values that change when the run is resumed
 
     @property
     def configuration_bytes(self) -> int:

@@ -34,8 +34,7 @@ from hetero_pp.pipeline.subspace import random_basis
 BASIS = "subspace.basis"
 MOMENTUM = "outer.momentum."
 
-ROUND, DIGEST = "round", "tensors_sha256"
-"""Keys of the file's metadata."""
+ROUND, DIGEST = "round", "tensors_sha256"  # keys of the file's metadata
 
 _PIECE_BYTES = 1 << 20
 _ROUND_DIGITS_MAX = 18

@@ -53,8 +53,7 @@ class SiteSettings(Settings):
 class LineSpec:
     """One line of a run: bits per second in each direction (None: unlimited), and seconds."""
 
-    name: str
-    """Name of its site, or of the only member that has it."""
+    name: str  # name of its site, or of the only member that has it
     kind: str
     members: tuple[str, ...]
     up: float | None
@@ -121,12 +120,10 @@ def check_kind(kind: str | None, kinds: Collection[str], key: tuple[str | int, .
 
 
 EXCHANGE = "exchange"
-LAUNCHER = "launcher"
-"""Name of the launcher, which starts all processes of a run."""
+LAUNCHER = "launcher"  # name of the launcher, which starts all processes of a run
 VALIDATOR = "validator."
 """Begins the name of a validator, which goes on with the name that the operator gave it. No slot has such a name."""
-RELAYED = "relay"
-"""Address of a member that cannot be dialled, and is reached through the exchange."""
+RELAYED = "relay"  # address of a member that cannot be dialled, and is reached through the exchange
 Direction = Literal["forward", "backward"]
 DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
 
@@ -177,11 +174,9 @@ class LinkSpec:
     name: str
     source: str
     target: str
-    forward: LinkShape
-    """Bandwidth of the link itself; latency and jitter include those of the lines."""
+    forward: LinkShape  # bandwidth of the link itself; latency and jitter include those of the lines
     backward: LinkShape
-    source_line: LineSpec | None = None
-    """None if the source has no line, or the target is at the same site."""
+    source_line: LineSpec | None = None  # None if the source has no line, or the target is at the same site
     target_line: LineSpec | None = None
 
     def shape(self, direction: Direction) -> LinkShape:

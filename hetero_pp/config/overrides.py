@@ -145,11 +145,8 @@ def _called(index: int, entry: Any) -> str:
 # Overrides of single YAML values: `outer.rounds=20`, `replicas.home.boundary.rank=1/32`.
 
 
-METHOD = ("outer", "method")
-"""Key whose change also changes the cells of the method."""
-
-Entry = tuple[str, ...]
-"""Path of an entry that others refer to, such as a kind of link: ("links", "dsl")."""
+METHOD = ("outer", "method")  # key whose change also changes the cells of the method
+Entry = tuple[str, ...]  # path of an entry that others refer to, such as a kind of link: ("links", "dsl")
 
 _NAMED_STAGES = {"layers", "line"}
 """Keys in a list of stages that a number of stages can replace: it splits layers evenly, and keeps a common line."""
@@ -159,13 +156,10 @@ _NAMED_STAGES = {"layers", "line"}
 class Override:
     """One value that was given beside the YAML."""
 
-    key: Key
-    """Path of the value. Replicas are given by number or by name, or left out."""
+    key: Key  # Path of the value. Replicas are given by number or by name, or left out.
     value: Any
-    shown: str
-    """Text that the user gave, for error messages: `--set outer.rounds=20`."""
-    merges: bool = False
-    """Whether an empty mapping leaves an existing section unchanged."""
+    shown: str  # text that the user gave, for error messages: `--set outer.rounds=20`
+    merges: bool = False  # whether an empty mapping leaves an existing section unchanged
 
     @classmethod
     def parse(cls, text: str, option: str = "--set", shown: str | None = None) -> Override:
@@ -228,8 +222,7 @@ class Override:
             node[place[-1]] = _plain(self.value)
 
 
-Given = str | Override
-"""Value beside the YAML: text for `--set`, or the override of another option."""
+Given = str | Override  # value beside the YAML: text for `--set`, or the override of another option
 
 
 def in_order(overrides: Sequence[Override]) -> list[Override]:

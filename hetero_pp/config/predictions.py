@@ -74,8 +74,7 @@ def hardware_of(device: str) -> Hardware | None:
     return CATALOG.get("a100" if model == "a100-pcie" else model)  # an A100 computes as fast in either form
 
 
-ASSUMED = "cpu-core"
-"""Hardware that is assumed if none is named."""
+ASSUMED = "cpu-core"  # hardware that is assumed if none is named
 
 
 def hardware_named(name: str, own: Mapping[str, Hardware], key: tuple[str | int, ...]) -> Hardware:

@@ -277,8 +277,7 @@ def valid_run_name(value: Any) -> Any:
     return value
 
 
-MOST_GROUPS = 1000
-"""Most groups for which one entry of `replicas` may stand."""
+MOST_GROUPS = 1000  # most groups for which one entry of `replicas` may stand
 
 
 def counted(entries: Any) -> Any:

@@ -16,11 +16,8 @@ from hetero_pp.data.settings import INSTALLED, DataSettings, is_on_the_hub
 from hetero_pp.data.tokenizers import CONFIG, FILE, tokenizer_path
 from hetero_pp.store.settings import StoreSettings
 
-_NOWHERE = "127.0.0.1:0"
-"""Default address of an exchange; a host that joins has no exchange."""
-
-MOST_TOKENIZER_BYTES = 6 << 20
-"""Messages are at most 8 MiB. A host that joins has to bring a larger tokenizer itself."""
+_NOWHERE = "127.0.0.1:0"  # default address of an exchange; a host that joins has no exchange
+MOST_TOKENIZER_BYTES = 6 << 20  # Messages are at most 8 MiB. A host that joins has to bring a larger tokenizer itself.
 
 
 def told_of(config: RunConfig) -> tuple[str, Mapping[str, bytes]]:

@@ -33,10 +33,8 @@ from hetero_pp.model.transformer import EMBEDDING, ModelShape, Transformer, bloc
 class Roster:
     """Participants of a run: replicas, their members, and the blocks that each member owns."""
 
-    members: Mapping[str, str]
-    """member -> replica"""
-    blocks: Mapping[str, frozenset[str]]
-    """member -> blocks that it contributes"""
+    members: Mapping[str, str]  # member -> replica
+    blocks: Mapping[str, frozenset[str]]  # member -> blocks that it contributes
     counts: Mapping[tuple[str, str], str] = field(default_factory=dict)
     """(link, direction) -> member that counts the bytes sent there"""
     follows: Mapping[str, frozenset[str]] = field(default_factory=dict)
@@ -59,8 +57,7 @@ class MemberSpec:
     replica: ReplicaSettings
     replica_index: int
     stage: StageSpec | None
-    owned: tuple[str, ...]
-    """Names of the parameters that it trains."""
+    owned: tuple[str, ...]  # names of the parameters that it trains
 
     @property
     def device(self) -> str:

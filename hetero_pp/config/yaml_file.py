@@ -165,8 +165,7 @@ def _shown(found: Any) -> str:
 # Read and write a run's YAML. Every error names file, line and key in one line.
 
 
-_OF_A_RUN = ("log", "state", "metrics.jsonl")
-"""Files beside the config.yaml of a run."""
+_OF_A_RUN = ("log", "state", "metrics.jsonl")  # files beside the config.yaml of a run
 
 
 _NOT_A_RUN = (

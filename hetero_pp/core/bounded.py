@@ -11,11 +11,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-DEPTH_MAX = 64
-"""Levels of nested lists and mappings. No file of a run has more than 12."""
-
-DIGITS_MAX = 400
-"""Characters of one number: more than the largest float has."""
+DEPTH_MAX = 64  # Levels of nested lists and mappings. No file of a run has more than 12.
+DIGITS_MAX = 400  # characters of one number: more than the largest float has
 
 JSON_BYTES_MAX = 64 * 2**20
 

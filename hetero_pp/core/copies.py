@@ -26,8 +26,7 @@ class Arriving(Protocol):
 class Copies(Protocol):
     """Copies between the host and one device."""
 
-    overlaps: bool
-    """Whether a copy to the host takes place while the caller goes on, so that a later `wait` saves time."""
+    overlaps: bool  # whether a copy to the host takes place while the caller goes on, so that a later `wait` saves time
 
     def to_host(self, tensors: Tensors) -> Arriving:
         """Begin to copy results of the computation to the host. The tensors must not be changed afterwards."""

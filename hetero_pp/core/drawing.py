@@ -33,8 +33,7 @@ STYLE: Any = {
     "legend.edgecolor": "none",
     "legend.framealpha": 0.9,
 }
-WIDTH, HEIGHT, DPI = 16.0, 10.0, 100
-"""Inches, inches and dots per inch: 1600 x 1000 pixels."""
+WIDTH, HEIGHT, DPI = 16.0, 10.0, 100  # inches, inches and dots per inch: 1600 x 1000 pixels
 
 
 def new_figure(height: float) -> Figure:

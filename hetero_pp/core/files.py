@@ -21,13 +21,9 @@ import psutil
 from hetero_pp.core.errors import StoreError
 from hetero_pp.core.units import format_bytes
 
-_MODE, _SECRET_MODE = 0o666, 0o600
-"""File modes before the umask applies."""
-PART = ".part"
-"""Suffix of a file's name until it is complete."""
-
-SAFETENSORS_PART = ".tmp"
-"""Prefix of a file's name while safetensors writes it; a killed process leaves such files."""
+_MODE, _SECRET_MODE = 0o666, 0o600  # file modes before the umask applies
+PART = ".part"  # suffix of a file's name until it is complete
+SAFETENSORS_PART = ".tmp"  # prefix of a file's name while safetensors writes it; a killed process leaves such files
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
 """Seconds before a failed disk or store is tried again: the first pause, and the longest."""
@@ -41,8 +37,7 @@ OF_THE_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, err
 OF_FILES = OF_THE_DISK | {errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR}
 """Error numbers of files that a user can correct: more space, more open files, another path."""
 
-MOST_WAITING = 64 * 2**20
-"""Bytes that may wait in memory until a disk takes them."""
+MOST_WAITING = 64 * 2**20  # bytes that may wait in memory until a disk takes them
 
 T = TypeVar("T")
 
@@ -200,10 +195,8 @@ class LastingLog:
     def __init__(self, path: Path) -> None:
         """Prepare to write to `path`. An earlier file is overwritten at the first write or `flush`."""
         self.path = path
-        self.failure: OSError | None = None
-        """Reason why bytes wait; None if none do."""
-        self.has_gaps = False
-        """Whether bytes were dropped because too many waited."""
+        self.failure: OSError | None = None  # reason why bytes wait; None if none do
+        self.has_gaps = False  # whether bytes were dropped because too many waited
         self._file: io.FileIO | None = None
         self._waiting = bytearray()
 

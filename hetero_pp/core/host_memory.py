@@ -25,8 +25,7 @@ class HostMemory:
 
     total: int
     available: int
-    group: str = ""
-    """Path of the control group whose limit `total` is; empty if it is the machine's memory."""
+    group: str = ""  # path of the control group whose limit `total` is; empty if it is the machine's memory
 
     def __str__(self) -> str:
         """Return the total in words, with the control group that sets it."""

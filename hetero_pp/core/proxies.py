@@ -18,8 +18,7 @@ from urllib.request import getproxies_environment
 
 from hetero_pp.core.sockets import host_and_port
 
-PROBE_SECONDS = 5.0
-"""Time limit of each step of trying a proxy: to connect, and to answer."""
+PROBE_SECONDS = 5.0  # time limit of each step of trying a proxy: to connect, and to answer
 
 PRIVATE_NETWORKS = (
     "0.0.0.0/32",
@@ -49,8 +48,7 @@ class Proxy:
     """Proxy that an environment variable names."""
 
     variable: str
-    url: str
-    """URL in gRPC's form: `http://[USER:PASSWORD@]HOST:PORT`."""
+    url: str  # URL in gRPC's form: `http://[USER:PASSWORD@]HOST:PORT`
 
     def __str__(self) -> str:
         """Return the URL without the password, and the variable, for messages."""
@@ -84,8 +82,7 @@ class Route:
     """Route of connections to one address."""
 
     proxy: Proxy | None = None
-    note: str = ""
-    """Text that errors append, with a leading blank, if the environment names a proxy for the address."""
+    note: str = ""  # text that errors append, with a leading blank, if the environment names a proxy for the address
 
     def connect(self, address: str, seconds: float) -> socket.socket:
         """Open a connection to HOST:PORT on this route. Raises OSError."""

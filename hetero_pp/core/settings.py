@@ -56,8 +56,7 @@ class NotPartOf(Flag):
 
     RUN = auto()
     """The run stays the same. Hosts need not agree on where each keeps its files or listens, or how it computes."""
-    OUTCOME = auto()
-    """The outcome of the run stays the same up to rounding, if it reads the same tokens."""
+    OUTCOME = auto()  # the outcome of the run stays the same up to rounding, if it reads the same tokens
     PAST = auto()
     """The finished rounds and the state of the run stay valid, so the value may change when the run is resumed."""
     EITHER = RUN | OUTCOME
@@ -133,8 +132,7 @@ Seconds = Annotated[
 """Seconds. The key names the unit, so a plain number is allowed."""
 Size = Annotated[float, *_quantity(BYTES, "B", "512 MiB")]
 Speed = Annotated[float, *_quantity(FLOPS, "FLOP/s", "989 TFLOP/s")]
-Beta = Annotated[float, Field(ge=0, lt=1)]
-"""Decay of a moment of Adam."""
+Beta = Annotated[float, Field(ge=0, lt=1)]  # decay of a moment of Adam
 
 Ratio = Annotated[
     float,

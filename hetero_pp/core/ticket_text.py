@@ -5,15 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-PREFIX = "hpp1."
-"""Prefix of every ticket, with the version of its content."""
+PREFIX = "hpp1."  # prefix of every ticket, with the version of its content
 MOST_CHARACTERS = 20_000
 
 _BEGINS = re.compile(r"\s*".join(map(re.escape, PREFIX)))
 _MARKS = re.compile(r"[^A-Za-z0-9_.\s-]")
 """Characters that no ticket has, such as quotation marks and spaces of no width."""
-_LONGEST_NAME = 255
-"""Characters of a file's name on all systems."""
+_LONGEST_NAME = 255  # characters of a file's name on all systems
 
 
 def is_ticket(text: str) -> bool:

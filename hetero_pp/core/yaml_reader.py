@@ -29,8 +29,7 @@ from hetero_pp.core.bounded import DEPTH_MAX, TooLarge, read_bounded
 from hetero_pp.core.control_characters import is_control
 
 YAML_BYTES_MAX = 4 * 2**20
-YAML_VALUES_MAX = 200_000
-"""Keys, values, lists and mappings of a YAML with its aliases expanded."""
+YAML_VALUES_MAX = 200_000  # keys, values, lists and mappings of a YAML with its aliases expanded
 
 _DIGITS_MAX, _FLOAT_CHARACTERS_MAX = 18, 400
 """Digits of a whole number, so that all fit into 64 bits; characters of another number, of which no float has more."""
@@ -43,8 +42,7 @@ _WORDS: dict[str, bool | None] = {
 _INTEGER = re.compile(r"[-+]?[0-9][0-9_]*")
 _FLOAT = re.compile(r"[-+]?([0-9][0-9_]*(\.[0-9_]*)?|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?")
 _OTHER_NUMBER = re.compile(r"[-+]?(0[xob][0-9a-fA-F_]+|\.(inf|Inf|INF))|\.(nan|NaN|NAN)")
-_MERGE = object()
-"""The key `<<`."""
+_MERGE = object()  # the key `<<`
 
 
 class YamlError(ValueError):

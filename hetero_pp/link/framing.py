@@ -33,16 +33,14 @@ LINK_HEADER_BYTES_MAX = 16 << 10
 """Bytes of the header of a message between stages: a few tensors, and at the end of a round a certificate."""
 MAX_TENSORS = 1024
 MAX_DIMENSIONS = 8
-MOST_TOGETHER = 16
-"""Messages in one frame. Each takes memory beside its bytes."""
+MOST_TOGETHER = 16  # Messages in one frame. Each takes memory beside its bytes.
 
 _LENGTH = struct.Struct("<I")
 _ALIGNMENT = 64
 _KEPT_BUFFERS = 16
 
 Header = TypeVar("Header", bound=Protobuf)
-Pieces = list[memoryview | bytes]
-"""A frame before it is copied."""
+Pieces = list[memoryview | bytes]  # a frame before it is copied
 
 
 def header_and_payload_frames(header: Protobuf, buffers: Iterable[memoryview | bytes]) -> Iterator[bytes]:

@@ -89,8 +89,7 @@ class InProcessLinkEnd:
         self._outgoing = outgoing
         self._incoming = incoming
         self._closed = False
-        self.is_over = False
-        """Whether this end was aborted."""
+        self.is_over = False  # whether this end was aborted
 
     def send(self, message: Message) -> None:
         if self._closed:

@@ -15,11 +15,8 @@ from hetero_pp.core import bits
 from hetero_pp.core.errors import MalformedMessage, PeerAtFault
 from hetero_pp.messages.messages_pb2 import BF16, FP32, UINT8, DType, LinkHeader, Statement, TensorHeader
 
-FRAME_BYTES = 1 << 20
-"""Size of the raw frames of a payload. A single large gRPC message is six times slower."""
-
-PREFIX_BYTES = 4
-"""Bytes for the length of the header, at the start of a message's first frame."""
+FRAME_BYTES = 1 << 20  # Size of the raw frames of a payload. A single large gRPC message is six times slower.
+PREFIX_BYTES = 4  # bytes for the length of the header, at the start of a message's first frame
 
 _GRPC_PREFIX = 5
 _HTTP2_FRAME_HEADER = 9
@@ -85,11 +82,8 @@ class Ledger:
 WIRE_DTYPES: dict[DType, torch.dtype] = {FP32: torch.float32, BF16: torch.bfloat16, UINT8: torch.uint8}
 """Data types that can cross a link, by their numbers on the wire."""
 
-MAX_MESSAGE_BYTES = 1 << 30
-"""Default limit for the payload of one message."""
-
-ACKNOWLEDGED_EVERY = 32
-"""Largest number of messages between two acknowledgements of a receiver."""
+MAX_MESSAGE_BYTES = 1 << 30  # default limit for the payload of one message
+ACKNOWLEDGED_EVERY = 32  # largest number of messages between two acknowledgements of a receiver
 
 PEER_CLOSED = "the peer closed the link"
 END_CLOSED = "this end of the link is closed"
@@ -119,8 +113,7 @@ class LinkEnd(Protocol):
     buffer that is reused once the message is recycled.
     """
 
-    ledger: Ledger
-    """Traffic that this end has sent."""
+    ledger: Ledger  # traffic that this end has sent
 
     def send(self, message: Message) -> None:
         """Queue a message and return at once.
@@ -182,10 +175,8 @@ class LinkEnds:
 
     upstream: LinkEnd | None = None
     downstream: LinkEnd | None = None
-    generation: int = 0
-    """Generation of the group."""
-    signer: Signer | None = None
-    """Set if members have certificates."""
+    generation: int = 0  # generation of the group
+    signer: Signer | None = None  # set if members have certificates
     holders: Holders = NOT_KNOWN
 
     @property

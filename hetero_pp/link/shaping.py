@@ -32,11 +32,8 @@ from hetero_pp.link.protocol import PEER_CLOSED
 CREDIT_BYTES = 128 << 10
 CREDIT_SECONDS = 0.010
 
-TURN_SECONDS = 0.010
-"""Seconds for which a quantum occupies a bucket. Other streams wait for this time."""
-
-CONTROL_BYTES = 512
-"""Largest message that is sent first."""
+TURN_SECONDS = 0.010  # Seconds for which a quantum occupies a bucket. Other streams wait for this time.
+CONTROL_BYTES = 512  # largest message that is sent first
 
 POLL_SECONDS = 0.0005
 """Seconds between attempts to lock a bucket that another process holds; it holds it for some microseconds."""
@@ -98,8 +95,7 @@ class Bucket:
         self.rate = rate
         bytes_ = CREDIT_BYTES if credit_bytes is None else credit_bytes
         self._credit = max(bytes_ * 8 / rate, CREDIT_SECONDS if credit_bytes is None else 0.0)
-        self._free_at = float("-inf")
-        """Time at which all reserved bytes have left."""
+        self._free_at = float("-inf")  # time at which all reserved bytes have left
         self._lock = threading.Lock()
 
     def reserve(self, now: float, ready_at: float, n_bytes: int) -> float:

@@ -32,8 +32,7 @@ from hetero_pp.rpc.channels import PROTOCOL_VERSION, is_reached, make_channel, r
 from hetero_pp.rpc.identities import Identity
 from hetero_pp.rpc.services import ADMISSION_SERVICE, IncomingFrames, calls_of
 
-SECONDS = 30.0
-"""Seconds within which an exchange that is there answers."""
+SECONDS = 30.0  # seconds within which an exchange that is there answers
 
 _ERRORS: dict[grpc.StatusCode, type[HeteroPPError]] = {
     grpc.StatusCode.NOT_FOUND: RunOver,
@@ -115,14 +114,9 @@ def _ask(
             raise _ERRORS.get(code, Refused)(str(error.details())) from None
 
 
-PROBE_BYTES = 1 << 20
-"""Bytes in each direction: less than a second on a line of 10 Mbit/s."""
-
-PROBE_SECONDS = 20.0
-"""Seconds after which a measurement ends in any case."""
-
-BUSY = "another line is being measured"
-"""Error for a caller while another line is measured."""
+PROBE_BYTES = 1 << 20  # bytes in each direction: less than a second on a line of 10 Mbit/s
+PROBE_SECONDS = 20.0  # seconds after which a measurement ends in any case
+BUSY = "another line is being measured"  # Error for a caller while another line is measured
 
 _FRAME_BYTES = 64 << 10
 _FRAMES = PROBE_BYTES // _FRAME_BYTES
@@ -134,8 +128,7 @@ class Probe:
 
     def __init__(self, frames: Iterator[bytes]) -> None:
         """Wait for the first frame. Raises MalformedMessage for a wrong one."""
-        self.up, self.down = 0.0, 0.0
-        """Bits per second, from the caller and to it."""
+        self.up, self.down = 0.0, 0.0  # bits per second, from the caller and to it
         self._incoming = frames
         self._require(_FRAME_BYTES)
 
@@ -159,8 +152,7 @@ class Probe:
         return frame
 
 
-_LAST_WORD = 16
-"""Last bytes of what was sent; repeating them proves that all of it arrived."""
+_LAST_WORD = 16  # last bytes of what was sent; repeating them proves that all of it arrived
 
 
 def _since(begun: float) -> float:
@@ -193,17 +185,14 @@ def _said(ends: SimpleQueue[bytes]) -> Iterator[bytes]:
 
 # ---- a host measures its own line ----
 
-MEASURE_BYTES = 4 << 20
-"""Most bytes in each direction of a measurement."""
+MEASURE_BYTES = 4 << 20  # most bytes in each direction of a measurement
 
 MEASURE_SECONDS = 3.0
 """Seconds after which the exchange ends a measurement in one direction. The host that measures ends it earlier."""
 
 _OWN_FRAME_BYTES = 32 << 10
-_LEAST_FRAME_BYTES = 4 << 10
-"""A smaller frame counts as this many bytes, because each frame takes time of the exchange."""
-_OWN_SECONDS = 0.7
-"""Seconds for which a host measures each direction."""
+_LEAST_FRAME_BYTES = 4 << 10  # a smaller frame counts as this many bytes, because each frame takes time of the exchange
+_OWN_SECONDS = 0.7  # seconds for which a host measures each direction
 
 
 @dataclass(frozen=True)

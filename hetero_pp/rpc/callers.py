@@ -28,14 +28,11 @@ _STRANGER = "the exchange was started with another token"
 class RemoteCaller(Caller):
     """Caller over the network. Its name is proved; it claims its incarnation and its run."""
 
-    members: frozenset[str] = frozenset()
-    """Members whose processes it has started, or that it is."""
+    members: frozenset[str] = frozenset()  # members whose processes it has started, or that it is
     is_member: bool = False
     is_validator: bool = False
-    run: str | None = None
-    """Name of the run that it claims."""
-    ticket: str | None = None
-    """Ticket that it shows; it holds no slot yet."""
+    run: str | None = None  # name of the run that it claims
+    ticket: str | None = None  # ticket that it shows; it holds no slot yet
 
 
 class Guests(Protocol):

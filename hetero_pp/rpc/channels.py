@@ -20,8 +20,7 @@ from hetero_pp.core.errors import NewRun, Refused, WrongToken
 from hetero_pp.core.proxies import DIRECT, Route, numeric_address, route_to
 from hetero_pp.rpc.identities import Identity, read_certificate, ticket_of
 
-PROTOCOL_VERSION = 1
-"""Version of calls and frames. Members with different versions refuse each other."""
+PROTOCOL_VERSION = 1  # Version of calls and frames. Members with different versions refuse each other.
 
 
 def version_complaint(found: int, expected: int) -> str:
@@ -244,8 +243,7 @@ def _moment(seconds: float) -> str:
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M} UTC"
 
 
-DIAL_SECONDS = 4.0
-"""Seconds within which a member has to answer."""
+DIAL_SECONDS = 4.0  # seconds within which a member has to answer
 
 
 class Reach:
@@ -255,8 +253,7 @@ class Reach:
         """`identity`: the exchange's."""
         self._identity = identity
         self._lock = threading.Lock()
-        self._found: dict[str, tuple[str, bool]] = {}
-        """Member -> where it was dialled last, and whether it answered."""
+        self._found: dict[str, tuple[str, bool]] = {}  # member -> where it was dialled last, and whether it answered
 
     def of(self, member: str, address: str, peer: str, is_new: bool) -> bool | None:
         """Return whether a member answers at HOST:PORT. The last result is reused unless the member `is_new`.

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import grpc
 import torch
@@ -70,14 +70,10 @@ class ExchangeWires:
         self._identity = None if credentials.identity is None else credentials.identity.latest
         self.route = route_to(address)
         self.control = make_channel(address, self._identity, EXCHANGE, self.route)
-        self.calls = calls_of(EXCHANGE_SERVICE, self.control)
         # A second connection for payloads, which would delay everything else on a slow line.
         self.bulk = make_channel(address, self._identity, EXCHANGE, self.route)
         bulk = calls_of(EXCHANGE_SERVICE, self.bulk)
-        self.checkpoint: grpc.UnaryStreamMultiCallable[pb.CheckpointRequest, bytes] = bulk["RunCheckpoint"]
-        self.deposit: grpc.StreamUnaryMultiCallable[bytes, pb.DepositReply] = bulk["Deposit"]
-        self.show: grpc.StreamUnaryMultiCallable[bytes, pb.Nothing] = bulk["Show"]
-        self.fetch: grpc.UnaryStreamMultiCallable[pb.FetchRequest, bytes] = bulk["Fetch"]
+        self.calls = {**calls_of(EXCHANGE_SERVICE, self.control), **{name: bulk[name] for name in _BULK}}
 
     @property
     def are_outdated(self) -> bool:
@@ -90,14 +86,10 @@ class ExchangeWires:
         self.bulk.close()
 
 
-_ENTRY_BYTES = 6
-"""Largest tag and length of a report in a request."""
+_BULK = ("RunCheckpoint", "Deposit", "Show", "Fetch")  # calls with payloads
+_ENTRY_BYTES = 6  # largest tag and length of a report in a request
+_AT_ONCE = 1.0  # seconds to connect before looking for the reason why there is no connection
 
-_AT_ONCE = 1.0
-"""Seconds to connect before looking for the reason why there is no connection."""
-
-Request = TypeVar("Request")
-Reply = TypeVar("Reply")
 Answer = TypeVar("Answer")
 
 
@@ -122,8 +114,7 @@ class ExchangeClient(ExchangeService):
         self._timeout = timeout
         self._credentials, self._run = credentials, run
         self._wires = ExchangeWires(address, credentials)
-        self._was_trusted = False
-        """Whether the exchange has ever proved to be of this process's run."""
+        self._was_trusted = False  # whether the exchange has ever proved to be of this process's run
         self._incarnation: int | None = None
         self._stay: grpc.Future[pb.Nothing] | None = None
         self._process = secrets.token_hex(8)
@@ -132,8 +123,7 @@ class ExchangeClient(ExchangeService):
         """Whether blobs go by the store; False once the store failed or the exchange signs no URLs."""
         self._ahead: dict[tuple[int, str, str], bytes] = {}
         """Blobs that came with the last one that was fetched, by round, replica and block."""
-        self._told: set[str] = set()
-        """Exchange processes that took a deposit since the last request for a record."""
+        self._told: set[str] = set()  # exchange processes that took a deposit since the last request for a record
         self._closed = threading.Event()
 
     @property
@@ -161,7 +151,15 @@ class ExchangeClient(ExchangeService):
         """
         match request:
             case pb.HeartbeatRequest():
-                return self._heartbeat(request)
+                try:
+                    reply = self._once("Heartbeat", request, HEARTBEAT_TIMEOUT)
+                except grpc.RpcError as error:
+                    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                        raise ExchangeLost(f"the exchange at {self.address} does not answer at once") from None
+                    raise self._translate(error) from None
+                if self._stay is not None and self._stay.done() and not self._closed.is_set():
+                    self.stay()  # the exchange was gone, and is there again
+                return reply
             case pb.RecordRequest():
                 return self._record(request)
             case pb.JoinRequest():
@@ -173,10 +171,9 @@ class ExchangeClient(ExchangeService):
                 self.stay()
                 return joined
             case pb.ReportRequest():
-                reply = pb.Nothing()
                 for part in _parts(request):
-                    reply = self._ask(part)
-                return reply
+                    self._ask(part)
+                return pb.Nothing()
             case pb.BrokenRequest() | pb.DiedRequest():
                 make_plain(request)
             case pb.AgreeRequest():
@@ -191,34 +188,28 @@ class ExchangeClient(ExchangeService):
             self._stay.cancel()
         self._stay = self._wires.calls["Stay"].future(pb.StayRequest(node=node), metadata=self._metadata)
 
-    def _heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatReply:
-        try:
-            reply: pb.HeartbeatReply = self._once("Heartbeat", request, HEARTBEAT_TIMEOUT)
-        except grpc.RpcError as error:
-            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise ExchangeLost(f"the exchange at {self.address} does not answer at once") from None
-            raise self._translate(error) from None
-        if self._stay is not None and self._stay.done() and not self._closed.is_set():
-            self.stay()  # the exchange was gone, and is there again
-        return reply
-
     def read_checkpoint(
         self, request: pb.CheckpointRequest, caller: Caller, arrived: Arrived = untold
     ) -> dict[str, Tensor]:
-        return self._again(lambda: self._read_checkpoint(request, arrived))
+        def read() -> dict[str, Tensor]:
+            tensors: dict[str, Tensor] = {}
 
-    def _read_checkpoint(self, request: pb.CheckpointRequest, arrived: Arrived) -> dict[str, Tensor]:
-        frames = self._stream(self._wires.checkpoint, request, STREAM_SECONDS)
-        tensors: dict[str, Tensor] = {}
+            def room_for(header: pb.CheckpointHeader) -> Iterator[memoryview]:
+                """Return as much memory as the exchange says: it is trusted with the model's size."""
+                if header.names != request.names:
+                    raise MalformedMessage(f"found the tensors {list(header.names)}, expected {list(request.names)}")
+                if any(tensor.dtype != pb.FP32 for tensor in header.tensors) or len(header.tensors) != len(
+                    header.names
+                ):
+                    raise MalformedMessage("a run checkpoint holds named tensors in fp32")
+                shapes = zip(header.names, header.tensors, strict=True)
+                tensors.update({name: torch.empty(*tensor.shape) for name, tensor in shapes})
+                return (tensor.view(-1).view(torch.uint8).numpy().data for tensor in tensors.values())
 
-        def room_for(header: pb.CheckpointHeader) -> Iterator[memoryview]:
-            if header.names != request.names:
-                raise MalformedMessage(f"found the tensors {list(header.names)}, expected {list(request.names)}")
-            tensors.update(_empty(header))
-            return (tensor.view(-1).view(torch.uint8).numpy().data for tensor in tensors.values())
+            read_into(self._stream("RunCheckpoint", request, STREAM_SECONDS), pb.CheckpointHeader, room_for, arrived)
+            return tensors
 
-        read_into(frames, pb.CheckpointHeader, room_for, arrived)
-        return tensors
+        return self._again(read)
 
     def deposit_blob(self, header: pb.BlobHeader, data: bytes, caller: Caller) -> None:
         """Deposit blobs: together, but by the store each has its own URL."""
@@ -226,9 +217,8 @@ class ExchangeClient(ExchangeService):
             for one in split_blobs(header, data):
                 self.deposit_blob(*one, caller)
             return
-        self._told.add(
-            self._again(lambda: self._upload(header, data) or self._send(self._wires.deposit, header, [data])).exchange
-        )
+        taken = self._again(lambda: self._upload(header, data) or self._send("Deposit", header, [data]))
+        self._told.add(taken.exchange)
 
     def _upload(self, header: pb.BlobHeader, data: bytes) -> pb.DepositReply | None:
         """Deposit a blob by way of the store; return None if that cannot be done."""
@@ -244,8 +234,7 @@ class ExchangeClient(ExchangeService):
             if reply.url:
                 self._require_store(reply.url)
                 upload(reply.url, data, STANDSTILL)
-            taken: pb.DepositReply = self._once("Uploaded", request)
-            return taken
+            return cast("pb.DepositReply", self._once("Uploaded", request))
         except grpc.RpcError as error:
             raise self._translate(error) from None
         except StoreError as error:
@@ -262,10 +251,10 @@ class ExchangeClient(ExchangeService):
         self._reaches_store = False
         print(f"{error}; contributions are sent through the exchange from now on", file=sys.stderr, flush=True)
 
-    def _send(self, call: Any, header: Message, buffers: Iterable[bytes]) -> Any:
+    def _send(self, call: str, header: Message, buffers: Iterable[bytes]) -> Any:
         try:
             frames = header_and_payload_frames(header, buffers)
-            return call(frames, metadata=self._metadata, timeout=STREAM_SECONDS)
+            return self._wires.calls[call](frames, metadata=self._metadata, timeout=STREAM_SECONDS)
         except grpc.RpcError as error:
             raise self._translate(error) from None
 
@@ -280,8 +269,7 @@ class ExchangeClient(ExchangeService):
         request.exchange = "".join(told)
         while True:
             try:
-                record: pb.RoundRecord = self._once("Record", request)
-                return record
+                return cast("pb.RoundRecord", self._once("Record", request))
             except grpc.RpcError as error:
                 found = self._translate(error)
             if isinstance(found, ExchangeLost):
@@ -296,7 +284,7 @@ class ExchangeClient(ExchangeService):
 
     def _fetch(self, request: pb.FetchRequest, by_store: bool) -> bytes:
         request.reaches_store = by_store
-        frames = self._stream(self._wires.fetch, request, STREAM_SECONDS)
+        frames = self._stream("Fetch", request, STREAM_SECONDS)
         header, data = read_frames(frames, pb.BlobHeader, payload_bytes, MAX_BLOB_BYTES)
         if not header.url:
             self._ahead, start = {}, header.size
@@ -306,7 +294,14 @@ class ExchangeClient(ExchangeService):
             return bytes(data[: header.size])
         try:
             self._require_store(header.url)
-            return _downloaded(header)
+            if header.size > MAX_BLOB_BYTES:
+                raise MalformedMessage(
+                    f"found a contribution of {header.size:,} bytes, expected at most {MAX_BLOB_BYTES:,}"
+                )
+            stored = download(header.url, header.size, STANDSTILL)
+            if hashlib.sha256(stored).digest() != header.sha256:
+                raise StoreError(f"{without_signature(header.url)} does not match its digest")
+            return stored
         except StoreError as error:
             self._do_without(error)
         except FileNotFoundError:
@@ -316,7 +311,7 @@ class ExchangeClient(ExchangeService):
     def show_file(self, header: pb.ShownFile, path: Path, caller: Caller) -> None:
         def send() -> None:
             with path.open("rb") as file:
-                self._send(self._wires.show, header, iter(partial(file.read, FRAME_BYTES), b""))
+                self._send("Show", header, iter(partial(file.read, FRAME_BYTES), b""))
 
         self._again(send)
 
@@ -375,7 +370,7 @@ class ExchangeClient(ExchangeService):
 
     def watch(self, members: Sequence[str] = (), so_far: bool = False) -> Iterator[pb.Report]:
         """Yield reports as `Watchers.watch` does, until the run is over."""
-        return self._stream(self._wires.calls["Watch"], pb.WatchRequest(members=members, so_far=so_far))
+        return self._stream("Watch", pb.WatchRequest(members=members, so_far=so_far))
 
     def _once(self, call: str, request: Message, seconds: float = ANSWER_SECONDS) -> Any:
         """Make a call once. Raises grpc.RpcError."""
@@ -426,11 +421,9 @@ class ExchangeClient(ExchangeService):
         if not is_reached(self._wires.bulk, self._timeout):  # what failed may have gone over the other connection
             raise self._does_not_answer(self._timeout or math.inf)
 
-    def _stream(
-        self, call: grpc.UnaryStreamMultiCallable[Request, Reply], request: Request, timeout: float | None = None
-    ) -> Iterator[Reply]:
+    def _stream(self, call: str, request: Message, timeout: float | None = None) -> Iterator[Any]:
         try:
-            yield from call(request, metadata=self._metadata, timeout=timeout)
+            yield from self._wires.calls[call](request, metadata=self._metadata, timeout=timeout)
         except grpc.RpcError as error:
             raise self._translate(error) from None
 
@@ -458,19 +451,3 @@ def _parts(request: pb.ReportRequest) -> Iterator[pb.ReportRequest]:
         part.reports.append(report)
         size += own
     yield part
-
-
-def _downloaded(stored: pb.BlobHeader) -> bytes:
-    if stored.size > MAX_BLOB_BYTES:
-        raise MalformedMessage(f"found a contribution of {stored.size:,} bytes, expected at most {MAX_BLOB_BYTES:,}")
-    data = download(stored.url, stored.size, STANDSTILL)
-    if hashlib.sha256(data).digest() != stored.sha256:
-        raise StoreError(f"{without_signature(stored.url)} does not match its digest")
-    return data
-
-
-def _empty(header: pb.CheckpointHeader) -> dict[str, Tensor]:
-    """Return empty tensors for a run checkpoint, as large as the exchange says: it is trusted with the model's size."""
-    if any(tensor.dtype != pb.FP32 for tensor in header.tensors) or len(header.names) != len(header.tensors):
-        raise MalformedMessage("a run checkpoint holds named tensors in fp32")
-    return {name: torch.empty(*tensor.shape) for name, tensor in zip(header.names, header.tensors, strict=True)}

@@ -24,12 +24,10 @@ from hetero_pp.pseudo_gradient.contribution import BlobAddress
 FIRST_TOLD, MOST_BETWEEN = 10.0, 600.0
 """Seconds before a waiting process reports it for the first time, and the longest time between two reports."""
 
-IsAsked = Callable[[], bool]
-"""Returns whether the caller still waits for the reply."""
+IsAsked = Callable[[], bool]  # returns whether the caller still waits for the reply
 
 
-Arrived = Callable[[int], None]
-"""Is told how many more bytes of a reply have arrived."""
+Arrived = Callable[[int], None]  # is told how many more bytes of a reply have arrived
 
 
 def always() -> bool:
@@ -59,23 +57,19 @@ class Caller:
     name: str
     incarnation: int | None = None
     """Incarnation of the member; None: the current one, for a member in the exchange's process."""
-    holder: int = 0
-    """Number of the ticket's holder at this slot; 0 without a ticket."""
+    holder: int = 0  # number of the ticket's holder at this slot; 0 without a ticket
     is_asked: IsAsked = always
 
 
-_PROCESS = Caller(EXCHANGE)
-"""The exchange's own process, and callers of requests that are answered alike for everybody."""
+_PROCESS = Caller(EXCHANGE)  # the exchange's own process, and callers of requests that are answered alike for everybody
 
 
 class HeldBy(NamedTuple):
     """Holder of a slot."""
 
     slot: str
-    holder: int
-    """Number of the ticket's holder at this slot; 0 without a ticket."""
-    incarnation: int
-    """Incarnation of the member."""
+    holder: int  # number of the ticket's holder at this slot; 0 without a ticket
+    incarnation: int  # incarnation of the member
 
 
 class ExchangeService(ABC):

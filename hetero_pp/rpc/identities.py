@@ -47,20 +47,17 @@ from hetero_pp.messages.messages_pb2 import Statement
 AS_LONG_AS_THE_SECRET = 20 * 365 * 86400.0
 """Seconds for which a certificate is valid if its process was started with the run's secret."""
 
-CLOCKS_DIFFER = 3600.0
-"""Seconds by which a certificate is valid before it was signed, because clocks differ."""
+CLOCKS_DIFFER = 3600.0  # seconds by which a certificate is valid before it was signed, because clocks differ
 
 _CURVE = ec.SECP256R1()
 _ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
 """Order of the curve's group: FIPS 186-4, D.1.2.3."""
-_SEED_BYTES = 48
-"""More bytes than the order has, so that all keys are equally likely (FIPS 186-4, B.4.1)."""
+_SEED_BYTES = 48  # more bytes than the order has, so that all keys are equally likely (FIPS 186-4, B.4.1)
 _AUTHORITY = "the run's authority"
 _FIRST, _LAST = datetime(2020, 1, 1, tzinfo=UTC), datetime(2120, 1, 1, tzinfo=UTC)
 
 
-_CERTIFICATE_BYTES_MAX = 4096
-"""Largest certificate of a statement that is read; a member's takes less than 1000 bytes."""
+_CERTIFICATE_BYTES_MAX = 4096  # largest certificate of a statement that is read; a member's takes less than 1000 bytes
 
 
 @dataclass(frozen=True)
@@ -70,8 +67,7 @@ class Identity:
     certificate: str
     key: str
     authority: str
-    kept_in: str = ""
-    """File in which renewed certificates replace this one."""
+    kept_in: str = ""  # file in which renewed certificates replace this one
 
     @property
     def latest(self) -> Identity:
@@ -88,13 +84,10 @@ class Identity:
 class Shown:
     """Content of a certificate."""
 
-    name: str
-    """Name of the process, as in Credentials."""
-    holder: int
-    """Holder number at its slot; 0 if it was started with the run's secret."""
+    name: str  # name of the process, as in Credentials
+    holder: int  # holder number at its slot; 0 if it was started with the run's secret
     since: float = 0.0
-    until: float = math.inf
-    """Seconds since 1970."""
+    until: float = math.inf  # seconds since 1970
 
     @property
     def signed(self) -> float:
@@ -260,14 +253,11 @@ def check_statement(statement: Statement, data: bytes, member: str, authority: s
 class Credentials:
     """Credentials of one process. They are valid for its name only."""
 
-    name: str
-    """A member, a replica (launcher of its members), `launcher`, `exchange`, or a validator."""
-    token: str = ""
-    """Token, used without an identity."""
+    name: str  # a member, a replica (launcher of its members), `launcher`, `exchange`, or a validator
+    token: str = ""  # token, used without an identity
     links: Mapping[str, str] = field(default_factory=dict)
     """Link name -> token that only its two ends know, used without an identity."""
-    identity: Identity | None = None
-    """Key and certificate for TLS."""
+    identity: Identity | None = None  # key and certificate for TLS
 
     def of_link(self, link: str) -> LinkCredentials:
         """Return the credentials of this process at one end of a link."""
@@ -286,8 +276,7 @@ class Credentials:
 class LinkCredentials:
     """Credentials of one end of a stage link."""
 
-    token: str = ""
-    """Token that only the two ends of the link know; unused if they have an identity."""
+    token: str = ""  # token that only the two ends of the link know; unused if they have an identity
     identity: Identity | None = None
 
 
@@ -334,8 +323,7 @@ class SecretKeys:
     """Credentials of all processes, for a launcher with the run's secret."""
 
     secret: Secret
-    encrypted: bool
-    """Whether processes connect by TLS."""
+    encrypted: bool  # whether processes connect by TLS
 
     def of(self, name: str, links: Iterable[LinkSpec] = ()) -> Credentials:
         return self.secret.credentials(name, links, self.encrypted)
@@ -368,26 +356,20 @@ MOST_PORT = 65535
 _SCHEMES = ("unix", "unix-abstract", "vsock", "dns", "xds", "ipv4", "ipv6")
 """Prefixes of addresses that gRPC does not take as HOST:PORT."""
 _NAME = "ticket."
-_OF_A_TICKET = re.compile(r"ticket\.([0-9a-f]{16})")
-"""A number that no stage of a replica named `ticket` has."""
+_OF_A_TICKET = re.compile(r"ticket\.([0-9a-f]{16})")  # a number that no stage of a replica named `ticket` has
 
 
 @dataclass(frozen=True)
 class Ticket:
     """Ticket to a run. Its bearer takes a slot, once, so it is a secret."""
 
-    run: str
-    """Name of the run."""
-    address: str
-    """HOST:PORT of the exchange."""
-    identity: Identity
-    """Key and certificate with which the exchange is asked for a slot, and nothing else."""
-    good_for: str = ""
-    """Slots that it admits to, in words. The exchange decides, not this text."""
+    run: str  # name of the run
+    address: str  # HOST:PORT of the exchange
+    identity: Identity  # key and certificate with which the exchange is asked for a slot, and nothing else
+    good_for: str = ""  # Slots that it admits to, in words. The exchange decides, not this text.
     store: str = ""
     """URL of the run's store, if the exchange signs URLs of it; members follow signed URLs to no other store."""
-    rehearsal: bool = False
-    """Whether the run is a rehearsal, which trains nothing."""
+    rehearsal: bool = False  # whether the run is a rehearsal, which trains nothing
 
     def to_text(self) -> str:
         """Return the ticket on one line of letters, digits, `-` and `_`."""

@@ -30,8 +30,7 @@ from hetero_pp.core.errors import TooMuch
 from hetero_pp.core.proxies import numeric_address
 
 MOST_CHARACTERS = 2_000
-TEXT_BYTES_MAX = 4 * (MOST_CHARACTERS + 1)
-"""Bytes of a text that `plain` has returned, in UTF-8."""
+TEXT_BYTES_MAX = 4 * (MOST_CHARACTERS + 1)  # bytes of a text that `plain` has returned, in UTF-8
 
 
 def plain(text: str, most: int = MOST_CHARACTERS) -> str:
@@ -55,11 +54,8 @@ def make_plain(message: Message) -> None:
                 value[:] = [plain(one) for one in value]
 
 
-STALL_SECONDS = 60.0
-"""Seconds without a frame after which a stream is cut. A frame of 1 MiB takes 0.4 s at 20 Mbit/s."""
-
-LONGEST_WAIT = 20.0
-"""Seconds after which a call that waits ends; the caller repeats it."""
+STALL_SECONDS = 60.0  # Seconds without a frame after which a stream is cut. A frame of 1 MiB takes 0.4 s at 20 Mbit/s.
+LONGEST_WAIT = 20.0  # seconds after which a call that waits ends; the caller repeats it
 
 REQUEST_SECONDS = STALL_SECONDS
 """Seconds after which a call whose request has not arrived is cut. 4 MiB take 34 s at 1 Mbit/s."""
@@ -70,44 +66,25 @@ trains, with overlap the one that carries a round, and one whose round was given
 there, or be one of a lost connection that the server has not noticed yet.
 """
 
-STANDSTILL = 60.0
-"""Seconds without progress after which an upload or a download is given up."""
+STANDSTILL = 60.0  # seconds without progress after which an upload or a download is given up
 
 ANSWER_SECONDS = LONGEST_WAIT + 10.0
 """Seconds after which an unanswered call is repeated. The exchange itself waits at most LONGEST_WAIT."""
 
-STREAM_SECONDS = 6 * 3600.0
-"""Seconds within which a contribution or a run checkpoint has to cross, on any line."""
-
-AGAIN_SECONDS = 0.1
-"""Pause between two attempts if an exchange or a listener ends the call at once."""
+STREAM_SECONDS = 6 * 3600.0  # seconds within which a contribution or a run checkpoint has to cross, on any line
+AGAIN_SECONDS = 0.1  # pause between two attempts if an exchange or a listener ends the call at once
 
 SECONDS_BETWEEN_LOOKS = 30.0
 """Longest time between two checks whether another run answers at the address of an exchange that is waited for."""
 
-HEARTBEAT_TIMEOUT = 5.0
-"""Seconds after which an unanswered heartbeat counts as lost; the next one may get through."""
-
-CONNECT_TIMEOUT = 120.0
-"""Seconds in which an exchange or a neighbour that is expected comes up."""
-
-DIRECT_SECONDS = 10.0
-"""Seconds for which a neighbour is dialled directly before the relay is used."""
-
-CUT_OFF_SECONDS = 60.0
-"""Seconds for which a link that is cut is dialled again, because the neighbour may live."""
-
-HELLO_SECONDS, HELLO_BYTES_MAX = 10.0, 4096
-"""Seconds within which the hello of a link arrives, and its largest size."""
-
-PART_SECONDS = 0.5
-"""Seconds that a listener may take to learn that a link is over."""
-
-CLOSE_SECONDS = 5.0
-"""Seconds for which a stage that closes a link waits until its peer has everything."""
-
-STOP_SECONDS = 1.0
-"""Seconds that an ended link may take to tell its peer why."""
+HEARTBEAT_TIMEOUT = 5.0  # seconds after which an unanswered heartbeat counts as lost; the next one may get through
+CONNECT_TIMEOUT = 120.0  # seconds in which an exchange or a neighbour that is expected comes up
+DIRECT_SECONDS = 10.0  # seconds for which a neighbour is dialled directly before the relay is used
+CUT_OFF_SECONDS = 60.0  # seconds for which a link that is cut is dialled again, because the neighbour may live
+HELLO_SECONDS, HELLO_BYTES_MAX = 10.0, 4096  # seconds within which the hello of a link arrives, and its largest size
+PART_SECONDS = 0.5  # seconds that a listener may take to learn that a link is over
+CLOSE_SECONDS = 5.0  # seconds for which a stage that closes a link waits until its peer has everything
+STOP_SECONDS = 1.0  # seconds that an ended link may take to tell its peer why
 
 CALLS_A_SECOND, BURST = 500.0, 2_000
 """Calls that one caller may begin: on average, and at once. An honest member begins about ten per second."""
@@ -115,8 +92,7 @@ CALLS_A_SECOND, BURST = 500.0, 2_000
 BACKLOG_SECONDS_MAX = 1.0
 """A caller whose calls would have to wait longer than this is cut. With 16 calls open at once none has to."""
 
-CUT_SECONDS = 10.0
-"""A caller that was cut is cut again at each call for this long."""
+CUT_SECONDS = 10.0  # a caller that was cut is cut again at each call for this long
 
 REQUEST_BYTES_A_SECOND, REQUEST_BYTES_AT_ONCE = float(1 << 20), 16 << 20
 """Bytes of requests that one caller may send, without frames of payload. Honest members send some KB per second."""
@@ -127,12 +103,10 @@ CPU_SHARE, CPU_SECONDS_AT_ONCE = 0.25, 10
 DEBT_SECONDS_MAX = 10.0
 """Seconds that a call waits for bytes or CPU seconds of earlier ones. If it had to wait longer, it is then refused."""
 
-_CALLERS_MAX = 1_000
-"""Callers that are remembered before those whose budget is full again are forgotten."""
+_CALLERS_MAX = 1_000  # callers that are remembered before those whose budget is full again are forgotten
 
 
-_LOOKS = 4
-"""Number of checks within that time."""
+_LOOKS = 4  # number of checks within that time
 
 
 class Pace:
@@ -292,11 +266,8 @@ class StreamWatch:
 STATES_MAX = 16
 """Saved states that a member names when it joins. It keeps two, and may have been interrupted while it moved others."""
 
-ADDRESS_BYTES_MAX = 300
-"""Bytes of an address; a host name has at most 253."""
-
-REPORTS_BYTES_MAX = 32 << 10
-"""Bytes of the reports in one call. Members send more in several calls."""
+ADDRESS_BYTES_MAX = 300  # bytes of an address; a host name has at most 253
+REPORTS_BYTES_MAX = 32 << 10  # Bytes of the reports in one call. Members send more in several calls.
 
 _REQUEST_BYTES_MAX = 16 << 10
 """Bytes of a request without a list: a few numbers and names, and one text (TEXT_BYTES_MAX)."""

@@ -52,8 +52,7 @@ acknowledgement costs both ends time.
 COUNT_BYTES = 2
 """Number of low bytes of a count that an ACK has. The peer is never behind by more than they can express."""
 
-OnRefusal = Callable[[str, str, Kind], None]
-"""Receives every refusal: (sender, reason, kind)."""
+OnRefusal = Callable[[str, str, Kind], None]  # receives every refusal: (sender, reason, kind)
 
 _TOKEN, _END, _ACK = "token", b"\x04", b"\x06"
 
@@ -73,12 +72,10 @@ class LinkSide:
     credentials: LinkCredentials
     member: str
     seed: int
-    lines: Lines = field(default_factory=Lines)
-    """The member's access lines, which all its links share."""
+    lines: Lines = field(default_factory=Lines)  # the member's access lines, which all its links share
     patience: float = 0.0
     """Seconds for which a link without a stream waits for another one; then the neighbour counts as gone."""
-    ledger: Ledger = field(default_factory=Ledger)
-    """Bytes sent to the neighbour."""
+    ledger: Ledger = field(default_factory=Ledger)  # bytes sent to the neighbour
     on_refusal: OnRefusal = lambda sender, reason, kind: None
 
     @property
@@ -158,8 +155,7 @@ class FramePart(NamedTuple):
     """The next frame of an iterator."""
 
     frames: Iterator[Pieces]
-    size: int
-    """Bytes of a frame that other messages may share; FRAME_BYTES if none may."""
+    size: int  # bytes of a frame that other messages may share; FRAME_BYTES if none may
 
 
 class LinkStream:
@@ -167,8 +163,7 @@ class LinkStream:
 
     def __init__(self, outgoing: ShapedQueue[FramePart] | StreamQueue[FramePart], buffers: BufferPool) -> None:
         self.decoder = Decoder(buffers=buffers)
-        self.hang_up: Callable[[], object] = lambda: None
-        """Cancels the stream."""
+        self.hang_up: Callable[[], object] = lambda: None  # cancels the stream
         self._outgoing = outgoing
 
     def put(self, message: Message, frames: Sequence[int]) -> None:
@@ -223,12 +218,9 @@ class GrpcLinkEnd:
 
     def __init__(self, side: LinkSide, session: bytes, on_refusal: OnRefusal) -> None:
         self.ledger, self.session = side.ledger, session
-        self.over: str | None = None
-        """Why the link is over."""
-        self.failure: str | None = None
-        """Why it was aborted here."""
-        self.streams = 0
-        """Number of attached streams."""
+        self.over: str | None = None  # why the link is over
+        self.failure: str | None = None  # why it was aborted here
+        self.streams = 0  # number of attached streams
         self._accusation: PeerAtFault | None = None
         """Error that names the peer, if the peer sent what no honest stage sends."""
         self._side, self._on_refusal = side, on_refusal

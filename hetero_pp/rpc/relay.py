@@ -46,11 +46,8 @@ CARRIED_FACTOR = 3
 FREE_BYTES = 128 << 10
 """Bytes that each direction of a link may carry beside these in a round: handshakes, signatures, acknowledgements."""
 
-MESSAGE_BYTES = 512
-"""Bytes of a message beside its tensors: its header, and what gRPC and TLS add."""
-
-LINE_FACTOR = 1.25
-"""Ratio of the rate at which the relay carries a link to the rate of its configured line."""
+MESSAGE_BYTES = 512  # bytes of a message beside its tensors: its header, and what gRPC and TLS add
+LINE_FACTOR = 1.25  # ratio of the rate at which the relay carries a link to the rate of its configured line
 
 LINE_AHEAD_SECONDS = 1.0
 """Seconds of a line's bytes that the relay carries without delay, because they may have waited elsewhere."""
@@ -65,11 +62,9 @@ with many cuts ends at last.
 class LinkLimit:
     """Limit of what one direction of a link may carry."""
 
-    step_bytes: float
-    """Predicted bytes of an inner step."""
+    step_bytes: float  # predicted bytes of an inner step
     evaluation_bytes: float = 0.0
-    bits_a_second: float | None = None
-    """Rate of the configured line; None: unlimited."""
+    bits_a_second: float | None = None  # rate of the configured line; None: unlimited
 
     def round_bytes(self, steps: float) -> float:
         """Return the bytes that it may carry in a round."""
@@ -81,8 +76,7 @@ class TrainedRound(NamedTuple):
 
     round: int
     generation: int
-    steps: float
-    """Largest number of its inner steps."""
+    steps: float  # largest number of its inner steps
 
 
 class Budget:
@@ -116,8 +110,7 @@ class Budget:
         return self._is_told and not was_told
 
 
-ROOM_BYTES = 128 << 10
-"""Bytes that are read at once, and memory of one direction of a relayed connection."""
+ROOM_BYTES = 128 << 10  # bytes that are read at once, and memory of one direction of a relayed connection
 
 Check = Callable[[int], None]
 """Gets the number of bytes that were passed on; 0 if a second passed without any. May raise, which ends it."""
@@ -176,20 +169,11 @@ def without_delay(connection: socket.socket) -> socket.socket:
     return connection
 
 
-KEY_BYTES = 32
-"""Size of a key, which is drawn for one connection and valid once."""
-
-SECONDS_TO_SHOW = 10.0
-"""Seconds after which a connection that has not shown its key is closed."""
-
-MOST_UNKNOWN = 256
-"""Connections that have not shown their key yet. With one more, the oldest of them is closed."""
-
-PAUSE = 0.1
-"""Seconds between two attempts to accept a connection while this process has too many open files."""
-
-_FORMER_KEYS = 1_000
-"""Keys that nobody expects any more. An honest end may show one when the other end has just gone."""
+KEY_BYTES = 32  # size of a key, which is drawn for one connection and valid once
+SECONDS_TO_SHOW = 10.0  # seconds after which a connection that has not shown its key is closed
+MOST_UNKNOWN = 256  # Connections that have not shown their key yet. With one more, the oldest of them is closed.
+PAUSE = 0.1  # seconds between two attempts to accept a connection while this process has too many open files
+_FORMER_KEYS = 1_000  # Keys that nobody expects any more. An honest end may show one when the other end has just gone.
 
 Take = Callable[[socket.socket], None]
 
@@ -296,23 +280,18 @@ class MeetingPoint:
 
 SERVICE = DESCRIPTOR.services_by_name["Relay"]
 
-MOST_CARRIED = 8
-"""Open calls of one member: for each link one in use, remains of former ones, and one to come."""
-
-IDLE_SECONDS = 10.0
-"""Seconds after which a connection is cut whose group does not train."""
+MOST_CARRIED = 8  # open calls of one member: for each link one in use, remains of former ones, and one to come
+IDLE_SECONDS = 10.0  # seconds after which a connection is cut whose group does not train
 
 _POLL_SECONDS = 0.05
 """Interval at which an end that has to wait checks whether its group trains, or trains another round."""
 
-LOOK_SECONDS = 1.0
-"""Interval in seconds at which it is checked whether the sender is still admitted."""
+LOOK_SECONDS = 1.0  # interval in seconds at which it is checked whether the sender is still admitted
 
 _MOST_WAITING = 4
 """Waiting calls of one link: a machine that was cut off may have left some that are not known to be gone."""
 
-_LAST_BYTES_SECONDS = 10.0
-"""Seconds for an end to read what is in transit, once the other end has gone."""
+_LAST_BYTES_SECONDS = 10.0  # seconds for an end to read what is in transit, once the other end has gone
 
 
 class Relay:
@@ -331,13 +310,11 @@ class Relay:
 
         `limits`: what they may carry; `trains`: what the group of a link trains, None if nothing.
         """
-        self.carried: Counter[str] = Counter()
-        """Link -> relayed bytes in both directions."""
+        self.carried: Counter[str] = Counter()  # link -> relayed bytes in both directions
         self._callers, self._counts, self._meeting_point = callers, counts, meeting_point
         self._authenticator, self._trains = authenticator, trains
         self._budgets = {key: Budget(limit) for key, limit in limits.items()}
-        self._in_use: dict[str, _End] = {}
-        """Link -> the end that dialled last."""
+        self._in_use: dict[str, _End] = {}  # link -> the end that dialled last
         self._changed = threading.Condition()
         self._waiting: Mapping[str, deque[_End]] = defaultdict(deque)
         reason = "found an unknown key at the relay's port"
@@ -477,12 +454,9 @@ class _End:
         self.peer: _End | None = None
         self.look_at, self.trained_at = 0.0, time.monotonic()
         """When it is checked next whether its member is admitted; when its group was last seen to train."""
-        self.is_closed = False
-        """Whether it was cut."""
-        self.has_ended = False
-        """Whether no byte follows from it."""
-        self.has_left = False
-        """Whether its call no longer uses the connections."""
+        self.is_closed = False  # whether it was cut
+        self.has_ended = False  # whether no byte follows from it
+        self.has_left = False  # whether its call no longer uses the connections
         self._changed = changed
         self._connection: socket.socket | None = None
 

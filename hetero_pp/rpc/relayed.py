@@ -27,14 +27,11 @@ from hetero_pp.rpc.identities import Credentials
 from hetero_pp.rpc.relay import SERVICE, cut, pass_on_both_ways, without_delay
 from hetero_pp.rpc.services import calls_of
 
-_AGAIN_SECONDS = 0.5
-"""Pause in seconds before a relay that is gone is called again."""
-_SECONDS_TO_DIAL = 10.0
-"""Seconds for the relay's port to answer."""
+_AGAIN_SECONDS = 0.5  # pause in seconds before a relay that is gone is called again
+_SECONDS_TO_DIAL = 10.0  # seconds for the relay's port to answer
 _UNIX = "unix:"
 
-Carrying = Any
-"""Open call of the relay, which is a grpc.Call and an iterator."""
+Carrying = Any  # open call of the relay, which is a grpc.Call and an iterator
 
 
 class LocalAddress:

@@ -108,8 +108,7 @@ _DEPOSITS = ("Deposit", "Uploaded", "Show")
 _STREAMED_SECONDS_MAX = 1.0
 """CPU seconds that a refused call with many replies counts for: it may have been open for long."""
 
-_DETAILS_MAX = 2_000
-"""Characters of an error. gRPC drops the status of a call whose details are too long."""
+_DETAILS_MAX = 2_000  # characters of an error. gRPC drops the status of a call whose details are too long
 
 
 def call_path(service: ServiceDescriptor, call: str) -> str:

@@ -51,12 +51,10 @@ SERVICE = DESCRIPTOR.services_by_name["StageLink"]
 
 
 _SESSION_BYTES = 8
-_MOST_OPEN = 6
-"""Open calls of the neighbour: a link, remains of former ones, and one to come."""
+_MOST_OPEN = 6  # open calls of the neighbour: a link, remains of former ones, and one to come
 _HOLDERS = 2
 """Holders of the neighbour's slot that may call at once: a former one may, until the exchange names the next."""
-_SPARE = 2
-"""Threads of a server that refuse strangers."""
+_SPARE = 2  # threads of a server that refuse strangers
 _BROKEN = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN}
 """Status codes of streams that end because their connection was cut."""
 
@@ -65,12 +63,10 @@ class ExpectedNeighbour(NamedTuple):
     """The neighbour that the exchange told this member of."""
 
     generation: int
-    holder: int | None
-    """Number of its ticket's holder; 0: no ticket; None: not known."""
+    holder: int | None  # number of its ticket's holder; 0: no ticket; None: not known
 
 
-NOBODY = ExpectedNeighbour(0, None)
-"""Expectation before the first assignment: generations begin at 1."""
+NOBODY = ExpectedNeighbour(0, None)  # expectation before the first assignment: generations begin at 1
 
 
 class StageLink:
@@ -98,10 +94,8 @@ class StageLink:
         """Address of this machine at which it is served: by this object's server or that of the other neighbour."""
         self._expected, self._exchange, self._faults = expected, exchange, faults
         self._changed = threading.Condition()
-        self._generation, self._cause = 0, ""
-        """Current generation, and why the earlier ones are over."""
-        self._end: GrpcLinkEnd | None = None
-        """Link of the current generation, once it has arrived."""
+        self._generation, self._cause = 0, ""  # current generation, and why the earlier ones are over
+        self._end: GrpcLinkEnd | None = None  # link of the current generation, once it has arrived
         self._is_taken = False
         self._dialling: _Dialling | None = None
         self._server: grpc.Server | None = None

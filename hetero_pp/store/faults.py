@@ -17,21 +17,17 @@ from hetero_pp.store.store import Store
 class FaultPhase(StrEnum):
     """Phases of a member in a round."""
 
-    TRAINING = "training"
-    """Begins with the first inner step."""
+    TRAINING = "training"  # begins with the first inner step
     CONTRIBUTING = "contributing"
-    WAITING = "waiting"
-    """Waits for the round record."""
+    WAITING = "waiting"  # waits for the round record
     EVALUATING = "evaluating"
-    SAVING = "saving"
-    """Writes its saved state: before the last deposit, or, with overlap, at the end of the round."""
+    SAVING = "saving"  # writes its saved state: before the last deposit, or, with overlap, at the end of the round
 
 
 class Faults:
     """No faults. A subclass overrides the methods of the faults that it injects."""
 
-    missed: frozenset[int] = frozenset()
-    """Rounds whose record is written before the member's contribution arrives."""
+    missed: frozenset[int] = frozenset()  # rounds whose record is written before the member's contribution arrives
 
     def reached(self, phase: FaultPhase, round_: int) -> None:
         """Inject a fault when the member reaches this phase of a round; may block."""

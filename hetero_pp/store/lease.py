@@ -83,10 +83,8 @@ class _LeaseHolder(BaseModel):
     """Content of the object that a holder creates."""
 
     who: str
-    seconds: float = Field(gt=0)
-    """Time without a heartbeat after which the holder is considered dead."""
-    nonce: str = ""
-    """Random text that makes the object unique."""
+    seconds: float = Field(gt=0)  # time without a heartbeat after which the holder is considered dead
+    nonce: str = ""  # random text that makes the object unique
 
 
 class _Lease:

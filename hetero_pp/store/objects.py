@@ -39,14 +39,9 @@ PART_BYTES, MOST_PARTS = 8 * 2**20, 9_000
 CONNECT_SECONDS, PART_SECONDS = 10, 120
 """Time limits of a connection attempt, and of one request or part on the slowest useful line."""
 
-KEYS_MAX = 1_000_000
-"""Largest number of objects below one folder; a round of 1,000 replicas has fewer."""
-
-LISTING_BYTES_MAX, LISTING_CHECK_SECONDS = 2**29, 0.2
-"""Memory that one listing may take, and the interval of the check."""
-
-SILENT_SECONDS = 10.0
-"""Time after which the user is told that a store does not answer."""
+KEYS_MAX = 1_000_000  # largest number of objects below one folder; a round of 1,000 replicas has fewer
+LISTING_BYTES_MAX, LISTING_CHECK_SECONDS = 2**29, 0.2  # memory that one listing may take, and the interval of the check
+SILENT_SECONDS = 10.0  # time after which the user is told that a store does not answer
 
 BACKOFF = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5), "base": 2}
 RETRIES = 1000

@@ -14,8 +14,7 @@ from hetero_pp.store.folder import FolderStore
 from hetero_pp.store.store import Store
 
 SCHEMES = ("s3", "gs", "az", "memory")
-OPTIONS = ("endpoint", "region")
-"""Options allowed in the query of a URL; credentials are not."""
+OPTIONS = ("endpoint", "region")  # options allowed in the query of a URL; credentials are not
 
 
 IN_PLACE_OF_THE_FILE = (
