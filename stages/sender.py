@@ -61,7 +61,7 @@ class Sender:
     def _send(self, link: LinkEnd, arriving: Arriving, message_of: MakeMessage) -> None:
         try:
             if self._failure is None:
-                tensors = arriving.wait()
+                tensors = arriving()
                 self._copied_at = time.perf_counter()
                 link.send(message_of(tensors))
                 return

@@ -410,7 +410,7 @@ class StageWorker:
         if self._copies.overlaps:
             self._sender.post(link, arriving, message_of)
             return
-        tensors = arriving.wait()
+        tensors = arriving()
         self.timing.compute += time.perf_counter() - started
         link.send(message_of(tensors))
 

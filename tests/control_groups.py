@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hetero_pp.core import host_memory
+from hetero_pp.program.launch import host_memory
 
 FILES = {
     "cgroup2": ("memory.max", "memory.current", "memory.events", "max", ""),

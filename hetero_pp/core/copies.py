@@ -6,74 +6,40 @@ Only what crosses a link is copied: symbols, token ids and keys.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 Tensors = tuple[Tensor, ...]
-
-
-class Arriving(Protocol):
-    """Tensors on their way to the host."""
-
-    def wait(self) -> Tensors:
-        """Return the tensors in host memory, once they are complete."""
-
-
-class Copies(Protocol):
-    """Copies between the host and one device."""
-
-    overlaps: bool  # whether a copy to the host takes place while the caller goes on, so that a later `wait` saves time
-
-    def to_host(self, tensors: Tensors) -> Arriving:
-        """Begin to copy results of the computation to the host. The tensors must not be changed afterwards."""
-
-    def to_device(self, tensors: Tensors) -> Tensors:
-        """Return host tensors on the device, for the computation that the caller starts next."""
+Arriving = Callable[[], Tensors]
+"""Returns tensors that are on their way to the host, once they are complete."""
 
 
 def copies_of(device: torch.device) -> Copies:
     if device.type in ("cuda", "xpu"):
         return BesideCompute(device, torch.get_device_module(device))
-    return Blocking(device)
+    return Copies(device)
 
 
-@dataclass(frozen=True)
-class Here:
-    """Tensors that are in host memory. Implements Arriving."""
+class Copies:
+    """Copies at once, between the host and a device without streams such as `mps`, or nothing if the CPU computes."""
 
-    tensors: Tensors
-
-    def wait(self) -> Tensors:
-        return self.tensors
-
-
-class Blocking:
-    """Copies at once, on a device without streams such as `mps`, or nothing if the CPU computes. Implements Copies."""
-
-    overlaps = False
+    overlaps = (
+        False  # whether a copy to the host takes place while the caller goes on, so that waiting later saves time
+    )
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def to_host(self, tensors: Tensors) -> Arriving:
-        return Here(tuple(tensor.cpu() for tensor in tensors))
+        """Begin to copy results of the computation to the host. The tensors must not be changed afterwards."""
+        here = tuple(tensor.cpu() for tensor in tensors)
+        return lambda: here
 
     def to_device(self, tensors: Tensors) -> Tensors:
+        """Return host tensors on the device, for the computation that the caller starts next."""
         return tuple(tensor.to(self._device) for tensor in tensors)
-
-
-class Streams(Protocol):
-    """The part of `torch.cuda` or `torch.xpu` that copies need."""
-
-    def Stream(self, device: torch.device) -> Any: ...
-
-    def current_stream(self, device: torch.device) -> Any: ...
-
-    def stream(self, stream: Any) -> AbstractContextManager[Any]: ...
 
 
 def _pinned(like: Tensor) -> Tensor:
@@ -81,14 +47,18 @@ def _pinned(like: Tensor) -> Tensor:
     return torch.empty_like(like, device="cpu", memory_format=torch.contiguous_format, pin_memory=True)
 
 
-class BesideCompute:
-    """Copies through pinned memory, on two streams of its own beside the computation. Implements Copies."""
+class BesideCompute(Copies):
+    """Copies through pinned memory, on two streams of its own beside the computation."""
 
     overlaps = True
 
-    def __init__(self, device: torch.device, streams: Streams, pinned: Callable[[Tensor], Tensor] = _pinned) -> None:
-        """`pinned` returns memory for a copy. torch does not use it for anything else before its copies have ended."""
-        self._device, self._streams, self._pinned = device, streams, pinned
+    def __init__(self, device: torch.device, streams: Any, pinned: Callable[[Tensor], Tensor] = _pinned) -> None:
+        """`streams`: `torch.cuda` or `torch.xpu`.
+
+        `pinned` returns memory for a copy. torch does not use it for anything else before its copies have ended.
+        """
+        super().__init__(device)
+        self._streams, self._pinned = streams, pinned
         self._down, self._up = streams.Stream(device), streams.Stream(device)
 
     def __deepcopy__(self, memo: dict[int, object]) -> BesideCompute:
@@ -99,7 +69,14 @@ class BesideCompute:
         self._down.wait_stream(self._streams.current_stream(self._device))
         with self._streams.stream(self._down):
             rooms = tuple(self._pinned(tensor).copy_(tensor, non_blocking=True) for tensor in tensors)
-            return _OnItsWay(rooms, self._down.record_event(), [tensors])
+            done, sources = self._down.record_event(), [tensors]
+
+        def wait() -> Tensors:
+            done.synchronize()
+            sources.clear()  # kept until now, so that their memory is not used for something else meanwhile
+            return rooms
+
+        return wait
 
     def to_device(self, tensors: Tensors) -> Tensors:
         current = self._streams.current_stream(self._device)
@@ -110,18 +87,3 @@ class BesideCompute:
         for tensor in found:
             tensor.record_stream(current)  # it was allocated for the stream of the copy
         return found
-
-
-@dataclass(frozen=True)
-class _OnItsWay:
-    """A copy that runs on a stream. Implements Arriving."""
-
-    rooms: Tensors
-    done: Any
-    sources: list[Tensors] = field(repr=False)
-    """The copied tensors, kept so that their memory is not used for something else meanwhile."""
-
-    def wait(self) -> Tensors:
-        self.done.synchronize()
-        self.sources.clear()
-        return self.rooms

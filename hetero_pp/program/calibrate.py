@@ -14,9 +14,9 @@ from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.yaml_file import ConfigFile, spec_of
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.files import whole
-from hetero_pp.core.host_memory import host_memory
 from hetero_pp.core.units import format_count, format_seconds
 from hetero_pp.core.yaml_reader import read_yaml, yaml_complaint
+from hetero_pp.program.launch.host_memory import host_memory
 from hetero_pp.program.report.output import say, standard_output
 from hetero_pp.program.report.tables import PlainTable
 from hetero_pp.simulator.costs import forward_flops, part_of

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from hetero_pp.core.copies import BesideCompute, Blocking, copies_of
+from hetero_pp.core.copies import BesideCompute, Copies, copies_of
 from hetero_pp.core.device import CPU
 
 UNKNOWN = -1.0
@@ -89,7 +89,7 @@ def test_a_copy_to_the_host_is_complete_when_it_is_read(streams: _Streams) -> No
     streams.compute.work.append(lambda: result.fill_(5.0))
     arriving = copies.to_host((result, torch.ones(2)))
     assert result.eq(0).all(), "the caller has waited"
-    first, second = arriving.wait()
+    first, second = arriving()
     assert first.tolist() == [5.0] * 3
     assert second.tolist() == [1.0] * 2
 
@@ -114,6 +114,6 @@ def test_a_copy_of_a_replica_shares_its_streams(streams: _Streams) -> None:
 
 def test_where_nothing_is_copied_nothing_waits() -> None:
     copies, one = copies_of(CPU), torch.ones(2)
-    assert isinstance(copies, Blocking)
-    assert copies.to_device((one,))[0] is copies.to_host((one,)).wait()[0] is one
-    assert isinstance(copies_of(torch.device("mps")), Blocking)
+    assert type(copies) is Copies
+    assert copies.to_device((one,))[0] is copies.to_host((one,))()[0] is one
+    assert type(copies_of(torch.device("mps"))) is Copies

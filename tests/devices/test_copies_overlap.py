@@ -12,7 +12,7 @@ from stage_members import StageMembers, group_spec, links_of
 from torch import Tensor
 
 from hetero_pp.config.spec import RunSpec
-from hetero_pp.core.copies import Arriving, Blocking, Tensors
+from hetero_pp.core.copies import Arriving, Copies, Tensors
 from hetero_pp.core.errors import HeteroPPError
 from hetero_pp.link.in_process import in_process_pair
 from hetero_pp.link.protocol import LinkEnds, Message
@@ -33,8 +33,8 @@ def one_torch_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-class _Late:
-    """Copies whose memory holds other bits until somebody waits. Implements Copies."""
+class _Late(Copies):
+    """Copies whose memory holds other bits until somebody waits."""
 
     overlaps = True
 
@@ -49,7 +49,7 @@ class _Late:
         return _LateTensors(self, tensors)
 
     def to_device(self, tensors: Tensors) -> Tensors:
-        return Blocking(torch.device("cpu")).to_device(tensors)
+        return Copies(torch.device("cpu")).to_device(tensors)
 
 
 class _LateTensors:
@@ -57,7 +57,7 @@ class _LateTensors:
         self._copies, self._sources = copies, tensors
         self._rooms = tuple(torch.full_like(tensor, 77) for tensor in tensors)
 
-    def wait(self) -> Tensors:
+    def __call__(self) -> Tensors:
         self._copies.hold()
         for room, source in zip(self._rooms, self._sources, strict=True):
             room.copy_(source)

@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 from hetero_pp.config.predictions import CATALOG, hardware_of
 from hetero_pp.config.yaml_file import ConfigFile, spec_of
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.core.host_memory import host_memory
 from hetero_pp.model import precision
 from hetero_pp.program.cli import app
 from hetero_pp.program.launch import open_files, this_machine
+from hetero_pp.program.launch.host_memory import host_memory
 from hetero_pp.program.launch.this_machine import limits_of
 
 YAML = """\
@@ -36,7 +36,7 @@ replicas:
 """
 KILLED = """
 import os, subprocess, sys
-from hetero_pp.core.host_memory import MemoryKills
+from hetero_pp.program.launch.host_memory import MemoryKills
 kills = MemoryKills()
 process = subprocess.Popen([sys.executable, "-c", "CODE"])
 code = process.wait()

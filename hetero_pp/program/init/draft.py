@@ -14,13 +14,13 @@ from hetero_pp.config.run_config import RunConfig
 from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.device import accelerators, name_of
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.core.host_memory import host_memory
 from hetero_pp.core.units import format_percent
 from hetero_pp.data.corpora import corpus_bytes
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokenizers import load_tokenizer
 from hetero_pp.model.transformer import ModelSettings, ModelShape
 from hetero_pp.program.init.questions import Answers, Machines
+from hetero_pp.program.launch.host_memory import host_memory
 from hetero_pp.program.launch.this_machine import usable_cores
 from hetero_pp.simulator.planner.search import search
 from hetero_pp.simulator.prediction import Prediction, predict

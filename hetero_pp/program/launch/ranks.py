@@ -20,8 +20,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from hetero_pp.config.folder import RunFolder
 from hetero_pp.config.topology import DatacenterReplica
 from hetero_pp.core.errors import HeteroPPError, RunFailed
-from hetero_pp.core.host_memory import MemoryKills
 from hetero_pp.program.launch.fork_server import share_fork_server
+from hetero_pp.program.launch.host_memory import MemoryKills
 from hetero_pp.program.launch.job import CONSEQUENCE, RankDied
 from hetero_pp.program.launch.rank_process import RankJob, rank_main
 from hetero_pp.program.launch.rendezvous import BACKEND, interface_towards, meeting_place, register

@@ -26,11 +26,11 @@ from hetero_pp.config.member_inputs import devices_of
 from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.errors import GivenUp, RunFailed
 from hetero_pp.core.files import write_whole
-from hetero_pp.core.host_memory import MemoryKills
 from hetero_pp.core.units import format_count, format_seconds
 from hetero_pp.messages.messages_pb2 import GIVEN_UP, RESTARTED, SILENT, MembershipEvent, MembershipEventKind, Report
 from hetero_pp.program.launch.addresses import is_reached
 from hetero_pp.program.launch.fork_server import fork_server, unheard
+from hetero_pp.program.launch.host_memory import MemoryKills
 from hetero_pp.program.launch.job import CONSEQUENCE, CRASHED, GONE, STOP, ProcessJob
 from hetero_pp.program.launch.open_files import require_open_files
 from hetero_pp.program.launch.restarts import Restarts

@@ -15,8 +15,8 @@ from hetero_pp.config.spec import MemberSpec, RunSpec
 from hetero_pp.config.topology import DatacenterReplica
 from hetero_pp.core.device import accelerators
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.core.host_memory import host_memory
 from hetero_pp.core.units import format_bytes, format_count, format_duration, format_names, format_seconds
+from hetero_pp.program.launch.host_memory import host_memory
 from hetero_pp.simulator.costs import part_of, step_flops
 from hetero_pp.simulator.exchange_load import exchange_load
 from hetero_pp.simulator.memory import LAUNCHER_BYTES, listed_by_kind, memory_of_member, remedy
