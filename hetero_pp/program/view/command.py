@@ -21,7 +21,7 @@ from hetero_pp.core.files import write_whole
 from hetero_pp.core.ticket_text import is_ticket
 from hetero_pp.core.units import format_count
 from hetero_pp.program.join.membership import memberships_in
-from hetero_pp.program.join.status import RunOfHost, known_run, runs_at
+from hetero_pp.program.join.status import known_run, runs_at
 from hetero_pp.program.report.output import announce
 from hetero_pp.program.report.recorder import to_json
 from hetero_pp.program.view.server import LOOPBACK, PAGE, Authenticator, Served, authenticator_of, run_of
@@ -38,9 +38,13 @@ def view(runs: Path, named: Sequence[str], listen: str, export: Path | None) -> 
 
     Raises ConfigError for a name that is no run, and for an address that cannot be opened.
     """
-    folders = [_folder(runs.absolute(), name) for name in named]
-    known = [] if is_loopback(listen) else [_known(folder) for folder in folders]
-    authenticators = [authenticator_of(one) for one in known if one is not None]
+    folders, authenticators = list[RunFolder](), list[Authenticator]()
+    for name in named:
+        is_address = ":" in name and not is_ticket(name) and not Path(name).is_dir()
+        folders.append(runs_at(runs.absolute(), name)[0].folder if is_address else run_folder(runs.absolute(), name))
+    for folder in [] if is_loopback(listen) else folders:
+        with suppress(HeteroPPError):  # this host neither serves nor has joined the run
+            authenticators.append(authenticator_of(known_run(folder)))
     show(sources_of(folders), listen, export, authenticators)
 
 
@@ -106,20 +110,6 @@ def _source(folder: RunFolder) -> Source:
     raise ConfigError((), f"{folder.path}: found no record of a run and no membership, expected one of them")
 
 
-def _folder(runs: Path, name: str) -> RunFolder:
-    """Return the folder of a run: by its name, its path, or the address of its exchange. Raises ConfigError."""
-    if ":" not in name or is_ticket(name) or Path(name).is_dir():
-        return run_folder(runs, name)
-    return runs_at(runs, name)[0].folder
-
-
-def _known(folder: RunFolder) -> RunOfHost | None:
-    """Return how this host authenticates to a run; None if it does not serve it and has not joined it."""
-    with suppress(HeteroPPError):
-        return known_run(folder)
-    return None
-
-
 # ---- the page in one file ----
 
 
@@ -131,10 +121,13 @@ def data_of(sources: Mapping[str, Source]) -> dict[str, Any]:
         "runs": [run_of(name, source) for name, source in sources.items()],
         "histories": {name: view.history(name) for name, view in views.items()},
         "predictions": {name: one for name, one in predictions.items() if one is not None},
+        "frames": {
+            name: [json.loads(frame) for frame in [*view.key_frames.some(MOST_FRAMES), view.frame()]]
+            for name, view in views.items()
+        },
     }
-    frames = {name: [*view.key_frames.some(MOST_FRAMES), view.frame()] for name, view in views.items()}
     shown: dict[str, Any] = json.loads(to_json(found))  # numbers that are not finite become null
-    return shown | {"frames": {name: [json.loads(one) for one in found] for name, found in frames.items()}}
+    return shown
 
 
 def self_contained(data: Mapping[str, object]) -> str:

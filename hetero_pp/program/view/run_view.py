@@ -188,6 +188,11 @@ class RunView:
 
     # ---- reading ----
 
+    @property
+    def clock(self) -> tuple[float | None, int]:
+        """What all times of the page depend on: the first report, and the number of breaks."""
+        return self.state.started, self.state.sittings
+
     def now(self) -> float:
         """Return the present time by the clock of the reports: it stands still once the run has ended."""
         latest = self.state.latest or 0.0

@@ -30,7 +30,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from hetero_pp.config.folder import RunFolder
@@ -43,7 +43,7 @@ from hetero_pp.program.join.status import RunOfHost
 from hetero_pp.program.report.recorder import INTERRUPTED, to_json
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.view.run_view import RunView
-from hetero_pp.program.view.sources import Launched, Source
+from hetero_pp.program.view.sources import Source
 from hetero_pp.rpc.admission_client import status
 from hetero_pp.rpc.identities import Identity, read_certificate, ticket_of
 from replica_groups.exchange.memberships import Memberships
@@ -53,14 +53,14 @@ POLICY = (
     "default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'"
 )
-_HEADERS: Mapping[str, str] = {
-    "content-security-policy": POLICY,
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-    "cross-origin-opener-policy": "same-origin",
-    "cross-origin-resource-policy": "same-origin",
-    "cache-control": "no-store",
-}
+_HEADERS = [
+    ("content-security-policy", POLICY),
+    ("x-content-type-options", "nosniff"),
+    ("referrer-policy", "no-referrer"),
+    ("cross-origin-opener-policy", "same-origin"),
+    ("cross-origin-resource-policy", "same-origin"),
+    ("cache-control", "no-store"),
+]
 LOOPBACK = "127.0.0.1:0"
 SECONDS_BETWEEN_FRAMES, _LONGEST = 0.5, 0.8
 _SHARE = 1 / 200  # share of a core for frames: those of large runs come less often, but within _LONGEST seconds
@@ -138,7 +138,6 @@ def page_app(sources: Mapping[str, Source], hosts: Sequence[str] = (*LOOPBACK_NA
             Route("/api/runs/{name}/prediction", prediction),
         ],
         middleware=[
-            Middleware(_Secured),
             Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False),
             Middleware(GZipMiddleware, minimum_size=1000, compresslevel=6),
         ],
@@ -156,22 +155,6 @@ def run_of(name: str, source: Source) -> dict[str, object]:
         "is_live": view is not None and view.is_live,
         "predicts": source.predicts,
     }
-
-
-class _Secured:
-    """Adds the security headers to every answer."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                own = ((name.encode(), value.encode()) for name, value in _HEADERS.items())
-                message["headers"] = [*message["headers"], *own]
-            await send(message)
-
-        await self._app(scope, receive, with_headers)
 
 
 class EventStream(StreamingResponse):
@@ -198,7 +181,6 @@ class Broadcast:
         self._viewers: set[asyncio.Queue[bytes | None]] = set()
         self._task: asyncio.Task[None] | None = None
         self.is_closing = False  # whether the server ends; set by any thread
-        self._cost = 0.0  # CPU seconds of the last events
 
     @property
     def has_viewers(self) -> bool:
@@ -223,45 +205,38 @@ class Broadcast:
 
     async def _run(self, view: RunView) -> None:
         """Tell news while there are viewers. In the end none is left to wait for more: they may come back."""
+        loop = asyncio.get_running_loop()
+        clock, version, told, cost = view.clock, -1, loop.time(), 0.0
+
+        def news(is_new: bool) -> tuple[bytes, float]:
+            """Return the events about everything since the last call, and the CPU seconds that they took."""
+            was_live, began = view.is_live, time.thread_time()
+            changes = view.changes(self._name)
+            event = _event("whole", view.whole(self._name)) if is_new else _event("change", changes)
+            return event if was_live else event + _event("end", "{}"), time.thread_time() - began
+
         try:
-            await self._tell(view)
+            while self._viewers and not self.is_closing:
+                await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
+                now = self._source.view or view
+                # It began anew, or a break or an earlier start became known: all times that were told are others.
+                is_new = now is not view or (clock[0] is not None and clock != now.clock)
+                view, clock = now, now.clock
+                due = max(SECONDS_BETWEEN_FRAMES, min(cost / _SHARE, _LONGEST))
+                due = due if view.version != version else _SECONDS_WHEN_NOTHING_IS_NEW
+                if is_new or loop.time() >= told + due:
+                    version, told = view.version, loop.time()
+                    events, cost = await asyncio.to_thread(news, is_new)
+                    for viewer in list(self._viewers):
+                        try:
+                            viewer.put_nowait(events)
+                        except asyncio.QueueFull:
+                            self._drop(viewer)
         except Exception as error:  # noqa: BLE001 (viewers see what went wrong, and the run goes on)
             view.complain(f"the page cannot show what is new: {type(error).__name__}: {error}")
         finally:
             for viewer in list(self._viewers):
                 self._drop(viewer)
-
-    async def _tell(self, view: RunView) -> None:
-        loop, state = asyncio.get_running_loop(), view.state
-        clock, version, told = (state.started, state.sittings), -1, loop.time()
-        while self._viewers:
-            await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
-            if self.is_closing:
-                return
-            now = self._source.view or view
-            state = now.state
-            # It began anew, or a break or an earlier start became known: all times that were told are others.
-            is_new = now is not view or (clock[0] is not None and clock != (state.started, state.sittings))
-            view, clock = now, (state.started, state.sittings)
-            due = max(SECONDS_BETWEEN_FRAMES, min(self._cost / _SHARE, _LONGEST))
-            due = due if view.version != version else _SECONDS_WHEN_NOTHING_IS_NEW
-            if not is_new and loop.time() < told + due:
-                continue
-            version, told = view.version, loop.time()
-            news = await asyncio.to_thread(self._news, view, is_new)
-            for viewer in list(self._viewers):
-                try:
-                    viewer.put_nowait(news)
-                except asyncio.QueueFull:
-                    self._drop(viewer)
-
-    def _news(self, view: RunView, is_new: bool) -> bytes:
-        """Return the events about everything since the last call."""
-        was_live, began = view.is_live, time.thread_time()
-        changes = view.changes(self._name)
-        news = _event("whole", view.whole(self._name)) if is_new else _event("change", changes)
-        self._cost = time.thread_time() - began
-        return news if was_live else news + _event("end", "{}")
 
     def _drop(self, viewer: asyncio.Queue[bytes | None]) -> None:
         self._viewers.discard(viewer)
@@ -411,6 +386,7 @@ class Served:
             access_log=False,
             lifespan="off",
             server_header=False,
+            headers=_HEADERS,  # of every answer
             ws="none",
             http="auto" if is_local else partial(_OfMembers, authenticators),  # type: ignore[arg-type]
             timeout_keep_alive=20,
@@ -479,7 +455,7 @@ def _listen(host: str, port: int, address: str) -> socket.socket:
 @contextmanager
 def on_a_page(state: RunState, say: Callable[[str], None]) -> Iterator[Callable[[Report], None]]:
     """Serve the page of a run on loopback while the block runs, and print its address. Implements Page."""
-    launched, failed = Launched(RunView(state)), None
+    launched, failed = Source(RunView(state)), None
     served = Served({state.spec.config.name: launched})
     say(f"the run is shown at {served.url}")
     with served.in_background():

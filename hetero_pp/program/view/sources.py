@@ -36,9 +36,10 @@ _SECONDS_BETWEEN_TRIES = 5.0  # interval at which an exchange is asked again
 
 
 class Source:
-    """A run or a prediction on the page. This one is what a subclass has shown to it, and does nothing by itself."""
+    """A run or a prediction on the page. This one is a run in this process, whose launcher gives it the reports."""
 
     predicts = False  # whether the prediction is what the user asked for
+    _is_broken = False
 
     def __init__(self, view: RunView) -> None:
         self._view = view
@@ -62,14 +63,8 @@ class Source:
     def close(self) -> None:
         """Stop."""
 
-
-class Launched(Source):
-    """A run in this process, whose launcher gives it the reports. An error of the page never reaches the run."""
-
-    _is_broken = False
-
     def take(self, report: Report) -> None:
-        """Take in a report that the state has accepted."""
+        """Take in a report that the state has accepted. An error of the page never reaches the run."""
         if not self._is_broken:
             try:
                 self._view.take(report)
@@ -254,7 +249,8 @@ class Watched(Followed):
         while not self._ended.is_set():
             self._client = ExchangeClient(self._membership.address, self._membership.credentials)
             try:
-                if self._follow(self._client):
+                # `close` may have ended the client before: it sets the flag first, so that one of both sees the other.
+                if self._ended.is_set() or self._follow(self._client):
                     return
                 complaint = f"the exchange at {self._membership.address} ended the connection; trying again"
             except HeteroPPError as error:

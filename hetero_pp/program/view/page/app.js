@@ -147,6 +147,7 @@ class Page {
     if (!shown.run) return;
     this.writeFragment();
     const view = { ...shown, latest: shown.live?.time ?? shown.history?.span ?? 0, isEmbedded: this.source.isEmbedded };
+    view.until = shown.history && until(shown.history, shown.time);
     const isRun = Boolean(shown.history) && shown.kind !== "prediction";
     for (const name of VIEWS) show(byId(name), name === shown.view);
     for (const tab of byId("views").children) {
@@ -182,8 +183,7 @@ class Page {
 
   drawPanel(view) {
     const panel = byId("panel");
-    const about = { ...view, history: view.history && until(view.history, view.time) };
-    const found = view.history && describeItem(view.select, about, (item) => this.choose(item));
+    const found = view.until && describeItem(view.select, view, (item) => this.choose(item));
     show(panel, Boolean(found));
     if (!found) return;
     const key = `${view.select} ${view.frame?.time} ${view.history.rounds.length} ${view.history.marks.length}`;
@@ -220,6 +220,9 @@ function until(history, time) {
     ...history,
     rounds: history.rounds.filter((round) => round.closed <= time),
     marks: history.marks.filter((mark) => mark.time <= time),
+    steps: Object.fromEntries(
+      Object.entries(history.steps).map(([id, points]) => [id, points.filter(([at]) => at <= time)]),
+    ),
   };
 }
 

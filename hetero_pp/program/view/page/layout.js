@@ -58,16 +58,7 @@ function evenly(topology, size) {
   return sides;
 }
 
-const empty = (size) => ({
-  size,
-  isNarrow: false,
-  width: 0,
-  height: 0,
-  members: new Map(),
-  replicas: [],
-  sites: [],
-  hub: null,
-});
+const empty = (size) => ({ size, isNarrow: false, members: new Map(), replicas: [], sites: [] });
 
 const frameWidth = (size, columns) =>
   Math.max(NARROWEST, columns * size.width + (columns - 1) * size.gap + 2 * size.pad);
@@ -78,11 +69,10 @@ function aroundHub(topology, size, [left, right]) {
   const picture = empty(size);
   const hubX = leftWidth + (left.length ? size.lane : 0);
   const rightX = hubX + size.hub + size.lane;
-  const leftHeight = stack(picture, topology, left, size, 8, (width) => leftWidth - width);
-  const rightHeight = stack(picture, topology, right, size, 8, () => rightX);
+  const [leftHeight, rightHeight] = [left, right].map((side) => stack(empty(size), topology, side, size, 8, () => 0));
   picture.height = Math.max(leftHeight, rightHeight, 120);
-  centre(picture, left, (picture.height - leftHeight) / 2);
-  centre(picture, right, (picture.height - rightHeight) / 2);
+  stack(picture, topology, left, size, 8, (width) => leftWidth - width, (picture.height - leftHeight) / 2);
+  stack(picture, topology, right, size, 8, () => rightX, (picture.height - rightHeight) / 2);
   picture.hub = { x: hubX, y: 0, width: size.hub, height: picture.height };
   picture.width = right.length ? rightX + rightWidth : hubX + size.hub;
   return picture;
@@ -134,20 +124,10 @@ function boxSites(picture, replica, site, size) {
       continue;
     }
     const height = size.height + SITE_TITLE + 5;
-    open = { site: site.get(id), replica: replica.id, x: x - 5, y: y - SITE_TITLE, width: width + 10, height };
+    open = { site: site.get(id), x: x - 5, y: y - SITE_TITLE, width: width + 10, height };
     if (open.site) picture.sites.push(open);
     else open = null;
   }
-}
-
-function centre(picture, replicas, down) {
-  const moved = new Set(replicas.map((replica) => replica.id));
-  for (const frame of picture.replicas) {
-    if (!moved.has(frame.id)) continue;
-    frame.y += down;
-    for (const id of frame.replica.members) picture.members.get(id).y += down;
-  }
-  for (const box of picture.sites) if (moved.has(box.replica)) box.y += down;
 }
 
 // Ends of a link between two boxes: {x1, y1, x2, y2, isHorizontal}. Neighbours in a row are joined side by side, others

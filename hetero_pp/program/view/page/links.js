@@ -1,8 +1,8 @@
 // The links of a topology: lines that are as thick as they are busy, with their rates and capacities.
 
-import { attribute, cut, say, svg } from "./dom.js";
+import { attribute, cut, say, svg, table } from "./dom.js";
 import { between } from "./layout.js";
-import { percent, rate } from "./words.js";
+import { capacity, percent, rate } from "./words.js";
 
 // ---- shapes of the picture ----
 
@@ -76,7 +76,7 @@ function connection({ x1, y1, x2, y2, isHorizontal }, size, item, limits) {
 
 function describe(link, flow) {
   const way = (name) =>
-    `${rate(flow?.[name]?.rate)} of ${link.bandwidth?.[name] == null ? "unlimited" : rate(link.bandwidth[name])}, ` +
+    `${rate(flow?.[name]?.rate)} of ${capacity(link.bandwidth?.[name])}, ` +
     `awaited ${percent(flow?.[name]?.awaited)} of the last round`;
   return `link ${link.source} to ${link.target}: there ${way("there")}; back ${way("back")}`;
 }
@@ -142,4 +142,16 @@ export function lanesLayer({ picture, history, updates }) {
       return node;
     });
   return svg("g", bus, lanes);
+}
+
+export function linksTable(history, frame) {
+  const rows = history.topology.links.map((link) => {
+    const way = (name) => {
+      const flow = frame?.links[link.id]?.[name] ?? {};
+      return [rate(flow.rate), capacity(link.bandwidth?.[name]), percent(flow.busy), percent(flow.awaited)];
+    };
+    return [`${link.source} – ${link.target}`, ...way("there"), ...way("back")];
+  });
+  const ways = ["there", "back"].flatMap((way) => ["Rate", "Capacity", "Busy", "Awaited"].map((one) => `${one} ${way}`));
+  return table("Links", ["Link", ...ways], rows);
 }

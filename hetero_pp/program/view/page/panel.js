@@ -6,6 +6,7 @@ import {
   MEMBER_STATES,
   REPLICA_STATES,
   bytes,
+  capacity,
   count,
   duration,
   icon,
@@ -21,11 +22,12 @@ const LAST_ROUNDS = 20;
 const LAST_MARKS = 40;
 
 // Returns {title, content} for an item such as "member:home.2", or null if there is none of that name.
-export function describeItem(item, view, choose) {
+export function describeItem(item, { until: history, frame }, choose) {
   const [kind, ...rest] = (item ?? "").split(":");
   const builders = { member, replica, link, round, exchange };
   const build = Object.hasOwn(builders, kind) ? builders[kind] : null; // anybody may write a fragment
-  return build ? build(rest.join(":"), view, (label, to) => textButton(label, () => choose(to))) : null;
+  const to = (label, item) => textButton(label, () => choose(item));
+  return build ? build(rest.join(":"), { history, frame }, to) : null;
 }
 
 const state = (form, detail) => el("p.state", icon(form, 18), el("strong", form.word), detail ? ` ${detail}` : "");
@@ -118,7 +120,7 @@ function link(id, { history, frame }, to) {
         ["Way", `→ ${own.target}`, `→ ${own.source}`],
         [
           row("Rate", (way) => rate(now[way]?.rate)),
-          row("Capacity", (way) => (own.bandwidth?.[way] == null ? "unlimited" : rate(own.bandwidth[way]))),
+          row("Capacity", (way) => capacity(own.bandwidth?.[way])),
           row("Busy", (way) => percent(now[way]?.busy)),
           row("Awaited", (way) => percent(now[way]?.awaited)),
           row("Sent", (way) => bytes(now[way]?.bytes)),
@@ -196,8 +198,7 @@ function linesOf(lines, frame) {
   if (!lines.length) return [];
   const row = (one, way, name) => {
     const now = frame?.lines?.[one.id]?.[way] ?? {};
-    const limit = one[way] == null ? "unlimited" : rate(one[way]);
-    return [name, rate(now.rate), limit, percent(now.busy), bytes(now.bytes)];
+    return [name, rate(now.rate), capacity(one[way]), percent(now.busy), bytes(now.bytes)];
   };
   const rows = lines.flatMap((one) => [row(one, "up", "↑ up"), row(one, "down", "↓ down")]);
   return section("Internet line", table("Internet line", ["Way", "Rate", "Capacity", "Busy", "Total"], rows));

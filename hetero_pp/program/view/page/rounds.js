@@ -62,13 +62,11 @@ export class RoundsView {
     new ResizeObserver(() => this.history && this.draw({})).observe(this.grid);
   }
 
-  update({ history, time }) {
-    const until = time ?? Infinity;
-    const rounds = history.rounds.filter((round) => round.closed <= until);
-    const marks = history.marks.filter((mark) => mark.time <= until).length;
-    const key = [time === null, rounds.length, marks, document.documentElement.dataset.theme].join();
-    if (key === this.drawn && history === this.history) return;
-    Object.assign(this, { drawn: key, history, until, rounds });
+  update({ history, until, time }) {
+    const { rounds, marks } = until;
+    const key = [time === null, rounds.length, marks.length, document.documentElement.dataset.theme].join();
+    if (key === this.drawn && history === this.all) return;
+    Object.assign(this, { drawn: key, all: history, history: until, rounds });
     this.draw({});
   }
 
@@ -86,10 +84,8 @@ export class RoundsView {
     const end = Math.min(this.last ?? rounds.length, rounds.length);
     const window = rounds.slice(Math.max(0, end - this.columns), end);
     // Some events belong to no round; they are shown in the one that was open.
-    const openAt = (time) => history.rounds.find((round) => round.closed >= time)?.round ?? null;
-    const marks = history.marks
-      .filter((mark) => mark.time <= this.until)
-      .map((mark) => ({ ...mark, round: mark.round ?? openAt(mark.time) }));
+    const openAt = (time) => rounds.find((round) => round.closed >= time)?.round ?? null;
+    const marks = history.marks.map((mark) => ({ ...mark, round: mark.round ?? openAt(mark.time) }));
     this.range.textContent = window.length
       ? `${window[0].round}–${window.at(-1).round} of ${history.rounds_planned}`
       : "No round has closed yet.";
@@ -98,8 +94,8 @@ export class RoundsView {
     show(this.earlier, rounds.length > this.columns);
     show(this.later, rounds.length > this.columns);
     const step = window.length ? Math.min(WIDEST, (room - names(room)) / window.length) : CELL;
-    this.grid.replaceChildren(grid(history, window, marks, this.choose, this.goTo, [names(room), step]));
-    this.chart.update(curves(history, rounds, this.until, this.axis), AXES[this.axis]);
+    this.grid.replaceChildren(grid(history, this.all.rounds, window, marks, this.choose, this.goTo, [names(room), step]));
+    this.chart.update(curves(history, this.axis), AXES[this.axis]);
     this.fillReplicas();
     this.bars.replaceChildren(bars(window, this.replica, names(room), step));
     this.events.replaceChildren(eventsList(marks, this.goTo));
@@ -117,13 +113,13 @@ export class RoundsView {
 }
 
 // What became of the contribution of each replica in each round, with the events of a round below.
-function grid(history, rounds, marks, choose, goTo, [named, step]) {
+function grid(history, all, rounds, marks, choose, goTo, [named, step]) {
   const own = Map.groupBy(marks, (mark) => `${mark.round} ${mark.replica ?? ""}`);
   const head = rounds.map(({ round }) => {
     const label = { "aria-label": `Round ${round}` };
     return el("th", { scope: "col" }, textButton(round, () => choose(`round:${round}`), label));
   });
-  const hasCells = new Set(history.rounds.flatMap((round) => Object.keys(round.cells)));
+  const hasCells = new Set(all.flatMap((round) => Object.keys(round.cells)));
   const shown = history.topology.replicas.filter(({ id, optional }) => !optional || hasCells.has(id));
   const rows = shown.map(({ id }) => {
     const name = el("th", { scope: "row" }, textButton(cut(id, 18), () => choose(`replica:${id}`)));
@@ -169,9 +165,9 @@ function cell(round, replica, marks, choose) {
   );
 }
 
-// Training loss of each replica, and the synchronized validation loss, up to a moment.
-export function curves(history, rounds, until, axis) {
-  const perRound = history.inner_steps;
+// Training loss of each replica, and the synchronized validation loss.
+export function curves(history, axis) {
+  const { rounds, inner_steps: perRound } = history;
   const byTokens = new Map(rounds.map((round) => [round.round, round.tokens]));
   const x = (time, step) => {
     if (axis === "time") return time;
@@ -181,8 +177,7 @@ export function curves(history, rounds, until, axis) {
     return high == null ? null : low + (high - low) * (at % 1 || 1);
   };
   const found = history.topology.replicas.map(({ id }, n) => {
-    const told = (history.steps?.[id] ?? []).filter(([time]) => time <= until);
-    const points = broken(told, 2 * perRound).map(([time, step, value]) => [x(time, step), value]);
+    const points = broken(history.steps?.[id] ?? [], 2 * perRound).map(([time, step, value]) => [x(time, step), value]);
     return { label: cut(id, 24), ...look(n), points: ascending(points) };
   });
   const mean = rounds

@@ -4,34 +4,20 @@ const RETRY_MS = 2000;
 
 export function openSource() {
   const embedded = document.getElementById("data");
-  return embedded ? new EmbeddedSource(JSON.parse(embedded.textContent)) : new ServerSource();
+  return embedded ? fromData(JSON.parse(embedded.textContent)) : fromServer;
 }
 
-class EmbeddedSource {
-  constructor(data) {
-    this.data = data;
-    this.isEmbedded = true;
-  }
-
-  async runs() {
-    return this.data.runs;
-  }
-
-  async whole(id) {
-    return { history: { ...this.data.histories[id], is_live: false }, frame: this.data.frames[id]?.at(-1) ?? null };
-  }
-
-  // Returns the last key frame that is not later than `time`.
+const fromData = (data) => ({
+  isEmbedded: true,
+  runs: async () => data.runs,
+  prediction: async (id) => data.predictions?.[id] ?? null,
+  whole: async (id) => ({ history: { ...data.histories[id], is_live: false }, frame: data.frames[id]?.at(-1) ?? null }),
+  // The last key frame that is not later than `time`.
   async frame(id, time) {
-    const frames = this.data.frames[id] ?? [];
-    const later = frames.findIndex((frame) => frame.time > time);
-    return frames[later < 0 ? frames.length - 1 : Math.max(0, later - 1)] ?? null;
-  }
-
-  async prediction(id) {
-    return this.data.predictions?.[id] ?? null;
-  }
-}
+    const frames = data.frames[id] ?? [];
+    return frames.findLast((frame) => frame.time <= time) ?? frames[0] ?? null;
+  },
+});
 
 async function get(path) {
   const response = await fetch(path, { headers: { accept: "application/json" } });
@@ -40,22 +26,13 @@ async function get(path) {
   return response.json();
 }
 
-class ServerSource {
-  async runs() {
-    return (await get("api/runs"))?.runs ?? [];
-  }
+const pathOf = (id) => `api/runs/${encodeURIComponent(id)}`;
 
-  async whole(id) {
-    return (await get(`api/runs/${encodeURIComponent(id)}`)) ?? {};
-  }
-
-  frame(id, time) {
-    return get(`api/runs/${encodeURIComponent(id)}/frame?time=${time}`);
-  }
-
-  prediction(id) {
-    return get(`api/runs/${encodeURIComponent(id)}/prediction`);
-  }
+const fromServer = {
+  runs: async () => (await get("api/runs"))?.runs ?? [],
+  whole: async (id) => (await get(pathOf(id))) ?? {},
+  frame: (id, time) => get(`${pathOf(id)}/frame?time=${time}`),
+  prediction: (id) => get(`${pathOf(id)}/prediction`),
 
   // Calls `connected(bool)` and `told(history, frame)` until the returned function is called. The server sends the
   // whole first, and again when all times are others: the run began anew, or it became known that it had paused.
@@ -64,7 +41,7 @@ class ServerSource {
     let timer = null;
     let history = null;
     const open = () => {
-      events = new EventSource(`api/runs/${encodeURIComponent(id)}/live`);
+      events = new EventSource(`${pathOf(id)}/live`);
       events.addEventListener("open", () => connected(true));
       const take = (event, before) => {
         const found = JSON.parse(event.data);
@@ -84,25 +61,21 @@ class ServerSource {
       clearTimeout(timer);
       events.close();
     };
-  }
-}
+  },
+};
 
 // Adds what changed to a history: rounds by number, marks by id, steps behind those that were not repeated, and everything
 // else as a whole. Adding the same twice changes nothing.
 function merged(history, changes) {
   const next = { ...history, ...changes };
-  if (changes.rounds) {
-    const rounds = new Map([...history.rounds, ...changes.rounds].map((round) => [round.round, round]));
-    next.rounds = [...rounds.values()].sort((a, b) => a.round - b.round);
-  }
-  if (changes.marks) {
-    const marks = new Map([...history.marks, ...changes.marks].map((mark) => [mark.id, mark]));
-    next.marks = [...marks.values()].sort((a, b) => a.time - b.time);
-  }
-  if (changes.steps) {
-    next.steps = { ...history.steps };
-    for (const [replica, points] of Object.entries(changes.steps))
-      next.steps[replica] = [...(next.steps[replica] ?? []).filter(([, step]) => step < points[0][1]), ...points];
-  }
+  const together = (before, more, key, order) => {
+    const all = new Map([...before, ...(more ?? [])].map((one) => [one[key], one]));
+    return [...all.values()].sort((a, b) => a[order] - b[order]);
+  };
+  next.rounds = together(history.rounds, changes.rounds, "round", "round");
+  next.marks = together(history.marks, changes.marks, "id", "time");
+  next.steps = { ...history.steps };
+  for (const [replica, points] of Object.entries(changes.steps ?? {}))
+    next.steps[replica] = [...(next.steps[replica] ?? []).filter(([, step]) => step < points[0][1]), ...points];
   return next;
 }

@@ -40,8 +40,8 @@ function tile(root, name, value, sub) {
   return node;
 }
 
-export function drawTiles(root, { history, frame, time }) {
-  const rounds = history.rounds.filter((round) => round.closed <= (time ?? Infinity) && round.validation_loss !== null);
+export function drawTiles(root, { history, until, frame }) {
+  const rounds = until.rounds.filter((round) => round.validation_loss !== null);
   const replicas = Object.values(frame?.replicas ?? {});
   const { empty, members: present } = withoutEmpty(history.topology, frame, 0);
   const states = present.map(({ id }) => frame?.members[id]?.state ?? "absent");

@@ -3,10 +3,10 @@
 import { LineChart } from "./chart.js";
 import { attribute, behind, cut, el, say, svg, table } from "./dom.js";
 import { place } from "./layout.js";
-import { fit, itemButton, lanesLayer, linksLayer, rect, text, toExchange } from "./links.js";
+import { fit, itemButton, lanesLayer, linksLayer, linksTable, rect, text, toExchange } from "./links.js";
 import { curves } from "./rounds.js";
 import { withoutEmpty } from "./summary.js";
-import { MEMBER_STATES, REPLICA_STATES, count, duration, eventsList, lookUp, loss, path, percent, rate, symbols } from "./words.js";
+import { MEMBER_STATES, REPLICA_STATES, count, duration, eventsList, lookUp, loss, path, percent, symbols } from "./words.js";
 import { ZoomedPicture } from "./zoom.js";
 
 const CARD_TEXT = { full: [19, 40], medium: [18, 37], small: [18, 18] }; // baselines of the name and of the state
@@ -41,8 +41,7 @@ export class TopologyView {
     }).observe(this.holder);
   }
 
-  update({ history, frame, select, time }) {
-    const until = time ?? Infinity;
+  update({ history, until, frame, select }) {
     const topology = withoutEmpty(history.topology, frame, EMPTY_SHOWN);
     if (topology.empty.length) topology.replicas.push({ id: "", kind: "empty", members: [] });
     const key = JSON.stringify({ ...topology, empty: topology.empty.length });
@@ -51,8 +50,8 @@ export class TopologyView {
     if (!isSame || !this.picture) this.build();
     this.draw();
     this.zoomed.mark(select);
-    this.drawEvents(history.marks.filter((mark) => mark.time <= until));
-    this.drawLoss(history, until);
+    this.drawEvents(until.marks);
+    this.drawLoss(until);
     this.membersTable.refresh();
     this.linksTable.refresh();
   }
@@ -64,10 +63,9 @@ export class TopologyView {
     this.eventsKey = key;
   }
 
-  drawLoss(history, until) {
-    const rounds = history.rounds.filter((round) => round.closed <= until);
-    const lines = curves(history, rounds, until, "round");
-    const key = `${lines.map(({ points }) => points.length)} ${rounds.length} ${document.documentElement.dataset.theme}`;
+  drawLoss(until) {
+    const lines = curves(until, "round");
+    const key = `${lines.map(({ points }) => points.length)} ${until.rounds.length} ${document.documentElement.dataset.theme}`;
     if (key !== this.lossKey) this.chart.update(lines, "round");
     this.lossKey = key;
   }
@@ -248,17 +246,4 @@ function membersTable(history, frame) {
   };
   const columns = ["Member", "Replica", "State", "Detail", "Device", "Loss", "Tokens/s (replica)", "Last report"];
   return table("Members", columns, history.topology.members.map(row));
-}
-
-function linksTable(history, frame) {
-  const rows = history.topology.links.map((link) => {
-    const way = (name) => {
-      const flow = frame?.links[link.id]?.[name] ?? {};
-      const capacity = link.bandwidth?.[name] == null ? "unlimited" : rate(link.bandwidth[name]);
-      return [rate(flow.rate), capacity, percent(flow.busy), percent(flow.awaited)];
-    };
-    return [`${link.source} – ${link.target}`, ...way("there"), ...way("back")];
-  });
-  const ways = ["there", "back"].flatMap((way) => ["Rate", "Capacity", "Busy", "Awaited"].map((one) => `${one} ${way}`));
-  return table("Links", ["Link", ...ways], rows);
 }

@@ -20,6 +20,7 @@ const known =
 
 export const bytes = known((value) => scaled(value, "B"));
 export const rate = known((value) => scaled(value * 8, "bit/s")); // bytes a second come in, lines are sold in bits
+export const capacity = (value) => (value == null ? "unlimited" : rate(value));
 export const percent = known((share) => `${Math.round(100 * share)} %`);
 export const signed = known((share) => `${share < -0.005 ? "−" : share > 0.005 ? "+" : ""}${percent(Math.abs(share))}`);
 export const loss = known((value) => value.toFixed(4));
