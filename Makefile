@@ -69,7 +69,6 @@ proto: $(READY)
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. hetero_pp/messages/messages.proto
 
 schema: $(READY)
-	$(BIN)/hetero-pp schema > configs/schema.json
 	$(BIN)/python benchmarks/launch_with_faults.py --schema > benchmarks/fault_injection/schema.json
 	$(BIN)/python docs/generate_reference.py
 

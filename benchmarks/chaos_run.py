@@ -134,8 +134,8 @@ class ChaosRun:
         return self.runs
 
     def replay(self) -> str:
-        """Return the exit code and the last line of `hetero-pp replay` for the run."""
-        command = [sys.executable, "-P", "-m", "hetero_pp", "replay", str(self.folder)]
+        """Return the exit code and the last line of `hetero-pp log replay` for the run."""
+        command = [sys.executable, "-P", "-m", "hetero_pp", "log", "replay", str(self.folder)]
         done = subprocess.run(command, capture_output=True, text=True)
         return f"rc {done.returncode}: " + ([*done.stdout.splitlines(), *done.stderr.splitlines()] or [""])[-1]
 

@@ -1,4 +1,6 @@
-"""Write docs/reference/: pages about each command, each setting and the Python API, from their own descriptions.
+"""Write docs/reference/: pages about each command, setting and method and the Python API, from their own descriptions.
+
+Also configs/schema.json, the schema of a run's YAML.
 
 `make schema` runs it. Never edit the pages: a test compares them with what this file writes.
 """
@@ -9,13 +11,16 @@ import ast
 import inspect
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from typer.main import get_command
 
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.outer.methods import METHODS
 from hetero_pp.program.cli import app
 from hetero_pp.program.operate.metrics import METRICS, build_info
 
@@ -30,6 +35,7 @@ def pages() -> dict[str, str]:
     texts = {
         "commands.md": _commands(),
         "settings.md": _settings("Settings of a run's YAML", "configs/schema.json"),
+        "methods.md": _methods_table(),
         "faults.md": _settings("Settings of a file of faults", "benchmarks/fault_injection/schema.json"),
         "python.md": _python(),
         "metrics.md": _metrics(),
@@ -58,7 +64,12 @@ def _commands() -> Iterator[str]:
     yield "# Commands"
     yield "\n`hetero-pp COMMAND --help` prints the same."
     commands: dict[str, Any] = getattr(get_command(app), "commands")  # noqa: B009 (the type has none)
+    for name, group in [*commands.items()]:
+        for part, command in getattr(group, "commands", {}).items():
+            commands[f"{name} {part}"] = command
     for name, command in commands.items():
+        if getattr(command, "commands", None):
+            continue
         arguments = [one for one in command.params if one.param_type_name == "argument"]
         options = [one for one in command.params if one.param_type_name == "option"]
         yield f"\n## {name}\n"
@@ -141,6 +152,26 @@ def _default(schema: dict[str, Any]) -> str:
     return f"`{json.dumps(value).strip(chr(34))}`"
 
 
+# ---- methods ----
+
+
+def _methods_table() -> Iterator[str]:
+    yield "# Methods"
+    yield "\nThe keys of `outer` that a method sets. Keys beside `outer.method` override them. [Methods](../methods.md)"
+    yield "explains the parts.\n"
+    rows = [(f"`{name}`", method.paper, f"`{_flow(method.cells)}`") for name, method in METHODS.items()]
+    yield from _table(("method", "paper", "keys"), rows)
+
+
+def _flow(value: Any) -> str:
+    """Format a value as YAML in one line; fractions with numerator 1 as `1/128`."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_flow(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, float) and 0 < value < 1 and Fraction(value).numerator == 1:
+        return str(Fraction(value))
+    return f"{value:g}" if isinstance(value, float) else str(value).lower()
+
+
 # ---- metrics ----
 
 
@@ -191,7 +222,9 @@ def _methods(described: ast.ClassDef) -> Iterator[str]:
 
 
 def main() -> None:
-    """Write the pages."""
+    """Write the schema and the pages."""
+    schema = json.dumps(RunConfig.model_json_schema(), indent=2)
+    (ROOT / "configs" / "schema.json").write_text(f"{schema}\n", encoding="utf-8")
     folder = ROOT / "docs" / "reference"
     folder.mkdir(exist_ok=True)
     for name, text in pages().items():

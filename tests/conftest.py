@@ -51,7 +51,7 @@ SLOW = (
     "program/test_missed_reports",
     "program/test_rehearse",
     "program/test_interrupts",
-    "program/test_doctor",
+    "program/test_check_machine",
     "audit/test_hostile_runs",
     "link/test_cut",
     "stages/test_undo",

@@ -25,7 +25,7 @@ OF_COMMANDS = [
     "hetero_pp.program.launch.command",
     "hetero_pp.program.join.command",
     "hetero_pp.program.rehearse.command",
-    "hetero_pp.program.replay",
+    "hetero_pp.program.run_log",
     "hetero_pp.research.experiments.command",
     "hetero_pp.research.experiments.training",
     "tensorboard.summary.writer.record_writer",

@@ -97,7 +97,8 @@ class AuditSettings(Settings):
     """Audits of contributions. Without hostile members they change no bit of a run."""
 
     by: Literal["exchange", "validators"] = Field(
-        "exchange", description="who audits: a thread beside the exchange, or processes started by `hetero-pp validate`"
+        "exchange",
+        description="who audits: a thread beside the exchange, or processes started by `hetero-pp audit validate`",
     )
     gauntlet: Annotated[GauntletSettings | Literal["off"] | None, BeforeValidator(_off)] = Field(
         None,

@@ -17,6 +17,23 @@ def shipped(path: str) -> Path:
     return (_installed() if is_installed() else _installed().parents[1]) / path
 
 
+def shipped_yaml(path: Path) -> Path | None:
+    """Return the shipped YAML that a path names: `quickstart`, `paper/1b` or `configs/quickstart.yaml`; else None.
+
+    A file of the user comes first.
+    """
+    inside = path if path.suffix == "" else path.relative_to("configs") if path.is_relative_to("configs") else None
+    if inside is None or os.path.exists(path) or inside.with_suffix("").as_posix() not in shipped_names():  # noqa: PTH110 (it answers for names that are too long, too)
+        return None
+    return shipped("configs") / inside.with_suffix(".yaml")
+
+
+def shipped_names() -> list[str]:
+    """Return the names of all shipped YAMLs."""
+    configs = shipped("configs")
+    return [one.relative_to(configs).with_suffix("").as_posix() for one in sorted(configs.rglob("*.yaml"))]
+
+
 def is_config(text: str) -> bool:
     """Return whether a text is the path of a file, or the name of a shipped YAML, such as `quickstart`."""
     name = text.removeprefix("configs/").removesuffix(".yaml")

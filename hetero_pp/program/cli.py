@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated
 
 import typer
 
-from hetero_pp.program.commands import first_steps, predictions, results, runs
+from hetero_pp.program.commands import predictions, results, runs
 
 app = typer.Typer(
     help="Pre-train one language model on datacenters and groups of home machines in one run.",
@@ -27,14 +28,15 @@ def _main(
         raise typer.Exit
 
 
-_GROUPS = {
-    "Start": (first_steps.init, first_steps.doctor, runs.launch, results.view),
-    "Predict": (predictions.check, predictions.simulate, predictions.plan, predictions.calibrate, runs.rehearse),
+_GROUPS: Mapping[str, Sequence[Callable[..., None]]] = {
+    "Start": (predictions.init, predictions.check, runs.launch, results.view),
+    "Predict": (predictions.simulate, predictions.plan, predictions.calibrate, runs.rehearse),
     "Together": (runs.serve, runs.invite, runs.revoke, runs.join, runs.leave, runs.status),
-    "Audit": (runs.validate, results.replay, results.verify, results.scores),
-    "Reproduce": (results.reproduce, results.methods, results.compare, results.volume, results.export, results.schema),
+    "Results": (results.reproduce, results.export),
 }
 
 for group, commands in _GROUPS.items():
     for command in commands:
         app.command(rich_help_panel=group)(command)
+for commands_of in (results.log, results.audit):
+    app.add_typer(commands_of, rich_help_panel="Verify")

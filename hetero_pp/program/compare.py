@@ -1,4 +1,4 @@
-"""`hetero-pp compare`: several runs in one table, and a picture of their validation losses."""
+"""`hetero-pp view --compare`: several runs in one table, and a picture of their validation losses."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def why_no_scores(spec: RunSpec) -> str | None:
 def defence_lines(spec: RunSpec) -> Iterator[str]:
     """Yield a line for each audit of a run, or the price of having none."""
     audit, replicas = spec.config.audit, spec.config.replicas
-    where = "beside the exchange" if audit.by == "exchange" else "by each `hetero-pp validate`"
+    where = "beside the exchange" if audit.by == "exchange" else "by each `hetero-pp audit validate`"
     if (compares := audit.compares) is not None and compares.agreement is not None:
         yield "Signs: compared before a round closes, which leaves out a contribution that goes against the others"
     if (scores := audit.scores) is not None:

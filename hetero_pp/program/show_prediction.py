@@ -23,10 +23,18 @@ from hetero_pp.core.units import (
 )
 from hetero_pp.program.report.output import say
 from hetero_pp.program.report.tables import PlainTable, heads_of, spanned
-from hetero_pp.program.show_exchange import print_exchange
+from hetero_pp.simulator.exchange_load import (
+    CALL_SECONDS,
+    POSITION_SECONDS,
+    RELAY_SECONDS_A_GIGABYTE,
+    TRANSFER_SECONDS_A_GIGABYTE,
+    VALUE_SECONDS,
+    ExchangeLoad,
+)
 from hetero_pp.simulator.memory import by_kind, memory_assumptions
 from hetero_pp.simulator.prediction import Prediction, PublishedComparison, ReplicaPrediction
 from hetero_pp.simulator.sweep import Sweep, changes_nothing
+from hetero_pp.simulator.traffic import RINGS
 from hetero_pp.simulator.waiting import ReplicaWaits
 
 
@@ -46,8 +54,13 @@ def print_prediction(
     absolute, relative = format_percent(use["absolute"]), format_percent(use["relative"])
     say(console, f"Members train {absolute} of the time, {relative} of the share that free links allow.")
     whole = f"{prediction.tokens:,} tokens in {format_duration(prediction.days * 86400)}"
-    hours = _accelerator_time(prediction.accelerator_hours)
-    say(console, f"{prediction.tokens_per_second:,.0f} tokens per second: {whole}; {hours}.")
+    hours = prediction.accelerator_hours
+    of_accelerators = (
+        f"{format_number(hours)} accelerator-hours"
+        if hours >= 1
+        else f"{format_duration(3600 * hours)} of accelerators"
+    )
+    say(console, f"{prediction.tokens_per_second:,.0f} tokens per second: {whole}; {of_accelerators}.")
     print_waiting(console, waits)
     has_stages = any(link.target != EXCHANGE for link in spec.links.values())
     between = "; the tables below have the traffic between stages" if has_stages else ""
@@ -60,7 +73,11 @@ def print_prediction(
     _print_links(console, spec, prediction)
     if prediction.lines:
         _print_lines(console, spec, prediction)
-    _print_folded(console, spec)
+    rows = table_rows(spec)
+    if len(rows) < len(alike(spec)) and any(rows):
+        told = "Rows with ranges are for replicas that differ; `--json FILE` lists each replica."
+        draw = "To predict many equal replicas without listing them, use simulate.fleets."
+        say(console, f"{told} {draw}", style="dim")
     print_exchange(console, prediction.exchange)
     _print_published(console, "", {"": prediction.published})
 
@@ -75,13 +92,6 @@ def print_assumption(console: Console, assumed: str) -> None:
     """Print the hardware that the prediction assumes for members without `hardware`."""
     if assumed:
         say(console, f"Note: {assumed}.")
-
-
-def _accelerator_time(hours: float) -> str:
-    """Format accelerator time: `14.3 accelerator-hours`; times below one hour in minutes or seconds."""
-    if hours >= 1:
-        return f"{format_number(hours)} accelerator-hours"
-    return f"{format_duration(3600 * hours)} of accelerators"
 
 
 Alike = Sequence[ReplicaPrediction]
@@ -167,15 +177,6 @@ def _print_memory(console: Console, spec: RunSpec, classes: Sequence[tuple[str, 
     _explain(console, *memory_assumptions(spec.config))
 
 
-def _print_folded(console: Console, spec: RunSpec) -> None:
-    """Print that rows stand for replicas that differ, and how to predict many replicas without listing them."""
-    folded = sum(len(replicas) for replicas in table_rows(spec)) if len(table_rows(spec)) < len(alike(spec)) else 0
-    if folded:
-        rows = "Rows with ranges are for replicas that differ; `--json FILE` lists each replica."
-        draw = "To predict many equal replicas without listing them, use simulate.fleets."
-        say(console, f"{rows} {draw}", style="dim")
-
-
 def _print_links(console: Console, spec: RunSpec, prediction: Prediction) -> None:
     table = PlainTable(["link"], heads_of(DIRECTIONS, "a round", "busy"))
     links = (link for replica in prediction.replicas for link in replica.links)
@@ -246,20 +247,19 @@ def _print_without_effect(
     console: Console, sweep: Sweep, curves: Sweep | None, found: Mapping[str, Mapping[str, Prediction]]
 ) -> None:
     """Print which of the varied keys have no effect on the prediction, or none that the table shows."""
-    plain = {curve: {value: replace(one, published=()) for value, one in of.items()} for curve, of in found.items()}
-    shown = {curve: {value: _row(one) for value, one in of.items()} for curve, of in found.items()}
-    in_vain = _without_effect(sweep, curves, plain)
-    for varied in _without_effect(sweep, curves, shown):
+
+    def idle(form: Callable[[Prediction], object]) -> list[Sweep]:
+        """Return the varied sweeps that change nothing in this form of the predictions."""
+        of = {curve: {value: form(one) for value, one in row.items()} for curve, row in found.items()}
+        still = [sweep] if all(changes_nothing(row.values()) for row in of.values()) else []
+        if curves is not None and all(changes_nothing(row[value] for row in of.values()) for value in sweep.values):
+            still.append(curves)
+        return still
+
+    in_vain = idle(lambda one: replace(one, published=()))
+    for varied in idle(_row):
         what = "no predicted number" if varied in in_vain else "almost nothing, and none of these numbers"
         say(console, f"{varied.title} changes {what}: its {len(varied.values)} values give the same.")
-
-
-def _without_effect(sweep: Sweep, curves: Sweep | None, found: Mapping[str, Mapping[str, object]]) -> list[Sweep]:
-    """Return the varied sweeps that change nothing in `found`."""
-    idle = [sweep] if all(changes_nothing(of.values()) for of in found.values()) else []
-    if curves is not None and all(changes_nothing(of[value] for of in found.values()) for value in sweep.values):
-        idle.append(curves)
-    return idle
 
 
 def _print_published(console: Console, key: str, found: Mapping[str, Sequence[PublishedComparison]]) -> None:
@@ -300,3 +300,68 @@ def _short(value: str) -> str:
     number, _, unit = value.partition(" ")
     formats = {"bit/s": format_bits_per_second, "s": format_seconds, "B": format_bytes}
     return formats[unit](float(number)) if unit in formats else value
+
+
+# ---- the exchange ----
+
+ASSUMED_LINE = 1e9
+"""Bits per second that the table assumes for an exchange without a line."""
+
+
+def print_exchange(console: Console, load: ExchangeLoad) -> None:
+    """Print the bytes that cross the exchange's line in a round, their transfer time, memory and CPU time."""
+    table = PlainTable(["exchange, a round"], ["receives", "sends"], ["line"])
+    table.add_row("contributions", format_bytes(load.contributions.received), format_bytes(load.contributions.sent))
+    if load.relayed_links:
+        relayed = load.relayed
+        both = ("?", "?") if relayed is None else (format_bytes(relayed.received), format_bytes(relayed.sent))
+        table.add_row(format_count(load.relayed_links, "relayed stage link"), *both)
+    limits = load.received_bits_a_second, load.sent_bits_a_second
+    if load.is_limited:
+        down, up = map(format_bits_per_second, limits)
+        name = f"{load.line or 'simulate.exchange_bandwidth'}: {down} down, {up} up"
+    else:
+        given = "none given" if load.line is None else f"{load.line}: unlimited"
+        limits, name = (ASSUMED_LINE, ASSUMED_LINE), f"{given}; shown: {format_bits_per_second(ASSUMED_LINE)}"
+    took = load.seconds(*limits)
+    table.add_row("takes, at its line", format_duration(took.received), format_duration(took.sent), name)
+    console.print(table)
+    way = ""
+    if load.way in RINGS:
+        way = f"Contributions go from replica to replica (simulate.exchange: {load.way}), not through the exchange."
+    elif load.way == "store":
+        way = (
+            "Contributions go through store.url: members upload and download them there. The exchange "
+            "reads each one twice, to check it and to audit the round."
+        )
+    elif load.relayed_links:
+        way = (
+            "Stage links are relayed if neither stage has an address (listen) that the other can dial. "
+            "Times of steps do not include the relay."
+        )
+    if way:
+        say(console, way, style="dim")
+    largest, first = format_bytes(load.largest_checkpoint_bytes), format_bytes(load.first_checkpoint_bytes)
+    at_start = f"{first} to all members at the start of the run"
+    joining = f"It also sends run checkpoints: up to {largest} to each member that joins, and {at_start}."
+    say(console, joining, style="dim")
+    memory = ", ".join(f"{part} {format_bytes(size)}" for part, size in load.memory_bytes.items() if size)
+    cpu = ", ".join(f"{part} {format_duration(seconds)}" for part, seconds in load.cpu_seconds.items() if seconds)
+    bytes_ = f"{TRANSFER_SECONDS_A_GIGABYTE:g} s per GB of TLS, {RELAY_SECONDS_A_GIGABYTE:g} s per GB relayed"
+    values = f"{1e9 * VALUE_SECONDS:g} ns per decoded value and {1e9 * POSITION_SECONDS:g} ns for its position"
+    costs = f"{bytes_}, {format_seconds(CALL_SECONDS)} per call, {values} (benchmarks/exchange_load.py)"
+    holds = f"{format_bytes(sum(load.memory_bytes.values()))} of memory ({memory})"
+    takes = f"{format_duration(sum(load.cpu_seconds.values()))} of CPU time per round ({cpu})"
+    say(console, f"Its process needs about {holds} and {takes}. Assumed CPU time: {costs}.", style="dim")
+    if load.is_limited or load.way in RINGS:
+        return
+    carried = load.carried
+    sends = carried.sent >= carried.received
+    what = f"sends {format_bytes(carried.sent)}" if sends else f"receives {format_bytes(carried.received)}"
+    lacks, remedy = "no line is set", "set exchange.line"
+    if load.line is not None:
+        lacks, remedy = f"its line `{load.line}` has no bandwidth", f"set lines.{load.line}.bandwidth"
+    seconds = format_duration(max(took.received, took.sent))
+    slow = f"at {format_bits_per_second(ASSUMED_LINE)} that takes {seconds}"
+    assumed = f"exchange: {lacks}, so its bandwidth is assumed to be unlimited; it {what} per round: {slow}; {remedy}"
+    say(console, assumed, bold="exchange:")

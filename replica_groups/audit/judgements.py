@@ -176,7 +176,7 @@ class Judgements(NoAudits):
         awaits = self._book is not None and self._settings.by == "validators"
         if awaits and self.is_audited and round_ - self._heard > UNAUDITED_ROUNDS:
             since = f"no validator has judged a round since round {self._heard}"
-            self.unaudited(f"{since}; `hetero-pp validate` starts one")
+            self.unaudited(f"{since}; `hetero-pp audit validate` starts one")
 
     def differed(self, replica: str, round_: int) -> None:
         self._differing[round_ + 1].add(replica)

@@ -49,7 +49,7 @@ class Exclusion(BaseModel):
 
 
 class KeptScores(BaseModel):
-    """State of the audits after a judged round: an exchange goes on from it, and `hetero-pp scores` shows it."""
+    """State of the audits after a judged round: an exchange goes on from it, and `hetero-pp audit scores` shows it."""
 
     round: int
     book: str | None

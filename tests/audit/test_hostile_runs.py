@@ -147,7 +147,7 @@ def test_records_have_no_excluded_replica_and_replay_has_their_bits(cheated: Lyi
 
 def test_the_command_shows_who_is_excluded_and_why(cheated: LyingRun, tmp_path: Path) -> None:
     runs, found = cheated.folder.path.parent, tmp_path / "scores.json"
-    out = CliRunner().invoke(app, ["scores", "t", "--json", str(found), "--runs", str(runs)]).output
+    out = CliRunner().invoke(app, ["audit", "scores", "t", "--json", str(found), "--runs", str(runs)]).output
     assert "copy of" in out and f"t: scores after round {ROUNDS}" in out
     told = json.loads(found.read_text())
     excluded = {one["replica"]: one["excluded_until"] for one in told["replicas"] if one["excluded"]}

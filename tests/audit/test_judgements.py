@@ -373,7 +373,7 @@ def test_a_run_without_a_validator_says_so_once(run: Run, monkeypatch: pytest.Mo
     judgements.take(_losses(5, a=GOOD), "v")
     told = [(what, cause) for what, _, cause in _membership_state(run)]
     assert [what for what, _ in told] == [pb.UNAUDITED, pb.AUDITED]
-    assert told[0][1] == "no validator has judged a round since round 0; `hetero-pp validate` starts one"
+    assert told[0][1] == "no validator has judged a round since round 0; `hetero-pp audit validate` starts one"
 
 
 def test_damaged_scores_begin_anew_and_say_so(run: Run) -> None:

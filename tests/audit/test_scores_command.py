@@ -1,4 +1,4 @@
-"""`hetero-pp scores`: of a run without audits, of one that is not judged yet, and of a replica that left."""
+"""`hetero-pp audit scores`: of a run without audits, of one that is not judged yet, and of a replica that left."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hetero_pp.config.folder import RunFolder
 from hetero_pp.config.yaml_file import save_config
 from hetero_pp.core.errors import ConfigError, DamagedFile
 from hetero_pp.messages.messages_pb2 import Score, Scores
-from hetero_pp.program.scores import print_scores
+from hetero_pp.program.audits import print_scores
 from replica_groups.exchange.audits import Exclusion, keep_scores, scores_key
 
 

@@ -23,14 +23,14 @@ from hetero_pp.data.sources import open_source, tokens_digest
 from hetero_pp.messages.messages_pb2 import AUDITED, UNAUDITED, Judgement, Report, RoundRecord
 from hetero_pp.outer.apply_round import FetchBlob
 from hetero_pp.outer.step import OuterOptimizer
-from hetero_pp.program import validate as program
+from hetero_pp.program import audits as program
+from hetero_pp.program.audits import Access, FollowedRun, RunChanged, access_to, require_same_text, validate
 from hetero_pp.program.cli import app
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.program.launch.inputs import settled
 from hetero_pp.program.report.lines import words_of
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.summary import summary_of
-from hetero_pp.program.validate import Access, FollowedRun, RunChanged, access_to, require_same_text, validate
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.identities import Secret
 from replica_groups.audit import validator as module
@@ -95,7 +95,7 @@ def test_a_validator_elsewhere_judges_over_grpc(corpus: Path, tmp_path: Path) ->
         told = CliRunner().invoke(app, ["invite", "t", "--validator", "one", "--address", run.address, *runs])
         pass_.write_text(told.stdout)
         assert told.exit_code == 0 and SECRET.text not in told.stdout
-        command = ["validate", "t", "--pass", str(pass_), "--device", "cpu", *runs]
+        command = ["audit", "validate", "t", "--pass", str(pass_), "--device", "cpu", *runs]
         with ThreadPoolExecutor(1) as members:
             trained = members.submit(run.until_over)
             done = CliRunner().invoke(app, command)
@@ -238,7 +238,7 @@ def test_a_validator_that_cannot_reach_the_exchange(corpus: Path, tmp_path: Path
         validate(tmp_path, "t", None, "cpu", None)
     spec = lying_spec(corpus, 2, {}, audit={"by": "validators", **GAUNTLET})
     save_config(spec.config, folder.config)
-    command = ["validate", "t", "--pass", str(folder.config), "--name", "first", "--runs", str(tmp_path)]
+    command = ["audit", "validate", "t", "--pass", str(folder.config), "--name", "first", "--runs", str(tmp_path)]
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 2 and "--name: found `first` with --pass, which has a name" in done.stderr
     with pytest.raises(

@@ -39,8 +39,8 @@ def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path
 
 
 def check(*arguments: object) -> tuple[int, str]:
-    """Return the exit code and the output of `hetero-pp verify`."""
-    done = CliRunner().invoke(app, ["verify", *map(str, arguments)])
+    """Return the exit code and the output of `hetero-pp log verify`."""
+    done = CliRunner().invoke(app, ["log", "verify", *map(str, arguments)])
     torch.set_num_threads(1)
     return done.exit_code, done.output
 

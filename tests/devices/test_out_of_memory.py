@@ -25,7 +25,6 @@ from hetero_pp.core.errors import GivenUp, OutOfMemory, RunFailed
 from hetero_pp.messages.messages_pb2 import GIVEN_UP, Report
 from hetero_pp.model.inner import InnerOptimizer
 from hetero_pp.program.join import command
-from hetero_pp.program.join.membership import Membership
 from hetero_pp.program.launch import supervisor as supervisor_module
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.program.launch.job import GONE
@@ -184,19 +183,18 @@ def test_the_last_process_of_a_host_is_given_up(tmp_path: Path, monkeypatch: pyt
 
 def test_a_join_that_is_given_up_frees_its_slot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A join that fails for another reason does not: its members may come back."""
-    freed: list[str] = []
-    prepared = SimpleNamespace(spec=SimpleNamespace(config=None))
-    for name in ("_prepared", "_require_same_text", "_exchange"):
-        monkeypatch.setattr(command, name, lambda *_: prepared)
+    freed: list[object] = []
+    config = SimpleNamespace(exchange=SimpleNamespace(timeout=1.0))
+    prepared = SimpleNamespace(spec=SimpleNamespace(config=config), devices={}, notes=(), source=None)
+    monkeypatch.setattr(command, "prepare", lambda *_, **__: prepared)
+    for name in ("_configure", "ConfigFile", "tokens_digest", "InvitedKeys", "note_left"):
+        monkeypatch.setattr(command, name, lambda *_, **__: None)
     for name in ("leavable", "renewed"):
         monkeypatch.setattr(command, name, lambda *_: nullcontext())
-
-    def give_back(membership: Membership) -> str:
-        freed.append(membership.slot)
-        return f"{membership.slot} is free again"
-
-    monkeypatch.setattr(command, "_give_back", give_back)
-    membership, here = SimpleNamespace(run="t", slot="b"), SimpleNamespace(runs=tmp_path, rehearses=False)
+    monkeypatch.setattr(command, "give", lambda address, identity: freed.append(address))
+    identity = SimpleNamespace(latest=None, kept_in="kept")
+    membership = SimpleNamespace(run="t", slot="b", address="b", identity=identity, credentials=None)
+    here = SimpleNamespace(runs=tmp_path, rehearses=False, listen="127.0.0.1:0")
     for error in (RunFailed("the exchange is gone"), GivenUp(CAUSE)):
 
         def fail(*_: object, error: RunFailed = error) -> None:

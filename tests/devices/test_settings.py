@@ -136,7 +136,7 @@ def test_check_names_the_devices(corpus: Path, tmp_path: Path, monkeypatch: pyte
     sets = ["--set", f"data.corpus={corpus}", "--set", "data.sequence_length=16", "--runs", str(tmp_path / "runs")]
     found = CliRunner().invoke(app, ["check", str(path), *sets])
     assert found.exit_code == 0, found.stderr
-    told = "Devices on this host: dc on cuda:0 Card 0; home.0 .. home.2 on cuda:1 Card 1."
+    told = "OK memory enough memory; dc on cuda:0 Card 0; home.0 .. home.2 on cuda:1 Card 1"
     assert told in " ".join(found.stdout.split())
 
 

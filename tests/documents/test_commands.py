@@ -95,15 +95,15 @@ RUN_BY = {
     "hetero-pp export runs/mixed --to mixed-hf": EXPORTED,
     "hetero-pp export runs/quickstart --to quickstart-hf": EXPORTED,
     "hetero-pp export runs/quickstart --to quickstart-hf-12 --round 12 --dtype bf16": EXPORTED,
-    "hetero-pp replay runs/quickstart": REPLAYED,
-    "hetero-pp replay runs/quickstart --round 12 --to theta-12.safetensors --json found.json": REPLAYED,
-    "hetero-pp validate quickstart --device cpu --name first": VALIDATED,
+    "hetero-pp log replay runs/quickstart": REPLAYED,
+    "hetero-pp log replay runs/quickstart --round 12 --to theta-12.safetensors --json found.json": REPLAYED,
+    "hetero-pp audit validate quickstart --device cpu --name first": VALIDATED,
     "hetero-pp invite quickstart --validator second > second.pass": VALIDATED,
-    "hetero-pp validate s3://bucket/quickstart --pass second.pass": VALIDATED,
-    "hetero-pp scores quickstart --json scores.json": (
+    "hetero-pp audit validate s3://bucket/quickstart --pass second.pass": VALIDATED,
+    "hetero-pp audit scores quickstart --json scores.json": (
         "tests/audit/test_hostile_runs.py::test_the_command_shows_who_is_excluded_and_why"
     ),
-    "hetero-pp compare quickstart quickstart.1 /data/other/run": (
+    "hetero-pp view quickstart quickstart.1 --compare compare.png": (
         "tests/program/test_compare.py::test_what_differs_and_what_was_reached"
     ),
     "hetero-pp calibrate configs/quickstart.yaml --write calibration.yaml": CALIBRATED,
@@ -126,8 +126,8 @@ RUN_BY = {
     "hetero-pp invite hosts --address HOST:47600": JOINED,
     "hetero-pp invite hosts --slot dc --address HOST:47600": JOINED,
     "hetero-pp join hpp1.CMfx43ja...": JOINED,
-    "hetero-pp doctor hpp1.CMfx43ja...": "tests/program/test_doctor.py::test_a_ticket_passes_and_stays_usable",
-    "hetero-pp verify runs/quickstart/evidence/000007-home": (
+    "hetero-pp check hpp1.CMfx43ja...": "tests/program/test_check_machine.py::test_a_ticket_passes_and_stays_usable",
+    "hetero-pp log verify runs/quickstart/evidence/000007-home": (
         "tests/audit/test_verify.py::test_evidence_proves_the_lie"
     ),
     "git apply docs/patches/root.patch": PATCHED,
@@ -165,7 +165,7 @@ NOT_RUN = {
 }
 """Reason why no test runs a command as it is shown."""
 
-QUICK = {"init", "doctor", "check", "simulate", "plan", "schema"}
+QUICK = {"init", "check", "simulate", "plan"}
 WRITES = {"--write", "--json", "--chart", "--timeline"}
 SHORT = (
     *("outer.rounds=1", "inner.steps=1", "data.sequence_length=16", "data.validation_sequences=2"),
@@ -338,7 +338,9 @@ def test_options_of_the_program_are_known(page: Path) -> None:
     program: Any = get_command(app)
     for command in [*_commands(page), *_codes(page)]:
         if found := re.match(r"(?:hetero-pp|.* -m hetero_pp)(?: (\w+))?(?= |$)(.*)", command):
-            parameters = (program.commands[found[1]] if found[1] else program).params
+            chosen = program.commands[found[1]] if found[1] else program
+            parts = [] if chosen is program else getattr(chosen, "commands", {}).values()
+            parameters = [one for each in (chosen, *parts) for one in each.params]
             known = {option for one in parameters for option in (*one.opts, *one.secondary_opts)}
             assert set(re.findall(r"(?<!\S)--[\w-]+", found[2])) <= {"--help", *known}, command
 

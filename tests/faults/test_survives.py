@@ -90,7 +90,7 @@ class Survived:
         numbers = sorted(int(path.parent.name.removeprefix("round-")) for path in self.folder.glob("log/*/record.json"))
         assert numbers == list(range(1, self.rounds + 1))
         (sha256,) = set(self.summary["parameters_sha256"].values())
-        replayed = CliRunner().invoke(app, ["replay", str(self.folder)])
+        replayed = CliRunner().invoke(app, ["log", "replay", str(self.folder)])
         assert replayed.exit_code == 0, replayed.stderr
         assert replayed.stdout.split()[-1] == sha256
 
@@ -263,7 +263,7 @@ def test_a_disk_that_is_full_for_a_while_is_waited_for(corpus: Path, tmp_path: P
         run.wait_for_end()
         summary = json.loads((run.folder / "summary.json").read_text())
         events = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-        replayed = run_program("replay", str(run.folder))
+        replayed = run_program("log", "replay", str(run.folder))
         left = [path for path in run.folder.rglob("*") if path.name.endswith(".part")]
     finally:
         run.end()

@@ -56,7 +56,7 @@ def test_a_key_that_nobody_expects_any_more_is_not_taken(point: MeetingPoint) ->
 
 
 def test_a_connection_that_shows_no_whole_key_is_not_counted(point: MeetingPoint) -> None:
-    """`doctor` connects to see whether the port answers. The connection with a whole key comes after the others."""
+    """`check` connects to see whether the port answers. The connection with a whole key comes after the others."""
     refused = SimpleQueue[str]()
     point.refuse = refused.put
     for words in (b"", b"GET / HTTP/1.1", b"x" * relay.KEY_BYTES):

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
-from ruamel.yaml import YAML
 
 from hetero_pp.model.inner import InnerSettings
 from hetero_pp.outer.gradient import GradientOptimizer
@@ -24,7 +23,6 @@ from hetero_pp.outer.step import (
     parameter_sha256,
     parameters_sha256,
 )
-from hetero_pp.program.methods import as_yaml, print_methods
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, DecodedTensor, decode_blob, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import select
@@ -354,14 +352,9 @@ def test_another_method_brings_its_own_cells() -> None:
     assert outer["method"] == "made up"
 
 
-def test_every_method_is_printed_with_where_it_is_from_and_what_it_sets(capsys: pytest.CaptureFixture[str]) -> None:
-    """The printed cells are valid YAML that sets the same values."""
-    print_methods()
-    said = " ".join(capsys.readouterr().out.split())
+def test_every_method_sets_the_cells_of_its_table() -> None:
     names = get_args(OuterSettings.model_fields["method"].annotation)
     assert list(METHODS) == list(names)
     for name, method in METHODS.items():
-        assert f"{name}: {method.paper} {as_yaml(method.cells)}" in said
-        cells = YAML(typ="safe").load(as_yaml(method.cells))
-        told = OuterSettings.model_validate({"rounds": 3, "method": name, **cells})
+        told = OuterSettings.model_validate({"rounds": 3, "method": name, **method.cells})
         assert told == OuterSettings(rounds=3, method=name)

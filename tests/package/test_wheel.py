@@ -32,7 +32,6 @@ TRIED = [
     ["check", "mine.yaml"],
     ["check", "configs/quickstart.yaml"],
     ["simulate", "quickstart", "--json", "prediction.json"],
-    ["schema"],
     ["reproduce", "het-pp/table1", "--list", "--json", "listed.json"],
 ]
 """Commands that a user tries in a folder of their own."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import pytest
 from typer.main import get_command
@@ -14,6 +15,8 @@ from typer.testing import CliRunner
 
 import hetero_pp
 from hetero_pp.config.yaml_file import ConfigFile
+from hetero_pp.program.check.command import find
+from hetero_pp.program.check.findings import FindingState
 from hetero_pp.program.cli import app
 
 GOOD = """\
@@ -163,11 +166,11 @@ def test_a_busy_port(where: str, tmp_path: Path, corpus: Path) -> None:
         else:
             stages = f"stages: [{{layers: 2}}, {{layers: 2, listen: '{address}'}}]"
             text, key = GOOD.replace("stages: 4", stages), "replicas[1].stages[1].listen"
-        code, errors, path = _invoke(text, tmp_path, corpus)
-    assert code == 2
-    assert re.fullmatch(
-        rf"hetero-pp: {path}:\d+: {re.escape(key)}: found `{address}`, expected a free port .*\n", errors
-    ), errors
+        path = tmp_path / "t.yaml"
+        path.write_text(text.replace("CORPUS", str(corpus)))
+        found = find(str(path), tmp_path / "runs", None, 60.0)["ports"]
+    assert found.state is FindingState.FAIL
+    assert re.match(rf"{path}:\d+: {re.escape(key)}: found `{address}`, expected a free port ", found.line), found.line
 
 
 @pytest.mark.parametrize("steps", [2, 50])
@@ -272,17 +275,20 @@ def test_changes_on_the_command_line_count(tmp_path: Path, corpus: Path) -> None
 
 def _options() -> Iterator[tuple[str, str, str, list[str]]]:
     """Yield each option of each command that takes a path or a format, and what it takes."""
-    for name, command in get_command(app).commands.items():  # type: ignore[attr-defined]
-        [registered] = [one for one in app.registered_commands if getattr(one.callback, "__name__", "") == name]
-        hints = get_type_hints(registered.callback)
+    program: Any = get_command(app)
+    commands = {(name,): command for name, command in program.commands.items() if name not in ("log", "audit")}
+    for group in ("log", "audit"):
+        commands |= {(group, name): command for name, command in program.commands[group].commands.items()}
+    for name, command in commands.items():
+        hints = get_type_hints(inspect.unwrap(command.callback))
         needed = ["quickstart" for one in command.params if one.param_type_name == "argument" and one.required]
         for option in command.params:
             text, flag = getattr(option, "help", "") or "", max(option.opts, key=len)
             if option.param_type_name == "option" and hints[option.name] in (Path, Path | None):
                 writes = re.match("Write|Draw|With --list: write|Keep", text)
-                yield name, flag, ("folder" if "folder" in text else "file") if writes else "read", needed
-            elif name != "reproduce" and flag in ("--board", "--log-format", "--metrics", "--device", "--sweep"):
-                yield name, flag, "format", needed
+                yield " ".join(name), flag, ("folder" if "folder" in text else "file") if writes else "read", needed
+            elif name != ("reproduce",) and flag in ("--board", "--log-format", "--metrics", "--device", "--sweep"):
+                yield " ".join(name), flag, "format", needed
 
 
 @pytest.mark.parametrize(("command", "option", "kind", "arguments"), list(_options()))
@@ -299,7 +305,7 @@ def test_a_path_or_a_format_that_cannot_be_is_one_line(
     more += ["--exchange", "127.0.0.1:1"] if option == "--token-file" and command != "serve" else []
     more += ["--list"] if command == "reproduce" and option == "--json" else []
     for value in values:
-        result = CliRunner().invoke(app, [command, *arguments, option, value, *more])
+        result = CliRunner().invoke(app, [*command.split(), *arguments, option, value, *more])
         assert (result.exit_code, type(result.exception)) == (2, SystemExit), (value, result.output, result.exception)
         assert len(result.stderr.strip().splitlines()) <= 6 and "Traceback" not in result.output
 

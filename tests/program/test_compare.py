@@ -1,4 +1,4 @@
-"""`hetero-pp compare`: finished and unfinished runs side by side."""
+"""`hetero-pp view --compare`: finished and unfinished runs side by side."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Iterator[Pat
         yield runs
 
 
-def _compare(runs: Path, *arguments: str, columns: str = "120") -> tuple[int, str, str]:
-    done = CliRunner().invoke(app, ["compare", *arguments, "--runs", str(runs)], env={"COLUMNS": columns})
+def _compare(runs: Path, chart: Path, *named: str) -> tuple[int, str, str]:
+    arguments = ["view", *named, "--compare", str(chart), "--runs", str(runs)]
+    done = CliRunner().invoke(app, arguments, env={"COLUMNS": "120"})
     return done.exit_code, done.stdout, done.stderr
 
 
@@ -45,7 +46,7 @@ def _summary(runs: Path) -> Any:
 
 def test_what_differs_and_what_was_reached(runs: Path, tmp_path: Path) -> None:
     chart = tmp_path / "compare.png"
-    code, printed, errors = _compare(runs, "over", str(runs / "open"), "--chart", str(chart))
+    code, printed, errors = _compare(runs, chart, "over", str(runs / "open"))
     assert (code, errors) == (0, "")
     rows = _rows(printed)
     summary = _summary(runs)
@@ -75,7 +76,7 @@ def test_settings_that_look_the_same_have_no_row_and_times_have_a_unit(
     }
     with Run.from_yaml(MIXED, runs=runs, name="limited", **changes) as run:
         run.round()
-        code, printed, _ = _compare(runs, "over", "limited", "--chart", str(tmp_path / "c.png"))
+        code, printed, _ = _compare(runs, tmp_path / "c.png", "over", "limited")
     rows = _rows(printed)
     assert code == 0
     assert rows["exchange.timeout"][1] == "5 min"
@@ -89,7 +90,7 @@ def test_a_replica_that_one_run_lacks_is_one_row(runs: Path, tmp_path: Path, cor
     alone = [{"name": "dc", "kind": "datacenter", "batch_size": 8}]
     with Run.from_yaml(MIXED, runs=runs, name="alone", data={"corpus": str(corpus)}, replicas=alone) as run:
         run.round()
-        code, printed, _ = _compare(runs, "over", "alone", "--chart", str(tmp_path / "c.png"))
+        code, printed, _ = _compare(runs, tmp_path / "c.png", "over", "alone")
     assert code == 0
     assert _rows(printed)["replicas"] == ["dc, home", "dc"]
     assert not any(key.startswith("replicas.home") for key in _rows(printed))
@@ -104,6 +105,6 @@ def test_a_replica_that_one_run_lacks_is_one_row(runs: Path, tmp_path: Path, cor
     ],
 )
 def test_what_cannot_be_compared_is_one_line(runs: Path, named: list[str], told: str) -> None:
-    code, printed, errors = _compare(runs, *(one.replace("RUNS", str(runs)) for one in named))
+    code, printed, errors = _compare(runs, runs / "c.png", *(one.replace("RUNS", str(runs)) for one in named))
     assert (code, printed) == (2, "")
     assert errors == f"hetero-pp: {told.replace('RUNS', str(runs))}\n"

@@ -104,8 +104,6 @@ def test_what_is_asked_before_a_run(run: Run, yaml: Path, tmp_path: Path) -> Non
         ("simulate", str(yaml)),
         ("plan", str(ROOT / "configs/plan/unequal.yaml"), "--write", str(tmp_path / "plan.yaml")),
         ("launch", str(yaml), "--print-commands", "--set", "exchange.listen=0.0.0.0:47600"),
-        ("methods",),
-        ("schema",),
     ):
         code, out, errors = run(*command)
         assert (code, errors) == (0, ""), command
@@ -133,7 +131,11 @@ def test_what_is_asked_of_a_run(run: Run, yaml: Path, tmp_path: Path) -> None:
     assert "..." in out
     _require_straight(out)
     folder = str(tmp_path / "runs" / "tiny")
-    for command in (("replay", folder), ("volume", folder), ("export", folder, "--to", str(tmp_path / "hf"))):
+    for command in (
+        ("log", "replay", folder),
+        ("log", "volume", folder),
+        ("export", folder, "--to", str(tmp_path / "hf")),
+    ):
         code, out, errors = run(*command)
         assert (code, errors) == (0, ""), command
         assert out
@@ -150,7 +152,7 @@ def test_errors_that_name_what_was_typed(run: Run, yaml: Path, tmp_path: Path) -
         ("status", "größe", *runs): "gr\\xf6\\xdfe",
         ("leave", "größe", *runs): "gr\\xf6\\xdfe",
         ("join", "größe", *runs): "ticket",
-        ("replay", "größe"): "gr\\xf6\\xdfe",
+        ("log", "replay", "größe"): "gr\\xf6\\xdfe",
         ("serve", str(yaml), "--token-file", "größe", *runs): "gr\\xf6\\xdfe",
         ("calibrate", "größe"): "gr\\xf6\\xdfe",
         ("große",): "gro\\xdfe",

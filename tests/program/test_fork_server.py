@@ -76,7 +76,7 @@ def test_the_fork_server_starts_before_the_launcher_imports(config: str) -> None
 
 @pytest.mark.starts_processes
 @pytest.mark.parametrize(
-    "arguments", [["launch", str(QUICKSTART), "--help"], ["launch", "missing"], ["methods", str(QUICKSTART)]]
+    "arguments", [["launch", str(QUICKSTART), "--help"], ["launch", "missing"], ["check", str(QUICKSTART), "--help"]]
 )
 def test_no_fork_server_starts_for_a_command_without_members(arguments: list[str]) -> None:
     assert "the server starts" not in _run(AT_THE_SERVERS_START, *arguments)

@@ -468,6 +468,7 @@ def test_a_command_that_cannot_write_says_so_in_one_line_and_leaves_what_was_the
     commands = {
         "export": ["export", str(undisturbed), "--to", str(folder / "hf")],
         "replay": [
+            "log",
             "replay",
             str(undisturbed),
             "--to",
@@ -475,7 +476,7 @@ def test_a_command_that_cannot_write_says_so_in_one_line_and_leaves_what_was_the
             "--json",
             str(folder / "replay.json"),
         ],
-        "volume": ["volume", str(undisturbed), "--json", str(folder / "volume.json")],
+        "volume": ["log", "volume", str(undisturbed), "--json", str(folder / "volume.json")],
         "simulate": ["simulate", plan, "--json", str(folder / "simulated.json"), "--chart", str(folder / "chart.png")],
     }
     for name, command in commands.items():

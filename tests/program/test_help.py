@@ -34,6 +34,7 @@ VERBS = {
     "Repeat",
     "Replace",
     "Rehearse",
+    "Replay",
     "Reserve",
     "Resume",
     "Revoke",
@@ -55,10 +56,16 @@ def _texts() -> Iterator[tuple[str, str]]:
     program = get_command(app)
     yield "hetero-pp", program.help or ""
     for name, command in program.commands.items():  # type: ignore[attr-defined]
-        yield name, command.help or ""
-        for parameter in command.params:
-            if parameter.param_type_name == "option":
-                yield f"{name} {parameter.opts[0]}", parameter.help or ""
+        parts = {f"{name} {part}": one for part, one in getattr(command, "commands", {}).items()}
+        for named, one in {name: command, **parts}.items():
+            yield named, one.help or ""
+            for parameter in one.params:
+                if parameter.param_type_name == "option":
+                    yield f"{named} {parameter.opts[0]}", parameter.help or ""
+
+
+def test_there_are_at_most_18_commands() -> None:
+    assert len(get_command(app).commands) <= 18  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("what", "text"), list(_texts()))

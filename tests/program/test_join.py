@@ -65,7 +65,7 @@ def test_three_hosts_join_by_tickets_and_come_to_the_bits_of_one_process(
         there = "and writes it with: hetero-pp export homes --to FOLDER\n"
         assert said.endswith(f"homes: the run is over (round 3 of 3)\n{farewell}{there}")
     assert run.wait("exchange")[0] == 0
-    for command in (["export", "homes", "--to", str(tmp_path / "model")], ["replay", "homes"]):
+    for command in (["export", "homes", "--to", str(tmp_path / "model")], ["log", "replay", "homes"]):
         refused = CliRunner().invoke(app, [*command, "--runs", str(run.runs("anna"))])
         told = "this host joined the run, and its exchange has both; export the model there: hetero-pp export homes"
         assert (refused.exit_code, told in refused.stderr) == (2, True), refused.output

@@ -423,7 +423,7 @@ def test_the_end_tells_what_audits_found() -> None:
         "Audits: 2 rounds of replicas computed again, 1 differed from what was contributed (see metrics.jsonl)."
         in lines
     )
-    assert "Scores: 2 replicas, excluded: home (`hetero-pp scores`)." in lines
+    assert "Scores: 2 replicas, excluded: home (`hetero-pp audit scores`)." in lines
     assert "Unaudited: its disk is full." in lines
     equal = result_of(state_of([*there(), judged(START, 1, "dc", True), *made_up_reports()[3:]]))
     assert "Audits: 1 round of replicas computed again, all as contributed." in equal

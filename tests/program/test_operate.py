@@ -50,7 +50,7 @@ from hetero_pp.messages.messages_pb2 import (
 )
 from hetero_pp.program.cli import app
 from hetero_pp.program.launch.mode import Invocation
-from hetero_pp.program.operate import http_server
+from hetero_pp.program.operate import metrics as metrics_module
 from hetero_pp.program.operate.metrics import METRICS, RunCollector
 from hetero_pp.program.operate.observed import SILENT_SECONDS, Condition, Observed, health_of
 from hetero_pp.program.operate.operations import Operations, operated
@@ -318,7 +318,7 @@ def test_a_foreign_page_that_binds_its_name_to_this_machine_reads_nothing(
 
 
 def test_a_client_that_sends_byte_by_byte_is_cut(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr(http_server, "SECONDS_OF_A_CONNECTION", 0.3)
+    monkeypatch.setattr(metrics_module, "SECONDS_OF_A_CONNECTION", 0.3)
     with operated("0"):
         port = int(capsys.readouterr().out.split("http://127.0.0.1:")[1].split("/")[0])
         over = threading.Event()

@@ -97,8 +97,14 @@ def test_nothing_resumes_or_exports_a_rehearsal(rehearsed: tuple[Path, str], yam
         ["launch", str(yaml), *resume],
         ["serve", str(yaml), *resume],
         ["export", str(folder), "--to", str(folder / "hf")],
-        ["replay", str(folder)],
-        ["compare", str(folder), str(shutil.copytree(folder, folder.parent / "other")), "--runs", str(folder.parent)],
+        ["log", "replay", str(folder)],
+        [
+            "view",
+            str(folder),
+            str(shutil.copytree(folder, folder.parent / "other")),
+            "--compare",
+            str(folder / "c.png"),
+        ],
     ):
         code, said = asked(*command)
         assert code == 2 and "found a rehearsal, which trained nothing, expected a run" in said, (command, said)

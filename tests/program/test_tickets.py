@@ -30,8 +30,7 @@ from hetero_pp.messages.messages_pb2 import Report, StatusReply
 from hetero_pp.program.cli import app
 from hetero_pp.program.join.command import JoiningHost, join
 from hetero_pp.program.join.invite import good_for, invite, revoke, seconds_of
-from hetero_pp.program.join.leave import leavable, leave
-from hetero_pp.program.join.membership import take_slot
+from hetero_pp.program.join.membership import leavable, leave, take_slot
 from hetero_pp.program.join.status import print_status, status
 from hetero_pp.program.launch import hosts
 from hetero_pp.program.launch.over import keep_over
@@ -151,7 +150,7 @@ def test_the_slot_of_a_ticket_is_an_option_that_also_has_its_earlier_name(option
     assert "this ticket is for home.1, a stage of group home" in result.stderr
 
 
-@pytest.mark.parametrize("command", ["status", "doctor", "view", "leave", "invite", "export"])
+@pytest.mark.parametrize("command", ["status", "check", "view", "leave", "invite", "export"])
 def test_no_command_prints_a_pasted_ticket(command: str, served: Served, capsys: pytest.CaptureFixture[str]) -> None:
     """A ticket with other text around it is taken, or refused in one line. A part of a ticket is refused."""
     text = served.invite("home.1", capsys).strip()
@@ -161,7 +160,7 @@ def test_no_command_prints_a_pasted_ticket(command: str, served: Served, capsys:
         said = result.stdout + result.stderr
         assert not isinstance(result.exception, Exception) or isinstance(result.exception, SystemExit)
         assert text[45:75] not in said.replace("\n", "")
-        assert command == "doctor" or len(said.splitlines()) < 4
+        assert command == "check" or len(said.splitlines()) < 4
 
 
 def test_groups_of_one_entry_are_called_by_its_name() -> None:
@@ -264,7 +263,7 @@ def test_join_reads_a_ticket_from_stdin_up_to_the_line_that_completes_it(tmp_pat
 _HOLDS = """
 import signal, sys, time
 from pathlib import Path
-from hetero_pp.program.join.leave import leavable
+from hetero_pp.program.join.membership import leavable
 from hetero_pp.config.folder import RunFolder
 signal.signal(signal.SIGTERM, signal.default_int_handler)
 with leavable(RunFolder(Path(sys.argv[1])), sys.argv[2]):

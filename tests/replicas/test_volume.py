@@ -146,7 +146,7 @@ def test_the_fast_path_a_log_and_its_command_count_the_same(
     fast = train_fast(spec, prepare_tokens(spec.config.data, tmp_path / "cache"), every=Every(volume=1))
     folder, sizes = logged(kind)
     assert [one[1] for one in fast.volume] == sizes
-    done = CliRunner().invoke(app, ["volume", str(folder), "--json", str(tmp_path / "volume.json")])
+    done = CliRunner().invoke(app, ["log", "volume", str(folder), "--json", str(tmp_path / "volume.json")])
     assert done.exit_code == 0, done.output
     rounds = json.loads((tmp_path / "volume.json").read_text())["rounds"]
     assert [(one["round"], *one["measured"].values()) for one in rounds] == fast.volume
@@ -201,24 +201,24 @@ def test_what_a_gpu_holds_is_not_encoded(corpus: Path) -> None:
 
 def test_a_contribution_that_is_lost_is_damage_unless_history_may_go(finished: Path) -> None:
     next((finished / "log" / "round-000002").rglob("*.blobs")).unlink()
-    done = CliRunner().invoke(app, ["volume", str(finished)])
+    done = CliRunner().invoke(app, ["log", "volume", str(finished)])
     assert done.exit_code == 1
     assert "a contribution to round 2 is missing" in " ".join(done.output.split())
     config = RunFolder(finished).config
     config.write_text(config.read_text().replace("history: whole", "history: recent"))
-    done = CliRunner().invoke(app, ["volume", str(finished)])
+    done = CliRunner().invoke(app, ["log", "volume", str(finished)])
     assert done.exit_code == 0
     assert "mean over 2 rounds of 3 (other contributions were removed)" in " ".join(done.output.split())
 
 
 @pytest.mark.parametrize("command", ["volume", "replay"])
 def test_a_folder_is_no_file_to_write(command: str, finished: Path, tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, [command, str(finished), "--json", str(tmp_path)])
+    done = CliRunner().invoke(app, ["log", command, str(finished), "--json", str(tmp_path)])
     assert done.exit_code == 2
     assert "found a folder, expected a file" in done.output
 
 
 def test_a_run_that_is_not_there_is_told(tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["volume", str(tmp_path)])
+    done = CliRunner().invoke(app, ["log", "volume", str(tmp_path)])
     assert done.exit_code == 2
     assert f"found no run {tmp_path}" in done.output.replace("\n", " ")

@@ -161,7 +161,7 @@ def test_an_auditor_waits_for_a_store_that_is_gone(
 def test_a_run_with_recent_history_is_replayed_from_there(corpus: Path, tmp_path: Path) -> None:
     log = _train(corpus, tmp_path, "store.history=recent")
     assert (log.checkpoints(), _rounds_with_blobs(log), log.records()) == ({3, 4}, {4}, {1, 2, 3, 4})
-    found = CliRunner().invoke(app, ["replay", str(tmp_path / "small")])
+    found = CliRunner().invoke(app, ["log", "replay", str(tmp_path / "small")])
     assert found.exit_code == 0, found.output
     assert [line.split(":")[0] for line in found.stdout.splitlines() if line.startswith("round")] == [
         "round 3",

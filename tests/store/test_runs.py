@@ -82,7 +82,7 @@ def test_a_run_whose_log_lies_elsewhere(lasting: str, corpus: Path, tmp_path: Pa
     assert _train(corpus, runs, url, resume=True)["parameters_sha256"] == expected
     shutil.rmtree(folder.path / "state")
     url = lasting.replace("/runs?", "/runs/small?") if "?" in lasting else f"{lasting}/small"
-    told = CliRunner().invoke(app, ["replay", url])
+    told = CliRunner().invoke(app, ["log", "replay", url])
     assert told.exit_code == 0, told.output
     assert f"sha256 {expected['dc']}" in told.stdout
     export(runs, str(folder.path), tmp_path / "model", "fp32", 1)
@@ -140,5 +140,5 @@ def test_a_store_whose_connections_break_changes_no_bit(
             failing.shutdown()
             thread.join()
     assert min(failing.broken.values()) > 2
-    replayed = CliRunner().invoke(app, ["replay", lasting.replace("/runs?", "/runs/small?")])
+    replayed = CliRunner().invoke(app, ["log", "replay", lasting.replace("/runs?", "/runs/small?")])
     assert replayed.exit_code == 0, replayed.output

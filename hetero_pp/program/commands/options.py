@@ -1,35 +1,97 @@
-"""Arguments and options that several commands share."""
+"""Arguments and options that several commands share, and how a command ends: with one line instead of a traceback."""
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.core.shipped import shipped
-from hetero_pp.program.commands.errors import readable_errors
+from hetero_pp.core.shipped import shipped_names, shipped_yaml
+from hetero_pp.program.interrupts import INTERRUPTED, interruptible
+
+BAD_INPUT = 2
+FAILED = 1
+
+
+@contextmanager
+def readable_errors(log_format: str = "text") -> Iterator[None]:
+    """Print one line instead of a traceback for errors that the user caused or can fix, and exit.
+
+    `log_format`: how all lines of the block are printed, `text` or `json`. Exit codes: 1 for a failed run, 2 for bad
+    input, 130 for an interrupt.
+    """
+    with ExitStack() as stack:
+        if log_format == "json":
+            from hetero_pp.program.report.output import printed_as_json
+
+            stack.enter_context(printed_as_json())
+        stack.enter_context(_readable())
+        if log_format not in ("text", "json"):
+            from hetero_pp.core.errors import ConfigError
+
+            raise ConfigError((), f"--log-format: found `{log_format}`, expected `text` or `json`")
+        yield
+
+
+@contextmanager
+def _readable() -> Iterator[None]:
+    from hetero_pp.core.errors import ConfigError, HeteroPPError
+
+    try:
+        with interruptible():
+            yield
+    except ConfigError as error:
+        _leave(str(error), BAD_INPUT)
+    except HeteroPPError as error:
+        _leave(str(error), FAILED)
+    except UnicodeEncodeError as error:
+        line = error.object[: error.end].rpartition("\n")[2] + error.object[error.end :].partition("\n")[0]
+        _leave(f"{line.strip()!a}: cannot be encoded as {error.encoding}: set PYTHONUTF8=1", BAD_INPUT)
+    except OSError as error:
+        _leave_for(error)
+    except KeyboardInterrupt:
+        _leave("interrupted; all processes of this command have ended", INTERRUPTED)
+
+
+def _leave_for(error: OSError) -> NoReturn:
+    """Print one line for a file that cannot be written or read. Raises any other error as it is."""
+    from hetero_pp.core.files import OF_FILES, complaint
+
+    if error.errno not in OF_FILES:
+        raise error
+    if error.filename is None and error.errno == errno.ENOSPC:
+        with suppress(OSError):  # the rest of the buffer cannot be written at exit either
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        named = f"{error.filename}: " if error.filename is not None else ""
+        _leave(f"{named}{error.strerror}: raise the limit, such as with `ulimit -n 1024`, and start again", BAD_INPUT)
+    _leave(complaint(error) if error.filename is not None else f"standard output: {error.strerror}", BAD_INPUT)
+
+
+def _leave(message: str, code: int) -> NoReturn:
+    from hetero_pp.program.report.output import complain
+
+    complain(f"hetero-pp: {message}")
+    raise typer.Exit(code)
+
+
+# ---- values of arguments and options ----
 
 
 def _find(path: Path) -> Path:
-    """Return the path, or the shipped YAML that it names: `quickstart`, `paper/1b` or `configs/quickstart.yaml`.
-
-    A file of the user comes first. Raises ConfigError for a name that is neither.
-    """
-    is_name = path.suffix == ""
-    inside = path if is_name else path.relative_to("configs") if path.is_relative_to("configs") else None
-    if inside is None or os.path.exists(path):  # noqa: PTH110 (it answers for names that are too long, too)
-        return path
-    configs = shipped("configs")
-    names = [one.relative_to(configs).with_suffix("").as_posix() for one in sorted(configs.rglob("*.yaml"))]
-    if inside.with_suffix("").as_posix() in names:
-        return configs / inside.with_suffix(".yaml")
-    with readable_errors():
-        known = ", ".join(name for name in names if not name.startswith("experiments/"))
-        raise ConfigError((), f"{path}: found no such file, expected a YAML or one of the shipped {known}")
+    """Return the path, or the shipped YAML that it names. Ends with one line for a name that is neither."""
+    found = shipped_yaml(path) or path
+    if (path.suffix == "" or path.is_relative_to("configs")) and not os.path.exists(found):  # noqa: PTH110 (for names of any length)
+        with readable_errors():
+            known = ", ".join(name for name in shipped_names() if not name.startswith("experiments/"))
+            raise ConfigError((), f"{path}: found no such file, expected a YAML or one of the shipped {known}")
+    return found
 
 
 def new_file(path: Path | None) -> Path | None:
@@ -56,6 +118,23 @@ def _require_folder(path: Path) -> None:
             raise ConfigError((), f"{one}: found a file, expected a folder")
 
 
+def parsed_address(option: str, text: str | None) -> str | None:
+    """Return HOST:PORT as an option gave it; None without the option. Raises ConfigError for any other text."""
+    from hetero_pp.config.topology import parse_address
+
+    return None if text is None else parsed(option, parse_address, text)
+
+
+def parsed(option: str, parse: Callable[[str], str], text: str) -> str:
+    """Return the value of an option. Raises ConfigError with the option's name if it is not valid."""
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise ConfigError((), f"{option}: {error}") from None
+
+
+# ---- arguments and options ----
+
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="Run name, or run folder.")]
 RunOrLog = Annotated[str, typer.Argument(metavar="RUN", help="Run name, run folder, or URL of a run log.")]
 ConfigPath = Annotated[
@@ -68,6 +147,10 @@ ConfigPath = Annotated[
 ]
 RunsFolder = Annotated[
     Path, typer.Option("--runs", callback=folder, help="Keep runs and encoded corpora in this folder.")
+]
+JsonPath = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="FILE", callback=new_file, help="Write the results to this file, as JSON."),
 ]
 Overrides = Annotated[
     list[str],
@@ -103,18 +186,3 @@ LogFormat = Annotated[
 StartNew = Annotated[
     bool, typer.Option("--new", help="Start a new run though runs/<name> is unfinished; it is moved aside.")
 ]
-
-
-def parsed_address(option: str, text: str | None) -> str | None:
-    """Return HOST:PORT as an option gave it; None without the option. Raises ConfigError for any other text."""
-    from hetero_pp.config.topology import parse_address
-
-    return None if text is None else parsed(option, parse_address, text)
-
-
-def parsed(option: str, parse: Callable[[str], str], text: str) -> str:
-    """Return the value of an option. Raises ConfigError with the option's name if it is not valid."""
-    try:
-        return parse(text)
-    except ValueError as error:
-        raise ConfigError((), f"{option}: {error}") from None

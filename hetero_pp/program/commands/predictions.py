@@ -1,4 +1,4 @@
-"""Commands that check, predict and plan runs, without training."""
+"""Commands before a run: they write, check, predict and plan it, without training."""
 
 from __future__ import annotations
 
@@ -7,28 +7,87 @@ from typing import Annotated
 
 import typer
 
-from hetero_pp.program.commands.errors import readable_errors
-from hetero_pp.program.commands.options import Calibration, ConfigPath, Overrides, RunsFolder, new_file
+from hetero_pp.program.commands.options import (
+    FAILED,
+    Calibration,
+    ConfigPath,
+    JsonPath,
+    Overrides,
+    RunsFolder,
+    new_file,
+    readable_errors,
+)
 
 
-def check(config: ConfigPath, runs: RunsFolder = Path("runs"), overrides: Overrides = []) -> None:  # noqa: B006
-    """Validate a YAML; print its topology, parameters per stage, and bytes per link, step and round."""
+def init(
+    path: Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG]", help="YAML to write; by default the name with `.yaml`.")
+    ] = None,
+    machines: Annotated[
+        str | None, typer.Option(help="Train on these: `here`, a number of homes such as `4`, or `4 + datacenter`.")
+    ] = None,
+    line: Annotated[
+        str | None, typer.Option(metavar="UP/DOWN", help="Set the Mbit/s of a home's line, such as `20/100`.")
+    ] = None,
+    text: Annotated[
+        str | None, typer.Option(help="Train on this file, folder, `hf:` and a dataset, or `standard-library`.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Train micro, 178m, 512m, 1b, or a number of parameters such as `5M`.")
+    ] = None,
+    time: Annotated[
+        str | None, typer.Option(help="Train for this time or number of tokens: `10 min`, `50M tokens`.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Choose the name of the run, and of its folder in runs/.")] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(
+            help="Predict times for this hardware, such as `rtx-4090`; by default a CPU core, or this machine."
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
+) -> None:
+    """Write a first YAML from five answers. On a terminal, ask for those that no option gives; else use defaults."""
     with readable_errors():
-        from hetero_pp.program.check import print_check
+        from hetero_pp.program.init.command import init as write_first
 
-        print_check(config, overrides, runs)
+        given = {"machines": machines, "line": line, "text": text, "model": model, "time": time, "name": name}
+        write_first(path, given, hardware, force)
+
+
+def check(
+    named: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[CONFIG|TICKET|RUN]",
+            help="YAML, name of a shipped one, ticket, or run of this host; by default the machine alone.",
+        ),
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Compare the text at this path with the run's, for a ticket.")
+    ] = None,
+    json_path: Annotated[
+        Path | None,
+        typer.Option("--json", callback=new_file, help="Write the checks to this file; `-` prints them alone."),
+    ] = None,
+    runs: RunsFolder = Path("runs"),
+    overrides: Overrides = [],  # noqa: B006
+) -> None:
+    """Validate a YAML, a ticket or a run, and check this machine in a few seconds: one line a check, with its remedy.
+
+    It prints a YAML's topology, parameters per stage, and bytes per link, step and round. Nothing is started or
+    enrolled; a ticket stays usable. The exit code is 1 if a check failed.
+    """
+    with readable_errors():
+        from hetero_pp.program.check.command import check as make_checks
+
+        if not make_checks(named, overrides, runs, data, json_path):
+            raise typer.Exit(FAILED)
 
 
 def simulate(
     config: ConfigPath,
-    json_path: Annotated[
-        Path | None,
-        typer.Option(
-            "--json",
-            callback=new_file,
-            help="Write the prediction to this file.",
-        ),
-    ] = None,
+    json_path: JsonPath = None,
     timeline: Annotated[
         Path | None,
         typer.Option(
@@ -89,14 +148,7 @@ def plan(
             "it costs more than a point of loss.",
         ),
     ] = None,
-    json_path: Annotated[
-        Path | None,
-        typer.Option(
-            "--json",
-            callback=new_file,
-            help="Write the choices and their reasons to this file.",
-        ),
-    ] = None,
+    json_path: JsonPath = None,
     write: Annotated[
         Path | None,
         typer.Option(

@@ -1,15 +1,34 @@
-"""Commands that make tables of experiments, and that read, compare and export runs."""
+"""Commands that read, show, verify, judge and export runs, and that make tables of experiments."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from hetero_pp.program.commands.errors import readable_errors
-from hetero_pp.program.commands.options import RunName, RunOrLog, RunsFolder, folder, new_file, parsed_address
+from hetero_pp.program.commands.options import (
+    Device,
+    JsonPath,
+    LogFormat,
+    RunName,
+    RunOrLog,
+    RunsFolder,
+    folder,
+    new_file,
+    parsed,
+    parsed_address,
+    readable_errors,
+)
+
+log = typer.Typer(
+    name="log",
+    no_args_is_help=True,
+    help="Replay a run's log, verify evidence, and measure the volume of contributions.",
+)
+audit = typer.Typer(
+    name="audit", no_args_is_help=True, help="Validate contributions for a run, and show the scores of its replicas."
+)
 
 Experiments = Annotated[
     list[str] | None,
@@ -39,14 +58,7 @@ def reproduce(
     show_list: Annotated[
         bool, typer.Option("--list", help="List the experiments with their claims and states.")
     ] = False,
-    json_path: Annotated[
-        Path | None,
-        typer.Option(
-            "--json",
-            callback=new_file,
-            help="With --list: write the list to this file.",
-        ),
-    ] = None,
+    json_path: JsonPath = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Validate every row and print its cost.")] = False,
     train: Annotated[bool, typer.Option(help="Train missing rows; --no-train only writes tables.")] = True,
     sweep: Annotated[
@@ -146,6 +158,7 @@ def export(
         write_checkpoint(runs, run, to, dtype, round_)
 
 
+@log.command()
 def replay(
     run: RunOrLog,
     round_: Annotated[
@@ -160,23 +173,17 @@ def replay(
             help="Write the run checkpoint after the last replayed round to this file.",
         ),
     ] = None,
-    json_path: Annotated[
-        Path | None,
-        typer.Option(
-            "--json",
-            callback=new_file,
-            help="Write the results to this file.",
-        ),
-    ] = None,
+    json_path: JsonPath = None,
     runs: RunsFolder = Path("runs"),
 ) -> None:
     """Rebuild a run's parameters from its log, and verify every file in the log."""
     with readable_errors():
-        from hetero_pp.program.replay import replay_run
+        from hetero_pp.program.run_log import replay_run
 
         replay_run(runs, run, round_, json_path, to)
 
 
+@log.command()
 def verify(
     evidence: Annotated[
         str,
@@ -192,46 +199,45 @@ def verify(
 ) -> None:
     """Check evidence that a replica contributed something else: compute its round again, and compare."""
     with readable_errors():
-        from hetero_pp.program.verify import verify as check
+        from hetero_pp.program.evidence import verify as check
 
         check(evidence, log, corpus, tolerance)
 
 
+@audit.command()
+def validate(
+    run: RunOrLog,
+    pass_: Annotated[
+        Path | None,
+        typer.Option("--pass", metavar="FILE", help="Read what `invite --validator` printed, on another host."),
+    ] = None,
+    device: Device = "auto",
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Set the validator's name; by default, this host's name.")
+    ] = None,
+    log_format: LogFormat = "text",
+    runs: RunsFolder = Path("runs"),
+) -> None:
+    """Check the contributions to a run for its exchange, in a process of its own (docs/audit.md)."""
+    with readable_errors(log_format):
+        from hetero_pp.config.topology import parse_device
+        from hetero_pp.program.audits import validate as follow
+
+        where = parsed("--device", parse_device, device)
+        follow(runs, run, pass_, where, name)
+
+
+@audit.command()
 def scores(
     run: RunOrLog,
-    json_path: Annotated[
-        Path | None,
-        typer.Option(
-            "--json",
-            callback=new_file,
-            help="Write the scores to this file.",
-        ),
-    ] = None,
+    json_path: JsonPath = None,
     runs: RunsFolder = Path("runs"),
 ) -> None:
     """Show the scores of a run's replicas, and which of them are excluded and why (docs/audit.md)."""
     with readable_errors():
-        from hetero_pp.program.scores import print_scores
+        from hetero_pp.program.audits import print_scores
 
         print_scores(runs, run, json_path)
-
-
-def compare(
-    named: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help="Names of runs in runs/, or run folders.")],
-    chart: Annotated[
-        Path,
-        typer.Option(
-            callback=new_file,
-            help="Draw a picture of the losses in this file (.png).",
-        ),
-    ] = Path("compare.png"),
-    runs: RunsFolder = Path("runs"),
-) -> None:
-    """Compare runs: print the keys that differ and what each run reached, and draw their validation losses."""
-    with readable_errors():
-        from hetero_pp.program.compare import compare as print_and_draw
-
-        print_and_draw(runs, named, chart)
 
 
 def view(
@@ -255,45 +261,40 @@ def view(
             "--export", metavar="FILE", callback=new_file, help="Write the page with its data to one HTML file."
         ),
     ] = None,
+    compared: Annotated[
+        Path | None,
+        typer.Option(
+            "--compare",
+            metavar="FILE",
+            callback=new_file,
+            help="Draw losses in this file (.png), and print what differs and what each run reached, without a page.",
+        ),
+    ] = None,
     runs: RunsFolder = Path("runs"),
 ) -> None:
-    """Show runs on a page: topology, rounds, any moment again, and several runs side by side."""
+    """Show runs on a page: topology, rounds, any moment again, and several runs side by side.
+
+    With --compare, print a table of several runs instead.
+    """
     with readable_errors():
+        if compared is not None:
+            from hetero_pp.program.compare import compare
+
+            compare(runs, named, compared)
+            return
         from hetero_pp.program.view.command import view as show
 
         show(runs, named, parsed_address("--listen", listen) or f"127.0.0.1:{port}", export_path)
 
 
+@log.command()
 def volume(
     run: RunOrLog,
-    json_path: Annotated[
-        Path | None,
-        typer.Option(
-            "--json",
-            callback=new_file,
-            help="Write the bytes of each round to this file.",
-        ),
-    ] = None,
+    json_path: JsonPath = None,
     runs: RunsFolder = Path("runs"),
 ) -> None:
     """Measure the bytes that a run's contributions would take with each collective: all-gather, or a ring."""
     with readable_errors():
-        from hetero_pp.program.volume import print_volume
+        from hetero_pp.program.run_log import print_volume
 
         print_volume(runs, run, json_path)
-
-
-def methods() -> None:
-    """Print the table of methods: the parts of each, with paper and section."""
-    with readable_errors():
-        from hetero_pp.program.methods import print_methods
-
-        print_methods()
-
-
-def schema() -> None:
-    """Print the JSON schema of a run's YAML, for editors."""
-    with readable_errors():
-        from hetero_pp.config.run_config import RunConfig
-
-        print(json.dumps(RunConfig.model_json_schema(), indent=2))

@@ -11,23 +11,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hetero_pp.program.commands.errors import readable_errors
 from hetero_pp.program.commands.options import (
     Boards,
     Calibration,
     ConfigPath,
     Device,
+    JsonPath,
     LogFormat,
     Metrics,
     Otlp,
     Overrides,
     RunName,
-    RunOrLog,
     RunsFolder,
     StartNew,
-    new_file,
     parsed,
     parsed_address,
+    readable_errors,
 )
 
 if TYPE_CHECKING:
@@ -106,14 +105,7 @@ def rehearse(
     rounds: Annotated[int, typer.Option(min=1, help="Rehearse at most this many outer rounds.")] = 3,
     steps: Annotated[int, typer.Option(min=1, help="Rehearse at most this many inner steps of each round.")] = 4,
     calibration: Calibration = None,
-    json_path: Annotated[
-        Path | None,
-        typer.Option(
-            "--json",
-            callback=new_file,
-            help="Write the comparison to this file.",
-        ),
-    ] = None,
+    json_path: JsonPath = None,
     page: Annotated[bool, typer.Option("--view", help="Show the rehearsal on a page of this machine, too.")] = False,
     metrics: Metrics = None,
     log_format: LogFormat = "text",
@@ -297,7 +289,7 @@ def leave(
 ) -> None:
     """Leave a run that this host has joined, and free its slot, as Ctrl-C does in `join`."""
     with readable_errors():
-        from hetero_pp.program.join.leave import leave as end_join
+        from hetero_pp.program.join.membership import leave as end_join
 
         end_join(runs, run, slot)
 
@@ -310,14 +302,7 @@ def status(
         str | None,
         typer.Option(metavar="HOST:PORT", help="Dial the exchange at this address instead of the known one."),
     ] = None,
-    json_path: Annotated[
-        Path | None,
-        typer.Option(
-            "--json",
-            callback=new_file,
-            help="Write the table to this file.",
-        ),
-    ] = None,
+    json_path: JsonPath = None,
     runs: RunsFolder = Path("runs"),
 ) -> None:
     """Show the round or the end of a run, its slots and members, hosts that wait for a group, and open tickets.
@@ -329,28 +314,6 @@ def status(
         from hetero_pp.program.join.status import status as ask_and_print
 
         ask_and_print(runs, run, parsed_address("--address", address), json_path)
-
-
-def validate(
-    run: RunOrLog,
-    pass_: Annotated[
-        Path | None,
-        typer.Option("--pass", metavar="FILE", help="Read what `invite --validator` printed, on another host."),
-    ] = None,
-    device: Device = "auto",
-    name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Set the validator's name; by default, this host's name.")
-    ] = None,
-    log_format: LogFormat = "text",
-    runs: RunsFolder = Path("runs"),
-) -> None:
-    """Check the contributions to a run for its exchange, in a process of its own (docs/audit.md)."""
-    with readable_errors(log_format):
-        from hetero_pp.config.topology import parse_device
-        from hetero_pp.program.validate import validate as follow
-
-        where = parsed("--device", parse_device, device)
-        follow(runs, run, pass_, where, name)
 
 
 def _started() -> float:

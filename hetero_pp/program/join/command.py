@@ -11,7 +11,6 @@ from pathlib import Path
 from hetero_pp.config.folder import RunFolder
 from hetero_pp.config.lines import RELAYED, Way
 from hetero_pp.config.member_inputs import in_words
-from hetero_pp.config.run_config import RunConfig
 from hetero_pp.config.shared import listen_told, own_configuration, require_data
 from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.yaml_file import ConfigFile, save_config
@@ -32,11 +31,10 @@ from hetero_pp.core.files import print_without_fail
 from hetero_pp.core.sockets import host_and_port
 from hetero_pp.data.sources import tokens_digest
 from hetero_pp.messages.messages_pb2 import MeasuredLine, Report
-from hetero_pp.program.join.leave import leavable
-from hetero_pp.program.join.membership import Membership, note_left, renewed, take_slot, unanswered
+from hetero_pp.program.join.membership import Membership, leavable, note_left, renewed, take_slot, unanswered
 from hetero_pp.program.launch.command import run_members
 from hetero_pp.program.launch.hosts import ReachedExchange, listens
-from hetero_pp.program.launch.inputs import Prepared, prepare
+from hetero_pp.program.launch.inputs import prepare
 from hetero_pp.program.launch.mode import AS_A_RUN
 from hetero_pp.program.launch.over import keep_over, read_over
 from hetero_pp.program.operate.operations import Operations
@@ -74,7 +72,10 @@ def join(text: str, here: JoiningHost, operations: Operations | None = None) -> 
     An interrupt frees the slot. Raises ConfigError if the ticket is refused, or if this host lacks something that the
     slot needs. `operations`: follows this host's member for an operator.
     """
-    _require_device(here.device)
+    try:
+        resolved(here.device)
+    except ConfigError as error:
+        raise ConfigError((), f"--device: {error.message}") from None
     print_without_fail()
     try:
         ticket = Ticket.from_text(text)
@@ -96,9 +97,12 @@ def _slot_of(ticket: Ticket, here: JoiningHost) -> Membership | None:
     """Take a slot; return None if the run is over. Raises ConfigError if the ticket is refused."""
     folder = RunFolder(here.runs.absolute() / ticket.run)
     over = read_over(folder)
-    if over is not None and not _answers(ticket.address):
-        announce(f"{ticket.run}: {over.told}, and nothing answers at {ticket.address} any more")
-        return None
+    if over is not None:
+        try:
+            socket.create_connection(host_and_port(ticket.address), _SECONDS_TO_ASK).close()
+        except OSError:
+            announce(f"{ticket.run}: {over.told}, and nothing answers at {ticket.address} any more")
+            return None
     try:
         return take_slot(ticket, here.runs.absolute(), announce)
     except LinkTimeout as error:
@@ -111,15 +115,6 @@ def _slot_of(ticket: Ticket, here: JoiningHost) -> Membership | None:
         return None
 
 
-def _answers(address: str) -> bool:
-    """Return whether something listens at HOST:PORT."""
-    try:
-        socket.create_connection(host_and_port(address), _SECONDS_TO_ASK).close()
-    except OSError:
-        return False
-    return True
-
-
 def _require_wanted(is_rehearsal: bool, here: JoiningHost) -> None:
     """Raise ConfigError for a rehearsal that the user did not ask for, and for a run that the user will not train."""
     if is_rehearsal and not here.rehearses:
@@ -128,67 +123,55 @@ def _require_wanted(is_rehearsal: bool, here: JoiningHost) -> None:
         raise ConfigError((), "--rehearse: found the ticket of a run, expected that of `hetero-pp serve --rehearse`")
 
 
-def _require_device(setting: str) -> None:
-    """Raise ConfigError if this host does not have the device."""
-    try:
-        resolved(setting)
-    except ConfigError as error:
-        raise ConfigError((), f"--device: {error.message}") from None
-
-
 def _train(membership: Membership, here: JoiningHost, has_answered: bool, operations: Operations | None = None) -> None:
-    runs = here.runs.absolute()
-    folder = RunFolder(runs / membership.run, f"config-{membership.slot}.yaml")
-    with leavable(folder, membership.slot):  # outside the `try`: a refused second join frees no slot
+    """Train in a slot until the run ends; free the slot if this host gives up before."""
+    run, slot, runs = membership.run, membership.slot, here.runs.absolute()
+    folder = RunFolder(runs / run, f"config-{slot}.yaml")
+    with leavable(folder, slot):  # outside the `try`: a refused second join frees no slot
         try:
             with renewed(membership, announce, RESERVED_SECONDS / 3):  # to read a large corpus takes longer
-                prepared = _prepared(membership, here, folder)
-                _require_same_text(membership, prepared)
+                _configure(membership, here, folder)
+                announce(f"{run}: this host has joined as {slot}")
+                announce(f"{run}: to see the run on a page: hetero-pp view {run}")
+                file = ConfigFile(folder.config, kept=True)
+                with shown_reading(standard_output(), "reading the corpus") as on_progress:
+                    prepared = prepare(file, runs, slot, on_progress=on_progress)
+                if prepared.devices:
+                    announce(f"{run}: devices: {in_words(prepared.devices)}")
+                for note in prepared.notes:
+                    announce(note)
+                # Another text than the run's is refused before other members wait for this one. An exchange that does
+                # not answer now is no error: the member's process asks it again.
+                if tokens := tokens_digest(prepared.source):
+                    try:
+                        with _client(membership) as client:
+                            client.agree(slot, prepared.spec.agreed, tokens)
+                    except Refused as error:
+                        raise ConfigError((), str(error)) from None
+                    except LinkError:
+                        pass
             with renewed(membership, announce):
-                exchange = _exchange(membership, prepared.spec.config, here, has_answered)
+                config, identity = prepared.spec.config, membership.identity
+                listen = here.listen or listens(config, [slot])
+                keys, kept_in = InvitedKeys(membership.credentials), Path(identity.kept_in)
+                timeout = config.exchange.timeout
+                exchange = ReachedExchange(membership.address, keys, kept_in, timeout, listen, has_answered)
                 own = None
                 if here.rehearses:
-                    own = OwnLine(prepared.spec, membership.slot, _measured_line(membership, prepared.spec))
-                run_members(prepared, runs, membership.slot, exchange, operations or Operations(), own or AS_A_RUN)
+                    own = OwnLine(prepared.spec, slot, _measured_line(membership, prepared.spec))
+                run_members(prepared, runs, slot, exchange, operations or Operations(), own or AS_A_RUN)
                 for line in own.lines() if own is not None else ():
-                    announce(f"{membership.run}: {line}")
+                    announce(f"{run}: {line}")
         except (ConfigError, GivenUp, OSError, KeyboardInterrupt):
-            if became := _give_back(membership):
-                announce(f"{membership.run}: {became}")
+            try:
+                give(membership.address, membership.identity.latest)
+                note_left(membership)
+                announce(f"{run}: {slot} is free again")
+            except NewRun:
+                pass  # the run no longer exists
+            except (HeteroPPError, OSError) as error:
+                announce(f"{run}: {slot} could not be freed: {error}")
             raise
-
-
-def _prepared(membership: Membership, here: JoiningHost, folder: RunFolder) -> Prepared:
-    """Configure this host for its slot and open the inputs. Raises ConfigError if something is missing."""
-    _configure(membership, here, folder)
-    announce(f"{membership.run}: this host has joined as {membership.slot}")
-    announce(f"{membership.run}: to see the run on a page: hetero-pp view {membership.run}")
-    with shown_reading(standard_output(), "reading the corpus") as on_progress:
-        prepared = prepare(
-            ConfigFile(folder.config, kept=True), here.runs.absolute(), membership.slot, on_progress=on_progress
-        )
-    if prepared.devices:
-        announce(f"{membership.run}: devices: {in_words(prepared.devices)}")
-    for note in prepared.notes:
-        announce(note)
-    return prepared
-
-
-def _require_same_text(membership: Membership, prepared: Prepared) -> None:
-    """Raise ConfigError if this host reads other text than the run, before other members wait for it.
-
-    An exchange that does not answer now is no error: the member's process asks it again.
-    """
-    tokens = tokens_digest(prepared.source)
-    if not tokens:
-        return
-    try:
-        with _client(membership) as client:
-            client.agree(membership.slot, prepared.spec.agreed, tokens)
-    except Refused as error:
-        raise ConfigError((), str(error)) from None
-    except LinkError:
-        pass
 
 
 def _measured_line(membership: Membership, spec: RunSpec) -> dict[Way, Rate]:
@@ -208,12 +191,6 @@ def _measured_line(membership: Membership, spec: RunSpec) -> dict[Way, Rate]:
 
 def _client(membership: Membership) -> closing[ExchangeClient]:
     return closing(ExchangeClient(membership.address, membership.credentials, timeout=_SECONDS_TO_ASK))
-
-
-def _exchange(membership: Membership, config: RunConfig, here: JoiningHost, has_answered: bool) -> ReachedExchange:
-    keys, keys_from = InvitedKeys(membership.credentials), Path(membership.identity.kept_in)
-    listen = here.listen or listens(config, [membership.slot])
-    return ReachedExchange(membership.address, keys, keys_from, config.exchange.timeout, listen, has_answered)
 
 
 def _configure(membership: Membership, here: JoiningHost, folder: RunFolder) -> None:
@@ -250,15 +227,3 @@ def _store(membership: Membership) -> StoreSettings:
         told = f"contributions go to {where}, with URLs that the exchange signs"
         announce(f"{membership.run}: {told}; the exchange cannot direct this host to any other address")
     return store
-
-
-def _give_back(membership: Membership) -> str:
-    """Free the slot, and say in words whether that succeeded; an empty string if the run no longer exists."""
-    try:
-        give(membership.address, membership.identity.latest)
-        note_left(membership)
-    except NewRun:
-        return ""
-    except (HeteroPPError, OSError) as error:
-        return f"{membership.slot} could not be freed: {error}"
-    return f"{membership.slot} is free again"

@@ -19,7 +19,7 @@ from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica
 from hetero_pp.config.yaml_file import config_of
 from hetero_pp.core.errors import ConfigError, HeteroPPError
 from hetero_pp.core.units import SECONDS, parse_quantity
-from hetero_pp.program.join.on_disk import is_running, read_run_on_disk
+from hetero_pp.program.join.runs_here import is_running, read_run_on_disk
 from hetero_pp.program.launch.addresses import dialled_here
 from hetero_pp.program.launch.hosts import read_token
 from hetero_pp.program.launch.over import over_on_disk
@@ -68,7 +68,7 @@ def invite(runs: Path, run: str, slot: str | None, seconds: float, address: str 
 
 def invite_validator(runs: Path, run: str, name: str, address: str | None) -> None:
     """Print the pass of a validator. It judges in this name only, however many hosts use it. Raises as `invite`."""
-    from hetero_pp.program.validate import Access, require_name  # a ticket does not need PyTorch
+    from hetero_pp.program.audits import Access, require_name  # a ticket does not need PyTorch
 
     folder, config = _served(runs, run)
     if config.audit.by != "validators":
@@ -76,7 +76,7 @@ def invite_validator(runs: Path, run: str, name: str, address: str | None) -> No
     secret = Secret(read_token(folder.token))
     given = Access.by_secret(require_name(name), _address(config, address), secret, encrypted=True)
     sys.stdout.write(given.to_json() + "\n")
-    complain(f"{run}: this pass is for the validator {name}; on its host: hetero-pp validate LOG --pass FILE")
+    complain(f"{run}: this pass is for the validator {name}; on its host: hetero-pp audit validate LOG --pass FILE")
 
 
 def good_for(config: RunConfig, slot: str | None) -> str:

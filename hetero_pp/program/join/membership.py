@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,16 +12,18 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetero_pp.config.folder import RunFolder
+import psutil
+
+from hetero_pp.config.folder import RunFolder, run_folder
 from hetero_pp.config.shared import keep_tokenizer, kept_tokenizer
 from hetero_pp.core.bounded import read_bounded, read_json_object
-from hetero_pp.core.errors import HeteroPPError, LinkTimeout, Refused, StoreError, TooMuch
+from hetero_pp.core.errors import ConfigError, HeteroPPError, LinkTimeout, Refused, StoreError, TooMuch
 from hetero_pp.core.files import write_whole
 from hetero_pp.core.units import format_seconds
 from hetero_pp.messages.messages_pb2 import EnrolReply, InWaitingRoom
-from hetero_pp.program.join.processes import own_process, running_process
 from hetero_pp.program.launch.hosts import no_answer
 from hetero_pp.program.launch.over import forget_over
+from hetero_pp.program.report.output import announce
 from hetero_pp.rpc.admission_client import be_probed, enrol, renew
 from hetero_pp.rpc.exchange_service import MOST_BETWEEN
 from hetero_pp.rpc.identities import Credentials, Identity, Ticket, as_text, key_from_text, new_key, signing_request
@@ -286,3 +289,82 @@ def _own_key(path: Path) -> str:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_whole(path, as_text(new_key()).encode(), is_secret=True)
     return path.read_text(encoding="utf-8")
+
+
+# ---- processes of this host, in files: a later process with the same id is not mistaken for an earlier one ----
+
+
+_SECONDS_APART = 1.0
+"""Seconds by which two readings of a process's creation time may differ."""
+
+
+def own_process() -> str:
+    """Return an identification of this process for `running_process`."""
+    return f"{os.getpid()} {psutil.Process().create_time()}"
+
+
+def running_process(text: str) -> psutil.Process | None:
+    """Return the process that `own_process` identified; None if it has ended. Raises ValueError for any other text."""
+    number, created = text.split()
+    try:
+        process = psutil.Process(int(number))
+        return process if abs(process.create_time() - float(created)) < _SECONDS_APART else None
+    except psutil.NoSuchProcess:
+        return None
+
+
+# `hetero-pp leave`: finds this host's `join` of a run and interrupts it, which frees the slot.
+
+
+SECONDS = 30.0
+"""Seconds to wait until an interrupted process has left."""
+_SECONDS_BETWEEN_LOOKS = 0.02
+
+_PROCESS = "joined-{slot}.pid"
+
+
+@contextmanager
+def leavable(folder: RunFolder, slot: str) -> Iterator[None]:
+    """Let `leave` find this process while the block runs. Raises ConfigError if another process has the slot."""
+    path = folder.path / _PROCESS.format(slot=slot)
+    other = _process(path)
+    if other is not None:
+        raise ConfigError((), f"{slot} is already held by process {other.pid} on this host")
+    write_whole(path, own_process().encode())
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def leave(runs: Path, run: str, slot: str | None) -> None:
+    """Interrupt the processes that joined a run on this host, for one slot or all.
+
+    Raises ConfigError if there are none.
+    """
+    folder = run_folder(runs, run)
+    found = [path for path in sorted(folder.path.glob(_PROCESS.format(slot=slot or "*"))) if _process(path)]
+    if not found:
+        of_slot = f" for {slot}" if slot else ""
+        raise ConfigError((), f"{folder.path}: found no `hetero-pp join` of this run on this host{of_slot}")
+    for path in found:
+        process = _process(path)
+        if process is not None:
+            process.terminate()
+            # Not for the end of the process: the interpreter takes seconds to end after its slot is free.
+            until = time.monotonic() + SECONDS
+            while _process(path) is not None and time.monotonic() < until:
+                time.sleep(_SECONDS_BETWEEN_LOOKS)
+            if _process(path) is not None:
+                late = f"has not ended within {SECONDS:g} s; it may still save its state"
+                announce(f"{run}: process {process.pid} {late}")
+                continue
+        announce(f"{run}: {path.stem.removeprefix('joined-')} has left")
+
+
+def _process(path: Path) -> psutil.Process | None:
+    """Return the process that wrote a file; None if it has ended, even if its id is in use again."""
+    try:
+        return running_process(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None

@@ -1,38 +1,41 @@
-"""`hetero-pp status`: prints the state of a run, as its exchange or its folder on this host says."""
+"""`hetero-pp status`: prints the state of a run, as its exchange, its folder on this host or a ticket says."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing, suppress
-from dataclasses import asdict, dataclass
+from contextlib import closing
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 
-from hetero_pp.config.folder import RunFolder, own_parts, run_folder
-from hetero_pp.config.lines import LAUNCHER
+from rich.table import Table
+
+from hetero_pp.config.folder import RunFolder, run_folder
+from hetero_pp.config.lines import RELAYED
+from hetero_pp.config.member_inputs import in_words
 from hetero_pp.config.yaml_file import config_of, read_run
 from hetero_pp.core.errors import ConfigError, HeteroPPError, LinkTimeout, Refused
 from hetero_pp.core.files import write_json
 from hetero_pp.core.ticket_text import is_ticket
-from hetero_pp.core.units import format_seconds
-from hetero_pp.messages.messages_pb2 import StatusReply
+from hetero_pp.core.units import format_bytes, format_count, format_seconds, format_share
+from hetero_pp.messages.messages_pb2 import SlotStatus, StatusReply
 from hetero_pp.program.join.invite import good_for
-from hetero_pp.program.join.membership import Wait, has_joined, memberships_in, waits_in
-from hetero_pp.program.join.on_disk import RunOnDisk, is_running, read_run_on_disk
-from hetero_pp.program.join.status_tables import as_json, print_status, print_tickets
-from hetero_pp.program.launch.addresses import dialled_here
-from hetero_pp.program.launch.hosts import read_token
+from hetero_pp.program.join.membership import has_joined, is_name, waits_in
+from hetero_pp.program.join.runs_here import RunOfHost, RunOnDisk, is_running, known_run, read_run_on_disk, runs_at
 from hetero_pp.program.launch.over import RunEnd, read_over
 from hetero_pp.program.report.lines import status_lines
-from hetero_pp.program.report.output import announce
+from hetero_pp.program.report.output import announce, standard_output, tell
 from hetero_pp.program.report.recorder import who_takes_part
 from hetero_pp.program.report.state import RunState
 from hetero_pp.rpc.admission_client import status as ask
-from hetero_pp.rpc.identities import Authority, Identity, Ticket
-from replica_groups.exchange.memberships import Memberships
+from hetero_pp.rpc.identities import Ticket
+from hetero_pp.rpc.limits import plain
+from replica_groups.exchange.memberships import IssuedTicket, Memberships
 from replica_groups.exchange.stall_detector import listed
 
+EMPTY_SHOWN = 2
+"""Number of empty replicas that are shown; most replicas of a run with room for many groups are empty."""
 SECONDS = 10.0
 """Seconds within which a running exchange answers."""
 _SECONDS_OF_AN_ENDED_RUN = 3.0
@@ -55,11 +58,22 @@ def status(runs: Path, run: str, address: str | None, json_path: Path | None) ->
 
 def _of_folder(folder: RunFolder, address: str | None) -> dict[str, object]:
     """Print the state of a run, as its exchange says or else as this host knows it. Returns the same for JSON."""
-    name = folder.path.name
-    if waits := waits_in(folder):
-        return _print_waits(name, waits)
-    if folder.config.is_file() and address is None and not _may_ask(folder):
-        return _print_on_disk(folder, read_run_on_disk(folder))
+    name, now = folder.path.name, time.time()
+    if waits := waits_in(folder):  # processes of this host that wait for a group: what the exchange answered them last
+        for wait in waits:
+            more = max(wait.needed - wait.here, 0)
+            until = f"{more} more needed" if more else "a group is being formed"
+            since = f"for {format_seconds(max(now - wait.since, 0.0))}"
+            asked = f"the exchange answered {format_seconds(max(now - wait.asked, 0.0))} ago"
+            here = f"{wait.here} of {wait.needed} hosts are waiting"
+            announce(f"{name}: this host waits for a group to form, {since}: {here}, {until}")
+            announce(f"{name}: the run has finished round {wait.last_round} of {wait.rounds}; {asked}")
+        return {"state": "waiting for a group", "waits": [asdict(wait) for wait in waits]}
+    if folder.config.is_file() and address is None:
+        # An exchange on this host answers only with a token file and TLS.
+        answers = folder.token.is_file() and is_running(folder) and not config_of(folder).exchange.insecure
+        if not answers:
+            return _print_on_disk(folder, read_run_on_disk(folder))
     over = read_over(folder)
     try:
         known = known_run(folder)
@@ -76,11 +90,6 @@ def _of_folder(folder: RunFolder, address: str | None) -> dict[str, object]:
     return _print_reply(known, reply)
 
 
-def _may_ask(folder: RunFolder) -> bool:
-    """Return whether an exchange on this host answers `status`: it needs a token file and TLS."""
-    return folder.token.is_file() and is_running(folder) and not config_of(folder).exchange.insecure
-
-
 def _print_reply(known: RunOfHost, reply: StatusReply) -> dict[str, object]:
     print_status(known.name, reply)
     if known.serves:
@@ -89,22 +98,6 @@ def _print_reply(known: RunOfHost, reply: StatusReply) -> dict[str, object]:
             tickets = memberships.tickets()
         print_tickets(tickets, {one.slot: good_for(config, one.slot) for one in tickets}, time.time())
     return as_json(reply)
-
-
-@dataclass(frozen=True)
-class RunOfHost:
-    """A run that this host serves or has joined."""
-
-    folder: RunFolder
-    address: str
-    """HOST:PORT of the run's exchange."""
-    identity: Identity
-    """Identity with which this host authenticates to the exchange."""
-    serves: bool
-
-    @property
-    def name(self) -> str:
-        return self.folder.path.name
 
 
 def _of_address(runs: Path, address: str) -> dict[str, object]:
@@ -123,51 +116,7 @@ def _of_address(runs: Path, address: str) -> dict[str, object]:
     raise ConfigError((), complaint)
 
 
-def runs_at(runs: Path, address: str) -> list[RunOfHost]:
-    """Return the runs of this host that were at an address, newest first. Raises ConfigError if there are none."""
-    found = []
-    for path in sorted(runs.glob("*/"), key=lambda path: -path.stat().st_mtime):
-        with suppress(HeteroPPError):
-            found.append(known_run(RunFolder(path)))
-    here = [one for one in found if one.address == address]
-    if not here:
-        addresses = sorted({one.address for one in found})
-        known = f": known addresses: {listed(addresses)}" if addresses else ""
-        raise ConfigError((), f"{runs}: found no run at {address} that this host serves or joined{known}")
-    return here
-
-
-def known_run(folder: RunFolder) -> RunOfHost:
-    """Return the run of a folder. Raises ConfigError if this host is no part of it, Refused for a damaged folder."""
-    if folder.token.is_file() and folder.config.is_file():
-        listen = dialled_here(config_of(folder).exchange.listen)
-        return RunOfHost(folder, listen, Authority(read_token(folder.token)).identity(LAUNCHER), serves=True)
-    found = memberships_in(folder)
-    if not found:
-        own = f": it runs {', '.join(parts)} with the run's token" if (parts := own_parts(folder)) else ""
-        what = f"found no run that this host serves or joined with a ticket{own}"
-        raise ConfigError((), f"{folder.path}: {what}; run `status` on the host of the exchange")
-    newest = found[0]
-    if newest.has_left:
-        told = f"{newest.slot} has left the run; the same `join` command returns to it"
-        raise ConfigError((), f"{folder.path.name}: {told}")
-    return RunOfHost(folder, newest.address, newest.identity.latest, serves=False)
-
-
 # ---- when the exchange does not answer ----
-
-
-def _print_waits(run: str, waits: Sequence[Wait]) -> dict[str, object]:
-    """Print what the exchange last answered to processes of this host that wait for a group."""
-    for wait in waits:
-        more = max(wait.needed - wait.here, 0)
-        until = f"{more} more needed" if more else "a group is being formed"
-        since = f"for {format_seconds(max(time.time() - wait.since, 0.0))}"
-        asked = f"the exchange answered {format_seconds(max(time.time() - wait.asked, 0.0))} ago"
-        here = f"{wait.here} of {wait.needed} hosts are waiting"
-        announce(f"{run}: this host waits for a group to form, {since}: {here}, {until}")
-        announce(f"{run}: the run has finished round {wait.last_round} of {wait.rounds}; {asked}")
-    return {"state": "waiting for a group", "waits": [asdict(wait) for wait in waits]}
 
 
 def _print_over(run: str, over: RunEnd) -> dict[str, object]:
@@ -193,20 +142,17 @@ def _print_on_disk(folder: RunFolder, found: RunOnDisk) -> dict[str, object]:
     end = f"{_ENDS[found.state]} after round {found.last_round} of {found.rounds}, at {when}"
     rehearsal = "a rehearsal, which trains nothing: " if found.rehearsal else ""
     announce(f"{name}: {rehearsal}{end}{f': {why}' if why else ''}")
-    trouble = _trouble(folder) if found.state == "running" else []
+    trouble = []
+    if found.state == "running":  # members that are away, and a pause, as the record says
+        state = RunState(read_run(folder))
+        for report in who_takes_part(folder):
+            state.apply(report)
+        trouble = [line for line, is_trouble in status_lines(state, time.time()) if is_trouble]
     for line in trouble:
         announce(f"{name}: {line}")
     if found.resume:
         announce(f"{name}: resume with: {found.resume}")
     return asdict(found) | {"trouble": trouble}
-
-
-def _trouble(folder: RunFolder) -> list[str]:
-    """Return lines on members that are away, and on a pause, as the record says."""
-    state = RunState(read_run(folder))
-    for report in who_takes_part(folder):
-        state.apply(report)
-    return [line for line, is_trouble in status_lines(state, time.time()) if is_trouble]
 
 
 def _of_ticket(text: str, runs: Path) -> dict[str, object]:
@@ -215,7 +161,13 @@ def _of_ticket(text: str, runs: Path) -> dict[str, object]:
         ticket = Ticket.from_text(text)
     except Refused as error:
         raise ConfigError((), str(error)) from None
-    until, is_used = ticket.identity.shown.until, _is_used(ticket, RunFolder(runs / ticket.run))
+    until, folder = ticket.identity.shown.until, RunFolder(runs / ticket.run)
+    is_used = False  # only a host that serves the run, or has joined with the ticket, knows
+    if folder.memberships.is_file() and is_name(ticket.run):
+        with closing(Memberships(folder.memberships)) as memberships:
+            is_used = any(one.id == ticket.id and one.is_used for one in memberships.tickets())
+    elif is_name(ticket.run):
+        is_used = has_joined(folder.identity(ticket.id))
     rehearsal = "a rehearsal, for " if ticket.rehearsal else ""
     slots = ticket.good_for
     state = "expired" if ticket.is_over else "used" if is_used else "open"
@@ -238,14 +190,163 @@ def _of_ticket(text: str, runs: Path) -> dict[str, object]:
     }
 
 
-def _is_used(ticket: Ticket, folder: RunFolder) -> bool:
-    """Return whether a ticket was used, as far as this host knows.
+# ---- what the exchange says ----
 
-    Only a host that serves the run, or has joined with the ticket, knows.
-    """
-    if Path(ticket.run).name != ticket.run:
-        return False
-    if folder.memberships.is_file():
-        with closing(Memberships(folder.memberships)) as memberships:
-            return any(one.id == ticket.id and one.is_used for one in memberships.tickets())
-    return has_joined(folder.identity(ticket.id))
+
+def state_of(reply: StatusReply) -> str:
+    """Return the state in one word: `joining`, `training`, `rehearsing`, `paused` or `over`."""
+    if reply.is_over:
+        return "over"
+    if not reply.has_begun:
+        return "joining"
+    if reply.paused or reply.store_error:
+        return "paused"
+    return "rehearsing" if reply.rehearsal else "training"
+
+
+def headline(reply: StatusReply) -> str:
+    """Return the state of the run in one sentence."""
+    missing = listed([plain(one) for one in reply.missing])
+    round_ = f"round {reply.last_round + 1} of {reply.rounds}"
+    match state_of(reply):
+        case "over":
+            finishing = f"; {missing} still finishing" if missing else ""
+            return f"over, after round {reply.last_round} of {reply.rounds}{finishing}"
+        case "joining":
+            stage = f"resuming after round {reply.last_round}" if reply.last_round else "not started"
+            return f"{stage}; waiting for members to join: {missing or 'none'}"
+        case "paused" if reply.store_error:
+            seconds = format_seconds(max(1, round(reply.store_error_seconds)))
+            return f"paused in {round_}, for {seconds} so far: {plain(reply.store_error)}; retrying"
+        case "paused":
+            return f"paused in {round_}: {reply.paused}"
+    incomplete = {slot.replica for slot in reply.slots if not slot.held}
+    there = {slot.name for slot in reply.slots if slot.replica not in incomplete}
+    awaited = listed([plain(one) for one in reply.missing if one in there]) or missing
+    return f"{state_of(reply)} {round_}" + (f"; waiting for contributions of {awaited}" if awaited else "")
+
+
+def print_status(run: str, reply: StatusReply) -> None:
+    """Print the state of the run, then a table of its slots."""
+    console = standard_output()
+    rehearsal = "a rehearsal, which trains nothing: " if reply.rehearsal else ""
+    tell(console, f"{run}: {rehearsal}{headline(reply)}")
+    groups: dict[str, list[SlotStatus]] = {}
+    for slot in reply.slots:
+        groups.setdefault(slot.replica, []).append(slot)
+    free = {name: [slot.name for slot in own if not slot.held] for name, own in groups.items()}
+    incomplete = {name: names for name, names in free.items() if 0 < len(names) < len(groups[name])}
+    empty = [name for name, own in groups.items() if not any(slot.held or slot.incarnation for slot in own)]
+    left_out = empty[EMPTY_SHOWN:]
+    table = Table("Slot", "State", "Since", "Admitted by", "Connection")
+    for slot in reply.slots:
+        if slot.replica not in left_out:
+            holder = f" (holder {slot.holder})" if slot.holder > 1 else ""
+            admitted_by = f"a ticket{holder}" if slot.holder else "the run's token" if slot.held else ""
+            since = _since(slot, groups[slot.replica])
+            table.add_row(
+                slot.name, _state(reply, slot, slot.replica in incomplete), since, admitted_by, _connection(slot)
+            )
+    console.print(table)
+    if left_out:
+        tell(console, f"{format_count(len(left_out), 'more replica')} without any member")
+    if devices := {slot.name: plain(slot.device) for slot in reply.slots if slot.device}:
+        tell(console, f"devices: {in_words(devices)}")
+    for slot in reply.slots:
+        if slot.cause and not slot.held:
+            tell(console, f"{slot.name} is vacant for {_since(slot, groups[slot.replica])}: {plain(slot.cause)}")
+    for replica, missing in incomplete.items():
+        tell(console, f"{replica} is incomplete: waiting for hosts to join as {', '.join(missing)}")
+    if reply.credits:  # what each replica that ever had a member added to the run
+        credits = Table("Replica", "Rounds included", "Tokens", "Share")
+        whole = sum(one.tokens for one in reply.credits)
+        for one in sorted(reply.credits, key=lambda one: -one.tokens):
+            share = format_share(one.tokens / whole if whole else None)
+            rounds = f"{one.included:,} of {one.included + one.missed:,}"
+            credits.add_row(plain(one.replica), rounds, f"{one.tokens:,}", share)
+        console.print(credits)
+    if reply.in_waiting_room:
+        more = max(reply.needed_in_lobby - reply.in_waiting_room, 0)
+        until = f"{format_count(more, 'more host')} needed" if more else "a group is being formed"
+        guests = listed([f"ticket {plain(one.ticket)} for {format_seconds(one.seconds)}" for one in reply.guests])
+        tell(console, f"{format_count(reply.in_waiting_room, 'host')} waiting for a group to form, {until} ({guests})")
+    tell(console, f"refused calls so far: {reply.refusals}")
+
+
+def _state(reply: StatusReply, slot: SlotStatus, is_incomplete: bool) -> str:
+    """Return the state of a slot, in the words of the page of a run."""
+    if not slot.held:
+        return "reserved" if slot.holder else "vacant" if slot.incarnation else "free"
+    if reply.is_over:
+        return "finishing"
+    if is_incomplete:
+        return "suspended"
+    what = "rehearsing" if reply.rehearsal else "training"
+    return f"{what} round {slot.round}" if slot.round else "waiting"
+
+
+def _since(slot: SlotStatus, group: Sequence[SlotStatus]) -> str:
+    """Return the time since a slot was taken, lost or suspended. A group trains since its last slot was taken."""
+    shown = group if all(one.held for one in group) else [slot]
+    if not all(one.HasField("seconds") for one in shown):
+        return ""
+    return format_seconds(round(min(one.seconds for one in shown)))
+
+
+def _connection(slot: SlotStatus) -> str:
+    """Describe how a slot is reached: its address, the address that it dials, and its relayed bytes."""
+    if not slot.address:
+        return ""
+    relayed = f"{format_bytes(slot.relayed_bytes)} relayed" if slot.relayed_bytes else ""
+    address = "" if slot.address == RELAYED else plain(slot.address)
+    dials = f"dials {plain(slot.dials)}" if slot.dials else ""
+    return ", ".join(filter(None, [address, dials, relayed])) or "relayed"
+
+
+def print_tickets(tickets: Sequence[IssuedTicket], good_for: dict[str | None, str], now: float) -> None:
+    """Print the tickets that are still valid, and the number of others."""
+    console = standard_output()
+    open_ = [one for one in tickets if not one.is_used and one.until > now]
+    if open_:
+        table = Table("Open ticket", "Admits to", "Until")
+        for one in open_:
+            table.add_row(one.id, good_for[one.slot], f"{datetime.fromtimestamp(one.until):%Y-%m-%d %H:%M}")
+        console.print(table)
+    used = sum(one.is_used for one in tickets)
+    expired = len(tickets) - used - len(open_)
+    tell(console, f"tickets: {len(open_)} open, {used} used, {expired} expired")
+
+
+def as_json(reply: StatusReply) -> dict[str, object]:
+    return {
+        "state": state_of(reply),
+        "last_round": reply.last_round,
+        "rounds": reply.rounds,
+        "paused": reply.store_error or reply.paused or None,
+        "missing": list(reply.missing),
+        "refusals": reply.refusals,
+        "waiting": reply.in_waiting_room,
+        "needed_to_form": reply.needed_in_lobby,
+        "guests": [{"ticket": one.ticket, "seconds": one.seconds} for one in reply.guests],
+        "training_seconds": reply.training_seconds,
+        "replicas": {
+            one.replica: {"rounds_included": one.included, "rounds_missed": one.missed, "tokens": one.tokens}
+            for one in reply.credits
+        },
+        "slots": {
+            slot.name: {
+                "replica": slot.replica,
+                "held": slot.held,
+                "round": slot.round or None,
+                "incarnation": slot.incarnation,
+                "holder": slot.holder or None,
+                "address": slot.address,
+                "dials": slot.dials,
+                "relayed_bytes": slot.relayed_bytes,
+                "device": slot.device or None,
+                "seconds": slot.seconds if slot.HasField("seconds") else None,
+                "cause": slot.cause or None,
+            }
+            for slot in reply.slots
+        },
+    }

@@ -42,7 +42,7 @@ class Prepared:
     source: Source | None
     """The corpus, if a process started here reads it."""
     limits: Sequence[Limit] = ()
-    """Limits of this machine: what would take unreasonably long; with `checks`, also what it cannot do."""
+    """Limits of this machine: what would take unreasonably long."""
     devices: Mapping[str, str] = field(default_factory=dict)
     """Name of the device of each member that starts here."""
     given: Sequence[Key] = ()
@@ -72,8 +72,7 @@ def prepare(
     A rehearsal computes nothing and reads no text, so only its ports are tried.
 
     `only`: check what the named members need; None means all members. `resume`: the weights are in the run's log, so
-    `model.weights` is not needed. `checks`: the run may be meant for several hosts, of which this may be any. Ports of
-    other hosts are then not tried, and limits of this machine are no errors.
+    `model.weights` is not needed. `checks`: `hetero-pp check` looks at the machine and its ports by itself.
 
     Raises ConfigError with file and line.
     """
@@ -82,15 +81,14 @@ def prepare(
         config, source = spec.config, None
         limits, devices = list[Limit](), dict[str, str]()
         if config.rehearsal is None:
-            limits = limits_of(spec, names)
             if not checks:
+                limits = limits_of(spec, names)
                 require_carried(limits)
-            devices = _devices(spec, names)
-            if not checks:
+                devices = {name: name_of(device) for name, device in devices_of(spec, names).items()}
                 _require_meeting_places(config, names, only)
             source = _open_corpus(spec, names, RunFolder(runs / config.name).cache, on_progress)
-        for one in fixed_addresses(config):
-            if one.member in names and (not checks or one.is_of_this_host):
+        for one in () if checks else fixed_addresses(config):
+            if one.member in names:
                 one.try_to_listen()
     except ConfigError as error:
         raise file.located(error) from None
@@ -120,14 +118,6 @@ def settled(config: RunConfig, only: str | None, resume: bool) -> tuple[RunSpec,
         require_openskill()
     require_relay(config)
     return spec, names, on_weights
-
-
-def _devices(spec: RunSpec, names: Sequence[str]) -> dict[str, str]:
-    """Return the name of each member's device; its setting if this machine does not have the device."""
-    try:
-        return {name: name_of(device) for name, device in devices_of(spec, names).items()}
-    except ConfigError:
-        return {name: spec.members[name].device for name in names if name in spec.members}
 
 
 def _require_engines(config: RunConfig, names: Sequence[str]) -> None:

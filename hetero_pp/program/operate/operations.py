@@ -65,7 +65,7 @@ def operated(
     with ExitStack() as stack:
         followers: list[Callable[[Report], None]] = []
         if metrics is not None:
-            from hetero_pp.program.operate.http_server import served
+            from hetero_pp.program.operate.metrics import served
 
             url = stack.enter_context(served(metrics, observed))
             announce(f"metrics: {url}/metrics, health: {url}/healthz")

@@ -60,10 +60,13 @@ def say(console: Console, text: str, bold: str = "", style: str = "", indent: st
     console.print(found, soft_wrap=True)
 
 
-def tell(console: Console, line: str, style: str = "", hanging: str = "  ") -> None:
-    """Print an event in one line, so that logs can be searched; on a terminal, wrap it with `hanging` as indent."""
+def tell(console: Console, line: str, style: str = "", hanging: str = "  ", folds: bool = False) -> None:
+    """Print an event in one line, so that logs can be searched; on a terminal, wrap it with `hanging` as indent.
+
+    `folds`: wrap it in a pipe, too.
+    """
     shown = in_ascii(line) if console.options.ascii_only else line
-    shown = "\n".join(fold(shown, console.width, hanging=hanging)) if console.is_terminal else shown
+    shown = "\n".join(fold(shown, console.width, hanging=hanging)) if folds or console.is_terminal else shown
     console.print(Text(shown, style=style), soft_wrap=True)
 
 

@@ -228,7 +228,7 @@ def _lines(summary: Mapping[str, Any], folder: Path) -> Iterator[str]:
     if scores := audit.get("scores"):
         excluded = [one["replica"] for one in scores if one["excluded"]]
         words = f"excluded: {', '.join(excluded)}" if excluded else "nobody is excluded"
-        yield f"Scores: {format_count(len(scores), 'replica')}, {words} (`hetero-pp scores`)."
+        yield f"Scores: {format_count(len(scores), 'replica')}, {words} (`hetero-pp audit scores`)."
     if audit.get("unaudited"):
         yield f"Unaudited: {audit['unaudited']}."
     if summary["refusals"]:

@@ -1,24 +1,41 @@
-"""Checks of the way to the exchange: proxies, answer, clock, neighbouring stages, and what admits this host."""
+"""Checks of the way to the exchange: proxies, answer, clock, neighbours, line, and what admits this host."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from functools import partial
 from itertools import islice
 from urllib.request import getproxies_environment
 
-from hetero_pp.core.errors import LinkTimeout
+from hetero_pp.config.lines import WAYS, Way, stage_link_name
+from hetero_pp.config.spec import RunSpec
+from hetero_pp.config.topology import ParticipantsReplica
+from hetero_pp.core.errors import LinkTimeout, Refused
 from hetero_pp.core.proxies import grpc_proxy, route_to
-from hetero_pp.core.units import format_duration, format_names
-from hetero_pp.program.doctor.finding import Finding, NotChecked, fail, in_background, ok, warn
-from hetero_pp.program.doctor.subject import CheckedPart, Subject
+from hetero_pp.core.units import format_bytes, format_duration, format_names, format_seconds
+from hetero_pp.program.check.findings import Finding, NotChecked, fail, in_background, ok, warn
+from hetero_pp.program.check.subject import CheckedPart, Subject
 from hetero_pp.program.join.membership import unanswered
-from hetero_pp.program.join.on_disk import read_run_on_disk
+from hetero_pp.program.join.runs_here import read_run_on_disk
 from hetero_pp.program.launch.addresses import fixed_addresses, meeting_places
+from hetero_pp.program.launch.this_machine import LONG_STEP
+from hetero_pp.program.rehearse.own_line import shown_rates, too_slow
+from hetero_pp.rpc.admission_client import Rate, measure
 from hetero_pp.rpc.identities import CLOCKS_DIFFER
+from hetero_pp.simulator.traffic import stage_link_loads
 
 _PUBLIC = "192.0.2.1"
 """A host outside of all private networks (RFC 5737); it is not dialled."""
+CLOCK_WARNING_SECONDS = 60.0
+"""Difference of clocks from which logs and expiry dates mislead."""
+
+_SECONDS_TO_DIAL = 1.5
+_NODES_OF = "the nodes of "
+_MOST_DIALLED = 16
+"""Neighbours that are dialled, each in a thread. A group rarely has more stages."""
+_SHOWN = 4
+SOON_SECONDS = 3600.0  # remaining validity of a ticket or certificate from which a host should hurry
 
 
 def check_proxy(subject: Subject) -> Finding:
@@ -34,16 +51,6 @@ def check_proxy(subject: Subject) -> Finding:
     if route.note:
         return warn(f"the exchange is{route.note}: correct the variable, or name the exchange in no_proxy")
     return ok("the environment names a proxy, which is not used for the exchange")
-
-
-CLOCK_WARNING_SECONDS = 60.0
-"""Difference of clocks from which logs and expiry dates mislead."""
-
-_SECONDS_TO_DIAL = 1.5
-_NODES_OF = "the nodes of "
-_MOST_DIALLED = 16
-"""Neighbours that are dialled, each in a thread. A group rarely has more stages."""
-_SHOWN = 4
 
 
 def check_exchange(subject: Subject) -> Finding:
@@ -91,8 +98,10 @@ def check_neighbours(subject: Subject) -> Finding:
         found |= {f"{_NODES_OF}{one.name}": one.address for one in places if not one.is_of_this_host}
         if not found:
             raise NotChecked("the YAML names no address on another host")
+    if not found and not _starts_stage(subject.part):
+        return ok("no stage starts here, so there are no neighbours")
     if not found:
-        return ok(_without_listeners(subject.part))
+        return ok("no neighbouring stage listens now; stages send to each other through the exchange")
     found = dict(islice(found.items(), _MOST_DIALLED))
     dialled = {name: in_background(partial(_answers, address)) for name, address in found.items()}
     silent = {name: found[name] for name, answers in dialled.items() if not answers.result()}
@@ -111,7 +120,7 @@ def check_relay(subject: Subject) -> Finding:
     port, part = subject.answer.reply.relay_port, subject.part
     if not port:
         raise NotChecked("the exchange has no relay")
-    if all(part.spec.members[name].stage is None for name in part.names if name in part.spec.members):
+    if not _starts_stage(part):
         raise NotChecked("no stage starts here")
     address = f"{subject.peer.address.rpartition(':')[0]}:{port}"
     if _answers(address):
@@ -120,10 +129,9 @@ def check_relay(subject: Subject) -> Finding:
     return fail(f"{address} does not answer, so stages that cannot dial each other have no link: {mend}")
 
 
-def _without_listeners(part: CheckedPart) -> str:
-    if all(part.spec.members[name].stage is None for name in part.names if name in part.spec.members):
-        return "no stage starts here, so there are no neighbours"
-    return "no neighbouring stage listens now; stages send to each other through the exchange"
+def _starts_stage(part: CheckedPart) -> bool:
+    members = part.spec.members
+    return any(members[name].stage is not None for name in part.names if name in members)
 
 
 def _answers(address: str) -> bool:
@@ -134,7 +142,50 @@ def _answers(address: str) -> bool:
         return False
 
 
-SOON_SECONDS = 3600.0
+def check_line(subject: Subject) -> Finding:
+    """Measure this host's line to the exchange for a second or two, with 4 MiB in each direction at most."""
+    if subject.peer is None:
+        raise NotChecked("needs a ticket, or a run whose exchange answers")
+    if subject.peer.is_here:
+        raise NotChecked("the exchange is on this host")
+    part, _ = subject.part, subject.answer
+    try:
+        up, down = measure(subject.peer.address, subject.peer.identity)
+    except Refused as error:  # such as one measurement too many: the line may be as it should be
+        return warn(f"not measured: {error}")
+    return line_verdict(part.spec, part.names[0], {"up": up, "down": down})
+
+
+def line_verdict(spec: RunSpec, member: str, measured: Mapping[Way, Rate]) -> Finding:
+    """Return the finding for the measured rates of a member's line."""
+    shown = shown_rates(measured)
+    if slow := too_slow(spec, member, measured):
+        mend = "stop other traffic, use a cable, or tell the operator of the run the measured rates"
+        return warn(f"{shown}; the run's YAML expects {slow} of {member}: {mend}")
+    loads = step_bytes(spec, member)
+    if not any(loads.values()):
+        return ok(shown)
+    seconds = max(8 * loads[way] / max(measured[way].bits_per_second, 1.0) for way in WAYS)
+    step = ", ".join(f"{format_bytes(loads[way])} {way}" for way in WAYS)
+    told = f"{shown}; a step of {member} needs {step}, at least {format_seconds(seconds)} at this rate"
+    if seconds > LONG_STEP:
+        return warn(f"{told}: ask for a run with a smaller boundary, or use a faster line")
+    return ok(told)
+
+
+def step_bytes(spec: RunSpec, member: str) -> dict[Way, int]:
+    """Return the bytes that a member sends to and receives from neighbouring stages in an inner step."""
+    own, found = spec.members[member], dict.fromkeys(WAYS, 0)
+    if own.stage is None or not isinstance(own.replica, ParticipantsReplica):
+        return found
+    loads = stage_link_loads(spec, own.replica)
+    for hop in (own.stage.index - 1, own.stage.index):
+        link = spec.links.get(stage_link_name(own.replica.name, hop))
+        if link is not None:
+            is_source = link.source == member
+            found["up"] += loads["forward" if is_source else "backward"].step
+            found["down"] += loads["backward" if is_source else "forward"].step
+    return found
 
 
 def check_certificate(subject: Subject) -> Finding:

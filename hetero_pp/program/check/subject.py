@@ -1,4 +1,4 @@
-"""The subject of `doctor`: this machine, and a YAML, a ticket, or a run of this host."""
+"""The subject of `hetero-pp check`: this machine, and a YAML, a ticket, or a run of this host."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.yaml_file import ConfigFile
 from hetero_pp.core.bounded import parse_json
 from hetero_pp.core.errors import ConfigError, HeteroPPError, LinkTimeout, Refused
+from hetero_pp.core.shipped import shipped_yaml
 from hetero_pp.core.ticket_text import is_ticket
 from hetero_pp.core.units import format_seconds
 from hetero_pp.messages.messages_pb2 import PreviewReply
-from hetero_pp.program.doctor.finding import NotChecked, in_background
+from hetero_pp.program.check.findings import NotChecked, in_background
 from hetero_pp.program.join.membership import Membership, has_joined, is_name, memberships_in, read_membership
-from hetero_pp.program.join.on_disk import is_running
-from hetero_pp.program.join.status import known_run
-from hetero_pp.program.launch.inputs import settled
+from hetero_pp.program.join.runs_here import is_running, known_run
+from hetero_pp.program.launch.inputs import Prepared, prepare, settled
+from hetero_pp.program.report.output import SafeConsole, shown_reading
 from hetero_pp.rpc.admission_client import preview
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, version_complaint
 from hetero_pp.rpc.identities import Identity, Ticket
@@ -94,6 +95,8 @@ class Subject:
     """Name of the ticket or certificate that admits this host, and its expiry in seconds since 1970."""
     data: str | None = None
     """Path of the run's text on this host."""
+    prepared: Prepared | None = None
+    """The run of a YAML, with its corpus."""
     problem: str = ""
     """Why the argument cannot be used."""
 
@@ -126,37 +129,49 @@ class Subject:
         return "the argument cannot be used" if self.problem else f"needs {what}"
 
 
-def subject_of(named: str | None, runs: Path, data: str | None) -> Subject:
-    """Return the subject that an argument names. An argument that cannot be used is its `problem`."""
+def subject_of(named: str | None, overrides: Sequence[str], runs: Path, data: str | None) -> Subject:
+    """Return the subject that an argument names. A ticket or run that cannot be used is its `problem`.
+
+    A run of this host comes before a shipped YAML of the same name. Raises ConfigError for a YAML that cannot run.
+    """
     if named is None:
         return Subject(runs=runs)
+    path = Path(named)
+    if not is_ticket(named) and not (path.is_dir() or (path.suffix == "" and (runs / named).is_dir())):
+        path = shipped_yaml(path) or path
+        if path.suffix in _YAML or path.is_file():
+            return _of_yaml(path, overrides, runs)
     try:
-        if is_ticket(named):
-            return _of_ticket(Ticket.from_text(named), runs, data)
-        if Path(named).suffix in _YAML or Path(named).is_file():
-            return _of_yaml(Path(named), runs)
-        return _of_run(run_folder(runs, named))
+        if overrides:
+            raise ConfigError((), "--set: found a ticket or a run, expected a YAML")
+        return _of_ticket(Ticket.from_text(named), runs, data) if is_ticket(named) else _of_run(run_folder(runs, named))
     except (ConfigError, Refused) as error:
         return Subject(runs=runs, problem=str(error))
 
 
-def _of_yaml(path: Path, runs: Path) -> Subject:
-    file = ConfigFile(path)
+def _of_yaml(path: Path, overrides: Sequence[str], runs: Path) -> Subject:
+    file = ConfigFile(path, overrides)
+    with shown_reading(SafeConsole(stderr=True), "reading the corpus") as on_progress:
+        prepared = prepare(file, runs.absolute(), checks=True, on_progress=on_progress)
+    # A replica of several nodes is all that one of their machines starts.
+    nodes = next((one.name for one in file.config.replicas if one.kind == "datacenter" and one.nodes > 1), None)
+    part = CheckedPart(prepared.spec, [prepared.names if nodes is None else [nodes]], file.located)
     return Subject(
         runs=runs,
         name=file.config.name,
         kind="yaml",
         told=f"{path}: the run {file.config.name}",
-        part_=in_background(lambda: _part(file, None)),
+        part_=in_background(lambda: part),
+        prepared=prepared,
     )
 
 
-def _part(file: ConfigFile, only: str | None, resume: bool = False) -> CheckedPart:
-    """Return the part of a YAML that this host starts: all of it, or a replica of several nodes, if there is one."""
+def _part(file: ConfigFile, only: str | None) -> CheckedPart:
+    """Return the part of a run that this host resumes."""
     if only is None:
         only = next((one.name for one in file.config.replicas if one.kind == "datacenter" and one.nodes > 1), None)
     try:
-        spec, names, _ = settled(file.config, only, resume)
+        spec, names, _ = settled(file.config, only, resume=True)
     except ConfigError as error:
         raise file.located(error) from None
     return CheckedPart(spec, [names], file.located)
@@ -193,7 +208,7 @@ def _of_run(folder: RunFolder) -> Subject:
             kind="run",
             told=f"the run {name}, which this host {'serves' if serves else 'launched'}",
             peer=None if known is None else CheckedPeer(known.address, known.identity, is_here=True),
-            part_=in_background(lambda: _part(file, EXCHANGE if serves else None, resume=True)),
+            part_=in_background(lambda: _part(file, EXCHANGE if serves else None)),
             answer_=None if known is None else in_background(lambda: _asked(known.address, known.identity)),
         )
     if not found:
@@ -210,7 +225,7 @@ def _of_membership(own: Membership, runs: Path) -> Subject:
         kind="run",
         told=f"the run {own.run}, which this host {'left' if own.has_left else 'joined'} as {own.slot}",
         peer=CheckedPeer(own.address, identity),
-        part_=in_background(lambda: _part(file, own.slot, resume=True)),
+        part_=in_background(lambda: _part(file, own.slot)),
         answer_=in_background(lambda: _asked(own.address, identity)),
         until=("the ticket" if own.has_left else f"the certificate of {own.slot}", identity.shown.until),
     )

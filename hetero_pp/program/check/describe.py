@@ -1,4 +1,4 @@
-"""`hetero-pp check`: print what a YAML describes and how many bytes the run will send, without training."""
+"""Prints what a YAML describes and how many bytes the run will send, without training."""
 
 from __future__ import annotations
 
@@ -6,29 +6,23 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from rich.console import Console
 
 from hetero_pp.config.alike import alike, lines_alike, links_alike, range_of, table_rows
 from hetero_pp.config.lines import DIRECTIONS, EXCHANGE, WAYS, Direction, Way, exchange_link_name, stage_link_name
-from hetero_pp.config.member_inputs import in_words
-from hetero_pp.config.run_config import RunConfig
 from hetero_pp.config.spec import MemberSpec, RunSpec
 from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica
-from hetero_pp.config.yaml_file import ConfigFile
-from hetero_pp.core.errors import ConfigError, dotted
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.units import format_bits_per_second, format_bytes, format_count, format_ratio, format_seconds
 from hetero_pp.link.protocol import raw_frames, wire_bytes
 from hetero_pp.model.part_settings import AnchorSettings
 from hetero_pp.model.transformer import ModelShape
 from hetero_pp.program.defences import defence_lines
-from hetero_pp.program.launch.addresses import fixed_addresses
-from hetero_pp.program.launch.inputs import Prepared, prepare
-from hetero_pp.program.report.output import SafeConsole, say, shown_reading, standard_output, tell
+from hetero_pp.program.launch.inputs import Prepared
+from hetero_pp.program.report.output import say, standard_output, tell
 from hetero_pp.program.report.tables import PlainTable, format_bandwidth, spanned, spanned_limits
-from hetero_pp.program.show_exchange import print_exchange
-from hetero_pp.program.show_prediction import print_assumption, print_waiting
+from hetero_pp.program.show_prediction import print_assumption, print_exchange, print_waiting
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.simulator.costs import assumed_in
 from hetero_pp.simulator.disk import OF_THE_ROUND, disk_bytes, disk_files, space_on_disk
@@ -38,15 +32,10 @@ from hetero_pp.simulator.traffic import LinkLoad, blob_sizes, exchange_link_load
 from hetero_pp.simulator.waiting import waiting
 
 
-def print_check(path: Path, overrides: Sequence[str], runs: Path) -> None:
-    """Validate a YAML and print the run's topology and loads to the terminal."""
-    file = ConfigFile(path, overrides)
-    with shown_reading(SafeConsole(stderr=True), "reading the corpus") as on_progress:
-        prepared = prepare(file, runs.absolute(), checks=True, on_progress=on_progress)
-    console = standard_output()
-    _print_run(console, path, prepared)
-    _print_addresses(console, prepared.spec.config)
-    spec = prepared.spec
+def print_run(told: str, prepared: Prepared) -> None:
+    """Print the topology and the loads of a run to the terminal. `told`: its YAML and name."""
+    console, spec = standard_output(), prepared.spec
+    _print_run(console, told, prepared)
     console.print(_members_table(spec))
     loads = _loads(spec)
     console.print(_links_table(spec, loads))
@@ -57,27 +46,24 @@ def print_check(path: Path, overrides: Sequence[str], runs: Path) -> None:
         if (waits := waiting(spec, predict(spec))) is not None:
             print_waiting(console, waits)
             print_assumption(console, assumed_in(spec))
-    for limit in prepared.limits:
-        small = f"this machine cannot hold all members, others may: {dotted(limit.key)}: "
-        say(console, f"Note: {small if limit.is_final else 'on this machine, '}{limit.message}.")
     notes = (
         "→ is from the first to the second endpoint. Sizes are those of tensors and contributions, "
         "without headers and framing. `takes` is the least time for a round's bytes on the link or "
         "access line; –: it has no bandwidth limit. All links of a machine share its line, ↑ for sending and ↓ for "
         "receiving. Links with the bandwidth `lines` are limited by these lines alone."
     )
-    if prepared.spec.config.inner.steps is None:
+    if spec.config.inner.steps is None:
         notes += " The number of steps per round is not known in advance, so `a round` and `takes` are without them."
     say(console, notes, style="dim")
 
 
-def _print_run(console: Console, path: Path, prepared: Prepared) -> None:
+def _print_run(console: Console, told: str, prepared: Prepared) -> None:
     spec = prepared.spec
     config, shape = spec.config, spec.shape
     per_step = sum(replica.batch_size for replica in config.replicas) * config.data.sequence_length
     tokens = None if spec.total_steps is None else spec.total_steps * per_step
     compression = config.outer.compression
-    say(console, f"{path}: the run `{config.name}` is valid.", bold=str(path))
+    say(console, f"{told} is valid.", bold=told.partition(": the run ")[0])
     shared = "" if shape.groups == shape.heads else f" that share {shape.groups} of keys and values"
     heads = f"{shape.heads} heads{shared}, vocabulary {shape.vocabulary}"
     parameters = f"{_count(spec.parameter_shapes):,} parameters"
@@ -96,7 +82,6 @@ def _print_run(console: Console, path: Path, prepared: Prepared) -> None:
         say(console, f"Data: {config.data.corpus}, {prepared.source.describe(tokens)}.")
         for note in prepared.notes:
             tell(console, note)
-    say(console, f"Devices on this host: {in_words(prepared.devices)}.")
     for (what, chosen), names in _engines_and_boundaries(spec).items():
         say(console, f"{what} of {', '.join(names)}: {chosen}.")
     kept = f"density {format_ratio(compression.density)}, {_values_of(compression)}"
@@ -115,14 +100,6 @@ def _on_disk(spec: RunSpec) -> str:
     parts = ", ".join(f"{purpose} {format_bytes(size)}" for purpose, size in sizes.items() if size >= 1)
     whole = f"{format_bytes(sum(space.values()))} in blocks of the file system"
     return f"Disk: the run leaves about {files:,} files and {format_bytes(sum(sizes.values()))} ({parts}); {whole}."
-
-
-def _print_addresses(console: Console, config: RunConfig) -> None:
-    """Print the fixed addresses of the YAML, and which of them were not tried because they belong to another host."""
-    places = {True: "free on this host", False: "on another host, not checked here"}
-    found = [f"{one.name} {one.address} ({places[one.is_of_this_host]})" for one in fixed_addresses(config)]
-    if found:
-        say(console, f"Listening: {', '.join(found)}.")
 
 
 def _values_of(compression: CompressionSettings) -> str:

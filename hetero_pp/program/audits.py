@@ -1,4 +1,4 @@
-"""`hetero-pp validate`: a validator in a process of its own, which follows a run and judges its rounds."""
+"""`hetero-pp audit`: a validator in a process of its own, which judges a run, and the scores of its replicas."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import json
 import platform
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,18 +19,31 @@ from hetero_pp.config.lines import EXCHANGE, VALIDATOR
 from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.bounded import read_json_object
 from hetero_pp.core.device import resolved
-from hetero_pp.core.errors import ConfigError, ExchangeLost, HeteroPPError, Refused, RunFailed, RunOver, StoreError
+from hetero_pp.core.errors import (
+    ConfigError,
+    DamagedFile,
+    ExchangeLost,
+    HeteroPPError,
+    Refused,
+    RunFailed,
+    RunOver,
+    StoreError,
+)
+from hetero_pp.core.files import write_json
 from hetero_pp.core.units import format_count
 from hetero_pp.data.sources import Source, open_source, tokens_digest
 from hetero_pp.messages import messages_pb2 as pb
+from hetero_pp.messages.messages_pb2 import Score
 from hetero_pp.program.launch.addresses import dialled_here
-from hetero_pp.program.open_run import open_run
-from hetero_pp.program.report.output import announce
+from hetero_pp.program.report.output import announce, standard_output, tell
+from hetero_pp.program.report.tables import PlainTable
+from hetero_pp.program.run_log import open_run
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.exchange_service import Caller
 from hetero_pp.rpc.identities import Credentials, Identity, Secret, is_validators
 from hetero_pp.store.opening import folder_of
 from replica_groups.audit.validator import Validator, checks_of
+from replica_groups.exchange.audits import KeptScores, newest_scores
 from replica_groups.exchange.joining import Text
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.restart import newest_sound
@@ -40,6 +53,9 @@ SECONDS_BETWEEN_QUESTIONS = 10.0
 """Interval at which a validator without a new round asks whether the run goes on."""
 SECONDS_FOR_AN_EXCHANGE = 30.0
 """Time after which judgements are given up if the exchange does not answer."""
+
+_LOOKED_BACK = 256
+"""Rounds that are read to find a replica's last contribution."""
 
 T = TypeVar("T")
 
@@ -102,35 +118,36 @@ class FollowedRun:
         """Whether the exchange did not answer for a while."""
 
     def record(self, round_: int) -> pb.RoundRecord:
+        """Return a round's record as soon as the log has it.
+
+        Raises RunChanged if honest members may have computed something else than this validator would: the run has
+        resumed from before the record that came before, or with other settings. Raises RunFailed if the run has failed.
+        """
         asked = time.monotonic()
         while True:
             try:
                 record = self.retry(lambda: self.log.read_record(round_))
-                self._require_same(record)
-                return record
+                break
             except FileNotFoundError:
                 time.sleep(SECONDS_BETWEEN_LOOKS)
             if time.monotonic() - asked > SECONDS_BETWEEN_QUESTIONS:
                 asked = time.monotonic()
-                self._require_going_on()
-
-    def _require_same(self, record: pb.RoundRecord) -> None:
-        """Raise RunChanged if honest members may have computed something else than this validator would.
-
-        That is so if the run has resumed from before the record that came before, or with other settings.
-        """
+                try:
+                    self.client.last_round()
+                except ExchangeLost as error:  # it may come back
+                    self._say(f"{error}; waiting for it")
         before, self._newest = self._newest, record
-        if before is not None and self._sha256(before.round) != before.sha256:
-            raise RunChanged(f"the run has resumed from before round {before.round}")
+        if before is not None:
+            try:
+                sha256 = self.retry(lambda: self.log.read_record(before.round)).sha256
+            except FileNotFoundError:
+                sha256 = b""
+            if sha256 != before.sha256:
+                raise RunChanged(f"the run has resumed from before round {before.round}")
         with suppress(ExchangeLost, RunFailed, RunOver):
             if self.client.changes().mark != self.spec.changes.mark:
                 raise RunChanged("the run has resumed with other settings")
-
-    def _sha256(self, round_: int) -> bytes:
-        try:
-            return self.retry(lambda: self.log.read_record(round_)).sha256
-        except FileNotFoundError:
-            return b""
+        return record
 
     def last_round(self) -> int:
         self._last = max(self._last, self.retry(self.log.last_record))
@@ -162,13 +179,6 @@ class FollowedRun:
                     self._say(f"round {round_}: the judgements are lost: {error}")
                     return
                 time.sleep(SECONDS_BETWEEN_LOOKS)
-
-    def _require_going_on(self) -> None:
-        """Raise RunFailed if the run has failed. An exchange that is gone may come back."""
-        try:
-            self.client.last_round()
-        except ExchangeLost as error:
-            self._say(f"{error}; waiting for it")
 
 
 def validate(runs: Path, run: str, pass_: Path | None, device: str, name: str | None) -> None:
@@ -205,7 +215,8 @@ def _has_changed_under(runs: Path, run: str, pass_: Path | None, device: str, na
     checks = checks_of(spec, log, source, access.draws, resolved(device))
     say(f"{access.name} judges its rounds for the exchange at {access.address}")
     try:
-        _wait_for_checkpoint(followed)
+        while not followed.retry(log.checkpoints):
+            time.sleep(SECONDS_BETWEEN_LOOKS)
         newest = newest_sound(log, followed.last_round(), [])
         say(f"following the run after round {newest.round}")
         Validator(spec, followed, checks, newest).run(on_round)
@@ -253,6 +264,53 @@ def require_name(name: str) -> str:
     return name
 
 
-def _wait_for_checkpoint(run: FollowedRun) -> None:
-    while not run.retry(run.log.checkpoints):
-        time.sleep(SECONDS_BETWEEN_LOOKS)
+# ---- scores ----
+
+
+def print_scores(runs: Path, run: str, json_path: Path | None) -> None:
+    """Print the scores of a run's replicas, as the newest judged round in its log has them, the best first.
+
+    Raises ConfigError if there is no such run, DamagedFile if its scores were altered.
+    """
+    spec, log = open_run(runs, run)
+    kept, name, console = newest_scores(log.store), spec.config.name, standard_output()
+    found: dict[str, Any] = {"run": name, "round": None if kept is None else kept.round, "replicas": []}
+    if kept is None and spec.config.audit.scores is None:
+        how = "`audit: {gauntlet: {}}` in the YAML turns scores on"
+        tell(console, f"{name}: its contributions are not scored; {how}")
+    elif kept is None:
+        tell(console, f"{name}: no round has been judged yet; {log.last_record()} rounds are closed")
+    else:
+        numbers = ["rating", "average", "synchronisation", "final"]
+        table = PlainTable(["replica"], [*numbers, "evaluations"], ["excluded"])
+        for one in sorted(kept.scores.scores, key=lambda one: (-one.final, one.replica)):
+            shown = [f"{getattr(one, number):.3f}" for number in numbers]
+            table.add_row(one.replica, *shown, f"{one.evaluations}", one.excluded or "–")
+        console.print(table)
+        tell(console, f"{name}: scores after round {kept.round}")
+        for line in _absent(log, kept):
+            tell(console, f"{name}: {line}")
+        for one in kept.scores.scores:
+            excluded = kept.excluded.get(one.replica) if one.excluded else None
+            told = {field.name: getattr(one, field.name) for field in Score.DESCRIPTOR.fields}
+            told |= {"excluded": one.excluded or None, "excluded_until": None if excluded is None else excluded.until}
+            found["replicas"].append(told)
+    write_json(json_path, found)
+
+
+def _absent(log: ContributionLog, kept: KeptScores) -> Iterator[str]:
+    """Yield a line for each replica that took no part in the last round: its score stays as it was."""
+    last = log.last_record()
+    missing = {one.replica for one in kept.scores.scores if not one.excluded}
+    found: dict[str, int] = {}
+    for round_ in range(last, max(0, last - _LOOKED_BACK), -1):
+        if missing <= found.keys():
+            break
+        with suppress(DamagedFile, FileNotFoundError):
+            record = log.read_record(round_)
+            for name in [*(one.replica for one in record.contributions), *record.left_out]:
+                found.setdefault(name, round_)
+    for name in sorted(missing):
+        if found.get(name) != last:
+            when = f"its last contribution is in round {found[name]}" if name in found else "it has not contributed"
+            yield f"{name} took no part in round {last}; {when}, and its score stays as it was"

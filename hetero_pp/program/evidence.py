@@ -1,4 +1,4 @@
-"""`hetero-pp verify`: check evidence that a replica contributed something else than its round gives."""
+"""`hetero-pp log verify`: check evidence that a replica contributed something else than its round gives."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from hetero_pp.data.sources import open_source
 from hetero_pp.data.tokenizers import load_tokenizer
 from hetero_pp.messages.messages_pb2 import ContributionEntry, RoundRecord
 from hetero_pp.outer.step import parameter_sha256, parameters_sha256
-from hetero_pp.program.open_run import open_run
 from hetero_pp.program.report.output import announce
+from hetero_pp.program.run_log import open_run
 from hetero_pp.store.opening import folder_of, open_store
 from hetero_pp.store.store import Store
 from replica_groups.audit.recompute.compare import Comparison
