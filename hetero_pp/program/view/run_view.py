@@ -190,7 +190,7 @@ class RunView:
 
     @property
     def clock(self) -> tuple[float | None, int]:
-        """What all times of the page depend on: the first report, and the number of breaks."""
+        """All times of the page depend on it: the time of the first report, and the number of breaks."""
         return self.state.started, self.state.sittings
 
     def now(self) -> float:
