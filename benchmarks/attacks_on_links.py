@@ -23,7 +23,7 @@ from hetero_pp.rpc import admission_client
 from hetero_pp.rpc.callers import shown
 from hetero_pp.rpc.channels import PROTOCOL_VERSION
 from hetero_pp.rpc.exchange_client import ExchangeClient
-from hetero_pp.rpc.identities import Credentials, LinkCredentials
+from hetero_pp.rpc.identities import Credentials
 from hetero_pp.rpc.link_end import LinkSide
 from hetero_pp.rpc.relay import KEY_BYTES, MOST_CARRIED, MOST_UNKNOWN
 from hetero_pp.rpc.relay import SERVICE as RELAY
@@ -231,7 +231,7 @@ ENTICED = 1.0
 
 def entice(target: Target, stretch: Stretch, in_tls: bool) -> None:
     """Listen in place of the stage after: with another member's certificate, or without TLS."""
-    own = LinkCredentials(identity=target.guest.identity)
+    own = Credentials("", identity=target.guest.identity)
     server = StageLink(LinkSide(target.link, own, target.link.target, seed=1), expected=None)
     with socket.create_server(("127.0.0.1", 0)) as junk:
         junk.settimeout(ENTICED)

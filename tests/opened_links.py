@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hetero_pp.config.lines import LinkSpec
-from hetero_pp.rpc.identities import LinkCredentials
+from hetero_pp.rpc.identities import Credentials
 from hetero_pp.rpc.link_end import GrpcLinkEnd, LinkSide
 from hetero_pp.rpc.stage_link import StageLink
 
@@ -11,7 +11,7 @@ from hetero_pp.rpc.stage_link import StageLink
 def open_stage_link(
     address: str,
     spec: LinkSpec,
-    credentials: LinkCredentials,
+    credentials: Credentials,
     member: str,
     seed: int,
     timeout: float,

@@ -67,8 +67,14 @@ class Callers:
         Raises WrongToken for a caller without credentials, Refused for a ticket holder that is no longer admitted.
         """
         caller = self.of(context)
-        if caller.ticket is not None or caller.holder:
-            self._require_invited(caller)
+        if caller.ticket is None and not caller.holder:
+            return caller
+        if self._guests is None:
+            raise WrongToken(_STRANGER)
+        if caller.ticket is not None:
+            self._guests.require_open(caller.ticket)
+        else:
+            self._guests.require_in(caller.name, caller.holder)
         return caller
 
     def of(self, context: grpc.ServicerContext) -> RemoteCaller:
@@ -99,14 +105,6 @@ class Callers:
             run=told.get(_RUN),
             ticket=ticket,
         )
-
-    def _require_invited(self, caller: RemoteCaller) -> None:
-        if self._guests is None:
-            raise WrongToken(_STRANGER)
-        if caller.ticket is not None:
-            self._guests.require_open(caller.ticket)
-        else:
-            self._guests.require_in(caller.name, caller.holder)
 
     def _shown(self, context: grpc.ServicerContext, told: Mapping[str, str]) -> Shown:
         """Return what a caller proves to be. Raises WrongToken if it proves nothing."""

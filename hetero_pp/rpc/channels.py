@@ -91,17 +91,14 @@ def make_channel(
     With an identity it uses TLS, each side authenticates, and only the process named `peer` is accepted at any address.
     Without a `route` the route is chosen here, which may take seconds if the environment names a proxy.
     """
-    options = [*_OPTIONS, *_CHANNEL_OPTIONS, *_options_of(route or route_to(address))]
+    proxy = (route or route_to(address)).proxy  # by default gRPC uses one of the environment for loopback, too
+    proxied = ("grpc.enable_http_proxy", 0) if proxy is None else ("grpc.http_proxy", proxy.url)
+    options: Options = [*_OPTIONS, *_CHANNEL_OPTIONS, proxied]
     if identity is None:
         return grpc.insecure_channel(address, options)
     certificate = identity.latest.certificate.encode()
     credentials = grpc.ssl_channel_credentials(identity.authority.encode(), identity.key.encode(), certificate)
     return grpc.secure_channel(address, credentials, [*options, ("grpc.ssl_target_name_override", peer)])
-
-
-def _options_of(route: Route) -> Options:
-    """Return the channel options of a route. By default gRPC uses a proxy of the environment for loopback, too."""
-    return [("grpc.enable_http_proxy", 0)] if route.proxy is None else [("grpc.http_proxy", route.proxy.url)]
 
 
 def is_reached(channel: grpc.Channel, seconds: float | None) -> bool:
@@ -145,26 +142,23 @@ def make_server(
         if identity is None:
             port = server.add_insecure_port(listen)
         else:
-            port = server.add_secure_port(listen, _server_credentials(identity))
+
+            def latest() -> grpc.ServerCertificateConfiguration:
+                """Return the newest certificate, for a new connection, because it is renewed while the server runs."""
+                pair = identity.key.encode(), identity.latest.certificate.encode()
+                return grpc.ssl_server_certificate_configuration([pair], identity.authority.encode())
+
+            def renewed() -> grpc.ServerCertificateConfiguration:
+                return latest() if identity.kept_in else None  # type: ignore[return-value]  # None: as before
+
+            credentials = grpc.dynamic_ssl_server_credentials(latest(), renewed, require_client_authentication=True)
+            port = server.add_secure_port(listen, credentials)
     except RuntimeError as error:
         raise OSError(
             f"cannot listen on {listen}: the address is in use, or does not belong to this machine"
         ) from error
     server.start()
     return server, port
-
-
-def _server_credentials(identity: Identity) -> grpc.ServerCredentials:
-    """Return the newest certificate for every new connection, because it is renewed while the server runs."""
-
-    def latest() -> grpc.ServerCertificateConfiguration:
-        pair = identity.key.encode(), identity.latest.certificate.encode()
-        return grpc.ssl_server_certificate_configuration([pair], identity.authority.encode())
-
-    def renewed() -> grpc.ServerCertificateConfiguration:
-        return latest() if identity.kept_in else None  # type: ignore[return-value]  # None: as before
-
-    return grpc.dynamic_ssl_server_credentials(latest(), renewed, require_client_authentication=True)
 
 
 _SECONDS = 5.0
@@ -217,26 +211,22 @@ def new_run(address: str, yours: str, instead: str) -> NewRun:
 
 def _of_another_run(address: str, identity: Identity, route: Route) -> Refused:
     """Return the error for a certificate that the authority of this process's run did not sign."""
-    if not _shows_exchange(address, route):
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    try:  # whether the certificate there, with any signature, names an exchange
+        with route.connect(address, _SECONDS) as connection, context.wrap_socket(connection) as wrapped:
+            shown = wrapped.getpeercert(binary_form=True) or b""
+        is_exchange = read_certificate(ssl.DER_cert_to_PEM_cert(shown).encode()).name == EXCHANGE
+    except (OSError, ValueError):  # ssl.SSLError is an OSError
+        is_exchange = False
+    if not is_exchange:
         return Refused(f"{address}: another program answers at this address, or an exchange of another version")
     if ticket_of(identity.shown.name) is not None:
         return new_run(address, "ticket", "ask for a new ticket")
     if identity.shown.holder:
         return new_run(address, "certificate", "ask for a new ticket")
     return WrongToken(f"the exchange at {address} was started with another token")
-
-
-def _shows_exchange(address: str, route: Route) -> bool:
-    """Return whether the certificate at an address, with any signature, names an exchange."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    context.set_alpn_protocols(["h2"])
-    try:
-        with route.connect(address, _SECONDS) as connection, context.wrap_socket(connection) as wrapped:
-            shown = wrapped.getpeercert(binary_form=True) or b""
-        return read_certificate(ssl.DER_cert_to_PEM_cert(shown).encode()).name == EXCHANGE
-    except (OSError, ValueError):  # ssl.SSLError is an OSError
-        return False
 
 
 def _moment(seconds: float) -> str:

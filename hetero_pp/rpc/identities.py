@@ -101,7 +101,11 @@ class Authority:
     def __init__(self, secret: str) -> None:
         seed = HKDF(SHA256(), _SEED_BYTES, None, b"hetero-pp: the authority of a run").derive(secret.encode())
         self._key = ec.derive_private_key(int.from_bytes(seed, "big") % (_ORDER - 1) + 1, _CURVE)
-        self.certificate = self._own().decode()
+        key = self._key.public_key()
+        own = _certificate(_issuer(), key, _FIRST, _LAST)
+        own = own.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        own = own.add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+        self.certificate = own.sign(self._key, SHA256()).public_bytes(Encoding.PEM).decode()
         """Its certificate as PEM. It differs each time, and each verifies all signatures of the authority."""
 
     def identity(self, name: str) -> Identity:
@@ -127,13 +131,6 @@ class Authority:
         names = [x509.DNSName(one) for one in (name, holder_name(name, holder))]
         builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
         return builder.sign(self._key, SHA256()).public_bytes(Encoding.PEM).decode()
-
-    def _own(self) -> bytes:
-        key = self._key.public_key()
-        builder = _certificate(_issuer(), key, _FIRST, _LAST)
-        builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
-        return builder.sign(self._key, SHA256()).public_bytes(Encoding.PEM)
 
 
 def holder_name(name: str, holder: int) -> str:
@@ -259,9 +256,9 @@ class Credentials:
     """Link name -> token that only its two ends know, used without an identity."""
     identity: Identity | None = None  # key and certificate for TLS
 
-    def of_link(self, link: str) -> LinkCredentials:
-        """Return the credentials of this process at one end of a link."""
-        return LinkCredentials(self.links.get(link, ""), self.identity)
+    def of_link(self, link: str) -> Credentials:
+        """Return the credentials of this process at one end of a link: its token is the link's."""
+        return replace(self, token=self.links.get(link, ""), links={})
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -270,14 +267,6 @@ class Credentials:
     def from_json(cls, text: str) -> Credentials:
         found = json.loads(text)
         return cls(**found | {"identity": Identity(**found["identity"]) if found["identity"] else None})
-
-
-@dataclass(frozen=True)
-class LinkCredentials:
-    """Credentials of one end of a stage link."""
-
-    token: str = ""  # token that only the two ends of the link know; unused if they have an identity
-    identity: Identity | None = None
 
 
 class Secret:
@@ -393,7 +382,7 @@ class Ticket:
                 check, data = data[:_CHECK_BYTES], data[_CHECK_BYTES:]
                 if hashlib.sha256(data).digest()[:_CHECK_BYTES] != check:
                     raise ValueError
-                ticket = cls._of(parse_json(_inflated(data)))
+                ticket = cls._of(parse_json(zlib.decompressobj().decompress(data, MOST_CHARACTERS)))
                 ticket.id  # noqa: B018 (its certificate can be read)
             except (ValueError, KeyError, TypeError, zlib.error, binascii.Error):
                 continue
@@ -456,8 +445,3 @@ def ticket_of(name: str) -> str | None:
     """Return the ticket's id that a certificate's name contains; None for a member's."""
     found = _OF_A_TICKET.fullmatch(name)
     return None if found is None else found[1]
-
-
-def _inflated(data: bytes) -> bytes:
-    """Decompress a ticket, up to the largest size that a ticket has."""
-    return zlib.decompressobj().decompress(data, MOST_CHARACTERS)

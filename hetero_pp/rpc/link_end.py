@@ -42,7 +42,7 @@ from hetero_pp.messages.messages_pb2 import LinkHello
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.rpc.callers import shown_by
 from hetero_pp.rpc.channels import PROTOCOL_VERSION
-from hetero_pp.rpc.identities import LinkCredentials
+from hetero_pp.rpc.identities import Credentials
 from hetero_pp.rpc.limits import CLOSE_SECONDS, HELLO_BYTES_MAX, STOP_SECONDS
 
 HELD_BYTES = 4 << 20
@@ -69,7 +69,7 @@ class LinkSide:
     """A member's side of a link, for all its ends: there is one in each generation of the group."""
 
     spec: LinkSpec
-    credentials: LinkCredentials
+    credentials: Credentials
     member: str
     seed: int
     lines: Lines = field(default_factory=Lines)  # the member's access lines, which all its links share

@@ -165,18 +165,12 @@ class RelayedListener(Relayed):
     def _join(self, call: Carrying, place: RelayPlace) -> None:
         """Connect a relayed connection to this member's listener."""
         try:
-            connection = _connected(self._listens)
+            if self._listens.startswith(_UNIX):
+                connection = socket.socket(socket.AF_UNIX)
+                connection.connect(self._listens.removeprefix(_UNIX))
+            else:
+                connection = socket.create_connection(host_and_port(self._listens))
         except OSError:
             call.cancel()
             return
         self._relay(call, place, connection)
-
-
-def _connected(address: str) -> socket.socket:
-    """Return a connection to an address of this machine. Raises OSError."""
-    if address.startswith(_UNIX):
-        connection = socket.socket(socket.AF_UNIX)
-        connection.connect(address.removeprefix(_UNIX))
-        return connection
-    host, _, port = address.rpartition(":")
-    return socket.create_connection((host.strip("[]"), int(port)))

@@ -141,11 +141,10 @@ class StageLink:
             older.abort(cause)
         return end
 
-    def take(self, generation: int, timeout: float | None = None) -> GrpcLinkEnd:
-        """Wait for the link of this generation and return it.
+    def accept(self, timeout: float | None = None, generation: int = 0) -> GrpcLinkEnd:
+        """Return this member's end, once the neighbour is here; links of older generations, and one of this, are over.
 
-        Ends earlier links, and a link of this generation that was already taken. Raises LinkClosed if this generation
-        has ended, LinkTimeout after `timeout` seconds.
+        Raises LinkTimeout after `timeout` seconds, LinkClosed if this generation is over, for the neighbour or here.
         """
         self.give_up(generation, f"this member is at generation {generation}", also_taken=True)
         with self._changed:
@@ -192,7 +191,7 @@ class StageLink:
         """
         self.give_up(generation, f"this member is at generation {generation}", also_taken=True)
         self.come(generation, lambda: self._make_end(secrets.token_bytes(_SESSION_BYTES)))
-        end = self.take(generation, 0.0)
+        end = self.accept(0.0, generation)
         try:
             self._dialling = _Dialling(address, end, self.side, generation, holder)
             self._dialling.connect(timeout)
@@ -250,13 +249,6 @@ class StageLink:
         if self._from_relay is None and self._may_be_relayed(self.listens):
             self._from_relay = RelayedListener(self._exchange, self._credentials, self.side.spec.name, self.listens)
 
-    def accept(self, timeout: float | None = None, generation: int = 0) -> GrpcLinkEnd:
-        """Return this member's end, once the neighbour is here; links of older generations, and one of this, are over.
-
-        Raises LinkTimeout after `timeout` seconds, LinkClosed if this generation is over, for the neighbour or here.
-        """
-        return self.take(generation, timeout)
-
     def expect(self, generation: int, holder: int | None) -> None:
         """Accept no generation after this one, and in this one only the neighbour with this holder number (None: any).
 
@@ -286,8 +278,25 @@ class StageLink:
             context.abort(grpc.StatusCode.PERMISSION_DENIED, complaint.reason)
         if complaint is not None:
             self._turn_away(hello, complaint, context)
-        self._require_expected(hello, context)
-        end = self._admit(hello, context)
+        # A generation, or a holder, that the exchange has not told this member of.
+        expected, holder = self._expected, self.side.holder_of(context)
+        if expected is not None and hello.generation > expected.generation:  # the neighbour may just have been told
+            why = f"found generation {hello.generation}, expected {expected.generation}"
+            context.abort(grpc.StatusCode.UNAVAILABLE, why)  # it dials again
+        if expected is not None and hello.generation == expected.generation and expected.holder not in (None, holder):
+            reason = f"found holder {holder} of {self.side.peer}, expected {expected.holder}"
+            self._turn_away(hello, Complaint(Kind.FORBIDDEN, reason), context)
+        session, present = hello.session, self._of(hello.generation)
+        if hello.goes_on and (present is None or present.session != session):
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, "found a link to be continued, expected a new one")
+        try:
+            end = self.come(
+                hello.generation, lambda: self._make_end(session), lambda end: session != b"" and end.session == session
+            )
+        except LinkClosed as error:  # no stranger, only late
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        except Refused as error:
+            self._turn_away(hello, Complaint(Kind.UNEXPECTED, str(error)), context)
         stream = end.new_stream()
         stream.hang_up = context.cancel
         try:
@@ -333,33 +342,6 @@ class StageLink:
             return False
         end.accuse(complaint.reason)
         return True
-
-    def _require_expected(self, hello: LinkHello, context: grpc.ServicerContext) -> None:
-        """End a call of a generation, or of a holder, that the exchange has not told this member of."""
-        expected = self._expected
-        if expected is None or hello.generation < expected.generation:
-            return
-        if hello.generation > expected.generation:  # the neighbour may have been told a moment ago: it dials again
-            why = f"found generation {hello.generation}, expected {expected.generation}"
-            context.abort(grpc.StatusCode.UNAVAILABLE, why)
-        holder = self.side.holder_of(context)
-        if expected.holder is not None and holder != expected.holder:
-            reason = f"found holder {holder} of {self.side.peer}, expected {expected.holder}"
-            self._turn_away(hello, Complaint(Kind.FORBIDDEN, reason), context)
-
-    def _admit(self, hello: LinkHello, context: grpc.ServicerContext) -> GrpcLinkEnd:
-        """Return this member's end of the link that a neighbour asks for, or end the call."""
-        session, present = hello.session, self._of(hello.generation)
-        if hello.goes_on and (present is None or present.session != session):
-            context.abort(grpc.StatusCode.FAILED_PRECONDITION, "found a link to be continued, expected a new one")
-        try:
-            return self.come(
-                hello.generation, lambda: self._make_end(session), lambda end: session != b"" and end.session == session
-            )
-        except LinkClosed as error:  # no stranger, only late
-            context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        except Refused as error:
-            self._turn_away(hello, Complaint(Kind.UNEXPECTED, str(error)), context)
 
     def _turn_away(self, hello: LinkHello, complaint: Complaint, context: grpc.ServicerContext) -> NoReturn:
         """Count a refusal, and end the call."""
@@ -464,8 +446,15 @@ class _Dialling:
             self._is_over.wait(AGAIN_SECONDS)
 
     def _attempt(self, deadline: float) -> tuple[LinkStream, Iterator[bytes]] | None:
-        """Return the same if the connection holds; None if it breaks before."""
-        stream, call = self._call()
+        """Return the same if the connection holds; None if it breaks before. Raises LinkClosed if the end is over."""
+        with self._lock:
+            if self._end.over is not None:
+                raise LinkClosed(self._end.over)
+            self._number += 1
+            self._stream = stream = self._end.new_stream()
+            requests = itertools.chain([self._hello().SerializeToString()], stream.frames())
+            call: IncomingFrames = self._calls["Open"](requests, metadata=self._side.metadata, wait_for_ready=True)
+            stream.hang_up = call.cancel
         try:
             left = min(deadline - time.monotonic(), threading.TIMEOUT_MAX)
             hello, complaint = self._side.read(first_frame(call, max(left, 0.0), call.cancel))
@@ -496,18 +485,6 @@ class _Dialling:
             if isinstance(error, MalformedMessage):
                 raise self._end.accuse(str(error)) from error
             raise
-
-    def _call(self) -> tuple[LinkStream, IncomingFrames]:
-        """Begin a stream. Raises LinkClosed if the end is over."""
-        with self._lock:
-            if self._end.over is not None:
-                raise LinkClosed(self._end.over)
-            self._number += 1
-            self._stream = stream = self._end.new_stream()
-            requests = itertools.chain([self._hello().SerializeToString()], stream.frames())
-            call: IncomingFrames = self._calls["Open"](requests, metadata=self._side.metadata, wait_for_ready=True)
-            stream.hang_up = call.cancel
-            return stream, call
 
     def _hello(self) -> LinkHello:
         end = self._end

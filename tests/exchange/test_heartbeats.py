@@ -28,7 +28,7 @@ from hetero_pp.messages.messages_pb2 import (
 )
 from hetero_pp.program.launch import in_process
 from hetero_pp.rpc.exchange_service import NO_STATES, Caller, ExchangeService
-from hetero_pp.rpc.identities import LinkCredentials
+from hetero_pp.rpc.identities import Credentials
 from hetero_pp.rpc.link_end import LinkSide
 from hetero_pp.rpc.stage_link import StageLink
 from hetero_pp.store.faults import FaultPhase, Missed
@@ -36,7 +36,7 @@ from replica_groups.exchange.exchange import Exchange
 from replica_groups.member import session as session_module
 from replica_groups.member.session import Heartbeat, LedgerOf, Links, MemberSession
 
-SIDE = LinkSide(LinkSpec("home.0-1", "home.0", "home.1", LinkShape(), LinkShape()), LinkCredentials("run"), "home.1", 1)
+SIDE = LinkSide(LinkSpec("home.0-1", "home.0", "home.1", LinkShape(), LinkShape()), Credentials("", "run"), "home.1", 1)
 MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 
 
@@ -72,7 +72,7 @@ def test_who_is_let_in_no_more_waits_for_no_neighbour(error: HeteroPPError) -> N
     heartbeats = Heartbeat(cast(ExchangeService, Heard(HeartbeatReply(), error)), "home.1", generations.give_up)
     heartbeats.trains(1, 4)
     with heartbeats.sending(), pytest.raises(LinkClosed, match=str(error)):
-        generations.take(9, TIMEOUT)
+        generations.accept(TIMEOUT, 9)
 
 
 def test_who_is_suspended_gives_up_the_links_of_that_generation_alone() -> None:
@@ -100,7 +100,7 @@ class _Waiting:
         self.give_up = self._generations.give_up
 
     def form(self, work: AssignReply) -> LinkEnds:
-        return LinkEnds(self._generations.take(work.generation, TIMEOUT))
+        return LinkEnds(self._generations.accept(TIMEOUT, work.generation))
 
 
 def test_a_member_whose_generation_ends_while_its_links_are_formed_waits_no_longer() -> None:

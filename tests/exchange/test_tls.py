@@ -32,7 +32,6 @@ from hetero_pp.rpc.identities import (
     Authority,
     Credentials,
     Identity,
-    LinkCredentials,
     Secret,
     as_text,
     new_key,
@@ -309,7 +308,7 @@ class Listener:
         stack.callback(self.links.close, grace=0)
 
 
-def _link_credentials(name: str, secret: Secret = SECRET) -> LinkCredentials:
+def _link_credentials(name: str, secret: Secret = SECRET) -> Credentials:
     return secret.credentials(name, [LINK], encrypted=True).of_link(LINK.name)
 
 
@@ -318,7 +317,7 @@ def test_a_stage_link_is_for_its_two_ends(stack: ExitStack) -> None:
     with pytest.raises(Refused, match="another token"):
         open_stage_link(listener.address, LINK, _link_credentials("home.2"), "home.0", 0, TIMEOUT)
     assert listener.refusals == [Kind.STRANGER]
-    for stranger in (_link_credentials("home.0", OTHER), LinkCredentials("a token")):
+    for stranger in (_link_credentials("home.0", OTHER), Credentials("", "a token")):
         with pytest.raises(LinkTimeout):
             open_stage_link(listener.address, LINK, stranger, "home.0", 0, 0.3)
     above = open_stage_link(listener.address, LINK, _link_credentials("home.0"), "home.0", 0, TIMEOUT)
@@ -328,14 +327,14 @@ def test_a_stage_link_is_for_its_two_ends(stack: ExitStack) -> None:
     above.close()
 
 
-def _holder(name: str, holder: int) -> LinkCredentials:
+def _holder(name: str, holder: int) -> Credentials:
     """Return the link credentials of a member with a ticket."""
     key = new_key()
     certificate = SECRET.authority.sign(key.public_key(), name, holder, time.time() + 3600.0)
-    return LinkCredentials(identity=Identity(certificate, as_text(key), SECRET.authority.certificate))
+    return Credentials("", identity=Identity(certificate, as_text(key), SECRET.authority.certificate))
 
 
-def _dial(listener: Listener, credentials: LinkCredentials, generation: int, timeout: float = TIMEOUT) -> GrpcLinkEnd:
+def _dial(listener: Listener, credentials: Credentials, generation: int, timeout: float = TIMEOUT) -> GrpcLinkEnd:
     return open_stage_link(listener.address, LINK, credentials, "home.0", 0, timeout, generation=generation)
 
 
@@ -419,7 +418,7 @@ def test_both_neighbours_dial_a_stage_at_one_address(encrypted: bool, stack: Exi
     """Each is accepted only as itself. Other callers are refused and counted."""
     below = replace(LINK, name="home.1-2", source="home.1", target="home.2")
 
-    def own(name: str) -> tuple[LinkCredentials, LinkCredentials]:
+    def own(name: str) -> tuple[Credentials, Credentials]:
         found = SECRET.credentials(name, [LINK, below], encrypted)
         return found.of_link(LINK.name), found.of_link(below.name)
 
@@ -437,7 +436,7 @@ def test_both_neighbours_dial_a_stage_at_one_address(encrypted: bool, stack: Exi
         for one, other in ((sender, receiver), (receiver, sender)):
             one.send(Message(LinkHeader(step=3)))
             assert other.receive(TIMEOUT).header.step == 3
-    stranger = SECRET.credentials("dc", encrypted=True).of_link("") if encrypted else LinkCredentials("another")
+    stranger = SECRET.credentials("dc", encrypted=True).of_link("") if encrypted else Credentials("", "another")
     with pytest.raises(Refused, match="another token"):
         open_stage_link(address, LINK, stranger, "home.0", 0, TIMEOUT)
     with pytest.raises(Refused, match=r"found link home\.0-1, expected home\.1-2|another token"):

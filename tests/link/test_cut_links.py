@@ -23,7 +23,7 @@ from hetero_pp.link.in_process import in_process_pair
 from hetero_pp.link.protocol import ACKNOWLEDGED_EVERY, FRAME_BYTES, PEER_CLOSED, LinkEnds, Message
 from hetero_pp.messages.messages_pb2 import LinkHeader
 from hetero_pp.program.launch.fork_server import fork_server
-from hetero_pp.rpc.identities import LinkCredentials
+from hetero_pp.rpc.identities import Credentials
 from hetero_pp.rpc.link_end import GrpcLinkEnd, LinkSide
 from hetero_pp.rpc.stage_link import StageLink
 
@@ -49,12 +49,12 @@ class CutLink:
         next_cut: Callable[[], int | None] = lambda: None,
     ) -> None:
         self.server = StageLink(
-            LinkSide(spec, LinkCredentials("run"), spec.target, seed=1, patience=patience), expected=None
+            LinkSide(spec, Credentials("", "run"), spec.target, seed=1, patience=patience), expected=None
         )
         stack.callback(self.server.close, grace=0)
         self.proxy = CuttingProxy(f"127.0.0.1:{self.server.listen('127.0.0.1:0')}", next_cut)
         stack.callback(self.proxy.close)
-        self.dialer = StageLink(LinkSide(spec, LinkCredentials("run"), spec.source, seed=1, patience=patience))
+        self.dialer = StageLink(LinkSide(spec, Credentials("", "run"), spec.source, seed=1, patience=patience))
         self.above: GrpcLinkEnd = self.dialer.dial(self.proxy.address, 0, SECONDS)
         self.below: GrpcLinkEnd = self.server.accept(SECONDS)
         for end in (self.above, self.below):
@@ -201,7 +201,7 @@ def test_a_listener_that_began_anew_does_not_go_on_with_an_old_link(stack: ExitS
     link.above.send(_message(0, 10))
     link.below.receive(SECONDS)
     link.server.close(grace=0)
-    other = StageLink(LinkSide(SPEC, LinkCredentials("run"), SPEC.target, seed=1), expected=None)
+    other = StageLink(LinkSide(SPEC, Credentials("", "run"), SPEC.target, seed=1), expected=None)
     other.listen("{}:{}".format(*link.proxy._target))
     stack.callback(other.close, grace=0)
     with pytest.raises(LinkClosed, match="found a link to be continued, expected a new one"):
@@ -245,7 +245,7 @@ def _answer(end: GrpcLinkEnd) -> None:
 
 def _listen(control: Connection) -> None:
     """Run a downstream process that is stopped later."""
-    server = StageLink(LinkSide(SPEC, LinkCredentials("run"), SPEC.target, seed=1, patience=SECONDS), expected=None)
+    server = StageLink(LinkSide(SPEC, Credentials("", "run"), SPEC.target, seed=1, patience=SECONDS), expected=None)
     control.send(f"127.0.0.1:{server.listen('127.0.0.1:0')}")
     _answer(server.accept(SECONDS))
     server.close(grace=0)
@@ -253,7 +253,7 @@ def _listen(control: Connection) -> None:
 
 def _dial(address: str) -> None:
     """Run an upstream process that is stopped later."""
-    dialer = StageLink(LinkSide(SPEC, LinkCredentials("run"), SPEC.source, seed=1, patience=SECONDS))
+    dialer = StageLink(LinkSide(SPEC, Credentials("", "run"), SPEC.source, seed=1, patience=SECONDS))
     _answer(dialer.dial(address, 0, SECONDS))
 
 
@@ -276,7 +276,7 @@ def test_a_frozen_listener_holds_nobody_who_is_told_to_wait_no_more() -> None:
     here, there = fork_server().Pipe()
     process = fork_server().Process(target=_listen, args=(there,), daemon=True)
     process.start()
-    dialer = StageLink(LinkSide(SPEC, LinkCredentials("run"), SPEC.source, seed=1, patience=SECONDS))
+    dialer = StageLink(LinkSide(SPEC, Credentials("", "run"), SPEC.source, seed=1, patience=SECONDS))
     end = dialer.dial(here.recv(), 0, SECONDS)
     with _frozen(process, end), ThreadPoolExecutor(1) as pool:
         waiter = pool.submit(end.receive, SECONDS)
@@ -290,14 +290,14 @@ def test_a_frozen_listener_holds_nobody_who_is_told_to_wait_no_more() -> None:
 @pytest.mark.starts_processes
 def test_a_frozen_dialer_holds_nobody_who_is_told_to_wait_no_more(stack: ExitStack) -> None:
     """Another process takes its slot while it is frozen."""
-    server = StageLink(LinkSide(SPEC, LinkCredentials("run"), SPEC.target, seed=1, patience=SECONDS), expected=None)
+    server = StageLink(LinkSide(SPEC, Credentials("", "run"), SPEC.target, seed=1, patience=SECONDS), expected=None)
     address = f"127.0.0.1:{server.listen('127.0.0.1:0')}"
     process = fork_server().Process(target=_dial, args=(address,), daemon=True)
     process.start()
     end = server.accept(SECONDS)
     with _frozen(process, end), ThreadPoolExecutor(1) as pool:
         waiter = pool.submit(end.receive, SECONDS)
-        above = StageLink(LinkSide(SPEC, LinkCredentials("run"), SPEC.source, seed=1)).dial(address, 1, SECONDS)
+        above = StageLink(LinkSide(SPEC, Credentials("", "run"), SPEC.source, seed=1)).dial(address, 1, SECONDS)
         with pytest.raises(LinkClosed, match=r"home\.0 is at generation 1"):
             waiter.result(SECONDS)
         above.send(_message(3, 10))

@@ -16,7 +16,7 @@ from hetero_pp.link.in_process import InProcessLink
 from hetero_pp.link.protocol import LinkEnd, Message
 from hetero_pp.link.shaping import Lines
 from hetero_pp.messages.messages_pb2 import LinkHeader
-from hetero_pp.rpc.identities import LinkCredentials
+from hetero_pp.rpc.identities import Credentials
 from hetero_pp.rpc.link_end import LinkSide
 from hetero_pp.rpc.stage_link import StageLink
 
@@ -55,8 +55,8 @@ class OverGrpc:
     """Neighbours over gRPC. Implements Neighbours."""
 
     def __init__(self, stack: ExitStack) -> None:
-        self.server = StageLink(LinkSide(SPEC, LinkCredentials("run"), SPEC.target, seed=1), expected=None)
-        self.dialer = StageLink(LinkSide(SPEC, LinkCredentials("run"), SPEC.source, seed=1))
+        self.server = StageLink(LinkSide(SPEC, Credentials("", "run"), SPEC.target, seed=1), expected=None)
+        self.dialer = StageLink(LinkSide(SPEC, Credentials("", "run"), SPEC.source, seed=1))
         self.address = f"127.0.0.1:{self.server.listen('127.0.0.1:0')}"
         self.give_up_above, self.give_up_below = self.dialer.give_up, self.server.give_up
         stack.callback(self.server.close, grace=0)
@@ -153,7 +153,7 @@ def test_giving_up_what_is_over_changes_nothing(neighbours: Neighbours) -> None:
 
 def test_a_neighbour_of_an_older_generation_is_refused_in_words_and_counts_as_no_stranger(over_grpc: OverGrpc) -> None:
     above, below = over_grpc.above(4), over_grpc.below(4)
-    late = StageLink(LinkSide(SPEC, LinkCredentials("run"), SPEC.source, seed=1))
+    late = StageLink(LinkSide(SPEC, Credentials("", "run"), SPEC.source, seed=1))
     with pytest.raises(LinkClosed, match="found generation 3, expected at least 4"):
         late.dial(over_grpc.address, 3, SECONDS)
     assert over_grpc.server.refusals == 0
@@ -164,7 +164,7 @@ def test_a_neighbour_of_an_older_generation_is_refused_in_words_and_counts_as_no
 
 def test_of_those_that_wait_the_newest_stays(over_grpc: OverGrpc) -> None:
     waiting = over_grpc.above(1)
-    newer = StageLink(LinkSide(SPEC, LinkCredentials("run"), SPEC.source, seed=1)).dial(over_grpc.address, 2, SECONDS)
+    newer = StageLink(LinkSide(SPEC, Credentials("", "run"), SPEC.source, seed=1)).dial(over_grpc.address, 2, SECONDS)
     with pytest.raises(LinkClosed, match=r"the peer aborted: home\.0 is at generation 2"):
         waiting.receive(SECONDS)
     assert_works(newer, over_grpc.below(2))

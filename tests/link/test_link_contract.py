@@ -22,7 +22,7 @@ from hetero_pp.messages.messages_pb2 import ACTIVATION, GRADIENT, LinkHeader
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.rpc.callers import Callers
 from hetero_pp.rpc.channels import make_server
-from hetero_pp.rpc.identities import LinkCredentials, Secret
+from hetero_pp.rpc.identities import Credentials, Secret
 from hetero_pp.rpc.link_end import LinkSide
 from hetero_pp.rpc.relay import MOST_CARRIED, LinkLimit, MeetingPoint, Relay, TrainedRound
 from hetero_pp.rpc.relay import SERVICE as RELAY
@@ -44,19 +44,19 @@ def connect_in_process(stack: ExitStack, spec: LinkSpec) -> Pair:
 
 
 def connect_grpc(stack: ExitStack, spec: LinkSpec) -> Pair:
-    links = StageLink(LinkSide(spec, LinkCredentials("run"), spec.target, seed=1), expected=None)
+    links = StageLink(LinkSide(spec, Credentials("", "run"), spec.target, seed=1), expected=None)
     port = links.listen("127.0.0.1:0")
     stack.callback(links.close, grace=0)
-    upstream = open_stage_link(f"127.0.0.1:{port}", spec, LinkCredentials("run"), spec.source, seed=1, timeout=SECONDS)
+    upstream = open_stage_link(f"127.0.0.1:{port}", spec, Credentials("", "run"), spec.source, seed=1, timeout=SECONDS)
     return upstream, links.accept(SECONDS)
 
 
 def connect_grpc_from_below(stack: ExitStack, spec: LinkSpec) -> Pair:
     """Connect a link on which the downstream stage dials."""
-    links = StageLink(LinkSide(spec, LinkCredentials("run"), spec.source, seed=1), expected=None)
+    links = StageLink(LinkSide(spec, Credentials("", "run"), spec.source, seed=1), expected=None)
     port = links.listen("127.0.0.1:0")
     stack.callback(links.close, grace=0)
-    dialer = StageLink(LinkSide(spec, LinkCredentials("run"), spec.target, seed=1))
+    dialer = StageLink(LinkSide(spec, Credentials("", "run"), spec.target, seed=1))
     downstream = dialer.dial(f"127.0.0.1:{port}", 0, SECONDS)
     return links.accept(SECONDS), downstream
 
@@ -91,7 +91,7 @@ def connect_relayed(stack: ExitStack, spec: LinkSpec) -> Pair:
     links, local = [], LocalAddress()
     stack.callback(local.close)
     for member in (spec.source, spec.target):
-        side = LinkSide(spec, LinkCredentials(identity=SECRET.authority.identity(member)), member, seed=1)
+        side = LinkSide(spec, Credentials("", identity=SECRET.authority.identity(member)), member, seed=1)
         links.append(StageLink(side, expected=None, exchange=f"127.0.0.1:{port}"))
         stack.callback(links[-1].close, grace=0)
     above, below = links

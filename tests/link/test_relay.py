@@ -37,7 +37,7 @@ from hetero_pp.rpc import relayed as relayed_module
 from hetero_pp.rpc.callers import Metadata, RemoteCaller, shown
 from hetero_pp.rpc.channels import make_channel
 from hetero_pp.rpc.connections import NetworkConnections
-from hetero_pp.rpc.identities import Identity, LinkCredentials, Secret, as_text, new_key
+from hetero_pp.rpc.identities import Credentials, Identity, Secret, as_text, new_key
 from hetero_pp.rpc.link_end import GrpcLinkEnd, LinkSide
 from hetero_pp.rpc.relay import Budget, LinkLimit, MeetingPoint, TrainedRound
 from hetero_pp.rpc.relayed import LocalAddress, RelayedDialler, RelayedListener
@@ -102,17 +102,17 @@ class Relayed:
         self._stack.callback(relayed.close)
         return server
 
-    def own(self, member: str, holder: int = 0) -> LinkCredentials:
+    def own(self, member: str, holder: int = 0) -> Credentials:
         """Return the credentials of a holder of a slot for its links."""
         key = new_key()
         certificate = SECRET.authority.sign(key.public_key(), member, holder, time.time() + 3600.0)
-        return LinkCredentials(identity=Identity(certificate, as_text(key), SECRET.authority.certificate))
+        return Credentials("", identity=Identity(certificate, as_text(key), SECRET.authority.certificate))
 
     def dial(self, timeout: float = TIMEOUT) -> GrpcLinkEnd:
         """Dial as the upstream stage."""
         relayed = RelayedDialler(self.proxy.address, SECRET.credentials("home.0", encrypted=True), LINK.name)
         self._stack.callback(relayed.close)
-        own = LinkCredentials(identity=SECRET.authority.identity("home.0"))
+        own = Credentials("", identity=SECRET.authority.identity("home.0"))
         dialer = StageLink(LinkSide(LINK, own, "home.0", seed=1, patience=TIMEOUT))
         end = dialer.dial(relayed.address, 0, timeout)
         self._stack.callback(end.abort, "the test is over")

@@ -26,7 +26,7 @@ from hetero_pp.messages.refusals import Kind
 from hetero_pp.program.launch.fork_server import fork_server
 from hetero_pp.rpc import stage_link
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel
-from hetero_pp.rpc.identities import LinkCredentials
+from hetero_pp.rpc.identities import Credentials
 from hetero_pp.rpc.link_end import GrpcLinkEnd, LinkSide, LinkStream
 from hetero_pp.rpc.stage_link import StageLink
 
@@ -44,7 +44,7 @@ class Listener:
         self.links = StageLink(
             LinkSide(
                 spec,
-                LinkCredentials("run"),
+                Credentials("", "run"),
                 spec.target,
                 seed=0,
                 on_refusal=lambda *refusal: self.refusals.append(refusal),
@@ -55,7 +55,7 @@ class Listener:
         stack.callback(self.links.close, grace=0)
 
     def dial(self, spec: LinkSpec = PLAN, token: str = "run", member: str = "home.0") -> GrpcLinkEnd:
-        return open_stage_link(self.address, spec, LinkCredentials(token), member, seed=0, timeout=SECONDS)
+        return open_stage_link(self.address, spec, Credentials("", token), member, seed=0, timeout=SECONDS)
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def refusal_of(replies: Iterator[bytes]) -> str:
 
 
 def test_a_server_accepts_no_generation_before_it_is_told_of_one(stack: ExitStack) -> None:
-    links = StageLink(LinkSide(PLAN, LinkCredentials(TOKEN), PLAN.target, seed=0))
+    links = StageLink(LinkSide(PLAN, Credentials("", TOKEN), PLAN.target, seed=0))
     address = f"127.0.0.1:{links.listen('127.0.0.1:0')}"
     stack.callback(links.close, grace=0)
     hello = LinkHello(version=PROTOCOL_VERSION, token=TOKEN, link=PLAN.name, sender=PLAN.source, generation=1)
@@ -193,7 +193,7 @@ def test_the_upstream_refuses_a_listener_that_is_not_its_neighbour(listener: Lis
 def test_nobody_listens(stack: ExitStack, listener: Listener) -> None:
     listener.links.close(grace=0)
     with pytest.raises(LinkTimeout, match="did not answer"):
-        open_stage_link(listener.address, PLAN, LinkCredentials("run"), "home.0", seed=0, timeout=0.2)
+        open_stage_link(listener.address, PLAN, Credentials("", "run"), "home.0", seed=0, timeout=0.2)
 
 
 def test_nobody_dials(listener: Listener) -> None:
@@ -212,7 +212,7 @@ def test_the_upstream_may_be_first(stack: ExitStack, listener: Listener) -> None
 
 def test_a_busy_port_is_an_error(listener: Listener) -> None:
     with pytest.raises(OSError, match=f"cannot listen on {listener.address}"):
-        StageLink(LinkSide(PLAN, LinkCredentials("run"), PLAN.target, seed=0), expected=None).listen(listener.address)
+        StageLink(LinkSide(PLAN, Credentials("", "run"), PLAN.target, seed=0), expected=None).listen(listener.address)
 
 
 MESSAGE = b"".join(*encode(sealed(Message(LinkHeader(step=1), (torch.ones(4),)))))
@@ -265,7 +265,7 @@ def test_a_neighbour_that_says_no_more_is_waited_for_as_long_as_told(
 
 
 def test_a_neighbour_that_begins_a_stream_again_and_again_is_waited_for_as_long_as_told(stack: ExitStack) -> None:
-    links = StageLink(LinkSide(PLAN, LinkCredentials("run"), PLAN.target, seed=0, patience=SECONDS), expected=None)
+    links = StageLink(LinkSide(PLAN, Credentials("", "run"), PLAN.target, seed=0, patience=SECONDS), expected=None)
     address = f"127.0.0.1:{links.listen('127.0.0.1:0')}"
     stack.callback(links.close, grace=0)
     hello = LinkHello(session=b"session")
@@ -360,7 +360,7 @@ def test_what_an_end_failed_of_is_told_though_its_server_stops(
 
 def dial_and_wait(address: str) -> None:
     """Run an upstream process that is killed later."""
-    end = open_stage_link(address, PLAN, LinkCredentials("run"), "home.0", seed=0, timeout=SECONDS)
+    end = open_stage_link(address, PLAN, Credentials("", "run"), "home.0", seed=0, timeout=SECONDS)
     end.send(Message(LinkHeader(step=3)))
     end.receive(SECONDS)
 
@@ -393,7 +393,7 @@ def test_a_downstream_process_that_dies() -> None:
     here, there = context.Pipe()
     process = context.Process(target=listen_and_wait, args=(there,))
     process.start()
-    upstream = open_stage_link(here.recv(), PLAN, LinkCredentials("run"), "home.0", seed=0, timeout=SECONDS)
+    upstream = open_stage_link(here.recv(), PLAN, Credentials("", "run"), "home.0", seed=0, timeout=SECONDS)
     process.kill()
     process.join(SECONDS)
     with pytest.raises(LinkClosed, match="the peer disconnected"):
