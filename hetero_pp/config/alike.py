@@ -100,18 +100,12 @@ def range_of(names: Sequence[str]) -> str:
     """Abbreviate names: `home-1 .. home-250` if they are numbered consecutively, else the first few and a count."""
     if len(names) == 1:
         return names[0]
-    if len(names) > 2 and _are_numbered(names):
+    parts = [part.groups() for name in names if (part := re.fullmatch(r"(.*?)(\d+)((?:\.\d.*)?)", name)) is not None]
+    numbers = [int(number) for _, number, _ in parts]
+    is_same = len({(before, after) for before, _, after in parts}) == 1 and len(parts) == len(names) > 2
+    if is_same and numbers == list(range(numbers[0], numbers[0] + len(numbers))):
         return f"{names[0]} .. {names[-1]}"
     return format_names(names, _NAMED_AT_MOST)
-
-
-def _are_numbered(names: Iterable[str]) -> bool:
-    """Return whether the numbers in the names, at the same position, are consecutive."""
-    parts = [re.fullmatch(r"(.*?)(\d+)((?:\.\d.*)?)", name) for name in names]
-    found = [part.groups() for part in parts if part is not None]
-    numbers = [int(number) for _, number, _ in found]
-    same = len({(before, after) for before, _, after in found}) == 1 and len(found) == len(parts)
-    return same and numbers == list(range(numbers[0], numbers[0] + len(numbers)))
 
 
 Classes = Sequence[Sequence[ReplicaSettings]]

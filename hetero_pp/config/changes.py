@@ -57,9 +57,15 @@ class Changes:
         dumped = config.model_dump(mode="json")
         try:
             for key, values in self.history.items():
-                since = max(first for first in values if first <= max(round_, 1))
-                value = _as_here(config, dumped[key], values[since]) if key == REPLICAS else values[since]
-                _put(dumped, key.split("."), value)
+                value = values[max(first for first in values if first <= max(round_, 1))]
+                if key == REPLICAS:  # an entry that this host also has comes with the host's own settings
+                    agreed = replicas_of(config)
+                    value = [dumped[key][agreed.index(one)] if one in agreed else one for one in value]
+                *above, last = key.split(".")
+                section = dumped
+                for part in above:
+                    section = section[part]
+                section[last] = value
             return type(config).model_validate(dumped)
         except (KeyError, TypeError, ValueError) as error:
             reason = " ".join(str(error).split())
@@ -171,19 +177,6 @@ def _history(values: Any) -> dict[str, dict[int, Any]]:
         if min(by_round, default=0) != 1:
             raise ValueError(f"{key}: found no value for round 1, expected one")
     return history
-
-
-def _as_here(config: Settings, own: Sequence[Any], entries: Sequence[Any]) -> list[Any]:
-    """Return the entries in their order. An entry that this host also has comes with the host's own settings."""
-    agreed = replicas_of(config)
-    here = [agreed.index(entry) if entry in agreed else None for entry in entries]
-    return [entry if index is None else own[index] for index, entry in zip(here, entries, strict=True)]
-
-
-def _put(dumped: dict[str, Any], key: Sequence[str], value: Any) -> None:
-    for part in key[:-1]:
-        dumped = dumped[part]
-    dumped[key[-1]] = value
 
 
 def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:

@@ -172,7 +172,13 @@ class Override:
         if not separator or not name.strip():
             raise ConfigError((), f"{shown}: expected KEY=VALUE such as `outer.rounds=20`")
         key = tuple(int(part) if part.isdigit() else part for part in name.strip().split("."))
-        return cls(key, _parsed(value, shown), shown)
+        if re.fullmatch(r"\s*\[[0-9A-Fa-f:.]*:[0-9A-Fa-f:.%\w]*\]:[0-9]+\s*", value):
+            return cls(key, value.strip(), shown)  # an IPv6 address with its port needs no quotes
+        try:
+            return cls(key, parse_yaml(value), shown)
+        except ValueError as error:
+            expected = "expected text with special characters in quotes, as KEY='\"TEXT\"'"
+            raise ConfigError((), f"{shown}: found a value that is not YAML ({error}), {expected}") from None
 
     @classmethod
     def of_mapping(cls, changes: Mapping[Any, Any], path: object, key: Key = ()) -> Iterator[Override]:
@@ -228,17 +234,6 @@ Given = str | Override  # value beside the YAML: text for `--set`, or the overri
 def in_order(overrides: Sequence[Override]) -> list[Override]:
     """Return the overrides in the order of application. The method comes first, because it resets cells."""
     return sorted(overrides, key=lambda one: one.key != METHOD)
-
-
-def _parsed(value: str, shown: str) -> Any:
-    """Return a value parsed as YAML. An IPv6 address with its port needs no quotes."""
-    if re.fullmatch(r"\s*\[[0-9A-Fa-f:.]*:[0-9A-Fa-f:.%\w]*\]:[0-9]+\s*", value):
-        return value.strip()
-    try:
-        return parse_yaml(value)
-    except ValueError as error:
-        told = f"{shown}: found a value that is not YAML ({error})"
-        raise ConfigError((), f"{told}, expected text with special characters in quotes, as KEY='\"TEXT\"'") from None
 
 
 def _at(node: Any, part: str | int) -> Any:

@@ -292,27 +292,19 @@ def counted(entries: Any) -> Any:
     found, more = [], []
     for entry in entries:
         if isinstance(entry, dict) and entry.get("count") is not None:
-            least, most = _bounds(entry["count"])
-            first, *others = [_copy(entry, number, number > least) for number in range(1, most + 1)]
-            found.append(first)
-            more += others
+            text = str(entry["count"])
+            match = re.fullmatch(r"(\d{1,4})(?:\.\.(\d{1,4}))?", text)
+            least, most = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+            if not least <= most <= MOST_GROUPS or most == 0:
+                expected = f"expected a number, or a range such as `0..50`, up to {MOST_GROUPS}"
+                raise ValueError(f"found count `{text}`, {expected}")
+            own, name = {key: value for key, value in entry.items() if key != "count"}, entry.get("name", "")
+            groups = [{**own, "name": f"{name}-{one}", "optional": one > least} for one in range(1, most + 1)]
+            found.append(groups[0])
+            more += groups[1:]
         else:
             found.append(entry)
     return [*found, *more]
-
-
-def _bounds(count: Any) -> tuple[int, int]:
-    text = str(count)
-    match = re.fullmatch(r"(\d{1,4})(?:\.\.(\d{1,4}))?", text)
-    least, most = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-    if not least <= most <= MOST_GROUPS or most == 0:
-        raise ValueError(f"found count `{text}`, expected a number, or a range such as `0..50`, up to {MOST_GROUPS}")
-    return least, most
-
-
-def _copy(entry: dict[str, Any], number: int, is_optional: bool) -> dict[str, Any]:
-    own = {key: value for key, value in entry.items() if key != "count"}
-    return {**own, "name": f"{entry.get('name', '')}-{number}", "optional": is_optional}
 
 
 class CheckpointSettings(Settings):
@@ -428,43 +420,27 @@ class RunConfig(Settings):
             )
         if self.audit.recompute is not None:
             check_recomputed(self.outer, self.replicas, self.states.undo, self.states.every)
-        if self.inner.optimizer != "adamw":
-            self._require_no_adamw()
-        if self.outer.overlap:
-            self._require_rounds_that_overlap()
-        if self.outer.keep_local:
-            self._require_whole_boundaries()
-
-    def _require_no_adamw(self) -> None:
-        """Raise ConfigError for settings that only AdamW supports."""
-        found = f"found `{self.inner.optimizer}`, expected `adamw`"
-        if self.outer.source == "gradient":
-            raise ConfigError(("inner", "optimizer"), f"{found} with method {self.outer.method}")
-        for replica in self.replicas:
-            if isinstance(replica, DatacenterReplica) and replica.engine != "torch":
-                raise ConfigError(
-                    ("inner", "optimizer"), f"{found} with the engine `{replica.engine}` of {replica.name}"
-                )
-
-    def _require_rounds_that_overlap(self) -> None:
-        """Raise ConfigError for settings that need the previous round to be complete."""
-        if self.inner.steps is None:
-            raise ConfigError(
-                ("outer", "overlap"),
-                "found 1 with `inner.seconds`, expected 0, or `inner.steps`: a round's seconds count from its opening",
-            )
+        is_other, instead = self.inner.optimizer != "adamw", f"found `{self.inner.optimizer}`, expected `adamw` with"
+        if is_other and self.outer.source == "gradient":
+            raise ConfigError(("inner", "optimizer"), f"{instead} method {self.outer.method}")
+        if self.outer.overlap and self.inner.steps is None:
+            why = "a round's seconds count from its opening"
+            found = f"found 1 with `inner.seconds`, expected 0, or `inner.steps`: {why}"
+            raise ConfigError(("outer", "overlap"), found)
         for index, replica in enumerate(self.replicas):
-            if isinstance(replica, ParticipantsReplica) and replica.boundary.embedding != "free":
+            boundary = ("replicas", index, "boundary")
+            if isinstance(replica, DatacenterReplica):
+                if is_other and replica.engine != "torch":
+                    engine = f"the engine `{replica.engine}` of {replica.name}"
+                    raise ConfigError(("inner", "optimizer"), f"{instead} {engine}")
+            elif self.outer.overlap and replica.boundary.embedding != "free":
                 found = f"found `{replica.boundary.embedding}` with `outer.overlap: 1`, expected `free`"
                 why = "a round then starts before the embedding is split again"
-                raise ConfigError(("replicas", index, "boundary", "embedding"), f"{found}: {why}")
-
-    def _require_whole_boundaries(self) -> None:
-        """Raise ConfigError for a subspace: the embedding is split by values that replicas share, not by local ones."""
-        for index, replica in enumerate(self.replicas):
-            if isinstance(replica, ParticipantsReplica) and replica.stage_count > 1 and replica.boundary.rank != "full":
-                here = ("replicas", index, "boundary", "rank")
-                raise ConfigError(here, f"found {replica.boundary.rank:g} with `outer.keep_local`, expected `full`")
+                raise ConfigError((*boundary, "embedding"), f"{found}: {why}")
+            elif self.outer.keep_local and replica.stage_count > 1 and replica.boundary.rank != "full":
+                # the embedding is split by values that replicas share, not by local ones
+                found = f"found {replica.boundary.rank:g} with `outer.keep_local`, expected `full`"
+                raise ConfigError((*boundary, "rank"), found)
 
     @property
     def states_every(self) -> int:

@@ -78,15 +78,42 @@ def own_configuration(
             f"the run's configuration does not fit this version of hetero-pp ({reason}); install the "
             "version of the run",
         ) from None
-    _require_nothing_to_accept(config, member)
+    replicas: list[ReplicaSettings] = []
+    for index, replica in enumerate(config.replicas):
+        changes: dict[str, Any] = {"device": device} if member in replica.members else {}
+        if isinstance(replica, DatacenterReplica) and replica.name == member:
+            # what a host accepts only from its own YAML
+            own = f"start {member} with `hetero-pp launch --only {member}` and your own YAML"
+            if replica.nodes > 1 or replica.rendezvous is not None:
+                key = "nodes" if replica.nodes > 1 else "rendezvous"
+                found = f"found `{getattr(replica, key)}`, expected one host, because a ticket admits one host"
+                raise ConfigError(("replicas", index, key), f"{found}, and the exchange sets no address for it: {own}")
+            untold = untold_deepspeed_key(replica.deepspeed)
+            if untold is not None:
+                expected = "expected only keys without files, addresses or code"
+                found = f"found it in the configuration from the exchange, {expected}"
+                raise ConfigError(("replicas", index, "deepspeed", *untold), f"{found}: {own}")
+        elif changes and isinstance(replica, ParticipantsReplica) and isinstance(replica.stages, list):
+            changes["stages"] = [
+                stage.model_copy(update={"listen": None, "device": None}) if name == member else stage
+                for name, stage in zip(replica.members, replica.stages, strict=True)
+            ]
+        replicas.append(replica.model_copy(update=changes))
+    if tokenizer is None and config.data.tokenizer != "bytes":
+        raise ConfigError(
+            (), "the exchange sent no tokenizer; give the path of the run's tokenizer with --tokenizer PATH"
+        )
+    own_data = config.data.model_dump() | ({} if tokenizer is None else {"tokenizer": str(tokenizer.absolute())})
+    if data is not None or not _means_the_same_everywhere(config):
+        own_data["corpus"] = Path(config.data.corpus).name if data is None else data
     return config.model_copy(
         update={
             "store": StoreSettings(),
             "states": config.states.model_copy(update={"to": "folder"}),
             "model": config.model.model_copy(update={"weights": None}),
             "exchange": config.exchange.model_copy(update={"listen": _NOWHERE, "relay": None, "insecure": False}),
-            "data": _own_data(config, data, tokenizer),
-            "replicas": [_here(replica, member, device) for replica in config.replicas],
+            "data": DataSettings.model_validate(own_data),
+            "replicas": replicas,
         }
     ).with_absolute_paths()
 
@@ -97,51 +124,6 @@ def listen_told(told: str, member: str) -> str | None:
         if isinstance(replica, ParticipantsReplica) and member in replica.members:
             return replica.listen_of(replica.members.index(member))
     return None
-
-
-def _require_nothing_to_accept(config: RunConfig, member: str) -> None:
-    """Raise ConfigError for settings of a member that a host accepts only from its own YAML."""
-    for index, replica in enumerate(config.replicas):
-        if not isinstance(replica, DatacenterReplica) or replica.name != member:
-            continue
-        own = f"start {member} with `hetero-pp launch --only {member}` and your own YAML"
-        if replica.nodes > 1 or replica.rendezvous is not None:
-            key = "nodes" if replica.nodes > 1 else "rendezvous"
-            found = f"found `{getattr(replica, key)}`, expected one host, because a ticket admits one host"
-            raise ConfigError(("replicas", index, key), f"{found}, and the exchange sets no address for it: {own}")
-        untold = untold_deepspeed_key(replica.deepspeed)
-        if untold is not None:
-            found = (
-                "found it in the configuration from the exchange, expected only keys without files, addresses or code"
-            )
-            raise ConfigError(("replicas", index, "deepspeed", *untold), f"{found}: {own}")
-
-
-def _own_data(config: RunConfig, data: str | None, tokenizer: Path | None) -> DataSettings:
-    own = config.data
-    if data is not None:
-        corpus = data
-    else:
-        corpus = own.corpus if _means_the_same_everywhere(config) else Path(own.corpus).name
-    if tokenizer is None and own.tokenizer != "bytes":
-        raise ConfigError(
-            (), "the exchange sent no tokenizer; give the path of the run's tokenizer with --tokenizer PATH"
-        )
-    path = own.tokenizer if tokenizer is None else str(tokenizer.absolute())
-    return DataSettings.model_validate(own.model_dump() | {"corpus": corpus, "tokenizer": path})
-
-
-def _here(replica: ReplicaSettings, member: str, device: str) -> ReplicaSettings:
-    """Return a member's replica with the device of this host, and without the address at which it is to listen."""
-    if member not in replica.members:
-        return replica
-    changes: dict[str, Any] = {"device": device}
-    if isinstance(replica, ParticipantsReplica) and isinstance(replica.stages, list):
-        changes["stages"] = [
-            stage.model_copy(update={"listen": None, "device": None}) if name == member else stage
-            for name, stage in zip(replica.members, replica.stages, strict=True)
-        ]
-    return replica.model_copy(update=changes)
 
 
 def require_data(config: RunConfig, member: str, data: str | None) -> None:

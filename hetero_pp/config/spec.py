@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from types import MappingProxyType
@@ -15,7 +15,6 @@ from hetero_pp.config.changes import LAST, NO_CHANGES, REPLICAS, Changes
 from hetero_pp.config.lines import DIRECTIONS, LineSpec, LinkSpec, line_specs
 from hetero_pp.config.run_config import RunConfig
 from hetero_pp.config.topology import (
-    DatacenterReplica,
     ParticipantsReplica,
     ReplicaSettings,
     lines_of_members,
@@ -99,15 +98,13 @@ def _shapes_of(shape: ModelShape, stage: StageSpec | None) -> Mapping[str, tuple
     return MappingProxyType({name: tuple(parameter.shape) for name, parameter in parameters_of(module).items()})
 
 
-def _in_turns(replicas: Sequence[ReplicaSettings], index: int) -> tuple[int, ...]:
-    """Return the indices of the optional replicas that share their text in turns with this one.
-
-    They have the same batch size, so while they are present they are at the same step of shards of the same size. No
-    replica then reads what another reads, and a few of them read all that many would.
-    """
-    own = replicas[index]
-    alike = (number for number, one in enumerate(replicas) if one.optional and one.batch_size == own.batch_size)
-    return tuple(alike) if own.optional else ()
+def _members_of(replica: ReplicaSettings, index: int, shape: ModelShape) -> Iterator[MemberSpec]:
+    stages: list[StageSpec | None] = [None]
+    if isinstance(replica, ParticipantsReplica):
+        ranges = enumerate(replica.layer_ranges(shape.layers))
+        stages = [StageSpec(stage, replica.stage_count, layers) for stage, layers in ranges]
+    for name, own in zip(replica.members, stages, strict=True):
+        yield MemberSpec(name, replica, index, own, tuple(_shapes_of(shape, own)))
 
 
 class RunSpec:
@@ -133,7 +130,7 @@ class RunSpec:
         self.members: dict[str, MemberSpec] = {
             member.name: member
             for index, replica in enumerate(config.replicas)
-            for member in self._members_of(replica, index)
+            for member in _members_of(replica, index, self.shape)
         }
         self.needed = {name: member for name, member in self.members.items() if not member.replica.optional}
         """Members that must join before the run begins."""
@@ -172,7 +169,12 @@ class RunSpec:
         index, count = names[since].index(replica), len(names[since])
         if (steps := self.config.inner.steps) is None:
             return Share(index, count, (), since, None)
-        rotation = _in_turns(self._replicas_since[since], index)
+        # Optional replicas of the same batch size share their text in turns: while they are present, they are at the
+        # same step of shards of the same size. No replica then reads what another reads, and a few of them read all
+        # that many would.
+        replicas = self._replicas_since[since]
+        same = (number for number, one in enumerate(replicas) if one.batch_size == replicas[index].batch_size)
+        rotation = tuple(number for number in same if replicas[number].optional) if replicas[index].optional else ()
         return Share(index, count, rotation, since, (min(since, max(round_, 1)) - 1) * steps)
 
     @property
@@ -218,21 +220,6 @@ class RunSpec:
         if config.inner.steps is None:
             return config.inner.rates_in(round_, config.outer.rounds, first, expected)
         return config.inner.rates(self.steps_planned_in(round_))
-
-    def _members_of(self, replica: ReplicaSettings, index: int) -> list[MemberSpec]:
-        if isinstance(replica, DatacenterReplica):
-            return [MemberSpec(replica.name, replica, index, None, self._owned_by(None))]
-        stages = [
-            StageSpec(stage, replica.stage_count, layers)
-            for stage, layers in enumerate(replica.layer_ranges(self.shape.layers))
-        ]
-        return [
-            MemberSpec(name, replica, index, stage, self._owned_by(stage))
-            for name, stage in zip(replica.members, stages, strict=True)
-        ]
-
-    def _owned_by(self, stage: StageSpec | None) -> tuple[str, ...]:
-        return tuple(_shapes_of(self.shape, stage))
 
     @property
     def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:

@@ -136,17 +136,12 @@ def parse_address(value: Any) -> str:
     host, _, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
     if not host or not port.isdigit() or int(port) > LAST_PORT:
         raise ValueError(f"found `{value}`, expected HOST:PORT such as `127.0.0.1:47500` or `[::1]:47500`")
-    if not _is_host(host):
+    in_brackets = host.startswith("[") and host.endswith("]")
+    if not (_is_ipv6(host[1:-1]) if in_brackets else not set(host) & set("[]:")):
         bare = host.strip("[]")
         form = f"[{bare}]:{port}" if _is_ipv6(bare) else "[::1]:47500"
         raise ValueError(f"found `{value}`, expected an IPv6 address in brackets such as `{form}`")
     return str(value)
-
-
-def _is_host(host: str) -> bool:
-    """Return whether it is an IPv6 address in brackets, or a name or IPv4 address without brackets and colons."""
-    in_brackets = host.startswith("[") and host.endswith("]")
-    return _is_ipv6(host[1:-1]) if in_brackets else not set(host) & set("[]:")
 
 
 def _is_ipv6(host: str) -> bool:
@@ -154,10 +149,6 @@ def _is_ipv6(host: str) -> bool:
         return ip_address(host).version == 6
     except ValueError:
         return False
-
-
-def _parse_stage_address(value: Any) -> Any:
-    return value if value == RELAYED else parse_address(value)
 
 
 def parse_device(value: Any) -> str:
@@ -170,7 +161,7 @@ def parse_device(value: Any) -> str:
 _DEVICE = re.compile(r"auto|cpu|mps|(cuda|xpu)(:(0|[1-9][0-9]{0,2}))?")
 
 Address = Annotated[str, BeforeValidator(parse_address)]
-StageAddress = Annotated[str, BeforeValidator(_parse_stage_address)]
+StageAddress = Annotated[str, BeforeValidator(lambda value: value if value == RELAYED else parse_address(value))]
 Device = Annotated[
     str,
     BeforeValidator(parse_device),
@@ -441,15 +432,10 @@ class ExchangeSettings(Settings):
         """Return HOST:PORT of the relay."""
         if self.relay is not None:
             return self.relay
-        host, port = self.listen.rsplit(":", 1)
-        return f"{host}:{0 if is_loopback(self.listen) else _next_port(int(port))}"
-
-
-def _next_port(port: int) -> int:
-    """Return the next port, or the one before if `port` is the last; 0, which means any free port, for 0."""
-    if port == 0:
-        return 0
-    return port + 1 if port < LAST_PORT else port - 1
+        host, _, port = self.listen.rpartition(":")
+        if is_loopback(self.listen) or int(port) == 0:
+            return f"{host}:0"
+        return f"{host}:{int(port) + (1 if int(port) < LAST_PORT else -1)}"
 
 
 # Links between the members of a run, and the lines that they pass.
@@ -464,7 +450,10 @@ def link_specs(
         settings = LinkSettings() if kind is None else kinds[kind]
         both = lines.get(source), lines.get(target)
         passed = [None, None] if both[0] == both[1] else both
-        forward, backward = (_with_lines(settings.shape(way), passed) for way in DIRECTIONS)
+        latency = sum(line.latency for line in passed if line is not None)
+        jitter = sum(line.jitter for line in passed if line is not None)
+        own = map(settings.shape, DIRECTIONS)
+        forward, backward = (LinkShape(one.bandwidth, one.latency + latency, one.jitter + jitter) for one in own)
         return LinkSpec(name, source, target, forward, backward, *passed)
 
     for replica in replicas:
@@ -478,13 +467,6 @@ def link_specs(
                 own = replica.stage_settings(stage)
                 kind = own.uplink if own is not None and own.uplink is not None else kind
             yield spec(exchange_link_name(member), member, EXCHANGE, kind)
-
-
-def _with_lines(shape: LinkShape, lines: Sequence[LineSpec | None]) -> LinkShape:
-    """Add the latency and jitter of the lines that the link passes."""
-    passed = [line for line in lines if line is not None]
-    latency, jitter = sum(line.latency for line in passed), sum(line.jitter for line in passed)
-    return LinkShape(shape.bandwidth, shape.latency + latency, shape.jitter + jitter)
 
 
 def lines_of_members(replicas: Sequence[ReplicaSettings], exchange: ExchangeSettings) -> dict[str, str | None]:

@@ -254,10 +254,17 @@ class ConfigFile:
     def located(self, error: ConfigError) -> ConfigError:
         """Return the error with file and line in front, or with the override that it is about."""
         key, _ = self._lines.find(error.key)
-        near = [(place, one) for place, one in self._set if key and _overlap(place, key)]
+        # Overrides at the key, below it, or above it.
+        near = [(place, one) for place, one in self._set if key and place[: len(key)] == key[: len(place)]]
         exact = [(place, one) for place, one in near if len(place) <= len(key)]
-        if not near or (not exact and self._is_wrong_itself(error)):
+        if not near:
             return self._lines.located(error)
+        if not exact:
+            try:
+                ConfigFile(self.path, kept=self._kept)
+            except ConfigError as own:
+                if str(own) == str(self._lines.located(error)):  # the file has the same fault without them
+                    return own
         place, last = exact[-1] if exact else near[-1]
         said = [last.shown] if exact else dict.fromkeys(one.shown for _, one in near)
         where = "" if place == key and "=" in last.shown else f"{dotted(key)}: "
@@ -269,20 +276,6 @@ class ConfigFile:
         self._applied.append(one)
         self._set += [(place, one) for place in places]
         return added
-
-    def _is_wrong_itself(self, error: ConfigError) -> bool:
-        """Return whether the file has the same fault without the overrides."""
-        try:
-            ConfigFile(self.path, kept=self._kept)
-        except ConfigError as own:
-            return str(own) == str(self._lines.located(error))
-        return False
-
-
-def _overlap(one: Key, other: Key) -> bool:
-    """Return whether one key is at or below the other."""
-    length = min(len(one), len(other))
-    return one[:length] == other[:length]
 
 
 def save_config(config: RunConfig, path: Path) -> None:

@@ -166,6 +166,8 @@ class Whose(Enum):
     VALIDATOR = "is a validator, with a name that the operator gave it"
 
 
+# Permission of each call. The exchange checks that blocks, rounds and parameters are the member's own; the relay checks
+# the links.
 CALLS: Mapping[str, Whose] = {
     "Agree": Whose.SLOT,
     "Join": Whose.SLOT,
@@ -196,9 +198,6 @@ CALLS: Mapping[str, Whose] = {
     "Measure": Whose.ANYONE,
     "Carry": Whose.SLOT,
 }
-"""Permission of each call. The exchange checks that blocks, rounds and parameters are the member's own; the relay
-checks the links.
-"""
 
 
 def _own_replica(report: Report, member: str, roster: Roster) -> bool:

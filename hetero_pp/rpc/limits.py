@@ -60,11 +60,10 @@ LONGEST_WAIT = 20.0  # seconds after which a call that waits ends; the caller re
 REQUEST_SECONDS = STALL_SECONDS
 """Seconds after which a call whose request has not arrived is cut. 4 MiB take 34 s at 1 Mbit/s."""
 
+# Streams of frames that one caller may have open. Each of its threads sends or fetches one at a time: the one that
+# trains, with overlap the one that carries a round, and one whose round was given up. A stream may end later here than
+# there, or be one of a lost connection that the server has not noticed yet.
 BULK_CALLS_MAX = 4
-"""Streams of frames that one caller may have open. Each of its threads sends or fetches one at a time: the one that
-trains, with overlap the one that carries a round, and one whose round was given up. A stream may end later here than
-there, or be one of a lost connection that the server has not noticed yet.
-"""
 
 STANDSTILL = 60.0  # seconds without progress after which an upload or a download is given up
 

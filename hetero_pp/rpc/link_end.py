@@ -45,10 +45,9 @@ from hetero_pp.rpc.channels import PROTOCOL_VERSION
 from hetero_pp.rpc.identities import Credentials
 from hetero_pp.rpc.limits import CLOSE_SECONDS, HELLO_BYTES_MAX, STOP_SECONDS
 
+# Received bytes after which they are acknowledged, or ACKNOWLEDGED_EVERY messages. Not each message, because an
+# acknowledgement costs both ends time.
 HELD_BYTES = 4 << 20
-"""Received bytes after which they are acknowledged, or ACKNOWLEDGED_EVERY messages. Not each message, because an
-acknowledgement costs both ends time.
-"""
 COUNT_BYTES = 2
 """Number of low bytes of a count that an ACK has. The peer is never behind by more than they can express."""
 

@@ -38,10 +38,9 @@ from hetero_pp.rpc.callers import Callers
 from hetero_pp.rpc.limits import LONGEST_WAIT
 from hetero_pp.rpc.services import Authenticator
 
+# Ratio of the bytes that a link may carry in a round to the predicted ones. Some are sent again after a cut, and with
+# `outer.overlap` the first two rounds are trained at once.
 CARRIED_FACTOR = 3
-"""Ratio of the bytes that a link may carry in a round to the predicted ones. Some are sent again after a cut, and with
-`outer.overlap` the first two rounds are trained at once.
-"""
 
 FREE_BYTES = 128 << 10
 """Bytes that each direction of a link may carry beside these in a round: handshakes, signatures, acknowledgements."""
@@ -52,10 +51,9 @@ LINE_FACTOR = 1.25  # ratio of the rate at which the relay carries a link to the
 LINE_AHEAD_SECONDS = 1.0
 """Seconds of a line's bytes that the relay carries without delay, because they may have waited elsewhere."""
 
+# Seconds after which a link that has used up a round's bytes may carry as many again, little by little. So a round with
+# many cuts ends at last.
 REFILL_SECONDS = 600.0
-"""Seconds after which a link that has used up a round's bytes may carry as many again, little by little. So a round
-with many cuts ends at last.
-"""
 
 
 @dataclass(frozen=True)
