@@ -30,24 +30,8 @@ from hetero_pp.config.folder import RunFolder
 from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.files import write_whole
 from hetero_pp.core.units import format_share
-from hetero_pp.messages.messages_pb2 import (
-    GIVEN_UP,
-    HEALED,
-    INCARNATION_OVER,
-    INJECTED,
-    LATE,
-    LEFT_OUT,
-    PAUSED,
-    RESTARTED,
-    SILENT,
-    SUSPENDED,
-    UNAUDITED,
-    WENT_ON,
-    Computes,
-    MembershipEventKind,
-    Over,
-    Report,
-)
+from hetero_pp.messages import messages_pb2 as pb
+from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.report.display import live_view
 from hetero_pp.program.report.lines import OwnRoundLines, round_line, trouble_lines, words_of
 from hetero_pp.program.report.recorder import line_of, reports_until, to_json
@@ -60,18 +44,12 @@ LEFT = "no restart is left, so the run continues without it"
 RESTART = f"{KILLED}; restarting it (attempt 1 of 3 within 10 min)"
 
 
-def membership_event(time: float, what: MembershipEventKind, **values: Any) -> Report:
-    report = Report(time=time, member="exchange")
-    report.membership_event.what = what
-    for name, value in values.items():
-        setattr(report.membership_event, name, value)
-    return report
+def membership_event(time: float, what: pb.MembershipEventKind, **values: Any) -> Report:
+    return Report(time=time, member="exchange", membership_event=pb.MembershipEvent(what=what, **values))
 
 
 def joined(time: float, member: str, incarnation: int) -> Report:
-    report = Report(time=time, member=member)
-    report.joined.incarnation = incarnation
-    return report
+    return Report(time=time, member=member, joined=pb.Joined(incarnation=incarnation))
 
 
 def closed_without(time: float, round_: int, replica: str, late: bool = False) -> Report:
@@ -87,9 +65,9 @@ def closed_without(time: float, round_: int, replica: str, late: bool = False) -
 def killed(time: float) -> Iterator[Report]:
     """Yield the reports of a killed stage. Its launcher reports first."""
     home = {"replica": "home", "incarnation": 1}
-    yield membership_event(time, RESTARTED, slot="home.1", cause=RESTART)
-    yield membership_event(time, INCARNATION_OVER, slot="home.1", cause=KILLED, **home)
-    yield membership_event(time, SUSPENDED, slot="home.0", cause=KILLED, **home)
+    yield membership_event(time, pb.RESTARTED, slot="home.1", cause=RESTART)
+    yield membership_event(time, pb.INCARNATION_OVER, slot="home.1", cause=KILLED, **home)
+    yield membership_event(time, pb.SUSPENDED, slot="home.0", cause=KILLED, **home)
 
 
 def back(time: float) -> Report:
@@ -131,74 +109,82 @@ def test_nothing_is_shown_if_nothing_happened() -> None:
     assert not any("Participation" in line or "joined" in line for line in result_of(state))
 
 
-def test_a_stage_that_is_killed_and_comes_back_is_told_in_three_lines() -> None:
-    assert said([*there(), *killed(START), back(START + 1)]) == [
-        RESTART,
-        "home returns to the start of its round and waits for home.1",
-        "home.1 has joined again (incarnation 2)",
-    ]
+_DC_OVER = membership_event(START, pb.INCARNATION_OVER, slot="dc", replica="dc", incarnation=1, cause="nothing")
+_DC_SILENT = membership_event(START, pb.SILENT, slot="dc", replica="dc", incarnation=2, cause="no heartbeat for 15 s")
+_LATE = membership_event(START, pb.LATE, replica="dc", round=3)
+_TOO_LARGE = membership_event(START, pb.LEFT_OUT, replica="dc", round=3)
+_FEW = "0 of 2 replicas are present, 1 are required"
 
 
-def test_of_a_member_of_another_host_the_exchange_tells() -> None:
-    over = membership_event(START, INCARNATION_OVER, slot="dc", replica="dc", incarnation=1, cause="nothing")
-    silent = membership_event(
-        START, SILENT, slot="dc", replica="dc", incarnation=2, cause="no heartbeat arrived for 15 s"
-    )
-    assert said([*there(), over, joined(START, "dc", 2), silent]) == [
-        "dc: nothing; its slot is vacant",
-        "dc has joined again (incarnation 2)",
-        "dc: no heartbeat arrived for 15 s; its slot is vacant",
-    ]
-
-
-def test_a_member_that_joins_for_the_first_time_has_not_joined_again() -> None:
-    assert said([*there(), joined(START, "home.1", 1)]) == ["home.1 has joined"]
+@pytest.mark.parametrize(
+    ("reports", "outer", "told"),
+    [
+        (
+            [*there(), *killed(START), back(START + 1)],
+            {},
+            [
+                RESTART,
+                "home returns to the start of its round and waits for home.1",
+                "home.1 has joined again (incarnation 2)",
+            ],
+        ),
+        (  # a member of another host: the exchange tells
+            [*there(), _DC_OVER, joined(START, "dc", 2), _DC_SILENT],
+            {},
+            [
+                "dc: nothing; its slot is vacant",
+                "dc has joined again (incarnation 2)",
+                "dc: no heartbeat for 15 s; its slot is vacant",
+            ],
+        ),
+        ([*there(), joined(START, "home.1", 1)], {}, ["home.1 has joined"]),
+        (
+            [_LATE],
+            {"returned": 1.0},
+            ["dc was too late for round 3: its contribution is restored to its error feedback"],
+        ),
+        (
+            [_LATE],
+            {"returned": 0.5},
+            ["dc was too late for round 3: 50 % of its contribution is restored to its error feedback"],
+        ),
+        ([_LATE], {"returned": 0.0}, ["dc was too late for round 3: its contribution is discarded"]),
+        (
+            [_LATE, _TOO_LARGE],
+            {"keep_local": True},
+            [
+                "dc was too late for round 3: it continues from its own parameters",
+                "dc: its contribution to round 3 is far larger than expected and is excluded: 50 % of its contribution "
+                "is restored to its error feedback",
+            ],
+        ),
+        (
+            [
+                membership_event(START, pb.PAUSED, round=2, cause=_FEW),
+                membership_event(START + 12, pb.WENT_ON, round=2),
+                membership_event(START, pb.HEALED, slot="dc", round=1, cause="held a norm that differs from the log"),
+                membership_event(START, pb.GIVEN_UP, slot="home.1", cause=f"{KILLED}; {LEFT}"),
+                membership_event(START, pb.INJECTED, slot="dc", cause="freeze of dc for 20 s (training)"),
+            ],
+            {},
+            [
+                f"round 2 is paused: {_FEW}; it continues when more replicas join",
+                "round 2 continues after 12 s",
+                "after round 1, dc held a norm that differs from the log; it recovers from the run log",
+                f"{KILLED}; {LEFT}",
+                "injected fault: freeze of dc for 20 s (training)",
+            ],
+        ),
+    ],
+)
+def test_membership_events_in_words(reports: list[Report], outer: dict[str, Any], told: list[str]) -> None:
+    assert said(reports, outer={"rounds": 2} | outer) == told
 
 
 def test_members_that_a_run_goes_on_with_have_not_joined_again() -> None:
     reports = [joined(START, "dc", 5), begun(START, 3)]
     assert said(reports) == []
     assert summary_of(state_of(reports))["membership_state"]["members"] == {}
-
-
-@pytest.mark.parametrize(
-    ("returned", "told"),
-    [
-        (1.0, "its contribution is restored to its error feedback"),
-        (0.5, "50 % of its contribution is restored to its error feedback"),
-        (0.0, "its contribution is discarded"),
-    ],
-)
-def test_what_becomes_of_a_late_contribution(returned: float, told: str) -> None:
-    late = membership_event(START, LATE, replica="dc", round=3)
-    assert said([late], outer={"rounds": 2, "returned": returned}) == [f"dc was too late for round 3: {told}"]
-
-
-def test_with_keep_local_a_late_replica_trains_on() -> None:
-    late, outer = membership_event(START, LATE, replica="dc", round=3), {"rounds": 2, "keep_local": True}
-    assert said([late], outer=outer) == ["dc was too late for round 3: it continues from its own parameters"]
-    (told,) = said([membership_event(START, LEFT_OUT, replica="dc", round=3)], outer=outer)
-    assert told.endswith(
-        "to round 3 is far larger than expected and is excluded: 50 % of its contribution is restored to its error "
-        "feedback"
-    )
-
-
-def test_pauses_and_what_is_healed_or_given_up() -> None:
-    reports = [
-        membership_event(START, PAUSED, round=2, cause="0 of 2 replicas are present, 1 are required"),
-        membership_event(START + 12, WENT_ON, round=2),
-        membership_event(START, HEALED, slot="dc", round=1, cause="held a norm that differs from the run log"),
-        membership_event(START, GIVEN_UP, slot="home.1", cause=f"{KILLED}; {LEFT}"),
-    ]
-    reports.append(membership_event(START, INJECTED, slot="dc", cause="freeze of dc for 20 s (training)"))
-    assert said(reports) == [
-        "round 2 is paused: 0 of 2 replicas are present, 1 are required; it continues when more replicas join",
-        "round 2 continues after 12 s",
-        "after round 1, dc held a norm that differs from the run log; it recovers from the run log",
-        f"{KILLED}; {LEFT}",
-        "injected fault: freeze of dc for 20 s (training)",
-    ]
 
 
 def test_a_rounds_line_says_whom_it_does_not_count() -> None:
@@ -210,7 +196,7 @@ def test_a_rounds_line_says_whom_it_does_not_count() -> None:
     )
     assert "excluded: dc was late" in round_line(state, 2)
     state.apply(
-        membership_event(START + 31, INCARNATION_OVER, slot="home.0", replica="home", incarnation=1, cause="gone")
+        membership_event(START + 31, pb.INCARNATION_OVER, slot="home.0", replica="home", incarnation=1, cause="gone")
     )
     assert round_line(state, 2).endswith("excluded: dc was late; not evaluated: home (home.0: gone)")
 
@@ -238,13 +224,13 @@ def test_a_replica_that_came_back_too_late_for_a_round() -> None:
 
 def test_the_live_view_says_who_is_gone_while_it_is() -> None:
     state = state_of(
-        [*there(), *killed(START), membership_event(START, PAUSED, round=2, cause="1 of 2 replicas are there")]
+        [*there(), *killed(START), membership_event(START, pb.PAUSED, round=2, cause="1 of 2 replicas are there")]
     )
     shown = text_of(live_view(state, START + 5, height=40))
     assert "round 2 pauses for 5 s: 1 of 2 replicas are there" in shown
     assert f"{KILLED}; its slot is vacant" in shown
     assert len(text_of(live_view(state, START + 5, height=18)).splitlines()) <= 18
-    state.apply(membership_event(START + 6, WENT_ON, round=2))
+    state.apply(membership_event(START + 6, pb.WENT_ON, round=2))
     state.apply(back(START + 6))
     shown = text_of(live_view(state, START + 7, height=40))
     assert "pauses" not in shown
@@ -256,7 +242,7 @@ def test_an_optional_group_in_which_nobody_is_any_more_is_no_trouble() -> None:
     data["replicas"][1]["optional"] = True
     spec = RunSpec(type(made_up_spec().config).model_validate(data), made_up_spec().shape.vocabulary)
     slots = [{"slot": f"home.{n}", "replica": "home", "incarnation": 1, "cause": "it has left"} for n in (0, 1)]
-    left = [membership_event(START + 1, INCARNATION_OVER, **slot) for slot in slots]
+    left = [membership_event(START + 1, pb.INCARNATION_OVER, **slot) for slot in slots]
     for gone, lines in ((left[:1], 1), (left, 0)):
         state = state_of([*there(), *gone], spec)
         assert len(list(trouble_lines(state, START + 5))) == lines
@@ -276,8 +262,8 @@ def test_what_faults_cost_is_in_the_summary_and_at_the_end() -> None:
     reports += [inner_step(again + 2 + step, "home.0", "home", 1, step, tokens=100) for step in range(2)]
     reports += [
         with_tokens(closed_without(START + 20, 2, "home"), 200),
-        membership_event(START + 14, PAUSED, round=2, cause="few"),
-        membership_event(START + 18, WENT_ON, round=2),
+        membership_event(START + 14, pb.PAUSED, round=2, cause="few"),
+        membership_event(START + 18, pb.WENT_ON, round=2),
     ]
     reports += [one for one in made_up_round(2) if one.HasField("inner_step")]
     state = state_of(reports)
@@ -313,7 +299,7 @@ def test_the_line_of_a_round_has_its_speed_and_on_a_known_accelerator_mfu_and_me
     flops = 2 * step_flops(spec, spec.members["dc"]) / 8
     known = f"MFU {format_share(flops / 989e12)}, "
     for device, told in (("cuda:0 NVIDIA H100 80GB HBM3", known), ("cuda:0 NVIDIA B1", "")):
-        computes = Report(time=START, member="dc", computes=Computes(device=device))
+        computes = Report(time=START, member="dc", computes=pb.Computes(device=device))
         line = round_line(state_of([computes, *reports, rounds]), 1)
         assert line.endswith(f", 8 s, 200 tokens/s, {told}61.2 GB of GPU memory")
 
@@ -327,8 +313,8 @@ def test_what_is_told_twice_is_trained_once() -> None:
 def test_a_run_is_over_though_a_member_that_was_given_up_never_finished() -> None:
     reports = [one for one in made_up_reports() if not (one.HasField("finished") and one.member == "home.1")]
     assert not state_of(reports).is_over
-    assert state_of([*reports, membership_event(START + 1, GIVEN_UP, slot="home.1", cause=KILLED)]).is_over
-    gone = membership_event(START + 1, INCARNATION_OVER, slot="home.1", replica="home", incarnation=1, cause=KILLED)
+    assert state_of([*reports, membership_event(START + 1, pb.GIVEN_UP, slot="home.1", cause=KILLED)]).is_over
+    gone = membership_event(START + 1, pb.INCARNATION_OVER, slot="home.1", replica="home", incarnation=1, cause=KILLED)
     assert state_of([*reports, gone]).is_over
     assert not state_of([gone, *(finished(START, name) for name in ("dc", "home.0"))]).is_over  # rounds are left
 
@@ -336,7 +322,7 @@ def test_a_run_is_over_though_a_member_that_was_given_up_never_finished() -> Non
 def test_a_run_is_over_though_a_replica_that_took_no_part_in_the_last_round_never_finished() -> None:
     reports = [one for one in made_up_reports() if one.member != "dc" or not one.HasField("finished")]
     assert not state_of(reports).is_over
-    over = Report(time=START + 50, member="exchange", over=Over(round=2, rounds=2, finishing=["home"]))
+    over = Report(time=START + 50, member="exchange", over=pb.Over(round=2, rounds=2, finishing=["home"]))
     assert state_of([*reports, over]).is_over
     over.over.finishing.append("dc")
     assert not state_of([*reports, over]).is_over
@@ -351,7 +337,7 @@ def test_hashes_at_the_end_are_of_those_that_are_there() -> None:
         [
             *late,
             *of_dc,
-            membership_event(START, INCARNATION_OVER, slot="home.1", replica="home", incarnation=1, cause=KILLED),
+            membership_event(START, pb.INCARNATION_OVER, slot="home.1", replica="home", incarnation=1, cause=KILLED),
         ]
     )
     assert state.final_sha256() == {"dc": (bytes([2]) * 32).hex()}
@@ -360,7 +346,7 @@ def test_hashes_at_the_end_are_of_those_that_are_there() -> None:
 def test_metrics_name_what_happened_and_a_run_that_goes_on_tells_it_again(tmp_path: Path) -> None:
     spec, folder = made_up_spec(), RunFolder(tmp_path)
     reports = [*there(), *killed(START + 1), back(START + 2), closed_without(START + 8, 1, "home", late=True)]
-    reports.append(membership_event(START + 9, LATE, replica="home", round=2))
+    reports.append(membership_event(START + 9, pb.LATE, replica="home", round=2))
     lines = [line_of(report) for report in reports]
     assert [line["what"] for line in lines if line["event"] == "membership_event"] == [
         "restarted",
@@ -406,10 +392,8 @@ def test_a_host_shows_what_happens_to_others_and_goes_on_once() -> None:
 
 
 def judged(time: float, round_: int, replica: str, is_equal: bool) -> Report:
-    report = Report(time=time, member="exchange")
-    report.judged.round, report.judged.replica = round_, replica
-    report.judged.recomputed.is_equal = is_equal
-    return report
+    found = pb.Judgement(round=round_, replica=replica, recomputed=pb.Recomputed(is_equal=is_equal))
+    return Report(time=time, member="exchange", judged=found)
 
 
 def test_the_end_tells_what_audits_found() -> None:
@@ -417,7 +401,7 @@ def test_the_end_tells_what_audits_found() -> None:
     scores.scores.scores.add(replica="dc")
     scores.scores.scores.add(replica="home", excluded="low score")
     audited = [*there(), judged(START, 1, "dc", True), judged(START + 1, 1, "home", False), scores]
-    audited.append(membership_event(START + 3, UNAUDITED, cause="its disk is full"))
+    audited.append(membership_event(START + 3, pb.UNAUDITED, cause="its disk is full"))
     lines = result_of(state_of([*audited, *made_up_reports()[3:]]))
     assert (
         "Audits: 2 rounds of replicas computed again, 1 differed from what was contributed (see metrics.jsonl)."

@@ -21,7 +21,7 @@ from hetero_pp.model.transformer import ModelShape
 from hetero_pp.program.defences import defence_lines
 from hetero_pp.program.launch.inputs import Prepared
 from hetero_pp.program.report.output import say, standard_output, tell
-from hetero_pp.program.report.tables import PlainTable, format_bandwidth, spanned, spanned_limits
+from hetero_pp.program.report.tables import PlainTable, format_bandwidth, spanned
 from hetero_pp.program.show_prediction import print_assumption, print_exchange, print_waiting
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.simulator.costs import assumed_in
@@ -196,7 +196,7 @@ def _links_table(spec: RunSpec, loads_of: Mapping[str, Mapping[Direction, LinkLo
         table.add_both(
             range_of([one.name for one in same]),
             DIRECTIONS,
-            [spanned_limits((shape.bandwidth for shape in of_way), shown) for of_way in shapes],
+            [spanned((shape.bandwidth for shape in of_way), shown) for of_way in shapes],
             [spanned((shape.latency for shape in of_way), format_seconds) for of_way in shapes],
             [_sizes([load.step for load in loads]) for loads in both],
             [spanned(sizes, format_bytes) for sizes in rounds],
@@ -226,7 +226,7 @@ def _lines_table(spec: RunSpec, loads_of: Mapping[str, Mapping[Direction, LinkLo
         table.add_both(
             f"{range_of([one.name for one in same])} ({kinds})",
             WAYS,
-            [spanned_limits(of_way, format_bits_per_second) for of_way in rates],
+            [spanned(of_way, format_bits_per_second) for of_way in rates],
             [_sizes(sizes) for sizes in a_step],
             [spanned(sizes, format_bytes) for sizes in a_round],
             [_least_times(of_way, sizes) for of_way, sizes in zip(rates, a_round, strict=True)],

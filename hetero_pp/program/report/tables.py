@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -24,6 +25,19 @@ _LEAST_TEXT, _LEAST_NAMES = 12, 24
 _LEAST_HEAD = 8  # columns of width that a head keeps before it is folded
 _GAP, _EDGES = 2, 2  # columns of width between two columns of a table, and at its edges
 
+Value = TypeVar("Value", bound=float | None)
+
+
+class _Column:
+    def __init__(self, head: str, cells: Sequence[str], is_text: bool, folded: int = _LEAST_TEXT) -> None:
+        """`folded`: width that a text keeps before it is folded."""
+        self.head, self.cells, self.is_text = head, cells, is_text
+        self.most = max(map(len, (head, *cells)))  # the width at which nothing is folded
+        least = max(widest_word(head), min(len(head), _LEAST_HEAD))
+        self.least = max(least, *map(len, cells), 0)  # the least width at which the column can be shown
+        if is_text:
+            self.least = max(1, least, *map(widest_part, cells), min(self.most, folded))
+
 
 @dataclass(frozen=True)
 class PlainTable:
@@ -41,7 +55,8 @@ class PlainTable:
 
     def add_row(self, *cells: str) -> None:
         """Add a row with one cell per column. Missing cells are empty."""
-        self._rows.append(cells + ("",) * (len(self._heads) - len(cells)))
+        columns = len(self.left) + len(self.right) + len(self.last)
+        self._rows.append(cells + ("",) * (columns - len(cells)))
 
     def add_both(self, name: str, ways: Sequence[str], *columns: Sequence[str]) -> None:
         """Add one row per direction: the name in the first, an arrow, and that direction's cell of each column."""
@@ -49,50 +64,20 @@ class PlainTable:
             self.add_row("" if index else name, ARROWS[way], *(column[index] for column in columns))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        columns = [self._column(index) for index in range(len(self._heads))]
-        if options.ascii_only:
-            columns = [column.in_ascii() for column in columns]
-        if _needed([column.most if column.is_text else column.least for column in columns]) > options.max_width:
+        room, columns = options.max_width, list[_Column]()
+        shown: Callable[[str], str] = in_ascii if options.ascii_only else str
+        for index, head in enumerate([*self.left, *self.right, *self.last]):
+            is_text = not len(self.left) <= index < len(self.left) + len(self.right)
+            columns.append(_Column(shown(head), [shown(row[index]) for row in self._rows], is_text))
+        if _needed([column.most if column.is_text else column.least for column in columns]) > room:
             columns = [column for column in columns if column.head not in self.spare]
-        parts = _side_by_side(columns, options.max_width)
+        parts = _side_by_side(columns, room)
         if len(parts) > 1:
-            beside = options.max_width - _needed([0, max(column.least for column in columns[1:])])
-            names = replace(columns[0], folded=min(_LEAST_NAMES, beside))
-            parts = _side_by_side([names, *columns[1:]], options.max_width)
+            beside = room - _needed([0, max(column.least for column in columns[1:])])
+            first = _Column(columns[0].head, columns[0].cells, columns[0].is_text, min(_LEAST_NAMES, beside))
+            parts = _side_by_side([first, *columns[1:]], room)
         for part in parts:
-            yield _drawn(part, options.max_width)
-
-    @property
-    def _heads(self) -> Sequence[str]:
-        return [*self.left, *self.right, *self.last]
-
-    def _column(self, index: int) -> _Column:
-        is_text = not len(self.left) <= index < len(self.left) + len(self.right)
-        return _Column(self._heads[index], [row[index] for row in self._rows], is_text)
-
-
-@dataclass(frozen=True)
-class _Column:
-    head: str
-    cells: Sequence[str]
-    is_text: bool
-    folded: int = _LEAST_TEXT  # width that a text keeps before it is folded
-
-    def in_ascii(self) -> _Column:
-        return replace(self, head=in_ascii(self.head), cells=[in_ascii(cell) for cell in self.cells])
-
-    @property
-    def most(self) -> int:
-        """The width at which nothing is folded."""
-        return max(map(len, (self.head, *self.cells)))
-
-    @property
-    def least(self) -> int:
-        """The least width at which the column can be shown."""
-        head = max(widest_word(self.head), min(len(self.head), _LEAST_HEAD))
-        if not self.is_text:
-            return max(head, *map(len, self.cells), 0)
-        return max(1, head, *map(widest_part, self.cells), min(self.most, self.folded))
+            yield _drawn(part, room)
 
 
 def _side_by_side(columns: Sequence[_Column], room: int) -> list[list[_Column]]:
@@ -100,7 +85,7 @@ def _side_by_side(columns: Sequence[_Column], room: int) -> list[list[_Column]]:
     first, *rest = columns
     parts = [[first]]
     for column in rest:
-        if len(parts[-1]) > 1 and _needed([one.least for one in (*parts[-1], column)]) > room:
+        if len(parts[-1]) > 1 and _needed([each.least for each in (*parts[-1], column)]) > room:
             parts.append([first])
         parts[-1].append(column)
     return parts
@@ -111,28 +96,21 @@ def _needed(widths: Sequence[int]) -> int:
 
 
 def _drawn(columns: Sequence[_Column], room: int) -> Table:
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    widths = _widths(columns, room)
-    for column, width in zip(columns, widths, strict=True):
-        head = Text("\n".join(fold(column.head, width)))
-        table.add_column(head, width=width, no_wrap=True, justify="left" if column.is_text else "right")
-    for cells in zip(*(column.cells for column in columns), strict=True):
-        table.add_row(*(Text("\n".join(fold_names(cell, width))) for cell, width in zip(cells, widths, strict=True)))
-    return table
-
-
-def _widths(columns: Sequence[_Column], room: int) -> list[int]:
-    """Return the widths: the least that each column needs, then one column of width at a time while room is left.
-
-    Spare width goes to the narrowest folded column, to texts before numbers.
-    """
+    # Each column gets the least width that it needs, then one column of width at a time while room is left: the
+    # narrowest folded column first, texts before numbers.
     widths = [column.least for column in columns]
     for _ in range(room - _needed(widths)):
         folded = [index for index, column in enumerate(columns) if widths[index] < column.most]
         if not folded:
             break
         widths[min(folded, key=lambda index: (not columns[index].is_text, widths[index]))] += 1
-    return widths
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for column, width in zip(columns, widths, strict=True):
+        head = Text("\n".join(fold(column.head, width)))
+        table.add_column(head, width=width, no_wrap=True, justify="left" if column.is_text else "right")
+    for cells in zip(*(column.cells for column in columns), strict=True):
+        table.add_row(*(Text("\n".join(fold_names(cell, width))) for cell, width in zip(cells, widths, strict=True)))
+    return table
 
 
 def heads_of(ways: Sequence[str], *columns: str) -> list[str]:
@@ -145,15 +123,8 @@ def format_bandwidth(value: float | None, has_lines: bool) -> str:
     return "lines" if value is None and has_lines else format_bits_per_second(value)
 
 
-def spanned(values: Iterable[float], shown: Callable[[float], str]) -> str:
-    """Format equal values once, and others as a range: `4.13 s`, or `4.1 s .. 4.3 s`."""
-    ordered = sorted(values)
-    low, high = shown(ordered[0]), shown(ordered[-1])
-    return low if low == high else f"{low} .. {high}"
-
-
-def spanned_limits(values: Iterable[float | None], shown: Callable[[float | None], str]) -> str:
-    """Format limits as `spanned` formats numbers. None (no limit) is the largest."""
+def spanned(values: Iterable[Value], shown: Callable[[Value], str]) -> str:
+    """Format equal values once, others as a range: `4.1 s`, or `4.1 s .. 4.3 s`. None (no limit) is the largest."""
     ordered = sorted(values, key=lambda value: math.inf if value is None else value)
     low, high = shown(ordered[0]), shown(ordered[-1])
     return low if low == high else f"{low} .. {high}"
