@@ -159,9 +159,8 @@ class Recorder:
             self._has_ended = True
             if self._takes_place:
                 self._take_place()
-            self._last(self._metrics.close, "has gaps at its end")
-            self._last(self._scalars.close, "has gaps at its end")
-            self._last(self._board.close, "has gaps at its end")
+            for close in (self._metrics.close, self._scalars.close, self._board.close):
+                self._last(close, "has gaps at its end")
         if not self._has_begun:
             with suppress(OSError):
                 self._path.unlink()  # the run did not resume: the earlier record stays

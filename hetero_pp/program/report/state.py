@@ -114,6 +114,13 @@ class News(NamedTuple):
 # ---- traffic ----
 
 
+class RoundBytes(NamedTuple):
+    """Bytes of one round; 0 if none were reported."""
+
+    payload_bytes: int = 0
+    wire_bytes: int = 0
+
+
 class Traffic:
     """Bytes in one direction of a link, or in one way of a line."""
 
@@ -163,11 +170,11 @@ class DirectionState(Traffic):
             self._settled.wire_bytes += use.wire_bytes
             self._settled.busy_seconds += use.busy_seconds
 
-    def of_round(self, round_: int) -> LinkUse:
-        """Return the bytes of a round; 0 if none were reported."""
+    def of_round(self, round_: int) -> RoundBytes:
         if 0 < round_ <= len(self._wire):
-            return LinkUse(payload_bytes=self._payload[round_ - 1], wire_bytes=self._wire[round_ - 1])
-        return self.rounds.get(round_, LinkUse())
+            return RoundBytes(self._payload[round_ - 1], self._wire[round_ - 1])
+        use = self.rounds.get(round_)
+        return RoundBytes() if use is None else RoundBytes(use.payload_bytes, use.wire_bytes)
 
     @property
     def payload_bytes(self) -> int:
@@ -208,12 +215,9 @@ class LineWay(Traffic):
     def wire_bytes(self) -> int:
         return sum(direction.wire_bytes for direction in self.carried)
 
-    def of_round(self, round_: int) -> LinkUse:
-        """Return the bytes of a round; 0 if none were reported."""
-        uses = [direction.of_round(round_) for direction in self.carried]
-        return LinkUse(
-            payload_bytes=sum(use.payload_bytes for use in uses), wire_bytes=sum(use.wire_bytes for use in uses)
-        )
+    def of_round(self, round_: int) -> RoundBytes:
+        rounds = [direction.of_round(round_) for direction in self.carried]
+        return RoundBytes(sum(each.payload_bytes for each in rounds), sum(each.wire_bytes for each in rounds))
 
     @property
     def busy_seconds(self) -> float:
@@ -488,6 +492,8 @@ class RunState:
                     if line is not None:
                         self.lines[line.name].ways[way].carried.append(state)
         self.joined: set[str] = set()
+        self.links: Mapping[str, LinkState] = {}  # links by name, for members that are required or have joined
+        self._note_links()
         self.joined_at: float | None = None  # time of the report with which all required members had joined
         self.has_opened = False
         """Whether a start of the run was reported. A resumed run has no earlier reports before that."""
@@ -722,10 +728,16 @@ class RunState:
     def _came(self, *members: str) -> None:
         """Note that these members have joined. Other reports show it if a `joined` report was missed."""
         new = (self.spec.members.keys() & members) - self.joined
-        self.joined |= new
-        for name, replica in self._optional.items() if new else ():
-            if name not in self.replicas and self.joined.issuperset(replica.members):
-                self.replicas[name] = ReplicaState(name, replica.kind, self.inner_steps)
+        if new:
+            self.joined |= new
+            self._note_links()
+            for name, replica in self._optional.items():
+                if name not in self.replicas and self.joined.issuperset(replica.members):
+                    self.replicas[name] = ReplicaState(name, replica.kind, self.inner_steps)
+
+    def _note_links(self) -> None:
+        came = {EXCHANGE, *self.spec.needed, *self.joined}
+        self.links = {name: link for name, link in self._links.items() if came >= {link.spec.source, link.spec.target}}
 
     def _replica(self, name: str) -> ReplicaState | None:
         """Return the replica that a report names; None if the run has none of that name.
@@ -818,12 +830,6 @@ class RunState:
                     member.end_told = max(member.end_told, member.incarnation)
 
     # ---- reading: members and rounds ----
-
-    @property
-    def links(self) -> Mapping[str, LinkState]:
-        """Links by name, for members that are required or have joined."""
-        came = {EXCHANGE, *self.spec.needed, *self.joined}
-        return {name: link for name, link in self._links.items() if came >= {link.spec.source, link.spec.target}}
 
     @property
     def is_over(self) -> bool:
