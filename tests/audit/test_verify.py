@@ -19,7 +19,7 @@ from hetero_pp.config.run_config import RunConfig
 from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.yaml_file import save_config
 from hetero_pp.messages.messages_pb2 import Report
-from hetero_pp.program import verify as program
+from hetero_pp.program import evidence as program
 from hetero_pp.program.cli import app
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.store.folder import FolderStore

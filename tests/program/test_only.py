@@ -18,7 +18,7 @@ from hetero_pp.config.lines import LAUNCHER
 from hetero_pp.config.yaml_file import ConfigFile
 from hetero_pp.core.errors import ConfigError, LinkClosed, RunFailed
 from hetero_pp.messages.messages_pb2 import Report
-from hetero_pp.program.check import print_check
+from hetero_pp.program.check.command import find
 from hetero_pp.program.launch import supervisor as supervisor_module
 from hetero_pp.program.launch.command import Host, print_commands, run_on_this_host, run_topology
 from hetero_pp.program.launch.hosts import commands, members_named, notes, read_token, require_reachable
@@ -180,24 +180,20 @@ def test_what_to_do_before_the_commands_with_key_and_line(
         print_commands(path, [])
 
 
-def test_check_tries_the_addresses_of_this_host_only(
-    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_check_tries_the_addresses_of_this_host_only(tmp_path: Path, corpus: Path) -> None:
     own, taken = free_port(), socket.create_server(("127.0.0.1", 0))
     stages = 'stages: [{layers: 1, listen: "192.0.2.7:5"}, {layers: 1, listen: "ben.invalid:7"}]'
     path = _config(tmp_path, corpus, f'exchange: {{listen: "127.0.0.1:{own}"}}', stages).path
-    monkeypatch.setenv("COLUMNS", "400")
-    relay = free_port()
-    print_check(path, [f"exchange.relay=127.0.0.1:{relay}"], tmp_path / "runs")
-    assert (
-        f"Listening: exchange 127.0.0.1:{own} (free on this host), exchange's relay 127.0.0.1:{relay} (free on this "
-        "host), home.0 192.0.2.7:5 (on another host, not "
-        "checked here), home.1 ben.invalid:7 (on another host, not checked here)."
-    ) in capsys.readouterr().out
+    relay, runs = free_port(), tmp_path / "runs"
+
+    def ports(override: str) -> str:
+        return find(str(path), runs, None, 60.0, [override])["ports"].line
+
+    assert ports(f"exchange.relay=127.0.0.1:{relay}") == f"127.0.0.1:{own} (free), 127.0.0.1:{relay} (free)"
     with taken:
         for key in ("listen", "relay"):
-            with pytest.raises(ConfigError, match=rf"--set exchange\.{key}=127.*: found .* expected a free port"):
-                print_check(path, [f"exchange.{key}=127.0.0.1:{taken.getsockname()[1]}"], tmp_path / "runs")
+            told = ports(f"exchange.{key}=127.0.0.1:{taken.getsockname()[1]}")
+            assert re.match(rf"--set exchange\.{key}=127.*: found .* expected a free port", told)
     with pytest.raises(ConfigError, match=r"stages\[0\]\.listen: .*; `launch --print-commands` prints"):
         run_topology(path, [], tmp_path / "runs", in_process=False)
 
