@@ -63,7 +63,7 @@ def run_over_grpc(spec: RunSpec, folder: Path, devices: Mapping[str, torch.devic
         auditor = begin_run(exchange, spec, own, None)
         exchange.wait_until_finished()
         auditor.join()
-        named = {slot.name: slot.device for slot in exchange.overview.status().slots}
+        named = {slot.name: slot.device for slot in exchange.status().slots}
     except RunFailed as error:
         raise next(iter(errors.values()), error) from None
     finally:

@@ -44,9 +44,9 @@ from hetero_pp.rpc.identities import Credentials, Identity, Secret, is_validator
 from hetero_pp.store.opening import folder_of
 from replica_groups.audit.validator import Validator, checks_of
 from replica_groups.exchange.audits import KeptScores, newest_scores
-from replica_groups.exchange.joining import Text
 from replica_groups.exchange.log import ContributionLog
-from replica_groups.exchange.restart import newest_sound
+from replica_groups.exchange.replay import newest_sound
+from replica_groups.exchange.text import Text
 
 SECONDS_BETWEEN_LOOKS = 0.5
 SECONDS_BETWEEN_QUESTIONS = 10.0

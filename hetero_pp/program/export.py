@@ -14,9 +14,8 @@ from hetero_pp.config.yaml_file import read_trained
 from hetero_pp.core.errors import ConfigError, DamagedFile
 from hetero_pp.hugging_face.writing import DTypeName, Parameters, write_model
 from hetero_pp.program.report.output import announce
-from replica_groups.exchange.log import ContributionLog
-from replica_groups.exchange.open_log import open_log
-from replica_groups.exchange.restart import checkpoint_after
+from replica_groups.exchange.log import ContributionLog, open_log
+from replica_groups.exchange.replay import checkpoint_after
 
 
 def export(runs: Path, run: str, to: Path, dtype: DTypeName, round_: int | None) -> None:

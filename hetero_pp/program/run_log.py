@@ -25,9 +25,8 @@ from hetero_pp.program.report.tables import PlainTable
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob
 from hetero_pp.simulator.traffic import expected_volume
 from hetero_pp.store.opening import folder_of, open_store
-from replica_groups.exchange.check_log import CheckedRound, LogCheck
-from replica_groups.exchange.log import ContributionLog
-from replica_groups.exchange.open_log import open_log
+from replica_groups.exchange.log import ContributionLog, open_log
+from replica_groups.exchange.replay import CheckedRound, LogCheck
 
 
 def open_run(runs: Path, run: str) -> tuple[RunSpec, ContributionLog]:

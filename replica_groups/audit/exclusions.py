@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from hetero_pp.config.audit import AuditSettings
 from hetero_pp.core.errors import Refused
 from hetero_pp.messages.messages_pb2 import Judgement
 from hetero_pp.rpc.exchange_service import HeldBy
-from replica_groups.exchange.assignments import Assignments
 from replica_groups.exchange.audits import Exclusion
-from replica_groups.exchange.exchange_state import ExchangeState
 from replica_groups.exchange.memberships import Memberships
+from replica_groups.exchange.runner import CoordinatorRunner
 from replica_groups.rounds import events as e
-from replica_groups.rounds.slot_transitions import BARRED_ROUNDS
+from replica_groups.rounds.coordinator import BARRED_ROUNDS
 
 REMEMBERED_ROUNDS = 64
 """Number of recent rounds whose members are known."""
@@ -24,10 +23,12 @@ REMEMBERED_ROUNDS = 64
 class Exclusions:
     """Exclusions of one run. Thread-safe."""
 
-    def __init__(self, state: ExchangeState, assignments: Assignments, settings: AuditSettings) -> None:
+    def __init__(
+        self, runner: CoordinatorRunner, held_by: Callable[[str], HeldBy | None], settings: AuditSettings
+    ) -> None:
         self.guests: Memberships | None = None
         """Members with a ticket, once they are served."""
-        self._state, self._assignments = state, assignments
+        self._runner, self._held_by = runner, held_by
         self._rounds = BARRED_ROUNDS if settings.compares is None else settings.compares.excluded_rounds
         self._lock = threading.Lock()
         self._excluded: dict[str, Exclusion] = {}
@@ -44,7 +45,7 @@ class Exclusions:
     def in_force(self) -> dict[str, Exclusion]:
         """Exclusions that rounds after the last closed one respect."""
         with self._lock:
-            last = self._state.coordinator.last_round
+            last = self._runner.coordinator.last_round
             return {name: one for name, one in self._excluded.items() if one.until > last + 1}
 
     def of(self, round_: int, replicas: Iterable[str]) -> dict[str, str]:
@@ -77,19 +78,19 @@ class Exclusions:
     def restore(self, excluded: Mapping[str, Exclusion], last_round: int) -> None:
         """Take over the exclusions of an earlier exchange of the run."""
         for replica, one in excluded.items():
-            if replica in self._state.roster.replicas and one.until > last_round + 1:
+            if replica in self._runner.roster.replicas and one.until > last_round + 1:
                 self._condemn(replica, last_round, one)
 
     def exclude(self, replica: str, round_: int, why: str) -> None:
         """Exclude a replica for some rounds, because of what was found about its contribution to a round."""
-        since = max(round_, self._state.coordinator.last_round)
+        since = max(round_, self._runner.coordinator.last_round)
         self._condemn(replica, round_, Exclusion(until=since + self._rounds + 1, cause=why))
 
     def _condemn(self, replica: str, round_: int, one: Exclusion) -> None:
         with self._lock:
             self._excluded[replica] = one
         cause = f"the audit of round {round_} excludes {replica}: {one.cause}"
-        self._state.runner.tell(e.Condemned(replica, round_, one.until, cause))
+        self._runner.tell(e.Condemned(replica, round_, one.until, cause))
 
     def changed_hands(self, round_: int) -> list[str]:
         """Return the replicas that none of the holders before holds in this round, as far as their tickets tell."""
@@ -108,13 +109,13 @@ class Exclusions:
         return self._tickets_of(held)
 
     def _held_now(self) -> dict[str, HeldBy]:
-        return {name: one for name in self._state.roster.members if (one := self._assignments.held_by(name))}
+        return {name: one for name in self._runner.roster.members if (one := self._held_by(name))}
 
     def _tickets_of(self, held: Mapping[str, HeldBy]) -> dict[str, frozenset[str]]:
         found: dict[str, set[str]] = defaultdict(set)
         for slot, one in held.items():
             if one.holder and self.guests is not None and (ticket := self.guests.ticket_of(slot, one.holder)):
-                found[self._state.roster.members[slot]].add(ticket)
+                found[self._runner.roster.members[slot]].add(ticket)
         return {replica: frozenset(tickets) for replica, tickets in found.items()}
 
     # ---- recomputation ----
@@ -142,15 +143,15 @@ class Exclusions:
 
     def _committed(self, one: Judgement) -> int:
         """Return the holder number of the member that a finding names, when it committed; 0 without a ticket."""
-        record = self._state.runner.wait_for_record(one.round)
+        record = self._runner.wait_for_record(one.round)
         made = [each for entry in record.contributions if entry.replica == one.replica for each in entry.commitments]
         return next((each.holder for each in made if each.member == one.recomputed.member), 0)
 
     def _end_revoked(self, member: str, why: str) -> None:
-        now = self._assignments.held_by(member)
+        now = self._held_by(member)
         if now is None or not now.holder or self.guests is None:
             return
         try:
             self.guests.require_in(member, now.holder)
         except Refused:
-            self._state.runner.tell(e.Died(member, now.incarnation, f"its ticket was revoked: {why}"))
+            self._runner.tell(e.Died(member, now.incarnation, f"its ticket was revoked: {why}"))

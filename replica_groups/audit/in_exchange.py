@@ -21,7 +21,7 @@ from replica_groups.audit.judgements import Judgements
 from replica_groups.exchange.auditor import Auditor
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
-from replica_groups.exchange.restart import newest_sound
+from replica_groups.exchange.replay import newest_sound
 
 if TYPE_CHECKING:
     from replica_groups.audit.validator import ValidatorThread
@@ -98,7 +98,7 @@ def audited(exchange: Exchange, spec: RunSpec) -> Exchange:
                 return overlapping(sent, compares.overlap)
             return []
 
-        own = exchange.state, exchange.log, exchange.reports, exchange.assignments
+        own = exchange.runner, exchange.reports, exchange.held_by
         exchange.audits = Judgements(*own, audit, weighs, overlap, signs)
     return exchange
 
@@ -117,8 +117,8 @@ def followed(
         return Followers(auditor, judgements)
     from replica_groups.audit.validator import Validator, ValidatorThread, checks_of
 
-    run, since = _InExchange(exchange, judgements), exchange.state.begun_after
-    spec = spec.with_changes(exchange.state.changes)
+    run, since = _InExchange(exchange, judgements), exchange.runner.begun_after
+    spec = spec.with_changes(exchange.runner.changes)
 
     def make() -> Validator:
         checkpoint = run.retry(lambda: newest_sound(exchange.log, since, []))

@@ -22,18 +22,16 @@ from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2 import Judgement, Losses, MembershipEventKind
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.messages.report_bounds import MOST_LOSS
-from hetero_pp.rpc.exchange_service import Caller
+from hetero_pp.rpc.exchange_service import Caller, HeldBy
 from replica_groups.audit.exclusions import Exclusions
 from replica_groups.audit.gauntlet.agreement import SignCheck, why
 from replica_groups.audit.gauntlet.losses import median_of
 from replica_groups.audit.gauntlet.replica_scores import ReplicaScores, RoundFacts
-from replica_groups.exchange.assignments import Assignments
 from replica_groups.exchange.audits import keep_scores, newest_scores
-from replica_groups.exchange.exchange_state import ExchangeState
-from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.memberships import Memberships
 from replica_groups.exchange.no_audits import NoAudits
 from replica_groups.exchange.reports import Reports
+from replica_groups.exchange.runner import CoordinatorRunner
 from replica_groups.exchange.showing import draw_key
 
 MOST_VALIDATORS = 16
@@ -67,10 +65,9 @@ class Judgements(NoAudits):
 
     def __init__(
         self,
-        state: ExchangeState,
-        log: ContributionLog,
+        runner: CoordinatorRunner,
         reports: Reports,
-        assignments: Assignments,
+        held_by: Callable[[str], HeldBy | None],
         settings: AuditSettings,
         weighs: bool,
         overlapping: Callable[[pb.RoundRecord], Collection[tuple[str, str]]],
@@ -81,9 +78,9 @@ class Judgements(NoAudits):
         `signs` compares their signs before the round closes.
         """
         self._signs, self._overlapping = signs, overlapping
-        self._state, self._log, self._reports, self._settings = state, log, reports, settings
-        self.exclusions = Exclusions(state, assignments, settings)
-        self._book = None if settings.scores is None else ReplicaScores(settings.scores, state.roster.replicas)
+        self._runner, self._log, self._reports, self._settings = runner, runner.log, reports, settings
+        self.exclusions = Exclusions(runner, held_by, settings)
+        self._book = None if settings.scores is None else ReplicaScores(settings.scores, runner.roster.replicas)
         self._weighs = weighs
         self._taking = threading.Condition()
         """Held while judgements are taken, also during writes to the store. No call about a round waits for it."""
@@ -123,7 +120,7 @@ class Judgements(NoAudits):
         """Restore the scores and exclusions after a round, from which the run begins or resumes."""
         self._judged = self._heard = last_round
         try:
-            kept = self._state.runner.retry(lambda: newest_scores(self._log.store, last_round))
+            kept = self._runner.retry(lambda: newest_scores(self._log.store, last_round))
             if kept is None:
                 return
             with self._lock:
@@ -187,7 +184,7 @@ class Judgements(NoAudits):
         self._membership_event(pb.UNAUDITED, cause)
 
     def _membership_event(self, what: MembershipEventKind, cause: str) -> None:
-        membership_event = pb.MembershipEvent(what=what, round=self._state.coordinator.last_round, cause=cause)
+        membership_event = pb.MembershipEvent(what=what, round=self._runner.coordinator.last_round, cause=cause)
         self._reports.tell_own(membership_event=membership_event)
 
     # ---- what validators tell ----
@@ -202,14 +199,14 @@ class Judgements(NoAudits):
         Raises Refused for all of them if one is wrong.
         """
         with self._taking:
-            self._state.require_begun(validator)
-            self._forget_old(self._state.coordinator.last_round - JUDGED_ROUNDS)
+            self._runner.require_begun(validator)
+            self._forget_old(self._runner.coordinator.last_round - JUDGED_ROUNDS)
             new = set[tuple[int, str, str]]()
             for one in judgements:
                 why = self._complaint(one, validator, new)
                 if why is not None:
-                    raise self._state.refused(f"validator {validator[:40]}", why, Kind.MALFORMED)
-            self._heard = self._state.coordinator.last_round
+                    raise self._runner.refused(f"validator {validator[:40]}", why, Kind.MALFORMED)
+            self._heard = self._runner.coordinator.last_round
             if not self.is_audited:
                 self.is_audited = True
                 self._membership_event(pb.AUDITED, f"{validator} judges the run's rounds again")
@@ -224,7 +221,7 @@ class Judgements(NoAudits):
         """Wait until the book has the last round, if any validator keeps up; for at most `seconds`."""
 
         def is_judged() -> bool:
-            last, newest = self._state.coordinator.last_round, max(self._validators.values(), default=0)
+            last, newest = self._runner.coordinator.last_round, max(self._validators.values(), default=0)
             return self._judged >= last or newest < last - AWAITED_ROUNDS
 
         with self._taking:
@@ -235,12 +232,12 @@ class Judgements(NoAudits):
         names = {*self._validators, *self._checkers}
         if validator not in names and len(names) >= MOST_VALIDATORS:
             return f"found more than {MOST_VALIDATORS} validators"
-        kind, last = one.WhichOneof("finding") or "nothing", self._state.coordinator.last_round
+        kind, last = one.WhichOneof("finding") or "nothing", self._runner.coordinator.last_round
         if not max(0, last - JUDGED_ROUNDS) < one.round <= last:
             return f"found a judgement about round {one.round}, expected one of the last {JUDGED_ROUNDS} closed rounds"
-        if (why := complaint(one, self._state.roster.members)) is not None:
+        if (why := complaint(one, self._runner.roster.members)) is not None:
             return why
-        record = self._state.runner.wait_for_record(one.round)
+        record = self._runner.wait_for_record(one.round)
         sent = {entry.replica for entry in record.contributions}
         if missing := {one.replica, *([one.copies] if kind == "copies" else [])} - sent:
             return f"round {one.round} includes no contribution of {', '.join(sorted(missing))}"
@@ -255,7 +252,7 @@ class Judgements(NoAudits):
     def _is_drawn(self, record: pb.RoundRecord, replica: str) -> bool:
         """Return whether a replica was drawn in a round."""
         try:
-            draw = json.loads(self._state.runner.retry(lambda: self._log.store.get(draw_key(record.round))))
+            draw = json.loads(self._runner.retry(lambda: self._log.store.get(draw_key(record.round))))
         except FileNotFoundError:
             return False
         return bool(draw["record"] == record.sha256.hex() and replica in draw["drawn"])
@@ -326,7 +323,7 @@ class Judgements(NoAudits):
         self._reports.tell_own(scores=table)
 
     def _facts(self, round_: int, told: Sequence[_JudgedRound]) -> RoundFacts:
-        record = self._state.runner.wait_for_record(round_)
+        record = self._runner.wait_for_record(round_)
         included = frozenset(one.replica for one in record.contributions)
         pairs = [pair for one in told for pair in one.copies.items()]
         agreed = sorted({pair for pair in pairs if 2 * pairs.count(pair) > len(told)})

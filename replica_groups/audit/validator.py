@@ -24,9 +24,8 @@ from hetero_pp.messages.messages_pb2 import Judgement, RoundRecord
 from hetero_pp.outer.apply_round import FetchBlob
 from replica_groups.audit.gauntlet.check import GauntletCheck
 from replica_groups.audit.recompute.recomputation import recomputation_of
-from replica_groups.exchange.follower import Follower
 from replica_groups.exchange.log import ContributionLog
-from replica_groups.exchange.restart import newest_sound
+from replica_groups.exchange.replay import Follower, newest_sound
 
 MOST_BEHIND = 8
 """Closed rounds after a round from which the round is applied without being checked."""

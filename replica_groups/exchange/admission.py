@@ -45,12 +45,9 @@ _TOGETHER = "all callers"
 class RunForGuests:
     """The part of the run that an admitted host is told."""
 
-    configuration: str
-    """The configuration as JSON, without what concerns only the exchange's host."""
-    tokenizer: Mapping[str, bytes] = field(default_factory=dict)
-    """Files of the tokenizer, by name."""
-    vocabulary: int = 0
-    """Vocabulary of the model."""
+    configuration: str  # the configuration as JSON, without what concerns only the exchange's host
+    tokenizer: Mapping[str, bytes] = field(default_factory=dict)  # files of the tokenizer, by name
+    vocabulary: int = 0  # vocabulary of the model
 
 
 @dataclass(frozen=True)
@@ -60,8 +57,7 @@ class OpenHouse:
     host: Memberships
     told: RunForGuests
     waiting_room: WaitingRoom
-    unnamed: Collection[str] | None = None
-    """Slots that a ticket without a slot may take; None: all."""
+    unnamed: Collection[str] | None = None  # slots that a ticket without a slot may take; None: all
 
 
 class Admission:
@@ -75,15 +71,10 @@ class Admission:
         exchange: Exchange,
         relay: Relay | None,
     ) -> None:
-        self._host, self._told, self._waiting_room, self._unnamed = (
-            house.host,
-            house.told,
-            house.waiting_room,
-            house.unnamed,
-        )
+        self._host, self._told, self._waiting_room = house.host, house.told, house.waiting_room
+        self._unnamed = house.unnamed
         self._authority, self._callers, self._exchange, self._relay = authority, callers, exchange, relay
-        self._giving_slots = threading.Lock()
-        """Held from the choice of a free slot until it is taken."""
+        self._giving_slots = threading.Lock()  # held from the choice of a free slot until it is taken
         self._measuring = threading.Lock()
         self._previews = Pace(PREVIEWS_A_MINUTE / 60, PREVIEWS_AT_ONCE)
         self._measurements = Pace(MEASUREMENTS_A_MINUTE / 60, MEASUREMENTS_AT_ONCE)
@@ -96,7 +87,7 @@ class Admission:
         assert ticket is not None
         holder = self._give_slot(ticket, digest_of(key))
         if isinstance(holder, pb.InWaitingRoom):
-            status = self._exchange.overview.status()
+            status = self._exchange.status()
             holder.last_round, holder.rounds = status.last_round, status.rounds
             return pb.EnrolReply(in_waiting_room=holder)
         return pb.EnrolReply(
@@ -110,9 +101,18 @@ class Admission:
         """Return the holder of a slot for a ticket, or its state in the waiting room. Raises RunOver, RunFailed."""
         self._require_going_on(ticket)
         with self._giving_slots:
-            vacant: Sequence[str] = self._exchange.overview.vacant()
+            vacant: Sequence[str] = self._exchange.vacant()
             if self._host.lacks_slot(ticket, key):
-                free = self._away_from_parted(ticket, vacant)
+                own, slots = (
+                    self._host.own_slots(ticket, vacant) or self._open_to_all(vacant),
+                    self._exchange.coordinator.slots,
+                )
+                free = []
+                for slot in own:  # no slot beside a host from which this one was parted
+                    both = [one for one in self._exchange.runner.neighbours(slot) if one]
+                    beside = {one: one not in vacant or not slots[one].is_guest for one in both}
+                    if self._host.may_be_neighbour(ticket, beside):
+                        free.append(slot)
                 if not free:
                     why = "waiting for a slot that is not beside a host with which it exchanged malformed messages"
                     return pb.InWaitingRoom(here=1, probed=True, why=why)
@@ -123,22 +123,6 @@ class Admission:
             holder = self._host.enrol(ticket, key, vacant, CERTIFICATE_SECONDS)
             self._waiting_room.has_slot(ticket)
             return holder
-
-    def _away_from_parted(self, ticket: str, vacant: Sequence[str]) -> Sequence[str]:
-        """Return the free slots that a ticket may take, without those beside a host from which it was parted.
-
-        Raises Refused if no slot is free at all.
-        """
-        found, slots = (
-            self._host.own_slots(ticket, vacant) or self._open_to_all(vacant),
-            self._exchange.coordinator.slots,
-        )
-
-        def beside(slot: str) -> dict[str, bool]:
-            both = [one for one in self._exchange.state.neighbours(slot) if one]
-            return {one: one not in vacant or not slots[one].is_guest for one in both}
-
-        return [slot for slot in found if self._host.may_be_neighbour(ticket, beside(slot))]
 
     def _open_to_all(self, vacant: Sequence[str]) -> Sequence[str]:
         """Return the free slots that a ticket without a slot may take.
@@ -160,7 +144,7 @@ class Admission:
 
     def _require_going_on(self, ticket: str) -> None:
         try:
-            self._exchange.overview.require_going_on()
+            self._exchange.require_going_on()
         except HeteroPPError:
             self._waiting_room.told(ticket)
             raise
@@ -184,12 +168,12 @@ class Admission:
             over.cancel()
 
     def Preview(self, request: pb.Nothing, context: grpc.ServicerContext) -> pb.PreviewReply:
-        self._exchange.overview.require_going_on()
+        self._exchange.require_going_on()
         caller = self._callers.of(context)
         if (seconds := self._previews.refused_for(caller.name)) > 0:
             raise Refused(f"this host has asked too often; it may again in {max(1.0, seconds):.0f} s")
         slots, refusal = self._slots_of(caller)
-        status = self._exchange.overview.status()
+        status = self._exchange.status()
         groups = {slot.replica for slot in status.slots if slot.name in slots}
         return pb.PreviewReply(
             version=PROTOCOL_VERSION,
@@ -198,7 +182,7 @@ class Admission:
             vocabulary=self._told.vocabulary,
             slots=slots,
             refusal=refusal,
-            tokens=self._exchange.joining.tokens,
+            tokens=self._exchange.tokens,
             neighbours={
                 slot.name: slot.address
                 for slot in status.slots
@@ -213,7 +197,7 @@ class Admission:
             return ([caller.name] if caller.is_member else []), ""
         try:
             own = self._host.slot_of(caller.ticket)
-            return (self._open_to_all(self._exchange.overview.vacant()) if own is None else [own]), ""
+            return (self._open_to_all(self._exchange.vacant()) if own is None else [own]), ""
         except Refused as error:
             return [], str(error)
 
@@ -247,11 +231,11 @@ class Admission:
     def Give(self, request: pb.Nothing, context: grpc.ServicerContext) -> pb.Nothing:
         caller = self._callers.of(context)
         self._host.end(caller.name, caller.holder, LEFT)
-        self._exchange.died(caller.name, LEFT, caller.incarnation)
+        self._exchange.end_incarnation(caller.name, LEFT, caller.incarnation, has_left=True)
         return pb.Nothing()
 
     def Status(self, request: pb.Nothing, context: grpc.ServicerContext) -> pb.StatusReply:
-        reply = self._exchange.overview.status()
+        reply = self._exchange.status()
         reply.rehearsal = self._exchange.is_rehearsal
         reply.in_waiting_room, reply.needed_in_lobby = self._waiting_room.here, self._waiting_room.needed
         for ticket, seconds in self._waiting_room.guests:

@@ -14,8 +14,8 @@ from hetero_pp.core.errors import DamagedFile, RunFailed, StoreError
 from hetero_pp.outer.step import OuterOptimizer, RoundOptimizer, parameters_sha256
 from replica_groups.exchange.audits import write_audit
 from replica_groups.exchange.exchange import Exchange
-from replica_groups.exchange.follower import Follower
 from replica_groups.exchange.log import TOGETHER, ContributionLog, checkpoint_key, key_of, round_key
+from replica_groups.exchange.replay import Follower
 from replica_groups.exchange.uploads import UPLOADED
 
 
@@ -151,6 +151,6 @@ class Auditor:
     def _save(self, round_: int) -> None:
         checkpoint = self._follower.checkpoint()
         self.exchange.runner.retry(lambda: self.exchange.log.write_checkpoint(checkpoint))
-        self.exchange.checkpoints.kept(round_)
+        self.exchange.decided.kept_checkpoint(round_)
         with suppress(StoreError):
             self._retention.kept_checkpoint(round_)

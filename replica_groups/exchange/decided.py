@@ -22,9 +22,9 @@ from hetero_pp.core.errors import DamagedFile, HeteroPPError, Refused
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.pseudo_gradient.blob_batches import FOLLOWING_BYTES_MAX, FOLLOWING_MAX
 from hetero_pp.rpc.exchange_service import Caller
-from replica_groups.exchange.exchange_state import ExchangeState
-from replica_groups.exchange.log import ContributionLog, key_of
-from replica_groups.exchange.restart import open_newest
+from replica_groups.exchange.log import key_of
+from replica_groups.exchange.replay import open_newest
+from replica_groups.exchange.runner import CoordinatorRunner
 from replica_groups.exchange.uploads import download_url
 
 SECONDS_TO_READ = 1.0
@@ -32,8 +32,7 @@ SECONDS_TO_READ = 1.0
 
 _KEPT_BYTES, _KEPT_REPLIES, _KEPT_ROUNDS = 16 << 20, 256, 4
 
-_Included = tuple[str, pb.BlobEntry]
-"""Key of a blob in the log, and its entry in the round's record."""
+_Included = tuple[str, pb.BlobEntry]  # key of a blob in the log, and its entry in the round's record
 
 
 _ANYBODY = "a member"
@@ -44,10 +43,8 @@ class Reply:
     """A blob of a round, and those of the same block that follow it in the record."""
 
     header: pb.BlobHeader
-    replicas: Mapping[str, int]
-    """Replica -> index of its blob."""
-    ends: tuple[int, ...]
-    """Where each blob ends in the payload."""
+    replicas: Mapping[str, int]  # replica -> index of its blob
+    ends: tuple[int, ...]  # where each blob ends in the payload
     payload: bytes
 
     def without(self, replica: str) -> tuple[pb.BlobHeader, list[memoryview]]:
@@ -62,25 +59,29 @@ class Reply:
 
 
 class DecidedRounds:
-    """The decided rounds of one run, from its log. Thread-safe."""
+    """The decided rounds of one run, and its run checkpoints, from its log. Thread-safe."""
 
-    def __init__(self, state: ExchangeState, log: ContributionLog) -> None:
-        self._state, self._log = state, log
+    def __init__(self, runner: CoordinatorRunner) -> None:
+        self._runner, self._log = runner, runner.log
         self._reading = threading.Lock()
         self._blobs_of = lru_cache(_KEPT_ROUNDS)(self._read_blobs_of)
         """`_read_blobs_of` of the rounds that were asked for last."""
         self._replies: OrderedDict[tuple[int, str, str], Reply] = OrderedDict()
         """(round, block, first replica) -> reply; the newest ones."""
+        self._held: RunCheckpoint | OpenCheckpoint | None = None
+        """The run checkpoint that was asked for last, verified; in memory only until the run log has it."""
+        self._newest = 0
+        self._opening = threading.Lock()  # not the lock of everything else, because reading may take minutes
 
     def record(self, request: pb.RecordRequest, caller: Caller) -> pb.RoundRecord:
         """Return the record of a round, once the round is decided."""
         round_, member, incarnation = request.round, None, None
         if caller.name != EXCHANGE:
-            member, incarnation = caller.name, self._state.incarnation(caller)
+            member, incarnation = caller.name, self._runner.incarnation(caller)
             if round_ < 1:
-                raise self._state.refused(member, f"asked for the record of round {round_}, expected 1 or later")
+                raise self._runner.refused(member, f"asked for the record of round {round_}, expected 1 or later")
         try:
-            return self._state.runner.wait_for_record(round_, member, incarnation, caller.is_asked)
+            return self._runner.wait_for_record(round_, member, incarnation, caller.is_asked)
         except (DamagedFile, FileNotFoundError) as error:
             raise Refused(f"no record of round {round_}: {error}") from None
 
@@ -88,7 +89,7 @@ class DecidedRounds:
         """Return one blob of a decided round."""
         key, blob = self._included(request, caller)
         try:
-            return self._state.runner.retry(lambda: self._log.read_blob(key, blob.sha256))
+            return self._runner.retry(lambda: self._log.read_blob(key, blob.sha256))
         except FileNotFoundError:
             reason = f"the contribution of {request.replica} to round {request.round} is no longer in the log"
             raise Refused(reason) from None
@@ -100,7 +101,7 @@ class DecidedRounds:
 
         The caller's own replica is left out. A blob that cannot be read ends the reply, and is then asked for alone.
         """
-        own = self._state.roster.members.get(caller.name, "")
+        own = self._runner.roster.members.get(caller.name, "")
         _, blob = self._included(request, caller)
         if request.replica == own or blob.size > FOLLOWING_BYTES_MAX:
             data = self.fetch(request, caller)
@@ -143,20 +144,20 @@ class DecidedRounds:
     def stored(self, request: pb.FetchRequest, caller: Caller) -> pb.BlobHeader | None:
         """Return where a member may read a blob from the store itself; None if the store has no such URLs."""
         key, blob = self._included(request, caller)
-        url = self._state.runner.retry(lambda: download_url(self._log, key))
+        url = self._runner.retry(lambda: download_url(self._log, key))
         return None if url is None else pb.BlobHeader(url=url, sha256=blob.sha256, size=blob.size)
 
     def _included(self, request: pb.FetchRequest, caller: Caller) -> tuple[str, pb.BlobEntry]:
         """Return the key of a blob, and its entry in the round's record."""
-        self._state.runner.require_alive()
-        self._state.require_begun(caller.name)
+        self._runner.require_alive()
+        self._runner.require_begun(caller.name)
         round_ = request.round
-        if 1 <= round_ <= self._state.coordinator.last_round:
+        if 1 <= round_ <= self._runner.coordinator.last_round:
             included = self._blobs_of(round_).get(request.block, {}).get(request.replica)
             if included is not None:
                 return included
         reason = f"no `{request.block}` of {request.replica} in a closed round {round_}"
-        raise self._state.refused(caller.name, reason)
+        raise self._runner.refused(caller.name, reason)
 
     def _read_blobs_of(self, round_: int) -> Mapping[str, Mapping[str, _Included]]:
         """Return block -> replica -> blob of a decided round, in the order of the record."""
@@ -167,42 +168,29 @@ class DecidedRounds:
                 blobs.setdefault(blob.block, {})[entry.replica] = key_of(record, entry, blob), blob
         return blobs
 
-
-def _header(request: pb.FetchRequest, size: int) -> pb.BlobHeader:
-    return pb.BlobHeader(round=request.round, replica=request.replica, block=request.block, size=size)
-
-
-class Checkpoints:
-    """Run checkpoints of one run. The last one that was asked for stays open and is verified once. Thread-safe."""
-
-    def __init__(self, state: ExchangeState, log: ContributionLog) -> None:
-        self._state, self._log = state, log
-        self._held: RunCheckpoint | OpenCheckpoint | None = None
-        """In memory only until the run log has it."""
-        self._newest = 0
-        self._reading = threading.Lock()  # not the lock of everything else, because reading may take minutes
+    # ---- run checkpoints ----
 
     def begin(self, checkpoint: RunCheckpoint) -> None:
         """Serve this run checkpoint, with which the run begins."""
         self._held, self._newest = checkpoint, checkpoint.round
 
-    def kept(self, round_: int) -> None:
+    def kept_checkpoint(self, round_: int) -> None:
         """Note that the run log has this run checkpoint, the newest."""
-        with self._state.changed:
+        with self._runner.changed:
             self._newest = max(self._newest, round_)
             if isinstance(self._held, RunCheckpoint):
                 self._held = None
-            self._state.changed.notify_all()
+            self._runner.changed.notify_all()
 
-    def newest(self, request: pb.NewestCheckpointRequest, caller: Caller) -> pb.NewestCheckpointReply:
+    def newest_checkpoint(self, request: pb.NewestCheckpointRequest, caller: Caller) -> pb.NewestCheckpointReply:
         """Return the round of the newest undamaged run checkpoint, and its tensors' names."""
-        self._state.wait_until_begun(caller.is_asked)
-        with self._reading:
+        self._runner.wait_until_begun(caller.is_asked)
+        with self._opening:
             held = self._held
             if held is None or held.round != self._newest:
                 damaged: list[str] = []
                 try:
-                    held = self._state.runner.retry(lambda: open_newest(self._log, self._newest, damaged))
+                    held = self._runner.retry(lambda: open_newest(self._log, self._newest, damaged))
                     self._held = held
                 except FileNotFoundError as error:
                     raise Refused("; ".join([str(error), *damaged])) from None
@@ -210,25 +198,29 @@ class Checkpoints:
                     print(f"{EXCHANGE}: {one}; reading an older one", file=sys.stderr, flush=True)
             return pb.NewestCheckpointReply(round=held.round, names=held.shapes)
 
-    def open(self, request: pb.CheckpointRequest, caller: Caller) -> RunCheckpoint | OpenCheckpoint:
+    def open_checkpoint(self, request: pb.CheckpointRequest, caller: Caller) -> RunCheckpoint | OpenCheckpoint:
         """Return a run checkpoint that has the tensors of a request, by default the newest."""
-        self._state.require_begun(_ANYBODY, caller.is_asked)
+        self._runner.require_begun(_ANYBODY, caller.is_asked)
         checkpoint = self._after(request.round if request.HasField("round") else self._newest)
         unknown = [name for name in request.names if name not in checkpoint.shapes]
         if unknown:
             more = f" and {len(unknown) - 1} other names" if len(unknown) > 1 else ""
             reason = f"found no tensor named {unknown[0]:.80}{more} in the run checkpoint"
-            raise self._state.refused(_ANYBODY, reason)
+            raise self._runner.refused(_ANYBODY, reason)
         return checkpoint
 
     def _after(self, round_: int) -> RunCheckpoint | OpenCheckpoint:
         """Return the run checkpoint after a round, from the log unless it is open or in memory."""
-        with self._reading:
+        with self._opening:
             held = self._held
             if held is None or held.round != round_:
                 try:
-                    held = self._state.runner.retry(lambda: self._log.open_checkpoint(round_))
+                    held = self._runner.retry(lambda: self._log.open_checkpoint(round_))
                     self._held = held
                 except (DamagedFile, FileNotFoundError) as error:
                     raise Refused(f"{_ANYBODY}: no run checkpoint after round {round_}: {error}") from None
             return held
+
+
+def _header(request: pb.FetchRequest, size: int) -> pb.BlobHeader:
+    return pb.BlobHeader(round=request.round, replica=request.replica, block=request.block, size=size)

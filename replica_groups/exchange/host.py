@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 
 from hetero_pp.config.changes import REPLICAS, Agreement, Values, read_changes, replicas_of, write_changes
-from hetero_pp.config.checkpoint import first_checkpoint
+from hetero_pp.config.checkpoint import RunCheckpoint, first_checkpoint
 from hetero_pp.config.folder import RunFolder
 from hetero_pp.config.lines import DIRECTIONS, stage_link_name
 from hetero_pp.config.member_inputs import round_optimizer
@@ -17,22 +19,32 @@ from hetero_pp.config.topology import ParticipantsReplica
 from hetero_pp.core.errors import DamagedFile, HeteroPPError
 from hetero_pp.core.progress import NowAndThen
 from hetero_pp.messages.report_bounds import ReportBounds
+from hetero_pp.rpc.exchange_service import AvailableStates
 from hetero_pp.rpc.relay import MESSAGE_BYTES, LinkLimit
 from hetero_pp.simulator.traffic import stage_link_loads
 from hetero_pp.store.faults import NO_FAULTS, Faults
 from hetero_pp.store.folder import storing
 from replica_groups.exchange.auditor import Auditor, Retention
 from replica_groups.exchange.exchange import Exchange
-from replica_groups.exchange.limits import contribution_limits, inner_steps
-from replica_groups.exchange.log import ContributionLog
-from replica_groups.exchange.open_log import keep_configuration, open_log
-from replica_groups.exchange.restart import Restart, find_restart, newest_sound
+from replica_groups.exchange.log import ContributionLog, keep_configuration, open_log
+from replica_groups.exchange.magnitudes import contribution_limits, inner_steps
+from replica_groups.exchange.replay import OptimizerFor, checkpoint_after, newest_sound
 from replica_groups.exchange.showing import Shows
 from replica_groups.member.trainers import fresh_sha256
 from replica_groups.rounds.rules import Rules, Window
 
 _ROOM_OF_HEADERS = 1 << 20
 _STEPS_A_SECOND, _STEPS_OF_ANY_ROUND = 100, 10_000
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Start of a run, or of its continuation."""
+
+    checkpoint: RunCheckpoint
+    damaged: tuple[str, ...] = ()  # skipped files, each with its damage
+    last_round: int | None = None  # last decided round, if it is later than the run checkpoint's
+    note: str = ""  # data without which the run resumes
 
 
 class UnderWay(HeteroPPError):
@@ -157,7 +169,7 @@ def begin_run(
         resume = {**(resume or {}), REPLICAS: changes.pending}
     spec = spec.with_changes(changes.settled())
     if resume is not None and not goes_on:
-        goes_on = exchange.joining.meet_members()
+        goes_on = exchange.meet_members()
         _require_unchanged(resume if goes_on else {})
     try:
         if goes_on:
@@ -165,7 +177,7 @@ def begin_run(
         elif resume is None:
             progress = NowAndThen(exchange.reports.tell_reading, 1.0, lambda _: 1.0, time.monotonic)
             start = Restart(first_checkpoint(spec, progress))
-            exchange.joining.wait_until_joined()
+            exchange.wait_until_joined()
         else:
             start, spec = exchange.runner.retry(partial(_go_on, exchange, spec, folder, resume))
     except HeteroPPError as error:
@@ -179,7 +191,7 @@ def begin_run(
     auditor.start()
     limits = None if spec.config.rehearsal is not None else contribution_limits(spec)
     exchange.begin(start.checkpoint, start.damaged, spec, start.last_round, start.note, limits=limits)
-    exchange.checkpoints.kept(start.checkpoint.round)
+    exchange.decided.kept_checkpoint(start.checkpoint.round)
     return auditor
 
 
@@ -241,7 +253,7 @@ def _find_start(exchange: Exchange, spec: RunSpec, latest: RunConfig) -> Restart
 
     Raises HeteroPPError if there is no such round, or if resuming would undo the end of a run that is over.
     """
-    available, rounds = exchange.joining.wait_until_joined(), latest.outer.rounds
+    available, rounds = exchange.wait_until_joined(), latest.outer.rounds
     if _is_over(exchange.log, rounds) and not all(rounds in states.rounds for states in available.values()):
         raise HeteroPPError(f"the run is over: its log has the run checkpoint after round {rounds} of {rounds}")
     saved = any(states.rounds for states in available.values())
@@ -270,3 +282,45 @@ def _is_over(log: ContributionLog, rounds: int) -> bool:
             return True
     except (DamagedFile, FileNotFoundError):
         return False
+
+
+def find_restart(
+    log: ContributionLog, run: str, available: Mapping[str, AvailableStates], optimizer_for: OptimizerFor, every: int
+) -> Restart:
+    """Return the newest round of which every member has an undamaged state, and theta after it, as without a break.
+
+    If some members lost their states, or are more than the `every` rounds between two states behind, it is the newest
+    round that the log can rebuild. The others lose nothing, and each member continues with the state that it has.
+    Members that stopped one round apart, before the first state that all of them have, start again from round 0. Raises
+    HeteroPPError with the states of all members if the log can rebuild none.
+    """
+    damaged = [f"{member}: {one}" for member, states in sorted(available.items()) for one in states.damaged]
+    common = frozenset.intersection(*(states.rounds for states in available.values()))
+    held = [max(states.rounds, default=0) for states in available.values()]
+    newest = max(held)
+    if not common and newest - min(held) <= 1 and min(held) > 0:
+        common |= {0}
+    of_members = sorted(common, reverse=True) if newest - max(common, default=0) <= every else []
+    last = log.last_record()
+    for round_ in (*of_members, *range(last, -1, -1)):
+        try:
+            checkpoint = checkpoint_after(log, run, round_, optimizer_for, damaged)
+        except FileNotFoundError:
+            continue
+        behind = [name for name, states in sorted(available.items()) if round_ > 0 and round_ not in states.rounds]
+        older = [f"{name} {_saved(available[name].rounds, round_)}" for name in behind]
+        return Restart(checkpoint, tuple(dict.fromkeys(damaged)), note="; ".join(older))
+    holders = "; ".join(f"{member} {_listed(states.rounds)}" for member, states in sorted(available.items()))
+    complaint = f"found no round that all members have saved and that the log (up to round {last}) can restore"
+    cause = f"{complaint}: {holders} (states are saved every `checkpoints.every` rounds)"
+    raise HeteroPPError("; ".join([cause, *dict.fromkeys(damaged)]))
+
+
+def _saved(rounds: frozenset[int], round_: int) -> str:
+    newest = max((one for one in rounds if one < round_), default=None)
+    none = "has no saved state and starts with an empty error feedback"
+    return none if newest is None else f"restores the state that it saved after round {newest}"
+
+
+def _listed(rounds: frozenset[int]) -> str:
+    return f"holds {', '.join(map(str, sorted(rounds)))}" if rounds else "holds none"

@@ -28,8 +28,10 @@ from functools import lru_cache
 from google.protobuf.json_format import MessageToJson, Parse, ParseError
 
 from hetero_pp.config.checkpoint import OpenCheckpoint, RunCheckpoint, open_checkpoint, save_checkpoint
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.run_config import RunConfig
 from hetero_pp.core.bounded import before_gap
-from hetero_pp.core.errors import DamagedFile, StoreError
+from hetero_pp.core.errors import ConfigError, DamagedFile, StoreError
 from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry, RoundRecord
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, contribution_digest
 from hetero_pp.store.folder import reading, storing, writing
@@ -46,10 +48,8 @@ _NAMED_DIGITS = 16
 
 TOGETHER = ".blobs"
 _INDEX_LENGTH = struct.Struct("<I")
-_INDEX_BYTES_MAX = 1 << 20
-"""Bytes of an index, at most: a deposit names a thousand blobs in less."""
-_INDEXES = 256
-"""Indexes in memory, a few hundred bytes each."""
+_INDEX_BYTES_MAX = 1 << 20  # bytes of an index, at most: a deposit names a thousand blobs in less
+_INDEXES = 256  # indexes in memory, a few hundred bytes each
 
 
 class ContributionLog:
@@ -330,3 +330,34 @@ def _add_entry(add: Callable[[bytes], None], entry: ContributionEntry) -> None:
 
 def _text(text: str) -> bytes:
     return struct.pack("<Q", len(text.encode())) + text.encode()
+
+
+def open_log(config: RunConfig, folder: RunFolder) -> ContributionLog:
+    """Return the log. Raises ConfigError or StoreError, one line, if there is no such store."""
+    return ContributionLog(config.store.open(config.name, folder.log))
+
+
+def keep_configuration(config: RunConfig, folder: RunFolder, log: ContributionLog) -> None:
+    """Write the run's configuration into a log that is not in the run's folder."""
+    if config.store.url is not None:
+        for path in (folder.config, folder.changes):
+            if path.is_file():
+                log.store.put_file(path.name, path)
+
+
+def fetch_configuration(config: RunConfig, folder: RunFolder) -> None:
+    """Create the folder of a run that began on another machine, if its log has the run's configuration."""
+    if config.store.url is not None and not folder.config.is_file():
+        store = open_log(config, folder).store
+        for path in (folder.config, folder.changes):
+            if path.name in store.names():
+                store.get_to(path.name, path)
+
+
+def require_unused(log: ContributionLog) -> None:
+    """Raise ConfigError if the store of a new run has a run already, because nothing is ever overwritten."""
+    if log.last_record() or log.checkpoints():
+        raise ConfigError(
+            ("store", "url"),
+            f"found a run in {log.store.url()}, expected none; resume it with --resume, or use another `name`",
+        )

@@ -33,25 +33,21 @@ CREATE TABLE IF NOT EXISTS blamed (ticket TEXT PRIMARY KEY, count INTEGER NOT NU
 """
 _BUSY_SECONDS = 10.0
 
-LEFT = "it has left"
-"""Cause of the end of a member that freed its slot."""
+LEFT = "it has left"  # cause of the end of a member that freed its slot
 
 MOST_BLAMED = 3
 """Malformed messages between two holders after which both are parted, and requests that no honest holder sends."""
 
-PARTED = "was parted from its neighbour"
-"""Beginning of the cause of the end of a member that has to take another slot."""
+PARTED = "was parted from its neighbour"  # beginning of the cause of the end of a member that has to take another slot
 
-PARTED_SECONDS = 3600.0
-"""Seconds for which two parted holders are not placed beside each other."""
+PARTED_SECONDS = 3600.0  # seconds for which two parted holders are not placed beside each other
 
 STRANGERS = 3
 """Neighbours with different tickets from which a ticket was parted when it is revoked. One liar rarely has as many
 tickets. The operator's own members count as one neighbour.
 """
 
-_OPERATOR = ""
-"""Stands for a ticket at a slot whose holder was started with the run's secret."""
+_OPERATOR = ""  # stands for a ticket at a slot whose holder was started with the run's secret
 
 RESERVED_SECONDS = 600.0
 """Seconds for which a slot is kept for a holder that has not joined. A host that prepares itself renews them."""
@@ -59,8 +55,7 @@ RESERVED_SECONDS = 600.0
 ADMISSIONS_A_MINUTE, ADMISSIONS_AT_ONCE = 10.0, 20
 """Slots that one ticket may take per minute and at once. Each is a row that is flushed while all calls wait."""
 
-HOLDERS_KEPT = 100
-"""Number of newest holders of a slot that the database keeps. Only the newest one can act."""
+HOLDERS_KEPT = 100  # Number of newest holders of a slot that the database keeps. Only the newest one can act.
 
 RENEWED_SHARE = 1e-3
 """Share of a certificate's time within which a second renewal writes nothing. Honest members renew at its half."""
@@ -77,14 +72,10 @@ class Holder:
     """Holder of a slot by an invitation."""
 
     slot: str
-    number: int
-    """Number of the holder at its slot, from 1."""
-    until: float
-    """Seconds since 1970 until which it is admitted."""
-    joins_by: float | None
-    """Seconds since 1970 by which it must have joined; None once it has."""
-    ended: str | None
-    """Why it is not admitted any more; None if it is."""
+    number: int  # number of the holder at its slot, from 1
+    until: float  # seconds since 1970 until which it is admitted
+    joins_by: float | None  # seconds since 1970 by which it must have joined; None once it has
+    ended: str | None  # why it is not admitted any more; None if it is
 
 
 @dataclass(frozen=True)
@@ -92,10 +83,8 @@ class IssuedTicket:
     """A ticket, as the exchange's host knows it."""
 
     id: str
-    slot: str | None
-    """Slot that it names; None: any."""
-    until: float
-    """Seconds since 1970 until which it is valid."""
+    slot: str | None  # slot that it names; None: any
+    until: float  # seconds since 1970 until which it is valid
     is_used: bool
 
 
@@ -155,7 +144,14 @@ class Memberships:
                 if (wait_seconds := self._admissions.refused_for(ticket)) > 0:
                     raise TooMuch(f"this ticket takes a slot too often; it may again in {max(1.0, wait_seconds):.0f} s")
                 wanted = None if self._parted_from(ticket) else slot
-                self._let_in(ticket, key, self._slot_for(wanted, vacant), seconds)
+                slot, now = self._slot_for(wanted, vacant), self._clock()
+                newest = self._newest(slot)
+                row = (slot, newest.number + 1 if newest else 1, ticket, key, now + seconds, now + RESERVED_SECONDS)
+                self._database.execute("UPDATE tickets SET key = ? WHERE id = ?", (key, ticket))
+                query = "INSERT INTO holders (slot, holder, ticket, key, until, joins_by) VALUES (?, ?, ?, ?, ?, ?)"
+                self._database.execute(query, row)
+                query, oldest = "DELETE FROM holders WHERE slot = ? AND holder <= ?", row[1] - HOLDERS_KEPT
+                self._database.execute(query, (slot, oldest))
             found = self._of_ticket(ticket)
             assert found is not None
             return found
@@ -210,19 +206,10 @@ class Memberships:
             raise Refused("no slot of the run is free")
         return free[0]
 
-    def _let_in(self, ticket: str, key: bytes, slot: str, seconds: float) -> None:
-        newest = self._newest(slot)
-        now = self._clock()
-        row = (slot, newest.number + 1 if newest else 1, ticket, key, now + seconds, now + RESERVED_SECONDS)
-        self._database.execute("UPDATE tickets SET key = ? WHERE id = ?", (key, ticket))
-        query = "INSERT INTO holders (slot, holder, ticket, key, until, joins_by) VALUES (?, ?, ?, ?, ?, ?)"
-        self._database.execute(query, row)
-        self._database.execute("DELETE FROM holders WHERE slot = ? AND holder <= ?", (slot, row[1] - HOLDERS_KEPT))
-
     def renew(self, slot: str, number: int, key: bytes, seconds: float) -> Holder:
         """Extend a holder's admission by `seconds`. Raises Refused for a former holder, or another key."""
         with self._changing():
-            self._require_in(slot, number)
+            self.require_in(slot, number)
             query, holder = "SELECT key FROM holders WHERE slot = ? AND holder = ?", (slot, number)
             if self._database.execute(query, holder).fetchone() != (key,):
                 raise Forbidden("a certificate can only be renewed for its original key")
@@ -257,7 +244,7 @@ class Memberships:
         Counts are of the two tickets. A holder that leaves and comes back with its ticket gets another number.
         """
         with self._changing():
-            tickets = [self._ticket_of(*end) if end[1] else _OPERATOR for end in ends.items()]
+            tickets = [self.ticket_of(*end) if end[1] else _OPERATOR for end in ends.items()]
             if None in tickets or len(set(tickets)) < 2:
                 return {}
             pairs = [tuple(tickets), tuple(tickets[::-1])]
@@ -271,19 +258,17 @@ class Memberships:
             update = "UPDATE malformed SET count = 0, until = ? WHERE ticket = ? AND other = ?"
             self._database.executemany(update, [(until, *pair) for pair in pairs])
             for slot, neighbour, ticket in zip(ends, [*ends][::-1], tickets, strict=True):
-                if ticket:
-                    found[slot] = self._part(ticket, f"{PARTED} {neighbour} after {MOST_BLAMED} malformed messages")
+                if not ticket:
+                    continue
+                why = f"{PARTED} {neighbour} after {MOST_BLAMED} malformed messages"
+                query = "SELECT COUNT(*) FROM malformed WHERE ticket = ? AND until IS NOT NULL"
+                strangers: int = self._database.execute(query, (ticket,)).fetchone()[0]
+                if strangers >= STRANGERS:
+                    why = f"{strangers} neighbours with different tickets had malformed messages on their links to it"
+                    self._revoke(ticket, why)
+                self._database.execute("UPDATE holders SET ended = ? WHERE ticket = ? AND ended IS NULL", (why, ticket))
+                found[slot] = why
             return found
-
-    def _part(self, ticket: str, why: str) -> str:
-        """End a ticket's holder; revoke the ticket if several strangers were parted from it. Return why it ended."""
-        query = "SELECT COUNT(*) FROM malformed WHERE ticket = ? AND until IS NOT NULL"
-        count: int = self._database.execute(query, (ticket,)).fetchone()[0]
-        if count >= STRANGERS:
-            why = f"{count} neighbours with different tickets had malformed messages on their links to it"
-            self._revoke(ticket, why)
-        self._database.execute("UPDATE holders SET ended = ? WHERE ticket = ? AND ended IS NULL", (why, ticket))
-        return why
 
     def may_be_neighbour(self, ticket: str, neighbours: Mapping[str, bool]) -> bool:
         """Return whether a ticket was not parted lately from the holder of a neighbouring slot.
@@ -296,7 +281,7 @@ class Memberships:
             for slot, is_operators in neighbours.items():
                 newest = self._newest(slot)
                 if newest is not None and self._is_in(newest):
-                    beside = self._ticket_of(slot, newest.number)
+                    beside = self.ticket_of(slot, newest.number)
                 else:
                     beside = _OPERATOR if is_operators else None
                 if beside in parted:
@@ -323,18 +308,15 @@ class Memberships:
     def condemn(self, slot: str, number: int, why: str) -> None:
         """Revoke the ticket and the slots of a holder, present or former, because of what an audit found."""
         with self._changing():
-            if (ticket := self._ticket_of(slot, number)) is not None:
+            if (ticket := self.ticket_of(slot, number)) is not None:
                 self._revoke(ticket, why)
 
     def ticket_of(self, slot: str, number: int) -> str | None:
         """Return the ticket of a holder, present or former; None if it is not known any more."""
         with self._reading():
-            return self._ticket_of(slot, number)
-
-    def _ticket_of(self, slot: str, number: int) -> str | None:
-        query = "SELECT ticket FROM holders WHERE slot = ? AND holder = ?"
-        row: tuple[str] | None = self._database.execute(query, (slot, number)).fetchone()
-        return None if row is None else row[0]
+            query = "SELECT ticket FROM holders WHERE slot = ? AND holder = ?"
+            row: tuple[str] | None = self._database.execute(query, (slot, number)).fetchone()
+            return None if row is None else row[0]
 
     def _revoke(self, ticket: str, why: str) -> None:
         self._database.execute("UPDATE tickets SET revoked = 1 WHERE id = ?", (ticket,))
@@ -374,7 +356,17 @@ class Memberships:
     def require_in(self, slot: str, number: int) -> None:
         """Raise Refused if this holder does not hold the slot, or not any more."""
         with self._reading():
-            self._require_in(slot, number)
+            newest = self._newest(slot)
+            if newest is None or number > newest.number:
+                raise Refused(f"{slot} has had no holder of this number")
+            if number < newest.number:
+                raise Refused(f"{slot} has been given to another holder since")
+            if newest.ended is not None:
+                raise Refused(f"{slot}: {newest.ended}")
+            if not self._is_in(newest):
+                late = self._clock() <= newest.until
+                why = "its holder did not join in time" if late else "the certificate was not renewed in time"
+                raise Refused(f"{slot}: {why}")
 
     def require_open(self, ticket: str) -> None:
         """Raise Refused for a ticket that admits nobody with any key."""
@@ -392,19 +384,6 @@ class Memberships:
         """Return all holders, by slot and number."""
         with self._reading():
             return list(self._holders("ORDER BY slot, holder"))
-
-    def _require_in(self, slot: str, number: int) -> None:
-        newest = self._newest(slot)
-        if newest is None or number > newest.number:
-            raise Refused(f"{slot} has had no holder of this number")
-        if number < newest.number:
-            raise Refused(f"{slot} has been given to another holder since")
-        if newest.ended is not None:
-            raise Refused(f"{slot}: {newest.ended}")
-        if not self._is_in(newest):
-            late = self._clock() <= newest.until
-            why = "its holder did not join in time" if late else "the certificate was not renewed in time"
-            raise Refused(f"{slot}: {why}")
 
     def _is_in(self, holder: Holder | None) -> bool:
         if holder is None or holder.ended is not None:

@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,40 +23,30 @@ from hetero_pp.config.spec import Roster
 from hetero_pp.core.errors import DamagedFile, TooMuch
 from hetero_pp.core.files import write_whole
 from hetero_pp.core.steady_clock import steady_clock
-from hetero_pp.core.units import format_seconds
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.messages.report_bounds import ReportBounds, complaint, limit_diverged
 from hetero_pp.rpc.exchange_service import Caller, IsAsked, always
-from replica_groups.exchange.exchange_state import ExchangeState
 from replica_groups.exchange.log import ContributionLog
-from replica_groups.exchange.memberships import LEFT
-from replica_groups.exchange.presence import Presence
+from replica_groups.exchange.runner import CoordinatorRunner
 from replica_groups.exchange.tally import Tally
 from replica_groups.rounds import events as e
 
-REMEMBERED_REPORTS = 10_000
-"""Number of past reports that a new watcher receives."""
+REMEMBERED_REPORTS = 10_000  # number of past reports that a new watcher receives
 
-SECONDS_BETWEEN_LOOKS = 0.5
-"""Interval at which it is checked whether a watcher is still there."""
+SECONDS_BETWEEN_LOOKS = 0.5  # interval at which it is checked whether a watcher is still there
 
 _CONCERN_ALL = ("joined", "waiting", "begun", "reading", "failure", "membership_event", "over", "so_far")
 
-TRIES = 8
-"""Number of times that one round may be reported, because a replica that reforms trains its round again."""
-ROUNDS_BEFORE = 8
-"""Rounds added to those of the run, for reports before the first round and after the last."""
-_LINK_REPORTS_A_SECOND = 4.0
-"""Reports per second for one direction of one link. A member sends two while it trains."""
-_ACTIVITIES_A_SECOND = 4.0
-"""A member sends at most two."""
+TRIES = 8  # number of times that one round may be reported, because a replica that reforms trains its round again
+ROUNDS_BEFORE = 8  # rounds added to those of the run, for reports before the first round and after the last
+_LINK_REPORTS_A_SECOND = 4.0  # Reports per second for one direction of one link. A member sends two while it trains.
+_ACTIVITIES_A_SECOND = 4.0  # a member sends at most two
 _REFUSALS_A_SECOND, _REFUSALS_AT_ONCE = 2.0, 100
 """A member reports 20 refusals at once and then one a second; each process that takes its slot may do so again."""
 
-DEVICE_CHARACTERS = 80
-"""Characters of the name of a device."""
+DEVICE_CHARACTERS = 80  # characters of the name of a device
 REFUSAL_CHARACTERS = 200
 """Characters of each text of a reported refusal. Only refusals grow with time instead of with rounds."""
 
@@ -64,20 +54,17 @@ REFUSAL_CHARACTERS = 200
 class Reports:
     """Reports of one run. Thread-safe."""
 
-    def __init__(
-        self, state: ExchangeState, presence: Presence, bounds: ReportBounds, so_far: Path | None = None
-    ) -> None:
+    def __init__(self, runner: CoordinatorRunner, bounds: ReportBounds, so_far: Path | None = None) -> None:
         """`so_far`: file that keeps the counters of the run; without one they end with this process."""
-        roster, optional = state.roster.members, state.coordinator.rules.optional
+        roster, optional = runner.roster.members, runner.coordinator.rules.optional
         self.tally = Tally(roster, lambda round_: set(roster.values()) - optional)
         self.watchers = Watchers(self.tally, self.now)
         self._so_far = so_far
-        self.steps_told = 0
-        """Number of inner steps that members have reported."""
+        self.steps_told = 0  # number of inner steps that members have reported
         self.devices: dict[str, str] = {}
         """Member -> name of the device on which it computes, as its present process has reported."""
-        self._state, self._presence = state, presence
-        self._reports, self._reporting = MemberReports(state.roster, bounds), threading.Lock()
+        self._runner = runner
+        self._reports, self._reporting = MemberReports(runner.roster, bounds), threading.Lock()
         self._failed: dict[str, str] = {}
         """Member -> replica, of members that reported their failure and whose slot nobody has taken since."""
 
@@ -93,74 +80,66 @@ class Reports:
             if why is None:
                 self._pass_on(report, caller.incarnation)
             else:
-                complaints.append(self._state.refused(report.member, why, Kind.MALFORMED))
+                complaints.append(self._runner.refused(report.member, why, Kind.MALFORMED))
         if complaints:
             raise complaints[0]
         return pb.Nothing()
 
     def _complaint(self, report: pb.Report) -> str | None:
         """Return why a member's report is refused; None if it is not."""
-        state = self._state
-        with state.changed:
-            newest = min(state.coordinator.last_round + 1 + state.coordinator.rules.overlap, state.rounds)
-            if state.goes_on and not state.has_begun:
-                newest = state.rounds  # members train already, and the log is being read
+        runner = self._runner
+        with runner.changed:
+            newest = min(runner.coordinator.last_round + 1 + runner.coordinator.rules.overlap, runner.rounds)
+            if runner.goes_on and not runner.has_begun:
+                newest = runner.rounds  # members train already, and the log is being read
         with self._reporting:
             return self._reports.check(report, newest)
 
     def check_verified(self, member: str) -> str | None:
         """Return why a hash that a member's confirmation completes is not reported; None if it is."""
         with self._reporting:
-            return self._reports.count(member, "round_verified", self._state.coordinator.last_round)
+            return self._reports.count(member, "round_verified", self._runner.coordinator.last_round)
 
     def _pass_on(self, report: pb.Report, incarnation: int | None) -> None:
-        member, state = report.member, self._state
-        if report.HasField("failure") and self._is_over(member, incarnation):
-            report.failure.consequence = True
-        if report.HasField("failure") and not report.failure.consequence and not self._ends_run(member):
-            self._presence.end(member, report.failure.cause, incarnation)
+        member, runner, coordinator = report.member, self._runner, self._runner.coordinator
+        is_member = member in runner.roster.members
+        if report.HasField("failure") and is_member and incarnation is not None:
+            # Another process has taken the slot since, or the exchange has given the member up.
+            report.failure.consequence |= not coordinator.holds(member, incarnation)
+        fails = report.HasField("failure") and not report.failure.consequence
+        if fails and is_member and not self._ends_run(member):
+            runner.tell(e.Died(member, incarnation, report.failure.cause))
             return
         self._tell([report])
-        self._presence.heard(member)
-        if report.HasField("computes"):
-            self.devices[member] = report.computes.device
-        if report.HasField("inner_step"):
-            with state.changed:
-                self.steps_told += 1
-        if report.HasField("finished") and member in state.roster.members:
-            state.runner.tell(e.Left(member, state.incarnation(Caller(member, incarnation))))
-        if report.HasField("failure") and not report.failure.consequence:
-            cause = report.failure.cause
-            state.runner.fail(cause if member == EXCHANGE else f"{member}: {cause}")
-
-    def _is_over(self, member: str, incarnation: int | None) -> bool:
-        """Return whether a named incarnation of a member is over."""
-        state = self._state
-        return (
-            incarnation is not None
-            and member in state.roster.members
-            and not state.coordinator.holds(member, incarnation)
-        )
+        runner.heard(member)
+        match report.WhichOneof("event"):
+            case "computes":
+                self.devices[member] = report.computes.device
+            case "inner_step":
+                with runner.changed:
+                    self.steps_told += 1
+            case "finished" if is_member:
+                runner.tell(e.Left(member, runner.incarnation(Caller(member, incarnation))))
+            case "failure" if fails:
+                cause = report.failure.cause
+                runner.fail(cause if member == EXCHANGE else f"{member}: {cause}")
 
     def _ends_run(self, member: str) -> bool:
         """Return whether a failure leaves too few replicas, so that the run would wait forever.
 
         Otherwise the slot becomes vacant. Before the run begins, the failure of any required member ends it.
         """
-        state = self._state
-        replica = state.roster.members.get(member)
-        if replica is None:
-            return True
-        rules = state.coordinator.rules
-        with state.changed:
-            if not state.has_begun:
+        runner = self._runner
+        replica, rules = runner.roster.members[member], runner.coordinator.rules
+        with runner.changed:
+            if not runner.has_begun:
                 return replica not in rules.optional
             self._failed[member] = replica
-            return not state.coordinator.is_over and rules.is_lost_without(self._failed.values())
+            return not runner.coordinator.is_over and rules.is_lost_without(self._failed.values())
 
     def joined(self, member: str, address: str, incarnation: int) -> None:
         """Report that a process has taken a slot, and forget the failure of the one before."""
-        with self._state.changed:
+        with self._runner.changed:
             self._failed.pop(member, None)
             self.devices.pop(member, None)
         self._tell([pb.Report(member=member, joined=pb.Joined(address=address, incarnation=incarnation))])
@@ -182,7 +161,7 @@ class Reports:
 
         Rounds beyond those of the file, or all if it has later ones that are undone, are counted from their records.
         """
-        kept, now, holds = pb.ReportRequest(), self.now(), self._state.goes_on
+        kept, now, holds = pb.ReportRequest(), self.now(), self._runner.goes_on
         if self._so_far is not None:
             with suppress(OSError, DecodeError):
                 kept = pb.ReportRequest.FromString(self._so_far.read_bytes())
@@ -215,11 +194,26 @@ class Reports:
 
     def tell_effect(self, effect: e.Effect) -> None:
         """Report a decision of the rules."""
-        if isinstance(effect, e.Closed):
-            closed = self._state.runner.kept(effect.record.round)
-            self._tell([pb.Report(member=EXCHANGE, round_closed=closed)])
-        else:
-            self._tell(list(_reports_of(effect, self._state.roster.members)))
+        about, replicas = pb.MembershipEvent(), self._runner.roster.members
+        match effect:
+            case e.Closed(record):
+                return self._tell([pb.Report(member=EXCHANGE, round_closed=record)])
+            case pb.Over():
+                return self._tell([pb.Report(member=EXCHANGE, over=effect)])
+            case pb.MembershipEvent():
+                about = effect
+            case e.Suspend(slot, incarnation, _, cause):
+                about = pb.MembershipEvent(what=pb.SUSPENDED, slot=slot, incarnation=incarnation, cause=cause)
+                about.replica = replicas[slot]
+            case e.Fenced(slot, incarnation, cause, silent, has_left) if cause:
+                what = pb.SILENT if silent else pb.INCARNATION_OVER
+                about = pb.MembershipEvent(
+                    what=what, slot=slot, incarnation=incarnation, cause=cause, has_left=has_left
+                )
+                about.replica = replicas[slot]
+            case _:
+                return None
+        return self._tell([pb.Report(member=EXCHANGE, membership_event=about)])
 
     def _tell(self, reports: Sequence[pb.Report]) -> None:
         """Date reports by one clock that is never set back, and pass them on in that order."""
@@ -239,10 +233,8 @@ class MemberReports:
         """`clock`: seconds since 1970, by default those of a steady clock."""
         self._roster, self._bounds, self._clock = roster, bounds, clock or steady_clock()
         self._directions = Counter(roster.counts.values())
-        self._told: Counter[tuple[str, str]] = Counter()
-        """(member, event) -> accepted reports."""
-        self._newest: dict[str, float] = {}
-        """Member -> time of its newest report, by this process's clock."""
+        self._told: Counter[tuple[str, str]] = Counter()  # (member, event) -> accepted reports
+        self._newest: dict[str, float] = {}  # member -> time of its newest report, by this process's clock
         self._now = self._first = self._clock()
 
     def now(self) -> float:
@@ -259,26 +251,21 @@ class MemberReports:
         return self.count(report.member, report.WhichOneof("event") or "", last_round)
 
     def count(self, sender: str, event: str, last_round: int) -> str | None:
-        """Count one more report; return why it is refused; None if it is accepted."""
-        most = self._most(sender, event, last_round)
+        """Count one more report; return why it is refused, if a member cannot have sent as many by now."""
+        most, seconds = TRIES * (last_round + ROUNDS_BEFORE), self._clock() - self._first
+        match event:
+            case "inner_step":
+                most *= self._bounds.steps
+            case "link_use":
+                most = max(1, self._directions[sender]) * (most + math.ceil(_LINK_REPORTS_A_SECOND * seconds))
+            case "activity":
+                most += math.ceil(_ACTIVITIES_A_SECOND * seconds)
+            case "refusal":
+                most = _REFUSALS_AT_ONCE + math.ceil(_REFUSALS_A_SECOND * seconds)
         if self._told[sender, event] >= most:
             return f"`{event}`: got more than {most} reports up to round {last_round}"
         self._told[sender, event] += 1
         return None
-
-    def _most(self, member: str, event: str, last_round: int) -> int:
-        """Return the number of reports of one kind that a member may have sent by now."""
-        rounds, seconds = TRIES * (last_round + ROUNDS_BEFORE), self._clock() - self._first
-        match event:
-            case "inner_step":
-                return rounds * self._bounds.steps
-            case "link_use":
-                return max(1, self._directions[member]) * (rounds + math.ceil(_LINK_REPORTS_A_SECOND * seconds))
-            case "activity":
-                return rounds + math.ceil(_ACTIVITIES_A_SECOND * seconds)
-            case "refusal":
-                return _REFUSALS_AT_ONCE + math.ceil(_REFUSALS_A_SECOND * seconds)
-        return rounds
 
     def take(self, report: pb.Report) -> None:
         """Date an accepted report, and bring its numbers into their ranges.
@@ -296,48 +283,6 @@ class MemberReports:
             report.computes.device = report.computes.device[:DEVICE_CHARACTERS]
         report.time = self._newest[report.member] = max(made, self._newest.get(report.member, self._first))
         limit_diverged(report)
-
-
-def _reports_of(effect: e.Effect, replicas: Mapping[str, str]) -> Iterator[pb.Report]:
-    """Yield the reports of an effect for watchers; `replicas`: slot -> replica."""
-    match effect:
-        case e.Fenced(slot, incarnation, cause, silent) if cause:
-            what = pb.SILENT if silent else pb.INCARNATION_OVER
-            about = {"slot": slot, "replica": replicas[slot], "incarnation": incarnation}
-            yield _report(what, **about, cause=cause, has_left=cause == LEFT)
-        case e.Suspend(slot, incarnation, _, cause):
-            yield _report(pb.SUSPENDED, slot=slot, replica=replicas[slot], incarnation=incarnation, cause=cause)
-        case e.TooLate(replica, round_):
-            yield _report(pb.LATE, replica=replica, round=round_)
-        case e.Bounded(replica, round_, scale, why):
-            what = pb.SCALED if scale else pb.LEFT_OUT
-            yield _report(what, replica=replica, round=round_, cause="" if scale else why, scale=scale)
-        case e.Paused(round_, there, needed):
-            yield _report(pb.PAUSED, round=round_, cause=why_paused(there, len(set(replicas.values())), needed))
-        case e.WentOn(round_):
-            yield _report(pb.WENT_ON, round=round_)
-        case e.EndRun(round_, rounds, finishing):
-            yield pb.Report(member=EXCHANGE, over=pb.Over(round=round_, rounds=rounds, finishing=finishing))
-        case e.Heal(slot, incarnation, round_, parameter):
-            cause = f"held a {parameter} that differs from the run log"
-            yield _report(
-                pb.HEALED, slot=slot, replica=replicas[slot], incarnation=incarnation, round=round_, cause=cause
-            )
-        case e.Barred(slot, incarnation, round_, until, cause):
-            replica = replicas[slot]
-            cause = f"{cause}: {replica} takes part in no round before {until}, unless a quorum needs it"
-            yield _report(pb.EXCLUDED, slot=slot, replica=replica, incarnation=incarnation, round=round_, cause=cause)
-        case e.NotAwaited(replica, round_, missed, seconds):
-            cause = f"missed {missed} rounds in a row: rounds of the next {format_seconds(round(seconds))}"
-            yield _report(pb.NOT_AWAITED, replica=replica, round=round_, cause=cause)
-
-
-def why_paused(there: Collection[str], replicas: int, needed: int) -> str:
-    return f"{len(there)} of {replicas} replicas are present, {needed} are required"
-
-
-def _report(what: pb.MembershipEventKind, **facts: Any) -> pb.Report:
-    return pb.Report(member=EXCHANGE, membership_event=pb.MembershipEvent(what=what, **facts))
 
 
 class _WatchCall:
@@ -368,8 +313,7 @@ class Watchers:
     """Distributes every report to all watchers. Thread-safe."""
 
     def __init__(self, tally: Tally | None = None, clock: Callable[[], float] = time.time) -> None:
-        self.reported = 0
-        """Number of reports so far."""
+        self.reported = 0  # number of reports so far
         self._tally, self._clock = tally or Tally({}, lambda _: ()), clock
         self._lock = threading.Lock()
         self._watchers: list[_WatchCall] = []

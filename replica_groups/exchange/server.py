@@ -50,8 +50,7 @@ from replica_groups.exchange.admission import Admission, OpenHouse
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.memberships import MOST_BLAMED, Memberships
 
-MOST_UNREAD = 50_000
-"""Unread reports at which a stream of reports is cut; its reader may open another."""
+MOST_UNREAD = 50_000  # unread reports at which a stream of reports is cut; its reader may open another
 
 REPORTS_A_SECOND, MOST_REPORTS = 1000.0, 10_000
 """Reports that one caller may send per second and at once; calls with more wait."""
@@ -59,16 +58,13 @@ REPORTS_A_SECOND, MOST_REPORTS = 1000.0, 10_000
 JOINS_A_MINUTE, JOINS_AT_ONCE = 10.0, 20
 """Joins of one member per minute and at once, because each reforms its group and adds a file to the run log."""
 
-CHECKPOINTS_SENT_MAX = 3
-"""Number of rounds whose run checkpoints are sent at the same time, to any number of members."""
+CHECKPOINTS_SENT_MAX = 3  # number of rounds whose run checkpoints are sent at the same time, to any number of members
 
 MOST_OPEN = 16
 """Open calls of one caller. A member has at most five: stay, heartbeat, report, one that waits, one with a payload."""
-_SPARE = 8
-"""Threads that refuse strangers while all callers have all their calls open."""
+_SPARE = 8  # threads that refuse strangers while all callers have all their calls open
 
-MOST_OF_A_NAME = 80
-"""Characters of the name that a caller claims."""
+MOST_OF_A_NAME = 80  # characters of the name that a caller claims
 
 _MOST_OPEN_OF_A_TICKET = 2
 
@@ -95,13 +91,13 @@ def serve_exchange(
     if guests is not None:
         exchange.audits.admit(guests)
     reach = Reach(secret.authority.identity(EXCHANGE)) if encrypted else None
-    servicer = _Servicer(exchange, Callers(secret, exchange.roster, encrypted, guests), most_open, reach, guests)
+    servicer = _Servicer(exchange, Callers(secret, exchange.roster, encrypted, guests), reach, guests)
     threads = _SPARE + most_open * len(servicer.callers)
+    handlers = [service_handler(EXCHANGE_SERVICE, servicer, servicer, most_open)]
     if not encrypted:
-        return make_server(listen, [servicer.handler()], threads)
+        return make_server(listen, handlers, threads)
     if exchange.showing is not None:
         exchange.showing.authority, exchange.showing.guests = secret.authority.certificate.encode(), guests
-    handlers = [servicer.handler()]
     relay = None
     if meeting_point is not None:
         limits, trains = exchange.link_limits, exchange.trains
@@ -118,14 +114,6 @@ def serve_exchange(
     return make_server(listen, handlers, threads, secret.authority.identity(EXCHANGE))
 
 
-def _take_room(file: int, size: int) -> None:
-    """Give a file its size, and room on the disk: a write into its memory would otherwise end the process (SIGBUS)."""
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(file, 0, size)
-    else:
-        os.ftruncate(file, size)
-
-
 class _Servicer:
     """The calls of the service, and what each is checked for before the exchange answers it."""
 
@@ -133,27 +121,19 @@ class _Servicer:
         self,
         exchange: Exchange,
         callers: Callers,
-        most_open: int = MOST_OPEN,
         reach: Reach | None = None,
         guests: Memberships | None = None,
     ) -> None:
         """`reach`: dials members where they say that they listen. `guests`: members with a ticket."""
-        self.exchange, self.callers, self._most_open, self._reach = exchange, callers, most_open, reach
-        self._guests = guests
+        self.exchange, self.callers, self._reach, self._guests = exchange, callers, reach, guests
         self._pace = Pace(REPORTS_A_SECOND, MOST_REPORTS)
         self._joins = Pace(JOINS_A_MINUTE / 60, JOINS_AT_ONCE)
         self._stalls = StreamWatch()
         self._counting = threading.Lock()
-        self._sent: dict[int, list[grpc.ServicerContext]] = {}
-        """Round -> calls that send its run checkpoint."""
-        self._blamed: Counter[str] = Counter()
-        """Member without a ticket -> requests that no honest member sends."""
+        self._sent: dict[int, list[grpc.ServicerContext]] = {}  # round -> calls that send its run checkpoint
+        self._blamed: Counter[str] = Counter()  # member without a ticket -> requests that no honest member sends
         self.process = secrets.token_hex(8)
         """Name of this process. Another one in its place does not know what members told this one."""
-
-    def handler(self) -> grpc.GenericRpcHandler:
-        """Return the handler of all calls, for `make_server`."""
-        return service_handler(EXCHANGE_SERVICE, self, self, self._most_open)
 
     def admit(self, call: str, context: grpc.ServicerContext) -> str:
         """Return the caller's name. Raises Refused for strangers, members of other runs, and forbidden calls."""
@@ -175,7 +155,7 @@ class _Servicer:
         except Forbidden as error:
             self.refuse(caller.name, str(error), Kind.FORBIDDEN)
             raise
-        self.exchange.presence.heard(caller.name, caller.incarnation)
+        self.exchange.runner.heard(caller.name, caller.incarnation)
         return caller.name
 
     def refuse(self, sender: str, reason: str, kind: Kind) -> None:
@@ -201,9 +181,6 @@ class _Servicer:
         if is_revoked and caller.is_member:
             why = f"its {lost} after {MOST_BLAMED} requests that no honest member sends: {reason}"
             self.exchange.died(caller.name, why, caller.incarnation)
-
-    def _member(self, context: grpc.ServicerContext) -> str:
-        return self.callers.of(context).name
 
     def _waiting(self, context: grpc.ServicerContext) -> RemoteCaller:
         """Return the caller, to ask it whether it is there, so that lost callers do not keep all threads."""
@@ -231,16 +208,16 @@ class _Servicer:
 
     def _is_asked(self, context: grpc.ServicerContext) -> IsAsked:
         """Return a check that a call's caller is there, which fails after LONGEST_WAIT seconds."""
-        member = self._member(context)
-        context.add_callback(lambda: self.exchange.runner.wake(member))
+        member = self.callers.of(context).name
+        context.add_callback(lambda: self.exchange.runner.notifier.wake([member]))
         until = time.monotonic() + LONGEST_WAIT
         return lambda: context.is_active() and time.monotonic() < until
 
     def _moving(self, frames: Iterable[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """Yield the same frames. Each one shows that the member is there; a stream without any is cut."""
-        member = self._member(context)
+        member = self.callers.of(context).name
         for frame in self._stalls.watched(frames, context):
-            self.exchange.presence.heard(member)
+            self.exchange.runner.heard(member)
             yield frame
 
     def Join(self, request: pb.JoinRequest, context: grpc.ServicerContext) -> pb.JoinReply:
@@ -251,38 +228,38 @@ class _Servicer:
             )
         if max(len(request.rounds), len(request.damaged)) > STATES_MAX:
             raise MalformedMessage(f"found more than {STATES_MAX} states in a request to join")
-        if (seconds := self._joins.refused_for(self._member(context))) > 0:
-            raise TooMuch(f"{self._member(context)} joins too often; it may try again in {seconds:.0f} s")
-        request.damaged[:] = map(plain, request.damaged)
         caller = self._waiting(context)
+        if (seconds := self._joins.refused_for(caller.name)) > 0:
+            raise TooMuch(f"{caller.name} joins too often; it may try again in {seconds:.0f} s")
+        request.damaged[:] = map(plain, request.damaged)
         request.address = self._listens(context, request.address, is_new=True)
         # The caller was let in as the newest holder of its slot. The exchange may not have heard yet that the holder
         # before is over, whose admission ends in the memberships first: the caller would be a second process of it.
-        former = self.exchange.assignments.held_by(caller.name)
+        former = self.exchange.held_by(caller.name)
         if caller.holder and former is not None and former.holder:
             self._end_revoked([former])
         reply = self.exchange.call(request, caller)
-        self.exchange.assignments.joined(caller, reply.incarnation)
+        self.exchange.joined(caller, reply.incarnation)
         if self._guests is not None and caller.holder:
             self._guests.joined(caller.name, caller.holder)
         return reply
 
     def _listens(self, context: grpc.ServicerContext, address: str, is_new: bool = False) -> str:
         """Return where a member says that it listens. The exchange then knows whether the member is reached there."""
-        member, address = self._member(context), plain(address, ADDRESS_BYTES_MAX)
+        member, address = self.callers.of(context).name, plain(address, ADDRESS_BYTES_MAX)
         if self._reach is not None:
             is_reached = self._reach.of(member, address, context.peer(), is_new)
-            self.exchange.addresses.dialled(member, address, is_reached)
+            self.exchange.dialled(member, address, is_reached)
         return address
 
     def Stay(self, request: pb.StayRequest, context: grpc.ServicerContext) -> pb.Nothing:
         """Wait with a member until the run is over. Tell the exchange if the member is gone before."""
         caller = self.callers.of(context)
         member, incarnation = caller.name, caller.incarnation
-        if context.add_callback(lambda: self.exchange.presence.left(member, request.node, incarnation)):
-            self.exchange.presence.stay(member)
+        if context.add_callback(lambda: self.exchange.left(member, incarnation)):
+            self.exchange.stay(member)
         else:  # the call has ended already
-            self.exchange.presence.left(member, request.node, incarnation)
+            self.exchange.left(member, incarnation)
         return pb.Nothing()
 
     def Assign(self, request: pb.AssignRequest, context: grpc.ServicerContext) -> pb.AssignReply:
@@ -292,12 +269,12 @@ class _Servicer:
 
     def Heartbeat(self, request: pb.HeartbeatRequest, context: grpc.ServicerContext) -> pb.HeartbeatReply:
         if self._guests is not None:
-            self._end_revoked(self.exchange.assignments.neighbouring_guests(self._member(context)))
+            self._end_revoked(self.exchange.neighbouring_guests(self.callers.of(context).name))
         return self._answer(request, context)
 
     def Broken(self, request: pb.BrokenRequest, context: grpc.ServicerContext) -> pb.Nothing:
         request.cause, request.blames = plain(request.cause), plain(request.blames)
-        ends = {one.slot: one for one in self.exchange.assignments.link_broke(request, self.callers.of(context))}
+        ends = {one.slot: one for one in self.exchange.link_broke(request, self.callers.of(context))}
         if self._guests is not None and len(ends) == 2:
             parted = self._guests.part({slot: one.holder for slot, one in ends.items()})
             for slot, why in parted.items():
@@ -313,8 +290,16 @@ class _Servicer:
         if not request.HasField("round"):
             newest: pb.NewestCheckpointReply = self._answer_later(pb.NewestCheckpointRequest(), context)
             request.round = newest.round
+        names = request.names
         with self._sending(request.round, context):
-            yield from self._checkpoint(request, context)
+            if len(names) != len(set(names)):
+                raise MalformedMessage("found a tensor named twice, expected unique names")
+            checkpoint = self.exchange.open_checkpoint(request, self._waiting(context))
+            header = pb.CheckpointHeader(names=names)
+            for name in names:
+                header.tensors.add(dtype=pb.FP32, shape=checkpoint.shapes[name])
+            buffers = (piece for name in names for piece in checkpoint.pieces(name))
+            yield from self._moving(header_and_payload_frames(header, buffers), context)
 
     @contextmanager
     def _sending(self, round_: int, context: grpc.ServicerContext) -> Iterator[None]:
@@ -340,17 +325,6 @@ class _Servicer:
                 if left:
                     self._sent[round_] = left
 
-    def _checkpoint(self, request: pb.CheckpointRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
-        names = request.names
-        if len(names) != len(set(names)):
-            raise MalformedMessage("found a tensor named twice, expected unique names")
-        checkpoint = self.exchange.open_checkpoint(request, self._waiting(context))
-        header = pb.CheckpointHeader(names=names)
-        for name in names:
-            header.tensors.add(dtype=pb.FP32, shape=checkpoint.shapes[name])
-        buffers = (piece for name in names for piece in checkpoint.pieces(name))
-        yield from self._moving(header_and_payload_frames(header, buffers), context)
-
     def Deposit(self, frames: Iterator[bytes], context: grpc.ServicerContext) -> pb.DepositReply:
         caller = self.callers.of(context)
 
@@ -372,8 +346,11 @@ class _Servicer:
                 header.name = plain(header.name, MOST_OF_A_NAME)
                 showing = self.exchange.shown_by(caller)
                 showing.expect(header, caller)
-                try:
-                    _take_room(file.fileno(), header.size)
+                try:  # room on the disk: a write into the file's memory would otherwise end the process (SIGBUS)
+                    if hasattr(os, "posix_fallocate"):
+                        os.posix_fallocate(file.fileno(), 0, header.size)
+                    else:
+                        os.ftruncate(file.fileno(), header.size)
                 except OSError as error:
                     showing.lacks_room(header, caller)
                     raise TooMuch(f"the exchange has no room for a file of {header.size} bytes: {error}") from None
@@ -432,17 +409,14 @@ class _Servicer:
         return self._answer(request, context)
 
     def Watch(self, request: pb.WatchRequest, context: grpc.ServicerContext) -> Iterator[pb.Report]:
-        yield from self.exchange.watch(request.members, self._is_let_in(context), MOST_UNREAD, request.so_far)
-
-    def _is_let_in(self, context: grpc.ServicerContext) -> IsAsked:
-        """Return a check that a call's caller is there; it raises Refused once the caller is not admitted any more."""
         due = 0.0
 
         def is_let_in() -> bool:
+            """Return whether the caller is there. Raises Refused once it is not admitted any more."""
             nonlocal due
             if time.monotonic() >= due and context.is_active():
                 self.callers.let_in(context)
                 due = time.monotonic() + 1.0
             return context.is_active()
 
-        return is_let_in
+        yield from self.exchange.watch(request.members, is_let_in, MOST_UNREAD, request.so_far)

@@ -26,9 +26,9 @@ from hetero_pp.core.errors import DamagedFile
 from hetero_pp.messages.messages_pb2 import Commitment, Judgement, Recomputed, RoundRecord, ShownFile
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.rpc.exchange_service import Caller
-from replica_groups.exchange.exchange_state import ExchangeState
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.memberships import Memberships
+from replica_groups.exchange.runner import CoordinatorRunner
 from replica_groups.member.committed_state import BEFORE, MESSAGES, messages_sha256, sha256_in
 from replica_groups.rounds.draws import Chain, drawn
 
@@ -102,8 +102,8 @@ class _PendingDraw:
 class Showing:
     """Draws of one exchange, and what members showed. Thread-safe."""
 
-    def __init__(self, state: ExchangeState, log: ContributionLog, shows: Shows) -> None:
-        self._state, self._log, self._shows = state, log, shows
+    def __init__(self, runner: CoordinatorRunner, log: ContributionLog, shows: Shows) -> None:
+        self._runner, self._log, self._shows = runner, log, shows
         self.authority: bytes | None = None
         """Certificate (PEM) of the authority that signed those of the members; None if the run is not encrypted."""
         self.guests: Memberships | None = None
@@ -183,7 +183,7 @@ class Showing:
     def _draw(self) -> None:
         """Draw from all rounds that have closed since the last call, and publish their secrets."""
         with self._drawing:
-            while self._next <= self._state.coordinator.last_round:
+            while self._next <= self._runner.coordinator.last_round:
                 assert self._chain is not None, "the run has begun"
                 self._draw_round(self._next, self._chain)
                 self._next += 1
@@ -191,7 +191,7 @@ class Showing:
                     self._chain = self._published_chain()
 
     def _draw_round(self, round_: int, chain: Chain) -> None:
-        record, secret = self._state.runner.wait_for_record(round_), chain.secret(round_)
+        record, secret = self._runner.wait_for_record(round_), chain.secret(round_)
         entries = {entry.replica: entry for entry in record.contributions if entry.commitments}
         found = drawn(secret, record.sha256, entries, self._shows.share)
         known = {"chain": chain.end.hex(), "secret": secret.hex(), "record": record.sha256.hex(), "drawn": found}
@@ -248,7 +248,7 @@ class Showing:
         for one in over:
             failures = {name: asked.failure for name, asked in one.members.items() if asked.failure}
             if (authority := self.authority) is not None:
-                self._state.runner.retry(partial(self._log.store.put, f"{one.folder}/{AUTHORITY}", authority))
+                self._runner.retry(partial(self._log.store.put, f"{one.folder}/{AUTHORITY}", authority))
             self._put(f"{one.folder}/{ARRIVED}", {"round": one.round, "replica": one.replica, "missing": failures})
             for name, why in failures.items():
                 if why != LEFT:
@@ -280,14 +280,14 @@ class Showing:
     def take(self, header: ShownFile, path: Path, caller: Caller) -> None:
         """Take a file that has arrived. Raises Refused if it does not match what the member committed to."""
         self.expect(header, caller)
-        asked, replica = self._asked(header, caller), self._state.roster.members[caller.name]
+        asked, replica = self._asked(header, caller), self._runner.roster.members[caller.name]
         try:
             is_right = self._matches(header.name, path, asked.commitment)
         except DamagedFile:
             is_right = False
         key = f"{evidence_key(header.round, replica)}/{caller.name}/{header.name}"
         if is_right:
-            self._state.runner.retry(lambda: self._log.store.put_file(key, path))
+            self._runner.retry(lambda: self._log.store.put_file(key, path))
         with self._lock:
             if is_right:
                 asked.missing.discard(header.name)
@@ -306,20 +306,20 @@ class Showing:
         return messages_sha256(path.read_bytes()) == commitment.messages
 
     def _asked(self, header: ShownFile, caller: Caller) -> _ShowRequest:
-        self._state.expect_member(caller.name)
-        replica = self._state.roster.members[caller.name]
+        self._runner.expect_member(caller.name)
+        replica = self._runner.roster.members[caller.name]
         with self._lock:
             for one in self._open:
                 if (one.round, one.replica) == (header.round, replica) and caller.name in one.members:
                     return one.members[caller.name]
-        raise self._state.refused(caller.name, f"shows a checkpoint of round {header.round}, and was not asked for it")
+        raise self._runner.refused(caller.name, f"shows a checkpoint of round {header.round}, and was not asked for it")
 
     def _refuse(self, member: str, reason: str) -> None:
-        raise self._state.refused(member, reason, Kind.MALFORMED)
+        raise self._runner.refused(member, reason, Kind.MALFORMED)
 
     def _put(self, key: str, content: Mapping[str, object]) -> None:
         data = json.dumps(content, indent=1).encode()
-        self._state.runner.retry(lambda: self._log.store.put(key, data))
+        self._runner.retry(lambda: self._log.store.put(key, data))
 
 
 LEFT = "left"

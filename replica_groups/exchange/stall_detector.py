@@ -1,75 +1,23 @@
 """Stall monitor: reports members that the exchange waits for, at growing intervals, and gives up after a limit.
 
-Reads and writes of the exchange that fail are retried, and reported instead: no member is blamed for the delay.
+While reads or writes of the exchange fail, these are reported instead: no member is blamed for the delay.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from hetero_pp.config.lines import EXCHANGE
-from hetero_pp.core.files import LONGEST_PAUSE
 from hetero_pp.core.units import format_names, format_seconds
 from hetero_pp.messages.messages_pb2 import CONTRIBUTING, JOINING, STORING, Awaited, Missing, Waiting
 from hetero_pp.rpc.exchange_service import FIRST_TOLD, MOST_BETWEEN
 
-NAMED = 8
-"""Number of members that a line names."""
+NAMED = 8  # number of members that a line names
 
 _SECONDS_BETWEEN_LOOKS = 1.0
-
-
-_FORGOTTEN = 2 * LONGEST_PAUSE
-"""Seconds after which an operation that is not retried any more, because nobody needs it, is forgotten."""
-
-
-@dataclass
-class _StoreError:
-    why: str
-    since: float
-    tried: float
-    """Time of its last failure."""
-    told: float
-    """Time at which it was last printed."""
-
-
-class StoreErrors:
-    """Operations of one exchange that fail. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._found: dict[Hashable, _StoreError] = {}
-
-    def failed(self, operation: Hashable, why: str) -> None:
-        """Note that an operation has failed and will be retried. Prints its failures at intervals."""
-        with self._lock:
-            now, known = time.monotonic(), self._found.get(operation)
-            if known is None:
-                known = self._found[operation] = _StoreError(why, now, now, -LONGEST_PAUSE)
-            is_due = why != known.why or now - known.told >= LONGEST_PAUSE
-            known.why, known.tried = why, now
-            if is_due:
-                known.told = now
-        if is_due:
-            print(f"{EXCHANGE}: {why}; retrying", file=sys.stderr, flush=True)
-
-    def over(self, operation: Hashable) -> None:
-        """Note that an operation has succeeded, or is not needed any more."""
-        with self._lock:
-            self._found.pop(operation, None)
-
-    def oldest(self) -> tuple[str, float] | None:
-        """Return the cause of the operation that has failed for longest, and its seconds; None if nothing fails."""
-        with self._lock:
-            now = time.monotonic()
-            self._found = {key: one for key, one in self._found.items() if now - one.tried < _FORGOTTEN}
-            first = min(self._found.values(), key=lambda one: one.since, default=None)
-            return None if first is None else (first.why, now - first.since)
 
 
 @dataclass(frozen=True)
@@ -78,10 +26,8 @@ class Expected:
 
     awaited: Awaited
     round: int
-    missing: Sequence[str]
-    """Members that are waited for; empty if the exchange waits for nobody."""
-    progress: Hashable
-    """A value that changes with every progress."""
+    missing: Sequence[str]  # members that are waited for; empty if the exchange waits for nobody
+    progress: Hashable  # a value that changes with every progress
     heard: Mapping[str, float] = field(default_factory=dict)
     """Member -> time of its last sign of life, by the monotonic clock."""
     is_bounded: bool = True
@@ -111,8 +57,7 @@ class StallDetector:
         """Seconds for which the present store error has existed; None if there is none."""
         self._blocked_due = 0.0
         self._blocked_told = False
-        self._short = 0.0
-        """Seconds below which a store error is not reported, because a longer one was reported before."""
+        self._short = 0.0  # seconds below which a store error is not reported, because a longer one was reported before
 
     def look(self, expected: Expected, now: float) -> Waiting | None:
         """Return the report that is due, if any. It names no member and no store error once a reported wait is over."""

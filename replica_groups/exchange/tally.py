@@ -11,8 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from hetero_pp.messages.messages_pb2 import Credit, MembershipEventKind, Report, RoundRecord, SoFar
 
-_ROUNDS_TOLD = 8
-"""Newest rounds of a direction of a link whose count may still be replaced."""
+_ROUNDS_TOLD = 8  # newest rounds of a direction of a link whose count may still be replaced
 
 _GONE = (MembershipEventKind.INCARNATION_OVER, MembershipEventKind.SILENT)
 _ENDED_BY: Mapping[MembershipEventKind, MembershipEventKind] = {
@@ -32,15 +31,13 @@ class Tally:
         self.credits: dict[str, Credit] = {}
         self.last_round = self.refusals = 0
         self._members = members
-        self._slots: dict[str, set[str]] = {}
-        """Slots by replica."""
+        self._slots: dict[str, set[str]] = {}  # slots by replica
         for slot, replica in members.items():
             self._slots.setdefault(replica, set()).add(slot)
         self._held: set[str] = set()
         self._began_with: set[str] = set()
         """Replicas that were complete as the last round closed, or had been and still have a member."""
-        self._lacked: set[str] = set()
-        """Replicas with a vacant slot at some moment of the open round."""
+        self._lacked: set[str] = set()  # replicas with a vacant slot at some moment of the open round
         self._started: float | None = None
         self._first_step: float | None = None
         self._carried: defaultdict[tuple[str, str], dict[int, int]] = defaultdict(dict)

@@ -22,14 +22,11 @@ SETTLE_SECONDS = 2.0
 FORGET_SECONDS = 10.0
 """Seconds after which a ticket holder that has not asked again is forgotten; it should ask every two."""
 
-AWAKE_SECONDS = 5.0
-"""Seconds after which a ticket holder that has not asked again is not chosen."""
+AWAKE_SECONDS = 5.0  # seconds after which a ticket holder that has not asked again is not chosen
 
-PROMISE_SECONDS = 15.0
-"""Seconds for which a slot is kept for a chosen ticket holder that asks no more."""
+PROMISE_SECONDS = 15.0  # seconds for which a slot is kept for a chosen ticket holder that asks no more
 
-PROBE_AGAIN_SECONDS = 120.0
-"""Seconds between two measurements for one ticket, because lines are measured one at a time."""
+PROBE_AGAIN_SECONDS = 120.0  # seconds between two measurements for one ticket, because lines are measured one at a time
 
 
 @dataclass(frozen=True)
@@ -63,18 +60,13 @@ class WaitingRoom:
         self._groups = [list(slots) for slots in groups.values() if len(slots) > 1]
         self._choose, self._clock, self._lock = choose, clock, threading.Lock()
         self._guests: dict[str, _WaitingHost] = {}
-        self._promised: dict[str, tuple[str, float]] = {}
-        """Ticket -> promised slot, and until when."""
-        self._probes: dict[str, float] = {}
-        """Ticket -> time at which its measurement began."""
-        self._probing: dict[str, Callable[[], object]] = {}
-        """Ticket -> ends the measurement in progress."""
-        self._probes_begun: Counter[str] = Counter()
-        """Ticket -> measurements of its line since this process started."""
+        self._promised: dict[str, tuple[str, float]] = {}  # ticket -> promised slot, and until when
+        self._probes: dict[str, float] = {}  # ticket -> time at which its measurement began
+        self._probing: dict[str, Callable[[], object]] = {}  # ticket -> ends the measurement in progress
+        self._probes_begun: Counter[str] = Counter()  # ticket -> measurements of its line since this process started
         self._in_queue: dict[str, tuple[float, float]] = {}
         """Ticket that asked for a measurement -> when it asked first, and last."""
-        self._answered: dict[str, float] = {}
-        """Ticket -> time at which it was last told to wait, while it waits."""
+        self._answered: dict[str, float] = {}  # ticket -> time at which it was last told to wait, while it waits
         self._changed = threading.Condition(self._lock)
 
     @property

@@ -3,47 +3,107 @@
   effects = coordinator.step(event, now)
 
 The coordinator uses no clock, thread, socket or file: `now` is an argument from a monotonic clock, and every action is
-returned as an effect. The exchange runs it over gRPC and in process; the simulator runs it on a simulated clock. Its
-state can be reconstructed: rounds from the records in the store, incarnations from the claims there, and presence from
-heartbeats. So it may crash at any instruction, restart, or run twice at once.
+returned as an effect. The exchange runs it over gRPC and in process; the tests simulate it. Its state can be
+reconstructed: rounds from the records in the store, incarnations from the claims there, and presence from heartbeats.
+So it may crash at any instruction, restart, or run twice at once.
 
-The state is in protocol.state, and the transitions of slots are in protocol.slots. Here are those of rounds and hashes.
+A slot is claimed, kept by heartbeats, and freed; a round is opened, trained, contributed to, and closed by its record.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
+from hetero_pp.core.units import format_seconds
+from hetero_pp.messages import messages_pb2 as pb
 from replica_groups.rounds import events as e
-from replica_groups.rounds.rounds import OpenRound
-from replica_groups.rounds.slot import Replica, Slot
-from replica_groups.rounds.slot_transitions import BARRED_ROUNDS, RETRY_SECONDS, SlotTransitions
-from replica_groups.rounds.state import Late
+from replica_groups.rounds.rules import Rules
+from replica_groups.rounds.state import Lateness, OpenRound, Replica, Slot, with_name
 
-LOOK_SECONDS = 10.0
-"""Interval at which a coordinator without a quorum checks whether another one has closed the round."""
+RETRY_SECONDS = 1.0  # pause before a failed write to a store is retried
 
-REMEMBERED_HASHES = 4
-"""Number of rounds whose hashes are kept until replay reaches them."""
+BARRED_ROUNDS = 16
+"""Rounds from which a replica is barred after differing bits, MOST_MALFORMED messages, or a failed recomputation."""
 
-LATE_IN_A_ROW = 3
-"""Consecutive rounds that a replica may miss before rounds close without waiting for it."""
+MOST_MALFORMED = 3
+"""Malformed messages in one round, between two members without tickets, after which their replica is barred.
+
+The replica diverged or one of its machines is damaged, so the failure would repeat forever.
+"""
+
+LOOK_SECONDS = 10.0  # interval at which a coordinator without a quorum checks whether another one has closed the round
+
+REMEMBERED_HASHES = 4  # number of rounds whose hashes are kept until replay reaches them
+
+LATE_IN_A_ROW = 3  # consecutive rounds that a replica may miss before rounds close without waiting for it
 
 UNAWAITED_FACTOR = 10.0
 """Ratio of the time without waiting for such a replica to the time that was lost by waiting for it."""
 
-WRONG_AGAIN_WITHIN = 16
-"""Rounds after a recovery in which a member's bits may not differ again."""
+WRONG_AGAIN_WITHIN = 16  # rounds after a recovery in which a member's bits may not differ again
 
-REMEMBERED_LATE = 16
-"""Number of recent rounds whose late replicas are remembered, to learn from their delay."""
+REMEMBERED_LATE = 16  # number of recent rounds whose late replicas are remembered, to learn from their delay
 
 
-class Coordinator(SlotTransitions):
+class Late(NamedTuple):
+    """Replicas that a round did not include."""
+
+    quorum_at: float | None
+    replicas: set[str]  # replicas that have not contributed since
+    unawaited: frozenset[str]  # replicas that the round did not wait for, because they had missed several in a row
+
+
+class Coordinator:
     """The state of a run, and its transitions."""
+
+    def __init__(
+        self, rules: Rules, now: float = 0.0, incarnations: Mapping[str, int] | None = None, goes_on: bool = False
+    ) -> None:
+        """`incarnations`: the highest claimed incarnation of each slot.
+
+        With `goes_on`, another coordinator ran a moment ago: the holders of these incarnations are presumed present.
+        """
+        self.rules = rules
+        self.alive: set[str] = set()  # the replicas whose slots are all held by members that are heard
+        self._slots_due = math.inf
+        """No slot is due before this time, at which it is found out anew. Events cost no look at every slot."""
+        self.slots = {name: Slot(name, replica) for name, replica in rules.slots.items()}
+        self.replicas = {
+            name: Replica(name, [self.slots[slot] for slot in rules.slots_of(name)]) for name in rules.replicas
+        }
+        for name, incarnation in (incarnations or {}).items():
+            self.slots[name].incarnation = incarnation
+        self.open: OpenRound | None = None  # the open round; None before the run begins and after its last round
+        self.last_round = 0  # the last decided round
+        self.rounds: int | None = None  # number of the last round; None before the run begins
+        self.lateness = Lateness(rules.grace)
+        self._finish_by: float | None = None
+        """Time by which members have to leave; None before the last round is decided."""
+        self._finishing: set[str] = set()
+        """Once every round is decided: the replicas of the last one of which a member is still there."""
+        self._paused = False
+        self._look_at: float | None = None
+        self._late: dict[int, Late] = {}
+        self._in_step: dict[str, int] = {}
+        """Replicas whose contribution to the last round came in time -> generation of the contribution."""
+        self._malformed: dict[frozenset[str], int] = {}
+        """Pair of neighbouring slots -> malformed messages between them in the open round, up to MOST_MALFORMED."""
+        self._hashes: dict[int, dict[str, Mapping[str, bytes]]] = {}
+        self._audited: dict[int, Mapping[str, bytes]] = {}
+        self._differing: dict[int, set[str]] = {}
+        if goes_on:
+            self.assume_present(now)
+
+    def assume_present(self, now: float) -> None:
+        """Take the holders of slots under an earlier coordinator as present until their heartbeats fail."""
+        for slot in self.slots.values():
+            if slot.incarnation and not slot.held:
+                slot.take(slot.incarnation, None, now, self.rules)
+                slot.assumed_present = True
+                self._note_holder(slot)
 
     @cached_property
     def _handlers(self) -> Mapping[type, Callable[[Any, float], Iterator[e.Effect]]]:
@@ -92,12 +152,238 @@ class Coordinator(SlotTransitions):
             times.append(self._finish_by)
         return min(times, default=None)
 
+    # ---- slots ----
+
+    def _note_holder(self, slot: Slot) -> None:
+        """Note that a slot was taken or freed, or that its holder became silent or is heard again."""
+        replica = self.replicas[slot.replica]
+        (self.alive.add if replica.alive else self.alive.discard)(replica.name)
+        if self.open is not None:
+            self.open.is_heard(replica.name, replica.alive)
+        self._slots_due = min(self._slots_due, slot.due_at())
+
+    def _applied(self, event: e.Applied, now: float) -> Iterator[e.Effect]:
+        slot = self.slots[event.slot]
+        if slot.held and slot.process == event.process:
+            yield e.Welcome(slot.name, slot.incarnation, event.process)
+        elif slot.held and not slot.assumed_present and now - slot.silence.since < slot.silence.lease / 3:
+            yield e.Reject(slot.name, f"found a second process of `{slot.name}`", event.process)
+        else:
+            slot.applicant, slot.applies_as_guest = event.process, event.is_guest
+            if slot.silent:
+                yield from self._end_silent(slot)
+            else:
+                yield from self._let_in(slot)
+
+    def _let_in(self, slot: Slot) -> Iterator[e.Effect]:
+        """Claim a free slot for the process that waits for it."""
+        if slot.applicant is not None and not slot.held and not slot.claiming:
+            slot.claiming, slot.claim_at = True, None
+            yield e.ClaimSlot(slot.name, slot.incarnation + 1, slot.applicant)
+
+    def _claimed(self, event: e.Claimed, now: float) -> Iterator[e.Effect]:
+        slot = self.slots[event.slot]
+        slot.claiming = False
+        if event.won and event.incarnation > slot.incarnation and not slot.held:
+            slot.take(event.incarnation, event.process, now, self.rules)
+            self._note_holder(slot)
+            slot.is_guest = slot.applies_as_guest
+            if slot.applicant == event.process:
+                slot.applicant = None
+            yield e.Welcome(slot.name, slot.incarnation, event.process)
+        elif not event.won:
+            yield from self._noted(e.Noted(slot.name, event.incarnation), now)
+        else:
+            yield from self._let_in(slot)
+
+    def _not_claimed(self, event: e.NotClaimed, now: float) -> Iterator[e.Effect]:
+        slot = self.slots[event.slot]
+        slot.claiming, slot.claim_at = False, now + RETRY_SECONDS
+        yield from ()
+
+    def _noted(self, event: e.Noted, now: float) -> Iterator[e.Effect]:
+        """End a known incarnation if the store has a later one."""
+        slot = self.slots[event.slot]
+        if event.incarnation > slot.incarnation:
+            if slot.held:
+                yield from self._end_incarnation(slot, "another exchange has given this slot to another process")
+            slot.take(event.incarnation, None, now, self.rules)
+            slot.assumed_present = True
+            self._note_holder(slot)
+
+    def _heard(self, event: e.Heard, now: float) -> Iterator[e.Effect]:
+        slot = self.slots[event.slot]
+        if not (yield from self._admits(slot, event.incarnation, now)):
+            return
+        if event.round is not None:
+            yield from self._heard_training(slot, event.round, event.generation)
+        slot.hear(now, event.progress, event.computes)
+
+    def _heard_training(self, slot: Slot, round_: int, generation: int) -> Iterator[e.Effect]:
+        """Check the round that a member trains: known here, void, or assigned by another coordinator."""
+        replica = self.replicas[slot.replica]
+        if generation > replica.generation:
+            yield from (e.LookUp(other.name) for other in replica.slots)
+        elif generation == replica.generation and replica.alive:
+            yield from self._adopt(slot, round_)
+        elif replica.round is not None or slot.asked is not None:
+            return  # the member has returned since; this heartbeat is older
+        elif self._trains_ahead_of(round_) or not self._has_contributed(replica, round_, generation):
+            yield e.Suspend(slot.name, slot.incarnation, generation, "a stage of its replica is missing")
+
+    def _admits(self, slot: Slot, incarnation: int, now: float) -> Generator[e.Effect, None, bool]:
+        """Note that the holder of an incarnation is present, and return whether the incarnation is current.
+
+        The holder of an old incarnation is fenced.
+        """
+        if incarnation > slot.incarnation:
+            yield e.LookUp(slot.name)
+        elif not self.holds(slot.name, incarnation):
+            yield e.Fenced(slot.name, incarnation)
+        else:
+            was_silent = slot.silent
+            slot.is_there(now)
+            if was_silent:
+                self._note_holder(slot)
+        return self.holds(slot.name, incarnation)
+
+    def _left(self, event: e.Left, now: float) -> Iterator[e.Effect]:
+        slot = self.slots[event.slot]
+        if self.holds(event.slot, event.incarnation):
+            slot.vacate()
+            self._note_holder(slot)
+            if not any(other.held for other in self.replicas[slot.replica].slots):
+                self._finishing.discard(slot.replica)
+        yield from ()
+
+    def _adopt(self, slot: Slot, round_: int, has_trained: bool = False) -> Iterator[e.Effect]:
+        """Take over an assignment of another coordinator, of which some members may not have heard."""
+        replica = self.replicas[slot.replica]
+        if not replica.alive or self._is_whole(replica) or round_ <= max(self.last_round, replica.round or 0):
+            return
+        if self.rounds is None or round_ > self.rounds:  # not begun here: a later heartbeat will tell. Or it is a lie
+            return
+        replica.round, replica.trained = round_, None
+        if self.open is not None and round_ == self.open.number:
+            self.open.join(replica.name, replica.alive)
+        elif self.open is not None:
+            yield e.Look(self.open.number)  # it is closed, because training a round requires the one before
+        for other in replica.slots:
+            if other.asked is not None and other.asked < round_ and not (has_trained and other is slot):
+                other.asked = None
+                yield e.Assign(other.name, other.incarnation, round_, replica.generation, trained=other.trained)
+
+    def _lost(self, event: e.Lost, now: float) -> Iterator[e.Effect]:
+        slot = self.slots[event.slot]
+        if self.holds(event.slot, event.incarnation):
+            slot.lost = True
+        yield from ()
+
+    def _died(self, event: e.Died, now: float) -> Iterator[e.Effect]:
+        slot = self.slots[event.slot]
+        if slot.held and event.incarnation in (None, slot.incarnation):
+            yield from self._end_incarnation(slot, event.cause, has_left=event.has_left)
+
+    def _expire(self, slot: Slot) -> Iterator[e.Effect]:
+        """Wait no more for a silent member. Its incarnation lasts for a while longer if its round goes on."""
+        trains = self.open is not None and (self.replicas[slot.replica].round or 0) >= self.open.number
+        if trains and not slot.silent and slot.applicant is None and slot.is_only_silent:
+            slot.silent = True
+            self._note_holder(slot)
+        else:
+            yield from self._end_incarnation(slot, slot.why_it_ends(), silent=True)
+
+    def _end_silent(self, slot: Slot) -> Iterator[e.Effect]:
+        """End the incarnation of a silent member before its time, because its round does not go on."""
+        slot.silent = False
+        yield from self._end_incarnation(slot, slot.why_it_ends(), silent=True)
+
+    def _end_incarnation(
+        self, slot: Slot, cause: str, silent: bool = False, has_left: bool = False
+    ) -> Iterator[e.Effect]:
+        """End the incarnation of a slot, and void its replica's incomplete contribution."""
+        slot.vacate()
+        self._note_holder(slot)
+        yield e.Fenced(slot.name, slot.incarnation, cause, silent, has_left)
+        if self.is_over:
+            self._finishing.discard(slot.replica)  # the other members of its group would wait forever
+        yield from self._suspend(self.replicas[slot.replica], with_name(slot.name, cause))
+        yield from self._let_in(slot)
+
+    def _suspend(self, replica: Replica, cause: str) -> Iterator[e.Effect]:
+        """Make a replica reform.
+
+        Members that wait for the record of a complete contribution continue to wait, unless they train the next round
+        meanwhile.
+        """
+        round_, replica.round = replica.round, None
+        if self._is_whole(replica) and not self._trains_ahead_of(self.last_round + 1):
+            return
+        if self.open is not None and not self._is_whole(replica):
+            self.open.withdraw(replica.name)
+        for slot in replica.slots:
+            if slot.held and slot.asked is None and (round_ is not None or slot.assumed_present):
+                yield e.Suspend(slot.name, slot.incarnation, replica.generation, cause)
+
+    def _broken(self, event: e.Broken, now: float) -> Iterator[e.Effect]:
+        """End the incarnation of a member that cannot reach a neighbour, so that its replica reforms.
+
+        If members of the replica are silent, theirs end: the one that is there has given the round up.
+        """
+        slot = self.slots[event.slot]
+        replica = self.replicas[slot.replica]
+        if not (yield from self._admits(slot, event.incarnation, now)):
+            return
+        if event.blames:
+            yield from self._count_malformed(event)
+        if event.generation != replica.generation:
+            return
+        if replica.alive:
+            yield from self._end_incarnation(slot, event.cause)
+        for other in replica.slots:
+            if other.silent:
+                yield from self._end_silent(other)
+
+    def _count_malformed(self, event: e.Broken) -> Iterator[e.Effect]:
+        """Count a malformed message between two trusted members. The last of MOST_MALFORMED bars their replica.
+
+        The run stops only if no quorum is left without the replica.
+        """
+        if self.open is None:
+            return
+        pair = frozenset((event.slot, event.blames))
+        self._malformed[pair] = self._malformed.get(pair, 0) + 1
+        if self._malformed[pair] < MOST_MALFORMED:
+            return
+        del self._malformed[pair]
+        first, second = sorted(pair)
+        slot, number = self.slots[event.blames], self.open.number
+        cause = f"round {number}: {first} and {second} exchanged {MOST_MALFORMED} malformed messages ({event.cause})"
+        others = {*self._there(self.open)} - {slot.replica}
+        if len(others) < (needed := self.rules.needed_of(others)):
+            left = f"without {slot.replica}, {len(others)} of {needed} needed replicas are left"
+            yield e.Stop(f"{cause}; {left}: check whether training diverged, and the memory of both machines")
+            return
+        yield self._bar(slot, number, number + BARRED_ROUNDS, cause)
+
+    def _bar(self, slot: Slot, round_: int, until: int, cause: str) -> pb.MembershipEvent:
+        """Bar a replica from rounds before `until`, and from the open round unless it trains or has contributed.
+
+        It takes part nevertheless if a quorum needs it. If an audit bars it, `slot` is the replica's first slot.
+        """
+        replica = self.replicas[slot.replica]
+        replica.barred_until = until = max(until, replica.barred_until)
+        if self.open is not None and replica.round != self.open.number:
+            self.open.leave(replica.name)
+        cause = f"{cause}: {replica.name} takes part in no round before {until}, unless a quorum needs it"
+        return _about(slot, pb.EXCLUDED, round_, cause)
+
+    # ---- work ----
+
     def _began(self, event: e.Began, now: float) -> Iterator[e.Effect]:
         self.last_round, self.rounds = event.round, event.rounds
         self._finishing = set(self.alive)
         yield from self._open_next(now, set(self.alive))
-
-    # ---- work ----
 
     def _asked(self, event: e.Asked, now: float) -> Iterator[e.Effect]:
         slot = self.slots[event.slot]
@@ -159,7 +445,7 @@ class Coordinator(SlotTransitions):
             self._look_at = now + self.rules.limit
         else:
             self._finish_by = now + self.rules.grace.most
-            yield e.EndRun(self.last_round, self.rounds, tuple(sorted(self._finishing)))
+            yield pb.Over(round=self.last_round, rounds=self.rounds, finishing=sorted(self._finishing))
         for replica in self.replicas.values():
             yield from self._form(replica, now)
 
@@ -182,6 +468,7 @@ class Coordinator(SlotTransitions):
             yield e.Reject(slot.name, reason, incarnation=event.incarnation, is_over=True)
             return
         self.open.join(replica.name, replica.alive)
+        assert event.entry is not None
         complaint = self.open.deposit(
             replica.name, event.generation, event.block, event.entry, event.steps, self.rules, now
         )
@@ -195,7 +482,7 @@ class Coordinator(SlotTransitions):
             late.replicas.discard(replica)
             if late.quorum_at is not None and replica not in late.unawaited:
                 self.lateness.came(now - late.quorum_at)
-            yield e.TooLate(replica, event.round)
+            yield pb.MembershipEvent(what=pb.LATE, replica=replica, round=event.round)
 
     def _close_if_due(self, now: float) -> Iterator[e.Effect]:
         """Decide the open round, if it is due."""
@@ -220,10 +507,13 @@ class Coordinator(SlotTransitions):
         missing = closed.taking_part - self._in_step.keys()
         self._late[record.round] = Late(closed.quorum_at, set(missing), closed.unawaited)
         _keep_newest(self._late, REMEMBERED_LATE)
-        yield from (e.Bounded(one.replica, record.round, one.scale) for one in record.contributions if one.scale != 1)
-        yield from (e.Bounded(replica, record.round, 0.0) for replica in record.left_out)
-        uncounted = closed.whole.keys() - counted - set(record.left_out)
-        yield from (e.TooLate(replica, record.round) for replica in sorted(uncounted))
+        for one in record.contributions:
+            if one.scale not in (0, 1):
+                yield pb.MembershipEvent(what=pb.SCALED, replica=one.replica, round=record.round, scale=one.scale)
+        for replica in record.left_out:
+            yield pb.MembershipEvent(what=pb.LEFT_OUT, replica=replica, round=record.round)
+        for replica in sorted(closed.whole.keys() - counted - set(record.left_out)):
+            yield pb.MembershipEvent(what=pb.LATE, replica=replica, round=record.round)
         yield from self._note_missed(closed, missing, now)
         self._finishing = (closed.taking_part | closed.whole.keys()).intersection(self.alive)
         ahead = {name for name, replica in self.replicas.items() if replica.round == record.round + 1}
@@ -252,7 +542,9 @@ class Coordinator(SlotTransitions):
             replica.missed += 1
             if replica.missed >= LATE_IN_A_ROW and name not in closed.unawaited:
                 replica.awaited_from = now + UNAWAITED_FACTOR * waited
-                yield e.NotAwaited(name, closed.number, replica.missed, UNAWAITED_FACTOR * waited)
+                seconds = format_seconds(round(UNAWAITED_FACTOR * waited))
+                cause = f"missed {replica.missed} rounds in a row: rounds of the next {seconds}"
+                yield pb.MembershipEvent(what=pb.NOT_AWAITED, replica=name, round=closed.number, cause=cause)
 
     def _not_recorded(self, event: e.NotRecorded, now: float) -> Iterator[e.Effect]:
         if self.open is not None and event.round == self.open.number:
@@ -269,10 +561,10 @@ class Coordinator(SlotTransitions):
         there = self._there(self.open)
         if not self._paused and len(there) < needed:
             self._paused = True
-            yield e.Paused(self.open.number, there, needed)
+            yield pb.MembershipEvent(what=pb.PAUSED, round=self.open.number, cause=self.why_paused)
         elif self._paused and len(there) >= needed:
             self._paused = False
-            yield e.WentOn(self.open.number)
+            yield pb.MembershipEvent(what=pb.WENT_ON, round=self.open.number)
 
     # ---- agreement ----
 
@@ -315,7 +607,7 @@ class Coordinator(SlotTransitions):
             return
         if not slot.differs:  # told once until it recovers: a member may confirm one round again and again
             slot.differs = True
-            yield e.Heal(slot.name, slot.incarnation, round_, parameter)
+            yield _about(slot, pb.HEALED, round_, f"held a {parameter} that differs from the run log")
         replica, healed = self.replicas[slot.replica], slot.healed_for
         if healed is not None and healed <= round_ < healed + WRONG_AGAIN_WITHIN and round_ >= replica.barred_until:
             cause = f"after round {round_}, {slot.name} again held parameters that differ from the run log"
@@ -353,7 +645,125 @@ class Coordinator(SlotTransitions):
                 self._note_holder(slot)
         yield from ()
 
+    # ---- questions ----
+
+    @property
+    def waited_for(self) -> list[str]:
+        """The replicas that the open round waits for."""
+        return [] if self.open is None else sorted(self.open.waited_for(self.alive))
+
+    @property
+    def _needed(self) -> int:
+        """The quorum of the open round.
+
+        An optional replica counts if it takes part. If it missed its last round, or the open round is overdue, it
+        counts only once it has contributed. Otherwise a replica that takes every round and never contributes would keep
+        rounds open forever.
+        """
+        return self.rules.needed_with(0 if self.open is None else len(self.open.counting))
+
+    @property
+    def is_through(self) -> bool:
+        """Whether every round is decided, and all members of the replicas in the last round have left."""
+        return self.is_over and not self._finishing
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every round is decided."""
+        return self.rounds is not None and self.open is None
+
+    def holds(self, slot: str, incarnation: int) -> bool:
+        """Return whether an incarnation of a slot is current."""
+        return self.slots[slot].held and self.slots[slot].incarnation == incarnation
+
+    def applies(self, process: str, slot: str) -> bool:
+        """Return whether a process waits for a slot, or the slot is being claimed."""
+        return self.slots[slot].applicant == process or self.slots[slot].claiming
+
+    def generation_of(self, slot: str) -> int:
+        """Return the generation of a slot's replica."""
+        return self.replicas[self.slots[slot].replica].generation
+
+    def deposited(self, replica: str, generation: int, block: str) -> pb.BlobEntry | None:
+        """Return the entry of a blob that a generation of a replica has deposited for the open round."""
+        own = None if self.open is None else self.open.deposits.get(replica)
+        return None if own is None or own.generation != generation else own.blobs.get(block)
+
+    def deposits_of(self, replica: str) -> Collection[str]:
+        """Return the blocks that a replica has deposited for the open round."""
+        own = None if self.open is None else self.open.deposits.get(replica)
+        return () if own is None else own.blobs.keys()
+
+    def _there(self, opened: OpenRound) -> tuple[str, ...]:
+        """Return the replicas that a round can include."""
+        return tuple(sorted({*self.alive, *opened.whole}))
+
+    @property
+    def why_paused(self) -> str:
+        """How few replicas are present, while they are too few to close the open round; empty otherwise."""
+        if self.open is None or not self._paused:
+            return ""
+        there = len(self._there(self.open))
+        return f"{there} of {len(self.replicas)} replicas are present, {self._needed} are required"
+
+    # ---- questions of the transitions ----
+
+    def _has_contributed(self, replica: Replica, round_: int, generation: int) -> bool:
+        """Return whether the replica's contribution is complete.
+
+        A member then waits for the record and evaluates, for which it needs no member that has finished.
+        """
+        if round_ == self.last_round and self._in_step.get(replica.name) == generation:
+            return True
+        return self.open is not None and round_ == self.open.number and self._is_whole(replica)
+
+    def _trains_ahead_of(self, round_: int) -> bool:
+        """Return whether a replica that has contributed to a round trains the next one."""
+        return self.rules.overlap and self.rounds is not None and round_ < self.rounds
+
+    def _is_whole(self, replica: Replica) -> bool:
+        """Return whether the replica's contribution to the open round is complete."""
+        return self.open is not None and replica.name in self.open.whole
+
+    def _may_join(self, replica: str, now: float) -> bool:
+        """Return whether a replica may take part in the open round. A late one waits for the next, to stay in step."""
+        assert self.open is not None
+        if replica in self.open.whole:
+            return False
+        if self._is_barred(replica, self.open.number) and replica not in self.open.taking_part:
+            return self.open.is_overdue or self._others_there(replica) < self._needed
+        if replica in self.open.taking_part:
+            return True
+        in_time = now - self.open.opened_at <= self.lateness.grace
+        at_once = self.rules.joins_at_once or in_time or self.open.is_overdue  # those that took it may never contribute
+        return at_once or self._others_there(replica) < self._needed
+
+    def _others_there(self, replica: str) -> int:
+        """Return how many other replicas have contributed to the open round or are waited for."""
+        assert self.open is not None
+        return len(self.open.whole) + len([one for one in self.waited_for if one != replica])
+
+    def _is_barred(self, replica: str, round_: int) -> bool:
+        """Return whether a replica is barred: for differing bits, malformed messages on its links, or by an audit.
+
+        Callers let it join if a quorum needs it.
+        """
+        return round_ < self.replicas[replica].barred_until
+
+    def _closes_at(self) -> float | None:
+        """Return when the open round closes if nothing more comes; None while a quorum is missing."""
+        assert self.open is not None
+        waits = self.open.quorum_at is not None and next(self.open.waited_for(self.alive), None) is not None
+        closes = self.open.closes_at(waits, self.lateness.grace, self.rules.limit)
+        return closes if closes is None or self.open.retry_at is None else max(closes, self.open.retry_at)
+
 
 def _keep_newest(by_round: dict[int, Any], count: int) -> None:
     while len(by_round) > count:
         del by_round[min(by_round)]
+
+
+def _about(slot: Slot, what: pb.MembershipEventKind, round_: int, cause: str) -> pb.MembershipEvent:
+    event = pb.MembershipEvent(what=what, slot=slot.name, replica=slot.replica, round=round_, cause=cause)
+    event.incarnation = slot.incarnation
+    return event

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-MOST_STEPS = 2**32
-"""Largest number of steps of a contribution, so that its tokens fit into a record's field."""
+MOST_STEPS = 2**32  # largest number of steps of a contribution, so that its tokens fit into a record's field
 
 MOST_TIMES_THE_STEPS = 16
 """Limit of a contribution's weight in steps, as a multiple of the median.
@@ -34,29 +33,23 @@ class Window:
 class Rules:
     """Rules of a run; all times in seconds."""
 
-    slots: Mapping[str, str]
-    """Slot -> replica."""
-    blocks: Mapping[str, frozenset[str]]
-    """Slot -> blocks that it contributes."""
-    quorum: float = 0.5
-    """Share of the replicas without which no round closes."""
+    slots: Mapping[str, str]  # slot -> replica
+    blocks: Mapping[str, frozenset[str]]  # slot -> blocks that it contributes
+    quorum: float = 0.5  # share of the replicas without which no round closes
     grace: Window = field(default_factory=lambda: Window(3.0, 10.0, 600.0))
     """Time to wait for late replicas once a quorum has contributed."""
-    limit: float = 6 * 3600.0
-    """Time after which a round closes as soon as a quorum has contributed."""
+    limit: float = 6 * 3600.0  # time after which a round closes as soon as a quorum has contributed
     lease: Window = field(default_factory=lambda: Window(5.0, 15.0, 300.0))
     """Time without a heartbeat after which an incarnation ends."""
     hang: Window = field(default_factory=lambda: Window(20.0, 300.0, 3600.0))
     """Time of computing without progress after which an incarnation ends (stall monitor)."""
     joins_at_once: bool = False
     """Whether a replica that comes in the middle of a round takes part in it: in rounds of a fixed time."""
-    overlap: bool = False
-    """Whether replicas train the next round while their contribution is in transit."""
+    overlap: bool = False  # whether replicas train the next round while their contribution is in transit
     tokens_a_step: Mapping[str, int] | None = None
     """Replica -> tokens per step, if contributions are weighted by tokens; else None."""
 
-    steps: range = range(MOST_STEPS + 1)
-    """Allowed numbers of inner steps of a contribution."""
+    steps: range = range(MOST_STEPS + 1)  # allowed numbers of inner steps of a contribution
 
     optional: frozenset[str] = frozenset()
     """Optional replicas. A quorum is a share of the required replicas and the present optional ones."""

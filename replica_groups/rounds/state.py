@@ -1,261 +1,324 @@
-"""State of a run as the coordinator knows it, the questions that transitions ask, and frozen views for readers."""
+"""What the rules know: slots and their holders, replicas, the open round, and limits of time learned from the run."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections import deque
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from statistics import median_low
 
-from replica_groups.rounds import events as e
-from replica_groups.rounds.rounds import OpenRound
-from replica_groups.rounds.rules import Rules
-from replica_groups.rounds.slot import Lateness, Replica, Slot
+from hetero_pp.messages.messages_pb2 import BlobEntry, RoundRecord
+from replica_groups.rounds.rules import MOST_TIMES_THE_STEPS, Rules, Window
 
+_NO_WINDOW = Window(0.0, 0.0, 0.0)
 
-class Late(NamedTuple):
-    """Replicas that a round did not include."""
+LEASES_OF_SILENCE = 3.0
+"""Leases after which the incarnation of a silent member ends that trains.
 
-    quorum_at: float | None
-    replicas: set[str]
-    """Replicas that have not contributed since."""
-    unawaited: frozenset[str]
-    """Replicas that the round did not wait for, because they had missed several in a row."""
+Until then a process that was frozen or cut off continues its round where it was, as if nothing had happened.
+"""
 
 
-@dataclass(frozen=True)
-class SlotView:
-    """A slot and the round of its replica."""
+REMEMBERED = 64  # number of recent observations that count
+
+QUANTILE = 0.9  # share of late contributions for which the grace window suffices
+
+
+class Lateness:
+    """Delay of contributions after the quorum; determines the grace window."""
+
+    def __init__(self, window: Window) -> None:
+        self._window = window
+        self._seen: deque[float] = deque(maxlen=REMEMBERED)
+        self.grace = window.of(None)  # grace window in seconds; the largest allowed one until something was observed
+
+    def came(self, seconds: float) -> None:
+        """Note a contribution that came `seconds` after the quorum."""
+        self._seen.append(max(0.0, seconds))
+        ordered = sorted(self._seen)
+        self.grace = self._window.of(ordered[math.ceil(QUANTILE * len(ordered)) - 1])
+
+
+class Silence:
+    """Longest time between two signs of life of a member; determines how long to wait for the next."""
+
+    def __init__(self, window: Window, now: float) -> None:
+        self._window = window
+        self._gaps: deque[float] = deque(maxlen=REMEMBERED)
+        self.since = now
+        self.lease = window.of(0.0)  # seconds to wait for the next sign
+
+    def sign(self, now: float) -> None:
+        """Note a sign of life. A silence beyond the lease was a failure: it teaches no more than the lease."""
+        self._gaps.append(min(now - self.since, self.lease))
+        self.since = now
+        self.lease = self._window.of(max(self._gaps))
+
+    def restart(self, now: float) -> None:
+        """Note that the member is present, without learning from the time until now."""
+        self.since = now
+
+    @property
+    def least(self) -> float:
+        """The shortest time that is ever waited."""
+        return self._window.least
+
+
+@dataclass
+class Slot:
+    """Slot of a member: a stage of a group, or a datacenter replica."""
 
     name: str
     replica: str
-    incarnation: int
-    """Highest claimed incarnation."""
+    incarnation: int = 0  # highest claimed incarnation
+    held: bool = False
+    assumed_present: bool = False
+    """Whether the slot is held according to an earlier coordinator, and nothing was heard of the holder yet."""
+    process: str | None = None  # name of the holding process, if known
+    applicant: str | None = None  # name of the process that waits for the slot
+    applies_as_guest: bool = False  # whether that process was admitted by a ticket
+    is_guest: bool = True
+    """Whether the holder was admitted by a ticket; True if unknown, as another coordinator may have admitted it."""
+    claiming: bool = False
+    claim_at: float | None = None  # time of the next attempt after a failure of the store
+    asked: int | None = None  # round after which the member holds theta, while it waits for work
+    trained: int = 0  # last round that the waiting member trained and has no record of; 0 if there is none
+    lost: bool = False
+    silent: bool = False
+    """Whether nothing was heard of the holder for its lease, while its replica trains: nobody waits for it."""
+    silence: Silence = field(default_factory=lambda: Silence(_NO_WINDOW, 0.0))
+    stillness: Silence = field(default_factory=lambda: Silence(_NO_WINDOW, 0.0))
+    progress: int = -1
+    computes: bool = False
+    differs: bool = False  # whether the member's bits differ from replay
+    healed_for: int | None = None  # last round for which the slot recovered theta from the run log, under any holder
+
+    def take(self, incarnation: int, process: str | None, now: float, rules: Rules) -> None:
+        """Start an incarnation of the slot."""
+        self.incarnation, self.process = incarnation, process
+        self.held, self.assumed_present, self.lost, self.silent, self.is_guest = True, False, False, False, True
+        self.asked, self.progress, self.computes, self.differs = None, -1, False, False
+        self.silence, self.stillness = Silence(rules.lease, now), Silence(rules.hang, now)
+
+    def vacate(self) -> None:
+        """Free the slot."""
+        self.held, self.assumed_present, self.lost, self.silent = False, False, False, False
+        self.process, self.asked = None, None
+
+    def is_there(self, now: float) -> None:
+        """Note that the member has sent any message."""
+        self.lost = self.silent = False
+        self.silence.sign(now)
+
+    def rests(self, now: float) -> None:
+        """Note that the member has finished its work and does not compute."""
+        self.computes = False
+        self.stillness.restart(now)
+
+    def hear(self, now: float, progress: int, computes: bool) -> None:
+        """Note the progress that the member reports."""
+        self.assumed_present = False
+        if progress != self.progress and self.computes and computes:
+            self.stillness.sign(now)
+        elif progress != self.progress or not computes:
+            self.stillness.restart(now)
+        self.progress, self.computes = progress, computes
+
+    def ends_at(self) -> float:
+        """Return when the incarnation is silent, or ends, unless a heartbeat or progress comes before."""
+        silent = self.silence.since + self._silence_allowed
+        return min(silent, self.stillness.since + self.stillness.lease) if self.computes else silent
+
+    def due_at(self) -> float:
+        """Return when the incarnation ends or the slot is claimed again, whichever comes first."""
+        ends = self.ends_at() if self.held else math.inf
+        return ends if self.claim_at is None else min(ends, self.claim_at)
+
+    @property
+    def is_only_silent(self) -> bool:
+        """Whether it is silence, and no lack of progress, for which the incarnation would end."""
+        return self.ends_at() == self.silence.since + self._silence_allowed
+
+    def why_it_ends(self) -> str:
+        """Return the cause of the end in words."""
+        if not self.is_only_silent:
+            return f"it made no progress for {self.stillness.lease:.0f} s"
+        return f"no heartbeat arrived for {self._silence_allowed:.0f} s"
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether a member holds the slot and is not silent."""
+        return self.held and not self.silent
+
+    @property
+    def _silence_allowed(self) -> float:
+        lease = self.silence.least if self.lost else self.silence.lease
+        return LEASES_OF_SILENCE * lease if self.silent else lease
+
+
+@dataclass
+class Replica:
+    """All slots that together hold one copy of the model."""
+
+    name: str
+    slots: list[Slot]
+    round: int | None = None
+    """Round that the replica trains or has contributed to; None while it reforms or waits for a round to open."""
+
+    trained: int | None = 0
+    """The equal `trained` of its slots when that round was assigned, else 0; None if another coordinator did."""
+    missed: int = 0  # number of consecutive rounds that it took part in without contributing in time
+    awaited_from: float = 0.0
+    """Rounds that open before this time do not wait for the replica, because it missed several in a row."""
+    barred_until: int = 0  # first round in which the replica may take part, after it was barred
+
+    @property
+    def has_guests(self) -> bool:
+        """Whether the holder of any of its slots was admitted by a ticket, as far as is known."""
+        return any(slot.is_guest for slot in self.slots)
+
+    @property
+    def generation(self) -> int:
+        """Generation of the replica: the sum of the incarnations of its slots, so it grows with each."""
+        return sum(slot.incarnation for slot in self.slots)
+
+    @property
+    def alive(self) -> bool:
+        """Whether every slot is held by a member that is heard."""
+        return False not in [slot.held and not slot.silent for slot in self.slots]
+
+    @property
+    def waits(self) -> bool:
+        """Whether all its members wait for work."""
+        return self.alive and all(slot.asked is not None for slot in self.slots)
+
+
+def with_name(slot: str, cause: str) -> str:
+    """Return a cause that begins with the slot's name, such as `home.1 was killed by SIGKILL`."""
+    return cause if cause.startswith((f"{slot} ", f"{slot}:")) else f"{slot}: {cause}"
+
+
+@dataclass
+class GenerationDeposits:
+    """Deposits of one generation of a replica."""
+
     generation: int
-    """Generation of its replica."""
-    held: bool
-    round: int
-    """Round that its replica trains or has contributed to; 0: none."""
-    computes: bool
-    """Whether its holder is busy and waits for no other member, by its last heartbeat."""
+    steps: int
+    blobs: dict[str, BlobEntry] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class OpenRoundView:
+@dataclass
+class OpenRound:
     """The undecided round."""
 
     number: int
-    awaited: frozenset[str]
-    """Replicas that take part, without the optional ones that are not complete."""
-    deposited: Mapping[str, frozenset[str]]
-    """Replica -> blocks that it has deposited."""
+    opened_at: float
+    taking_part: set[str] = field(default_factory=set)  # replicas that train the round or are about to
+    deposits: dict[str, GenerationDeposits] = field(default_factory=dict)
+    whole: dict[str, float] = field(default_factory=dict)  # replica -> time at which its contribution was complete
+    quorum_at: float | None = None  # time at which a quorum had contributed
+    quorum: int = 0  # number of contributions at that time
+    writing: bool = False  # whether its record is being written to the store
+    retry_at: float | None = None
+    unawaited: frozenset[str] = frozenset()
+    """Replicas that the round does not wait for, because they missed several rounds in a row."""
+    is_overdue: bool = False  # whether the round has been open for longer than `limit`
+    optional: frozenset[str] = frozenset()  # optional replicas that count for the quorum while they take part
+    missing: set[str] = field(init=False)  # replicas that take part and have not contributed
+    counting: set[str] = field(init=False)
+    """Replicas of `optional` that count for the quorum now, and other optional ones that have contributed."""
 
+    def __post_init__(self) -> None:
+        self.missing = set(self.taking_part)
+        self.counting = self.taking_part & self.optional
 
-@dataclass(frozen=True)
-class View:
-    """State of a run at one moment."""
+    def join(self, replica: str, is_heard: bool) -> None:
+        """Note that a replica trains the round, and whether all its members are heard."""
+        self.taking_part.add(replica)
+        if replica not in self.whole:
+            self.missing.add(replica)
+            self.is_heard(replica, is_heard)
 
-    last_round: int
-    """The last decided round."""
-    has_begun: bool
-    is_over: bool
-    """Whether every round is decided."""
-    open: OpenRoundView | None
-    """None before the run begins and after its last round."""
-    paused: e.Paused | None
-    """Present replicas, if they are too few to close the open round."""
-    slots: tuple[SlotView, ...]
-    replicas: int
-    optional: frozenset[str]
-    """Replicas without which the run begins."""
+    def is_heard(self, replica: str, is_heard: bool) -> None:
+        """Note whether an optional replica that trains the round counts for the quorum: it does while it is heard."""
+        if replica in self.missing:
+            counts = is_heard and replica in self.optional and not self.is_overdue
+            (self.counting.add if counts else self.counting.discard)(replica)
 
+    def leave(self, replica: str) -> None:
+        """Note that a replica does not train the round any more."""
+        self.taking_part.discard(replica)
+        self.missing.discard(replica)
+        if replica not in self.whole:
+            self.counting.discard(replica)
 
-class State:
-    """The state of a run. Readers outside the protocol use the frozen views and the public questions."""
+    def becomes_overdue(self) -> None:
+        """From now on, an optional replica counts for the quorum only once it has contributed."""
+        self.is_overdue = True
+        self.counting &= self.whole.keys()
 
-    def __init__(
-        self, rules: Rules, now: float = 0.0, incarnations: Mapping[str, int] | None = None, goes_on: bool = False
-    ) -> None:
-        """`incarnations`: the highest claimed incarnation of each slot.
+    def deposit(
+        self, replica: str, generation: int, block: str, entry: BlobEntry, steps: int, rules: Rules, now: float
+    ) -> str | None:
+        """Note a blob; return a complaint if it contradicts an earlier one. Repeating a deposit is harmless."""
+        if (complaint := rules.complaint_of_steps(steps)) is not None:
+            return f"`{block}`: {complaint}"
+        known = self.deposits.get(replica)
+        if known is not None and known.generation != generation and replica in self.whole:
+            return (
+                f"a contribution to round {self.number} of generation {generation}, after a complete one of "
+                f"generation {known.generation}"
+            )
+        if known is None or known.generation != generation:
+            known = self.deposits[replica] = GenerationDeposits(generation, steps)
+        if known.blobs.get(block, entry) != entry:
+            return f"a second, different `{block}` for round {self.number}"
+        if known.steps != steps:
+            return f"`{block}` of {steps} steps, expected {known.steps} as in the replica's other blobs"
+        known.blobs[block] = entry
+        if replica not in self.whole and known.blobs.keys() >= rules.blocks_of(replica):
+            self.whole[replica] = now
+            self.missing.discard(replica)
+            if replica in rules.optional:
+                self.counting.add(replica)
+        return None
 
-        With `goes_on`, another coordinator ran a moment ago: the holders of these incarnations are presumed present.
-        """
-        self.rules = rules
-        self.alive: set[str] = set()
-        """The replicas whose slots are all held by members that are heard."""
-        self._slots_due = math.inf
-        """No slot is due before this time, at which it is found out anew. Events cost no look at every slot."""
-        self.slots = {name: Slot(name, replica) for name, replica in rules.slots.items()}
-        self.replicas = {
-            name: Replica(name, [self.slots[slot] for slot in rules.slots_of(name)]) for name in rules.replicas
-        }
-        for name, incarnation in (incarnations or {}).items():
-            self.slots[name].incarnation = incarnation
-        self.open: OpenRound | None = None
-        """The open round; None before the run begins and after its last round."""
-        self.last_round = 0
-        """The last decided round."""
-        self.rounds: int | None = None
-        """Number of the last round; None before the run begins."""
-        self.lateness = Lateness(rules.grace)
-        self._finish_by: float | None = None
-        """Time by which members have to leave; None before the last round is decided."""
-        self._finishing: set[str] = set()
-        """Once every round is decided: the replicas of the last one of which a member is still there."""
-        self._paused = False
-        self._look_at: float | None = None
-        self._late: dict[int, Late] = {}
-        self._in_step: dict[str, int] = {}
-        """Replicas whose contribution to the last round came in time -> generation of the contribution."""
-        self._malformed: dict[frozenset[str], int] = {}
-        """Pair of neighbouring slots -> malformed messages between them in the open round, up to MOST_MALFORMED."""
-        self._hashes: dict[int, dict[str, Mapping[str, bytes]]] = {}
-        self._audited: dict[int, Mapping[str, bytes]] = {}
-        self._differing: dict[int, set[str]] = {}
-        if goes_on:
-            self.assume_present(now)
+    def count(self, needed: int, now: float) -> None:
+        """Note the time and the number of contributions once `needed` replicas have contributed."""
+        if self.quorum_at is None and len(self.whole) >= needed:
+            self.quorum_at, self.quorum = now, len(self.whole)
 
-    def assume_present(self, now: float) -> None:
-        """Take the holders of slots under an earlier coordinator as present until their heartbeats fail."""
-        for slot in self.slots.values():
-            if slot.incarnation and not slot.held:
-                slot.take(slot.incarnation, None, now, self.rules)
-                slot.assumed_present = True
-                self._note_holder(slot)
+    def withdraw(self, replica: str) -> None:
+        """Remove a replica from the round, with its incomplete deposits."""
+        self.leave(replica)
+        self.deposits.pop(replica, None)
 
-    def _note_holder(self, slot: Slot) -> None:
-        """Note that a slot was taken or freed, or that its holder became silent or is heard again."""
-        replica = self.replicas[slot.replica]
-        (self.alive.add if replica.alive else self.alive.discard)(replica.name)
-        if self.open is not None:
-            self.open.is_heard(replica.name, replica.alive)
-        self._slots_due = min(self._slots_due, slot.due_at())
+    def waited_for(self, alive: Collection[str]) -> Iterator[str]:
+        """Yield the present replicas that take part, have not contributed, and are waited for."""
+        return (replica for replica in self.missing if replica in alive and replica not in self.unawaited)
 
-    @property
-    def waited_for(self) -> list[str]:
-        """The replicas that the open round waits for."""
-        return [] if self.open is None else sorted(self.open.waited_for(self.alive))
-
-    @property
-    def _needed(self) -> int:
-        """The quorum of the open round.
-
-        An optional replica counts if it takes part. If it missed its last round, or the open round is overdue, it
-        counts only once it has contributed. Otherwise a replica that takes every round and never contributes would keep
-        rounds open forever.
-        """
-        return self.rules.needed_with(0 if self.open is None else len(self.open.counting))
-
-    @property
-    def is_through(self) -> bool:
-        """Whether every round is decided, and all members of the replicas in the last round have left."""
-        return self.is_over and not self._finishing
-
-    @property
-    def is_over(self) -> bool:
-        """Whether every round is decided."""
-        return self.rounds is not None and self.open is None
-
-    def holds(self, slot: str, incarnation: int) -> bool:
-        """Return whether an incarnation of a slot is current."""
-        return self.slots[slot].held and self.slots[slot].incarnation == incarnation
-
-    def view(self) -> View:
-        """Return the state of the run at this moment, which later steps do not change."""
-        return View(
-            last_round=self.last_round,
-            has_begun=self.rounds is not None,
-            is_over=self.is_over,
-            open=None if self.open is None else self._view_of(self.open),
-            paused=self.paused,
-            slots=tuple(map(self.slot, self.slots)),
-            replicas=len(self.replicas),
-            optional=frozenset(self.rules.optional),
-        )
-
-    def slot(self, name: str) -> SlotView:
-        """Return the state of a slot at this moment."""
-        slot = self.slots[name]
-        replica, computes = self.replicas[slot.replica], slot.held and slot.computes
-        is_held = slot.held and not slot.silent
-        return SlotView(name, slot.replica, slot.incarnation, replica.generation, is_held, replica.round or 0, computes)
-
-    def applies(self, process: str, slot: str) -> bool:
-        """Return whether a process waits for a slot, or the slot is being claimed."""
-        return self.slots[slot].applicant == process or self.slots[slot].claiming
-
-    def opened_at(self, round_: int) -> float | None:
-        """Return when a round was opened; None if it is not the open one."""
-        return self.open.opened_at if self.open is not None and self.open.number == round_ else None
-
-    def deposited(self, replica: str, generation: int, block: str) -> Hashable | None:
-        """Return the entry of a blob that a generation of a replica has deposited for the open round."""
-        own = None if self.open is None else self.open.deposits.get(replica)
-        return None if own is None or own.generation != generation else own.blobs.get(block)
-
-    def _view_of(self, opened: OpenRound) -> OpenRoundView:
-        awaited = set(self.rules.replicas) - self.rules.optional.difference(self.alive)
-        deposited = {replica: frozenset(own.blobs) for replica, own in opened.deposits.items()}
-        return OpenRoundView(opened.number, frozenset(awaited), deposited)
-
-    def _there(self, opened: OpenRound) -> tuple[str, ...]:
-        """Return the replicas that a round can include."""
-        return tuple(sorted({*self.alive, *opened.whole}))
-
-    @property
-    def paused(self) -> e.Paused | None:
-        """The number of present replicas, if they are too few to close the open round; else None."""
-        if self.open is None or not self._paused:
+    def closes_at(self, waits: bool, grace: float, limit: float) -> float | None:
+        """Return when the round closes if nothing more comes; None while a quorum is missing."""
+        if self.quorum_at is None:
             return None
-        return e.Paused(self.open.number, self._there(self.open), self._needed)
+        if not waits:
+            return self.quorum_at
+        return min(self.quorum_at + grace, max(self.quorum_at, self.opened_at + limit))
 
-    # ---- questions of the transitions ----
+    def record(self, rules: Rules) -> RoundRecord:
+        """Return the record of the complete contributions, in the order of replica names, without digests.
 
-    def _has_contributed(self, replica: Replica, round_: int, generation: int) -> bool:
-        """Return whether the replica's contribution is complete.
-
-        A member then waits for the record and evaluates, for which it needs no member that has finished.
+        A contribution's steps count at most MOST_TIMES_THE_STEPS times the median of all steps.
         """
-        if round_ == self.last_round and self._in_step.get(replica.name) == generation:
-            return True
-        return self.open is not None and round_ == self.open.number and self._is_whole(replica)
-
-    def _trains_ahead_of(self, round_: int) -> bool:
-        """Return whether a replica that has contributed to a round trains the next one."""
-        return self.rules.overlap and self.rounds is not None and round_ < self.rounds
-
-    def _is_whole(self, replica: Replica) -> bool:
-        """Return whether the replica's contribution to the open round is complete."""
-        return self.open is not None and replica.name in self.open.whole
-
-    def _may_join(self, replica: str, now: float) -> bool:
-        """Return whether a replica may take part in the open round. A late one waits for the next, to stay in step."""
-        assert self.open is not None
-        if replica in self.open.whole:
-            return False
-        if self._is_barred(replica, self.open.number) and replica not in self.open.taking_part:
-            return self.open.is_overdue or self._others_there(replica) < self._needed
-        if replica in self.open.taking_part:
-            return True
-        in_time = now - self.open.opened_at <= self.lateness.grace
-        at_once = self.rules.joins_at_once or in_time or self.open.is_overdue  # those that took it may never contribute
-        return at_once or self._others_there(replica) < self._needed
-
-    def _others_there(self, replica: str) -> int:
-        """Return how many other replicas have contributed to the open round or are waited for."""
-        assert self.open is not None
-        return len(self.open.whole) + len([one for one in self.waited_for if one != replica])
-
-    def _is_barred(self, replica: str, round_: int) -> bool:
-        """Return whether a replica is barred: for differing bits, malformed messages on its links, or by an audit.
-
-        Callers let it join if a quorum needs it.
-        """
-        return round_ < self.replicas[replica].barred_until
-
-    def _closes_at(self) -> float | None:
-        """Return when the open round closes if nothing more comes; None while a quorum is missing."""
-        assert self.open is not None
-        waits = self.open.quorum_at is not None and next(self.open.waited_for(self.alive), None) is not None
-        closes = self.open.closes_at(waits, self.lateness.grace, self.rules.limit)
-        return closes if closes is None or self.open.retry_at is None else max(closes, self.open.retry_at)
+        late = sorted(self.taking_part - self.whole.keys())
+        record = RoundRecord(round=self.number, late=late)
+        most = MOST_TIMES_THE_STEPS * median_low([self.deposits[one].steps for one in self.whole]) if self.whole else 0
+        for replica in sorted(self.whole):
+            own = self.deposits[replica]
+            weight = rules.weight(replica, min(own.steps, most))
+            blobs = [own.blobs[block] for block in sorted(own.blobs)]
+            record.contributions.add(
+                replica=replica, generation=own.generation, steps=own.steps, weight=weight, blobs=blobs
+            )
+        return record

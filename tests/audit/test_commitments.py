@@ -255,10 +255,10 @@ class Shown:
         self.generation: Callable[[int], int] = lambda round_: 1
         self.counts: Callable[[int], bool] = lambda round_: True
         self.right = state()
-        runner = SimpleNamespace(wait_for_record=self._record, retry=lambda do: do())
         run: Any = SimpleNamespace(
             coordinator=self,
-            runner=runner,
+            wait_for_record=self._record,
+            retry=lambda do: do(),
             roster=Roster(MEMBERS, {}),
             expect_member=lambda member: None,
             refused=lambda sender, reason, kind=None: Refused(f"{sender}: {reason}"),

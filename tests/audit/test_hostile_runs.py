@@ -29,7 +29,7 @@ from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.exchange_service import Caller
 from replica_groups.audit.gauntlet import losses
 from replica_groups.audit.judgements import Judgements
-from replica_groups.exchange.check_log import LogCheck
+from replica_groups.exchange.replay import LogCheck
 
 ROUNDS = 9
 HONEST = {"a", "b", "s1"}

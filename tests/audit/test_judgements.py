@@ -39,7 +39,7 @@ def _audited(
     own = {"grace": 2, "alpha": 1, "excluded_rounds": 3, **gauntlet}
     settings = AuditSettings.model_validate({"by": by, "gauntlet": own})
     exchange = run.exchange
-    parts = exchange.state, exchange.log, exchange.reports, exchange.assignments
+    parts = exchange.runner, exchange.reports, exchange.held_by
     judgements = Judgements(*parts, settings, weighs=weighs, overlapping=lambda record: alike)
     exchange.audits = judgements
     judgements.begin(exchange.coordinator.last_round)
@@ -105,7 +105,7 @@ def test_a_judgement_out_of_bounds_is_refused(run: Run, validator: str, judgemen
     _round(run, 1, "a", "b")
     with pytest.raises(Refused, match=found):
         judgements.take([*_losses(1, b=GOOD), judgement], validator)
-    assert dict(run.exchange._refusals.counts) == {Kind.MALFORMED: 1}
+    assert dict(run.exchange.runner.refusals.counts) == {Kind.MALFORMED: 1}
     assert newest_scores(run.log.store) is None, "what was right in the same request does not count either"
 
 
@@ -313,7 +313,7 @@ def test_recomputation_revokes_the_ticket_of_a_member_that_it_names(run: Run, tm
     judgements.take([_wrong(1, "b", "b")], "v")
     with pytest.raises(Refused, match="its round 1 was computed again"):
         guests.require_in("b", holder)
-    assert not run.exchange.coordinator.slot("b").held and not judgements.exclusions.in_force
+    assert not run.exchange.coordinator.slots["b"].is_heard and not judgements.exclusions.in_force
     guests.close()
 
 
@@ -343,7 +343,9 @@ def _committed_by(run: Run, holder: int) -> None:
         for entry in record.contributions:
             entry.commitments.extend([pb.Commitment(member="b", holder=holder)] if entry.replica == "b" else [])
 
-    made: Any = SimpleNamespace(take=lambda *of_a_blob: None, add_to=add_to, closed=lambda record: None)
+    made: Any = SimpleNamespace(
+        take=lambda *of_a_blob: None, add_to=add_to, closed=lambda record: None, expected=lambda member: b""
+    )
     run.exchange.inbox.commitments = made
 
 
@@ -357,7 +359,7 @@ def test_a_replica_whose_holders_have_changed_is_not_excluded_for_them(run: Run,
     _draws(run, 1, "b")
     guests.revoke("b")
     other = guests.enrol(guests.invite("b", 3600), b"other", [], 3600).number
-    with mock.patch.object(run.exchange.assignments, "held_by", lambda name: HeldBy(name, other, 2)):
+    with mock.patch.object(judgements.exclusions, "_held_by", lambda name: HeldBy(name, other, 2)):
         judgements.take([_wrong(1, "b")], "v")
     assert not judgements.exclusions.in_force
     judgements.take([_wrong(1, "b")], "w")

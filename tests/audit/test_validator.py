@@ -38,9 +38,9 @@ from replica_groups.audit.gauntlet.check import GauntletCheck
 from replica_groups.audit.judgements import Judgements
 from replica_groups.audit.validator import Validator
 from replica_groups.exchange.audits import newest_scores
-from replica_groups.exchange.follower import Follower
-from replica_groups.exchange.joining import Text
 from replica_groups.exchange.log import key_of
+from replica_groups.exchange.replay import Follower
+from replica_groups.exchange.text import Text
 
 GAUNTLET = {"gauntlet": {"evaluated": 2, "sequences": 2}}
 

@@ -67,7 +67,7 @@ class Served:
         self.folder, self._stack = folder, stack
         self.run = Run(folder / "log", {"a": 1, "b": 1}, quorum=1.0)
         # No member has joined without a ticket.
-        self.run.exchange.overview.vacant = lambda: ["a", "b"]  # type: ignore[method-assign]
+        self.run.exchange.vacant = lambda: ["a", "b"]  # type: ignore[method-assign]
         self.date_is_off = 0.0
         """Error of the date on the exchange's machine, in seconds."""
         self.memberships = Memberships(folder / "members.sqlite", steady_clock(lambda: time.time() + self.date_is_off))
@@ -95,7 +95,7 @@ class Served:
         self.serve()
 
     def refusals(self) -> dict[Kind, int]:
-        return dict(self.run.exchange._refusals.counts)
+        return dict(self.run.exchange.runner.refusals.counts)
 
     def wait_until(self, is_so: Callable[[], bool]) -> None:
         over = threading.Event()
@@ -245,7 +245,7 @@ def test_the_same_host_may_ask_again_and_nobody_else(served: Served) -> None:
     assert served.takes(ticket).slot == first.slot
     with pytest.raises(Refused, match="used already"):
         served.takes(ticket, "another host")
-    assert served.run.exchange._refusals.counts == {Kind.FORBIDDEN: 1}
+    assert served.run.exchange.runner.refusals.counts == {Kind.FORBIDDEN: 1}
     assert served.takes(served.ticket(), "another host").slot not in (first.slot, None)
 
 
@@ -311,7 +311,7 @@ def test_who_was_taken_back_is_out_at_its_next_call(served: Served) -> None:
         client.agree("b", "{}")
     with pytest.raises(Refused, match="b: it was taken back"):
         renew_once(membership)
-    assert served.run.exchange._refusals.counts[Kind.FORBIDDEN] == 2
+    assert served.run.exchange.runner.refusals.counts[Kind.FORBIDDEN] == 2
     assert served.takes(served.ticket("b"), "another host").identity.shown.holder == 2
     with pytest.raises(Refused, match="given to another holder since"):
         client.agree("b", "{}")
@@ -336,7 +336,7 @@ def test_who_was_invited_and_fails_ends_its_own_part_alone(served: Served) -> No
     client._incarnation = 1
     failed = Report(failure=Failure(cause="made up"))
     client.report([failed, Report(finished=Nothing())])
-    found = {slot.name: slot.held for slot in served.run.exchange.overview.status().slots}
+    found = {slot.name: slot.held for slot in served.run.exchange.status().slots}
     assert found == {"a": True, "b": False}
     other = served.client(SECRET.credentials("a", encrypted=True))
     other._incarnation = 1
@@ -360,7 +360,7 @@ def test_a_guest_that_sends_oversized_requests_again_and_again_loses_its_ticket(
         assert (served.memberships.held_by("a") is None) == (count == MOST_BLAMED)
     with pytest.raises(Refused, match=f"a: it sent {MOST_BLAMED} requests that no honest member sends"):
         guest.last_round()
-    assert not served.run.exchange.coordinator.slot("a").held
+    assert not served.run.exchange.coordinator.slots["a"].is_heard
     with pytest.raises(Refused, match="the ticket was revoked"):
         served.takes(ticket)
     other = served.ticket("b")

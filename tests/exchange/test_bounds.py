@@ -89,7 +89,7 @@ class Served:
 
     @property
     def refusals(self) -> dict[Kind, int]:
-        return dict(self.run.exchange._refusals.counts)
+        return dict(self.run.exchange.runner.refusals.counts)
 
 
 @pytest.fixture
@@ -412,10 +412,10 @@ def test_a_member_that_sends_oversized_requests_again_and_again_loses_its_incarn
     shapes = shapes_of(served.run.checkpoint.parameters)
     assert served.run.exchange.requests.of("Confirm") < 400 * len(shapes) < len(request)
     for _ in range(MOST_BLAMED):
-        assert served.run.exchange.coordinator.slot("a").held
+        assert served.run.exchange.coordinator.slots["a"].is_heard
         assert _ask(served, "Confirm", request).code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert not served.run.exchange.coordinator.slot("a").held
-    assert served.run.exchange.coordinator.slot("b").held
+    assert not served.run.exchange.coordinator.slots["a"].is_heard
+    assert served.run.exchange.coordinator.slots["b"].is_heard
 
 
 def test_a_caller_that_has_spent_its_bytes_or_cpu_seconds_waits_and_is_then_refused(

@@ -42,10 +42,9 @@ ROUNDS = 1
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retry failed operations at once."""
-    monkeypatch.setattr("replica_groups.exchange.coordinator_runner.FIRST_PAUSE", 0.001)
-    monkeypatch.setattr("replica_groups.exchange.coordinator_runner.LONGEST_PAUSE", 0.001)
-    for module in ("coordinator", "slot_transitions"):
-        monkeypatch.setattr(f"replica_groups.rounds.{module}.RETRY_SECONDS", 0.001)
+    monkeypatch.setattr("replica_groups.exchange.runner.FIRST_PAUSE", 0.001)
+    monkeypatch.setattr("replica_groups.exchange.runner.LONGEST_PAUSE", 0.001)
+    monkeypatch.setattr("replica_groups.rounds.coordinator.RETRY_SECONDS", 0.001)
 
 
 @pytest.fixture(scope="module")
@@ -106,11 +105,11 @@ def test_whatever_of_the_log_cannot_be_written_or_read_a_run_waits_and_comes_to_
             done = in_thread(own.run)
             if lasts:
                 _wait_for(partial(_has_stopped, own, done))
-                if (store_error := own.exchange.overview.expected().store_error) is not None:
+                if (store_error := own.exchange.expected().store_error) is not None:
                     why, seconds = store_error
                     assert str(own.folder) in why
                     assert seconds >= 0
-                    assert own.exchange.overview.status().store_error
+                    assert own.exchange.status().store_error
                 disk.mend()
             done.result(TIMEOUT)
             disk.mend()
@@ -119,7 +118,7 @@ def test_whatever_of_the_log_cannot_be_written_or_read_a_run_waits_and_comes_to_
 
 
 def _has_stopped(own: _Log, done: Future[None]) -> bool:
-    return done.done() or own.exchange.overview.expected().store_error is not None
+    return done.done() or own.exchange.expected().store_error is not None
 
 
 def _wait_for(condition: Callable[[], object]) -> None:

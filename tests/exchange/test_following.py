@@ -129,5 +129,5 @@ def test_a_heartbeat_wakes_no_other_members_call(tmp_path: Path, monkeypatch: py
 def test_a_sign_of_life_does_not_wait_for_the_state_of_the_run(run: Run) -> None:
     """Each frame is one, and with a thousand members the lock of the state would be asked for by all at once."""
     with run.exchange.runner.changed:
-        in_thread(lambda: run.exchange.presence.heard("a", 1)).result(TIMEOUT)
-        assert "a" in in_thread(lambda: run.exchange.presence.last_heard).result(TIMEOUT)
+        in_thread(lambda: run.exchange.runner.heard("a", 1)).result(TIMEOUT)
+        assert "a" in in_thread(lambda: run.exchange.runner.last_heard).result(TIMEOUT)

@@ -221,7 +221,7 @@ class _Run:
                 if windows is not None and name == windows.member and windows.is_dead:
                     # torch raises another error if one is raised while it writes
                     self._exchange.died(
-                        name, f"killed {windows.kills[-1]}", self._exchange.coordinator.slot(name).incarnation
+                        name, f"killed {windows.kills[-1]}", self._exchange.coordinator.slots[name].incarnation
                     )
                     windows.restart()
                     continue

@@ -19,7 +19,7 @@ from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.pseudo_gradient.contribution import scale_of
 from hetero_pp.rpc.exchange_service import Caller
 from replica_groups.exchange.exchange import Exchange
-from replica_groups.exchange.open_log import open_log
+from replica_groups.exchange.log import open_log
 from replica_groups.member.outer_round import OuterRound
 
 LIAR = "liar"

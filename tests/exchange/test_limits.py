@@ -16,7 +16,7 @@ from hetero_pp.model.inner import AdamW, InnerOptimizer, InnerSettings
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pseudo_gradient.error_feedback import select
 from replica_groups.exchange.host import rules_of
-from replica_groups.exchange.limits import ContributionLimits, adamw_step, contribution_limits
+from replica_groups.exchange.magnitudes import ContributionLimits, adamw_step, contribution_limits
 
 ROUNDS, STEPS = 12, 3
 SHAPES = {

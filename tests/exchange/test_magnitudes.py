@@ -28,9 +28,8 @@ from hetero_pp.outer.step import OuterOptimizer
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, DecodedTensor, decode_blob, encode_blob, scale_of
 from hetero_pp.pseudo_gradient.error_feedback import select
-from replica_groups.exchange.limits import ContributionLimits
 from replica_groups.exchange.log import key_of
-from replica_groups.exchange.magnitudes import REMEMBERED_ROUNDS, bound, remembered_before
+from replica_groups.exchange.magnitudes import REMEMBERED_ROUNDS, ContributionLimits, bound, remembered_before
 from replica_groups.rounds.rules import MOST_TIMES_THE_STEPS
 
 SETTING = MagnitudeSettings()

@@ -51,8 +51,8 @@ from replica_groups.exchange.memberships import MOST_BLAMED, STRANGERS, Membersh
 from replica_groups.exchange.server import OpenHouse, serve_exchange
 from replica_groups.exchange.waiting_room import WaitingRoom
 from replica_groups.member.take_part import take_part
-from replica_groups.rounds import slot_transitions
-from replica_groups.rounds.slot_transitions import MOST_MALFORMED
+from replica_groups.rounds import coordinator
+from replica_groups.rounds.coordinator import MOST_MALFORMED
 
 ROUNDS = 3
 SECRET = Secret("the run's secret")
@@ -439,7 +439,7 @@ def test_a_trusted_group_whose_link_carries_malformed_messages_is_barred_and_the
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stack: ExitStack
 ) -> None:
     """The group takes part again afterwards. All bits are those of a run without the group in that round."""
-    monkeypatch.setattr(slot_transitions, "BARRED_ROUNDS", 1)
+    monkeypatch.setattr(coordinator, "BARRED_ROUNDS", 1)
     expected = _without_home_in_round_2(corpus, tmp_path / "expected", monkeypatch, stack)
     hosts, liar = Hosts(tmp_path / "lied to", _spec(corpus, 0.5, "other"), stack), Liar(monkeypatch, round_=2)
     home = hosts.exchange.coordinator.replicas["home"]

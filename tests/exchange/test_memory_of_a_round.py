@@ -153,7 +153,7 @@ def audited(checkpoint: RunCheckpoint, tmp_path: Path, monkeypatch: pytest.Monke
     auditor = Auditor(exchange, checkpoint, SETTINGS.rounds, checkpoint_every=2, folder=tmp_path)
     auditor.start()
     begin(exchange, checkpoint)
-    exchange.checkpoints.kept(0)
+    exchange.decided.kept_checkpoint(0)
     assert isinstance(exchange.open_checkpoint(pb.CheckpointRequest(), Caller("dc")), OpenCheckpoint)
     watched = _Watched(monkeypatch)
     for round_ in (1, 2):

@@ -83,10 +83,10 @@ def test_a_run_begins_with_whom_it_needs_or_else_with_the_first_that_is_whole(
     run = Run(tmp_path / "roster", MIXED, optional=optional)
     log = ContributionLog(FolderStore(tmp_path / "log"))
     exchange = Exchange("run", run.roster, None, SETTINGS, log, rules=run.rules)
-    joined = in_thread(exchange.joining.wait_until_joined)
+    joined = in_thread(exchange.wait_until_joined)
     exchange.join("one.0", "")
     for member in begins_with:
-        expected = exchange.overview.expected()
+        expected = exchange.expected()
         assert (expected.awaited, expected.missing) == (JOINING, ["dc"])
         assert not joined.done()
         exchange.join(member, "")
@@ -96,20 +96,20 @@ def test_a_run_begins_with_whom_it_needs_or_else_with_the_first_that_is_whole(
 def test_free_slots_are_told_by_how_much_their_replica_lacks(run: Run) -> None:
     for slot in ("dc", "one.0", "one.1", "two.0"):
         run.exchange.died(slot, "its host is off")
-    assert run.exchange.overview.vacant() == ["dc", "two.0", "one.0", "one.1"]
+    assert run.exchange.vacant() == ["dc", "two.0", "one.0", "one.1"]
 
 
 def test_status_tells_who_is_waited_for_and_why_a_round_pauses(run: Run) -> None:
-    assert (run.exchange.overview.status().has_begun, run.exchange.overview.status().is_over) == (True, False)
+    assert (run.exchange.status().has_begun, run.exchange.status().is_over) == (True, False)
     run.assign(0)
     run.deposit(1, "one.0", "one.1", "two.0", "two.1")
-    status = run.exchange.overview.status()
+    status = run.exchange.status()
     assert ({slot.name: slot.round for slot in status.slots}["one.0"], list(status.missing)) == (1, ["dc"])
     assert status.paused == ""
     run.exchange.died("dc", "its host is off")
     for slot in ("one.0", "two.0"):
         run.exchange.died(slot, "its host is off")
-    status = run.exchange.overview.status()
+    status = run.exchange.status()
     assert status.paused == "2 of 3 replicas are present, 3 are required"
     assert {slot.name: slot.round for slot in status.slots}["dc"] == 0
 
@@ -146,11 +146,11 @@ def test_the_end_waits_for_no_group_that_is_incomplete_or_took_no_part(run: Run)
     train_to_the_end(run, "dc")
     assert not run.exchange.coordinator.is_through
     with pytest.raises(RunOver, match=r"the run is over \(round 9 of 9\); no round was left to train"):
-        run.exchange.overview.require_going_on()
+        run.exchange.require_going_on()
     assert run.assign(0, "one.0", "two.0") == {"one.0": 0, "two.0": 0}
     finish(run, "dc")
     assert run.exchange.coordinator.is_through
-    held = {slot.name for slot in run.exchange.overview.status().slots if slot.held}
+    held = {slot.name for slot in run.exchange.status().slots if slot.held}
     assert held == {"one.0", "two.0", "two.1"}
     assert told_of_the_end(run) == [(9, 9, ["dc"])]
 

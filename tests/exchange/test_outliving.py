@@ -150,7 +150,7 @@ def test_a_record_that_only_the_log_has_is_waited_for_while_its_store_is_away(
         return get(store, key)
 
     monkeypatch.setattr(FolderStore, "get", is_away_at_first)
-    monkeypatch.setattr("replica_groups.exchange.coordinator_runner.FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("replica_groups.exchange.runner.FIRST_PAUSE", 0.01)
     assert run.exchange.record(1).round == 1
     assert left == -1
 
@@ -213,7 +213,7 @@ def _joins_again(run: Run) -> int:
 
 
 def _shows(run: Run, caller: Caller) -> Any:
-    run.exchange.showing = Showing(run.exchange.state, run.log, Shows(1.0, frozenset(), {}, {}))
+    run.exchange.showing = Showing(run.exchange.runner, run.log, Shows(1.0, frozenset(), {}, {}))
     return run.exchange.shown_by(caller)
 
 

@@ -283,7 +283,7 @@ def served(run: Run) -> Iterator[_Served]:
 
 
 def _refusals(run: Run) -> dict[str, int]:
-    return {str(kind): count for kind, count in run.exchange._refusals.counts.items()}
+    return {str(kind): count for kind, count in run.exchange.runner.refusals.counts.items()}
 
 
 def _reports(run: Run) -> list[pb.Report]:
@@ -365,7 +365,7 @@ def test_a_member_confirms_what_it_holds_only(tmp_path: Path) -> None:
     run = Run(tmp_path, {"a": 1}, quorum=1.0)
     run.assign(0, "a")
     block = sorted(run.exchange.roster.blocks["a"])[0]
-    run.exchange.state.roster = Roster({"a": "a"}, {"a": run.exchange.roster.blocks["a"] - {block}})
+    run.exchange.roster = Roster({"a": "a"}, {"a": run.exchange.roster.blocks["a"] - {block}})
     [name] = [name for name in run.checkpoint.parameters if name.startswith(block)][:1]
     with pytest.raises(Refused, match="another member's"):
         run.exchange.confirm("a", 1, {name: bytes(32)})

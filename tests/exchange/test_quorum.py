@@ -25,19 +25,6 @@ def run(tmp_path: Path) -> Run:
     return run
 
 
-def test_a_view_of_the_coordinator_does_not_change(tmp_path: Path) -> None:
-    run = Run(tmp_path, {"a": 1, "b": 1}, quorum=1.0)
-    run.assign(0)
-    run.deposit(1, "a")
-    view = run.exchange.coordinator.view()
-    run.deposit(1, "b")
-    run.exchange.died("a", "killed by a test")
-    assert view.last_round == 0 and view.open is not None
-    assert (view.open.number, set(view.open.deposited)) == (1, {"a"})
-    assert [slot.held for slot in view.slots] == [True, True]
-    assert run.exchange.coordinator.view().last_round == 1
-
-
 def test_all_who_are_there_are_enough_at_once(run: Run) -> None:
     run.deposit(1, "a", "b", "c")
     assert closed(run) == 0

@@ -28,8 +28,8 @@ from hetero_pp.store.folder import FolderStore
 from replica_groups.engines.parameter_store import LocalParameters
 from replica_groups.exchange.auditor import Auditor, Retention
 from replica_groups.exchange.exchange import Exchange
+from replica_groups.exchange.host import Restart, find_restart
 from replica_groups.exchange.log import ContributionLog
-from replica_groups.exchange.restart import Restart, find_restart
 from replica_groups.member.outer_round import OuterRound
 from replica_groups.member.saved_states import DIGESTS, SavedStates, newest_usable_state
 from replica_groups.member.session import MemberSession
@@ -185,7 +185,7 @@ def test_members_tell_and_the_exchange_chooses(log: ContributionLog, tmp_path: P
     with pytest.raises(Exception, match="the run has not started"):
         exchange.checkpoint(["norm.weight"])
     members[1].start()
-    restart = _find(log, exchange.joining.wait_until_joined())
+    restart = _find(log, exchange.wait_until_joined())
     assert not told
     exchange.begin(restart.checkpoint)
     for member in members:

@@ -32,8 +32,8 @@ from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.exchange_service import AvailableStates, Caller, HeldBy, IsAsked, call_of
 from hetero_pp.rpc.identities import Secret
 from hetero_pp.rpc.limits import RequestBounds
+from hetero_pp.rpc.services import EXCHANGE_SERVICE, calls_of, service_handler
 from hetero_pp.rpc.services import EXCHANGE_SERVICE as SERVICE
-from hetero_pp.rpc.services import calls_of
 from replica_groups.exchange import server as served_exchange
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.no_audits import NoAudits
@@ -103,7 +103,7 @@ class Recorder:
         self.stayed, self.woken = threading.Event(), threading.Event()
         self.refused: list[tuple[str, str, Kind]] = []
         self.audits = NoAudits()
-        self.presence = self.inbox = self.decided = self.addresses = self.assignments = self.runner = self
+        self.inbox = self.decided = self.runner = self.notifier = self
 
     def _note(self, call: str, caller: Caller, *what: object) -> None:
         self.asked.append((call, caller.name, caller.incarnation, *what))
@@ -176,7 +176,7 @@ class Recorder:
         self._note("stored", caller, request)
         return None
 
-    def wake(self, slot: str) -> None:
+    def wake(self, slots: Collection[str]) -> None:
         self.woken.set()
 
     def fetch_blob(self, request: pb.FetchRequest, caller: Caller) -> bytes:
@@ -199,9 +199,9 @@ class Recorder:
         self.asked.append(("stay", member))
         self.stayed.set()
 
-    def left(self, member: str, node: str = "", incarnation: int | None = None) -> None:
+    def left(self, member: str, incarnation: int | None = None) -> None:
         self.left_incarnations.append(incarnation)
-        self.asked.append(("left", member, *([node] if node else [])))
+        self.asked.append(("left", member))
 
     def refuse(self, sender: str, reason: str, kind: Kind) -> None:
         self.refused.append((sender, reason, kind))
@@ -235,7 +235,8 @@ def _calls() -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
     tables: list[tuple[str, Mapping[str, grpc.RpcMethodHandler[Any, Any]]]] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grpc, "method_handlers_generic_handler", lambda *table: tables.append(table))
-        served_exchange._Servicer(cast(Exchange, Recorder()), Callers(SECRET, Recorder().roster)).handler()
+        servicer = served_exchange._Servicer(cast(Exchange, Recorder()), Callers(SECRET, Recorder().roster))
+        service_handler(EXCHANGE_SERVICE, servicer, servicer, served_exchange.MOST_OPEN)
     return {f"/{service}/{name}": handler for service, table in tables for name, handler in table.items()}
 
 
@@ -571,7 +572,7 @@ def test_a_further_node_is_known_to_be_there(served: Served) -> None:
     assert served.exchange.stayed.wait(TIMEOUT)
     node.close()
     served.stop()
-    assert served.exchange.asked == [("stay", "dc"), ("left", "dc", "nodeb")]
+    assert served.exchange.asked == [("stay", "dc"), ("left", "dc")]
 
 
 def test_nobody_waits_without_a_bound_for_an_exchange_that_does_not_come_up() -> None:

@@ -56,7 +56,7 @@ def test_a_vacant_slot_is_taken_with_the_next_incarnation(run: Run) -> None:
     assert run.exchange.heartbeat(Caller("dc", 2)).is_over
     assert not run.exchange.heartbeat(Caller("dc", 3)).is_over
     run.exchange.broken(Caller("dc", 2), 2, "an old one's complaint")
-    run.exchange.presence.left("dc", incarnation=2)
+    run.exchange.left("dc", incarnation=2)
     assert run.exchange.coordinator.holds("dc", 3)
 
 
@@ -99,9 +99,9 @@ def test_a_lease_is_learnt_from_how_often_somebody_is_heard(run: Run) -> None:
         run.passes(gap, heard=others)
         run.exchange.heartbeat("dc")
     run.passes(LEASE.factor * 14.0 - 1, heard=others)
-    assert run.exchange.coordinator.slot("dc").held
+    assert run.exchange.coordinator.slots["dc"].is_heard
     run.passes(2, heard=others)
-    assert not run.exchange.coordinator.slot("dc").held
+    assert not run.exchange.coordinator.slots["dc"].is_heard
 
 
 def test_a_freeze_teaches_a_lease_no_more_than_the_lease(run: Run) -> None:
@@ -110,9 +110,9 @@ def test_a_freeze_teaches_a_lease_no_more_than_the_lease(run: Run) -> None:
     run.passes(2.7 * LEASE.least, heard=others)
     run.exchange.heartbeat("dc")
     run.passes(LEASE.factor * LEASE.least - 1, heard=others)
-    assert run.exchange.coordinator.slot("dc").held
+    assert run.exchange.coordinator.slots["dc"].is_heard
     run.passes(2, heard=others)
-    assert not run.exchange.coordinator.slot("dc").held
+    assert not run.exchange.coordinator.slots["dc"].is_heard
 
 
 def test_a_lost_connection_is_no_death_but_is_waited_for_less_long(run: Run) -> None:
@@ -120,16 +120,16 @@ def test_a_lost_connection_is_no_death_but_is_waited_for_less_long(run: Run) -> 
     for gap in (10.0, 14.0):
         run.passes(gap, heard=others)
         run.exchange.heartbeat("dc")
-    run.exchange.presence.left("dc", incarnation=1)
+    run.exchange.left("dc", incarnation=1)
     run.passes(LEASE.least - 1, heard=others)
-    assert run.exchange.coordinator.slot("dc").held
+    assert run.exchange.coordinator.slots["dc"].is_heard
     run.exchange.heartbeat("dc")  # it is heard again
     run.passes(LEASE.factor * 10.0, heard=others)
-    assert run.exchange.coordinator.slot("dc").held
+    assert run.exchange.coordinator.slots["dc"].is_heard
     run.exchange.heartbeat("dc")
-    run.exchange.presence.left("dc", incarnation=1)
+    run.exchange.left("dc", incarnation=1)
     run.passes(LEASE.least + 1, heard=others)
-    assert not run.exchange.coordinator.slot("dc").held
+    assert not run.exchange.coordinator.slots["dc"].is_heard
 
 
 def test_a_silent_stage_is_not_waited_for_and_continues_its_round_once_it_is_heard(run: Run) -> None:
@@ -236,13 +236,13 @@ def test_the_stage_after_dials_where_only_the_one_before_is_reached(run: Run) ->
         ("home.1", "there:1", False),
         ("home.1", "there:2", True),
     ):
-        run.exchange.addresses.dialled(member, address, is_reached)
+        run.exchange.dialled(member, address, is_reached)
         ways = _ways(run, "here:1", "there:2")
         assert ways == {"home.0": ("", "there:2"), "home.1": ("", "")}
-    run.exchange.addresses.dialled("home.1", "there:2", False)
+    run.exchange.dialled("home.1", "there:2", False)
     assert _ways(run, "here:1", "there:2") == {"home.0": ("", ""), "home.1": ("here:1", "")}
     assert _ways(run, "here:1", "relay") == {"home.0": ("", ""), "home.1": ("here:1", "")}
-    dials = {slot.name: slot.dials for slot in run.exchange.overview.status().slots}
+    dials = {slot.name: slot.dials for slot in run.exchange.status().slots}
     assert dials == {"dc": "", "home.0": "", "home.1": "here:1"}
 
 

@@ -140,28 +140,28 @@ def exchange(tmp_path: Path) -> Exchange:
 def test_whom_an_exchange_waits_for(exchange: Exchange, checkpoint: RunCheckpoint) -> None:
     """Members are awaited to join, to contribute and to finish. Each of these events counts as progress."""
     exchange.join("home.1", "")
-    expected = exchange.overview.expected()
+    expected = exchange.expected()
     assert (expected.awaited, list(expected.missing)) == (JOINING, ["home.0", "dc"])
     for member in ("home.0", "dc"):
         exchange.join(member, "")
-    assert not exchange.overview.expected().missing  # the exchange itself is busy
+    assert not exchange.expected().missing  # the exchange itself is busy
     exchange.begin(checkpoint)
-    expected = exchange.overview.expected()
+    expected = exchange.expected()
     assert (expected.awaited, expected.round, list(expected.missing)) == (CONTRIBUTING, 1, list(ROSTER.members))
     for round_ in range(1, SETTINGS.rounds + 1):
         assign_all(exchange, round_ - 1)
         for member, address in _deposits(round_):
-            before = exchange.overview.expected()
+            before = exchange.expected()
             assert member in before.missing
             assert before.round == round_
             exchange.deposit(member, address, _blob(checkpoint, address))
-            assert exchange.overview.expected().progress != before.progress
-    expected = exchange.overview.expected()
+            assert exchange.expected().progress != before.progress
+    expected = exchange.expected()
     assert (expected.awaited, list(expected.missing)) == (FINISHING, list(ROSTER.members))
     report = Report(member="dc")
     report.finished.SetInParent()
     exchange.report([report])
-    assert list(exchange.overview.expected().missing) == ["home.0", "home.1"]
+    assert list(exchange.expected().missing) == ["home.0", "home.1"]
 
 
 def test_inner_steps_are_progress_until_somebody_waits(exchange: Exchange, checkpoint: RunCheckpoint) -> None:
@@ -169,13 +169,13 @@ def test_inner_steps_are_progress_until_somebody_waits(exchange: Exchange, check
     assign_all(exchange)
     step = Report(member="home.0")
     step.inner_step.replica, step.inner_step.round = "home", 1
-    before = exchange.overview.expected()
+    before = exchange.expected()
     exchange.report([step])
-    assert exchange.overview.expected().progress != before.progress
+    assert exchange.expected().progress != before.progress
     exchange.deposit("dc", _address("dc", "norm"), _blob(checkpoint, _address("dc", "norm")))
-    before = exchange.overview.expected()
+    before = exchange.expected()
     exchange.report([step])
-    after = exchange.overview.expected()
+    after = exchange.expected()
     assert after.progress == before.progress
     assert after.heard["home.0"] > before.heard["home.0"]
 
@@ -188,8 +188,8 @@ def test_a_heartbeat_tells_that_a_member_computes(exchange: Exchange, checkpoint
     for computing in (["dc", "home.1"], []):
         for progress, member in enumerate(ROSTER.members):
             exchange.heartbeat(member, 1, 2, progress, member in computing)
-        detector.look(exchange.overview.expected(), 0.0)
-        waiting = detector.look(exchange.overview.expected(), 100.0)
+        detector.look(exchange.expected(), 0.0)
+        waiting = detector.look(exchange.expected(), 100.0)
         assert waiting is not None
         assert sorted(one.member for one in waiting.missing if one.computes) == computing
 

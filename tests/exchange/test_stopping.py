@@ -88,20 +88,20 @@ def test_a_halted_exchange_waits_for_the_members_that_have_not_applied_the_last_
     run = Run(tmp_path, {"a": 1, "b": 1}, quorum=1.0)
     for name in ("a", "b"):
         run.assign(0, name)
-        threading.Thread(target=run.exchange.presence.stay, args=[name], daemon=True).start()
+        threading.Thread(target=run.exchange.stay, args=[name], daemon=True).start()
         run.deposit(1, name)
-    run.exchange.runner.wait_until(lambda: run.exchange.presence.here == {"a", "b"})
+    run.exchange.runner.wait_until(lambda: run.exchange.here == {"a", "b"})
     closed = run.exchange.halt()
     waiting = threading.Thread(target=run.exchange.wait_until_applied, args=[closed, 600], daemon=True)
     waiting.start()
     hashes = {name: bytes(32) for name in run.checkpoint.parameters}
     run.exchange.confirm("a", closed, hashes)
     assert waiting.is_alive()
-    run.exchange.presence.left("b")
+    run.exchange.left("b")
     waiting.join(60)
     assert not waiting.is_alive()
     run.exchange.wait_until_applied(0, 600)  # this exchange has closed no round
-    run.exchange.presence.left("a")
+    run.exchange.left("a")
 
 
 def test_a_member_that_is_stopped_does_not_wait_for_the_answer_to_its_confirmation(

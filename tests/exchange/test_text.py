@@ -45,7 +45,7 @@ def test_the_first_that_reads_a_text_says_which_the_run_is_of(exchange: Exchange
     _join(exchange, "dc", OURS)
     with pytest.raises(Refused, match=rf"^home\.0: reads another text than the run: {TOLD} dc reads$"):
         exchange.agree("home.0", "{}", ANOTHER)
-    assert (exchange.refusals, exchange.overview.vacant()) == (1, ["home.0", "lab"])
+    assert (exchange.refusals, exchange.vacant()) == (1, ["home.0", "lab"])
     _join(exchange, "home.0", OURS)
     with pytest.raises(Refused, match=rf"^lab: reads another text than the run: {TOLD} dc, home\.0 reads$"):
         exchange.agree("lab", "{}", ANOTHER)
@@ -57,7 +57,7 @@ def test_of_two_that_agree_at_once_the_first_to_take_its_slot_counts(exchange: E
     exchange.join("dc", "")
     with pytest.raises(Refused, match=f"lab: reads another text .* {TOLD} dc reads"):
         exchange.join("lab", "")
-    assert "lab" in exchange.overview.vacant()
+    assert "lab" in exchange.vacant()
 
 
 def test_who_was_wrong_and_has_left_keeps_nobody_out(exchange: Exchange) -> None:

@@ -408,7 +408,7 @@ def test_a_damaged_checkpoint_is_passed_over_by_who_comes_then(run: Run, capfd: 
     a, b = Member(run, "a"), Member(run, "b")
     for round_ in (1, 2):
         _round(round_, a, b)
-    run.exchange.runner.wait_until(lambda: run.exchange.checkpoints._newest == 2)
+    run.exchange.runner.wait_until(lambda: run.exchange.decided._newest == 2)
     data = bytearray(run.log.store.get(checkpoint_key(2)))
     data[-3] ^= 1
     run.log.store.put(checkpoint_key(2), bytes(data))
@@ -428,7 +428,7 @@ def test_who_holds_other_bits_comes_back_to_those_of_replay(run: Run) -> None:
     a, b = Member(run, "a"), Member(run, "b")
     for round_ in (1, 2):
         _round(round_, a, b)
-    run.exchange.runner.wait_until(lambda: run.exchange.checkpoints._newest == 2)
+    run.exchange.runner.wait_until(lambda: run.exchange.decided._newest == 2)
     b.outer.theta["norm.weight"][3] += 1.0
     _round(3, a, b)
     assert not b.holds()["norm.weight"].equal(a.holds()["norm.weight"])
@@ -458,7 +458,7 @@ def test_who_joins_late_begins_from_a_later_checkpoint_with_its_momentum(run: Ru
     a, b = Member(run, "a"), Member(run, "b")
     for round_ in (1, 2, 3):
         _round(round_, a, b)
-    run.exchange.runner.wait_until(lambda: run.exchange.checkpoints._newest == 2)
+    run.exchange.runner.wait_until(lambda: run.exchange.decided._newest == 2)
     run.exchange.died("b", "its host said so")
     run.exchange.join("b", "")
     round_, names = run.exchange.newest_checkpoint()

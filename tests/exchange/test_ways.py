@@ -12,7 +12,7 @@ from hetero_pp.config.lines import EXCHANGE, RELAYED
 from hetero_pp.rpc import channels
 from hetero_pp.rpc.channels import Reach, make_server
 from hetero_pp.rpc.identities import Secret
-from replica_groups.exchange.assignments import Listens, is_before_dialled
+from replica_groups.exchange.exchange import Listens, is_before_dialled
 
 SECRET = Secret("the run's secret")
 HERE, THERE, NOWHERE = Listens("here:1"), Listens("there:2"), Listens(RELAYED)

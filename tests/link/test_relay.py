@@ -142,7 +142,7 @@ class Relayed:
         return waiting[-1] if waiting else None
 
     def refusals(self) -> dict[Kind, int]:
-        return dict(self.run.exchange._refusals.counts)
+        return dict(self.run.exchange.runner.refusals.counts)
 
 
 class Carried:

@@ -14,7 +14,7 @@ from started import Started, start_program
 
 from hetero_pp.config.folder import RunFolder
 from hetero_pp.config.yaml_file import ConfigFile
-from replica_groups.exchange.open_log import open_log
+from replica_groups.exchange.log import open_log
 
 CONFIG = """
 name: hosts

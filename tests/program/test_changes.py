@@ -24,7 +24,7 @@ from hetero_pp.core.settings import NotPartOf, meaning
 from hetero_pp.program.launch.command import run_topology
 from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.log import ContributionLog, checkpoint_key
-from replica_groups.exchange.restart import checkpoint_after
+from replica_groups.exchange.replay import checkpoint_after
 
 MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 H, WARMUP, FLOOR = 3, 2, 0.1

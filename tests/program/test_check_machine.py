@@ -407,7 +407,7 @@ def test_a_ticket_passes_and_stays_usable(served: Served, host: Path) -> None:
     assert "the ticket is valid for 2 h" in found["certificate"].line
     [own] = [one for one in served.memberships.tickets() if one not in before]
     assert not own.is_used
-    assert (served.waiting_room.here, served.exchange.overview.vacant()) == (0, ["home.0", "home.1"])
+    assert (served.waiting_room.here, served.exchange.vacant()) == (0, ["home.0", "home.1"])
     assert not host.exists()
     slot = served.joined(ticket, host).slot
     served.memberships.revoke(slot)
@@ -497,7 +497,7 @@ def test_expired_revoked_and_full(served: Served, host: Path) -> None:
 
 
 def test_a_run_without_a_free_slot(served: Served, host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served.exchange.overview, "vacant", list)
+    monkeypatch.setattr(served.exchange, "vacant", list)
     found = check(served.ticket(), host)
     assert found["settings"].line.startswith("every slot of the run is taken: ask the operator")
     assert found["exchange"].state is FindingState.OK

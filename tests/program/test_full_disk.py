@@ -60,7 +60,7 @@ NOW_AND_THEN = 1 / 50
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retry failed operations at once."""
-    for module in ("hetero_pp.core.files", "replica_groups.exchange.coordinator_runner"):
+    for module in ("hetero_pp.core.files", "replica_groups.exchange.runner"):
         monkeypatch.setattr(f"{module}.FIRST_PAUSE", 0.001)
         monkeypatch.setattr(f"{module}.LONGEST_PAUSE", 0.001)
 

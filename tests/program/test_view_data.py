@@ -39,8 +39,8 @@ from hetero_pp.program.view import run_view as run_view_module
 from hetero_pp.program.view import sources as sources_module
 from hetero_pp.program.view.run_view import Curve, KeyFrames, RunView
 from hetero_pp.program.view.sources import Record
-from replica_groups.exchange.joining import Text
 from replica_groups.exchange.memberships import LEFT
+from replica_groups.exchange.text import Text
 
 
 def view_of(reports: Sequence[Report], **changes: Any) -> RunView:

@@ -22,7 +22,7 @@ from hetero_pp.simulator.costs import cost_of
 from hetero_pp.simulator.prediction import predict
 from hetero_pp.simulator.traffic import blob_sizes, exchange_link_loads
 from replica_groups.engines.timed import TimedPace
-from replica_groups.exchange.open_log import open_log
+from replica_groups.exchange.log import open_log
 from replica_groups.member.rehearsed import build_rehearsed
 from replica_groups.member.session import MemberSession
 

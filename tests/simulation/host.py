@@ -176,7 +176,7 @@ class Host:
                 self._answer(member, effect)
                 if isinstance(effect, e.Welcome) and member is not None:
                     self._holders[effect.slot, effect.incarnation] = member
-            case e.Reject(slot, _, _, incarnation):
+            case e.Reject(slot=slot, incarnation=incarnation):
                 assert incarnation is not None
                 self._answer(self._holders.get((slot, incarnation)), effect)
             case e.Closed(record):

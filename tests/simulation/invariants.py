@@ -17,11 +17,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from simulation.stores import THETA, Path, Units, replayed
+from simulation.stores import THETA, Path, Units, digests, included, replayed
 from simulation.violation import Violation
 
+from hetero_pp.messages import messages_pb2 as pb
+from hetero_pp.messages.messages_pb2 import ContributionEntry, RoundRecord
 from replica_groups.rounds import events as e
-from replica_groups.rounds.coordinator import LATE_IN_A_ROW, REMEMBERED_HASHES, Coordinator
+from replica_groups.rounds.coordinator import LATE_IN_A_ROW, REMEMBERED_HASHES, UNAWAITED_FACTOR, Coordinator
 
 if TYPE_CHECKING:
     from simulation.host import Host
@@ -73,7 +75,7 @@ class Invariants:
         self._thetas = [THETA]
         self._counted: dict[str, dict[tuple[int, int], int]] = {}
         """The round that included a (position, unit), by slot."""
-        self._first: dict[int, e.Record] = {}
+        self._first: dict[int, RoundRecord] = {}
         self._watched: dict[Host, Watched] = {}
 
     def theta(self, round_: int) -> bytes:
@@ -82,7 +84,7 @@ class Invariants:
 
     # ---- records, contributions, parameters: 1 to 4 ----
 
-    def decided(self, record: e.Record) -> None:
+    def decided(self, record: RoundRecord) -> None:
         """Check a record that was added to the store."""
         rules, last = self._world.rules, len(self._thetas) - 1
         if record.round in self._first:
@@ -101,15 +103,15 @@ class Invariants:
         self._first[record.round] = record
         self._thetas.append(replayed(self._thetas[-1], self._world.store.records[record.round]))
 
-    def _require_whole(self, round_: int, one: e.Contribution) -> None:
+    def _require_whole(self, round_: int, one: ContributionEntry) -> None:
         blobs = {
             block: self._world.store.blobs.get(Path(round_, one.replica, one.generation, block, own))
-            for block, own in one.blobs.items()
+            for block, own in digests(one).items()
         }
         if blobs.keys() != self._world.rules.blocks_of(one.replica):
             raise Violation(1, f"round {round_} counts {sorted(blobs)} of {one.replica}")
         for block, blob in blobs.items():
-            if blob is None or blob.digest != one.blobs[block]:
+            if blob is None or blob.digest != digests(one)[block]:
                 raise Violation(1, f"round {round_} names a blob {block} of {one.replica} that is not in the store")
         trainings = {blob.training for blob in blobs.values() if blob is not None}
         if len(trainings) != 1:
@@ -127,14 +129,14 @@ class Invariants:
                     raise Violation(2, f"{slot}: what was counted in round {before} is counted in {round_} again")
                 counted[position, unit] = round_
 
-    def settled(self, member: Member, record: e.Record, before: Sequence[Units], own: Contributed | None) -> None:
+    def settled(self, member: Member, record: RoundRecord, before: Sequence[Units], own: Contributed | None) -> None:
         """Check a member that has applied a record. `before` is its error feedback together with what it had sent."""
-        named = record.of(member.replica)
+        named = included(record, member.replica)
         counted = self._counted.get(member.slot, {})
         lost_to: set[int] = set()
-        if named is not None and (own is None or any(named.blobs[b] != own.blobs[b].digest for b in own.blobs)):
+        if named is not None and (own is None or any(digests(named)[b] != own.blobs[b].digest for b in own.blobs)):
             for block in member.blocks:  # another process has continued from the slot's state
-                path = Path(record.round, member.replica, named.generation, block, named.blobs[block])
+                path = Path(record.round, member.replica, named.generation, block, digests(named)[block])
                 lost_to |= self._world.store.blobs[path].sent.keys()
         for position, units in enumerate(member.owed):
             if not units <= before[position]:
@@ -269,23 +271,27 @@ class Invariants:
             case e.Closed(record):
                 for one in record.contributions:
                     watched.unawaited_until.pop(one.replica, None)
-            case e.NotAwaited(replica, round_, missed, seconds):
-                self._require_missed(replica, round_, missed)
-                watched.unawaited_until[replica] = host.now + seconds
-            case e.EndRun():
+            case pb.MembershipEvent(what=pb.NOT_AWAITED, replica=name):
+                replica = host.coordinator.replicas[name]
+                self._require_missed(name, effect.round, replica.missed)
+                since_quorum = 0.0 if watched.quorum_at is None else host.now - watched.quorum_at
+                longest = host.now + UNAWAITED_FACTOR * max(since_quorum, host.coordinator.lateness.grace)
+                watched.unawaited_until[name] = min(replica.awaited_from, longest)
+            case pb.Over():
                 watched.finish_by = host.now + host.coordinator.rules.grace.most
-            case e.Heal(slot) if slot not in self._world.corrupted:
+            case pb.MembershipEvent(what=pb.HEALED, slot=slot) if slot not in self._world.corrupted:
                 raise Violation(4, f"{slot} holds the bits of replay, and is told that it does not")
-            case e.Barred(slot) if not {slot, slots[slot]} & (self._world.corrupted | self._world.condemned):
-                raise Violation(4, f"{slot} holds the bits of replay, and is told that it does not")
-            case e.Barred(slot, _, _, until):
-                self._world.barred_until[slots[slot]] = until
+            case pb.MembershipEvent(what=pb.EXCLUDED, slot=slot, replica=name):
+                if not {slot, name} & (self._world.corrupted | self._world.condemned):
+                    raise Violation(4, f"{slot} holds the bits of replay, and is told that it does not")
+                self._world.barred_until[name] = host.coordinator.replicas[name].barred_until
             case e.Stop(cause):
                 raise Violation(4, f"the run ends: {cause}")
 
     def _require_missed(self, replica: str, round_: int, missed: int) -> None:
         """Require that a replica which is not waited for is in none of the last records."""
-        counted = [one for one in range(max(1, round_ - LATE_IN_A_ROW + 1), round_ + 1) if self._first[one].of(replica)]
+        rounds = range(max(1, round_ - LATE_IN_A_ROW + 1), round_ + 1)
+        counted = [one for one in rounds if included(self._first[one], replica)]
         if missed < LATE_IN_A_ROW or counted:
             raise Violation(6, f"{replica} is not waited for, and was counted in rounds {counted}")
 
@@ -293,7 +299,7 @@ class Invariants:
         watched.trains.pop(replica, None)
         watched.in_step.discard(replica)
 
-    def _require_waited(self, host: Host, watched: Watched, record: e.Record) -> None:
+    def _require_waited(self, host: Host, watched: Watched, record: RoundRecord) -> None:
         """Require that the coordinator waits for each replica that is present and trains."""
         rules, coordinator = host.coordinator.rules, host.coordinator
         if record.round != watched.number or watched.quorum_at is None:
@@ -304,7 +310,7 @@ class Invariants:
             if watched.opened_at < watched.unawaited_until.get(replica, 0.0):
                 continue
             is_there = coordinator.replicas[replica].alive
-            if is_there and len(slots) == len(self._world.slots_of[replica]) and record.of(replica) is None:
+            if is_there and len(slots) == len(self._world.slots_of[replica]) and included(record, replica) is None:
                 raise Violation(6, f"round {record.round} does not wait for {replica}, which is there and trains")
 
     def _require_phase(self, host: Host, watched: Watched, event: e.Event, effect: e.Assign) -> None:
@@ -405,5 +411,5 @@ def _acted_on(coordinator: Coordinator) -> Any:
         [(slot.incarnation, slot.held, slot.asked, slot.progress) for slot in coordinator.slots.values()],
         [replica.round for replica in coordinator.replicas.values()],
         None if open_ is None else (open_.number, sorted(open_.taking_part), sorted(open_.whole)),
-        None if open_ is None else {name: (one.generation, dict(one.blobs)) for name, one in open_.deposits.items()},
+        None if open_ is None else {name: (one.generation, sorted(one.blobs)) for name, one in open_.deposits.items()},
     )

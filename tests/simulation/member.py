@@ -11,9 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from simulation.stores import THETA, Blob, Kept, Path, State, StoreFailed, Units, replayed
+from simulation.stores import THETA, Blob, Kept, Path, State, StoreFailed, Units, digests, included, replayed
 from simulation.violation import Violation
 
+from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry
 from replica_groups.rounds import events as e
 
 if TYPE_CHECKING:
@@ -197,7 +198,7 @@ class Member:
         if self.hangs and not isinstance(effect, e.Fenced):
             return
         match effect:
-            case e.Welcome(_, _, incarnation) if incarnation > self.incarnation:
+            case e.Welcome(_, incarnation) if incarnation > self.incarnation:
                 self._undo()
                 self.incarnation, self._refusals = incarnation, 0
                 self._ask()
@@ -313,10 +314,10 @@ class Member:
         own, self.contributed = self.contributed, None
         sent = {} if own is None or own.round != kept.record.round else own.sent
         before = [units | sent.get(position, NOTHING) for position, units in enumerate(self.error)]
-        counted = kept.record.of(self.replica)
+        counted = included(kept.record, self.replica)
         if counted is None:
             self._give_back(sent)
-        elif own is None or not sent or any(counted.blobs[block] != own.blobs[block].digest for block in own.blobs):
+        elif own is None or not sent or any(digests(counted)[block] != own.blobs[block].digest for block in own.blobs):
             self._give_back(sent)
             self._drop(kept.record.round, counted)
         self.theta, self.holds = replayed(self.theta, kept), kept.record.round
@@ -326,14 +327,14 @@ class Member:
         for position, units in sent.items():
             self.error[position] |= units
 
-    def _drop(self, round_: int, counted: e.Contribution) -> None:
+    def _drop(self, round_: int, counted: ContributionEntry) -> None:
         """Remove from error feedback what was included from another process of this slot, or from an earlier attempt.
 
         Otherwise it would be sent again.
         """
         for block in self.blocks:
             for position in self.world.store.blobs[
-                Path(round_, self.replica, counted.generation, block, counted.blobs[block])
+                Path(round_, self.replica, counted.generation, block, digests(counted)[block])
             ].sent:
                 self.error[position] = NOTHING
 
@@ -379,8 +380,8 @@ class Member:
     def _deposit(self, block: str) -> None:
         own = self.contributed
         assert own is not None
-        digest = own.blobs[block].digest
-        self._tell(e.Deposited(self.slot, self.incarnation, own.round, own.generation, block, digest, own.steps))
+        entry = BlobEntry(block=block, size=own.blobs[block].digest)
+        self._tell(e.Deposited(self.slot, self.incarnation, own.round, own.generation, block, entry, own.steps))
 
     def _prove(self, attempt: int) -> None:
         """Confirm the parameters, save the state and ask for the next round."""

@@ -12,8 +12,7 @@ from simulation.member import Member
 from simulation.stores import Store
 
 from replica_groups.rounds.coordinator import Coordinator
-from replica_groups.rounds.rounds import OpenRound
-from replica_groups.rounds.slot import Slot
+from replica_groups.rounds.state import OpenRound, Slot
 
 
 class Edit(NamedTuple):

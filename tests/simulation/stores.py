@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from simulation.timeline import Timeline
 
-from replica_groups.rounds.events import Record
+from hetero_pp.messages.messages_pb2 import ContributionEntry, RoundRecord
 
 Units = frozenset[int]
 """The trainings that changed one position of a slot's parameters, each by its number."""
@@ -48,14 +48,16 @@ class Blob(NamedTuple):
 class Kept(NamedTuple):
     """A record in the store, and its digest."""
 
-    record: Record
+    record: RoundRecord
     digest: bytes
 
 
 class Store:
     """A store in which the first writer of a record or of an incarnation wins."""
 
-    def __init__(self, timeline: Timeline, dice: Random, fails: float, on_record: Callable[[Record], None]) -> None:
+    def __init__(
+        self, timeline: Timeline, dice: Random, fails: float, on_record: Callable[[RoundRecord], None]
+    ) -> None:
         """Create an empty store.
 
         `fails` is the share of calls that fail. `on_record` gets each record that decides a round.
@@ -81,7 +83,7 @@ class Store:
         self._answer(is_lost)
         return is_first
 
-    def create(self, record: Record) -> Record:
+    def create(self, record: RoundRecord) -> RoundRecord:
         """Write a record unless the round has one. Return the record that decides the round."""
         is_lost = self._fail()
         if record.round not in self.records:
@@ -89,8 +91,10 @@ class Store:
         self._answer(is_lost)
         return self.records[record.round].record
 
-    def _keep(self, record: Record) -> None:
-        self.records[record.round] = Kept(record, blake2b(repr(record).encode(), digest_size=8).digest())
+    def _keep(self, record: RoundRecord) -> None:
+        self.records[record.round] = Kept(
+            record, blake2b(record.SerializeToString(deterministic=True), digest_size=8).digest()
+        )
         self._on_record(record)
 
     def read(self, round_: int) -> Kept | None:
@@ -121,6 +125,16 @@ class Store:
     def _answer(self, is_lost: bool) -> None:
         if is_lost:
             raise StoreFailed
+
+
+def included(record: RoundRecord, replica: str) -> ContributionEntry | None:
+    """Return a replica's contribution of a record, if it has one."""
+    return next((one for one in record.contributions if one.replica == replica), None)
+
+
+def digests(entry: ContributionEntry) -> dict[str, int]:
+    """Return block -> digest of its blob, which the simulation keeps as the size of the blob."""
+    return {blob.block: blob.size for blob in entry.blobs}
 
 
 def replayed(theta: bytes, kept: Kept) -> bytes:

@@ -17,8 +17,8 @@ from simulation.timeline import Timeline
 from simulation.training import Trainings
 from simulation.violation import Violation
 
+from hetero_pp.messages.messages_pb2 import RoundRecord
 from replica_groups.rounds.coordinator import UNAWAITED_FACTOR
-from replica_groups.rounds.events import Record
 
 ROUND_SECONDS = 60.0
 """Seconds of faults per round. After that, the run is left without faults."""
@@ -224,7 +224,7 @@ class World:
         if self.injector.is_over and not any(one.slot == member.slot for one in self.members):
             self.start(member.slot, True)
 
-    def _decided(self, record: Record) -> None:
+    def _decided(self, record: RoundRecord) -> None:
         self.invariants.decided(record)
         now, before = self.timeline.now, self._decided_at
         self.tell(f"round {record.round} is decided: {', '.join(one.replica for one in record.contributions)}")
@@ -236,7 +236,7 @@ class World:
         if record.round % KEPT_BLOBS == 0:
             self.store.forget_blobs_before(record.round - KEPT_BLOBS)
 
-    def _take_stock(self, replica: str, before: float, record: Record) -> None:
+    def _take_stock(self, replica: str, before: float, record: RoundRecord) -> None:
         """Require that rounds include a replica that is present, at least now and then."""
         if record.round < self.barred_until.get(replica, 0):
             self._calm_since[replica] = self.timeline.now

@@ -124,7 +124,7 @@ def test_members_wait_for_a_store_that_is_gone(
             return real(store, *arguments)
 
         monkeypatch.setattr(FolderStore, name, call)
-    monkeypatch.setattr("replica_groups.exchange.coordinator_runner.FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("replica_groups.exchange.runner.FIRST_PAUSE", 0.01)
     log = _train(corpus, tmp_path)
     assert left == {"put": 0, "get": 0}
     assert [sorted(one.replica for one in log.read_record(t).contributions) for t in (1, 4)] == [["dc", "home"]] * 2
@@ -148,7 +148,7 @@ def test_an_auditor_waits_for_a_store_that_is_gone(
 
         monkeypatch.setattr(FolderStore, name, call)
 
-    monkeypatch.setattr("replica_groups.exchange.coordinator_runner.FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("replica_groups.exchange.runner.FIRST_PAUSE", 0.01)
     for name in left:
         goes_away(name)
     log = _train(corpus, tmp_path)

@@ -26,8 +26,7 @@ from hetero_pp.program.export import export
 from hetero_pp.program.launch.command import run_topology
 from hetero_pp.store.lease import acting_for
 from hetero_pp.store.settings import StoreSettings
-from replica_groups.exchange.log import checkpoint_key, record_key
-from replica_groups.exchange.open_log import open_log
+from replica_groups.exchange.log import checkpoint_key, open_log, record_key
 
 SMALL = Path(__file__).with_name("small.yaml")
 ROUNDS = 2

@@ -186,7 +186,7 @@ def _run_exchange(own: _Process) -> int:
     _send(own.launcher, address=f"{listen.rsplit(':', 1)[0]}:{port}")
     try:
         limit = spec.config.exchange.timeout
-        with watched(exchange.overview.expected, exchange.reports.tell_waiting, exchange.fail, limit):
+        with watched(exchange.expected, exchange.reports.tell_waiting, exchange.fail, limit):
             auditor = begin_run(exchange, spec, job.folder, job.resume, job.again)
             followers = followed(auditor, exchange, spec, job.folder, message["secret"])
             exchange.wait_until_finished()
@@ -198,7 +198,7 @@ def _run_exchange(own: _Process) -> int:
     except HeteroPPError as error:
         code = own.fails(error, CONSEQUENCE if isinstance(error, RunFailed) else FAILED)
         exchange.end_watching()
-        exchange.presence.wait_until_left(_SECONDS_TO_HEAR)
+        exchange.wait_until_left(_SECONDS_TO_HEAR)
         _tell_guests(house)
         server.stop(1).wait()
         return code

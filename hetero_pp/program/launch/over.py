@@ -13,7 +13,7 @@ from hetero_pp.config.yaml_file import config_of
 from hetero_pp.core.bounded import read_json_object
 from hetero_pp.core.errors import RunOver
 from hetero_pp.core.files import write_whole
-from replica_groups.exchange.open_log import open_log
+from replica_groups.exchange.log import open_log
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from hetero_pp.program.report.lines import earlier_line, words_of
 from hetero_pp.program.report.output import about, about_report, announce, standard_output, tell
 from hetero_pp.program.report.recorder import INTERRUPTED, Recorder, reports_until
 from hetero_pp.program.report.state import RunState
-from replica_groups.exchange.open_log import fetch_configuration, keep_configuration, open_log, require_unused
+from replica_groups.exchange.log import fetch_configuration, keep_configuration, open_log, require_unused
 
 MOST_REFUSALS = 20
 """Number of the exchange's refusals that are shown; metrics.jsonl has all of them."""

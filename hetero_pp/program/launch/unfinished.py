@@ -22,8 +22,8 @@ from hetero_pp.core.units import format_count
 from hetero_pp.program.launch.claim import claim_all
 from hetero_pp.program.launch.inputs import Prepared
 from hetero_pp.program.report.output import SafeConsole, standard_output, tell
+from replica_groups.exchange.log import fetch_configuration, open_log
 from replica_groups.exchange.memberships import Memberships
-from replica_groups.exchange.open_log import fetch_configuration, open_log
 from replica_groups.member.saved_states import SavedStates
 
 CONTINUE, NEW, QUIT = "continue", "new", "quit"

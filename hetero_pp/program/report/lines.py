@@ -20,7 +20,7 @@ from hetero_pp.program.report.tables import format_loss
 from hetero_pp.rpc.exchange_service import FIRST_TOLD
 from hetero_pp.simulator.costs import step_flops
 from replica_groups.exchange.stall_detector import listed, whom
-from replica_groups.rounds.slot import with_name
+from replica_groups.rounds.state import with_name
 
 ROWS_OF_TROUBLE = 3  # most lines of vacant slots, and of excluded replicas
 _SHOWN = 4  # largest number of replicas that a line names

@@ -32,7 +32,7 @@ from hetero_pp.program.report.boards import MakeSink, OptionalSink, Scalars, Ten
 from hetero_pp.program.report.pictures import draw_links, draw_losses
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.summary import summary_of
-from replica_groups.exchange.open_log import open_log
+from replica_groups.exchange.log import open_log
 
 INTERRUPTED = "interrupted"  # recorded cause of a run that a user interrupted
 
@@ -299,7 +299,7 @@ def reports_until(config: RunConfig, folder: RunFolder, last: int, complain: Cal
 
     Closed rounds come from the run's log, and all else from metrics.jsonl. With overlap, the steps of the next round
     are included, because the saved states contain them. `complain` is called with a line on what is missing.
-    From which round a run resumes is decided elsewhere (replica_groups.exchange.restart).
+    From which round a run resumes is decided elsewhere (replica_groups.exchange.host).
     """
     until_of = {"inner_step": last + config.outer.overlap}
     reports, unplaced, closed, strange = list[Report](), list[Report](), dict[int, float](), 0

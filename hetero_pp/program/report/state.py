@@ -27,7 +27,7 @@ from hetero_pp.messages.messages_pb2 import LinkUse, MemberRound, MembershipEven
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.messages.report_bounds import ReportBounds, complaint
 from replica_groups.exchange.tally import Tally
-from replica_groups.rounds.slot import with_name
+from replica_groups.rounds.state import with_name
 
 _KINDS = frozenset(Kind)
 _ANY = ReportBounds()

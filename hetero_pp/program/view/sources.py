@@ -25,7 +25,7 @@ from hetero_pp.program.report.state import RunState
 from hetero_pp.program.view.prediction import Measured, PredictedStep, measured_of_rehearsal, measured_of_run
 from hetero_pp.program.view.run_view import RunView
 from hetero_pp.rpc.exchange_client import ExchangeClient
-from replica_groups.exchange.joining import shown_digest
+from replica_groups.exchange.text import shown_digest
 
 _BATCH = 1000  # lines of a record after which readers of the view get their turn
 _SECONDS_BETWEEN_READS = 0.2

@@ -37,8 +37,7 @@ from replica_groups.audit.gauntlet.losses import SEQUENCES_OF_A_PAIR, copy_of, l
 from replica_groups.audit.gauntlet.overlap import overlapping
 from replica_groups.audit.gauntlet.replica_scores import ReplicaScores, RoundFacts
 from replica_groups.engines.ranks import Ranks
-from replica_groups.exchange.limits import contribution_limits
-from replica_groups.exchange.magnitudes import bound, remembered_before
+from replica_groups.exchange.magnitudes import bound, contribution_limits, remembered_before
 
 Contribution = Mapping[str, DecodedTensor]
 """Sent values by parameter."""

@@ -1,24 +1,133 @@
-"""Verification of a run log: replays it from its first run checkpoint and checks every object in it."""
+"""Replay of a run log: theta after any round, from a run checkpoint, the later records and their contributions.
+
+The auditor follows a run round after round (Follower), a run resumes or is exported from any round (checkpoint_after),
+and a log is checked from its first run checkpoint on (LogCheck).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from hetero_pp.config.checkpoint import RunCheckpoint
-from hetero_pp.core.errors import DamagedFile, MalformedContribution
+from hetero_pp.config.checkpoint import OpenCheckpoint, RunCheckpoint
+from hetero_pp.core.errors import DamagedFile, MalformedContribution, StoreError
+from hetero_pp.core.tensor_files import Scratch
 from hetero_pp.messages.messages_pb2 import RoundRecord
-from hetero_pp.outer.apply_round import apply_round
+from hetero_pp.model.transformer import shapes_by_block, shapes_of
+from hetero_pp.outer.apply_round import FetchBlob, apply_round
 from hetero_pp.outer.step import RoundOptimizer, parameter_sha256, parameters_sha256
 from replica_groups.exchange.audits import audit_key, read_audit
 from replica_groups.exchange.log import ContributionLog, checkpoint_key
 
 T = TypeVar("T")
+
+OptimizerFor = Callable[[Tensor | None], RoundOptimizer]  # returns the run's outer optimizer for the run's basis
+
+
+@torch.no_grad()
+def checkpoint_after(
+    log: ContributionLog, run: str, round_: int, optimizer_for: OptimizerFor, damaged: list[str]
+) -> RunCheckpoint:
+    """Return theta after a round: the newest undamaged run checkpoint up to it, and the rounds since, replayed.
+
+    Damaged files are added to `damaged`. Raises FileNotFoundError if the remaining files do not suffice.
+    """
+    checkpoint = newest_sound(log, round_, damaged)
+    theta, where = dict(checkpoint.parameters), log.store.url()
+    optimizer = optimizer_for(checkpoint.basis)
+    if checkpoint.round > 0:
+        optimizer.load(checkpoint.momentum, checkpoint.round)
+    for number in range(checkpoint.round + 1, round_ + 1):
+        try:
+            record = log.read_record(number)
+            apply_round(theta, run, record, log.blobs_of(record), optimizer)
+        except FileNotFoundError as error:
+            if log.has_record(number):
+                damaged.append(f"{error.filename} is missing")
+            raise FileNotFoundError(f"the log in {where} ends before round {number}") from None
+        except (DamagedFile, MalformedContribution) as error:
+            damaged.append(str(error) if isinstance(error, DamagedFile) else f"{where}, round {number}: {error}")
+            raise FileNotFoundError(f"the log in {where} cannot be read after round {number - 1}") from None
+    momentum = optimizer.state if checkpoint.round < round_ else checkpoint.momentum
+    return RunCheckpoint(round_, theta, checkpoint.basis, momentum)
+
+
+def newest_sound(log: ContributionLog, round_: int, damaged: list[str]) -> RunCheckpoint:
+    """Return the newest readable run checkpoint up to a round, in memory. As `open_newest` otherwise."""
+    with open_newest(log, round_, damaged) as file:
+        return file.checkpoint()
+
+
+def open_newest(log: ContributionLog, round_: int, damaged: list[str]) -> OpenCheckpoint:
+    """Open the newest readable run checkpoint up to a round; damaged ones are added to `damaged`.
+
+    Raises FileNotFoundError if there is none, StoreError if it may be readable later.
+    """
+    unread: list[StoreError] = []
+    for number in sorted(log.checkpoints(), reverse=True):
+        if number <= round_:
+            try:
+                return log.open_checkpoint(number)
+            except DamagedFile as error:
+                damaged.append(str(error))
+            except StoreError as error:
+                unread.append(error)
+            except FileNotFoundError:
+                continue  # a newer one has just taken its place
+    if unread:
+        raise unread[0]
+    raise FileNotFoundError(f"found no undamaged run checkpoint up to round {round_} in {log.store.url()}")
+
+
+class Follower:
+    """theta of one run, round after round. It is on disk between rounds (Scratch), because it is a whole model."""
+
+    def __init__(
+        self, run: str, checkpoint: RunCheckpoint, optimizer: RoundOptimizer, folder: Path | None = None
+    ) -> None:
+        """Begin after a run checkpoint's round. `folder` holds theta; None: the folder of Python's `tempfile`."""
+        self.round = checkpoint.round  # the last round that was applied
+        self._run, self._basis, self._optimizer = run, checkpoint.basis, optimizer
+        if checkpoint.round > 0:
+            optimizer.load(checkpoint.momentum, checkpoint.round)
+        self._theta = Scratch(folder)
+        for name, tensor in checkpoint.parameters.items():
+            self._theta.keep(name, tensor)
+        blocks = shapes_by_block(shapes_of(checkpoint.parameters)).values()
+        is_whole = optimizer.settings.source == "gradient" and blocks  # because it clips by the norm of all
+        self._parts = [list(checkpoint.parameters)] if is_whole else [list(shapes) for shapes in blocks]
+        """Names of the parameters that are in memory at the same time."""
+
+    @torch.no_grad()
+    def apply(self, record: RoundRecord, fetch: FetchBlob) -> dict[str, bytes]:
+        """Apply the next round; return the hashes of the parameters after it."""
+        hashes: dict[str, bytes] = {}
+        for names in self._parts:
+            hashes |= self._apply_to(names, record, fetch)
+        self.round = record.round
+        return hashes
+
+    def _apply_to(self, names: list[str], record: RoundRecord, fetch: FetchBlob) -> dict[str, bytes]:
+        """Apply a round to some parameters; return their hashes."""
+        theta = {name: self._theta.read(name) for name in names}
+        apply_round(theta, self._run, record, fetch, self._optimizer)
+        for name, tensor in theta.items():
+            self._theta.keep(name, tensor)
+        return {name: parameter_sha256(tensor) for name, tensor in theta.items()}
+
+    def theta(self) -> dict[str, Tensor]:
+        """Return a copy of all parameters, in memory."""
+        return {name: self._theta.read(name) for names in self._parts for name in names}
+
+    def checkpoint(self) -> RunCheckpoint:
+        """Return the run checkpoint after the last applied round."""
+        return RunCheckpoint(self.round, self.theta(), self._basis, self._optimizer.state)
 
 
 @dataclass(frozen=True)
@@ -26,19 +135,13 @@ class CheckedRound:
     """Findings for a round, and for the run checkpoint after it."""
 
     round: int
-    replicas: tuple[str, ...]
-    """Included replicas."""
+    replicas: tuple[str, ...]  # included replicas
     late: tuple[str, ...]
-    left_out: tuple[str, ...]
-    """Replicas whose contributions were rejected as too large."""
-    sha256: str | None
-    """sha256 of the parameters after the round; None if they cannot be computed."""
-    is_audited: bool
-    """Whether the run's auditor computed the same."""
-    has_checkpoint: bool
-    """Whether a run checkpoint has the same parameters."""
-    damaged: tuple[str, ...]
-    """Damaged, missing or differing objects, one line each."""
+    left_out: tuple[str, ...]  # replicas whose contributions were rejected as too large
+    sha256: str | None  # sha256 of the parameters after the round; None if they cannot be computed
+    is_audited: bool  # whether the run's auditor computed the same
+    has_checkpoint: bool  # whether a run checkpoint has the same parameters
+    damaged: tuple[str, ...]  # damaged, missing or differing objects, one line each
 
 
 class LogCheck:
@@ -58,8 +161,7 @@ class LogCheck:
         self._theta: dict[str, Tensor] | None = None
         self._basis: Tensor | None = None
         self._damaged: list[str] = []
-        self._newest = 0
-        """Round of the newest run checkpoint when the pass began."""
+        self._newest = 0  # round of the newest run checkpoint when the pass began
 
     def rounds(self, last: int) -> Iterator[CheckedRound]:
         """Yield every round from the first run checkpoint to `last` as it is checked.

@@ -1,18 +1,24 @@
 """Runs the rules: passes events to the coordinator, carries out its effects in the store, and wakes waiting calls.
 
 The coordinator decides; only contributions that are too large, or that an audit excludes, are rejected here, before
-their record is written. The coordinator's answers to members are kept for their calls, which wait for them.
+their record is written. The coordinator's answers to members are kept for their calls, which wait for them. What the
+run has beside the coordinator's state, and the checks that every request passes, are here too: all share one lock.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeVar, cast
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
+from hetero_pp.config.changes import NO_CHANGES
+from hetero_pp.config.lines import EXCHANGE
+from hetero_pp.config.spec import Roster
 from hetero_pp.config.topology import MagnitudeSettings
 from hetero_pp.core.errors import (
     AskAgain,
@@ -25,25 +31,109 @@ from hetero_pp.core.errors import (
     Suspended,
 )
 from hetero_pp.core.files import FIRST_PAUSE, LONGEST_PAUSE
-from hetero_pp.messages.messages_pb2 import BlobEntry, RoundRecord
-from hetero_pp.pseudo_gradient.contribution import contribution_digest, scale_of
-from hetero_pp.rpc.exchange_service import IsAsked, always
-from replica_groups.exchange.limits import ContributionLimits
+from hetero_pp.messages.messages_pb2 import Refusal, RoundRecord
+from hetero_pp.messages.refusals import Kind, Refusals
+from hetero_pp.pseudo_gradient.contribution import contribution_digest
+from hetero_pp.rpc.exchange_service import Caller, IsAsked, always
 from replica_groups.exchange.log import ContributionLog
-from replica_groups.exchange.magnitudes import bound, remembered_before
-from replica_groups.exchange.notifier import CLOCK, EVERYBODY, Notifier
-from replica_groups.exchange.stall_detector import StoreErrors
+from replica_groups.exchange.magnitudes import ContributionLimits, bound, remembered_before
 from replica_groups.rounds import events as e
 from replica_groups.rounds.coordinator import Coordinator
 from replica_groups.rounds.rules import Rules
 
 T = TypeVar("T")
 
-_LONGEST_SLEEP = 1.0
-_OVERSLEPT = 3.0
-"""Seconds of oversleeping that show that this process was itself frozen."""
+SECONDS_BETWEEN_LOOKS = 5.0
+"""Interval at which a waiting call checks whether its caller is there; shorter than the calls' own time limit."""
 
-OnEffect = Callable[[e.Effect], None]
+EVERYBODY = ""  # subject of changes that wake all calls: the run begins, a round closes, the run fails or is through
+
+CLOCK = " "  # Subject of a change of the time at which something is due. No slot has such a name.
+
+_FORGOTTEN = 2 * LONGEST_PAUSE
+"""Seconds after which an operation that is not retried any more, because nobody needs it, is forgotten."""
+
+_LONGEST_SLEEP = 1.0
+_OVERSLEPT = 3.0  # seconds of oversleeping that show that this process was itself frozen
+
+
+class Notifier:
+    """Waiting calls by subject: the name of a slot, or another text. All share one lock.
+
+    A change wakes only the calls that wait for its subject. With one condition for all, each heartbeat would wake every
+    waiting call: a million switches of threads per second with a thousand members.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)  # the lock, and the wait for a change of any subject
+        self._waiting: dict[str, set[threading.Condition]] = {}
+
+    def wait_for(self, subject: str, is_so: Callable[[], bool]) -> None:
+        """Wait until `is_so`, called with the lock held, returns True. The caller holds the lock."""
+        while not is_so():
+            self.pause(subject, SECONDS_BETWEEN_LOOKS)
+
+    def pause(self, subject: str, seconds: float) -> None:
+        """Wait until the subject changes, or for so many seconds. The caller holds the lock."""
+        own = threading.Condition(self.lock)
+        waiting = self._waiting.setdefault(subject, set())
+        waiting.add(own)
+        own.wait(seconds)
+        waiting.discard(own)
+
+    def wake(self, subjects: Iterable[str]) -> None:
+        """Wake the calls that wait for these subjects, and those that wait for any change."""
+        with self.lock:
+            for subject in subjects:
+                for one in self._waiting.get(subject, ()):
+                    one.notify()
+            self.changed.notify_all()
+
+    def wake_all(self) -> None:
+        self.wake(self._waiting)
+
+
+@dataclass
+class _StoreError:
+    why: str
+    since: float
+    tried: float  # time of its last failure
+    told: float  # time at which it was last printed
+
+
+class StoreErrors:
+    """Operations of one exchange that fail. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._found: dict[Hashable, _StoreError] = {}
+
+    def failed(self, operation: Hashable, why: str) -> None:
+        """Note that an operation has failed and will be retried. Prints its failures at intervals."""
+        with self._lock:
+            now, known = time.monotonic(), self._found.get(operation)
+            if known is None:
+                known = self._found[operation] = _StoreError(why, now, now, -LONGEST_PAUSE)
+            is_due = why != known.why or now - known.told >= LONGEST_PAUSE
+            known.why, known.tried = why, now
+            if is_due:
+                known.told = now
+        if is_due:
+            print(f"{EXCHANGE}: {why}; retrying", file=sys.stderr, flush=True)
+
+    def over(self, operation: Hashable) -> None:
+        """Note that an operation has succeeded, or is not needed any more."""
+        with self._lock:
+            self._found.pop(operation, None)
+
+    def oldest(self) -> tuple[str, float] | None:
+        """Return the cause of the operation that has failed for longest, and its seconds; None if nothing fails."""
+        with self._lock:
+            now = time.monotonic()
+            self._found = {key: one for key, one in self._found.items() if now - one.tried < _FORGOTTEN}
+            first = min(self._found.values(), key=lambda one: one.since, default=None)
+            return None if first is None else (first.why, now - first.since)
 
 
 class CoordinatorRunner:
@@ -51,9 +141,13 @@ class CoordinatorRunner:
 
     def __init__(
         self,
+        run: str,
+        roster: Roster,
         rules: Rules,
         log: ContributionLog,
-        on_effect: OnEffect,
+        rounds: int,
+        on_effect: Callable[[e.Effect], None],
+        tell_refusal: Callable[[Refusal], None],
         goes_on: bool = False,
         tokens_a_step: Mapping[str, int] | None = None,
         magnitudes: MagnitudeSettings | None = None,
@@ -62,13 +156,22 @@ class CoordinatorRunner:
     ) -> None:
         """`on_effect` receives every effect in order, with the lock held. Without `magnitudes` every size is allowed.
 
-        `goes_on`: as in Coordinator; `trains_on`: as in magnitudes.bound.
+        `goes_on`: another process was this run's exchange a moment ago, and members may be there still. `trains_on`: as
+        in magnitudes.bound.
         """
-        self.log = log
+        self.run, self.roster, self.log, self.rounds, self.goes_on = run, roster, log, rounds, goes_on
+        self.refusals = Refusals(tell_refusal)
+        self.changes = NO_CHANGES  # keys that were changed when the run resumed
+        self.begun_after = 0  # last decided round when this exchange began the run
+        self.names: frozenset[str] = frozenset()  # names of all parameters, once the run has begun
         self.notifier = Notifier()
         self.failure: str | None = None
         self.store_errors = StoreErrors()
         incarnations = {slot: incarnation for slot, incarnation in log.incarnations().items() if slot in rules.slots}
+        self._incarnations_before = {slot: incarnation for slot, incarnation in incarnations.items() if incarnation}
+        self._hearing = threading.Lock()
+        """A lock of its own, because with the other each frame of a member would wait for all other members."""
+        self._heard: dict[str, float] = {}
         self.coordinator = Coordinator(rules, clock(), incarnations, goes_on)
         self._clock, self._on_effect = clock, on_effect
         self._tokens_a_step, self._magnitudes, self._trains_on = tokens_a_step or {}, magnitudes, trains_on
@@ -76,16 +179,14 @@ class CoordinatorRunner:
         """Leaves out contributions of a record, sets weights and adds commitments, before it is written."""
         self.limits: ContributionLimits | None = None
         """Limits that follow from the configuration, once the run has begun."""
-        self._welcomed: dict[str, tuple[str, int]] = {}
-        """Slot -> the process that took it last, and its incarnation."""
+        self._welcomed: dict[str, tuple[str, int]] = {}  # slot -> the process that took it last, and its incarnation
         self._assigned: dict[tuple[str, int], e.Assign] = {}
         self._suspended: dict[tuple[str, int], e.Suspend] = {}
         self._records: dict[int, RoundRecord] = {}
         self._ended = False
         self._writing = threading.Lock()
         self._halted = False
-        self._written = 0
-        """Round of the last record that was written here. The coordinator hears of it a moment later."""
+        self._written = 0  # Round of the last record that was written here. The coordinator hears of it a moment later.
         self._timer: threading.Thread | None = None
         self._sleeps_until = math.inf
 
@@ -93,6 +194,74 @@ class CoordinatorRunner:
     def changed(self) -> threading.Condition:
         """The lock of all state, notified at every change."""
         return self.notifier.changed
+
+    # ---- what every request is checked for ----
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the first round of the run is open, or was."""
+        return self.coordinator.rounds is not None
+
+    def wait_until_begun(self, is_asked: IsAsked = always) -> None:
+        """Wait until all members have joined and the run begins."""
+        self.wait_until(lambda: self.has_begun, is_asked, subject=EVERYBODY)
+
+    def require_begun(self, member: str, is_asked: IsAsked = always) -> None:
+        """Raise Refused if the run has not begun. An exchange that takes over from another lets members wait."""
+        if self.goes_on:
+            self.wait_until_begun(is_asked)
+        if not self.has_begun:
+            raise self.refused(member, "the run has not started: some members have not joined")
+
+    def expect_member(self, member: str) -> None:
+        """Raise Refused for a name that is no member's."""
+        if member not in self.roster.members:
+            raise self.refused(member, "is not a member of this run", Kind.FORBIDDEN)
+
+    def incarnation(self, caller: Caller) -> int:
+        """Return the caller's incarnation: the one it names, else the current one of its slot."""
+        self.expect_member(caller.name)
+        return self.coordinator.slots[caller.name].incarnation if caller.incarnation is None else caller.incarnation
+
+    def group_of(self, member: str) -> Sequence[str]:
+        """Return the slots of a member's replica, in the order of stages."""
+        return self.coordinator.rules.slots_of(self.roster.members[member])
+
+    def neighbours(self, member: str) -> tuple[str, str]:
+        """Return the slots before and after a member's; empty where there is none."""
+        slots = ["", *self.group_of(member), ""]
+        index = slots.index(member)
+        return slots[index - 1], slots[index + 1]
+
+    def refused(self, sender: str, reason: str, kind: Kind = Kind.UNEXPECTED) -> Refused:
+        """Count a refusal, and return the error to raise."""
+        self.refusals.add(sender, reason, kind)
+        return Refused(f"{sender}: {reason}")
+
+    def heard(self, member: str, incarnation: int | None = None) -> None:
+        """Note a sign of life of a member, and the incarnation that it says it has.
+
+        A member from before this exchange started shows that the run is under way: its slots are presumed held.
+        """
+        if member not in self.roster.members:
+            return
+        with self._hearing:
+            self._heard[member] = time.monotonic()
+        if self.goes_on or self.has_begun or incarnation is None:
+            return
+        if incarnation != self._incarnations_before.get(member):
+            return
+        with self.changed:
+            if incarnation == self.coordinator.slots[member].incarnation and not self.goes_on and not self.has_begun:
+                self.goes_on = True
+                self.coordinator.assume_present(self._clock())
+                self.notifier.wake_all()
+
+    @property
+    def last_heard(self) -> Mapping[str, float]:
+        """Member -> time of its last sign of life, by the monotonic clock."""
+        with self._hearing:
+            return dict(self._heard)
 
     # ---- events and effects ----
 
@@ -107,19 +276,14 @@ class CoordinatorRunner:
                 todo.extend(self._step(follows))
         return answers
 
-    def assume_present(self) -> None:
-        """Take the holders of slots under an earlier coordinator as present (Coordinator.assume_present)."""
-        with self.changed:
-            self.coordinator.assume_present(self._clock())
-            self.notifier.wake_all()
-
     def _step(self, event: e.Event) -> list[e.Effect]:
         with self.changed:
             effects = self.coordinator.step(event, self._clock())
             for effect in effects:
-                if not self._is_known(effect):
-                    self._note(effect)
-                    self._on_effect(effect)
+                if isinstance(effect, e.Suspend) and self._suspended.get((effect.slot, effect.incarnation)) == effect:
+                    continue  # the member was told this already, and has not acted on it yet
+                self._note(effect)
+                self._on_effect(effect)
             self._wake(event, effects)
             return effects
 
@@ -132,14 +296,10 @@ class CoordinatorRunner:
         if (deadline := self.coordinator.deadline()) is not None and deadline < self._sleeps_until:
             self.notifier.wake([CLOCK])
 
-    def _is_known(self, effect: e.Effect) -> bool:
-        """Return whether a member was told this already, and has not acted on it yet."""
-        return isinstance(effect, e.Suspend) and self._suspended.get((effect.slot, effect.incarnation)) == effect
-
     def _note(self, effect: e.Effect) -> None:
         """Keep what calls wait for."""
         match effect:
-            case e.Welcome(slot, process, incarnation):
+            case e.Welcome(slot, incarnation, process):
                 self._welcomed[slot] = process, incarnation
             case e.Assign(slot, incarnation):
                 self._suspended.pop((slot, incarnation), None)
@@ -156,40 +316,35 @@ class CoordinatorRunner:
         """Carry out an effect in the store, and return the event that follows. Called without the lock."""
         match effect:
             case e.ClaimSlot(slot, incarnation, process):
-                return self._claim(slot, incarnation, process)
+                try:
+                    is_first = self.log.claim_incarnation(slot, incarnation)
+                except (HeteroPPError, OSError) as error:
+                    self.store_errors.failed(("claim", slot), str(error))
+                    return e.NotClaimed(slot)
+                self.store_errors.over(("claim", slot))
+                return e.Claimed(slot, incarnation, process, is_first)
             case e.LookUp(slot):
-                return self._look_up(slot)
+                with contextlib.suppress(HeteroPPError, OSError):
+                    return e.Noted(slot, self.log.incarnations().get(slot, 0))
             case e.Write(record):
                 return self._write(record)
             case e.Look(round_):
-                return self._look(round_)
+                with contextlib.suppress(HeteroPPError, OSError):
+                    return self._recorded(self.log.read_record(round_))
         return None
 
-    def _claim(self, slot: str, incarnation: int, process: str) -> e.Event:
-        operation = ("claim", slot)
+    def _write(self, record: RoundRecord) -> e.Event:
         try:
-            is_first = self.log.claim_incarnation(slot, incarnation)
-        except (HeteroPPError, OSError) as error:
-            self.store_errors.failed(operation, str(error))
-            return e.NotClaimed(slot)
-        self.store_errors.over(operation)
-        return e.Claimed(slot, incarnation, process, is_first)
-
-    def _look_up(self, slot: str) -> e.Event | None:
-        with contextlib.suppress(HeteroPPError, OSError):
-            return e.Noted(slot, self.log.incarnations().get(slot, 0))
-        return None
-
-    def _write(self, record: e.Record) -> e.Event:
-        try:
-            message = _message_of(record, self._tokens_a_step)
-            self.decide_by_audits(message)
+            for one in record.contributions:
+                one.tokens = one.steps * self._tokens_a_step.get(one.replica, 0)
+                one.digest = contribution_digest(one.blobs)
+            self.decide_by_audits(record)
             if self._magnitudes is not None:
-                bound(message, self._before(record.round), self._magnitudes, self._trains_on, self.limits)
+                bound(record, self._before(record.round), self._magnitudes, self._trains_on, self.limits)
             with self._writing:
                 if self._halted:
                     return e.NotRecorded(record.round)
-                kept = self.log.create_record(message)
+                kept = self.log.create_record(record)
                 self._written = kept.round
         except (HeteroPPError, OSError) as error:
             self.store_errors.failed(("record", record.round), str(error))
@@ -205,22 +360,13 @@ class CoordinatorRunner:
                     self._records[earlier] = record
                 yield record
 
-    def _look(self, round_: int) -> e.Event | None:
-        with contextlib.suppress(HeteroPPError, OSError):
-            return self._recorded(self.log.read_record(round_))
-        return None
-
     def _recorded(self, kept: RoundRecord) -> e.Event:
         self.store_errors.over(("record", kept.round))
         with self.changed:
             self._records[kept.round] = kept
             wanted = {*remembered_before(kept.round + 1), kept.round}
             self._records = {round_: one for round_, one in self._records.items() if round_ in wanted}
-        return e.Recorded(_record_of(kept))
-
-    def kept(self, round_: int) -> RoundRecord:
-        """Return the record of a round that was closed a moment ago."""
-        return self._records[round_]
+        return e.Recorded(kept)
 
     def retry(self, do: Callable[[], T]) -> T:
         """Do what needs the store, and retry while the store cannot be reached. Raises RunFailed."""
@@ -268,10 +414,6 @@ class CoordinatorRunner:
             self.require_alive()
             if not is_asked() and not condition():
                 raise AskAgain("the caller disconnected, or has waited for the longest time of a call")
-
-    def wake(self, slot: str) -> None:
-        """Wake the waiting calls of a slot, because their caller may be gone."""
-        self.notifier.wake([slot])
 
     def wait_for_incarnation(self, slot: str, process: str, is_asked: IsAsked = always) -> int:
         """Wait until an applicant holds a slot; return its incarnation. Raises Refused if another has applied since."""
@@ -325,8 +467,8 @@ class CoordinatorRunner:
 
     def elapsed(self, round_: int) -> float:
         """Return the seconds since a round opened; 0 if it is not the open one."""
-        opened_at = self.coordinator.opened_at(round_)
-        return 0.0 if opened_at is None else self._clock() - opened_at
+        opened = self.coordinator.open
+        return 0.0 if opened is None or opened.number != round_ else self._clock() - opened.opened_at
 
     def suspension(self, slot: str, incarnation: int) -> e.Suspend | None:
         """Return the order to return to the start of the round, if the member has not asked for work since."""
@@ -384,29 +526,3 @@ class CoordinatorRunner:
                 self.tell(e.Woke())
             elif due:
                 self.tell(e.Tick())
-
-
-def _message_of(record: e.Record, tokens_a_step: Mapping[str, int]) -> RoundRecord:
-    """Return the message of a record, without its digest. `tokens_a_step`: replica -> tokens, where known."""
-    message = RoundRecord(round=record.round, late=record.late)
-    for one in record.contributions:
-        blobs = [cast(BlobEntry, entry) for entry in one.blobs.values()]
-        message.contributions.add(
-            replica=one.replica,
-            generation=one.generation,
-            weight=one.weight,
-            steps=one.steps,
-            tokens=one.steps * tokens_a_step.get(one.replica, 0),
-            digest=contribution_digest(blobs),
-            blobs=blobs,
-        )
-    return message
-
-
-def _record_of(message: RoundRecord) -> e.Record:
-    """Return the record that the rules take from a message."""
-    included = []
-    for one in message.contributions:
-        blobs = {blob.block: blob for blob in one.blobs}
-        included.append(e.Contribution(one.replica, one.generation, one.steps, one.weight, blobs, scale_of(one)))
-    return e.Record(message.round, tuple(included), tuple(message.late), tuple(message.left_out))
