@@ -192,7 +192,7 @@ def validate(runs: Path, run: str, pass_: Path | None, device: str, name: str | 
 
 
 def _has_changed_under(runs: Path, run: str, pass_: Path | None, device: str, name: str | None) -> bool:
-    """Follow a run as `validate` does; return whether it has to be followed anew, because it has resumed otherwise."""
+    """Follow a run; return whether it has to be followed anew, because it has resumed otherwise."""
     folder = None if folder_of(run) is None else run_folder(runs, run)
     spec, log = open_run(runs, run)
     audit, title = spec.config.audit, spec.config.name
