@@ -15,11 +15,7 @@ SECONDS = 5.0
 """Seconds for all checks together, once the program is loaded."""
 STANDARD_OUTPUT = Path("-")
 
-_STYLES = {
-    FindingState.OK: "green",
-    FindingState.WARN: "yellow",
-    FindingState.FAIL: "bold red",
-}
+_STYLES = {FindingState.OK: "green", FindingState.WARN: "yellow", FindingState.FAIL: "bold red"}
 _NAME_WIDTH = 12
 
 

@@ -89,19 +89,9 @@ def simulate(
     config: ConfigPath,
     json_path: JsonPath = None,
     timeline: Annotated[
-        Path | None,
-        typer.Option(
-            callback=new_file,
-            help="Write a trace for ui.perfetto.dev to this file.",
-        ),
+        Path | None, typer.Option(callback=new_file, help="Write a trace for ui.perfetto.dev to this file.")
     ] = None,
-    chart: Annotated[
-        Path | None,
-        typer.Option(
-            callback=new_file,
-            help="Draw a picture of the round (.png).",
-        ),
-    ] = None,
+    chart: Annotated[Path | None, typer.Option(callback=new_file, help="Draw a picture of the round (.png).")] = None,
     sweep: Annotated[
         str | None,
         typer.Option(
@@ -150,11 +140,7 @@ def plan(
     ] = None,
     json_path: JsonPath = None,
     write: Annotated[
-        Path | None,
-        typer.Option(
-            callback=new_file,
-            help="Write the YAML to this file; by default <CONFIG>.plan.yaml.",
-        ),
+        Path | None, typer.Option(callback=new_file, help="Write the YAML to this file; by default <CONFIG>.plan.yaml.")
     ] = None,
     measured: Annotated[
         Path | None,
@@ -172,11 +158,7 @@ def plan(
 def calibrate(
     config: ConfigPath,
     write: Annotated[
-        Path | None,
-        typer.Option(
-            callback=new_file,
-            help="Write the costs to this file, for `simulate --calibration`.",
-        ),
+        Path | None, typer.Option(callback=new_file, help="Write the costs to this file, for `simulate --calibration`.")
     ] = None,
     overrides: Overrides = [],  # noqa: B006 (typer copies it)
 ) -> None:

@@ -72,20 +72,12 @@ def reproduce(
     ] = "auto",
     compiles: Annotated[bool, typer.Option("--compile/--no-compile", help="Use torch.compile where it works.")] = True,
     runs: RunsFolder = Path("runs"),
-    results: Annotated[
-        Path,
-        typer.Option(
-            callback=folder,
-            help="Write the tables to this folder.",
-        ),
-    ] = Path("benchmarks/results"),
+    results: Annotated[Path, typer.Option(callback=folder, help="Write the tables to this folder.")] = Path(
+        "benchmarks/results"
+    ),
     experiments: Annotated[Path, typer.Option(help="Read experiments from this folder.")] = Path("configs/experiments"),
     docs: Annotated[
-        Path | None,
-        typer.Option(
-            callback=new_file,
-            help="Write an overview of all results to this file.",
-        ),
+        Path | None, typer.Option(callback=new_file, help="Write an overview of all results to this file.")
     ] = None,
 ) -> None:
     """Train the rows of a paper's tables; write the tables with the paper's numbers beside ours, and verdicts.
@@ -228,11 +220,7 @@ def validate(
 
 
 @audit.command()
-def scores(
-    run: RunOrLog,
-    json_path: JsonPath = None,
-    runs: RunsFolder = Path("runs"),
-) -> None:
+def scores(run: RunOrLog, json_path: JsonPath = None, runs: RunsFolder = Path("runs")) -> None:
     """Show the scores of a run's replicas, and which of them are excluded and why (docs/audit.md)."""
     with readable_errors():
         from hetero_pp.program.audits import print_scores
@@ -288,11 +276,7 @@ def view(
 
 
 @log.command()
-def volume(
-    run: RunOrLog,
-    json_path: JsonPath = None,
-    runs: RunsFolder = Path("runs"),
-) -> None:
+def volume(run: RunOrLog, json_path: JsonPath = None, runs: RunsFolder = Path("runs")) -> None:
     """Measure the bytes that a run's contributions would take with each collective: all-gather, or a ring."""
     with readable_errors():
         from hetero_pp.program.run_log import print_volume
