@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -15,8 +14,6 @@ from typer.testing import CliRunner
 
 import hetero_pp
 from hetero_pp.config.yaml_file import ConfigFile
-from hetero_pp.program.check.command import find
-from hetero_pp.program.check.findings import FindingState
 from hetero_pp.program.cli import app
 
 GOOD = """\
@@ -157,22 +154,6 @@ def test_good_input_is_good(tmp_path: Path, corpus: Path) -> None:
     assert _invoke(GOOD, tmp_path, corpus)[:2] == (0, "")
 
 
-@pytest.mark.parametrize("where", ["exchange", "stage"])
-def test_a_busy_port(where: str, tmp_path: Path, corpus: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-        if where == "exchange":
-            text, key = GOOD + f"exchange: {{listen: '{address}'}}\n", "exchange.listen"
-        else:
-            stages = f"stages: [{{layers: 2}}, {{layers: 2, listen: '{address}'}}]"
-            text, key = GOOD.replace("stages: 4", stages), "replicas[1].stages[1].listen"
-        path = tmp_path / "t.yaml"
-        path.write_text(text.replace("CORPUS", str(corpus)))
-        found = find(str(path), tmp_path / "runs", None, 60.0)["ports"]
-    assert found.state is FindingState.FAIL
-    assert re.match(rf"{path}:\d+: {re.escape(key)}: found `{address}`, expected a free port ", found.line), found.line
-
-
 @pytest.mark.parametrize("steps", [2, 50])
 def test_gradients_averaged_after_many_steps_are_refused(steps: int, tmp_path: Path, corpus: Path) -> None:
     path = tmp_path / "run.yaml"
@@ -276,7 +257,9 @@ def test_changes_on_the_command_line_count(tmp_path: Path, corpus: Path) -> None
 def _options() -> Iterator[tuple[str, str, str, list[str]]]:
     """Yield each option of each command that takes a path or a format, and what it takes."""
     program: Any = get_command(app)
-    commands = {(name,): command for name, command in program.commands.items() if name not in ("log", "audit")}
+    commands: dict[tuple[str, ...], Any] = {
+        (name,): command for name, command in program.commands.items() if name not in ("log", "audit")
+    }
     for group in ("log", "audit"):
         commands |= {(group, name): command for name, command in program.commands[group].commands.items()}
     for name, command in commands.items():

@@ -268,12 +268,14 @@ def test_too_few_open_files(write: Callable[..., Path], monkeypatch: pytest.Monk
 def test_a_port_in_use(write: Callable[..., Path]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
+        stages = f'[{{layers: 1}}, {{layers: 1, listen: "{address}"}}]'
+        of_stage = check(write(("{count: 2, line: dsl}", stages)))["ports"]
         path = write(("PORT", address.rpartition(":")[2]))
         found = check(path)["ports"]
-    assert (found.state, found.line.startswith(f"{path}:5: exchange.listen: found `{address}`")) == (
-        FindingState.FAIL,
-        True,
-    )
+    told = f"found `{address}`, expected a free port"
+    assert (found.state, of_stage.state) == (FindingState.FAIL, FindingState.FAIL)
+    assert found.line.startswith(f"{path}:5: exchange.listen: {told}")
+    assert of_stage.line.startswith(f"{path}:9: replicas[1].stages[1].listen: {told}")
     assert check(path)["ports"] == ok(f"{address} (free)")
 
 

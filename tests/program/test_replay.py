@@ -215,7 +215,7 @@ def test_every_command_takes_the_name_of_a_run_or_its_folder(
     shutil.copytree(finished, tmp_path / "elsewhere" / "other")
     more = {"export": ["--to", "hf"], "revoke": ["dc"], "view": ["--export", "page.html"]}
     program: Any = typer.main.get_command(app)
-    found_in = {(name,): one for name, one in program.commands.items()}
+    found_in: dict[tuple[str, ...], Any] = {(name,): one for name, one in program.commands.items()}
     for group in ("log", "audit"):
         found_in |= {(group, name): one for name, one in program.commands[group].commands.items()}
     commands = {

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from hetero_pp.config.alike import alike, lines_alike, links_alike, range_of, table_rows
 from hetero_pp.config.lines import DIRECTIONS, EXCHANGE, WAYS, Direction, Way, exchange_link_name, stage_link_name
-from hetero_pp.config.spec import MemberSpec, RunSpec
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.units import format_bits_per_second, format_bytes, format_count, format_ratio, format_seconds
@@ -23,7 +23,6 @@ from hetero_pp.program.launch.inputs import Prepared
 from hetero_pp.program.report.output import say, standard_output, tell
 from hetero_pp.program.report.tables import PlainTable, format_bandwidth, spanned
 from hetero_pp.program.show_prediction import print_assumption, print_exchange, print_waiting
-from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.simulator.costs import assumed_in
 from hetero_pp.simulator.disk import OF_THE_ROUND, disk_bytes, disk_files, space_on_disk
 from hetero_pp.simulator.exchange_load import exchange_load
@@ -84,7 +83,9 @@ def _print_run(console: Console, told: str, prepared: Prepared) -> None:
             tell(console, note)
     for (what, chosen), names in _engines_and_boundaries(spec).items():
         say(console, f"{what} of {', '.join(names)}: {chosen}.")
-    kept = f"density {format_ratio(compression.density)}, {_values_of(compression)}"
+    signs = "signs and one magnitude per chunk"
+    values = signs if compression.quantiser == "signs" else f"{format_count(compression.value_bits, 'bit')} per value"
+    kept = f"density {format_ratio(compression.density)}, {values}"
     size = format_bytes(max(sum(blobs.values()) for blobs in blob_sizes(spec).values()))
     say(console, f"Contributions: {kept}, about {size} per replica and round.")
     say(console, _on_disk(spec))
@@ -100,11 +101,6 @@ def _on_disk(spec: RunSpec) -> str:
     parts = ", ".join(f"{purpose} {format_bytes(size)}" for purpose, size in sizes.items() if size >= 1)
     whole = f"{format_bytes(sum(space.values()))} in blocks of the file system"
     return f"Disk: the run leaves about {files:,} files and {format_bytes(sum(sizes.values()))} ({parts}); {whole}."
-
-
-def _values_of(compression: CompressionSettings) -> str:
-    signs = "signs and one magnitude per chunk"
-    return signs if compression.quantiser == "signs" else f"{format_count(compression.value_bits, 'bit')} per value"
 
 
 def _engines_and_boundaries(spec: RunSpec) -> dict[tuple[str, str], list[str]]:
@@ -148,35 +144,25 @@ def _members_table(spec: RunSpec) -> PlainTable:
     table = PlainTable(["member", "kind", "owns"], ["parameters", "micro-batches"])
     for replicas in table_rows(spec):
         for same in zip(*(replica.members for replica in replicas), strict=True):
-            members = [spec.members[name] for name in same]
-            kinds, owned, batches = (dict.fromkeys(map(shown, members)) for shown in (_kind, _owns, _batches))
-            counts = [_count({name: spec.parameter_shapes[name] for name in member.owned}) for member in members]
+            kinds, owned, batches, counts = list[str](), list[str](), list[str](), list[int]()
+            for member in (spec.members[name] for name in same):
+                stage, replica = member.stage, member.replica
+                if stage is None:
+                    kinds.append("datacenter")
+                    owned.append("whole model")
+                else:
+                    layers = stage.layers
+                    last = "" if len(layers) == 1 else f"-{layers.stop - 1}"
+                    owns = f"layer{'s' if last else ''} {layers.start}{last}"
+                    ends = ("embedding, " if stage.is_first else "", ", head" if stage.is_last else "")
+                    kinds.append(f"stage {stage.index + 1}/{stage.count}")
+                    owned.append(f"{ends[0]}{owns}{ends[1]}")
+                batches.append(f"{replica.micro_batches} x {replica.batch_size // replica.micro_batches}")
+                counts.append(_count({name: spec.parameter_shapes[name] for name in member.owned}))
             parameters = spanned(counts, lambda count: f"{count:,.0f}")
-            table.add_row(
-                range_of(same), *(range_of(list(one)) for one in (kinds, owned)), parameters, range_of([*batches])
-            )
+            kind, owns, batch = (range_of(list(dict.fromkeys(cells))) for cells in (kinds, owned, batches))
+            table.add_row(range_of(same), kind, owns, parameters, batch)
     return table
-
-
-def _kind(member: MemberSpec) -> str:
-    stage = member.stage
-    return "datacenter" if stage is None else f"stage {stage.index + 1}/{stage.count}"
-
-
-def _owns(member: MemberSpec) -> str:
-    stage = member.stage
-    if stage is None:
-        return "whole model"
-    return ("embedding, " if stage.is_first else "") + _layers(stage.layers) + (", head" if stage.is_last else "")
-
-
-def _batches(member: MemberSpec) -> str:
-    replica = member.replica
-    return f"{replica.micro_batches} x {replica.batch_size // replica.micro_batches}"
-
-
-def _layers(layers: range) -> str:
-    return f"layer {layers.start}" if len(layers) == 1 else f"layers {layers.start}-{layers.stop - 1}"
 
 
 _LOADS = ("bandwidth", "latency", "a step", "a round", "takes")

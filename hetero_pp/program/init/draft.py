@@ -61,7 +61,8 @@ def draft(answers: Answers, hardware: str | None) -> Draft:
     data = _data(answers.text)
     vocabulary = load_tokenizer(DataSettings.model_validate(data)).vocabulary
     machines, line = answers.machines, answers.line
-    model = model_of(answers.model, vocabulary, _stages_wanted(machines))
+    # A group of that many homes needs as many layers.
+    model = model_of(answers.model, vocabulary, stages_of(machines.homes, machines.homes) if machines.homes else 1)
     shape = ModelSettings.model_validate(model).resolve(vocabulary)
     is_small = (parameters := parameters_of(shape)) < _SMALL_MODEL
     sections: dict[str, Any] = {
@@ -79,7 +80,9 @@ def draft(answers: Answers, hardware: str | None) -> Draft:
         sections["lines"] = {"home": {"up": f"{line.up:g} Mbit/s", "down": f"{line.down:g} Mbit/s", "latency": "15 ms"}}
     boundary = _planned(sections, vocabulary)
     prediction = _fitted(sections, answers, vocabulary)
-    return Draft(sections, parameters, boundary, _in_words(sections["simulate"]), prediction)
+    machine = sections["simulate"]["machine"]
+    told = "the cores of this machine" if machine == "here" else f"`{machine}` for each member"
+    return Draft(sections, parameters, boundary, told, prediction)
 
 
 def _replicas(machines: Machines, layers: int) -> list[dict[str, Any]]:
@@ -111,11 +114,6 @@ def stages_of(homes: int, layers: int) -> int:
     return max(small or [count for count in divisors if count <= layers])
 
 
-def _stages_wanted(machines: Machines) -> int:
-    """Return the layers that the largest group needs."""
-    return stages_of(machines.homes, machines.homes) if machines.homes else 1
-
-
 def _data(text: str) -> dict[str, Any]:
     """Return the `data` section. A small text has a larger share for validation."""
     found: dict[str, Any] = {"corpus": text}
@@ -144,11 +142,6 @@ def _simulated(machines: Machines, hardware: str | None) -> dict[str, Any]:
         "memory_bandwidth": f"{cores * core.memory_bandwidth / 8e9:g} GB/s",
     }
     return {"machine": "here", "hardware": {"here": here}}
-
-
-def _in_words(simulate: dict[str, Any]) -> str:
-    machine = simulate["machine"]
-    return "the cores of this machine" if machine == "here" else f"`{machine}` for each member"
 
 
 def _config(sections: dict[str, Any]) -> RunConfig:
@@ -212,25 +205,22 @@ def model_of(size: str | float, vocabulary: int, layers: int) -> dict[str, str |
     """
     if isinstance(size, str):
         return {"preset": size}
-    widths = range(_LEAST_WIDTH, _MOST_WIDTH + 1, _HEAD_WIDTH)
-    return min((_model(width, layers) for width in widths), key=lambda one: _distance(one, size, vocabulary))
+    found, least = dict[str, str | int](), math.inf
+    for width in range(_LEAST_WIDTH, _MOST_WIDTH + 1, _HEAD_WIDTH):
+        model: dict[str, str | int] = {
+            "width": width,
+            "layers": max(_FEWEST_LAYERS, layers, round(width / _LAYER_WIDTH)),
+            "heads": max(2, width // _HEAD_WIDTH),
+            "feed_forward": _HEAD_WIDTH * round(_FEED_FORWARD * width / _HEAD_WIDTH),
+        }
+        shape = ModelSettings.model_validate(model).resolve(vocabulary)
+        distance = abs(math.log(parameters_of(shape) / size))
+        if distance < least:
+            found, least = model, distance
+    return found
 
 
 def parameters_of(shape: ModelShape) -> int:
     """Return the number of parameters of a model."""
     layer = shape.attention_numbers + 3 * shape.width * shape.feed_forward + 2 * shape.width
     return shape.layers * layer + shape.width + 2 * shape.vocabulary * shape.width
-
-
-def _distance(model: dict[str, str | int], size: float, vocabulary: int) -> float:
-    shape = ModelSettings.model_validate(model).resolve(vocabulary)
-    return abs(math.log(parameters_of(shape) / size))
-
-
-def _model(width: int, layers: int) -> dict[str, str | int]:
-    return {
-        "width": width,
-        "layers": max(_FEWEST_LAYERS, layers, round(width / _LAYER_WIDTH)),
-        "heads": max(2, width // _HEAD_WIDTH),
-        "feed_forward": _HEAD_WIDTH * round(_FEED_FORWARD * width / _HEAD_WIDTH),
-    }
