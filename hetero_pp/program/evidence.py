@@ -6,8 +6,6 @@ import hashlib
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -30,7 +28,6 @@ from hetero_pp.program.report.output import announce
 from hetero_pp.program.run_log import open_run
 from hetero_pp.store.opening import folder_of, open_store
 from hetero_pp.store.store import Store
-from replica_groups.audit.recompute.compare import Comparison
 from replica_groups.audit.recompute.evidence import MOST_OF_JSON, Evidence, read_bounded, read_evidence, read_record
 from replica_groups.audit.recompute.recomputation import Recomputation
 from replica_groups.exchange.log import ContributionLog
@@ -41,25 +38,124 @@ from replica_groups.rounds.draws import drawn, leads_to
 
 
 def verify(evidence: str, log: str | None, corpus: str | None, tolerance: float | None) -> None:
-    """Check evidence, print one line for each check, and then the verdict.
+    """Check evidence, print one line for each check that holds, and then the verdict.
 
     `evidence`: a folder, or RUN/evidence/NAME. `log`: the run's log, if the folder is not in it. `corpus`: the run's
     text, if it is elsewhere on this machine. `tolerance`: another one than the evidence names.
 
-    Raises ConfigError for what is no evidence, HeteroPPError if the evidence does not prove its finding.
+    Raises ConfigError for what is no evidence, DamagedFile or HeteroPPError if the evidence does not prove its finding.
     """
     with _opened(evidence, log) as (folder, run_log):
-        check = _Check(folder, run_log, corpus, tolerance)
-        for line in check.lines():
-            announce(line)
-        found = check.recomputed()
+        claim = read_evidence(folder)
+        for name, digest in claim.files.items():
+            path = folder / name
+            if path.is_symlink() or not path.is_file() or file_sha256(path) != digest:
+                raise DamagedFile(f"{path}: does not have the digest that {folder.name} names")
+        announce(f"files: {len(claim.files)} files have their digests")
+
+        record = read_record(folder)
+        if run_log.read_record(record.round).sha256 != record.sha256:
+            raise HeteroPPError(f"{folder}: its record is not that of round {record.round} of the log")
+        announce(f"record: it is that of round {record.round} of the log")
+
+        entries = [one for one in record.contributions if one.replica == claim.replica]
+        if len(entries) != 1 or record.round != claim.round or not entries[0].commitments:
+            raise DamagedFile(f"{folder}: its record has no contribution of {claim.replica} to check")
+        [entry] = entries
+        spec = _spec(folder, claim, corpus)
+        recomputes = spec.config.audit.recompute or RecomputeSettings()
+        first = _require_drawn(folder, run_log, claim, entry, record, spec)
+        announce(f"draw: {entry.replica} was drawn by the record and a secret of the chain from round {first} on")
+
+        for one in entry.commitments:
+            if one.member not in spec.members:
+                raise HeteroPPError(f"{folder}: found a commitment of `{one.member[:80]}`, which is no member")
+            path, names = folder / one.member, {BEFORE, MESSAGES} if one.messages else {BEFORE}
+            # A file without a digest in the evidence may be a link, or a pipe without an end.
+            if missing := {f"{one.member}/{name}" for name in names} - claim.files.keys():
+                raise DamagedFile(f"{folder / MANIFEST}: found no digest of {', '.join(sorted(missing))}")
+            if sha256_in(path / BEFORE) != one.before:
+                raise HeteroPPError(f"{path / BEFORE} is not the checkpoint that {one.member} committed to")
+            if one.messages and messages_sha256((path / MESSAGES).read_bytes()) != one.messages:
+                raise HeteroPPError(f"{path / MESSAGES} is not what {one.member} committed to")
+        announce(f"commitments: {len(entry.commitments)} checkpoints are those that the record names")
+
+        blobs: dict[str, bytes] = {}
+        for blob in entry.blobs:
+            path = folder / "contributed" / f"{blob.block}.blob"
+            blobs[blob.block] = read_bounded(path, blob.size)
+            if hashlib.sha256(blobs[blob.block]).digest() != blob.sha256:
+                raise HeteroPPError(f"{path} is not what the record names")
+        announce(f"contribution: {len(entry.blobs)} blobs are those that the record names")
+
+        before = _before(spec, run_log, claim.round)
+        hashes = {name: parameter_sha256(tensor) for name, tensor in before.parameters.items()}
+        if parameters_sha256(hashes).hex() != claim.theta_sha256:
+            raise HeteroPPError(f"{folder}: the log gives other parameters before round {claim.round}")
+        announce(f"theta: the log gives the parameters before round {claim.round}")
+
+        settings = recomputes.model_copy(update={"tolerance": claim.tolerance if tolerance is None else tolerance})
+        with tempfile.TemporaryDirectory(prefix="hetero-pp-tokens-") as cache:
+            source = open_source(spec.config.data, Path(cache))
+            again = Recomputation(spec, settings, run_log, source)
+            found = again.again(entry, claim.round, before, blobs, folder)[0]
         announce(f"recomputed: {found.cause or 'the contribution is what its round gives'}")
-        own = check.evidence
         if found.is_equal:
-            equal = f"round {own.round} of {own.replica} is what it should be"
+            equal = f"round {claim.round} of {claim.replica} is what it should be"
             raise HeteroPPError(f"{evidence}: {equal}: nothing is proven")
-        who = found.member or own.replica
-        announce(f"proven: {who} computed something else in round {own.round} of {own.replica}")
+        who = found.member or claim.replica
+        announce(f"proven: {who} computed something else in round {claim.round} of {claim.replica}")
+
+
+def _spec(folder: Path, claim: Evidence, corpus: str | None) -> RunSpec:
+    """Return the run of the evidence, with its text at `corpus` if given. Raises DamagedFile for another run's."""
+    path = folder / "run.json"
+    known = parse_json(read_bounded(path, MOST_OF_JSON).decode(errors="replace"))
+    try:
+        config = RunConfig.model_validate(known["config"])
+        if corpus is not None:
+            config = config.model_copy(update={"data": config.data.model_copy(update={"corpus": corpus})})
+        spec = RunSpec(config, load_tokenizer(config.data).vocabulary, Changes.from_json(known["changes"]))
+    except (ValidationError, KeyError, TypeError) as error:
+        raise DamagedFile(f"{path} is no configuration ({type(error).__name__})") from None
+    if spec.run != claim.run:
+        raise DamagedFile(f"{path} is the configuration of another run")
+    return spec
+
+
+def _require_drawn(
+    folder: Path, log: ContributionLog, claim: Evidence, entry: ContributionEntry, record: RoundRecord, spec: RunSpec
+) -> int:
+    """Return the first round of the chain whose secret drew the replica. Raises HeteroPPError if none did."""
+    round_, store = record.round, log.store
+    try:
+        draw = parse_json(store.get(draw_key(round_)).decode(errors="replace"))
+        chain = parse_json(store.get(f"{DRAWS}/{draw['chain'][:16]}.json").decode(errors="replace"))
+        secret, end, first = bytes.fromhex(draw["secret"]), bytes.fromhex(chain["end"]), int(chain["first"])
+        replicas = [one.replica for one in record.contributions if one.commitments]
+        is_right = leads_to(secret, round_, first, end)
+        is_right &= entry.replica in drawn(secret, record.sha256, replicas, float(chain["share"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise DamagedFile(f"{store.url(draw_key(round_))} cannot be read ({type(error).__name__})") from None
+    recomputes = spec.config.audit.recompute or RecomputeSettings()
+    if chain.get("settings") != settings_sha256(spec) or claim.tolerance != recomputes.tolerance:
+        raise HeteroPPError(f"{folder / 'run.json'} has other settings than the run had in round {round_}")
+    if not is_right:
+        raise HeteroPPError(f"{folder}: {entry.replica} was not drawn by the secret of round {round_}")
+    return first
+
+
+def _before(spec: RunSpec, log: ContributionLog, round_: int) -> RunCheckpoint:
+    """Return theta before a round, from the log."""
+    checkpoints = [one for one in log.checkpoints() if one < round_]
+    if not checkpoints:
+        raise DamagedFile(f"{log.store.url()}: found no run checkpoint before round {round_}")
+    checkpoint = log.read_checkpoint(max(checkpoints))
+    follower = Follower(spec.run, checkpoint, round_optimizer(spec, checkpoint.basis))
+    for closed in range(checkpoint.round + 1, round_):
+        record = log.read_record(closed)
+        follower.apply(record, log.blobs_of(record))
+    return follower.checkpoint()
 
 
 @contextmanager
@@ -92,139 +188,3 @@ def _store_of(run: str) -> Store:
         return open_store(run)
     folder = RunFolder(path)
     return open_run(path.parent, path.name)[1].store if folder.config.is_file() else open_store(str(folder.log))
-
-
-@dataclass
-class _Check:
-    """Checks of one folder of evidence. Each raises DamagedFile or HeteroPPError if it does not hold."""
-
-    folder: Path
-    log: ContributionLog
-    corpus: str | None
-    tolerance: float | None
-
-    @cached_property
-    def evidence(self) -> Evidence:
-        return read_evidence(self.folder)
-
-    @cached_property
-    def record(self) -> RoundRecord:
-        return read_record(self.folder)
-
-    @cached_property
-    def entry(self) -> ContributionEntry:
-        found = [one for one in self.record.contributions if one.replica == self.evidence.replica]
-        if len(found) != 1 or self.record.round != self.evidence.round or not found[0].commitments:
-            raise DamagedFile(f"{self.folder}: its record has no contribution of {self.evidence.replica} to check")
-        return found[0]
-
-    @cached_property
-    def spec(self) -> RunSpec:
-        known = parse_json(read_bounded(self.folder / "run.json", MOST_OF_JSON).decode(errors="replace"))
-        try:
-            config = RunConfig.model_validate(known["config"])
-            if self.corpus is not None:
-                config = config.model_copy(update={"data": config.data.model_copy(update={"corpus": self.corpus})})
-            spec = RunSpec(config, load_tokenizer(config.data).vocabulary, Changes.from_json(known["changes"]))
-        except (ValidationError, KeyError, TypeError) as error:
-            raise DamagedFile(f"{self.folder / 'run.json'} is no configuration ({type(error).__name__})") from None
-        if spec.run != self.evidence.run:
-            raise DamagedFile(f"{self.folder / 'run.json'} is the configuration of another run")
-        return spec
-
-    @property
-    def _own(self) -> RecomputeSettings:
-        return self.spec.config.audit.recompute or RecomputeSettings()
-
-    def lines(self) -> Iterator[str]:
-        """Yield a line for each check that holds."""
-        yield self._files()
-        yield self._of_the_log()
-        yield self._draw()
-        yield self._commitments()
-        yield self._contribution()
-
-    def _files(self) -> str:
-        for name, digest in self.evidence.files.items():
-            path = self.folder / name
-            if path.is_symlink() or not path.is_file() or file_sha256(path) != digest:
-                raise DamagedFile(f"{path}: does not have the digest that {self.folder.name} names")
-        return f"files: {len(self.evidence.files)} files have their digests"
-
-    def _of_the_log(self) -> str:
-        if self.log.read_record(self.record.round).sha256 != self.record.sha256:
-            raise HeteroPPError(f"{self.folder}: its record is not that of round {self.record.round} of the log")
-        return f"record: it is that of round {self.record.round} of the log"
-
-    def _draw(self) -> str:
-        round_, store = self.record.round, self.log.store
-        try:
-            draw = parse_json(store.get(draw_key(round_)).decode(errors="replace"))
-            chain = parse_json(store.get(f"{DRAWS}/{draw['chain'][:16]}.json").decode(errors="replace"))
-            secret, end, first = bytes.fromhex(draw["secret"]), bytes.fromhex(chain["end"]), int(chain["first"])
-            replicas = [entry.replica for entry in self.record.contributions if entry.commitments]
-            is_right = leads_to(secret, round_, first, end)
-            is_right &= self.entry.replica in drawn(secret, self.record.sha256, replicas, float(chain["share"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise DamagedFile(f"{store.url(draw_key(round_))} cannot be read ({type(error).__name__})") from None
-        if chain.get("settings") != settings_sha256(self.spec) or self.evidence.tolerance != self._own.tolerance:
-            raise HeteroPPError(f"{self.folder / 'run.json'} has other settings than the run had in round {round_}")
-        if not is_right:
-            raise HeteroPPError(f"{self.folder}: {self.entry.replica} was not drawn by the secret of round {round_}")
-        return f"draw: {self.entry.replica} was drawn by the record and a secret of the chain from round {first} on"
-
-    def _commitments(self) -> str:
-        for one in self.entry.commitments:
-            if one.member not in self.spec.members:
-                raise HeteroPPError(f"{self.folder}: found a commitment of `{one.member[:80]}`, which is no member")
-            path = self.folder / one.member
-            self._require_listed(one.member, {BEFORE, MESSAGES} if one.messages else {BEFORE})
-            if sha256_in(path / BEFORE) != one.before:
-                raise HeteroPPError(f"{path / BEFORE} is not the checkpoint that {one.member} committed to")
-            if one.messages and messages_sha256((path / MESSAGES).read_bytes()) != one.messages:
-                raise HeteroPPError(f"{path / MESSAGES} is not what {one.member} committed to")
-        return f"commitments: {len(self.entry.commitments)} checkpoints are those that the record names"
-
-    def _require_listed(self, member: str, names: set[str]) -> None:
-        """Raise DamagedFile for a file without a digest in the evidence: it may be a link, or a pipe without an end."""
-        if missing := {f"{member}/{name}" for name in names} - self.evidence.files.keys():
-            raise DamagedFile(f"{self.folder / MANIFEST}: found no digest of {', '.join(sorted(missing))}")
-
-    def _contribution(self) -> str:
-        for blob in self.entry.blobs:
-            path = self.folder / "contributed" / f"{blob.block}.blob"
-            if hashlib.sha256(read_bounded(path, blob.size)).digest() != blob.sha256:
-                raise HeteroPPError(f"{path} is not what the record names")
-        return f"contribution: {len(self.entry.blobs)} blobs are those that the record names"
-
-    def _before(self) -> RunCheckpoint:
-        """Return theta before the round, from the log."""
-        number, checkpoints = (
-            self.evidence.round - 1,
-            [one for one in self.log.checkpoints() if one < self.evidence.round],
-        )
-        if not checkpoints:
-            raise DamagedFile(f"{self.log.store.url()}: found no run checkpoint before round {self.evidence.round}")
-        checkpoint = self.log.read_checkpoint(max(checkpoints))
-        follower = Follower(self.spec.run, checkpoint, round_optimizer(self.spec, checkpoint.basis))
-        for round_ in range(checkpoint.round + 1, number + 1):
-            record = self.log.read_record(round_)
-            follower.apply(record, self.log.blobs_of(record))
-        return follower.checkpoint()
-
-    def recomputed(self) -> Comparison:
-        """Compute the round again, and compare."""
-        before = self._before()
-        hashes = {name: parameter_sha256(tensor) for name, tensor in before.parameters.items()}
-        if parameters_sha256(hashes).hex() != self.evidence.theta_sha256:
-            raise HeteroPPError(f"{self.folder}: the log gives other parameters before round {self.evidence.round}")
-        announce(f"theta: the log gives the parameters before round {self.evidence.round}")
-        tolerance = self.evidence.tolerance if self.tolerance is None else self.tolerance
-        settings = self._own.model_copy(update={"tolerance": tolerance})
-        with tempfile.TemporaryDirectory(prefix="hetero-pp-tokens-") as cache:
-            source = open_source(self.spec.config.data, Path(cache))
-            again = Recomputation(self.spec, settings, self.log, source)
-            blobs = {
-                one.block: (self.folder / "contributed" / f"{one.block}.blob").read_bytes() for one in self.entry.blobs
-            }
-            return again.again(self.entry, self.evidence.round, before, blobs, self.folder)[0]
