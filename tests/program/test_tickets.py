@@ -143,13 +143,6 @@ def test_an_invitation_says_what_its_ticket_is_good_for(served: Served, capsys: 
     assert len(told(None)) == 1  # dc has a ticket already
 
 
-@pytest.mark.parametrize("option", ["--slot", "--slot"])
-def test_the_slot_of_a_ticket_is_an_option_that_also_has_its_earlier_name(option: str, served: Served) -> None:
-    arguments = ["invite", "homes", option, "home.1", "--address", served.address, "--runs", str(served.runs)]
-    result = CliRunner().invoke(app, arguments)
-    assert "this ticket is for home.1, a stage of group home" in result.stderr
-
-
 @pytest.mark.parametrize("command", ["status", "check", "view", "leave", "invite", "export"])
 def test_no_command_prints_a_pasted_ticket(command: str, served: Served, capsys: pytest.CaptureFixture[str]) -> None:
     """A ticket with other text around it is taken, or refused in one line. A part of a ticket is refused."""
