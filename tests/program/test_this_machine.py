@@ -321,7 +321,7 @@ def test_check_tells_it_too(yaml: Path, corpus: Path) -> None:
     said = " ".join(result.stdout.split())
     assert result.exit_code == 0, result.stderr
     assert "WARN memory" in said
-    assert "replicas[0].device: found `cuda`" in said
+    assert "--set replicas.0.device=cuda: found `cuda`" in said
     assert "replicas: found 5 members and the exchange" in said
     assert "a step would take about" in said
 
