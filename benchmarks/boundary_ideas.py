@@ -38,9 +38,8 @@ from hetero_pp.research.experiments.rows import Setting
 from hetero_pp.research.experiments.training import make_job
 from hetero_pp.research.trainer.replica import TableReplica
 from hetero_pp.research.trainer.train import AllReplicas
-from stages.anchors import Anchors, anchors_of
+from stages.anchors import Anchors, OwnParameters, anchors_of
 from stages.boundary import Boundary
-from stages.own_parameters import OwnParameters
 
 RUNS = Path("runs/boundary_ideas")
 SMOKE = {"scale": "least", "seeds": 1}

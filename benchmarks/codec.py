@@ -33,14 +33,12 @@ from hetero_pp.config.spec import RunSpec
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.model.transformer import ModelSettings, Transformer, shapes_by_block
 from hetero_pp.program.report.tables import PlainTable
-from hetero_pp.pseudo_gradient.chunks import Group, groups_of
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, Shape, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import Selection, select
-from hetero_pp.pseudo_gradient.positions import by_columns, read_positions, scans_columns, write_positions
 from hetero_pp.pseudo_gradient.quantise import quantise_as
-from hetero_pp.pseudo_gradient.selection import random_positions
-from hetero_pp.pseudo_gradient.streams import Reader, Writer
+from hetero_pp.pseudo_gradient.selection import Group, groups_of, random_positions
+from hetero_pp.pseudo_gradient.streams import Reader, Writer, by_columns, read_positions, scans_columns, write_positions
 from hetero_pp.research.experiments.corpus import Corpus, prepare_corpus
 from hetero_pp.research.trainer.train import AllReplicas
 

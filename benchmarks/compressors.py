@@ -34,12 +34,11 @@ from torch import Tensor
 
 from hetero_pp.program.launch.fork_server import safe_path
 from hetero_pp.program.report.tables import PlainTable
-from hetero_pp.pseudo_gradient.chunks import groups_of
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import select
 from hetero_pp.pseudo_gradient.quantise import dequantise, quantise
-from hetero_pp.pseudo_gradient.selection import top_k_positions
+from hetero_pp.pseudo_gradient.selection import groups_of, top_k_positions
 from hetero_pp.rpc.memory import keep_freed_memory
 
 with extra("numba"):

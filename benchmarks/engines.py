@@ -38,9 +38,8 @@ from hetero_pp.config.spec import Roster
 from hetero_pp.config.topology import DatacenterReplica
 from hetero_pp.core.device import name_of
 from hetero_pp.core.errors import ConfigError
+from hetero_pp.model.arithmetic import Linear, RMSNorm, next_token_loss
 from hetero_pp.model.inner import InnerSettings
-from hetero_pp.model.loss import next_token_loss
-from hetero_pp.model.precision import Linear, RMSNorm
 from hetero_pp.model.transformer import (
     ModelSettings,
     ModelShape,

@@ -25,7 +25,7 @@ from processes import when_idle
 from hetero_pp.config.run_config import RunConfig
 from hetero_pp.config.spec import RunSpec
 from hetero_pp.data.tokens import TokenStore, prepare_tokens
-from hetero_pp.model.loss import next_token_loss
+from hetero_pp.model.arithmetic import next_token_loss
 from hetero_pp.model.transformer import Transformer, initialise
 from hetero_pp.research.trainer.train import AllReplicas
 

@@ -7,16 +7,14 @@ all but the first.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hetero_pp.model.inner import InnerSettings
+from hetero_pp.model.inner import InnerSettings, inner_optimizer
 from hetero_pp.model.learning_rates import LearningRates
 from hetero_pp.model.part_settings import EmbeddingTraining, StageSpec
-from hetero_pp.model.subspace_optimizer import inner_optimizer
 from hetero_pp.model.transformer import EMBEDDING, Transformer, parameters_of
 from hetero_pp.pipeline.coefficients import Symbols
 from stages.anchors import Anchors
@@ -24,14 +22,6 @@ from stages.boundary import Boundary
 
 _ANCHORS = "anchors."
 """Prefix of the names of anchors' tensors."""
-
-
-@dataclass
-class _InFlight:
-    """Tensors that a forward keeps for its backward."""
-
-    received: Tensor | None
-    output: Tensor
 
 
 class _Followed(torch.autograd.Function):
@@ -71,7 +61,8 @@ class Stage:
         self.parameters = parameters_of(module)
         basis = boundary.basis if spec.count > 1 else None
         self.optimizer = inner_optimizer(self.parameters, inner, total_steps, basis, embedding)
-        self._in_flight: dict[int, _InFlight] = {}
+        self._in_flight: dict[int, tuple[Tensor | None, Tensor]] = {}
+        """What a forward keeps for its backward, by micro-batch: the received input and the output."""
 
     @property
     def device(self) -> torch.device:
@@ -102,7 +93,7 @@ class Stage:
         output = self._compute(self._input(received, tokens[:, :-1]), tokens)
         if self.spec.is_last:
             output = output / micro_batches
-        self._in_flight[micro_batch] = _InFlight(received, output)
+        self._in_flight[micro_batch] = received, output
         return output.detach()
 
     def backward(self, micro_batch: int, came: Symbols | None, key: Tensor) -> Symbols | None:
@@ -110,14 +101,14 @@ class Stage:
 
         `came` is from the stage after (None on the last); `key` selects the rounding noise of the message.
         """
-        kept = self._in_flight.pop(micro_batch)
-        loss = kept.output
+        received, output = self._in_flight.pop(micro_batch)
+        loss = output
         if came is not None:
-            loss = _Followed.apply(kept.output, self.boundary.decode_gradient(came).to(kept.output.dtype))
+            loss = _Followed.apply(output, self.boundary.decode_gradient(came).to(output.dtype))
         loss.backward()
-        if kept.received is None or kept.received.grad is None:
+        if received is None or received.grad is None:
             return None
-        return self.boundary.encode_gradient(kept.received.grad, key)
+        return self.boundary.encode_gradient(received.grad, key)
 
     def enter_round(self, round_: int) -> None:
         """Prepare for a round, before its first step and before its evaluation."""
@@ -159,19 +150,11 @@ class Stage:
         if self.anchors is not None:
             self.anchors.drop()
 
-    def state(self) -> dict[str, Any]:
-        """Return what the next step needs beside the synchronized parameters, as tensors that are still in use."""
-        anchors = {} if self.anchors is None else {"anchors": self.anchors.state()}
-        return {"optimizer": self.optimizer.state()} | anchors
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Load the result of `state`; the embedding has to be split after that."""
-        self.optimizer.load(state["optimizer"])
-        if self.anchors is not None:
-            self.anchors.load(state["anchors"])
-
     def moments(self) -> dict[str, Tensor]:
-        """Return moments, and the anchors with theirs, by name, as tensors that are still in use."""
+        """Return what the next step needs beside the synchronized parameters, as tensors that are still in use.
+
+        These are moments, and the anchors with theirs, by name.
+        """
         anchors = {} if self.anchors is None else self.anchors.tensors()
         return self.optimizer.moments() | {f"{_ANCHORS}{name}": tensor for name, tensor in anchors.items()}
 

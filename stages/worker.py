@@ -23,18 +23,49 @@ from hetero_pp.core.device import computing
 from hetero_pp.core.errors import HeteroPPError, LinkClosed, LinkError, MalformedMessage
 from hetero_pp.core.finite import is_finite
 from hetero_pp.link.protocol import ACKNOWLEDGED_EVERY, LinkEnd, Message, pack_tokens, unpack_tokens
-from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, FLUSH, GRADIENT, LinkHeader, Purpose
+from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, FLUSH, GRADIENT, Doing, LinkHeader, Purpose
 from hetero_pp.model.inner import REMEDIES
 from hetero_pp.pipeline.coefficients import Symbols, noise_key
 from hetero_pp.pipeline.schedule import Action, ScheduleEvent, forward_only, one_forward_one_backward
-from stages.activity import ActivityMeter, Timing
-from stages.norms import LARGEST_NORM, squared_norm_of
 from stages.sender import MakeMessage, Sender
 from stages.stage import Stage
 from stages.transcript import Entry, NoTranscript, Way
 
+LARGEST_NORM = torch.finfo(torch.float32).max
 _ROUNDING = 1e-5
 """Largest relative error of the sum of squared norms."""
+_OF_BACKWARD = (Action.RECEIVE_GRADIENT, Action.BACKWARD, Action.SEND_GRADIENT)
+
+
+@dataclass
+class Timing:
+    """Seconds since the last reset."""
+
+    compute: float = 0.0
+    waited_previous: float = 0.0
+    """For messages of the previous stage."""
+    waited_next: float = 0.0
+    """For messages of the next stage."""
+
+
+@dataclass
+class ActivityMeter:
+    """Progress of a training worker, for other threads."""
+
+    done: int = 0
+    """Number of finished events of the schedule."""
+    waits: bool = False
+    """Whether the worker waits for a neighbour."""
+    action: Action = Action.FORWARD
+    """Action of the present or last event."""
+
+    @property
+    def doing(self) -> Doing:
+        """The action of this moment, as it is reported."""
+        if self.waits:
+            is_gradient = self.action is Action.RECEIVE_GRADIENT
+            return Doing.WAITING_FOR_NEXT if is_gradient else Doing.WAITING_FOR_PREVIOUS
+        return Doing.BACKWARD if self.action in _OF_BACKWARD else Doing.FORWARD
 
 
 @dataclass(frozen=True)
@@ -323,33 +354,32 @@ class StageWorker:
         assert self._upstream is not None
         with self._blaming(self._upstream):
             message = self._receive(self._upstream, under_way.purpose, under_way.round, under_way.step, index)
-            self._read_activation(under_way, index, message)
-
-    def _read_activation(self, under_way: _Step, index: int, message: Message) -> None:
-        header, length = message.header, self.settings.sequence_length
-        least = 1 if under_way.purpose == EVALUATION else self.settings.micro_batch_size
-        if not least <= header.rows <= self.settings.micro_batch_size:
-            raise MalformedMessage(
-                f"found {header.rows} sequences in a micro-batch, expected {least} to {self.settings.micro_batch_size}"
-            )
-        if not message.tensors:
-            raise MalformedMessage("found no token ids with an activation")
-        packed, *wire = message.tensors
-        tokens = unpack_tokens(packed, self.stage.module.shape.vocabulary, header.rows, length)
-        shape = (header.rows, length, self.stage.boundary.dimensions)
-        symbols = self.stage.boundary.format.from_wire(tuple(wire), shape)
-        under_way.noted[index] = self.transcript.received(Way.RECEIVED_ACTIVATION, message, symbols)
-        under_way.tokens[index] = tokens
-        under_way.inputs[index], *came = self._copies.to_device((tokens, *symbols))
-        under_way.came[index] = tuple(came)
-        under_way.received[index] = message
-        if header.is_last and (index > 0 or under_way.purpose == EVALUATION):
-            raise MalformedMessage("found the mark of a round's last step, expected it only on the first micro-batch")
-        under_way.is_last |= header.is_last
-        if header.HasField("gradient_norm"):
-            self._apply_told(header.gradient_norm)
-        elif under_way.purpose == ACTIVATION and self._pending_step is not None:
-            raise MalformedMessage("found no gradient norm on the first activation after a step")
+            header, length = message.header, self.settings.sequence_length
+            least = 1 if under_way.purpose == EVALUATION else self.settings.micro_batch_size
+            most = self.settings.micro_batch_size
+            if not least <= header.rows <= most:
+                found = f"found {header.rows} sequences in a micro-batch"
+                raise MalformedMessage(f"{found}, expected {least} to {most}")
+            if not message.tensors:
+                raise MalformedMessage("found no token ids with an activation")
+            packed, *wire = message.tensors
+            tokens = unpack_tokens(packed, self.stage.module.shape.vocabulary, header.rows, length)
+            shape = (header.rows, length, self.stage.boundary.dimensions)
+            symbols = self.stage.boundary.format.from_wire(tuple(wire), shape)
+            under_way.noted[index] = self.transcript.received(Way.RECEIVED_ACTIVATION, message, symbols)
+            under_way.tokens[index] = tokens
+            under_way.inputs[index], *came = self._copies.to_device((tokens, *symbols))
+            under_way.came[index] = tuple(came)
+            under_way.received[index] = message
+            if header.is_last and (index > 0 or under_way.purpose == EVALUATION):
+                raise MalformedMessage(
+                    "found the mark of a round's last step, expected it only on the first micro-batch"
+                )
+            under_way.is_last |= header.is_last
+            if header.HasField("gradient_norm"):
+                self._apply_told(header.gradient_norm)
+            elif under_way.purpose == ACTIVATION and self._pending_step is not None:
+                raise MalformedMessage("found no gradient norm on the first activation after a step")
 
     def _send_activation(self, under_way: _Step, index: int) -> None:
         assert self._downstream is not None
@@ -379,7 +409,15 @@ class StageWorker:
             under_way.came[index] = self._copies.to_device(symbols)
             under_way.received[index] = message
             under_way.gradients_left -= 1
-            under_way.squared_norm_after = squared_norm_of(message.header, under_way.gradients_left == 0)
+            # The last gradient of a step has the squared norm; a NaN would reach every weight.
+            is_due, squared = under_way.gradients_left == 0, message.header.squared_norm
+            if message.header.HasField("squared_norm") != is_due:
+                found, expected = ("no", "one") if is_due else ("a", "none before the last")
+                raise MalformedMessage(f"found {found} squared norm on a gradient of a step, expected {expected}")
+            if is_due:
+                if not 0 <= squared <= LARGEST_NORM**2:
+                    raise MalformedMessage(f"found a squared gradient norm of {squared}, expected a finite one")
+                under_way.squared_norm_after = squared
 
     def _send_gradient(self, under_way: _Step, index: int) -> None:
         assert self._upstream is not None

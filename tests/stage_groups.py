@@ -14,8 +14,8 @@ from hetero_pp.config.lines import LinkShape, LinkSpec
 from hetero_pp.core.errors import HeteroPPError
 from hetero_pp.link.in_process import in_process_pair
 from hetero_pp.link.protocol import LinkEnd
+from hetero_pp.model.arithmetic import next_token_loss
 from hetero_pp.model.inner import InnerOptimizer, InnerSettings
-from hetero_pp.model.loss import next_token_loss
 from hetero_pp.model.part_settings import StageSpec
 from hetero_pp.model.transformer import (
     EMBEDDING,

@@ -13,11 +13,10 @@ from hetero_pp.config.spec import MemberSpec, RunSpec
 from hetero_pp.config.topology import ParticipantsReplica
 from hetero_pp.core.device import CPU, resolved
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.data.batches import Batches, StoreBatches, validation_batches
-from hetero_pp.data.shares import Share, SharedBatches
+from hetero_pp.data.batches import Batches, Share, SharedBatches, StoreBatches, validation_batches
 from hetero_pp.data.sources import Source, StreamedCorpus
+from hetero_pp.model.arithmetic import compute_dtype
 from hetero_pp.model.learning_rates import LearningRates
-from hetero_pp.model.precision import compute_dtype
 from hetero_pp.outer.gradient import Compressed, GradientOptimizer
 from hetero_pp.outer.step import OuterOptimizer, RoundOptimizer
 from hetero_pp.pipeline.subspace import columns_of

@@ -22,7 +22,7 @@ from hetero_pp.config.topology import (
 )
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.settings import NotPartOf, meaning
-from hetero_pp.data.shares import Share
+from hetero_pp.data.batches import Share
 from hetero_pp.model.learning_rates import LearningRates
 from hetero_pp.model.part_settings import StageSpec
 from hetero_pp.model.transformer import EMBEDDING, ModelShape, Transformer, block_of, build_part, parameters_of

@@ -1,4 +1,4 @@
-"""Reads the documents of one file: plain text, JSON lines, Parquet, and Python sources.
+"""Reads the documents of one file: plain text, JSON lines, Parquet, Python sources, and the prose in their docstrings.
 
 A reader yields each document as text, and None for a row whose text is null.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import codecs
 import json
+import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
@@ -15,13 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.units import format_names
-from hetero_pp.data.prose import prose_of
 from hetero_pp.data.settings import DOCSTRINGS, PROSE, STANDARD_LIBRARY
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 _KEY, _FIELD_KEY = ("data", "corpus"), ("data", "text_field")
+_LEAST_WORDS = 8
+"""Fewest words of a sentence of prose."""
+_NOT_PROSE = re.compile(r"\s|>>>|\.\.|:|[-=~^*+|#]{3}")
+"""Start of a line that is not prose: indentation, a Python session, a directive, a field, an underline, or a table."""
 _LINES_BETWEEN = 1000
 """Lines of a file between two reports of progress."""
 _ROWS_AT_ONCE = 1024
@@ -42,12 +46,9 @@ Reader = Callable[[Path, str, OnShare], Iterator[str | None]]
 
 def readers_of(corpus: str) -> dict[str, Reader]:
     """Return the readers of a corpus by the suffix of the file."""
-    if corpus == STANDARD_LIBRARY:
-        return {".py": _source}
-    if corpus == DOCSTRINGS:
-        return {".py": _docstrings}
-    if corpus == PROSE:
-        return {".py": _prose}
+    installed: dict[str, Reader] = {STANDARD_LIBRARY: _source, DOCSTRINGS: _docstrings, PROSE: _prose}
+    if corpus in installed:
+        return {".py": installed[corpus]}
     return {".txt": _text, ".jsonl": _json_lines, ".parquet": _parquet}
 
 
@@ -68,30 +69,33 @@ def _docstrings(path: Path, field: str, on_share: OnShare) -> Iterator[str]:
                 tree = ast.parse(source)
         except (SyntaxError, ValueError, RecursionError):
             return
-        for node in _statements(tree):
+        # Statements alone: `ast.walk` would also visit expressions, which takes most of its time.
+        pending: list[ast.AST] = [tree]
+        while pending:
+            node = pending.pop()
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 yield ast.get_docstring(node) or ""
+            for part in ("body", "orelse", "handlers", "finalbody", "cases"):
+                if isinstance(children := getattr(node, part, None), list):
+                    pending.extend(children)
 
 
 def _prose(path: Path, field: str, on_share: OnShare) -> Iterator[str]:
-    """Yield the sentences of all docstrings of a source file as one document."""
-    texts = (prose_of(docstring) for docstring in _docstrings(path, field, on_share))
-    yield "\n\n".join(text for text in texts if text)
+    """Yield the paragraphs of all docstrings of a source file that are whole sentences, as one document.
 
-
-def _statements(tree: ast.Module) -> Iterator[ast.AST]:
-    """Yield the module and every statement in it.
-
-    `ast.walk` would also visit expressions, which takes most of its time.
+    A paragraph becomes one line. Code, lists, headings and fragments are left out.
     """
-    pending: list[ast.AST] = [tree]
-    while pending:
-        node = pending.pop()
-        yield node
-        for field in ("body", "orelse", "handlers", "finalbody", "cases"):
-            children = getattr(node, field, None)
-            if isinstance(children, list):
-                pending.extend(children)
+    found = []
+    for docstring in _docstrings(path, field, on_share):
+        for paragraph in re.split(r"\n\s*\n", docstring):
+            lines = paragraph.strip("\n").split("\n")
+            if any(_NOT_PROSE.match(line) for line in lines):
+                continue
+            text = " ".join(line.strip() for line in lines)
+            is_whole = text[:1].isupper() and text.endswith((".", "!", "?", ":"))
+            if is_whole and len(text.split()) >= _LEAST_WORDS:
+                found.append(text)
+    yield "\n\n".join(found)
 
 
 def _text(path: Path, _field: str, _on_share: OnShare) -> Iterator[str]:
@@ -146,23 +150,18 @@ def _parquet(path: Path, field: str, on_share: OnShare) -> Iterator[str | None]:
 
     try:
         with pq.ParquetFile(path) as file:
-            _require_text(file.schema_arrow, field, path)
-            done = 0
+            schema, done = file.schema_arrow, 0
+            if field not in schema.names:
+                columns = names_of_fields(schema.names)
+                raise ConfigError(_FIELD_KEY, f"found `{field}`, expected a column of {path}: {columns}")
+            if not holds_text(kind := schema.field(field).type):
+                raise ConfigError(_FIELD_KEY, f"found `{field}` of type {kind} in {path}, expected text")
             for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=[field]):
                 yield from texts_of_column(batch.column(0), str(path), done)
                 done += batch.num_rows
                 on_share(done / file.metadata.num_rows)
     except pa.ArrowException as error:
         raise ConfigError(_KEY, f"{path}: found no valid parquet ({' '.join(str(error).split())})") from None
-
-
-def _require_text(schema: pa.Schema, field: str, path: Path) -> None:
-    """Raise ConfigError if there is no such column, or it holds no text."""
-    if field not in schema.names:
-        raise ConfigError(_FIELD_KEY, f"found `{field}`, expected a column of {path}: {names_of_fields(schema.names)}")
-    kind = schema.field(field).type
-    if not holds_text(kind):
-        raise ConfigError(_FIELD_KEY, f"found `{field}` of type {kind} in {path}, expected text")
 
 
 def holds_text(kind: pa.DataType) -> bool:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import re
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,31 +26,8 @@ _RULE_DEPTH_MAX = 16
 """Largest allowed nesting depth of rules. Published models have at most 6 levels."""
 _GROUPS_MAX = 100
 """Largest number of brackets of one kind in a rule. Published models have at most 20."""
-_GROWTH_MAX = 10_000
-"""Largest factor by which the rules together may lengthen a text. XLNet's may, by 2,000, at its worst letter."""
-_GROWTH_UNMEASURED = 64
-"""Factor up to which no text is measured before it is encoded. It is the limit if rules look around a match."""
-_GROWTH_OF_TEXT = 16
-"""Factor by which a text may in fact become longer. The longest words of published models' rules take 3."""
-_MEASURED_CHARACTERS = 1_000
-"""Length of the pieces in which a text is measured, so that a piece stays small whatever is made of it."""
-_ADDED_BYTES_MAX = 64 << 20
-"""Bytes of added tokens once the rules are applied to them, which the library does when it reads the file."""
 _STRING_BYTES_MAX = 1_000
-"""Bytes of a text in the rules, and of an added token. The model adds some of them to each letter."""
-_GROWTH_OF_RULES = {
-    "NFD": 4,
-    "NFC": 3,
-    "NFKD": 18,
-    "NFKC": 18,
-    "Lowercase": 2,
-    "BertNormalizer": 6,
-    "ByteLevel": 3,
-    "Metaspace": 5,
-    "CTC": 2,
-}
-"""Largest factor by which a rule without settings lengthens a text, in bytes of UTF-8."""
-_LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[AGZzbBK]|[$^]")
+"""Bytes of a text in the model, and of an added token. The model adds some of them to each letter."""
 _SHOWN_AROUND = 20
 _RENUMBERED_SHOWN = 3
 _ENDS_OF_TEXT = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[SEP]")
@@ -143,25 +118,41 @@ class FileTokenizer:
         except Exception as error:  # the library raises a bare Exception for any invalid file
             reason = " ".join(str(error).split())
             raise ConfigError(_KEY, f"found `{path}`, expected a readable tokenizer.json ({reason})") from error
-        self._path, self._growth = path, _growth(rules)
+        self._path = path
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.post_processor = None
-        dropout = _without_dropout(path, self._tokenizer.model)
+        notes = list[str]()
+        if dropout := getattr(self._tokenizer.model, "dropout", None):
+            self._tokenizer.model.dropout = None
+            why = "is switched off: a text must always have the same tokens"
+            notes.append(f"data.tokenizer: {path}: dropout {dropout:.3g} {why}")
         self._tokenizer.encode_special_tokens = True
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         unused = max(ids.values(), default=-1) + 1
-        names = [*_configured_ends(path.with_name(CONFIG)), *_ENDS_OF_TEXT]
+        names = [*_ENDS_OF_TEXT]
+        if (beside := path.with_name(CONFIG)).is_file():  # its end of a text, or else its beginning of one
+            try:
+                config = read_json_object(beside, _BYTES_MAX)
+                tokens = [config.get(key) for key in ("eos_token", "bos_token")]
+            except (ValueError, OSError) as error:
+                raise ConfigError(_KEY, f"found `{beside}`, expected a JSON object ({error})") from None
+            ends = [token.get("content") if isinstance(token, dict) else token for token in tokens]
+            names = [name for name in ends if isinstance(name, str)][:1] + names
         self.separator: int = next((ids[name] for name in names if name in ids), unused)
         self.vocabulary: int = max(unused, self.separator + 1)
         self.identity = hashlib.sha256(content).hexdigest()
-        self.notes = (*_renumbered(path, rules, ids), *dropout)
+        # The library assigns its own ids to added tokens whose ids in the file are not in the order of its vocabulary.
+        given = {token["content"]: token["id"] for token in rules.get("added_tokens") or ()}
+        if changed := [f"{name} {at} -> {ids[name]}" for name, at in given.items() if ids.get(name, at) != at]:
+            count = f"{len(changed):,} of {format_count(len(ids), 'token')}"
+            why = "because the ids in the file are not in the order of its vocabulary"
+            shown = format_names(changed, _RENUMBERED_SHOWN)
+            notes.insert(0, f"data.tokenizer: {path}: {count} have other ids than in the file, {why}: {shown}")
+        self.notes = tuple(notes)
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         """Return the ids of each text. Raises CannotEncode."""
-        if self._growth > _GROWTH_UNMEASURED:
-            for index, text in enumerate(texts):
-                self._require_few(index, text)
         try:
             encodings = self._encoded(texts)
         except ValueError:
@@ -195,30 +186,10 @@ class FileTokenizer:
         where = f"up to character {end:,} (`{without_controls(text[max(0, end - _SHOWN_AROUND) : end])}`)"
         return f"{why(end)}, {where}; expected an unknown token, or other rules, in the file"
 
-    def _require_few(self, index: int, text: str) -> None:
-        """Raise CannotEncode for a text of which the rules make one that is far longer."""
-        longer = 0
-        for start in range(0, len(text), _MEASURED_CHARACTERS):
-            piece = text[start : start + _MEASURED_CHARACTERS]
-            longer += len(self._tokenizer.normalizer.normalize_str(piece)) if self._tokenizer.normalizer else len(piece)
-            end = start + len(piece)
-            if longer > _GROWTH_OF_TEXT * end + _GROWTH_MAX:
-                found = f"its normalizer makes {longer:,} characters of the first {end:,}"
-                raise CannotEncode(self._path, index, f"{found}, expected at most {_GROWTH_OF_TEXT} times as many")
-
     def decode(self, ids: Sequence[int]) -> str:
         kept = [int(index) for index in ids if index != self.separator]
         with _panics_as_errors():
             return self._tokenizer.decode(kept, skip_special_tokens=False)
-
-
-def _without_dropout(path: Path, model: Any) -> tuple[str, ...]:
-    """Switch off the random omission of merges; return a line that says so. A text must always have the same ids."""
-    dropout = getattr(model, "dropout", None)
-    if not dropout:
-        return ()
-    model.dropout = None
-    return (f"data.tokenizer: {path}: dropout {dropout:.3g} is switched off: a text must always have the same tokens",)
 
 
 @contextmanager
@@ -260,89 +231,6 @@ def _require_simple(rules: object) -> None:
     for name, text in (*settings.items(), *(("added_tokens", one["content"]) for one in tokens)):
         if (size := len(text.encode(errors="replace"))) > _STRING_BYTES_MAX:
             raise ValueError(f"{name}: found a text of {size:,} bytes, expected at most {_STRING_BYTES_MAX:,}")
-    growth = _growth(rules)
-    most = growth * sum(len(one["content"]) for one in tokens)
-    if most > _ADDED_BYTES_MAX and growth > _GROWTH_UNMEASURED:
-        raise ValueError(
-            f"added_tokens: rules may make {most:,.0f} bytes of them, expected at most {_ADDED_BYTES_MAX:,}"
-        )
-
-
-def _growth(rules: Mapping[str, Any]) -> float:
-    """Return the largest factor by which the rules of a file lengthen a text. Raises ValueError if it is too large.
-
-    Each rule may act on what the ones before have written, so the factors multiply. A text cannot be measured in pieces
-    if a rule looks at what is around a match.
-    """
-    factors = dict[str, float]()
-    for name in ("normalizer", "pre_tokenizer", "decoder"):
-        total, most, looks = factors.get("normalizer", 1.0) if name == "pre_tokenizer" else 1.0, _GROWTH_MAX, False
-        for path, rule in _rules_in(rules.get(name), name):
-            own, looks_around = _growth_of(rule)
-            looks = looks or looks_around
-            most = _GROWTH_UNMEASURED if looks or name == "decoder" else most
-            total *= own
-            if total > most:
-                kind = rule.get("type")
-                raise ValueError(f"{path}, {kind}: makes a text {total:,.0f} times as long, expected at most {most:,}")
-        factors[name] = total
-    return max(factors.values())
-
-
-def _rules_in(found: object, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the rules of a part of the file in their order, with their paths."""
-    if isinstance(found, list):
-        for index, one in enumerate(found):
-            yield from _rules_in(one, f"{path}[{index}]")
-    elif isinstance(found, dict) and found.get("type") == "Sequence":
-        for name in ("normalizers", "pretokenizers", "decoders"):
-            yield from _rules_in(found.get(name), f"{path}.{name}")
-    elif isinstance(found, dict):
-        yield path, found
-
-
-def _growth_of(rule: Mapping[str, Any]) -> tuple[float, bool]:
-    """Return the largest factor by which a rule lengthens a text, and whether it looks at what is around a match."""
-    kind = str(rule.get("type"))
-    texts = [rule.get(name) for name in ("content", "prepend", "prefix", "suffix", "pad_token")]
-    added = max((len(text.encode(errors="replace")) for text in texts if isinstance(text, str)), default=0)
-    pattern = rule.get("pattern")
-    if kind == "Replace" and isinstance(pattern, dict):
-        if isinstance(given := pattern.get("String"), str) and given:
-            size = len(given.encode(errors="replace"))
-            return max(1.0, added / size), size > _STRING_BYTES_MAX
-        expression = str(pattern.get("Regex")).replace("[^", "[")
-        return 1.0 + added, added > 0 and _LOOKS_AROUND.search(expression) is not None
-    if kind == "Precompiled":  # SentencePiece: the length of a trie, the trie, and texts that end with NUL
-        table = base64.b64decode(rule.get("precompiled_charsmap") or "")
-        texts_at = 4 + int.from_bytes(table[:4], "little")
-        return 1.0 + max(map(len, table[texts_at:].split(b"\0"))), False
-    return _GROWTH_OF_RULES.get(kind, 1) * (1.0 + added), False
-
-
-def _renumbered(path: Path, content: Mapping[str, Any], ids: Mapping[str, int]) -> tuple[str, ...]:
-    """Return a line about added tokens whose ids differ from the file, because the library assigns its own."""
-    given = {token["content"]: token["id"] for token in content.get("added_tokens") or ()}
-    changed = [f"{name} {given[name]} -> {ids[name]}" for name in given if ids.get(name, given[name]) != given[name]]
-    if not changed:
-        return ()
-    count = f"{len(changed):,} of {format_count(len(ids), 'token')}"
-    why = "because the ids in the file are not in the order of its vocabulary"
-    shown = format_names(changed, _RENUMBERED_SHOWN)
-    return (f"data.tokenizer: {path}: {count} have other ids than in the file, {why}: {shown}",)
-
-
-def _configured_ends(path: Path) -> list[str]:
-    """Return the end-of-text token from a tokenizer_config.json, or else its beginning-of-text token, if any."""
-    if not path.is_file():
-        return []
-    try:
-        config = read_json_object(path, _BYTES_MAX)
-        tokens = [config.get(key) for key in ("eos_token", "bos_token")]
-    except (ValueError, OSError) as error:
-        raise ConfigError(_KEY, f"found `{path}`, expected a JSON object ({error})") from None
-    names = [token.get("content") if isinstance(token, dict) else token for token in tokens]
-    return [name for name in names if isinstance(name, str)][:1]
 
 
 def load_tokenizer(settings: DataSettings) -> Tokenizer:

@@ -22,10 +22,9 @@ from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.files import file_sha256, naming, rename_whole, write_whole
 from hetero_pp.core.progress import OnProgress, untold
 from hetero_pp.core.units import format_number
-from hetero_pp.data.corpora import Rows, documents, fingerprint, list_corpus, place_of, skipped_files
+from hetero_pp.data.corpora import Listing, Rows, documents, fingerprint, list_corpus, place_of, skipped_files
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokenizers import CannotEncode, Tokenizer, load_tokenizer
-from hetero_pp.data.walk import Listing
 
 _FORMAT = 1
 _ROWS = ".rows.json"
@@ -73,11 +72,14 @@ def prepare_tokens(
             rows = Rows()
             texts = documents(settings, partial(on_progress, "encoding the corpus"), rows, listing)
             written = _write(Path(scratch), texts, tokenizer, on_progress, partial(place_of, settings, listing))
-            _keep_rows(path, rows)
+            if rows.null:  # kept beside the tokens, for processes that find them already encoded
+                write_whole(path.with_suffix(_ROWS), json.dumps(asdict(rows)).encode())
             rename_whole(written, path)
     with naming(path):
         tokens = np.load(path, mmap_mode="r")
-    skipped = skipped_files(settings, listing)
+    notes = [one for one in (skipped_files(settings, listing),) if one] + list(tokenizer.notes)
+    if (beside := path.with_suffix(_ROWS)).is_file():
+        notes.append(Rows(**json.loads(beside.read_text(encoding="utf-8"))).note(settings))
     held_out = round(len(tokens) * settings.validation_share)
     if not 0 < held_out < len(tokens):
         raise ConfigError(
@@ -91,7 +93,7 @@ def prepare_tokens(
         vocabulary=tokenizer.vocabulary,
         path=path,
         digest=_digest(path),
-        notes=(*([skipped] if skipped else []), *tokenizer.notes, *_kept_rows(path, settings)),
+        notes=tuple(notes),
     )
 
 
@@ -105,19 +107,6 @@ def _path_of(settings: DataSettings, cache: Path, tokenizer: Tokenizer, listing:
     return cache / f"tokens-{hashlib.sha256(key.encode()).hexdigest()[:24]}.npy"
 
 
-def _keep_rows(path: Path, rows: Rows) -> None:
-    """Write the number of rows without text beside the tokens, for processes that find the tokens already encoded."""
-    if rows.null:
-        write_whole(path.with_suffix(_ROWS), json.dumps(asdict(rows)).encode())
-
-
-def _kept_rows(path: Path, settings: DataSettings) -> Iterator[str]:
-    """Yield one line with the number of skipped rows, if there were any."""
-    beside = path.with_suffix(_ROWS)
-    if beside.is_file():
-        yield Rows(**json.loads(beside.read_text(encoding="utf-8"))).note(settings)
-
-
 def _write(
     scratch: Path, texts: Iterable[str], tokenizer: Tokenizer, on_progress: OnProgress, where: Callable[[int], str]
 ) -> Path:
@@ -126,10 +115,19 @@ def _write(
     `where` names the document of a number, from 0.
     """
     dtype = np.dtype("<u2" if tokenizer.vocabulary <= 1 << 16 else "<u4")
-    unordered = scratch / "unordered"
-    spans = _encode(texts, tokenizer, dtype, unordered, where)
+    separator, spans, end = np.array([tokenizer.separator], dtype), list[Span](), 0
+    unordered, path = scratch / "unordered", scratch / "tokens.npy"
+    with unordered.open("wb") as file:
+        for batch in _batched(texts):
+            try:
+                encoded = tokenizer.encode_batch(batch)
+            except CannotEncode as error:
+                raise error.of(where(len(spans) + error.index)) from None
+            for text, ids in zip(batch, encoded, strict=True):
+                file.write(np.concatenate([ids.astype(dtype), separator]).data)
+                spans.append((hashlib.sha256(text.encode()).digest(), end, end + len(ids) + 1))
+                end += len(ids) + 1
     source = np.memmap(unordered, dtype=dtype, mode="r")
-    path = scratch / "tokens.npy"
     header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": source.shape}
     end = 0
     with path.open("wb") as file:  # not memory-mapped: a full disk would kill the process
@@ -141,33 +139,9 @@ def _write(
     return path
 
 
-def _encode(
-    texts: Iterable[str], tokenizer: Tokenizer, dtype: np.dtype, path: Path, where: Callable[[int], str]
-) -> list[Span]:
-    """Write every document and a separator to a raw file; return the span of each document. `where`: as in `_write`."""
-    separator = np.array([tokenizer.separator], dtype)
-    spans: list[Span] = []
-    end = 0
-    with path.open("wb") as file:
-        for batch in _batched(texts):
-            try:
-                encoded = tokenizer.encode_batch(batch)
-            except CannotEncode as error:
-                raise error.of(where(len(spans) + error.index)) from None
-            for text, ids in zip(batch, encoded, strict=True):
-                file.write(np.concatenate([ids.astype(dtype), separator]).data)
-                spans.append((hashlib.sha256(text.encode()).digest(), end, end + len(ids) + 1))
-                end += len(ids) + 1
-    return spans
-
-
 def _batched(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Yield lists of documents of about `_BATCH_CHARACTERS` characters, so that they fit in memory.
-
-    A single larger document forms a list of its own.
-    """
-    batch: list[str] = []
-    characters = 0
+    """Yield lists of documents of about `_BATCH_CHARACTERS` characters, so that they fit in memory."""
+    batch, characters = list[str](), 0
     for text in texts:
         batch.append(text)
         characters += len(text)

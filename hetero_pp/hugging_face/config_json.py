@@ -10,8 +10,7 @@ from pydantic import ValidationError
 
 from hetero_pp.core.bounded import read_bounded_json
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.model.rope_scaling import RopeScaling
-from hetero_pp.model.transformer import ModelShape
+from hetero_pp.model.transformer import ModelShape, RopeScaling
 
 WEIGHTS_KEY = ("model", "weights")
 """Setting to which every error about a checkpoint refers."""

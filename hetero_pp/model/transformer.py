@@ -14,6 +14,7 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -26,10 +27,8 @@ from torch.utils.checkpoint import checkpoint
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.seeds import seed_of
 from hetero_pp.core.settings import NotPartOf, Settings
-from hetero_pp.model.loss import GradientOfLogits, gradient_of_logits, loss_of_hidden
+from hetero_pp.model.arithmetic import GradientOfLogits, Linear, RMSNorm, gradient_of_logits, loss_of_hidden
 from hetero_pp.model.part_settings import StageSpec
-from hetero_pp.model.precision import Linear, RMSNorm
-from hetero_pp.model.rope_scaling import RopeScaling
 
 PRESETS: dict[str, dict[str, int]] = {
     "micro": {"width": 64, "layers": 4, "heads": 2, "feed_forward": 192},
@@ -50,6 +49,26 @@ Shapes = dict[str, tuple[int, ...]]
 
 AfterLayer = Callable[[int, Tensor], Tensor]
 """(layer, hidden states [B, L, D] after it) -> hidden states that go on"""
+
+
+class RopeScaling(Settings):
+    """Llama 3's scaling of rotary frequencies, for texts longer than those of the first training.
+
+    The rule depends on the number of turns of a frequency in `original_length` positions. Numbers between the two
+    limits are interpolated. Source: Meta's llama-models, `apply_scaling`.
+    """
+
+    factor: float = Field(ge=1, description="divides slow frequencies")
+    low_frequency_factor: float = Field(gt=0, description="frequencies with fewer turns are slow")
+    high_frequency_factor: float = Field(gt=0, description="frequencies with more turns stay")
+    original_length: int = Field(ge=1, description="positions of the first training")
+
+    def scaled(self, frequencies: Tensor) -> Tensor:
+        """Return the scaled frequencies, in radians per position."""
+        turns = frequencies * (self.original_length / (2 * math.pi))
+        kept = (turns - self.low_frequency_factor) / (self.high_frequency_factor - self.low_frequency_factor)
+        kept = kept.clamp(0, 1)
+        return frequencies * (kept + (1 - kept) / self.factor)
 
 
 class ModelSettings(Settings):
@@ -411,3 +430,41 @@ def _draw(name: str, parameter: Tensor, shape: ModelShape, seed: int) -> None:
     values.normal_(generator=generator).mul_(deviation)
     if not is_plain:
         parameter.copy_(values)
+
+
+# ---- compilation: needs a C++ compiler for the CPU, Triton for a GPU ----
+
+
+@lru_cache(maxsize=4)
+def can_compile(device: torch.device) -> bool:
+    """Return whether torch.compile works here, by compiling one operation (takes seconds; torch caches it on disk)."""
+    try:
+        torch.compile(torch.sin, dynamic=False)(torch.ones(2, device=device))
+    except RuntimeError:  # the base of all compiler errors
+        return False
+    return True
+
+
+def require_compiler(device: torch.device) -> None:
+    """Raise ConfigError unless torch.compile works here."""
+    if not can_compile(device):
+        needed = "Triton" if device.type == "cuda" else "a C++ compiler"
+        raise ConfigError(("compile",), f"found `true` without {needed}, which torch.compile needs; expected `false`")
+
+
+def compile_layers(models: Iterable[Transformer]) -> None:
+    """Compile the layers of models of one shape, and the loss between the logits and their gradient.
+
+    One compilation serves all layers. Compiling the whole model would take longer for no further gain. Boundaries lie
+    between layers and are not compiled.
+    """
+    for model in models:
+        model.gradient_of_logits = _compiled_gradient()
+        for block in model.layers.values():
+            block.compile(dynamic=False)
+
+
+@lru_cache(maxsize=1)
+def _compiled_gradient() -> GradientOfLogits:
+    compiled: GradientOfLogits = torch.compile(gradient_of_logits, dynamic=False)
+    return compiled

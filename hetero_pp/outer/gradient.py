@@ -12,10 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from hetero_pp.model.inner import InnerOptimizer, InnerSettings
+from hetero_pp.model.inner import InnerOptimizer, InnerSettings, SubspaceOptimizer
 from hetero_pp.model.learning_rates import LearningRates
 from hetero_pp.model.part_settings import EmbeddingTraining
-from hetero_pp.model.subspace_optimizer import SubspaceOptimizer
 from hetero_pp.model.transformer import EMBEDDING, Shapes
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import COEFFICIENTS, RoundOptimizer

@@ -18,10 +18,13 @@ from torch import Tensor
 
 from hetero_pp.core import bits
 from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry
-from hetero_pp.pseudo_gradient.chunks import groups_of
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.error_feedback import Selection
-from hetero_pp.pseudo_gradient.positions import (
+from hetero_pp.pseudo_gradient.quantise import BASES, Kept, Quantised, dequantise, dequantise_signs
+from hetero_pp.pseudo_gradient.selection import groups_of
+from hetero_pp.pseudo_gradient.streams import (
+    Reader,
+    Writer,
     by_columns,
     by_rows,
     expected_position_bits,
@@ -29,8 +32,6 @@ from hetero_pp.pseudo_gradient.positions import (
     scans_columns,
     write_positions,
 )
-from hetero_pp.pseudo_gradient.quantise import BASES, Kept, Quantised, dequantise, dequantise_signs
-from hetero_pp.pseudo_gradient.streams import Reader, Writer
 
 MAGIC = b"HPPB"
 FORMAT_VERSION = 1

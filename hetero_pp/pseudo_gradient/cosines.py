@@ -17,7 +17,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from hetero_pp.pseudo_gradient.chunks import as_matrix, groups_of
+from hetero_pp.pseudo_gradient.selection import as_matrix, groups_of
 
 
 def transformed(tensor: Tensor, tile: tuple[int, int]) -> Tensor:

@@ -22,12 +22,16 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from hetero_pp.pseudo_gradient import fused
-from hetero_pp.pseudo_gradient.chunks import Group, as_matrix, groups_of
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.cosines import transformed
 from hetero_pp.pseudo_gradient.quantise import Quantised, SumOver, quantise_as
-from hetero_pp.pseudo_gradient.selection import find_largest, random_positions
+from hetero_pp.pseudo_gradient.selection import (
+    advance_compiled,
+    as_matrix,
+    find_largest,
+    groups_of,
+    random_positions,
+)
 
 
 @dataclass(frozen=True)
@@ -74,20 +78,41 @@ def _select(
     sum_over: SumOver | None,
     generator: torch.Generator | None,
 ) -> Selection:
-    flat = error.view(-1)
+    """Update e <- beta e + Delta, select D = Q(TopK(e)), and subtract it: e <- e - D."""
+    flat, density, decay = error.view(-1), settings.density, settings.error_feedback_decay
     groups = groups_of(tuple(error.shape), settings.tile) if error.numel() else ()
-    if _is_accelerated(error, settings) and settings.quantiser == "signs":
-        decay = settings.error_feedback_decay
-        own = _accelerated(settings).select_signs(error, delta, groups, settings.density, decay, sum_over)
-        return Selection(*own)
-    found = [_advance(error, delta, group, settings, generator) for group in groups]
-    positions = tuple(one for one, _, _ in found)
+    numba: ModuleType | None = None
+    if settings.accelerator == "numba" and settings.selection == "top_k" and error.device.type == "cpu":
+        settings.require_accelerator()
+        numba = importlib.import_module("hetero_pp.pseudo_gradient.compiled_pass")
+        if settings.quantiser == "signs":
+            return Selection(*numba.select_signs(error, delta, groups, density, decay, sum_over))
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    """Positions, flat indices and values [count, k] of each group."""
+    for group in groups:
+        if numba is not None:
+            chosen = numba.advance(error, delta, group, group.kept(density), decay)
+            found.append((chosen.positions, chosen.indices, chosen.values))
+            continue
+        positions, indices, values = list[Tensor](), list[Tensor](), list[Tensor]()
+        for band in group.bands(error.device):  # all steps while the band is in the cache
+            kept = band.kept(density)
+            if settings.accelerator == "compile" and settings.selection == "top_k" and kept < band.size:
+                positions.append(advance_compiled(error, delta, band, kept, decay))
+            else:
+                band.part(as_matrix(error)).mul_(decay).add_(band.part(as_matrix(delta)))
+                if settings.selection == "random_k":
+                    positions.append(random_positions(band.count, band.size, kept, generator).to(error.device))
+                else:
+                    positions.append(find_largest(as_matrix(error), band, kept))
+            indices.append(band.flat_indices(positions[-1]))
+            values.append(flat.take(indices[-1]))
+        found.append((torch.cat(positions), torch.cat(indices), torch.cat(values)))
     where = _joined([one.view(-1) for _, one, _ in found], torch.empty(0, dtype=torch.int64, device=error.device))
-    values = _joined([one.view(-1) for _, _, one in found], flat[:0])
-    kept = [(len(one), one.shape[1]) for one in positions]
-    quantised = quantise_as(settings, values, kept, sum_over)
-    flat.index_copy_(0, where, values - quantised.values)
-    return Selection(positions, where, quantised)
+    sent = _joined([one.view(-1) for _, _, one in found], flat[:0])
+    quantised = quantise_as(settings, sent, [(len(one), one.shape[1]) for one, _, _ in found], sum_over)
+    flat.index_copy_(0, where, sent - quantised.values)
+    return Selection(tuple(one for one, _, _ in found), where, quantised)
 
 
 def _select_with_momentum(
@@ -109,45 +134,6 @@ def give_back(error: Tensor, indices: Tensor, values: Tensor, share: float) -> N
     error.view(-1).index_add_(0, indices, values * share)
 
 
-def _advance(
-    error: Tensor, delta: Tensor, group: Group, settings: CompressionSettings, generator: torch.Generator | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Update error <- beta error + delta in a group; return positions, flat indices and values [count, k] to send."""
-    kept, decay = group.kept(settings.density), settings.error_feedback_decay
-    if _is_accelerated(error, settings):
-        chosen = _accelerated(settings).advance(error, delta, group, kept, decay)
-        return chosen.positions, chosen.indices, chosen.values
-    positions, indices, values = [], [], []
-    for band in group.bands(error.device):  # all steps while the band is in the cache
-        positions.append(_advance_band(error, delta, band, settings, generator))
-        indices.append(band.flat_indices(positions[-1]))
-        values.append(error.view(-1).take(indices[-1]))
-    return torch.cat(positions), torch.cat(indices), torch.cat(values)
-
-
-def _advance_band(
-    error: Tensor, delta: Tensor, band: Group, settings: CompressionSettings, generator: torch.Generator | None
-) -> Tensor:
-    """Update error <- beta error + delta in a band; return positions [count, k] to send."""
-    kept, decay = band.kept(settings.density), settings.error_feedback_decay
-    if settings.accelerator == "compile" and settings.selection == "top_k" and kept < band.size:
-        return fused.advance(error, delta, band, kept, decay)
-    band.part(as_matrix(error)).mul_(decay).add_(band.part(as_matrix(delta)))
-    if settings.selection == "random_k":
-        return random_positions(band.count, band.size, kept, generator).to(error.device)
-    return find_largest(as_matrix(error), band, kept)
-
-
 def _joined(parts: list[Tensor], none: Tensor) -> Tensor:
     """Join the parts; does not copy a single part, the usual case."""
     return parts[0] if len(parts) == 1 else torch.cat([none, *parts])
-
-
-def _is_accelerated(error: Tensor, settings: CompressionSettings) -> bool:
-    return settings.accelerator == "numba" and settings.selection == "top_k" and error.device.type == "cpu"
-
-
-def _accelerated(settings: CompressionSettings) -> ModuleType:
-    """Return the module that needs numba. Raises ConfigError if numba is not installed."""
-    settings.require_accelerator()
-    return importlib.import_module("hetero_pp.pseudo_gradient.accelerated")

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hetero_pp.pseudo_gradient.chunks import groups_of
 from hetero_pp.pseudo_gradient.error_feedback import Selection
 from hetero_pp.pseudo_gradient.quantise import Quantised
+from hetero_pp.pseudo_gradient.selection import groups_of
 
 Shape = tuple[int, ...]
 

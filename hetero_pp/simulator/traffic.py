@@ -10,7 +10,7 @@ With R replicas and a contribution of m bytes (N bytes if it is dense), each rep
 
 `launch` uses `gather`. With an object store as the exchange it is the deployment of SparseLoCo's Appendix C. The others
 are the topologies of SparseLoCo's Figure 2, and one that sums sparse contributions along the ring. The bytes that
-replicas really sent are measured by `hetero_pp/outer/volume.py`.
+replicas really sent are measured by `hetero_pp/pseudo_gradient/volume.py`.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from hetero_pp.core.errors import ConfigError
 from hetero_pp.link.protocol import Message, packed_tokens_bytes, raw_frames, sealed, wire_bytes, wire_frames
 from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, GRADIENT, LinkHeader
 from hetero_pp.model.transformer import EMBEDDING, block_of, shapes_by_block
-from hetero_pp.outer.volume import Volume
 from hetero_pp.pipeline.coefficients import format_of, noise_key
 from hetero_pp.pseudo_gradient.blob_batches import FOLLOWING_BYTES_MAX, FOLLOWING_MAX, batches
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, blob_bytes
+from hetero_pp.pseudo_gradient.volume import Volume
 
 # ---- links between stages ----
 

@@ -11,11 +11,10 @@ import torch
 
 from hetero_pp.config.topology import DatacenterReplica, EngineName, ReplicaSettings
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.model.compiler import compile_layers, require_compiler
+from hetero_pp.model.arithmetic import compute_dtype
 from hetero_pp.model.inner import InnerSettings
 from hetero_pp.model.part_settings import StageSpec
-from hetero_pp.model.precision import compute_dtype
-from hetero_pp.model.transformer import ModelShape, Transformer, build_filled
+from hetero_pp.model.transformer import ModelShape, Transformer, build_filled, compile_layers, require_compiler
 from replica_groups.engines.engine import Engine, Parameters
 from replica_groups.engines.plain import PlainEngine, WholeReplica
 from replica_groups.engines.ranks import Ranks

@@ -15,12 +15,11 @@ import torch.distributed.nn  # imported before any group exists: its functions k
 from torch import Tensor
 
 from hetero_pp.core.device import CPU
-from hetero_pp.core.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among `world` ranks. All ranks have to call every method except `mine` and `owner`."""
+    """This process among `world` ranks. All ranks have to call every method."""
 
     rank: int = 0
     world: int = 1
@@ -33,30 +32,10 @@ class Ranks:
     def is_first(self) -> bool:
         return self.rank == 0
 
-    def mine(self, replicas: int) -> range:
-        """Return the indices of this rank's replicas: contiguous, and one more on the first ranks if needed.
-
-        Raises ConfigError if there are fewer replicas than ranks.
-        """
-        if replicas < self.world:
-            raise ConfigError(
-                ("replicas",), f"found {replicas} replicas for {self.world} ranks, expected at least one per rank"
-            )
-        return range(self._first(self.rank, replicas), self._first(self.rank + 1, replicas))
-
-    def owner(self, index: int, replicas: int) -> int:
-        """Return the rank that holds a replica."""
-        return next(rank for rank in range(self.world) if index < self._first(rank + 1, replicas))
-
     def sum(self, tensor: Tensor) -> None:
         """Sum a tensor over all ranks, in place; all ranks get the same bits."""
         if self.world > 1:
             dist.all_reduce(tensor)
-
-    def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Overwrite a tensor with that of rank `source`."""
-        if self.world > 1:
-            dist.broadcast(tensor, source)
 
     def gather(self, value: float) -> list[float]:
         """Return the numbers of all ranks in the order of ranks, the same list on every rank."""
@@ -115,10 +94,6 @@ class Ranks:
         """Leave the group that `init_ranks` joined."""
         if self.in_group:
             dist.destroy_process_group()
-
-    def _first(self, rank: int, replicas: int) -> int:
-        share, more = divmod(replicas, self.world)
-        return rank * share + min(rank, more)
 
 
 ALONE = Ranks()

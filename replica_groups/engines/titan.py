@@ -34,9 +34,9 @@ from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 from torchtitan.distributed.utils import clip_grad_norm_
 
 from hetero_pp.config.topology import TorchtitanSettings
+from hetero_pp.model.arithmetic import next_token_loss
 from hetero_pp.model.inner import InnerSettings
 from hetero_pp.model.learning_rates import LearningRates
-from hetero_pp.model.loss import next_token_loss
 from hetero_pp.model.transformer import ModelShape, Transformer
 from replica_groups.engines.engine import Parameters
 from replica_groups.engines.moments import Moments

@@ -17,9 +17,9 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_set_full_fp32_param
 from torch import Tensor, nn
 
+from hetero_pp.model.arithmetic import next_token_loss
 from hetero_pp.model.inner import InnerSettings
 from hetero_pp.model.learning_rates import LearningRates
-from hetero_pp.model.loss import next_token_loss
 from hetero_pp.model.transformer import ModelShape, build_filled
 from replica_groups.engines.engine import Parameters
 from replica_groups.engines.moments import Moments

@@ -26,7 +26,7 @@ import torch
 
 from hetero_pp.core.errors import HeteroPPError, Refused
 from hetero_pp.core.files import complaint, rename_whole
-from hetero_pp.data.shares import Hash
+from hetero_pp.data.batches import Hash
 from hetero_pp.messages.messages_pb2 import Commitment, ShownFile
 from hetero_pp.rpc.exchange_service import Caller
 from replica_groups.member.committed_state import BEFORE, MESSAGES, CommittedState, messages_sha256

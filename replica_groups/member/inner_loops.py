@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from hetero_pp.config.spec import MemberSpec, RunSpec
-from hetero_pp.data.shares import Share
+from hetero_pp.data.batches import Share
 from hetero_pp.messages.messages_pb2 import RoundRecord
 from hetero_pp.model.learning_rates import LearningRates
 from replica_groups.engines.ranks import Ranks
-from stages.activity import Timing
+from stages.worker import Timing
 
 _STEPS_FILE, _INPUTS_FILE = "steps.json", "inputs.json"
 

@@ -18,7 +18,7 @@ from hetero_pp.config.spec import MemberSpec, RunSpec
 from hetero_pp.config.topology import ParticipantsReplica
 from hetero_pp.core.errors import MalformedContribution
 from hetero_pp.core.seeds import seed_of
-from hetero_pp.data.shares import SharedBatches
+from hetero_pp.data.batches import SharedBatches
 from hetero_pp.messages.messages_pb2 import RoundRecord
 from hetero_pp.model.transformer import EMBEDDING, block_of, shapes_by_block
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, blob_of
@@ -29,8 +29,7 @@ from replica_groups.engines.timed import TimedBoundary, TimedEngine, TimedPace, 
 from replica_groups.member.outer_round import OuterRound
 from replica_groups.member.session import MemberSession
 from replica_groups.member.trainers import DatacenterMember, StageMember, TrainingMember, worker_settings
-from stages.activity import Timing
-from stages.worker import StageWorker
+from stages.worker import StageWorker, Timing
 
 
 def build_rehearsed(spec: RunSpec, member: MemberSpec, session: MemberSession) -> tuple[TrainingMember, RehearsedRound]:

@@ -64,7 +64,7 @@ from replica_groups.member.saved_states import SavedStates, StateCopies, newest_
 from replica_groups.member.session import Connections, ExchangeLine, Links, MemberSession
 from replica_groups.member.stopping import NEVER_STOPPED, Stopping
 from replica_groups.member.trainers import Start, TrainingMember, build_member
-from stages.activity import Timing
+from stages.worker import Timing
 
 SECONDS_BETWEEN_LINK_REPORTS = 0.5
 

@@ -21,8 +21,7 @@ from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica
 from hetero_pp.core.device import CPU
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.tensor_files import save_object
-from hetero_pp.data.batches import load_position
-from hetero_pp.data.shares import Share, SharedBatches
+from hetero_pp.data.batches import Share, SharedBatches, load_position
 from hetero_pp.data.sources import Source
 from hetero_pp.link.protocol import LinkEnds
 from hetero_pp.messages.messages_pb2 import Doing, InnerStep
@@ -37,12 +36,11 @@ from replica_groups.engines.plain import PlainEngine
 from replica_groups.engines.ranks import Ranks
 from replica_groups.member.committed_state import tensors_sha256
 from replica_groups.member.outer_round import OuterRound
-from stages.activity import Timing
 from stages.anchors import anchors_of, anchors_seed, first_expansion
 from stages.boundary import boundary_of
 from stages.stage import Stage
 from stages.transcript import GroupPosition, Sketches, Transcript
-from stages.worker import StageWorker, WorkerSettings
+from stages.worker import StageWorker, Timing, WorkerSettings
 
 
 class TrainingMember(Protocol):
@@ -319,12 +317,12 @@ class StageMember:
         return None if outcome is None else (outcome[0], outcome[1] * self.worker.settings.sequence_length)
 
     def save(self, folder: Path) -> None:
-        save_object(self.worker.stage.state(), folder / _STATE)
+        save_object(self.worker.stage.moments(), folder / _STATE)
         if self.batches is not None:
             self.batches.save(folder)
 
     def load(self, folder: Path) -> None:
-        self.worker.stage.load(torch.load(folder / _STATE, map_location="cpu", weights_only=True))
+        self.worker.stage.load_moments(torch.load(folder / _STATE, map_location="cpu", weights_only=True))
         if self.batches is not None:
             load_position(self.batches, folder)
 

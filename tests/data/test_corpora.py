@@ -14,8 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.data.corpora import Rows, documents, fingerprint
-from hetero_pp.data.prose import PACKAGES
+from hetero_pp.data.corpora import PACKAGES, Rows, documents, fingerprint
 from hetero_pp.data.settings import DataSettings
 
 

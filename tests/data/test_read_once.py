@@ -16,8 +16,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from hetero_pp.data.batches import Share, SharedBatches
 from hetero_pp.data.settings import DataSettings
-from hetero_pp.data.shares import Share, SharedBatches
 from hetero_pp.data.sources import StreamedCorpus
 from hetero_pp.data.stream import StreamBatches
 from hetero_pp.model.inner import InnerSettings

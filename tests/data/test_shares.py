@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from hetero_pp.data.batches import Batches, StoreBatches, load_position, save_position
-from hetero_pp.data.shares import Share, SharedBatches
+from hetero_pp.data.batches import Batches, Share, SharedBatches, StoreBatches, load_position, save_position
 from hetero_pp.data.tokens import TokenStore
 
 TOKENS, ROWS, LENGTH = 600, 2, 5

@@ -15,10 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.data.batches import load_position
-from hetero_pp.data.order import HeldOut, Order, Position, ShardPart, deal, epoch_of
-from hetero_pp.data.shares import Share, SharedBatches
-from hetero_pp.data.stream import StreamBatches, TokenStream
+from hetero_pp.data.batches import Share, SharedBatches, load_position
+from hetero_pp.data.stream import HeldOut, Order, Position, ShardPart, StreamBatches, TokenStream, deal, epoch_of
 
 SEPARATOR = 0
 

@@ -19,11 +19,10 @@ import torch
 import zstandard
 
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.data import hub
+from hetero_pp.data import sources
 from hetero_pp.data.corpora import Rows, documents
-from hetero_pp.data.hub import open_splits
 from hetero_pp.data.settings import DataSettings, is_on_the_hub
-from hetero_pp.data.sources import StreamedCorpus, open_source
+from hetero_pp.data.sources import StreamedCorpus, open_source, open_splits
 from hetero_pp.data.tokens import TokenStore
 
 SHARDS, DOCUMENTS = 3, 40
@@ -145,7 +144,7 @@ def test_reading_from_the_middle_of_a_shard(
     c4: Path, dclm: Path, parquet: Path, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file is read in tables of `rows` rows. Reading may start at any row of a table."""
-    monkeypatch.setattr(hub, "_ROWS", rows)
+    monkeypatch.setattr(sources, "_ROWS", rows)
     for folder, subset in ((c4, "en"), (dclm, None), (parquet, None)):
         shards = open_splits(settings_of(folder, stream={"subset": subset}))["train"]
         assert shards.count == SHARDS
@@ -281,7 +280,7 @@ class _OfTheHub:
 
 def test_the_fingerprint_of_the_hubs_files_is_of_their_commit() -> None:
     files = [[f"hf://datasets/owner/name@{commit}/{file}"] for commit in "12" for file in ("a.jsonl", "b.jsonl")]
-    assert len({hub.Shards(one, _OfTheHub(), "text").fingerprint for one in files}) == 4
+    assert len({sources.Shards(one, _OfTheHub(), "text").fingerprint for one in files}) == 4
 
 
 def test_what_is_opened(dclm: Path, tmp_path: Path, corpus: Path) -> None:

@@ -17,7 +17,6 @@ from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.sources import StreamedCorpus
 from hetero_pp.program.cli import app
 from hetero_pp.research.trainer.train import AllReplicas, train_fast
-from replica_groups.engines.ranks import Ranks
 
 
 @pytest.fixture(scope="module")
@@ -101,22 +100,6 @@ def test_where_a_stream_ends_the_state_is_kept_and_goes_on_if_it_may_be_repeated
     assert [number for number, _ in rounds] == [1, 2, 3, 4]
     assert result.validation_loss == train_fast(again, StreamedCorpus(again.config.data)).validation_loss
     assert not path.exists()
-
-
-class _OtherRank(Ranks):
-    """A rank beside another one whose text has ended."""
-
-    def gather(self, value: float) -> list[float]:
-        return [value, 1.0]
-
-
-def test_all_ranks_stop_where_the_text_of_one_ends(shards: Path) -> None:
-    group = AllReplicas(spec_of(shards), StreamedCorpus(spec_of(shards).config.data))
-    before = [batches.state() for batches in group.batches]
-    group.ranks = _OtherRank()
-    with pytest.raises(ConfigError, match="found too little text for another rank"):
-        group.read_ahead(1)
-    assert [batches.state() for batches in group.batches] == before
 
 
 def test_reading_ahead_changes_no_batch(shards: Path) -> None:

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.data.corpora import list_corpus
+from hetero_pp.data.corpora import Listing, list_corpus
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokenizers import ByteTokenizer
 from hetero_pp.data.tokens import TokenStore, prepare_tokens
-from hetero_pp.data.walk import Listing
 from hetero_pp.program.launch.fork_server import fork_server
 
 

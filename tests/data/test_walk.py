@@ -11,10 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.data.corpora import documents, list_corpus, skipped_files
+from hetero_pp.data.corpora import documents, list_corpus, list_files, skipped_files
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokens import prepare_tokens
-from hetero_pp.data.walk import list_files
 from hetero_pp.program.cli import app
 
 YAML = """
@@ -160,7 +159,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(os, "scandir", refuse)  # because the superuser may list every folder
     with pytest.raises(
-        ConfigError, match=r": cannot be read \(Permission denied\), expected files that the current user"
+        ConfigError, match=r": cannot be read \(Permission denied\), expected a file that the current user"
     ):
         read(tmp_path)
 

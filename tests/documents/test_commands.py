@@ -138,7 +138,7 @@ RUN_BY = {
 """The test that runs such a command, with a configuration of its own or a shorter run."""
 
 SCHEDULER = "needs Slurm or Kubernetes: tests/program/test_torchx.py looks at the jobs"
-HOURS = "takes GPUs and days: tests/experiments/test_ranks.py has a tiny table on two ranks"
+HOURS = "takes a GPU and days: tests/experiments/test_tables.py has a tiny table"
 ELSEWHERE = "is another program's"
 TESTS = "runs tests"
 DOWNLOADS = "downloads another torch: tests/documents/test_setup.py looks at what make would do"
@@ -149,7 +149,7 @@ NOT_RUN = {
     ".venv/bin/pip install --editable .": DOWNLOADS,
     "torchx run -s slurm -cfg partition=gpu hetero_pp/program/launch/torchx_components.py:part "
     "--config three-hosts.yaml --only dc --exchange dc.example:47600 --gpus 8": SCHEDULER,
-    "torchrun --nproc-per-node 8 --no-python hetero-pp reproduce het-pp/table2 --scale paper "
+    "hetero-pp reproduce het-pp/table2 --scale paper "
     "--corpus hf:mlfoundations/dclm-baseline-1.0 --tokenizer /data/llama-2": HOURS,
     "pip install dist/hetero_pp-0.1.0-py3-none-any.whl": DOWNLOADS,
     "hetero-pp --install-completion": "changes files of the shell: tests/program/test_completion.py",

@@ -7,7 +7,7 @@ import torch
 from live_bytes import LiveBytes
 
 from hetero_pp.config.topology import Checkpointing
-from hetero_pp.model.loss import next_token_loss
+from hetero_pp.model.arithmetic import next_token_loss
 from hetero_pp.model.transformer import ModelShape, Transformer
 from hetero_pp.simulator.costs import StagePart
 from hetero_pp.simulator.memory import Trains, activation_bytes

@@ -18,9 +18,8 @@ from hetero_pp.core.files import PART, whole, write_whole
 from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry, Report, RoundRecord
 from hetero_pp.model.transformer import ModelShape
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
-from hetero_pp.research.trainer.checkpoint import Checkpoint
+from hetero_pp.research.trainer.train import Checkpoint
 from hetero_pp.store.folder import FolderStore
-from replica_groups.engines.ranks import ALONE
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.member import reporter as reporter_module
 from replica_groups.member.error_feedback import Undecided
@@ -134,7 +133,7 @@ def test_who_goes_on_removes_what_a_kill_left(tmp_path: Path) -> None:
         path.parent.mkdir(exist_ok=True)
         path.touch()
     log.forget_after(1)
-    assert Checkpoint(checkpoint, "run", ALONE, 0.0).load() is None
+    assert Checkpoint(checkpoint, "run", 0.0).load() is None
     assert _files(tmp_path) == before
 
 

@@ -90,15 +90,13 @@ def test_a_scale_of_ones_own_hides_the_recipes_of_the_shipped_one(mine: Path) ->
     assert "paper/diloco" not in Catalog(mine).scales
 
 
-def test_cells_at_a_scale_replace_a_rows_own_and_swept_ones_replace_both(mine: Path) -> None:
+def test_cells_at_a_scale_replace_a_rows_own(mine: Path) -> None:
     row = "    cells: {outer.learning_rate: 0.9, inner.steps: 5}\n    at: {micro: {outer.learning_rate: 0.8}}\n"
     (mine / "mine.yaml").write_text(SMALLEST + row)
     catalog = Catalog(mine)
     [setting], _ = Request(catalog).settings()
     config = setting.config(setting.rows()[1])
     assert (config.outer.learning_rate, config.inner.steps) == (0.8, 5)
-    [setting], _ = Request(catalog, sweeps=["outer.learning_rate=0.5,0.6"]).settings()
-    assert {setting.config(row).outer.learning_rate for row in setting.rows()} == {0.5, 0.6}
 
 
 def test_an_experiment_of_one_scale_is_defined_for_those_in_at_too(mine: Path) -> None:

@@ -8,12 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from catalogs import SHIPPED
 
 from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.topology import ParticipantsReplica
 from hetero_pp.core.errors import ConfigError
+from hetero_pp.data.tokens import TokenStore
 from hetero_pp.research.experiments.command import Request, scale_of, with_device
 from hetero_pp.research.experiments.corpus import Supply
 from hetero_pp.research.experiments.definition import Catalog, Claim, Experiment, Row, Trend
@@ -154,11 +156,16 @@ def test_dilocos_rows_are_those_of_its_tables_1_and_5() -> None:
 def test_a_row_that_repeats_the_corpus_needs_no_more_of_it() -> None:
     """Table 3 of DiLoCo has such rows with 64 replicas; the largest of the others has 16."""
     setting = Setting(SHIPPED.scale("micro"), SHIPPED.experiment("diloco/table3"))
-    Supply(setting, 16 * 4 * 400 * 129, 10**6).require_enough()
+    Supply(setting, _store(16 * 4 * 400 * 129)).require_enough()
     with pytest.raises(
         ConfigError, match="found 3,302,399 tokens in standard-library, expected 3,302,400: 1 are missing"
     ):
-        Supply(setting, 16 * 4 * 400 * 129 - 1, 10**6).require_enough()
+        Supply(setting, _store(16 * 4 * 400 * 129 - 1)).require_enough()
+
+
+def _store(tokens: int) -> TokenStore:
+    train, validation = np.zeros(tokens, np.uint8), np.zeros(10**6, np.uint8)
+    return TokenStore(train=train, validation=validation, vocabulary=256, path=Path(), digest="")
 
 
 def _outcome(loss: float, diverged: bool = False) -> dict[str, Any]:
@@ -339,7 +346,7 @@ def test_the_list_and_the_dry_run(tmp_path: Path, reproduce: Reproduce) -> None:
     code, out, _ = reproduce("--dry-run")
     assert code == 0
     assert "representable" in out  # the cell may be folded
-    assert "tokens to train on in" in out
+    assert "tokens are needed of" in " ".join(out.split())
     assert not _rows(tmp_path).exists()
 
 
@@ -422,7 +429,7 @@ def test_a_small_corpus_says_what_it_lacks_or_is_repeated(tmp_path: Path, toys: 
     scale.write_text(longer.replace("rounds: 2000", "rounds: 13"))
     code, out, _ = reproduce("toy/one", "--dry-run", "--repeat")
     assert code == 0
-    assert "are needed: they are read " in " ".join(out.split())
+    assert "tokens are needed of" in " ".join(out.split())
     code, _, errors = reproduce("toy/one", "--seeds", "1", "--rows", "none", "--repeat")
     assert code == 0, errors
     table = tmp_path / "results" / "tiny" / "toy" / "one.md"

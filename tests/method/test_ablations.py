@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hetero_pp.model.inner import InnerSettings
+from hetero_pp.model.inner import InnerSettings, SubspaceOptimizer
 from hetero_pp.model.part_settings import BoundarySettings, EmbeddingTraining
-from hetero_pp.model.subspace_optimizer import SubspaceOptimizer
 from hetero_pp.model.transformer import EMBEDDING, ModelSettings, Transformer, initialise
 from hetero_pp.pipeline.subspace import perpendicular, random_basis
 from hetero_pp.research.settings import AblationSettings

@@ -19,7 +19,6 @@ from torch import Tensor
 from wire_reference import decode
 
 from hetero_pp.core.errors import MalformedContribution
-from hetero_pp.pseudo_gradient.chunks import groups_of
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import (
     BEFORE_BODY,
@@ -38,7 +37,7 @@ from hetero_pp.pseudo_gradient.contribution import (
 )
 from hetero_pp.pseudo_gradient.error_feedback import Selection, select
 from hetero_pp.pseudo_gradient.quantise import Quantised
-from hetero_pp.pseudo_gradient.selection import random_positions
+from hetero_pp.pseudo_gradient.selection import groups_of, random_positions
 from hetero_pp.pseudo_gradient.streams import Reader, Writer
 
 unhurried = settings(deadline=None, max_examples=60)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hetero_pp.model import loss
-from hetero_pp.model.loss import gradient_of_logits, loss_of_hidden, next_token_loss, piece_rows
+from hetero_pp.model import arithmetic
+from hetero_pp.model.arithmetic import gradient_of_logits, loss_of_hidden, next_token_loss, piece_rows
 
 ROWS, LENGTH, WIDTH, VOCABULARY = 3, 50, 16, 70
 TOKENS = ROWS * LENGTH
@@ -17,7 +17,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a piece have 13 tokens, of which the last has fewer."""
-    monkeypatch.setattr(loss, "PIECE_BYTES", 4 * VOCABULARY * 13 + 7)
+    monkeypatch.setattr(arithmetic, "PIECE_BYTES", 4 * VOCABULARY * 13 + 7)
     assert piece_rows(VOCABULARY) == 13
 
 
@@ -48,7 +48,7 @@ def test_pieces_agree_with_all_logits_at_once(dtype: torch.dtype, monkeypatch: p
     at_once = _inputs(dtype)
     expected = loss_of_hidden(*at_once)
     (expected / 4).backward()
-    monkeypatch.setattr(loss, "PIECE_BYTES", 4 * VOCABULARY * 13)
+    monkeypatch.setattr(arithmetic, "PIECE_BYTES", 4 * VOCABULARY * 13)
     in_pieces = _inputs(dtype)
     found = loss_of_hidden(*in_pieces)
     (found / 4).backward()
@@ -115,7 +115,7 @@ def test_a_compiled_gradient_serves_a_single_piece_too(dtype: torch.dtype) -> No
 
 def test_pieces_are_multiples_of_128_tokens() -> None:
     assert piece_rows(32000) % 128 == 0
-    assert 4 * 32000 * piece_rows(32000) <= loss.PIECE_BYTES < 4 * 32000 * (piece_rows(32000) + 128)
+    assert 4 * 32000 * piece_rows(32000) <= arithmetic.PIECE_BYTES < 4 * 32000 * (piece_rows(32000) + 128)
     assert piece_rows(2**40) == 1
-    assert 4 * 32000 * piece_rows(32000, True) <= loss.ACCELERATOR_PIECE_BYTES
+    assert 4 * 32000 * piece_rows(32000, True) <= arithmetic.ACCELERATOR_PIECE_BYTES
     assert piece_rows(32000, True) > 3.9 * piece_rows(32000)

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.model.loss import next_token_loss
-from hetero_pp.model.rope_scaling import RopeScaling
-from hetero_pp.model.transformer import ModelSettings, ModelShape, Transformer, block_of, initialise
+from hetero_pp.model.arithmetic import next_token_loss
+from hetero_pp.model.transformer import ModelSettings, ModelShape, RopeScaling, Transformer, block_of, initialise
 
 SHAPE = ModelShape(width=32, layers=4, heads=2, feed_forward=48, vocabulary=64)
 

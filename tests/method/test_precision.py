@@ -12,9 +12,9 @@ from hetero_pp.config.run_config import RunConfig
 from hetero_pp.config.spec import RunSpec
 from hetero_pp.core import device
 from hetero_pp.core.errors import ConfigError
+from hetero_pp.model.arithmetic import Linear, compute_dtype
 from hetero_pp.model.inner import InnerSettings
 from hetero_pp.model.part_settings import Precision
-from hetero_pp.model.precision import Linear, compute_dtype
 from hetero_pp.model.transformer import ModelShape, Transformer, build_filled, initialise
 from replica_groups.engines.plain import WholeReplica
 

@@ -11,12 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hetero_pp.pseudo_gradient.chunks import Group, as_matrix, groups_of
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob, encode_blob, kept_values
 from hetero_pp.pseudo_gradient.error_feedback import Selection, give_back, select
 from hetero_pp.pseudo_gradient.quantise import dequantise, quantise, quantise_signs, signs_by_numpy, signs_by_torch
-from hetero_pp.pseudo_gradient.selection import generator_of, random_positions, top_k_positions
+from hetero_pp.pseudo_gradient.selection import (
+    Group,
+    as_matrix,
+    generator_of,
+    groups_of,
+    random_positions,
+    top_k_positions,
+)
 
 unhurried = settings(deadline=None, max_examples=60)
 SIDES = st.integers(1, 20)

@@ -13,12 +13,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.pseudo_gradient import chunks, error_feedback
-from hetero_pp.pseudo_gradient.chunks import as_matrix, groups_of
+from hetero_pp.pseudo_gradient import error_feedback, selection
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.error_feedback import select
 from hetero_pp.pseudo_gradient.quantise import Quantised
-from hetero_pp.pseudo_gradient.selection import find_in_groups, find_largest, group_height, top_k_positions
+from hetero_pp.pseudo_gradient.selection import (
+    as_matrix,
+    find_in_groups,
+    find_largest,
+    group_height,
+    groups_of,
+    top_k_positions,
+)
 
 unhurried = settings(deadline=None, max_examples=100)
 SHAPES = st.tuples(st.integers(1, 40), st.integers(1, 40)) | st.tuples(st.integers(1, 300))
@@ -73,13 +79,13 @@ def test_two_levels_keep_what_top_k_keeps(
 def test_numba_keeps_what_top_k_keeps(
     shape: tuple[int, ...], tile: tuple[int, int], density: float, kind: str, seed: int
 ) -> None:
-    from hetero_pp.pseudo_gradient import accelerated
+    from hetero_pp.pseudo_gradient import compiled_pass
 
     error, delta = _inputs(shape, kind, seed)
     expected = error.clone().mul_(0.95).add_(delta)
     for group in groups_of(shape, tile):
         kept = group.kept(density)
-        chosen = accelerated.advance(error, delta, group, kept, 0.95)
+        chosen = compiled_pass.advance(error, delta, group, kept, 0.95)
         positions, indices, values = chosen.positions, chosen.indices, chosen.values
         assert torch.equal(positions, top_k_positions(group.gather(as_matrix(expected)), kept))
         assert torch.equal(indices, group.flat_indices(positions))
@@ -121,7 +127,7 @@ def test_numba_selects_what_torch_selects(
     kind: str, shape: tuple[int, ...], value_bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Positions, values and kept errors are equal to the bit over rounds, in bands of one row of tiles."""
-    monkeypatch.setattr(chunks, "BAND_ELEMENTS", 1)
+    monkeypatch.setattr(selection, "BAND_ELEMENTS", 1)
     plain = CompressionSettings.model_validate({"value_bits": value_bits})
     fast = plain.model_copy(update={"accelerator": "numba"})
     first, second = torch.zeros(shape), torch.zeros(shape)

@@ -32,8 +32,7 @@ from hetero_pp.data.tokenizers import ByteTokenizer, FileTokenizer, load_tokeniz
 from hetero_pp.hugging_face.config_json import read_architecture
 from hetero_pp.hugging_face.names import halves_of_pairs, pairs_of_halves
 from hetero_pp.hugging_face.reading import read_parameters
-from hetero_pp.hugging_face.tokenizer_files import write_tokenizer
-from hetero_pp.hugging_face.writing import shards_of, write_model, write_weights
+from hetero_pp.hugging_face.writing import shards_of, write_model, write_tokenizer, write_weights
 from hetero_pp.model.transformer import ModelSettings, ModelShape, Transformer, initialise
 from hetero_pp.program.cli import app
 from hetero_pp.research.trainer.train import AllReplicas

@@ -45,7 +45,7 @@ from hetero_pp.program.launch.recorded import begin_folder
 from hetero_pp.program.report.recorder import Recorder
 from hetero_pp.program.report.state import RunState
 from hetero_pp.research.experiments.outcomes import add_outcome, read_outcomes
-from hetero_pp.research.trainer.checkpoint import Checkpoint
+from hetero_pp.research.trainer.train import Checkpoint
 from replica_groups.engines.ranks import ALONE, Ranks
 from replica_groups.exchange.memberships import Memberships
 from replica_groups.member.saved_states import SavedStates
@@ -215,7 +215,7 @@ def test_a_checkpoint_that_cannot_be_saved_leaves_the_one_before(
 ) -> None:
     with failing_disk(tmp_path / "disk") as disk:
         for n in each_operation(disk):
-            own = Checkpoint(tmp_path / "disk" / f"{n}.pt", "run", ALONE, 0.0)
+            own = Checkpoint(tmp_path / "disk" / f"{n}.pt", "run", 0.0)
             own.save(1, {"theta": torch.ones(100)})
             disk.fail(n, lasts)
             own.save(2, {"theta": torch.ones(100)})

@@ -12,7 +12,7 @@ import pytest
 from hetero_pp import Run
 from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.data.shares import Share
+from hetero_pp.data.batches import Share
 from hetero_pp.model.learning_rates import BySteps, LearningRates
 from hetero_pp.outer.step import parameter_sha256, parameters_sha256
 from hetero_pp.program.launch.command import run_topology

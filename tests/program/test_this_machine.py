@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from hetero_pp.config.predictions import CATALOG, hardware_of
 from hetero_pp.config.yaml_file import ConfigFile, spec_of
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.model import precision
+from hetero_pp.model import arithmetic
 from hetero_pp.program.cli import app
 from hetero_pp.program.launch import open_files, this_machine
 from hetero_pp.program.launch.host_memory import host_memory
@@ -72,7 +72,7 @@ def _have_gpus(machine: pytest.MonkeyPatch, count: int) -> None:
     kind = torch.device("cuda") if count else None
     machine.setattr(torch.accelerator, "current_accelerator", lambda check_available: kind)
     machine.setattr(torch.accelerator, "device_count", lambda: count)
-    machine.setattr(precision, "_is_fast_in_bf16", lambda device: device.type == "cuda")
+    machine.setattr(arithmetic, "_is_fast_in_bf16", lambda device: device.type == "cuda")
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.research.settings import Every
 from hetero_pp.research.trainer.measurements import BiasMeter, Products, uncompressed_twin
 from hetero_pp.research.trainer.train import AllReplicas, FastResult, train_fast
-from replica_groups.engines.ranks import ALONE
 
 
 def _train(
@@ -69,7 +68,7 @@ def test_products_are_those_of_all_pairs(count: int) -> None:
     vectors = torch.randn(count, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     products = Products()
     for part in (slice(0, 2), slice(2, 5)):
-        products.add(vectors[0, part], [vector[part] for vector in vectors], ALONE)
+        products.add(vectors[0, part], [vector[part] for vector in vectors])
     pairs = [vectors[i] @ vectors[j] for i in range(count) for j in range(count) if i != j]
     assert products.mean(count) == pytest.approx(float(sum(pairs)) / len(pairs))
 
@@ -82,7 +81,7 @@ def test_noise_is_no_part_of_a_mean_product() -> None:
     found = []
     for _ in range(50):
         products = Products()
-        products.add(whole, [whole + 0.1 * torch.randn(10_000, generator=random) for _ in range(4)], ALONE)
+        products.add(whole, [whole + 0.1 * torch.randn(10_000, generator=random) for _ in range(4)])
         found.append(products.mean(4))
     assert sum(found) / 50 == pytest.approx(1.0, abs=0.3)
 
@@ -104,7 +103,7 @@ def test_a_share_is_that_of_the_two_runs_of_each_compressed_replica(corpus: Path
     squared = (2 / 4) ** 2 * bias[0] @ bias[1]
     whole = sum(a @ b for i, a in enumerate(unbiased) for j, b in enumerate(unbiased) if i != j) / 12
     assert squared > 0
-    assert meter.share(group.theta, ALONE) == pytest.approx(float(squared / whole) ** 0.5, rel=1e-3)
+    assert meter.share(group.theta) == pytest.approx(float(squared / whole) ** 0.5, rel=1e-3)
 
 
 def test_measuring_changes_no_loss(corpus: Path, tmp_path: Path) -> None:

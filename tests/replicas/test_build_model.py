@@ -7,8 +7,8 @@ import torch
 
 from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica, ReplicaSettings
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.model import compiler
-from hetero_pp.model.loss import gradient_of_logits
+from hetero_pp.model import transformer
+from hetero_pp.model.arithmetic import gradient_of_logits
 from hetero_pp.model.part_settings import StageSpec
 from hetero_pp.model.transformer import ModelSettings, Transformer, initialise
 from replica_groups.engines.build import build_model
@@ -31,7 +31,7 @@ def _model(compiles: bool, stage: StageSpec | None) -> Transformer:
 
 @pytest.mark.parametrize("stage", [None, LAST], ids=["whole", "stage"])
 def test_layers_and_loss_are_compiled(stage: StageSpec | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "can_compile", lambda device: True)
+    monkeypatch.setattr(transformer, "can_compile", lambda device: True)
     for compiles in (False, True):
         module = _model(compiles, stage)
         assert [block._compiled_call_impl is not None for block in module.layers.values()] == [compiles] * len(
@@ -41,6 +41,6 @@ def test_layers_and_loss_are_compiled(stage: StageSpec | None, monkeypatch: pyte
 
 
 def test_a_machine_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "can_compile", lambda device: False)
+    monkeypatch.setattr(transformer, "can_compile", lambda device: False)
     with pytest.raises(ConfigError, match=r"found `true` without a C\+\+ compiler, .*; expected `false`"):
         _model(True, None)

@@ -9,12 +9,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hetero_pp.model import loss
-from hetero_pp.model.compiler import can_compile, compile_layers
+from hetero_pp.model import arithmetic
 from hetero_pp.model.inner import InnerSettings
 from hetero_pp.model.part_settings import BoundarySettings, StageSpec
-from hetero_pp.model.rope_scaling import RopeScaling
-from hetero_pp.model.transformer import EMBEDDING, ModelSettings, Transformer, build_part, initialise
+from hetero_pp.model.transformer import (
+    EMBEDDING,
+    ModelSettings,
+    RopeScaling,
+    Transformer,
+    build_part,
+    can_compile,
+    compile_layers,
+    initialise,
+)
 from hetero_pp.pipeline.coefficients import format_of, noise_key
 from hetero_pp.pipeline.subspace import random_basis
 from hetero_pp.research.trainer.replica import TableReplica
@@ -131,7 +138,7 @@ def test_gradients_agree(name: str, compiles: bool) -> None:
 def test_in_bf16_gradients_have_the_same_bits(name: str, is_in_pieces: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole replica recomputes its layers, too."""
     if is_in_pieces:
-        monkeypatch.setattr(loss, "PIECE_BYTES", 4 * SHAPE.vocabulary * 10)
+        monkeypatch.setattr(arithmetic, "PIECE_BYTES", 4 * SHAPE.vocabulary * 10)
     settings = BoundarySettings.model_validate(BOUNDARIES[name])
     tokens = torch.randint(0, 64, (4, 17), generator=torch.Generator().manual_seed(5))
     module = Transformer(SHAPE, compute_dtype=torch.bfloat16, recomputes=True)

@@ -13,7 +13,7 @@ from live_bytes import LiveBytes
 from hetero_pp.config.folder import RunFolder
 from hetero_pp.config.run_config import RunConfig
 from hetero_pp.config.spec import RunSpec
-from hetero_pp.model import loss
+from hetero_pp.model import arithmetic
 from hetero_pp.model.transformer import Transformer
 from hetero_pp.program.launch import in_process
 from hetero_pp.simulator.memory import Memory, Phase, memory_of_exchange, memory_of_member
@@ -99,7 +99,7 @@ CASES: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
 
 def _give_a_gradient(models: Iterable[Transformer]) -> None:
     for model in models:
-        model.gradient_of_logits = lambda *arguments: loss.gradient_of_logits(*arguments)
+        model.gradient_of_logits = lambda *arguments: arithmetic.gradient_of_logits(*arguments)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -109,7 +109,7 @@ def test_a_member_holds_the_tensors_that_are_predicted(
     replicas, changes = CASES[case]
     spec, peaks = _spec(corpus, replicas, **changes), Peaks()
     if case == "pieces":
-        monkeypatch.setattr(loss, "PIECE_BYTES", 4 * 2000 * 64)
+        monkeypatch.setattr(arithmetic, "PIECE_BYTES", 4 * 2000 * 64)
     if case == "compiled":  # the same loss, without a compiler
         monkeypatch.setattr(build, "require_compiler", lambda device: None)
         monkeypatch.setattr(build, "compile_layers", _give_a_gradient)

@@ -113,7 +113,7 @@ def test_their_gradient_is_that_at_the_stages_input() -> None:
 def test_state_is_all_that_the_next_steps_depend_on(rank: int | None) -> None:
     first, second = _anchors(rank), _anchors(rank, seed=9)
     _trained(first, 3)
-    second.load(copy.deepcopy(first.state()))  # as loaded from a file, while the original is still in use
+    second.load_tensors(copy.deepcopy(first.tensors()))  # as loaded from a file, while the original is still in use
     _trained(first, 2)
     _trained(second, 2)
     for name, parameter in first.parameters.items():

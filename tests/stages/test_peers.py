@@ -16,7 +16,7 @@ from hetero_pp.model.transformer import ModelSettings
 from hetero_pp.pipeline.coefficients import noise_key
 from hetero_pp.research.settings import PeerSettings
 from hetero_pp.research.trainer.peers import Mapl, Peer, ResBM, TahQuant, average_peers, bytes_per_token, peer_of, polar
-from stages.own_parameters import OwnParameters
+from stages.anchors import OwnParameters
 
 SHAPE = ModelSettings(width=64, heads=2, feed_forward=64, layers=3).resolve(50)
 INNER = InnerSettings(learning_rate=0.01, warmup_steps=0, final_learning_rate_share=1.0)
@@ -126,7 +126,7 @@ def test_what_was_learned_is_saved_and_goes_on_to_the_same_bits(method: str) -> 
             peer.step(step)
 
     train(first, range(3))
-    again.load(copy.deepcopy(first.state()))
+    again.load_tensors(copy.deepcopy(first.tensors()))
     train(first, range(3, 6))
     train(again, range(3, 6))
     assert all(parameter.equal(again.parameters[name]) for name, parameter in first.parameters.items())

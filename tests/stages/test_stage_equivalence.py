@@ -10,8 +10,8 @@ import torch
 from stage_groups import INNER, LENGTH, SEED, SHAPE, TOTAL, Group, Setup, Whole, batch_of, ends_of
 from torch import Tensor
 
+from hetero_pp.model.arithmetic import next_token_loss
 from hetero_pp.model.inner import InnerOptimizer
-from hetero_pp.model.loss import next_token_loss
 from hetero_pp.model.transformer import EMBEDDING
 from hetero_pp.pipeline.coefficients import noise_key
 from stages.boundary import Boundary

@@ -61,9 +61,6 @@ def reproduce(
     json_path: JsonPath = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Validate every row and print its cost.")] = False,
     train: Annotated[bool, typer.Option(help="Train missing rows; --no-train only writes tables.")] = True,
-    sweep: Annotated[
-        list[str], typer.Option(metavar="CELL=A,B", help="Repeat every row at several values, such as `rank=1/8,1/32`.")
-    ] = [],  # noqa: B006 (typer copies it)
     corpus: OwnText = None,
     tokenizer: OwnTokenizer = None,
     repeat: Annotated[bool, typer.Option("--repeat", help="Read a corpus more than once if it is too small.")] = False,
@@ -112,7 +109,6 @@ def reproduce(
             corpus=corpus,
             tokenizer=tokenizer,
             repeat=repeat,
-            sweeps=sweep,
             runs=runs,
             results=results,
             trains=train,

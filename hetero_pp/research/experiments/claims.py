@@ -21,7 +21,7 @@ import numpy as np
 
 from hetero_pp.config.yaml_file import ConfigFile, spec_of
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.outer.volume import Volume
+from hetero_pp.pseudo_gradient.volume import Volume
 from hetero_pp.research.experiments.definition import (
     FORWARDS,
     KINDS,

@@ -26,7 +26,7 @@ from hetero_pp.data.settings import STREAMED
 from hetero_pp.program.report.output import say, shown_reading, standard_output, tell
 from hetero_pp.program.report.tables import PlainTable
 from hetero_pp.research.experiments.claims import deployments_of
-from hetero_pp.research.experiments.corpus import Corpus, Supply, counted, estimated, prepare_corpus, with_tokenizer
+from hetero_pp.research.experiments.corpus import Corpus, Supply, prepare_corpus, require_text, with_tokenizer
 from hetero_pp.research.experiments.definition import Catalog, Row
 from hetero_pp.research.experiments.outcomes import ROWS, Outcome, alone, read_outcomes
 from hetero_pp.research.experiments.result import (
@@ -37,10 +37,8 @@ from hetero_pp.research.experiments.result import (
     write_result,
 )
 from hetero_pp.research.experiments.rows import Setting
-from hetero_pp.research.experiments.sweep import swept
-from hetero_pp.research.experiments.training import Job, Training, known_outcomes, make_job, train, train_on_ranks
+from hetero_pp.research.experiments.training import Job, Training, known_outcomes, make_job, train
 from hetero_pp.research.trainer.measurements import contribution_bytes
-from replica_groups.engines.ranks import init_ranks
 
 EXPERIMENTS, RESULTS = Path("configs/experiments"), Path("benchmarks/results")
 """Default folders. In a folder without them, the program uses its own files."""
@@ -65,7 +63,6 @@ class Request:
     corpus: str | None = None
     tokenizer: str | None = None
     repeat: bool = False
-    sweeps: Sequence[str] = ()
     runs: Path = Path("runs")
     results: Path = RESULTS
     trains: bool = True
@@ -104,7 +101,6 @@ class Request:
             words += ["--experiments", str(self.catalog.folder)]
         if self.scale != (experiment.scale or SCALE):
             words += ["--scale", self.scale]
-        words += [word for sweep in self.sweeps for word in ("--sweep", sweep)]
         words += [] if self.corpus is None else ["--corpus", self.corpus]
         words += [] if self.tokenizer is None else ["--tokenizer", self.tokenizer]
         command = shlex.join(words + ["--repeat"] * self.repeat)
@@ -113,8 +109,6 @@ class Request:
         for row in experiment.rows:
             if setting.not_representable(row) is None:
                 setting.config(row)
-        if self.sweeps:
-            setting = swept(setting, self.sweeps)
         brought = [short_name(one) for one in (self.corpus, self.tokenizer) if one is not None]
         named = setting.experiment.model_copy(update={"name": "-".join([setting.experiment.name, *brought])})
         return replace(setting, experiment=named) if brought else setting
@@ -183,20 +177,11 @@ def reproduce(request: Request) -> None:
                 asked.setdefault(job.key, job)
     missing = [job for key, job in asked.items() if key not in outcomes]
     failures: Mapping[str, str] = {}
-    ranks = init_ranks(torch.device(request.training.device))
-    if ranks.rank == 0:  # parts of the corpora that are skipped
-        notes = [note for table in tables.values() if table.corpus is not None for note in table.corpus.source.notes]
-        for note in dict.fromkeys(notes):
-            tell(console, note)
-    if request.trains and ranks.world > 1:
-        # The first rank decides which rows are missing, because the other ranks may not see its files.
-        agreed = [job for key, job in asked.items() if ranks.gather(key not in outcomes)[0]]
-        train_on_ranks(agreed, request.training, ranks, console)
-    elif request.trains:
+    notes = [note for table in tables.values() if table.corpus is not None for note in table.corpus.source.notes]
+    for note in dict.fromkeys(notes):  # parts of the corpora that are skipped
+        tell(console, note)
+    if request.trains:
         failures = train(missing, request.training, request.workers, console)
-    ranks.close()
-    if ranks.rank > 0:
-        return
     with alone(rows):
         outcomes = known_outcomes(read_outcomes(rows))
         for table in tables.values():
@@ -236,7 +221,7 @@ class _Table:
         with shown_reading(console, f"reading {data.corpus}") as on_progress:
             cache = request.runs.absolute() / CACHE
             self.corpus = prepare_corpus(data, setting.scale.vocabulary, cache, on_progress)
-        supply = counted(setting, self.corpus)
+        supply = Supply(setting, self.corpus.source)
         supply.require_enough()
         if request.trains:
             _print_supply(console, supply)
@@ -305,13 +290,13 @@ def list_experiments(request: Request, path: Path | None) -> None:
 def dry_run(request: Request) -> None:
     """Validate every row at the scale and print its cost.
 
-    Prints parameters, tokens, FLOPs, bytes, an estimate of the time, and whether the corpus has enough tokens.
+    Prints parameters, tokens, FLOPs, bytes, an estimate of the time, and what the corpus has to have.
     """
     console = standard_output()
     settings, broken = request.settings()
-    sampled: dict[tuple[str, str, str], int | None] = {}
     for setting in settings:
-        supply = estimated(setting, sampled)
+        if rows := setting.representable():
+            require_text(setting.config(rows[0]).data)
         table = PlainTable(["row"], ["parameters", "tokens", "compute", "sends", "hours"], ["state"])
         for row in setting.experiment.rows:
             if (reason := setting.not_representable(row)) is not None:
@@ -325,8 +310,8 @@ def dry_run(request: Request) -> None:
         name = setting.experiment.name
         say(console, f"{name} at scale {setting.scale.name}", bold=name)
         console.print(table)
-        if supply is not None:
-            _print_supply(console, supply)
+        if rows:
+            _print_supply(console, Supply(setting))
     say(
         console,
         "`compute`: 6 floating-point operations per parameter and token. `sends`: all contributions of all "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +14,11 @@ from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.files import whole
 from hetero_pp.core.progress import OnProgress, untold
 from hetero_pp.core.units import format_number
-from hetero_pp.data.corpora import documents, fingerprint, sample
+from hetero_pp.data.corpora import documents, fingerprint, list_corpus
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.sources import Source, StreamedCorpus, open_source
 from hetero_pp.data.tokenizers import Tokenizer, load_tokenizer
+from hetero_pp.data.tokens import TokenStore
 from hetero_pp.research.experiments.definition import Scale
 from hetero_pp.research.experiments.rows import EQUAL_STEPS, Setting
 from hetero_pp.research.trainer.participation import sequences_in
@@ -25,11 +26,7 @@ from hetero_pp.research.trainer.participation import sequences_in
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Encoding
 
-SAMPLED = 2 << 20
-"""Bytes of the sample from which a corpus's tokens are estimated: within 10 % for Python's standard library."""
 MORE = "supply more text: --corpus PATH, or --corpus hf:NAME with --tokenizer PATH to stream it"
-SURE = 1.25
-"""Factor by which an estimate must differ from the needed tokens to decide whether they suffice."""
 
 
 @dataclass(frozen=True)
@@ -125,46 +122,23 @@ def with_tokenizer(scale: Scale, path: str | None) -> Scale:
     return scale.model_copy(update={"base": base, "vocabulary": vocabulary})
 
 
-def estimate_tokens(data: DataSettings, vocabulary: int) -> int:
-    """Estimate the number of tokens of a corpus that is not streamed; reads a sample only."""
-    texts, share = sample(data, SAMPLED)
-    some = [text[:SAMPLED] for text in texts]
-    encoding = load_tokenizer(data) if data.names_tokenizer else _trained(some, vocabulary)
-    count = sum(map(len, encoding.encode_batch(some)))
-    scale = sum(map(len, texts)) / max(1, sum(map(len, some)))
-    return round((count * scale + len(texts)) / share)
-
-
 def tokens_read(config: RunConfig) -> int:
     """Return the number of tokens that a run reads, including the last token of each row of a batch."""
     steps = config.inner.require_steps(EQUAL_STEPS)
     return steps * (config.data.sequence_length + 1) * sequences_in(config, config.outer.rounds)
 
 
-@dataclass(frozen=True)
 class Supply:
-    """Tokens that the rows of a table need, and those that the corpus has for training and validation."""
+    """Tokens that the rows of a table need, and those that its corpus has."""
 
-    setting: Setting
-    training: int | None
-    """Tokens for training; None if the corpus is streamed, as its size is then unknown."""
-    validation: int | None
-    is_counted: bool = True
-    """Whether tokens were counted; False for an estimate."""
-
-    @cached_property
-    def _configs(self) -> list[RunConfig]:
-        return [self.setting.config(row) for row in self.setting.representable()]
-
-    @cached_property
-    def needed(self) -> int:
+    def __init__(self, setting: Setting, source: Source | None = None) -> None:
+        """`source` is the prepared corpus; without it, only what rows need is known."""
+        self.setting, self._source = setting, source
+        self._configs = [setting.config(row) for row in setting.representable()]
+        self.training = len(source.train) if isinstance(source, TokenStore) else None
+        """Tokens for training; None if they are not counted: the corpus is streamed, or not read yet."""
+        self.needed = max(map(tokens_read, self._configs))
         """Tokens needed by the row that trains on the most."""
-        return max(map(tokens_read, self._configs))
-
-    @cached_property
-    def needed_once(self) -> int:
-        """Tokens needed by the row that trains on the most without repeating the corpus; 0 if all rows repeat it."""
-        return max((tokens_read(config) for config in self._configs if not config.data.repeat), default=0)
 
     @property
     def epochs(self) -> float | None:
@@ -173,51 +147,50 @@ class Supply:
 
     def require_enough(self) -> None:
         """Raise ConfigError with what is lacking and what to bring, unless every row can be trained."""
-        if (lacking := self._lacking()) is not None:
+        lacking, name = None, self._configs[0].data.corpus
+        if isinstance(self._source, StreamedCorpus):
+            # Of a stream, text that no replica trains on can be missing, for measuring the bias: reaching it would
+            # require reading everything before it.
+            counts = [sum(one.kind == "participants" for one in config.replicas) for config in self._configs]
+            if self.setting.experiment.bias_every is not None and 1 in counts:
+                why = "measuring the bias of one compressed replica needs text that no replica trains on"
+                lacking = f"found the streamed corpus {name}, expected --corpus PATH: {why}"
+        elif self._source is not None:
+            once = max((tokens_read(config) for config in self._configs if not config.data.repeat), default=0)
+            to_validate = max(one.data.validation_sequences * (one.data.sequence_length + 1) for one in self._configs)
+            for to_do, found, needed, mend in (
+                ("", len(self._source.train), once, f"{MORE}; --repeat reads this corpus {self._times} times"),
+                (
+                    " to validate on",
+                    len(self._source.validation),
+                    to_validate,
+                    f"{MORE}; or increase `data.validation_share`, or reduce `data.validation_sequences`",
+                ),
+            ):
+                if lacking is None and found < needed:
+                    tokens = f"found {found:,} tokens{to_do} in {name}, expected {needed:,}"
+                    lacking = f"{tokens}: {needed - found:,} are missing ({mend})"
+        if lacking is not None:
             of = f"{self.setting.experiment.name} at scale {self.setting.scale.name}"
             raise ConfigError(("data", "corpus"), f"{of}: {lacking}")
 
     def describe(self) -> Iterator[str]:
         """Yield sentences: how many tokens there are, how many are needed, and what to bring."""
-        yield f"Corpus of {self.setting.experiment.name}: {self._lacking() or self._enough()}"
-        bring, setting = self.setting.scale.bring, self.setting
-        if bring is not None and not (setting.corpus and self._configs[0].data.names_tokenizer):
-            corpus = setting.experiment.bring or bring.corpus
-            yield f"Supply the data of {bring.paper}: --corpus {corpus}, --tokenizer PATH of {bring.tokenizer}"
-
-    def _lacking(self) -> str | None:
-        name, tolerance = self._configs[0].data.corpus, 1.0 if self.is_counted else SURE
-        if self.training is None or self.validation is None:
-            # Of a stream, text that no replica trains on can be missing, for measuring the bias: reaching it would
-            # require reading everything before it.
-            counts = [sum(one.kind == "participants" for one in config.replicas) for config in self._configs]
-            if self.setting.experiment.bias_every is None or 1 not in counts:
-                return None
-            why = "measuring the bias of one compressed replica needs text that no replica trains on"
-            return f"found the streamed corpus {name}, expected --corpus PATH: {why}"
-        to_validate = max(one.data.validation_sequences * (one.data.sequence_length + 1) for one in self._configs)
-        if self.needed_once > self.training * tolerance:
-            found, to_do, needed = self.training, "", self.needed_once
-            mend = f"{MORE}; --repeat reads this corpus {self._times} times"
-        elif to_validate > self.validation * tolerance:
-            found, to_do, needed = self.validation, " to validate on", to_validate
-            mend = f"{MORE}; or increase `data.validation_share`, or reduce `data.validation_sequences`"
-        else:
-            return None
-        tokens = f"found {self._count(found)} tokens{to_do} in {name}, expected {needed:,}"
-        return f"{tokens}: {self._count(needed - found)} are missing ({mend})"
-
-    def _enough(self) -> str:
         data = self._configs[0].data
-        if self.training is None:
+        told = f"{self.needed:,} tokens are needed of {data.corpus}"
+        if self.training is not None:
+            there = f"{self.training:,} tokens to train on in {data.corpus}, {self.needed:,} are needed"
+            told = f"{there}: " + ("enough" if self.needed <= self.training else f"they are read {self._times} times")
+        elif data.streamed is not None:
             unknown = f"{data.corpus} is streamed, so its number of tokens is unknown until it has been read"
             stops = "rows stop with a checkpoint, and --repeat continues from it"
             ends = "it is read again from the start" if data.repeat else stops
-            return f"{unknown}. {self.needed:,} are needed; if the stream ends before, {ends}"
-        there = f"{self._count(self.training)} tokens to train on in {data.corpus}, {self.needed:,} are needed"
-        if self.needed_once * (1.0 if self.is_counted else SURE) > self.training:
-            return f"{there}: the tokens are counted before training starts"
-        return f"{there}: " + ("enough" if self.needed <= self.training else f"they are read {self._times} times")
+            told = f"{unknown}. {self.needed:,} are needed; if the stream ends before, {ends}"
+        yield f"Corpus of {self.setting.experiment.name}: {told}"
+        bring, setting = self.setting.scale.bring, self.setting
+        if bring is not None and not (setting.corpus and data.names_tokenizer):
+            corpus = setting.experiment.bring or bring.corpus
+            yield f"Supply the data of {bring.paper}: --corpus {corpus}, --tokenizer PATH of {bring.tokenizer}"
 
     @property
     def _times(self) -> str:
@@ -225,38 +198,15 @@ class Supply:
         epochs = self.epochs or 0.0
         return format_number(epochs, 2) if epochs < 10 else f"{epochs:,.0f}"
 
-    def _count(self, tokens: int) -> str:
-        return f"{tokens:,}" if self.is_counted else f"about {rounded(tokens)}"
 
-
-def counted(setting: Setting, corpus: Corpus) -> Supply:
-    """Return the supply of a prepared corpus."""
-    if isinstance(corpus.source, StreamedCorpus):
-        return Supply(setting, None, None)
-    return Supply(setting, len(corpus.source.train), len(corpus.source.validation))
-
-
-def estimated(setting: Setting, known: dict[tuple[str, str, str], int | None]) -> Supply | None:
-    """Return a table's supply before its corpus is encoded; None if the scale can represent none of its rows.
-
-    `known` keeps estimates, so that each corpus is sampled once. A streamed corpus is only opened, which reads a list
-    of its files. Raises ConfigError if the corpus, or a tokenizer that it needs, is missing.
-    """
-    rows = setting.representable()
-    if not rows:
-        return None
-    data = setting.config(rows[0]).data
-    key = data.corpus, data.text_field, data.stream.model_dump_json()
-    if key not in known:
-        _require_tokenizer(data)
-        if data.streamed is not None:
-            StreamedCorpus(data)
-        known[key] = None if data.streamed is not None else estimate_tokens(data, setting.scale.vocabulary)
-    tokens = known[key]
-    if tokens is None:
-        return Supply(setting, None, None)
-    validation = round(tokens * data.validation_share)
-    return Supply(setting, tokens - validation, validation, is_counted=False)
+def require_text(data: DataSettings) -> None:
+    """Raise ConfigError if the corpus, or a tokenizer that it needs, is missing; reads no text."""
+    _require_tokenizer(data)
+    if data.streamed is not None:
+        StreamedCorpus(data)
+    else:
+        list_corpus(data)
+        load_tokenizer(data)
 
 
 def rounded(tokens: int) -> str:

@@ -142,13 +142,6 @@ class Row(Settings):
         return named[self.compressed] if isinstance(self.compressed, str) else self.compressed
 
 
-class SweptRow(Row):
-    """A repetition of a row by `--sweep`."""
-
-    of: str = Field(description="original row")
-    swept: dict[str, str] = Field(description="value of each swept cell, as given by the user")
-
-
 Forward = Literal["own", "compressed", "uncompressed"]
 Way = Literal["gather", "ring", "sparse_ring"]
 OfOuterGradient = Literal["norm", "uncorrelated", "momentum", "kept_momentum"]

@@ -29,8 +29,8 @@ from hetero_pp.research.experiments.claims import (
     trend_result,
     ways_of,
 )
-from hetero_pp.research.experiments.corpus import Corpus, counted, rounded
-from hetero_pp.research.experiments.definition import MEASUREMENTS, Row, SweptRow
+from hetero_pp.research.experiments.corpus import Corpus, Supply, rounded
+from hetero_pp.research.experiments.definition import MEASUREMENTS, Row
 from hetero_pp.research.experiments.outcomes import Outcome, Outcomes, Trained, trained_by
 from hetero_pp.research.experiments.pages import difference_cell, markdown, number
 from hetero_pp.research.experiments.plots import draw
@@ -58,7 +58,7 @@ def result_of(
     configs = [setting.config(row) for row in setting.representable()]
     of_corpus: dict[str, Any] | None = None
     if corpus is not None:
-        supply = counted(setting, corpus)
+        supply = Supply(setting, corpus.source)
         of_corpus = {"name": corpus.data.corpus, "sha256": corpus.digest}
         of_corpus |= {} if corpus.tokenizer is None else {"tokenizer": corpus.data.tokenizer}
         of_corpus |= {"tokens": supply.training, "epochs": supply.epochs}
@@ -81,7 +81,7 @@ def result_of(
         "trends": [trend_result(setting, trend, outcomes) for trend in experiment.trends],
         "trained": trained_by(outcomes, earlier),
     }
-    # axes of the picture, for rows that differ in steps between rounds or in one numeric setting
+    # axes of the picture, for rows that differ in steps between rounds or in one number
     steps = {row.name: setting.config(row).inner.steps for row in setting.representable()}
     if len(set(steps.values())) > 1:
         result["inner_steps"] = steps
@@ -95,11 +95,8 @@ def _row_result(
 ) -> dict[str, Any]:
     losses = values["own"].get(row.name, {})
     result: dict[str, Any] = {"name": row.name, "paper": row.paper, "ours": None, "delta_percent": None}
-    if isinstance(row, SweptRow):
-        result |= {"of": row.of, "swept": row.swept}
     result["baseline"] = setting.experiment.baseline_of(row)
     result |= {"compressed_share": row.compressed_share, "k_over_d": _k_over_d(setting, row), "bits": row.bits}
-    result["but_for_rank"] = _but_for_rank(setting, row)
     result["state"] = setting.why_not(row) or ("done" if outcomes else "not run")
     if diverged := sorted(seed for seed, one in outcomes.items() if one["diverged"]):
         last = {seed: (outcomes[seed]["validation_loss"] or [None])[-1] for seed in diverged}
@@ -149,26 +146,17 @@ def _k_over_d(setting: Setting, row: Row) -> float | None:
     return (max(1, round(row.rank * width)) if isinstance(row.rank, float) else row.rank) / width
 
 
-def _but_for_rank(setting: Setting, row: Row) -> int | None:
-    """Return the number of the first row that differs only in the rank; None without a compressed boundary."""
-
-    def others(one: Row) -> Any:
-        return setting.meaning(one.model_copy(update={"rank": 1}))
-
-    if _k_over_d(setting, row) is None:
-        return None
-    numbered = ((number, one) for number, one in enumerate(setting.experiment.rows) if _k_over_d(setting, one))
-    return next(number for number, one in numbered if others(one) == others(row))
-
-
 def lines_of(setting: Setting, rows: Sequence[Row]) -> dict[str, list[list[tuple[str, float]]]]:
     """Return by setting the lines that rows form; the rows (name, value) of a line differ only in this setting.
 
-    A setting is named by its dotted key. Rows with other numbers of steps between rounds also differ in rounds, so that
-    they see as many tokens; that is no further difference. Settings of single replicas form no lines, and ranks have an
-    axis of their own (k/d).
+    A setting is named by its dotted key; the rank by `k/d`. Rows with other numbers of steps between rounds also differ
+    in rounds, so that they see as many tokens; that is no further difference. Other settings of single replicas form no
+    lines.
     """
-    values = {row.name: dict(_flat(setting.config(row).model_dump(mode="json"), "")) for row in rows}
+    values: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        values[row.name] = dict(_flat(setting.config(row).model_dump(mode="json"), ""))
+        values[row.name]["k/d"] = _k_over_d(setting, row)
     keys = dict.fromkeys(key for found in values.values() for key, value in found.items() if _is_number(value))
     lines: dict[str, list[list[tuple[str, float]]]] = {}
     for key in keys:
@@ -178,7 +166,11 @@ def lines_of(setting: Setting, rows: Sequence[Row]) -> dict[str, list[list[tuple
         groups: dict[tuple[Any, ...], dict[float, str]] = defaultdict(dict)
         for name, found in values.items():
             if _is_number(found.get(key)):
-                others = tuple((one, value) for one, value in sorted(found.items()) if one not in follows)
+                others = tuple(
+                    (one, value)
+                    for one, value in sorted(found.items())
+                    if one not in follows and not (key == "k/d" and one.endswith("boundary.rank"))
+                )
                 groups[others].setdefault(found[key], name)
         of_key = [[(name, value) for value, name in sorted(group.items())] for group in groups.values()]
         if long := [line for line in of_key if len(line) >= _LEAST_VALUES]:

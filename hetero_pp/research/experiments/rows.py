@@ -17,7 +17,7 @@ from hetero_pp.config.yaml_file import complaint
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.settings import NotPartOf, meaning
 from hetero_pp.outer.methods import change_method
-from hetero_pp.research.experiments.definition import EVERY, Cells, Experiment, Method, Row, Scale, SweptRow
+from hetero_pp.research.experiments.definition import EVERY, Cells, Experiment, Method, Row, Scale
 from hetero_pp.research.settings import ResearchConfig
 
 _OF_THE_TABLE = "the `corpus` of the experiment, or --corpus, for all rows"
@@ -172,13 +172,9 @@ class Setting:
         return values
 
     def _located(self, error: ConfigError, row: Row) -> ConfigError:
-        """Return an error about a row's run with the `--sweep` option, or the file and line, that set the key."""
+        """Return an error about a row's run with the file and line that set the key."""
         # a run's key as cells write it: `replicas.boundary.rank` for either kind, without an index
         key = tuple(part for part in error.key if isinstance(part, str) and part not in ("datacenter", "participants"))
-        if isinstance(row, SweptRow):
-            about = [cell for cell in row.swept if _overlap(_parts(cell), key)] or list(row.swept)
-            sweeps = " ".join(f"--sweep {cell}={row.swept[cell]}" for cell in about)
-            return ConfigError((), f"{sweeps}: {error.message}")
         # everything that the row changes, by its key in the experiment's file, in reverse order of application
         name, of_table = self.scale.name, self.experiment.at.get(self.scale.name, {})
         own = "rows", [one.name for one in self.experiment.rows].index(row.name)

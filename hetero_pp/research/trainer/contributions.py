@@ -1,4 +1,4 @@
-"""Contributions of the replicas on this rank to an outer round, and their mean over all ranks, tensor by tensor."""
+"""Contributions of the replicas of a row to an outer round, and their mean, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from safetensors.torch import load, save
 from torch import Tensor
 
 from hetero_pp.config.spec import RunSpec
@@ -21,7 +20,6 @@ from hetero_pp.pseudo_gradient.selection import generator_of
 from hetero_pp.research.settings import research_of
 from hetero_pp.research.trainer.measurements import Measured
 from hetero_pp.research.trainer.participation import missed_in, replicas_in
-from replica_groups.engines.ranks import Ranks
 
 WORTH_NUMBA = 10_000
 """Selections of a run that save several times as much with numba as its import takes, 0.7 s."""
@@ -58,14 +56,13 @@ Mean = WeightedMean | ElectedMean | RobustMean
 
 
 class Contributions:
-    """Error feedback of the replicas here, named `names`, and what they send."""
+    """Error feedback of the replicas, named `names`, and what they send."""
 
     def __init__(
         self,
         spec: RunSpec,
         names: Sequence[str],
         theta: Mapping[str, Tensor],
-        ranks: Ranks,
         measured: Measured,
         kept_on: torch.device | None = None,
     ) -> None:
@@ -74,8 +71,8 @@ class Contributions:
             {name: torch.zeros_like(tensor, device=kept_on) for name, tensor in theta.items()} for _ in names
         ]
         self.missed: frozenset[str] = frozenset()
-        """Replicas, on all ranks, that the current round excludes."""
-        self._spec, self._names, self._ranks, self._measured = spec, names, ranks, measured
+        """Replicas that the current round excludes."""
+        self._spec, self._names, self._measured = spec, names, measured
         self._device = next(iter(theta.values())).device
         selections = spec.config.outer.rounds * len(names) * len(theta)
         self._compression = fastest(spec.config.outer.compression, selections)
@@ -100,7 +97,7 @@ class Contributions:
     def mean(self, name: str, deltas: Iterable[tuple[int, Tensor]]) -> tuple[Tensor, list[DecodedTensor]]:
         """Return the mean of a parameter's contributions, and what each replica sends.
 
-        `deltas` are the pseudo-gradients of replicas here, by their index.
+        `deltas` are the pseudo-gradients of replicas, by their index.
         """
         shape, outer = self._spec.parameter_shapes[name], self._spec.config.outer
         mean: Mean
@@ -113,11 +110,7 @@ class Contributions:
         sent = [self._send(index, name, delta, mean) for index, delta in deltas]
         self._measured.parameter(name, sent, self._counted)
         if isinstance(mean, RobustMean):
-            mean.weighted = _of_all_ranks(mean.weighted, self._ranks)
             return mean.finish(), sent
-        self._ranks.sum(mean.total)
-        if mean.sent is not None:
-            self._ranks.sum(mean.sent)
         return mean.finish(self._counted), sent
 
     def _send(self, index: int, name: str, delta: Tensor, mean: Mean) -> DecodedTensor:
@@ -165,21 +158,6 @@ def drop_largest(momentum: Tensor, share: float, settings: CompressionSettings) 
     largest = {"density": share, "selection": "top_k", "quantiser": "levels", "value_bits": 32}
     plain = {"memory": "error_feedback", "error_feedback_decay": 1.0, "transform": "none"}
     select(momentum, torch.zeros_like(momentum), settings.model_copy(update=largest | plain))
-
-
-def _of_all_ranks(weighted: Sequence[tuple[float, DecodedTensor]], ranks: Ranks) -> list[tuple[float, DecodedTensor]]:
-    """Return (weight, contribution) of the replicas on all ranks, in the order of the replicas."""
-    if ranks.world == 1:
-        return list(weighted)
-    found = []
-    fields = [{"weight": torch.tensor(weight, dtype=torch.float64), **vars(one)} for weight, one in weighted]
-    own = {f"{index:06}.{key}": tensor for index, one in enumerate(fields) for key, tensor in one.items()}
-    for data in ranks.gather_bytes(save(own)):
-        part = load(data)
-        for index in sorted({name.partition(".")[0] for name in part}):
-            indices, values = (part[f"{index}.{key}"].to(ranks.device) for key in ("indices", "values"))
-            found.append((part[f"{index}.weight"].item(), DecodedTensor(indices, values)))
-    return found
 
 
 class PretrainedOptimizer(OuterOptimizer):

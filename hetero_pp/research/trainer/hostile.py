@@ -18,9 +18,8 @@ from torch import Tensor
 from hetero_pp.config.audit import FORWARDS_A_STEP, GauntletSettings
 from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.device import CPU
-from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.seeds import seed_of
-from hetero_pp.data.shares import SharedBatches
+from hetero_pp.data.batches import SharedBatches
 from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry, RoundRecord
 from hetero_pp.model.transformer import block_of
 from hetero_pp.pseudo_gradient.contribution import DecodedTensor, scale_of
@@ -36,7 +35,6 @@ from replica_groups.audit.gauntlet.check import draw
 from replica_groups.audit.gauntlet.losses import SEQUENCES_OF_A_PAIR, copy_of, losses_of, median_of
 from replica_groups.audit.gauntlet.overlap import overlapping
 from replica_groups.audit.gauntlet.replica_scores import ReplicaScores, RoundFacts
-from replica_groups.engines.ranks import Ranks
 from replica_groups.exchange.magnitudes import bound, contribution_limits, remembered_before
 
 Contribution = Mapping[str, DecodedTensor]
@@ -82,15 +80,11 @@ class HostileContributions(Contributions):
         spec: RunSpec,
         names: Sequence[str],
         theta: Mapping[str, Tensor],
-        ranks: Ranks,
         measured: Measured,
         settings: AttackSettings,
         batches: Sequence[SharedBatches],
     ) -> None:
-        """Raises ConfigError for attacks on several ranks."""
-        if ranks.world > 1:
-            raise ConfigError(("research", "attacks"), f"found {ranks.world} ranks, expected one process")
-        super().__init__(spec, names, theta, ranks, measured, kept_on=CPU)
+        super().__init__(spec, names, theta, measured, kept_on=CPU)
         self._settings, self._batches, self._trained = settings, batches, theta
         self._attack, self._hostile = ATTACKS[settings.attack], settings.hostile_of(names)
         self.told = Told(hostile=list(self._hostile))

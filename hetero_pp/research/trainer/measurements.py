@@ -17,17 +17,17 @@ from torch import Tensor
 from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.batches import Batches
-from hetero_pp.model.subspace_optimizer import SubspaceOptimizer
+from hetero_pp.model.inner import SubspaceOptimizer
 from hetero_pp.model.transformer import block_of
-from hetero_pp.outer.volume import RoundVolume
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, DecodedTensor, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import Selection
+from hetero_pp.pseudo_gradient.volume import RoundVolume
 from hetero_pp.research.settings import Every, research_of
 from hetero_pp.research.trainer.participation import replicas_in
 from hetero_pp.research.trainer.replica import TableReplica
 from hetero_pp.simulator.traffic import blob_sizes
-from replica_groups.engines.ranks import CPU, Ranks
+from replica_groups.engines.ranks import CPU
 
 OuterGradient = tuple[int, float, float, float | None, float | None]
 """(round, norm, norm if contributions were uncorrelated, mean cosine of a_r and m before the removal, and after it).
@@ -39,14 +39,10 @@ The cosines are None for replicas without a memory.
 class Measured:
     """Measurements of contributions at intervals over a run."""
 
-    def __init__(self, spec: RunSpec, every: Every, device: torch.device = CPU, world: int = 1) -> None:
-        """Raises ConfigError if contributions are not visible: they are on other ranks, or gradients are averaged."""
+    def __init__(self, spec: RunSpec, every: Every, device: torch.device = CPU) -> None:
+        """Raises ConfigError if gradients are averaged, because contributions are then not visible."""
         self._spec, self._every, self._device = spec, every, device
         for name in (f"{kind}_every" for kind in ("similarity", "volume", "outer") if getattr(every, kind) is not None):
-            if world > 1:
-                raise ConfigError(
-                    (name,), f"found {world} ranks, expected one process: `{name}` needs all contributions"
-                )
             if spec.config.outer.source == "gradient":
                 told = f"found {spec.config.outer.method} with `{name}`, expected one that contributes differences"
                 raise ConfigError(("outer", "method"), told)
@@ -247,7 +243,7 @@ class BiasMeter:
     def __init__(
         self, replicas: Sequence[TableReplica], batches: Sequence[Batches], steps: range, fresh: int, compressed: int
     ) -> None:
-        """`compressed`: number of compressed replicas on all ranks. `fresh`: offset in steps to unused data."""
+        """`compressed`: number of compressed replicas. `fresh`: offset in steps to unused data."""
         self.replicas = replicas
         self.compressed = compressed
         self.unbiased: dict[int, Mapping[str, Tensor]] = {}
@@ -270,42 +266,41 @@ class BiasMeter:
                 self.more.append((biased, unbiased))
 
     @torch.no_grad()
-    def share(self, theta: Mapping[str, Tensor], ranks: Ranks) -> float:
+    def share(self, theta: Mapping[str, Tensor]) -> float:
         """Return || mean (Delta* - Delta) || / || mean Delta* || without noise.
 
         Delta = theta - parameters after the inner steps. The result is negative if the mean product of two differences
         is, which is the case half of the time for pure noise.
         """
-        count = int(sum(ranks.gather(len(self.replicas))))
+        count = len(self.replicas)
         pairs = [
             (replica.parameters, self.unbiased[i]) for i, replica in enumerate(self.replicas) if i in self.unbiased
         ]
-        samples = int(sum(ranks.gather(len(pairs) + len(self.more))))
+        samples = len(pairs) + len(self.more)
         if samples == 0:
             return 0.0
         biases, wholes = Products(), Products()
         for name, start in theta.items():
-            biases.add(start, [biased[name] - unbiased[name] for biased, unbiased in pairs + self.more], ranks)
+            biases.add(start, [biased[name] - unbiased[name] for biased, unbiased in pairs + self.more])
             ends = [self.unbiased.get(i, replica.parameters)[name] for i, replica in enumerate(self.replicas)]
-            wholes.add(start, [start - parameter for parameter in ends], ranks)
+            wholes.add(start, [start - parameter for parameter in ends])
         bias = (self.compressed / count) ** 2 * biases.mean(samples)
         return math.copysign(math.sqrt(abs(bias) / wholes.mean(count)), bias)
 
 
 class Products:
-    """Mean product of two different vectors of a set; the vectors arrive part by part and from several ranks."""
+    """Mean product of two different vectors of a set; the vectors arrive part by part."""
 
     def __init__(self) -> None:
         self._of_sum = self._of_each = 0.0
 
-    def add(self, like: Tensor, parts: Sequence[Tensor], ranks: Ranks) -> None:
-        """Add the same part of each vector on this rank, with the shape of `like`."""
+    def add(self, like: Tensor, parts: Sequence[Tensor]) -> None:
+        """Add the same part of each vector, with the shape of `like`."""
         total = torch.zeros_like(like)
         for part in parts:
             total += part
-        ranks.sum(total)
         self._of_sum += total.double().square().sum().item()
-        self._of_each += sum(ranks.gather(sum(part.double().square().sum().item() for part in parts)))
+        self._of_each += sum(part.double().square().sum().item() for part in parts)
 
     def mean(self, count: int) -> float:
         """Return the mean over all pairs of `count` vectors; for one vector, its square."""

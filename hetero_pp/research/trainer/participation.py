@@ -15,8 +15,7 @@ from hetero_pp.config.spec import MemberSpec, RunSpec
 from hetero_pp.config.topology import ReplicaSettings
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.seeds import seed_of
-from hetero_pp.data.batches import StoreBatches
-from hetero_pp.data.shares import Share, SharedBatches
+from hetero_pp.data.batches import Share, SharedBatches, StoreBatches
 from hetero_pp.data.sources import Source
 from hetero_pp.data.tokens import TokenStore
 from hetero_pp.research.settings import research_of

@@ -20,8 +20,8 @@ from hetero_pp.model.part_settings import BoundarySettings
 from hetero_pp.model.transformer import ModelShape
 from hetero_pp.pipeline.coefficients import format_of
 from hetero_pp.research.settings import PeerSettings
+from stages.anchors import OwnParameters
 from stages.boundary import Boundary
-from stages.own_parameters import OwnParameters
 
 INITIAL_SPREAD = 0.01
 """Standard deviation of ResBM's initial weights."""
@@ -32,6 +32,8 @@ STEP_SHARE = 0.1
 TILE = 64
 """G of TAH-Quant's activations."""
 GRADIENT_TILE = 32
+_MOMENTUM = "momentum."
+"""Prefix of the names of MAPL's momenta among its tensors."""
 _STANDS_OUT = 2.0
 _TINY = 1e-30
 
@@ -134,14 +136,14 @@ class Mapl(OwnParameters):
             projection.copy_(polar(projection - alpha * polar(self.momenta[name])))
             projection.grad = None
 
-    def state(self) -> dict[str, Any]:
-        return super().state() | {"momenta": self.momenta}
+    def tensors(self) -> dict[str, Tensor]:
+        return super().tensors() | {f"{_MOMENTUM}{name}": one for name, one in self.momenta.items()}
 
     @torch.no_grad()
-    def load(self, state: Mapping[str, Any]) -> None:
-        super().load(state)
-        for name, kept in state["momenta"].items():
-            self.momenta[name].copy_(kept)
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        super().load_tensors({name: one for name, one in tensors.items() if not name.startswith(_MOMENTUM)})
+        for name, momentum in self.momenta.items():
+            momentum.copy_(tensors[f"{_MOMENTUM}{name}"])
 
 
 def polar(matrix_DK: Tensor) -> Tensor:

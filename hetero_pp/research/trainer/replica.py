@@ -21,18 +21,16 @@ from hetero_pp.config.checkpoint import RunCheckpoint
 from hetero_pp.config.spec import MemberSpec, RunSpec
 from hetero_pp.config.topology import ParticipantsReplica, ReplicaSettings
 from hetero_pp.core.seeds import seed_of
-from hetero_pp.model.inner import InnerSettings
+from hetero_pp.model.inner import InnerSettings, SubspaceOptimizer, inner_optimizer
 from hetero_pp.model.part_settings import EmbeddingTraining
-from hetero_pp.model.subspace_optimizer import SubspaceOptimizer, inner_optimizer
 from hetero_pp.model.transformer import EMBEDDING, Transformer, build_filled
 from hetero_pp.pipeline.coefficients import Symbols, noise_key
 from hetero_pp.research.attacks import Attack
 from hetero_pp.research.settings import AblationSettings, ablations_of, attack_of
 from hetero_pp.research.trainer.peers import Peer, peer_of
 from replica_groups.engines.plain import WholeReplica, whole_loss
-from stages.anchors import Anchors, anchors_of
+from stages.anchors import Anchors, OwnParameters, anchors_of
 from stages.boundary import Boundary, boundary_of
-from stages.own_parameters import OwnParameters
 
 OUTPUT_PROJECTIONS = ("attention.wo.weight", "feed_forward.w2.weight")
 """W_p1 and W_p2 [D, F]: their outputs in the residual stream should lie in the subspace. Het-PP names only W_p1."""
@@ -139,14 +137,14 @@ class TableReplica(WholeReplica):
         return super().state() | {
             "basis": None if boundary is None else boundary.basis,
             "perpendicular": boundary.perpendicular if boundary is not None and is_stale else None,
-            "own": [own.state() for own in self.own],
+            "own": [own.tensors() for own in self.own],
         }
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
         super().load(state)
         for own, saved in zip(self.own, state["own"], strict=True):
-            own.load(saved)
+            own.load_tensors(saved)
         embedding, boundary = self.parameters[EMBEDDING], self.boundary
         if boundary is None or not self.hops:
             return

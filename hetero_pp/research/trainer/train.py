@@ -1,7 +1,6 @@
 """The trainer of tables: trains every replica of a row whole, one after the other, with nothing serialised.
 
-The ranks of torchrun may share the replicas. Weights, optimizer state and error feedback are held once per replica, and
-theta at the start of the round once per rank.
+Weights, optimizer state and error feedback are held once per replica, and theta at the start of the round once.
 
 One step's gradients agree with the staged reference to 1e-5, final losses to within the spread over seeds. All losses
 are bitwise equal to the staged run's if no replica is a group and nothing is compiled.
@@ -10,8 +9,11 @@ are bitwise equal to the staged run's if no replica is a group and nothing is co
 from __future__ import annotations
 
 import math
+import secrets
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,16 +25,16 @@ from hetero_pp.config.checkpoint import first_checkpoint
 from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.topology import ParticipantsReplica, ReplicaSettings
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.data.shares import SharedBatches
+from hetero_pp.core.files import PART, complaint, flush, naming
+from hetero_pp.core.tensor_files import save_object
+from hetero_pp.data.batches import SharedBatches
 from hetero_pp.data.sources import Source
-from hetero_pp.model.compiler import can_compile, compile_layers
 from hetero_pp.model.learning_rates import LearningRates
-from hetero_pp.model.transformer import EMBEDDING
+from hetero_pp.model.transformer import EMBEDDING, can_compile, compile_layers
 from hetero_pp.outer.step import OuterOptimizer, start_before_mean
 from hetero_pp.pipeline.coefficients import format_of
 from hetero_pp.research.attacks import success
 from hetero_pp.research.settings import UNMEASURED, Every, ablations_of, research_of
-from hetero_pp.research.trainer.checkpoint import Checkpoint
 from hetero_pp.research.trainer.contributions import Contributions, PretrainedOptimizer
 from hetero_pp.research.trainer.hostile import HostileContributions
 from hetero_pp.research.trainer.measurements import (
@@ -53,7 +55,7 @@ from hetero_pp.research.trainer.replica import (
     grassmann_step,
 )
 from replica_groups.engines.plain import WholeReplica
-from replica_groups.engines.ranks import ALONE, CPU, Ranks
+from replica_groups.engines.ranks import CPU
 
 SLICES = 8
 """Number of consecutive parts of the validation rows; losses on them show what other rows would have given."""
@@ -104,7 +106,6 @@ def train_fast(
     compiles: bool = False,
     every: Every = UNMEASURED,
     device: torch.device = CPU,
-    ranks: Ranks = ALONE,
     checkpoint: Path | None = None,
     checkpoint_seconds: float = 300.0,
     on_result: Callable[[FastResult], object] = lambda result: None,
@@ -112,16 +113,16 @@ def train_fast(
     """Train a whole topology in this thread; `on_round` is called with each round's validation loss.
 
     `compiles`: use torch.compile where it works. Losses then differ by rounding.
-    `every`: rounds between measurements. `ranks`: ranks of torchrun, which all call this alike and get one result.
-    `checkpoint`: the file of the state, saved after a round if `checkpoint_seconds` have passed. If it exists, training
-    resumes from it, bitwise equal on a CPU. It is removed once `on_result`, which stores the result, returns.
+    `every`: rounds between measurements. `checkpoint`: the file of the state, saved after a round if
+    `checkpoint_seconds` have passed. If it exists, training resumes from it, bitwise equal on a CPU. It is removed once
+    `on_result`, which stores the result, returns.
 
     Raises ConfigError before the round in which a streamed corpus ends that may not be repeated. The state is saved
     then, and training resumes from it once repeats are allowed.
     """
     started, worked = time.monotonic(), time.process_time()
-    kept = None if checkpoint is None else Checkpoint(checkpoint, _kept_as(spec), ranks, checkpoint_seconds)
-    group, losses = AllReplicas(spec, source, compiles, every, device, ranks), list[float]()
+    kept = None if checkpoint is None else Checkpoint(checkpoint, _kept_as(spec), checkpoint_seconds)
+    group, losses = AllReplicas(spec, source, compiles, every, device), list[float]()
     if kept is not None and (saved := kept.load()) is not None:
         losses = saved["losses"]
         started, worked = started - saved["seconds"], worked - saved["cpu_seconds"]
@@ -210,8 +211,62 @@ def boundary_bytes_per_token(replica: ReplicaSettings, spec: RunSpec) -> float:
     return format_of(replica.boundary).wire_bytes((rows, length, rank)) / (rows * length)
 
 
+class Checkpoint:
+    """At most one saved state of the run `run`, in `path`, from which an interrupted row resumes."""
+
+    def __init__(self, path: Path, run: str, seconds: float) -> None:
+        self.path, self.run = path, run
+        self.seconds = seconds
+        """Seconds between two saves of the state."""
+        self._saved = time.monotonic()
+
+    def load(self) -> dict[str, Any] | None:
+        """Return the last saved state, on the CPU; None if there is none.
+
+        Raises ConfigError if the file belongs to another run.
+        """
+        for part in self.path.parent.glob(f"{self.path.name}.*{PART}"):  # of a killed writer
+            part.unlink(missing_ok=True)
+        if not self.path.exists():
+            return None
+        found: dict[str, Any] = torch.load(self.path, map_location="cpu", weights_only=True)
+        if found["run"] != self.run:
+            told = "found the checkpoint of another configuration; delete it to start from the beginning"
+            raise ConfigError((), f"{self.path}: {told}")
+        return found
+
+    def is_due(self) -> bool:
+        """Return whether it is time to save."""
+        return time.monotonic() - self._saved >= self.seconds
+
+    def save(self, round_: int, state: dict[str, Any]) -> None:
+        """Save the state after a round atomically: no reader sees half of it.
+
+        If the file cannot be written, the previous save stays, and the next due save tries again.
+        """
+        self._saved = time.monotonic()
+        part = self.path.with_name(f"{self.path.name}.{secrets.token_hex(4)}{PART}")
+        try:
+            with naming(self.path):
+                part.parent.mkdir(parents=True, exist_ok=True)
+                save_object({"run": self.run, "round": round_, **state}, part)
+                flush(part)
+                part.replace(self.path)
+                flush(self.path.parent)
+        except OSError as error:
+            told = "training continues, and the next checkpoint is saved on schedule"
+            print(f"{complaint(error)}; {told}", file=sys.stderr, flush=True)
+        with suppress(OSError):  # the part was renamed, or never made
+            part.unlink()
+
+    def remove(self) -> None:
+        """Remove the file at the end of the run, if its disk allows it."""
+        with suppress(OSError):
+            self.path.unlink()
+
+
 class AllReplicas:
-    """All replicas of a run, or this rank's share of them, and theta."""
+    """All replicas of a run, and theta."""
 
     def __init__(
         self,
@@ -220,36 +275,27 @@ class AllReplicas:
         compiles: bool = False,
         every: Every = UNMEASURED,
         device: torch.device = CPU,
-        ranks: Ranks = ALONE,
     ) -> None:
         """The arguments are those of `train_fast`."""
         if every.bias is not None:
             require_equal_rounds(spec)
-        self.spec, self.ranks, self.every = spec, ranks, every
+        self.spec, self.every = spec, every
         self.research = research_of(spec.config)
         self.inner_steps = spec.config.inner.require_steps("tables are trained without a clock")
         self.count = len(spec.config.replicas)
-        """Number of replicas on all ranks."""
-        self.indices = ranks.mine(self.count)
-        """Indices of the replicas on this rank; all indexed attributes below count only these."""
         checkpoint = first_checkpoint(spec)
         firsts = {member.replica.name: member for member in reversed(spec.members.values())}
-        everyone = [firsts[replica.name] for replica in spec.config.replicas]
-        members = [everyone[index] for index in self.indices]
+        members = [firsts[replica.name] for replica in spec.config.replicas]
         self.settings: list[ReplicaSettings] = [member.replica for member in members]
         self.batches: list[SharedBatches] = [table_batches(spec, member, source)[0] for member in members]
-        self.validation = [tokens.to(device) for tokens in table_batches(spec, everyone[0], source)[1]]
+        self.validation = [tokens.to(device) for tokens in table_batches(spec, members[0], source)[1]]
         self.replicas = [build_whole(spec, member, checkpoint, device) for member in members]
-        if ranks.world > 1 and any(replica.peer is not None for replica in self.replicas):
-            raise ConfigError(
-                ("research", "ablations", "peer"), "found a peer's boundary on several ranks, expected one process"
-            )
         self.is_compiled = compiles and can_compile(device)
         if self.is_compiled:
             compile_layers(replica.module for replica in self.replicas)
         self.theta = {name: tensor.to(device, copy=True) for name, tensor in checkpoint.parameters.items()}
-        self.measured = Measured(spec, every, device, ranks.world)
-        of = spec, [own.name for own in self.settings], self.theta, ranks, self.measured
+        self.measured = Measured(spec, every, device)
+        of = spec, [own.name for own in self.settings], self.theta, self.measured
         attacks = self.research.attacks
         self.contributions = (
             Contributions(*of) if attacks is None else HostileContributions(*of, settings=attacks, batches=self.batches)
@@ -260,7 +306,7 @@ class AllReplicas:
         self.ahead: list[dict[str, Tensor]] = []
         """With overlap, between rounds: the pseudo-gradient of the round that each replica has already trained."""
         self.local: dict[int, dict[str, Tensor]] = {}
-        """With keep_local, between rounds: the parameters of each replica here that the last round excluded."""
+        """With keep_local, between rounds: the parameters of each replica that the last round excluded."""
         self.own_embeddings: dict[int, Tensor] = {}
         """Embedding at which a replica starts if its boundary discards the part outside the subspace (an ablation)."""
         if self.research.warms_up_again:
@@ -273,7 +319,7 @@ class AllReplicas:
 
     def _enter(self, round_: int) -> None:
         self.taking_part = self._taking_part_in(round_)
-        """Indices of the replicas here that take part in the current or last round."""
+        """Indices of the replicas that take part in the current or last round."""
         self.weights = self._weights.in_round(round_)
         """Weight of every replica, by name, in the current or last round."""
 
@@ -283,25 +329,19 @@ class AllReplicas:
 
     @property
     def errors(self) -> list[dict[str, Tensor]]:
-        """Error feedback of each replica here, by parameter."""
+        """Error feedback of each replica, by parameter."""
         return self.contributions.errors
 
     def read_ahead(self, round_: int) -> None:
         """Read a round's batches ahead.
 
-        Raises ConfigError, on every rank, if the text of a replica ends before the round does. The state is then that
+        Raises ConfigError if the text of a replica ends before the round does. The state is then that
         of the previous round.
         """
-        ended, overlap = None, self.outer.settings.overlap
-        last = min(round_ + overlap, self.spec.config.outer.rounds)
+        last = min(round_ + self.outer.settings.overlap, self.spec.config.outer.rounds)
         first = round_ + 1 if self.ahead else round_
-        try:
-            for index in self._taking_part_in(round_):
-                self.batches[index].read_ahead(range(self._steps(first).start, self._steps(last).stop))
-        except ConfigError as error:
-            ended = error
-        if any(self.ranks.gather(ended is not None)):
-            raise ended or ConfigError(("data", "corpus"), "found too little text for another rank, expected more")
+        for index in self._taking_part_in(round_):
+            self.batches[index].read_ahead(range(self._steps(first).start, self._steps(last).stop))
 
     def _steps(self, round_: int) -> range:
         return range((round_ - 1) * self.inner_steps, round_ * self.inner_steps)
@@ -325,10 +365,10 @@ class AllReplicas:
         if self.every.bias is not None and round_ % self.every.bias == 0:
             fresh = self.inner_steps * self.spec.config.outer.rounds
             meter = BiasMeter(self.replicas, self.batches, steps, fresh, len(self._compressed))
-        if not all(self.ranks.gather(self._inner_steps(steps))):
+        if not self._inner_steps(steps):
             return False
         if meter is not None:
-            self.bias.append((round_, meter.share(self.theta, self.ranks)))
+            self.bias.append((round_, meter.share(self.theta)))
         if self.outer.settings.source == "difference":
             self._synchronise(round_)
         if self.research.averages_moments:
@@ -362,7 +402,7 @@ class AllReplicas:
         """Run a round's inner steps from each replica's own start; return False if a replica diverged."""
         for replica in self.replicas:
             replica.enter_round(round_)
-        if not all(self.ranks.gather(self._inner_steps(self._steps(round_)))):
+        if not self._inner_steps(self._steps(round_)):
             return False
         with torch.no_grad():
             self.ahead = [
@@ -417,7 +457,7 @@ class AllReplicas:
         average_peers([replica.peer for replica in self.replicas])
 
     def _deltas(self, name: str) -> Iterator[tuple[int, Tensor]]:
-        """Yield the pseudo-gradients of one parameter, of all replicas here that contribute, by index."""
+        """Yield the pseudo-gradients of one parameter, of all replicas that contribute, by index."""
         for index in self.taking_part:
             if index not in self.local:
                 is_own = name == EMBEDDING and index in self.own_embeddings
@@ -454,33 +494,24 @@ class AllReplicas:
                 assert theirs is not None
                 parameter.grad += theirs
                 other.parameters[name].grad = None
-            self.ranks.sum(parameter.grad)
             parameter.grad /= self.count
             means[name] = parameter.grad
         # The first replica of each kind steps for all of its kind, so one optimizer state is enough.
         keys = [constraint_of(one) for one in self.spec.config.replicas]
         kinds = [(keys.index(key), keys.count(key) / self.count) for key in dict.fromkeys(keys)]
-        steppers = [self.replicas[self.indices.index(index)] for index, _ in kinds if index in self.indices]
+        steppers = [self.replicas[index] for index, _ in kinds]
         for replica in steppers:
             for name, parameter in replica.parameters.items():
                 parameter.grad = means[name].clone() if len(steppers) > 1 else means[name]  # clipped in place
             replica.optimizer.step(step, replica.optimizer.gradient_norm())
         for name, parameter in first.parameters.items():
             # start + sum of differences, not a weighted sum: equal values keep their bits
-            start = mean = self._of_replica(kinds[0][0], name)
+            start = mean = self.replicas[kinds[0][0]].parameters[name].detach()
             for index, share in kinds[1:]:
-                mean = mean + (self._of_replica(index, name) - start) * share
+                mean = mean + (self.replicas[index].parameters[name] - start) * share
             for replica in self.replicas:
                 replica.parameters[name].copy_(mean)
             parameter.grad = None
-
-    def _of_replica(self, index: int, name: str) -> Tensor:
-        """Return a parameter of a replica, on every rank; `index` counts over all ranks."""
-        is_here = index in self.indices
-        own = self.replicas[self.indices.index(index) if is_here else 0].parameters[name].detach()
-        found = own if is_here else torch.empty_like(own)
-        self.ranks.broadcast(found, self.ranks.owner(index, self.count))
-        return found
 
     @torch.no_grad()
     def _average_moments(self) -> None:
@@ -494,7 +525,6 @@ class AllReplicas:
                 total = torch.zeros_like(states[0][name][kind])
                 for settings, own in zip(self.settings, states, strict=True):
                     total += own[name][kind] * self.weights[settings.name]
-                self.ranks.sum(total)
                 total /= sum(self.weights.values())
                 for own in states:
                     own[name][kind].copy_(total)
@@ -512,17 +542,11 @@ class AllReplicas:
         every = self.research.ablations.grassmann_every
         if every is None or round_ % every or not self._compressed:
             return
-        index, width = self._compressed[0], self.spec.shape.width
-        settings = self.spec.config.replicas[index]
-        assert isinstance(settings, ParticipantsReplica)
-        moved = self.theta[EMBEDDING].new_empty(width, settings.boundary.dimensions(width) or width)
-        if index in self.indices:
-            boundary = self.replicas[self.indices.index(index)].boundary
-            assert isinstance(boundary, AblatedBoundary)
-            assert boundary.basis is not None and boundary.last_gradient is not None
-            step = self.research.ablations.grassmann_step
-            moved = grassmann_step(boundary.basis, boundary.last_gradient.flatten(0, 1), step)
-        self.ranks.broadcast(moved, self.ranks.owner(index, self.count))
+        boundary = self.replicas[self._compressed[0]].boundary
+        assert isinstance(boundary, AblatedBoundary)
+        assert boundary.basis is not None and boundary.last_gradient is not None
+        step = self.research.ablations.grassmann_step
+        moved = grassmann_step(boundary.basis, boundary.last_gradient.flatten(0, 1), step)
         for replica in self.replicas:
             replica.move_basis(moved)
 
@@ -568,7 +592,7 @@ class AllReplicas:
     def evaluate(self, rows: Sequence[Tensor] | None = None) -> float:
         """Return the mean loss over the participating replicas, each in its own forward.
 
-        Equal forwards run once per rank. `rows`: batches [b, L + 1], here and below; the validation rows if None.
+        Equal forwards run once. `rows`: batches [b, L + 1], here and below; the validation rows if None.
         """
         losses: dict[object, float] = {}
         own = []
@@ -577,7 +601,7 @@ class AllReplicas:
             if key not in losses:
                 losses[key] = self.replicas[index].evaluate(rows or self.validation)
             own.append(losses[key])
-        return sum(self.ranks.gather(sum(own))) / sum(self.ranks.gather(len(own)))
+        return sum(own) / len(own)
 
     @torch.no_grad()
     def evaluate_uncompressed(self, rows: Sequence[Tensor] | None = None) -> float:
@@ -595,17 +619,14 @@ class AllReplicas:
         return loss
 
     def evaluate_compressed(self, rows: Sequence[Tensor] | None = None) -> float | None:
-        """Return the loss in the forward of the first compressed replica, on every rank; None if there is none."""
+        """Return the loss in the forward of the first compressed replica; None if there is none."""
         if not self._compressed:
             return None
-        first = self._compressed[0]
-        is_here = first in self.indices
-        loss = self.replicas[self.indices.index(first)].evaluate(rows or self.validation) if is_here else math.nan
-        return self.ranks.gather(loss)[self.ranks.owner(first, self.count)]
+        return self.replicas[self._compressed[0]].evaluate(rows or self.validation)
 
     @property
     def _compressed(self) -> list[int]:
-        """Indices over all ranks of the replicas that send less than all of their activations."""
+        """Indices of the replicas that send less than all of their activations."""
         has_peer = self.research.ablations.peer is not None
         return [
             index

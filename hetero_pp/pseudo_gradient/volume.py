@@ -23,10 +23,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from hetero_pp.pseudo_gradient.chunks import Group
 from hetero_pp.pseudo_gradient.contribution import DecodedTensor
-from hetero_pp.pseudo_gradient.positions import write_positions
-from hetero_pp.pseudo_gradient.streams import Writer
+from hetero_pp.pseudo_gradient.selection import Group
+from hetero_pp.pseudo_gradient.streams import Writer, write_positions
 
 
 @dataclass(frozen=True)
