@@ -88,40 +88,36 @@ class GradientOptimizer(RoundOptimizer):
     def finish(self, theta: Mapping[str, Tensor]) -> None:
         """Change theta in place, after every tensor was taken."""
         if self._adamw is None:
-            self._adamw = self._build(theta)
+            for basis in self._inside.values() if EMBEDDING in theta else ():
+                if basis.shape[1] not in self._of_coefficients:
+                    copy = {EMBEDDING: nn.Parameter(theta[EMBEDDING].clone())}
+                    own_adamw = SubspaceOptimizer(copy, self._inner, self._total_steps, basis, "coefficients")
+                    self._of_coefficients[basis.shape[1]] = own_adamw
+            self._adamw = InnerOptimizer(dict(sorted(self._parameters.items())), self._inner, self._total_steps)
             self._give_moments()
         for one in (self._adamw, *self._of_coefficients.values()):
             one.follow(self._rates or one.rates)
         norm = torch.tensor(sum(self._squares[name] for name in sorted(self._shapes)) ** 0.5)
+        inside: dict[int, Tensor] = {}
+        """The embedding [V, D] after the own step of replicas that train C, by K."""
         if EMBEDDING in theta:
-            inside = {rank: self._own_step(adamw, norm) for rank, adamw in self._of_coefficients.items()}
+            before = self._parameters[EMBEDDING]
+            for rank, adamw in self._of_coefficients.items():
+                assert before.grad is not None
+                adamw.embedding.copy_(before)
+                adamw.embedding.grad = before.grad.clone()  # clipped in place
+                adamw.perpendicular = perpendicular(adamw.embedding.detach(), adamw.basis)
+                adamw.step(self._step, norm)
+                inside[rank] = adamw.embedding.detach()
             self._adamw.perpendicular = self._mean_perpendicular(theta[EMBEDDING])
         self._adamw.step(self._step, norm)
-        if EMBEDDING in theta and inside:
+        if inside:
             mean = theta[EMBEDDING].clone()
             for rank, own in inside.items():
                 mean += (own - theta[EMBEDDING]) * self._share(self._inside, rank)
             theta[EMBEDDING].copy_(mean)
         self._squares.clear()
         self._step += 1
-
-    def _build(self, theta: Mapping[str, Tensor]) -> InnerOptimizer:
-        for basis in self._inside.values() if EMBEDDING in theta else ():
-            if basis.shape[1] not in self._of_coefficients:
-                own = {EMBEDDING: nn.Parameter(theta[EMBEDDING].clone())}
-                adamw = SubspaceOptimizer(own, self._inner, self._total_steps, basis, "coefficients")
-                self._of_coefficients[basis.shape[1]] = adamw
-        return InnerOptimizer(dict(sorted(self._parameters.items())), self._inner, self._total_steps)
-
-    def _own_step(self, adamw: SubspaceOptimizer, norm: Tensor) -> Tensor:
-        """Return the embedding [V, D] after the own step of replicas that train C."""
-        before, own = self._parameters[EMBEDDING], adamw.embedding
-        assert before.grad is not None
-        own.copy_(before)
-        own.grad = before.grad.clone()  # clipped in place
-        adamw.perpendicular = perpendicular(own.detach(), adamw.basis)
-        adamw.step(self._step, norm)
-        return own.detach()
 
     def _mean_perpendicular(self, embedding: Tensor) -> Tensor | None:
         """Return the mean T_perp [V, D] over the replicas of the round that train TE itself; None if all are 0.

@@ -61,7 +61,10 @@ def robust_mean(
         shares = clipping_shares(products_of(sent, size), settings.radius)
     else:
         shares = median_shares(products_of(sent, size), [weight for weight, _ in weighted])
-    sent = [_scaled(one, share) for one, share in zip(sent, shares, strict=True)]
+    sent = [  # rounded once: in fp32 the share of a huge contribution could vanish
+        one if share == 1.0 else DecodedTensor(one.indices, (one.values.double() * share).float())
+        for one, share in zip(sent, shares, strict=True)
+    ]
     if len(rows) < shape[0]:
         sent = [one.part(rows.start * stride, rows.stop * stride) for one in sent]
     mean = torch.zeros(len(rows), *shape[1:], dtype=torch.float32, device=sent[0].values.device)
@@ -71,20 +74,6 @@ def robust_mean(
         for one in sent:
             one.add_to(mean, 1.0)
     return mean
-
-
-class RobustMean:
-    """Holds contributions to one tensor until their robust mean is asked for. It has the interface of WeightedMean."""
-
-    def __init__(self, shape: tuple[int, ...], settings: OuterSettings) -> None:
-        self.weighted: list[tuple[float, DecodedTensor]] = []
-        self._shape, self._settings = shape, settings
-
-    def add(self, decoded: DecodedTensor, weight: float = 1.0) -> None:
-        self.weighted.append((weight, decoded))
-
-    def finish(self) -> Tensor:
-        return robust_mean(self._shape, self.weighted, self._settings)
 
 
 # ---- shares of whole contributions ----
@@ -144,38 +133,25 @@ def norms_of(sent: Sequence[DecodedTensor], size: int) -> list[float]:
 def products_of(sent: Sequence[DecodedTensor], size: int) -> Table:
     """Return the products <x_i, x_j> [R, R] of contributions to a tensor of `size` values."""
     units, integers = zip(*(_integers(one, size) for one in sent), strict=True)
+    count = len(sent)
     if have_equal_indices(sent):
-        sums = _products_of_all(integers)
-    else:
-        sums = _products_of_some(
-            [DecodedTensor(one.indices, own) for one, own in zip(sent, integers, strict=True)], size
-        )
+        total = integers[0].new_zeros(count, count, dtype=torch.float64)
+        for parts in zip(*(one.split(max(1, _AT_ONCE // count)) for one in integers), strict=True):
+            rows = torch.stack(parts).double()
+            total += rows @ rows.T
+        sums: list[list[float]] = total.tolist()
+    else:  # one is dense at a time, and the others look up their indices in it
+        sums = [[0.0] * count for _ in sent]
+        dense = integers[0].new_zeros(size, dtype=torch.float64)
+        for i, mine in enumerate(sent):
+            dense[mine.indices] = integers[i].double()
+            for j, other in enumerate(sent[: i + 1]):
+                sums[i][j] = sums[j][i] = float(dense.index_select(0, other.indices).dot(integers[j].double()))
+            dense[mine.indices] = 0.0
     return [
         [one * mine * other for one, other in zip(row, units, strict=True)]
         for row, mine in zip(sums, units, strict=True)
     ]
-
-
-def _products_of_all(integers: Sequence[Tensor]) -> list[list[float]]:
-    """Return the products of vectors [n] with the same indices."""
-    total = integers[0].new_zeros(len(integers), len(integers), dtype=torch.float64)
-    for parts in zip(*(one.split(max(1, _AT_ONCE // len(integers))) for one in integers), strict=True):
-        dense = torch.stack(parts).double()
-        total += dense @ dense.T
-    found: list[list[float]] = total.tolist()
-    return found
-
-
-def _products_of_some(integers: Sequence[DecodedTensor], size: int) -> list[list[float]]:
-    """Return the products of sparse vectors: one is dense at a time, and the others look up their indices in it."""
-    found = [[0.0] * len(integers) for _ in integers]
-    dense = integers[0].values.new_zeros(size, dtype=torch.float64)
-    for i, mine in enumerate(integers):
-        dense[mine.indices] = mine.values.double()
-        for j, other in enumerate(integers[: i + 1]):
-            found[i][j] = found[j][i] = float(dense.index_select(0, other.indices).dot(other.values.double()))
-        dense[mine.indices] = 0.0
-    return found
 
 
 def have_equal_indices(sent: Sequence[DecodedTensor]) -> bool:
@@ -189,11 +165,6 @@ def _integers(one: DecodedTensor, size: int) -> tuple[float, Tensor]:
     peak = float(one.values.abs().max()) if len(one.values) else 0.0
     unit = math.ldexp(1.0, math.frexp(peak)[1] - bits)
     return unit, (one.values.double() / unit).round_().float()
-
-
-def _scaled(one: DecodedTensor, share: float) -> DecodedTensor:
-    """Return the values times a share, rounded once: in fp32 the share of a huge contribution could vanish."""
-    return one if share == 1.0 else DecodedTensor(one.indices, (one.values.double() * share).float())
 
 
 # ---- coordinates ----

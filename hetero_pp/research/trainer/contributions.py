@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hetero_pp.config.spec import RunSpec
 from hetero_pp.outer.methods import OuterSettings
-from hetero_pp.outer.robust import RobustMean
+from hetero_pp.outer.robust import robust_mean
 from hetero_pp.outer.step import OuterOptimizer, WeightedMean, outer_step
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import DecodedTensor
@@ -49,6 +49,20 @@ class ElectedMean:
         """Return the mean; 0 where nobody sent a value."""
         positive, negative = self.total / self.sent.masked_fill(self.sent == 0, 1.0)
         return torch.where(self.total.sum(0) >= 0, positive, negative)
+
+
+class RobustMean:
+    """Holds contributions to one tensor until their robust mean is asked for. It has the interface of WeightedMean."""
+
+    def __init__(self, shape: tuple[int, ...], settings: OuterSettings) -> None:
+        self.weighted: list[tuple[float, DecodedTensor]] = []
+        self._shape, self._settings = shape, settings
+
+    def add(self, decoded: DecodedTensor, weight: float = 1.0) -> None:
+        self.weighted.append((weight, decoded))
+
+    def finish(self, weight: float | None = None) -> Tensor:
+        return robust_mean(self._shape, self.weighted, self._settings)
 
 
 Mean = WeightedMean | ElectedMean | RobustMean
@@ -109,8 +123,6 @@ class Contributions:
             mean = WeightedMean(shape, outer.divides_by, self._device)
         sent = [self._send(index, name, delta, mean) for index, delta in deltas]
         self._measured.parameter(name, sent, self._counted)
-        if isinstance(mean, RobustMean):
-            return mean.finish(), sent
         return mean.finish(self._counted), sent
 
     def _send(self, index: int, name: str, delta: Tensor, mean: Mean) -> DecodedTensor:
