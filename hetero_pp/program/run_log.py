@@ -19,10 +19,10 @@ from hetero_pp.core.files import write_json
 from hetero_pp.core.units import format_bytes, format_count
 from hetero_pp.messages.messages_pb2 import RoundRecord
 from hetero_pp.model.transformer import shapes_by_block
-from hetero_pp.outer.volume import RoundVolume, Volume
 from hetero_pp.program.report.output import announce, say, standard_output
 from hetero_pp.program.report.tables import PlainTable
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob
+from hetero_pp.pseudo_gradient.volume import RoundVolume, Volume
 from hetero_pp.simulator.traffic import expected_volume
 from hetero_pp.store.opening import folder_of, open_store
 from replica_groups.exchange.log import ContributionLog, open_log
