@@ -62,7 +62,7 @@ class Stage:
         basis = boundary.basis if spec.count > 1 else None
         self.optimizer = inner_optimizer(self.parameters, inner, total_steps, basis, embedding)
         self._in_flight: dict[int, tuple[Tensor | None, Tensor]] = {}
-        """What a forward keeps for its backward, by micro-batch: the received input and the output."""
+        """Received input and output of each micro-batch in flight, which its backward needs."""
 
     @property
     def device(self) -> torch.device:

@@ -11,7 +11,7 @@ import pytest
 from hetero_pp.config.run_config import RunConfig
 from hetero_pp.config.spec import RunSpec
 from hetero_pp.data.settings import DataSettings
-from hetero_pp.research.experiments import command, corpus
+from hetero_pp.research.experiments import command
 from hetero_pp.research.experiments.definition import Catalog
 
 _estimates: dict[str, Any] = {}
@@ -40,8 +40,8 @@ def compute_once(
 
 
 def estimate_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `reproduce` estimate each corpus and each contribution once in all tests of this process."""
-    compute_once(monkeypatch, (command, "contribution_bytes"), (corpus, "estimate_tokens"), known=_estimates)
+    """Let `reproduce` estimate each contribution once in all tests of this process."""
+    compute_once(monkeypatch, (command, "contribution_bytes"), known=_estimates)
 
 
 SHIPPED = Catalog(Path(__file__).parents[1] / "configs" / "experiments")

@@ -205,7 +205,7 @@ def _rendering(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def estimated_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `reproduce` estimate each corpus and each contribution once in all tests of this process."""
+    """Let `reproduce` estimate each contribution once in all tests of this process."""
     from catalogs import estimate_once  # takes a second
 
     estimate_once(monkeypatch)

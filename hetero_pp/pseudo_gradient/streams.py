@@ -1,7 +1,7 @@
 """Fields and streams of a contribution, and positions within chunks as gaps.
 
 Streams are compressed if that makes them smaller. Reading is total: it never reads beyond the end and allocates nothing
-that the bytes do not justify. Of a gap, a few low bits are sent unchanged, the rest as bytes for an entropy coder.
+that the bytes do not justify. A few low bits of a gap are sent unchanged, and the rest as bytes for an entropy coder.
 
 Uniform positions have nearly geometric gaps, which lose nothing by a split into low bits and a high part. A high part
 of 255 or more is encoded as bytes of 255 and one smaller byte, so one byte stream suffices. The scan of a tile is by
