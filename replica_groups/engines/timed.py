@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -183,7 +182,7 @@ class TimedStage(Stage):
 
     def drop(self) -> None: ...
 
-    def state(self) -> dict[str, Any]:
+    def moments(self) -> dict[str, Tensor]:
         return {}
 
-    def load(self, state: Mapping[str, Any]) -> None: ...
+    def load_moments(self, moments: Mapping[str, Tensor]) -> None: ...
