@@ -213,12 +213,12 @@ def boundary(scale: Scale, asked: argparse.Namespace, folder: Path) -> list[dict
 def _times(one: Boundary, x_BLD: Tensor, tokens: Tensor, device: torch.device) -> dict[str, Any]:
     copies, key, gradient_BLD = copies_of(device), noise_key(1, "home", 0, 0, 0).to(device), x_BLD.float()
     symbols = one.encode_activation(x_BLD)
-    here = copies.to_host(symbols).wait()
+    here = copies.to_host(symbols)()
     timed = partial(_microseconds, device)
     return {
         "encode": timed(lambda: one.encode_activation(x_BLD)),
         "gradient": timed(lambda: one.encode_gradient(gradient_BLD, key)),
-        "to host": timed(lambda: copies.to_host(symbols).wait()),
+        "to host": timed(lambda: copies.to_host(symbols)()),
         "to device": timed(lambda: copies.to_device(here)),
         "decode": timed(lambda: one.decode_activation(symbols, tokens)),
         "bytes": sum(tensor.numel() * tensor.element_size() for tensor in one.format.to_wire(here)),

@@ -65,7 +65,7 @@ def _noted(run: Run) -> dict[str, bytes]:
     opened = run.exchange.coordinator.open
     assert opened is not None
     own = opened.deposits.get("a")
-    return {} if own is None else {block: entry.sha256 for block, entry in own.blobs.items()}  # type: ignore[attr-defined]
+    return {} if own is None else {block: entry.sha256 for block, entry in own.blobs.items()}
 
 
 def test_one_header_and_its_blobs_are_the_same_blobs() -> None:
