@@ -93,7 +93,7 @@ class FarEnd:
     def __init__(self) -> None:
         self.is_over = threading.Event()
         self.requests = RequestBounds(self.roster, [], 0)
-        self.presence = self.inbox = self.runner = self.assignments = self
+        self.inbox = self.runner = self.notifier = self
 
     def call(self, request: Message, _: object) -> Message:
         return JoinReply(incarnation=1) if isinstance(request, JoinRequest) else HeartbeatReply()
@@ -111,7 +111,7 @@ class FarEnd:
 
     def joined(self, *_: object) -> None: ...
 
-    def wake(self) -> None: ...
+    def wake(self, *_: object) -> None: ...
 
     def refuse(self, *_: object) -> None: ...
 

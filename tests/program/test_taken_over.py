@@ -88,7 +88,7 @@ class Telling:
 
     def __init__(self, reports: Sequence[Report], ends: bool) -> None:
         self.run, self.roster = "run", Roster({"dc": "dc"}, {"dc": frozenset()})
-        self._reports, self._stopped, self.presence = reports, threading.Event(), self
+        self._reports, self._stopped, self.runner = reports, threading.Event(), self
         self.requests = RequestBounds(self.roster, (), 0)
         if ends:
             self._stopped.set()
