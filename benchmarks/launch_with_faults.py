@@ -21,10 +21,8 @@ from fault_injection.supervisor import FaultySupervisor
 from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.yaml_file import ConfigFile
 from hetero_pp.program.commands.options import ConfigPath, Overrides, RunsFolder, StartNew, readable_errors
-from hetero_pp.program.launch.command import run_topology
+from hetero_pp.program.launch.command import Invocation, Start, run_topology
 from hetero_pp.program.launch.in_process import run_in_process
-from hetero_pp.program.launch.mode import Invocation
-from hetero_pp.program.launch.recorded import Start
 from hetero_pp.program.launch.supervisor import launch
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

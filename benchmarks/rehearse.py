@@ -34,9 +34,8 @@ from processes import meanwhile
 from hetero_pp.config.predictions import CATALOG, Hardware
 from hetero_pp.config.yaml_file import ConfigFile, spec_of
 from hetero_pp.core.units import parse_any
-from hetero_pp.program.launch.command import run_topology
+from hetero_pp.program.launch.command import Invocation, run_topology
 from hetero_pp.program.launch.launch_rehearsal import launch_rehearsal
-from hetero_pp.program.launch.mode import Invocation
 from hetero_pp.program.rehearse.command import AsRehearsal
 from hetero_pp.research.experiments.outcomes import commit, machine
 from hetero_pp.simulator.prediction import predict

@@ -42,9 +42,8 @@ from hetero_pp.link.protocol import FRAME_BYTES
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.model.transformer import PRESETS, shapes_by_block
 from hetero_pp.program.launch.fork_server import safe_path
-from hetero_pp.program.launch.open_files import require_open_files
-from hetero_pp.program.launch.supervisor import Supervisor
-from hetero_pp.program.launch.watcher import Watcher
+from hetero_pp.program.launch.job import require_open_files
+from hetero_pp.program.launch.supervisor import Supervisor, Watcher
 from hetero_pp.rpc.channels import is_reached, make_channel, make_server
 from hetero_pp.rpc.connections import reports_of
 from hetero_pp.rpc.identities import Secret, SecretKeys, new_secret

@@ -34,7 +34,7 @@ from hetero_pp.core.units import format_count
 from hetero_pp.data.sources import Source, open_source, tokens_digest
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2 import Score
-from hetero_pp.program.launch.addresses import dialled_here
+from hetero_pp.program.launch.hosts import dialled_here
 from hetero_pp.program.report.output import announce, standard_output, tell
 from hetero_pp.program.report.tables import PlainTable
 from hetero_pp.program.run_log import open_run

@@ -20,7 +20,7 @@ from hetero_pp.program.report.output import announce, say, standard_output
 from hetero_pp.program.report.recorder import last_closed, reports_until
 from hetero_pp.program.report.state import ReplicaState, RunState
 from hetero_pp.program.report.tables import PlainTable
-from hetero_pp.simulator.sweep import quantity_of
+from hetero_pp.simulator.charts import quantity_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

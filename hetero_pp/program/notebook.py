@@ -21,10 +21,10 @@ from hetero_pp.config.yaml_file import ConfigFile, spec_of
 from hetero_pp.core.errors import ConfigError, HeteroPPError, RunFailed
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.export import theta_after
-from hetero_pp.program.launch.claim import claim
+from hetero_pp.program.launch.command import begin_folder
+from hetero_pp.program.launch.earlier import claim
 from hetero_pp.program.launch.in_process import MemberThreads
 from hetero_pp.program.launch.inputs import prepare
-from hetero_pp.program.launch.recorded import begin_folder
 from hetero_pp.program.report.recorder import INTERRUPTED, Recorder
 from hetero_pp.program.report.state import RunState
 from hetero_pp.simulator.prediction import Prediction, predict

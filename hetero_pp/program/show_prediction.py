@@ -23,6 +23,7 @@ from hetero_pp.core.units import (
 )
 from hetero_pp.program.report.output import say
 from hetero_pp.program.report.tables import PlainTable, heads_of, spanned
+from hetero_pp.simulator.charts import Sweep, changes_nothing
 from hetero_pp.simulator.exchange_load import (
     CALL_SECONDS,
     POSITION_SECONDS,
@@ -32,10 +33,8 @@ from hetero_pp.simulator.exchange_load import (
     ExchangeLoad,
 )
 from hetero_pp.simulator.memory import by_kind, memory_assumptions
-from hetero_pp.simulator.prediction import Prediction, PublishedComparison, ReplicaPrediction
-from hetero_pp.simulator.sweep import Sweep, changes_nothing
+from hetero_pp.simulator.prediction import Prediction, PublishedComparison, ReplicaPrediction, ReplicaWaits
 from hetero_pp.simulator.traffic import RINGS
-from hetero_pp.simulator.waiting import ReplicaWaits
 
 
 def print_prediction(

@@ -14,12 +14,9 @@ from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.files import write_json
 from hetero_pp.program.report.output import standard_output
 from hetero_pp.program.show_prediction import print_assumption, print_prediction, print_sweep
-from hetero_pp.simulator.charts import draw_prediction, draw_sweep
+from hetero_pp.simulator.charts import Sweep, Timeline, draw_prediction, draw_sweep
 from hetero_pp.simulator.costs import assumed_in
-from hetero_pp.simulator.prediction import Prediction, predict
-from hetero_pp.simulator.sweep import Sweep
-from hetero_pp.simulator.timeline import Timeline
-from hetero_pp.simulator.waiting import waiting
+from hetero_pp.simulator.prediction import Prediction, predict, waiting
 
 
 @dataclass(frozen=True)

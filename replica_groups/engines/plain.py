@@ -15,8 +15,7 @@ from hetero_pp.core.tensor_files import save_object
 from hetero_pp.model.inner import InnerOptimizer, InnerSettings
 from hetero_pp.model.learning_rates import LearningRates
 from hetero_pp.model.transformer import EMBEDDING, AfterLayer, Transformer, parameters_of
-from replica_groups.engines.moments import Moments
-from replica_groups.engines.parameter_store import LocalParameters
+from replica_groups.engines.engine import LocalParameters, Moments
 
 _STATE = "replica.pt"
 
@@ -69,8 +68,7 @@ class WholeReplica:
         self.parameters = parameters_of(module)
         self.optimizer = InnerOptimizer(self.parameters, inner, total_steps)
         self.micro_batches = micro_batches
-        self.done = 0
-        """Number of finished micro-batches."""
+        self.done = 0  # number of finished micro-batches
         self._copies = copies_of(self.device)
 
     @property

@@ -23,8 +23,7 @@ class Ranks:
 
     rank: int = 0
     world: int = 1
-    device: torch.device = CPU
-    """Device of this rank's tensors."""
+    device: torch.device = CPU  # device of this rank's tensors
     in_group: bool = False
     """Whether there is a process group to leave. torchrun with one rank creates one too, because engines require it."""
 

@@ -21,12 +21,11 @@ from hetero_pp.model.learning_rates import LearningRates
 from hetero_pp.model.part_settings import BoundarySettings, StageSpec
 from hetero_pp.model.transformer import ModelShape, build_part
 from hetero_pp.pipeline.coefficients import Symbols, format_of, noise_key
-from replica_groups.engines.parameter_store import LocalParameters
+from replica_groups.engines.engine import LocalParameters
 from stages.boundary import Boundary
 from stages.stage import Stage
 
-NORM = 1.0
-"""Gradient norm of each stage."""
+NORM = 1.0  # gradient norm of each stage
 
 
 class TimedPace:
@@ -38,10 +37,8 @@ class TimedPace:
     def __init__(self) -> None:
         self.waited: Callable[[], float] = lambda: 0.0
         """Returns the seconds for which the member has waited for others since some moment before the step."""
-        self.computed = 0.0
-        """Seconds of timed computation so far."""
-        self.late = 0.0
-        """Most seconds by which this process was later than the device."""
+        self.computed = 0.0  # seconds of timed computation so far
+        self.late = 0.0  # most seconds by which this process was later than the device
         self._free_at, self._waited_before = time.monotonic(), 0.0
 
     def begin(self) -> None:

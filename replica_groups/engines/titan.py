@@ -38,11 +38,8 @@ from hetero_pp.model.arithmetic import next_token_loss
 from hetero_pp.model.inner import InnerSettings
 from hetero_pp.model.learning_rates import LearningRates
 from hetero_pp.model.transformer import ModelShape, Transformer
-from replica_groups.engines.engine import Parameters
-from replica_groups.engines.moments import Moments
-from replica_groups.engines.parameter_store import Shape
+from replica_groups.engines.engine import Moments, Parameters, RateSchedule, Shape
 from replica_groups.engines.ranks import Ranks
-from replica_groups.engines.schedule import RateSchedule
 
 
 class TitanEngine:
@@ -63,8 +60,7 @@ class TitanEngine:
         self.inner, self.micro_batches, self.ranks = inner, micro_batches, ranks
         self.shapes: Mapping[str, Shape] = {name: tuple(tensor.shape) for name, tensor in sorted(parameters.items())}
         self.data_parallel = ranks.world // settings.tensor_parallel
-        self.part = ranks.rank // settings.tensor_parallel
-        """Index of this rank's part of a micro-batch."""
+        self.part = ranks.rank // settings.tensor_parallel  # index of this rank's part of a micro-batch
         with torch.device("meta"):
             self.module = Transformer(shape)
         _parallelise(self.module, _mesh(settings, ranks), settings, ranks.device)

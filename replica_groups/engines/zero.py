@@ -21,11 +21,8 @@ from hetero_pp.model.arithmetic import next_token_loss
 from hetero_pp.model.inner import InnerSettings
 from hetero_pp.model.learning_rates import LearningRates
 from hetero_pp.model.transformer import ModelShape, build_filled
-from replica_groups.engines.engine import Parameters
-from replica_groups.engines.moments import Moments
-from replica_groups.engines.parameter_store import Shape
+from replica_groups.engines.engine import Moments, Parameters, RateSchedule, Shape
 from replica_groups.engines.ranks import Ranks
-from replica_groups.engines.schedule import RateSchedule
 
 
 class ZeroEngine:

@@ -29,7 +29,7 @@ from hetero_pp.model.transformer import EMBEDDING
 from hetero_pp.pipeline.coefficients import noise_key
 from hetero_pp.pseudo_gradient.contribution import entry_of
 from replica_groups.engines.build import build_model
-from replica_groups.engines.parameter_store import LocalParameters
+from replica_groups.engines.engine import LocalParameters
 from replica_groups.engines.plain import WholeReplica
 from replica_groups.member.outer_round import OuterRound
 from replica_groups.member.session import MemberSession

@@ -30,7 +30,7 @@ from hetero_pp.pseudo_gradient.contribution import DecodedTensor, ReceivedBlob, 
 from hetero_pp.pseudo_gradient.error_feedback import Selection, select
 from hetero_pp.pseudo_gradient.rows import join, packed
 from hetero_pp.pseudo_gradient.selection import generator_of
-from replica_groups.engines.parameter_store import ParameterStore
+from replica_groups.engines.engine import ParameterStore
 from replica_groups.member.error_feedback import ErrorFeedback
 from replica_groups.member.rank_rows import RankRows, kept, read_part, write_part
 from replica_groups.member.session import MemberSession

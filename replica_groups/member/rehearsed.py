@@ -24,7 +24,7 @@ from hetero_pp.model.transformer import EMBEDDING, block_of, shapes_by_block
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, blob_of
 from hetero_pp.simulator.costs import cost_of
 from hetero_pp.simulator.traffic import blob_sizes
-from replica_groups.engines.parameter_store import LocalParameters
+from replica_groups.engines.engine import LocalParameters
 from replica_groups.engines.timed import TimedBoundary, TimedEngine, TimedPace, TimedStage
 from replica_groups.member.outer_round import OuterRound
 from replica_groups.member.session import MemberSession

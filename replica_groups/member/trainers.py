@@ -29,9 +29,7 @@ from hetero_pp.model.learning_rates import LearningRates
 from hetero_pp.model.part_settings import StageSpec
 from hetero_pp.model.transformer import EMBEDDING
 from replica_groups.engines.build import build_engine, build_model
-from replica_groups.engines.engine import Engine
-from replica_groups.engines.moments import Moments
-from replica_groups.engines.parameter_store import LocalParameters, ParameterStore
+from replica_groups.engines.engine import Engine, LocalParameters, Moments, ParameterStore
 from replica_groups.engines.plain import PlainEngine
 from replica_groups.engines.ranks import Ranks
 from replica_groups.member.committed_state import tensors_sha256

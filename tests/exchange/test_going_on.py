@@ -24,7 +24,7 @@ from hetero_pp.outer.step import OuterOptimizer, RoundOptimizer
 from hetero_pp.pipeline.subspace import random_basis
 from hetero_pp.rpc.exchange_service import Caller
 from hetero_pp.store.folder import FolderStore
-from replica_groups.engines.parameter_store import LocalParameters
+from replica_groups.engines.engine import LocalParameters
 from replica_groups.exchange.auditor import Auditor, Retention
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog

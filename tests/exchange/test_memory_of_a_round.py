@@ -25,8 +25,7 @@ from hetero_pp.pipeline.subspace import perpendicular, random_basis
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.rpc.exchange_service import Caller
 from hetero_pp.store.folder import FolderStore
-from replica_groups.engines.moments import Moments
-from replica_groups.engines.parameter_store import LocalParameters
+from replica_groups.engines.engine import LocalParameters, Moments
 from replica_groups.exchange.auditor import Auditor
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog, checkpoint_key

@@ -24,7 +24,7 @@ from hetero_pp.model.transformer import ModelShape, shapes_by_block, shapes_of
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.store.folder import FolderStore
-from replica_groups.engines.parameter_store import LocalParameters
+from replica_groups.engines.engine import LocalParameters
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.member.error_feedback import ErrorFeedback

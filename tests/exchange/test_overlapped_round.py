@@ -17,7 +17,7 @@ from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, decode_blob
 from hetero_pp.rpc.exchange_service import Caller
-from replica_groups.engines.parameter_store import LocalParameters
+from replica_groups.engines.engine import LocalParameters
 from replica_groups.member.outer_round import OuterRound
 from replica_groups.member.session import MemberSession
 

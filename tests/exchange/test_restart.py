@@ -25,7 +25,7 @@ from hetero_pp.outer.step import OuterOptimizer
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.rpc.exchange_service import AvailableStates
 from hetero_pp.store.folder import FolderStore
-from replica_groups.engines.parameter_store import LocalParameters
+from replica_groups.engines.engine import LocalParameters
 from replica_groups.exchange.auditor import Auditor, Retention
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.host import Restart, find_restart

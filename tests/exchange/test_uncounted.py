@@ -22,7 +22,7 @@ from hetero_pp.model.transformer import shapes_by_block, shapes_of
 from hetero_pp.pseudo_gradient import blob_batches
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, decode_blob
 from hetero_pp.rpc.exchange_service import Caller
-from replica_groups.engines.parameter_store import LocalParameters
+from replica_groups.engines.engine import LocalParameters
 from replica_groups.exchange.auditor import Auditor
 from replica_groups.exchange.log import checkpoint_key
 from replica_groups.member.outer_round import OuterRound

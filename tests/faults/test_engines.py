@@ -25,10 +25,8 @@ from hetero_pp.config.yaml_file import ConfigFile
 from hetero_pp.core.errors import ConfigError, HeteroPPError
 from hetero_pp.program.cli import app
 from hetero_pp.program.launch import ranks
-from hetero_pp.program.launch.command import run_members
-from hetero_pp.program.launch.hosts import ReachedExchange
+from hetero_pp.program.launch.command import ReachedExchange, begin_folder, run_members
 from hetero_pp.program.launch.inputs import Prepared, require_same_ranks
-from hetero_pp.program.launch.recorded import begin_folder
 from hetero_pp.program.operate.operations import Operations
 from hetero_pp.rpc.identities import Secret
 from replica_groups.engines.build import require_engine

@@ -16,8 +16,8 @@ import pytest
 
 from hetero_pp.config.lines import EXCHANGE, LAUNCHER
 from hetero_pp.config.yaml_file import ConfigFile
+from hetero_pp.program.launch.command import begin_folder
 from hetero_pp.program.launch.inputs import prepare
-from hetero_pp.program.launch.recorded import begin_folder
 from hetero_pp.program.launch.supervisor import Supervisor
 from hetero_pp.rpc.identities import Secret, SecretKeys
 from hetero_pp.store.faults import FaultPhase, Faults

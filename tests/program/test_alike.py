@@ -24,8 +24,8 @@ from hetero_pp.config.yaml_file import ConfigFile, spec_of
 from hetero_pp.program.cli import app
 from hetero_pp.program.report.pictures import MOST_NAMED, draw_links, draw_losses
 from hetero_pp.simulator.charts import MOST_ROWS
-from hetero_pp.simulator.fleets import fleets_of
 from hetero_pp.simulator.prediction import predict
+from hetero_pp.simulator.rounds import fleets_of
 
 YAML = """\
 name: t

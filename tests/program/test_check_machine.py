@@ -44,8 +44,7 @@ from hetero_pp.program.check.subject import CheckedPeer, Subject
 from hetero_pp.program.cli import app
 from hetero_pp.program.join.membership import Membership, note_left, take_slot
 from hetero_pp.program.join.status import status
-from hetero_pp.program.launch.claim import LOCKS, claim
-from hetero_pp.program.launch.unfinished import Unfinished
+from hetero_pp.program.launch.earlier import LOCKS, Unfinished, claim
 from hetero_pp.rpc import admission_client
 from hetero_pp.rpc.admission_client import Rate, give
 from hetero_pp.rpc.channels import PROTOCOL_VERSION

@@ -29,21 +29,20 @@ from hetero_pp.core.errors import ConfigError, HeteroPPError, RunFailed
 from hetero_pp.data.tokenizers import load_tokenizer
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.messages.refusals import Kind
-from hetero_pp.program.launch import unfinished
-from hetero_pp.program.launch.claim import claim
-from hetero_pp.program.launch.command import run_topology
-from hetero_pp.program.launch.inputs import Prepared
-from hetero_pp.program.launch.mode import Invocation
-from hetero_pp.program.launch.same_run import require_same_run
-from hetero_pp.program.launch.unfinished import (
+from hetero_pp.program.launch import earlier
+from hetero_pp.program.launch.command import Invocation, run_topology
+from hetero_pp.program.launch.earlier import (
     CONTINUE,
     NEW,
     QUIT,
+    claim,
     decide_to_resume,
     find_unfinished,
     how_to_go_on,
+    require_same_run,
 )
-from hetero_pp.program.launch.watcher import Watcher
+from hetero_pp.program.launch.inputs import Prepared
+from hetero_pp.program.launch.supervisor import Watcher
 from hetero_pp.program.report.recorder import Recorder, reports_until
 from hetero_pp.program.report.state import RunState
 from hetero_pp.rpc.connections import reports_of
@@ -154,9 +153,9 @@ def test_on_a_terminal_the_user_is_asked(answer: str | None, cut: Path, monkeypa
             raise EOFError
         return answer
 
-    monkeypatch.setattr(unfinished, "standard_output", lambda: Console(file=io.StringIO(), force_terminal=True))
+    monkeypatch.setattr(earlier, "standard_output", lambda: Console(file=io.StringIO(), force_terminal=True))
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    monkeypatch.setattr(unfinished.Prompt, "ask", ask)
+    monkeypatch.setattr(earlier.Prompt, "ask", ask)
     config = ConfigFile(RunFolder(cut).config).config
     if answer in (QUIT, None):
         with pytest.raises(ConfigError, match="resume it with --resume"):
@@ -604,7 +603,7 @@ def test_two_launches_cannot_share_a_folder(tmp_path: Path, corpus: Path) -> Non
 @pytest.mark.starts_processes
 def test_a_launch_that_was_killed_lets_go(tmp_path: Path) -> None:
     code = (
-        "import os, pathlib; from hetero_pp.program.launch.claim import claim\n"
+        "import os, pathlib; from hetero_pp.program.launch.earlier import claim\n"
         f"with claim(pathlib.Path({str(tmp_path)!r}), 'run', ['dc']): os.kill(os.getpid(), 9)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == -9

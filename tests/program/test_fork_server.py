@@ -54,7 +54,7 @@ begin_forked(Path(sys.argv[1]), False, (200, 300))
 print(resource.getrlimit(resource.RLIMIT_NOFILE))
 """
 
-MODULES = ["hetero_pp.program.launch.member_process"]
+MODULES = ["hetero_pp.program.launch.member_process", "hetero_pp.program.launch.supervisor"]
 WHILE_THE_SERVER_IMPORTS = """
 import gc, importlib, sys
 importlib.import_module = lambda name: print(name, gc.isenabled(), file=sys.stderr)

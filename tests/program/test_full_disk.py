@@ -39,9 +39,8 @@ from hetero_pp.model.transformer import ModelShape
 from hetero_pp.program import simulate
 from hetero_pp.program.cli import app
 from hetero_pp.program.join.membership import _own_key
-from hetero_pp.program.launch.command import run_topology
+from hetero_pp.program.launch.command import begin_folder, run_topology
 from hetero_pp.program.launch.hosts import write_token
-from hetero_pp.program.launch.recorded import begin_folder
 from hetero_pp.program.report.recorder import Recorder
 from hetero_pp.program.report.state import RunState
 from hetero_pp.research.experiments.outcomes import add_outcome, read_outcomes

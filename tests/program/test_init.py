@@ -16,7 +16,7 @@ from hetero_pp.model.transformer import ModelSettings, Transformer
 from hetero_pp.program.cli import app
 from hetero_pp.program.init import command, questions
 from hetero_pp.program.init.draft import model_of, parameters_of, stages_of
-from hetero_pp.simulator.disk import disk_bytes, disk_files, space_on_disk
+from hetero_pp.simulator.memory import disk_bytes, disk_files, space_on_disk
 from hetero_pp.simulator.prediction import predict
 
 

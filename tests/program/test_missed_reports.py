@@ -34,8 +34,8 @@ from hetero_pp.messages.messages_pb2 import (
     WENT_ON,
     Report,
 )
+from hetero_pp.program.launch.command import begin_folder
 from hetero_pp.program.launch.in_process import run_in_process
-from hetero_pp.program.launch.recorded import begin_folder
 from hetero_pp.program.report import pictures
 from hetero_pp.program.report.display import LiveDisplay, live_view
 from hetero_pp.program.report.lines import OwnRoundLines, round_line

@@ -22,8 +22,7 @@ from hetero_pp.program.check.command import find
 from hetero_pp.program.launch import supervisor as supervisor_module
 from hetero_pp.program.launch.command import Host, print_commands, run_on_this_host, run_topology
 from hetero_pp.program.launch.hosts import commands, members_named, notes, read_token, require_reachable
-from hetero_pp.program.launch.supervisor import Supervisor
-from hetero_pp.program.launch.watcher import Watcher
+from hetero_pp.program.launch.supervisor import Supervisor, Watcher
 from hetero_pp.rpc.identities import Secret, SecretKeys
 
 KEYS = SecretKeys(Secret("a secret"), encrypted=False)

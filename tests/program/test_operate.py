@@ -49,7 +49,7 @@ from hetero_pp.messages.messages_pb2 import (
     Report,
 )
 from hetero_pp.program.cli import app
-from hetero_pp.program.launch.mode import Invocation
+from hetero_pp.program.launch.command import Invocation
 from hetero_pp.program.operate import metrics as metrics_module
 from hetero_pp.program.operate.metrics import METRICS, RunCollector
 from hetero_pp.program.operate.observed import SILENT_SECONDS, Condition, Observed, health_of

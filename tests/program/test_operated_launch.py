@@ -32,9 +32,7 @@ from hetero_pp.config.spec import RunSpec
 from hetero_pp.messages.messages_pb2 import (
     Report,
 )
-from hetero_pp.program.launch.command import run_topology
-from hetero_pp.program.launch.mode import Invocation
-from hetero_pp.program.launch.recorded import OnReport
+from hetero_pp.program.launch.command import Invocation, OnReport, run_topology
 from hetero_pp.program.launch.supervisor import launch
 from hetero_pp.program.operate.operations import operated
 from hetero_pp.program.report.output import printed_as_json

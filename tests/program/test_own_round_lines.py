@@ -5,7 +5,7 @@ from __future__ import annotations
 from test_run_state import START, begun, evaluation, inner_step, joined, link_use, made_up_spec, so_far, waiting
 
 from hetero_pp.messages.messages_pb2 import CONTRIBUTING, INCARNATION_OVER, JOINING, Over, Report
-from hetero_pp.program.launch.mode import AS_A_RUN
+from hetero_pp.program.launch.command import AS_A_RUN
 from hetero_pp.program.report.lines import OwnRoundLines
 
 

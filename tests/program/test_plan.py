@@ -13,7 +13,7 @@ from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.yaml_file import ConfigFile
 from hetero_pp.program.cli import app
 from hetero_pp.program.plan import MOST_EXPLAINED, _explained
-from hetero_pp.simulator.planner.participants import link_between
+from hetero_pp.simulator.planner.grouping import link_between
 from hetero_pp.simulator.planner.search import Choice
 
 YAML = """\

@@ -18,18 +18,25 @@ from hetero_pp.config.yaml_file import ConfigFile
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.model.part_settings import BoundarySettings
 from hetero_pp.pipeline.schedule import Action, one_forward_one_backward
-from hetero_pp.simulator.planner.grouping import LARGEST_LINK, Pool, group
-from hetero_pp.simulator.planner.participants import group_participants
-from hetero_pp.simulator.planner.penalty import (
+from hetero_pp.simulator.planner.grouping import (
+    LARGEST_LINK,
+    Load,
+    Pool,
+    best_split,
+    best_splits,
+    group,
+    group_participants,
+)
+from hetero_pp.simulator.planner.schedules import (
     FOUR_BITS,
     MEASURED,
     MEASURED_UNCOMPRESSED,
     equivalent_rank,
     ladder,
     penalty_of,
+    schedules_of,
+    with_outer,
 )
-from hetero_pp.simulator.planner.schedules import schedules_of, with_outer
-from hetero_pp.simulator.planner.split import Load, best_split, best_splits
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "micro"
 

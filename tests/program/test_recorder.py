@@ -27,11 +27,11 @@ from hetero_pp.config.lines import DIRECTIONS
 from hetero_pp.config.spec import RunSpec
 from hetero_pp.messages.messages_pb2 import CONTRIBUTING, WAITING_FOR_PREVIOUS, Activity, MemberRound, Refusal, Report
 from hetero_pp.messages.refusals import Kind
-from hetero_pp.program.launch.recorded import MOST_REFUSALS_OF_A_MEMBER, _teller_of_refusals
+from hetero_pp.program.launch.command import MOST_REFUSALS_OF_A_MEMBER, _teller_of_refusals
 from hetero_pp.program.report.recorder import Recorder, line_of, report_of, reports_until
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.summary import summary_of
-from hetero_pp.simulator.disk import disk_bytes
+from hetero_pp.simulator.memory import disk_bytes
 
 
 def record(folder: Path, reports: list[Report], failed: str | None = None, spec: RunSpec | None = None) -> RunState:

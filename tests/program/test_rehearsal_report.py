@@ -20,11 +20,15 @@ from hetero_pp.config.yaml_file import ConfigFile, save_config
 from hetero_pp.core.errors import ConfigError, RunFailed
 from hetero_pp.messages.messages_pb2 import LinkUse, MemberRound, Report, RoundRecord
 from hetero_pp.program.join import command
-from hetero_pp.program.rehearse.command import AsRehearsal, Predictions, not_rehearsed
-from hetero_pp.program.rehearse.comparison import NOTHING_TIMED, RehearsalComparison, Timings, compare
-from hetero_pp.program.rehearse.own_line import OwnLine, verdict
-from hetero_pp.program.rehearse.plan_input import MeasuredInput
-from hetero_pp.program.rehearse.show import closing_lines, print_comparison
+from hetero_pp.program.rehearse.command import AsRehearsal, MeasuredInput, OwnLine, Predictions, not_rehearsed, verdict
+from hetero_pp.program.rehearse.comparison import (
+    NOTHING_TIMED,
+    RehearsalComparison,
+    Timings,
+    closing_lines,
+    compare,
+    print_comparison,
+)
 from hetero_pp.program.report.output import SafeConsole
 from hetero_pp.program.report.state import RunState
 from hetero_pp.rpc.admission_client import Rate

@@ -14,7 +14,7 @@ import pytest
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 
 from hetero_pp.core.errors import HeteroPPError, Refused
-from hetero_pp.program.launch.rendezvous import NodeRendezvous, interface_towards, meeting_place
+from hetero_pp.program.launch.ranks import NodeRendezvous, interface_towards, meeting_place
 
 SOON = timedelta(seconds=30)
 

@@ -24,11 +24,11 @@ from hetero_pp.model.part_settings import BoundarySettings
 from hetero_pp.model.transformer import EMBEDDING, ModelShape, Transformer
 from hetero_pp.program.calibrate import load_calibration
 from hetero_pp.program.cli import app
+from hetero_pp.simulator.charts import Sweep
 from hetero_pp.simulator.costs import UPDATE_BYTES, StagePart, boundary_numbers, forward_flops
-from hetero_pp.simulator.fleets import fleets_of
 from hetero_pp.simulator.memory import Phase, Trains, memory_of_member, memory_of_part
 from hetero_pp.simulator.prediction import Prediction, predict
-from hetero_pp.simulator.sweep import Sweep
+from hetero_pp.simulator.rounds import fleets_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 YAML = """\

@@ -17,8 +17,7 @@ from hetero_pp.config.lines import EXCHANGE
 from hetero_pp.core.errors import ConfigError, RunOver
 from hetero_pp.messages.messages_pb2 import StatusReply
 from hetero_pp.program.join.status import as_json, print_status, print_tickets, status
-from hetero_pp.program.launch.claim import LOCKS
-from hetero_pp.program.launch.over import forget_over, keep_over, read_over
+from hetero_pp.program.launch.earlier import LOCKS, forget_over, keep_over, read_over
 from replica_groups.exchange.memberships import IssuedTicket
 
 CONFIG = """

@@ -20,9 +20,8 @@ from hetero_pp.config.spec import Roster
 from hetero_pp.core.errors import LinkClosed, LinkTimeout, RunFailed, RunOver
 from hetero_pp.messages.messages_pb2 import RESTARTED, Begun, Joined, Nothing, Over, Report
 from hetero_pp.program.launch import supervisor as supervisor_module
-from hetero_pp.program.launch.command import run_topology
+from hetero_pp.program.launch.command import Beginnings, run_topology
 from hetero_pp.program.launch.hosts import no_answer
-from hetero_pp.program.launch.recorded import Beginnings
 from hetero_pp.program.launch.supervisor import Supervisor
 from hetero_pp.rpc import exchange_client
 from hetero_pp.rpc.connections import reports_of, reports_to_members

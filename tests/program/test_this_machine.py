@@ -20,7 +20,8 @@ from hetero_pp.config.yaml_file import ConfigFile, spec_of
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.model import arithmetic
 from hetero_pp.program.cli import app
-from hetero_pp.program.launch import open_files, this_machine
+from hetero_pp.program.launch import job as launch_job
+from hetero_pp.program.launch import this_machine
 from hetero_pp.program.launch.host_memory import host_memory
 from hetero_pp.program.launch.this_machine import limits_of
 
@@ -331,14 +332,14 @@ def test_the_quickstart_can_be_carried() -> None:
 
 
 def test_a_limit_of_open_files_is_told_with_what_raises_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(open_files.resource, "getrlimit", lambda _: (24, 24))
+    monkeypatch.setattr(launch_job.resource, "getrlimit", lambda _: (24, 24))
     told = r"found a limit of 24 open files, expected at least 72 for 4 processes; raise it with: ulimit -n 72"
     with pytest.raises(ConfigError, match=told):
-        open_files.require_open_files(4)
+        launch_job.require_open_files(4)
     raised: list[tuple[int, int]] = []
-    monkeypatch.setattr(open_files.resource, "getrlimit", lambda _: (24, 4096))
-    monkeypatch.setattr(open_files.resource, "setrlimit", lambda _, limits: raised.append(limits))
-    open_files.require_open_files(4)
+    monkeypatch.setattr(launch_job.resource, "getrlimit", lambda _: (24, 4096))
+    monkeypatch.setattr(launch_job.resource, "setrlimit", lambda _, limits: raised.append(limits))
+    launch_job.require_open_files(4)
     assert raised == [(72, 4096)]
 
 

@@ -32,8 +32,8 @@ from hetero_pp.program.join.command import JoiningHost, join
 from hetero_pp.program.join.invite import good_for, invite, revoke, seconds_of
 from hetero_pp.program.join.membership import leavable, leave, take_slot
 from hetero_pp.program.join.status import print_status, status
-from hetero_pp.program.launch import hosts
-from hetero_pp.program.launch.over import keep_over
+from hetero_pp.program.launch import command
+from hetero_pp.program.launch.earlier import keep_over
 from hetero_pp.program.operate.operations import Operations
 from hetero_pp.program.report.lines import OwnRoundLines
 from hetero_pp.rpc.identities import Authority, Keys, Secret, Ticket, make_ticket, new_secret
@@ -327,13 +327,13 @@ def test_a_member_whose_run_was_replaced_ends_as_one_that_the_user_can_mend(
         raise LinkClosed("the disk is full") if goes_on else NewRun(cause)
         yield
 
-    monkeypatch.setattr(hosts, "Supervisor", Ended)
-    monkeypatch.setattr(hosts, "reports_to_members", told)
+    monkeypatch.setattr(command, "Supervisor", Ended)
+    monkeypatch.setattr(command, "reports_to_members", told)
     spec = RunSpec(_config(str(tmp_path)), 256)
-    exchange = hosts.ReachedExchange("host:1", cast(Keys, None), tmp_path, timeout=3600.0)
+    exchange = command.ReachedExchange("host:1", cast(Keys, None), tmp_path, timeout=3600.0)
     rounds = OwnRoundLines(spec, ["home.1"], lines.append)
     with pytest.raises(RunFailed if goes_on else ConfigError, match="the disk is full" if goes_on else f"^{cause}$"):
-        hosts.launch_members(spec, "home.1", ["home.1"], RunFolder(tmp_path), exchange, rounds, Operations())
+        command.launch_members(spec, "home.1", ["home.1"], RunFolder(tmp_path), exchange, rounds, Operations())
     waits = "waiting for the exchange of this run, for up to 1:00:00"
     assert lines == [f"{cause} (not verified, because its certificate is not of this run; {waits})"]
 

@@ -9,10 +9,10 @@ import pytest
 
 from hetero_pp.config.run_config import RunConfig
 from hetero_pp.config.spec import RunSpec
+from hetero_pp.simulator.charts import Timeline
 from hetero_pp.simulator.events import DRAWN, GroupClock, inner_loops
-from hetero_pp.simulator.fleets import fleets_of
 from hetero_pp.simulator.prediction import predict
-from hetero_pp.simulator.timeline import Timeline
+from hetero_pp.simulator.rounds import fleets_of
 
 COST = dict.fromkeys(("forward", "backward", "update", "contribute", "apply", "evaluate"), "0.2 s")
 

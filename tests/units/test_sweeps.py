@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.simulator.sweep import POINTS, changes_nothing, parse_sweep, quantity_of
+from hetero_pp.simulator.charts import POINTS, changes_nothing, parse_sweep, quantity_of
 
 
 @pytest.mark.parametrize("ranges", [False, True])

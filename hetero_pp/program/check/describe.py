@@ -24,11 +24,10 @@ from hetero_pp.program.report.output import say, standard_output, tell
 from hetero_pp.program.report.tables import PlainTable, format_bandwidth, spanned
 from hetero_pp.program.show_prediction import print_assumption, print_exchange, print_waiting
 from hetero_pp.simulator.costs import assumed_in
-from hetero_pp.simulator.disk import OF_THE_ROUND, disk_bytes, disk_files, space_on_disk
 from hetero_pp.simulator.exchange_load import exchange_load
-from hetero_pp.simulator.prediction import predict
+from hetero_pp.simulator.memory import OF_THE_ROUND, disk_bytes, disk_files, space_on_disk
+from hetero_pp.simulator.prediction import predict, waiting
 from hetero_pp.simulator.traffic import LinkLoad, blob_sizes, exchange_link_loads, stage_link_loads
-from hetero_pp.simulator.waiting import waiting
 
 
 def print_run(told: str, prepared: Prepared) -> None:

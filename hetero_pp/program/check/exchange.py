@@ -18,9 +18,9 @@ from hetero_pp.program.check.findings import Finding, NotChecked, fail, in_backg
 from hetero_pp.program.check.subject import CheckedPart, Subject
 from hetero_pp.program.join.membership import unanswered
 from hetero_pp.program.join.runs_here import read_run_on_disk
-from hetero_pp.program.launch.addresses import fixed_addresses, meeting_places
+from hetero_pp.program.launch.hosts import fixed_addresses, meeting_places
 from hetero_pp.program.launch.this_machine import LONG_STEP
-from hetero_pp.program.rehearse.own_line import shown_rates, too_slow
+from hetero_pp.program.rehearse.command import shown_rates, too_slow
 from hetero_pp.rpc.admission_client import Rate, measure
 from hetero_pp.rpc.identities import CLOCKS_DIFFER
 from hetero_pp.simulator.traffic import stage_link_loads

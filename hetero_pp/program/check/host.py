@@ -32,12 +32,11 @@ from hetero_pp.program.check.exchange import (
 )
 from hetero_pp.program.check.findings import Finding, FindingState, NotChecked, check_output, fail, ok, warn
 from hetero_pp.program.check.subject import CheckedPart, Subject
-from hetero_pp.program.launch.addresses import fixed_addresses, meeting_places
-from hetero_pp.program.launch.claim import held_parts
-from hetero_pp.program.launch.open_files import require_open_files
+from hetero_pp.program.launch.earlier import find_unfinished, held_parts
+from hetero_pp.program.launch.hosts import fixed_addresses, meeting_places
+from hetero_pp.program.launch.job import require_open_files
 from hetero_pp.program.launch.this_machine import limits_of
-from hetero_pp.program.launch.unfinished import find_unfinished
-from hetero_pp.simulator.disk import disk_bytes
+from hetero_pp.simulator.memory import disk_bytes
 
 SHOWN = 4  # most names in a line
 LEAST_BYTES = 1e9

@@ -81,8 +81,13 @@ def launch(
 
         with importing():
             from hetero_pp.config.overrides import Given, Override
-            from hetero_pp.program.launch.command import Host, print_commands, run_on_this_host, run_topology
-            from hetero_pp.program.launch.mode import Invocation
+            from hetero_pp.program.launch.command import (
+                Host,
+                Invocation,
+                print_commands,
+                run_on_this_host,
+                run_topology,
+            )
             from hetero_pp.program.operate.operations import operated
 
         as_typed = shlex.join(["--from", str(weights)])
@@ -119,9 +124,8 @@ def rehearse(
     with readable_errors(log_format):
         from hetero_pp.config.overrides import Given
         from hetero_pp.program.calibrate import calibrated
-        from hetero_pp.program.launch.command import run_topology
+        from hetero_pp.program.launch.command import Invocation, run_topology
         from hetero_pp.program.launch.launch_rehearsal import launch_rehearsal
-        from hetero_pp.program.launch.mode import Invocation
         from hetero_pp.program.operate.operations import operated
         from hetero_pp.program.rehearse.command import AsRehearsal
 
@@ -154,8 +158,7 @@ def serve(
     """Serve a run's exchange on this host, and admit other hosts by tickets (docs/hosts.md)."""
     with readable_errors(log_format):
         from hetero_pp.config.lines import EXCHANGE
-        from hetero_pp.program.launch.command import Host, run_on_this_host
-        from hetero_pp.program.launch.mode import AS_A_RUN, Invocation
+        from hetero_pp.program.launch.command import AS_A_RUN, Host, Invocation, run_on_this_host
         from hetero_pp.program.operate.operations import operated
         from hetero_pp.program.rehearse.command import served_rehearsal
 

@@ -32,13 +32,12 @@ from hetero_pp.core.sockets import host_and_port
 from hetero_pp.data.sources import tokens_digest
 from hetero_pp.messages.messages_pb2 import MeasuredLine, Report
 from hetero_pp.program.join.membership import Membership, leavable, note_left, renewed, take_slot, unanswered
-from hetero_pp.program.launch.command import run_members
-from hetero_pp.program.launch.hosts import ReachedExchange, listens
+from hetero_pp.program.launch.command import AS_A_RUN, ReachedExchange, run_members
+from hetero_pp.program.launch.earlier import keep_over, read_over
+from hetero_pp.program.launch.hosts import listens
 from hetero_pp.program.launch.inputs import prepare
-from hetero_pp.program.launch.mode import AS_A_RUN
-from hetero_pp.program.launch.over import keep_over, read_over
 from hetero_pp.program.operate.operations import Operations
-from hetero_pp.program.rehearse.own_line import OwnLine
+from hetero_pp.program.rehearse.command import OwnLine
 from hetero_pp.program.report.output import announce, name_run, shown_reading, standard_output
 from hetero_pp.rpc.admission_client import Rate, give, measure
 from hetero_pp.rpc.exchange_client import ExchangeClient

@@ -20,9 +20,8 @@ from hetero_pp.config.yaml_file import config_of
 from hetero_pp.core.errors import ConfigError, HeteroPPError
 from hetero_pp.core.units import SECONDS, parse_quantity
 from hetero_pp.program.join.runs_here import is_running, read_run_on_disk
-from hetero_pp.program.launch.addresses import dialled_here
-from hetero_pp.program.launch.hosts import read_token
-from hetero_pp.program.launch.over import over_on_disk
+from hetero_pp.program.launch.earlier import over_on_disk
+from hetero_pp.program.launch.hosts import dialled_here, read_token
 from hetero_pp.program.report.output import announce, complain
 from hetero_pp.rpc.admission_client import status
 from hetero_pp.rpc.identities import Authority, Secret, make_ticket

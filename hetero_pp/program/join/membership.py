@@ -21,8 +21,8 @@ from hetero_pp.core.errors import ConfigError, HeteroPPError, LinkTimeout, Refus
 from hetero_pp.core.files import write_whole
 from hetero_pp.core.units import format_seconds
 from hetero_pp.messages.messages_pb2 import EnrolReply, InWaitingRoom
+from hetero_pp.program.launch.earlier import forget_over
 from hetero_pp.program.launch.hosts import no_answer
-from hetero_pp.program.launch.over import forget_over
 from hetero_pp.program.report.output import announce
 from hetero_pp.rpc.admission_client import be_probed, enrol, renew
 from hetero_pp.rpc.exchange_service import MOST_BETWEEN

@@ -14,9 +14,8 @@ from hetero_pp.config.yaml_file import config_of
 from hetero_pp.core.bounded import read_json_object
 from hetero_pp.core.errors import ConfigError, HeteroPPError
 from hetero_pp.program.join.membership import memberships_in
-from hetero_pp.program.launch.addresses import dialled_here
-from hetero_pp.program.launch.claim import is_held
-from hetero_pp.program.launch.hosts import read_token
+from hetero_pp.program.launch.earlier import is_held
+from hetero_pp.program.launch.hosts import dialled_here, read_token
 from hetero_pp.program.report.recorder import INTERRUPTED, last_closed
 from hetero_pp.rpc.identities import Authority, Identity
 from replica_groups.exchange.stall_detector import listed

@@ -23,7 +23,7 @@ from hetero_pp.messages.messages_pb2 import SlotStatus, StatusReply
 from hetero_pp.program.join.invite import good_for
 from hetero_pp.program.join.membership import has_joined, is_name, waits_in
 from hetero_pp.program.join.runs_here import RunOfHost, RunOnDisk, is_running, known_run, read_run_on_disk, runs_at
-from hetero_pp.program.launch.over import RunEnd, read_over
+from hetero_pp.program.launch.earlier import RunEnd, read_over
 from hetero_pp.program.report.lines import status_lines
 from hetero_pp.program.report.output import announce, standard_output, tell
 from hetero_pp.program.report.recorder import who_takes_part

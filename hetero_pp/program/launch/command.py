@@ -1,44 +1,122 @@
-"""`hetero-pp launch`: the whole topology on this machine, or the part of it that this host runs."""
+"""Runs the topology of a YAML, or the part of it on this host: the way of `launch` from the YAML to the result.
+
+Top to bottom: how a command starts, the whole topology, one part of it, the reports, and the folder of the run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from hetero_pp.config.changes import Values
+from rich.console import Console
+
+from hetero_pp.config.changes import (
+    PENDING,
+    REPLICAS,
+    Changes,
+    Values,
+    described,
+    read_changes,
+    write_changes,
+)
 from hetero_pp.config.folder import RunFolder
 from hetero_pp.config.lines import EXCHANGE
 from hetero_pp.config.member_inputs import in_words
 from hetero_pp.config.overrides import Given
-from hetero_pp.config.spec import RunSpec
+from hetero_pp.config.spec import RunSpec, require_known_basis
 from hetero_pp.config.topology import DatacenterReplica
 from hetero_pp.config.yaml_file import ConfigFile, save_config
-from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.errors import ConfigError, HeteroPPError, RunFailed, RunOver
 from hetero_pp.core.files import print_without_fail
+from hetero_pp.core.units import format_seconds
+from hetero_pp.messages.messages_pb2 import Begun, Report
 from hetero_pp.program.defences import defence_lines
-from hetero_pp.program.launch.addresses import RELAY_KEY, fixed_addresses
-from hetero_pp.program.launch.claim import claim, claim_store
+from hetero_pp.program.launch.earlier import (
+    ResumeHint,
+    claim,
+    claim_all,
+    claim_store,
+    decide_to_resume,
+    keep_over,
+    over_on_disk,
+    read_over,
+    require_same_run,
+    unheeded,
+)
 from hetero_pp.program.launch.hosts import (
-    ReachedExchange,
+    RELAY_KEY,
     commands,
-    launch_exchange,
-    launch_members,
+    fixed_addresses,
     listens,
+    no_answer,
     notes,
     read_token,
     write_token,
 )
-from hetero_pp.program.launch.inputs import Prepared, prepare, require_same_ranks
-from hetero_pp.program.launch.mode import AS_A_RUN, Invocation, Mode
-from hetero_pp.program.launch.over import read_over
-from hetero_pp.program.launch.recorded import OnReport, Start, run_and_record
-from hetero_pp.program.launch.supervisor import launch
-from hetero_pp.program.launch.unfinished import ResumeHint, decide_to_resume
+from hetero_pp.program.launch.inputs import Prepared, new_run_folder, prepare, require_same_ranks
+from hetero_pp.program.launch.supervisor import Supervisor, Watcher, launch
 from hetero_pp.program.operate.operations import Operations
-from hetero_pp.program.report.lines import OwnRoundLines
-from hetero_pp.program.report.output import announce, name_run, shown_reading, standard_output, tell
-from hetero_pp.rpc.identities import Secret, SecretKeys, new_secret
+from hetero_pp.program.report.display import LiveDisplay
+from hetero_pp.program.report.lines import OwnRoundLines, earlier_line, words_of
+from hetero_pp.program.report.output import (
+    about,
+    about_report,
+    announce,
+    name_run,
+    shown_reading,
+    standard_output,
+    tell,
+)
+from hetero_pp.program.report.recorder import INTERRUPTED, Recorder, reports_until
+from hetero_pp.program.report.state import RunState
+from hetero_pp.program.report.summary import print_result, summary_of
+from hetero_pp.rpc.connections import reports_to_members
+from hetero_pp.rpc.identities import Keys, Secret, SecretKeys, new_secret
+from replica_groups.exchange.log import fetch_configuration, keep_configuration, open_log, require_unused
+
+# ---- how a command starts a YAML ----
+
+
+class Mode:
+    """A run: it trains what the YAML says, and can be resumed. Subclasses start something else."""
+
+    resumes = True  # whether it leaves something to resume from
+
+    def of(self, file: ConfigFile) -> ConfigFile:
+        """Return what starts. Raises ConfigError if it cannot."""
+        return file
+
+    def begin(self, spec: RunSpec) -> None:
+        """Take in what begins, before its members start. Raises ConfigError if it cannot."""
+
+    def watched(self, spec: RunSpec, members: Sequence[str]) -> Sequence[str]:
+        """Return the members that a host needs reports of, beside its own `members`: its group's last stage."""
+        last = (spec.members[member].replica.members[-1] for member in members)
+        return [member for member in dict.fromkeys(last) if member not in members]
+
+    def on_report(self, report: Report) -> None:
+        """Take in a report."""
+
+    def conclude(self, console: Console, state: RunState, folder: RunFolder) -> None:
+        """Print what the end leaves. Raises RunFailed if that is nothing."""
+        print_result(console, summary_of(state), folder.path)
+
+
+AS_A_RUN = Mode()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Invocation:
+    """A command that starts a run, as the user typed it."""
+
+    typed: Sequence[str] = ()  # the command, to print how to resume
+    since: float = field(default_factory=time.time)  # time at which the user typed it, in seconds since 1970
+    operations: Operations = field(default_factory=Operations)  # follows the run for an operator
+    mode: Mode = AS_A_RUN  # whether the YAML starts as a run or, for example, as a rehearsal
 
 
 @dataclass(frozen=True)
@@ -46,8 +124,7 @@ class Host:
     """The part of a run that this host starts, and how it reaches the rest."""
 
     only: str
-    exchange: str | None = None
-    """HOST:PORT of the exchange."""
+    exchange: str | None = None  # HOST:PORT of the exchange
     token: Path | None = None
 
 
@@ -68,28 +145,11 @@ def run_topology(
 
     Raises ConfigError if a run of this name is unfinished, and neither `resume` nor `new` is given.
     """
-    print_without_fail()
     invocation = invocation or Invocation()
-    mode = invocation.mode
-    file = mode.of(ConfigFile(path, overrides))
-    resume = _resumes(file, runs, resume, new, invocation)
-    prepared = _prepare(file, runs, None, resume)
-    mode.begin(prepared.spec)
-    name, start = prepared.spec.config.name, start or (_run_in_process if in_process else launch)
-    with claim(runs.absolute(), name, prepared.names):
+    prepared, resume = _prepare(path, overrides, runs, None, resume, new, invocation)
+    start = start or (_run_in_process if in_process else launch)
+    with claim(runs.absolute(), prepared.spec.config.name, prepared.names):
         _run_and_record(prepared, runs, start, resume, invocation)
-
-
-def _resumes(file: ConfigFile, runs: Path, resume: bool, new: bool, invocation: Invocation) -> bool:
-    """Return whether the command resumes a run. Raises ConfigError as `decide_to_resume` does."""
-    config, mode = file.config.with_absolute_paths(), invocation.mode
-    return mode.resumes and decide_to_resume(config, runs, resume, new, invocation.typed)
-
-
-def _run_and_record(prepared: Prepared, runs: Path, start: Start, resume: bool, invocation: Invocation) -> None:
-    folder = RunFolder(runs.absolute() / prepared.spec.config.name)
-    with claim_store(prepared.spec.config, folder), _hint(prepared, runs, invocation) as hint:
-        run_and_record(prepared, runs, start, resume, invocation, hint.print_once)
 
 
 def _run_in_process(spec: RunSpec, folder: RunFolder, on_report: OnReport, resume: Values | None = None) -> None:
@@ -115,65 +175,77 @@ def run_on_this_host(
     if in_process:
         found = f"--only {host.only}: found --in-process, which needs the whole run on this machine"
         raise ConfigError((), f"{found}; leave out one of them")
-    print_without_fail()
     invocation = invocation or Invocation()
-    mode = invocation.mode
-    file = mode.of(ConfigFile(path, overrides))
-    if host.only == EXCHANGE:
-        resume = _resumes(file, runs, resume, new, invocation)
-    elif new:
+    if host.only != EXCHANGE and new:
         raise ConfigError((), f"--only {host.only}: found --new, which only the exchange's host needs; leave it out")
-    elif invocation.operations.needs_all:
+    if host.only != EXCHANGE and invocation.operations.needs_all:
         raise ConfigError((), f"--only {host.only}: found --otlp or --board, which only the exchange's host takes")
-    prepared = _prepare(file, runs, host.only, resume)
-    mode.begin(prepared.spec)
-    if host.only == EXCHANGE:
-        _serve(prepared, runs, host, resume, invocation)
+    prepared, resume = _prepare(path, overrides, runs, host.only, resume, new, invocation)
+    config = prepared.spec.config
+    if host.only != EXCHANGE:
+        if host.exchange is None or host.token is None:
+            raise ConfigError((), f"--only {host.only}: expected --exchange HOST:PORT and --token-file FILE, too")
+        if resume:
+            found = f"--only {host.only}: found --resume, which only the exchange's host needs"
+            raise ConfigError((), f"{found}; leave it out")
+        keys = SecretKeys(Secret(read_token(host.token)), encrypted=not config.exchange.insecure)
+        listen = listens(config, prepared.names)
+        exchange = ReachedExchange(host.exchange, keys, host.token, config.exchange.timeout, listen)
+        with ResumeHint(prepared, RunFolder(runs / config.name), invocation.typed, invocation.mode.resumes):
+            run_members(prepared, runs.absolute(), host.only, exchange, invocation.operations)
         return
-    if host.exchange is None or host.token is None:
-        raise ConfigError((), f"--only {host.only}: expected --exchange HOST:PORT and --token-file FILE, too")
-    if resume:
-        raise ConfigError((), f"--only {host.only}: found --resume, which only the exchange's host needs; leave it out")
-    own = prepared.spec.config.exchange
-    keys = SecretKeys(Secret(read_token(host.token)), encrypted=not own.insecure)
-    listen = listens(prepared.spec.config, prepared.names)
-    exchange = ReachedExchange(host.exchange, keys, host.token, own.timeout, listen)
-    with _hint(prepared, runs, invocation):
-        run_members(prepared, runs.absolute(), host.only, exchange, invocation.operations)
-
-
-def _serve(prepared: Prepared, runs: Path, host: Host, resume: bool, invocation: Invocation) -> None:
-    """Run the exchange, which records and shows the run."""
-    name = prepared.spec.config.name
-    token = _token(host.token, RunFolder(runs.absolute() / name), resume)
+    # A resumed run keeps its token, because the certificates of admitted hosts depend on it.
+    kept = RunFolder(runs.absolute() / config.name).token
+    token = read_token(host.token or kept) if host.token or (resume and kept.is_file()) else new_secret()
 
     def start(spec: RunSpec, folder: RunFolder, on_report: OnReport, resume: Values | None) -> None:
-        needed = f"Members need --exchange HOST:{_port(spec)}, and the token in {write_token(folder, token)}"
-        announce(f"{needed}; or one ticket for each member, from: hetero-pp invite {name}")
+        port = spec.config.exchange.listen.rpartition(":")[2]
+        needed = f"Members need --exchange HOST:{port}, and the token in {write_token(folder, token)}"
+        announce(f"{needed}; or one ticket for each member, from: hetero-pp invite {config.name}")
         for one in fixed_addresses(spec.config):
             if one.key == RELAY_KEY:
-                announce(
-                    f"Stages dial port {one.address.rpartition(':')[2]}, too, to reach each other through this host"
-                )
-        launch_exchange(spec, folder, Secret(token), resume, on_report)
+                port = one.address.rpartition(":")[2]
+                announce(f"Stages dial port {port}, too, to reach each other through this host")
+        own_keys = SecretKeys(Secret(token), encrypted=not spec.config.exchange.insecure)
+        with Supervisor(spec, folder, on_report, EXCHANGE, own_keys, resume) as supervisor:
+            supervisor.start([EXCHANGE])
+            watcher = supervisor.watch(supervisor.open_exchange())
+            supervisor.wait()
+            watcher.join()
 
-    with claim(runs.absolute(), name, [EXCHANGE]):
+    with claim(runs.absolute(), config.name, [EXCHANGE]):
         _run_and_record(prepared, runs, start, resume, invocation)
 
 
-def _hint(prepared: Prepared, runs: Path, invocation: Invocation) -> ResumeHint:
-    folder = RunFolder(runs / prepared.spec.config.name)
-    return ResumeHint(prepared, folder, invocation.typed, invocation.mode.resumes)
-
-
-def _token(path: Path | None, folder: RunFolder, resume: bool) -> str:
-    """Return the run's token: from the file, from the folder of a resumed run, or a new one.
-
-    A resumed run keeps its token, because the certificates of admitted hosts depend on it.
-    """
-    if path is not None:
-        return read_token(path)
-    return read_token(folder.token) if resume and folder.token.is_file() else new_secret()
+def _prepare(
+    path: Path,
+    overrides: Sequence[Given],
+    runs: Path,
+    only: str | None,
+    resume: bool,
+    new: bool,
+    invocation: Invocation,
+) -> tuple[Prepared, bool]:
+    """Return the checked run, and whether the command resumes one; announce what the user has to know of it."""
+    print_without_fail()
+    mode = invocation.mode
+    file = mode.of(ConfigFile(path, overrides))
+    if only in (None, EXCHANGE):  # members elsewhere are not asked: the exchange's host decides
+        config = file.config.with_absolute_paths()
+        resume = mode.resumes and decide_to_resume(config, runs, resume, new, invocation.typed)
+    name_run(file.config.name)
+    with shown_reading(standard_output(), "reading the corpus") as on_progress:
+        prepared = prepare(file, runs.absolute(), only, resume, on_progress=on_progress)
+    for limit in prepared.limits:
+        announce(f"{file.config.name}: {limit.message}")
+    if prepared.devices:
+        announce(f"{file.config.name}: devices: {in_words(prepared.devices)}")
+    for note in prepared.notes:
+        announce(note)
+    for line in defence_lines(prepared.spec):
+        announce(f"{file.config.name}: {line}")
+    mode.begin(prepared.spec)
+    return prepared, resume
 
 
 def run_members(
@@ -190,7 +262,10 @@ def run_members(
         require_same_ranks(prepared.spec, prepared.spec.config, prepared.names, folder)
     except ConfigError as error:
         raise prepared.located(error) from None
-    with claim(runs, name, [one for one in prepared.names if not _is_shared(prepared.spec, one)]):
+    # Several nodes run the ranks of a datacenter replica together, with one shared folder.
+    replicas = {member: prepared.spec.members[member].replica for member in prepared.names}
+    unshared = [name for name, own in replicas.items() if not isinstance(own, DatacenterReplica) or own.nodes == 1]
+    with claim(runs, name, unshared):
         save_config(prepared.spec.config, folder.config)
         announce(f"{name}: {', '.join(prepared.names)} (their output: {folder.path}/logs)")
         rounds = OwnRoundLines(prepared.spec, prepared.names, announce)
@@ -200,12 +275,6 @@ def run_members(
         announce(f"{name}: {over.told}")
     if farewell := rounds.farewell():
         announce(f"{name}: {farewell}")
-
-
-def _is_shared(spec: RunSpec, member: str) -> bool:
-    """Return whether several nodes run a member together, with one shared folder."""
-    replica = spec.members[member].replica
-    return isinstance(replica, DatacenterReplica) and replica.nodes > 1
 
 
 def print_commands(path: Path, overrides: Sequence[Given]) -> None:
@@ -221,20 +290,300 @@ def print_commands(path: Path, overrides: Sequence[Given]) -> None:
     print("\n".join(lines))
 
 
-def _prepare(file: ConfigFile, runs: Path, only: str | None, resume: bool) -> Prepared:
-    name_run(file.config.name)
-    with shown_reading(standard_output(), "reading the corpus") as on_progress:
-        prepared = prepare(file, runs.absolute(), only, resume, on_progress=on_progress)
-    for limit in prepared.limits:
-        announce(f"{file.config.name}: {limit.message}")
-    if prepared.devices:
-        announce(f"{file.config.name}: devices: {in_words(prepared.devices)}")
-    for note in prepared.notes:
-        announce(note)
-    for line in defence_lines(prepared.spec):
-        announce(f"{file.config.name}: {line}")
-    return prepared
+# ---- members of a run whose exchange is elsewhere ----
 
 
-def _port(spec: RunSpec) -> str:
-    return spec.config.exchange.listen.rpartition(":")[2]
+@dataclass(frozen=True)
+class ReachedExchange:
+    """The exchange as other hosts reach it."""
+
+    address: str  # HOST:PORT
+    keys: Keys
+    keys_from: Path  # file of the keys: the token, or the certificate that was issued for a ticket
+    timeout: float  # seconds to wait for the exchange
+    listen: str = ""  # address at which a member listens for its neighbouring stages, if it differs from the YAML's
+    has_answered: bool = False  # whether the exchange has already answered this command
+
+
+def launch_members(
+    spec: RunSpec,
+    only: str,
+    members: Sequence[str],
+    folder: RunFolder,
+    exchange: ReachedExchange,
+    rounds: OwnRoundLines,
+    operations: Operations,
+    mode: Mode = AS_A_RUN,
+) -> None:
+    """Run some members, all that `only` names, until they have finished, and show their rounds.
+
+    `mode` gets their reports, and those of the members that it watches beside them.
+
+    Raises RunFailed with the cause if one of them ends early. Raises ConfigError instead if another run serves at the
+    exchange's address, and this host's run does not return within `exchange.timeout`.
+    """
+    refused = ""
+
+    def on_refused(cause: str) -> None:
+        nonlocal refused
+        refused = cause
+        waits = f"waiting for the exchange of this run, for up to {format_seconds(exchange.timeout)}"
+        rounds.say(f"{cause} (not verified, because its certificate is not of this run; {waits})")
+
+    def on_wait(seconds: float, has_answered: bool) -> None:
+        rounds.say(no_answer(exchange.address, seconds, exchange.timeout, has_answered or exchange.has_answered))
+
+    def on_report(report: Report) -> None:
+        with about_report(report):
+            rounds.on_report(report)
+            mode.on_report(report)
+        operations.on_report(report)
+        if report.HasField("over"):
+            keep_over(folder, RunOver.after(report.over.round, report.over.rounds))
+        if rounds.state.failed is not None:
+            supervisor.end_soon(rounds.state.failed)
+
+    with Supervisor(spec, folder, on_report, only, exchange.keys) as supervisor:
+        supervisor.start(members)
+        supervisor.join_exchange(members, exchange.address, str(exchange.keys_from), exchange.listen)
+
+        def told() -> Iterator[Report]:
+            how, waiting = (exchange.address, supervisor.credentials, members), (exchange.timeout, on_wait, on_refused)
+            try:
+                yield from reports_to_members(*how, *waiting, beside=mode.watched(spec, members))
+            except RunOver:
+                supervisor.end_idle()
+
+        watcher = Watcher(told, supervisor.on_report, supervisor.end_soon)
+        try:
+            supervisor.wait()
+        except RunFailed as error:
+            raise _cause(error, refused, rounds.state.failed) from None
+        watcher.join()
+
+
+def _cause(error: RunFailed, refused: str, failed: str | None) -> ConfigError | RunFailed:
+    """Return the cause of an error: a refusal by another run's exchange, or also why the run has `failed` elsewhere."""
+    if refused and refused in str(error):
+        return ConfigError((), refused)
+    if failed is None or failed in str(error):
+        return error
+    return RunFailed(f"{error}; the run ended because {failed}")
+
+
+# ---- the record of a run, and its folder ----
+
+MOST_REFUSALS = 20  # number of the exchange's refusals that are shown; metrics.jsonl has all of them
+MOST_REFUSALS_OF_A_MEMBER = 5
+
+OnReport = Callable[[Report], None]
+Start = Callable[[RunSpec, RunFolder, OnReport, Values | None], None]
+"""(spec, folder, on_report, changed keys if the run is resumed, else None); returns when the run is over."""
+
+
+def _run_and_record(prepared: Prepared, runs: Path, start: Start, resume: bool, invocation: Invocation) -> None:
+    """Run a topology with metrics, summary, pictures and a live view. The mode prints the result.
+
+    Raises RunFailed if the run ended early without a reason.
+    """
+    name, is_stopped = prepared.spec.config.name, False
+    folder = RunFolder(runs.absolute() / name)
+    hint = ResumeHint(prepared, RunFolder(runs / name), invocation.typed, invocation.mode.resumes)
+    with claim_store(prepared.spec.config, folder), hint:
+        spec, changed = _going_on(prepared, folder) if resume else (prepared.spec, None)
+        if not resume:
+            begin_folder(spec, runs.absolute())
+        elif over := over_on_disk(folder, spec.latest.outer.rounds):
+            announce(f"{name}: {over}")
+            if _is_summarized(folder, spec.latest.outer.rounds):
+                return
+        recording = _Recording(spec, folder, resume, invocation)
+        state, console = recording.state, recording.console
+        try:
+            page = invocation.operations.page(state, recording.say)
+            with page as show, LiveDisplay(state, console, since=invocation.since):
+                recording.show = show
+                start(spec, folder, recording.on_report, changed)
+            if not state.is_over:
+                found = f"the run ended after round {state.rounds} of {state.rounds_planned} without a reason"
+                raise RunFailed(f"{found}; see the members' output in logs/")
+        except (HeteroPPError, KeyboardInterrupt) as error:
+            state.fail(str(error) or INTERRUPTED)
+            is_stopped = isinstance(error, KeyboardInterrupt)
+            raise
+        except Exception as error:
+            state.fail(f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            # After an interrupt the hint is printed once everything but the pictures is saved.
+            recording.recorder.close(hint.print_once if is_stopped else None)
+        with about("result"):
+            invocation.mode.conclude(console, state, folder)
+
+
+class _Recording:
+    """Prints, shows and records the reports of a run, those of an earlier start included."""
+
+    def __init__(self, spec: RunSpec, folder: RunFolder, resume: bool, invocation: Invocation) -> None:
+        self._spec, self._folder, self._resume = spec, folder, resume
+        self._operations, self._mode = invocation.operations, invocation.mode
+        self.console = standard_output()
+        self.state = RunState(spec)
+        self._operations.observed.follow(self.state)
+        self.recorder = Recorder(spec, folder, self.state, resume, self.say, self._operations.boards)
+        self.show: OnReport = lambda report: None  # shows a report on the page of the run
+        self._refuse = _teller_of_refusals(self.say)
+        self._beginnings = Beginnings(resume)
+
+    def say(self, line: str) -> None:
+        tell(self.console, f"{self._spec.config.name}: {line}")
+
+    def on_report(self, report: Report) -> None:
+        """Take in a report of this start of the run."""
+        with about_report(report):
+            self._take_in(report)
+        self._operations.on_report(report)
+
+    def _take_in(self, report: Report) -> None:
+        if report.HasField("begun") and report.member == EXCHANGE:
+            if self._beginnings.is_taken_over(report.begun):
+                self._catch_up(report)
+                return
+            if self._resume:
+                self._go_on(report.begun)
+                self.recorder.go_on()
+        if report.HasField("refusal"):
+            self._refuse(report)
+        if self._take(report) and self.state.news is not None and self.state.news.is_line:
+            self.say(words_of(self.state.news, self._spec))
+
+    def _take(self, report: Report) -> bool:
+        is_possible = self.state.apply(report)
+        if is_possible:
+            self.show(report)
+            self._mode.on_report(report)
+        self.recorder.on_report(report)
+        return is_possible
+
+    def _go_on(self, begun: Begun) -> None:
+        """Take the reports of earlier rounds again, and print a line about them."""
+        last_round = begun.last_round
+        for damaged in begun.damaged:
+            self.say(f"skipping a damaged file: {damaged}")
+        self.say(f"resuming after round {last_round}")
+        if begun.note:
+            self.say(begun.note)
+        for key, values in Changes.from_json(begun.changes).history.items():
+            for round_ in (since for since in values if since > max(last_round, 1)):
+                before, now = values[max(since for since in values if since < round_)], values[round_]
+                if key == REPLICAS:
+                    self.say(f"from round {round_} on {described(before, now)}")
+                else:
+                    self.say(f"{key}: {json.dumps(now)} from round {round_} on (before: {json.dumps(before)})")
+        earlier = reports_until(self._spec.config, self._folder, last_round, self.say)
+        with self.state.lock:  # the display then shows these rounds as one line only
+            self.state.closed_earlier = last_round
+            for one in earlier:
+                self._take(one)
+        if last_round:
+            self.say(earlier_line(self.state))
+
+    def _catch_up(self, report: Report) -> None:
+        """Take the rounds that were recorded, but not reported before the earlier exchange ended."""
+        log = open_log(self._spec.config, self._folder)
+        for round_ in range(1, report.begun.last_round + 1):
+            if round_ not in self.state.closed:
+                self._take(Report(time=report.time, member=EXCHANGE, round_closed=log.read_record(round_)))
+
+
+def _is_summarized(folder: RunFolder, rounds: int) -> bool:
+    """Return whether nothing of the record of a finished run is missing, so that no member has to tell it again."""
+    try:
+        summary = json.loads(folder.summary.read_bytes())
+        return (
+            summary["rounds"] == rounds
+            and "failed" not in summary
+            and all((folder.path / name).is_file() for name in ("loss.png", "links.png"))
+        )
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def _teller_of_refusals(say: Callable[[str], None]) -> Callable[[Report], None]:
+    """Return a function that prints each refusal once: sender, message and reason, regardless of the sender's port.
+
+    Each process that refuses has its own limit of lines, so that no member can hide the refusals of others.
+    """
+    told: defaultdict[str, set[str]] = defaultdict(set)
+
+    def refuse(report: Report) -> None:
+        refusal, own = report.refusal, report.member in ("", EXCHANGE)
+        refused = f"refused {refusal.sender.rpartition(':')[0] or refusal.sender}: {refusal.reason}"
+        line = refused if own else f"{report.member} reports that it {refused}"
+        lines = told[report.member]
+        if line not in lines and len(lines) < (MOST_REFUSALS if own else MOST_REFUSALS_OF_A_MEMBER):
+            lines.add(line)
+            say(line)
+
+    return refuse
+
+
+def begin_folder(spec: RunSpec, runs: Path) -> RunFolder:
+    """Make a new folder for the run, with its configuration.
+
+    Raises OSError if the disk does not take it; an earlier run that was moved aside is then moved back.
+    """
+    folder = RunFolder(runs / spec.config.name)
+    with claim_all(runs, spec.config.name):
+        if spec.config.store.url is not None:
+            require_unused(open_log(spec.config, folder))
+        with new_run_folder(runs, spec.config.name):
+            save_config(spec.config, folder.config)
+            keep_configuration(spec.config, folder, open_log(spec.config, folder))
+    return folder
+
+
+def _going_on(prepared: Prepared, folder: RunFolder) -> tuple[RunSpec, Values]:
+    """Return the run in the folder as far as it is known before it resumes, and the keys that change from then on.
+
+    Its configuration is written to the folder again.
+    """
+    fetch_configuration(prepared.spec.config, folder)
+    try:
+        agreement = require_same_run(prepared.spec.config, prepared.given, folder)
+        last_round = open_log(prepared.spec.config, folder).last_record()
+        changes = agreement.changes.changed(agreement.first, last_round + 1, agreement.wanted)
+        spec = RunSpec(agreement.first, prepared.spec.shape.vocabulary, changes)
+        require_known_basis(spec)
+        if (rounds := spec.latest.outer.rounds) < last_round:
+            found = f"found {rounds}, expected at least {last_round}, the number of finished rounds"
+            raise ConfigError(("outer", "rounds"), found)
+        require_same_ranks(spec, prepared.spec.config, prepared.names, folder)
+    except ConfigError as error:
+        raise prepared.located(error) if error.key else error from None
+    for line in unheeded(prepared.spec.config, agreement):
+        announce(f"{prepared.spec.config.name}: {line}")
+    # The run's processes read the wanted replicas in the folder, and `begin_run` decides from which round they hold.
+    # Leftovers of an earlier attempt that failed are removed.
+    changes = agreement.changes
+    if REPLICAS in agreement.wanted:
+        changes = changes.changed(agreement.first, PENDING, {REPLICAS: agreement.wanted[REPLICAS]})
+    if changes != read_changes(folder.changes):
+        write_changes(changes, folder.changes)
+    save_config(spec.config, folder.config)
+    return spec, agreement.wanted
+
+
+class Beginnings:
+    """Distinguishes a run that begins or resumes from an exchange that was restarted during the run."""
+
+    def __init__(self, resume: bool) -> None:
+        self._resume, self._has_begun = resume, False
+
+    def is_taken_over(self, begun: Begun) -> bool:
+        """Return whether a `begun` report is that of a restarted exchange.
+
+        Call it for each such report in order. The first report may have been missed.
+        """
+        is_first, self._has_begun = not self._has_begun, True
+        return not is_first or (begun.last_round > 0 and not self._resume)

@@ -25,14 +25,12 @@ from hetero_pp.core.sockets import place_sockets_of_multiprocessing
 from hetero_pp.program.report.encoding import make_printable
 from hetero_pp.rpc.memory import keep_freed_memory
 
-PRELOADED = ["hetero_pp.program.launch.preloaded"]
-"""Modules imported once for all processes."""
+PRELOADED = ["hetero_pp.program.launch.preloaded"]  # modules imported once for all processes
 
 ALONE = frozenset({"--in-process", "--print-commands", "--help"})
 """Options of `launch` with which it starts no other process."""
 
-SAFE_PATH = "PYTHONSAFEPATH"
-"""Environment variable with the meaning of `python -P`."""
+SAFE_PATH = "PYTHONSAFEPATH"  # environment variable with the meaning of `python -P`
 
 UNHEARD = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Signals that a terminal or Slurm sends to every process of a run.

@@ -1,41 +1,29 @@
-"""`launch --only NAME`: the part of a run on one host, and the commands for all hosts.
-
-One host runs the exchange, and records and shows the run. The others run replicas or stages. They share the YAML, the
-exchange's address, and a token that admits them.
-"""
+"""Which host runs which part of a run: parts by name, addresses that a YAML fixes, the token, and the commands."""
 
 from __future__ import annotations
 
+import ipaddress
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+import socket
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
-from hetero_pp.config.changes import Values
+import psutil
+
 from hetero_pp.config.folder import RunFolder
 from hetero_pp.config.lines import EXCHANGE, RELAYED
 from hetero_pp.config.overrides import Given
 from hetero_pp.config.run_config import RunConfig
-from hetero_pp.config.spec import RunSpec
-from hetero_pp.config.topology import ParticipantsReplica, ReplicaSettings
+from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica, ReplicaSettings
 from hetero_pp.config.yaml_file import ConfigFile
-from hetero_pp.core.errors import ConfigError, RunFailed, RunOver
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.files import write_whole
+from hetero_pp.core.sockets import host_and_port
 from hetero_pp.core.units import format_seconds
-from hetero_pp.messages.messages_pb2 import Report
-from hetero_pp.program.launch.addresses import RELAY_KEY, fixed_addresses
-from hetero_pp.program.launch.mode import AS_A_RUN, Mode
-from hetero_pp.program.launch.over import keep_over
-from hetero_pp.program.launch.supervisor import Supervisor
-from hetero_pp.program.launch.watcher import Watcher
-from hetero_pp.program.operate.operations import Operations
-from hetero_pp.program.report.lines import OwnRoundLines
-from hetero_pp.program.report.output import about_report
-from hetero_pp.rpc.connections import reports_to_members
-from hetero_pp.rpc.identities import Keys, Secret, SecretKeys
 
-TOKEN_FILE = "token"
-"""Name of the token's file in the commands for all hosts."""
+TOKEN_FILE = "token"  # name of the token's file in the commands for all hosts
 
 SHORTEST_TOKEN = 32
 
@@ -103,101 +91,6 @@ def write_token(folder: RunFolder, token: str) -> Path:
     return folder.token
 
 
-def launch_exchange(
-    spec: RunSpec, folder: RunFolder, secret: Secret, resume: Values | None, on_report: Callable[[Report], None]
-) -> None:
-    """Run the exchange until the run is over. Raises RunFailed with the first cause on any host if the run fails."""
-    keys = SecretKeys(secret, encrypted=not spec.config.exchange.insecure)
-    with Supervisor(spec, folder, on_report, EXCHANGE, keys, resume) as supervisor:
-        supervisor.start([EXCHANGE])
-        watcher = supervisor.watch(supervisor.open_exchange())
-        supervisor.wait()
-        watcher.join()
-
-
-@dataclass(frozen=True)
-class ReachedExchange:
-    """The exchange as other hosts reach it."""
-
-    address: str
-    """HOST:PORT"""
-    keys: Keys
-    keys_from: Path
-    """File of the keys: the token, or the certificate that was issued for a ticket."""
-    timeout: float
-    """Seconds to wait for the exchange."""
-    listen: str = ""
-    """Address at which a member listens for its neighbouring stages, if it differs from the YAML's."""
-    has_answered: bool = False
-    """Whether the exchange has already answered this command."""
-
-
-def launch_members(
-    spec: RunSpec,
-    only: str,
-    members: Sequence[str],
-    folder: RunFolder,
-    exchange: ReachedExchange,
-    rounds: OwnRoundLines,
-    operations: Operations,
-    mode: Mode = AS_A_RUN,
-) -> None:
-    """Run some members, all that `only` names, until they have finished, and show their rounds.
-
-    `mode` gets their reports, and those of the members that it watches beside them.
-
-    Raises RunFailed with the cause if one of them ends early. Raises ConfigError instead if another run serves at the
-    exchange's address, and this host's run does not return within `exchange.timeout`.
-    """
-    refused = ""
-
-    def on_refused(cause: str) -> None:
-        nonlocal refused
-        refused = cause
-        waits = f"waiting for the exchange of this run, for up to {format_seconds(exchange.timeout)}"
-        rounds.say(f"{cause} (not verified, because its certificate is not of this run; {waits})")
-
-    def on_wait(seconds: float, has_answered: bool) -> None:
-        rounds.say(no_answer(exchange.address, seconds, exchange.timeout, has_answered or exchange.has_answered))
-
-    def on_report(report: Report) -> None:
-        with about_report(report):
-            rounds.on_report(report)
-            mode.on_report(report)
-        operations.on_report(report)
-        if report.HasField("over"):
-            keep_over(folder, RunOver.after(report.over.round, report.over.rounds))
-        if rounds.state.failed is not None:
-            supervisor.end_soon(rounds.state.failed)
-
-    with Supervisor(spec, folder, on_report, only, exchange.keys) as supervisor:
-        supervisor.start(members)
-        supervisor.join_exchange(members, exchange.address, str(exchange.keys_from), exchange.listen)
-
-        def told() -> Iterator[Report]:
-            how, waiting = (exchange.address, supervisor.credentials, members), (exchange.timeout, on_wait, on_refused)
-            try:
-                yield from reports_to_members(*how, *waiting, beside=mode.watched(spec, members))
-            except RunOver:
-                supervisor.end_idle()
-
-        watcher = Watcher(told, supervisor.on_report, supervisor.end_soon)
-        try:
-            supervisor.wait()
-        except RunFailed as error:
-            raise _cause(error, refused, rounds.state.failed) from None
-        watcher.join()
-
-
-def _cause(error: RunFailed, refused: str, failed: str | None) -> ConfigError | RunFailed:
-    """Return the cause of an error: a refusal by another run's exchange, or also why the run has `failed` elsewhere."""
-    if refused and refused in str(error):
-        return ConfigError((), refused)
-    if failed is None or failed in str(error):
-        return error
-    return RunFailed(f"{error}; the run ended because {failed}")
-
-
 def no_answer(address: str, seconds: float, limit: float, has_answered: bool, last: str = "") -> str:
     """Describe to the user that the exchange does not answer. `last`: what it said in its last answer."""
     since = format_seconds(seconds)
@@ -263,3 +156,126 @@ def notes(file: ConfigFile) -> list[str]:
                     key = ("replicas", index, "stages", stage, "listen")
                     add(key, f"found no address, so {replica.members[stage]} {how}")
     return found
+
+
+# ---- the addresses that a YAML fixes: on which host each can be listened to, and whether its port is free ----
+
+RELAY_KEY = ("exchange", "relay")
+
+
+@dataclass(frozen=True)
+class FixedAddress:
+    """Address at which a member listens, as the YAML says."""
+
+    key: tuple[str | int, ...]
+    member: str
+    address: str  # HOST:PORT
+
+    @property
+    def name(self) -> str:
+        """Name for messages."""
+        return f"{self.member}'s relay" if self.key == RELAY_KEY else self.member
+
+    @property
+    def host(self) -> str:
+        return host_and_port(self.address)[0]
+
+    @cached_property
+    def is_of_this_host(self) -> bool:
+        """Whether this machine can listen at the address: it is one of the machine's own, or stands for all of them."""
+        return not own_addresses().isdisjoint(resolved(self.host))
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach the address."""
+        found = resolved(self.host)
+        return bool(found) and all(ipaddress.ip_address(one).is_loopback for one in found)
+
+    def try_to_listen(self) -> None:
+        """Raise ConfigError if this machine cannot listen at the address."""
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        try:
+            with socket.create_server(host_and_port(self.address), family=family):
+                pass
+        except OSError as error:
+            expected = f"found `{self.address}`, expected a free port of this machine ({error.strerror})"
+            if not self.is_of_this_host:
+                expected += "; `launch --print-commands` prints the commands for several hosts"
+            raise ConfigError(self.key, expected) from None
+
+
+def fixed_addresses(config: RunConfig) -> Iterator[FixedAddress]:
+    """Yield every address with a fixed port in the YAML."""
+    yield from (one for one in _addresses(config) if not one.address.endswith(":0"))
+
+
+def meeting_places(config: RunConfig) -> Iterator[FixedAddress]:
+    """Yield the address at which the nodes of each replica of several nodes meet: one of them listens there."""
+    for index, replica in enumerate(config.replicas):
+        if isinstance(replica, DatacenterReplica) and replica.nodes > 1 and replica.rendezvous is not None:
+            yield FixedAddress(("replicas", index, "rendezvous"), replica.name, replica.rendezvous)
+
+
+def is_reached(config: RunConfig) -> bool:
+    """Return whether other machines can reach a listener of the run, directly or through the exchange's relay."""
+    relayed = any(listen == RELAYED for _, _, listen in _stages(config))
+    return relayed or not all(one.is_loopback for one in _addresses(config))
+
+
+def require_relay(config: RunConfig) -> None:
+    """Raise ConfigError for a relayed stage without TLS, because the exchange could then read what it relays."""
+    complaint = f"found `{RELAYED}`, expected an address: `exchange.insecure: true` has no relay"
+    for key, _, listen in _stages(config):
+        if listen == RELAYED and config.exchange.insecure:
+            raise ConfigError(key, complaint)
+
+
+def _addresses(config: RunConfig) -> Iterator[FixedAddress]:
+    yield FixedAddress(("exchange", "listen"), EXCHANGE, config.exchange.listen)
+    if not config.exchange.insecure:
+        yield FixedAddress(RELAY_KEY, EXCHANGE, config.exchange.relays_at)
+    yield from (FixedAddress(*found) for found in _stages(config) if found[2] != RELAYED)
+
+
+def _stages(config: RunConfig) -> Iterator[tuple[tuple[str | int, ...], str, str]]:
+    """Yield (key, member, address) of every stage that has an address in the YAML."""
+    for index, replica in enumerate(config.replicas):
+        if isinstance(replica, ParticipantsReplica) and isinstance(replica.stages, list):
+            for stage, own in enumerate(replica.stages):
+                if own.listen is not None:
+                    yield ("replicas", index, "stages", stage, "listen"), replica.members[stage], own.listen
+
+
+def dialled_here(listen: str) -> str:
+    """Return the address at which this host itself dials a listener of its own."""
+    return listen.replace("0.0.0.0", "127.0.0.1")
+
+
+def own_addresses() -> set[str]:
+    """Return the addresses of all interfaces of this machine, and the wildcard addresses."""
+    found = {one.address.partition("%")[0] for some in psutil.net_if_addrs().values() for one in some}
+    return found | {"0.0.0.0", "::"}
+
+
+def reached_addresses() -> set[str]:
+    """Return the IPv4 addresses of the interfaces that are up, without loopback and link-local ones."""
+    up = {name for name, status in psutil.net_if_stats().items() if status.isup}
+    found = [
+        ipaddress.ip_address(one.address)
+        for name, some in psutil.net_if_addrs().items()
+        for one in some
+        if name in up and one.family == socket.AF_INET
+    ]
+    return {str(one) for one in found if not one.is_loopback and not one.is_link_local}
+
+
+def resolved(host: str) -> set[str]:
+    """Return the addresses of a host as this machine resolves it; empty if it cannot.
+
+    All of 127.0.0.0/8 is 127.0.0.1.
+    """
+    try:
+        found = {str(info[4][0]).partition("%")[0] for info in socket.getaddrinfo(host, None)}
+    except OSError:
+        return set()
+    return {"127.0.0.1" if one.startswith("127.") else one for one in found}

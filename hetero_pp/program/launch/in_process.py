@@ -20,7 +20,7 @@ from hetero_pp.link.in_process import InProcessLink
 from hetero_pp.link.protocol import NOT_KNOWN, Holders, LinkEnds
 from hetero_pp.link.shaping import Lines
 from hetero_pp.messages.messages_pb2 import GIVEN_UP, Failure, MembershipEvent, Report
-from hetero_pp.program.launch.watcher import Watcher
+from hetero_pp.program.launch.supervisor import Watcher
 from hetero_pp.program.report.recorder import INTERRUPTED
 from hetero_pp.store.faults import Missed
 from replica_groups.audit.in_exchange import Followers, audited, followed
@@ -31,8 +31,7 @@ from replica_groups.member.gate import Gate
 from replica_groups.member.inner_loops import StepsOf
 from replica_groups.member.take_part import take_part
 
-_SECONDS_BETWEEN_LOOKS = 1.0
-"""Interval at which a wait for a member looks whether the run continues without it."""
+_SECONDS_BETWEEN_LOOKS = 1.0  # interval at which a wait for a member looks whether the run continues without it
 
 
 def run_in_process(

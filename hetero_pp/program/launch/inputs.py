@@ -23,8 +23,7 @@ from hetero_pp.core.errors import ConfigError, HeteroPPError, StoreError
 from hetero_pp.core.progress import OnProgress, untold
 from hetero_pp.data.sources import Source, open_source
 from hetero_pp.program.defences import defended
-from hetero_pp.program.launch.addresses import fixed_addresses, require_relay
-from hetero_pp.program.launch.hosts import members_named, require_reachable
+from hetero_pp.program.launch.hosts import fixed_addresses, members_named, require_reachable, require_relay
 from hetero_pp.program.launch.this_machine import Limit, limits_of, require_carried
 from replica_groups.audit.gauntlet.losses import Texts
 from replica_groups.audit.gauntlet.replica_scores import require_openskill
@@ -37,21 +36,14 @@ class Prepared:
     """A run with checked inputs."""
 
     spec: RunSpec
-    names: Sequence[str]
-    """Names of the members to start here, including the exchange if it starts here."""
-    source: Source | None
-    """The corpus, if a process started here reads it."""
+    names: Sequence[str]  # names of the members to start here, including the exchange if it starts here
+    source: Source | None  # the corpus, if a process started here reads it
     limits: Sequence[Limit] = ()
     """Limits of this machine: what would take unreasonably long."""
-    devices: Mapping[str, str] = field(default_factory=dict)
-    """Name of the device of each member that starts here."""
-    given: Sequence[Key] = ()
-    """Keys that were given beside the YAML."""
-    located: Callable[[ConfigError], ConfigError] = lambda error: error
-    """Adds file and line to an error about a key."""
-
-    on_weights: Sequence[str] = ()
-    """Notes on the weights that the run starts from."""
+    devices: Mapping[str, str] = field(default_factory=dict)  # name of the device of each member that starts here
+    given: Sequence[Key] = ()  # keys that were given beside the YAML
+    located: Callable[[ConfigError], ConfigError] = lambda error: error  # adds file and line to an error about a key
+    on_weights: Sequence[str] = ()  # notes on the weights that the run starts from
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -154,7 +146,7 @@ def _require_meeting_places(config: RunConfig, names: Sequence[str], only: str |
         if only is None:
             expected = "expected 1 without --only; `launch --print-commands` prints the command for each machine"
             raise ConfigError(("replicas", index, "nodes"), f"found {replica.nodes}, {expected}")
-        from hetero_pp.program.launch.rendezvous import meeting_place  # with torch's, which few runs need
+        from hetero_pp.program.launch.ranks import meeting_place  # with torch's, which few runs need
 
         try:
             meeting_place(replica.rendezvous or "")

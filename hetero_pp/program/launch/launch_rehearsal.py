@@ -22,10 +22,9 @@ from hetero_pp.config.yaml_file import read_run
 from hetero_pp.core.errors import HeteroPPError, LinkError, RunFailed
 from hetero_pp.link.shaping import Lines
 from hetero_pp.messages.messages_pb2 import Report
-from hetero_pp.program.launch.addresses import is_reached
 from hetero_pp.program.launch.fork_server import begin_forked, fork_server, unheard
-from hetero_pp.program.launch.job import CONSEQUENCE, CRASHED
-from hetero_pp.program.launch.open_files import require_open_files
+from hetero_pp.program.launch.hosts import is_reached
+from hetero_pp.program.launch.job import CONSEQUENCE, CRASHED, require_open_files
 from hetero_pp.program.launch.supervisor import Supervisor, launch
 from hetero_pp.rpc.connections import NetworkConnections
 from hetero_pp.rpc.identities import Credentials, Secret, SecretKeys, new_secret
@@ -34,8 +33,7 @@ from replica_groups.member.take_part import take_part
 MOST_ALONE = 8
 """Most members of a rehearsal that have a process each, of about 70 MB and its messages. A thread takes about 3 MB."""
 
-MOST_TOGETHER = 64
-"""Most members of one process, if this machine has not processors enough for fewer."""
+MOST_TOGETHER = 64  # most members of one process, if this machine has not processors enough for fewer
 
 _OPEN_FILES_OF_A_MEMBER = 16
 _SECONDS_TO_LEAVE, _SECONDS_TO_END = 20.0, 3.0

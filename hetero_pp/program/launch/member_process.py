@@ -19,7 +19,6 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
@@ -144,8 +143,7 @@ class _Process:
 
     spec: RunSpec
     job: ProcessJob
-    message: Mapping[str, Any]
-    """Secrets and addresses."""
+    message: Mapping[str, Any]  # secrets and addresses
     launcher: Connection
     faults: Faults
     lifeline: _Lifeline
@@ -157,33 +155,50 @@ class _Process:
 
 
 def _run_exchange(own: _Process) -> int:
-    spec, job = own.spec, own.job
+    """Open the exchange's log, listen, begin or resume the run, and answer until members know that it is over."""
+    spec, job, message = own.spec, own.job, own.message
     own.lifeline.stop = _leave
+
+    def say(line: str) -> None:
+        print(f"{EXCHANGE}: {line}", file=sys.stderr, flush=True)
 
     def make() -> Exchange:
         return audited(make_exchange(spec, job.folder, job.resume, job.again, faults=own.faults), spec)
 
-    try:
-        exchange = keep_trying(make, _say) if job.again else make()
-        own.lifeline.stop = partial(_stop_exchange, exchange)
-    except (ConfigError, StoreError) as error:
-        return own.fails(error)
+    def stop(closed: int | None) -> int:
+        """Close no further round. If told the last closed round, wait until members have applied it."""
+        if closed is None:
+            return exchange.halt()
+        exchange.wait_until_applied(closed, _SECONDS_TO_APPLY)
+        return closed
 
     def open_house() -> OpenHouse:
-        return _open_house(spec, job)
+        from hetero_pp.simulator.planner.grouping import group_spares  # only a run that admits hosts needs the planner
 
-    message = own.message
+        guests = RunForGuests(*told_of(spec.config), spec.shape.vocabulary)
+        waiting_room = WaitingRoom(spec.optional_slots, group_spares)
+        return OpenHouse(Memberships(job.folder.memberships), guests, waiting_room, spec.unnamed_slots)
+
+    try:
+        # A restarted exchange tries again, because the disk may be full for a while.
+        exchange = keep_trying(make, say) if job.again else make()
+        own.lifeline.stop = stop
+    except (ConfigError, StoreError) as error:
+        return own.fails(error)
     listen = message.get("listen") or spec.config.exchange.listen
     try:
         # Each further node of a member keeps its own connection, under the member's name.
-        secret, most_open = Secret(message["secret"]), MOST_OPEN + _further_nodes(spec)
-        opened = (lambda: keep_trying(open_house, _say)) if job.again else open_house
-        house = opened() if message["encrypted"] else None
-        meeting_point = None if house is None else MeetingPoint(spec.config.exchange.relays_at)
-        server, port = serve_exchange(exchange, secret, listen, most_open, house is not None, house, meeting_point)
+        further = sum(one.nodes - 1 for one in spec.config.replicas if isinstance(one, DatacenterReplica))
+        house = meeting_point = None
+        if message["encrypted"]:
+            house = keep_trying(open_house, say) if job.again else open_house()
+            meeting_point = MeetingPoint(spec.config.exchange.relays_at)
+        secret, is_encrypted = Secret(message["secret"]), house is not None
+        server, port = serve_exchange(exchange, secret, listen, MOST_OPEN + further, is_encrypted, house, meeting_point)
     except (OSError, StoreError) as error:
         return own.fails(error)
     _send(own.launcher, address=f"{listen.rsplit(':', 1)[0]}:{port}")
+    code, grace = 0, 5  # seconds for calls that are under way
     try:
         limit = spec.config.exchange.timeout
         with watched(exchange.expected, exchange.reports.tell_waiting, exchange.fail, limit):
@@ -196,44 +211,14 @@ def _run_exchange(own: _Process) -> int:
         server.stop(None).wait()
         return code
     except HeteroPPError as error:
-        code = own.fails(error, CONSEQUENCE if isinstance(error, RunFailed) else FAILED)
-        exchange.end_watching()
-        exchange.wait_until_left(_SECONDS_TO_HEAR)
-        _tell_guests(house)
-        server.stop(1).wait()
-        return code
+        code, grace = own.fails(error, CONSEQUENCE if isinstance(error, RunFailed) else FAILED), 1
     exchange.end_watching()
-    _tell_guests(house)
-    server.stop(5).wait()
-    return 0
-
-
-def _stop_exchange(exchange: Exchange, closed: int | None) -> int:
-    """Have the exchange close no further round. If told the last closed round, wait until members have applied it."""
-    if closed is None:
-        return exchange.halt()
-    exchange.wait_until_applied(closed, _SECONDS_TO_APPLY)
-    return closed
-
-
-def _tell_guests(house: OpenHouse | None) -> None:
-    """Give hosts that wait for a group time to learn that the run has ended."""
-    if house is not None:
+    if code:
+        exchange.wait_until_left(_SECONDS_TO_HEAR)
+    if house is not None:  # hosts that wait for a group get time to learn that the run has ended
         house.waiting_room.wait_until_told(_SECONDS_TO_HEAR)
-
-
-def _say(line: str) -> None:
-    print(f"{EXCHANGE}: {line}", file=sys.stderr, flush=True)
-
-
-def _open_house(spec: RunSpec, job: ProcessJob) -> OpenHouse:
-    from hetero_pp.simulator.planner.grouping import group_spares  # only a run that admits hosts needs the planner
-
-    told, waiting_room = (
-        RunForGuests(*told_of(spec.config), spec.shape.vocabulary),
-        WaitingRoom(spec.optional_slots, group_spares),
-    )
-    return OpenHouse(Memberships(job.folder.memberships), told, waiting_room, spec.unnamed_slots)
+    server.stop(grace).wait()
+    return code
 
 
 def _run_member(own: _Process) -> int:
@@ -254,16 +239,12 @@ def _run_member(own: _Process) -> int:
         if isinstance(error, WrongToken):
             cause += f" than this host, which has the token in {message['token_file']}"
         print(cause, file=sys.stderr)
-        return own.fails(cause, _code_of(error))
+        if isinstance(error, RankDied):
+            return own.fails(cause, CRASHED)
+        if isinstance(error, OutOfMemory):
+            return own.fails(cause, GONE)
+        return own.fails(cause, CONSEQUENCE if isinstance(error, LinkError | RunFailed) else FAILED)
     return 0
-
-
-def _code_of(error: HeteroPPError) -> int:
-    if isinstance(error, RankDied):
-        return CRASHED
-    if isinstance(error, OutOfMemory):
-        return GONE
-    return CONSEQUENCE if isinstance(error, LinkError | RunFailed) else FAILED
 
 
 def _run_ranks(own: _Process, replica: DatacenterReplica, exchange: str, credentials: Credentials) -> None:
@@ -285,11 +266,6 @@ def _run_ranks(own: _Process, replica: DatacenterReplica, exchange: str, credent
             with NetworkConnections(spec, member, exchange, credentials, lines) as connections:
                 connections.report_failure(f"{platform.node()}: {error}")
         raise
-
-
-def _further_nodes(spec: RunSpec) -> int:
-    """Return the number of nodes beyond the first, over all replicas."""
-    return sum(one.nodes - 1 for one in spec.config.replicas if isinstance(one, DatacenterReplica))
 
 
 def _take_part(own: _Process, exchange: str, credentials: Credentials) -> None:

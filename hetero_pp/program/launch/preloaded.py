@@ -6,7 +6,7 @@ import importlib
 
 from hetero_pp.program.launch.fork_server import importing
 
-MODULES = ("hetero_pp.program.launch.member_process",)
+MODULES = ("hetero_pp.program.launch.member_process", "hetero_pp.program.launch.supervisor")
 
 
 def _preload() -> None:

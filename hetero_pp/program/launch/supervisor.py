@@ -12,42 +12,38 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
-from typing import Self
+from typing import NoReturn, Self
 
 from hetero_pp.config.changes import Values
 from hetero_pp.config.folder import RunFolder
 from hetero_pp.config.lines import EXCHANGE, LAUNCHER
 from hetero_pp.config.member_inputs import devices_of
+from hetero_pp.config.run_config import RestartSettings
 from hetero_pp.config.spec import RunSpec
-from hetero_pp.core.errors import GivenUp, RunFailed
+from hetero_pp.core.errors import GivenUp, LinkError, Refused, RunFailed
 from hetero_pp.core.files import write_whole
 from hetero_pp.core.units import format_count, format_seconds
 from hetero_pp.messages.messages_pb2 import GIVEN_UP, RESTARTED, SILENT, MembershipEvent, MembershipEventKind, Report
-from hetero_pp.program.launch.addresses import is_reached
 from hetero_pp.program.launch.fork_server import fork_server, unheard
 from hetero_pp.program.launch.host_memory import MemoryKills
-from hetero_pp.program.launch.job import CONSEQUENCE, CRASHED, GONE, STOP, ProcessJob
-from hetero_pp.program.launch.open_files import require_open_files
-from hetero_pp.program.launch.restarts import Restarts
-from hetero_pp.program.launch.start_job import start_job
-from hetero_pp.program.launch.watcher import Watcher
+from hetero_pp.program.launch.hosts import is_reached
+from hetero_pp.program.launch.job import CONSEQUENCE, CRASHED, GONE, STOP, ProcessJob, require_open_files
 from hetero_pp.rpc.connections import reports_of, tell_died
 from hetero_pp.rpc.identities import Keys, Secret, SecretKeys, new_secret
 from hetero_pp.store.faults import Faults
 
 _SECONDS_FOR_THE_CAUSE = 5.0
 _SECONDS_TO_END = 3.0
-_SECONDS_TO_ANSWER = 4.0
-"""Within which a process answers that it was asked to stop; a frozen one does not."""
+_SECONDS_TO_ANSWER = 4.0  # within which a process answers that it was asked to stop; a frozen one does not
 _SECONDS_TO_APPLY = 12.0
 """Seconds for the exchange to answer that members on other hosts have applied its last round; longer than its limit."""
-_SECONDS_UNTIL_TOLD = 8.0
-"""Seconds after which the user is told that saved states are still being saved."""
+_SECONDS_UNTIL_TOLD = 8.0  # seconds after which the user is told that saved states are still being saved
 _SECONDS_TO_SAVE = 60.0
 """Seconds for members to save their checkpoints after an interrupt. Another interrupt ends them at once."""
 _SECONDS_TO_NOTICE = 5.0
@@ -84,6 +80,13 @@ def launch(
         watcher.join()
 
 
+def start_job(launcher: Connection, job: ProcessJob, make_faults: Callable[[], Faults]) -> NoReturn:
+    """Run one member of the run until it is over, then end the process."""
+    from hetero_pp.program.launch.member_process import process_main
+
+    process_main(launcher, job, make_faults)
+
+
 class Supervisor:
     """Supervisor of the processes of one run. Its connection to each process is also the process's lifeline."""
 
@@ -104,21 +107,17 @@ class Supervisor:
         """
         self._spec, self._folder, self._tell = spec, folder, on_report
         self._keys = keys
-        self.credentials = keys.of(name)
-        """Credentials for following reports, and for reporting members that died."""
+        self.credentials = keys.of(name)  # credentials for following reports, and for reporting members that died
         self._resume = resume
         self._restarts = Restarts(spec.config.restarts)
         self._devices: dict[str, str] = {}
         self._context = fork_server()
         self._processes: dict[str, ForkServerProcess] = {}
         self._connections: dict[str, Connection] = {}
-        self._exchange: dict[str, str] = {}
-        """Message about the exchange that every member gets."""
+        self._exchange: dict[str, str] = {}  # message about the exchange that every member gets
         self._given_up: set[str] = set()
-        self._idle: set[str] = set()
-        """Members with nothing left to train: the run is over, however their processes end."""
-        self._incarnations: dict[str, int] = {}
-        """Incarnation of each member."""
+        self._idle: set[str] = set()  # members with nothing left to train: the run is over, however their processes end
+        self._incarnations: dict[str, int] = {}  # incarnation of each member
         self._silent: dict[str, float] = {}
         """Members whose incarnation has ended while their process still exists, with the time of that."""
         self._lock = threading.Lock()
@@ -450,3 +449,83 @@ class Supervisor:
         if code < 0:
             return f"{member} was killed by {signal.Signals(-code).name}{for_memory}"
         return f"{member}: {cause or f'exited with code {code}'} (output: {self._folder.output(member)})"
+
+
+# ---- how often a process is restarted ----
+
+
+class Restarts:
+    """Allows a number of restarts per process within a time window. Pure: every time is an argument."""
+
+    def __init__(self, settings: RestartSettings) -> None:
+        self.settings = settings
+        self._begun: defaultdict[str, deque[float]] = defaultdict(deque)
+
+    def take(self, member: str, now: float) -> int | None:
+        """Count a restart of a member. Return its number within the window, or None if the limit is reached."""
+        begun = self._begun[member]
+        while begun and now - begun[0] > self.settings.within:
+            begun.popleft()
+        if len(begun) >= self.settings.count:
+            return None
+        begun.append(now)
+        return len(begun)
+
+
+# ---- the reports of a run ----
+
+
+class Watcher:
+    """A thread that hands on every report until there are no more."""
+
+    def __init__(
+        self,
+        watch: Callable[[], Iterator[Report]],
+        on_report: Callable[[Report], None],
+        on_lost: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """Start the thread. `on_lost` is called with the cause if no further report can arrive."""
+        self._watch, self._on_report, self._on_lost = watch, on_report, on_lost
+        self._error: Exception | None = None
+        self._changed = threading.Condition()
+        self._handed_on = 0
+        self._is_over = False
+        self._thread = threading.Thread(target=self._run, name="watcher", daemon=True)
+        self._thread.start()
+
+    def catch_up(self, reports: int) -> None:
+        """Wait until this many reports were handed on, or there are no more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_over or self._handed_on >= reports)
+
+    def wait(self) -> None:
+        """Wait for the last report."""
+        self._thread.join()
+
+    def join(self) -> None:
+        """Wait for the last report. Raises RunFailed if a report could not be handed on."""
+        self.wait()
+        self.raise_error()
+
+    def raise_error(self) -> None:
+        """Raise RunFailed if a report could not be handed on."""
+        if self._error is not None:
+            told = "the launcher stopped receiving the run's reports before the run was over"
+            raise RunFailed(f"{told} ({type(self._error).__name__}: {self._error})")
+
+    def _run(self) -> None:
+        try:
+            for report in self._watch():
+                self._on_report(report)
+                with self._changed:
+                    self._handed_on += 1
+                    self._changed.notify_all()
+        except (LinkError, Refused, RunFailed) as error:
+            # The supervisor reports the cause, and the record shows whether the run ended early.
+            self._on_lost(str(error))
+        except Exception as error:  # noqa: BLE001 (a bug: members train on, and the end of the run reports it)
+            self._error = error
+        finally:
+            with self._changed:
+                self._is_over = True
+                self._changed.notify_all()

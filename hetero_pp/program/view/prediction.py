@@ -10,8 +10,8 @@ from hetero_pp.config.alike import alike, label_of
 from hetero_pp.config.lines import stage_link_name
 from hetero_pp.config.spec import RunSpec
 from hetero_pp.program.report.state import RunState
+from hetero_pp.simulator.charts import Span, Timeline
 from hetero_pp.simulator.prediction import Prediction, predict
-from hetero_pp.simulator.timeline import Span, Timeline
 
 _ENOUGH = 1e-9  # shortest gap, in seconds, that is drawn as waiting
 _KINDS = {"activation": "there", "gradient": "back"}

@@ -19,7 +19,7 @@ from hetero_pp.core.units import format_bytes, format_seconds
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.join.membership import Membership
 from hetero_pp.program.join.runs_here import is_running
-from hetero_pp.program.launch.over import read_over
+from hetero_pp.program.launch.earlier import read_over
 from hetero_pp.program.report.recorder import LINE_BYTES_MAX, STRANGE, report_of
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.view.prediction import Measured, PredictedStep, measured_of_rehearsal, measured_of_run

@@ -35,8 +35,8 @@ from hetero_pp.research.experiments.definition import (
 )
 from hetero_pp.research.experiments.outcomes import Outcome, Outcomes
 from hetero_pp.research.experiments.rows import Setting
+from hetero_pp.simulator.charts import Sweep
 from hetero_pp.simulator.prediction import predict
-from hetero_pp.simulator.sweep import Sweep
 
 LEVEL = 0.05
 """Share of claims about noise that get a verdict by chance."""

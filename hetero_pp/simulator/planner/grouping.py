@@ -23,13 +23,133 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from hetero_pp.simulator.planner.split import Array, best_splits
+from hetero_pp.config.lines import DIRECTIONS, WAYS, DirectionSettings, LinkSettings, SiteSettings
+from hetero_pp.config.predictions import Hardware, LooseParticipant, hardware_named
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import RunSpec
+from hetero_pp.config.topology import ParticipantsReplica, StageSettings
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.units import format_names
+from hetero_pp.model.part_settings import BoundarySettings
+from hetero_pp.model.transformer import EMBEDDING, LAYERS, block_of
+from hetero_pp.simulator.costs import NOTHING, SHOWN, StagePart, assumption, boundary_numbers, cost_on
+from hetero_pp.simulator.memory import Trains, memory_of_part
+
+# ---- the split of layers over the stages of a group: the slowest stage is as fast as possible, and all fit ----
+# Shapes: N groups, S stages, L layers. A table of costs [N, S, L + 1] holds the seconds of a micro-batch on each stage
+# with that number of layers; infinity if they do not fit its memory.
+
+Array = np.ndarray
+NOT_COMPRESSED = BoundarySettings()
+
+
+@dataclass(frozen=True)
+class Load:
+    """Schedule and shapes of a group: they decide the time and memory of a stage, together with its layers."""
+
+    stages: int
+    micro_batches: int
+    sequences: int  # sequences of one micro-batch
+    length: int
+    extra_in_flight: int
+    boundary: BoundarySettings = NOT_COMPRESSED
+
+    def in_flight(self, stage: int) -> int:
+        """Return the largest number of micro-batches whose activations the stage holds."""
+        return min(self.micro_batches, (self.stages - 1 - stage) * (1 + self.extra_in_flight) + 1)
+
+
+@lru_cache(maxsize=4)
+def _sizes(spec: RunSpec) -> tuple[int, int, int]:
+    """Return the numbers of parameters of the embedding, of one layer, and of the head. All layers are alike."""
+    numbers = {name: math.prod(shape) for name, shape in spec.parameter_shapes.items()}
+    layer = sum(size for name, size in numbers.items() if block_of(name) == f"{LAYERS}0")
+    head = sum(size for name, size in numbers.items() if not name.startswith(LAYERS) and name != EMBEDDING)
+    return numbers[EMBEDDING], layer, head
+
+
+def part_of_stage(spec: RunSpec, stage: int, load: Load, layers: int) -> StagePart:
+    """Return the part of the run's model that a stage with that number of layers has."""
+    first, last, (embedding, layer, head) = stage == 0, stage == load.stages - 1, _sizes(spec)
+    own = boundary_numbers(spec.shape, load.boundary, first) if load.stages > 1 else NOTHING
+    return StagePart(layers, last, layers * layer + first * embedding + last * head, own)
+
+
+def stage_bytes(spec: RunSpec, stage: int, load: Load, layers: int, hardware: Hardware) -> float:
+    """Return the bytes that a stage needs for its part, in the memory of its hardware."""
+    trains = Trains(
+        load.sequences,
+        load.length,
+        load.micro_batches,
+        load.in_flight(stage),
+        value_bytes=2 if hardware.is_accelerator else 4,
+        accelerated=hardware.is_accelerator,
+    )
+    memory = memory_of_part(spec.shape, part_of_stage(spec, stage, load, layers), trains)
+    return memory.n_bytes(memory.computing_place)
+
+
+def stage_seconds(spec: RunSpec, hardware: Hardware, accelerators: int, stage: int, load: Load) -> Array:
+    """Return the seconds of a micro-batch by number of layers, [L + 1], with its share of the optimizer step.
+
+    Infinity if the layers do not fit the memory.
+    """
+    found = np.full(spec.shape.layers + 1, np.inf)
+    for layers in range(1, spec.shape.layers - load.stages + 2):
+        if stage_bytes(spec, stage, load, layers, hardware) <= hardware.memory * accelerators:
+            part = part_of_stage(spec, stage, load, layers)
+            cost = cost_on(spec.shape, part, hardware, accelerators, load.sequences, load.length)
+            found[layers] = cost.forward + cost.backward + cost.update / load.micro_batches
+    return found
+
+
+def best_splits(costs: Array) -> tuple[Array, Array]:
+    """Return the layers of each stage [N, S] and the seconds of the slowest stage [N], for costs [N, S, L + 1].
+
+    Seconds are infinite if no split fits. Dynamic programming over stages and layers, exact: best(s, l) = min over k of
+    max(best(s-1, l-k), cost(s, k)).
+    """
+    groups, stages, columns = costs.shape
+    best = costs[:, 0, :].copy()
+    taken = np.zeros((stages, groups, columns), dtype=int)
+    taken[0] = np.arange(columns)
+    for stage in range(1, stages):
+        before, best = best, np.full((groups, columns), np.inf)
+        for layers in range(stage + 1, columns):
+            own = np.arange(1, layers)
+            slowest = np.maximum(before[:, layers - own], costs[:, stage, own])
+            choice = slowest.argmin(axis=1)
+            best[:, layers] = slowest[np.arange(groups), choice]
+            taken[stage, :, layers] = own[choice]
+    counts = np.zeros((groups, stages), dtype=int)
+    left = np.full(groups, columns - 1)
+    for stage in reversed(range(stages)):
+        counts[:, stage] = taken[stage, np.arange(groups), left]
+        left -= counts[:, stage]
+    return counts, best[:, -1]
+
+
+def best_split(costs: Sequence[Array]) -> tuple[list[int], float]:
+    """Return the split of one group, and the seconds of its slowest stage.
+
+    Prefers the even split, whose earlier stages take the remainder, if no other is faster.
+    """
+    counts, seconds = best_splits(np.stack(costs)[None])
+    share, more = divmod(len(costs[0]) - 1, len(costs))
+    even = [share + (stage < more) for stage in range(len(costs))]
+    if max(float(cost[count]) for cost, count in zip(costs, even, strict=True)) <= seconds[0]:
+        return even, float(seconds[0])
+    return counts[0].tolist(), float(seconds[0])
+
+
+# ---- groups of participants ----
 
 PATHS = 300_000
 SAMPLED_PATHS = 60_000
@@ -251,3 +371,141 @@ def _partitions(count: int, stages: int) -> list[Array]:
     random = np.random.default_rng(0)
     whole = count // stages * stages
     return [random.permutation(count)[:whole].reshape(-1, stages) for _ in range(RANDOM_PARTITIONS)]
+
+
+# ---- loose participants as replicas of the YAML: the links between them, and the groups that were chosen ----
+
+TIME_LIMIT = 45.0  # longest search for groups, in seconds
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """Configuration in which every participant is in a group or left out."""
+
+    config: RunConfig
+    grouping: Grouping
+    names: list[str]  # names of the new replicas
+    members: list[list[str]]  # participants of each new replica, stage by stage
+    left_out: list[str]
+
+
+def group_participants(config: RunConfig, vocabulary: int | None) -> Grouped:
+    """Make replicas of the participants of `plan`. Raises ConfigError if no group of them can hold the model."""
+    plan, people = config.plan, config.plan.participants
+    links = {
+        (a.name, b.name): link_between(config, a, b) for a in people for b in people if a.name != b.name
+    }  # each direction, as seen from the first
+    bandwidth = np.full((len(people), len(people)), np.inf)
+    for (row, a), (column, b) in itertools.permutations(enumerate(people), 2):
+        limits = [links[a.name, b.name].shape("forward").bandwidth]
+        if a.site is None or a.site != b.site:  # within a site no line is passed
+            ways = zip((a, b), WAYS, strict=True)
+            limits += [config.lines[one.line].limit(way) for one, way in ways if one.line is not None]
+        bandwidth[row, column] = min((limit for limit in limits if limit is not None), default=np.inf)
+    seconds = np.array(list(_seconds_of_participants(config, vocabulary)))
+    found = group(Pool(seconds, bandwidth, plan.balance), TIME_LIMIT)
+    if found is None:
+        raise _no_group(config, seconds)
+    kinds, replicas, members = dict(config.links), list(config.replicas), dict[int, str]()
+    taken = {replica.name for replica in replicas}
+    free_names = (name for number in itertools.count() if (name := f"group{number}") not in taken)
+    names = list(itertools.islice(free_names, len(found.groups)))
+    for name, group_ in zip(names, found.groups, strict=True):
+        own, hops = [people[one] for one in group_], list[str]()
+        counts, _ = best_split([seconds[one, stage] for stage, one in enumerate(group_)])
+        members |= {one: f"{name}.{stage}" for stage, one in enumerate(group_)}
+        joins = [(f"{a.name}-{b.name}", links[a.name, b.name]) for a, b in itertools.pairwise(own)]
+        if not all(link.shape(way).is_unlimited for _, link in joins for way in DIRECTIONS):
+            for kind, link in joins:  # a kind of link that has these settings, or a new one
+                known = next((one for one, settings in kinds.items() if settings == link), None)
+                while known is None and kind in kinds:
+                    kind += "-"
+                kinds[known or kind] = link
+                hops.append(known or kind)
+        stages = [
+            StageSettings(layers=count, uplink=person.uplink, hardware=person.hardware, line=person.line)
+            for person, count in zip(own, counts, strict=True)
+        ]
+        replicas.append(
+            ParticipantsReplica(
+                name=name, kind="participants", stages=stages, batch_size=plan.batch_size, link=hops or None
+            )
+        )
+    sites = dict(config.sites)  # with one for each line that several grouped participants share
+    for site in dict.fromkeys(person.site for person in people):
+        here = [one for one, person in enumerate(people) if person.site == site and person.line and one in members]
+        if site is not None and len(here) > 1:
+            line = str(people[here[0]].line)
+            sites[f"{site}-participants"] = SiteSettings(line=line, members=[members[one] for one in here])
+    nobody = plan.model_copy(update={"participants": [], "pairs": [], "default": None})
+    return Grouped(
+        config=config.model_copy(update={"links": kinds, "sites": sites, "replicas": replicas, "plan": nobody}),
+        grouping=found,
+        names=names,
+        members=[[people[one].name for one in group_] for group_ in found.groups],
+        left_out=[person.name for index, person in enumerate(people) if index not in members],
+    )
+
+
+def link_between(config: RunConfig, a: LooseParticipant, b: LooseParticipant) -> LinkSettings:
+    """Return the link between two participants; `forward` starts at the first.
+
+    It is the entry of `pairs` that names most of them, else the default, else both uplinks one after the other.
+    """
+    best: tuple[int, LinkSettings] | None = None
+    for pair in config.plan.pairs:
+        link = LinkSettings.model_construct(**{name: getattr(pair, name) for name in LinkSettings.model_fields})
+        turned = link.model_copy(update={"forward": link.backward, "backward": link.forward})
+        for ends, settings in ((pair.between, link), (pair.between[::-1], turned)):
+            if ends[0] in (a.name, a.site) and ends[1] in (b.name, b.site):
+                named = (ends[0] == a.name) + (ends[1] == b.name)
+                if best is None or named > best[0]:
+                    best = (named, settings)
+    if best is not None:
+        return best[1]
+    if config.plan.default is not None:
+        return config.plan.default
+    first, second = (LinkSettings() if one.uplink is None else config.links[one.uplink] for one in (a, b))
+    ways = {}
+    for direction, passed in {"forward": (first, second), "backward": (second, first)}.items():
+        shapes = passed[0].shape("forward"), passed[1].shape("backward")
+        ways[direction] = DirectionSettings.model_construct(
+            bandwidth=min((one.bandwidth for one in shapes if one.bandwidth is not None), default=None),
+            latency=sum(one.latency for one in shapes),
+            jitter=sum(one.jitter for one in shapes),
+        )
+    return LinkSettings(**ways)
+
+
+def _seconds_of_participants(config: RunConfig, vocabulary: int | None) -> Iterator[list[np.ndarray]]:
+    """Yield for each participant the seconds of a micro-batch, [S][L + 1], with as many micro-batches as possible."""
+    plan = config.plan
+    model = RunSpec(config.model_copy(update={"replicas": []}), vocabulary)
+    micro_batches = max(1, plan.batch_size // plan.smallest_micro_batch)
+    sequences = plan.batch_size // micro_batches
+    load = Load(plan.stages, micro_batches, sequences, config.data.sequence_length, extra_in_flight=1)
+    known: dict[str, list[np.ndarray]] = {}
+    for index, person in enumerate(plan.participants):
+        name = person.hardware or config.simulate.machine
+        machine: Hardware = hardware_named(name, config.simulate.hardware, ("plan", "participants", index, "hardware"))
+        if name not in known:
+            known[name] = [stage_seconds(model, machine, 1, s, load) for s in range(plan.stages)]
+        yield known[name]
+
+
+def _no_group(config: RunConfig, seconds: np.ndarray) -> ConfigError:
+    """Return the error for participants without a group that holds the model, with the layers that fit each."""
+    plan, people = config.plan, config.plan.participants
+    layers = seconds.shape[2] - 1
+    most = [max(int(np.isfinite(stage).sum()) for stage in own) for own in seconds]
+    held = [
+        f"{person.name} ({person.hardware or config.simulate.machine}) {number}"
+        for number, person in sorted(zip(most, people, strict=True), key=lambda one: -one[0])
+    ]
+    told = (
+        f"found {len(people)} participants, but no {plan.stages} of them have enough memory for the "
+        f"model's {layers} layers; most layers that fit: {format_names(held, SHOWN)}; expected machines with "
+        "more memory, or more stages per group (`plan.stages`)"
+    )
+    assumed = assumption(config.simulate, [person.name for person in people if person.hardware is None])
+    return ConfigError(("plan", "participants"), "; ".join(filter(None, [told, assumed])))

@@ -26,21 +26,24 @@ from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica, Re
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.units import format_bits_per_second, format_duration, format_ratio, format_seconds
 from hetero_pp.model.part_settings import BoundarySettings
-from hetero_pp.simulator.planner.grouping import LARGEST_LINK
-from hetero_pp.simulator.planner.participants import Grouped, group_participants
-from hetero_pp.simulator.planner.penalty import Penalty, Rung, bits_per_token, ladder, penalty_of, rung_of
+from hetero_pp.simulator.planner.grouping import LARGEST_LINK, Grouped, group_participants
 from hetero_pp.simulator.planner.schedules import (
     OuterChoice,
+    Penalty,
+    Rung,
     Schedule,
+    bits_per_token,
     choose_outer,
     describe,
     is_measured,
+    ladder,
+    penalty_of,
+    rung_of,
     schedules_of,
     with_outer,
 )
-from hetero_pp.simulator.prediction import Prediction, predict
+from hetero_pp.simulator.prediction import Prediction, ReplicaWaits, predict, waiting, with_rounds_of
 from hetero_pp.simulator.traffic import count_behind
-from hetero_pp.simulator.waiting import ReplicaWaits, waiting, with_rounds_of
 
 AIM, CLOSE_TO_AIM = 0.97, 0.965  # utilization to reach without a target, and what is accepted for it
 
