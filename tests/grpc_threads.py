@@ -17,6 +17,7 @@ from hetero_pp.link.shaping import Lines
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.rpc.connections import NetworkConnections
 from hetero_pp.rpc.identities import Secret, new_secret
+from replica_groups.audit.in_exchange import audited
 from replica_groups.engines.ranks import Ranks
 from replica_groups.exchange.host import begin_run, make_exchange
 from replica_groups.exchange.server import serve_exchange
@@ -37,7 +38,7 @@ class Ran:
 def run_over_grpc(spec: RunSpec, folder: Path, devices: Mapping[str, torch.device]) -> Ran:
     """Train all rounds. Raises the first error of a member if the run fails."""
     own, secret, errors = RunFolder(folder), Secret(new_secret()), dict[str, Exception]()
-    exchange = make_exchange(spec, own)
+    exchange = audited(make_exchange(spec, own), spec)
     server, port = serve_exchange(exchange, secret, "127.0.0.1:0", encrypted=False)
 
     def take(name: str) -> None:

@@ -18,6 +18,7 @@ from hetero_pp.messages.messages_pb2 import Judgement, RoundRecord
 from hetero_pp.rpc.identities import Secret
 from replica_groups.audit.gauntlet.agreement import SignCheck
 from replica_groups.audit.judgements import Judgements
+from replica_groups.audit.showing import shows_of
 from replica_groups.exchange.auditor import Auditor
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
@@ -99,7 +100,7 @@ def audited(exchange: Exchange, spec: RunSpec) -> Exchange:
             return []
 
         own = exchange.runner, exchange.reports, exchange.held_by
-        exchange.audits = Judgements(*own, audit, weighs, overlap, signs)
+        exchange.runner.audits = Judgements(*own, audit, weighs, overlap, signs, shows_of(spec))
     return exchange
 
 
@@ -110,7 +111,7 @@ def followed(
 
     `secret`: the run's, from which the draws of the audits follow; None: a new one.
     """
-    judgements = exchange.audits
+    judgements = exchange.runner.audits
     if not isinstance(judgements, Judgements):
         return Followers(auditor)
     if spec.config.audit.by != "exchange" or not spec.config.audit.needs_validators:

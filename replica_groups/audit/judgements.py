@@ -13,10 +13,12 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from hetero_pp.config.audit import AuditSettings
 from hetero_pp.config.lines import VALIDATOR
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.errors import DamagedFile, StoreError
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2 import Judgement, Losses, MembershipEventKind
@@ -27,12 +29,12 @@ from replica_groups.audit.exclusions import Exclusions
 from replica_groups.audit.gauntlet.agreement import SignCheck, why
 from replica_groups.audit.gauntlet.losses import median_of
 from replica_groups.audit.gauntlet.replica_scores import ReplicaScores, RoundFacts
+from replica_groups.audit.showing import Showing, Shows, draw_key, settings_sha256
+from replica_groups.exchange.audit_hook import AuditHook
 from replica_groups.exchange.audits import keep_scores, newest_scores
 from replica_groups.exchange.memberships import Memberships
-from replica_groups.exchange.no_audits import NoAudits
 from replica_groups.exchange.reports import Reports
 from replica_groups.exchange.runner import CoordinatorRunner
-from replica_groups.exchange.showing import draw_key
 
 MOST_VALIDATORS = 16
 """Number of validators, by name, that have judged a recent round."""
@@ -60,8 +62,8 @@ class _JudgedRound:
     """Copy -> the original."""
 
 
-class Judgements(NoAudits):
-    """Judgements about one run. Thread-safe."""
+class Judgements(AuditHook):
+    """Judgements about one run, and what its members show to be judged. Thread-safe."""
 
     def __init__(
         self,
@@ -72,11 +74,13 @@ class Judgements(NoAudits):
         weighs: bool,
         overlapping: Callable[[pb.RoundRecord], Collection[tuple[str, str]]],
         signs: SignCheck | None = None,
+        shows: Shows | None = None,
     ) -> None:
         """`weighs`: scores are the weights of contributions. `overlapping` compares all contributions to a round.
 
-        `signs` compares their signs before the round closes.
+        `signs` compares their signs before the round closes. `shows`: settings of draws, if rounds are computed again.
         """
+        super().__init__(runner.refused)
         self._signs, self._overlapping = signs, overlapping
         self._runner, self._log, self._reports, self._settings = runner, runner.log, reports, settings
         self.exclusions = Exclusions(runner, held_by, settings)
@@ -107,14 +111,21 @@ class Judgements(NoAudits):
         self._heard = 0
         """Last closed round when a judgement came."""
         self.is_audited = True
+        self.showing = None if shows is None else Showing(runner, runner.log, shows, self.unshown)
 
     # ---- what the exchange tells ----
 
-    def admit(self, guests: Memberships | None) -> None:
+    def admit(self, guests: Memberships | None, authority: bytes | None) -> None:
         self.exclusions.guests = guests
+        if self.showing is not None:
+            self.showing.guests, self.showing.authority = guests, authority
 
     def why(self, round_: int, replica: str) -> str:
         return self.exclusions.why(round_, replica)
+
+    def prepare(self, last_round: int, spec: RunSpec | None) -> None:
+        if self.showing is not None:
+            self.showing.begin(last_round, "" if spec is None else settings_sha256(spec))
 
     def begin(self, last_round: int) -> None:
         """Restore the scores and exclusions after a round, from which the run begins or resumes."""
@@ -131,7 +142,15 @@ class Judgements(NoAudits):
             return
         self.exclusions.restore(kept.excluded, last_round)
 
-    def decide(self, record: pb.RoundRecord, owing: dict[str, str]) -> None:
+    def end(self) -> None:
+        if self.showing is not None:
+            self.showing.end()
+
+    def decide(self, record: pb.RoundRecord) -> None:
+        owing = dict[str, str]()
+        if self.showing is not None:
+            self.showing.commitments.add_to(record)
+            owing = self.showing.owing(record)
         self._against.pop(record.round - JUDGED_ROUNDS, None)
         names = [one.replica for one in record.contributions]
         self._compare_signs(record, {*self.exclusions.of(record.round, names), *owing})
@@ -168,8 +187,11 @@ class Judgements(NoAudits):
             self._reports.tell_own(judged=pb.Judgement(round=record.round, replica=name, agreement=found[name]))
         known |= found
 
-    def closed(self, round_: int) -> None:
+    def closed(self, record: pb.RoundRecord) -> None:
+        round_ = record.round
         self.exclusions.closed(round_)
+        if self.showing is not None:
+            self.showing.commitments.closed(record)
         awaits = self._book is not None and self._settings.by == "validators"
         if awaits and self.is_audited and round_ - self._heard > UNAUDITED_ROUNDS:
             since = f"no validator has judged a round since round {self._heard}"
@@ -186,6 +208,39 @@ class Judgements(NoAudits):
     def _membership_event(self, what: MembershipEventKind, cause: str) -> None:
         membership_event = pb.MembershipEvent(what=what, round=self._runner.coordinator.last_round, cause=cause)
         self._reports.tell_own(membership_event=membership_event)
+
+    # ---- what members commit to and show ----
+
+    def attach(self, member: str, round_: int, generation: int, commitment: pb.Commitment, holder: int) -> str | None:
+        own = round_, generation, commitment, holder
+        return None if self.showing is None else self.showing.commitments.take(member, *own)
+
+    def asks(self, member: str, holder: int, incarnation: int) -> int | None:
+        return None if self.showing is None else self.showing.asks(member, holder, incarnation)
+
+    def expected(self, member: str) -> bytes:
+        return b"" if self.showing is None else self.showing.commitments.expected(member)
+
+    def expect_file(self, header: pb.ShownFile, caller: Caller) -> None:
+        if self.showing is None:
+            super().expect_file(header, caller)
+            return
+        self._runner.require_begun(caller.name)
+        self.showing.expect(header, caller)
+
+    def lacks_room(self, header: pb.ShownFile, caller: Caller) -> None:
+        if self.showing is not None:
+            self.showing.lacks_room(header, caller)
+
+    def take_file(self, header: pb.ShownFile, path: Path, caller: Caller) -> None:
+        self.expect_file(header, caller)
+        if self.showing is not None:
+            self.showing.take(header, path, caller)
+
+    def unshown(self, found: pb.Judgement) -> None:
+        """Take what was found about a member that did not show the checkpoint of a drawn round."""
+        self._reports.tell_own(judged=found)
+        self.exclusions.punish(found, found.recomputed.cause)
 
     # ---- what validators tell ----
 
@@ -354,10 +409,6 @@ class Judgements(NoAudits):
             self._unsound[validator] = [*self._unsound[validator], one][-JUDGED_ROUNDS:]
         else:
             self._accuse(one, validator)
-
-    def unshown(self, found: pb.Judgement) -> None:
-        self._reports.tell_own(judged=found)
-        self.exclusions.punish(found, found.recomputed.cause)
 
     def _accuse(self, one: pb.Judgement, validator: str) -> None:
         known = [*self._validators.items(), *self._checkers.items()]

@@ -16,7 +16,6 @@ from hetero_pp.pseudo_gradient.blob_batches import BATCH_BYTES_MAX, payload_byte
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob, entry_of, most_bytes
 from hetero_pp.rpc.exchange_service import Caller
-from replica_groups.exchange.commitments import Commitments
 from replica_groups.exchange.log import blob_key
 from replica_groups.exchange.runner import CoordinatorRunner
 from replica_groups.exchange.uploads import take_upload, upload_url
@@ -63,8 +62,6 @@ class ContributionInbox:
 
     def __init__(self, runner: CoordinatorRunner, compression: CompressionSettings) -> None:
         self._runner, self._log, self._compression = runner, runner.log, compression
-        self.commitments: Commitments | None = None
-        """Takes what comes with each blob, if the run is audited by recomputation."""
         self._shapes: Mapping[str, Shapes] = {}
         self._decodes = True
         self._being_kept: set[tuple[BlobAddress, int]] = set()
@@ -151,10 +148,9 @@ class ContributionInbox:
         if not self._is_awaited(first):
             runner.tell(first.deposited(None))  # what comes late is learnt from: how long to wait next
             return
-        if self.commitments is not None:
-            own = first.address.round, first.generation, first.commitment, first.holder
-            if (complaint := self.commitments.take(first.member, *own)) is not None:
-                raise runner.refused(first.member, complaint)
+        own = first.address.round, first.generation, first.commitment, first.holder
+        if (complaint := runner.audits.attach(first.member, *own)) is not None:
+            raise runner.refused(first.member, complaint)
         # Another deposit of the same blobs is waited for, because a blob is only included if that one succeeds.
         keys = {offer.kept_as for offer in offers}
         with runner.changed:

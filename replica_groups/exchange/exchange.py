@@ -46,15 +46,12 @@ from hetero_pp.rpc.exchange_service import (
 )
 from hetero_pp.rpc.limits import RequestBounds
 from hetero_pp.rpc.relay import LinkLimit, TrainedRound
-from replica_groups.exchange.commitments import Commitments
 from replica_groups.exchange.contribution_inbox import DIGEST_BYTES, ContributionInbox
 from replica_groups.exchange.decided import DecidedRounds
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.magnitudes import ContributionLimits
-from replica_groups.exchange.no_audits import NoAudits
 from replica_groups.exchange.reports import Reports
 from replica_groups.exchange.runner import EVERYBODY, CoordinatorRunner
-from replica_groups.exchange.showing import Showing, Shows, settings_sha256
 from replica_groups.exchange.stall_detector import Expected
 from replica_groups.exchange.text import Text, is_digest
 from replica_groups.rounds import events as e
@@ -123,7 +120,6 @@ class Exchange(ExchangeService):
         text: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
         bounds: ReportBounds | None = None,
-        shows: Shows | None = None,
         rehearsed: Mapping[str, tuple[int, ...]] | None = None,
         so_far: Path | None = None,
         link_limits: Mapping[tuple[str, str], LinkLimit] | None = None,
@@ -132,8 +128,7 @@ class Exchange(ExchangeService):
         """Create an exchange. Without a run checkpoint, members can only join until `begin` brings one.
 
         `goes_on`: another process was this run's exchange a moment ago, and members may be there still. `bounds`: what
-        members may report. `shows`: settings of draws, if rounds are computed again. Without an
-        `agreement`, members are not asked what they were started with. `text`: the file that says which text the run is
+        members may report. Without an `agreement`, members are not asked what they were started with. `text`: the file that says which text the run is
         trained on. `rehearsed`: shapes of the parameters in a rehearsal, whose run checkpoints have none. `so_far`: as
         in Reports. `link_limits`: (link, direction) -> what the relay may carry. `parameters`: names of all parameters,
         if members may call before the run checkpoint is there.
@@ -177,14 +172,6 @@ class Exchange(ExchangeService):
         self._formed: dict[str, _Formed] = {}
         """By member, the group of its newest assignment, until the member blames a neighbour."""
         self._confirmed: dict[int, dict[str, Mapping[str, bytes]]] = defaultdict(dict)
-        # audits
-        self.showing: Showing | None = None
-        if shows is not None:
-            self.inbox.commitments = Commitments(roster.members, shows.readers, shows.fresh)
-            self.showing = Showing(self.runner, log, shows)
-            self.showing.accuse = lambda found: self.audits.unshown(found)
-        self.audits = NoAudits()  # replaced before the run begins, if it is audited
-        self.runner.decide_by_audits = self._decide_by_audits
         self._configuration_bytes = 0 if agreement is None else agreement.configuration_bytes
         self.requests = RequestBounds(roster, parameters, self._configuration_bytes)  # largest request of each call
         decided = self.decided
@@ -200,7 +187,7 @@ class Exchange(ExchangeService):
             pb.RecordRequest: decided.record,
             pb.HashReport: self._confirm,
             pb.ReportRequest: self.reports.report,
-            pb.JudgeRequest: lambda request, caller: self.audits.judge(request, caller),
+            pb.JudgeRequest: lambda request, caller: self.runner.audits.judge(request, caller),
         }
         if checkpoint is not None:
             self.begin(checkpoint)
@@ -234,33 +221,22 @@ class Exchange(ExchangeService):
             self.decided.begin(checkpoint)
             runner.begun_after = last_round
         self.reports.count_on(self.log, last_round)
-        if self.showing is not None and (commitments := self.inbox.commitments) is not None:
-            self.showing.begin(last_round, "" if spec is None else settings_sha256(spec))
-            retry, read = runner.retry, self.log.read_record
-            commitments.begin(last_round, lambda round_: retry(partial(read, round_)))
+        runner.audits.prepare(last_round, spec)
         runner.tell(e.Began(last_round, runner.rounds))
-        self.audits.begin(last_round)
+        self.runner.audits.begin(last_round)
         begun = pb.Begun(last_round=last_round, damaged=damaged, changes=runner.changes.to_json(), note=note)
         self.reports.tell_own(begun=begun)
-
-    def _decide_by_audits(self, record: pb.RoundRecord) -> None:
-        """Let the audits change a record before it is written."""
-        if self.inbox.commitments is not None:
-            self.inbox.commitments.add_to(record)
-        self.audits.decide(record, {} if self.showing is None else self.showing.owing(record))
 
     def _on_effect(self, effect: e.Effect) -> None:
         """Report a decision of the rules, and tell the audits of it."""
         if isinstance(effect, pb.MembershipEvent) and effect.what == pb.LEFT_OUT:
-            effect.cause = self.audits.why(effect.round, effect.replica)
+            effect.cause = self.runner.audits.why(effect.round, effect.replica)
         self.reports.tell_effect(effect)
         if isinstance(effect, e.Closed):
             self._last_steps |= {one.replica: one.steps for one in effect.record.contributions}
-            self.audits.closed(effect.record.round)
-            if self.inbox.commitments is not None:
-                self.inbox.commitments.closed(effect.record)
+            self.runner.audits.closed(effect.record)
         elif isinstance(effect, pb.MembershipEvent) and effect.what == pb.HEALED:
-            self.audits.differed(effect.replica, effect.round)
+            self.runner.audits.differed(effect.replica, effect.round)
 
     # ---- requests of members ----
 
@@ -287,15 +263,8 @@ class Exchange(ExchangeService):
     def fetch_blob(self, request: pb.FetchRequest, caller: Caller) -> bytes:
         return self.decided.fetch(request, caller)
 
-    def shown_by(self, caller: Caller) -> Showing:
-        """Return the part that takes files of checkpoints. Raises Refused in a run without recomputation."""
-        if self.showing is None:
-            raise self.runner.refused(caller.name, "shows a checkpoint, and this run is not audited by recomputation")
-        self.runner.require_begun(caller.name)
-        return self.showing
-
     def show_file(self, header: pb.ShownFile, path: Path, caller: Caller) -> None:
-        self.shown_by(caller).take(header, path, caller)
+        self.runner.audits.take_file(header, path, caller)
 
     # ---- joining: agreement on the configuration and the text, and slots for processes ----
 
@@ -399,8 +368,7 @@ class Exchange(ExchangeService):
         runner.asks(member, incarnation)
         runner.tell(e.Asked(member, incarnation, request.holds, request.trained))
         work = runner.wait_for_work(member, incarnation, caller.is_asked)
-        shows = None if self.showing is None else self.showing.asks(member, caller.holder, incarnation)
-        commitments = self.inbox.commitments
+        shows = self.runner.audits.asks(member, caller.holder, incarnation)
         with self.changed:
             upstream, downstream = self._to_dial(member)
             before, after = map(self.held_by, runner.neighbours(member))
@@ -418,7 +386,7 @@ class Exchange(ExchangeService):
                 downstream_holder=None if after is None else after.holder,
                 changed=runner.changes.mark,
                 shows=shows,
-                committed=b"" if commitments is None else commitments.expected(member),
+                committed=self.runner.audits.expected(member),
             )
 
     def _to_dial(self, member: str) -> tuple[str, str]:
@@ -716,8 +684,7 @@ class Exchange(ExchangeService):
     def wait_until_finished(self) -> None:
         """Wait until every round is decided, and the members of all replicas in the last round are through."""
         self.runner.wait_until(lambda: self.coordinator.is_through, subject=EVERYBODY)
-        if self.showing is not None:
-            self.showing.end()
+        self.runner.audits.end()
 
     def end_watching(self) -> None:
         """End the streams of reports, and decide nothing any more."""

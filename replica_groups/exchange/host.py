@@ -29,11 +29,8 @@ from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog, keep_configuration, open_log
 from replica_groups.exchange.magnitudes import contribution_limits, inner_steps
 from replica_groups.exchange.replay import OptimizerFor, checkpoint_after, newest_sound
-from replica_groups.exchange.showing import Shows
-from replica_groups.member.trainers import fresh_sha256
 from replica_groups.rounds.rules import Rules, Window
 
-_ROOM_OF_HEADERS = 1 << 20
 _STEPS_A_SECOND, _STEPS_OF_ANY_ROUND = 100, 10_000
 
 
@@ -79,7 +76,6 @@ def make_exchange(
         magnitudes=None if rehearses else spec.config.exchange.magnitudes,
         text=folder.text,
         bounds=bounds_of(spec),
-        shows=shows_of(spec),
         rehearsed=spec.parameter_shapes if rehearses else None,
         so_far=folder.so_far,
         link_limits=link_limits(spec),
@@ -102,22 +98,6 @@ def link_limits(spec: RunSpec) -> dict[tuple[str, str], LinkLimit]:
                 evaluation = loads[direction].evaluation + batches * MESSAGE_BYTES
                 found[link.name, direction] = LinkLimit(step, evaluation, link.bottleneck(direction))
     return found
-
-
-def shows_of(spec: RunSpec) -> Shows | None:
-    """Return the settings of draws and of shown checkpoints, if the run is audited by recomputation.
-
-    A checkpoint has at most two moments and the error feedback of each parameter, and those of the boundary's anchors.
-    """
-    recompute = spec.config.audit.recompute
-    if recompute is None:
-        return None
-    shapes, anchors = spec.parameter_shapes, 3 * spec.shape.vocabulary * spec.shape.width
-    values = {name: 4 * sum(math.prod(shapes[one]) for one in own.owned) for name, own in spec.members.items()}
-    most = {name: 4 * (count + anchors * (spec.members[name].stage is not None)) for name, count in values.items()}
-    readers = frozenset(name for name, member in spec.members.items() if member.reads_data)
-    fresh = {name: fresh_sha256(spec, member) for name, member in spec.members.items()}
-    return Shows(recompute.share, readers, {name: size + _ROOM_OF_HEADERS for name, size in most.items()}, fresh)
 
 
 def bounds_of(spec: RunSpec) -> ReportBounds:

@@ -35,6 +35,7 @@ from hetero_pp.messages.messages_pb2 import Refusal, RoundRecord
 from hetero_pp.messages.refusals import Kind, Refusals
 from hetero_pp.pseudo_gradient.contribution import contribution_digest
 from hetero_pp.rpc.exchange_service import Caller, IsAsked, always
+from replica_groups.exchange.audit_hook import AuditHook
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.magnitudes import ContributionLimits, bound, remembered_before
 from replica_groups.rounds import events as e
@@ -175,8 +176,8 @@ class CoordinatorRunner:
         self.coordinator = Coordinator(rules, clock(), incarnations, goes_on)
         self._clock, self._on_effect = clock, on_effect
         self._tokens_a_step, self._magnitudes, self._trains_on = tokens_a_step or {}, magnitudes, trains_on
-        self.decide_by_audits: Callable[[RoundRecord], None] = lambda record: None
-        """Leaves out contributions of a record, sets weights and adds commitments, before it is written."""
+        self.audits = AuditHook(self.refused)
+        """Audits of the run; replaced before the run begins, if it is audited."""
         self.limits: ContributionLimits | None = None
         """Limits that follow from the configuration, once the run has begun."""
         self._welcomed: dict[str, tuple[str, int]] = {}  # slot -> the process that took it last, and its incarnation
@@ -338,7 +339,7 @@ class CoordinatorRunner:
             for one in record.contributions:
                 one.tokens = one.steps * self._tokens_a_step.get(one.replica, 0)
                 one.digest = contribution_digest(one.blobs)
-            self.decide_by_audits(record)
+            self.audits.decide(record)
             if self._magnitudes is not None:
                 bound(record, self._before(record.round), self._magnitudes, self._trains_on, self.limits)
             with self._writing:

@@ -88,16 +88,13 @@ def serve_exchange(
     OSError if the port is busy.
     """
     guests = None if open_house is None else open_house.host
-    if guests is not None:
-        exchange.audits.admit(guests)
+    exchange.runner.audits.admit(guests, secret.authority.certificate.encode() if encrypted else None)
     reach = Reach(secret.authority.identity(EXCHANGE)) if encrypted else None
     servicer = _Servicer(exchange, Callers(secret, exchange.roster, encrypted, guests), reach, guests)
     threads = _SPARE + most_open * len(servicer.callers)
     handlers = [service_handler(EXCHANGE_SERVICE, servicer, servicer, most_open)]
     if not encrypted:
         return make_server(listen, handlers, threads)
-    if exchange.showing is not None:
-        exchange.showing.authority, exchange.showing.guests = secret.authority.certificate.encode(), guests
     relay = None
     if meeting_point is not None:
         limits, trains = exchange.link_limits, exchange.trains
@@ -344,15 +341,15 @@ class _Servicer:
 
             def room_for(header: pb.ShownFile) -> Iterator[memoryview]:
                 header.name = plain(header.name, MOST_OF_A_NAME)
-                showing = self.exchange.shown_by(caller)
-                showing.expect(header, caller)
+                audits = self.exchange.runner.audits
+                audits.expect_file(header, caller)
                 try:  # room on the disk: a write into the file's memory would otherwise end the process (SIGBUS)
                     if hasattr(os, "posix_fallocate"):
                         os.posix_fallocate(file.fileno(), 0, header.size)
                     else:
                         os.ftruncate(file.fileno(), header.size)
                 except OSError as error:
-                    showing.lacks_room(header, caller)
+                    audits.lacks_room(header, caller)
                     raise TooMuch(f"the exchange has no room for a file of {header.size} bytes: {error}") from None
                 yield memoryview(mmap.mmap(file.fileno(), header.size))
 

@@ -32,9 +32,8 @@ from replica_groups.engines.build import build_engine, build_model
 from replica_groups.engines.engine import Engine, LocalParameters, Moments, ParameterStore
 from replica_groups.engines.plain import PlainEngine
 from replica_groups.engines.ranks import Ranks
-from replica_groups.member.committed_state import tensors_sha256
 from replica_groups.member.outer_round import OuterRound
-from stages.anchors import anchors_of, anchors_seed, first_expansion
+from stages.anchors import anchors_of
 from stages.boundary import boundary_of
 from stages.stage import Stage
 from stages.transcript import GroupPosition, Sketches, Transcript
@@ -430,17 +429,6 @@ def _build_stage(
         worker.transcript = Transcript(GroupPosition(spec.run, replica.members, member.stage.index), sketches)
     count = -(-config.data.validation_sequences // rows)
     return StageMember(replica.name, worker, batches, validation, count, config.states.undo, folder)
-
-
-def fresh_sha256(spec: RunSpec, member: MemberSpec) -> bytes:
-    """Return the digest of the tensors of a member's state before its first step: W of its anchors."""
-    own, first = member.replica, dict[str, Tensor]()
-    if isinstance(own, ParticipantsReplica) and member.stage is not None and not member.stage.is_first:
-        rank = None if own.boundary.anchors is None else own.boundary.anchors.dimensions(spec.shape.width)
-        if rank is not None:
-            seed = anchors_seed(spec.config.seed, own.name, member.stage.index - 1)
-            first["moments:anchors.values.expansion"] = first_expansion(rank, spec.shape.width, seed)
-    return tensors_sha256(first, first.__getitem__)
 
 
 def worker_settings(config: RunConfig, replica: ParticipantsReplica) -> WorkerSettings:

@@ -31,10 +31,8 @@ from hetero_pp.messages.messages_pb2 import (
 from hetero_pp.rpc.exchange_service import Caller
 from hetero_pp.rpc.limits import RequestBounds
 from hetero_pp.store.folder import FolderStore
-from replica_groups.exchange.commitments import ROUNDS_REMEMBERED, Commitments
-from replica_groups.exchange.log import ContributionLog, record_digest
-from replica_groups.exchange.server import _Servicer
-from replica_groups.exchange.showing import (
+from replica_groups.audit.commitments import ROUNDS_REMEMBERED, Commitments
+from replica_groups.audit.showing import (
     ARRIVED,
     LEFT,
     MANIFEST,
@@ -47,6 +45,8 @@ from replica_groups.exchange.showing import (
     draw_key,
     evidence_key,
 )
+from replica_groups.exchange.log import ContributionLog, record_digest
+from replica_groups.exchange.server import _Servicer
 from replica_groups.member.committed_state import (
     BEFORE,
     CommittedState,
@@ -264,7 +264,9 @@ class Shown:
             refused=lambda sender, reason, kind=None: Refused(f"{sender}: {reason}"),
         )
         self.log = ContributionLog(FolderStore(folder))
-        self.showing = Showing(run, self.log, Shows(1.0, READERS, dict.fromkeys(MEMBERS, 10_000), {}))
+        self.accused: list[Judgement] = []
+        shows = Shows(1.0, READERS, dict.fromkeys(MEMBERS, 10_000), {})
+        self.showing = Showing(run, self.log, shows, self.accused.append)
         self.showing.begin(0)
 
     def _record(self, round_: int) -> RoundRecord:
@@ -353,8 +355,6 @@ def test_another_checkpoint_counts_after_one_retry(shown: Shown, tmp_path: Path)
 
 
 def test_who_shows_nothing_is_named_and_who_is_gone_is_not(shown: Shown) -> None:
-    accused: list[Judgement] = []
-    shown.showing.accuse = accused.append
     shown.close(1)
     for member, holder, incarnation in (("dc", 3, 1), ("dc", 3, 1), ("home.0", 3, 1), ("home.0", 3, 2)):
         assert shown.showing.asks(member, holder, incarnation) == 1
@@ -362,26 +362,24 @@ def test_who_shows_nothing_is_named_and_who_is_gone_is_not(shown: Shown) -> None
     shown.showing.asks("dc", 3, 1)
     assert shown.arrived("000001-dc") == {"dc": f"did not show its checkpoint within {ROUNDS_TO_SHOW} rounds"}
     assert shown.arrived("000001-home") == {"home.0": LEFT, "home.1": LEFT}, "one was killed as soon as it was asked"
-    [found] = accused
+    [found] = shown.accused
     assert (found.replica, found.recomputed.member, found.recomputed.is_equal) == ("dc", "dc", False)
 
 
 @pytest.mark.parametrize("distance", [ROUNDS_TO_SHOW + 1, WITHIN])
 def test_who_leaves_before_each_draw_is_named_and_who_seldom_does_is_not(shown: Shown, distance: int) -> None:
-    accused: list[Judgement] = []
-    shown.showing.accuse = accused.append
     shown.showing.guests = cast(Any, SimpleNamespace(ticket_of=lambda slot, number: f"of {slot}"))
     shown.generation = lambda round_: round_ // distance
     shown.counts = lambda round_: round_ % distance < 2  # two rounds each time, of which the second was not shown
     for round_ in range(1, MOST_LEFT * distance + ROUNDS_TO_SHOW):
         shown.close(round_)
         shown.showing._draw()
-    assert not accused, f"{MOST_LEFT} times are allowed"
+    assert not shown.accused, f"{MOST_LEFT} times are allowed"
     for round_ in range(shown.last_round + 1, (MOST_LEFT + 1) * distance + ROUNDS_TO_SHOW + 2):
         shown.close(round_)
         shown.showing._draw()
     expected = f"left before it showed a drawn round, {MOST_LEFT + 1} times in {WITHIN} rounds"
-    named = {one.recomputed.cause for one in accused}
+    named = {one.recomputed.cause for one in shown.accused}
     assert named == ({f"{member} {expected}" for member in MEMBERS} if distance < WITHIN else set())
 
 
@@ -406,8 +404,9 @@ def test_who_finds_a_full_disk_is_not_named(shown: Shown, monkeypatch: pytest.Mo
     shown.showing.asks("dc", 3, 1)
     full = OSError(errno.ENOSPC, "No space left on device")
     monkeypatch.setattr(os, "posix_fallocate", mock.Mock(side_effect=full), raising=False)
+    audits = SimpleNamespace(expect_file=shown.showing.expect, lacks_room=shown.showing.lacks_room)
     servicer: Any = SimpleNamespace(
-        exchange=SimpleNamespace(shown_by=lambda caller: shown.showing, requests=RequestBounds(Roster({}, {}), (), 0)),
+        exchange=SimpleNamespace(runner=SimpleNamespace(audits=audits), requests=RequestBounds(Roster({}, {}), (), 0)),
         callers=SimpleNamespace(of=lambda context: Caller("dc", holder=3)),
         _moving=lambda frames, context: frames,
     )

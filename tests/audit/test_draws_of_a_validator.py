@@ -22,8 +22,8 @@ from hetero_pp.store.folder import FolderStore
 from replica_groups.audit.in_exchange import _InExchange
 from replica_groups.audit.recompute.compare import Comparison
 from replica_groups.audit.recompute.recomputation import Recomputation
+from replica_groups.audit.showing import ARRIVED, ROUNDS_TO_SHOW, draw_key, evidence_key
 from replica_groups.exchange.log import ContributionLog
-from replica_groups.exchange.showing import ARRIVED, ROUNDS_TO_SHOW, draw_key, evidence_key
 
 
 class Followed:

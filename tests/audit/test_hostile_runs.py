@@ -53,7 +53,7 @@ class _Cheats:
             self.deposit(client, one, part, caller)
 
     def deposit(self, client: ExchangeClient, header: BlobHeader, data: bytes, caller: Caller) -> None:
-        judgements = self._run.exchange.audits
+        judgements = self._run.exchange.runner.audits
         assert isinstance(judgements, Judgements)
         if self._run.spec.config.audit.scores is not None:
             with judgements._taking:

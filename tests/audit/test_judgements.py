@@ -21,10 +21,10 @@ from hetero_pp.rpc.exchange_service import Caller, HeldBy
 from replica_groups.audit import judgements as module
 from replica_groups.audit.gauntlet.agreement import SignCheck
 from replica_groups.audit.judgements import Judgements
+from replica_groups.audit.showing import draw_key
 from replica_groups.exchange.audits import newest_scores
 from replica_groups.exchange.log import record_digest
 from replica_groups.exchange.memberships import Memberships
-from replica_groups.exchange.showing import draw_key
 
 GROUPS = {"a": 1, "b": 1, "c": 1}
 GOOD = {"assigned_before": 4.0, "assigned_after": 3.0, "other_before": 4.0, "other_after": 3.9}
@@ -41,7 +41,7 @@ def _audited(
     exchange = run.exchange
     parts = exchange.runner, exchange.reports, exchange.held_by
     judgements = Judgements(*parts, settings, weighs=weighs, overlapping=lambda record: alike)
-    exchange.audits = judgements
+    exchange.runner.audits = judgements
     judgements.begin(exchange.coordinator.last_round)
     return judgements
 
@@ -303,9 +303,9 @@ def test_validators_that_name_others_are_no_majority(run: Run) -> None:
 
 def test_recomputation_revokes_the_ticket_of_a_member_that_it_names(run: Run, tmp_path: Path) -> None:
     judgements, guests = _audited(run), Memberships(tmp_path / "members.sqlite")
-    judgements.admit(guests)
+    judgements.admit(guests, None)
     holder = guests.enrol(guests.invite("b", 3600), b"key", [], 3600).number
-    _committed_by(run, holder)
+    _committed_by(judgements, holder)
     run.assign(0, "a", "c")
     run.exchange.assign(Caller("b", holder=holder), 0)
     run.deposit(1, *GROUPS)
@@ -320,12 +320,12 @@ def test_recomputation_revokes_the_ticket_of_a_member_that_it_names(run: Run, tm
 def test_the_next_holder_of_a_slot_keeps_its_ticket(run: Run, tmp_path: Path) -> None:
     """The last one committed, and left before the round closed."""
     judgements, guests = _audited(run), Memberships(tmp_path / "members.sqlite")
-    judgements.admit(guests)
+    judgements.admit(guests, None)
     tickets = guests.invite("b", 3600), guests.invite("b", 3600)
     last = guests.enrol(tickets[0], b"key", [], 3600).number
     guests.end("b", last, "it left")
     holder = guests.enrol(tickets[1], b"other key", [], 3600).number
-    _committed_by(run, last)
+    _committed_by(judgements, last)
     run.assign(0, "a", "c")
     run.exchange.assign(Caller("b", holder=holder), 0)
     run.deposit(1, *GROUPS)
@@ -336,7 +336,7 @@ def test_the_next_holder_of_a_slot_keeps_its_ticket(run: Run, tmp_path: Path) ->
     guests.close()
 
 
-def _committed_by(run: Run, holder: int) -> None:
+def _committed_by(judgements: Judgements, holder: int) -> None:
     """Let the records say that this holder of slot `b` committed."""
 
     def add_to(record: pb.RoundRecord) -> None:
@@ -346,12 +346,14 @@ def _committed_by(run: Run, holder: int) -> None:
     made: Any = SimpleNamespace(
         take=lambda *of_a_blob: None, add_to=add_to, closed=lambda record: None, expected=lambda member: b""
     )
-    run.exchange.inbox.commitments = made
+    judgements.showing = cast(
+        Any, SimpleNamespace(commitments=made, owing=lambda record: {}, asks=lambda *of_a_member: None)
+    )
 
 
 def test_a_replica_whose_holders_have_changed_is_not_excluded_for_them(run: Run, tmp_path: Path) -> None:
     judgements, guests = _audited(run), Memberships(tmp_path / "members.sqlite")
-    judgements.admit(guests)
+    judgements.admit(guests, None)
     holder = guests.enrol(guests.invite("b", 3600), b"key", [], 3600).number
     run.assign(0, "a", "c")
     run.exchange.assign(Caller("b", holder=holder), 0)

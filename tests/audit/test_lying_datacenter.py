@@ -18,9 +18,10 @@ from hetero_pp.core.errors import HeteroPPError
 from hetero_pp.messages.messages_pb2 import Commitment, Judgement, Recomputed, ShownFile
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.exchange_service import Caller
+from replica_groups.audit.judgements import Judgements
+from replica_groups.audit.showing import DRAWS, EVIDENCE
 from replica_groups.exchange import showing
 from replica_groups.exchange.audits import read_audit
-from replica_groups.exchange.showing import DRAWS, EVIDENCE
 from replica_groups.member.commitments import MemberCommitments
 from replica_groups.member.committed_state import CommittedState, state_sha256
 
@@ -127,9 +128,10 @@ def test_who_is_killed_before_each_round_goes_on_from_its_state(run: LyingRun) -
 
 
 def test_no_round_counts_a_member_that_owes_a_checkpoint(run: LyingRun) -> None:
-    counted, kept = _committed(run, "hides"), run.exchange.inbox.commitments
-    assert kept is not None
-    made = {round_: one for (round_, name, _), one in kept._kept.items() if name == "hides"}
+    counted, audits = _committed(run, "hides"), run.exchange.runner.audits
+    assert isinstance(audits, Judgements)
+    assert audits.showing is not None
+    made = {round_: one for (round_, name, _), one in audits.showing.commitments._kept.items() if name == "hides"}
     own = [round_ for round_, one in made.items() if one.holder == counted[1].holder]
     assert max(own) > 1
     assert [round_ for round_ in own if round_ in counted] == [1], "once it is named, its slot is given to another"

@@ -81,7 +81,7 @@ def test_a_validator_elsewhere_judges_over_grpc(corpus: Path, tmp_path: Path) ->
     deposit = ExchangeClient.deposit_blob
 
     def deposit_later(client: ExchangeClient, header: Any, *rest: Any) -> None:
-        judgements = run.exchange.audits
+        judgements = run.exchange.runner.audits
         assert isinstance(judgements, Judgements)
         with judgements._taking:
             assert judgements._taking.wait_for(lambda: judgements._judged >= header.round - 1, TIMEOUT)

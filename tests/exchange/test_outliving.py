@@ -13,16 +13,18 @@ from members import TIMEOUT, in_thread
 from small_run import Run
 from test_uncounted import Member
 
+from hetero_pp.config.audit import AuditSettings
 from hetero_pp.core.errors import ExchangeLost, Refused, RunFailed, StoreError
-from hetero_pp.messages.messages_pb2 import DESCRIPTOR, BlobHeader, Computes, RecordRequest, Report
+from hetero_pp.messages.messages_pb2 import DESCRIPTOR, BlobHeader, Computes, RecordRequest, Report, ShownFile
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.rpc.callers import shown
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.exchange_service import Caller
 from hetero_pp.rpc.identities import Secret
 from hetero_pp.store.folder import FolderStore
+from replica_groups.audit.judgements import Judgements
+from replica_groups.audit.showing import Shows
 from replica_groups.exchange.server import serve_exchange
-from replica_groups.exchange.showing import Showing, Shows
 
 SECRET = Secret("a secret")
 
@@ -213,8 +215,13 @@ def _joins_again(run: Run) -> int:
 
 
 def _shows(run: Run, caller: Caller) -> Any:
-    run.exchange.showing = Showing(run.exchange.runner, run.log, Shows(1.0, frozenset(), {}, {}))
-    return run.exchange.shown_by(caller)
+    exchange = run.exchange
+    parts = exchange.runner, exchange.reports, exchange.held_by
+    shows = Shows(1.0, frozenset(), {"a": 10}, {})
+    audits = Judgements(*parts, AuditSettings(), weighs=False, overlapping=lambda record: (), shows=shows)
+    exchange.runner.audits = audits
+    with pytest.raises(Refused, match="was not asked for it"):
+        audits.expect_file(ShownFile(round=1, name="before.safetensors", size=1), caller)
 
 
 CALLS: dict[str, Callable[[Run, Caller], Any]] = {

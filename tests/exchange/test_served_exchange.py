@@ -36,7 +36,6 @@ from hetero_pp.rpc.services import EXCHANGE_SERVICE, calls_of, service_handler
 from hetero_pp.rpc.services import EXCHANGE_SERVICE as SERVICE
 from replica_groups.exchange import server as served_exchange
 from replica_groups.exchange.exchange import Exchange
-from replica_groups.exchange.no_audits import NoAudits
 from replica_groups.exchange.server import serve_exchange
 from replica_groups.member.session import ExchangeLine, MemberSession
 
@@ -102,8 +101,7 @@ class Recorder:
         """Names of the processes that wanted a slot."""
         self.stayed, self.woken = threading.Event(), threading.Event()
         self.refused: list[tuple[str, str, Kind]] = []
-        self.audits = NoAudits()
-        self.inbox = self.decided = self.runner = self.notifier = self
+        self.inbox = self.decided = self.runner = self.notifier = self.audits = self
 
     def _note(self, call: str, caller: Caller, *what: object) -> None:
         self.asked.append((call, caller.name, caller.incarnation, *what))
@@ -143,10 +141,13 @@ class Recorder:
     def died(self, member: str, cause: str, incarnation: int | None = None) -> None:
         self.asked.append(("died", member, cause, incarnation))
 
-    def expect(self, header: pb.BlobHeader | pb.ShownFile, caller: Caller) -> None:
-        if isinstance(header, pb.ShownFile):
-            assert header.size == len(BLOB)
-            return
+    def admit(self, guests: object, authority: bytes | None) -> None:
+        assert guests is None
+
+    def expect_file(self, header: pb.ShownFile, caller: Caller) -> None:
+        assert header.size == len(BLOB)
+
+    def expect(self, header: pb.BlobHeader, caller: Caller) -> None:
         self.expected.append((caller.name, header))
         if header.size > LARGEST:
             raise Refused(f"found {header.size} bytes, expected at most {LARGEST}")
@@ -157,9 +158,6 @@ class Recorder:
     @property
     def requests(self) -> RequestBounds:
         return RequestBounds(self.roster, ["norm.weight"], 1000)
-
-    def shown_by(self, caller: Caller) -> Recorder:
-        return self
 
     def show_file(self, header: pb.ShownFile, file: Path, caller: Caller) -> None:
         self._note("Show", caller, header, file.read_bytes())

@@ -28,8 +28,8 @@ from hetero_pp.core.errors import DamagedFile
 from hetero_pp.core.files import file_sha256
 from hetero_pp.messages.messages_pb2 import RoundRecord
 from hetero_pp.store.store import Store
+from replica_groups.audit.showing import ARRIVED, MANIFEST, evidence_key
 from replica_groups.exchange.log import record_digest
-from replica_groups.exchange.showing import ARRIVED, MANIFEST, evidence_key
 
 VERSION = 1
 

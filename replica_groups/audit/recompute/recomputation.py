@@ -35,8 +35,8 @@ from replica_groups.audit.recompute.compare import Comparison, compare, differen
 from replica_groups.audit.recompute.evidence import VERSION, Evidence, this_machine, write_evidence
 from replica_groups.audit.recompute.hops import blame
 from replica_groups.audit.recompute.replica import RecomputedRound, RoundStart, recompute
+from replica_groups.audit.showing import ARRIVED, AUTHORITY, ROUNDS_TO_SHOW, draw_key, evidence_key
 from replica_groups.exchange.log import ContributionLog
-from replica_groups.exchange.showing import ARRIVED, AUTHORITY, ROUNDS_TO_SHOW, draw_key, evidence_key
 from replica_groups.member.committed_state import BEFORE, MESSAGES, load_state
 
 SECONDS_BETWEEN_LOOKS = 0.1

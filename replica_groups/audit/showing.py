@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import secrets
 import threading
@@ -21,16 +22,21 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from hetero_pp.config.spec import RunSpec
+from torch import Tensor
+
+from hetero_pp.config.spec import MemberSpec, RunSpec
+from hetero_pp.config.topology import ParticipantsReplica
 from hetero_pp.core.errors import DamagedFile
 from hetero_pp.messages.messages_pb2 import Commitment, Judgement, Recomputed, RoundRecord, ShownFile
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.rpc.exchange_service import Caller
+from replica_groups.audit.commitments import Commitments
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.memberships import Memberships
 from replica_groups.exchange.runner import CoordinatorRunner
-from replica_groups.member.committed_state import BEFORE, MESSAGES, messages_sha256, sha256_in
+from replica_groups.member.committed_state import BEFORE, MESSAGES, messages_sha256, sha256_in, tensors_sha256
 from replica_groups.rounds.draws import Chain, drawn
+from stages.anchors import anchors_seed, first_expansion
 
 DRAWS, EVIDENCE, ARRIVED, AUTHORITY = "draws", "evidence", "arrived.json", "authority.pem"
 
@@ -47,6 +53,7 @@ MANIFEST = "evidence.json"
 """File in a folder of evidence that was judged, and stays."""
 
 MOST_TRIES = 2
+_ROOM_OF_HEADERS = 1 << 20
 MOST_OF_MESSAGES = 64 << 20
 """Bytes of the digests of a round's messages; a digest has 32."""
 
@@ -102,14 +109,16 @@ class _PendingDraw:
 class Showing:
     """Draws of one exchange, and what members showed. Thread-safe."""
 
-    def __init__(self, runner: CoordinatorRunner, log: ContributionLog, shows: Shows) -> None:
-        self._runner, self._log, self._shows = runner, log, shows
+    def __init__(
+        self, runner: CoordinatorRunner, log: ContributionLog, shows: Shows, accuse: Callable[[Judgement], object]
+    ) -> None:
+        """`accuse` gets what is found about a member that did not show what it was asked for."""
+        self._runner, self._log, self._shows, self._accuse = runner, log, shows, accuse
+        self.commitments = Commitments(runner.roster.members, shows.readers, shows.fresh)
         self.authority: bytes | None = None
         """Certificate (PEM) of the authority that signed those of the members; None if the run is not encrypted."""
         self.guests: Memberships | None = None
         """Members with a ticket, once they are served."""
-        self.accuse: Callable[[Judgement], object] = lambda found: None
-        """Gets what is found about a member that did not show what it was asked for."""
         self._lock, self._drawing = threading.RLock(), threading.Lock()
         self._chain: Chain | None = None
         self._settings = ""
@@ -124,6 +133,8 @@ class Showing:
 
         `settings`: digest of those by which rounds are computed again (settings_sha256).
         """
+        retry, read = self._runner.retry, self._log.read_record
+        self.commitments.begin(last_round, lambda round_: retry(partial(read, round_)))
         self._next, self._settings = last_round + 1, settings
         self._chain = self._published_chain()
         store = self._log.store
@@ -253,7 +264,7 @@ class Showing:
             for name, why in failures.items():
                 if why != LEFT:
                     found = Recomputed(member=name, cause=f"{name} {why}")
-                    self.accuse(Judgement(round=one.round, replica=one.replica, recomputed=found))
+                    self._accuse(Judgement(round=one.round, replica=one.replica, recomputed=found))
 
     def end(self) -> None:
         """End all waits, because the members have left after the last round."""
@@ -324,6 +335,33 @@ class Showing:
 
 LEFT = "left"
 """Failure of a member that was gone: nobody is blamed for it, unless it happens too often."""
+
+
+def shows_of(spec: RunSpec) -> Shows | None:
+    """Return the settings of draws and of shown checkpoints, if the run is audited by recomputation.
+
+    A checkpoint has at most two moments and the error feedback of each parameter, and those of the boundary's anchors.
+    """
+    recompute = spec.config.audit.recompute
+    if recompute is None:
+        return None
+    shapes, anchors = spec.parameter_shapes, 3 * spec.shape.vocabulary * spec.shape.width
+    values = {name: 4 * sum(math.prod(shapes[one]) for one in own.owned) for name, own in spec.members.items()}
+    most = {name: 4 * (count + anchors * (spec.members[name].stage is not None)) for name, count in values.items()}
+    readers = frozenset(name for name, member in spec.members.items() if member.reads_data)
+    fresh = {name: _fresh_sha256(spec, member) for name, member in spec.members.items()}
+    return Shows(recompute.share, readers, {name: size + _ROOM_OF_HEADERS for name, size in most.items()}, fresh)
+
+
+def _fresh_sha256(spec: RunSpec, member: MemberSpec) -> bytes:
+    """Return the digest of the tensors of a member's state before its first step: W of its anchors."""
+    own, first = member.replica, dict[str, Tensor]()
+    if isinstance(own, ParticipantsReplica) and member.stage is not None and not member.stage.is_first:
+        rank = None if own.boundary.anchors is None else own.boundary.anchors.dimensions(spec.shape.width)
+        if rank is not None:
+            seed = anchors_seed(spec.config.seed, own.name, member.stage.index - 1)
+            first["moments:anchors.values.expansion"] = first_expansion(rank, spec.shape.width, seed)
+    return tensors_sha256(first, first.__getitem__)
 
 
 def settings_sha256(spec: RunSpec) -> str:
