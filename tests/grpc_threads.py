@@ -17,6 +17,7 @@ from hetero_pp.link.shaping import Lines
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.rpc.connections import NetworkConnections
 from hetero_pp.rpc.identities import Secret, new_secret
+from replica_groups.audit.commitments import audited_member
 from replica_groups.audit.in_exchange import audited
 from replica_groups.engines.ranks import Ranks
 from replica_groups.exchange.host import begin_run, make_exchange
@@ -48,7 +49,7 @@ def run_over_grpc(spec: RunSpec, folder: Path, devices: Mapping[str, torch.devic
         try:
             with NetworkConnections(spec, member, f"127.0.0.1:{port}", credentials, Lines()) as connections:
                 try:
-                    take_part(spec, member, connections, own, Ranks(device=devices[name]))
+                    take_part(spec, member, connections, own, Ranks(device=devices[name]), audited=audited_member)
                 except HeteroPPError as error:
                     connections.report_failure(str(error), isinstance(error, LinkError | RunFailed))
                     raise

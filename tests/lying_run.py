@@ -38,6 +38,7 @@ from hetero_pp.rpc.exchange_service import Caller
 from hetero_pp.rpc.identities import Credentials, Identity, Secret, as_text, digest_of, make_ticket, new_key
 from hetero_pp.rpc.relay import MeetingPoint
 from hetero_pp.simulator.planner.grouping import group_spares
+from replica_groups.audit.commitments import audited_member
 from replica_groups.audit.in_exchange import audited, followed
 from replica_groups.exchange import memberships
 from replica_groups.exchange import server as served_exchange
@@ -259,7 +260,7 @@ class LyingRun:
         member = self.spec.members[name]
         with NetworkConnections(self.spec, member, self.address, self.credentials[name], Lines()) as connections:
             try:
-                take_part(self.spec, member, connections, self.folder)
+                take_part(self.spec, member, connections, self.folder, audited=audited_member)
             except HeteroPPError as error:
                 if connections.exchange.has_joined:
                     connections.report_failure(str(error), isinstance(error, LinkError | RunFailed))

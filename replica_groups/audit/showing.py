@@ -30,11 +30,10 @@ from hetero_pp.core.errors import DamagedFile
 from hetero_pp.messages.messages_pb2 import Commitment, Judgement, Recomputed, RoundRecord, ShownFile
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.rpc.exchange_service import Caller
-from replica_groups.audit.commitments import Commitments
+from replica_groups.audit.commitments import BEFORE, MESSAGES, Commitments, messages_sha256, sha256_in, tensors_sha256
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.memberships import Memberships
 from replica_groups.exchange.runner import CoordinatorRunner
-from replica_groups.member.committed_state import BEFORE, MESSAGES, messages_sha256, sha256_in, tensors_sha256
 from replica_groups.rounds.draws import Chain, drawn
 from stages.anchors import anchors_seed, first_expansion
 

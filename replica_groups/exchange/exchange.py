@@ -128,10 +128,10 @@ class Exchange(ExchangeService):
         """Create an exchange. Without a run checkpoint, members can only join until `begin` brings one.
 
         `goes_on`: another process was this run's exchange a moment ago, and members may be there still. `bounds`: what
-        members may report. Without an `agreement`, members are not asked what they were started with. `text`: the file that says which text the run is
-        trained on. `rehearsed`: shapes of the parameters in a rehearsal, whose run checkpoints have none. `so_far`: as
-        in Reports. `link_limits`: (link, direction) -> what the relay may carry. `parameters`: names of all parameters,
-        if members may call before the run checkpoint is there.
+        members may report. Without an `agreement`, members are not asked what they were started with. `text`: the file
+        that says which text the run is trained on. `rehearsed`: shapes of the parameters in a rehearsal, whose run
+        checkpoints have none. `so_far`: as in Reports. `link_limits`: (link, direction) -> what the relay may carry.
+        `parameters`: names of all parameters, if members may call before the run checkpoint is there.
         """
         self.run, self.roster, self.settings, self.log = run, roster, settings, log
         self.link_limits = link_limits or {}

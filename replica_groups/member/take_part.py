@@ -47,7 +47,7 @@ from hetero_pp.model.transformer import EMBEDDING
 from hetero_pp.rpc.memory import give_freed_memory_back
 from hetero_pp.store.faults import NO_FAULTS, FaultPhase, Faults
 from replica_groups.engines.ranks import ALONE, Ranks
-from replica_groups.member.commitments import MemberCommitments
+from replica_groups.member.audit_hook import NOT_AUDITED, AuditedMember, MemberAudit
 from replica_groups.member.gate import Gate
 from replica_groups.member.inner_loops import (
     InnerLoop,
@@ -68,9 +68,6 @@ from stages.worker import Timing
 
 SECONDS_BETWEEN_LINK_REPORTS = 0.5
 
-SECONDS_TO_SHOW = 600.0
-"""Longest time for which a member stays after the last round to show a checkpoint to an audit."""
-
 
 def take_part(
     spec: RunSpec,
@@ -82,12 +79,14 @@ def take_part(
     steps_of: StepsOf | None = None,
     faults: Faults = NO_FAULTS,
     stopping: Stopping = NEVER_STOPPED,
+    audited: AuditedMember = lambda *parts: NOT_AUDITED,
 ) -> None:
     """Train all remaining rounds as one member of a run, on `ranks.device`, or as one of several ranks that form it.
 
     The caller closes the connections, or aborts them if this function raises HeteroPPError, which means that the run
     failed here or elsewhere. `gate`, if set, delays each round until it is open. `steps_of`, if set, replaces the clock
     in rounds of a fixed time (`round_length`). `faults` are injected. `stopping` asks to save the state and leave.
+    `audited` makes the member's part in the audits of the run.
     """
 
     def say(line: str) -> None:
@@ -120,9 +119,6 @@ def take_part(
         reporter = Reporter(session, name)
         reporter.tell(computes=Computes(device=name_of(ranks.device)))
         steps = StepsTaken(replica, config.inner.steps)
-        commitments = None
-        if config.audit.recompute is not None:
-            commitments = MemberCommitments(session, trainer, outer, steps, folder.committed(name))
         length = round_length(spec, member, time.monotonic, ranks, steps_of)
         states = replace(states, every=spec.latest.states_every)
         loop = TrainingLoop(
@@ -137,7 +133,7 @@ def take_part(
             faults=faults,
             stopping=stopping,
             undoes=config.states.undo,
-            commitments=commitments,
+            audit=audited(spec, folder, session, trainer, outer, steps),
         )
         if saved is not None:
             loop.load(saved)
@@ -218,17 +214,16 @@ class TrainingLoop:
         faults: Faults = NO_FAULTS,
         stopping: Stopping = NEVER_STOPPED,
         undoes: bool = True,
-        commitments: MemberCommitments | None = None,
+        audit: MemberAudit = NOT_AUDITED,
     ) -> None:
         """Create the loop of one member.
 
         `gate` is asked before every inner step, by members that are threads; reports are delivered before each round.
-        `undoes`: whether the member can restore the moments from the start of a round. `commitments`: if the run is
-        audited by recomputation.
+        `undoes`: whether the member can restore the moments from the start of a round.
         """
         self.member, self.outer, self.session, self.reporter = member, outer, session, reporter
         self.states, self.length, self.steps, self.gate = states, length, steps, gate
-        self.faults, self.stopping, self._undoes, self.commitments = faults, stopping, undoes, commitments
+        self.faults, self.stopping, self._undoes, self.audit = faults, stopping, undoes, audit
         self.holds = 0
         """Round after which the member holds theta."""
         self._unsaved = 0
@@ -264,9 +259,7 @@ class TrainingLoop:
                 except (Suspended, IncarnationOver, LinkError) as error:
                     self._return(error)
                 self.stopping.check(self.outer.ranks)
-            if self.commitments is not None:
-                with self._allowed_to_stop():
-                    self.commitments.wait(SECONDS_TO_SHOW)
+            self.audit.wait(self._allowed_to_stop())
         except Stopped:
             self._save_before_the_end()
             raise
@@ -278,8 +271,8 @@ class TrainingLoop:
     def _ask(self) -> AssignReply:
         self.reporter.does(Doing.WAITING_FOR_ROUND)
         work = self.session.ask(self.holds, self.outer.own.beyond(self.holds))
-        if self.commitments is not None and work.HasField("shows"):
-            self.commitments.show(work.shows)
+        if work.HasField("shows"):
+            self.audit.show(work.shows)
         return work
 
     # ---- where a round starts ----
@@ -396,13 +389,11 @@ class TrainingLoop:
         saves_first = is_saved and not self.session.overlaps
         before_last = partial(self._save_state, round_, loop.steps) if saves_first else lambda: None
         self.reporter.does(Doing.OUTER_ROUND)
-        if self.commitments is not None:
-            with self._allowed_to_stop():
-                self.commitments.wait(SECONDS_TO_SHOW)  # no round counts a member that owes a checkpoint
+        self.audit.wait(self._allowed_to_stop())  # no round counts a member that owes a checkpoint
         with computing("outer round", self.outer.ranks.device):
             record = self.outer.synchronise(round_, work.generation, loop.steps, contributed, before_last)
         self._position, self.holds = _RoundPosition.AT_START, round_
-        is_undone = self.commitments is not None and self.session.entry(record) is None
+        is_undone = self.audit.undoes_uncounted and self.session.entry(record) is None
         if is_undone:  # the error feedback is undone, too (OuterRound)
             self.member.undo(self.outer)
         self.steps.end_round(None if is_undone else loop.steps, record)
@@ -433,8 +424,7 @@ class TrainingLoop:
             self.member.undo(self.outer)
         self.outer.own.trained.clear()
         self.outer.start_local(round_, work.trained)
-        if self.commitments is not None:
-            self.commitments.begin(round_, work.committed)
+        self.audit.begin(round_, work.committed)
         self.member.remember()
         self._position = _RoundPosition.IN_ROUND
         self.session.heartbeats.trains(round_, work.generation)

@@ -31,7 +31,16 @@ from hetero_pp.messages.messages_pb2 import (
 from hetero_pp.rpc.exchange_service import Caller
 from hetero_pp.rpc.limits import RequestBounds
 from hetero_pp.store.folder import FolderStore
-from replica_groups.audit.commitments import ROUNDS_REMEMBERED, Commitments
+from replica_groups.audit.commitments import (
+    BEFORE,
+    ROUNDS_REMEMBERED,
+    Commitments,
+    CommittedState,
+    load_state,
+    messages_sha256,
+    sha256_in,
+    state_sha256,
+)
 from replica_groups.audit.showing import (
     ARRIVED,
     LEFT,
@@ -47,14 +56,6 @@ from replica_groups.audit.showing import (
 )
 from replica_groups.exchange.log import ContributionLog, record_digest
 from replica_groups.exchange.server import _Servicer
-from replica_groups.member.committed_state import (
-    BEFORE,
-    CommittedState,
-    load_state,
-    messages_sha256,
-    sha256_in,
-    state_sha256,
-)
 from replica_groups.rounds.draws import leads_to
 
 MEMBERS = {"home.0": "home", "home.1": "home", "dc": "dc"}

@@ -16,9 +16,9 @@ from hetero_pp.config.checkpoint import first_checkpoint
 from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.errors import DamagedFile, OutOfMemory
 from hetero_pp.data.sources import Source, open_source
+from replica_groups.audit.commitments import CommittedState
 from replica_groups.audit.recompute import replica
 from replica_groups.audit.recompute.replica import RoundStart, recompute
-from replica_groups.member.committed_state import CommittedState
 
 Run = tuple[RunSpec, Source, RoundStart]
 

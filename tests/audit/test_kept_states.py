@@ -9,8 +9,7 @@ from typing import Any
 from unittest import mock
 
 from hetero_pp.messages.messages_pb2 import StageMessages
-from replica_groups.member.commitments import INHERITED_ROUNDS, MemberCommitments
-from replica_groups.member.committed_state import BEFORE
+from replica_groups.audit.commitments import BEFORE, INHERITED_ROUNDS, MemberCommitments
 from replica_groups.member.session import MemberSession
 
 

@@ -18,12 +18,11 @@ from hetero_pp.core.errors import HeteroPPError
 from hetero_pp.messages.messages_pb2 import Commitment, Judgement, Recomputed, ShownFile
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.exchange_service import Caller
+from replica_groups.audit import showing
+from replica_groups.audit.commitments import CommittedState, MemberCommitments, state_sha256
 from replica_groups.audit.judgements import Judgements
 from replica_groups.audit.showing import DRAWS, EVIDENCE
-from replica_groups.exchange import showing
 from replica_groups.exchange.audits import read_audit
-from replica_groups.member.commitments import MemberCommitments
-from replica_groups.member.committed_state import CommittedState, state_sha256
 
 ROUNDS = 4
 CAUSES = {

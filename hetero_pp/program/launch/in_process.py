@@ -23,6 +23,7 @@ from hetero_pp.messages.messages_pb2 import GIVEN_UP, Failure, MembershipEvent, 
 from hetero_pp.program.launch.supervisor import Watcher
 from hetero_pp.program.report.recorder import INTERRUPTED
 from hetero_pp.store.faults import Missed
+from replica_groups.audit.commitments import audited_member
 from replica_groups.audit.in_exchange import Followers, audited, followed
 from replica_groups.engines.ranks import Ranks
 from replica_groups.exchange.exchange import Exchange
@@ -216,6 +217,7 @@ class MemberThreads:
                 gate=self.gate,
                 steps_of=self._steps_of,
                 faults=faults,
+                audited=audited_member,
             )
             connections.close()
         except Exception as error:  # noqa: BLE001 (a bug in one thread must not leave the others waiting)

@@ -48,6 +48,7 @@ from hetero_pp.rpc.identities import Credentials, Secret
 from hetero_pp.rpc.memory import giving_freed_memory_back
 from hetero_pp.rpc.relay import MeetingPoint
 from hetero_pp.store.faults import Faults
+from replica_groups.audit.commitments import audited_member
 from replica_groups.audit.in_exchange import audited, followed
 from replica_groups.engines.ranks import Ranks
 from replica_groups.exchange.admission import RunForGuests
@@ -276,7 +277,9 @@ def _take_part(own: _Process, exchange: str, credentials: Credentials) -> None:
     with NetworkConnections(spec, member, exchange, credentials, lines, faults, listen) as connections:
         try:
             ranks = Ranks(device=torch.device(job.device))
-            take_part(spec, member, connections, job.folder, ranks, faults=faults, stopping=stopping)
+            take_part(
+                spec, member, connections, job.folder, ranks, faults=faults, stopping=stopping, audited=audited_member
+            )
         except HeteroPPError as error:
             # A member that was never admitted must not fail the run: another process may hold its name.
             if connections.exchange.has_joined:

@@ -54,6 +54,7 @@ from hetero_pp.program.launch.job import CONSEQUENCE, RankDied
 from hetero_pp.rpc.connections import NetworkConnections
 from hetero_pp.rpc.identities import Credentials
 from hetero_pp.store.faults import Missed
+from replica_groups.audit.commitments import audited_member
 from replica_groups.engines.ranks import Ranks, init_ranks
 from replica_groups.member.stopping import Stopping
 from replica_groups.member.take_part import take_part
@@ -191,7 +192,10 @@ def _train(job: RankJob, stopping: Stopping) -> None:
             require_one_run(ranks, spec.run, job.member)
             if not ranks.is_first and os.environ["LOCAL_RANK"] == "0":
                 connections.exchange.stay(platform.node())
-            take_part(spec, member, connections, folder, ranks, faults=Missed(job.missed), stopping=stopping)
+            faults = Missed(job.missed)
+            take_part(
+                spec, member, connections, folder, ranks, faults=faults, stopping=stopping, audited=audited_member
+            )
             ranks.wait()  # rank 0 has reported the end of the member: no rank leaves before
         except (LinkError, RunFailed) as error:
             print(error, file=sys.stderr, flush=True)

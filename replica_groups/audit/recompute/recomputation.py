@@ -31,13 +31,13 @@ from hetero_pp.model.transformer import shapes_by_block
 from hetero_pp.outer.apply_round import FetchBlob
 from hetero_pp.outer.step import parameter_sha256, parameters_sha256
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
+from replica_groups.audit.commitments import BEFORE, MESSAGES, load_state
 from replica_groups.audit.recompute.compare import Comparison, compare, difference
 from replica_groups.audit.recompute.evidence import VERSION, Evidence, this_machine, write_evidence
 from replica_groups.audit.recompute.hops import blame
 from replica_groups.audit.recompute.replica import RecomputedRound, RoundStart, recompute
 from replica_groups.audit.showing import ARRIVED, AUTHORITY, ROUNDS_TO_SHOW, draw_key, evidence_key
 from replica_groups.exchange.log import ContributionLog
-from replica_groups.member.committed_state import BEFORE, MESSAGES, load_state
 
 SECONDS_BETWEEN_LOOKS = 0.1
 SECONDS_TO_FINISH = 25.0

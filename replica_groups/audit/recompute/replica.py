@@ -20,9 +20,8 @@ from hetero_pp.data.sources import Source
 from hetero_pp.link.in_process import in_process_pair
 from hetero_pp.link.protocol import LinkEnd, LinkEnds
 from hetero_pp.model.transformer import EMBEDDING
+from replica_groups.audit.commitments import CommittedState, state_of
 from replica_groups.engines.ranks import Ranks
-from replica_groups.member.commitments import state_of
-from replica_groups.member.committed_state import CommittedState
 from replica_groups.member.outer_round import OuterRound
 from replica_groups.member.session import MemberSession
 from replica_groups.member.trainers import Start, TrainingMember, build_member

@@ -1,0 +1,35 @@
+"""What a member knows of the audits of its run. Without audits nothing happens; replica_groups/audit overrides it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.spec import RunSpec
+from replica_groups.member.inner_loops import StepsTaken
+from replica_groups.member.outer_round import OuterRound
+from replica_groups.member.session import MemberSession
+from replica_groups.member.trainers import TrainingMember
+
+
+class MemberAudit:
+    """A member's part in the audits of a run that has none."""
+
+    undoes_uncounted = False
+    """Whether a round that does not count the member leaves no trace in its state."""
+
+    def begin(self, round_: int, committed: bytes) -> None:
+        """Begin a round. `committed`: digest of the state that the exchange expects; empty: a fresh one."""
+
+    def show(self, round_: int) -> None:
+        """Begin to send the state from before a round to the exchange, which asked for it."""
+
+    def wait(self, allowed_to_stop: AbstractContextManager[None]) -> None:
+        """Wait until the exchange has what it asked for, within limits; a wait may end by Stopped."""
+
+
+NOT_AUDITED = MemberAudit()
+
+AuditedMember = Callable[[RunSpec, RunFolder, MemberSession, TrainingMember, OuterRound, StepsTaken], MemberAudit]
+"""Returns the part of one member. It may note the contribution, and set the session's commitment, after compression."""
