@@ -38,7 +38,7 @@ from hetero_pp.research.experiments.rows import Setting
 from hetero_pp.research.settings import ResearchConfig
 from hetero_pp.research.trainer.hostile import HostileContributions
 from hetero_pp.research.trainer.train import AllReplicas
-from replica_groups.audit.gauntlet.agreement import SignCheck, agreements
+from replica_groups.audit.gauntlet import SignCheck, agreements
 
 FOLDER = Path(__file__).parents[1]
 SMOKE = {"rounds": 1, "cases": 1}

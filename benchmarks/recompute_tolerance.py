@@ -36,8 +36,7 @@ from hetero_pp.outer.apply_round import apply_round
 from hetero_pp.outer.step import OuterOptimizer
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, entry_of
 from replica_groups.audit.commitments import load_state, state_of
-from replica_groups.audit.recompute.compare import difference
-from replica_groups.audit.recompute.replica import ReplicaHere, RoundStart
+from replica_groups.audit.recompute import ReplicaHere, RoundStart, difference
 
 REPLICA = "home"
 SMOKE = {"steps": [2], "rounds": 2, "honest_rounds": 3, "width": 16, "values": ["fp32"], "environments": 1}

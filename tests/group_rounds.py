@@ -20,8 +20,7 @@ from hetero_pp.outer.apply_round import apply_round
 from hetero_pp.outer.step import OuterOptimizer
 from hetero_pp.rpc.identities import Authority, IdentitySigner
 from replica_groups.audit.commitments import load_state, state_of
-from replica_groups.audit.recompute.hops import Blame, blame
-from replica_groups.audit.recompute.replica import ReplicaHere, RoundStart
+from replica_groups.audit.recompute import Blame, ReplicaHere, RoundStart, blame
 from replica_groups.member.trainers import StageMember
 from stages.stage import Stage
 

@@ -13,8 +13,8 @@ from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.units import format_bytes, format_count, format_flops
 from hetero_pp.data.settings import INSTALLED
-from replica_groups.audit.gauntlet.cost import share_of_compute
-from replica_groups.audit.gauntlet.replica_scores import require_openskill
+from replica_groups.audit.gauntlet import share_of_compute
+from replica_groups.audit.replica_scores import require_openskill
 
 MOST_FLOP = 2e12
 """Trials of a round beside the exchange that are done by default: about a minute of one core."""

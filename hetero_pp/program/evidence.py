@@ -29,8 +29,14 @@ from hetero_pp.program.run_log import open_run
 from hetero_pp.store.opening import folder_of, open_store
 from hetero_pp.store.store import Store
 from replica_groups.audit.commitments import BEFORE, MESSAGES, messages_sha256, sha256_in
-from replica_groups.audit.recompute.evidence import MOST_OF_JSON, Evidence, read_bounded, read_evidence, read_record
-from replica_groups.audit.recompute.recomputation import Recomputation
+from replica_groups.audit.recomputation import (
+    MOST_OF_JSON,
+    Evidence,
+    Recomputation,
+    read_bounded,
+    read_evidence,
+    read_record,
+)
 from replica_groups.audit.showing import DRAWS, EVIDENCE, MANIFEST, draw_key, settings_sha256
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.replay import Follower

@@ -16,7 +16,7 @@ from hetero_pp.core.errors import HeteroPPError, Refused
 from hetero_pp.data.sources import open_source
 from hetero_pp.messages.messages_pb2 import Judgement, RoundRecord
 from hetero_pp.rpc.identities import Secret
-from replica_groups.audit.gauntlet.agreement import SignCheck
+from replica_groups.audit.gauntlet import SignCheck
 from replica_groups.audit.judgements import Judgements
 from replica_groups.audit.showing import shows_of
 from replica_groups.exchange.auditor import Auditor
@@ -90,7 +90,7 @@ def audited(exchange: Exchange, spec: RunSpec) -> Exchange:
         signs = None if compares is None or compares.agreement is None else SignCheck(spec, compares.agreement)
 
         def overlap(record: RoundRecord) -> Collection[tuple[str, str]]:
-            from replica_groups.audit.gauntlet.check import decoded, overlapping
+            from replica_groups.audit.gauntlet import decoded, overlapping
 
             assert compares is not None, "only validators that score tell of copies"
             fetch = exchange.log.blobs_of(record)

@@ -26,9 +26,8 @@ from hetero_pp.messages.refusals import Kind
 from hetero_pp.messages.report_bounds import MOST_LOSS
 from hetero_pp.rpc.exchange_service import Caller, HeldBy
 from replica_groups.audit.exclusions import Exclusions
-from replica_groups.audit.gauntlet.agreement import SignCheck, why
-from replica_groups.audit.gauntlet.losses import median_of
-from replica_groups.audit.gauntlet.replica_scores import ReplicaScores, RoundFacts
+from replica_groups.audit.gauntlet import SignCheck, median_of, why
+from replica_groups.audit.replica_scores import ReplicaScores, RoundFacts
 from replica_groups.audit.showing import Showing, Shows, draw_key, settings_sha256
 from replica_groups.exchange.audit_hook import AuditHook
 from replica_groups.exchange.audits import keep_scores, newest_scores

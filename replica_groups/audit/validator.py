@@ -22,8 +22,8 @@ from hetero_pp.core.errors import RunFailed
 from hetero_pp.data.sources import Source
 from hetero_pp.messages.messages_pb2 import Judgement, RoundRecord
 from hetero_pp.outer.apply_round import FetchBlob
-from replica_groups.audit.gauntlet.check import GauntletCheck
-from replica_groups.audit.recompute.recomputation import recomputation_of
+from replica_groups.audit.gauntlet import GauntletCheck
+from replica_groups.audit.recomputation import recomputation_of
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.replay import Follower, newest_sound
 

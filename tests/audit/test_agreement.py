@@ -17,9 +17,9 @@ from hetero_pp.messages.messages_pb2 import RoundRecord
 from hetero_pp.model.transformer import shapes_by_block
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, DecodedTensor, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import select
-from replica_groups.audit.gauntlet import agreement
-from replica_groups.audit.gauntlet.agreement import SignCheck, agreements, too_low
-from replica_groups.audit.gauntlet.replica_scores import ReplicaScores, RoundFacts
+from replica_groups.audit import gauntlet
+from replica_groups.audit.gauntlet import SignCheck, agreements, too_low
+from replica_groups.audit.replica_scores import ReplicaScores, RoundFacts
 
 PLACES = 20_000
 Contributions = Mapping[str, dict[str, DecodedTensor]]
@@ -127,10 +127,10 @@ def test_of_a_large_model_only_some_places_are_compared_and_nobody_can_choose_th
             blobs[replica, block] = encode_blob(address, tensors, settings)
             entry.blobs.add(block=block, sha256=hashlib.sha256(blobs[replica, block]).digest())
     seen = dict[int, int]()
-    for places in (agreement.MOST_PLACES, 2_000):
-        monkeypatch.setattr(agreement, "MOST_PLACES", places)
-        comparison = mock.Mock(wraps=agreement._SignCounts)
-        monkeypatch.setattr(agreement, "_SignCounts", comparison)
+    for places in (gauntlet.MOST_PLACES, 2_000):
+        monkeypatch.setattr(gauntlet, "MOST_PLACES", places)
+        comparison = mock.Mock(wraps=gauntlet._SignCounts)
+        monkeypatch.setattr(gauntlet, "_SignCounts", comparison)
         found = SignCheck(spec, 0.1).against(record, lambda *key: blobs[key])
         assert found.keys() == {"liar"} and found["liar"] == pytest.approx(-1.0)
         seen[places] = comparison.call_args.args[1]

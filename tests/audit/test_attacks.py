@@ -27,9 +27,8 @@ from hetero_pp.research.settings import ResearchConfig
 from hetero_pp.research.trainer import hostile
 from hetero_pp.research.trainer.hostile import HostileContributions, Told
 from hetero_pp.research.trainer.train import AllReplicas, FastResult, train_fast
-from replica_groups.audit.gauntlet import losses
-from replica_groups.audit.gauntlet.agreement import agreements
-from replica_groups.audit.gauntlet.overlap import overlap
+from replica_groups.audit import gauntlet
+from replica_groups.audit.gauntlet import agreements, overlap
 
 NAMES = [f"r{index}" for index in range(8)]
 HOSTILE = NAMES[-2:]
@@ -304,7 +303,7 @@ def test_scores_exclude_who_does_no_work_and_a_validator_that_lies_changes_nothi
 def test_a_copy_is_the_contribution_that_does_not_show_its_text(
     corpus: Path, text: TokenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(losses, "CLEAR", 1.0)  # a round has little text
+    monkeypatch.setattr(gauntlet, "CLEAR", 1.0)  # a round has little text
     scores = {**SCORES, "overlap": 0.9, "threshold": -1.0}
     told = _told(corpus, text, {"attack": "copy_of_another", "scores": scores}, steps=16)
     assert told.excluded.keys() == {*HOSTILE}

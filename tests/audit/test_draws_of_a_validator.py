@@ -20,8 +20,8 @@ from hetero_pp.core.errors import Refused
 from hetero_pp.messages.messages_pb2 import BlobEntry, Commitment, ContributionEntry, Judgement, RoundRecord
 from hetero_pp.store.folder import FolderStore
 from replica_groups.audit.in_exchange import _InExchange
-from replica_groups.audit.recompute.compare import Comparison
-from replica_groups.audit.recompute.recomputation import Recomputation
+from replica_groups.audit.recomputation import Recomputation
+from replica_groups.audit.recompute import Comparison
 from replica_groups.audit.showing import ARRIVED, ROUNDS_TO_SHOW, draw_key, evidence_key
 from replica_groups.exchange.log import ContributionLog
 

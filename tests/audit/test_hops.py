@@ -30,8 +30,7 @@ from torch import Tensor
 
 from hetero_pp.messages.messages_pb2 import StageMessages
 from hetero_pp.model.transformer import block_of
-from replica_groups.audit.recompute.hops import blame
-from replica_groups.audit.recompute.replica import ReplicaHere
+from replica_groups.audit.recompute import ReplicaHere, blame
 from replica_groups.member.trainers import StageMember
 from stages.transcript import RECORD, Way, records_of
 

@@ -27,7 +27,7 @@ from hetero_pp.pseudo_gradient.contribution import BlobAddress, decode_blob, enc
 from hetero_pp.pseudo_gradient.error_feedback import select
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.exchange_service import Caller
-from replica_groups.audit.gauntlet import losses
+from replica_groups.audit import gauntlet
 from replica_groups.audit.judgements import Judgements
 from replica_groups.exchange.replay import LogCheck
 
@@ -112,7 +112,7 @@ def cheated(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> LyingRun:
     run = LyingRun(_spec(corpus), tmp_path_factory.mktemp("hostile"))
     with run:
         cheats = _Cheats(run, ExchangeClient.deposit_blob)
-        little = mock.patch.object(losses, "CLEAR", 1.0)  # a round has little text
+        little = mock.patch.object(gauntlet, "CLEAR", 1.0)  # a round has little text
         with little, mock.patch.object(ExchangeClient, "deposit_blob", lambda *found: cheats.deposit_all(*found)):
             run.until_over()
         assert run.exchange.runner.failure is None

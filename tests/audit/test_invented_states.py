@@ -16,9 +16,9 @@ from hetero_pp.config.checkpoint import first_checkpoint
 from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.errors import DamagedFile, OutOfMemory
 from hetero_pp.data.sources import Source, open_source
+from replica_groups.audit import recompute as module
 from replica_groups.audit.commitments import CommittedState
-from replica_groups.audit.recompute import replica
-from replica_groups.audit.recompute.replica import RoundStart, recompute
+from replica_groups.audit.recompute import RoundStart, recompute
 
 Run = tuple[RunSpec, Source, RoundStart]
 
@@ -53,5 +53,5 @@ def test_an_invented_state_is_told_as_such(run: Run, tensors: dict[str, torch.Te
 def test_a_validator_without_memory_blames_nobody(run: Run) -> None:
     spec, source, start = run
     full = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
-    with mock.patch.object(replica, "ReplicaHere", full), pytest.raises(OutOfMemory):
+    with mock.patch.object(module, "ReplicaHere", full), pytest.raises(OutOfMemory):
         recompute(spec, "a", start, STEPS, source)

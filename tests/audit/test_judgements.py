@@ -19,7 +19,7 @@ from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.rpc.exchange_service import Caller, HeldBy
 from replica_groups.audit import judgements as module
-from replica_groups.audit.gauntlet.agreement import SignCheck
+from replica_groups.audit.gauntlet import SignCheck
 from replica_groups.audit.judgements import Judgements
 from replica_groups.audit.showing import draw_key
 from replica_groups.exchange.audits import newest_scores

@@ -22,8 +22,15 @@ from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.store.folder import FolderStore
 from replica_groups.audit.commitments import CommittedState, load_state, state_of
-from replica_groups.audit.recompute.compare import Comparison, compare, difference
-from replica_groups.audit.recompute.replica import RecomputedRound, ReplicaHere, RoundStart, recompute
+from replica_groups.audit.recompute import (
+    Comparison,
+    RecomputedRound,
+    ReplicaHere,
+    RoundStart,
+    compare,
+    difference,
+    recompute,
+)
 from replica_groups.exchange.audits import read_audit
 from replica_groups.exchange.log import ContributionLog
 

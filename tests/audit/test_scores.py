@@ -14,9 +14,8 @@ import pytest
 from hetero_pp.config.audit import GauntletSettings
 from hetero_pp.core.errors import ConfigError, DamagedFile
 from hetero_pp.messages.messages_pb2 import Losses
-from replica_groups.audit.gauntlet.check import draw
-from replica_groups.audit.gauntlet.cost import share_of_compute
-from replica_groups.audit.gauntlet.replica_scores import RECENT_ROUNDS, ReplicaScores, RoundFacts
+from replica_groups.audit.gauntlet import draw, share_of_compute
+from replica_groups.audit.replica_scores import RECENT_ROUNDS, ReplicaScores, RoundFacts
 
 EIGHT = [f"r{index}" for index in range(8)]
 

@@ -23,7 +23,7 @@ from hetero_pp.model.part_settings import BoundarySettings
 from hetero_pp.pipeline.coefficients import format_of
 from hetero_pp.pipeline.schedule import Action, one_forward_one_backward
 from hetero_pp.rpc.identities import Authority, IdentitySigner, check_statement
-from replica_groups.audit.recompute.replica import ReplicaHere
+from replica_groups.audit.recompute import ReplicaHere
 from replica_groups.member.trainers import StageMember
 from stages.transcript import GroupPosition, Sketches, Transcript, Way, records_of
 

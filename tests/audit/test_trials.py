@@ -16,10 +16,9 @@ from hetero_pp.outer.step import OuterOptimizer, mean_of
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import DecodedTensor
 from hetero_pp.pseudo_gradient.error_feedback import select
-from replica_groups.audit.gauntlet.losses import copy_of, losses_of
-from replica_groups.audit.gauntlet.overlap import overlap, overlapping
-from replica_groups.audit.gauntlet.replica_scores import ReplicaScores, RoundFacts
+from replica_groups.audit.gauntlet import copy_of, losses_of, overlap, overlapping
 from replica_groups.audit.judgements import complaint
+from replica_groups.audit.replica_scores import ReplicaScores, RoundFacts
 
 SHAPE = ModelShape(width=32, layers=1, heads=2, feed_forward=48, vocabulary=64)
 SPARSE = OuterSettings(rounds=1)

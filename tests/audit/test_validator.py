@@ -34,7 +34,7 @@ from hetero_pp.program.report.summary import summary_of
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.identities import Secret
 from replica_groups.audit import validator as module
-from replica_groups.audit.gauntlet.check import GauntletCheck
+from replica_groups.audit.gauntlet import GauntletCheck
 from replica_groups.audit.judgements import Judgements
 from replica_groups.audit.validator import Validator
 from replica_groups.exchange.audits import newest_scores

@@ -25,8 +25,8 @@ from hetero_pp.data.sources import Source, open_source
 from hetero_pp.program.defences import defended
 from hetero_pp.program.launch.hosts import fixed_addresses, members_named, require_reachable, require_relay
 from hetero_pp.program.launch.this_machine import Limit, limits_of, require_carried
-from replica_groups.audit.gauntlet.losses import Texts
-from replica_groups.audit.gauntlet.replica_scores import require_openskill
+from replica_groups.audit.gauntlet import Texts
+from replica_groups.audit.replica_scores import require_openskill
 from replica_groups.engines.build import require_engine
 from replica_groups.member.saved_states import SavedStates
 

@@ -30,11 +30,18 @@ from hetero_pp.research.settings import AttackSettings
 from hetero_pp.research.trainer.contributions import Contributions, Mean
 from hetero_pp.research.trainer.measurements import Measured
 from hetero_pp.simulator.traffic import blob_sizes
-from replica_groups.audit.gauntlet.agreement import agreements, too_low, why
-from replica_groups.audit.gauntlet.check import draw
-from replica_groups.audit.gauntlet.losses import SEQUENCES_OF_A_PAIR, copy_of, losses_of, median_of
-from replica_groups.audit.gauntlet.overlap import overlapping
-from replica_groups.audit.gauntlet.replica_scores import ReplicaScores, RoundFacts
+from replica_groups.audit.gauntlet import (
+    SEQUENCES_OF_A_PAIR,
+    agreements,
+    copy_of,
+    draw,
+    losses_of,
+    median_of,
+    overlapping,
+    too_low,
+    why,
+)
+from replica_groups.audit.replica_scores import ReplicaScores, RoundFacts
 from replica_groups.exchange.magnitudes import bound, contribution_limits, remembered_before
 
 Contribution = Mapping[str, DecodedTensor]

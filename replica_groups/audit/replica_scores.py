@@ -13,7 +13,7 @@ from hetero_pp.config.audit import GauntletSettings
 from hetero_pp.core.errors import ConfigError, DamagedFile
 from hetero_pp.core.seeds import seed_of
 from hetero_pp.messages.messages_pb2 import Losses, Score
-from replica_groups.audit.gauntlet.agreement import why
+from replica_groups.audit.gauntlet import why
 
 RECENT_ROUNDS = 16
 """Rounds for which a replica that is away still counts as a rival."""

@@ -1,0 +1,445 @@
+"""Tests of contributions (Gauntlet, arXiv:2505.21684): losses on text, copies, and signs against all others.
+
+A validator tries drawn contributions: it measures the loss before and after one alone is applied, on the text that its
+replica was assigned, and on other text. It looks for copies among all by the positions and signs of their values. The
+exchange itself compares signs before a round closes, so that no round has what goes against all others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import combinations
+from statistics import fmean, median, median_high, stdev
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hetero_pp.config.audit import FORWARDS_A_STEP, LEAST_SEQUENCES, PARAMETERS, TEXTS, GauntletSettings
+from hetero_pp.config.member_inputs import batches_of
+from hetero_pp.config.spec import RunSpec
+from hetero_pp.core.errors import ConfigError
+from hetero_pp.data.batches import StoreBatches
+from hetero_pp.data.sources import Source
+from hetero_pp.messages.messages_pb2 import Judgement, Losses, RoundRecord
+from hetero_pp.messages.report_bounds import MOST_LOSS
+from hetero_pp.model.transformer import ModelShape, Transformer, build_filled, parameters_of, shapes_by_block
+from hetero_pp.outer.apply_round import FetchBlob
+from hetero_pp.outer.methods import OuterSettings
+from hetero_pp.outer.step import mean_of, outer_step
+from hetero_pp.pseudo_gradient.contribution import BlobAddress, DecodedTensor, ReceivedBlob, decode_blob, scale_of
+from hetero_pp.pseudo_gradient.cosines import restored
+
+# ---- losses before and after a contribution ----
+
+CLEAR = 4.0
+"""Standard errors between the improvements on two texts from which on a contribution was trained on one of them."""
+
+SEQUENCES_OF_A_PAIR = 64
+"""Most sequences of each of two replicas of which one sent a copy. Few rounds have such a pair."""
+
+_TRIES = 16
+"""Windows that are drawn for each one that is needed, because some may be assigned to a replica."""
+
+
+def losses_of(
+    theta: Mapping[str, Tensor],
+    contribution: Mapping[str, DecodedTensor],
+    shape: ModelShape,
+    assigned: Tensor,
+    other: Tensor,
+    rate: float,
+    outer: OuterSettings,
+) -> Losses:
+    """Return the mean losses in nats of theta and of theta - rate * contribution; theta is not changed.
+
+    `assigned` and `other` are tokens [S, L + 1] of the replica's text of the round, and of nobody's; S >= 2. `rate` is
+    `audit.gauntlet.step` times the outer learning rate of the round. A contribution of coefficients or for signs is
+    applied as the outer step would; momentum is not. Runs on theta's device, one sequence at a time.
+    """
+    module = build_filled(shape, theta, device=next(iter(theta.values())).device)
+    before = [_losses(module, assigned), _losses(module, other)]
+    _apply(module, contribution, rate, outer)
+    after = [_losses(module, assigned), _losses(module, other)]
+    return Losses(
+        assigned_before=fmean(before[0]),
+        assigned_after=fmean(after[0]),
+        other_before=fmean(before[1]),
+        other_after=fmean(after[1]),
+        error=_error([_gains(*both) for both in zip(before, after, strict=True)]),
+    )
+
+
+def copy_of(
+    pair: tuple[str, str],
+    sent: Mapping[str, Mapping[str, DecodedTensor]],
+    theta: Mapping[str, Tensor],
+    shape: ModelShape,
+    texts: tuple[Tensor, Tensor],
+    rate: float,
+    outer: OuterSettings,
+) -> str | None:
+    """Return which of two replicas sent a copy: the one on whose text the contributions improve less; None if unclear.
+
+    The order in which they arrived says nothing: one that trains on the text of a slower replica sends first. `sent`
+    has the contributions of both, and `texts` the tokens [S, L + 1] that each was assigned. Others as of `losses_of`.
+    """
+    clear = []
+    for name in pair:
+        found = losses_of(theta, sent[name], shape, *texts, rate, outer)
+        gains = _gains([found.assigned_before, found.other_before], [found.assigned_after, found.other_after])
+        clear.append((gains[0] - gains[1]) / found.error if found.error > 0 else 0.0)
+    if max(map(abs, clear)) < CLEAR or min(clear) * max(clear) <= 0:
+        return None
+    return pair[1] if clear[0] > 0 else pair[0]
+
+
+def median_of(told: Sequence[Losses]) -> Losses:
+    """Return the median of each number over the losses that several validators measured for one contribution."""
+    names = [number.name for number in Losses.DESCRIPTOR.fields]
+    return Losses(**{name: median(getattr(one, name) for one in told) for name in names})
+
+
+@torch.no_grad()
+def _apply(module: Transformer, contribution: Mapping[str, DecodedTensor], rate: float, outer: OuterSettings) -> None:
+    for name, parameter in parameters_of(module).items():
+        step = mean_of(tuple(parameter.shape), [(1.0, contribution[name])])
+        step = restored(step, outer.compression.tile) if outer.compression.transform == "dct" else step
+        outer_step(parameter, step.sign_() if outer.aggregation == "sign" else step, rate)
+
+
+@torch.no_grad()
+def _losses(module: Transformer, tokens: Tensor) -> list[float]:
+    """Return the loss of each sequence; infinite if it is no number or larger than any that counts."""
+    rows = tokens.to(next(module.parameters()).device).split(1)
+    found = [module.loss(row[:, :-1], row[:, 1:]).item() for row in rows]
+    return [one if one <= MOST_LOSS else math.inf for one in found]
+
+
+def _gains(before: Sequence[float], after: Sequence[float]) -> list[float]:
+    """Return the relative improvement of each sequence."""
+    return [(one - then) / one for one, then in zip(before, after, strict=True)]
+
+
+def _error(gains: Sequence[Sequence[float]]) -> float:
+    """Return the standard error of the difference of two mean gains; 0 if one of them is infinite."""
+    if not all(math.isfinite(one) for of_text in gains for one in of_text):
+        return 0.0
+    return math.sqrt(sum(stdev(of_text) ** 2 / len(of_text) for of_text in gains))
+
+
+class Texts:
+    """Text of a run with a corpus that is encoded once."""
+
+    def __init__(self, spec: RunSpec, source: Source, rows: int) -> None:
+        """`rows`: least number of sequences of each kind. Raises ConfigError for a corpus with fewer."""
+        self._spec, self._source = spec, source
+        self._members = {member.replica.name: member for member in spec.members.values()}
+        batches = self._batches(next(iter(self._members)), 1)
+        self._windows = len(batches.store.train) // (batches.sequence_length + 1)
+        if self._windows < rows:
+            key, found = ("audit", "gauntlet", "sequences"), f"found {rows}, expected at most {self._windows}"
+            raise ConfigError(key, f"{found}, the sequences of the corpus")
+
+    def of(self, replica: str, round_: int, rows: int, drawing: np.random.Generator) -> tuple[Tensor, Tensor]:
+        """Return drawn sequences that a replica trained on in a round, and others, int64 [rows, L + 1] each.
+
+        The corpus may be smaller than `rows`.
+
+        The others are assigned to no replica in this round. If there are too few, because a round reads nearly the
+        whole corpus, the rest are any that are not assigned to this replica, and then any.
+        """
+        own, batches = self._assigned(replica, round_), self._batches(replica, round_)
+        rows = min(rows, self._windows)
+        all_ = np.concatenate([self._assigned(one.name, round_) for one in self._spec.replicas_in(round_)])
+        candidates = drawing.permutation(min(self._windows, 1 << 20))
+        if self._windows > len(candidates):
+            candidates = drawing.integers(self._windows, size=_TRIES * rows)
+        known = np.where(np.isin(candidates, own), 2, np.isin(candidates, all_))
+        others = candidates[np.argsort(known, kind="stable")][:rows]
+        return batches.rows(drawing.choice(own, rows, replace=len(own) < rows)), batches.rows(others)
+
+    def of_pair(self, pair: tuple[str, str], round_: int, drawing: np.random.Generator) -> tuple[Tensor, Tensor]:
+        """Return drawn sequences that each of two replicas was assigned in a round, int64 [S, L + 1] each."""
+        drawn = [drawing.permutation(self._assigned(name, round_))[:SEQUENCES_OF_A_PAIR] for name in pair]
+        one, other = (self._batches(name, round_).rows(rows) for name, rows in zip(pair, drawn, strict=True))
+        return one, other
+
+    def _assigned(self, replica: str, round_: int) -> np.ndarray:
+        """Return the numbers of the training windows that a replica reads in a round."""
+        first, steps = self._spec.share_of(replica, round_).first_step or 0, self._spec.inner_steps
+        own = range((round_ - 1) * steps - first, round_ * steps - first)
+        return np.concatenate([self._batches(replica, round_).windows(step) for step in own])
+
+    def _batches(self, replica: str, round_: int) -> StoreBatches:
+        share = self._spec.share_of(replica, round_)
+        batches = batches_of(self._spec, self._members[replica], self._source, share)
+        assert isinstance(batches, StoreBatches), "a validator does not read streams"
+        return batches
+
+
+# ---- copies ----
+
+Contribution = Mapping[str, DecodedTensor]
+"""Tensors by the parameters' names."""
+
+FEW = 0.9
+"""Usual overlap of two among fewer than four replicas, where nothing tells two copies from two with little noise."""
+
+_LEAST = 0.02
+"""Overlap of two replicas below which it is mostly noise."""
+
+
+def overlap(one: Contribution, other: Contribution) -> float:
+    """Return the overlap of two contributions to one model: 1 if equal, about 0 if unrelated.
+
+    It is the cosine of a tensor, and the mean over tensors, weighted by the number of values that they keep. Positions
+    alone would say nothing about contributions of all values.
+    """
+    total = 0.0
+    kept = {name: min(len(one[name].indices), len(other[name].indices)) for name in one}
+    for name, count in kept.items():
+        total += count * _cosine(one[name], other[name])
+    return total / max(1, sum(kept.values()))
+
+
+def overlapping(contributions: Mapping[str, Contribution], limit: float) -> list[tuple[str, str]]:
+    """Return the pairs of contributions that overlap too much, the nearest first: at least one of each is a copy.
+
+    `limit` is on a scale from what is usual of a pair (0) to equal contributions (1): what is usual differs between
+    methods, and grows with the batches.
+    """
+    names = sorted(contributions)
+    pairs = {pair: overlap(contributions[pair[0]], contributions[pair[1]]) for pair in combinations(names, 2)}
+    between = pairs | {(other, one): share for (one, other), share in pairs.items()}
+    least = median(pairs.values()) if pairs else 0.0
+    found: list[tuple[str, str]] = []
+    for (one, other), share in sorted(pairs.items(), key=lambda pair: -pair[1]):
+        known = {pair[1] for pair in found}  # one of each pair does not tell what is usual
+        others = [name for name in names if name not in (one, other) and name not in known]
+        usual = max(least, _usual(one, other, others, between))
+        if share - usual > limit * (1 - usual):
+            found.append((one, other))
+    return found
+
+
+def _usual(one: str, other: str, others: Sequence[str], between: Mapping[tuple[str, str], float]) -> float:
+    """Return the overlap that two honest replicas have, as their overlaps with all others tell.
+
+    The noise of two honest replicas is independent, so their overlap is r_one r_other: each is the part of a
+    contribution that is no noise. Three overlaps tell one of these parts. The median is over pairs of the others.
+    """
+    if len(others) < 2:
+        return FEW
+    found = [
+        between[one, a] * between[one, b] * between[other, a] * between[other, b] / between[a, b] ** 2
+        for a, b in combinations(others, 2)
+        if abs(between[a, b]) > _LEAST
+    ]
+    return min(1.0, math.sqrt(max(0.0, median(found)))) if found else 0.0
+
+
+def _cosine(one: DecodedTensor, other: DecodedTensor) -> float:
+    if not len(one.indices) or not len(other.indices):
+        return 0.0
+    size = int(torch.maximum(one.indices.max(), other.indices.max())) + 1
+    dense = torch.zeros(size, device=one.values.device).index_copy_(0, one.indices, one.values)
+    norms = float(one.values.norm()) * float(other.values.norm())
+    return float(dense.index_select(0, other.indices) @ other.values) / norms if norms > 0 else 0.0
+
+
+# ---- signs against the others ----
+
+_CHANCE = 0.5
+_DEVIATIONS = 8.0
+"""Least standard deviations by which the usual agreement exceeds chance. With fewer, nobody is judged."""
+
+_FEWEST = 3
+"""Contributions among which the others of one can be more than half."""
+
+MOST_PLACES = 1 << 24
+"""Places of a model that are compared. A larger model has every m-th compared, and all contributions decide which."""
+
+
+class SignCheck:
+    """Compares the contributions of a round before its record is written, so that harm is in no round."""
+
+    def __init__(self, spec: RunSpec, least: float) -> None:
+        """`least`: as `audit.gauntlet.agreement`."""
+        self._spec, self._least = spec, least
+        self._blocks = shapes_by_block(spec.parameter_shapes)
+
+    def against(self, record: RoundRecord, fetch: FetchBlob) -> dict[str, float]:
+        """Return the agreement of each contribution for which it is too low, by replica.
+
+        Reads each blob once, and holds those of one block. Raises what `fetch` raises.
+        """
+        names = sorted(one.replica for one in record.contributions)
+        if len(names) < _FEWEST:
+            return {}
+        sizes = [math.prod(shape) for shapes in self._blocks.values() for shape in shapes.values()]
+        every = math.ceil(sum(sizes) / MOST_PLACES)
+        digests = sorted(blob.sha256 for one in record.contributions for blob in one.blobs)
+        drawn = int.from_bytes(hashlib.sha256(b"".join(digests)).digest()) % every
+        comparison = _SignCounts(names, every, drawn)
+        for block, shapes in self._blocks.items():
+            blobs = [self._received(record.round, name, block, fetch(name, block)) for name in names]
+            for tensor in shapes:
+                comparison.add([blob.tensor(tensor) for blob in blobs])
+        tokens = {one.replica: one.tokens for one in record.contributions}
+        return too_low(comparison.agreements(), tokens, self._least)
+
+    def _received(self, round_: int, name: str, block: str, data: bytes) -> ReceivedBlob:
+        address = BlobAddress(self._spec.run, round_, name, block)
+        return ReceivedBlob(data, address, self._blocks[block], self._spec.config.outer.compression)
+
+
+def why(round_: int, agreement: float) -> str:
+    """Return why a replica with this agreement is excluded."""
+    what = f"its contribution to round {round_} goes another way than the others"
+    return f"{what}: agreement {agreement:.2f}, where 0 is chance and 1 is usual"
+
+
+def too_low(found: Mapping[str, float], tokens: Mapping[str, int], least: float) -> dict[str, float]:
+    """Return the agreements below `least`, which is lower for replicas that trained on fewer tokens than most.
+
+    The signal of a contribution grows with the root of its tokens, in proportion to its noise.
+    """
+    usual = median(tokens[name] for name in found) if found else 0
+    share = {name: min(1.0, math.sqrt(tokens[name] / usual)) if usual else 1.0 for name in found}
+    return {name: value for name, value in found.items() if value < least * share[name]}
+
+
+def agreements(contributions: Mapping[str, Contribution]) -> dict[str, float]:
+    """Return how far each contribution agrees with the others: 0 as by chance, 1 as usual, below 0 if against them.
+
+    Two contributions agree in the share of the places that both keep in which their signs are equal. A contribution's
+    agreement is the median over the others, and the usual one is the median over all. So fewer than half of the
+    replicas cannot change the verdict on the rest, whatever the sizes of their values are. Empty if the round shares
+    too few places to tell the usual agreement from chance.
+    """
+    names = sorted(contributions)
+    comparison = _SignCounts(names)
+    for tensor in contributions[names[0]] if len(names) >= _FEWEST else ():
+        comparison.add([contributions[name][tensor] for name in names])
+    return comparison.agreements()
+
+
+class _SignCounts:
+    """Numbers of places of every pair of contributions that both keep, and that have equal signs in both."""
+
+    def __init__(self, names: Sequence[str], every: int = 1, first: int = 0) -> None:
+        """The places `first`, `first + every` and so on of each tensor count."""
+        self._names, self._every, self._first = names, every, first
+        self._products = torch.zeros(len(names), len(names), dtype=torch.float64)
+        self._shared = self._products.clone()
+
+    def add(self, tensors: Sequence[DecodedTensor]) -> None:
+        """Count the places of one tensor, of all contributions in the order of their names."""
+        size = max((int(one.indices.max()) + 1 for one in tensors if len(one.indices)), default=0)
+        count = len(range(self._first, size, self._every))
+        signs = torch.zeros(len(tensors), count, device=tensors[0].values.device)
+        for row, one in zip(signs, tensors, strict=True):
+            counts = one.indices % self._every == self._first
+            row[one.indices[counts] // self._every] = one.values[counts].sign().float()
+        self._products += (signs @ signs.T).cpu()  # sums of up to 2^24 ones are exact
+        signs.abs_()
+        self._shared += (signs @ signs.T).cpu()
+
+    def agreements(self) -> dict[str, float]:
+        """Return as `agreements`."""
+        count = len(self._names)
+        if count < _FEWEST:
+            return {}
+        shares = torch.where(self._shared > 0, _CHANCE + 0.5 * self._products / self._shared, _CHANCE).tolist()
+        places, others = self._shared.tolist(), [[at for at in range(count) if at != own] for own in range(count)]
+        found = [median_high(shares[own][at] for at in others[own]) for own in range(count)]
+        usual = median_high(found) - _CHANCE
+        # Most pairs may have a hostile replica, so a median over pairs would let few silent ones end the check.
+        shared = median_high(median_high(places[own][at] for at in others[own]) for own in range(count))
+        if usual * math.sqrt(shared) < _DEVIATIONS * _CHANCE:  # a share of n places deviates by .5 / sqrt(n)
+            return {}
+        return {name: (share - _CHANCE) / usual for name, share in zip(self._names, found, strict=True)}
+
+
+# ---- the check of a round ----
+
+
+def draw(secret: bytes, record_sha256: bytes, replicas: Iterable[str], count: int) -> list[str]:
+    """Return `count` of the replicas, or all if they are fewer, in the order of their names.
+
+    Every replica is equally likely in every round, also one that was drawn in the last one. A replica that knows that
+    it will not be drawn could do no work.
+
+    `record_sha256` is that of the round's record, so the draw is unknown before the contributions are fixed. `secret`
+    is at least 16 bytes that are revealed after the run, so no contribution can be chosen by its draw. Deterministic.
+    """
+    ranks = {name: hashlib.sha256(b"\0".join((secret, record_sha256, name.encode()))).digest() for name in replicas}
+    return sorted(sorted(ranks, key=lambda name: ranks[name])[:count])
+
+
+def decoded(spec: RunSpec, record: RoundRecord, replica: str, fetch: FetchBlob) -> dict[str, DecodedTensor]:
+    """Return a contribution as the round applies it, by name."""
+    settings, found = spec.config.outer.compression, dict[str, DecodedTensor]()
+    scale = scale_of(next(one for one in record.contributions if one.replica == replica))
+    for block, shapes in shapes_by_block(spec.parameter_shapes).items():
+        address = BlobAddress(spec.run, record.round, replica, block)
+        blob = decode_blob(fetch(replica, block), address, shapes, settings)
+        found |= {name: tensor.scaled(scale) for name, tensor in blob.items()}
+    return found
+
+
+class GauntletCheck:
+    """Judges contributions by losses. Implements RoundCheck."""
+
+    def __init__(
+        self, spec: RunSpec, settings: GauntletSettings, source: Source, secret: str, device: torch.device
+    ) -> None:
+        """`secret`: known to the validators alone; it decides which replicas are drawn, and on which text."""
+        self._spec, self._settings, self._device = spec, settings, device
+        self._secret = hashlib.sha256(f"audit {secret}".encode()).digest()
+        self._texts = Texts(spec, source, settings.sequences or LEAST_SEQUENCES)
+
+    def check(self, record: RoundRecord, theta: Mapping[str, Tensor], fetch: FetchBlob) -> Iterator[Judgement]:
+        """Yield what was found about the contributions that a round includes. `theta` is from before the round."""
+        outer = self._spec.at(record.round).outer
+        sent = {one.replica: decoded(self._spec, record, one.replica, fetch) for one in record.contributions}
+        on_device = {name: tensor.to(self._device) for name, tensor in theta.items()}
+        rate = self._settings.step * outer.learning_rate_in(record.round)
+        for pair in overlapping(sent, self._settings.overlap):
+            seed = hashlib.sha256(b"pair" + self._secret + record.sha256 + " ".join(pair).encode()).digest()
+            of_both = self._texts.of_pair(pair, record.round, np.random.default_rng(list(seed)))
+            moved = {name: self._moved(sent[name]) for name in pair}
+            copy = copy_of(pair, moved, on_device, self._spec.shape, of_both, rate, outer)
+            if copy is not None:
+                [original] = {*pair} - {copy}
+                yield Judgement(round=record.round, replica=copy, copies=original)
+        read = sum(one.tokens for one in record.contributions) // self._spec.config.data.sequence_length
+        evaluated, sequences = self._settings.sizes(len(sent), read)
+        for name in draw(self._secret, record.sha256, sent, evaluated):
+            seed = hashlib.sha256(b"text" + self._secret + record.sha256 + name.encode()).digest()
+            texts = self._texts.of(name, record.round, sequences, np.random.default_rng(list(seed)))
+            losses = losses_of(on_device, self._moved(sent[name]), self._spec.shape, *texts, rate, outer)
+            yield Judgement(round=record.round, replica=name, losses=losses)
+
+    def finish(self) -> Iterator[Judgement]:
+        """Yield nothing: each round is judged as it closes."""
+        yield from ()
+
+    def _moved(self, contribution: Mapping[str, DecodedTensor]) -> dict[str, DecodedTensor]:
+        return {
+            name: DecodedTensor(one.indices.to(self._device), one.values.to(self._device))
+            for name, one in contribution.items()
+        }
+
+
+def share_of_compute(settings: GauntletSettings, replicas: int, sequences: int) -> float:
+    """Return the compute of one validator as a share of that of the replicas; so much of each replica's, on average.
+
+    `sequences`: training sequences of all replicas in a round, as inner steps x the sum of the batch sizes.
+    """
+    sizes = settings.sizes(replicas, sequences)
+    tried = sizes.evaluated * sizes.sequences * TEXTS * PARAMETERS
+    return tried / (FORWARDS_A_STEP * sequences)
