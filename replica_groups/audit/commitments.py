@@ -194,8 +194,14 @@ class MemberCommitments(MemberAudit):
     def commit(self, round_: int, steps: int) -> None:
         """Commit to a round, after its inner steps and the compression of the contribution."""
         digests = self._member.message_digests()
-        if digests and self._path(round_).is_dir():
-            self._save_messages(digests, self._path(round_) / MESSAGES)
+        if digests and (folder := self._path(round_)).is_dir():
+            path = folder / MESSAGES
+            try:
+                path.write_bytes(digests)
+            except OSError as error:  # a part of them would be other digests
+                path.unlink(missing_ok=True)
+                why = complaint(error)
+                print(f"{self._name}: the digests of its messages were not saved: {why}", file=sys.stderr)
         self._session.commitment = Commitment(
             member=self._name,
             before=self._before,
@@ -249,13 +255,6 @@ class MemberCommitments(MemberAudit):
         state.save(part / BEFORE)
         rename_whole(part, folder)  # whoever is drawn has to show it, also after a power cut
 
-    def _save_messages(self, digests: bytes, path: Path) -> None:
-        try:
-            path.write_bytes(digests)
-        except OSError as error:  # a part of them would be other digests
-            path.unlink(missing_ok=True)
-            print(f"{self._name}: the digests of its messages were not saved: {complaint(error)}", file=sys.stderr)
-
     def _kept(self) -> Iterator[tuple[int, Path]]:
         """Yield the rounds before which a state is in the folder."""
         for path in self._folder.iterdir() if self._folder.is_dir() else ():
@@ -274,20 +273,16 @@ class MemberCommitments(MemberAudit):
             if not paths:
                 raise FileNotFoundError(2, os.strerror(2), str(self._path(round_)))
             for path in paths:
-                self._show_file(round_, path)
+                header, own = ShownFile(round=round_, name=path.name, size=path.stat().st_size), Caller(self._name)
+                try:
+                    self._session.show_file(header, path, own)
+                except Refused:  # it may have arrived damaged: once more
+                    self._session.show_file(header, path, own)
         except (HeteroPPError, OSError) as error:
             why = complaint(error) if isinstance(error, OSError) else str(error)
             print(f"{self._name}: its state before round {round_} was not shown: {why}", file=sys.stderr, flush=True)
         else:
             del self._shows[round_]
-
-    def _show_file(self, round_: int, path: Path) -> None:
-        """Send a file. One that arrived damaged is sent again, once."""
-        header = ShownFile(round=round_, name=path.name, size=path.stat().st_size)
-        try:
-            self._session.show_file(header, path, Caller(self._name))
-        except Refused:
-            self._session.show_file(header, path, Caller(self._name))
 
 
 def state_of(member: TrainingMember, outer: OuterRound, position: Any, steps: dict[str, Any] | None) -> CommittedState:
@@ -371,12 +366,10 @@ class Commitments:
         """Add to each contribution what its members committed to, by name."""
         for entry in record.contributions:
             for member in sorted(name for name, replica in self._members.items() if replica == entry.replica):
-                if (found := self._found(record.round, member, entry.generation)) is not None:
+                with self._lock:
+                    found = self._kept.get((record.round, member, entry.generation))
+                if found is not None:
                     entry.commitments.append(found)
-
-    def _found(self, round_: int, member: str, generation: int) -> Commitment | None:
-        with self._lock:
-            return self._kept.get((round_, member, generation))
 
     def _complaint(self, member: str, round_: int, found: Commitment) -> str | None:
         if not found.before:
@@ -384,7 +377,9 @@ class Commitments:
         if found.member != member:
             return f"found a commitment of `{found.member[:80]}`, expected its own"
         lengths = [len(found.before), len(found.after), len(found.rest), len(found.text), len(found.messages)]
-        text, messages = (_DIGEST if one else 0 for one in (member in self._readers, self._has_neighbours(member)))
+        # A stage also commits to its messages with others. One without a digest of them is not judged.
+        has_neighbours = list(self._members.values()).count(self._members[member]) > 1
+        text, messages = (_DIGEST if one else 0 for one in (member in self._readers, has_neighbours))
         if lengths != (expected := [_DIGEST, _DIGEST, _DIGEST, text, messages]):
             return f"found a commitment with digests of {lengths} bytes, expected {expected}"
         known = self.expected(member)
@@ -393,7 +388,3 @@ class Commitments:
             last = "the one after the last round that counted it, or " if known else ""
             return f"began round {round_} with an unknown state, expected {last}a fresh one"
         return None
-
-    def _has_neighbours(self, member: str) -> bool:
-        """Return whether a member exchanges messages with other stages. One without a digest of them is not judged."""
-        return list(self._members.values()).count(self._members[member]) > 1

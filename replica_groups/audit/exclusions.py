@@ -133,25 +133,20 @@ class Exclusions:
         A replica whose members have changed since is not excluded, because its present ones may be honest.
         """
         member = one.recomputed.member
-        if (holder := self._committed(one)) and self.guests is not None:
+        record = self._runner.wait_for_record(one.round)
+        made = [each for entry in record.contributions if entry.replica == one.replica for each in entry.commitments]
+        # The holder of the slot when it committed; 0 without a ticket.
+        holder = next((each.holder for each in made if each.member == member), 0)
+        if holder and self.guests is not None:
             self.guests.condemn(member, holder, why)
-            self._end_revoked(member, why)
+            now = self._held_by(member)
+            if now is not None and now.holder:
+                try:
+                    self.guests.require_in(member, now.holder)
+                except Refused:
+                    cause = f"its ticket was revoked: {why}"
+                    self._runner.tell(e.Died(member, now.incarnation, cause))
             return
         before = self._tickets_in(one.round).get(one.replica)
         if not before or before & self._tickets_of(self._held_now()).get(one.replica, frozenset()):
             self.exclude(one.replica, one.round, why)
-
-    def _committed(self, one: Judgement) -> int:
-        """Return the holder number of the member that a finding names, when it committed; 0 without a ticket."""
-        record = self._runner.wait_for_record(one.round)
-        made = [each for entry in record.contributions if entry.replica == one.replica for each in entry.commitments]
-        return next((each.holder for each in made if each.member == one.recomputed.member), 0)
-
-    def _end_revoked(self, member: str, why: str) -> None:
-        now = self._held_by(member)
-        if now is None or not now.holder or self.guests is None:
-            return
-        try:
-            self.guests.require_in(member, now.holder)
-        except Refused:
-            self._runner.tell(e.Died(member, now.incarnation, f"its ticket was revoked: {why}"))

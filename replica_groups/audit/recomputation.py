@@ -115,14 +115,10 @@ def write_evidence(
     digests = {name: hashlib.sha256(data).hexdigest() for name, data in contents.items()}
     for name in shown:
         if name not in {*contents, ARRIVED, MANIFEST}:
-            digests[name] = _sha256(store, f"{folder}/{name}")
+            path = store.path(key := f"{folder}/{name}")
+            digests[name] = file_sha256(path) if path is not None else hashlib.sha256(store.get(key)).hexdigest()
     sealed = found.model_copy(update={"files": digests})
     store.put(f"{folder}/{MANIFEST}", sealed.model_dump_json(indent=1).encode())
-
-
-def _sha256(store: Store, key: str) -> str:
-    path = store.path(key)
-    return file_sha256(path) if path is not None else hashlib.sha256(store.get(key)).hexdigest()
 
 
 def read_evidence(folder: Path) -> Evidence:
@@ -331,7 +327,10 @@ class Recomputation:
             again = recompute(self.spec, entry.replica, start, entry.steps, self._source, self._device)
             file = shown / AUTHORITY
             authority = file.read_text(encoding="ascii") if file.is_file() else None
-            found = self.compared(entry, number, contributed, again, _messages(shown, entry), authority)
+            messages = {
+                one.member: (shown / one.member / MESSAGES).read_bytes() for one in entry.commitments if one.messages
+            }
+            found = self.compared(entry, number, contributed, again, messages, authority)
             return found, again.blobs
         except (OutOfMemory, StoreError):
             raise
@@ -401,10 +400,6 @@ def _files(log: ContributionLog, folder: str) -> Iterator[Path]:
         yield Path(scratch)
 
 
-def _messages(folder: Path, entry: ContributionEntry) -> dict[str, bytes]:
-    return {one.member: (folder / one.member / MESSAGES).read_bytes() for one in entry.commitments if one.messages}
-
-
 def _judgement(round_: int, replica: str, found: Comparison, evidence: str = "") -> Judgement:
     finding = Finding(
         is_equal=found.is_equal,
@@ -414,11 +409,3 @@ def _judgement(round_: int, replica: str, found: Comparison, evidence: str = "")
         evidence=evidence,
     )
     return Judgement(round=round_, replica=replica, recomputed=finding)
-
-
-def recomputation_of(
-    spec: RunSpec, log: ContributionLog, source: Source | None, device: torch.device = CPU, folder: Path | None = None
-) -> Recomputation | None:
-    """Return the recomputation that a run's audit asks for, if it does. Arguments as of Recomputation."""
-    settings = spec.config.audit.recompute
-    return None if settings is None else Recomputation(spec, settings, log, source, device, folder)

@@ -38,7 +38,7 @@ from hetero_pp.link.protocol import LinkEnd, LinkEnds
 from hetero_pp.messages.messages_pb2 import ContributionEntry, StageMessages
 from hetero_pp.model.transformer import EMBEDDING, Shapes
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
-from hetero_pp.pseudo_gradient.contribution import BlobAddress, DecodedTensor, decode_blob
+from hetero_pp.pseudo_gradient.contribution import BlobAddress, decode_blob
 from hetero_pp.rpc.identities import check_statement
 from replica_groups.audit.commitments import CommittedState, state_of
 from replica_groups.engines.ranks import Ranks
@@ -210,7 +210,9 @@ def recompute(
     """
     torch.set_num_threads(spec.config.threads)
     for name, state in start.states.items():
-        _require_finite(name, state)
+        for key, tensor in state.tensors.items():
+            if tensor.dtype != torch.float32 or not bool(tensor.isfinite().all()):
+                raise DamagedFile(f"{name}: found {key} in its checkpoint, expected finite values in fp32")
     texts: dict[str, Any] = {}
     try:
         with computing("recomputation", device):
@@ -232,12 +234,6 @@ def _built(spec: RunSpec, replica: str, start: RoundStart, source: Source | None
         if isinstance(error, torch.AcceleratorError) or "memory" in str(error):
             raise
         raise DamagedFile(f"the checkpoint of {replica} is not of its members ({error})") from None
-
-
-def _require_finite(member: str, state: CommittedState) -> None:
-    for name, tensor in state.tensors.items():
-        if tensor.dtype != torch.float32 or not bool(tensor.isfinite().all()):
-            raise DamagedFile(f"{member}: found {name} in its checkpoint, expected finite values in fp32")
 
 
 def _after(here: ReplicaHere, member: str, steps: int) -> CommittedState:
@@ -291,17 +287,14 @@ def difference(address: BlobAddress, shapes: Shapes, settings: CompressionSettin
     if told == again:
         return 0.0
     first, second = (decode_blob(data, address, shapes, settings) for data in (told, again))
-    apart = sum(_apart(first[name], second[name], math.prod(shapes[name])) for name in shapes)
+    apart = 0.0
+    for name, shape in shapes.items():
+        total = torch.zeros(math.prod(shape), dtype=torch.float64)
+        total[first[name].indices] += first[name].values.double()
+        total[second[name].indices] -= second[name].values.double()
+        apart += float(total.square().sum())
     norm = sum(float(one.values.double().square().sum()) for one in second.values())
     return math.sqrt(apart / norm) if norm else math.inf if apart else 0.0
-
-
-def _apart(first: DecodedTensor, second: DecodedTensor, size: int) -> float:
-    """Return the squared distance of two sparse tensors of `size` values."""
-    total = torch.zeros(size, dtype=torch.float64)
-    total[first.indices] += first.values.double()
-    total[second.indices] -= second.values.double()
-    return float(total.square().sum())
 
 
 # ---- its stages ----

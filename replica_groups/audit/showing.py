@@ -292,7 +292,10 @@ class Showing:
         self.expect(header, caller)
         asked, replica = self._asked(header, caller), self._runner.roster.members[caller.name]
         try:
-            is_right = self._matches(header.name, path, asked.commitment)
+            if header.name == BEFORE:
+                is_right = sha256_in(path) == asked.commitment.before
+            else:
+                is_right = messages_sha256(path.read_bytes()) == asked.commitment.messages
         except DamagedFile:
             is_right = False
         key = f"{evidence_key(header.round, replica)}/{caller.name}/{header.name}"
@@ -308,12 +311,6 @@ class Showing:
         self._settle()
         if not is_right:
             self._refuse(caller.name, f"its {header.name} from round {header.round} does not match its commitment")
-
-    @staticmethod
-    def _matches(name: str, path: Path, commitment: Commitment) -> bool:
-        if name == BEFORE:
-            return sha256_in(path) == commitment.before
-        return messages_sha256(path.read_bytes()) == commitment.messages
 
     def _asked(self, header: ShownFile, caller: Caller) -> _ShowRequest:
         self._runner.expect_member(caller.name)

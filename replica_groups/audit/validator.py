@@ -23,7 +23,7 @@ from hetero_pp.data.sources import Source
 from hetero_pp.messages.messages_pb2 import Judgement, RoundRecord
 from hetero_pp.outer.apply_round import FetchBlob
 from replica_groups.audit.gauntlet import GauntletCheck
-from replica_groups.audit.recomputation import recomputation_of
+from replica_groups.audit.recomputation import Recomputation
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.replay import Follower, newest_sound
 
@@ -73,9 +73,12 @@ def checks_of(
 
     `folder` holds theta of rounds whose files are on their way (Recomputation).
     """
-    gauntlet, again = spec.config.audit.scores, recomputation_of(spec, log, source, device, folder)
-    scores: list[RoundCheck] = [] if gauntlet is None else [GauntletCheck(spec, gauntlet, source, secret, device)]
-    return scores if again is None else [*scores, again]
+    audit, checks = spec.config.audit, list[RoundCheck]()
+    if audit.scores is not None:
+        checks.append(GauntletCheck(spec, audit.scores, source, secret, device))
+    if audit.recompute is not None:
+        checks.append(Recomputation(spec, audit.recompute, log, source, device, folder))
+    return checks
 
 
 class Validator:
