@@ -74,14 +74,11 @@ def require_shallow(value: object, depth_max: int = DEPTH_MAX) -> None:
     """Raise TooLarge for lists and mappings that are nested more than `depth_max` levels deep."""
     level = [value]
     for _ in range(depth_max + 1):
-        level = [below for one in level for below in _below(one) if isinstance(below, dict | list)]
+        parts = [one.values() if isinstance(one, Mapping) else one for one in level if isinstance(one, Mapping | list)]
+        level = [below for part in parts for below in part if isinstance(below, dict | list)]
         if not level:
             return
     raise TooLarge(f"found lists and objects more than {depth_max} levels deep")
-
-
-def _below(value: object) -> list[Any]:
-    return list(value.values()) if isinstance(value, Mapping) else list(value) if isinstance(value, list) else []
 
 
 def _int(digits: str) -> int:

@@ -38,19 +38,15 @@ def resolved(setting: str, turn: int = 0) -> torch.device:
         return own[turn % len(own)]
     if setting == "auto":
         return CPU
-    raise ConfigError(("device",), _not_there(setting, own, there))
-
-
-def _not_there(setting: str, own: list[torch.device], there: list[torch.device]) -> str:
-    """Say which devices there are instead."""
     if own:
         shared = "`auto` shares them among the members of this host"
-        return f"found `{setting}`, expected one of {', '.join(f'`{one}`' for one in own)}, or `auto`: {shared}"
+        known = f"one of {', '.join(f'`{one}`' for one in own)}, or `auto`: {shared}"
+        raise ConfigError(("device",), f"found `{setting}`, expected {known}")
     if setting.startswith("cuda") and not torch.backends.cuda.is_built():
         why = "was built without CUDA"
     else:
         why = f"finds {', '.join(map(str, there))}" if there else "finds no GPU here"
-    return f"found `{setting}`, expected `auto` or `cpu`: torch {torch.__version__} {why}"
+    raise ConfigError(("device",), f"found `{setting}`, expected `auto` or `cpu`: torch {torch.__version__} {why}")
 
 
 def use(device: torch.device) -> None:

@@ -11,7 +11,7 @@ import os
 import re
 import socket
 from base64 import b64encode
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
 from urllib.request import getproxies_environment
@@ -104,10 +104,19 @@ def route_to(address: str) -> Route:
     proxy = grpc_proxy(host_and_port(address)[0])
     if proxy is None:
         return DIRECT
-    failure = _failure(proxy, address)
-    if failure:
-        return Route(None, f" (dialled without the proxy {proxy}, which failed: {failure})")
-    return Route(proxy, f" (through the proxy {proxy})")
+    through = Route(proxy, f" (through the proxy {proxy})")
+    try:
+        with closing(proxy.connect(address, PROBE_SECONDS)):
+            return through
+    except OSError as error:
+        reason = error.strerror or str(error) or type(error).__name__
+    if _SERVER_ERROR.match(reason):
+        try:
+            with DIRECT.connect(address, PROBE_SECONDS):
+                pass
+        except OSError:  # the exchange may start later, and then only the proxy reaches it
+            return through
+    return Route(None, f" (dialled without the proxy {proxy}, which failed: {reason})")
 
 
 def is_private(host: str) -> bool:
@@ -139,42 +148,10 @@ def _is_excluded(host: str, no_proxy: str) -> bool:
         name = entry.strip().removeprefix("*").lstrip(".")
         if entry.strip() == "*" or (name and f".{host.lower()}".endswith(f".{name}")):
             return True
-        network = _network(entry.strip())
-        if address is not None and network is not None and address in network:
-            return True
+        with suppress(ValueError):  # a name, and no network
+            if address is not None and address in ipaddress.ip_network(entry.strip(), strict=False):
+                return True
     return False
-
-
-def _network(entry: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
-    """Return the network that an entry of `no_proxy` is; None for a name."""
-    try:
-        return ipaddress.ip_network(entry, strict=False)
-    except ValueError:
-        return None
-
-
-def _failure(proxy: Proxy, address: str) -> str:
-    """Return why a proxy does not reach an address.
-
-    Empty if it does, or if it only reports that nothing answers there now.
-    """
-    try:
-        with closing(proxy.connect(address, PROBE_SECONDS)):
-            return ""
-    except OSError as error:
-        reason = error.strerror or str(error) or type(error).__name__
-    if _SERVER_ERROR.match(reason) and not _is_reached(address):
-        return ""  # the exchange may start later, and then only the proxy reaches it
-    return reason
-
-
-def _is_reached(address: str) -> bool:
-    """Return whether an address answers without a proxy."""
-    try:
-        with DIRECT.connect(address, PROBE_SECONDS):
-            return True
-    except OSError:
-        return False
 
 
 def _addresses(host: str) -> list[_Address]:

@@ -84,7 +84,8 @@ def _without(marked: NotPartOf, defaults: bool, value: Any, dumped: Any) -> Any:
         return {
             name: _without(marked, defaults, getattr(value, name), dumped[name])
             for name, field in type(value).model_fields.items()
-            if not _is_marked(field, marked) and (defaults or not _is_default(field, getattr(value, name), marked))
+            if not any(isinstance(one, NotPartOf) and marked & one for one in field.metadata)
+            and (defaults or not _is_default(field, getattr(value, name), marked))
         }
     if isinstance(value, dict):
         parts = zip(value.values(), dumped.items(), strict=True)
@@ -92,10 +93,6 @@ def _without(marked: NotPartOf, defaults: bool, value: Any, dumped: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_without(marked, defaults, part, as_json) for part, as_json in zip(value, dumped, strict=True)]
     return dumped
-
-
-def _is_marked(field: FieldInfo, mark: NotPartOf) -> bool:
-    return any(isinstance(one, NotPartOf) and mark & one for one in field.metadata)
 
 
 def _is_default(field: FieldInfo, value: Any, marked: NotPartOf) -> bool:

@@ -53,7 +53,9 @@ class InProcessLink:
         with self._lock:
             if generation < self._generation or self._over is not None:
                 raise LinkClosed(self._over or self._cause)
-            return self._pair()[0 if direction == "forward" else 1]
+            if self._ends is None or any(end.is_over for end in self._ends):
+                self._ends = in_process_pair(self._spec, self._seed, lines=self._lines, ledgers=self._ledgers)
+            return self._ends[0 if direction == "forward" else 1]
 
     def give_up(self, before: int, cause: str) -> None:
         """End links of generations before `before`. Their users get LinkClosed(cause)."""
@@ -72,11 +74,6 @@ class InProcessLink:
             ends = self._ends
         for end in ends or ():
             end.abort(cause)
-
-    def _pair(self) -> tuple[InProcessLinkEnd, InProcessLinkEnd]:
-        if self._ends is None or any(end.is_over for end in self._ends):
-            self._ends = in_process_pair(self._spec, self._seed, lines=self._lines, ledgers=self._ledgers)
-        return self._ends
 
 
 class InProcessLinkEnd:

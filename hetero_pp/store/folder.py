@@ -49,8 +49,25 @@ class FolderStore:
 
     def create(self, key: str, data: bytes) -> bool:
         path = self.path(key)
+
+        def create() -> bool:
+            make_folder(path.parent)
+            part = part_of(path)
+            try:
+                part.write_bytes(data)
+                flush(part)
+                os.link(part, path)
+                return True
+            except FileExistsError:
+                return False
+            finally:
+                with suppress(OSError):  # it was never created, or cannot be removed now
+                    part.unlink()
+                # Also after losing: the caller continues from the winner's object, whose name may not be on disk yet.
+                flush(path.parent)
+
         with storing("written", path):
-            return _retried(lambda: _create(path, data))
+            return _retried(create)
 
     def below(self, folder: str = "") -> list[str]:
         top = self.path(folder) if folder else self.folder
@@ -74,7 +91,11 @@ class FolderStore:
         for path in map(self.path, keys):
             with storing("removed", path):
                 path.unlink(missing_ok=True)
-            self._remove_empty(path.parent)
+            folder = path.parent
+            with suppress(OSError):  # the first that is not empty
+                while folder != self.folder and self.folder in folder.parents:
+                    folder.rmdir()
+                    folder = folder.parent
 
     def size(self, key: str) -> int:
         with storing("read", self.path(key)):
@@ -112,14 +133,6 @@ class FolderStore:
     def forget_parts(self) -> None:
         remove_parts(self.folder)
 
-    def _remove_empty(self, folder: Path) -> None:
-        while folder != self.folder and self.folder in folder.parents:
-            try:
-                folder.rmdir()
-            except OSError:
-                return
-            folder = folder.parent
-
 
 def make_folder(folder: Path) -> None:
     """Create a folder and its missing parents, and flush the name of each to disk."""
@@ -134,23 +147,6 @@ def make_folder(folder: Path) -> None:
             if not one.is_dir():
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(one)) from None
         flush(one.parent)
-
-
-def _create(path: Path, data: bytes) -> bool:
-    make_folder(path.parent)
-    part = part_of(path)
-    try:
-        part.write_bytes(data)
-        flush(part)
-        os.link(part, path)
-        return True
-    except FileExistsError:
-        return False
-    finally:
-        with suppress(OSError):  # it was never created, or cannot be removed now
-            part.unlink()
-        # Also after losing: the caller continues from the winner's object, whose name may not be on disk yet.
-        flush(path.parent)
 
 
 def _retried(write: Callable[[], T]) -> T:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -84,13 +84,17 @@ class ObjectStore:
     def below(self, folder: str = "") -> list[str]:
         with self._told("listed", folder):
             found: list[str] = []
-            for page in self._pages(folder):
-                found += page
+            pages = iter(obstore.list(self._objects, checked(folder) if folder else None))
+            while True:
+                with self._watched(folder):
+                    page = next(pages, None)
+                if page is None:
+                    return sorted(found)
+                found += [one["path"] for one in page]
                 if len(found) > KEYS_MAX:
                     raise StoreError(
                         f"{self.url(folder)}: found more than {KEYS_MAX:,} objects in the list; stopped reading it"
                     )
-            return sorted(found)
 
     def names(self, folder: str = "") -> list[str]:
         with self._told("listed", folder), self._watched(folder):
@@ -104,14 +108,13 @@ class ObjectStore:
             try:
                 obstore.delete(self._objects, [checked(key) for key in keys])
             except FileNotFoundError:  # some services stop at a missing object, so others may be left
-                with ThreadPoolExecutor(8) as pool:
-                    list(pool.map(self._delete_one, keys))
 
-    def _delete_one(self, key: str) -> None:
-        try:
-            obstore.delete(self._objects, key)
-        except FileNotFoundError:
-            return
+                def delete_one(key: str) -> None:
+                    with suppress(FileNotFoundError):
+                        obstore.delete(self._objects, key)
+
+                with ThreadPoolExecutor(8) as pool:
+                    list(pool.map(delete_one, keys))
 
     def size(self, key: str) -> int:
         with self._told("read", key), self._watched(key):
@@ -152,16 +155,6 @@ class ObjectStore:
 
     def forget_parts(self) -> None:
         """Do nothing: incomplete uploads are removed by the bucket's lifecycle rules."""
-
-    def _pages(self, folder: str) -> Iterator[list[str]]:
-        """Yield the keys below a folder, one page of the service at a time."""
-        pages = iter(obstore.list(self._objects, checked(folder) if folder else None))
-        while True:
-            with self._watched(folder):
-                page = next(pages, None)
-            if page is None:
-                return
-            yield [one["path"] for one in page]
 
     def _listed(self, prefix: str | None) -> Any:
         """List one level of a folder. Raises StoreError if the listing takes more than LISTING_BYTES_MAX.

@@ -42,17 +42,17 @@ def is_of(url: str, origins: Sequence[str]) -> bool:
         asked, known = _origin(url), [_origin(origin) for origin in origins]
     except ValueError:  # the port is not a number
         return False
-    return any(asked[::2] == one[::2] and _is_host(asked[1], one[1]) for one in known)
+    for scheme, pattern, port in known:
+        words = list(zip(asked[1].split("."), pattern.split("."), strict=False))
+        is_host = asked[1].count(".") == pattern.count(".") and all(own and one in (own, "*") for own, one in words)
+        if asked[::2] == (scheme, port) and is_host:
+            return True
+    return False
 
 
 def _origin(url: str) -> tuple[str, str, int | None]:
     parts = urlsplit(url)
     return parts.scheme, (parts.hostname or "").rstrip("."), parts.port or _PORTS.get(parts.scheme)
-
-
-def _is_host(host: str, pattern: str) -> bool:
-    words = zip(host.split("."), pattern.split("."), strict=False)
-    return host.count(".") == pattern.count(".") and all(known in (word, "*") and word for word, known in words)
 
 
 def upload(url: str, data: bytes, timeout: float) -> None:
