@@ -29,8 +29,7 @@ from hetero_pp.model.learning_rates import LearningRates
 from hetero_pp.model.part_settings import AnchorSettings
 from hetero_pp.model.transformer import ModelShape
 
-_VALUES = "values."
-"""Prefix of the names of values among a replica's own tensors; the others are moments."""
+_VALUES = "values."  # prefix of the names of values among a replica's own tensors; the others are moments
 
 
 class OwnParameters:
@@ -137,10 +136,8 @@ class Anchors(OwnParameters):
         device: torch.device = CPU,
     ) -> None:
         """Create the parameters. If `rank` is None, there is only A [V, D]."""
-        self.weight = 1.0
-        """w."""
-        self.weight_in: Callable[[int], float] = lambda round_: 1.0
-        """w by round."""
+        self.weight = 1.0  # w
+        self.weight_in: Callable[[int], float] = lambda round_: 1.0  # w by round
         self.table = nn.Parameter(torch.zeros(vocabulary, rank or width, device=device))
         self.expansion: nn.Parameter | None = None
         parameters = {"table": self.table}

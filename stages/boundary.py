@@ -29,8 +29,7 @@ class Boundary:
     width: int
     format: CoefficientFormat
     basis: Tensor | None = None
-    perpendicular: Tensor | None = None
-    """T_perp [V, D], at a receiver of compressed activations."""
+    perpendicular: Tensor | None = None  # t_perp [V, D], at a receiver of compressed activations
 
     @property
     def dimensions(self) -> int:

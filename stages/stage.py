@@ -20,8 +20,7 @@ from hetero_pp.pipeline.coefficients import Symbols
 from stages.anchors import Anchors
 from stages.boundary import Boundary
 
-_ANCHORS = "anchors."
-"""Prefix of the names of anchors' tensors."""
+_ANCHORS = "anchors."  # prefix of the names of anchors' tensors
 
 
 class _Followed(torch.autograd.Function):

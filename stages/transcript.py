@@ -34,8 +34,7 @@ from hetero_pp.link.protocol import NOT_KNOWN, Holders, Message, Signer
 from hetero_pp.messages.messages_pb2 import EVALUATION, FLUSH, LinkHeader, StageMessages, Statement
 from hetero_pp.pipeline.coefficients import CoefficientFormat, Symbols
 
-SUMS = 8
-"""Numbers in a sketch."""
+SUMS = 8  # numbers in a sketch
 
 
 class Way(IntEnum):
@@ -56,8 +55,7 @@ RECORD = np.dtype([("way", "u1"), ("micro_batch", "<u2"), ("step", "<u4"), ("nor
 
 The flushes at the end of an inner loop count as the first activation and the first gradient of one more step.
 """
-SKETCHED = np.dtype([*RECORD.descr, ("sketch", "<f4", (SUMS,))])
-"""The same with a sketch."""
+SKETCHED = np.dtype([*RECORD.descr, ("sketch", "<f4", (SUMS,))])  # the same with a sketch
 
 
 class Sketches:
@@ -96,8 +94,7 @@ class Entry:
 class NoTranscript:
     """The part of a transcript that a stage's worker needs, for a stage that is not audited: keeps nothing."""
 
-    ends_both_ways = False
-    """Whether a flush is sent backward, too, at the end of an inner loop."""
+    ends_both_ways = False  # whether a flush is sent backward, too, at the end of an inner loop
 
     def enter(self, generation: int, signer: Signer | None, holders: Holders = NOT_KNOWN) -> None:
         """Sign in another generation of the group; without a signer, nothing is signed. `holders`: of neighbours."""
@@ -129,8 +126,7 @@ class GroupPosition:
     """A stage in its group. Signatures are valid there only."""
 
     run: str
-    members: Sequence[str]
-    """Members of the group, in their order."""
+    members: Sequence[str]  # members of the group, in their order
     stage: int
 
     @property
@@ -162,10 +158,8 @@ class Transcript(NoTranscript):
         """`sketches` is set if an audit allows a tolerance."""
         self._position, self._sketches = position, sketches
         self._thread = ThreadPoolExecutor(1, "digests")
-        self._done: list[NDArray[np.void]] = []
-        """Records of the steps before the newest one."""
-        self._entries: list[_KeptEntry] = []
-        """Messages of the newest step."""
+        self._done: list[NDArray[np.void]] = []  # records of the steps before the newest one
+        self._entries: list[_KeptEntry] = []  # messages of the newest step
         self._step = 0
         self._generation = 0
         self._signer: Signer | None = None

@@ -32,8 +32,7 @@ from stages.stage import Stage
 from stages.transcript import Entry, NoTranscript, Way
 
 LARGEST_NORM = torch.finfo(torch.float32).max
-_ROUNDING = 1e-5
-"""Largest relative error of the sum of squared norms."""
+_ROUNDING = 1e-5  # largest relative error of the sum of squared norms
 _OF_BACKWARD = (Action.RECEIVE_GRADIENT, Action.BACKWARD, Action.SEND_GRADIENT)
 
 
@@ -42,22 +41,17 @@ class Timing:
     """Seconds since the last reset."""
 
     compute: float = 0.0
-    waited_previous: float = 0.0
-    """For messages of the previous stage."""
-    waited_next: float = 0.0
-    """For messages of the next stage."""
+    waited_previous: float = 0.0  # for messages of the previous stage
+    waited_next: float = 0.0  # for messages of the next stage
 
 
 @dataclass
 class ActivityMeter:
     """Progress of a training worker, for other threads."""
 
-    done: int = 0
-    """Number of finished events of the schedule."""
-    waits: bool = False
-    """Whether the worker waits for a neighbour."""
-    action: Action = Action.FORWARD
-    """Action of the present or last event."""
+    done: int = 0  # number of finished events of the schedule
+    waits: bool = False  # whether the worker waits for a neighbour
+    action: Action = Action.FORWARD  # action of the present or last event
 
     @property
     def doing(self) -> Doing:
@@ -94,10 +88,8 @@ class _Step:
     step: int
     global_step: int
     purpose: Purpose
-    is_last: bool = False
-    """Whether this is the last step of its round, if known."""
-    tokens: dict[int, Tensor] = field(default_factory=dict)
-    """Token ids [B, L + 1] in host memory."""
+    is_last: bool = False  # whether this is the last step of its round, if known
+    tokens: dict[int, Tensor] = field(default_factory=dict)  # token ids [B, L + 1] in host memory
     received: dict[int, Message] = field(default_factory=dict)
     noted: dict[int, Entry] = field(default_factory=dict)
     came: dict[int, Symbols] = field(default_factory=dict)
@@ -109,8 +101,7 @@ class _Step:
     losses: list[tuple[Tensor, int]] = field(default_factory=list)
     """Loss and weight of each micro-batch; read at the end, because reading waits for the device."""
     backwards_left: int = 0
-    gradients_left: int = 0
-    """Gradients of this step that the next stage has not sent yet."""
+    gradients_left: int = 0  # gradients of this step that the next stage has not sent yet
 
     @property
     def loss(self) -> float:
@@ -129,21 +120,17 @@ class StageWorker:
     ) -> None:
         self.stage = stage
         self.settings = settings
-        self.transcript = NoTranscript()
-        """Set to another one if the run is audited by recomputation."""
+        self.transcript = NoTranscript()  # set to another one if the run is audited by recomputation
         self.timing = Timing()
         self.activity = ActivityMeter()
-        self.gradient_norm = math.nan
-        """Gradient norm of the whole replica in the last step that this stage applied."""
+        self.gradient_norm = math.nan  # gradient norm of the whole replica in the last step that this stage applied
         self.learning_rate = math.nan
-        self.was_last = False
-        """Whether the last step was marked as the last of its round."""
+        self.was_last = False  # whether the last step was marked as the last of its round
         self._upstream = upstream
         self._downstream = downstream
         self._pending_step: int | None = None
         self._norm_to_announce: float | None = None
-        self._own_squared = 0.0
-        """Squared gradient norm of this stage in the newest step."""
+        self._own_squared = 0.0  # squared gradient norm of this stage in the newest step
         self._copies = copies_of(stage.device)
         self._sender = Sender(stage.device)
         spec = stage.spec

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 Tensors = tuple[Tensor, ...]
-Arriving = Callable[[], Tensors]
-"""Returns tensors that are on their way to the host, once they are complete."""
+Arriving = Callable[[], Tensors]  # returns tensors that are on their way to the host, once they are complete
 
 
 def copies_of(device: torch.device) -> Copies:

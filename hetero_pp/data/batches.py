@@ -171,10 +171,8 @@ class Share:
 
     replica: int
     replicas: int
-    rotation: tuple[int, ...] = ()
-    """Optional replicas that rotate their shares (`StoreBatches.rotation`)."""
-    round: int = 1
-    """First round in which this division of the text applies."""
+    rotation: tuple[int, ...] = ()  # optional replicas that rotate their shares (`StoreBatches.rotation`)
+    round: int = 1  # first round in which this division of the text applies
     first_step: int | None = 0
     """First step of the replica that reads this share; None: its current step when it learns of the share."""
 
@@ -189,12 +187,10 @@ class SharedBatches:
     def __init__(self, share: Share, batches_of: Callable[[Share], Batches]) -> None:
         """Start with a share. `batches_of` returns the batches of a share, from step 0 on."""
         self._batches_of = batches_of
-        self.text: Hash | None = None
-        """Digest to which the tokens of each training batch are added, if it is set."""
+        self.text: Hash | None = None  # digest to which the tokens of each training batch are added, if it is set
         self._began: list[Any] = []
         """Positions at which the last round began, and the round before it if that one was still undecided then."""
-        self._is_ahead = False
-        """Whether the last round was trained before the round before it was decided."""
+        self._is_ahead = False  # whether the last round was trained before the round before it was decided
         self._take(share, share.first_step or 0)
 
     def take(self, share: Share, step: int) -> None:

@@ -33,8 +33,7 @@ _STREAMED_ONLY = {(".jsonl", ".gz"), (".jsonl", ".zst"), (".json", ".gz"), (".js
 """File endings that only a streamed corpus can read."""
 _HIDDEN_FILE, _HIDDEN_FOLDER = "hidden file", "hidden folder"
 _REPEATED, _BROKEN = "repeated link", "broken link"
-_SPECIAL = "special file"
-"""Named pipe, socket or device. Reading from one may never end."""
+_SPECIAL = "special file"  # Named pipe, socket or device. Reading from one may never end.
 _EMPTY, _OTHER = "empty file", "other file"
 _SUFFIXES_SHOWN = 5
 
@@ -49,8 +48,7 @@ class Listing:
     Empty files are included, because their names and times belong to the fingerprint.
     """
     skipped: Counter[str] = field(default_factory=Counter)
-    other_suffixes: set[str] = field(default_factory=set)
-    """Suffixes of skipped files of other kinds."""
+    other_suffixes: set[str] = field(default_factory=set)  # suffixes of skipped files of other kinds
 
     def summary(self) -> str:
         """Return `read 12 files; skipped 3 hidden files and 2 repeated links`, or "" if nothing is skipped."""

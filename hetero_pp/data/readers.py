@@ -22,12 +22,10 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _KEY, _FIELD_KEY = ("data", "corpus"), ("data", "text_field")
-_LEAST_WORDS = 8
-"""Fewest words of a sentence of prose."""
+_LEAST_WORDS = 8  # fewest words of a sentence of prose
 _NOT_PROSE = re.compile(r"\s|>>>|\.\.|:|[-=~^*+|#]{3}")
 """Start of a line that is not prose: indentation, a Python session, a directive, a field, an underline, or a table."""
-_LINES_BETWEEN = 1000
-"""Lines of a file between two reports of progress."""
+_LINES_BETWEEN = 1000  # lines of a file between two reports of progress
 _ROWS_AT_ONCE = 1024
 _FIELDS_SHOWN = 20
 _BEGINNINGS = {
@@ -38,8 +36,7 @@ _BEGINNINGS = {
 }
 """First bytes of a file -> its likely format, and the command that converts it."""
 
-OnShare = Callable[[float], None]
-"""Progress callback; the argument is the share read so far, from 0 to 1."""
+OnShare = Callable[[float], None]  # progress callback; the argument is the share read so far, from 0 to 1
 Reader = Callable[[Path, str, OnShare], Iterator[str | None]]
 """Function (file, text field, progress callback) -> documents; None for each row without text."""
 

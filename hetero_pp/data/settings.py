@@ -13,10 +13,8 @@ from hetero_pp.core.settings import NotPartOf, Ratio, Settings
 STANDARD_LIBRARY = "standard-library"
 DOCSTRINGS = "docstrings"
 PROSE = "prose"
-INSTALLED = (STANDARD_LIBRARY, DOCSTRINGS, PROSE)
-"""Corpora that every installation of hetero-pp contains."""
-STREAMED = "hf:"
-"""Prefix of the name of a streamed corpus: it is read during training and never encoded as a whole."""
+INSTALLED = (STANDARD_LIBRARY, DOCSTRINGS, PROSE)  # corpora that every installation of hetero-pp contains
+STREAMED = "hf:"  # prefix of the name of a streamed corpus: it is read during training and never encoded as a whole
 _HUB_NAME = re.compile(r"[\w-]+|[\w-][\w.-]*/[\w-][\w.-]*")
 
 

@@ -35,11 +35,9 @@ from hetero_pp.data.tokenizers import Tokenizer, load_tokenizer
 from hetero_pp.data.tokens import TokenStore, prepare_tokens
 
 _KEY = ("data", "corpus")
-_ROWS = 256
-"""Rows read at once: `datasets` takes 15 times as long if it yields them one by one."""
+_ROWS = 256  # rows read at once: `datasets` takes 15 times as long if it yields them one by one
 _COMPRESSED = {".gz", ".zst", ".bz2", ".xz"}
-_FORMATS = {".jsonl": "text", ".json": "text", ".parquet": "parquet"}
-"""File suffix -> name of the `datasets` reader."""
+_FORMATS = {".jsonl": "text", ".json": "text", ".parquet": "parquet"}  # file suffix -> name of the `datasets` reader
 
 
 class Shards:
@@ -54,12 +52,10 @@ class Shards:
         on_null: Callable[[Rows], object] = lambda _: None,
     ) -> None:
         """Open a split. `on_null` is called at the 1st, 2nd, 4th, 8th, ... null row, with the counts so far."""
-        self.rows = Rows()
-        """Counts of the rows read; a row counts again in each epoch."""
+        self.rows = Rows()  # counts of the rows read; a row counts again in each epoch
         self._on_null = on_null
         self.count = len(files)
-        self.skips = skips
-        """Number of files that are read, and what is skipped, in words; empty if nothing is skipped."""
+        self.skips = skips  # number of files that are read, and what is skipped, in words; empty if nothing is skipped
         assert dataset.num_shards == self.count
         self._files = files
         self._dataset = dataset.with_format("arrow")

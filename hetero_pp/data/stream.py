@@ -26,14 +26,10 @@ from hetero_pp.core.seeds import seed_of
 from hetero_pp.data.batches import permute
 from hetero_pp.data.tokenizers import CannotEncode, Tokenizer
 
-ENCODED_AT_ONCE = 64
-"""Number of documents per tokenizer call: enough for all cores."""
+ENCODED_AT_ONCE = 64  # number of documents per tokenizer call: enough for all cores
 _SHOWN_CHARACTERS = 40
-_REMEMBERED = 1024
-"""Number of recent steps to which reading can go back."""
-
-Document = tuple[int, int, int]
-"""(epoch, shard, number in the shard)."""
+_REMEMBERED = 1024  # number of recent steps to which reading can go back
+Document = tuple[int, int, int]  # (epoch, shard, number in the shard)
 
 
 class ShardPart(NamedTuple):
@@ -89,14 +85,11 @@ class Position(NamedTuple):
     """Position of a replica in the stream."""
 
     epoch: int
-    block: int
-    """Number of completed blocks of this epoch."""
+    block: int  # number of completed blocks of this epoch
     parts: tuple[ShardPart, ...]
     """Everything that the replica has to read in this epoch, from the start of the block on."""
-    taken: int = 0
-    """Number of consumed documents of the block."""
-    offset: int = 0
-    """Number of consumed tokens of the next document."""
+    taken: int = 0  # number of consumed documents of the block
+    offset: int = 0  # number of consumed tokens of the next document
 
     def as_json(self) -> dict[str, Any]:
         """Return the position as plain numbers, lists and strings."""
@@ -169,11 +162,9 @@ class TokenStream:
         self.tokenizer = tokenizer
         self.repeat = repeat
         self._at = order.start(0)
-        self._blocks: Iterator[Block] | None = None
-        """Blocks after the current one; None before the first is read."""
+        self._blocks: Iterator[Block] | None = None  # blocks after the current one; None before the first is read
         self._block: list[tuple[Document, str]] = []
-        self._encoded: dict[int, np.ndarray] = {}
-        """Ids of documents of the current block, by their place in it."""
+        self._encoded: dict[int, np.ndarray] = {}  # ids of documents of the current block, by their place in it
 
     @property
     def position(self) -> Position:
@@ -259,8 +250,7 @@ class StreamBatches:
         """Step -> position of its batch, for the earliest known step and the recent ones."""
         self._ahead: dict[int, tuple[torch.Tensor, Position]] = {}
         """Step -> batch that was read ahead, and the position after it."""
-        self._next_is = 0, stream.position
-        """The step after the last trained one, and the position of its batch."""
+        self._next_is = 0, stream.position  # the step after the last trained one, and the position of its batch
 
     def train(self, step: int) -> torch.Tensor:
         """Return the batch of step `step` (from 0), int64 [B, L + 1]. Steps before the loaded one cannot be read."""

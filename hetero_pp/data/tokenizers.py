@@ -22,10 +22,8 @@ FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
 
 _KEY = ("data", "tokenizer")
 _BYTES_MAX = 256 * 2**20
-_RULE_DEPTH_MAX = 16
-"""Largest allowed nesting depth of rules. Published models have at most 6 levels."""
-_GROUPS_MAX = 100
-"""Largest number of brackets of one kind in a rule. Published models have at most 20."""
+_RULE_DEPTH_MAX = 16  # Largest allowed nesting depth of rules. Published models have at most 6 levels.
+_GROUPS_MAX = 100  # Largest number of brackets of one kind in a rule. Published models have at most 20.
 _STRING_BYTES_MAX = 1_000
 """Bytes of a text in the model, and of an added token. The model adds some of them to each letter."""
 _SHOWN_AROUND = 20

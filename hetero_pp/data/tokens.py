@@ -30,8 +30,7 @@ _FORMAT = 1
 _ROWS = ".rows.json"
 _BATCH_CHARACTERS = 1 << 20
 
-Span = tuple[bytes, int, int]
-"""A document: (sha256 of its text, index of its first token, index after its last token)."""
+Span = tuple[bytes, int, int]  # a document: (sha256 of its text, index of its first token, index after its last token)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +45,7 @@ class TokenStore:
     vocabulary: int
     path: Path
     digest: str
-    notes: tuple[str, ...] = ()
-    """Lines for the user about skipped files, the tokenizer, and rows without text."""
+    notes: tuple[str, ...] = ()  # lines for the user about skipped files, the tokenizer, and rows without text
 
     def describe(self, tokens: int | None) -> str:
         """Describe the data for a run of `tokens` tokens in words; None if that number is unknown."""

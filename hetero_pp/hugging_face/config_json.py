@@ -12,8 +12,7 @@ from hetero_pp.core.bounded import read_bounded_json
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.model.transformer import ModelShape, RopeScaling
 
-WEIGHTS_KEY = ("model", "weights")
-"""Setting to which every error about a checkpoint refers."""
+WEIGHTS_KEY = ("model", "weights")  # setting to which every error about a checkpoint refers
 
 _NAMES = {
     "width": "hidden_size",
@@ -40,8 +39,7 @@ class Architecture:
     """Content of a config.json that this model needs."""
 
     shape: ModelShape
-    is_tied: bool
-    """Whether the head is the token embedding."""
+    is_tied: bool  # whether the head is the token embedding
 
 
 def to_json(

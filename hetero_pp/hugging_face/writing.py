@@ -28,8 +28,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SHARD_BYTES = 5 * 10**9
 """Largest size of a file; a larger model is written as several, one of which is held in memory at a time."""
 
-Parameters = Callable[[str], Tensor]
-"""Returns the parameter of a name (ours) in fp32."""
+Parameters = Callable[[str], Tensor]  # returns the parameter of a name (ours) in fp32
 
 
 def write_model(
@@ -108,8 +107,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 # ---- the tokenizer ----
 
-END_OF_TEXT = "<|endoftext|>"
-"""Name of the separator if the tokenizer has none for it."""
+END_OF_TEXT = "<|endoftext|>"  # name of the separator if the tokenizer has none for it
 
 
 def write_tokenizer(data: DataSettings, folder: Path) -> int:

@@ -11,19 +11,15 @@ from enum import StrEnum
 from hetero_pp.messages.messages_pb2 import Refusal
 
 TOLD_AT_ONCE = 20
-SECONDS_BETWEEN = 1.0
-"""Seconds between reports after the first TOLD_AT_ONCE, for all kinds together."""
+SECONDS_BETWEEN = 1.0  # seconds between reports after the first TOLD_AT_ONCE, for all kinds together
 
 
 class Kind(StrEnum):
     """Reason of a refusal."""
 
-    STRANGER = "of a stranger"
-    """The sender is not authenticated."""
-    FORBIDDEN = "forbidden"
-    """The sender may not make this request or report."""
-    MALFORMED = "malformed"
-    """No honest peer sends it."""
+    STRANGER = "of a stranger"  # the sender is not authenticated
+    FORBIDDEN = "forbidden"  # the sender may not make this request or report
+    MALFORMED = "malformed"  # no honest peer sends it
     UNEXPECTED = "unexpected"
     """It does not fit the run or its round: another configuration, version or generation, or a second contribution."""
 

@@ -16,23 +16,16 @@ from hetero_pp.messages.messages_pb2 import Doing, Report
 
 MOST_LOSS = 1e6
 """Nats per token. A model that guesses has the logarithm of its vocabulary, about 12; one that diverges has more."""
-MOST_NORM = 1e30
-"""Norm of a gradient: below the largest fp32 number, 3e38."""
-_MOST_DIVERGED = 1e60
-"""Above every norm and loss that is computed from fp32 numbers and is finite."""
-MOST_RATE = 1e6
-"""Learning rate, also in the settings."""
-MOST_SECONDS = 1e8
-"""Three years, also in the settings."""
-MOST_BYTES = 1 << 50
-"""Bytes on one direction of one link in one round: 1 PiB."""
+MOST_NORM = 1e30  # norm of a gradient: below the largest fp32 number, 3e38
+_MOST_DIVERGED = 1e60  # above every norm and loss that is computed from fp32 numbers and is finite
+MOST_RATE = 1e6  # learning rate, also in the settings
+MOST_SECONDS = 1e8  # three years, also in the settings
+MOST_BYTES = 1 << 50  # bytes on one direction of one link in one round: 1 PiB
 LEAST_BITS_PER_SECOND, MOST_BITS_PER_SECOND = 1.0, 1e15
 """Rates of a line that a host measured. A plan takes no line without bandwidth."""
 MOST_MESSAGES = 1 << 40
-MOST_TOKENS = 1 << 40
-"""Tokens of one inner step or one evaluation, if the batch is not known."""
-MOST_REFUSED = 1_000_000
-"""Messages that one report of refusals may stand for. They are reported once per second."""
+MOST_TOKENS = 1 << 40  # tokens of one inner step or one evaluation, if the batch is not known
+MOST_REFUSED = 1_000_000  # Messages that one report of refusals may stand for. They are reported once per second.
 MOST_STEPS = 1 << 30
 """Inner steps of a round, also in the settings, and if neither their number nor the duration of a round is known."""
 
@@ -86,10 +79,8 @@ _FIRST_ROUND: Mapping[str, int] = {
 class ReportBounds:
     """Bounds of one run."""
 
-    steps: int = MOST_STEPS
-    """Inner steps of one round."""
-    tokens: Mapping[str, int] = field(default_factory=dict)
-    """Replica -> tokens of one inner step, if it is known."""
+    steps: int = MOST_STEPS  # inner steps of one round
+    tokens: Mapping[str, int] = field(default_factory=dict)  # replica -> tokens of one inner step, if it is known
 
 
 def complaint(report: Report, last_round: int, bounds: ReportBounds) -> str | None:

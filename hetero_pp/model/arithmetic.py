@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.model.part_settings import Precision
 
-PIECE_BYTES = 128 * 2**20
-"""Largest size of a piece's logits in fp32 on a CPU; a piece needs about twice as much in all."""
+PIECE_BYTES = 128 * 2**20  # largest size of a piece's logits in fp32 on a CPU; a piece needs about twice as much in all
 ACCELERATOR_PIECE_BYTES = 512 * 2**20
 """The same on an accelerator. With smaller pieces, summing the head's gradient over pieces costs more than 1 % of a
 step of the 512m model on an H200 (benchmarks/gpu.py)."""
@@ -119,8 +118,7 @@ def gradient_of_logits(logits_RV: Tensor, targets_R1: Tensor, count: int) -> tup
     return total, found_RV.div_(count).to(logits_RV.dtype)
 
 
-GradientOfLogits = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
-"""`gradient_of_logits`, which may be compiled."""
+GradientOfLogits = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]  # `gradient_of_logits`, which may be compiled
 
 
 def loss_of_hidden(

@@ -25,12 +25,10 @@ from hetero_pp.model.learning_rates import ByRounds, BySteps, LearningRates
 from hetero_pp.model.part_settings import EmbeddingTraining
 from hetero_pp.model.transformer import EMBEDDING, LAYERS
 
-_FUSES = ("cpu", "cuda", "mps", "xpu", "meta")
-"""Kinds of devices on which torch has AdamW as one kernel."""
+_FUSES = ("cpu", "cuda", "mps", "xpu", "meta")  # kinds of devices on which torch has AdamW as one kernel
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
 """Names of the tensors that the optimizers keep for a parameter."""
-_ROWS = 4096
-"""Rows of the embedding that weight decay changes at once."""
+_ROWS = 4096  # rows of the embedding that weight decay changes at once
 
 
 REMEDIES = "lower inner.learning_rate, inner.clip_norm or outer.learning_rate, or raise inner.warmup_steps"
@@ -167,8 +165,7 @@ class InnerOptimizer:
         self.total_steps = total_steps
         """None if it is not known. Then each round has its own learning rates, set by `follow`."""
         self.rates = settings.first_rates(total_steps)
-        self.defers = False
-        """Whether the outer round takes the steps, because gradients are averaged."""
+        self.defers = False  # whether the outer round takes the steps, because gradients are averaged
         self._named = parameters
         self._parameters = list(parameters.values())
         self._embedding = parameters.get(EMBEDDING)
@@ -321,8 +318,7 @@ class SubspaceOptimizer(InnerOptimizer):
         basis: Tensor,
         embedding: EmbeddingTraining,
     ) -> None:
-        self.basis = basis
-        """U [D, K]; it may change only with a new split."""
+        self.basis = basis  # U [D, K]; it may change only with a new split
         self.trains: EmbeddingTraining = embedding
         self.coefficients: nn.Parameter | None = None
         """C [V, K], if they are trained; set from the embedding with each `perpendicular`."""

@@ -12,8 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
-STEPS_TO_THE_MIDDLE = 10
-"""Steps after which a round counts as half over, if the number of steps that fit is not known."""
+STEPS_TO_THE_MIDDLE = 10  # steps after which a round counts as half over, if the number of steps that fit is not known
 
 
 class LearningRates(Protocol):
@@ -46,14 +45,10 @@ class ByRounds:
     peak: float
     final_share: float
     warmup_rounds: float
-    total_rounds: int
-    """T."""
-    round: int
-    """t, from 1."""
-    first: int
-    """Number of the round's first step, counted over the run."""
-    expected: int | None
-    """S: steps that the replica took in the last round that included it; None if there is none."""
+    total_rounds: int  # t
+    round: int  # t, from 1
+    first: int  # number of the round's first step, counted over the run
+    expected: int | None  # S: steps that the replica took in the last round that included it; None if there is none
 
     def at(self, step: int) -> float:
         """Return the rate of a step.

@@ -41,14 +41,9 @@ PRESETS: dict[str, dict[str, int]] = {
 
 EMBEDDING = "tok_embeddings.weight"
 
-LAYERS = "layers."
-"""Prefix of the names of a layer's parameters."""
-
-Shapes = dict[str, tuple[int, ...]]
-"""Shapes of parameters, by name."""
-
-AfterLayer = Callable[[int, Tensor], Tensor]
-"""(layer, hidden states [B, L, D] after it) -> hidden states that go on"""
+LAYERS = "layers."  # prefix of the names of a layer's parameters
+Shapes = dict[str, tuple[int, ...]]  # shapes of parameters, by name
+AfterLayer = Callable[[int, Tensor], Tensor]  # (layer, hidden states [B, L, D] after it) -> hidden states that go on
 
 
 class RopeScaling(Settings):
@@ -149,10 +144,8 @@ class ModelShape(Settings):
     vocabulary: int
     rope_theta: float = 10000.0
     norm_epsilon: float = 1e-5
-    kv_heads: int | None = None
-    """None: as many as `heads`."""
-    head_width: int | None = None
-    """None: `width / heads`."""
+    kv_heads: int | None = None  # None: as many as `heads`
+    head_width: int | None = None  # None: `width / heads`
     rope_scaling: RopeScaling | None = None
 
     @property

@@ -19,8 +19,7 @@ from hetero_pp.outer.step import RoundOptimizer, mean_of
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, DecodedTensor, ReceivedBlob, scale_of
 
-FetchBlob = Callable[[str, str], bytes]
-"""(replica, block) -> bytes of a blob of the round."""
+FetchBlob = Callable[[str, str], bytes]  # (replica, block) -> bytes of a blob of the round
 
 
 class Part(Protocol):

@@ -26,8 +26,7 @@ class Compressed:
     """A compressed replica: the basis U [D, K] of its boundaries, and how it trains its embedding."""
 
     basis: Tensor
-    embedding: EmbeddingTraining = "free"
-    """`free` or `coefficients`."""
+    embedding: EmbeddingTraining = "free"  # `free` or `coefficients`
 
 
 class GradientOptimizer(RoundOptimizer):
@@ -60,8 +59,7 @@ class GradientOptimizer(RoundOptimizer):
         self._weights: Mapping[str, float] = {}
         self._schedule = schedule
         self._adamw: InnerOptimizer | None = None
-        self._of_coefficients: dict[int, SubspaceOptimizer] = {}
-        """AdamW of C by K."""
+        self._of_coefficients: dict[int, SubspaceOptimizer] = {}  # AdamW of C by K
         self._parameters: dict[str, nn.Parameter] = {}
         self._squares: dict[str, float] = {}
         self._step = 0
@@ -98,8 +96,7 @@ class GradientOptimizer(RoundOptimizer):
         for one in (self._adamw, *self._of_coefficients.values()):
             one.follow(self._rates or one.rates)
         norm = torch.tensor(sum(self._squares[name] for name in sorted(self._shapes)) ** 0.5)
-        inside: dict[int, Tensor] = {}
-        """The embedding [V, D] after the own step of replicas that train C, by K."""
+        inside: dict[int, Tensor] = {}  # the embedding [V, D] after the own step of replicas that train C, by K
         if EMBEDDING in theta:
             before = self._parameters[EMBEDDING]
             for rank, adamw in self._of_coefficients.items():

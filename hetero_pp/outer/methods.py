@@ -24,10 +24,8 @@ _LOCAL_MOMENTUM = {"density": 1.0, "value_bits": 32, "memory": "momentum", "erro
 class Method:
     """An outer method: its paper and the cells that it sets."""
 
-    paper: str
-    """Paper and section."""
-    cells: Mapping[str, Any]
-    """Cells that differ from the defaults."""
+    paper: str  # paper and section
+    cells: Mapping[str, Any]  # cells that differ from the defaults
 
 
 METHODS: dict[str, Method] = {

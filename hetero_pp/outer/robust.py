@@ -25,19 +25,12 @@ from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pseudo_gradient.contribution import DecodedTensor
 
 CLIPPINGS, WEISZFELD_STEPS = 8, 32
-SMOOTHING = 1e-6
-"""Smallest distance of the geometric median from a contribution, relative to the median norm."""
-_TINY = 1e-30
-"""Smallest distance of all, so that contributions of zeros cause no division by zero."""
-_AT_ONCE = 1 << 21
-"""Values of all contributions together that are dense at the same time: 16 MiB in fp64."""
-_EXACT_BITS, _LARGEST_BITS = 53, 24
-"""Bits of the integers that fp64 and fp32 represent exactly."""
-_ROUNDING = 1e-9
-"""Allowed error of a share times a number of senders, so that 0.1 x 30 is 3."""
-
-Table = Sequence[Sequence[float]]
-"""Products <x_i, x_j> [R, R]."""
+SMOOTHING = 1e-6  # smallest distance of the geometric median from a contribution, relative to the median norm
+_TINY = 1e-30  # smallest distance of all, so that contributions of zeros cause no division by zero
+_AT_ONCE = 1 << 21  # values of all contributions together that are dense at the same time: 16 MiB in fp64
+_EXACT_BITS, _LARGEST_BITS = 53, 24  # bits of the integers that fp64 and fp32 represent exactly
+_ROUNDING = 1e-9  # allowed error of a share times a number of senders, so that 0.1 x 30 is 3
+Table = Sequence[Sequence[float]]  # products <x_i, x_j> [R, R]
 
 
 def robust_mean(

@@ -108,10 +108,8 @@ class RoundOptimizer(Protocol):
         """Resume from the `state` after `rounds` rounds."""
 
 
-EXP_AVG, EXP_AVG_SQ = ".exp_avg", ".exp_avg_sq"
-"""Suffixes of a parameter's name for Adam's moments of it."""
-COEFFICIENTS = ".coefficients-"
-"""Part of a state's name after the embedding's and before K: the state is of C [V, K]."""
+EXP_AVG, EXP_AVG_SQ = ".exp_avg", ".exp_avg_sq"  # suffixes of a parameter's name for Adam's moments of it
+COEFFICIENTS = ".coefficients-"  # part of a state's name after the embedding's and before K: the state is of C [V, K]
 
 
 def parameter_of(state: str) -> str:

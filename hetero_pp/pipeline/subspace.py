@@ -13,8 +13,7 @@ from torch import Tensor
 
 from hetero_pp.core.seeds import seed_of
 
-_ROWS = 512
-"""Rows of a table that are split at once."""
+_ROWS = 512  # rows of a table that are split at once
 
 
 def random_basis(width: int, rank: int, seed: int) -> Tensor:

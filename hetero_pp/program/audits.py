@@ -49,13 +49,9 @@ from replica_groups.exchange.replay import newest_sound
 from replica_groups.exchange.text import Text
 
 SECONDS_BETWEEN_LOOKS = 0.5
-SECONDS_BETWEEN_QUESTIONS = 10.0
-"""Interval at which a validator without a new round asks whether the run goes on."""
-SECONDS_FOR_AN_EXCHANGE = 30.0
-"""Time after which judgements are given up if the exchange does not answer."""
-
-_LOOKED_BACK = 256
-"""Rounds that are read to find a replica's last contribution."""
+SECONDS_BETWEEN_QUESTIONS = 10.0  # interval at which a validator without a new round asks whether the run goes on
+SECONDS_FOR_AN_EXCHANGE = 30.0  # time after which judgements are given up if the exchange does not answer
+_LOOKED_BACK = 256  # rounds that are read to find a replica's last contribution
 
 T = TypeVar("T")
 
@@ -66,8 +62,7 @@ class Access:
 
     address: str
     credentials: Credentials
-    draws: str
-    """Secret of all validators of the run (Secret.draws)."""
+    draws: str  # secret of all validators of the run (Secret.draws)
 
     @property
     def name(self) -> str:
@@ -108,14 +103,12 @@ class FollowedRun:
         self.log = log
         self._say, self._credentials = say, access.credentials
         self.client = ExchangeClient(access.address, access.credentials, spec.run)
-        self.spec = spec
-        """The run, with the changes that its exchange knows."""
+        self.spec = spec  # the run, with the changes that its exchange knows
         with suppress(ExchangeLost):
             self.spec = spec.with_changes(self.client.changes())
         self._newest: pb.RoundRecord | None = None
         self._last = 0
-        self._is_gone = False
-        """Whether the exchange did not answer for a while."""
+        self._is_gone = False  # whether the exchange did not answer for a while
 
     def record(self, round_: int) -> pb.RoundRecord:
         """Return a round's record as soon as the log has it.

@@ -34,8 +34,7 @@ class ComparedRun:
 
     name: str
     state: RunState
-    summary: Mapping[str, Any]
-    """Content of the run's summary.json; empty if the run has not written one."""
+    summary: Mapping[str, Any]  # content of the run's summary.json; empty if the run has not written one
 
     @cached_property
     def losses(self) -> dict[int, float]:

@@ -16,8 +16,7 @@ from hetero_pp.data.settings import INSTALLED
 from replica_groups.audit.gauntlet import share_of_compute
 from replica_groups.audit.replica_scores import require_openskill
 
-MOST_FLOP = 2e12
-"""Trials of a round beside the exchange that are done by default: about a minute of one core."""
+MOST_FLOP = 2e12  # trials of a round beside the exchange that are done by default: about a minute of one core
 
 PRICE = "One hostile replica of four can then end 20 rounds at a loss of 8.63 instead of 4.88 (docs/audit.md)"
 """Measured: rows `flip by 4` of the table audit/one_of_four, at three seeds."""

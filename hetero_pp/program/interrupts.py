@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-INTERRUPTED = 130
-"""Exit code of an interrupted command."""
+INTERRUPTED = 130  # exit code of an interrupted command
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that interrupt a command.
@@ -24,8 +23,7 @@ A terminal that is closed sends SIGHUP, which `nohup` ignores. Slurm sends SIGUS
 _COMMANDS = "hetero_pp.program.commands."
 _SECONDS_FOR_THE_END = 5.0
 """Seconds after an interrupt in which another one has no effect, because Ctrl-C is often pressed twice."""
-_SECONDS_UNTIL_AGAIN = 0.1
-"""Seconds after which an interrupt that was dropped is repeated."""
+_SECONDS_UNTIL_AGAIN = 0.1  # seconds after which an interrupt that was dropped is repeated
 
 
 def leave_when_interrupted() -> None:

@@ -52,24 +52,18 @@ def _own_defaults() -> Iterator[None]:
 class RoundResult:
     """Results of one outer round."""
 
-    round: int
-    """Number of the round, from 1."""
-    validation_loss: float
-    """Mean over the replicas of the synced model's validation loss, in nats per token."""
+    round: int  # number of the round, from 1
+    validation_loss: float  # mean over the replicas of the synced model's validation loss, in nats per token
     validation_losses: Mapping[str, float]
     """Validation loss by replica, in the replica forward: through its boundaries, if it compresses."""
-    training_losses: Mapping[str, float]
-    """Mean training loss over the round's inner steps, by replica."""
+    training_losses: Mapping[str, float]  # mean training loss over the round's inner steps, by replica
     link_bytes: Mapping[str, Mapping[Direction, int]]
     """Bytes on the wire by link and direction, with headers and framing."""
     line_bytes: Mapping[str, Mapping[Way, int]]
     """Bytes on the wire by line and direction (up, down), over all links of a machine or site."""
-    contribution_bytes: int
-    """Bytes of the round's contributions, one per replica."""
-    seconds: float
-    """Seconds from the call of `round` to its return."""
-    parameters_sha256: str
-    """SHA-256 of the parameters, equal on all replicas."""
+    contribution_bytes: int  # bytes of the round's contributions, one per replica
+    seconds: float  # seconds from the call of `round` to its return
+    parameters_sha256: str  # SHA-256 of the parameters, equal on all replicas
     not_counted: Mapping[str, str] = field(default_factory=dict)
     """Reasons why contributions of replicas were excluded from the round; usually empty."""
 
@@ -90,8 +84,7 @@ class Run:
         `runs`: folder for the run's files, by default a temporary one.
         """
         self.spec: RunSpec = spec_of(file)
-        self.results: list[RoundResult] = []
-        """Results of the rounds so far."""
+        self.results: list[RoundResult] = []  # results of the rounds so far
         self._file = file
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         if runs is None:
@@ -99,8 +92,7 @@ class Run:
         self._runs = Path(self._temporary.name if self._temporary is not None else runs or "").absolute()
         self._state = RunState(self.spec)
         self._members: MemberThreads | None = None
-        self._held = ExitStack()
-        """Resources that are released at the end of the run."""
+        self._held = ExitStack()  # resources that are released at the end of the run
         self._ended: str | None = None
 
     @classmethod

@@ -27,10 +27,8 @@ from hetero_pp.program.show_prediction import print_assumption, print_exchange, 
 from hetero_pp.simulator.costs import assumed_in
 from hetero_pp.simulator.planner.search import AIM, Choice, Result, describe_penalty, search_all
 
-MOST_EXPLAINED = 8
-"""Most entries of the explanation that are shown."""
-_NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+|/[1-9]\d*)?")
-"""A number or a ratio."""
+MOST_EXPLAINED = 8  # most entries of the explanation that are shown
+_NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+|/[1-9]\d*)?")  # a number or a ratio
 
 
 def plan(

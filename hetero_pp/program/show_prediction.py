@@ -93,8 +93,7 @@ def print_assumption(console: Console, assumed: str) -> None:
         say(console, f"Note: {assumed}.")
 
 
-Alike = Sequence[ReplicaPrediction]
-"""Predictions of replicas that share one row of the tables."""
+Alike = Sequence[ReplicaPrediction]  # predictions of replicas that share one row of the tables
 
 
 def _classes(spec: RunSpec, prediction: Prediction) -> list[tuple[str, Alike]]:
@@ -303,8 +302,7 @@ def _short(value: str) -> str:
 
 # ---- the exchange ----
 
-ASSUMED_LINE = 1e9
-"""Bits per second that the table assumes for an exchange without a line."""
+ASSUMED_LINE = 1e9  # bits per second that the table assumes for an exchange without a line
 
 
 def print_exchange(console: Console, load: ExchangeLoad) -> None:

@@ -13,8 +13,7 @@ from hetero_pp.messages.messages_pb2 import BlobHeader
 
 Data = TypeVar("Data", bound=Sized)
 
-BATCH_BYTES_MAX = 4 << 20
-"""Bytes of blobs in one deposit, at most. A larger blob is deposited alone."""
+BATCH_BYTES_MAX = 4 << 20  # Bytes of blobs in one deposit, at most. A larger blob is deposited alone.
 FOLLOWING_BYTES_MAX, FOLLOWING_MAX = 4 << 20, 1_024
 """Bytes and number of blobs that follow the first one in the reply to a fetch, at most. None follow a larger blob.
 

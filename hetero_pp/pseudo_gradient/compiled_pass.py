@@ -34,11 +34,8 @@ from hetero_pp.pseudo_gradient.quantise import (
 )
 from hetero_pp.pseudo_gradient.selection import GROUPS_PER_KEPT, Group
 
-MAGNITUDE = np.int32(0x7FFFFFFF)
-"""Mask of a float's bits without its sign."""
-
-WORD = 64
-"""Comparisons in a word, one a bit."""
+MAGNITUDE = np.int32(0x7FFFFFFF)  # mask of a float's bits without its sign
+WORD = 64  # comparisons in a word, one a bit
 
 USUAL = 4
 """Most candidates of a usual word, which are always written: a branch on their number would often be mispredicted."""
@@ -46,14 +43,12 @@ USUAL = 4
 OCTAVE = 1 << 23
 """Difference between the bits of a float and those of its double: the largest step to the next estimate."""
 
-intrinsic: Any = extending.intrinsic
-"""Its type says that a call passes the context of typing, too."""
+intrinsic: Any = extending.intrinsic  # its type says that a call passes the context of typing, too
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
-Places = NDArray[np.uint32]
-"""Positions in a chunk."""
+Places = NDArray[np.uint32]  # positions in a chunk
 
 
 # ---- words of 64 comparisons: vector operations that numba cannot express ----
@@ -399,16 +394,11 @@ def send_signs(
 class Chosen:
     """Kept values of a group of chunks [count, k], and what was subtracted of them."""
 
-    positions: Tensor
-    """Positions in the chunks, ascending."""
-    indices: Tensor
-    """Indices into the flattened tensor."""
-    values: Tensor
-    """Values before the subtraction."""
-    sums: Tensor
-    """Sums of the magnitudes of chunks [count], fp64."""
-    subtracted: Tensor
-    """Magnitudes that were subtracted [count], fp32."""
+    positions: Tensor  # positions in the chunks, ascending
+    indices: Tensor  # indices into the flattened tensor
+    values: Tensor  # values before the subtraction
+    sums: Tensor  # sums of the magnitudes of chunks [count], fp64
+    subtracted: Tensor  # magnitudes that were subtracted [count], fp32
 
 
 def advance(error: Tensor, delta: Tensor, group: Group, kept: int, decay: float, subtracts: bool = False) -> Chosen:

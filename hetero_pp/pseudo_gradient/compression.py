@@ -10,8 +10,7 @@ from pydantic import Field, model_validator
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.settings import NotPartOf, Ratio, Settings
 
-_Length = Annotated[int, Field(ge=1, le=2**32 - 1)]
-"""Rows or columns of a chunk; a contribution has four bytes for it."""
+_Length = Annotated[int, Field(ge=1, le=2**32 - 1)]  # rows or columns of a chunk; a contribution has four bytes for it
 
 
 class CompressionSettings(Settings):

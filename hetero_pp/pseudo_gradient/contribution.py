@@ -35,15 +35,11 @@ from hetero_pp.pseudo_gradient.streams import (
 
 MAGIC = b"HPPB"
 FORMAT_VERSION = 1
-QUANTISERS = {"levels": 0, "signs": 1}
-"""As they are numbered in a blob. All but signs send a table of levels a tensor."""
+QUANTISERS = {"levels": 0, "signs": 1}  # As they are numbered in a blob. All but signs send a table of levels a tensor.
 BEFORE_BODY = len(MAGIC) + 1 + hashlib.sha256().digest_size
 
-MAX_BLOB_BYTES = 4 << 30
-"""Upper bound of a blob's size, larger than any block's; receivers check it first."""
-
-_LARGEST = 3.4e38
-"""Largest value that a float of a record holds."""
+MAX_BLOB_BYTES = 4 << 30  # upper bound of a blob's size, larger than any block's; receivers check it first
+_LARGEST = 3.4e38  # largest value that a float of a record holds
 
 _HEADER_ROOM, _TENSOR_ROOM, _BYTES_A_VALUE = 1 << 10, 4 << 10, 12
 """Bytes of header, of a tensor and of a value in the bound on a blob's size.

@@ -39,8 +39,7 @@ class Selection:
     """Sent values of one tensor: positions [n, k] per group, ascending within chunks, and their values."""
 
     positions: tuple[Tensor, ...]
-    indices: Tensor
-    """Indices of all kept values into the flattened tensor, in the order of the positions."""
+    indices: Tensor  # indices of all kept values into the flattened tensor, in the order of the positions
     quantised: Quantised
 
     @property
@@ -87,8 +86,7 @@ def _select(
         numba = importlib.import_module("hetero_pp.pseudo_gradient.compiled_pass")
         if settings.quantiser == "signs":
             return Selection(*numba.select_signs(error, delta, groups, density, decay, sum_over))
-    found: list[tuple[Tensor, Tensor, Tensor]] = []
-    """Positions, flat indices and values [count, k] of each group."""
+    found: list[tuple[Tensor, Tensor, Tensor]] = []  # positions, flat indices and values [count, k] of each group
     for group in groups:
         if numba is not None:
             chosen = numba.advance(error, delta, group, group.kept(density), decay)

@@ -26,30 +26,24 @@ RANGE_IN_DEVIATIONS = 6.0
 
 STEPS_PER_OCTAVE = 16
 OCTAVES_BELOW_BASE = 8
-BASES = range(-118, 120)
-"""Bases for which all magnitudes are normal fp32 numbers."""
+BASES = range(-118, 120)  # bases for which all magnitudes are normal fp32 numbers
 
 Kept = Sequence[tuple[int, int]]
 """Layout of values [n] in chunks: for each group, its number of chunks and of kept values per chunk."""
 
-SumOver = Callable[[Tensor], None]
-"""Sums a tensor, in place, over the holders of parts of one tensor."""
+SumOver = Callable[[Tensor], None]  # sums a tensor, in place, over the holders of parts of one tensor
 
 
 @dataclass(frozen=True)
 class Quantised:
     """Quantised values of a tensor: what is sent, and what a receiver decodes."""
 
-    values: Tensor
-    """Values as the receiver decodes them [n], fp32."""
+    values: Tensor  # values as the receiver decodes them [n], fp32
     codes: Tensor | None = None
     """Codes [n], uint8: index of the level, or the sign (1: negative); None if values are sent unchanged."""
-    levels: Tensor | None = None
-    """Levels [2^bits], fp32."""
-    magnitudes: Tensor | None = None
-    """Magnitudes [chunks], uint8: logarithm of each chunk's magnitude, with signs."""
-    base: int = 0
-    """Binary exponent that the magnitudes are relative to."""
+    levels: Tensor | None = None  # levels [2^bits], fp32
+    magnitudes: Tensor | None = None  # magnitudes [chunks], uint8: logarithm of each chunk's magnitude, with signs
+    base: int = 0  # binary exponent that the magnitudes are relative to
 
 
 def quantise_as(

@@ -26,17 +26,10 @@ from torch import Tensor
 from hetero_pp.core.device import CPU
 from hetero_pp.core.seeds import seed_of
 
-BAND_ELEMENTS = 1 << 19
-"""Approximate number of elements processed at once on a CPU, few enough to stay in a cache."""
-
-GPU_BAND_ELEMENTS = 1 << 26
-"""The same on a GPU, enough that its kernels take longer than their start."""
-
-GROUPS_PER_KEPT = 8
-"""Fewest groups of a chunk per kept value; more groups have fewer rows, and so fewer candidates."""
-
-FEW_VALUES = 1 << 14
-"""Values up to which one search of all takes less time than the many operations of two searches."""
+BAND_ELEMENTS = 1 << 19  # approximate number of elements processed at once on a CPU, few enough to stay in a cache
+GPU_BAND_ELEMENTS = 1 << 26  # the same on a GPU, enough that its kernels take longer than their start
+GROUPS_PER_KEPT = 8  # fewest groups of a chunk per kept value; more groups have fewer rows, and so fewer candidates
+FEW_VALUES = 1 << 14  # values up to which one search of all takes less time than the many operations of two searches
 
 MAGNITUDE = 0x7FFFFFFF
 """Mask of a float's bits without its sign; the bits have the order of magnitudes and cannot be NaN."""

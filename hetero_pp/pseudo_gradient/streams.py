@@ -24,8 +24,7 @@ from hetero_pp.core import bits
 from hetero_pp.core.errors import MalformedContribution
 from hetero_pp.pseudo_gradient.selection import Group
 
-LEVEL = 1
-"""zstd's fastest level: the data has no repetitions, so only the entropy coder matters."""
+LEVEL = 1  # zstd's fastest level: the data has no repetitions, so only the entropy coder matters
 
 AS_IT_IS, ZSTD = 0, 1
 
@@ -33,17 +32,13 @@ CONTINUES = 255
 USUAL_HIGH_BITS = 6
 """High bits of a mean gap: about 64 different bytes are common, which zstd's entropy coder separates well."""
 
-FEW = 4096
-"""Number of gaps up to which an entropy coder's table matters, so that all numbers of low bits are tried."""
-
-WORTH_TURNING = 0.01
-"""Share of the size that a scan by columns must save, because it takes time."""
+FEW = 4096  # number of gaps up to which an entropy coder's table matters, so that all numbers of low bits are tried
+WORTH_TURNING = 0.01  # share of the size that a scan by columns must save, because it takes time
 
 AT_ONCE = 1 << 15
 """Number of gaps that are encoded at once, a multiple of 8: they stay in a cache, and in memory that is reused."""
 
-SAMPLED_CHUNKS = 128
-"""Number of chunks from which the better scan is estimated."""
+SAMPLED_CHUNKS = 128  # number of chunks from which the better scan is estimated
 
 
 class Writer:

@@ -34,8 +34,7 @@ class Volume:
 
     gather: float
     ring_all_gather: float
-    ring_all_reduce: float | None
-    """None if some values are not sent, because their sums are then longer."""
+    ring_all_reduce: float | None  # None if some values are not sent, because their sums are then longer
     sparse_ring: float
 
 

@@ -16,8 +16,7 @@ from torch import Tensor
 from hetero_pp.messages.messages_pb2 import Losses
 from hetero_pp.model.transformer import Transformer
 
-LARGEST = 4.0
-"""How many times the honest size an attack stays at, where it means to pass `exchange.magnitudes` (5)."""
+LARGEST = 4.0  # how many times the honest size an attack stays at, where it means to pass `exchange.magnitudes` (5)
 _GROWTH = 1.2
 _SHARED = 0.35
 """Share of the values that a disguised copy has in common with what it copies: below the bound on overlap of 0.4."""
@@ -26,8 +25,7 @@ _LEAST_DEVIATIONS = 1.5
 _REVERSED = 4.0
 """Epsilon of the inner-product manipulation. Above n / m = 3 the mean of n = 6 and m = 2 points backwards."""
 _HALVINGS = 12
-_TRIGGERS = 8
-"""Triggers that a backdoor adds to each sequence."""
+_TRIGGERS = 8  # triggers that a backdoor adds to each sequence
 
 
 @dataclass(frozen=True)
@@ -35,22 +33,17 @@ class Known:
     """Knowledge of a hostile replica in a round, before it contributes. Omniscient attacks use all of it."""
 
     round: int
-    place: int
-    """Its place among the hostile replicas, from 0."""
-    theta: Tensor
-    """Parameters [P] at the start of the round."""
+    place: int  # its place among the hostile replicas, from 0
+    theta: Tensor  # parameters [P] at the start of the round
     fellows: Sequence[Tensor]
     """Contributions [P] that the programs of the hostile replicas would send, its own at `place`."""
     honest: Tensor
     """Contributions [n, P] of the n honest replicas that take part; n may be 0, unless the attack `needs_honest`."""
-    first: Tensor
-    """Its contribution to the first round [P]; in that round, the one that its program would send."""
-    parts: Sequence[slice]
-    """Where each parameter is in the vectors."""
+    first: Tensor  # its contribution to the first round [P]; in that round, the one that its program would send
+    parts: Sequence[slice]  # where each parameter is in the vectors
     kept: Callable[[Tensor], Tensor]
     """Returns what the format of contributions keeps of a vector [P]: the largest values of each chunk, quantised."""
-    draw: torch.Generator
-    """Random numbers of this replica and round."""
+    draw: torch.Generator  # random numbers of this replica and round
 
     @property
     def own(self) -> Tensor:

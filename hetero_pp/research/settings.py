@@ -18,14 +18,10 @@ from hetero_pp.research.attacks import ATTACKS, Attack
 class Every(NamedTuple):
     """Rounds between two measurements of each kind; None where nothing is measured. They do not affect training."""
 
-    bias: int | None = None
-    """Equation 5 of Het-PP."""
-    similarity: int | None = None
-    """Cosines of contributions."""
-    volume: int | None = None
-    """Size of contributions with each collective."""
-    outer: int | None = None
-    """Outer gradient: its norm, and cosines with a reference momentum."""
+    bias: int | None = None  # equation 5 of Het-PP
+    similarity: int | None = None  # cosines of contributions
+    volume: int | None = None  # size of contributions with each collective
+    outer: int | None = None  # outer gradient: its norm, and cosines with a reference momentum
 
 
 UNMEASURED = Every()

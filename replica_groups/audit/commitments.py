@@ -64,10 +64,8 @@ class CommittedState:
     knows the digest of a state without moments and error feedback, whatever its size.
     """
 
-    tensors: Mapping[str, Tensor]
-    """Moments, anchors and error feedback by name, as tensors that may still be in use."""
-    rest: Mapping[str, Any]
-    """Position in the data, and the number of steps if rounds have a fixed time; plain JSON."""
+    tensors: Mapping[str, Tensor]  # moments, anchors and error feedback by name, as tensors that may still be in use
+    rest: Mapping[str, Any]  # position in the data, and the number of steps if rounds have a fixed time; plain JSON
 
     @property
     def sha256(self) -> bytes:
@@ -145,8 +143,7 @@ def _text(rest: Mapping[str, Any]) -> str:
 
 _LOST = "its state is not the one after the last round that counted it"
 
-SECONDS_TO_SHOW = 600.0
-"""Longest time for which a member waits until a checkpoint is shown, also after the last round."""
+SECONDS_TO_SHOW = 600.0  # longest time for which a member waits until a checkpoint is shown, also after the last round
 
 INHERITED_ROUNDS = 32
 """Rounds for which states of an earlier process stay: an audit that asked that process may ask this one."""
@@ -311,8 +308,7 @@ def audited_member(
 _DIGEST = 32
 _ROUNDS_KEPT = 4
 
-ROUNDS_REMEMBERED = 256
-"""Rounds for which a member that no round counts may still return with its state."""
+ROUNDS_REMEMBERED = 256  # rounds for which a member that no round counts may still return with its state
 
 
 class Commitments:
@@ -325,8 +321,7 @@ class Commitments:
         """
         self._members, self._readers, self._fresh = members, readers, fresh
         self._lock = threading.Lock()
-        self._kept: dict[tuple[int, str, int], Commitment] = {}
-        """(round, member, generation) -> the commitment."""
+        self._kept: dict[tuple[int, str, int], Commitment] = {}  # (round, member, generation) -> the commitment
         self._last_round = 0
         self._after: dict[str, tuple[int, bytes]] = {}
         """Member -> the last round that counted it, and the digest of its state after that."""

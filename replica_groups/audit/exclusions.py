@@ -16,8 +16,7 @@ from replica_groups.exchange.runner import CoordinatorRunner
 from replica_groups.rounds import events as e
 from replica_groups.rounds.coordinator import BARRED_ROUNDS
 
-REMEMBERED_ROUNDS = 64
-"""Number of recent rounds whose members are known."""
+REMEMBERED_ROUNDS = 64  # number of recent rounds whose members are known
 
 
 class Exclusions:
@@ -26,16 +25,14 @@ class Exclusions:
     def __init__(
         self, runner: CoordinatorRunner, held_by: Callable[[str], HeldBy | None], settings: AuditSettings
     ) -> None:
-        self.guests: Memberships | None = None
-        """Members with a ticket, once they are served."""
+        self.guests: Memberships | None = None  # members with a ticket, once they are served
         self._runner, self._held_by = runner, held_by
         self._rounds = BARRED_ROUNDS if settings.compares is None else settings.compares.excluded_rounds
         self._lock = threading.Lock()
         self._excluded: dict[str, Exclusion] = {}
         self._why: dict[int, Mapping[str, str]] = {}
         """Round -> replicas that an audit left out of it, each with the reason."""
-        self._held: dict[int, Mapping[str, HeldBy]] = {}
-        """Round -> holders of the slots as it closed."""
+        self._held: dict[int, Mapping[str, HeldBy]] = {}  # round -> holders of the slots as it closed
         self._accusers: dict[tuple[int, str, str], set[str]] = defaultdict(set)
         """(round, replica, named member) -> validators."""
         self._tickets: dict[str, frozenset[str]] = {}

@@ -40,8 +40,7 @@ CLEAR = 4.0
 SEQUENCES_OF_A_PAIR = 64
 """Most sequences of each of two replicas of which one sent a copy. Few rounds have such a pair."""
 
-_TRIES = 16
-"""Windows that are drawn for each one that is needed, because some may be assigned to a replica."""
+_TRIES = 16  # windows that are drawn for each one that is needed, because some may be assigned to a replica
 
 
 def losses_of(
@@ -182,14 +181,12 @@ class Texts:
 
 # ---- copies ----
 
-Contribution = Mapping[str, DecodedTensor]
-"""Tensors by the parameters' names."""
+Contribution = Mapping[str, DecodedTensor]  # tensors by the parameters' names
 
 FEW = 0.9
 """Usual overlap of two among fewer than four replicas, where nothing tells two copies from two with little noise."""
 
-_LEAST = 0.02
-"""Overlap of two replicas below which it is mostly noise."""
+_LEAST = 0.02  # overlap of two replicas below which it is mostly noise
 
 
 def overlap(one: Contribution, other: Contribution) -> float:
@@ -256,8 +253,7 @@ _CHANCE = 0.5
 _DEVIATIONS = 8.0
 """Least standard deviations by which the usual agreement exceeds chance. With fewer, nobody is judged."""
 
-_FEWEST = 3
-"""Contributions among which the others of one can be more than half."""
+_FEWEST = 3  # contributions among which the others of one can be more than half
 
 MOST_PLACES = 1 << 24
 """Places of a model that are compared. A larger model has every m-th compared, and all contributions decide which."""

@@ -27,11 +27,8 @@ from replica_groups.exchange.replay import newest_sound
 if TYPE_CHECKING:
     from replica_groups.audit.validator import ValidatorThread
 
-BESIDE_EXCHANGE = "exchange"
-"""Name of the validator beside the exchange, which no other has."""
-
-_SECONDS_TO_JUDGE = 30.0
-"""Seconds that the end of a run waits for the judgements of its last rounds."""
+BESIDE_EXCHANGE = "exchange"  # name of the validator beside the exchange, which no other has
+_SECONDS_TO_JUDGE = 30.0  # seconds that the end of a run waits for the judgements of its last rounds
 
 T = TypeVar("T")
 

@@ -35,21 +35,13 @@ from replica_groups.exchange.memberships import Memberships
 from replica_groups.exchange.reports import Reports
 from replica_groups.exchange.runner import CoordinatorRunner
 
-MOST_VALIDATORS = 16
-"""Number of validators, by name, that have judged a recent round."""
-
-JUDGED_ROUNDS = 64
-"""Number of recent rounds about which judgements are taken."""
-
-AWAITED_ROUNDS = 4
-"""Rounds after which a validator that stays behind is not awaited."""
-
-UNAUDITED_ROUNDS = 16
-"""Rounds without any judgement after which the run counts as unaudited."""
+MOST_VALIDATORS = 16  # number of validators, by name, that have judged a recent round
+JUDGED_ROUNDS = 64  # number of recent rounds about which judgements are taken
+AWAITED_ROUNDS = 4  # rounds after which a validator that stays behind is not awaited
+UNAUDITED_ROUNDS = 16  # rounds without any judgement after which the run counts as unaudited
 
 
-MOST_CHARACTERS = 400
-"""Characters of a text in a judgement."""
+MOST_CHARACTERS = 400  # characters of a text in a judgement
 
 
 @dataclass
@@ -57,8 +49,7 @@ class _JudgedRound:
     """Judgements of one validator about the contributions to one round."""
 
     losses: dict[str, pb.Losses] = field(default_factory=dict)
-    copies: dict[str, str] = field(default_factory=dict)
-    """Copy -> the original."""
+    copies: dict[str, str] = field(default_factory=dict)  # copy -> the original
 
 
 class Judgements(AuditHook):
@@ -87,28 +78,21 @@ class Judgements(AuditHook):
         self._weighs = weighs
         self._taking = threading.Condition()
         """Held while judgements are taken, also during writes to the store. No call about a round waits for it."""
-        self._lock = threading.Lock()
-        """Guards the book for moments."""
-        self._judged = 0
-        """The last round that the book has."""
+        self._lock = threading.Lock()  # guards the book for moments
+        self._judged = 0  # the last round that the book has
         self._told: dict[int, dict[str, _JudgedRound]] = defaultdict(dict)
         """Round -> validator -> what it told, of rounds that the book does not have."""
         self._seen: dict[int, set[tuple[str, str, str]]] = defaultdict(set)
         """Round -> (validator, replica, kind) of the judgements taken."""
-        self._validators: dict[str, int] = {}
-        """Validator -> newest round that it judged by losses."""
-        self._checkers: dict[str, int] = {}
-        """Validator -> newest round that it computed again."""
-        self._sound: set[str] = set()
-        """Validators whose recomputation of some replica had its bits, or was near enough."""
+        self._validators: dict[str, int] = {}  # validator -> newest round that it judged by losses
+        self._checkers: dict[str, int] = {}  # validator -> newest round that it computed again
+        self._sound: set[str] = set()  # validators whose recomputation of some replica had its bits, or was near enough
         self._unsound: dict[str, list[pb.Judgement]] = defaultdict(list)
         """Validator that is not sound yet -> what it found by recomputation."""
         self._against: dict[int, dict[str, float]] = {}
         """Round -> agreement of the contributions that go against the others."""
-        self._differing: dict[int, set[str]] = defaultdict(set)
-        """Round -> replicas that began it with other parameters."""
-        self._heard = 0
-        """Last closed round when a judgement came."""
+        self._differing: dict[int, set[str]] = defaultdict(set)  # round -> replicas that began it with other parameters
+        self._heard = 0  # last closed round when a judgement came
         self.is_audited = True
         self.showing = None if shows is None else Showing(runner, runner.log, shows, self.unshown)
 

@@ -64,8 +64,7 @@ from replica_groups.exchange.log import ContributionLog, record_digest
 VERSION = 1
 
 MOST_FILES = 10_000
-MOST_OF_JSON = 8 << 20
-"""Bytes of a JSON file that is read at once."""
+MOST_OF_JSON = 8 << 20  # bytes of a JSON file that is read at once
 
 _Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 _Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]{0,200}(/[A-Za-z0-9_-][A-Za-z0-9_.-]{0,200}){0,2}$")]
@@ -82,10 +81,8 @@ class Evidence(BaseModel):
     difference: float
     member: Annotated[str, Field(max_length=200)]
     cause: Annotated[str, Field(max_length=1000)]
-    theta_sha256: _Digest
-    """Digest of the parameters before the round (`parameters_sha256`)."""
-    machine: Annotated[str, Field(max_length=1000)]
-    """Where it was computed again."""
+    theta_sha256: _Digest  # digest of the parameters before the round (`parameters_sha256`)
+    machine: Annotated[str, Field(max_length=1000)]  # where it was computed again
     files: Annotated[dict[_Name, _Digest], Field(max_length=MOST_FILES)]
 
 
@@ -159,14 +156,9 @@ def read_bounded(path: Path, most: int) -> bytes:
 # ---- drawn rounds ----
 
 SECONDS_BETWEEN_LOOKS = 0.1
-SECONDS_TO_FINISH = 25.0
-"""Longest time that the end of a run waits for checkpoints of its last rounds."""
-
-MOST_OF_A_CAUSE = 250
-"""Characters of a cause."""
-
-_LARGEST = 1e300
-"""Stands for a difference that has no number."""
+SECONDS_TO_FINISH = 25.0  # longest time that the end of a run waits for checkpoints of its last rounds
+MOST_OF_A_CAUSE = 250  # characters of a cause
+_LARGEST = 1e300  # stands for a difference that has no number
 
 Theta = Mapping[str, Tensor]
 
@@ -176,8 +168,7 @@ class _Seen:
     """A closed round, until its draw is known and the files of what it drew are here."""
 
     record: RoundRecord
-    names: Sequence[str]
-    """Names of all parameters."""
+    names: Sequence[str]  # names of all parameters
     kept: Scratch
     """The parameters before the round. They are on disk, because a round may wait for its files for a long time."""
     fetch: FetchBlob
@@ -193,8 +184,7 @@ class _Drawn:
 
     seen: _Seen
     replica: str
-    contributed: Mapping[str, bytes]
-    """Its blobs, which the log may forget before its files are here."""
+    contributed: Mapping[str, bytes]  # its blobs, which the log may forget before its files are here
 
 
 class Recomputation:

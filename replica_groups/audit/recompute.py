@@ -58,10 +58,8 @@ class RoundStart:
     """The state from which a replica trains a round."""
 
     round: int
-    theta: Mapping[str, Tensor]
-    """All parameters before the round, by name."""
-    basis: Tensor | None
-    """U [D, K'] of the run; None if nothing is compressed."""
+    theta: Mapping[str, Tensor]  # all parameters before the round, by name
+    basis: Tensor | None  # U [D, K'] of the run; None if nothing is compressed
     states: Mapping[str, CommittedState] = field(default_factory=dict)
     """State of each member before the round; a member without one starts as at the start of the run."""
 
@@ -83,10 +81,8 @@ class ReplicaHere:
         self._replica, self._ends = replica, _linked(own, spec.config.seed)
         self.members: dict[str, TrainingMember] = {}
         self.outers: dict[str, OuterRound] = {}
-        self.blobs: dict[str, bytes] = {}
-        """The replica's contribution to the round, by block; filled by `train`."""
-        self.first = 0
-        """Number of the round's first step, counted over the run."""
+        self.blobs: dict[str, bytes] = {}  # the replica's contribution to the round, by block; filled by `train`
+        self.first = 0  # number of the round's first step, counted over the run
         for one in own:
             self._add(one, source, Ranks(device=device))
         for name, member in self.members.items():
@@ -188,12 +184,9 @@ def _linked(members: list[MemberSpec], seed: int) -> dict[str, LinkEnds]:
 class RecomputedRound:
     """A replica's round that was computed again."""
 
-    here: ReplicaHere
-    """The replica, as it is after the round."""
-    after: Mapping[str, bytes]
-    """Member -> digest of its checkpoint after the round."""
-    text: Mapping[str, bytes]
-    """Member -> digest of its text; of those that read it."""
+    here: ReplicaHere  # the replica, as it is after the round
+    after: Mapping[str, bytes]  # member -> digest of its checkpoint after the round
+    text: Mapping[str, bytes]  # member -> digest of its text; of those that read it
 
     @property
     def blobs(self) -> Mapping[str, bytes]:
@@ -250,12 +243,9 @@ def _after(here: ReplicaHere, member: str, steps: int) -> CommittedState:
 class Comparison:
     """Outcome of a comparison."""
 
-    difference: float
-    """Largest relative difference of a block; 0: equal bits."""
-    cause: str = ""
-    """Names the difference in one line; empty if there is none."""
-    member: str = ""
-    """Member that committed to something else, if that is known."""
+    difference: float  # largest relative difference of a block; 0: equal bits
+    cause: str = ""  # names the difference in one line; empty if there is none
+    member: str = ""  # member that committed to something else, if that is known
 
     @property
     def is_equal(self) -> bool:
@@ -311,10 +301,8 @@ _NEAR = 1 / 4
 class Blame:
     """Outcome of a comparison."""
 
-    member: str
-    """Member that computed something else; empty if it is not known."""
-    cause: str
-    """One line: what differs, and where."""
+    member: str  # member that computed something else; empty if it is not known
+    cause: str  # one line: what differs, and where
 
 
 @dataclass(frozen=True)
@@ -323,10 +311,8 @@ class _Compared:
 
     position: GroupPosition
     shown: StageMessages
-    records: NDArray[np.void]
-    """The stage's records [N]."""
-    differs: NDArray[np.bool_]
-    """Whether each record [N] differs from the recomputation."""
+    records: NDArray[np.void]  # the stage's records [N]
+    differs: NDArray[np.bool_]  # whether each record [N] differs from the recomputation
 
     @property
     def member(self) -> str:
@@ -434,8 +420,7 @@ class _Dispute:
 
     sender: _Compared
     receiver: _Compared
-    way: Way
-    """As the receiver sees it."""
+    way: Way  # as the receiver sees it
     message: str
 
     def settled(self, round_: int, generation: int, authority: str | None, holders: Mapping[str, int]) -> Blame:

@@ -15,11 +15,8 @@ from hetero_pp.core.seeds import seed_of
 from hetero_pp.messages.messages_pb2 import Losses, Score
 from replica_groups.audit.gauntlet import why
 
-RECENT_ROUNDS = 16
-"""Rounds for which a replica that is away still counts as a rival."""
-
-KNOWN_ROUNDS = 64
-"""Rounds for which a score counts after a replica's last evaluation."""
+RECENT_ROUNDS = 16  # rounds for which a replica that is away still counts as a rival
+KNOWN_ROUNDS = 64  # rounds for which a score counts after a replica's last evaluation
 
 PROBATION = 2.0
 """Moving average with which a replica returns, over the threshold. It stays if its first evaluations are good."""
@@ -46,8 +43,7 @@ class Rating(NamedTuple):
         return self.mu - 3 * self.sigma
 
 
-NEW = Rating()
-"""Rating before the first match."""
+NEW = Rating()  # rating before the first match
 
 
 @dataclass(frozen=True)
@@ -55,18 +51,13 @@ class RoundFacts:
     """Facts about a round, known without a trial of any contribution."""
 
     round: int
-    included: frozenset[str]
-    """Replicas whose contributions are in the round's mean."""
-    missed: frozenset[str]
-    """Replicas that took part and whose contributions did not arrive in time."""
+    included: frozenset[str]  # replicas whose contributions are in the round's mean
+    missed: frozenset[str]  # replicas that took part and whose contributions did not arrive in time
     synchronisation: Mapping[str, float]
     """1 for a replica that started from the right parameters, 0 for another; 1 by default."""
-    copies: Mapping[str, str]
-    """Original by copy."""
-    left_out: frozenset[str] = frozenset()
-    """Replicas whose contributions arrived in time and are not in the mean."""
-    texts: Mapping[str, int] = field(default_factory=dict)
-    """Tokens that replicas trained on in the round."""
+    copies: Mapping[str, str]  # original by copy
+    left_out: frozenset[str] = frozenset()  # replicas whose contributions arrived in time and are not in the mean
+    texts: Mapping[str, int] = field(default_factory=dict)  # tokens that replicas trained on in the round
     against: Mapping[str, float] = field(default_factory=dict)
     """Agreement of contributions whose signs agree too little with those of the others."""
 
@@ -76,32 +67,21 @@ class _ScoreEntry:
     """Known facts about one replica."""
 
     rating: Rating = NEW
-    average: float = 0.0
-    """Moving average of the indicator, at least 0."""
-    gain: float = 0.0
-    """Moving average of its score in matches."""
-    usual: float = 0.0
-    """The same of the mean score of these matches."""
+    average: float = 0.0  # moving average of the indicator, at least 0
+    gain: float = 0.0  # moving average of its score in matches
+    usual: float = 0.0  # the same of the mean score of these matches
     matches: int = 0
     evaluations: int = 0
     present: int = 0
-    contributed: int = 0
-    """Rounds in which it was present, and to which it contributed, without those of an exclusion."""
-    counted: int = 0
-    """Rounds whose mean has its contribution."""
-    last: int = 0
-    """Last round in which it was present."""
-    evaluated: int = 0
-    """Last round in which it was evaluated."""
+    contributed: int = 0  # rounds in which it was present, and to which it contributed, without those of an exclusion
+    counted: int = 0  # rounds whose mean has its contribution
+    last: int = 0  # last round in which it was present
+    evaluated: int = 0  # last round in which it was evaluated
     synchronisation: float = 1.0
-    pending: float | None = None
-    """Newest score since the last match."""
-    text: int = 0
-    """Tokens that it trained on in its last round."""
-    until: int = 0
-    """Last round of its exclusion."""
-    cause: str = ""
-    """Why it is excluded."""
+    pending: float | None = None  # newest score since the last match
+    text: int = 0  # tokens that it trained on in its last round
+    until: int = 0  # last round of its exclusion
+    cause: str = ""  # why it is excluded
 
     @property
     def final(self) -> float:

@@ -42,33 +42,23 @@ DRAWS, EVIDENCE, ARRIVED, AUTHORITY = "draws", "evidence", "arrived.json", "auth
 ROUNDS_TO_SHOW = 32
 """Rounds within which a checkpoint has to arrive; a line that needs longer is too slow for such audits."""
 
-MOST_LEFT, WITHIN = 3, 256
-"""Times that a ticket may leave before it has shown a drawn round, within so many rounds."""
-
-ROUNDS_TO_JUDGE = 3 * ROUNDS_TO_SHOW
-"""Rounds after which no validator judges what was shown, and it is removed."""
-
-MANIFEST = "evidence.json"
-"""File in a folder of evidence that was judged, and stays."""
+MOST_LEFT, WITHIN = 3, 256  # times that a ticket may leave before it has shown a drawn round, within so many rounds
+ROUNDS_TO_JUDGE = 3 * ROUNDS_TO_SHOW  # rounds after which no validator judges what was shown, and it is removed
+MANIFEST = "evidence.json"  # file in a folder of evidence that was judged, and stays
 
 MOST_TRIES = 2
 _ROOM_OF_HEADERS = 1 << 20
-MOST_OF_MESSAGES = 64 << 20
-"""Bytes of the digests of a round's messages; a digest has 32."""
+MOST_OF_MESSAGES = 64 << 20  # bytes of the digests of a round's messages; a digest has 32
 
 
 @dataclass(frozen=True)
 class Shows:
     """Settings of draws, and bounds of what members may show."""
 
-    share: float
-    """Share of the replicas' rounds that are drawn."""
-    readers: frozenset[str]
-    """Members that read the corpus."""
-    most_bytes: Mapping[str, int]
-    """Member -> largest size of its checkpoint."""
-    fresh: Mapping[str, bytes]
-    """Member -> digest of the tensors of its state before its first step."""
+    share: float  # share of the replicas' rounds that are drawn
+    readers: frozenset[str]  # members that read the corpus
+    most_bytes: Mapping[str, int]  # member -> largest size of its checkpoint
+    fresh: Mapping[str, bytes]  # member -> digest of the tensors of its state before its first step
 
 
 @dataclass
@@ -77,16 +67,12 @@ class _ShowRequest:
 
     commitment: Commitment
     told: int = 0
-    incarnation: int = 0
-    """The last one that was told."""
-    refuses: bool = False
-    """Whether one incarnation was told twice: it has gone on without showing anything."""
+    incarnation: int = 0  # the last one that was told
+    refuses: bool = False  # whether one incarnation was told twice: it has gone on without showing anything
     tries: int = 0
-    missing: set[str] = field(default_factory=set)
-    """Files that are not here yet."""
+    missing: set[str] = field(default_factory=set)  # files that are not here yet
     failure: str = ""
-    is_hindered: bool = False
-    """Whether the exchange had no room for a file, so that the member is not to blame."""
+    is_hindered: bool = False  # whether the exchange had no room for a file, so that the member is not to blame
 
 
 @dataclass
@@ -116,14 +102,12 @@ class Showing:
         self.commitments = Commitments(runner.roster.members, shows.readers, shows.fresh)
         self.authority: bytes | None = None
         """Certificate (PEM) of the authority that signed those of the members; None if the run is not encrypted."""
-        self.guests: Memberships | None = None
-        """Members with a ticket, once they are served."""
+        self.guests: Memberships | None = None  # members with a ticket, once they are served
         self._lock, self._drawing = threading.RLock(), threading.Lock()
         self._chain: Chain | None = None
         self._settings = ""
         self._next = 1
-        self._open: list[_PendingDraw] = []
-        """Draws whose files are not all here, oldest first."""
+        self._open: list[_PendingDraw] = []  # draws whose files are not all here, oldest first
         self._departures: dict[str, dict[tuple[str, int], int]] = {}
         """Ticket, or slot without one -> (replica, generation) in which it left -> round that it did not show."""
 
@@ -329,8 +313,7 @@ class Showing:
         self._runner.retry(lambda: self._log.store.put(key, data))
 
 
-LEFT = "left"
-"""Failure of a member that was gone: nobody is blamed for it, unless it happens too often."""
+LEFT = "left"  # failure of a member that was gone: nobody is blamed for it, unless it happens too often
 
 
 def shows_of(spec: RunSpec) -> Shows | None:

@@ -27,8 +27,7 @@ from replica_groups.audit.recomputation import Recomputation
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.replay import Follower, newest_sound
 
-MOST_BEHIND = 8
-"""Closed rounds after a round from which the round is applied without being checked."""
+MOST_BEHIND = 8  # closed rounds after a round from which the round is applied without being checked
 
 T = TypeVar("T")
 

@@ -29,8 +29,7 @@ class Retention:
     """
 
     log: ContributionLog
-    keep: int = 2
-    """Number of run checkpoints to keep beside the first."""
+    keep: int = 2  # number of run checkpoints to keep beside the first
     history: Literal["whole", "recent"] = "whole"
 
     def audited(self, round_: int) -> None:
@@ -96,10 +95,8 @@ class Auditor:
         self.rounds = rounds
         self.checkpoint_every = checkpoint_every
         self._retention = retention or Retention(exchange.log)
-        self._unpruned: list[int] = []
-        """Audited rounds whose excluded blobs may not be removed yet."""
-        self._start: RunCheckpoint | None = checkpoint
-        """Until it is written."""
+        self._unpruned: list[int] = []  # audited rounds whose excluded blobs may not be removed yet
+        self._start: RunCheckpoint | None = checkpoint  # until it is written
         self._first_round = checkpoint.round + 1
         optimizer = optimizer or OuterOptimizer(exchange.settings)
         self._follower = Follower(exchange.run, checkpoint, optimizer, folder)

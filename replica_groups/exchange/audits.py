@@ -19,20 +19,16 @@ from hetero_pp.store.store import Store
 
 FOLDER = "audited"
 
-SCORES_KEPT = 4
-"""Number of newest files of scores that stay in the store."""
+SCORES_KEPT = 4  # number of newest files of scores that stay in the store
 
 
 class Audit(BaseModel):
     """Digests of one round, as hexadecimal digits."""
 
     round: int
-    record_sha256: str
-    """sha256 of the record that was replayed."""
-    parameters_sha256: str
-    """sha256 of theta after the round: over sorted (name, sha256) of all parameters."""
-    sha256: str = ""
-    """sha256 over the other fields, checked when the audit is read."""
+    record_sha256: str  # sha256 of the record that was replayed
+    parameters_sha256: str  # sha256 of theta after the round: over sorted (name, sha256) of all parameters
+    sha256: str = ""  # sha256 over the other fields, checked when the audit is read
 
     def sealed(self) -> Audit:
         """Return a copy with its digest."""
@@ -43,8 +39,7 @@ class Audit(BaseModel):
 class Exclusion(BaseModel):
     """A replica that rounds do not include."""
 
-    until: int
-    """First round that may include it again."""
+    until: int  # first round that may include it again
     cause: str
 
 
@@ -52,13 +47,10 @@ class KeptScores(BaseModel):
     """State of the audits after a judged round: an exchange goes on from it, and `hetero-pp audit scores` shows it."""
 
     round: int
-    book: str | None
-    """State of the score book; None if the run is audited by recomputation alone."""
-    table: dict[str, object]
-    """The message Scores, as JSON."""
+    book: str | None  # state of the score book; None if the run is audited by recomputation alone
+    table: dict[str, object]  # the message Scores, as JSON
     excluded: dict[str, Exclusion]
-    sha256: str = ""
-    """sha256 over the other fields, checked when the file is read."""
+    sha256: str = ""  # sha256 over the other fields, checked when the file is read
 
     def sealed(self) -> KeptScores:
         """Return a copy with its digest."""

@@ -176,8 +176,7 @@ class CoordinatorRunner:
         self.coordinator = Coordinator(rules, clock(), incarnations, goes_on)
         self._clock, self._on_effect = clock, on_effect
         self._tokens_a_step, self._magnitudes, self._trains_on = tokens_a_step or {}, magnitudes, trains_on
-        self.audits = AuditHook(self.refused)
-        """Audits of the run; replaced before the run begins, if it is audited."""
+        self.audits = AuditHook(self.refused)  # audits of the run; replaced before the run begins, if it is audited
         self.limits: ContributionLimits | None = None
         """Limits that follow from the configuration, once the run has begun."""
         self._welcomed: dict[str, tuple[str, int]] = {}  # slot -> the process that took it last, and its incarnation

@@ -16,8 +16,7 @@ from replica_groups.member.trainers import TrainingMember
 class MemberAudit:
     """A member's part in the audits of a run that has none."""
 
-    undoes_uncounted = False
-    """Whether a round that does not count the member leaves no trace in its state."""
+    undoes_uncounted = False  # whether a round that does not count the member leaves no trace in its state
 
     def begin(self, round_: int, committed: bytes) -> None:
         """Begin a round. `committed`: digest of the state that the exchange expects; empty: a fresh one."""

@@ -27,10 +27,8 @@ class Undecided:
 
     round: int
     generation: int | None
-    blobs: dict[str, bytes] = field(default_factory=dict)
-    """By block; on the first rank only."""
-    is_sent: bool = False
-    """Whether all blocks are deposited. Until then the contribution cannot be included."""
+    blobs: dict[str, bytes] = field(default_factory=dict)  # by block; on the first rank only
+    is_sent: bool = False  # Whether all blocks are deposited. Until then the contribution cannot be included.
 
     def is_named_by(self, counted: ContributionEntry | None) -> bool:
         """Return whether an entry of a record is this contribution: its generation, and exactly these blobs.

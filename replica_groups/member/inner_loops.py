@@ -36,8 +36,7 @@ class StepsTaken:
         self._of_each_round = of_each_round
         self._round = 0
         self._total = 0
-        self.last: int | None = None
-        """Steps of the last round that included the replica; None before the first."""
+        self.last: int | None = None  # steps of the last round that included the replica; None before the first
 
     def before(self, round_: int) -> int:
         """Return the number of a round's first step, counted over the run."""
@@ -102,8 +101,7 @@ class OverlappedRound:
 
     def __init__(self) -> None:
         self.loop: InnerLoop | None = None
-        self._inputs: dict[int, str] = {}
-        """Inputs with which the last two rounds were trained."""
+        self._inputs: dict[int, str] = {}  # inputs with which the last two rounds were trained
 
     def trained(self, round_: int, inputs: RoundInputs) -> None:
         """Note with what a round was trained."""

@@ -18,8 +18,7 @@ SECONDS_BETWEEN_SAMPLES = 0.5
 
 _SECONDS_BETWEEN_LOOKS = 0.5
 
-SECONDS_TO_REPORT = 2.0
-"""Time that a member that was asked to stop waits for the delivery of its reports."""
+SECONDS_TO_REPORT = 2.0  # time that a member that was asked to stop waits for the delivery of its reports
 
 
 class Reporter:

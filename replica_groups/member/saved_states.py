@@ -46,8 +46,7 @@ from replica_groups.member.session import MemberSession
 KEPT = 2
 DIGESTS = "digests.json"
 
-_UNREAD = "cannot be read: "
-"""Prefix, before the reason, that replaces the digest of an unreadable file."""
+_UNREAD = "cannot be read: "  # prefix, before the reason, that replaces the digest of an unreadable file
 
 T = TypeVar("T")
 
@@ -67,8 +66,7 @@ class SavedStates:
     """Checkpoints of one member, every `every` rounds. All its ranks make every call and share one file system."""
 
     folder: Path
-    run: str
-    """Name of the run; saved states of other runs are ignored."""
+    run: str  # name of the run; saved states of other runs are ignored
     every: int
     ranks: Ranks = ALONE
     copies: StateCopies | None = None
@@ -319,8 +317,7 @@ def _is_known_since(session: MemberSession, rounds: range) -> bool:
 @dataclass(frozen=True)
 class _Copy:
     round: int
-    folder: str
-    """Key of the copy's folder in the store."""
+    folder: str  # key of the copy's folder in the store
 
 
 class StateCopies:

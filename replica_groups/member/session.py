@@ -51,8 +51,7 @@ SECONDS_BETWEEN_HEARTBEATS = 1.0
 EVERY_GENERATION = 1 << 62
 """A generation after all others, including one that is being formed and that no heartbeat has named."""
 
-LedgerOf = tuple[str, Direction, Ledger]
-"""(link, direction, this member's byte counts)"""
+LedgerOf = tuple[str, Direction, Ledger]  # (link, direction, this member's byte counts)
 
 GiveUp = Callable[[int, str], None]
 """(before, cause): ends links of generations before this one, and wakes threads that wait for them."""
@@ -64,8 +63,7 @@ _ERRORS: tuple[type[HeteroPPError], ...] = (RunFailed, IncarnationOver, Suspende
 
 _Blob = tuple[pb.BlobHeader, bytes]
 
-_Fetched = dict[tuple[str, str], bytes]
-"""Blobs of a round, by replica and block."""
+_Fetched = dict[tuple[str, str], bytes]  # blobs of a round, by replica and block
 
 
 class Connections(Protocol):
@@ -267,19 +265,15 @@ class MemberSession(ExchangeService):
         `overlaps`: a round is carried in the background while the member trains the next one (`carry`).
         """
         self.member, self.replica, self.run, self.ranks, self.overlaps = member, replica, run, ranks, overlaps
-        self.blocked = 0.0
-        """Seconds that the outer round has waited for the exchange; the training loop resets it to 0."""
+        self.blocked = 0.0  # seconds that the outer round has waited for the exchange; the training loop resets it to 0
         self.commitment: pb.Commitment | None = None
         """The commitment of the member, sent with its next blobs; None if the run is not audited by recomputation."""
         self._exchange, self.line, self._stopping, self._faults = exchange, line, stopping, faults
         self._deferred: HeteroPPError | None = None
         """Error of a deposit of the first rank, which the other ranks have not heard of yet."""
-        self._contributed: int | None = None
-        """Round of the contribution in progress."""
-        self._missed: list[_Blob] = []
-        """Blobs that `faults` deliver after the record of their round."""
-        self._waiting: list[_Blob] = []
-        """With `overlaps`, blobs of a contribution that were not deposited yet."""
+        self._contributed: int | None = None  # round of the contribution in progress
+        self._missed: list[_Blob] = []  # blobs that `faults` deliver after the record of their round
+        self._waiting: list[_Blob] = []  # with `overlaps`, blobs of a contribution that were not deposited yet
         self._carried: tuple[int, Future[tuple[pb.RoundRecord, _Fetched]]] | None = None
         """The round that a thread carries. The thread of a round that was given up may still wait, unread."""
         self._fetched: tuple[int, _Fetched] = 0, {}

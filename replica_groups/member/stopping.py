@@ -51,10 +51,8 @@ class Stopping:
         self.leave = leave
         self._number = number
         self._is_allowed = False
-        self._is_through = False
-        """Whether nothing is left to save."""
-        self._round: int | None = None
-        """The round whose record follows the current block; None if none does."""
+        self._is_through = False  # whether nothing is left to save
+        self._round: int | None = None  # the round whose record follows the current block; None if none does
         self._seconds = 0.0
         """Seconds for which the current block goes on if it is not known whether its round is closed."""
 
@@ -152,5 +150,4 @@ class Stopping:
 _ALLOWED = Stopping.allowed.__wrapped__.__code__  # type: ignore[attr-defined]
 
 
-NEVER_STOPPED = Stopping()
-"""For members that are threads: their process ends them."""
+NEVER_STOPPED = Stopping()  # for members that are threads: their process ends them

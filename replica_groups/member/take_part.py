@@ -190,12 +190,9 @@ def _build(
 class _RoundPosition(Enum):
     """Where a member is between the rounds `holds` and `holds + 1`."""
 
-    CATCHING_UP = auto()
-    """Theta, moments and error feedback may belong to different rounds."""
-    AT_START = auto()
-    """Theta, moments and error feedback are those after round `holds`."""
-    IN_ROUND = auto()
-    """The next round has begun; `undo` returns to its start."""
+    CATCHING_UP = auto()  # theta, moments and error feedback may belong to different rounds
+    AT_START = auto()  # theta, moments and error feedback are those after round `holds`
+    IN_ROUND = auto()  # the next round has begun; `undo` returns to its start
 
 
 class TrainingLoop:
@@ -224,16 +221,11 @@ class TrainingLoop:
         self.member, self.outer, self.session, self.reporter = member, outer, session, reporter
         self.states, self.length, self.steps, self.gate = states, length, steps, gate
         self.faults, self.stopping, self._undoes, self.audit = faults, stopping, undoes, audit
-        self.holds = 0
-        """Round after which the member holds theta."""
-        self._unsaved = 0
-        """Number of consecutive checkpoints that could not be saved."""
-        self._seconds_to_save = 0.0
-        """Duration of the newest save."""
-        self._saved: int | None = None
-        """Round of the loaded saved state, until the rounds since then are caught up."""
-        self._has_started = False
-        """Whether a round was reached since this process started."""
+        self.holds = 0  # round after which the member holds theta
+        self._unsaved = 0  # number of consecutive checkpoints that could not be saved
+        self._seconds_to_save = 0.0  # duration of the newest save
+        self._saved: int | None = None  # round of the loaded saved state, until the rounds since then are caught up
+        self._has_started = False  # whether a round was reached since this process started
         self._position = _RoundPosition.CATCHING_UP
         self.overlapped = OverlappedRound()
 

@@ -350,10 +350,8 @@ class StageMember:
 class Start:
     """Tensors of the run checkpoint that a member needs."""
 
-    parameters: Mapping[str, Tensor]
-    """The whole parameters that the member trains or follows, by name."""
-    basis: Tensor | None
-    """U [D, K']; None if nothing in the run is compressed."""
+    parameters: Mapping[str, Tensor]  # the whole parameters that the member trains or follows, by name
+    basis: Tensor | None  # U [D, K']; None if nothing in the run is compressed
 
 
 RECEIVE_TIMEOUT = 600.0

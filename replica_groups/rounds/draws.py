@@ -28,8 +28,7 @@ class Chain:
         links = [seed]
         for _ in range(CHAIN_ROUNDS):
             links.append(hashlib.sha256(links[-1]).digest())
-        self.end = links.pop()
-        """The hash that is published before the first round."""
+        self.end = links.pop()  # the hash that is published before the first round
         self._secrets = b"".join(reversed(links))
 
     @property

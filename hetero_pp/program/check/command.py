@@ -11,8 +11,7 @@ from hetero_pp.core.files import write_json
 from hetero_pp.program.check.findings import Finding, FindingState, check_packages, check_python, fail, make_checks
 from hetero_pp.program.report.output import standard_output, tell
 
-SECONDS = 5.0
-"""Seconds for all checks together, once the program is loaded."""
+SECONDS = 5.0  # seconds for all checks together, once the program is loaded
 STANDARD_OUTPUT = Path("-")
 
 _STYLES = {FindingState.OK: "green", FindingState.WARN: "yellow", FindingState.FAIL: "bold red"}

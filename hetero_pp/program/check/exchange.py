@@ -25,15 +25,12 @@ from hetero_pp.rpc.admission_client import Rate, measure
 from hetero_pp.rpc.identities import CLOCKS_DIFFER
 from hetero_pp.simulator.traffic import stage_link_loads
 
-_PUBLIC = "192.0.2.1"
-"""A host outside of all private networks (RFC 5737); it is not dialled."""
-CLOCK_WARNING_SECONDS = 60.0
-"""Difference of clocks from which logs and expiry dates mislead."""
+_PUBLIC = "192.0.2.1"  # a host outside of all private networks (RFC 5737); it is not dialled
+CLOCK_WARNING_SECONDS = 60.0  # difference of clocks from which logs and expiry dates mislead
 
 _SECONDS_TO_DIAL = 1.5
 _NODES_OF = "the nodes of "
-_MOST_DIALLED = 16
-"""Neighbours that are dialled, each in a thread. A group rarely has more stages."""
+_MOST_DIALLED = 16  # Neighbours that are dialled, each in a thread. A group rarely has more stages.
 _SHOWN = 4
 SOON_SECONDS = 3600.0  # remaining validity of a ticket or certificate from which a host should hurry
 

@@ -38,8 +38,7 @@ class FindingState(StrEnum):
     OK = "OK"
     WARN = "WARN"
     FAIL = "FAIL"
-    SKIP = "SKIP"
-    """The check could not be made."""
+    SKIP = "SKIP"  # the check could not be made
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,7 @@ class Finding:
     """Result of one check."""
 
     state: FindingState
-    line: str
-    """Result in words, and unless the state is OK the remedy."""
+    line: str  # result in words, and unless the state is OK the remedy
 
 
 class NotChecked(Exception):

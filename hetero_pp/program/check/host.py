@@ -39,15 +39,11 @@ from hetero_pp.program.launch.this_machine import limits_of
 from hetero_pp.simulator.memory import disk_bytes
 
 SHOWN = 4  # most names in a line
-LEAST_BYTES = 1e9
-"""Free bytes below which a disk counts as full if it is not known what the run writes."""
+LEAST_BYTES = 1e9  # free bytes below which a disk counts as full if it is not known what the run writes
 LEAST_TEMPORARY_BYTES = 50e6
-MOST_ENCODED_BYTES = 64e6
-"""Bytes of text that are encoded to compare it: a few seconds."""
-_TOKEN_BYTES = 2
-"""Bytes on disk for each byte of text: a token of one byte takes two. Other tokenizers need less."""
-_LEFT = 0.1
-"""Share of the free space that should be left."""
+MOST_ENCODED_BYTES = 64e6  # bytes of text that are encoded to compare it: a few seconds
+_TOKEN_BYTES = 2  # Bytes on disk for each byte of text: a token of one byte takes two. Other tokenizers need less.
+_LEFT = 0.1  # share of the free space that should be left
 _NVIDIA = Path("/proc/driver/nvidia/version")
 _CUDA_BUILD = "pip install --force-reinstall torch (docs/tutorial_home.md)"
 
@@ -92,14 +88,10 @@ def _checked(check: Callable[[Subject], Finding], subject: Subject) -> Finding:
 class Gpu:
     """Facts about the GPU of this machine, and about PyTorch's build."""
 
-    built_for: str
-    """`CUDA 13.0`, `ROCm 6.4`, or empty for a build that uses neither."""
-    has_driver: bool
-    """Whether a driver of NVIDIA is installed."""
-    names: tuple[str, ...]
-    """Accelerators that PyTorch can use."""
-    trouble: str = ""
-    """PyTorch's warning when it looked for them."""
+    built_for: str  # `CUDA 13.0`, `ROCm 6.4`, or empty for a build that uses neither
+    has_driver: bool  # whether a driver of NVIDIA is installed
+    names: tuple[str, ...]  # accelerators that PyTorch can use
+    trouble: str = ""  # PyTorch's warning when it looked for them
 
 
 def check_gpu() -> Finding:

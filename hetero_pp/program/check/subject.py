@@ -30,11 +30,9 @@ from hetero_pp.rpc.admission_client import preview
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, version_complaint
 from hetero_pp.rpc.identities import Identity, Ticket
 
-SECONDS_TO_ASK = 3.0
-"""Seconds within which the exchange has to answer."""
+SECONDS_TO_ASK = 3.0  # seconds within which the exchange has to answer
 _SECONDS_TO_EXPLAIN = 1.0
-MOST_TIME = 1e11
-"""Seconds since 1970: three thousand years."""
+MOST_TIME = 1e11  # seconds since 1970: three thousand years
 
 _YAML = (".yaml", ".yml")
 
@@ -46,10 +44,8 @@ class CheckedPart:
     spec: RunSpec
     choices: Sequence[Sequence[str]]
     """Members to start here. A ticket may admit to one of several slots: one entry for each."""
-    located: Callable[[ConfigError], ConfigError] = lambda error: error
-    """Adds file and line to an error about a key."""
-    has_tokenizer: bool = True
-    """Whether this host has the run's tokenizer."""
+    located: Callable[[ConfigError], ConfigError] = lambda error: error  # adds file and line to an error about a key
+    has_tokenizer: bool = True  # whether this host has the run's tokenizer
 
     @property
     def names(self) -> Sequence[str]:
@@ -62,10 +58,8 @@ class CheckedPeer:
     """The exchange of a run."""
 
     address: str
-    identity: Identity
-    """Ticket or certificate with which this host is admitted."""
-    is_here: bool = False
-    """Whether it runs on this host."""
+    identity: Identity  # ticket or certificate with which this host is admitted
+    is_here: bool = False  # whether it runs on this host
 
 
 @dataclass(frozen=True)
@@ -73,8 +67,7 @@ class Answer:
     """Answer of the exchange to this host."""
 
     reply: PreviewReply
-    ahead: float
-    """Seconds by which the clock of the exchange is ahead of this host's, give or take `within`."""
+    ahead: float  # seconds by which the clock of the exchange is ahead of this host's, give or take `within`
     within: float
 
 
@@ -84,21 +77,16 @@ class Subject:
 
     runs: Path
     name: str = ""
-    kind: str = "machine"
-    """`machine`, `yaml`, `ticket`, or `run`."""
-    told: str = ""
-    """The subject in words."""
+    kind: str = "machine"  # `machine`, `yaml`, `ticket`, or `run`
+    told: str = ""  # the subject in words
     peer: CheckedPeer | None = None
     part_: Future[CheckedPart] | None = None
     answer_: Future[Answer] | None = None
     until: tuple[str, float] | None = None
     """Name of the ticket or certificate that admits this host, and its expiry in seconds since 1970."""
-    data: str | None = None
-    """Path of the run's text on this host."""
-    prepared: Prepared | None = None
-    """The run of a YAML, with its corpus."""
-    problem: str = ""
-    """Why the argument cannot be used."""
+    data: str | None = None  # path of the run's text on this host
+    prepared: Prepared | None = None  # the run of a YAML, with its corpus
+    problem: str = ""  # why the argument cannot be used
 
     @property
     def folder(self) -> RunFolder:

@@ -29,14 +29,9 @@ TARGET_UTILIZATIONS = (0.9, 0.7)
 """Utilizations relative to free links. The planner tries to reach the first, then the next; else it chooses nothing."""
 
 BATCH_SIZE, MOST_STEPS, FEWEST_STEPS = 8, 50, 2
-_FEWEST_ROUNDS = 10
-"""Rounds that a run should have; shorter runs have shorter rounds."""
-
-MOST_STAGES = 4
-"""Homes of a group, if their number can be divided so: the default of `plan.stages`."""
-
-_SMALL_MODEL, _SMALL_TEXT = 20e6, 2e6
-"""Parameters, and bytes of text, below which the defaults of small runs apply."""
+_FEWEST_ROUNDS = 10  # rounds that a run should have; shorter runs have shorter rounds
+MOST_STAGES = 4  # homes of a group, if their number can be divided so: the default of `plan.stages`
+_SMALL_MODEL, _SMALL_TEXT = 20e6, 2e6  # parameters, and bytes of text, below which the defaults of small runs apply
 
 
 @dataclass(frozen=True)
@@ -45,10 +40,8 @@ class Draft:
 
     sections: dict[str, Any]
     parameters: int
-    boundary: str
-    """Origin of the boundary in words; empty without a boundary."""
-    machine: str
-    """Hardware that the prediction assumes, in words."""
+    boundary: str  # origin of the boundary in words; empty without a boundary
+    machine: str  # hardware that the prediction assumes, in words
     prediction: Prediction
 
     @property
@@ -192,8 +185,7 @@ def _rounds(sections: dict[str, Any], answers: Answers, prediction: Prediction) 
 
 
 _HEAD_WIDTH, _LEAST_WIDTH, _MOST_WIDTH = 64, 64, 16384
-_LAYER_WIDTH = 128
-"""Width for each layer, from the papers' models: 1024 / 9, 1536 / 12, 2048 / 16."""
+_LAYER_WIDTH = 128  # width for each layer, from the papers' models: 1024 / 9, 1536 / 12, 2048 / 16
 _FEWEST_LAYERS = 4
 _FEED_FORWARD = 8 / 3
 

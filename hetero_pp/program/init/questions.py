@@ -34,8 +34,7 @@ class Machines:
     """Machines that train."""
 
     homes: int = 0
-    has_datacenter: bool = True
-    """Whether one machine holds the whole model."""
+    has_datacenter: bool = True  # whether one machine holds the whole model
 
     @classmethod
     def parse(cls, text: str) -> Machines:
@@ -145,8 +144,7 @@ class Question:
 
     text: str
     default: str
-    parse: Callable[[str], object]
-    """Raises ValueError for a wrong answer."""
+    parse: Callable[[str], object]  # raises ValueError for a wrong answer
 
 
 QUESTIONS: Mapping[str, Question] = {

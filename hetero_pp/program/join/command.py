@@ -54,15 +54,11 @@ class JoiningHost:
     """Settings of this host for a run that it joins."""
 
     runs: Path
-    data: str | None = None
-    """Path of the run's text, for a slot that reads it."""
-    tokenizer: Path | None = None
-    """The run's tokenizer.json, if it is too large for the exchange to send."""
-    listen: str | None = None
-    """HOST:PORT at which the neighbouring stages dial this one."""
+    data: str | None = None  # path of the run's text, for a slot that reads it
+    tokenizer: Path | None = None  # the run's tokenizer.json, if it is too large for the exchange to send
+    listen: str | None = None  # HOST:PORT at which the neighbouring stages dial this one
     device: str = "auto"
-    rehearses: bool = False
-    """Whether the user wants to rehearse."""
+    rehearses: bool = False  # whether the user wants to rehearse
 
 
 def join(text: str, here: JoiningHost, operations: Operations | None = None) -> None:

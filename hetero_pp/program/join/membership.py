@@ -42,16 +42,12 @@ class Membership:
     """Membership of this host in a run, by one ticket."""
 
     run: str
-    address: str
-    """HOST:PORT of the exchange."""
+    address: str  # HOST:PORT of the exchange
     slot: str
-    configuration: str
-    """Configuration of the run as JSON, as its exchange sent it."""
+    configuration: str  # configuration of the run as JSON, as its exchange sent it
     identity: Identity
-    tokenizer: Path | None
-    """Path of the run's tokenizer, if its exchange sent one."""
-    store: str = ""
-    """The URL of the run's store, as the ticket says."""
+    tokenizer: Path | None  # path of the run's tokenizer, if its exchange sent one
+    store: str = ""  # the URL of the run's store, as the ticket says
     ticket: tuple[str, str] = ("", "")
     """Certificate and key of the ticket, with which a host that has left may ask for a slot."""
     has_left: bool = False
@@ -186,8 +182,7 @@ class Wait:
 
     process: str
     since: float
-    asked: float
-    """Time of that answer, in seconds since 1970."""
+    asked: float  # time of that answer, in seconds since 1970
     here: int
     needed: int
     last_round: int
@@ -294,8 +289,7 @@ def _own_key(path: Path) -> str:
 # ---- processes of this host, in files: a later process with the same id is not mistaken for an earlier one ----
 
 
-_SECONDS_APART = 1.0
-"""Seconds by which two readings of a process's creation time may differ."""
+_SECONDS_APART = 1.0  # seconds by which two readings of a process's creation time may differ
 
 
 def own_process() -> str:
@@ -316,8 +310,7 @@ def running_process(text: str) -> psutil.Process | None:
 # `hetero-pp leave`: finds this host's `join` of a run and interrupts it, which frees the slot.
 
 
-SECONDS = 30.0
-"""Seconds to wait until an interrupted process has left."""
+SECONDS = 30.0  # seconds to wait until an interrupted process has left
 _SECONDS_BETWEEN_LOOKS = 0.02
 
 _PROCESS = "joined-{slot}.pid"

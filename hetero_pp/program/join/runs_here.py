@@ -25,15 +25,12 @@ from replica_groups.exchange.stall_detector import listed
 class RunOnDisk:
     """State of a run according to its folder."""
 
-    state: str
-    """`running`, `over`, `interrupted`, `failed`, or `killed` (the run ended without a record of its end)."""
+    state: str  # `running`, `over`, `interrupted`, `failed`, or `killed` (the run ended without a record of its end)
     last_round: int
     rounds: int
-    changed: float
-    """Time of the last record, in seconds since 1970."""
+    changed: float  # time of the last record, in seconds since 1970
     why: str = ""
-    resume: str = ""
-    """Command that resumes the run; empty if there is nothing to resume."""
+    resume: str = ""  # command that resumes the run; empty if there is nothing to resume
     rehearsal: bool = False
 
 
@@ -75,10 +72,8 @@ class RunOfHost:
     """A run that this host serves or has joined."""
 
     folder: RunFolder
-    address: str
-    """HOST:PORT of the run's exchange."""
-    identity: Identity
-    """Identity with which this host authenticates to the exchange."""
+    address: str  # HOST:PORT of the run's exchange
+    identity: Identity  # identity with which this host authenticates to the exchange
     serves: bool
 
     @property

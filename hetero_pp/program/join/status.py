@@ -34,10 +34,8 @@ from hetero_pp.rpc.limits import plain
 from replica_groups.exchange.memberships import IssuedTicket, Memberships
 from replica_groups.exchange.stall_detector import listed
 
-EMPTY_SHOWN = 2
-"""Number of empty replicas that are shown; most replicas of a run with room for many groups are empty."""
-SECONDS = 10.0
-"""Seconds within which a running exchange answers."""
+EMPTY_SHOWN = 2  # number of empty replicas that are shown; most replicas of a run with room for many groups are empty
+SECONDS = 10.0  # seconds within which a running exchange answers
 _SECONDS_OF_AN_ENDED_RUN = 3.0
 """Seconds to wait for an exchange whose run is said to be over; the run may have been extended since."""
 

@@ -38,8 +38,7 @@ class Prepared:
     spec: RunSpec
     names: Sequence[str]  # names of the members to start here, including the exchange if it starts here
     source: Source | None  # the corpus, if a process started here reads it
-    limits: Sequence[Limit] = ()
-    """Limits of this machine: what would take unreasonably long."""
+    limits: Sequence[Limit] = ()  # limits of this machine: what would take unreasonably long
     devices: Mapping[str, str] = field(default_factory=dict)  # name of the device of each member that starts here
     given: Sequence[Key] = ()  # keys that were given beside the YAML
     located: Callable[[ConfigError], ConfigError] = lambda error: error  # adds file and line to an error about a key

@@ -21,11 +21,8 @@ from hetero_pp.simulator.costs import part_of, step_flops
 from hetero_pp.simulator.exchange_load import exchange_load
 from hetero_pp.simulator.memory import LAUNCHER_BYTES, listed_by_kind, memory_of_member, remedy
 
-LONG_STEP, LONG_RUN = 60.0, 2 * 86400.0
-"""Seconds of a step, and of the run, beyond which the user is warned."""
-
-_SHOWN = 4
-"""Largest number of members that a message names."""
+LONG_STEP, LONG_RUN = 60.0, 2 * 86400.0  # seconds of a step, and of the run, beyond which the user is warned
+_SHOWN = 4  # largest number of members that a message names
 
 
 @dataclass(frozen=True)
@@ -34,8 +31,7 @@ class Limit:
 
     key: tuple[str | int, ...]
     message: str
-    is_final: bool
-    """Whether it cannot work at all."""
+    is_final: bool  # whether it cannot work at all
 
 
 def limits_of(spec: RunSpec, names: Sequence[str]) -> list[Limit]:

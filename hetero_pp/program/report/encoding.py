@@ -6,8 +6,7 @@ import codecs
 import io
 import sys
 
-_ERRORS = "hetero_pp.ascii"
-"""Name of the error handler for characters that the output's encoding lacks."""
+_ERRORS = "hetero_pp.ascii"  # name of the error handler for characters that the output's encoding lacks
 
 _ASCII = dict(zip("–—−─━│┃×·µ≈‘’“”\N{NO-BREAK SPACE}", "-----||x.u~''\"\" ", strict=True)) | {
     "…": "...",

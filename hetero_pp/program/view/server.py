@@ -67,8 +67,7 @@ _SHARE = 1 / 200  # share of a core for frames: those of large runs come less of
 _SECONDS_BETWEEN_LOOKS = 0.1
 _SECONDS_WHEN_NOTHING_IS_NEW = 5.0
 """Interval of frames while no report arrives: rates sink, and a viewer sees that the server is there."""
-_MOST_UNREAD = 32
-"""Events that a viewer may leave unread before it is dropped. It may come back, and begins anew."""
+_MOST_UNREAD = 32  # Events that a viewer may leave unread before it is dropped. It may come back, and begins anew.
 _SECONDS_TO_SEND = 20.0
 _SECONDS_TO_END = 2.0
 _MOST_CONNECTIONS = 200

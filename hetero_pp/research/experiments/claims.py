@@ -38,15 +38,12 @@ from hetero_pp.research.experiments.rows import Setting
 from hetero_pp.simulator.charts import Sweep
 from hetero_pp.simulator.prediction import predict
 
-LEVEL = 0.05
-"""Share of claims about noise that get a verdict by chance."""
-FIRST_ROUNDS = 20
-"""Rounds over which cosines with the reference momentum are averaged: SparseLoCo, A.1."""
+LEVEL = 0.05  # share of claims about noise that get a verdict by chance
+FIRST_ROUNDS = 20  # Rounds over which cosines with the reference momentum are averaged: SparseLoCo, A.1.
 _NO_SEED = 0
 """Seed of predictions, which have none: a claim about them has a verdict without an interval, and is in no family."""
 
-Values = Mapping[str, Mapping[int, float]]
-"""Final loss (or other measurement) by row and seed."""
+Values = Mapping[str, Mapping[int, float]]  # final loss (or other measurement) by row and seed
 Interval = tuple[float, float]
 
 
@@ -211,11 +208,9 @@ class Verdict:
 
     text: str
     verdict: str
-    interval: Interval | None
-    """Interval of the claim's difference, in nats for losses; None with fewer than two seeds."""
+    interval: Interval | None  # interval of the claim's difference, in nats for losses; None with fewer than two seeds
     seeds: int
-    difference: float | None = None
-    """Mean of the claim's difference over the seeds."""
+    difference: float | None = None  # mean of the claim's difference over the seeds
 
 
 def judge(claim: Claim, values: Values, shares: Mapping[str, float], level: float = LEVEL) -> Verdict:

@@ -42,8 +42,7 @@ from hetero_pp.research.trainer.measurements import contribution_bytes
 
 EXPERIMENTS, RESULTS = Path("configs/experiments"), Path("benchmarks/results")
 """Default folders. In a folder without them, the program uses its own files."""
-SCALE = "micro"
-"""Default scale."""
+SCALE = "micro"  # default scale
 SECONDS_PER_FLOP = {"cpu": 1 / 2.0e10, "gpu": 1 / 4.0e13}
 """Seconds per FLOP of one core at the micro scale (measured), and of one large GPU at a tenth of its peak (assumed)."""
 _ENDINGS = re.compile(r"(\.(txt|jsonl?|parquet|gz|zst|bz2|xz))+$")
@@ -56,8 +55,7 @@ class Request:
     catalog: Catalog
     names: Sequence[str] = ()
     scale: str = SCALE
-    rows: Sequence[str] = ()
-    """Patterns of the names of rows to train, such as `128,*`; empty for all rows."""
+    rows: Sequence[str] = ()  # patterns of the names of rows to train, such as `128,*`; empty for all rows
     seeds: int = 3
     workers: int = 1
     corpus: str | None = None
@@ -65,11 +63,9 @@ class Request:
     repeat: bool = False
     runs: Path = Path("runs")
     results: Path = RESULTS
-    trains: bool = True
-    """Whether rows are trained; if False, tables are written from the existing outcomes."""
+    trains: bool = True  # whether rows are trained; if False, tables are written from the existing outcomes
     training: Training = field(default_factory=Training)
-    can_train: bool = True
-    """Whether this machine has the scale's hardware."""
+    can_train: bool = True  # whether this machine has the scale's hardware
 
     def settings(self) -> tuple[list[Setting], dict[str, ConfigError]]:
         """Return the requested experiments, and the errors of unusable ones by name.

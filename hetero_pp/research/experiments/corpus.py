@@ -35,10 +35,8 @@ class Corpus:
 
     data: DataSettings
     source: Source
-    cache: Path
-    """Folder of encoded corpora."""
-    tokenizer: Tokenizer | None = None
-    """Tokenizer that the user named; None if it was trained on the corpus."""
+    cache: Path  # folder of encoded corpora
+    tokenizer: Tokenizer | None = None  # tokenizer that the user named; None if it was trained on the corpus
 
     @property
     def digest(self) -> str:
@@ -137,8 +135,7 @@ class Supply:
         self._configs = [setting.config(row) for row in setting.representable()]
         self.training = len(source.train) if isinstance(source, TokenStore) else None
         """Tokens for training; None if they are not counted: the corpus is streamed, or not read yet."""
-        self.needed = max(map(tokens_read, self._configs))
-        """Tokens needed by the row that trains on the most."""
+        self.needed = max(map(tokens_read, self._configs))  # tokens needed by the row that trains on the most
 
     @property
     def epochs(self) -> float | None:

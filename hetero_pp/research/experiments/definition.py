@@ -150,14 +150,11 @@ _OfRounds = Literal["bias", "similarity"]
 _Predicted = Literal["hours"]
 Measurement = Literal[_OfRounds, Way, OfOuterGradient, OfAttack, _Predicted]
 
-FORWARDS: tuple[Forward, ...] = get_args(Forward)
-"""Forwards in which the synced model has a loss."""
-WAYS: tuple[Way, ...] = get_args(Way)
-"""Collectives for which the size of contributions is measured."""
+FORWARDS: tuple[Forward, ...] = get_args(Forward)  # forwards in which the synced model has a loss
+WAYS: tuple[Way, ...] = get_args(Way)  # collectives for which the size of contributions is measured
 OF_OUTER_GRADIENTS: tuple[OfOuterGradient, ...] = get_args(OfOuterGradient)
 """Measurements of outer gradients, in the order of OuterGradient."""
-OF_ATTACKS: tuple[OfAttack, ...] = get_args(OfAttack)
-"""Measurements of rows with `research.attacks`."""
+OF_ATTACKS: tuple[OfAttack, ...] = get_args(OfAttack)  # measurements of rows with `research.attacks`
 MEASUREMENTS: tuple[Measurement, ...] = get_args(Measurement)
 
 EVERY: dict[str, str] = {

@@ -22,16 +22,14 @@ from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.files import flush, naming, write_whole
 from hetero_pp.core.shipped import is_installed, shipped
 
-ROWS = "rows.jsonl"
-"""File in a scale's folder of results."""
+ROWS = "rows.jsonl"  # file in a scale's folder of results
 
 Outcome = dict[str, Any]
 """Outcome of a row: `row` and `seed` for readers; `key` and the identity that it hashes (`training.identity_of`).
 
 Also the fields of a FastResult, and `machine`, `device` and `commit` of the training (unknown for some older rows).
 """
-Outcomes = Mapping[str, Mapping[int, Outcome]]
-"""Outcomes by row and seed."""
+Outcomes = Mapping[str, Mapping[int, Outcome]]  # outcomes by row and seed
 
 _NEEDED = (
     *("row", "seed", "key", "validation_loss", "diverged", "uncompressed", "compressed", "tokens"),

@@ -18,10 +18,8 @@ from hetero_pp.research.experiments.claims import holm
 from hetero_pp.research.experiments.definition import FORWARDS, MEASUREMENTS, WAYS
 from hetero_pp.research.experiments.outcomes import describe
 
-Result = Mapping[str, Any]
-"""An experiment's result, as `result.result_of` returns it."""
-Results = Mapping[str, Result]
-"""Results by scale and name, such as `micro/het-pp/table1`."""
+Result = Mapping[str, Any]  # an experiment's result, as `result.result_of` returns it
+Results = Mapping[str, Result]  # results by scale and name, such as `micro/het-pp/table1`
 
 
 class Column(NamedTuple):
@@ -304,8 +302,7 @@ FAMILIES = ("het-pp", "sparseloco", "diloco", "beyond")
 
 VERDICTS = ("holds", "does not hold", "within noise", "one seed", "not run")
 
-FOUND = "found.md"
-"""File beside the experiments with the findings in words."""
+FOUND = "found.md"  # file beside the experiments with the findings in words
 
 INTRODUCTION = """\
 `hetero-pp reproduce --no-train --docs FILE` generates this page from the trained rows, the figures of its text

@@ -15,10 +15,8 @@ from hetero_pp.research.experiments.outcomes import Outcome, Outcomes
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-LOGARITHMIC = 8
-"""Ratio of the largest value to the smallest from which a horizontal axis is logarithmic."""
-OF_A_LETTER = 0.02
-"""Width of one letter as a share of the axis; labels also keep a gap of one letter."""
+LOGARITHMIC = 8  # ratio of the largest value to the smallest from which a horizontal axis is logarithmic
+OF_A_LETTER = 0.02  # width of one letter as a share of the axis; labels also keep a gap of one letter
 
 _FINAL_LOSS = "final validation loss, nats per token\n(mean over seeds; bars: standard deviation)"
 _MEANINGS = {

@@ -42,8 +42,7 @@ from hetero_pp.simulator.traffic import expected_volume
 PAPERS = OuterSettings.model_validate({"rounds": 1, "method": "sparseloco_paper"}).compression
 """Compression settings of SparseLoCo's paper."""
 
-_LEAST_VALUES = 3
-"""Fewest values of a setting for which a picture has a line."""
+_LEAST_VALUES = 3  # fewest values of a setting for which a picture has a line
 
 
 def result_of(

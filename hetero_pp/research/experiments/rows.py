@@ -37,8 +37,7 @@ _OWN_CELLS = {
     "ablations": ("research", "ablations"),
 }
 """Keys of a run by the row's own key that sets them."""
-_ROUNDED = 0.02
-"""Largest relative difference between a row's steps and its budget, as rounds must be whole."""
+_ROUNDED = 0.02  # largest relative difference between a row's steps and its budget, as rounds must be whole
 EQUAL_STEPS = "rows are compared after equal numbers of steps"
 
 
@@ -48,14 +47,10 @@ class Setting:
 
     scale: Scale
     experiment: Experiment
-    can_train: bool = True
-    """Whether this machine has the scale's hardware."""
-    corpus: str | None = None
-    """The user's corpus, which replaces the experiment's."""
-    repeat: bool = False
-    """Whether the corpus may be read more than once."""
-    command: str = ""
-    """Command that makes the table, without the number of seeds."""
+    can_train: bool = True  # whether this machine has the scale's hardware
+    corpus: str | None = None  # the user's corpus, which replaces the experiment's
+    repeat: bool = False  # whether the corpus may be read more than once
+    command: str = ""  # command that makes the table, without the number of seeds
 
     def config(self, row: Row, seed: int = 0) -> ResearchConfig:
         """Return the row's validated configuration. Raises ConfigError with the row, and with file, line and key."""

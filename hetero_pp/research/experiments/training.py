@@ -42,8 +42,7 @@ OUTCOME_VERSION = 1
 
 Rows of older versions are trained again.
 """
-UNFINISHED = ".rows"
-"""Folder of checkpoints of unfinished rows, beside the runs."""
+UNFINISHED = ".rows"  # folder of checkpoints of unfinished rows, beside the runs
 FIRST_LINE, LAST_PAUSE = 60.0, 600.0
 """Seconds before a row's first line, when most rows of small tables are finished; longest pause."""
 
@@ -61,8 +60,7 @@ class Job:
     config: RunConfig
     every: Every
     cache: Path
-    rows: Path
-    """File that outcomes are kept in."""
+    rows: Path  # file that outcomes are kept in
     identity: Mapping[str, Any]
 
     @property

@@ -45,8 +45,7 @@ _LEAST = 1e-3
 _UNIT = 2.0**-20
 """Unit of features and centers, which are at most 1: sums of 64 products of two fit into float64's 53 bits."""
 _ITERATIONS = 300
-_TRIES = 10
-"""Number of starts of k-means until every cluster has windows."""
+_TRIES = 10  # number of starts of k-means until every cluster has windows
 
 Features = Callable[[np.ndarray], np.ndarray]
 """Function from windows int64 [n, L + 1] to float64 [n, F], each row of length 1 apart from rounding."""
@@ -56,8 +55,7 @@ Features = Callable[[np.ndarray], np.ndarray]
 class Clusters:
     """Assignment of the windows of the training part to clusters."""
 
-    labels: np.ndarray
-    """Cluster of each window, uint16 [N]."""
+    labels: np.ndarray  # cluster of each window, uint16 [N]
 
     def windows(self, share: int, shares: int) -> np.ndarray:
         """Return, in ascending order, the windows of the clusters `share`, `share + shares`, `share + 2 shares`, ..."""

@@ -21,8 +21,7 @@ from hetero_pp.research.settings import research_of
 from hetero_pp.research.trainer.measurements import Measured
 from hetero_pp.research.trainer.participation import missed_in, replicas_in
 
-WORTH_NUMBA = 10_000
-"""Selections of a run that save several times as much with numba as its import takes, 0.7 s."""
+WORTH_NUMBA = 10_000  # selections of a run that save several times as much with numba as its import takes, 0.7 s
 
 
 class ElectedMean:
@@ -35,8 +34,7 @@ class ElectedMean:
     def __init__(self, shape: Sequence[int], device: torch.device) -> None:
         self.total = torch.zeros(2, *shape, device=device)
         """Weighted sums of the positive values, and of the negative ones."""
-        self.sent = torch.zeros(2, *shape, device=device)
-        """Their weights."""
+        self.sent = torch.zeros(2, *shape, device=device)  # their weights
 
     def add(self, decoded: DecodedTensor, weight: float = 1.0) -> None:
         dense = torch.zeros_like(self.total[0])
@@ -65,8 +63,7 @@ class RobustMean:
         return robust_mean(self._shape, self.weighted, self._settings)
 
 
-Mean = WeightedMean | ElectedMean | RobustMean
-"""Takes one parameter's contributions one by one."""
+Mean = WeightedMean | ElectedMean | RobustMean  # takes one parameter's contributions one by one
 
 
 class Contributions:
@@ -84,8 +81,7 @@ class Contributions:
         self.errors = [
             {name: torch.zeros_like(tensor, device=kept_on) for name, tensor in theta.items()} for _ in names
         ]
-        self.missed: frozenset[str] = frozenset()
-        """Replicas that the current round excludes."""
+        self.missed: frozenset[str] = frozenset()  # replicas that the current round excludes
         self._spec, self._names, self._measured = spec, names, measured
         self._device = next(iter(theta.values())).device
         selections = spec.config.outer.rounds * len(names) * len(theta)

@@ -44,14 +44,11 @@ from replica_groups.audit.gauntlet import (
 from replica_groups.audit.replica_scores import ReplicaScores, RoundFacts
 from replica_groups.exchange.magnitudes import bound, contribution_limits, remembered_before
 
-Contribution = Mapping[str, DecodedTensor]
-"""Sent values by parameter."""
+Contribution = Mapping[str, DecodedTensor]  # sent values by parameter
 
 EXCLUDED_ROUNDS = GauntletSettings().excluded_rounds
-FOR_EVER = 2**31
-"""Last round of the exclusion of a replica whose ticket is revoked."""
-BYTES_OF_A_CHECKPOINT = 16
-"""Bytes for each parameter: its value, two moments, and error feedback."""
+FOR_EVER = 2**31  # last round of the exclusion of a replica whose ticket is revoked
+BYTES_OF_A_CHECKPOINT = 16  # bytes for each parameter: its value, two moments, and error feedback
 _DRAWS = 2**63
 
 
@@ -61,19 +58,15 @@ class Told:
 
     excluded: dict[str, int] = field(default_factory=dict)
     """Round after which a replica was first excluded, or its contribution left out, by replica."""
-    causes: dict[str, str] = field(default_factory=dict)
-    """Why, by replica."""
+    causes: dict[str, str] = field(default_factory=dict)  # why, by replica
     hostile: list[str] = field(default_factory=list)
     scaled: dict[str, int] = field(default_factory=dict)
     """Rounds in which a replica's contribution was scaled down, by replica."""
-    recomputations: int = 0
-    """Replica-rounds that were computed again."""
+    recomputations: int = 0  # replica-rounds that were computed again
     evaluation_share: float = 0.0
     """Compute of the primary evaluation by one validator, as a share of that of all replicas."""
-    recomputation_share: float = 0.0
-    """Compute of recomputation, as a share of that of all replicas."""
-    audit_bytes: int = 0
-    """Bytes that one validator reads: contributions for scores, and checkpoints for recomputation."""
+    recomputation_share: float = 0.0  # compute of recomputation, as a share of that of all replicas
+    audit_bytes: int = 0  # bytes that one validator reads: contributions for scores, and checkpoints for recomputation
 
 
 class HostileContributions(Contributions):
@@ -95,26 +88,21 @@ class HostileContributions(Contributions):
         self._settings, self._batches, self._trained = settings, batches, theta
         self._attack, self._hostile = ATTACKS[settings.attack], settings.hostile_of(names)
         self.told = Told(hostile=list(self._hostile))
-        self._theta = {name: tensor.to(CPU) for name, tensor in theta.items()}
-        """Parameters at the start of the round."""
+        self._theta = {name: tensor.to(CPU) for name, tensor in theta.items()}  # parameters at the start of the round
         ends = accumulate((tensor.numel() for tensor in theta.values()), initial=0)
         self._parts = [slice(*both) for both in pairwise(ends)]
         """Where each parameter is in a contribution as a vector [P]."""
         self._sent: dict[str, Contribution] = {}
         self._scales: dict[str, float] = {}
         """Factor of each contribution's values in the round; 0 for those that are left out."""
-        self._until: dict[str, int] = {}
-        """Last round of a replica's exclusion."""
-        self._first: dict[str, Tensor] = {}
-        """Each hostile replica's contribution to its first round [P]."""
-        self._records: dict[int, RoundRecord] = {}
-        """Records of earlier rounds, for bounds."""
+        self._until: dict[str, int] = {}  # last round of a replica's exclusion
+        self._first: dict[str, Tensor] = {}  # each hostile replica's contribution to its first round [P]
+        self._records: dict[int, RoundRecord] = {}  # records of earlier rounds, for bounds
         self._limits = None if settings.bounds is None else contribution_limits(spec)
         if self._limits is not None:
             self._limits.begin(theta, 0)
         self._book = None if settings.scores is None else ReplicaScores(settings.scores, list(names))
-        self._forwards = 0
-        """Sequences that one validator has evaluated, over all rounds."""
+        self._forwards = 0  # sequences that one validator has evaluated, over all rounds
         self._contribution_bytes = max(sum(blobs.values()) for blobs in blob_sizes(spec).values())
 
     def barred(self, round_: int) -> frozenset[str]:

@@ -21,8 +21,7 @@ from hetero_pp.data.tokens import TokenStore
 from hetero_pp.research.settings import research_of
 from hetero_pp.research.trainer.clusters import Clusters, find_clusters
 
-_DRAWS = 2**63
-"""Number of values of a seed."""
+_DRAWS = 2**63  # number of values of a seed
 
 
 def replicas_in(config: RunConfig, round_: int) -> Sequence[ReplicaSettings]:

@@ -23,17 +23,12 @@ from hetero_pp.research.settings import PeerSettings
 from stages.anchors import OwnParameters
 from stages.boundary import Boundary
 
-INITIAL_SPREAD = 0.01
-"""Standard deviation of ResBM's initial weights."""
-MOMENTUM = 0.95
-"""beta of MAPL."""
-STEP_SHARE = 0.1
-"""alpha of MAPL, as a share of the learning rate."""
-TILE = 64
-"""G of TAH-Quant's activations."""
+INITIAL_SPREAD = 0.01  # standard deviation of ResBM's initial weights
+MOMENTUM = 0.95  # beta of MAPL
+STEP_SHARE = 0.1  # alpha of MAPL, as a share of the learning rate
+TILE = 64  # G of TAH-Quant's activations
 GRADIENT_TILE = 32
-_MOMENTUM = "momentum."
-"""Prefix of the names of MAPL's momenta among its tensors."""
+_MOMENTUM = "momentum."  # prefix of the names of MAPL's momenta among its tensors
 _STANDS_OUT = 2.0
 _TINY = 1e-30
 
@@ -174,8 +169,7 @@ class TahQuant:
     fp16, with a scaled loss), so that small gradients are not lost.
     """
 
-    share: float = 0.8
-    """Share of the tiles that get 4 bits."""
+    share: float = 0.8  # share of the tiles that get 4 bits
     gradient_bits: int = 6
 
     def cross(self, hop: int, x_BLD: Tensor, tokens_BL: Tensor, key: Tensor) -> Tensor:

@@ -220,8 +220,7 @@ def build_whole(spec: RunSpec, member: MemberSpec, checkpoint: RunCheckpoint, de
 class AblatedBoundary(Boundary):
     """Boundary with ablations."""
 
-    is_stale: bool = False
-    """Whether T_perp stays as in the first split."""
+    is_stale: bool = False  # whether T_perp stays as in the first split
     discards: bool = False
     """Whether replicas also drop what the synchronized embedding gained outside the subspace since."""
     keeps_gradient: bool = False

@@ -57,28 +57,21 @@ from hetero_pp.research.trainer.replica import (
 from replica_groups.engines.plain import WholeReplica
 from replica_groups.engines.ranks import CPU
 
-SLICES = 8
-"""Number of consecutive parts of the validation rows; losses on them show what other rows would have given."""
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Moments of AdamW that `averages_moments` averages."""
+SLICES = 8  # number of consecutive parts of the validation rows; losses on them show what other rows would have given
+MOMENTS = ("exp_avg", "exp_avg_sq")  # moments of AdamW that `averages_moments` averages
 
 
 @dataclass(frozen=True)
 class FastResult:
     """Result of a run. Losses are of the synced model after the embedding is split again, in nats."""
 
-    validation_loss: list[float]
-    """Loss after each round: each replica's own forward, averaged over replicas."""
+    validation_loss: list[float]  # loss after each round: each replica's own forward, averaged over replicas
     uncompressed: float
-    compressed: float | None
-    """Loss in the forward of the first compressed replica; None if there is none."""
+    compressed: float | None  # loss in the forward of the first compressed replica; None if there is none
     tokens: int
     seconds: float
-    cpu_seconds: float
-    """CPU seconds of all threads of this process."""
-    contribution_bytes: int
-    """Bytes of the contributions of all replicas over the run."""
+    cpu_seconds: float  # CPU seconds of all threads of this process
+    contribution_bytes: int  # bytes of the contributions of all replicas over the run
     boundary_bytes_per_token: float
     """Tensor bytes of a token at one hop, in one direction, in the replica that sends the most; 0 without a hop."""
     diverged: bool = False
@@ -91,8 +84,7 @@ class FastResult:
     """
     outer_gradients: list[OuterGradient] = field(default_factory=list)
     """Outer gradients in measured rounds: norms, and cosines with a reference momentum."""
-    compiled: bool = False
-    """Whether layers were compiled."""
+    compiled: bool = False  # whether layers were compiled
     slices: dict[str, list[float]] = field(default_factory=dict)
     """Loss on each of SLICES parts of the validation rows, by forward (`own`, `uncompressed`, `compressed`)."""
     attacks: dict[str, Any] = field(default_factory=dict)
@@ -216,8 +208,7 @@ class Checkpoint:
 
     def __init__(self, path: Path, run: str, seconds: float) -> None:
         self.path, self.run = path, run
-        self.seconds = seconds
-        """Seconds between two saves of the state."""
+        self.seconds = seconds  # seconds between two saves of the state
         self._saved = time.monotonic()
 
     def load(self) -> dict[str, Any] | None:
@@ -320,8 +311,7 @@ class AllReplicas:
     def _enter(self, round_: int) -> None:
         self.taking_part = self._taking_part_in(round_)
         """Indices of the replicas that take part in the current or last round."""
-        self.weights = self._weights.in_round(round_)
-        """Weight of every replica, by name, in the current or last round."""
+        self.weights = self._weights.in_round(round_)  # weight of every replica, by name, in the current or last round
 
     def _taking_part_in(self, round_: int) -> list[int]:
         names = {one.name for one in replicas_in(self.spec.config, round_)} - self.contributions.barred(round_)
