@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +21,8 @@ from hetero_pp.config.run_config import RunConfig
 from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.device import CPU
 from hetero_pp.core.tensor_files import save_object
-from replica_groups.engines import plain
+from hetero_pp.model.transformer import Transformer, build_filled
+from replica_groups.engines import build, plain
 from replica_groups.member import trainers
 from stages import worker
 
@@ -45,6 +47,15 @@ def _computed(phase: str, device: torch.device) -> Iterator[None]:
     yield
     if device.type == "lazy":
         torch._lazy.mark_step(str(device))
+
+
+_BUILDING = threading.Lock()
+
+
+def _built(*arguments: Any, **settings: Any) -> Transformer:
+    """Build a module alone: the backend crashes now and then as several threads copy their first tensors to it."""
+    with _BUILDING:
+        return build_filled(*arguments, **settings)
 
 
 def _saved(content: Any, path: Path) -> None:
@@ -101,6 +112,7 @@ def outcomes(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     with pytest.MonkeyPatch.context() as patch:
         for module in (worker, plain):
             patch.setattr(module, "computing", _computed)
+        patch.setattr(build, "build_filled", _built)
         for module in (trainers, plain):
             patch.setattr(module, "save_object", _saved)
         return {name: _outcome(run_over_grpc(specs[name], tmp_path_factory.mktemp("run"), RUNS[name])) for name in RUNS}
