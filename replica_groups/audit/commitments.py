@@ -1,4 +1,4 @@
-"""Commitments of members to their rounds, in a run that is audited by recomputation: what, by whom, and the check.
+"""Commitments of members to their rounds, in a run that is audited by recomputation, and their check.
 
 A member commits to its state before and after a round (CommittedState), and to its text and messages. It keeps the
 states to show them if an audit asks (MemberCommitments):

@@ -1,7 +1,7 @@
 """Computes drawn rounds of replicas again, judges what they contributed, and keeps evidence that anybody can check.
 
 Files of a drawn round arrive while later rounds are trained, so its judgement comes with a later round. Nothing waits
-for it but the end of the run. What differs leaves a folder of evidence in the run's store:
+for it but the end of the run. A difference leaves a folder of evidence in the run's store:
 
     evidence/000007-home/evidence.json               what was found, and the digest of every other file
     evidence/000007-home/run.json                    the run's configuration and its changes

@@ -1,4 +1,4 @@
-"""What the exchange knows of the audits of a run. Without audits nothing happens; replica_groups/audit overrides it."""
+"""The interface between the exchange and the audits of a run. Without audits nothing happens; replica_groups/audit overrides it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Replay of a run log: theta after any round, from a run checkpoint, the later records and their contributions.
 
-The auditor follows a run round after round (Follower), a run resumes or is exported from any round (checkpoint_after),
-and a log is checked from its first run checkpoint on (LogCheck).
+The auditor follows a run round after round (Follower). A run resumes or is exported from any round (checkpoint_after).
+A log is checked from its first run checkpoint on (LogCheck).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Runs the rules: passes events to the coordinator, carries out its effects in the store, and wakes waiting calls.
 
 The coordinator decides; only contributions that are too large, or that an audit excludes, are rejected here, before
-their record is written. The coordinator's answers to members are kept for their calls, which wait for them. What the
-run has beside the coordinator's state, and the checks that every request passes, are here too: all share one lock.
+their record is written. The coordinator's answers to members are kept for their calls, which wait for them. The
+state of the run beside the coordinator's, and the checks that every request passes, share its lock.
 """
 
 from __future__ import annotations

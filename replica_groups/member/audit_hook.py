@@ -1,4 +1,4 @@
-"""What a member knows of the audits of its run. Without audits nothing happens; replica_groups/audit overrides it."""
+"""The interface between a member and the audits of its run. Without audits nothing happens; replica_groups/audit overrides it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Inputs (events) and outputs (effects) of the coordinator.
 
-Data only. What everybody is told is a message of the run, MembershipEvent or Over, and is yielded among the effects.
+Data only. Messages of the run, MembershipEvent and Over, are yielded among the effects: they are told to everybody.
 Records are the messages of the run log; the coordinator makes them without their digests.
 """
 

@@ -1,4 +1,4 @@
-"""What the rules know: slots and their holders, replicas, the open round, and limits of time learned from the run."""
+"""State of the rules: slots and their holders, replicas, the open round, and limits of time learned from the run."""
 
 from __future__ import annotations
 

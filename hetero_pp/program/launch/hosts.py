@@ -1,4 +1,4 @@
-"""Which host runs which part of a run: parts by name, addresses that a YAML fixes, the token, and the commands."""
+"""Distribution of a run over hosts: parts by name, addresses that a YAML fixes, the token, and the commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the launcher and its processes share: what a process is told at its start, exit codes, limits of open files."""
+"""Shared by the launcher and its processes: the job of a process, exit codes, and limits of open files."""
 
 from __future__ import annotations
 
