@@ -25,7 +25,7 @@ from hetero_pp.core.bounded import parse_json
 from hetero_pp.core.errors import ConfigError, MalformedMessage, dotted
 from hetero_pp.core.files import write_whole
 from hetero_pp.core.settings import NotPartOf, Settings, meaning
-from hetero_pp.core.yaml_reader import read_yaml, yaml_complaint
+from hetero_pp.core.yaml_reader import read_yaml, without_lines, yaml_complaint
 
 Values = Mapping[str, Any]  # dotted key -> value, as in JSON
 REPLICAS = "replicas"  # key whose value is a list: the current entries, as all hosts agree on them
@@ -166,7 +166,8 @@ def write_changes(changes: Changes, path: Path) -> None:
     yaml.default_flow_style = False
     text = io.StringIO()
     text.write("# Changes of the run: value of each key, by its first round.\n")
-    yaml.dump({key: dict(sorted(values.items())) for key, values in sorted(changes.history.items())}, text)
+    history = {key: dict(sorted(values.items())) for key, values in sorted(changes.history.items())}
+    yaml.dump(without_lines(history), text)
     write_whole(path, text.getvalue().encode())
 
 

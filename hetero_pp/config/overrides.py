@@ -26,7 +26,7 @@ from hetero_pp.core.units import (
     parse_any,
     parse_fraction,
 )
-from hetero_pp.core.yaml_reader import parse_yaml
+from hetero_pp.core.yaml_reader import parse_yaml, without_lines
 from hetero_pp.outer.methods import change_method
 
 Key = tuple[str | int, ...]
@@ -175,7 +175,7 @@ class Override:
         if re.fullmatch(r"\s*\[[0-9A-Fa-f:.]*:[0-9A-Fa-f:.%\w]*\]:[0-9]+\s*", value):
             return cls(key, value.strip(), shown)  # an IPv6 address with its port needs no quotes
         try:
-            return cls(key, parse_yaml(value), shown)
+            return cls(key, without_lines(parse_yaml(value)), shown)
         except ValueError as error:
             expected = "expected text with special characters in quotes, as KEY='\"TEXT\"'"
             raise ConfigError((), f"{shown}: found a value that is not YAML ({error}), {expected}") from None

@@ -65,6 +65,13 @@ class Items(list[Any]):
     lines: list[int]
 
 
+def without_lines(node: Any) -> Any:
+    """Return the content of a YAML as plain mappings and lists, for programs that write them."""
+    if isinstance(node, dict):
+        return {key: without_lines(value) for key, value in node.items()}
+    return [without_lines(value) for value in node] if isinstance(node, list) else node
+
+
 def line_in(node: Any, part: str | int, otherwise: int) -> int:
     """Return the line of an entry of a mapping or a list; `otherwise` for one that the YAML does not have there."""
     if isinstance(node, Items) and isinstance(part, int) and part < len(node.lines):
