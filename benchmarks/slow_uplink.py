@@ -33,12 +33,13 @@ from command_line import origin, parse, parser_of, save
 from google.protobuf.message import Message
 
 from hetero_pp.config.spec import Roster
-from hetero_pp.core.errors import HeteroPPError
+from hetero_pp.core.errors import HeteroPPError, Refused
 from hetero_pp.messages.messages_pb2 import HeartbeatReply, JoinReply, JoinRequest
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.identities import Secret
 from hetero_pp.rpc.limits import RequestBounds
+from replica_groups.exchange.audit_hook import AuditHook
 from replica_groups.exchange.server import serve_exchange
 
 NAMESPACE = f"hetero-pp-uplink-{os.getpid()}"
@@ -92,6 +93,7 @@ class FarEnd:
 
     def __init__(self) -> None:
         self.is_over = threading.Event()
+        self.audits = AuditHook(lambda sender, reason: Refused(f"{sender}: {reason}"))
         self.requests = RequestBounds(self.roster, [], 0)
         self.inbox = self.runner = self.notifier = self
 
