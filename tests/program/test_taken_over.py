@@ -17,7 +17,7 @@ from test_run_state import made_up_spec
 from hetero_pp.config.folder import RunFolder
 from hetero_pp.config.lines import EXCHANGE, LAUNCHER
 from hetero_pp.config.spec import Roster
-from hetero_pp.core.errors import LinkClosed, LinkTimeout, RunFailed, RunOver
+from hetero_pp.core.errors import LinkClosed, LinkTimeout, Refused, RunFailed, RunOver
 from hetero_pp.messages.messages_pb2 import RESTARTED, Begun, Joined, Nothing, Over, Report
 from hetero_pp.program.launch import supervisor as supervisor_module
 from hetero_pp.program.launch.command import Beginnings, run_topology
@@ -27,6 +27,7 @@ from hetero_pp.rpc import exchange_client
 from hetero_pp.rpc.connections import reports_of, reports_to_members
 from hetero_pp.rpc.identities import Secret, SecretKeys
 from hetero_pp.rpc.limits import RequestBounds
+from replica_groups.exchange.audit_hook import AuditHook
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.server import IsAsked, serve_exchange
 
@@ -89,6 +90,7 @@ class Telling:
         self.run, self.roster = "run", Roster({"dc": "dc"}, {"dc": frozenset()})
         self._reports, self._stopped, self.runner = reports, threading.Event(), self
         self.requests = RequestBounds(self.roster, (), 0)
+        self.audits = AuditHook(lambda sender, reason: Refused(f"{sender}: {reason}"))
         if ends:
             self._stopped.set()
 
