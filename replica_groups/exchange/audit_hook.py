@@ -1,4 +1,4 @@
-"""The interface between the exchange and the audits of a run. Without audits nothing happens; replica_groups/audit overrides it."""
+"""The interface of the exchange to the audits of a run. Without audits nothing happens; audit/judgements.py overrides it."""
 
 from __future__ import annotations
 
