@@ -1,4 +1,4 @@
-"""Computes a replica's round again in one process, compares it with the contribution, and names a member that differs.
+"""Computes a replica's round again in one process, compares it with the contribution, and names the liar.
 
 The members of the replica begin with the states that they showed; no network takes part. If the contribution of a group
 differs, the transcripts of its stages tell which stage computed something else.

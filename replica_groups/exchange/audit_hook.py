@@ -1,4 +1,4 @@
-"""The interface of the exchange to the audits of a run. Without audits nothing happens; audit/judgements.py overrides it."""
+"""The interface of the exchange to audits. Without audits nothing happens; replica_groups/audit fills it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interface of a member to the audits of its run. Without audits nothing happens; audit/commitments.py overrides it."""
+"""The interface of a member to audits. Without audits nothing happens; replica_groups/audit fills it."""
 
 from __future__ import annotations
 
