@@ -12,7 +12,7 @@ CPU_BUILD := --index-url=https://download.pytorch.org/whl/cpu
 
 demo: $(READY)
 	$(BIN)/hetero-pp launch configs/quickstart.yaml
-	$(BIN)/python tests/fixtures/demo.py
+	$(BIN)/python tests/demo.py
 
 # Four workers on two cores, because tests of launches wait for other processes half of their time. The last file kills
 # launchers and counts the processes that are left, so it runs when nothing else does. Tests of the page are not collected,
