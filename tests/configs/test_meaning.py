@@ -161,21 +161,3 @@ def test_a_field_that_is_added_changes_no_meaning() -> None:
     assert meaning(after, NotPartOf.RUN, defaults=False) == meaning(before, NotPartOf.RUN, defaults=False)
     moved = _After(size=1, more=_Before(size=1, rate=2.0, path="there"))
     assert meaning(moved, NotPartOf.RUN, defaults=False) == {"size": 1}
-
-
-def test_a_section_is_left_out_if_it_says_what_its_default_says() -> None:
-    """It is not left out if it equals only the defaults of its type."""
-    changed = _After(size=1, more=_Before(size=1))
-    assert meaning(changed, NotPartOf.RUN, defaults=False) == {"size": 1, "more": {"size": 1}}
-
-
-class _Many(Settings):
-    listed: list[_Before]
-    named: dict[str, _Before]
-
-
-def test_sections_in_lists_and_mappings_mean_as_much() -> None:
-    plain, other = _Before(size=1), _Before(size=2, rate=1.0, path="there")
-    many = _Many(listed=[plain, other], named={"plain": plain, "other": other})
-    said = {"plain": {"size": 1}, "other": {"size": 2, "rate": 1.0}}
-    assert meaning(many, NotPartOf.RUN, defaults=False) == {"listed": [*said.values()], "named": said}

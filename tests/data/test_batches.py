@@ -109,10 +109,6 @@ def test_epochs_have_orders_of_their_own() -> None:
     assert torch.equal(*(epoch.sort(0).values for epoch in epochs))
 
 
-def test_a_step_far_away_costs_nothing() -> None:
-    assert batches_of(1000).train(10**12).shape == (2, 5)
-
-
 def test_one_epoch_is_one_shard() -> None:
     batches = batches_of(1000, replicas=3, replica=2)
     assert batches.shard_size == 66

@@ -102,11 +102,6 @@ def _keep(path: Path, labels: np.ndarray) -> None:
     path.write_bytes(bytes.fromhex(Clusters(labels=labels).digest) + labels.tobytes())
 
 
-def test_another_seed_another_length_or_number_are_other_clusters(store: TokenStore) -> None:
-    found = {find_clusters(store, *of).digest for of in ((LENGTH, 3, 1), (LENGTH, 3, 2), (LENGTH, 2, 1), (15, 3, 1))}
-    assert len(found) == 4
-
-
 @pytest.mark.starts_processes
 def test_another_process_finds_the_same(text: Path, store: TokenStore, tmp_path: Path) -> None:
     """It has another number of threads, and the instructions of an old processor."""
@@ -172,14 +167,6 @@ def test_many_clusters_of_a_sample(store: TokenStore, monkeypatch: pytest.Monkey
         find_clusters(store, LENGTH, 501, seed=1)
 
 
-def test_text_that_is_all_the_same_has_no_clusters(tmp_path: Path) -> None:
-    (tmp_path / "same.txt").write_text("abcd" * 1000)
-    store = prepare_tokens(DataSettings(corpus=str(tmp_path / "same.txt"), validation_share=0.1), tmp_path / "cache")
-    with pytest.raises(ConfigError, match="found 2, expected at most the 1 distinct windows of text") as error:
-        find_clusters(store, 7, 2, seed=1)
-    assert error.value.key == ("research", "clusters")
-
-
 def test_examples_are_the_windows_of_the_shards(text: Path, store: TokenStore) -> None:
     spec = RunSpec(_config(text, research={"weighs_examples": True}), 256)
     clusters = find_clusters(store, LENGTH, 3, spec.config.seed)
@@ -205,35 +192,6 @@ def test_while_the_first_replica_trains_alone_it_reads_all_of_the_text(text: Pat
     assert share_of(spec, "r0", 2).seed(9) == 9
     assert share_of(spec, "r0", 3).seed(9) != 9
     assert {share_of(spec, name, 3).first_step for name in spec.members} == {4}
-
-
-def test_what_a_replica_reads_once_the_others_join_has_to_be_enough_before_it_begins(
-    text: Path, store: TokenStore
-) -> None:
-    """Text that the replica has read alone, before the others join, does not count towards it."""
-    settings: dict[str, Any] = {"method": "diloco", "pretraining": 2, "rounds": 20}
-    config = _config(text, **settings)
-    clusters = find_clusters(store, LENGTH, 3, config.seed)
-    smallest = min(range(3), key=lambda share: len(clusters.windows(share, 3)))
-    fits, windows = len(clusters.windows(smallest, 3)), len(clusters.labels)
-
-    def batches(steps: int, size: int, repeat: bool) -> None:
-        raw = config.model_dump(mode="json")
-        raw["inner"]["steps"], raw["data"]["repeat"] = steps, repeat
-        for replica in raw["replicas"]:
-            replica["batch_size"] = size
-        spec = RunSpec(ResearchConfig.model_validate(raw), 256)
-        member = list(spec.members.values())[smallest]
-        table_batches(spec, member, store)
-
-    steps = fits // 18
-    assert windows > 20 * steps
-    batches(steps, 1, repeat=False)
-    with pytest.raises(ConfigError, match=f"found false and {18 * (steps + 1)} steps of 1 sequences") as error:
-        batches(steps + 1, 1, repeat=False)
-    assert error.value.key == ("data", "repeat")
-    with pytest.raises(ConfigError, match=f"found {fits} sequences in the clusters of replica {smallest} of 3"):
-        batches(1, fits + 1, repeat=True)
 
 
 def test_each_replica_needs_a_cluster(text: Path) -> None:

@@ -189,11 +189,6 @@ def test_the_fingerprint_follows_the_files(tmp_path: Path) -> None:
     assert len({first, touched, rewritten, fingerprint(settings)}) == 4
 
 
-def test_the_corpora_of_every_machine_differ() -> None:
-    settings = [DataSettings(corpus=corpus) for corpus in ("standard-library", "docstrings", "prose")]
-    assert len({fingerprint(one) for one in settings}) == 3
-
-
 def test_the_standard_library_is_large_and_holds_no_installed_package() -> None:
     texts = read("standard-library")
     assert sum(map(len, texts)) > 10e6
@@ -264,16 +259,3 @@ def test_prose_is_the_sentences_of_docstrings(tmp_path: Path, monkeypatch: pytes
     shutil.rmtree(tmp_path / "sympy")
     with pytest.raises(ConfigError, match="found no package sympy, whose docstrings `prose` reads"):
         read("prose")
-
-
-def test_how_far_the_reading_is(tmp_path: Path) -> None:
-    """Progress counts bytes over files, and parts of files that are read in pieces: here 3000 lines and 3000 rows."""
-    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' * 3000)
-    write_parquet(tmp_path / "b.parquet", text=["b"] * 3000)
-    (tmp_path / "c.txt").write_text("c" * 10_000)
-    sizes = [path.stat().st_size for path in sorted(tmp_path.iterdir())]
-    shares: list[float] = []
-    assert len(list(documents(DataSettings(corpus=str(tmp_path)), shares.append))) == 6001
-    lines = [sizes[0] * part for part in (1 / 3, 2 / 3, 1, 1)]
-    rows = [sizes[0] + sizes[1] * part for part in (1024 / 3000, 2048 / 3000, 1, 1)]
-    assert shares == pytest.approx([read / sum(sizes) for read in (*lines, *rows, sum(sizes))])

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from hetero_pp.data.batches import Batches, Share, SharedBatches, StoreBatches, load_position, save_position
 from hetero_pp.data.tokens import TokenStore
@@ -91,9 +90,3 @@ def test_who_hears_of_it_late_reads_what_it_would_have(tmp_path: Path) -> None:
     punctual.take(_later(0), 12)
     late.take(_later(0), 18)  # it was absent for two rounds
     assert late.train(18).equal(punctual.train(18))
-
-
-def test_what_is_read_ahead_is_what_is_trained_on() -> None:
-    shared = SharedBatches(_later(0), _batches)
-    shared.read_ahead(range(12, 15))
-    assert torch.stack([shared.train(step) for step in range(12, 15)]).shape == (3, ROWS, LENGTH)

@@ -20,10 +20,9 @@ import zstandard
 
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.data import sources
-from hetero_pp.data.corpora import Rows, documents
+from hetero_pp.data.corpora import documents
 from hetero_pp.data.settings import DataSettings, is_on_the_hub
-from hetero_pp.data.sources import StreamedCorpus, open_source, open_splits
-from hetero_pp.data.tokens import TokenStore
+from hetero_pp.data.sources import StreamedCorpus, open_splits
 
 SHARDS, DOCUMENTS = 3, 40
 
@@ -133,12 +132,6 @@ def test_the_first_file_may_have_no_text(first: bytes, tmp_path: Path) -> None:
     assert sorted(epoch(settings)) == sorted(TRAINING[10 : 2 * DOCUMENTS])
 
 
-def test_one_file_and_a_pattern_of_json(c4: Path) -> None:
-    for pattern in ("en/c4-train.00001-of-00003.json.gz", "en/c4-train.00001*.gz"):
-        settings = settings_of(c4 / pattern, stream={"validation_documents": 4})
-        assert sorted(epoch(settings)) == sorted(text_of(1, i) for i in range(4, DOCUMENTS))
-
-
 @pytest.mark.parametrize("rows", [256, 7])
 def test_reading_from_the_middle_of_a_shard(
     c4: Path, dclm: Path, parquet: Path, rows: int, monkeypatch: pytest.MonkeyPatch
@@ -159,26 +152,6 @@ def test_nulls_and_blanks_are_no_documents(tmp_path: Path) -> None:
     for name in ("x.parquet", "x.jsonl"):
         settings = settings_of(tmp_path / name, text_field="content", stream={"validation_documents": 1})
         assert sorted(epoch(settings, 1)) == ["b", "c"]
-
-
-@pytest.mark.parametrize("name", ["x.parquet", "x.jsonl"])
-def test_null_rows_are_counted_and_said_at_growing_intervals(
-    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    texts = ["a", None, " ", None, "b", None, None]
-    if name == "x.parquet":
-        pq.write_table(pa.table({"content": texts}), tmp_path / name, row_group_size=2)
-    else:
-        rows = "".join(json.dumps({"content": text}) + "\n" for text in texts)
-        (tmp_path / name).write_text(rows, encoding="utf-8")
-    settings = settings_of(tmp_path / name, text_field="content")
-    (shards,) = open_splits(settings).values()
-    assert list(shards.documents(0, 0)) == ["a", "", " ", "", "b", "", ""]
-    assert shards.rows == Rows(read=7, null=4)
-    assert capsys.readouterr().err.splitlines() == [
-        f"data.corpus: {settings.corpus}: skipped {found} rows: `content` is null (so far)"
-        for found in ("1 of 2", "2 of 4", "4 of 7")
-    ]
 
 
 def test_the_same_text_is_read_as_from_files_that_are_not_streamed(tmp_path: Path) -> None:
@@ -281,18 +254,6 @@ class _OfTheHub:
 def test_the_fingerprint_of_the_hubs_files_is_of_their_commit() -> None:
     files = [[f"hf://datasets/owner/name@{commit}/{file}"] for commit in "12" for file in ("a.jsonl", "b.jsonl")]
     assert len({sources.Shards(one, _OfTheHub(), "text").fingerprint for one in files}) == 4
-
-
-def test_what_is_opened(dclm: Path, tmp_path: Path, corpus: Path) -> None:
-    source = open_source(settings_of(dclm), tmp_path)
-    assert isinstance(source, StreamedCorpus)
-    assert source.describe(1000) == "1,000 tokens from a stream of 3 shards"
-    assert source.describe(None) == "a stream of 3 shards"
-    assert source.vocabulary == 256
-    assert list(tmp_path.iterdir()) == []
-    store = open_source(DataSettings(corpus=str(corpus)), tmp_path)
-    assert isinstance(store, TokenStore)
-    assert f"{len(store.train):,} tokens to train on (2 epochs)" in store.describe(2 * len(store.train))
 
 
 def test_paths_are_made_absolute_and_names_of_the_hub_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

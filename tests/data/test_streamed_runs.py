@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from hetero_pp.config.member_inputs import replica_batches
 from hetero_pp.config.run_config import RunConfig
 from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.sources import StreamedCorpus
-from hetero_pp.program.cli import app
 from hetero_pp.research.trainer.train import AllReplicas, train_fast
 
 
@@ -116,14 +114,3 @@ def test_reading_ahead_changes_no_batch(shards: Path) -> None:
     assert torch.equal(ahead.train(2), plain.train(2))
     ahead.read_ahead(range(3, 5))
     assert torch.equal(ahead.train(3), plain.train(3))
-
-
-def test_bad_input_is_a_line_with_its_file_and_exit_code_2(shards: Path, tmp_path: Path) -> None:
-    config = tmp_path / "run.yaml"
-    config.write_text(
-        f"name: t\ndata:\n  corpus: hf:{shards}\n  stream:\n    split: test\nouter: {{rounds: 1}}\n"
-        "replicas:\n  - {name: dc, kind: datacenter, batch_size: 1}\n"
-    )
-    done = CliRunner().invoke(app, ["check", str(config), "--runs", str(tmp_path / "runs")])
-    assert done.exit_code == 2
-    assert done.stderr.strip() == (f"hetero-pp: {config}:5: data.stream.split: found `test`, expected one of train")

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.data.corpora import Listing, list_corpus
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokenizers import ByteTokenizer
 from hetero_pp.data.tokens import TokenStore, prepare_tokens
@@ -138,32 +137,3 @@ def test_a_share_that_leaves_a_part_empty(tmp_path: Path) -> None:
             match=(f"found {share}, expected at least one of the 5 tokens for training and one for validation"),
         ):
             prepare_tokens(settings.model_copy(update={"validation_share": share}), tmp_path / "cache")
-
-
-def test_the_corpora_of_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every tenth file stands for ten, because parsing all takes seconds."""
-
-    def tenth(settings: DataSettings) -> Listing:
-        return Listing(list_corpus(settings).files[::10])
-
-    monkeypatch.setattr("hetero_pp.data.tokens.list_corpus", tenth)
-    docstrings = prepare_tokens(DataSettings(corpus="docstrings"), tmp_path)
-    library = prepare_tokens(DataSettings(), tmp_path)
-    assert 1e6 < 10 * len(stream(docstrings)) < 10e6
-    assert 10 * len(stream(library)) > 10e6
-    assert library.vocabulary == 256
-
-
-def test_how_far_the_encoding_is(tmp_path: Path) -> None:
-    """Progress of both passes reaches 1. An existing store reports none."""
-    settings = write_texts(tmp_path / "corpus", [f"text {index} " * 20 for index in range(50)])
-    told: list[tuple[str, float]] = []
-    prepare_tokens(settings, tmp_path / "cache", on_progress=lambda doing, share: told.append((doing, share)))
-    for doing in ("encoding the corpus", "ordering its documents"):
-        shares = [share for what, share in told if what == doing]
-        assert shares == sorted(shares)
-        assert shares[-1] == 1.0
-        assert len(shares) >= 50
-    told.clear()
-    prepare_tokens(settings, tmp_path / "cache", on_progress=lambda doing, share: told.append((doing, share)))
-    assert told == []

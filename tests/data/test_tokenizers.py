@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -184,12 +183,6 @@ def test_a_missing_file(tmp_path: Path) -> None:
     for name in ("byte", str(tmp_path)):
         with pytest.raises(ConfigError, match=f"found `{name}`, expected `bytes` or a path to a tokenizer.json"):
             load_tokenizer(DataSettings(tokenizer=name))
-
-
-def test_ids_are_numpy_integers(tmp_path: Path) -> None:
-    train_tokenizer([]).save(str(tmp_path / "tokenizer.json"))
-    for tokenizer in (ByteTokenizer(), FileTokenizer(tmp_path / "tokenizer.json")):
-        assert all(np.issubdtype(ids.dtype, np.integer) for ids in tokenizer.encode_batch(["", "a"]))
 
 
 def _rules(**more: Any) -> dict[str, Any]:

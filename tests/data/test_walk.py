@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.corpora import documents, list_corpus, list_files, skipped_files
 from hetero_pp.data.settings import DataSettings
-from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.program.cli import app
 
 YAML = """
@@ -67,11 +66,6 @@ def test_each_real_file_is_read_once(messy: Path) -> None:
         f"data.corpus: {messy}: read 2 files; skipped 2 broken links, 2 empty files, 1 hidden file, 2 hidden folders, "
         "2 other files (.csv, .md), 6 repeated links and 1 special file"
     )
-
-
-def test_a_folder_without_anything_to_skip_is_not_mentioned(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("a")
-    assert said(tmp_path) == ""
 
 
 def test_links_out_of_the_folder_are_followed_once(tmp_path: Path) -> None:
@@ -138,12 +132,6 @@ def test_a_pipe_or_a_socket_is_refused_and_not_waited_for(
             read(tmp_path)
 
 
-def test_a_folder_of_empty_files(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").touch()
-    with pytest.raises(ConfigError, match=r"found no text in `.*` \(skipped 1 empty file\), expected at least one"):
-        read(tmp_path)
-
-
 def test_what_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One file is deleted before it is read, and one folder may not be listed by this user."""
     for name in ("a.txt", "b.txt"):
@@ -182,42 +170,3 @@ def test_what_is_skipped_is_said_once(tmp_path: Path, command: str) -> None:
             f"data.corpus: {folder}: read 1 file; skipped 1 hidden file and 1 repeated link",
             f"data.corpus: {folder}: skipped 20 of 40 rows: `text` is null",
         ]
-
-
-def test_the_encoded_text_of_a_loop_is_that_of_the_file(tmp_path: Path) -> None:
-    (tmp_path / "a" / "b").mkdir(parents=True)
-    (tmp_path / "a" / "b" / "a.txt").write_text("only once")
-    for name in ("up", "further"):
-        (tmp_path / "a" / "b" / name).symlink_to("../..")
-    settings = DataSettings(corpus=str(tmp_path / "a"), validation_share=0.2)
-    store = prepare_tokens(settings, tmp_path / "cache")
-    assert len(store.train) + len(store.validation) == len("only once") + 1
-
-
-def test_a_corpus_is_walked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The note on skipped files comes from the walk that opened the corpus."""
-    folder = tmp_path / "corpus"
-    folder.mkdir()
-    (folder / "a.txt").write_text("enough to train on and to validate on")
-    (folder / "notes.md").write_text("no")
-    walks: list[Path] = []
-    scandir = os.scandir
-
-    def watched(path: Path | str | int) -> object:
-        walks.extend([folder] * (path == folder))  # other folders are removed meanwhile
-        return scandir(path)
-
-    monkeypatch.setattr(os, "scandir", watched)
-    settings = DataSettings(corpus=str(folder), validation_share=0.2)
-    for _ in range(2):
-        walks.clear()
-        store = prepare_tokens(settings, tmp_path / "cache")
-        assert store.notes == (f"data.corpus: {folder}: read 1 file; skipped 1 other file (.md)",)
-        assert walks == [folder]
-
-
-def test_the_first_suffixes_are_named_and_the_others_counted(tmp_path: Path) -> None:
-    for number in range(7):
-        (tmp_path / f"a.{number}").touch()
-    (tmp_path / "a.txt").write_text("text")
-    assert said(tmp_path).endswith("skipped 7 other files (.0, .1, .2, .3, .4 and 2 more)")

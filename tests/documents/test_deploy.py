@@ -101,17 +101,6 @@ def test_values_of_labels_in_queries_exist() -> None:
     assert {one for value in values for one in value.split("|")} <= {*Condition, *Outcome}
 
 
-def test_panels_do_not_overlap() -> None:
-    taken: set[tuple[int, int]] = set()
-    for panel in _panels():
-        at = panel["gridPos"]
-        cells = {(at["x"] + x, at["y"] + y) for x in range(at["w"]) for y in range(at["h"])}
-        assert not taken & cells, panel["title"]
-        assert all(0 <= x < 24 for x, _ in cells)
-        taken |= cells
-    assert len({panel["id"] for panel in _panels()}) == len(_panels())
-
-
 def test_manifests_are_valid() -> None:
     manifests = _loaded("kubernetes.yaml")
     for manifest in manifests:

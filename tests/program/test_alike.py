@@ -12,7 +12,6 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 from matplotlib.text import Text
-from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace
 from test_run_state import START, inner_step, link_use, made_up_spec, state_of
 from typer.testing import CliRunner
 
@@ -189,26 +188,6 @@ def test_many_groups_that_differ_are_rows_with_ranges(command: str, tmp_path: Pa
     else:
         assert "1 Mbit/s .. 30 Mbit/s" in words
     assert all(f"home-{n}.1" in few for n in (1, 2, 3))
-
-
-def test_groups_with_jitter_are_bounded_rows_and_charts(
-    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Jitter makes every group different, so each is simulated by itself."""
-    path = _written(tmp_path, corpus, 250)
-    path.write_text(path.read_text().replace("latency: 5 ms", "latency: 5 ms, jitter: 2 ms"))
-    lines = _run("simulate", path, "--chart", chart := tmp_path / "chart.png").splitlines()
-    assert len(lines) < 150
-    assert any(re.search(r"\d ms \.\. [\d.]+ ms", line) for line in lines)
-    assert imread(chart).shape[0] < 1500
-
-
-def test_a_trace_shows_one_group_of_each_kind(tmp_path: Path, corpus: Path) -> None:
-    path = tmp_path / "t.pftrace"
-    _run("simulate", _written(tmp_path, corpus, 12), "--timeline", path)
-    tracks = [one.track_descriptor for one in Trace.FromString(path.read_bytes()).packet]
-    processes = [one.name for one in tracks if one.name and not one.HasField("parent_uuid")]
-    assert sorted(processes) == ["dc", "home-1 .. home-12 (12 groups x 2 stages)"]
 
 
 @pytest.mark.renders

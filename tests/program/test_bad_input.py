@@ -150,10 +150,6 @@ def test_bad_input_is_named(case: str, tmp_path: Path, corpus: Path) -> None:
         assert word in errors
 
 
-def test_good_input_is_good(tmp_path: Path, corpus: Path) -> None:
-    assert _invoke(GOOD, tmp_path, corpus)[:2] == (0, "")
-
-
 @pytest.mark.parametrize("steps", [2, 50])
 def test_gradients_averaged_after_many_steps_are_refused(steps: int, tmp_path: Path, corpus: Path) -> None:
     path = tmp_path / "run.yaml"
@@ -242,16 +238,6 @@ def test_a_wrong_change_on_the_command_line(change: str, words: str, tmp_path: P
     assert code == 2
     assert len(errors.splitlines()) == 1
     assert words in errors
-
-
-def test_changes_on_the_command_line_count(tmp_path: Path, corpus: Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text(GOOD.replace("CORPUS", str(corpus)))
-    options = ["--runs", str(tmp_path / "runs"), "--set", "outer.rounds=7", "--set", "replicas.1.boundary.rank=1/4"]
-    result = CliRunner().invoke(app, ["check", str(path), *options])
-    assert result.exit_code == 0
-    assert "7 outer rounds" in result.stdout
-    assert "16 of 64" in " ".join(result.stdout.split())
 
 
 def _options() -> Iterator[tuple[str, str, str, list[str]]]:

@@ -103,14 +103,6 @@ def test_a_sink_that_fails_is_one_line_and_the_run_continues(fails_at: int, tmp_
     assert (tmp_path / "summary.json").is_file()
 
 
-def test_a_sink_that_cannot_be_opened_is_one_line(tmp_path: Path) -> None:
-    def make(state: RunState, kept: Kept) -> Noted:
-        raise ConnectionError("no route to host")
-
-    assert record(tmp_path, {"far": make}) == ["far gets no more curves, but the run continues: no route to host"]
-    assert (tmp_path / "summary.json").is_file()
-
-
 def test_a_resumed_run_continues_its_run_of_a_service(tmp_path: Path) -> None:
     """The service gets each point once. A board that is new gets the earlier points, too."""
     reports = made_up_reports()

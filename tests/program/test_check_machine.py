@@ -6,7 +6,6 @@ import fcntl
 import io
 import json
 import math
-import resource
 import shutil
 import socket
 import sys
@@ -34,7 +33,7 @@ from hetero_pp.core.proxies import Proxy, Route
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.program.check import command, exchange, findings, subject
+from hetero_pp.program.check import command, exchange, subject
 from hetero_pp.program.check import host as host_checks
 from hetero_pp.program.check.command import find
 from hetero_pp.program.check.exchange import check_proxy, clock_verdict, line_verdict, step_bytes
@@ -118,11 +117,6 @@ def test_python_and_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"found numpy {metadata.version('numpy')}, expected >=99; no-such-package is not installed" in line
     assert line.endswith("pip install 'numpy>=99' 'no-such-package>=1'")
     assert {found[name].state for name in ("python", "packages")} == {FindingState.FAIL}
-
-
-def test_a_program_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(findings, "NAME", "no-such-package")
-    assert {one().state for one in (findings.check_python, findings.check_packages)} == {FindingState.WARN}
 
 
 def test_a_package_that_cannot_be_imported_ends_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,14 +227,6 @@ def test_a_check_that_fails_gives_exit_code_1(write: Callable[..., Path], monkey
     assert "Model: " in done.stdout
 
 
-def test_too_little_memory_is_told_as_check_tells_it(write: Callable[..., Path]) -> None:
-    path = write(("width: 32, heads: 2, feed_forward: 64, layers: 2", "width: 65536, heads: 2, layers: 2"))
-    found = check(path)["memory"]
-    assert found.state is FindingState.WARN
-    assert "4 members" not in found.line
-    assert "3 members and the exchange" in found.line
-
-
 def test_too_little_disk_and_a_folder_that_cannot_be_written(
     write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,13 +241,6 @@ def test_too_little_disk_and_a_folder_that_cannot_be_written(
     for free, state in ((500_000, FindingState.WARN), (1_050_000, FindingState.WARN), (1_200_000, FindingState.OK)):
         monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: usage._replace(free=free))
         assert check(path)["disk"].state is state
-
-
-def test_too_few_open_files(write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write()
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (24, 24))
-    found = check(path)["open files"]
-    assert (found.state, found.line.endswith("raise it with: ulimit -n 72")) == (FindingState.WARN, True)
 
 
 def test_a_port_in_use(write: Callable[..., Path]) -> None:
@@ -475,16 +454,6 @@ def test_the_host_that_serves_checks_its_run(served: Served, monkeypatch: pytest
 def test_a_run_that_this_host_does_not_know(host: Path) -> None:
     found = check("away", host)
     assert (found["settings"].state, "found no run away" in found["settings"].line) == (FindingState.FAIL, True)
-
-
-@pytest.mark.parametrize(
-    ("spoil", "said"),
-    [(lambda one: one[:-9], "the ticket is incomplete"), (lambda one: "hpp1.a", "the ticket is incomplete")],
-)
-def test_a_damaged_ticket(served: Served, host: Path, spoil: Callable[[str], str], said: str) -> None:
-    found = check(spoil(served.ticket()), host)
-    assert (found["settings"].state, said in found["settings"].line) == (FindingState.FAIL, True)
-    assert found["disk"].state is FindingState.OK
 
 
 def test_expired_revoked_and_full(served: Served, host: Path) -> None:

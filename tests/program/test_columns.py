@@ -15,10 +15,9 @@ from rich.console import Console
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from hetero_pp.config.lines import DIRECTIONS
 from hetero_pp.program import plan, simulate
 from hetero_pp.program.cli import app
-from hetero_pp.program.report.output import WIDTH_OF_FILES, fold, fold_names, say, tell
+from hetero_pp.program.report.output import fold, fold_names, tell
 from hetero_pp.program.report.tables import PlainTable
 from hetero_pp.research.experiments.result import print_result
 
@@ -174,14 +173,6 @@ def test_a_column_goes_before_a_text_is_folded() -> None:
     assert "bandwidth" not in _shown(lambda console: console.print(table), 50)
 
 
-def test_two_directions_are_two_rows() -> None:
-    table = PlainTable(["link", ""], ["bandwidth"])
-    table.add_both("home.0-1", DIRECTIONS, ["20 Mbit/s", "1 Gbit/s"])
-    rows = [line.split() for line in _shown(lambda console: console.print(table), 80).splitlines()]
-    assert ["home.0-1", "→", "20", "Mbit/s"] in rows
-    assert ["←", "1", "Gbit/s"] in rows
-
-
 @pytest.mark.parametrize(
     ("text", "width", "lines"),
     [
@@ -218,10 +209,3 @@ def test_an_event_is_one_line_unless_a_terminal_shows_it() -> None:
         "  4.2000, 12 s (waiting for neighbours",
         "  3 s), sent 1.2 MB",
     ]
-
-
-def test_a_sentence_is_as_wide_as_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = "[b] is said as it is, and folded between words"
-    assert _widest(_shown(lambda console: say(console, text, bold="[b]"), 20)) <= 20
-    assert _shown(lambda console: say(console, text), 80) == f"{text}\n"
-    assert WIDTH_OF_FILES == 80

@@ -86,16 +86,6 @@ def test_settings_that_look_the_same_have_no_row_and_times_have_a_unit(
     assert "–: not set, or no value yet." in printed
 
 
-def test_a_replica_that_one_run_lacks_is_one_row(runs: Path, tmp_path: Path, corpus: Path) -> None:
-    alone = [{"name": "dc", "kind": "datacenter", "batch_size": 8}]
-    with Run.from_yaml(MIXED, runs=runs, name="alone", data={"corpus": str(corpus)}, replicas=alone) as run:
-        run.round()
-        code, printed, _ = _compare(runs, tmp_path / "c.png", "over", "alone")
-    assert code == 0
-    assert _rows(printed)["replicas"] == ["dc, home", "dc"]
-    assert not any(key.startswith("replicas.home") for key in _rows(printed))
-
-
 @pytest.mark.parametrize(
     ("named", "told"),
     [

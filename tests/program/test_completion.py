@@ -31,21 +31,6 @@ def test_bash_completes_commands_and_options(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.starts_processes
-def test_zsh_gets_its_script_and_its_answers(tmp_path: Path) -> None:
-    """zsh is not installed everywhere, so this looks at what it would evaluate."""
-    said = [_answer(tmp_path, "source_zsh"), _answer(tmp_path, "complete_zsh", "hetero-pp laun")]
-    assert said[0].rstrip().endswith("compdef _hetero_pp_completion hetero-pp")
-    assert said[1].startswith("""_arguments '*: :(("launch":"Train a run""")
-    assert _answer(tmp_path, "complete_zsh", "hetero-pp launch conf") == "_files\n"
-
-
-def _answer(folder: Path, instruction: str, typed: str = "") -> str:
-    asked = {"_HETERO_PP_COMPLETE": instruction, "_TYPER_COMPLETE_ARGS": typed}
-    command = [str(folder / "hetero-pp")]
-    return subprocess.run(command, env=_with_program(folder) | asked, capture_output=True, text=True).stdout
-
-
 def _with_program(folder: Path) -> dict[str, str]:
     """Return an environment whose path has the program under its name."""
     program = folder / "hetero-pp"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from test_run_state import (
     ROUNDS,
     START,
     TIMED,
-    begun,
     evaluation,
     inner_step,
     link_use,
@@ -34,7 +32,7 @@ from hetero_pp.messages.messages_pb2 import CONTRIBUTING, FINISHING, JOINING, PA
 from hetero_pp.messages.report_bounds import MOST_LOSS
 from hetero_pp.model.inner import REMEDIES
 from hetero_pp.program.report.display import LOSS_SECONDS, LiveDisplay, live_view
-from hetero_pp.program.report.lines import earlier_line, waiting_line
+from hetero_pp.program.report.lines import waiting_line
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.summary import print_result, summary_of
 
@@ -194,67 +192,6 @@ def test_the_line_of_a_wait_names_who_is_late_silent_or_computes(
         assert waiting_line(state, sees_all=False) == f"round 2: {OF_3}; computing for 20 s: dc"
 
 
-def test_rounds_that_were_closed_earlier_are_no_lines() -> None:
-    console, out = plain_console()
-    state = RunState(made_up_spec(outer={"rounds": 3}))
-    with LiveDisplay(state, console) as display:
-        state.closed_earlier = 2
-        for report in made_up_reports():
-            state.apply(report)
-        display.refresh()
-        for report in made_up_round(3):
-            state.apply(report)
-    assert [line.split(":")[0] for line in out.getvalue().splitlines()[2:]] == ["round 3/3"]
-    assert earlier_line(state) == "rounds 1 to 2 were closed earlier; last validation loss 3.6000"
-
-
-def test_how_far_the_weights_are_is_shown_until_the_run_begins() -> None:
-    clock = itertools.count(0, 12)
-    reports = [Report(time=START, member="exchange") for _ in range(4)]
-    for report, share in zip(reports, (0.1, 0.25, 0.5, 0.93), strict=True):
-        report.reading.what, report.reading.share = "reading the weights", share
-    console, out = plain_console()
-    state = RunState(made_up_spec())
-    display = LiveDisplay(state, console, lambda: float(next(clock)))
-    for report in reports:
-        state.apply(report)
-        display.refresh()
-    assert out.getvalue().splitlines() == ["reading the weights: 10 %", "reading the weights: 50 %"]
-    assert "reading the weights: 93 %" in text_of(live_view(state, START, height=40))
-    state.apply(begun(START, 0))
-    assert "reading" not in text_of(live_view(state, START, height=40))
-
-
-def test_the_live_view_says_who_is_missing_while_somebody_is() -> None:
-    state = RunState(made_up_spec())
-
-    def shown(*reports: Report) -> str:
-        for report in reports:
-            state.apply(report)
-        return text_of(live_view(state, START + 5, height=40))
-
-    joined = made_up_reports()[:3]
-    assert "2 of 3 members have joined, missing: home.1" in shown(*joined[:2])
-    assert "joined" not in shown(joined[2])
-    assert "home.1; no progress for 25 s" in " ".join(
-        shown(waiting(START, CONTRIBUTING, "home.1", seconds=20.0)).split()
-    )
-    assert "home.1; no progress" not in shown(waiting(START + 1, CONTRIBUTING))
-
-
-def test_a_round_without_validation_loss_is_told_at_the_end() -> None:
-    console, out = plain_console()
-    state = RunState(made_up_spec())
-    with pytest.raises(KeyboardInterrupt), LiveDisplay(state, console) as display:
-        for report in made_up_round(1):
-            if not report.HasField("evaluation"):
-                state.apply(report)
-        display.refresh()
-        assert len(out.getvalue().splitlines()) == 1
-        raise KeyboardInterrupt
-    assert "round 1/2: validation loss –, training loss dc 5.0000" in out.getvalue()
-
-
 @pytest.mark.parametrize("lacks", ["its loss comes", "nobody evaluates", "the member is gone", "the run pauses"])
 def test_a_round_waits_for_its_loss_while_the_next_round_closes(lacks: str) -> None:
     """In a fast run the next round closes before the loss arrives. The wait for the loss is bounded."""
@@ -326,10 +263,6 @@ def test_live_view_of_a_low_terminal_leaves_the_quiet_links_out() -> None:
     assert len(lines) <= 17
 
 
-def test_live_view_before_the_first_report() -> None:
-    assert "0:00 elapsed" in text_of(live_view(RunState(made_up_spec()), START, height=40))
-
-
 def test_on_a_terminal_the_view_goes_away_at_a_good_end() -> None:
     out = io.StringIO()
     console = Console(file=out, width=100, height=40, force_terminal=True)
@@ -357,12 +290,3 @@ def test_result() -> None:
     assert "All replicas hold the same weights: sha256 0202020202020202…" in rows
     assert "2 outer rounds in 22 s, 40 tokens/s over all replicas." in rows
     assert "Files: /runs/made-up (" in said
-
-
-def test_result_of_a_run_that_failed_at_once() -> None:
-    console, out = plain_console()
-    state = RunState(made_up_spec())
-    state.fail("no exchange")
-    print_result(console, summary_of(state), Path("/runs/made-up"))
-    assert "Failed: no exchange" in out.getvalue()
-    assert "sha256" not in out.getvalue()

@@ -10,13 +10,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from typer.main import get_command
 
 from hetero_pp.program.cli import app
-from hetero_pp.program.report.encoding import in_ascii, make_printable
+from hetero_pp.program.report.encoding import make_printable
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = sorted(get_command(app).commands)  # type: ignore[attr-defined]
 
 YAML = """\
 name: tiny
@@ -31,17 +29,6 @@ replicas:
      boundary: {rank: 1/2, bits: 4}}
 """
 
-TABLE = """\
-name: one
-title: Größe
-paper: nowhere
-baseline: none
-rows:
-  - {name: none, paper: 2.0}
-  - {name: größer, compressed: all, rank: 1/4, paper: 2.2}
-claims:
-  - {text: costs, lower: [none, größer]}
-"""
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -87,14 +74,6 @@ def yaml(tmp_path: Path, corpus: Path) -> Path:
     return path
 
 
-def test_help_of_every_command(run: Run) -> None:
-    assert run("--help")[0] == 0
-    for command in COMMANDS:
-        code, out, errors = run(command, "--help")
-        assert (code, errors) == (0, "")
-        assert command in out
-
-
 def test_what_is_asked_before_a_run(run: Run, yaml: Path, tmp_path: Path) -> None:
     code, checked, errors = run("check", str(yaml), "--runs", str(tmp_path / "runs"))
     assert (code, errors) == (0, "")
@@ -109,36 +88,6 @@ def test_what_is_asked_before_a_run(run: Run, yaml: Path, tmp_path: Path) -> Non
         assert (code, errors) == (0, ""), command
         assert out
         _require_straight(out)
-
-
-def test_what_reproduce_lists(run: Run, tmp_path: Path, corpus: Path) -> None:
-    tables = tmp_path / "tables"
-    tables.mkdir()
-    (tables / "one.yaml").write_text(TABLE, encoding="utf-8")
-    places = [part for name in ("runs", "results") for part in (f"--{name}", str(tmp_path / name))]
-    for more in (("--list",), ("one", "--dry-run", "--corpus", str(corpus))):
-        code, out, _ = run("reproduce", *more, "--experiments", str(tables), *places)
-        assert code == 0, (more, out)
-        assert "\\xf6\\xdfe" in out
-        _require_straight(out)
-
-
-def test_what_is_asked_of_a_run(run: Run, yaml: Path, tmp_path: Path) -> None:
-    runs = ("--runs", str(tmp_path / "runs"))
-    code, out, _ = run("launch", str(yaml), "--in-process", *runs)
-    assert code == 0
-    assert "All replicas hold the same weights: sha256 " in out
-    assert "..." in out
-    _require_straight(out)
-    folder = str(tmp_path / "runs" / "tiny")
-    for command in (
-        ("log", "replay", folder),
-        ("log", "volume", folder),
-        ("export", folder, "--to", str(tmp_path / "hf")),
-    ):
-        code, out, errors = run(*command)
-        assert (code, errors) == (0, ""), command
-        assert out
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])  # ö is in one of them
@@ -172,11 +121,6 @@ def _require_straight(printed: str) -> None:
             width = len(line)
         assert len(line) == width <= 80 or not line.startswith(("|", "+")), printed
         edges += is_edge
-
-
-def test_signs_and_bytes_in_ascii() -> None:
-    assert in_ascii("3 × 4 – a → b … ≥ 5 µs") == "3 x 4 - a -> b ... >= 5 us"
-    assert in_ascii("größe θ \udcc3") == "gr\\xf6\\xdfe \\u03b8 \\xc3"
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])

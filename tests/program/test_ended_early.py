@@ -8,11 +8,8 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +19,11 @@ from rich.console import Console
 from started import run_program
 
 from hetero_pp.config.folder import RunFolder
-from hetero_pp.config.lines import LAUNCHER
 from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.yaml_file import ConfigFile
 from hetero_pp.core.errors import ConfigError, HeteroPPError, RunFailed
 from hetero_pp.data.tokenizers import load_tokenizer
 from hetero_pp.messages.messages_pb2 import Report
-from hetero_pp.messages.refusals import Kind
 from hetero_pp.program.launch import earlier
 from hetero_pp.program.launch.command import Invocation, run_topology
 from hetero_pp.program.launch.earlier import (
@@ -42,22 +37,13 @@ from hetero_pp.program.launch.earlier import (
     require_same_run,
 )
 from hetero_pp.program.launch.inputs import Prepared
-from hetero_pp.program.launch.supervisor import Watcher
 from hetero_pp.program.report.recorder import Recorder, reports_until
 from hetero_pp.program.report.state import RunState
-from hetero_pp.rpc.connections import reports_of
-from hetero_pp.rpc.identities import Secret
-from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.exchange import Exchange
-from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.memberships import Memberships
-from replica_groups.exchange.server import serve_exchange
 
 MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 ROUNDS = 3
-Train = Callable[..., dict[str, Any]]
-
-SECRET = Secret("a secret")
 
 
 @pytest.fixture(scope="module")
@@ -303,29 +289,6 @@ def test_a_run_that_is_over_is_not_undone(finished: Path, corpus: Path, tmp_path
     assert {path: path.read_bytes() for path in before} == before
 
 
-def test_the_summary_of_a_run_that_goes_on_is_that_of_its_end(
-    cut: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A run that is killed after it was resumed has no summary."""
-    (cut / "summary.json").write_text("{}")
-    seen: list[bool] = []
-    monkeypatch.setattr(Recorder, "close", lambda recorder, _: seen.append((cut / "summary.json").exists()))
-    with pytest.raises(FileNotFoundError):
-        _train(corpus, cut.parent, resume=True)
-    assert seen == [False]
-
-
-def test_other_text_is_refused(cut: Path, corpus: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    shutil.copytree(corpus, other)
-    (other / "00.txt").write_text("something else " * 500)
-    with pytest.raises(
-        RunFailed,
-        match=r"reads another text than the run: found tokens whose sha256 begins with \w{12}, expected \w{12}",
-    ):
-        _train(corpus, cut.parent, f"data.corpus={other}", resume=True)
-
-
 def test_a_round_whose_close_was_not_noted_comes_after_the_one_before(finished: Path, tmp_path: Path) -> None:
     """The launcher may end after the record is written and before the metrics are."""
     folder = Path(shutil.copytree(finished / "mixed", tmp_path / "mixed"))
@@ -371,26 +334,6 @@ def test_metrics_are_whole_until_others_take_their_place(tmp_path: Path, finishe
     recorder.on_report(report)
     recorder.close()
     assert (tmp_path / "metrics.jsonl").read_text().count("joined") == 2
-
-
-def test_metrics_that_cannot_be_told_again_are_kept(
-    tmp_path: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spec = _spec(finished)
-    told: list[str] = []
-    (tmp_path / "metrics.jsonl").write_text("what was told before\n")
-    recorder = Recorder(spec, RunFolder(tmp_path), RunState(spec), True, told.append)
-
-    def fails(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Recorder, "_write", fails)
-        recorder.on_report(Report(time=1.0, member="dc"))
-    recorder.go_on()
-    recorder.close()
-    assert (tmp_path / "metrics.jsonl.before").read_text() == "what was told before\n"
-    assert len(told) == 1
 
 
 def _spec(runs: Path) -> RunSpec:
@@ -479,24 +422,6 @@ def test_reports_that_cannot_be_followed_are_no_success(
     assert "a bug" in _summary(tmp_path / "mixed")["failed"]
 
 
-def test_nor_are_those_that_come_over_the_network(tmp_path: Path, finished: Path) -> None:
-    spec = _spec(finished)
-    exchange = Exchange(spec.run, spec.roster, None, spec.config.outer, ContributionLog(FolderStore(tmp_path)))
-    server, port = serve_exchange(exchange, SECRET, "127.0.0.1:0")
-
-    def fails(report: Report) -> None:
-        raise KeyError("a bug")
-
-    watcher = Watcher(partial(reports_of, f"127.0.0.1:{port}", SECRET.credentials(LAUNCHER)), fails)
-    exchange.refuse("a member", "a reason to report", Kind.UNEXPECTED)
-    with pytest.raises(
-        RunFailed, match=r"stopped receiving the run's reports before the run was over \(KeyError: 'a bug'\)"
-    ):
-        watcher.join()
-    exchange.end_watching()
-    server.stop(0).wait()
-
-
 def test_a_run_that_ends_before_its_last_round_is_no_success(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -511,18 +436,6 @@ def test_a_run_that_ends_before_its_last_round_is_no_success(
     monkeypatch.setattr(Exchange, "watch", ends_early)
     with pytest.raises(RunFailed, match="the run ended after round 1 of 3 without a reason"):
         _train(corpus, tmp_path)
-
-
-def test_an_error_that_nobody_expects_is_in_the_summary(
-    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(*_: object) -> None:
-        raise ValueError("a bug")
-
-    monkeypatch.setattr("replica_groups.exchange.log.save_checkpoint", fails)
-    with pytest.raises(ValueError, match="a bug"):
-        _train(corpus, tmp_path)
-    assert "a bug" in _summary(tmp_path / "mixed")["failed"]
 
 
 # ---- interrupted ----
@@ -598,14 +511,3 @@ def test_two_launches_cannot_share_a_folder(tmp_path: Path, corpus: Path) -> Non
     assert not (tmp_path / "mixed.1").exists()
     _train(corpus, tmp_path, "outer.rounds=1")
     assert (tmp_path / "mixed.1" / "mine").exists()
-
-
-@pytest.mark.starts_processes
-def test_a_launch_that_was_killed_lets_go(tmp_path: Path) -> None:
-    code = (
-        "import os, pathlib; from hetero_pp.program.launch.earlier import claim\n"
-        f"with claim(pathlib.Path({str(tmp_path)!r}), 'run', ['dc']): os.kill(os.getpid(), 9)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == -9
-    with claim(tmp_path, "run", ["dc"]):
-        pass

@@ -30,7 +30,6 @@ from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.sources import open_source
 from hetero_pp.data.tokenizers import ByteTokenizer, FileTokenizer, load_tokenizer
 from hetero_pp.hugging_face.config_json import read_architecture
-from hetero_pp.hugging_face.names import halves_of_pairs, pairs_of_halves
 from hetero_pp.hugging_face.reading import read_parameters
 from hetero_pp.hugging_face.writing import shards_of, write_model, write_tokenizer, write_weights
 from hetero_pp.model.transformer import ModelSettings, ModelShape, Transformer, initialise
@@ -147,13 +146,6 @@ def test_shards_are_full_and_in_order() -> None:
     assert shards_of({"a": 3, "b": 8}, 10) == [["a"], ["b"]]
 
 
-def test_rows_change_slots_within_each_head() -> None:
-    """Two heads of four dimensions: dimension 2 j goes to j, and 2 j + 1 to j + 2."""
-    weight = torch.arange(8.0)[:, None].expand(8, 3)
-    assert halves_of_pairs(weight, 4)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
-    assert torch.equal(pairs_of_halves(halves_of_pairs(weight, 4), 4), weight)
-
-
 SCALING = {
     "rope_type": "llama3",
     "rope_theta": 700.0,
@@ -215,22 +207,6 @@ def test_checkpoints_of_transformers_are_read_and_returned(name: str, tokens: Te
     with torch.no_grad():
         again = _transformers().AutoModelForCausalLM.from_pretrained(back)(tokens).logits
     assert torch.equal(again, expected)
-
-
-def test_shared_heads_and_scaled_rotation_affect_the_logits(tokens: Tensor, tmp_path: Path) -> None:
-    """Otherwise the comparisons above would show nothing."""
-    _theirs(tmp_path, FORMATS["Llama 3.2"])
-    shape = read_architecture(tmp_path).shape
-    ours, unscaled = Transformer(shape), Transformer(shape.model_copy(update={"rope_scaling": None}))
-    for model in (ours, unscaled):
-        model.load_state_dict(read_parameters(tmp_path, _shapes(shape)))
-    logits = _logits(ours, tokens)
-    assert (_logits(unscaled, tokens) - logits).abs().max() > 1e-3
-    with torch.no_grad():
-        for name, keys in ours.named_parameters():
-            if name.endswith("attention.wk.weight"):
-                keys.copy_(keys.unflatten(0, (3, -1)).flip(0).flatten(0, 1))
-    assert (_logits(ours, tokens) - logits).abs().max() > 1e-3
 
 
 REFUSED = {

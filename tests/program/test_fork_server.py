@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
-import resource
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_run_state import made_up_spec
 
-from hetero_pp.config.folder import RunFolder
-from hetero_pp.config.lines import EXCHANGE, LAUNCHER
-from hetero_pp.program.launch import supervisor
 from hetero_pp.program.launch.job import ProcessJob
-from hetero_pp.rpc.identities import Secret, SecretKeys
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 AT_THE_SERVERS_START = """
@@ -52,14 +46,6 @@ from pathlib import Path
 from hetero_pp.program.launch.fork_server import begin_forked
 begin_forked(Path(sys.argv[1]), False, (200, 300))
 print(resource.getrlimit(resource.RLIMIT_NOFILE))
-"""
-
-MODULES = ["hetero_pp.program.launch.member_process", "hetero_pp.program.launch.supervisor"]
-WHILE_THE_SERVER_IMPORTS = """
-import gc, importlib, sys
-importlib.import_module = lambda name: print(name, gc.isenabled(), file=sys.stderr)
-import hetero_pp.program.launch.preloaded
-print(gc.isenabled(), gc.get_freeze_count() > 0, file=sys.stderr)
 """
 
 
@@ -104,14 +90,6 @@ def test_a_launcher_does_not_import_what_only_members_need() -> None:
 
 
 @pytest.mark.starts_processes
-def test_no_garbage_is_collected_while_the_server_imports() -> None:
-    """Its imports are no garbage of forked processes either."""
-    *imported, after = _run(WHILE_THE_SERVER_IMPORTS).splitlines()
-    assert [line.split() for line in imported] == [[name, "False"] for name in MODULES]
-    assert after == "True True"
-
-
-@pytest.mark.starts_processes
 def test_a_forked_process_takes_the_limits_of_open_files(tmp_path: Path) -> None:
     """The server may have started before the launcher raised its own."""
     _run(IN_A_FORKED_PROCESS, str(tmp_path / "output"))
@@ -136,12 +114,3 @@ class _Started:
 
     def is_alive(self) -> bool:
         return False
-
-
-def test_members_are_told_the_limits_of_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs: list[ProcessJob] = []
-    monkeypatch.setattr(supervisor, "fork_server", lambda: _Started(jobs))
-    keys = SecretKeys(Secret("0" * 32), encrypted=False)
-    with supervisor.Supervisor(made_up_spec(), RunFolder(tmp_path), lambda _: None, LAUNCHER, keys) as started:
-        started.start([EXCHANGE])
-    assert [job.open_files for job in jobs] == [resource.getrlimit(resource.RLIMIT_NOFILE)]

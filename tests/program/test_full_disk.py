@@ -188,23 +188,6 @@ def test_a_state_that_cannot_be_saved_is_none_and_all_ranks_go_on(world: int, la
             assert max(sound(states)) == 3
 
 
-def test_a_state_says_why_what_a_failed_save_left_cannot_be_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A disk becomes read-only during a save. The next save must not say that a file exists."""
-
-    def read_only(path: Any, **_: Any) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS), os.fspath(path))
-
-    states = SavedStates(tmp_path / "dc", "run", 1, ALONE)
-    (tmp_path / "dc" / "part").mkdir(parents=True)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "rmdir", read_only)
-        failure = states.save(1, lambda _: None)
-    assert failure.startswith(f"{tmp_path / 'dc' / 'part'}: Read-only file system")
-    assert states.save(1, lambda _: None) == ""
-
-
 # ---- row checkpoints of tables ----
 
 
@@ -306,21 +289,6 @@ def test_what_is_recorded_is_whole_once_there_is_room_and_is_said_once(
                 assert expected.startswith(found)
             if (folder / "summary.json").exists():
                 assert json.loads((folder / "summary.json").read_text())["rounds"] == 2
-
-
-def test_no_picture_is_drawn_for_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing takes seconds, for which a user who stopped the run would have to wait."""
-    drawn: list[Path] = []
-    for name in ("draw_losses", "draw_links"):
-        monkeypatch.setattr(f"hetero_pp.program.report.recorder.{name}", lambda _, path: drawn.append(path))
-    spec, told = made_up_spec(), list[str]()
-    recorder = Recorder(spec, RunFolder(tmp_path), RunState(spec), complain=told.append)
-    with failing_disk(tmp_path) as disk:
-        disk.fail(1, lasts=True)
-        recorder.close()
-    assert drawn == []
-    for name in ("summary.json", "loss.png", "links.png"):
-        assert [line for line in told if line.startswith(f"{tmp_path / name} was not ") and "--resume" in line], told
 
 
 def test_too_much_that_waits_is_dropped_and_known_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,8 @@ from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.yaml_file import ConfigFile
 from hetero_pp.model.transformer import ModelSettings, Transformer
 from hetero_pp.program.cli import app
-from hetero_pp.program.init import command, questions
-from hetero_pp.program.init.draft import model_of, parameters_of, stages_of
+from hetero_pp.program.init import questions
+from hetero_pp.program.init.draft import model_of, parameters_of
 from hetero_pp.simulator.memory import disk_bytes, disk_files, space_on_disk
 from hetero_pp.simulator.prediction import predict
 
@@ -126,11 +126,6 @@ def test_models_of_a_number_of_parameters(size: float) -> None:
         assert sum(one.numel() for one in Transformer(shape).parameters()) == parameters_of(shape)
 
 
-def test_groups_of_homes() -> None:
-    assert [stages_of(homes, 12) for homes in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12)] == [1, 2, 3, 4, 5, 3, 7, 4, 3, 2, 4]
-    assert stages_of(5, layers=4) == 1
-
-
 def test_what_is_printed_next_can_be_typed() -> None:
     done = init("--text", "text", "--machines", "4+datacenter", "--name", "mine")
     assert "next: hetero-pp launch mine.yaml" in done.stdout
@@ -159,13 +154,6 @@ def test_without_a_terminal_defaults_are_used_and_told() -> None:
         "--model: not given, so it is `micro`",
     ]
     assert ConfigFile(Path("other.yaml")).config.name == "other"
-
-
-def test_a_streamed_text_needs_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "find_spec", lambda _: None)
-    done = init("--text", "hf:owner/name", "--time", "5 s")
-    assert "its text needs a package: pip install 'hetero-pp[datasets]'" in done.stdout
-    assert "  corpus: 'hf:owner/name'" in Path("first.yaml").read_text()
 
 
 def test_names_that_yaml_reads_otherwise_are_quoted() -> None:

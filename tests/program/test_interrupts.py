@@ -5,10 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +18,6 @@ from test_run_state import made_up_spec
 
 from hetero_pp.config.folder import RunFolder
 from hetero_pp.config.lines import EXCHANGE, LAUNCHER
-from hetero_pp.core.sockets import socket_folder
 from hetero_pp.program import interrupts
 from hetero_pp.program.interrupts import interruptible
 from hetero_pp.program.launch import supervisor
@@ -140,21 +137,6 @@ def test_what_is_ignored_stays_so(number: signal.Signals) -> None:
             signal.raise_signal(number)
     finally:
         signal.signal(number, before)
-
-
-def test_sockets_have_short_paths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    long = tmp_path / ("long" * 30)
-    long.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(long))
-    folder = socket_folder()
-    try:
-        assert folder.stat().st_mode & 0o077 == 0
-        with socket.socket(socket.AF_UNIX) as listening:
-            listening.bind(str(folder / "link"))
-        (folder / "link").unlink()
-    finally:
-        folder.rmdir()
-    assert tempfile.gettempdir() == str(long)
 
 
 @pytest.mark.starts_processes

@@ -15,10 +15,8 @@ from ruamel.yaml import YAML
 
 from hetero_pp.config.changes import (
     Agreement,
-    Changes,
     changed_entries,
     described,
-    read_changes,
     replicas_of,
     wanted_replicas,
 )
@@ -36,8 +34,6 @@ MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 H = 2
 """Inner steps of a round."""
 SECOND = {"name": "dc2", "kind": "datacenter", "batch_size": 4, "device": "cpu"}
-
-Entries = list[dict[str, Any]]
 
 
 def _yaml(folder: Path, change: Callable[[dict[str, Any]], object] = lambda _: None) -> Path:
@@ -175,16 +171,6 @@ def test_an_attempt_that_comes_to_nothing_leaves_nothing(
     assert _counted(folders[1])[-1] == ["dc", "home"]
 
 
-def test_a_run_that_goes_back_before_somebody_came_has_them_from_there_on(runs: Path, corpus: Path) -> None:
-    folder = RunFolder(runs / "mixed")
-    for round_ in (3, 4, 5, 6):
-        for path in [*folder.log.glob(f"*{round_:06d}*"), *folder.path.glob(f"state/*/*{round_:06d}*")]:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    _train(_yaml(runs, lambda it: it["replicas"].append(SECOND)), corpus, runs)
-    assert _counted(runs) == [["dc", "home"]] * 2 + [["dc", "dc2", "home"]] * 4
-    assert read_changes(folder.changes).replicas_since == [1, 3]
-
-
 def test_who_comes_back_is_who_left(runs: Path, corpus: Path) -> None:
     """A returning replica must have its former split of layers, because its saved states and its log entries do."""
     _train(_yaml(runs, lambda it: it.update(replicas=[it["replicas"][0], SECOND])), corpus, runs, "outer.rounds=7")
@@ -226,15 +212,6 @@ def test_a_replica_that_was_needed_may_come_and_go_from_then_on(grown: Path) -> 
     assert described(replicas_of(config), before[:2]) == "without dc2 and needing dc"
 
 
-def test_two_changes_from_one_round_on_are_not_the_same(grown: Path) -> None:
-    spec = read_run(RunFolder(grown / "mixed"))
-    one, other = (
-        spec.changes.changed(spec.at(1), 7, {"replicas": replicas_of(spec.config)[:count]}) for count in (1, 2)
-    )
-    assert len({spec.changes.mark, one.mark, other.mark}) == 3
-    assert Changes.from_json(one.to_json()).mark == one.mark
-
-
 def test_who_leaves_for_good_is_not_waited_for(runs: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = _yaml(runs, lambda it: it.update(replicas=[it["replicas"][0], SECOND]))
     _train(config, corpus, runs, "outer.rounds=8")
@@ -259,14 +236,6 @@ def test_a_host_may_have_the_replicas_of_any_time_and_no_others(grown: Path) -> 
     assert agreement.complaint(other) == "replicas[2].batch_size: found 8, expected 4"
     del other["replicas"][1:]
     assert agreement.complaint(other) == "replicas: found 1 entries, expected 3 entries"
-
-
-def test_a_host_without_the_yaml_knows_who_came_later(begun: Path, grown: Path) -> None:
-    """The host joined before the new replica, and the exchange tells it the changes."""
-    old, spec = read_run(RunFolder(begun / "mixed")), read_run(RunFolder(grown / "mixed"))
-    told = old.with_changes(spec.changes)
-    assert [told.share_of("home", round_) for round_ in (3, 4)] == [spec.share_of("home", round_) for round_ in (3, 4)]
-    assert told.members.keys() == spec.members.keys()
 
 
 def _other_rank(content: dict[str, Any]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,15 +25,13 @@ from test_run_state import (
 )
 
 from hetero_pp.config.audit import AuditSettings
-from hetero_pp.config.folder import RunFolder
 from hetero_pp.config.spec import RunSpec
-from hetero_pp.core.files import write_whole
 from hetero_pp.core.units import format_share
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.report.display import live_view
 from hetero_pp.program.report.lines import OwnRoundLines, round_line, trouble_lines, words_of
-from hetero_pp.program.report.recorder import line_of, reports_until, to_json
+from hetero_pp.program.report.recorder import line_of
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.summary import print_result, summary_of
 from hetero_pp.simulator.costs import step_flops
@@ -201,14 +198,6 @@ def test_a_rounds_line_says_whom_it_does_not_count() -> None:
     assert round_line(state, 2).endswith("excluded: dc was late; not evaluated: home (home.0: gone)")
 
 
-def test_a_rounds_line_names_a_contribution_that_is_too_large() -> None:
-    state = state_of(there())
-    closed = closed_without(START + 8, 1, "dc")
-    closed.round_closed.left_out.append("dc")
-    state.apply(closed)
-    assert "excluded: dc sent a contribution that is too large" in round_line(state, 1)
-
-
 def test_a_rejected_contribution_is_named_even_if_a_slot_of_its_replica_was_vacant() -> None:
     closed = closed_without(START + 8, 1, "home")
     closed.round_closed.left_out.append("home")
@@ -304,12 +293,6 @@ def test_the_line_of_a_round_has_its_speed_and_on_a_known_accelerator_mfu_and_me
         assert line.endswith(f", 8 s, 200 tokens/s, {told}61.2 GB of GPU memory")
 
 
-def test_what_is_told_twice_is_trained_once() -> None:
-    step = inner_step(START, "dc", "dc", 1, 0, tokens=100)
-    state = state_of([step, step, with_tokens(round_closed(START + 8, 1), 50)])
-    assert state.goodput()[1] == 1.0
-
-
 def test_a_run_is_over_though_a_member_that_was_given_up_never_finished() -> None:
     reports = [one for one in made_up_reports() if not (one.HasField("finished") and one.member == "home.1")]
     assert not state_of(reports).is_over
@@ -327,47 +310,6 @@ def test_a_run_is_over_though_a_replica_that_took_no_part_in_the_last_round_neve
     over.over.finishing.append("dc")
     assert not state_of([*reports, over]).is_over
     assert line_of(over)["finishing"] == ["home", "dc"]
-
-
-def test_hashes_at_the_end_are_of_those_that_are_there() -> None:
-    late = [one for one in made_up_reports() if not (one.HasField("round_verified") and one.round_verified.round == 2)]
-    verified = [one for one in made_up_reports() if one.HasField("round_verified") and one.member == "exchange"]
-    of_dc = [one for one in verified if one.round_verified.replica == "dc"]
-    state = state_of(
-        [
-            *late,
-            *of_dc,
-            membership_event(START, pb.INCARNATION_OVER, slot="home.1", replica="home", incarnation=1, cause=KILLED),
-        ]
-    )
-    assert state.final_sha256() == {"dc": (bytes([2]) * 32).hex()}
-
-
-def test_metrics_name_what_happened_and_a_run_that_goes_on_tells_it_again(tmp_path: Path) -> None:
-    spec, folder = made_up_spec(), RunFolder(tmp_path)
-    reports = [*there(), *killed(START + 1), back(START + 2), closed_without(START + 8, 1, "home", late=True)]
-    reports.append(membership_event(START + 9, pb.LATE, replica="home", round=2))
-    lines = [line_of(report) for report in reports]
-    assert [line["what"] for line in lines if line["event"] == "membership_event"] == [
-        "restarted",
-        "incarnation_over",
-        "suspended",
-        "late",
-    ]
-    assert next(line["late"] for line in lines if line["event"] == "round_closed") == ["home"]
-    write_whole(folder.metrics, "".join(f"{to_json(line)}\n" for line in lines).encode())
-    again = reports_until(spec.config, folder, 1, lambda _: None)
-    assert [json.loads(to_json(line_of(one))) for one in again if one.HasField("membership_event")] == [
-        line for line in lines if line["event"] == "membership_event" and line["what"] != "late"
-    ]
-    assert _after(spec, again).tally.participation is None  # its log has no record to report again
-
-
-def _after(spec: RunSpec, reports: list[Report]) -> RunState:
-    state = RunState(spec)
-    for report in reports:
-        state.apply(report)
-    return state
 
 
 def test_participation_counts_each_missed_round_in_whatever_order_it_is_told() -> None:

@@ -171,23 +171,6 @@ def test_a_host_that_missed_who_joined_shows_the_rounds_of_its_group(
     assert len(shown[0]) == 1 + ROUNDS
 
 
-def test_rounds_after_one_that_was_missed_are_shown(recorded: tuple[RunSpec, list[Report]]) -> None:
-    spec, reports = recorded
-    rest = [
-        one
-        for one in _without(reports, "membership_event")
-        if not (one.HasField("round_closed") and one.round_closed.round == 3)
-    ]
-    rest = [one for one in rest if not (one.HasField("begun") and one.begun.last_round)]
-    out, state = io.StringIO(), RunState(spec)
-    with LiveDisplay(state, Console(file=out, width=80)):
-        for report in rest:
-            state.apply(report)
-    told = [line.split("/")[0] for line in out.getvalue().splitlines() if line.startswith("round ")]
-    assert [line for line in told if "waiting" not in line][-1] == f"round {ROUNDS}"
-    assert state.rounds == ROUNDS
-
-
 @pytest.mark.parametrize("part", [slice(40, None), slice(None, None, 3), slice(None, 200)])
 def test_what_is_recorded_has_gaps_and_no_complaint(
     part: slice, recorded: tuple[RunSpec, list[Report]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -33,7 +33,6 @@ from replica_groups.member.gate import Gate
 from replica_groups.member.outer_round import OuterRound
 
 MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
-ROUNDS = 3
 MEMBERS = {"dc", "home.0", "home.1", "home.2"}
 
 
@@ -121,21 +120,6 @@ def test_it_has_the_bits_of_a_launched_run(launched: Path, trained: tuple[float,
     assert all(last[name].equal(tensor) for name, tensor in run.parameters().items())
 
 
-def test_links_carried_the_bytes_of_a_launched_run(launched: Path, trained: tuple[float, Run]) -> None:
-    lines = [json.loads(line) for line in (launched / "metrics.jsonl").read_text().splitlines()]
-    uses = {
-        (one["link"], one["direction"], one["round"]): one["wire_bytes"] for one in lines if one["event"] == "link_use"
-    }
-    told = {
-        (link, way, one.round): size
-        for one in trained[1].results
-        for link, ways in one.link_bytes.items()
-        for way, size in ways.items()
-    }
-    assert len(told) == (4 + 2) * 2 * ROUNDS
-    assert told == {key: size for key, size in uses.items() if key[2] > 0}
-
-
 def test_a_run_that_diverges_says_so_and_ends_well(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -217,15 +201,6 @@ def test_a_folder_that_is_given_holds_what_a_launch_leaves(launched: Path, corpu
     assert "failed" not in _summary(tmp_path / "mixed")
     assert run.validation_loss == run.results[1].validation_loss
     assert run.parameters()
-
-
-def test_two_runs_cannot_use_one_folder(corpus: Path, tmp_path: Path) -> None:
-    with _run(corpus, tmp_path) as first, _run(corpus, tmp_path) as second:
-        first.round()
-        with pytest.raises(ConfigError, match="another launch is using this folder"):
-            second.round()
-        assert first.round().round == 2
-    assert not (tmp_path / "mixed.1").exists()
 
 
 def test_a_temporary_folder_goes_with_the_run(corpus: Path) -> None:

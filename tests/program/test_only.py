@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from hetero_pp.config.lines import LAUNCHER
 from hetero_pp.config.yaml_file import ConfigFile
 from hetero_pp.core.errors import ConfigError, LinkClosed, RunFailed
 from hetero_pp.messages.messages_pb2 import Report
-from hetero_pp.program.check.command import find
 from hetero_pp.program.launch import supervisor as supervisor_module
 from hetero_pp.program.launch.command import Host, print_commands, run_on_this_host, run_topology
 from hetero_pp.program.launch.hosts import commands, members_named, notes, read_token, require_reachable
@@ -179,24 +177,6 @@ def test_what_to_do_before_the_commands_with_key_and_line(
         print_commands(path, [])
 
 
-def test_check_tries_the_addresses_of_this_host_only(tmp_path: Path, corpus: Path) -> None:
-    own, taken = free_port(), socket.create_server(("127.0.0.1", 0))
-    stages = 'stages: [{layers: 1, listen: "192.0.2.7:5"}, {layers: 1, listen: "ben.invalid:7"}]'
-    path = _config(tmp_path, corpus, f'exchange: {{listen: "127.0.0.1:{own}"}}', stages).path
-    relay, runs = free_port(), tmp_path / "runs"
-
-    def ports(override: str) -> str:
-        return find(str(path), runs, None, 60.0, [override])["ports"].line
-
-    assert ports(f"exchange.relay=127.0.0.1:{relay}") == f"127.0.0.1:{own} (free), 127.0.0.1:{relay} (free)"
-    with taken:
-        for key in ("listen", "relay"):
-            told = ports(f"exchange.{key}=127.0.0.1:{taken.getsockname()[1]}")
-            assert re.match(rf"--set exchange\.{key}=127.*: found .* expected a free port", told)
-    with pytest.raises(ConfigError, match=r"stages\[0\]\.listen: .*; `launch --print-commands` prints"):
-        run_topology(path, [], tmp_path / "runs", in_process=False)
-
-
 def test_names_and_addresses_that_cannot_be(tmp_path: Path, corpus: Path) -> None:
     config = _config(tmp_path, corpus).config
     assert members_named(config, "home") == ["home.0", "home.1"]
@@ -210,21 +190,6 @@ def test_names_and_addresses_that_cannot_be(tmp_path: Path, corpus: Path) -> Non
     with pytest.raises(ConfigError, match=r"expected the address at which home\.0 can dial this host"):
         require_reachable(config, ["home.1"])
     require_reachable(config, ["home.0"])
-
-
-@pytest.mark.parametrize(
-    ("in_process", "resume", "complaint"),
-    [
-        (True, False, "found --in-process, which needs the whole run on this machine"),
-        (False, False, "expected --exchange HOST:PORT and --token-file FILE"),
-    ],
-)
-def test_options_that_exclude_each_other(
-    in_process: bool, resume: bool, complaint: str, tmp_path: Path, corpus: Path
-) -> None:
-    _config(tmp_path, corpus)
-    with pytest.raises(ConfigError, match=complaint):
-        run_on_this_host(tmp_path / "run.yaml", [], tmp_path, Host("dc", None, None), in_process, resume)
 
 
 NODES = """

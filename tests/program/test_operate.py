@@ -51,7 +51,7 @@ from hetero_pp.messages.messages_pb2 import (
 from hetero_pp.program.cli import app
 from hetero_pp.program.launch.command import Invocation
 from hetero_pp.program.operate import metrics as metrics_module
-from hetero_pp.program.operate.metrics import METRICS, RunCollector
+from hetero_pp.program.operate.metrics import RunCollector
 from hetero_pp.program.operate.observed import SILENT_SECONDS, Condition, Observed, health_of
 from hetero_pp.program.operate.operations import Operations, operated
 from hetero_pp.program.report.lines import STALL_SECONDS
@@ -261,18 +261,6 @@ def test_a_host_with_one_member_has_metrics_of_that_member() -> None:
     assert not {"contributions_total", "rounds_closed_total", "refusals_total"} & {one[0] for one in found}
 
 
-def test_metrics_have_base_units_and_bounded_labels() -> None:
-    """`promtool check metrics` has no complaint either: docs/deploy/check.sh."""
-    names = [one.name for one in METRICS]
-    assert len(set(names)) == len(names)
-    assert not [name for name in names if any(unit in name for unit in ("_ms", "bits", "percent", "kilo"))]
-    labels = {label for one in METRICS for label in one.labels}
-    assert labels == {
-        *("run", "condition", "kind", "state", "member", "part", "process", "replica", "outcome"),
-        *("link", "direction", "line", "way"),
-    }
-
-
 # ---- the server ----
 
 
@@ -376,12 +364,6 @@ def test_a_wrong_option_is_one_line(option: tuple[str, ...], expected: str, tmp_
     assert (done.exit_code, list(tmp_path.iterdir())) == (2, [])
     assert expected in done.output
     assert done.output.count("\n") == 1
-
-
-def test_an_environment_that_drops_spans_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
-    done = CliRunner().invoke(app, ["launch", str(YAML), "--otlp", "http://127.0.0.1:1"])
-    assert (done.exit_code, "OTEL_SDK_DISABLED=true" in done.output) == (2, True)
 
 
 def test_a_follower_that_fails_is_one_line_and_gets_no_more() -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from test_run_state import START, begun, evaluation, inner_step, joined, link_use, made_up_spec, so_far, waiting
+from test_run_state import START, begun, evaluation, inner_step, joined, link_use, made_up_spec, so_far
 
-from hetero_pp.messages.messages_pb2 import CONTRIBUTING, INCARNATION_OVER, JOINING, Over, Report
+from hetero_pp.messages.messages_pb2 import INCARNATION_OVER, Over, Report
 from hetero_pp.program.launch.command import AS_A_RUN
 from hetero_pp.program.report.lines import OwnRoundLines
 
@@ -48,25 +48,6 @@ def test_a_round_of_a_member_that_knows_no_loss() -> None:
     ]
     assert shown(["dc"], [member_round("dc", 2, wait=0.0)]) == [
         "round 2/2: dc: 8 s (exchange with other replicas 2.5 s), 256 tokens/s, sent 0 B"
-    ]
-
-
-def test_whom_the_run_waits_for_and_where_it_goes_on() -> None:
-    reports = [
-        joined(START, "dc"),
-        joined(START, "home.0"),
-        waiting(START + 20, JOINING, "home.1", seconds=20.0),
-        joined(START + 30, "home.1"),
-        waiting(START + 30, JOINING),
-        begun(START + 31, 1),
-        waiting(START + 60, CONTRIBUTING, "home.0", seconds=15.0),
-        member_round("home.0", 2),
-    ]
-    assert shown(["dc"], reports) == [
-        "2 of 3 members have joined, missing: home.1; no progress for 20 s",
-        "all 3 members have joined",
-        "resuming after round 1",
-        "round 2: waiting for 1 of 3 contributions from home.0; no heartbeat from home.0; no progress for 15 s",
     ]
 
 

@@ -9,14 +9,12 @@ import numpy as np
 import pytest
 from test_run_state import (
     START,
-    TIMED,
     evaluation,
     inner_step,
     link_use,
     made_up_reports,
     made_up_spec,
     state_of,
-    timed_reports,
 )
 
 from hetero_pp.program.report.pictures import draw_links, draw_losses
@@ -46,17 +44,6 @@ def test_pictures_of_a_whole_run(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.part"))
 
 
-def test_rounds_of_time(tmp_path: Path) -> None:
-    """Steps of replicas with different speeds lie between the same rounds."""
-    state = RunState(made_up_spec(**TIMED))
-    for report in timed_reports():
-        state.apply(report)
-    assert [end for end, _ in state.replicas["home"].training_losses()] == [1.0, 1.5, 2.0]
-    assert [end for end, _ in state.replicas["dc"].training_losses()][2:5] == pytest.approx([1.0, 1.2, 1.4])
-    draw_losses(state, tmp_path / "loss.png")
-    assert_shows_something(tmp_path / "loss.png")
-
-
 def test_nothing_to_draw(tmp_path: Path) -> None:
     state = RunState(made_up_spec())
     draw_losses(state, tmp_path / "loss.png")
@@ -75,13 +62,3 @@ def test_a_diverged_run_and_links_of_very_different_loads(tmp_path: Path) -> Non
     draw_links(state, tmp_path / "links.png")
     for name in ("loss.png", "links.png"):
         assert_shows_something(tmp_path / name)
-
-
-def test_many_links_make_a_taller_picture(tmp_path: Path) -> None:
-    replicas = [{"name": "home", "kind": "participants", "stages": 16}]
-    state = RunState(made_up_spec(replicas=replicas, model={"layers": 16}))
-    state.apply(inner_step(START, "home.15", "home", 1, 0, loss=1.0))
-    for hop in range(15):
-        state.apply(link_use(START + 1, f"home.{hop}-{hop + 1}", "forward", 1, 1000 + hop))
-    draw_links(state, tmp_path / "links.png")
-    assert pixels(tmp_path / "links.png").shape[0] > 1500

@@ -12,9 +12,7 @@ from typer.testing import CliRunner
 from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.yaml_file import ConfigFile
 from hetero_pp.program.cli import app
-from hetero_pp.program.plan import MOST_EXPLAINED, _explained
 from hetero_pp.simulator.planner.grouping import link_between
-from hetero_pp.simulator.planner.search import Choice
 
 YAML = """\
 name: t
@@ -273,16 +271,6 @@ def test_a_plan_is_the_yaml_with_changed_keys(tmp_path: Path, corpus: Path) -> N
     assert first == other.replicas[1]
 
 
-def test_a_slow_uplink_asks_for_longer_rounds(tmp_path: Path, corpus: Path) -> None:
-    path = _yaml(tmp_path, corpus, REPLICAS)
-    seconds = ("--set", "inner={seconds: 1 s}", "--set", "outer.rounds=100")
-    quick, slow = (_plan(path, 0.8, *seconds, "--set", f"replicas.0.uplink={kind}") for kind in ("fast", "slow"))
-    lengths = [float(one["config"]["inner"]["seconds"].split()[0]) for one in (quick, slow)]
-    assert lengths[0] == 1.0 < lengths[1]
-    assert slow["reached"]
-    assert slow["config"]["outer"]["rounds"] * lengths[1] >= 100
-
-
 def test_a_target_out_of_reach_is_one_line_and_no_file(tmp_path: Path, corpus: Path) -> None:
     path = _yaml(tmp_path, corpus, REPLICAS)
     written = tmp_path / "no.yaml"
@@ -391,36 +379,3 @@ def test_participants_at_a_site_share_its_line(tmp_path: Path, corpus: Path) -> 
     told = CliRunner().invoke(app, ["plan", str(path), "--set", "plan.participants.1.line=dsl"])
     assert told.exit_code == 2
     assert "found `dsl`, expected `fibre`, as a has at x: a site has one line" in told.output
-
-
-def _choices(groups: int, kinds: int) -> list[Choice]:
-    """Return choices for unequal groups, and one for the outer round. Groups of one kind differ only in numbers."""
-    found = [Choice("outer round", "H = 15", "home-3.1-exchange (20 Mbit/s up) decides")]
-    for one in range(groups):
-        name, more = f"home-{one}", "; more" * (one * kinds // groups)
-        found.append(Choice(name, f"layers {4 + one % 2}+4", "slowest stage 1,500 ms" + more))
-        rank = "rank 1/8" if one % 2 else "rank 1/16"
-        found.append(Choice(name, rank, f"the line of {name}.0 ({20 + one} Mbit/s up) decides"))
-    return found
-
-
-def test_unequal_groups_that_differ_only_in_numbers_are_one_entry_with_ranges() -> None:
-    found, hidden = _explained(_choices(40, 1), "home-39")
-    assert (found[0][0], len(found), hidden) == ("outer round", 2, 0)
-    assert found[1] == (
-        "home-0 .. home-39 (40 that differ only in numbers)",
-        [
-            ("layers 4..5+4", "slowest stage 1,500 ms"),
-            ("rank 1/16..1/8", "the line of home-*.0 (20..59 Mbit/s up) decides"),
-        ],
-    )
-
-
-def test_the_explanation_is_bounded_and_has_the_slowest_group() -> None:
-    found, hidden = _explained(_choices(40, 20), "home-39")
-    assert len(found) == MOST_EXPLAINED
-    assert found[-1][0] == "home-38, home-39 (2 that differ only in numbers)"
-    assert hidden == 40 - 2 * (MOST_EXPLAINED - 1)
-    few, hidden = _explained(_choices(3, 1), "home-2")
-    assert [what for what, _ in few] == ["outer round", "home-0", "home-1", "home-2"]
-    assert hidden == 0

@@ -25,7 +25,6 @@ from hetero_pp.simulator.planner.grouping import (
     best_split,
     best_splits,
     group,
-    group_participants,
 )
 from hetero_pp.simulator.planner.schedules import (
     FOUR_BITS,
@@ -141,26 +140,6 @@ def test_a_group_without_memory_for_the_model_says_which_machines_lack_how_much(
     assert "no number of stages on these machines is sufficient" in tiny
 
 
-def test_participants_that_form_no_group_say_what_they_lack(tmp_path: Path) -> None:
-    path, before = tmp_path / "t.yaml", SMALL_MACHINES.partition("replicas:")[0]
-    people = ", ".join(f"{{name: {name}, hardware: small}}" for name in "abc")
-    path.write_text(
-        f"{before}plan: {{stages: 2, batch_size: 8, participants: [{people}]}}\n"
-        "simulate: {hardware: {small: {flops: 10 TFLOP/s, memory: 6 GB, memory_bandwidth: 1 TB/s}}}\n"
-    )
-    file = ConfigFile(path)
-    with pytest.raises(ConfigError) as error:
-        group_participants(file.config, None)
-    said = str(error.value)
-    assert (
-        "found 3 participants, but no 2 of them have enough memory for the model's 16 layers; "
-        "most layers that fit: " in said
-    )
-    assert re.search(
-        r"that fit: a \(small\) \d, b \(small\) \d, c \(small\) \d; expected machines with more memory", said
-    )
-
-
 def test_a_replica_that_cannot_run_as_it_is_is_named_by_its_own_place(tmp_path: Path) -> None:
     """A datacenter replica is planned in its own run, where it is the first one."""
     path = tmp_path / "t.yaml"
@@ -248,20 +227,6 @@ def test_groups_are_as_good_as_the_best_of_all(count: int, stages: int, seed: in
     for path, seconds, link in zip(found.groups, found.seconds, found.links, strict=True):
         assert seconds == pytest.approx(_path_seconds(pool, tuple(path)))
         assert link == _path_link(pool, tuple(path))
-
-
-def test_some_dozens_of_participants() -> None:
-    """Eight distant offices of five: each group lies within one office, and the slow machine is left out."""
-    seconds = np.full((40, 5, 11), np.inf)
-    seconds[:, :, 1:] = np.arange(1, 11.0)
-    office = np.arange(40) // 5
-    bandwidth = np.where(office[:, None] == office[None], 1e9, 1e6)
-    found = group(Pool(seconds, bandwidth, 0.9), 30)
-    assert found is not None
-    assert not found.proven  # 40 x 39 x 38 x 37 x 36 paths are too many to consider all
-    assert len(found.groups) == 8
-    assert min(found.links) == 1e9
-    assert max(found.seconds) == 2.0
 
 
 def test_the_tables_are_those_that_were_measured() -> None:

@@ -34,10 +34,6 @@ def test_lines_at_growing_intervals_where_there_is_no_terminal() -> None:
     ]
 
 
-def test_short_work_says_nothing_where_there_is_no_terminal() -> None:
-    assert shown(10, is_terminal=False) == ""
-
-
 def test_a_bar_with_a_percentage_on_a_terminal() -> None:
     text = shown(100, is_terminal=True)
     assert "encoding the corpus" in text

@@ -19,16 +19,15 @@ from test_run_state import (
     made_up_round,
     made_up_spec,
     timed_reports,
-    waiting,
 )
 
 from hetero_pp.config.folder import RunFolder
 from hetero_pp.config.lines import DIRECTIONS
 from hetero_pp.config.spec import RunSpec
-from hetero_pp.messages.messages_pb2 import CONTRIBUTING, WAITING_FOR_PREVIOUS, Activity, MemberRound, Refusal, Report
+from hetero_pp.messages.messages_pb2 import WAITING_FOR_PREVIOUS, Activity, MemberRound, Refusal, Report
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.program.launch.command import MOST_REFUSALS_OF_A_MEMBER, _teller_of_refusals
-from hetero_pp.program.report.recorder import Recorder, line_of, report_of, reports_until
+from hetero_pp.program.report.recorder import Recorder, line_of, reports_until
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.summary import summary_of
 from hetero_pp.simulator.memory import disk_bytes
@@ -58,32 +57,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_report_is_a_line(folder: Path) -> None:
-    written = lines(folder)
-    assert len(written) == len(made_up_reports())
-    assert all({"time", "member", "event"} <= line.keys() for line in written)
-    assert [report_of(line) for line in written if line["event"] != "round_closed"] == [
-        report for report in made_up_reports() if not report.HasField("round_closed")
-    ]
-
-
-def test_whom_the_exchange_waits_for_is_a_line(tmp_path: Path) -> None:
-    report = waiting(START, CONTRIBUTING, "home.0", "home.1", seconds=12.5)
-    record(tmp_path, [report])
-    assert lines(tmp_path) == [
-        {
-            "time": START,
-            "member": "exchange",
-            "event": "waiting",
-            "awaited": "contributing",
-            "round": 2,
-            "seconds": 12.5,
-            "missing": [{"member": "home.0"}, {"member": "home.1"}],
-            "store_error": "",
-        }
-    ]
-
-
 def test_fields_that_were_not_told_are_left_out(folder: Path) -> None:
     parts = [line for line in lines(folder) if line["member"] == "home.1" and line["event"] == "inner_step"]
     assert parts[0] == {
@@ -96,23 +69,6 @@ def test_fields_that_were_not_told_are_left_out(folder: Path) -> None:
         "loss": 5.0,
         "tokens": 0,
     }
-
-
-def test_closed_rounds_and_hashes(folder: Path) -> None:
-    by_event = {line["event"]: line for line in lines(folder)}
-    assert by_event["round_verified"]["parameters_sha256"] == "02" * 32
-    assert by_event["round_closed"]["round"] == 2
-    contribution = by_event["round_closed"]["contributions"][1]
-    assert (contribution["replica"], contribution["digest"]) == ("home", "0102")
-    assert contribution["blobs"] == [{"size": 1000, "kept_values": 500}]
-
-
-def test_summary_is_the_state_s(folder: Path) -> None:
-    state = RunState(made_up_spec())
-    for report in made_up_reports():
-        state.apply(report)
-    assert json.loads((folder / "summary.json").read_text()) == summary_of(state)
-    assert not list(folder.glob("*.part"))
 
 
 def test_tensorboard_numbers_the_steps_of_rounds_that_are_time(tmp_path: Path) -> None:
@@ -186,12 +142,6 @@ def test_a_run_that_failed_half_way(tmp_path: Path) -> None:
     assert (summary["failed"], summary["rounds"]) == ("home.0 was killed by SIGKILL", 1)
     assert (tmp_path / "loss.png").exists()
     assert (tmp_path / "links.png").exists()
-
-
-def test_a_run_that_failed_before_anything_was_told(tmp_path: Path) -> None:
-    record(tmp_path, [], failed="no exchange")
-    assert json.loads((tmp_path / "summary.json").read_text())["failed"] == "no exchange"
-    assert not (tmp_path / "loss.png").exists()
 
 
 def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:

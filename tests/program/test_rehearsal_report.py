@@ -170,12 +170,6 @@ def test_bytes_that_part(spec: RunSpec) -> None:
     assert [one.what for one in compared(spec, reports).parts] == ["links.home.0-1.forward_bytes"]
 
 
-def test_the_json_says_that_it_is_a_rehearsal(spec: RunSpec) -> None:
-    found = json.loads(json.dumps(compared(spec, reports_of(spec)).as_json()))
-    assert found["rehearsal"] is True and found["name"] == "homes-rehearsal"
-    assert found["measured"].keys() == found["predicted"].keys() == found["difference"].keys()
-
-
 def test_what_a_host_is_told_of_its_line(spec: RunSpec) -> None:
     rates: dict[Way, Rate] = {"up": Rate(1e6, is_limited=True), "down": Rate(4e7, is_limited=False)}
     slow, good = OwnLine(spec, "home.0", rates), OwnLine(spec, "home.1", {})
@@ -270,19 +264,6 @@ def test_members_that_report_no_time_or_no_step_do_not_end_the_comparison(spec: 
         mode.on_report(one)
     with pytest.raises(RunFailed, match=f"^homes-rehearsal: {NOTHING_TIMED}$"):
         mode.conclude(console, RunState(spec), RunFolder(Path("nowhere")))
-
-
-def test_bytes_of_a_step_in_rounds_of_a_given_time(yaml: Path, spec: RunSpec) -> None:
-    counted, inner = (
-        compared(spec, reports_of(spec)),
-        spec.config.inner.model_copy(update={"steps": None, "seconds": 9}),
-    )
-    timed = RunSpec(spec.config.model_copy(update={"inner": inner}), None)
-    [carried] = {
-        one.partition("(")[2].partition(" a step)")[0]
-        for one in (verdict(of, "home.0", counted) for of in (spec, timed))
-    }
-    assert carried
 
 
 def test_what_is_not_rehearsed_is_said(yaml: Path) -> None:

@@ -183,19 +183,6 @@ def test_what_is_not_as_it_should_be_is_named(
     assert [one["round"] for one in found] == [0, 1, 2, 3, 4]
 
 
-def test_a_rejected_contribution_is_named(run: Path) -> None:
-    log = ContributionLog(FolderStore(run / "log"))
-    record = log.read_record(3)
-    del record.contributions[1:]
-    record.left_out.append("home")
-    (run / "log" / record_key(3)).unlink()
-    log.create_record(record)
-    code, told, _ = _invoke("log", "replay", run)
-    assert code == 1  # the audit is that of the other record
-    assert told.splitlines()[3].startswith("round 3: included dc; rejected home; sha256 ")
-    assert [one["left_out"] for one in _found(run)[1]] == [[], [], [], ["home"], []]
-
-
 def test_after_damage_the_next_checkpoint_is_gone_on_from(run: Path) -> None:
     for round_ in (1, 2):
         (path,) = (run / "log").glob(f"round-{round_:06d}/dc/1/*.blobs")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from rewritten import WRITES, compare, write
 
 from hetero_pp.config.run_config import RunConfig
 from hetero_pp.config.spec import RunSpec
-from hetero_pp.core.units import format_share
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2 import LATE, LinkUse, Report
 from hetero_pp.messages.refusals import Kind
@@ -213,11 +211,6 @@ def test_of_rounds_long_over_a_link_keeps_a_number() -> None:
         assert line.busy_share(1.0) == pytest.approx(8 * (direction.wire_bytes - 100) / 1e6)
 
 
-def test_a_late_report_does_not_take_the_latest_loss_back() -> None:
-    reports = [inner_step(START, "dc", "dc", 1, step, loss=float(step)) for step in (1, 0)]
-    assert state_of(reports).replicas["dc"].loss == 1.0
-
-
 def timed_reports() -> Iterator[Report]:
     """Yield reports of rounds that last 8 s.
 
@@ -265,46 +258,6 @@ def test_steps_of_a_try_that_was_given_up_are_left_out() -> None:
     assert [replica["steps"] for replica in summary_of(state)["replicas"]] == [[3, 3], [1, 2]]
 
 
-def test_progress_of_a_round_that_is_time_is_time() -> None:
-    state = RunState(made_up_spec(**TIMED))
-    assert state.progress_of_open_round(START) == (0, 8)
-    reports = list(timed_reports())
-    for report in reports[:3]:
-        state.apply(report)
-    assert state.progress_of_open_round(START + 6) == (6, 8)
-    assert state.progress_of_open_round(START + 60) == (8, 8)
-    for report in reports:
-        if report.HasField("round_closed") and report.round_closed.round == 1:
-            state.apply(report)
-    assert state.progress_of_open_round(START + 11) == (3, 8)
-
-
-def test_the_latest_link_use_of_a_round_replaces_earlier_ones(whole: RunState) -> None:
-    forward = whole.links["home.0-1"].ways["forward"]
-    assert [use.payload_bytes for use in forward.rounds.values()] == [4000, 4000]
-    assert (forward.payload_bytes, forward.wire_bytes, forward.busy_seconds) == (8000, 8020, 10.0)
-
-
-def test_busy_share_is_of_the_time_since_the_first_inner_step(whole: RunState) -> None:
-    ways = whole.links["home.0-1"].ways
-    assert whole.training_seconds() == 20.0
-    assert ways["forward"].busy_share(20.0) == 0.5
-    assert ways["backward"].busy_share(20.0) == 0.25
-    assert ways["forward"].busy_share(4.0) == 1.0
-    assert ways["forward"].busy_share(0.0) == 0.0
-    assert whole.links["dc-exchange"].ways["forward"].busy_share(20.0) is None
-
-
-def test_recent_bytes_forget_what_is_long_past() -> None:
-    reports = [inner_step(START, "dc", "dc", 1, 0)]
-    reports += [link_use(START + t, "home.0-1", "forward", 1, 1000 * t - 10) for t in (1, 2, 3)]
-    forward = state_of(reports).links["home.0-1"].ways["forward"]
-    assert forward.recent_bytes_per_second(START + 3) == pytest.approx(1000)
-    assert forward.recent_bytes_per_second(START + 7) == pytest.approx(1000 / 5)
-    assert forward.recent_bytes_per_second(START + 60) == 0
-    assert state_of([]).links["home.0-1"].ways["forward"].recent_bytes_per_second(START) == 0
-
-
 def test_time_left_is_known_after_the_first_round() -> None:
     state = state_of([inner_step(START, "dc", "dc", 1, 0, loss=1.0)])
     assert state.seconds_left(START + 5) is None
@@ -335,13 +288,6 @@ def test_pauses_count_in_no_time(whole: RunState) -> None:
     assert summary_of(state)["links"] == summary_of(whole)["links"]
 
 
-def test_until_it_trains_again_a_run_that_goes_on_pauses() -> None:
-    reports = [report for report in made_up_reports() if report.time <= START + ROUND_SECONDS]
-    state = state_of([*reports, joined(START + 1000, "dc"), begun(START + 1001, 1)])
-    assert state.elapsed(START + 1200) == 12.0
-    assert state.seconds_left(START + 1200) == 6.0
-
-
 def test_members_that_never_stopped_end_the_pause_with_their_next_step() -> None:
     """Another exchange takes over, and no member evaluates the current parameters again."""
     reports = [report for report in made_up_reports() if report.time <= START + ROUND_SECONDS]
@@ -370,37 +316,11 @@ def _fields_of(told: pb.SoFar) -> dict[str, Any]:
     return {field.name: value for field, value in told.ListFields()}
 
 
-def test_progress_is_that_of_the_slowest_replica() -> None:
-    state = state_of([inner_step(START, "dc", "dc", 1, 0, loss=1.0)])
-    assert state.progress_of_open_round(START) == (0, STEPS)
-    state.apply(inner_step(START, "home.1", "home", 1, 0, loss=1.0))
-    assert (state.rounds, state.progress_of_open_round(START), state.is_over) == (0, (1, STEPS), False)
-    assert state_of(made_up_reports()).is_over
-
-
 def test_summary_of_a_whole_run(whole: RunState) -> None:
     """Two replicas, links without lines, and contributions of two rounds."""
     if WRITES:
         write(SUMMARY, summary_of(whole))
     compare(SUMMARY, summary_of(whole))
-
-
-def test_summary_of_links_in_a_long_run() -> None:
-    """Rounds whose details were dropped still have their bytes."""
-    rounds = 3 * STILL_TOLD
-    reports = [link_use(START, "home.0-1", "forward", 0, 77)]
-    for round_ in range(1, rounds + 1):
-        reports.append(link_use(START + round_, "home.0-1", "forward", round_, round_))
-        reports.append(round_closed(START + round_, round_))
-    links = {link["name"]: link for link in summary_of(state_of(reports))["links"]}
-    assert links["home.0-1"]["payload_bytes_per_round"]["forward"] == [77, *range(1, rounds + 1)]
-
-
-def test_summary_of_nothing() -> None:
-    summary = summary_of(RunState(made_up_spec()))
-    assert (summary["rounds"], summary["validation_loss"], summary["parameters_sha256"]) == (0, [], {})
-    assert summary["initial_validation_loss"] is summary["contributions"]["bits_per_value"] is None
-    assert summary["wall_seconds"] == summary["tokens_per_second"] == 0
 
 
 def test_a_failed_run_says_what_is_known() -> None:
@@ -444,12 +364,6 @@ def test_rounds_that_no_run_can_have_are_not_taken_in() -> None:
     assert summary_of(state) == before
 
 
-def test_refusals_are_counted() -> None:
-    refusal = Report(time=START, member="exchange")
-    refusal.refusal.reason = "a stranger"
-    assert summary_of(state_of([refusal, refusal]))["refusals"] == 2
-
-
 def test_refusals_are_counted_by_kind_and_no_member_makes_one_up() -> None:
     many, made_up = (Report(time=START, member="home.0") for _ in range(2))
     many.refusal.kind, many.refusal.count = Kind.STRANGER, 100
@@ -457,19 +371,6 @@ def test_refusals_are_counted_by_kind_and_no_member_makes_one_up() -> None:
     summary = summary_of(state_of([many, made_up]))
     assert summary["refusals"] == 101
     assert summary["refusals_by_kind"] == {Kind.STRANGER: 100, Kind.UNEXPECTED: 1}
-
-
-def test_a_loss_that_is_not_finite_is_kept_as_it_is() -> None:
-    state = state_of([inner_step(START, "dc", "dc", 1, 0, loss=math.nan)])
-    assert math.isnan(summary_of(state)["replicas"][0]["loss"])
-
-
-@pytest.mark.parametrize(
-    ("share", "text"),
-    [(None, "–"), (0.0, "0 %"), (0.00001, "<0.1 %"), (0.0123, "1.2 %"), (0.0996, "10 %"), (1.0, "100 %")],
-)
-def test_format_share(share: float | None, text: str) -> None:
-    assert format_share(share) == text
 
 
 def test_summary_of_lines() -> None:

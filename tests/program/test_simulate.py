@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from matplotlib.figure import Figure
 from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
 from stage_members import StageMembers, group_spec, links_of
 from typer.testing import CliRunner
@@ -95,15 +94,6 @@ def test_slower_links_never_help(yaml: Path, key: str) -> None:
     rounds = [_predict(yaml, key.format(value)).round_seconds for value in values]
     assert rounds == sorted(rounds, reverse=True)
     assert rounds[0] > rounds[-1]
-
-
-def test_more_rank_never_helps(yaml: Path) -> None:
-    uses = [
-        _predict(yaml, f"replicas.1.boundary.rank={rank}", "links.home.bandwidth=20 kbit/s").utilization["absolute"]
-        for rank in (1, 4, 16, "full")
-    ]
-    assert uses == sorted(uses, reverse=True)
-    assert uses[0] > uses[-1]
 
 
 def test_a_shared_exchange_delays_all(yaml: Path) -> None:
@@ -194,30 +184,6 @@ def test_what_is_assumed_is_told(tmp_path: Path) -> None:
     assert f"Note: no hardware is set for home.0, home.1, home.2, home.3, {CORE}" in " ".join(out.split())
     for named in ("simulate.machine=h100", "replicas.1.hardware=h100"):
         assert "Note" not in _invoke(str(path), "--set", named)[1]
-
-
-@pytest.mark.parametrize("name", ["178m", "512m", "1b"])
-def test_too_little_memory_says_whose_it_would_be(name: str) -> None:
-    path = str(CONFIGS / "paper" / f"{name}.yaml")
-    code, _, errors = _invoke(path)
-    assert code == 2
-    assert "of memory, expected at most 4 GB" in errors
-    assert CORE in errors
-    code, _, errors = _invoke(path, "--set", "simulate.machine=rtx-3090", "--set", "replicas.0.batch_size=3200")
-    assert code == 2
-    assert "assumed" not in errors
-
-
-def test_what_is_printed_is_as_people_write_it(tmp_path: Path) -> None:
-    path = tmp_path / "t.yaml"
-    path.write_text("name: t\nouter: {rounds: 1}\nreplicas: [{name: dc, kind: datacenter}]\n")
-    code, printed, _ = _invoke(str(path), "--set", "inner.steps=1")
-    out = " ".join(printed.split())
-    assert code == 0
-    assert "1 replica, 1 member." in out
-    assert "a round of 1 inner step " in out
-    assert "In 1 outer round, a replica" in out
-    assert "-0.0%" not in out
 
 
 def test_flops_are_six_a_parameter_and_token() -> None:
@@ -313,51 +279,6 @@ def test_too_little_memory_says_of_what_and_which_key_helps(
         change = told[-1].split()[1]
         done = _invoke(str(path), *(word for one in (*changes, change) for word in ("--set", one)))
         assert done[0] == 0, done[2]
-
-
-def test_what_memory_is_assumed_is_told_under_the_table(tmp_path: Path) -> None:
-    path = tmp_path / "t.yaml"
-    path.write_text(TITAN)
-    said = {}
-    for chosen in ("none", "full"):
-        code, out, errors = _invoke(
-            *(str(path), "--set", f"{CHECKPOINTING}={chosen}", "--set", "replicas.0.micro_batches=64"),
-        )
-        assert code == 0, errors
-        said[chosen] = " ".join(out.split())
-    for words in ("fp32, 4 bytes per parameter each", "10 x width + 4 x feed-forward", "1 + extra_in_flight more"):
-        assert words in said["none"]
-    assert "activation_checkpointing: full, keep 1 x width" in said["full"]
-    assert "activation_checkpointing" not in said["none"]
-
-
-def test_columns_are_explained_and_times_have_the_unit_that_fits(yaml: Path, tmp_path: Path) -> None:
-    code, out, _ = _invoke(str(yaml))
-    said = " ".join(out.split())
-    assert code == 0
-    for column in ("bubble: share", "waits: share", "trains: share", "sends, receives:", "busy: share"):
-        assert column in said
-    assert re.search(r"tokens in [\d.]+ (min|h|s)\b", said)
-    assert not re.search(r"\de[-+]\d", said)
-
-
-def test_axes_of_a_sweep_are_written_as_people_write_quantities(
-    yaml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said: list[str] = []
-    save = Figure.savefig
-
-    def read_and_save(figure: Figure, *arguments: Any, **options: Any) -> None:
-        save(figure, *arguments, **options)
-        said.extend(label.get_text() for axes in figure.axes for label in axes.get_xticklabels())
-        said.extend(label.get_text() for axes in figure.axes for label in axes.get_yticklabels())
-
-    monkeypatch.setattr(Figure, "savefig", read_and_save)
-    sweep = "links.home.bandwidth=100kbit/s..100Mbit/s"
-    code, _, errors = _invoke(str(yaml), "--sweep", sweep, "--chart", str(tmp_path / "sweep.png"))
-    assert code == 0, errors
-    assert {"100 kbit/s", "10 Mbit/s", "100 Mbit/s"} <= set(said)
-    assert not any("10^" in text or "mathdefault" in text for text in said)
 
 
 @pytest.mark.parametrize(("cell", "each"), [({"overlap": 1}, 12), ({"keep_local": True}, 4)])
@@ -584,17 +505,6 @@ def test_a_sweep_that_changes_nothing_says_so(yaml: Path) -> None:
     assert "`inner.steps` changes" not in both
     only_with_links = ("--sweep", "links.home.latency=0ms,100ms", "--curves", "replicas.1.link=null,home")
     assert "give the same" not in _sweep(yaml, *only_with_links, "--set", "replicas.1.uplink=null")
-
-
-def test_rows_that_change_nothing_say_so(yaml: Path) -> None:
-    rows = "simulate.rows={a: {}, b: {inner.learning_rate: 0.1}}"
-    assert f"The choice of a row {SAME}" in _sweep(yaml, "--set", rows)
-    assert "give the same" not in _sweep(yaml, "--set", rows.replace("learning_rate: 0.1", "steps: 1"))
-
-
-def test_a_sweep_that_no_number_shows_says_so(yaml: Path) -> None:
-    said = _sweep(yaml, "--sweep", "links.home.latency=10ms,10.0001ms")
-    assert "`links.home.latency` changes almost nothing, and none of these numbers: its 2 values give the same." in said
 
 
 def test_ten_thousand_members_are_predicted() -> None:

@@ -403,13 +403,6 @@ def test_cpu_of_the_exchange_is_that_of_launched_runs(
         assert ratio / usual == pytest.approx(1.0, abs=0.75 if run.endswith("-8") else 0.25), run
 
 
-def test_a_line_without_a_bandwidth_is_named(tmp_path: Path) -> None:
-    said = _said_of_exchange(_spec(tmp_path, WHOLE, "lines.fibre={latency: 5 ms}", "exchange.line=fibre"))
-    assert "fibre: unlimited; shown: 1 Gbit/s" in said
-    assert "its line `fibre` has no bandwidth" in said
-    assert said.endswith("set lines.fibre.bandwidth")
-
-
 def test_members_at_the_site_of_the_exchange_cost_it_cpu_and_no_line(tmp_path: Path) -> None:
     two = WHOLE.partition("simulate:")[0] + "  - {name: other, kind: datacenter, batch_size: 8, uplink: home}\n"
     away = exchange_load(_spec(tmp_path, two))
@@ -443,12 +436,3 @@ def test_a_missing_line_of_the_exchange_is_said(command: str, tmp_path: Path, co
     lined = said("lines={fibre: {bandwidth: 100 Mbit/s}}", "exchange.line=fibre")
     assert "no line is set" not in lined
     assert "fibre: 100 Mbit/s down, 100 Mbit/s up" in lined
-
-
-def test_a_line_of_the_exchange_takes_its_bytes_over_its_rate(tmp_path: Path) -> None:
-    spec = _spec(tmp_path, WHOLE, "lines={dsl: {up: 1 Mbit/s, down: 8 Mbit/s}}", "exchange.line=dsl")
-    load = exchange_load(spec)
-    took = load.seconds(load.received_bits_a_second, load.sent_bits_a_second)
-    assert (load.line, load.received_bits_a_second, load.sent_bits_a_second) == ("dsl", 8e6, 1e6)
-    assert took.received == pytest.approx(load.contributions.received / 1e6)
-    assert took.sent == pytest.approx(8 * load.contributions.sent / 1e6)

@@ -12,12 +12,11 @@ from test_membership_state import KILLED, back, killed, there
 from test_run_state import START
 from test_view_data import recorded, run_folder
 
-from hetero_pp.config.folder import RunFolder
 from hetero_pp.config.lines import EXCHANGE
-from hetero_pp.core.errors import ConfigError, RunOver
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.messages.messages_pb2 import StatusReply
 from hetero_pp.program.join.status import as_json, print_status, print_tickets, status
-from hetero_pp.program.launch.earlier import LOCKS, forget_over, keep_over, read_over
+from hetero_pp.program.launch.earlier import LOCKS
 from replica_groups.exchange.memberships import IssuedTicket
 
 CONFIG = """
@@ -103,21 +102,6 @@ def test_each_slot_has_its_state_and_who_let_it_in(capsys: pytest.CaptureFixture
     assert "one is incomplete: waiting for hosts to join as one.1\n" in said
 
 
-@pytest.mark.parametrize(
-    ("needed", "told"), [(3, "2 more hosts needed"), (2, "1 more host needed"), (1, "a group is being formed")]
-)
-def test_who_waits_for_a_group_and_for_how_many_more(
-    needed: int, told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = reply()
-    found.in_waiting_room, found.needed_in_lobby = 1, needed
-    found.guests.add(ticket="0123456789abcdef", seconds=95.0)
-    print_status("solo", found)
-    line = f"1 host waiting for a group to form, {told} (ticket 0123456789abcdef for 1:35)\n"
-    assert line in capsys.readouterr().out
-    assert as_json(found)["guests"] == [{"ticket": "0123456789abcdef", "seconds": 95.0}]
-
-
 def test_open_tickets_are_listed_and_the_others_counted(capsys: pytest.CaptureFixture[str]) -> None:
     tickets = [
         IssuedTicket("open", "dc", 2e9, False),
@@ -177,16 +161,6 @@ def test_a_run_that_has_ended_says_how_and_how_to_go_on(
     assert ("resume with: hetero-pp serve " in capsys.readouterr().out) == (state != "over")
 
 
-def test_a_run_that_a_launch_carries_now(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    locks = folder.parent / LOCKS / "solo"
-    locks.mkdir(parents=True)
-    with FileLock(locks / EXCHANGE):
-        status(folder.parent, "solo", None, None)
-        assert capsys.readouterr().out.startswith("solo: running on this host, after round 6 of 9, at 20")
-    status(folder.parent, "solo", None, None)
-    assert "ended without a summary" in capsys.readouterr().out
-
-
 def test_a_run_that_a_launch_carries_now_names_members_that_are_away(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -231,13 +205,3 @@ def test_an_exchange_that_does_not_answer(folder: Path, monkeypatch: pytest.Monk
         status(folder.parent, "solo", "127.0.0.1:1", None)
     with pytest.raises(ConfigError, match=r"found no run at 127\.0\.0\.1:1 that .*: known addresses: 127\.0\.0\.1:0"):
         status(folder.parent, "127.0.0.1:1", None, None)
-
-
-def test_a_host_that_joins_again_forgets_that_the_run_was_over(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "solo")
-    keep_over(folder, RunOver.after(9, 9))
-    over = read_over(folder)
-    assert over is not None and over.told == "the run is over (round 9 of 9)"
-    forget_over(folder)
-    assert read_over(folder) is None
-    forget_over(folder)  # nothing to remove

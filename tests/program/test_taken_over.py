@@ -17,13 +17,11 @@ from test_run_state import made_up_spec
 from hetero_pp.config.folder import RunFolder
 from hetero_pp.config.lines import EXCHANGE, LAUNCHER
 from hetero_pp.config.spec import Roster
-from hetero_pp.core.errors import LinkClosed, LinkTimeout, Refused, RunFailed, RunOver
+from hetero_pp.core.errors import LinkClosed, Refused, RunFailed, RunOver
 from hetero_pp.messages.messages_pb2 import RESTARTED, Begun, Joined, Nothing, Over, Report
 from hetero_pp.program.launch import supervisor as supervisor_module
-from hetero_pp.program.launch.command import Beginnings, run_topology
-from hetero_pp.program.launch.hosts import no_answer
+from hetero_pp.program.launch.command import run_topology
 from hetero_pp.program.launch.supervisor import Supervisor
-from hetero_pp.rpc import exchange_client
 from hetero_pp.rpc.connections import reports_of, reports_to_members
 from hetero_pp.rpc.identities import Secret, SecretKeys
 from hetero_pp.rpc.limits import RequestBounds
@@ -39,22 +37,6 @@ JOINED = Report(time=1, member="dc", joined=Joined(incarnation=1))
 BEGUN = Report(time=2, member=EXCHANGE, begun=Begun())
 AGAIN = Report(time=3, member=EXCHANGE, begun=Begun(last_round=3))
 FINISHED = Report(time=4, member="dc", finished=Nothing())
-
-
-@pytest.mark.parametrize(
-    ("resume", "last_rounds", "taken_over"),
-    [
-        (False, [0], [False]),
-        (False, [0, 3], [False, True]),
-        (False, [3], [True]),  # reports of the previous exchange are lost with it
-        (False, [0, 0], [False, True]),
-        (True, [3], [False]),
-        (True, [3, 5], [False, True]),
-    ],
-)
-def test_a_run_begins_once(resume: bool, last_rounds: list[int], taken_over: list[bool]) -> None:
-    begun = Beginnings(resume)
-    assert [begun.is_taken_over(Begun(last_round=one)) for one in last_rounds] == taken_over
 
 
 def test_rounds_of_which_nobody_heard_are_told_from_the_log(
@@ -169,28 +151,6 @@ def test_a_host_whose_members_are_not_through_hears_that_the_run_is_over() -> No
             next(told)
         if ends:
             exchange.stop(server)
-
-
-def test_a_host_is_told_whether_the_exchange_had_answered_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange_client, "FIRST_TOLD", 0.1)
-    monkeypatch.setattr(exchange_client, "_AT_ONCE", 0.1)
-    waits: list[bool] = []
-
-    def watching(seconds: float) -> Iterator[Report]:
-        return reports_to_members(address, WATCHER, ["dc"], seconds, lambda _, known: waits.append(known))
-
-    exchange = Telling([JOINED], ends=False)
-    server, address = exchange.serve()
-    told = watching(2.0)
-    assert next(told) == JOINED
-    exchange.stop(server)
-    for expected, one in ((True, told), (False, watching(0.5))):
-        waits.clear()
-        with pytest.raises(LinkTimeout):
-            next(one)
-        assert set(waits) == {expected}
-    assert "answered before, but not for the last 10 s: the run is over," in no_answer("a:1", 10.0, 60.0, True)
-    assert "has not answered for 10 s: it is not started yet," in no_answer("a:1", 10.0, 60.0, False)
 
 
 @pytest.mark.starts_processes

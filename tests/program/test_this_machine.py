@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -35,15 +33,6 @@ replicas:
   - {name: dc, kind: datacenter}
   - {name: home, kind: participants, stages: 4}
 """
-KILLED = """
-import os, subprocess, sys
-from hetero_pp.program.launch.host_memory import MemoryKills
-kills = MemoryKills()
-process = subprocess.Popen([sys.executable, "-c", "CODE"])
-code = process.wait()
-print(code, kills.explain(process.pid, code))
-""".replace("CODE", "import os; os.kill(os.getpid(), 9)")
-KILLED_FOR_MEMORY = KILLED.replace("os.kill(os.getpid(), 9)", "b = bytearray(500 * 10**6)")
 PARAMETERS = 1_204_881_408
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
@@ -182,12 +171,6 @@ def test_a_control_group_and_those_above_it_may_have_less(
     assert found.available == (0.875 * found.total if found.group else 30e9)
 
 
-def test_limits_of_a_job_are_told(yaml: Path, machine: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    use_groups(machine, tmp_path, "cgroup2", {"/": None, "/job": 2 * 10**9}, "/job")
-    told = "expected at most its 2 GB of memory (the limit of its control group /job)"
-    assert told in _limits(yaml, only="home.1")[0][1]
-
-
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[str]:
     """Return what a shell runs to enter a control group of 300 MB; empty if this machine does not allow to make one."""
@@ -205,14 +188,6 @@ def job(tmp_path: Path) -> Iterator[str]:
         group.rmdir()
         return
     yield ""
-
-
-@pytest.mark.starts_processes
-def test_the_kernel_and_this_program_agree_about_a_limit(job: str) -> None:
-    """In a real group, a process that takes too much memory is killed, and named so. Without one, nothing is named."""
-    command = f"{job}exec {sys.executable} -c '{KILLED_FOR_MEMORY if job else KILLED}'"
-    said = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=120)
-    assert said.stdout.startswith("-9  because memory was used up: this machine has 300 MB" if job else "-9 \n"), said
 
 
 def test_what_fits_only_without_other_programs_is_a_warning(yaml: Path, machine: pytest.MonkeyPatch) -> None:
@@ -239,10 +214,6 @@ def test_a_gpu_that_holds_too_little_is_refused_with_the_key_that_helps(
         assert bool(found) == refused
     assert found[0].startswith(f"{told}expected at most the 23 GB that are free there: --set ")
     assert found[0].endswith("replicas.dc.micro_batches=4 saves 2.27 GB")
-
-
-def test_the_free_memory_of_a_device_that_torch_does_not_know_is_unknown() -> None:
-    assert this_machine.free_bytes(torch.device("cpu")) is None
 
 
 def test_members_that_share_a_gpu_share_its_memory(yaml: Path, machine: pytest.MonkeyPatch) -> None:

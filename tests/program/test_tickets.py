@@ -17,12 +17,11 @@ from typing import Any, cast
 import pytest
 from joined_hosts import CONFIG
 from members import TIMEOUT
-from started import run_program
 from typer.testing import CliRunner
 
 from hetero_pp.config.folder import RunFolder
 from hetero_pp.config.run_config import RunConfig
-from hetero_pp.config.shared import keep_tokenizer, kept_tokenizer, own_configuration, require_data, told_of
+from hetero_pp.config.shared import keep_tokenizer, kept_tokenizer, own_configuration, told_of
 from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.yaml_file import ConfigFile
 from hetero_pp.core.errors import ConfigError, LinkClosed, NewRun, RunFailed, RunOver
@@ -253,38 +252,6 @@ def test_join_reads_a_ticket_from_stdin_up_to_the_line_that_completes_it(tmp_pat
     assert process.returncode == 0
 
 
-_HOLDS = """
-import signal, sys, time
-from pathlib import Path
-from hetero_pp.program.join.membership import leavable
-from hetero_pp.config.folder import RunFolder
-signal.signal(signal.SIGTERM, signal.default_int_handler)
-with leavable(RunFolder(Path(sys.argv[1])), sys.argv[2]):
-    print("joined", flush=True)
-    time.sleep(600)
-"""
-"""Stands for `hetero-pp join`: `leave` interrupts it, and it gives its slot back."""
-
-
-@pytest.mark.starts_processes
-def test_leave_ends_who_joined_from_this_host_and_nobody_else(tmp_path: Path) -> None:
-    RunFolder(tmp_path / "homes").identity("").mkdir(parents=True)
-    with ExitStack() as stack:
-        held = {}
-        for slot in ("home.0", "home.1"):
-            command = [sys.executable, "-P", "-c", _HOLDS, str(tmp_path / "homes"), slot]
-            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-            held[slot] = stack.enter_context(subprocess.Popen(command, text=True, **pipes))  # type: ignore[call-overload]
-            stack.callback(held[slot].kill)
-        assert [one.stdout.readline() for one in held.values()] == ["joined\n"] * 2
-        left = run_program("leave", "homes", "--slot", "home.1", "--runs", str(tmp_path))
-        assert (left.returncode, left.stdout, left.stderr) == (0, "homes: home.1 has left\n", "")
-        assert held["home.1"].wait(TIMEOUT) != 0 and held["home.0"].poll() is None
-        assert run_program("leave", "homes", "--runs", str(tmp_path)).stdout == "homes: home.0 has left\n"
-    nobody = run_program("leave", "homes", "--runs", str(tmp_path))
-    assert nobody.returncode == 2 and "found no `hetero-pp join` of this run on this host" in nobody.stderr
-
-
 def test_a_ticket_to_the_run_that_was_served_before_is_told_so(served: Served, tmp_path: Path) -> None:
     ticket = make_ticket("homes", served.address, Authority("the run before"), "0123456789abcdef", time.time() + 60)
     told = f"^a new run has started at {served.address}; your ticket belongs to the previous run; ask for a new ticket$"
@@ -352,23 +319,6 @@ def test_how_a_slot_is_reached_is_shown(capsys: pytest.CaptureFixture[str], monk
     assert [row[5].strip() for row in rows] == links
 
 
-def test_groups_that_nobody_has_joined_are_counted_and_not_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    reply = StatusReply(last_round=3, rounds=9)
-    for group in range(6):
-        for stage in range(2):
-            reply.slots.add(
-                name=f"g{group}.{stage}",
-                replica=f"g{group}",
-                held=(group, stage) == (3, 1),
-                incarnation=int(group == 4),
-            )
-    print_status("homes", reply)
-    said = capsys.readouterr().out
-    shown = [line.split("│")[1].strip() for line in said.splitlines() if line.startswith("│")]
-    assert shown == ["g0.0", "g0.1", "g1.0", "g1.1", "g3.0", "g3.1", "g4.0", "g4.1"]
-    assert "2 more replicas without any member" in said
-
-
 def _config(corpus: str, **more: object) -> RunConfig:
     replicas = [
         {"name": "dc", "kind": "datacenter"},
@@ -401,13 +351,3 @@ def test_a_host_is_told_no_path_and_keeps_nothing_where_it_is_told_to(tmp_path: 
     assert own.data.tokenizer == str(tmp_path / "here" / "tokenizer.json")
     assert (own.store.url, own.states.to) == (None, "folder")
     assert [stage.listen for stage in own.replicas[1].stages] == [None, None]  # type: ignore[union-attr]
-
-
-def test_who_reads_text_has_to_say_where(tmp_path: Path) -> None:
-    for member in ("dc", "home.0"):
-        with pytest.raises(ConfigError, match=f"{member} reads the run's text"):
-            require_data(_config(str(tmp_path)), member, None)
-        require_data(_config(str(tmp_path)), member, "here")
-        require_data(_config("standard-library"), member, None)
-        require_data(_config("hf:owner/text"), member, None)
-    require_data(_config(str(tmp_path)), "home.1", None)

@@ -40,7 +40,6 @@ from hetero_pp.program.view import sources as sources_module
 from hetero_pp.program.view.run_view import Curve, KeyFrames, RunView
 from hetero_pp.program.view.sources import Record
 from replica_groups.exchange.memberships import LEFT
-from replica_groups.exchange.text import Text
 
 
 def view_of(reports: Sequence[Report], **changes: Any) -> RunView:
@@ -246,14 +245,6 @@ def test_rounds_curves_and_costs_are_those_of_the_state() -> None:
     assert history["steps"]["dc"] == [[2.0, 0, 5.0], [3.0, 1, 5.0], [12.0, 2, 4.0], [13.0, 3, 4.0]]
     assert history["settings"]["outer.rounds"] == 2 and history["settings"]["replicas.home.boundary.rank"] == 8
     assert history["cost"]["tokens"] == sum(one["tokens"] for one in summary_of(view.state)["replicas"])
-
-
-def test_runs_with_other_texts_differ_in_a_comparison(tmp_path: Path, followed: Callable[[RunFolder], Record]) -> None:
-    """The same corpus may be another text on another machine, such as the standard library of another Python."""
-    folder = run_folder(tmp_path, recorded(made_up_reports()))
-    assert followed(folder).view.history("x")["settings"]["data: sha256"] is None
-    Text(folder.text, lambda member: True, lambda: True).note("dc", "0123456789abcdef" * 4)
-    assert followed(folder).view.history("x")["settings"]["data: sha256"] == "0123456789ab"
 
 
 def test_topology_has_bandwidths_in_bytes_and_what_crosses() -> None:

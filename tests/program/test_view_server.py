@@ -35,11 +35,10 @@ from hetero_pp.program.join.runs_here import RunOfHost as KnownRun
 from hetero_pp.program.launch.earlier import keep_over
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.summary import summary_of
-from hetero_pp.program.view import command, server, sources
-from hetero_pp.program.view.command import data_of, self_contained, show, show_prediction
+from hetero_pp.program.view import server, sources
+from hetero_pp.program.view.command import data_of, self_contained
 from hetero_pp.program.view.run_view import RunView
 from hetero_pp.program.view.server import (
-    PAGE,
     Authenticator,
     Broadcast,
     EventStream,
@@ -157,13 +156,6 @@ def test_a_page_of_another_name_cannot_read_the_run(over: str) -> None:
     assert get(over + "api/runs", host=f"localhost:{over.split(':')[2].strip('/')}")[0] == 200
     with served(Known(made_up_reports()), address="127.0.0.2:0") as url:
         assert get(url + "api/runs")[0] == 200
-
-
-def test_the_first_load_is_small() -> None:
-    import gzip
-
-    files = [path for path in PAGE.iterdir() if path.suffix in (".html", ".js", ".css", ".svg")]
-    assert sum(len(gzip.compress(path.read_bytes(), 6)) for path in files) < 150_000
 
 
 # ---- viewers ----
@@ -343,17 +335,6 @@ def test_commands_open_a_page_or_write_it_to_a_file(tmp_path: Path, monkeypatch:
     assert '"rounds_closed":2' in (tmp_path / "x.html").read_text()
 
 
-def test_an_export_of_a_record_that_was_not_read_to_its_end_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = Known(made_up_reports())
-    monkeypatch.setattr(source, "wait", lambda seconds: False)
-    show({"a b": source}, export=tmp_path / "x.html")
-    told = "the record was read for 10 minutes, not to its end: the rest is missing"
-    assert capsys.readouterr().out.startswith(f"a b: {told}\na b: the page is in ")
-    assert told in (tmp_path / "x.html").read_text()
-
-
 def test_an_export_of_a_damaged_record_says_so_in_one_line(tmp_path: Path) -> None:
     run_folder(tmp_path / "x", [b"{\n", *recorded(made_up_reports()), b"[]\n"])
     words = ["view", "x", "--runs", str(tmp_path), "--export", str(tmp_path / "x.html")]
@@ -486,28 +467,6 @@ def test_an_ordinary_run_is_predicted_when_it_is_asked_for(tmp_path: Path) -> No
     rehearsal = Record(run_folder(tmp_path / "y", [], rehearsal={"rounds": 9, "steps": 2}))
     with served(rehearsal) as url:
         assert get(url + "api/runs/a%20b/prediction")[0] == 404
-
-
-def test_a_predicted_step_stands_beside_a_rehearsal_if_there_is_no_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The steps of a rehearsal are those of the run, and its rounds are shorter."""
-    shown: list[Predicted] = []
-    monkeypatch.setattr(command, "show", lambda sources: shown.extend(sources.values()))
-    rehearsed = {"rehearsal": {"rounds": 9, "steps": 2}}
-    folder = run_folder(tmp_path / "mixed-rehearsal", recorded(made_up_reports()), **rehearsed)
-    parts = {"compute": 1.0, "wait_previous": 2.0, "wait_next": 1.0}
-    found = {"measured": {"step_seconds": 2.0, "outer_seconds": 0.5}, "whole_run": {"round_seconds": 4.0}}
-    for text, step in (("{", None), (json.dumps(found | {"steps": 2, "members": {"home.1": parts}}), 2.0)):
-        folder.rehearsal.write_text(text)
-        show_prediction(MIXED, [], tmp_path)
-        with started(shown[-1]) as beside:
-            values = {one["name"]: (one["predicted"], one["measured"]) for one in beside["values"]}
-            assert values["step"][1] == step
-    assert values["round"][1] == 4.0
-    rates, rounds = values["tokens per second"], values["round"]
-    assert rates[1] / rates[0] == pytest.approx(rounds[0] / rounds[1])
-    assert [bar["end"] for bar in beside["measured"][0]["bars"]] == [0.5, 2.0]
 
 
 # ---- launch --view ----

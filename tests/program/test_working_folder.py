@@ -32,21 +32,6 @@ outer: {rounds: 1}
 exchange: {listen: "127.0.0.1:PORT"}
 replicas: [{name: dc, kind: datacenter, batch_size: 2, ENGINE}]
 """
-SCALE = """
-name: tiny
-about: a second
-replicas: 1
-stages: 1
-batch_size: 2
-vocabulary: 300
-hardware: cpu
-base:
-  model: {preset: micro, width: 16, heads: 2, feed_forward: 16, layers: 2}
-  data: {corpus: CORPUS, sequence_length: 16, validation_share: 0.2, validation_sequences: 4}
-  inner: {steps: 1, learning_rate: 1.0e-2}
-  outer: {rounds: 1}
-"""
-TABLE = "{name: toy, title: Toy, baseline: all, rows: [{name: all}], claims: []}"
 
 
 class Folder:
@@ -113,16 +98,6 @@ def test_serve_and_join(folder: Folder, corpus: Path, tmp_path: Path) -> None:
     ticket = re.findall(r"hpp1\.\S+", folder.run(PROGRAM, "invite", "trapped", *runs))[0]
     folder.run(PROGRAM, "join", ticket, "--data", str(corpus), "--runs", str(tmp_path / "joined"))
     assert serve.wait(TIMEOUT) == 0, serve.stdout.read()
-
-
-@pytest.mark.starts_processes
-def test_reproduce(folder: Folder, corpus: Path, tmp_path: Path) -> None:
-    tables = tmp_path / "tables"
-    (tables / "scales").mkdir(parents=True)
-    (tables / "scales" / "tiny.yaml").write_text(SCALE.replace("CORPUS", str(corpus)))
-    (tables / "toy.yaml").write_text(TABLE)
-    options = ["--experiments", str(tables), "--scale", "tiny", "--seeds", "1", "--no-compile"]
-    folder.run(PROGRAM, "reproduce", "toy", *options)
 
 
 def test_python_is_started_with_a_safe_path() -> None:
