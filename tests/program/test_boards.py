@@ -15,7 +15,7 @@ from test_run_state import made_up_round
 from hetero_pp.config.folder import RunFolder
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.messages.messages_pb2 import Report
-from hetero_pp.program.report.boards import Kept, MakeSink, Scalar, makers_of
+from hetero_pp.program.report.boards import MakeSink, Scalar, makers_of
 from hetero_pp.program.report.recorder import Recorder
 from hetero_pp.program.report.state import RunState
 
@@ -80,7 +80,7 @@ def curves(scalars: list[Scalar]) -> dict[str, list[tuple[int, float]]]:
 
 def test_every_sink_gets_what_tensorboard_gets(tmp_path: Path) -> None:
     kept = Noted()
-    assert record(tmp_path, {"kept": lambda state, kept_at: kept}) == []
+    assert record(tmp_path, {"kept": lambda *told: kept}) == []
     assert curves(kept.scalars) == expected(tmp_path)
     assert kept.is_closed
     assert {one.axis for one in kept.scalars if one.tag.startswith("training_loss/")} == {"inner_step"}
@@ -89,7 +89,7 @@ def test_every_sink_gets_what_tensorboard_gets(tmp_path: Path) -> None:
 
 def test_a_step_that_is_trained_again_is_one_point(tmp_path: Path) -> None:
     kept = Noted()
-    record(tmp_path, {"kept": lambda state, kept_at: kept}, [*made_up_reports(), *made_up_reports()])
+    record(tmp_path, {"kept": lambda *told: kept}, [*made_up_reports(), *made_up_reports()])
     assert curves(kept.scalars) == expected(tmp_path)
     assert [step for step, _ in curves(kept.scalars)["training_loss/dc"]] == [0, 1, 2, 3]
 
@@ -97,7 +97,7 @@ def test_a_step_that_is_trained_again_is_one_point(tmp_path: Path) -> None:
 @pytest.mark.parametrize("fails_at", [0, 1, 5])
 def test_a_sink_that_fails_is_one_line_and_the_run_continues(fails_at: int, tmp_path: Path) -> None:
     fails, kept = Noted(fails_at), Noted()
-    complaints = record(tmp_path, {"fails": lambda state, kept_at: fails, "kept": lambda state, kept_at: kept})
+    complaints = record(tmp_path, {"fails": lambda *told: fails, "kept": lambda *told: kept})
     assert complaints == ["fails gets no more curves, but the run continues: the service is gone"]
     assert curves(kept.scalars) == expected(tmp_path)
     assert (tmp_path / "summary.json").is_file()
@@ -107,19 +107,18 @@ def test_a_resumed_run_continues_its_run_of_a_service(tmp_path: Path) -> None:
     """The service gets each point once. A board that is new gets the earlier points, too."""
     reports = made_up_reports()
     half = len(reports) - len([*made_up_round(2)]) - 3  # of two rounds, and of three members that finish
-    sinks, given = [Noted(), Noted(), Noted()], list[Kept]()
+    sinks, given = [Noted(), Noted(), Noted()], list[tuple[Path, str, bool]]()
 
-    def make(state: RunState, kept: Kept) -> Noted:
-        given.append(kept)
+    def make(state: RunState, folder: Path, identifier: str, goes_on: bool) -> Noted:
+        given.append((folder, identifier, goes_on))
         return sinks[len(given) - 1]
 
     record(tmp_path, {"service": make}, reports[:half])
     record(tmp_path, {"service": make, "new": make}, reports[half:], again=reports[:half])
     assert curves(sinks[0].scalars + sinks[1].scalars) == curves(sinks[2].scalars) == expected(tmp_path)
-    first, second, other = given
-    assert (first.goes_on, second.goes_on, other.goes_on) == (False, True, False)
-    assert first.id == second.id != other.id
-    assert first.folder == second.folder == tmp_path / "boards" / "service"
+    service, first, other = tmp_path / "boards" / "service", given[0][1], given[2][1]
+    assert given == [(service, first, False), (service, first, True), (tmp_path / "boards" / "new", other, False)]
+    assert first != other
 
 
 def test_a_sink_that_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,7 +178,7 @@ def test_a_record_outlives_reports_that_are_out_of_range(tmp_path: Path) -> None
     record(tmp_path / "honest", honest)
     summaries = [json.loads((tmp_path / one / "summary.json").read_text()) for one in ("hostile", "honest")]
     assert summaries[0] == summaries[1]
-    kept = [len(way.rounds) + len(way._recent) for link in state.links.values() for way in link.ways.values()]
+    kept = [len(way._wire) + len(way._recent) for link in state.links.values() for way in link.ways.values()]
     kept += [len(replica.validation_loss) for replica in state.replicas.values()]
     assert max(kept) < 10
 

@@ -188,27 +188,21 @@ def test_of_rounds_long_over_only_the_losses_are_kept(inner_steps: int | None) -
     assert kept.trained == whole.trained
 
 
-def test_of_rounds_long_over_a_link_keeps_a_number() -> None:
-    """The display of a link and of a line is unchanged."""
-    rounds, kept, whole = 30, DirectionState(1e6), DirectionState(1e6)
-    for round_ in range(rounds + 1):
-        if round_ == 7:
-            continue  # no report names this round
-        for direction in (kept, whole):
-            use = LinkUse(round=round_, wire_bytes=100 + round_, payload_bytes=90 + round_, busy_seconds=0.5)
-            direction.apply(START + round_, use, START)
-        kept.settle(round_)
-    assert sorted(kept.rounds) == [0, *range(rounds - STILL_TOLD + 1, rounds + 1)]
-    kept.apply(START + 99, LinkUse(round=3, wire_bytes=10**9), START)  # reported again
-    line = LineWay(1e6)
-    for direction in (kept, whole):
-        assert direction.wire_bytes == sum(100 + round_ for round_ in range(rounds + 1) if round_ != 7)
-        assert direction.payload_bytes == direction.wire_bytes - 10 * rounds
-        assert direction.busy_seconds == 0.5 * (rounds - 1)
-        told = [(use.wire_bytes, use.payload_bytes) for use in map(direction.of_round, range(rounds + 2))]
-        assert told == [(0, 0) if at in (7, rounds + 1) else (100 + at, 90 + at) for at in range(rounds + 2)]
-        line.carried = [direction]
-        assert line.busy_share(1.0) == pytest.approx(8 * (direction.wire_bytes - 100) / 1e6)
+def test_a_link_keeps_the_bytes_of_every_round() -> None:
+    """The display of a link and of a line: a repeated report of a round replaces its bytes."""
+    rounds, direction, line = 30, DirectionState(1e6), LineWay(1e6)
+    for round_ in (rounds, *range(rounds)):
+        if round_ != 7:  # no report names this round
+            for count in (50, 100 + round_):
+                use = LinkUse(round=round_, wire_bytes=count, payload_bytes=count - 10, busy_seconds=0.5)
+                direction.apply(START + round_, use, START)
+    assert direction.wire_bytes == sum(100 + round_ for round_ in range(rounds + 1) if round_ != 7)
+    assert direction.payload_bytes == direction.wire_bytes - 10 * rounds
+    assert direction.busy_seconds == 0.5 * (rounds - 1)
+    told = [(use.wire_bytes, use.payload_bytes) for use in map(direction.of_round, range(rounds + 2))]
+    assert told == [(0, 0) if at in (7, rounds + 1) else (100 + at, 90 + at) for at in range(rounds + 2)]
+    line.carried = [direction]
+    assert line.busy_share(1.0) == pytest.approx(8 * (direction.wire_bytes - 100) / 1e6)
 
 
 def timed_reports() -> Iterator[Report]:

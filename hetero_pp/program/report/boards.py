@@ -34,14 +34,6 @@ class Scalar(NamedTuple):
     axis: Literal["inner_step", "round"]
 
 
-class Kept(NamedTuple):
-    """A run of a service, which every start of a run continues."""
-
-    id: str
-    folder: Path  # folder for the service's files, in the folder of the run
-    goes_on: bool  # whether the run was there before
-
-
 class Sink(Protocol):
     """Takes the scalars of a run until it is closed. Both methods may raise any exception."""
 
@@ -50,7 +42,11 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-MakeSink = Callable[[RunState, Kept], Sink]
+MakeSink = Callable[[RunState, Path, str, bool], Sink]
+"""Makes a sink from a folder for the service's files, and the id of its run, which every start of a run continues.
+
+The last argument says whether the service has the run already.
+"""
 
 
 class OptionalSink:
@@ -70,7 +66,7 @@ class OptionalSink:
             if not self._has_earlier:
                 folder.mkdir(parents=True, exist_ok=True)
                 write_whole(file, secrets.token_hex(4).encode())
-            self._sink = make(state, Kept(file.read_text(encoding="utf-8").strip(), folder, self._has_earlier))
+            self._sink = make(state, folder, file.read_text(encoding="utf-8").strip(), self._has_earlier)
 
         self._attempt(begin)
 
@@ -145,7 +141,7 @@ class WandbSink:
     Each curve has its own axis. Nothing but curves and the configuration leaves this machine.
     """
 
-    def __init__(self, state: RunState, kept: Kept) -> None:
+    def __init__(self, state: RunState, folder: Path, identifier: str, goes_on: bool) -> None:
         """Raises wandb's errors if the service cannot be reached, or if the user has no key for it."""
         import wandb
 
@@ -156,9 +152,9 @@ class WandbSink:
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             name=config.name,
-            id=kept.id,
+            id=identifier,
             resume="allow",
-            dir=str(kept.folder),
+            dir=str(folder),
             config=config.model_dump(mode="json"),
             settings=wandb.Settings(**quiet, **unwatched, **timeouts),
         )
@@ -176,7 +172,7 @@ class WandbSink:
 class TrackioSink:
     """Keeps curves on this machine, in TRACKIO_DIR; `trackio show --project hetero-pp` shows them."""
 
-    def __init__(self, state: RunState, kept: Kept) -> None:
+    def __init__(self, state: RunState, folder: Path, identifier: str, goes_on: bool) -> None:
         import trackio
 
         self._finish = trackio.finish  # unlike the run's own method, this leaves nothing to do at exit
@@ -184,8 +180,8 @@ class TrackioSink:
         with redirect_stdout(io.StringIO()):  # it prints colours even to a pipe
             self._run = trackio.init(
                 project=PROJECT,
-                name=f"{config.name}-{kept.id}",  # trackio continues a run by its name
-                resume="allow" if kept.goes_on else "never",
+                name=f"{config.name}-{identifier}",  # trackio continues a run by its name
+                resume="allow" if goes_on else "never",
                 config=config.model_dump(mode="json"),
                 embed=False,
                 auto_log_cpu=False,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -44,7 +45,7 @@ class LiveDisplay:
         self._state, self._console, self._clock, self._since = state, console, clock, since
         self._live: Live | None = None
         self._rounds_told = 0
-        self._reading = now_and_then(self._say, clock)
+        self._reading = now_and_then(partial(tell, console), clock)
         self._joining_told = False
         self._waiting_told: Waiting | None = None
         self._diverged_told: set[str] = set()
@@ -57,7 +58,7 @@ class LiveDisplay:
             self._live.start()
         else:
             with about("start"):
-                self._say(start_line(self._state))
+                tell(self._console, start_line(self._state))
         self._thread.start()
         return self
 
@@ -110,7 +111,7 @@ class LiveDisplay:
                 due.append(("waiting", waiting_line(state, now=self._clock())))
         for event, line in due:
             with about(event):
-                self._say(line)
+                tell(self._console, line)
 
     def _say_divergence(self, is_last: bool) -> None:
         """Say once of each replica that it diverged: of all whose losses of a round show it in one line."""
@@ -120,7 +121,7 @@ class LiveDisplay:
             self._diverged_told |= {one.replica for one in due}
         if due:
             with about("diverged"):
-                self._say(divergence_line(due))
+                tell(self._console, divergence_line(due))
 
     def _is_complete(self, round_: int) -> bool:
         """Return whether the validation loss of a round is known, or is not waited for any longer.
@@ -136,9 +137,6 @@ class LiveDisplay:
         later = range(round_ if gone.issuperset(state.awaited_losses(round_)) else round_ + 1, state.rounds + 1)
         since = next((state.closed[one].time for one in later if one in state.closed), None)
         return since is not None and self._clock() - since > LOSS_SECONDS
-
-    def _say(self, line: str) -> None:
-        tell(self._console, line)
 
 
 def live_view(state: RunState, now: float, height: int) -> Group:

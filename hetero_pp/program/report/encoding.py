@@ -26,7 +26,12 @@ def make_printable() -> None:
 
     Without this Python raises UnicodeEncodeError in the middle of a table, after the work was done.
     """
-    codecs.register_error(_ERRORS, _replacement)
+
+    def replacement(error: UnicodeError) -> tuple[str, int]:
+        assert isinstance(error, UnicodeEncodeError)
+        return in_ascii(error.object[error.start : error.end]), error.end
+
+    codecs.register_error(_ERRORS, replacement)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             is_utf_8 = codecs.lookup(stream.encoding).name.startswith("utf")
@@ -38,15 +43,10 @@ def in_ascii(text: str) -> str:
 
     Tables use this for their widths, because some signs become two letters.
     """
-    return text if text.isascii() else "".join(one if one.isascii() else _of(one) for one in text)
-
-
-def _of(character: str) -> str:
-    if "\udc80" <= character <= "\udcff":  # a byte of a file name or an argument that is not valid text
-        return f"\\x{ord(character) - 0xDC00:02x}"
-    return _ASCII.get(character) or character.encode("ascii", "backslashreplace").decode()
-
-
-def _replacement(error: UnicodeError) -> tuple[str, int]:
-    assert isinstance(error, UnicodeEncodeError)
-    return in_ascii(error.object[error.start : error.end]), error.end
+    shown = ""
+    for character in text:
+        if "\udc80" <= character <= "\udcff":  # a byte of a file name or an argument that is not valid text
+            shown += f"\\x{ord(character) - 0xDC00:02x}"
+        else:
+            shown += _ASCII.get(character) or character.encode("ascii", "backslashreplace").decode()
+    return shown

@@ -11,7 +11,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from contextvars import ContextVar
 from datetime import UTC, datetime
@@ -112,7 +112,13 @@ def fold_names(text: str, width: int) -> list[str]:
     """Fold a text as `fold` does, and break longer names between their parts: `replicas.home.` and `boundary`."""
     lines: list[str] = []
     for line in fold(text, width):
-        lines += [line] if len(line) <= width else _joined(_WITHIN_A_NAME.split(line), width)
+        lines.append(line)
+        if len(line) > width:
+            lines[-1] = ""
+            for part in _WITHIN_A_NAME.split(line):
+                if lines[-1] and len(lines[-1]) + len(part) > width:
+                    lines.append("")
+                lines[-1] += part
     return lines
 
 
@@ -124,15 +130,6 @@ def widest_word(text: str) -> int:
 def widest_part(text: str) -> int:
     """Return the least width that `fold_names` can keep to."""
     return max(len(part) for word in fold(text, 1) for part in _WITHIN_A_NAME.split(word))
-
-
-def _joined(parts: Sequence[str], width: int) -> list[str]:
-    lines = [""]
-    for part in parts:
-        if lines[-1] and len(lines[-1]) + len(part) > width:
-            lines.append("")
-        lines[-1] += part
-    return lines
 
 
 # ---- progress ----
@@ -241,25 +238,23 @@ class JsonLines(io.TextIOBase):
 
     def write(self, text: str, /) -> int:
         """Print every line that is now complete."""
+        event, member = _SUBJECT.get()
+        level = "warning" if self._level == "info" and event in _WARNINGS else self._level
+        subject = {"level": level, "event": event or "message", "run": self.run, "member": member}
+        is_utf_8 = (self.encoding or "").lower().replace("-", "").startswith("utf8")
         with self._lock:
             *lines, rest = (self._rest.pop(threading.get_ident(), "") + text).split("\n")
             if rest:
                 self._rest[threading.get_ident()] = rest
             for line in filter(str.strip, lines):
-                self._stream.write(self._object(line) + "\n")
+                now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+                found = {"time": now} | subject | {"text": line.rstrip()}
+                self._stream.write(json.dumps(found, ensure_ascii=not is_utf_8) + "\n")
             self._stream.flush()
         return len(text)
 
     def flush(self) -> None:
         self._stream.flush()
-
-    def _object(self, line: str) -> str:
-        event, member = _SUBJECT.get()
-        level = "warning" if self._level == "info" and event in _WARNINGS else self._level
-        now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-        found = {"time": now, "level": level, "event": event or "message", "run": self.run, "member": member}
-        is_utf_8 = (self.encoding or "").lower().replace("-", "").startswith("utf8")
-        return json.dumps(found | {"text": line.rstrip()}, ensure_ascii=not is_utf_8)
 
 
 @contextmanager

@@ -20,7 +20,6 @@ from typing import NamedTuple
 from hetero_pp.config.changes import Changes
 from hetero_pp.config.lines import DIRECTIONS, EXCHANGE, WAYS, Direction, LineSpec, LinkSpec, Way
 from hetero_pp.config.spec import RunSpec
-from hetero_pp.config.topology import ReplicaSettings
 from hetero_pp.core.bounded import ROUNDS_GAP_MAX
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2 import LinkUse, MemberRound, MembershipEventKind, Report
@@ -30,7 +29,6 @@ from replica_groups.exchange.tally import Tally
 from replica_groups.rounds.state import with_name
 
 _KINDS = frozenset(Kind)
-_ANY = ReportBounds()
 _WORK = ("inner_step", "evaluation", "link_use", "member_round", "round_closed", "round_verified")
 """Events that only a training run reports."""
 _BUSY = ("inner_step", "evaluation", "member_round")
@@ -144,41 +142,28 @@ class DirectionState(Traffic):
     def __init__(self, bandwidth: float | None) -> None:
         self.bandwidth = bandwidth
         self.unreported_bytes = 0  # bytes on the wire of which no report is known, only the sum
-        self.rounds: dict[int, LinkUse] = {}
-        """Latest count of every round that may still be reported; round 0 is the traffic before the first step."""
-        self._payload, self._wire = array("Q"), array("Q")  # bytes of every earlier round, from round 1 on
-        self._settled = LinkUse()  # sums of these rounds
+        # By round; round 0 is the traffic before the first step. A long run has too many rounds for an object of each.
+        self._payload, self._wire, self._busy = array("Q"), array("Q"), array("d")
         self._recent: deque[tuple[float, int]] = deque()
 
     def apply(self, time: float, use: LinkUse, since: float) -> None:
         """Replace the count of a round, reported at `time`. The first count of all has grown since `since`."""
         if not self._recent:
             self._recent.append((since, 0))
-        if not 0 < use.round <= len(self._wire):
-            self.rounds[use.round] = use
-        self._recent.append((time, self._settled.wire_bytes + sum(use.wire_bytes for use in self.rounds.values())))
+        missing, at = use.round + 1 - len(self._wire), use.round
+        for column in (self._payload, self._wire, self._busy):
+            column.extend([0] * missing)
+        self._payload[at], self._wire[at], self._busy[at] = use.payload_bytes, use.wire_bytes, use.busy_seconds
+        self._recent.append((time, sum(self._wire)))
         while len(self._recent) > 2 and self._recent[1][0] <= time - RECENT_SECONDS:
             self._recent.popleft()
 
-    def settle(self, closed: int) -> None:
-        """Keep only the bytes of rounds long before the round that closed, because they get no further report."""
-        for round_ in range(len(self._wire) + 1, closed - STILL_TOLD + 1):
-            use = self.rounds.pop(round_, LinkUse())
-            self._payload.append(use.payload_bytes)
-            self._wire.append(use.wire_bytes)
-            self._settled.payload_bytes += use.payload_bytes
-            self._settled.wire_bytes += use.wire_bytes
-            self._settled.busy_seconds += use.busy_seconds
-
     def of_round(self, round_: int) -> RoundBytes:
-        if 0 < round_ <= len(self._wire):
-            return RoundBytes(self._payload[round_ - 1], self._wire[round_ - 1])
-        use = self.rounds.get(round_)
-        return RoundBytes() if use is None else RoundBytes(use.payload_bytes, use.wire_bytes)
+        return RoundBytes(self._payload[round_], self._wire[round_]) if round_ < len(self._wire) else RoundBytes()
 
     @property
     def payload_bytes(self) -> int:
-        return self._settled.payload_bytes + sum(use.payload_bytes for use in self.rounds.values())
+        return sum(self._payload)
 
     @property
     def wire_bytes(self) -> int:
@@ -186,7 +171,7 @@ class DirectionState(Traffic):
 
     @property
     def busy_seconds(self) -> float:
-        return self._settled.busy_seconds + sum(use.busy_seconds for round_, use in self.rounds.items() if round_ > 0)
+        return sum(self._busy[1:])
 
     def recent_bytes_per_second(self, now: float) -> float:
         """Return the bytes per second on the wire over about the last RECENT_SECONDS."""
@@ -414,14 +399,6 @@ class MemberState:
     seconds: Counter[str] = field(default_factory=Counter)  # of all finished rounds, by PARTS and NEIGHBOURS
     _last: Mapping[str, float] = field(default_factory=dict)  # of the last finished round
 
-    def vacant_between(self, start: float, end: float) -> str | None:
-        """Return the last reason why the slot was vacant at some moment from `start` to `end`; None if it never was."""
-        causes = [cause for time, is_held, cause in self.changes if not is_held and start < time <= end]
-        if causes:
-            return causes[-1]
-        index = bisect_right(self.changes, start, key=lambda change: change[0])
-        return self.changes[index - 1][2] if index and not self.changes[index - 1][1] else None
-
     def spend(self, told: MemberRound, earlier: Mapping[str, float] | None) -> Mapping[str, float]:
         """Take in the seconds of a finished round in place of those that were reported `earlier`; return them."""
         waits = {part: f"wait_{part}_seconds" for part in NEIGHBOURS}
@@ -544,12 +521,21 @@ class RunState:
 
         Return False for values out of range.
         """
-        newest = max(self.rounds_planned, self.rounds + 2)
-        if not math.isfinite(report.time) or complaint(report, newest, _ANY) or not self._is_possible(report):
+        newest, event = max(self.rounds_planned, self.rounds + 2), report.WhichOneof("event")
+        if not math.isfinite(report.time) or complaint(report, newest, ReportBounds()):
             return False
+        if event in ("round_closed", "round_verified", "membership_event"):
+            # A round of the exchange far ahead would take memory and time without bound.
+            told, most = getattr(report, event), self.inner_steps or MOST_STEPS_SHOWN
+            if told.round > max(self.rounds, self.rounds_planned) + ROUNDS_GAP_MAX:
+                return False
+            if event == "membership_event" and told.what not in MembershipEventKind.values():
+                return False
+            if event == "round_closed" and (told.round < 1 or any(one.steps > most for one in told.contributions)):
+                return False
         with self.lock:
             self.news = self._news_of(report)  # it depends on what was known before
-            self._fold(report, report.time, report.WhichOneof("event"))
+            self._fold(report, report.time, event)
         return True
 
     def _fold(self, report: Report, time: float, event: str | None) -> None:
@@ -625,9 +611,11 @@ class RunState:
                     self._compare(replica, report.evaluation.round, report.evaluation.loss)
             case "link_use":
                 link = self._links.get(report.link_use.link)
-                for way, direction in link.ways.items() if link is not None else ():
-                    if way == report.link_use.direction:
-                        direction.apply(time, report.link_use, time if self.first_step is None else self.first_step)
+                # A round far ahead would take memory without bound.
+                if link is not None and report.link_use.round <= self.rounds + ROUNDS_GAP_MAX:
+                    for way, direction in link.ways.items():
+                        if way == report.link_use.direction:
+                            direction.apply(time, report.link_use, time if self.first_step is None else self.first_step)
             case "member_round" if member is not None:
                 of_round = self._times.setdefault(report.member_round.round, {}).setdefault(member.replica, {})
                 if "" not in of_round:
@@ -645,19 +633,6 @@ class RunState:
             case "judged" if report.judged.HasField("recomputed"):
                 self.checks += 1
                 self.failed_checks += [] if report.judged.recomputed.is_equal else [report.judged]
-
-    def _is_possible(self, report: Report) -> bool:
-        """Return False for a round of the exchange that would take memory and time without bound."""
-        event = report.WhichOneof("event")
-        if event not in ("round_closed", "round_verified", "membership_event"):
-            return True
-        told, last = getattr(report, event), max(self.rounds, self.rounds_planned) + ROUNDS_GAP_MAX
-        if event == "membership_event" and told.what not in MembershipEventKind.values():
-            return False
-        if told.round > last or event != "round_closed":
-            return bool(told.round <= last)
-        most = self.inner_steps or MOST_STEPS_SHOWN
-        return told.round >= 1 and all(entry.steps <= most for entry in told.contributions)
 
     def _news_of(self, report: Report) -> News | None:
         match report.WhichOneof("event"):
@@ -770,9 +745,6 @@ class RunState:
         for replica in self.replicas.values():
             self._compare(replica, record.round, replica.round_loss(record.round))
             replica.settle(record.round)
-        for link in self._links.values():
-            for direction in link.ways.values():
-                direction.settle(record.round)
         for round_, replicas in self._times.items():
             if round_ <= record.round - STILL_TOLD:
                 for name, members in replicas.items():
@@ -884,8 +856,11 @@ class RunState:
     def gone(self, replica: str, start: float, end: float) -> tuple[str, str] | None:
         """Return a slot of a replica that was vacant at some moment between two times, with the reason; else None."""
         for name, member in self.members.items():
-            if member.replica == replica and (cause := member.vacant_between(start, end)) is not None:
-                return name, cause
+            if member.replica == replica:
+                at_start = bisect_right(member.changes, start, key=lambda change: change[0])
+                within = member.changes[max(0, at_start - 1) :]
+                if causes := [cause for time, is_held, cause in within if not is_held and time <= end]:
+                    return name, causes[-1]
         return None
 
     @property
@@ -904,14 +879,9 @@ class RunState:
 
     def contributing_members(self, round_: int) -> list[str]:
         """Return the members whose contributions a round waits for: an optional replica only while it is complete."""
-        gone = {self.members[slot].replica for slot in self.vacant}
-
-        def is_complete(replica: ReplicaSettings) -> bool:
-            return not replica.optional or (replica.name in self.replicas and replica.name not in gone)
-
-        return [
-            member for replica in self.changed.replicas_in(round_) if is_complete(replica) for member in replica.members
-        ]
+        complete = self.replicas.keys() - {self.members[slot].replica for slot in self.vacant}
+        replicas = [one for one in self.changed.replicas_in(round_) if not one.optional or one.name in complete]
+        return [member for replica in replicas for member in replica.members]
 
     def not_counted(self, round_: int) -> dict[str, Exclusion]:
         """Return the excluded replicas of a closed round, each with the reason."""
