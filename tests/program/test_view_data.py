@@ -206,7 +206,7 @@ def test_a_record_that_is_replaced_is_read_again(tmp_path: Path, followed: Calla
     part = tmp_path / "metrics.jsonl.part"
     part.write_bytes(b"".join(recorded([*there() * 50, begun(START, 1)])))
     part.replace(folder.metrics)
-    wait_until(lambda: record.view is not before and bool(record.view.marks()))
+    wait_until(lambda: record.view is not before and bool(record.view.history("x")["marks"]))
     assert not record.view.state.closed
 
 
@@ -279,7 +279,7 @@ def test_a_killed_member_its_replica_and_its_return_are_shown() -> None:
     assert (now["members"]["home.1"]["state"], now["members"]["home.0"]["state"]) == ("vacant", "suspended")
     assert KILLED in now["members"]["home.1"]["detail"]
     assert now["replicas"]["home"]["state"] == "suspended" and now["replicas"]["dc"]["state"] == "training"
-    assert [(one["kind"], one["member"]) for one in view.marks()][3:] == [
+    assert [(one["kind"], one["member"]) for one in view.history("x")["marks"]][3:] == [
         ("restarted", "home.1"),
         ("incarnation_over", "home.1"),
         ("suspended", "home.0"),
@@ -287,7 +287,9 @@ def test_a_killed_member_its_replica_and_its_return_are_shown() -> None:
     late = membership_event(START + 1, pb.SUSPENDED, slot="home.2", cause=KILLED, replica="home", incarnation=1)
     assert view.state.apply(late)
     view.take(late)
-    assert view.marks()[-1]["text"] == f"home.2 is suspended: {KILLED}"  # the first line is about the whole group
+    assert (
+        view.history("x")["marks"][-1]["text"] == f"home.2 is suspended: {KILLED}"
+    )  # the first line is about the whole group
     for report in (back(START + 2), inner_step(START + 3, "home.0", "home", 1, 0, tokens=1)):
         assert view.state.apply(report)
         view.take(report)
@@ -317,7 +319,7 @@ def test_what_a_member_does(doing: pb.Doing, state: str, detail: str) -> None:
 def test_a_member_that_left_was_not_killed() -> None:
     marks = view_of(
         [*there(), membership_event(START + 1, pb.INCARNATION_OVER, slot="home.1", cause=LEFT, has_left=True)]
-    ).marks()
+    ).history("x")["marks"]
     assert [(one["kind"], one["text"]) for one in marks[-1:]] == [("left", "home.1: it has left; its slot is vacant")]
 
 
@@ -363,8 +365,8 @@ def test_a_pause_between_two_sittings_takes_no_room_on_the_page() -> None:
         report.time += hours
     first = [report for report in made_up_reports() if report.time <= START + 10]
     view = view_of([*now, *first, begun(START + hours + 5, 1), *later])
-    marks = [one["time"] for one in view.marks()]
-    assert marks == sorted(marks) and {one["kind"] for one in view.marks()} == {"joined", "begun"}
+    marks = [one["time"] for one in view.history("x")["marks"]]
+    assert marks == sorted(marks) and {one["kind"] for one in view.history("x")["marks"]} == {"joined", "begun"}
     history = view.history("x")
     assert history["span"] < 30 and [one["closed"] for one in history["rounds"]] == sorted(
         one["closed"] for one in history["rounds"]
@@ -375,15 +377,15 @@ def test_a_pause_between_two_sittings_takes_no_room_on_the_page() -> None:
     assert [time for time, *_ in history["steps"]["dc"]] == sorted(time for time, *_ in history["steps"]["dc"])
 
 
-def test_changes_are_told_once_and_add_up_to_the_history() -> None:
+def test_changes_add_up_to_the_history() -> None:
     view, half = view_of(made_up_reports()[:20]), made_up_reports()[20:]
-    view.take_changes("x")
-    before = view.history("x")
-    assert view.take_changes("x").keys() == {"id", "span"}
+    version, before = view.version, view.history("x")
+    changes = view.history("x", version)
+    assert not any(changes[key] for key in ("rounds", "marks", "steps")) and "cost" not in changes
     for report in half:
         assert view.state.apply(report)
         view.take(report)
-    changes, history = view.take_changes("x"), view.history("x")
+    changes, history = view.history("x", version), view.history("x")
     rounds = {one["round"]: one for one in (*before["rounds"], *changes["rounds"])}
     assert list(rounds.values()) == history["rounds"]
     assert changes["cost"] == history["cost"] != before["cost"]
@@ -391,7 +393,7 @@ def test_changes_are_told_once_and_add_up_to_the_history() -> None:
         told = [*before["steps"].get(name, []), *changes["steps"].get(name, [])]
         assert list({step: (time, step, loss) for time, step, loss in told}.values()) == [*map(tuple, points)]
     view.end("over", False)
-    assert {"outcome": "over", "is_live": False}.items() <= view.take_changes("x").items()
+    assert {"outcome": "over", "is_live": False}.items() <= view.history("x", view.version).items()
 
 
 def test_memory_of_curves_and_frames_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -399,10 +401,11 @@ def test_memory_of_curves_and_frames_is_bounded(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(run_view_module, "MOST_FRAMES", 10)
     curve, frames = Curve(), KeyFrames(1.0)
     for step in range(1000):
-        curve.add(float(step), step, 1.0)
+        curve.add(float(step), step, 1.0, step)
         if frames.is_due(float(step)):
             frames.add(float(step), str(step))
-    assert len(curve.points) <= 20 and curve.points[0][1] == 0 and curve.points[-1][1] > 900
+    steps = [step for _, step, _ in curve.since(-1)]
+    assert len(steps) <= 20 and steps[0] == 0 and steps[-1] > 900
     assert len(list(frames.some(1000))) <= 11
     assert frames.at(0.5) == "0" and 300 < int(frames.at(500.0) or 0) <= 500
     assert len(list(frames.some(3))) == 3
@@ -411,11 +414,10 @@ def test_memory_of_curves_and_frames_is_bounded(monkeypatch: pytest.MonkeyPatch)
 def test_a_step_that_is_trained_again_replaces_its_point() -> None:
     curve = Curve()
     for step in (0, 1, 2):
-        curve.add(float(step), step, 5.0)
-    curve.take_new()
-    curve.add(9.0, 1, 4.0)
-    assert curve.points == [[0.0, 0, 5.0], [9.0, 1, 4.0]]
-    assert curve.take_new() == [[9.0, 1, 4.0]]
+        curve.add(float(step), step, 5.0, step)
+    curve.add(9.0, 1, 4.0, 3)
+    assert curve.since(-1) == [[0.0, 0, 5.0], [9.0, 1, 4.0]]
+    assert curve.since(2) == [[9.0, 1, 4.0]]
 
 
 def test_what_members_may_make_up_changes_nothing() -> None:
@@ -427,7 +429,7 @@ def test_what_members_may_make_up_changes_nothing() -> None:
         Report(time=float("nan"), member="dc", computes=pb.Computes(device="x")),
     ]
     view = view_of([*there(), *lies, membership_event(START, 999, cause="made up")])  # type: ignore[arg-type]
-    assert view.marks()[-1]["kind"] == "joined"
+    assert view.history("x")["marks"][-1]["kind"] == "joined"
     assert view.history("x")["steps"] == {}
     assert {one["device"] for one in frame(view)["members"].values()} == {None}
     assert frame(view)["members"].keys() == {"dc", "home.0", "home.1"}

@@ -37,16 +37,17 @@ from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.summary import summary_of
 from hetero_pp.program.view import server, sources
 from hetero_pp.program.view.command import data_of, self_contained
+from hetero_pp.program.view.prediction import PredictedStep
 from hetero_pp.program.view.run_view import RunView
 from hetero_pp.program.view.server import (
     Authenticator,
-    Broadcast,
     EventStream,
+    LiveEvents,
     Served,
     authenticator_of,
     on_a_page,
 )
-from hetero_pp.program.view.sources import Predicted, Record, Source, Watched
+from hetero_pp.program.view.sources import Record, Source, Watched
 from hetero_pp.rpc.identities import Authority, Identity, as_text, make_ticket, new_key
 from replica_groups.exchange.memberships import Memberships
 
@@ -55,15 +56,13 @@ HOSTILE = "</script><script>alert(1)</script><!-- \u2028"
 
 
 class Known(Source):
-    """A run whose reports are all known."""
+    """A run that is over, of which every report is known."""
+
+    view: RunView
 
     def __init__(self, reports: Sequence[Report]) -> None:
         super().__init__(view_of(reports))
-        self._view.end("over", False)
-
-    @property
-    def view(self) -> RunView:
-        return self._view
+        self.view.end("over", False)
 
     def prediction(self) -> None: ...
 
@@ -121,7 +120,7 @@ def test_runs_history_and_frames_are_json(over: str) -> None:
 def test_live_events_of_a_run_that_is_over_end(over: str) -> None:
     names, data = list[str](), list[Any]()
     events_of(over + "api/runs/a%20b/live", names, data)
-    assert names == ["whole", "change", "end"]
+    assert names == ["whole", "end"]
 
 
 @pytest.mark.parametrize(
@@ -161,37 +160,42 @@ def test_a_page_of_another_name_cannot_read_the_run(over: str) -> None:
 # ---- viewers ----
 
 
-def test_a_viewer_that_reads_nothing_is_dropped_and_delays_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "SECONDS_BETWEEN_FRAMES", 0.0)
+def test_a_viewer_that_reads_nothing_delays_nobody_and_is_told_all_that_it_missed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server, "SECONDS_BETWEEN_FRAMES", 0.001)
     monkeypatch.setattr(server, "_SECONDS_BETWEEN_LOOKS", 0.001)
+    source, reports = Known([]), [*there(), *made_up_reports()]
+    source.view.is_live = True
 
-    async def both() -> tuple[int, int]:
-        source = Known(made_up_reports())
-        channel = Broadcast("x", source)
-        silent, reading = channel.events(), channel.events()
-        await anext(silent)
-        heard = 0
-        while heard < 2 * server._MOST_UNREAD:
-            source.view.version += 1
-            await anext(reading)
-            heard += 1
-        return heard, len([one async for one in silent])
+    async def both() -> list[bytes]:
+        live = LiveEvents("x", source)
+        silent, reading = live.events(source.view), live.events(source.view)
+        told = [await anext(silent), await anext(reading)]
+        assert told[0] == told[1] and live.viewers == 2
+        for report in reports:
+            assert source.view.state.apply(report)
+            source.view.take(report)
+            told.append(await anext(reading))
+        return [told[-1], await anext(silent)]
 
-    heard, unread = asyncio.run(both())
-    assert heard == 2 * server._MOST_UNREAD and unread < server._MOST_UNREAD
+    last, missed = (json.loads(event.split(b"data: ")[1]) for event in asyncio.run(both()))
+    history = json.loads(json.dumps(source.view.history("x")))
+    assert missed["history"] == {key: history[key] for key in missed["history"]}
+    assert missed["history"].keys() >= {"rounds", "marks", "steps", "cost"} and not last["history"]["rounds"]
 
 
 def test_viewers_read_all_again_once_an_earlier_sitting_is_known() -> None:
     """The times that they were told were counted from the present sitting."""
     source = Known([])
+    source.view.is_live = True
     for report in there():
         report.time += 5000
         source.view.state.apply(report)
 
     async def viewed() -> list[bytes]:
-        channel, found = Broadcast("x", source).events(), list[bytes]()
+        channel, found = LiveEvents("x", source).events(source.view), list[bytes]()
         found.append(await anext(channel))
-        await asyncio.sleep(0)  # the channel begins
         for report in [*made_up_reports()[:20], begun(START + 5010, 1)]:
             source.view.state.apply(report)
             source.view.take(report)
@@ -207,14 +211,14 @@ def test_viewers_read_all_again_once_an_earlier_sitting_is_known() -> None:
 def test_viewers_are_let_go_when_the_page_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     source = Known(made_up_reports())
 
-    def breaks(self: RunView, identifier: str) -> str:
+    def breaks(self: RunView, identifier: str, since: int) -> str:
         raise KeyError("made up")
 
     async def viewed() -> int:
-        return len([event async for event in Broadcast("x", source).events()])
+        return len([event async for event in LiveEvents("x", source).events(source.view)])
 
-    monkeypatch.setattr(RunView, "changes", breaks)
-    assert asyncio.run(viewed()) == 1
+    monkeypatch.setattr(RunView, "told", breaks)
+    assert asyncio.run(viewed()) == 0
     assert source.view.problems == ["the page cannot show what is new: KeyError: 'made up'"]
 
 
@@ -346,11 +350,11 @@ def test_an_export_of_a_damaged_record_says_so_in_one_line(tmp_path: Path) -> No
 
 
 @contextmanager
-def started(source: Predicted) -> Iterator[dict[str, Any]]:
+def started(source: Source) -> Iterator[dict[str, Any]]:
     """Yield a prediction once the record beside it has been read."""
     source.start()
     assert source.wait(60)
-    yield source.prediction()
+    yield source.prediction() or {}
     source.close()
 
 
@@ -432,10 +436,10 @@ def test_a_run_elsewhere_of_which_the_exchange_has_forgotten_most_is_counted_who
 def test_a_predicted_step_fills_the_time_of_each_member_beside_measured_numbers(tmp_path: Path) -> None:
     file = ConfigFile(MIXED)
     alike = ConfigFile(MIXED, ["replicas.1.count=3"])
-    members = [one["id"] for one in Predicted(alike, spec_of(alike), None).prediction()["members"]]
+    members = [one["id"] for one in (Source(None, PredictedStep(spec_of(alike))).prediction() or {})["members"]]
     assert members == ["dc", "home-1.0", "home-1.1", "home-1.2"]  # one group for all that are alike
-    source = Predicted(file, spec_of(file), None)
-    found = source.prediction()
+    step = PredictedStep(spec_of(file))
+    found = Source(None, step).prediction() or {}
     assert [one["id"] for one in found["members"]] == ["dc", "home.0", "home.1", "home.2"]
     for member in found["members"]:
         bars = member["bars"]
@@ -446,8 +450,7 @@ def test_a_predicted_step_fills_the_time_of_each_member_beside_measured_numbers(
     assert {one["measured"] for one in found["values"]} == {None} and found["measured"] == []
     times = pb.MemberRound(round=1, compute_seconds=3.0, wait_seconds=1.0)
     reports = [*made_up_reports(), Report(time=START + 9, member="home.1", member_round=times)]
-    record = Record(run_folder(tmp_path / "x", recorded(reports)))
-    with started(Predicted(file, spec_of(file), record)) as beside:
+    with started(Record(run_folder(tmp_path / "x", recorded(reports)), step)) as beside:
         assert {one["name"]: one["measured"] for one in beside["values"]}["round"] == 9.0
         [member] = beside["measured"]
         bars = [(bar["kind"], bar["start"], bar["end"]) for bar in member["bars"]]

@@ -24,8 +24,9 @@ from hetero_pp.program.join.membership import memberships_in
 from hetero_pp.program.join.runs_here import known_run, runs_at
 from hetero_pp.program.report.output import announce
 from hetero_pp.program.report.recorder import to_json
+from hetero_pp.program.view.prediction import PredictedStep
 from hetero_pp.program.view.server import LOOPBACK, PAGE, Authenticator, Served, authenticator_of, run_of
-from hetero_pp.program.view.sources import Predicted, Record, Source, Watched
+from hetero_pp.program.view.sources import Record, Source, Watched
 
 _IMPORT = re.compile(r'^import \{([^}]*)\} from "\./(\w+)\.js";$', re.MULTILINE)
 _EXPORTED = re.compile(r"^export (?:async )?(?:function|class|const) (\w+)", re.MULTILINE)
@@ -79,14 +80,27 @@ def show(
 
 
 def sources_of(folders: Sequence[RunFolder]) -> dict[str, Source]:
-    """Return the runs by the names that the page uses. Raises ConfigError."""
+    """Return the runs by the names that the page uses: records on this host, else what exchanges tell.
+
+    Raises ConfigError for a folder without a record and without a membership.
+    """
     found: dict[str, Source] = {}
     for folder in folders:
         name, number = folder.path.resolve().name, 2
         label = name
         while label in found:
             label, number = f"{name} ({number})", number + 1
-        found[label] = _source(folder)
+        if folder.config.is_file():
+            found[label] = Record(folder)
+            continue
+        for membership in memberships_in(folder):
+            own = RunFolder(folder.path, f"config-{membership.slot}.yaml")
+            if own.config.is_file():
+                found[label] = Watched(read_run(own), membership, folder)
+                break
+        else:
+            told = "found no record of a run and no membership, expected one of them"
+            raise ConfigError((), f"{folder.path}: {told}")
     return found
 
 
@@ -95,19 +109,12 @@ def show_prediction(path: Path, overrides: Sequence[Given], runs: Path) -> None:
     file = ConfigFile(path, overrides)
     spec = spec_of(file)
     folders = [RunFolder(runs / name) for name in (spec.config.name, spec.config.rehearsal_name)]
-    record = next((Record(folder) for folder in folders if folder.config.is_file()), None)
-    show({spec.config.name: Predicted(file, spec, record)})
-
-
-def _source(folder: RunFolder) -> Source:
-    """Return the run of a folder: its record if this host has it, else what its exchange tells. Raises ConfigError."""
-    if folder.config.is_file():
-        return Record(folder)
-    for membership in memberships_in(folder):
-        own = RunFolder(folder.path, f"config-{membership.slot}.yaml")
-        if own.config.is_file():
-            return Watched(read_run(own), membership, folder)
-    raise ConfigError((), f"{folder.path}: found no record of a run and no membership, expected one of them")
+    try:
+        step = PredictedStep(spec)
+    except ConfigError as error:
+        raise file.located(error) from None
+    record = next((Record(folder, step) for folder in folders if folder.config.is_file()), None)
+    show({spec.config.name: record or Source(None, step)})
 
 
 # ---- the page in one file ----

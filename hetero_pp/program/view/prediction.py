@@ -18,6 +18,7 @@ _KINDS = {"activation": "there", "gradient": "back"}
 
 Measured = tuple[Mapping[str, float], Sequence[dict[str, Any]]]
 """Quantities by the names that the page shows, and how each member spends a mean step; empty if unknown."""
+NOT_MEASURED: Measured = {}, []
 
 
 class PredictedStep:

@@ -7,23 +7,20 @@ from __future__ import annotations
 
 import time
 import zlib
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from typing import Any
 
 from hetero_pp.config.lines import EXCHANGE, WAYS, Direction, members_at
 from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica, ReplicaSettings
-from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.units import bytes_per_second
 from hetero_pp.messages.messages_pb2 import CONTRIBUTING, Credit, Doing, Report
 from hetero_pp.program.compare import leaves
 from hetero_pp.program.report.lines import kind_of, status_lines, words_of
 from hetero_pp.program.report.recorder import to_json
 from hetero_pp.program.report.state import DirectionState, LineWay, MemberPresence, News, RunState, awaiting
-from hetero_pp.program.view.prediction import PredictedStep, measured_of_run
 
 MOST_POINTS = 1000  # points of a curve, after thinning
 MOST_MARKS = 5000  # marks that are kept: the newest ones
@@ -61,27 +58,23 @@ class Curve:
     """Loss over the steps of one replica: at most twice MOST_POINTS points [time, step, loss]."""
 
     def __init__(self) -> None:
-        self.points: list[list[float]] = []
+        self.points: list[tuple[list[float], int]] = []  # each with the version of the page that it came with
         self._every = 1
-        self._unsent = 0  # number of the first step that `take_new` has not returned
 
-    def add(self, time: float, step: int, loss: float) -> None:
+    def add(self, time: float, step: int, loss: float, version: int) -> None:
         """Add a point. A step that is trained again replaces its point and those after it."""
-        while self.points and self.points[-1][1] >= step:
+        while self.points and self.points[-1][0][1] >= step:
             self.points.pop()
-            self._unsent = min(self._unsent, step)
         if step % self._every == 0:
-            self.points.append([time, step, loss])
+            self.points.append(([time, step, loss], version))
         if len(self.points) >= 2 * MOST_POINTS:
             self._every *= 2
-            self.points = [point for point in self.points if point[1] % self._every == 0]
+            self.points = [point for point in self.points if point[0][1] % self._every == 0]
 
-    def take_new(self) -> list[list[float]]:
-        """Return the points since the last call."""
-        found = self.points[bisect_left([point[1] for point in self.points], self._unsent) :]
-        if found:
-            self._unsent = int(found[-1][1]) + 1
-        return found
+    def since(self, version: int) -> list[list[float]]:
+        """Return the points that came after a version."""
+        first = bisect_right(self.points, version, key=lambda point: point[1])
+        return [point for point, _ in self.points[first:]]
 
 
 class KeyFrames:
@@ -131,20 +124,16 @@ class RunView:
         self.own: tuple[str, ...] = ()  # members on this host, if it has joined a run of another host
         self.text = ""  # first digits of the digest of the run's text; empty if unknown
         self.is_live = True
-        self.outcome: str | None = None
-        """How the run ended: `over` or `failed`; None while it is not known to have ended."""
+        self.outcome: str | None = None  # how it ended: `over` or `failed`; None while it is not known to have ended
         self.cause = ""  # why it failed
         self.version = 0  # changes with everything that the page shows
         self.curves: dict[str, Curve] = {}
         self.stale = ""  # why the page may be behind the run; empty if it is not known to be
         self.problems: list[str] = []
         self.key_frames = KeyFrames(max(_SECONDS_BETWEEN_FRAMES, _SECONDS_PER_MEMBER * len(state.members)))
-        self._marks: deque[tuple[int, News]] = deque(maxlen=MOST_MARKS)
-        self._marked = self._marks_told = 0  # number of marks so far, and of those that `take_changes` has returned
-        self._changed_rounds: set[int] = set()
-        self._told_head: dict[str, Any] = {}
+        self._marks: deque[tuple[int, News]] = deque(maxlen=MOST_MARKS)  # each with its version, by which it is known
+        self._changed: dict[int, int] = {}  # version by round, of the last report that changed it
         self._heard_at = time.monotonic()
-        self._predicted: PredictedStep | None = None
 
     # ---- writing ----
 
@@ -154,17 +143,16 @@ class RunView:
             self.version += 1
             self._heard_at = time.monotonic()
             if self.state.news is not None:
-                self._marks.append((self._marked, self.state.news))
-                self._marked += 1
+                self._marks.append((self.version, self.state.news))
             event, since = report.WhichOneof("event"), _since_start(self.state, report.time)
             if event in ("evaluation", "member_round", "round_closed"):
-                self._changed_rounds.add(getattr(report, event).round)
+                self._changed[getattr(report, event).round] = self.version
             if event == "inner_step" and report.inner_step.HasField("loss"):
                 step = report.inner_step
                 replica = self.state.replicas.get(step.replica)
                 if replica is not None and step.round not in replica.settled:
                     curve = self.curves.setdefault(step.replica, Curve())
-                    curve.add(since, replica.index(step.round, step.step), step.loss)
+                    curve.add(since, replica.index(step.round, step.step), step.loss, self.version)
             if self.state.news is not None or self.key_frames.is_due(since):
                 self.key_frames.add(since, to_json(_frame(self.state, report.time, self.outcome, self.stale)))
 
@@ -198,81 +186,55 @@ class RunView:
         latest = self.state.latest or 0.0
         return latest + (time.monotonic() - self._heard_at) if self.is_live and self.state.latest else latest
 
-    def marks(self, since: int = 0) -> list[dict[str, Any]]:
-        """Return the marks from a number on, in order of time: a run that goes on reports its earlier start later."""
-        found = sorted((mark for mark in self._marks if mark[0] >= since), key=lambda mark: mark[1].report.time)
-        return [_mark(self.state, number, news) for number, news in found]
-
     def frame(self, when: float | None = None) -> str:
         """Return the frame of this moment, or at a time in seconds since the first report, as JSON."""
         with self.state.lock:
             earlier = None if when is None else self.key_frames.at(when)
             return earlier or to_json(_frame(self.state, self.now(), self.outcome, self.stale))
 
-    def history(self, identifier: str) -> dict[str, Any]:
-        """Return everything but the frames."""
+    def history(self, identifier: str, since: int = 0) -> dict[str, Any]:
+        """Return everything but the frames; with `since`, what it has gained since that version."""
         with self.state.lock:
-            state, every = self.state, 1
-            while len(state.closed) * max(1, len(state.replicas)) > every * MOST_CELLS:
+            state, rounds, every = self.state, sorted(self.state.closed), 1
+            while len(rounds) * max(1, len(state.replicas)) > every * MOST_CELLS:
                 every *= 2
-            rounds = [
-                round_ for round_ in sorted(state.closed) if round_ % every == 0 or round_ > state.rounds - _ALWAYS
-            ]
+            if since:
+                rounds = [round_ for round_ in rounds if self._changed.get(round_, 0) > since]
+            else:
+                rounds = [round_ for round_ in rounds if round_ % every == 0 or round_ > state.rounds - _ALWAYS]
+            # In order of time: a run that goes on reports its earlier start later.
+            marks = sorted((mark for mark in self._marks if mark[0] > since), key=lambda mark: mark[1].report.time)
+            found = {
+                "id": identifier,
+                "span": _since_start(state, state.latest or 0.0),
+                "outcome": self.outcome,
+                "cause": self.cause,
+                "is_live": self.is_live,
+                "problems": [*self.problems],
+                "rounds": [_round(state, round_) for round_ in rounds],
+                "marks": [_mark(state, number, news) for number, news in marks],
+                "steps": {name: points for name, curve in self.curves.items() if (points := curve.since(since))},
+            }
+            if rounds or not since:
+                found["cost"] = _cost(state)
+            if since:
+                return found
             config = state.changed.config
             settings = dict(leaves(state.changed.latest.model_dump(mode="json", exclude={"name"})))
-            return {
-                "id": identifier,
+            return found | {
                 "name": config.name,
                 "rehearsal": config.rehearsal is not None,
-                "span": _since_start(state, state.latest or 0.0),
                 "rounds_planned": state.rounds_planned,
                 "inner_steps": state.inner_steps,
                 "topology": _topology(state.changed),
                 "settings": settings | {"data: sha256": self.text or None},
-                "rounds": [_round(state, round_) for round_ in rounds],
-                "cost": _cost(state),
-                **self._head(),
                 "own": list(self.own),
-                "steps": {name: curve.points for name, curve in self.curves.items()},
-                "marks": self.marks(),
             }
 
-    def _head(self) -> dict[str, Any]:
-        return {"outcome": self.outcome, "cause": self.cause, "is_live": self.is_live, "problems": [*self.problems]}
-
-    def whole(self, identifier: str) -> str:
-        """Return the history and the frame of this moment, as JSON."""
+    def told(self, identifier: str, since: int = 0) -> str:
+        """Return the history, or what it has gained since a version, and the frame of this moment, as JSON."""
         with self.state.lock:
-            return f'{{"history": {to_json(self.history(identifier))}, "frame": {self.frame()}}}'
-
-    def changes(self, identifier: str) -> str:
-        """Return what the history has gained since the last call, and the frame of this moment, as JSON."""
-        with self.state.lock:
-            return f'{{"history": {to_json(self.take_changes(identifier))}, "frame": {self.frame()}}}'
-
-    def take_changes(self, identifier: str) -> dict[str, Any]:
-        """Return what the history has gained since the last call: for each key that changed."""
-        with self.state.lock:
-            state, head = self.state, self._head()
-            changed = {key: value for key, value in head.items() if self._told_head.get(key, ...) != value}
-            self._told_head = head
-            rounds = [_round(state, round_) for round_ in sorted(self._changed_rounds) if round_ in state.closed]
-            self._changed_rounds -= state.closed.keys()
-            marks, self._marks_told = self.marks(self._marks_told), self._marked
-            points = {name: found for name, curve in self.curves.items() if (found := curve.take_new())}
-            parts = {"rounds": rounds, "marks": marks, "steps": points, "cost": _cost(state) if rounds else None}
-            span = {"id": identifier, "span": _since_start(state, state.latest or 0.0)}
-            return span | changed | {key: value for key, value in parts.items() if value}
-
-    def prediction(self) -> dict[str, Any] | None:
-        """Return the prediction of the run beside what it measured; None for one that cannot be predicted.
-
-        It takes a second when it is first asked for.
-        """
-        if self._predicted is None and self.state.spec.config.rehearsal is None:
-            with suppress(ConfigError):
-                self._predicted = PredictedStep(self.state.spec)
-        return None if self._predicted is None else self._predicted.beside(*measured_of_run(self.state))
+            return f'{{"history": {to_json(self.history(identifier, since))}, "frame": {self.frame()}}}'
 
 
 # ---- parts of the JSON; the caller holds the state's lock ----

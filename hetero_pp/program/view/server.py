@@ -10,11 +10,10 @@ import ssl
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -62,12 +61,11 @@ _HEADERS = [
     ("cache-control", "no-store"),
 ]
 LOOPBACK = "127.0.0.1:0"
-SECONDS_BETWEEN_FRAMES, _LONGEST = 0.5, 0.8
-_SHARE = 1 / 200  # share of a core for frames: those of large runs come less often, but within _LONGEST seconds
+SECONDS_BETWEEN_FRAMES, _SECONDS_OF_MANY, MANY = 0.5, 0.8, 50
+"""Interval of frames, and that of runs with so many members, whose frames cost more."""
 _SECONDS_BETWEEN_LOOKS = 0.1
-_SECONDS_WHEN_NOTHING_IS_NEW = 5.0
-"""Interval of frames while no report arrives: rates sink, and a viewer sees that the server is there."""
-_MOST_UNREAD = 32  # Events that a viewer may leave unread before it is dropped. It may come back, and begins anew.
+_TICKS_WHEN_NOTHING_IS_NEW = 8
+"""Intervals without a frame while no report arrives: rates sink, and a viewer sees that the server is there."""
 _SECONDS_TO_SEND = 20.0
 _SECONDS_TO_END = 2.0
 _MOST_CONNECTIONS = 200
@@ -80,20 +78,19 @@ _SECONDS_TO_ANSWER = 5.0
 # ---- what it answers ----
 
 
-def page_app(sources: Mapping[str, Source], hosts: Sequence[str] = (*LOOPBACK_NAMES,)) -> Starlette:
-    """Return the application. `hosts`: names under which it may be asked for; by default names of this machine.
+def page_app(live: Mapping[str, LiveEvents], hosts: Sequence[str]) -> Starlette:
+    """Return the application. `hosts`: names under which it may be asked for.
 
     Another name means that a foreign page has bound its own name to this machine's address.
     """
-    broadcasts = {name: Broadcast(name, source) for name, source in sources.items()}
 
-    def source_of(request: Request) -> Source:
-        if request.path_params["name"] not in sources:
+    def live_of(request: Request) -> LiveEvents:
+        if request.path_params["name"] not in live:
             raise HTTPException(404, "found no run of this name")
-        return sources[request.path_params["name"]]
+        return live[request.path_params["name"]]
 
     def view_of(request: Request) -> RunView:
-        view = source_of(request).view
+        view = live_of(request).source.view
         if view is None:
             raise HTTPException(404, "found a prediction, which has no reports")
         return view
@@ -102,10 +99,10 @@ def page_app(sources: Mapping[str, Source], hosts: Sequence[str] = (*LOOPBACK_NA
         return Response(text, media_type="application/json")
 
     async def runs(request: Request) -> Response:
-        return as_json(to_json({"runs": [run_of(name, source) for name, source in sources.items()]}))
+        return as_json(to_json({"runs": [run_of(name, events.source) for name, events in live.items()]}))
 
     async def whole(request: Request) -> Response:
-        return as_json(view_of(request).whole(request.path_params["name"]))
+        return as_json(view_of(request).told(request.path_params["name"]))
 
     async def frame(request: Request) -> Response:
         try:
@@ -116,24 +113,23 @@ def page_app(sources: Mapping[str, Source], hosts: Sequence[str] = (*LOOPBACK_NA
             raise HTTPException(400, "`time`: expected seconds since the run's first report")
         return as_json(view_of(request).frame(when))
 
-    async def live(request: Request) -> Response:
-        view_of(request)
-        return EventStream(broadcasts[request.path_params["name"]].events())
+    async def events(request: Request) -> Response:
+        return EventStream(live_of(request).events(view_of(request)))
 
     async def prediction(request: Request) -> Response:
-        found = await asyncio.to_thread(source_of(request).prediction)
+        found = await asyncio.to_thread(live_of(request).source.prediction)
         if found is None:
             raise HTTPException(404, "found no prediction of this run")
         return as_json(to_json(found))
 
-    app = Starlette(
+    return Starlette(
         routes=[
             Route("/", lambda request: FileResponse(PAGE / "index.html")),
             Mount("/page", StaticFiles(directory=PAGE, check_dir=False)),
             Route("/api/runs", runs),
             Route("/api/runs/{name}", whole),
             Route("/api/runs/{name}/frame", frame),
-            Route("/api/runs/{name}/live", live),
+            Route("/api/runs/{name}/live", events),
             Route("/api/runs/{name}/prediction", prediction),
         ],
         middleware=[
@@ -141,8 +137,6 @@ def page_app(sources: Mapping[str, Source], hosts: Sequence[str] = (*LOOPBACK_NA
             Middleware(GZipMiddleware, minimum_size=1000, compresslevel=6),
         ],
     )
-    app.state.broadcasts = broadcasts.values()
-    return app
 
 
 def run_of(name: str, source: Source) -> dict[str, object]:
@@ -169,83 +163,55 @@ class EventStream(StreamingResponse):
         await super().stream_response(within)
 
 
-class Broadcast:
-    """Sends what is new in one run to all viewers: one encoding for all, and no viewer waits for another.
+class LiveEvents:
+    """What is new in one run, for all of its viewers: one encoding for all, and no viewer waits for another.
 
-    The first event is the `whole`, then `change`s follow. A change that is in the whole already does no harm.
+    Time is cut into ticks. A viewer is told at most once in a tick, all that is new since it was told before; so one
+    that reads slowly is told less often. What was encoded in a tick serves all viewers that were told the same before.
     """
 
-    def __init__(self, name: str, source: Source) -> None:
-        self._name, self._source = name, source
-        self._viewers: set[asyncio.Queue[bytes | None]] = set()
-        self._task: asyncio.Task[None] | None = None
-        self.is_closing = False  # whether the server ends; set by any thread
+    def __init__(self, name: str, source: Source, is_closing: Callable[[], bool] = lambda: False) -> None:
+        """`is_closing`: returns whether the server ends."""
+        self.source = source
+        self.viewers = 0
+        self._name, self._is_closing = name, is_closing
+        self._made_for: object = None  # view and tick of the present encodings
+        self._version = 0  # of the view then
+        self._made: dict[int, asyncio.Future[str]] = {}  # encodings by the version that is known already
 
-    @property
-    def has_viewers(self) -> bool:
-        return bool(self._viewers)
+    async def events(self, view: RunView) -> AsyncIterator[bytes]:
+        """Yield server-sent events until the run has ended: the `whole` first, then `change`s.
 
-    async def events(self) -> AsyncIterator[bytes]:
-        """Yield server-sent events until the viewer is gone, or is dropped because it reads too slowly."""
-        queue: asyncio.Queue[bytes | None] = asyncio.Queue(_MOST_UNREAD)
-        view = self._source.view
-        assert view is not None
-        if not self._viewers:
-            view.take_changes(self._name)  # before the whole, so that nothing falls between both
-        self._viewers.add(queue)
-        if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._run(view))
+        A change that is in the whole already does no harm.
+        """
+        loop, clock, known, told_in = asyncio.get_running_loop(), view.clock, 0, -math.inf
+        is_new = True
+        self.viewers += 1
         try:
-            yield _event("whole", view.whole(self._name))
-            while (found := await queue.get()) is not None:
-                yield found
-        finally:
-            self._viewers.discard(queue)
-
-    async def _run(self, view: RunView) -> None:
-        """Tell news while there are viewers. In the end none is left to wait for more: they may come back."""
-        loop = asyncio.get_running_loop()
-        clock, version, told, cost = view.clock, -1, loop.time(), 0.0
-
-        def news(is_new: bool) -> tuple[bytes, float]:
-            """Return the events about everything since the last call, and the CPU seconds that they took."""
-            was_live, began = view.is_live, time.thread_time()
-            changes = view.changes(self._name)
-            event = _event("whole", view.whole(self._name)) if is_new else _event("change", changes)
-            return event if was_live else event + _event("end", "{}"), time.thread_time() - began
-
-        try:
-            while self._viewers and not self.is_closing:
+            while not self._is_closing():
+                tick = loop.time() // (SECONDS_BETWEEN_FRAMES if len(view.state.members) < MANY else _SECONDS_OF_MANY)
+                is_due = tick > told_in if view.version != known else tick > told_in + _TICKS_WHEN_NOTHING_IS_NEW
+                if is_new or is_due:
+                    is_live, told_in = view.is_live, tick
+                    if self._made_for != (view, tick, is_live):
+                        self._made_for, self._version, self._made = (view, tick, is_live), view.version, {}
+                    since, known = 0 if is_new else known, self._version
+                    if since not in self._made:
+                        self._made[since] = asyncio.ensure_future(asyncio.to_thread(view.told, self._name, since))
+                    text = await asyncio.shield(self._made[since])  # others may wait for it, too
+                    yield f"event: {'whole' if is_new else 'change'}\ndata: {text}\n\n".encode()
+                    if not is_live:
+                        yield b"event: end\ndata: {}\n\n"
+                        return
                 await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
-                now = self._source.view or view
+                now = self.source.view or view
                 # It began anew, or a break or an earlier start became known: all times that were told are others.
                 is_new = now is not view or (clock[0] is not None and clock != now.clock)
                 view, clock = now, now.clock
-                due = max(SECONDS_BETWEEN_FRAMES, min(cost / _SHARE, _LONGEST))
-                due = due if view.version != version else _SECONDS_WHEN_NOTHING_IS_NEW
-                if is_new or loop.time() >= told + due:
-                    version, told = view.version, loop.time()
-                    events, cost = await asyncio.to_thread(news, is_new)
-                    for viewer in list(self._viewers):
-                        try:
-                            viewer.put_nowait(events)
-                        except asyncio.QueueFull:
-                            self._drop(viewer)
         except Exception as error:  # noqa: BLE001 (viewers see what went wrong, and the run goes on)
             view.complain(f"the page cannot show what is new: {type(error).__name__}: {error}")
         finally:
-            for viewer in list(self._viewers):
-                self._drop(viewer)
-
-    def _drop(self, viewer: asyncio.Queue[bytes | None]) -> None:
-        self._viewers.discard(viewer)
-        if viewer.full():
-            viewer.get_nowait()
-        viewer.put_nowait(None)
-
-
-def _event(name: str, data: str) -> bytes:
-    return f"event: {name}\ndata: {data}\n\n".encode()
+            self.viewers -= 1
 
 
 # ---- whom it answers ----
@@ -375,12 +341,21 @@ class Served:
             found = "an address that others reach, and no certificate of a run by which to know its members"
             wanted = "127.0.0.1:PORT, or a run that this host serves or joined"
             raise ConfigError((), f"--listen {address}: found {found}, expected {wanted}")
-        self._socket = _listen(host, port, address)
+        try:
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            self._socket = socket.socket(family, socket.SOCK_STREAM)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._socket.bind((host, port))
+            self._socket.listen()  # a browser that comes before the server runs waits
+        except OSError as error:
+            why = "a port in use" if error.errno == errno.EADDRINUSE else str(error.strerror)
+            expected = "expected a free port of this machine (port 0: any)"
+            raise ConfigError((), f"{address}: found {why}, {expected}") from None
         shown = f"[{host}]" if ":" in host else host
         self.url = f"{'http' if is_local else 'https'}://{shown}:{self._socket.getsockname()[1]}/"
-        app = page_app(sources, [*LOOPBACK_NAMES, host] if is_local else ["*"])
+        self._live = {name: LiveEvents(name, one, lambda: self._server.should_exit) for name, one in sources.items()}
         config = uvicorn.Config(
-            app,
+            page_app(self._live, [*LOOPBACK_NAMES, host] if is_local else ["*"]),
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -396,7 +371,7 @@ class Served:
         config.load()
         if not is_local:
             config.ssl = _only_members([authenticator.identity for authenticator in authenticators])
-        self._server = _Server(config, app.state.broadcasts)
+        self._server = uvicorn.Server(config)
 
     def run(self) -> None:
         """Serve until an interrupt."""
@@ -411,58 +386,39 @@ class Served:
         try:
             yield
         finally:
-            self._server.end()
+            self._server.should_exit = True
             thread.join(_SECONDS_TO_END)
 
     def tell_the_end(self) -> None:
         """Give viewers, if there are any, time to hear that the run has ended."""
-        if any(broadcast.has_viewers for broadcast in self._server.broadcasts):
+        if any(live.viewers for live in self._live.values()):
             time.sleep(2 * SECONDS_BETWEEN_FRAMES)
-
-
-class _Server(uvicorn.Server):
-    """Ends the streams of its viewers before it ends."""
-
-    def __init__(self, config: uvicorn.Config, broadcasts: Collection[Broadcast]) -> None:
-        super().__init__(config)
-        self.broadcasts = broadcasts
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.end()
-        super().handle_exit(sig, frame)
-
-    def end(self) -> None:
-        """Ask the server to end, from any thread."""
-        for broadcast in self.broadcasts:
-            broadcast.is_closing = True
-        self.should_exit = True
-
-
-def _listen(host: str, port: int, address: str) -> socket.socket:
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        found = socket.socket(family, socket.SOCK_STREAM)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind((host, port))
-        found.listen()  # a browser that comes before the server runs waits
-    except OSError as error:
-        why = "a port in use" if error.errno == errno.EADDRINUSE else str(error.strerror)
-        raise ConfigError((), f"{address}: found {why}, expected a free port of this machine (port 0: any)") from None
-    return found
 
 
 @contextmanager
 def on_a_page(state: RunState, say: Callable[[str], None]) -> Iterator[Callable[[Report], None]]:
     """Serve the page of a run on loopback while the block runs, and print its address. Implements Page."""
-    launched, failed = Source(RunView(state)), None
-    served = Served({state.spec.config.name: launched})
+    view, failed, is_broken = RunView(state), None, False
+    served = Served({state.spec.config.name: Source(view)})
     say(f"the run is shown at {served.url}")
+
+    def take(report: Report) -> None:
+        """Take in a report that the state has accepted. An error of the page never reaches the run."""
+        nonlocal is_broken
+        if not is_broken:
+            try:
+                view.take(report)
+            except Exception as error:  # noqa: BLE001 (an error in the page must not fail the run)
+                is_broken = True
+                view.complain(f"the page stopped following the run: {type(error).__name__}: {error}")
+
     with served.in_background():
         try:
-            yield launched.take
+            yield take
         except BaseException as error:
             failed = str(error) or INTERRUPTED
             raise
         finally:
-            launched.end(failed)
+            cause = failed or state.failed
+            view.end("over" if cause is None else "failed", False, cause or "")
             served.tell_the_end()

@@ -12,17 +12,16 @@ from typing import IO, Any
 
 from hetero_pp.config.folder import RunFolder
 from hetero_pp.config.spec import RunSpec
-from hetero_pp.config.yaml_file import ConfigFile, read_run
+from hetero_pp.config.yaml_file import read_run
 from hetero_pp.core.bounded import parse_json, read_json_object
 from hetero_pp.core.errors import ConfigError, HeteroPPError
 from hetero_pp.core.units import format_bytes, format_seconds
-from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.join.membership import Membership
 from hetero_pp.program.join.runs_here import is_running
 from hetero_pp.program.launch.earlier import read_over
 from hetero_pp.program.report.recorder import LINE_BYTES_MAX, STRANGE, report_of
 from hetero_pp.program.report.state import RunState
-from hetero_pp.program.view.prediction import Measured, PredictedStep, measured_of_rehearsal, measured_of_run
+from hetero_pp.program.view.prediction import NOT_MEASURED, PredictedStep, measured_of_rehearsal, measured_of_run
 from hetero_pp.program.view.run_view import RunView
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from replica_groups.exchange.text import shown_digest
@@ -36,22 +35,35 @@ _SECONDS_BETWEEN_TRIES = 5.0  # interval at which an exchange is asked again
 
 
 class Source:
-    """A run or a prediction on the page. This one is a run in this process, whose launcher gives it the reports."""
+    """A run or a prediction on the page. This one has no thread: it is a prediction alone, or a run of this process."""
 
-    predicts = False  # whether the prediction is what the user asked for
-    _is_broken = False
+    folder: RunFolder | None = None
 
-    def __init__(self, view: RunView) -> None:
-        self._view = view
-
-    @property
-    def view(self) -> RunView | None:
+    def __init__(self, view: RunView | None, predicted: PredictedStep | None = None) -> None:
+        """`predicted`: the prediction, if it is what the user asked for."""
+        self.view = view
         """The run as far as it is known; None for a prediction alone. It is replaced when the run begins anew."""
-        return self._view
+        self._step, self.predicts = predicted, predicted is not None
 
     def prediction(self) -> dict[str, Any] | None:
-        """Return the prediction of one step, which takes a second at first; None if there is none."""
-        return self._view.prediction()
+        """Return the predicted step beside what the run or its rehearsal measured; None if it cannot be predicted.
+
+        It takes a second when it is first asked for.
+        """
+        view, measured = self.view, NOT_MEASURED
+        is_rehearsal = view is not None and view.state.spec.config.rehearsal is not None
+        if self._step is None and view is not None and not is_rehearsal:
+            with suppress(ConfigError):
+                self._step = PredictedStep(view.state.spec)
+        if self._step is None:
+            return None
+        if is_rehearsal and self.folder is not None:
+            # It may still go on, or the file may be damaged.
+            with suppress(OSError, ValueError, KeyError, TypeError, ZeroDivisionError):
+                measured = measured_of_rehearsal(read_json_object(self.folder.rehearsal), self._step.found)
+        elif view is not None:
+            measured = measured_of_run(view.state)
+        return self._step.beside(*measured)
 
     def start(self) -> None:
         """Begin to follow the run."""
@@ -63,32 +75,16 @@ class Source:
     def close(self) -> None:
         """Stop."""
 
-    def take(self, report: Report) -> None:
-        """Take in a report that the state has accepted. An error of the page never reaches the run."""
-        if not self._is_broken:
-            try:
-                self._view.take(report)
-            except Exception as error:  # noqa: BLE001 (an error in the page must not fail the run)
-                self._is_broken = True
-                self._view.complain(f"the page stopped following the run: {type(error).__name__}: {error}")
-
-    def end(self, failed: str | None) -> None:
-        """Note that the run has ended. `failed`: why it ended early."""
-        cause = failed or self._view.state.failed
-        self._view.end("over" if cause is None else "failed", False, cause or "")
-
 
 class Followed(Source):
     """A run that a thread follows until `close`."""
 
-    def __init__(self, name: str, view: RunView) -> None:
-        super().__init__(view)
+    view: RunView
+
+    def __init__(self, name: str, view: RunView, predicted: PredictedStep | None = None) -> None:
+        super().__init__(view, predicted)
         self._is_known, self._ended = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"page of {name}", daemon=True)
-
-    @property
-    def view(self) -> RunView:
-        return self._view
 
     def start(self) -> None:
         self._thread.start()
@@ -108,10 +104,12 @@ class Followed(Source):
 class Record(Followed):
     """The run in a folder, also while a launcher writes its record."""
 
-    def __init__(self, folder: RunFolder) -> None:
+    folder: RunFolder
+
+    def __init__(self, folder: RunFolder, predicted: PredictedStep | None = None) -> None:
         """Raises ConfigError if the configuration in the folder cannot be read."""
         self.folder = folder
-        super().__init__(folder.path.name, self._new_view())
+        super().__init__(folder.path.name, self._new_view(), predicted)
         self._file: IO[bytes] | None = None
         self._line = 0  # number of the last line that was read
         self._half = b""
@@ -130,7 +128,7 @@ class Record(Followed):
                     pass
                 self._look()
             except (OSError, HeteroPPError) as error:
-                self._view.complain(f"{self.folder.path}: cannot be read now: {error}")
+                self.view.complain(f"{self.folder.path}: cannot be read now: {error}")
             self._is_known.set()
             self._ended.wait(_SECONDS_BETWEEN_READS)
 
@@ -147,52 +145,48 @@ class Record(Followed):
             found = path.stat()
         except FileNotFoundError:
             if self._file is None:
-                self._view.complain(missing)
+                self.view.complain(missing)
             return
         if not stat.S_ISREG(found.st_mode):  # a pipe without a writer would never open
-            self._view.complain(f"{path.name} was skipped: found a pipe or a device, expected a file")
+            self.view.complain(f"{path.name} was skipped: found a pipe or a device, expected a file")
             return
         if self._file is not None:
             own = os.fstat(self._file.fileno())
             if (own.st_ino, own.st_dev) == (found.st_ino, found.st_dev) and found.st_size >= self._file.tell():
                 return
             self._file.close()
-            self._view = self._new_view()
+            self.view = self._new_view()
+            self._step = self._step if self.predicts else None  # its settings may have changed
         self._file, self._line, self._half = path.open("rb"), 0, b""
-        self._view.problems = [one for one in self._view.problems if one != missing]
+        self.view.problems = [one for one in self.view.problems if one != missing]
 
     def _read(self, file: IO[bytes]) -> bool:
         """Apply the next lines. Return whether there may be more now."""
-        with self._view.state.lock:
+        with self.view.state.lock:
             for _ in range(_BATCH):
                 line = self._half + file.readline(LINE_BYTES_MAX)
                 if not line.endswith(b"\n") and len(line) < LINE_BYTES_MAX:
                     self._half = line  # a half line: its other half is being written
                     break
                 self._half, self._line = b"", self._line + 1
-                self._take(line)
+                wrong = "is damaged and was skipped"  # such as a number that this run cannot have
+                try:
+                    report = report_of(parse_json(line))
+                    if self.view.state.apply(report):
+                        self.view.take(report)
+                        continue
+                except STRANGE:
+                    pass
+                except Exception as error:  # noqa: BLE001 (the page shows what it has)
+                    wrong = f"does not fit the run ({type(error).__name__}: {error})"
+                self.view.complain(f"{self.folder.metrics.name}: line {self._line} {wrong}")
         return not self._half and bool(line)
-
-    def _take(self, line: bytes) -> None:
-        """Apply the report of a line. One that this run cannot have is skipped: a damaged line may hold any number."""
-        view, here = self._view, f"{self.folder.metrics.name}: line {self._line}"
-        try:
-            report = report_of(parse_json(line))
-            if view.state.apply(report):
-                view.take(report)
-                return
-        except STRANGE:
-            pass
-        except Exception as error:  # noqa: BLE001 (the page shows what it has)
-            view.complain(f"{here} does not fit the run ({type(error).__name__}: {error})")
-            return
-        view.complain(f"{here} is damaged and was skipped")
 
     def _look(self) -> None:
         """Note whether the run still goes on, or how it ended."""
         if time.monotonic() < self._looked + _SECONDS_BETWEEN_LOOKS:
             return
-        self._looked, view = time.monotonic(), self._view
+        self._looked, view = time.monotonic(), self.view
         view.text = shown_digest(self.folder.text)
         if is_running(self.folder):
             view.note_stale(self._behind())
@@ -256,8 +250,8 @@ class Watched(Followed):
             except HeteroPPError as error:
                 if (over := read_over(self._folder)) is not None:
                     told = f"{over.told}; its exchange no longer answers, and only its host has the record"
-                    self._view.complain(told)
-                    self._view.end("over", False)
+                    self.view.complain(told)
+                    self.view.end("over", False)
                     self._is_known.set()
                     return
                 complaint = f"{error}; trying again"
@@ -267,7 +261,7 @@ class Watched(Followed):
                 with suppress(HeteroPPError):
                     self._client.close()
             if not self._ended.is_set():
-                self._view.complain(complaint)
+                self.view.complain(complaint)
             self._is_known.set()
             self._ended.wait(_SECONDS_BETWEEN_TRIES)
 
@@ -276,7 +270,7 @@ class Watched(Followed):
         view: RunView | None = None
         for report in client.watch(so_far=True):
             if view is None:  # the counters come first, and again after the reports that the exchange remembers
-                view = self._view = self._new_view()
+                view = self.view = self._new_view()
             state = view.state
             with state.lock:
                 if state.apply(report):
@@ -295,44 +289,3 @@ class Watched(Followed):
         view = RunView(RunState(self._spec))
         view.own = (self._membership.slot,)
         return view
-
-
-class Predicted(Source):
-    """The predicted step of a YAML, beside the run of its name, or else its rehearsal, if there is one."""
-
-    predicts = True
-
-    def __init__(self, file: ConfigFile, spec: RunSpec, record: Record | None) -> None:
-        """`record`: of the run or its rehearsal. Raises ConfigError for a topology that cannot be predicted."""
-        self._record = record
-        try:
-            self._step = PredictedStep(spec)
-        except ConfigError as error:
-            raise file.located(error) from None
-
-    @property
-    def view(self) -> RunView | None:
-        return None if self._record is None else self._record.view
-
-    def prediction(self) -> dict[str, Any]:
-        """Return the prediction beside what the run or the rehearsal measured so far."""
-        record = self._record
-        measured: Measured = ({}, [])
-        if record is not None and record.view.state.spec.config.rehearsal is None:
-            measured = measured_of_run(record.view.state)
-        elif record is not None:
-            # It may still go on, or the file may be damaged.
-            with suppress(OSError, ValueError, KeyError, TypeError, ZeroDivisionError):
-                measured = measured_of_rehearsal(read_json_object(record.folder.rehearsal), self._step.found)
-        return self._step.beside(*measured)
-
-    def start(self) -> None:
-        if self._record is not None:
-            self._record.start()
-
-    def wait(self, seconds: float) -> bool:
-        return self._record is None or self._record.wait(seconds)
-
-    def close(self) -> None:
-        if self._record is not None:
-            self._record.close()
