@@ -38,7 +38,7 @@ def audited_spec(corpus: Path, changes: dict[str, Any] | None = None, **recomput
 @contextmanager
 def lying(lies: dict[str, Lie]) -> Iterator[None]:
     """Let members lie in the runs of a block."""
-    build = take_part._build
+    build = take_part.build_from_checkpoint
 
     def built(spec: Any, member: Any, *rest: Any, **others: Any) -> Any:
         trainer, outer, holds = build(spec, member, *rest, **others)
@@ -46,7 +46,7 @@ def lying(lies: dict[str, Lie]) -> Iterator[None]:
             lies[member.name](trainer, outer)
         return trainer, outer, holds
 
-    with mock.patch.object(take_part, "_build", built):
+    with mock.patch.object(take_part, "build_from_checkpoint", built):
         yield
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,17 +60,42 @@ def in_words(devices: Mapping[str, str]) -> str:
 # Training batches and validation rows of a run's replicas.
 
 
-def replica_batches(spec: RunSpec, member: MemberSpec, source: Source) -> tuple[SharedBatches, list[Tensor]]:
+def replica_batches(spec: RunSpec, member: MemberSpec, source: Source | None) -> tuple[SharedBatches, list[Tensor]]:
     """Return the training batches of a replica, and the validation rows in batches of its micro-batch size.
 
-    Raises ConfigError if the corpus is too small; a streamed corpus needs the validation rows and one document.
+    A rehearsal has no source; its batches are random. Raises ConfigError if the corpus is too small; a streamed corpus
+    needs the validation rows and one document.
     """
     share = spec.share_of(member.replica.name, 1)
+    if source is None:
+        replica, data = member.replica, spec.config.data
+        random, size = torch.Generator().manual_seed(0), (replica.batch_size, data.sequence_length + 1)
+        tokens = torch.randint(spec.shape.vocabulary, size, generator=random)
+        most, sequences = replica.batch_size // replica.micro_batches, data.validation_sequences
+        validation = [tokens[: min(most, sequences - first)] for first in range(0, sequences, most)]
+        return SharedBatches(share, lambda share: _SameBatch(tokens)), validation
     batches = SharedBatches(share, lambda share: batches_of(spec, member, source, share))
     rows = validation_rows(spec, member, source)
     if isinstance(source, StreamedCorpus):
         source.batches(1, share.seed(spec.config.seed), share.replica, share.replicas, 1).stream.order.require_text()
     return batches, rows
+
+
+class _SameBatch:
+    """One batch that is read again and again, at every position. Implements Batches."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        self._tokens = tokens
+
+    def train(self, step: int) -> Tensor:
+        return self._tokens
+
+    def read_ahead(self, steps: range) -> None: ...
+
+    def state(self) -> Any:
+        return {}
+
+    def load(self, state: Any) -> None: ...
 
 
 def validation_rows(spec: RunSpec, member: MemberSpec, source: Source) -> list[Tensor]:

@@ -144,6 +144,12 @@ class TimedStage(Stage):
         self._gradient = boundary.gradient
         self._loss = torch.tensor(math.log(shape.vocabulary))
         self._rates: LearningRates | None = None
+        self._reported = 0.0
+
+    def computed(self) -> float:
+        """Return the seconds of timed computation since the last call."""
+        computed, self._reported = self.pace.computed - self._reported, self.pace.computed
+        return computed
 
     @property
     def device(self) -> torch.device:

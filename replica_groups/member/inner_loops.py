@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
 from hetero_pp.config.spec import MemberSpec, RunSpec
 from hetero_pp.data.batches import Share
-from hetero_pp.messages.messages_pb2 import RoundRecord
+from hetero_pp.messages.messages_pb2 import MemberRound, RoundRecord
 from hetero_pp.model.learning_rates import LearningRates
 from replica_groups.engines.ranks import Ranks
 from stages.worker import Timing
@@ -94,6 +95,26 @@ class InnerLoop:
 
     steps: int
     timing: Timing
+
+    def report(self, round_: int, device_bytes: int | None) -> MemberRound:
+        """Return a report of a round with the times of its inner loop. Other times are to be filled in."""
+        spent = self.timing
+        return MemberRound(
+            round=round_,
+            compute_seconds=spent.compute,
+            wait_seconds=spent.waited_previous + spent.waited_next,
+            wait_previous_seconds=spent.waited_previous,
+            wait_next_seconds=spent.waited_next,
+            device_bytes=device_bytes,
+        )
+
+
+class RoundPosition(Enum):
+    """Where a member is between the round that it holds and the next one."""
+
+    CATCHING_UP = auto()  # theta, moments and error feedback may belong to different rounds
+    AT_START = auto()  # theta, moments and error feedback are those after the round that it holds
+    IN_ROUND = auto()  # the next round has begun; `undo` returns to its start
 
 
 class OverlappedRound:

@@ -31,7 +31,7 @@ from hetero_pp.pseudo_gradient.error_feedback import Selection, select
 from hetero_pp.pseudo_gradient.rows import join, packed
 from hetero_pp.pseudo_gradient.selection import generator_of
 from replica_groups.engines.engine import ParameterStore
-from replica_groups.member.error_feedback import ErrorFeedback
+from replica_groups.member.error_feedback import ErrorFeedback, Undecided
 from replica_groups.member.rank_rows import RankRows, kept, read_part, write_part
 from replica_groups.member.session import MemberSession
 
@@ -156,25 +156,29 @@ class OuterRound:
         `before_last` is called on all ranks before the contribution can be included: error feedback no longer has it.
         """
         undecided = self.feedback.begin(round_, generation)
-        blobs = self._blobs(round_, undecided.blobs)
+        own, blobs = self.compress(round_, undecided)
         if self.on_compressed is not None:
             deque(blobs, maxlen=0)
             self.on_compressed(round_, steps)
             blobs = iter(undecided.blobs.items())
         self.session.contribute(round_, blobs, generation, steps, before_last)
         undecided.is_sent = True
-        return undecided.blobs
+        return own
 
-    def _blobs(self, round_: int, kept: dict[str, bytes]) -> Iterator[tuple[str, bytes]]:
-        """Compress one block after the other; on the first rank keep the blobs, and yield them by block."""
-        for block, shapes in shapes_by_block(self.parameters.shapes).items():
-            selections = self._selections(round_, shapes)
-            if not self.ranks.is_first:
-                deque(selections, maxlen=0)
-                continue
-            address = self.session.address_of(round_, block)
-            kept[block] = encode_blob(address, selections, self.settings.compression)
-            yield block, kept[block]
+    def compress(self, round_: int, undecided: Undecided) -> tuple[Mapping[str, bytes], Iterator[tuple[str, bytes]]]:
+        """Return where the first rank keeps the blobs by block, and an iterator that makes one after the other."""
+
+        def blobs() -> Iterator[tuple[str, bytes]]:
+            for block, shapes in shapes_by_block(self.parameters.shapes).items():
+                selections = self._selections(round_, shapes)
+                if not self.ranks.is_first:
+                    deque(selections, maxlen=0)
+                    continue
+                address = self.session.address_of(round_, block)
+                undecided.blobs[block] = encode_blob(address, selections, self.settings.compression)
+                yield block, undecided.blobs[block]
+
+        return undecided.blobs, blobs()
 
     def _selections(self, round_: int, shapes: Shapes) -> Iterator[tuple[str, tuple[int, ...], Selection]]:
         """Yield what to send of each parameter, computed lazily: whole on the first rank, else this rank's part."""

@@ -7,12 +7,14 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from typing import Any
 
 from hetero_pp.core.errors import HeteroPPError, Refused
-from hetero_pp.messages.messages_pb2 import Doing, Report
+from hetero_pp.messages.messages_pb2 import Doing, LinkUse, Report, StateSaving
 from hetero_pp.rpc.exchange_service import ExchangeService
+from replica_groups.member.session import LedgerOf
 
 SECONDS_BETWEEN_SAMPLES = 0.5
 
@@ -29,9 +31,10 @@ class Reporter:
         self._exchange = exchange
         self._interval = interval
         self._was_refused = False
+        self.unsaved = 0  # number of consecutive states that could not be saved
         self._doing: Callable[[], Doing] | None = None
         self._told = Doing.DOING_UNSPECIFIED
-        self._sampled = -math.inf
+        self._sampled = self._reported_links = -math.inf
         self._queue: queue.SimpleQueue[Report | threading.Event | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"reporter {member}", daemon=True)
         self._thread.start()
@@ -43,6 +46,28 @@ class Reporter:
     def tell(self, **event: Any) -> None:
         """Report an event, given by its field of Report. It may be changed afterwards."""
         self.send(Report(time=time.time(), member=self.member, **event))
+
+    def links(self, ledgers: Iterable[LedgerOf], round_: int, every: float = 0.0) -> None:
+        """Report the use of links in a round, unless they were reported less than `every` seconds ago."""
+        if time.monotonic() < self._reported_links + every:
+            return
+        self._reported_links = time.monotonic()
+        for link, direction, ledger in ledgers:
+            count = asdict(ledger.of_round(round_))
+            self.tell(link_use=LinkUse(link=link, direction=direction, round=round_, **count))
+
+    def saved(self, round_: int, failure: str, is_first: bool) -> None:
+        """Report the 1st, 2nd, 4th, 8th, ... consecutive state that could not be saved, and the next one that was.
+
+        `is_first`: whether this is the first rank, which speaks for all.
+        """
+        had_failed, self.unsaved = self.unsaved, self.unsaved + 1 if failure else 0
+        is_told = had_failed > 0
+        if failure:
+            is_told = self.unsaved & (self.unsaved - 1) == 0
+            print(f"{self.member}: its state after round {round_} was not saved: {failure}", file=sys.stderr)
+        if is_told and is_first:
+            self.tell(state_saving=StateSaving(round=round_, failure=failure))
 
     def does(self, doing: Doing | Callable[[], Doing]) -> None:
         """Note what the member does from now on. It is sampled, so that no step waits and none is reported alone."""

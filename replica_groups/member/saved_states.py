@@ -33,6 +33,8 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.errors import Refused, StoreError
 from hetero_pp.core.files import complaint, file_sha256, keep_trying, naming, rename_whole, write_whole
 from hetero_pp.messages.messages_pb2 import ContributionEntry
@@ -71,6 +73,15 @@ class SavedStates:
     ranks: Ranks = ALONE
     copies: StateCopies | None = None
     """Copies in the store, on the first rank, if another machine may take over the slot."""
+
+    def drain(self) -> None:
+        """Wait until the newest state is copied to the store, or that has failed."""
+        if self.copies is not None:
+            self.copies.drain()
+
+    def end(self) -> None:
+        if self.copies is not None:
+            self.copies.end()
 
     def find(self) -> AvailableStates:
         """Return the intact local checkpoints, after fetching the newest intact copy from the store if it is newer."""
@@ -233,6 +244,16 @@ class SavedStates:
             self._saved(round_)
         return not failure
 
+    def settled_in(self, rounds: range, session: MemberSession) -> int:
+        """Return the round of the pending checkpoint, if it is one of these and includes what the checkpoint awaits.
+
+        Else return 0. The files are compared with their digests.
+        """
+        round_ = self.pending if rounds else 0
+        if round_ not in rounds:
+            return 0
+        return round_ if self.settle(round_, session.entry(session.record_of(round_)), reads=True) else 0
+
     def _saved(self, round_: int) -> None:
         """Remove all but the newest checkpoints, and copy this one to the store."""
         with suppress(OSError):  # the next save tries again
@@ -281,17 +302,22 @@ def _sha256(path: Path) -> str:
         return f"{_UNREAD}{error.strerror}"
 
 
+def states_of(spec: RunSpec, session: MemberSession, folder: RunFolder) -> SavedStates:
+    """Return the saved states of a member, which has agreed with its run."""
+    config, copies = spec.config, None
+    if session.ranks.is_first and config.states.to == "store":  # another machine may take over the slot
+        copies = StateCopies(config.store.open(config.name, folder.log), session.member)
+    return SavedStates(folder.state(session.member), session.run, config.states_every, session.ranks, copies)
+
+
 def newest_usable_state(session: MemberSession, states: SavedStates, available: AvailableStates) -> int | None:
     """Return the newest decided round of which a member has an undamaged state; None if there is none.
 
     States that this run cannot use are moved aside, not removed, because they may be all that is left of another run.
     """
-    last_round, pending = session.last_round(), states.pending
-    if 0 < pending <= last_round:  # the record came while the member was gone
-        counted = session.entry(session.record(pending, session.member))
-        if states.settle(pending, counted, reads=True):
-            available = AvailableStates(available.rounds | {pending}, available.damaged)
-    useful = frozenset(round_ for round_ in available.rounds if round_ <= last_round)
+    last_round = session.last_round()
+    settled = states.settled_in(range(1, last_round + 1), session)  # the record came while the member was gone
+    useful = frozenset(round_ for round_ in (*available.rounds, settled) if 0 < round_ <= last_round)
     if useful and not _is_known_since(session, range(max(useful) + 1, last_round + 1)):
         useful = frozenset()  # what was counted since cannot be taken out of its error feedback
     aside = states.set_aside_all_but(useful)

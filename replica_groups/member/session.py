@@ -23,8 +23,9 @@ from google.protobuf.message_factory import GetMessageClass
 from safetensors.torch import load, save
 from torch import Tensor
 
+from hetero_pp.config.checkpoint import MOMENTUM, momentum_of
 from hetero_pp.config.lines import DIRECTIONS, Direction, LinkSpec, exchange_link_name, stage_link_name
-from hetero_pp.config.spec import MemberSpec
+from hetero_pp.config.spec import MemberSpec, RunSpec
 from hetero_pp.core.errors import (
     ExchangeLost,
     HeteroPPError,
@@ -100,9 +101,9 @@ class Connections(Protocol):
 class Links:
     """Links of a member to the neighbouring stages, and the byte counts of all its links."""
 
-    def __init__(self, member: MemberSpec, connections: Connections, line: ExchangeLine) -> None:
-        self._member, self._connections, self._line = member, connections, line
-        self._ends = LinkEnds()
+    def __init__(self, spec: RunSpec, member: MemberSpec, connections: Connections) -> None:
+        self._member, self._connections, self._ends = member, connections, LinkEnds()
+        self.line = ExchangeLine(spec.links[exchange_link_name(member.name)], spec.config.seed, connections.lines)
 
     def form(self, work: pb.AssignReply) -> LinkEnds:
         """Return links of the assignment's generation. Raises LinkError."""
@@ -122,7 +123,7 @@ class Links:
     def ledgers(self) -> Sequence[LedgerOf]:
         """The member's byte counts: both directions of its exchange link, and what it sends to neighbouring stages."""
         own, stage, replica = exchange_link_name(self._member.name), self._member.stage, self._member.replica.name
-        ledgers: list[LedgerOf] = [(own, "forward", self._line.forward), (own, "backward", self._line.backward)]
+        ledgers: list[LedgerOf] = [(own, "forward", self.line.forward), (own, "backward", self.line.backward)]
         if stage is not None and self._ends.downstream is not None:
             ledgers.append((stage_link_name(replica, stage.index), "forward", self._ends.downstream.ledger))
         if stage is not None and self._ends.upstream is not None:
@@ -268,7 +269,7 @@ class MemberSession(ExchangeService):
         self.blocked = 0.0  # seconds that the outer round has waited for the exchange; the training loop resets it to 0
         self.commitment: pb.Commitment | None = None
         """The commitment of the member, sent with its next blobs; None if the run is not audited by recomputation."""
-        self._exchange, self.line, self._stopping, self._faults = exchange, line, stopping, faults
+        self._exchange, self.line, self.stopping, self.faults = exchange, line, stopping, faults
         self._deferred: HeteroPPError | None = None
         """Error of a deposit of the first rank, which the other ranks have not heard of yet."""
         self._contributed: int | None = None  # round of the contribution in progress
@@ -323,6 +324,15 @@ class MemberSession(ExchangeService):
         if generation is not None:
             self.links.give_up(generation + 1, cause)
         return generation
+
+    def newest_tensors(
+        self, parameters: Collection[str], others: Sequence[str] = ()
+    ) -> tuple[int, dict[str, Tensor], dict[str, Tensor]]:
+        """Return the round of the newest run checkpoint, its tensors of these names, and the parameters' momentum."""
+        round_, names = self.newest_checkpoint()
+        kept = momentum_of(names, parameters)
+        tensors = self.checkpoint([*parameters, *others, *kept], round_)
+        return round_, tensors, {name.removeprefix(MOMENTUM): tensors.pop(name) for name in kept}
 
     # ---- an outer round ----
 
@@ -447,7 +457,7 @@ class MemberSession(ExchangeService):
     def _record(self, request: pb.RecordRequest, caller: Caller) -> pb.RoundRecord:
         if self._contributed == request.round:
             self._contributed = None
-            self._faults.reached(FaultPhase.WAITING, request.round)
+            self.faults.reached(FaultPhase.WAITING, request.round)
         deferred, self._deferred = self._deferred, None
 
         def ask() -> pb.RoundRecord:
@@ -457,7 +467,7 @@ class MemberSession(ExchangeService):
             if carried is None or carried[0] != request.round:
                 waiting, self._waiting = self._waiting, []
                 return self._deposit_and_record(waiting, request, caller)
-            with self._stopping.allowed(request.round):
+            with self.stopping.allowed(request.round):
                 record, fetched = carried[1].result()
             self._fetched = request.round, fetched
             return record
@@ -492,8 +502,8 @@ class MemberSession(ExchangeService):
             header.commitment.CopyFrom(self.commitment)
         if self._contributed != header.round:
             self._contributed, self._missed = header.round, []
-            self._faults.reached(FaultPhase.CONTRIBUTING, header.round)
-        if header.round in self._faults.missed:
+            self.faults.reached(FaultPhase.CONTRIBUTING, header.round)
+        if header.round in self.faults.missed:
             self._missed.append((header, data))
         else:
             self._deposit_first(header, data, caller)
@@ -540,19 +550,19 @@ class MemberSession(ExchangeService):
             case pb.RecordRequest():
                 round_: int | None = request.round
             case pb.HashReport():
-                with suppress(Stopped), self._stopping.allowed(request.round):
+                with suppress(Stopped), self.stopping.allowed(request.round):
                     self._exchange.call(request, caller)
                 return pb.Nothing()
             case pb.NewestCheckpointRequest():
                 round_ = 0  # the member is recovering, and can save its state afterwards
             case _:
                 round_ = None
-        with self._stopping.allowed(round_):
+        with self.stopping.allowed(round_):
             return self._exchange.call(request, caller)
 
     def _read(self, request: pb.CheckpointRequest, caller: Caller, arrived: Arrived) -> dict[str, Tensor]:
         assert self._exchange is not None
-        with self._stopping.allowed(request.round, SECONDS_TO_FETCH):
+        with self.stopping.allowed(request.round, SECONDS_TO_FETCH):
             frame = arrived if self.line is None else self.line.receive_frames(arrived)
             tensors = self._exchange.read_checkpoint(request, caller, frame)
         if self.line is not None:
@@ -561,7 +571,7 @@ class MemberSession(ExchangeService):
 
     def _deposit(self, header: pb.BlobHeader, data: bytes, caller: Caller) -> None:
         assert self._exchange is not None
-        with self._stopping.allowed(header.round):  # the round may be decided by this blob
+        with self.stopping.allowed(header.round):  # the round may be decided by this blob
             if self.line is not None:
                 for _, blob in split_blobs(header, data):  # each counts as a message, as it is predicted
                     self.line.send(header.round, len(blob))
@@ -577,7 +587,7 @@ class MemberSession(ExchangeService):
 
     def _fetch(self, request: pb.FetchRequest, caller: Caller) -> bytes:
         assert self._exchange is not None
-        with self._stopping.allowed(request.round, SECONDS_TO_FETCH):
+        with self.stopping.allowed(request.round, SECONDS_TO_FETCH):
             data = self._exchange.fetch_blob(request, caller)
             if self.line is not None:
                 self.line.receive(request.round, len(data))

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -14,7 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hetero_pp.config.member_inputs import replica_batches
+from hetero_pp.config.checkpoint import BASIS
+from hetero_pp.config.member_inputs import replica_batches, round_optimizer
 from hetero_pp.config.run_config import RunConfig
 from hetero_pp.config.spec import MemberSpec, RunSpec
 from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica
@@ -24,15 +25,19 @@ from hetero_pp.core.tensor_files import save_object
 from hetero_pp.data.batches import Share, SharedBatches, load_position
 from hetero_pp.data.sources import Source
 from hetero_pp.link.protocol import LinkEnds
-from hetero_pp.messages.messages_pb2 import Doing, InnerStep
+from hetero_pp.messages.messages_pb2 import Doing, Evaluation, InnerStep
 from hetero_pp.model.learning_rates import LearningRates
 from hetero_pp.model.part_settings import StageSpec
 from hetero_pp.model.transformer import EMBEDDING
+from hetero_pp.simulator.costs import cost_of
 from replica_groups.engines.build import build_engine, build_model
 from replica_groups.engines.engine import Engine, LocalParameters, Moments, ParameterStore
 from replica_groups.engines.plain import PlainEngine
 from replica_groups.engines.ranks import Ranks
+from replica_groups.engines.timed import TimedBoundary, TimedEngine, TimedPace, TimedStage
 from replica_groups.member.outer_round import OuterRound
+from replica_groups.member.rehearsed import RehearsedRound
+from replica_groups.member.session import MemberSession
 from stages.anchors import anchors_of
 from stages.boundary import boundary_of
 from stages.stage import Stage
@@ -83,7 +88,7 @@ class TrainingMember(Protocol):
     def start_round(self, outer: OuterRound) -> None:
         """Update what is derived from the synchronised parameters: the split of the token embedding."""
 
-    def evaluate(self, round_: int) -> tuple[float, int] | None:
+    def evaluate(self, round_: int) -> Evaluation | None:
         """Return the synchronised parameters' loss in this replica's forward, and the tokens; None where unknown."""
 
     def save(self, folder: Path) -> None:
@@ -182,8 +187,9 @@ class DatacenterMember:
     def relink(self, ends: LinkEnds) -> None:
         """Do nothing: there are no links to stages."""
 
-    def evaluate(self, round_: int) -> tuple[float, int]:
-        return self.engine.evaluate(self.validation), sum(tokens[:, 1:].numel() for tokens in self.validation)
+    def evaluate(self, round_: int) -> Evaluation:
+        tokens = sum(tokens[:, 1:].numel() for tokens in self.validation)
+        return Evaluation(replica=self.name, round=round_, loss=self.engine.evaluate(self.validation), tokens=tokens)
 
     def save(self, folder: Path) -> None:
         """Write the saved state. All ranks write the same data position."""
@@ -308,10 +314,13 @@ class StageMember:
         self.worker.relink(ends.upstream, ends.downstream)
         self.worker.transcript.enter(ends.generation, ends.signer, ends.holders)
 
-    def evaluate(self, round_: int) -> tuple[float, int] | None:
+    def evaluate(self, round_: int) -> Evaluation | None:
         self.worker.stage.enter_round(round_)
         outcome = self.worker.evaluate(round_, self.validation, self.validation_count)
-        return None if outcome is None else (outcome[0], outcome[1] * self.worker.settings.sequence_length)
+        if outcome is None:
+            return None
+        tokens = outcome[1] * self.worker.settings.sequence_length
+        return Evaluation(replica=self.replica, round=round_, loss=outcome[0], tokens=tokens)
 
     def save(self, folder: Path) -> None:
         save_object(self.worker.stage.moments(), folder / _STATE)
@@ -340,6 +349,8 @@ class StageMember:
 
     def timing(self) -> Timing:
         timing, self.worker.timing = self.worker.timing, Timing()
+        if isinstance(self.worker.stage, TimedStage):
+            timing.compute = self.worker.stage.computed()
         return timing
 
 
@@ -352,6 +363,37 @@ class Start:
 
     parameters: Mapping[str, Tensor]  # the whole parameters that the member trains or follows, by name
     basis: Tensor | None  # U [D, K']; None if nothing in the run is compressed
+
+
+def build_from_checkpoint(
+    spec: RunSpec,
+    member: MemberSpec,
+    session: MemberSession,
+    source: Source | None,
+    folder: Path,
+    tell: Callable[[str], None] | None,
+) -> tuple[TrainingMember, OuterRound, int]:
+    """Build the trainer and the outer round from the newest run checkpoint; return them and its round.
+
+    `tell` is given how long it took to read the checkpoint. In a rehearsal nothing is read.
+    """
+    if spec.config.rehearsal is not None:
+        trainer = build_member(spec, member, Start({}, None), LinkEnds(), None, session.ranks)
+        return trainer, RehearsedRound(spec, member, session, cost_of(spec, member)), session.newest_checkpoint()[0]
+    held = [*member.owned, *([EMBEDDING] if member.follows_embedding else [])]
+    began = time.monotonic()
+    round_, tensors, momentum = session.newest_tensors(held, [] if spec.largest_rank is None else [BASIS])
+    if tell is not None:
+        n_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (*tensors.values(), *momentum.values()))
+        tell(f"read {n_bytes:,} bytes of the run checkpoint after round {round_} in {time.monotonic() - began:.2f} s")
+    start = Start({name: tensors[name] for name in held}, tensors.get(BASIS))
+    trainer = build_member(spec, member, start, LinkEnds(), source, session.ranks, folder)
+    keeps_undo = member.stage is not None or spec.config.states.undo or spec.config.outer.keep_local
+    optimizer = round_optimizer(spec, start.basis)
+    outer = OuterRound(session, trainer.parameters, start.parameters, spec.config.outer, optimizer, keeps_undo, folder)
+    if round_ > 0:
+        outer.reset(start.parameters, momentum, round_)
+    return trainer, outer, round_
 
 
 RECEIVE_TIMEOUT = 600.0
@@ -369,7 +411,7 @@ def build_member(
 ) -> TrainingMember:
     """Build the trainer of a member on `ranks.device`, from the start of the run.
 
-    `source` is set if the member reads the corpus.
+    `source` is set if the member reads the corpus. A rehearsal's trainer waits instead of computing.
 
     `folder` holds copies for `undo` (Moments).
 
@@ -392,10 +434,13 @@ def _build_datacenter(
     ranks: Ranks,
     folder: Path | None,
 ) -> DatacenterMember:
-    assert source is not None
     config = spec.config
     batches, validation = replica_batches(spec, member, source)
-    engine = build_engine(replica, spec.shape, start.parameters, config.inner, spec.total_steps, ranks, folder)
+    engine: Engine
+    if config.rehearsal is None:
+        engine = build_engine(replica, spec.shape, start.parameters, config.inner, spec.total_steps, ranks, folder)
+    else:
+        engine = TimedEngine(cost_of(spec, member), replica.micro_batches, spec.shape.vocabulary, TimedPace())
     if isinstance(engine, PlainEngine):
         engine.whole.optimizer.defers = config.outer.source == "gradient"
     return DatacenterMember(replica.name, engine, batches, validation, config.states.undo)
@@ -417,11 +462,16 @@ def _build_stage(
     batches: SharedBatches | None = None
     validation: list[Tensor] = []
     if member.stage.is_first:
-        assert source is not None
         batches, validation = replica_batches(spec, member, source)
-    stage = build_stage(spec, replica, member.stage, start, device)
+    pace = TimedPace()
+    if config.rehearsal is None:
+        stage = build_stage(spec, replica, member.stage, start, device)
+    else:
+        timed = TimedBoundary(replica.boundary, spec.shape.width, rows, config.data.sequence_length)
+        stage = TimedStage(member.stage, spec.shape, timed, cost_of(spec, member), pace)
     stage.optimizer.defers = config.outer.source == "gradient"
     worker = StageWorker(stage, worker_settings(config, replica), ends.upstream, ends.downstream)
+    pace.waited = lambda: worker.timing.waited_previous + worker.timing.waited_next
     if (audit := config.audit.recompute) is not None:
         sketches = Sketches(stage.boundary.format, config.seed, replica.name) if audit.tolerance > 0 else None
         worker.transcript = Transcript(GroupPosition(spec.run, replica.members, member.stage.index), sketches)

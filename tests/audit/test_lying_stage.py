@@ -14,7 +14,7 @@ from lying_run import HONEST, LyingRun, lying_spec
 
 from hetero_pp.link.protocol import Message
 from hetero_pp.messages.messages_pb2 import EVALUATION, FLUSH, Judgement, LinkHeader
-from replica_groups.member import take_part
+from replica_groups.member import trainers
 from replica_groups.member.trainers import StageMember
 from stages.transcript import Entry, Transcript, Way
 from stages.worker import StageWorker
@@ -74,7 +74,7 @@ class Outcome:
 
 @pytest.fixture(scope="module")
 def outcome(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    build = take_part.build_member
+    build = trainers.build_member
 
     def lying(spec: Any, member: Any, *arguments: Any) -> Any:
         built = build(spec, member, *arguments)
@@ -85,7 +85,7 @@ def outcome(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 
     audit = {"recompute": {"share": 1}}
     spec = lying_spec(corpus, ROUNDS, {"c": GROUP, "d": GROUP}, layers=3, audit=audit, exchange={"quorum": 1.0})
-    with LyingRun(spec, tmp_path_factory.mktemp("run")) as run, mock.patch.object(take_part, "build_member", lying):
+    with LyingRun(spec, tmp_path_factory.mktemp("run")) as run, mock.patch.object(trainers, "build_member", lying):
         run.until_over()
         gone = {name for name in spec.members if name not in HONEST and run.memberships.held_by(name) is None}
     return Outcome([report.judged for report in run.told if report.HasField("judged")], gone)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from hetero_pp import Run
-from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.batches import Share
 from hetero_pp.model.learning_rates import BySteps, LearningRates
@@ -55,8 +54,8 @@ def test_what_was_trained_ahead_with_other_settings_is_trained_again(
     asked: dict[tuple[str, int], int] = {}
     inputs_of = TrainingLoop._inputs
 
-    def inputs(loop: TrainingLoop, round_: int, spec: RunSpec) -> tuple[LearningRates, Share]:
-        rates, share = inputs_of(loop, round_, spec)
+    def inputs(loop: TrainingLoop, round_: int) -> tuple[LearningRates, Share]:
+        rates, share = inputs_of(loop, round_)
         key = loop.reporter.member, round_
         asked[key] = asked.get(key, 0) + 1
         assert isinstance(rates, BySteps)

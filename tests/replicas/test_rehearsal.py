@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from hetero_pp.config.run_config import RunConfig
 from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.yaml_file import ConfigFile
 from hetero_pp.core.errors import MalformedContribution
-from hetero_pp.messages.messages_pb2 import Report
+from hetero_pp.messages.messages_pb2 import NewestCheckpointReply, Report
 from hetero_pp.model.transformer import shapes_by_block
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob
 from hetero_pp.simulator.costs import cost_of
@@ -23,8 +25,9 @@ from hetero_pp.simulator.prediction import predict
 from hetero_pp.simulator.traffic import blob_sizes, exchange_link_loads
 from replica_groups.engines.timed import TimedPace
 from replica_groups.exchange.log import open_log
-from replica_groups.member.rehearsed import build_rehearsed
+from replica_groups.member.rehearsed import RehearsedRound
 from replica_groups.member.session import MemberSession
+from replica_groups.member.trainers import build_from_checkpoint
 
 ROUNDS, STEPS = 2, 3
 YAML = f"""\
@@ -141,14 +144,18 @@ def test_no_member_and_no_exchange_holds_a_parameter(runs: tuple[RunSpec, Ran, R
 
 def test_all_members_of_a_rehearsal_of_7b_hold_little(tmp_path: Path) -> None:
     spec = RunSpec(_config(SEVEN_BILLION, tmp_path).as_rehearsal(2, 2), None)
+    exchange: Any = MagicMock(call=lambda *_: NewestCheckpointReply())
     with LiveBytes() as live:
         members = [
-            build_rehearsed(spec, member, MemberSession(None, member.name, member.replica.name, spec.run))
+            build_from_checkpoint(
+                spec, member, MemberSession(exchange, member.name, member.replica.name, spec.run), None, tmp_path, None
+            )
             for member in spec.members.values()
         ]
     message = 2048 * (4096 // 8) * 2
     assert 16 * message < live.most < 16 * 5 * message  # two messages of each stage, and what encodes them
-    _, outer = members[3]
+    _, outer, _ = members[3]
+    assert isinstance(outer, RehearsedRound)
     blobs = outer.blobs(round_=1, generation=2)
     shapes, sizes = shapes_by_block(spec.parameter_shapes), blob_sizes(spec)["home"]
     assert set(blobs) == {"layers.6", "layers.7"}
