@@ -7,8 +7,7 @@ except between members of one site, which reach each other without a line.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -36,10 +35,18 @@ class LineSettings(Settings):
     latency: Duration = Field(0.0, ge=0, description="latency that the line adds to each message, in either direction")
     jitter: Duration = Field(0.0, ge=0, description="largest additional delay of a message, drawn uniformly")
 
-    def limit(self, way: Way) -> float | None:
+    def bandwidth_of(self, way: Way) -> float | None:
         """Return the bits per second in one direction; None is unlimited."""
         own = self.up if way == "up" else self.down
         return self.bandwidth if own is None else own
+
+
+class Line(LineSettings):
+    """One line of a run: the settings of its kind, with `up` and `down`, and the members that have it."""
+
+    name: str  # name of its site, or of the only member that has it
+    kind: str
+    members: tuple[str, ...]
 
 
 class SiteSettings(Settings):
@@ -49,64 +56,20 @@ class SiteSettings(Settings):
     members: list[str] = Field(min_length=1, description="members, or replicas with all of their members")
 
 
-@dataclass(frozen=True)
-class LineSpec:
-    """One line of a run: bits per second in each direction (None: unlimited), and seconds."""
-
-    name: str  # name of its site, or of the only member that has it
-    kind: str
-    members: tuple[str, ...]
-    up: float | None
-    down: float | None
-    latency: float
-    jitter: float
-
-    def bandwidth(self, way: Way) -> float | None:
-        return self.up if way == "up" else self.down
-
-
-def line_specs(
-    own: Mapping[str, str | None], sites: Mapping[str, SiteSettings], kinds: Mapping[str, LineSettings]
-) -> Iterator[LineSpec]:
-    """Yield every line of a run, sites first. `own` has the kind of line of every member, in the order of the run."""
-    at_sites: set[str] = set()
-    for name, site in sites.items():
-        members = members_at(site, list(own))
-        at_sites |= set(members)
-        yield _line_spec(name, site.line, members, kinds)
-    for member, kind in own.items():
-        if kind is not None and member not in at_sites:
-            yield _line_spec(member, kind, (member,), kinds)
-
-
-def _line_spec(name: str, kind: str, members: tuple[str, ...], kinds: Mapping[str, LineSettings]) -> LineSpec:
-    settings = kinds[kind]
-    up, down = settings.limit("up"), settings.limit("down")
-    return LineSpec(name, kind, members, up, down, settings.latency, settings.jitter)
-
-
-def members_at(site: SiteSettings, members: Sequence[str]) -> tuple[str, ...]:
+def members_at(named: Collection[str], members: Sequence[str]) -> tuple[str, ...]:
     """Return the members of a site, which names them or their replica (`home` is all of `home.0`, `home.1`, ...)."""
-    return tuple(one for one in members if one in site.members or one.rpartition(".")[0] in site.members)
+    return tuple(member for member in members if member in named or member.rpartition(".")[0] in named)
 
 
-def check_sites(sites: Mapping[str, SiteSettings], members: Sequence[str], kinds: Mapping[str, LineSettings]) -> None:
-    """Raise ConfigError for unknown kinds of lines, unknown members, and members of two sites."""
-    seen: set[str] = set()
-    for name, site in sites.items():
-        key = ("sites", name)
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
-            raise ConfigError(key, f"found the site `{name}`, expected a name of letters, digits, `-` and `_`")
-        if name in members:
-            raise ConfigError(key, f"found `{name}`, which is a member's name, expected another name for the site")
-        check_kind(site.line, kinds, (*key, "line"))
-        for one in site.members:
-            found = set(members_at(SiteSettings(line=site.line, members=[one]), members))
-            if not found:
-                raise ConfigError((*key, "members"), f"found `{one}`, expected members or replicas of this file")
-            if seen & found:
-                raise ConfigError((*key, "members"), f"found {min(seen & found)} at two sites, expected it at one")
-            seen |= found
+def check_site(named: Sequence[str], members: Sequence[str], elsewhere: set[str], key: tuple[str, ...]) -> None:
+    """Raise ConfigError for unknown members of a site, and for those of other sites; add all to `elsewhere`."""
+    for name in named:
+        here = set(members_at([name], members))
+        if not here:
+            raise ConfigError((*key, "members"), f"found `{name}`, expected members or replicas of this file")
+        if both := elsewhere & here:
+            raise ConfigError((*key, "members"), f"found {min(both)} at two sites, expected it at one")
+        elsewhere |= here
 
 
 def check_kind(kind: str | None, kinds: Collection[str], key: tuple[str | int, ...], section: str = "lines") -> None:
@@ -176,8 +139,8 @@ class LinkSpec:
     target: str
     forward: LinkShape  # bandwidth of the link itself; latency and jitter include those of the lines
     backward: LinkShape
-    source_line: LineSpec | None = None  # None if the source has no line, or the target is at the same site
-    target_line: LineSpec | None = None
+    source_line: Line | None = None  # None if the source has no line, or the target is at the same site
+    target_line: Line | None = None
 
     def shape(self, direction: Direction) -> LinkShape:
         return self.forward if direction == "forward" else self.backward
@@ -186,7 +149,7 @@ class LinkSpec:
         """Return the member that counts a direction's bytes: the sender; on links to the exchange, the member."""
         return self.source if direction == "forward" or self.target == EXCHANGE else self.target
 
-    def lines(self, direction: Direction) -> tuple[LineSpec | None, LineSpec | None]:
+    def lines(self, direction: Direction) -> tuple[Line | None, Line | None]:
         """Return the lines by which this direction leaves (`up`) and arrives (`down`)."""
         both = (self.source_line, self.target_line)
         return both if direction == "forward" else both[::-1]
@@ -199,8 +162,8 @@ class LinkSpec:
         """Return the bits per second of a message that has the link and both lines alone; None is unlimited."""
         up, down = self.lines(direction)
         limits = [self.shape(direction).bandwidth]
-        limits += [up.up] if up is not None else []
-        limits += [down.down] if down is not None else []
+        limits += [up.bandwidth_of("up")] if up is not None else []
+        limits += [down.bandwidth_of("down")] if down is not None else []
         return min((one for one in limits if one is not None), default=None)
 
 

@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 from pydantic.json_schema import SkipJsonSchema
 
 from hetero_pp.config.audit import AuditSettings
-from hetero_pp.config.lines import EXCHANGE, LAUNCHER, LineSettings, LinkSettings, SiteSettings, check_kind, check_sites
+from hetero_pp.config.lines import EXCHANGE, LAUNCHER, LineSettings, LinkSettings, SiteSettings, check_kind, check_site
 from hetero_pp.config.predictions import PlanSettings, SimulateSettings, check_participants
 from hetero_pp.config.topology import (
     DEEPSPEED_OWNED,
@@ -26,7 +26,6 @@ from hetero_pp.config.topology import (
     ParticipantsReplica,
     ReplicaSettings,
     StagesSettings,
-    lines_of_members,
 )
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.settings import Duration, NotPartOf, Settings, WhomItConcerns
@@ -54,7 +53,15 @@ def check_lines(
             check_kind(stages.line, kinds, (*here, "stages", "line"))
         for stage, own in enumerate(stages if isinstance(stages, list) else []):
             check_kind(own.line, kinds, (*here, "stages", stage, "line"))
-    check_sites(sites, list(lines_of_members(replicas, exchange)), kinds)
+    members, elsewhere = [*(member for replica in replicas for member in replica.members), EXCHANGE], set[str]()
+    for name, site in sites.items():
+        key = ("sites", name)
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
+            raise ConfigError(key, f"found the site `{name}`, expected a name of letters, digits, `-` and `_`")
+        if name in members:
+            raise ConfigError(key, f"found `{name}`, which is a member's name, expected another name for the site")
+        check_kind(site.line, kinds, (*key, "line"))
+        check_site(site.members, members, elsewhere, key)
 
 
 def check_topology(replicas: Sequence[ReplicaSettings], kinds: Mapping[str, LinkSettings], shape: ModelShape) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from types import MappingProxyType
@@ -12,14 +12,20 @@ from types import MappingProxyType
 import torch
 
 from hetero_pp.config.changes import LAST, NO_CHANGES, REPLICAS, Changes
-from hetero_pp.config.lines import DIRECTIONS, LineSpec, LinkSpec, line_specs
-from hetero_pp.config.run_config import RunConfig
-from hetero_pp.config.topology import (
-    ParticipantsReplica,
-    ReplicaSettings,
-    lines_of_members,
-    link_specs,
+from hetero_pp.config.lines import (
+    DIRECTIONS,
+    EXCHANGE,
+    WAYS,
+    Line,
+    LinkSettings,
+    LinkShape,
+    LinkSpec,
+    exchange_link_name,
+    members_at,
+    stage_link_name,
 )
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.topology import ParticipantsReplica, ReplicaSettings
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.settings import NotPartOf, meaning
 from hetero_pp.data.batches import Share
@@ -107,6 +113,54 @@ def _members_of(replica: ReplicaSettings, index: int, shape: ModelShape) -> Iter
         yield MemberSpec(name, replica, index, own, tuple(_shapes_of(shape, own)))
 
 
+def _lines_of(config: RunConfig) -> Iterator[Line]:
+    """Yield every line of a run: those of sites first, then those of other members in the order of the run."""
+    kinds = {
+        member: replica.line_of(stage) if isinstance(replica, ParticipantsReplica) else replica.line
+        for replica in config.replicas
+        for stage, member in enumerate(replica.members)
+    } | {EXCHANGE: config.exchange.line}
+    at_sites = {name: members_at(site.members, list(kinds)) for name, site in config.sites.items()}
+    every: dict[str, tuple[str | None, tuple[str, ...]]] = {
+        name: (config.sites[name].line, members) for name, members in at_sites.items()
+    }
+    for member, own in kinds.items():
+        if not any(member in members for members in at_sites.values()):
+            every[member] = own, (member,)
+    for name, (kind, members) in every.items():
+        if kind is not None:
+            settings = config.lines[kind]
+            both = {way: settings.bandwidth_of(way) for way in WAYS}
+            yield Line.model_construct(name=name, kind=kind, members=members, **dict(settings) | both)
+
+
+def _links_of(config: RunConfig, lines: Iterable[Line]) -> Iterator[LinkSpec]:
+    """Yield every link of a run, with stage links first in each replica."""
+    line_of = {member: line for line in lines for member in line.members}
+
+    def link(name: str, source: str, target: str, kind: str | None) -> LinkSpec:
+        settings = LinkSettings() if kind is None else config.links[kind]
+        both = line_of.get(source), line_of.get(target)
+        passed = [None, None] if both[0] == both[1] else both
+        latency = sum(line.latency for line in passed if line is not None)
+        jitter = sum(line.jitter for line in passed if line is not None)
+        own = map(settings.shape, DIRECTIONS)
+        forward, backward = (LinkShape(one.bandwidth, one.latency + latency, one.jitter + jitter) for one in own)
+        return LinkSpec(name, source, target, forward, backward, *passed)
+
+    for replica in config.replicas:
+        if isinstance(replica, ParticipantsReplica):
+            for hop in range(replica.stage_count - 1):
+                kind = replica.link[hop] if isinstance(replica.link, list) else replica.link
+                yield link(stage_link_name(replica.name, hop), replica.members[hop], replica.members[hop + 1], kind)
+        for stage, member in enumerate(replica.members):
+            kind = replica.uplink
+            if isinstance(replica, ParticipantsReplica):
+                own = replica.stage_settings(stage)
+                kind = own.uplink if own is not None and own.uplink is not None else kind
+            yield link(exchange_link_name(member), member, EXCHANGE, kind)
+
+
 class RunSpec:
     """Configuration and everything that follows from it alone, the same in every process."""
 
@@ -121,12 +175,8 @@ class RunSpec:
         self.shape: ModelShape = config.model.resolve(vocabulary)
         self.total_steps = None if config.inner.steps is None else self.latest.outer.rounds * config.inner.steps
         """Inner steps of each replica; None if a round lasts a given time."""
-        own_lines = lines_of_members(config.replicas, config.exchange)
-        self.lines: dict[str, LineSpec] = {
-            line.name: line for line in line_specs(own_lines, config.sites, config.lines)
-        }
-        lines = {member: line for line in self.lines.values() for member in line.members}
-        self.links: dict[str, LinkSpec] = {link.name: link for link in link_specs(config.replicas, config.links, lines)}
+        self.lines: dict[str, Line] = {line.name: line for line in _lines_of(config)}
+        self.links: dict[str, LinkSpec] = {link.name: link for link in _links_of(config, self.lines.values())}
         self.members: dict[str, MemberSpec] = {
             member.name: member
             for index, replica in enumerate(config.replicas)

@@ -8,24 +8,13 @@ A *member* is one process of the run: `exchange`, a datacenter replica (`dc`), o
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from ipaddress import ip_address
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from hetero_pp.config.lines import (
-    DIRECTIONS,
-    EXCHANGE,
-    RELAYED,
-    LineSpec,
-    LinkSettings,
-    LinkShape,
-    LinkSpec,
-    exchange_link_name,
-    is_loopback,
-    stage_link_name,
-)
+from hetero_pp.config.lines import RELAYED, is_loopback
 from hetero_pp.core.settings import Duration, NotPartOf, Ratio, Settings
 from hetero_pp.model.part_settings import BoundarySettings, Precision
 
@@ -436,44 +425,3 @@ class ExchangeSettings(Settings):
         if is_loopback(self.listen) or int(port) == 0:
             return f"{host}:0"
         return f"{host}:{int(port) + (1 if int(port) < LAST_PORT else -1)}"
-
-
-# Links between the members of a run, and the lines that they pass.
-
-
-def link_specs(
-    replicas: Sequence[ReplicaSettings], kinds: Mapping[str, LinkSettings], lines: Mapping[str, LineSpec]
-) -> Iterator[LinkSpec]:
-    """Yield every link of the run, with stage links first in each replica. `lines` maps members to their lines."""
-
-    def spec(name: str, source: str, target: str, kind: str | None) -> LinkSpec:
-        settings = LinkSettings() if kind is None else kinds[kind]
-        both = lines.get(source), lines.get(target)
-        passed = [None, None] if both[0] == both[1] else both
-        latency = sum(line.latency for line in passed if line is not None)
-        jitter = sum(line.jitter for line in passed if line is not None)
-        own = map(settings.shape, DIRECTIONS)
-        forward, backward = (LinkShape(one.bandwidth, one.latency + latency, one.jitter + jitter) for one in own)
-        return LinkSpec(name, source, target, forward, backward, *passed)
-
-    for replica in replicas:
-        if isinstance(replica, ParticipantsReplica):
-            for hop in range(replica.stage_count - 1):
-                kind = replica.link[hop] if isinstance(replica.link, list) else replica.link
-                yield spec(stage_link_name(replica.name, hop), replica.members[hop], replica.members[hop + 1], kind)
-        for stage, member in enumerate(replica.members):
-            kind = replica.uplink
-            if isinstance(replica, ParticipantsReplica):
-                own = replica.stage_settings(stage)
-                kind = own.uplink if own is not None and own.uplink is not None else kind
-            yield spec(exchange_link_name(member), member, EXCHANGE, kind)
-
-
-def lines_of_members(replicas: Sequence[ReplicaSettings], exchange: ExchangeSettings) -> dict[str, str | None]:
-    """Return the kind of line that each member has, in the order of the run, the exchange last."""
-    found = {
-        member: replica.line_of(stage) if isinstance(replica, ParticipantsReplica) else replica.line
-        for replica in replicas
-        for stage, member in enumerate(replica.members)
-    }
-    return found | {EXCHANGE: exchange.line}

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from hetero_pp.core.errors import InvalidRequest, MalformedMessage
 from hetero_pp.link.protocol import FRAME_BYTES, MAX_MESSAGE_BYTES, PREFIX_BYTES, WIRE_DTYPES, Message
-from hetero_pp.messages.messages_pb2 import DType, LinkHeader
+from hetero_pp.messages.messages_pb2 import LinkHeader
 
 MAX_HEADER_BYTES = 256 << 10
 LINK_HEADER_BYTES_MAX = 16 << 10
@@ -68,12 +68,9 @@ def _in_pieces(header: Protobuf, buffers: Iterable[memoryview | bytes]) -> Itera
 
 def encode(message: Message) -> Iterator[Pieces]:
     """Return the frames of a sealed message, in pieces that are to be joined."""
-    return _in_pieces(message.header, (_bytes_of(tensor) for tensor in message.tensors))
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """Return a dense tensor's bytes, without a copy if it is on the CPU. Views uint8, because numpy has no bf16."""
-    return tensor.cpu().reshape(-1).view(torch.uint8).numpy().data
+    # Dense tensors, without a copy if they are on the CPU, and as uint8, because numpy has no bf16.
+    buffers = (tensor.cpu().reshape(-1).view(torch.uint8).numpy().data for tensor in message.tensors)
+    return _in_pieces(message.header, buffers)
 
 
 class _Payload:
@@ -252,7 +249,17 @@ class Decoder:
         """Return a message with memory for the tensors of this header, and that memory in the payload's order."""
         if len(header.tensors) > MAX_TENSORS:
             raise MalformedMessage(f"found {len(header.tensors)} tensors, expected at most {MAX_TENSORS}")
-        sizes = [_tensor_bytes(tensor.dtype, tensor.shape, self._max) for tensor in header.tensors]
+        sizes = []
+        for tensor in header.tensors:
+            shape = tuple(tensor.shape)
+            if tensor.dtype not in WIRE_DTYPES:
+                raise MalformedMessage(f"found a tensor of dtype {tensor.dtype}, expected one of {sorted(WIRE_DTYPES)}")
+            if len(shape) > MAX_DIMENSIONS:
+                raise MalformedMessage(f"found a tensor of {len(shape)} dimensions, expected at most {MAX_DIMENSIONS}")
+            width = WIRE_DTYPES[tensor.dtype].itemsize
+            if math.prod(max(size, 1) for size in shape) * width > self._max:
+                raise MalformedMessage(f"found a tensor of shape {shape}, expected at most {self._max} bytes")
+            sizes.append(math.prod(shape) * width)
         if sum(sizes) > most:
             raise MalformedMessage(f"found a payload of {sum(sizes)} bytes, expected at most {most}")
         aligned = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
@@ -264,16 +271,3 @@ class Decoder:
             tensors.append(buffer[start : start + size].view(WIRE_DTYPES[tensor.dtype]).view(tuple(tensor.shape)))
             start += step
         return ReceivedMessage(header, tuple(tensors), [buffer]), segments
-
-
-def _tensor_bytes(dtype: DType, shape: Iterable[int], max_bytes: int) -> int:
-    """Return the size of a tensor with this header. Raises MalformedMessage if torch could not create it."""
-    sizes = tuple(shape)
-    if dtype not in WIRE_DTYPES:
-        raise MalformedMessage(f"found a tensor of dtype {dtype}, expected one of {sorted(WIRE_DTYPES)}")
-    if len(sizes) > MAX_DIMENSIONS:
-        raise MalformedMessage(f"found a tensor of {len(sizes)} dimensions, expected at most {MAX_DIMENSIONS}")
-    width = WIRE_DTYPES[dtype].itemsize
-    if math.prod(max(size, 1) for size in sizes) * width > max_bytes:
-        raise MalformedMessage(f"found a tensor of shape {sizes}, expected at most {max_bytes} bytes")
-    return math.prod(sizes) * width

@@ -25,7 +25,7 @@ from typing import Generic, Protocol, TypeVar
 
 from filelock import FileLock
 
-from hetero_pp.config.lines import EXCHANGE, Direction, LineSpec, LinkShape, LinkSpec, Way
+from hetero_pp.config.lines import EXCHANGE, Direction, Line, LinkShape, LinkSpec, Way
 from hetero_pp.core.errors import LinkClosed, LinkTimeout
 from hetero_pp.link.protocol import PEER_CLOSED
 
@@ -82,19 +82,19 @@ def busy_seconds(shape: LinkShape, n_bytes: int) -> float:
 
 
 class Bucket:
-    """Times at which bytes have left a line with a fixed rate, for all threads that share it. Callers tell the time.
+    """Times at which bytes have left a line, for all threads that share it. Callers tell the time.
 
     Unlike a textbook token bucket, tokens are not saved while the line is idle, because the capacity of a real line is
     not. The credit only lets a late sender continue where it should have been, by at most `credit_bytes` and not before
     its data were ready. So a small message on an idle line takes its full serialisation time. A long transfer has
-    exactly the rate, however irregularly its thread is scheduled.
+    exactly the bandwidth, however irregularly its thread is scheduled.
     """
 
-    def __init__(self, rate: float, credit_bytes: int | None = None) -> None:
-        """`rate`: bits per second."""
-        self.rate = rate
+    def __init__(self, bandwidth: float, credit_bytes: int | None = None) -> None:
+        """`bandwidth`: bits per second."""
+        self.bandwidth = bandwidth
         bytes_ = CREDIT_BYTES if credit_bytes is None else credit_bytes
-        self._credit = max(bytes_ * 8 / rate, CREDIT_SECONDS if credit_bytes is None else 0.0)
+        self._credit = max(bytes_ * 8 / bandwidth, CREDIT_SECONDS if credit_bytes is None else 0.0)
         self._free_at = float("-inf")  # time at which all reserved bytes have left
         self._lock = threading.Lock()
 
@@ -102,13 +102,13 @@ class Bucket:
         """Return the time when the last bit of `n_bytes` has left; ready at `ready_at`, reserved at `now`."""
         with self._alone():
             start = max(self._free_at, ready_at, now - self._credit)
-            self._free_at = start + n_bytes * 8 / self.rate
+            self._free_at = start + n_bytes * 8 / self.bandwidth
             return self._free_at
 
     def overtake(self, now: float, n_bytes: int) -> float:
         """Return the same for `n_bytes` that are sent first, at once. Bytes in the queue leave later by that time."""
         with self._alone():
-            seconds = n_bytes * 8 / self.rate
+            seconds = n_bytes * 8 / self.bandwidth
             self._free_at = max(self._free_at, now) + seconds
             return now + seconds
 
@@ -122,8 +122,8 @@ class Bucket:
 class FileBucket(Bucket):
     """Bucket for the processes of one machine. A file stores the time when it is free; all use the machine's clock."""
 
-    def __init__(self, rate: float, path: Path) -> None:
-        super().__init__(rate)
+    def __init__(self, bandwidth: float, path: Path) -> None:
+        super().__init__(bandwidth)
         self._path = path
         self._processes = FileLock(f"{path}.lock", poll_interval=POLL_SECONDS)
 
@@ -136,7 +136,7 @@ class FileBucket(Bucket):
                 if len(content) == _FREE_AT.size:
                     [self._free_at] = _FREE_AT.unpack(content)
             yield
-            with suppress(OSError):  # the disk fails: for a while, only this process keeps to the rate
+            with suppress(OSError):  # the disk fails: for a while, only this process keeps to the bandwidth
                 self._path.write_bytes(_FREE_AT.pack(self._free_at))
 
 
@@ -182,7 +182,7 @@ class Stream:
             else:
                 portion, left = self.turn(now, left, to_go)
             if began is None:
-                began = left - portion * 8 / min(bucket.rate for bucket in self._buckets)
+                began = left - portion * 8 / min(bucket.bandwidth for bucket in self._buckets)
             to_go -= portion
             wait_until(left, self._clock)
         return ready_at if began is None else began, left
@@ -191,12 +191,12 @@ class Stream:
         """Return how many of `to_go` bytes leave next, and when they have left. Reserves quanta that are used up."""
         for index, bucket in enumerate(self._buckets):
             if self._granted[index] == 0:
-                quantum = min(max(1, int(bucket.rate * TURN_SECONDS / 8)), to_go)
+                quantum = min(max(1, int(bucket.bandwidth * TURN_SECONDS / 8)), to_go)
                 self._granted[index], self._until[index] = quantum, bucket.reserve(now, ready_at, quantum)
         portion = min(self._granted)
         self._granted = [granted - portion for granted in self._granted]
         shares = zip(self._buckets, self._granted, self._until, strict=True)
-        return portion, max(until - granted * 8 / bucket.rate for bucket, granted, until in shares)
+        return portion, max(until - granted * 8 / bucket.bandwidth for bucket, granted, until in shares)
 
 
 class Arrivals:
@@ -315,11 +315,24 @@ class StreamQueue(Generic[T]):
 
     def __init__(self, stream: Stream, arrives: Callable[[float, float, int], float] | None, clock: Clock) -> None:
         """`arrives` gives the time at which bytes (began, left, n bytes) may come out; None: as soon as they left."""
-        self._stream, self._arrives, self._clock = stream, arrives, clock
+        self._clock = clock
         self._waiting: ShapedQueue[tuple[T, Sequence[int], float]] = ShapedQueue(LinkShape())
         self._left: ShapedQueue[T] = ShapedQueue(LinkShape(), clock=clock)
         self.get, self.poll = self._left.get, self._left.poll
-        threading.Thread(target=self._run, name="stream", daemon=True).start()
+
+        def run() -> None:
+            try:
+                while True:
+                    item, frames, ready = self._waiting.get()
+                    due = None
+                    for n_bytes in frames:
+                        began, ready = stream.leave(n_bytes, ready)
+                        due = None if arrives is None else arrives(began, ready, n_bytes)
+                    self._left.put_due([item], due)
+            except LinkClosed as closed:
+                self._left.close(str(closed))
+
+        threading.Thread(target=run, name="stream", daemon=True).start()
 
     def put(self, item: T, frames: Sequence[int] = (0,)) -> None:
         self._waiting.put((item, frames, self._clock.now()))
@@ -330,18 +343,6 @@ class StreamQueue(Generic[T]):
     def abort(self, cause: str) -> None:
         self._waiting.abort(cause)
         self._left.abort(cause)
-
-    def _run(self) -> None:
-        try:
-            while True:
-                item, frames, ready = self._waiting.get()
-                due = None
-                for n_bytes in frames:
-                    began, ready = self._stream.leave(n_bytes, ready)
-                    due = None if self._arrives is None else self._arrives(began, ready, n_bytes)
-                self._left.put_due([item], due)
-        except LinkClosed as closed:
-            self._left.close(str(closed))
 
 
 class Lines:
@@ -377,21 +378,22 @@ class Lines:
     def arriving(self, link: LinkSpec, direction: Direction, seed: int) -> Arrivals:
         """Return the arrival times of one direction."""
         (up, down), shape = link.lines(direction), link.shape(direction)
-        rates = [rate for rate in (shape.bandwidth, None if up is None else up.up) if rate is not None]
+        both = shape.bandwidth, None if up is None else up.bandwidth_of("up")
+        limits = [bandwidth for bandwidth in both if bandwidth is not None]
         name = f"{seed}/{link.name}/{direction}"
-        return Arrivals(self._bucket(down, "down"), shape, min(rates, default=None), name, self.clock)
+        return Arrivals(self._bucket(down, "down"), shape, min(limits, default=None), name, self.clock)
 
-    def _bucket(self, line: LineSpec | None, way: Way) -> Bucket | None:
-        if line is None or (rate := line.bandwidth(way)) is None:
+    def _bucket(self, line: Line | None, way: Way) -> Bucket | None:
+        if line is None or (bandwidth := line.bandwidth_of(way)) is None:
             return None
         with self._lock:
             if (line.name, way) not in self._buckets:
                 is_shared = len(line.members) > 1 or EXCHANGE in line.members  # every member uses this line
                 if self._shared is None or not is_shared:
-                    self._buckets[line.name, way] = Bucket(rate)
+                    self._buckets[line.name, way] = Bucket(bandwidth)
                 else:
                     self._shared.mkdir(parents=True, exist_ok=True)
-                    self._buckets[line.name, way] = FileBucket(rate, self._shared / f"{line.name}-{way}")
+                    self._buckets[line.name, way] = FileBucket(bandwidth, self._shared / f"{line.name}-{way}")
             return self._buckets[line.name, way]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -83,40 +83,32 @@ class Callers:
         Raises WrongToken for a caller without credentials, Refused for one whose slot the run no longer has.
         """
         told = {key: value for key, value in context.invocation_metadata() if isinstance(value, str)}
-        found, incarnation = self._shown(context, told), told.get(_INCARNATION, "")
+        if self._encrypted:
+            found = shown_by(context)
+            if found is None:
+                raise WrongToken(_STRANGER)
+        else:
+            name = told.get(_NAME, "")
+            if not self._secret.is_of(name, told.get(_TOKEN, "")):
+                raise WrongToken(_STRANGER)
+            found = Shown(name, holder=0)
         ticket, is_validator = ticket_of(found.name), is_validators(found.name)
         if ticket is None and not is_validator and found.name not in self._members:
             if found.holder:
                 raise Refused(f"{found.name} is no longer a slot of this run")
             raise WrongToken(_STRANGER)
-        number = (
-            int(incarnation)
-            if incarnation.isdecimal() and incarnation.isascii() and len(incarnation) <= _MOST_DIGITS
-            else None
-        )
-        members, is_member = self._members.get(found.name, frozenset()), found.name in self._roster.members
+        text = told.get(_INCARNATION, "")
+        is_number = text.isdecimal() and text.isascii() and len(text) <= _MOST_DIGITS
         return RemoteCaller(
             found.name,
-            number,
+            int(text) if is_number else None,
             found.holder,
-            members=members,
-            is_member=is_member,
+            members=self._members.get(found.name, frozenset()),
+            is_member=found.name in self._roster.members,
             is_validator=is_validator,
             run=told.get(_RUN),
             ticket=ticket,
         )
-
-    def _shown(self, context: grpc.ServicerContext, told: Mapping[str, str]) -> Shown:
-        """Return what a caller proves to be. Raises WrongToken if it proves nothing."""
-        if self._encrypted:
-            found = shown_by(context)
-            if found is None:
-                raise WrongToken(_STRANGER)
-            return found
-        name = told.get(_NAME, "")
-        if not self._secret.is_of(name, told.get(_TOKEN, "")):
-            raise WrongToken(_STRANGER)
-        return Shown(name, holder=0)
 
 
 def shown_certificate(context: grpc.ServicerContext) -> bytes:
@@ -200,34 +192,19 @@ CALLS: Mapping[str, Whose] = {
 }
 
 
-def _own_replica(report: Report, member: str, roster: Roster) -> bool:
-    own = report.inner_step if report.HasField("inner_step") else report.evaluation
-    return own.replica == roster.members[member]
-
-
-def _own_link(report: Report, member: str, roster: Roster) -> bool:
-    use = report.link_use
-    return roster.counts.get((use.link, use.direction)) == member
-
-
-def _anything(report: Report, member: str, roster: Roster) -> bool:
-    return True
-
-
-REPORTS: Mapping[str, Callable[[Report, str, Roster], bool]] = {
-    "inner_step": _own_replica,
-    "evaluation": _own_replica,
-    "link_use": _own_link,
-    "member_round": _anything,
-    "state_saving": _anything,
-    "computes": _anything,
-    "measured_line": _anything,
-    "activity": _anything,
-    "failure": _anything,
-    "refusal": _anything,
-    "finished": _anything,
-}
-"""Events that a member may report, and the check that they are its own. All others come from the exchange only."""
+_OF_A_REPLICA = ("inner_step", "evaluation")
+_OF_A_MEMBER = (
+    "member_round",
+    "state_saving",
+    "computes",
+    "measured_line",
+    "activity",
+    "failure",
+    "refusal",
+    "finished",
+)
+REPORTS = frozenset({*_OF_A_REPLICA, "link_use", *_OF_A_MEMBER})
+"""Events that a member may report, if they are its own. All others come from the exchange only."""
 
 
 def require_call(call: str, caller: RemoteCaller) -> None:
@@ -253,7 +230,10 @@ def require_process(caller: RemoteCaller, member: str) -> None:
 
 def require_report(report: Report, member: str, roster: Roster) -> None:
     """Raise Forbidden for an event that the member may not report."""
-    event = report.WhichOneof("event")
-    is_own = REPORTS.get(event or "")
-    if is_own is None or not is_own(report, member, roster):
+    event, is_own = report.WhichOneof("event") or "", True
+    if event in _OF_A_REPLICA:
+        is_own = getattr(report, event).replica == roster.members[member]
+    elif event == "link_use":
+        is_own = roster.counts.get((report.link_use.link, report.link_use.direction)) == member
+    if event not in REPORTS or not is_own:
         raise Forbidden(f"{member} may not report {event or 'nothing'}")

@@ -180,20 +180,37 @@ def require_trust(address: str, identity: Identity | None, route: Route = DIRECT
         if time.time() < own.since:
             why = f"is valid from {_moment(own.since)}: {join_again}, which shows {_moment(time.time())}"
             raise Refused(f"the certificate of this host {why}")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+
+    def certificate_of(context: ssl.SSLContext) -> bytes:
+        """Return the certificate of the server, which is only known if a context does not verify it."""
+        context.check_hostname = False  # names are of the run, not of hosts
+        context.set_alpn_protocols(["h2"])
+        with route.connect(address, _SECONDS) as connection, context.wrap_socket(connection) as wrapped:
+            return wrapped.getpeercert(binary_form=True) or b""
+
+    unverified, verified = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    unverified.check_hostname, unverified.verify_mode = False, ssl.CERT_NONE
+    if identity is not None:
+        verified.load_verify_locations(cadata=identity.authority)
+    context = unverified if identity is None else verified
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False  # names are of the run, not of hosts
-    context.set_alpn_protocols(["h2"])
-    if identity is None:
-        context.verify_mode = ssl.CERT_NONE
-    else:
-        context.load_verify_locations(cadata=identity.authority)
     try:
-        with route.connect(address, _SECONDS) as connection, context.wrap_socket(connection):
-            pass
+        certificate_of(context)
     except ssl.SSLCertVerificationError:
         assert identity is not None  # else nothing is verified
-        raise _of_another_run(address, identity, route) from None
+        try:  # whether the certificate there, with any signature, names an exchange
+            pem = ssl.DER_cert_to_PEM_cert(certificate_of(unverified)).encode()
+            is_exchange = read_certificate(pem).name == EXCHANGE
+        except (OSError, ValueError):  # ssl.SSLError is an OSError
+            is_exchange = False
+        if not is_exchange:
+            why = "another program answers at this address, or an exchange of another version"
+            raise Refused(f"{address}: {why}") from None
+        if ticket_of(identity.shown.name) is not None:
+            raise new_run(address, "ticket", "ask for a new ticket") from None
+        if identity.shown.holder:
+            raise new_run(address, "certificate", "ask for a new ticket") from None
+        raise WrongToken(f"the exchange at {address} was started with another token") from None
     except ssl.SSLError:
         if identity is not None:
             raise Refused(f"{address} does not use TLS, but this host does: {_SAME}") from None
@@ -207,26 +224,6 @@ def require_trust(address: str, identity: Identity | None, route: Route = DIRECT
 def new_run(address: str, yours: str, instead: str) -> NewRun:
     """Return the error after a new run has begun. `yours`: what this process shows; `instead`: what to do."""
     return NewRun(f"a new run has started at {address}; your {yours} belongs to the previous run; {instead}")
-
-
-def _of_another_run(address: str, identity: Identity, route: Route) -> Refused:
-    """Return the error for a certificate that the authority of this process's run did not sign."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    context.set_alpn_protocols(["h2"])
-    try:  # whether the certificate there, with any signature, names an exchange
-        with route.connect(address, _SECONDS) as connection, context.wrap_socket(connection) as wrapped:
-            shown = wrapped.getpeercert(binary_form=True) or b""
-        is_exchange = read_certificate(ssl.DER_cert_to_PEM_cert(shown).encode()).name == EXCHANGE
-    except (OSError, ValueError):  # ssl.SSLError is an OSError
-        is_exchange = False
-    if not is_exchange:
-        return Refused(f"{address}: another program answers at this address, or an exchange of another version")
-    if ticket_of(identity.shown.name) is not None:
-        return new_run(address, "ticket", "ask for a new ticket")
-    if identity.shown.holder:
-        return new_run(address, "certificate", "ask for a new ticket")
-    return WrongToken(f"the exchange at {address} was started with another token")
 
 
 def _moment(seconds: float) -> str:
@@ -255,27 +252,21 @@ class Reach:
             known = self._found.get(member)
         if not is_new and known is not None and known[0] == address:
             return known[1]
-        numeric = _of(address, peer)
-        if numeric is None:
+        # The numeric address, if it is on the machine that calls from `ipv4:HOST:PORT` or `ipv6:[HOST]:PORT`.
+        host, _, port = address.rpartition(":")
+        family, _, caller = peer.partition(":")
+        if family not in ("ipv4", "ipv6") or not port.isdecimal():
             return None
+        own = numeric_address(unquote(caller).rpartition(":")[0].strip("[]"))
+        try:
+            found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError, OverflowError):
+            return None
+        if own is None or own not in {numeric_address(str(one[4][0])) for one in found}:
+            return None
+        numeric = f"[{own}]:{port}" if own.version == 6 else f"{own}:{port}"
         with closing(make_channel(numeric, self._identity, member, DIRECT)) as channel:
             answers = is_reached(channel, DIAL_SECONDS)
         with self._lock:
             self._found[member] = address, answers
         return answers
-
-
-def _of(address: str, peer: str) -> str | None:
-    """Return a numeric HOST:PORT, if it is on the machine that calls from `ipv4:HOST:PORT` or `ipv6:[HOST]:PORT`."""
-    host, _, port = address.rpartition(":")
-    family, _, caller = peer.partition(":")
-    if family not in ("ipv4", "ipv6") or not port.isdecimal():
-        return None
-    own = numeric_address(unquote(caller).rpartition(":")[0].strip("[]"))
-    try:
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError, OverflowError):
-        return None
-    if own is None or own not in {numeric_address(str(one[4][0])) for one in found}:
-        return None
-    return f"[{own}]:{port}" if own.version == 6 else f"{own}:{port}"

@@ -132,13 +132,28 @@ class NetworkConnections:
         listen: str = "",
     ) -> None:
         """`listen`: address for the neighbouring stages, instead of the configured one."""
-        self.lines, self._faults, self._listen = lines, faults, listen
+        self.lines, self._listen = lines, listen
         stores, timeout = spec.config.store.origins(), spec.config.exchange.timeout
         self.exchange = ExchangeClient(address, credentials, timeout=timeout, stores=stores)
-        self._spec, self._member, self._credentials = spec, member, credentials
+        self._member = member
         self._signer = None if credentials.identity is None else IdentitySigner(credentials.identity)
-        self._refusals = Refusals(self._report_refusal)
-        self._before, self._after = self._neighbours(address)
+
+        def report(refusal: Refusal) -> None:
+            """Report a refusal of a neighbour, so that the run counts it."""
+            with suppress(HeteroPPError):  # a refused neighbour is no reason to fail
+                self.exchange.report([Report(member=member.name, refusal=refusal)])
+
+        self._refusals = Refusals(report)
+
+        def neighbour(index: int) -> StageLink:
+            link = spec.links[stage_link_name(member.replica.name, index)]
+            own, seed, refused = credentials.of_link(link.name), spec.config.seed, self._refusals.add
+            side = LinkSide(link, own, member.name, seed, lines, CUT_OFF_SECONDS, on_refusal=refused)
+            return StageLink(side, exchange=address, faults=faults)
+
+        stage = member.stage
+        self._before = None if stage is None or stage.is_first else neighbour(stage.index - 1)
+        self._after = None if stage is None or stage.is_last else neighbour(stage.index)
         self._local: LocalAddress | None = None
         self._ends = LinkEnds()
 
@@ -207,27 +222,8 @@ class NetworkConnections:
         for neighbour in self._both:
             neighbour.give_up(before, cause)
 
-    def _neighbours(self, exchange: str) -> tuple[StageLink | None, StageLink | None]:
-        replica, stage = self._member.replica, self._member.stage
-        if stage is None:
-            return None, None
-
-        def neighbour(index: int) -> StageLink:
-            link = self._spec.links[stage_link_name(replica.name, index)]
-            own, seed, refused = self._credentials.of_link(link.name), self._spec.config.seed, self._refusals.add
-            side = LinkSide(link, own, self._member.name, seed, self.lines, CUT_OFF_SECONDS, on_refusal=refused)
-            return StageLink(side, exchange=exchange, faults=self._faults)
-
-        before = None if stage.is_first else neighbour(stage.index - 1)
-        return before, None if stage.is_last else neighbour(stage.index)
-
     def report_failure(self, cause: str, is_consequence: bool = False) -> None:
         """Report the cause, before the end of the connection tells only that this member is gone."""
         failure = Failure(cause=cause, consequence=is_consequence)
         with suppress(HeteroPPError):  # if the exchange is gone too, the launcher sees the exit code
             self.exchange.report([Report(member=self._member.name, failure=failure)])
-
-    def _report_refusal(self, refusal: Refusal) -> None:
-        """Report a refusal of a neighbour, so that the run counts it."""
-        with suppress(HeteroPPError):  # a refused neighbour is no reason to fail
-            self.exchange.report([Report(member=self._member.name, refusal=refusal)])

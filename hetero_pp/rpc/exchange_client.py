@@ -171,9 +171,17 @@ class ExchangeClient(ExchangeService):
                 self.stay()
                 return joined
             case pb.ReportRequest():
-                for part in _parts(request):
-                    self._ask(part)
-                return pb.Nothing()
+                # In parts that the exchange takes, with texts as long as it takes them.
+                part, size = pb.ReportRequest(), 0
+                for report in request.reports:
+                    make_plain(report)
+                    own = report.ByteSize() + _ENTRY_BYTES
+                    if part.reports and size + own > REPORTS_BYTES_MAX:
+                        self._ask(part)
+                        part, size = pb.ReportRequest(), 0
+                    part.reports.append(report)
+                    size += own
+                return self._ask(part)
             case pb.BrokenRequest() | pb.DiedRequest():
                 make_plain(request)
             case pb.AgreeRequest():
@@ -332,7 +340,13 @@ class ExchangeClient(ExchangeService):
         if self._has_reached(control, min(_AT_ONCE, seconds)):
             return
         while waited < seconds and not self._closed.is_set():
-            before, refused = refused, self._refusal()
+            before, refused, identity = refused, None, self._credentials.identity
+            try:  # find out why no connection is possible, if one attempt shows it
+                require_trust(self.address, None if identity is None else identity.latest, self._wires.route)
+            except WrongToken as error:
+                refused = self._new_run() if self._was_trusted else error
+            except Refused as error:
+                refused = error
             if refused is not None and not self._was_trusted:
                 raise refused
             if refused is not None and str(refused) != str(before):
@@ -349,17 +363,6 @@ class ExchangeClient(ExchangeService):
     def _has_reached(self, control: grpc.Channel, seconds: float) -> bool:
         self._was_trusted |= (reached := is_reached(control, seconds))
         return reached
-
-    def _refusal(self) -> Refused | None:
-        """Return why no connection to the exchange is possible, if one attempt shows it."""
-        identity = self._credentials.identity
-        try:
-            require_trust(self.address, None if identity is None else identity.latest, self._wires.route)
-        except WrongToken as error:
-            return self._new_run() if self._was_trusted else error
-        except Refused as error:
-            return error
-        return None
 
     def _new_run(self) -> Refused:
         return new_run(self.address, "token", "copy the new token to this host")
@@ -437,17 +440,3 @@ class ExchangeClient(ExchangeService):
             return ERROR_OF_CODE[code](details)
         cause = f"({code.name.lower()}: {details}){self._wires.route.note}"
         return ExchangeLost(f"the exchange at {self.address} does not answer {cause}")
-
-
-def _parts(request: pb.ReportRequest) -> Iterator[pb.ReportRequest]:
-    """Yield the reports of a request in parts that the exchange takes, with texts as long as it takes them."""
-    part, size = pb.ReportRequest(), 0
-    for report in request.reports:
-        make_plain(report)
-        own = report.ByteSize() + _ENTRY_BYTES
-        if part.reports and size + own > REPORTS_BYTES_MAX:
-            yield part
-            part, size = pb.ReportRequest(), 0
-        part.reports.append(report)
-        size += own
-    yield part

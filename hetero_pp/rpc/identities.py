@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
@@ -53,7 +53,7 @@ _CURVE = ec.SECP256R1()
 _ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
 """Order of the curve's group: FIPS 186-4, D.1.2.3."""
 _SEED_BYTES = 48  # more bytes than the order has, so that all keys are equally likely (FIPS 186-4, B.4.1)
-_AUTHORITY = "the run's authority"
+_AUTHORITY = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "the run's authority")])
 _FIRST, _LAST = datetime(2020, 1, 1, tzinfo=UTC), datetime(2120, 1, 1, tzinfo=UTC)
 
 
@@ -102,7 +102,7 @@ class Authority:
         seed = HKDF(SHA256(), _SEED_BYTES, None, b"hetero-pp: the authority of a run").derive(secret.encode())
         self._key = ec.derive_private_key(int.from_bytes(seed, "big") % (_ORDER - 1) + 1, _CURVE)
         key = self._key.public_key()
-        own = _certificate(_issuer(), key, _FIRST, _LAST)
+        own = _certificate(_AUTHORITY, key, _FIRST, _LAST)
         own = own.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         own = own.add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
         self.certificate = own.sign(self._key, SHA256()).public_bytes(Encoding.PEM).decode()
@@ -200,13 +200,8 @@ def read_certificate(pem: bytes) -> Shown:
 def _certificate(
     subject: x509.Name, key: ec.EllipticCurvePublicKey, since: datetime, until: datetime
 ) -> x509.CertificateBuilder:
-    return x509.CertificateBuilder(
-        _issuer(), subject, key, x509.random_serial_number(), since.replace(microsecond=0), until
-    )
-
-
-def _issuer() -> x509.Name:
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, _AUTHORITY)])
+    since = since.replace(microsecond=0)
+    return x509.CertificateBuilder(_AUTHORITY, subject, key, x509.random_serial_number(), since, until)
 
 
 class IdentitySigner:
@@ -369,42 +364,33 @@ class Ticket:
     @classmethod
     def from_text(cls, text: str) -> Ticket:
         """Parse a ticket as it was pasted. Raises Refused for a text that is no ticket, or not whole."""
-        found = list(bodies(text))
-        if not found:
-            shown = f"{text[:12]!r}{'...' if len(text) > 12 else ''}"
-            raise Refused(
-                f"found {shown}, expected a ticket, which begins with {PREFIX}; "
-                "to read it from a file: hetero-pp join - < FILE"
-            )
-        for body in found:
+        candidates = list(bodies(text))
+        if not candidates:
+            begin = f"{text[:12]!r}{'...' if len(text) > 12 else ''}"
+            expected = f"expected a ticket, which begins with {PREFIX}; to read it from a file"
+            raise Refused(f"found {begin}, {expected}: hetero-pp join - < FILE")
+        for body in candidates:
             try:
                 data = base64.b64decode(body + "=" * (-len(body) % 4), b"-_", validate=True)
                 check, data = data[:_CHECK_BYTES], data[_CHECK_BYTES:]
                 if hashlib.sha256(data).digest()[:_CHECK_BYTES] != check:
                     raise ValueError
-                ticket = cls._of(parse_json(zlib.decompressobj().decompress(data, MOST_CHARACTERS)))
+                content = parse_json(zlib.decompressobj().decompress(data, MOST_CHARACTERS))
+                run, address, shown = content["run"], content["address"], content["identity"]
+                # The identity can name no file of the host that reads it.
+                pem = [shown[key] for key in ("certificate", "key", "authority")]
+                if not all(isinstance(text, str) for text in (run, address, *pem)):
+                    raise TypeError
+                host, _, port = address.rpartition(":")
+                if not host or not port.isdigit() or int(port) > MOST_PORT or host in _SCHEMES or "/" in host:
+                    raise ValueError
+                told = str(content["good_for"]), str(content["store"]), content["rehearsal"] is True
+                ticket = cls(run, address, Identity(*pem), *told)
                 ticket.id  # noqa: B018 (its certificate can be read)
             except (ValueError, KeyError, TypeError, zlib.error, binascii.Error):
                 continue
             return ticket
         raise Refused("the ticket is incomplete: copy all of it, as one line")
-
-    @classmethod
-    def _of(cls, found: Any) -> Ticket:
-        """Parse a ticket's JSON. The identity can name no file of the host that reads it.
-
-        Raises ValueError, KeyError or TypeError for JSON that is no ticket.
-        """
-        identity = found["identity"]
-        texts = [found["run"], found["address"], *(identity[key] for key in ("certificate", "key", "authority"))]
-        if not all(isinstance(text, str) for text in texts):
-            raise TypeError
-        run, address, *pem = texts
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdigit() or int(port) > MOST_PORT or host in _SCHEMES or "/" in host:
-            raise ValueError
-        told = str(found["good_for"]), str(found["store"]), found["rehearsal"] is True
-        return cls(run, address, Identity(*pem), *told)
 
     @property
     def id(self) -> str:

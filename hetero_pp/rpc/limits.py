@@ -235,12 +235,24 @@ class StreamWatch:
 
     def watched(self, frames: Iterable[bytes], context: grpc.ServicerContext) -> Generator[bytes, None, None]:
         """Yield the same frames, and cancel their call if none is taken, or none comes, for too long."""
+
+        def watch() -> None:
+            while True:
+                time.sleep(self._seconds / _LOOKS)
+                with self._lock:
+                    if not self._streams:
+                        self._is_watching = False
+                        return
+                    late = [one for one in self._streams if time.monotonic() - one.moved >= self._seconds]
+                for one in late:
+                    one.context.cancel()
+
         stream = _OpenStream(context, time.monotonic())
         with self._lock:
             self._streams.add(stream)
             if not self._is_watching:
                 self._is_watching = True
-                threading.Thread(target=self._watch, name="stalled streams", daemon=True).start()
+                threading.Thread(target=watch, name="stalled streams", daemon=True).start()
         try:
             for frame in frames:
                 stream.moved = time.monotonic()
@@ -249,17 +261,6 @@ class StreamWatch:
         finally:
             with self._lock:
                 self._streams.discard(stream)
-
-    def _watch(self) -> None:
-        while True:
-            time.sleep(self._seconds / _LOOKS)
-            with self._lock:
-                if not self._streams:
-                    self._is_watching = False
-                    return
-                late = [one for one in self._streams if time.monotonic() - one.moved >= self._seconds]
-            for one in late:
-                one.context.cancel()
 
 
 STATES_MAX = 16

@@ -139,15 +139,12 @@ class LinkSide:
         return None
 
 
-def first_frame(frames: Iterator[bytes], timeout: float, cancel: Callable[[], object]) -> bytes:
-    """Return the first frame of a stream. If it does not come in time, cancel the stream, which raises RpcError."""
-    timer = threading.Timer(timeout, cancel)
+def after(seconds: float, call: Callable[[], object]) -> threading.Timer:
+    """Call something after some seconds, unless the timer is cancelled; the process need not wait for it."""
+    timer = threading.Timer(seconds, call)
     timer.daemon = True
     timer.start()
-    try:
-        return next(frames, b"")
-    finally:
-        timer.cancel()
+    return timer
 
 
 class FramePart(NamedTuple):
@@ -203,13 +200,7 @@ class LinkStream:
         """Drop what is queued and end the stream; cancel it if it is not over after `grace` seconds."""
         self._outgoing.abort(cause)
         if grace is not None:
-            self.hang_up_after(grace)
-
-    def hang_up_after(self, grace: float) -> None:
-        """Cancel the stream if it is not over by then."""
-        timer = threading.Timer(grace, self.hang_up)
-        timer.daemon = True
-        timer.start()
+            after(grace, self.hang_up)
 
 
 class GrpcLinkEnd:
@@ -363,21 +354,20 @@ class GrpcLinkEnd:
                 self._stream = None
                 if self._has_ended and self._peer_closed and not self._outbox:
                     self.lost(PEER_CLOSED)
-                    stream.hang_up_after(STOP_SECONDS)  # not stopped: the last acknowledgement still has to leave
+                    after(STOP_SECONDS, stream.hang_up)  # not stopped: the last acknowledgement still has to leave
                     return
-                if self._side.patience > 0:
-                    self._timer = threading.Timer(self._side.patience, self._give_up, [cause])
-                    self._timer.daemon = True
-                    self._timer.start()
+                if (patience := self._side.patience) > 0:
+
+                    def give_up() -> None:
+                        with self._changed:
+                            if self._stream is None:
+                                self.lost(f"{cause}, for {patience:g} s")
+
+                    self._timer = after(patience, give_up)
                 else:
                     self.lost(PEER_CLOSED if self._peer_closed else cause)
             self._changed.notify_all()
         stream.stop(cause, STOP_SECONDS)
-
-    def _give_up(self, cause: str) -> None:
-        with self._changed:
-            if self._stream is None:
-                self.lost(f"{cause}, for {self._side.patience:g} s")
 
     def lost(self, cause: str) -> None:
         """End the link; what the peer sent before it closed can still be received."""

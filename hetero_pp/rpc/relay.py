@@ -121,28 +121,23 @@ def pass_on(source: socket.socket, target: socket.socket, check: Check) -> None:
     """
     room = memoryview(bytearray(ROOM_BYTES))
     with suppress(OSError):
-        while count := _received(source, room, check):
-            _send(target, room[:count], check)
+        while True:
+            try:
+                count = source.recv_into(room)
+            except TimeoutError:
+                check(0)
+                continue
+            if count == 0:
+                break
+            rest = room[:count]
+            while rest:  # unlike `sendall`, it may be interrupted by a timeout any number of times
+                try:
+                    rest = rest[target.send(rest) :]
+                except TimeoutError:
+                    check(0)
             check(count)
     with suppress(OSError):
         target.shutdown(socket.SHUT_WR)
-
-
-def _received(source: socket.socket, room: memoryview, check: Check) -> int:
-    while True:
-        try:
-            return source.recv_into(room)
-        except TimeoutError:
-            check(0)
-
-
-def _send(target: socket.socket, rest: memoryview, check: Check) -> None:
-    """Send all. Unlike `sendall`, it may be interrupted by a timeout any number of times."""
-    while rest:
-        try:
-            rest = rest[target.send(rest) :]
-        except TimeoutError:
-            check(0)
 
 
 def pass_on_both_ways(here: socket.socket, there: socket.socket) -> None:
@@ -334,9 +329,14 @@ class Relay:
 
         Raises AskAgain if the other end does not come, and Refused once the caller is no longer admitted.
         """
-        sender, dials = self._sender(request.link, context)
+        # Here the stage before is the one that dials; the relay works alike for both.
+        caller = self._callers.of(context).name
+        dialler, listener = (self._counts.get((request.link, direction)) for direction in ("forward", "backward"))
+        if dialler == listener or caller not in (dialler, listener):
+            raise Forbidden(f"{caller} is not an end of the requested link")
+        dials = caller == dialler
         budget = self._budgets[request.link, "forward" if dials else "backward"]
-        end = _End(request.link, sender, budget, self._changed)
+        end = _End(request.link, caller, budget, self._changed)
         try:
             if not context.add_callback(end.close):
                 return
@@ -349,19 +349,19 @@ class Relay:
                 end.has_ended = True
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: peer.has_ended or end.is_closed, _LAST_BYTES_SECONDS)
-        finally:
-            self._leave(end)
-
-    def _sender(self, link: str, context: grpc.ServicerContext) -> tuple[str, bool]:
-        """Return the caller, and whether it is the end of the link that dials.
-
-        Here the stage before is the one that dials; the relay works alike for both.
-        """
-        caller = self._callers.of(context).name
-        dialler, listener = (self._counts.get((link, direction)) for direction in ("forward", "backward"))
-        if dialler == listener or caller not in (dialler, listener):
-            raise Forbidden(f"{caller} is not an end of the requested link")
-        return caller, caller == dialler
+        finally:  # the last call to leave closes the connections, when no thread uses them any more
+            with self._changed:
+                end.has_ended = end.has_left = True
+                both = [one for one in (end, end.peer) if one is not None]
+                for one in both:
+                    one.close()
+                if end in self._waiting[end.link]:
+                    self._waiting[end.link].remove(end)
+                if self._in_use.get(end.link) is end:
+                    del self._in_use[end.link]
+                if all(one.has_left for one in both):
+                    for one in both:
+                        one.discard()
 
     def _be_found(self, end: _End) -> _End:
         """Wait for the end that dials, and return it."""
@@ -426,21 +426,6 @@ class Relay:
                 if self._changed.wait_for(lambda: end.is_closed, _POLL_SECONDS):
                     return
                 may_send = end.budget.carry(0, trains)
-
-    def _leave(self, end: _End) -> None:
-        """End a connection for both ends. The last call to leave closes it, when no thread uses it any more."""
-        with self._changed:
-            end.has_ended = end.has_left = True
-            both = [one for one in (end, end.peer) if one is not None]
-            for one in both:
-                one.close()
-            if end in self._waiting[end.link]:
-                self._waiting[end.link].remove(end)
-            if self._in_use.get(end.link) is end:
-                del self._in_use[end.link]
-            if all(one.has_left for one in both):
-                for one in both:
-                    one.discard()
 
 
 class _End:

@@ -79,35 +79,26 @@ class Relayed:
 
     def _relay(self, call: Carrying, place: RelayPlace, connection: socket.socket) -> None:
         """Relay a connection of this machine until one side or the call ends, and close it."""
-        try:
-            with connection, self._dial_relay(place) as relay:
-                for one in (connection, relay):
-                    if not call.add_callback(partial(cut, one)):
-                        return
-                pass_on_both_ways(connection, relay)
-        except OSError:
-            pass
-        finally:
-            call.cancel()
-
-    def _dial_relay(self, place: RelayPlace) -> socket.socket:
-        """Return a connection to the relay's port, after its key was sent. Raises OSError."""
         host = host_and_port(self._exchange)[0]
         address = f"[{host}]:{place.port}" if ":" in host else f"{host}:{place.port}"
         try:
-            connection = route_to(address).connect(address, _SECONDS_TO_DIAL)
-            connection.settimeout(None)
-            without_delay(connection).sendall(place.key)
+            with connection:
+                relay = route_to(address).connect(address, _SECONDS_TO_DIAL)
+                relay.settimeout(None)
+                without_delay(relay).sendall(place.key)
+                for one in (connection, relay):
+                    if not call.add_callback(partial(cut, one)):
+                        relay.close()
+                        return
+                pass_on_both_ways(connection, relay)
         except OSError as error:
-            self._complain(f"cannot connect to the relay at {address}, the exchange's second port: {error}")
-            raise
-        return connection
-
-    def _complain(self, reason: str) -> None:
-        """Print once why the link cannot be relayed. Afterwards it is tried again and again."""
-        if not self._has_complained and not self._is_closed.is_set():
-            self._has_complained = True
-            print(f"{self._credentials.name}: {reason}", file=sys.stderr, flush=True)
+            # Said once; afterwards it is tried again and again.
+            if not self._has_complained and not self._is_closed.is_set():
+                self._has_complained = True
+                why = f"cannot connect to the relay at {address}, the exchange's second port: {error}"
+                print(f"{self._credentials.name}: {why}", file=sys.stderr, flush=True)
+        finally:
+            call.cancel()
 
 
 class RelayedDialler(Relayed):
@@ -133,14 +124,17 @@ class RelayedDialler(Relayed):
         super().close()
 
     def _accept(self) -> None:
+        def dial(connection: socket.socket) -> None:
+            with (
+                connection,
+                suppress(grpc.RpcError, StopIteration, ValueError),
+            ):  # the relay is gone, or this end closed
+                self._relay(*self._meet(), connection)
+
         with suppress(OSError):
             while True:
                 connection, _ = self._socket.accept()
-                threading.Thread(target=self._dial, args=(connection,), name="relayed", daemon=True).start()
-
-    def _dial(self, connection: socket.socket) -> None:
-        with connection, suppress(grpc.RpcError, StopIteration, ValueError):  # the relay is gone, or this end closed
-            self._relay(*self._meet(), connection)
+                threading.Thread(target=dial, args=(connection,), name="relayed", daemon=True).start()
 
 
 class RelayedListener(Relayed):

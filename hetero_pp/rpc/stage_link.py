@@ -41,7 +41,7 @@ from hetero_pp.rpc.link_end import (
     GrpcLinkEnd,
     LinkSide,
     LinkStream,
-    first_frame,
+    after,
 )
 from hetero_pp.rpc.relayed import RelayedDialler, RelayedListener
 from hetero_pp.rpc.services import IncomingFrames, calls_of, service_handler
@@ -57,6 +57,17 @@ _HOLDERS = 2
 _SPARE = 2  # threads of a server that refuse strangers
 _BROKEN = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN}
 """Status codes of streams that end because their connection was cut."""
+
+
+def _first_hello(
+    side: LinkSide, frames: Iterator[bytes], timeout: float, cancel: Callable[[], object]
+) -> tuple[LinkHello, Complaint | None]:
+    """Read the first frame of a stream. If it does not come in time, cancel the stream, which raises RpcError."""
+    timer = after(timeout, cancel)
+    try:
+        return side.read(next(frames, b""))
+    finally:
+        timer.cancel()
 
 
 class ExpectedNeighbour(NamedTuple):
@@ -100,6 +111,7 @@ class StageLink:
         self._dialling: _Dialling | None = None
         self._server: grpc.Server | None = None
         self._unreached = set[str]()
+        self._credentials = Credentials(side.member, identity=side.credentials.identity)  # those for the relay
         self._to_relay: RelayedDialler | None = None
         self._from_relay: RelayedListener | None = None
 
@@ -219,10 +231,6 @@ class StageLink:
             self._to_relay = RelayedDialler(self._exchange, self._credentials, self.side.spec.name)
         return self.dial(self._to_relay.address, generation, CONNECT_TIMEOUT, holder)
 
-    @property
-    def _credentials(self) -> Credentials:
-        return Credentials(self.side.member, identity=self.side.credentials.identity)
-
     def _may_be_relayed(self, address: str) -> bool:
         """Return whether an address may be out of reach: on another machine, in a run with a relay."""
         return self.side.credentials.identity is not None and not is_loopback(address)
@@ -273,7 +281,7 @@ class StageLink:
 
     def open(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """Serve the neighbour's call `Open`."""
-        hello, complaint = self.side.read(first_frame(requests, HELLO_SECONDS, context.cancel))
+        hello, complaint = _first_hello(self.side, requests, HELLO_SECONDS, context.cancel)
         if complaint is not None and self._accuse(complaint, context):
             context.abort(grpc.StatusCode.PERMISSION_DENIED, complaint.reason)
         if complaint is not None:
@@ -408,7 +416,12 @@ class _Dialling:
         self._is_over = threading.Event()
         self._stream: LinkStream | None = None
         self._parting = threading.Thread(target=self._part, name="link-parting", daemon=True)
-        end.when_over(self._end_all)
+
+        def begin_to_part() -> None:
+            self._parting.start()
+            self._is_over.set()  # after the start: `wait_until_parted` joins the thread once this is set
+
+        end.when_over(begin_to_part)
 
     def connect(self, timeout: float) -> None:
         """Connect within `timeout` seconds, and stay connected as long as the end is in use.
@@ -436,7 +449,7 @@ class _Dialling:
             self._parting.join(PART_SECONDS)
 
     def _dial(self, deadline: float, timeout: float) -> tuple[LinkStream, Iterator[bytes]]:
-        """Return an attached stream and its received frames."""
+        """Return an attached stream and its received frames, once a connection holds."""
         while True:
             answered = self._attempt(deadline)
             if answered is not None:
@@ -446,7 +459,7 @@ class _Dialling:
             self._is_over.wait(AGAIN_SECONDS)
 
     def _attempt(self, deadline: float) -> tuple[LinkStream, Iterator[bytes]] | None:
-        """Return the same if the connection holds; None if it breaks before. Raises LinkClosed if the end is over."""
+        """Return the same, or None if the connection breaks before. Raises LinkClosed if the end is over."""
         with self._lock:
             if self._end.over is not None:
                 raise LinkClosed(self._end.over)
@@ -457,7 +470,7 @@ class _Dialling:
             stream.hang_up = call.cancel
         try:
             left = min(deadline - time.monotonic(), threading.TIMEOUT_MAX)
-            hello, complaint = self._side.read(first_frame(call, max(left, 0.0), call.cancel))
+            hello, complaint = _first_hello(self._side, call, max(left, 0.0), call.cancel)
             if complaint is not None:
                 where = f"the listener at {self._address} is not the other end of {self._side.spec.name}"
                 reason = f"{where}: {complaint.reason}"
@@ -490,12 +503,8 @@ class _Dialling:
         end = self._end
         return self._side.hello(self._generation, end, self._number, end.received, end.streams > 0)
 
-    def _end_all(self) -> None:
-        """Tell the listener that the end is over, unless it knows, and close the connection."""
-        self._parting.start()
-        self._is_over.set()  # after the start: `wait_until_parted` joins the thread once this is set
-
     def _part(self) -> None:
+        """Tell the listener that the end is over, unless it knows, and close the connection."""
         if self._end.failure is not None and self._end.streams > 0:
             farewell = self._hello()
             farewell.cause = plain(self._end.failure)

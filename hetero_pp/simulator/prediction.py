@@ -289,7 +289,7 @@ def _lines(spec: RunSpec, replicas: Sequence[ReplicaPrediction], round_seconds: 
     for line in spec.lines.values():
         carried = every[line.name]
         busy = {
-            way: 0.0 if (rate := line.bandwidth(way)) is None else 8 * carried[way] / rate / round_seconds
+            way: 0.0 if (rate := line.bandwidth_of(way)) is None else 8 * carried[way] / rate / round_seconds
             for way in WAYS
         }
         yield LinePrediction(

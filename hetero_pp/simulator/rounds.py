@@ -155,7 +155,7 @@ def _fleet_of(spec: RunSpec, replicas: Sequence[ReplicaSettings]) -> Fleet:
 def line_capacities(spec: RunSpec, replica: ReplicaSettings) -> dict[LineWay, float]:
     """Return the bits per second of the limited directions of the lines of a replica's members."""
     own = [line for line in spec.lines.values() if set(line.members) & set(replica.members)]
-    return {(line.name, way): rate for line in own for way in WAYS if (rate := line.bandwidth(way)) is not None}
+    return {(line.name, way): rate for line in own for way in WAYS if (rate := line.bandwidth_of(way)) is not None}
 
 
 # ---- the rounds of all fleets ----

@@ -24,7 +24,7 @@ from statistics import fmean
 
 import torch
 
-from hetero_pp.config.lines import EXCHANGE, Direction, LineSpec, LinkShape, check_kind, exchange_link_name
+from hetero_pp.config.lines import EXCHANGE, Direction, Line, LinkShape, check_kind, check_site, exchange_link_name
 from hetero_pp.config.predictions import SimulateSettings
 from hetero_pp.config.run_config import RunConfig
 from hetero_pp.config.spec import MemberSpec, RunSpec
@@ -309,7 +309,7 @@ def site_bandwidths(spec: RunSpec, direction: Direction) -> dict[str, float]:
         name: spec.config.links[site.uplink].shape(direction).bandwidth
         for name, site in spec.config.simulate.sites.items()
     }
-    found |= {line.name: line.bandwidth("up" if direction == "forward" else "down") for line in _shared_lines(spec)}
+    found |= {line.name: line.bandwidth_of("up" if direction == "forward" else "down") for line in _shared_lines(spec)}
     return {name: bandwidth for name, bandwidth in found.items() if bandwidth is not None}
 
 
@@ -318,7 +318,7 @@ def exchange_bandwidth(spec: RunSpec, direction: Direction) -> float | None:
     line = line_of_exchange(spec)
     if line is None:
         return spec.config.simulate.exchange_bandwidth
-    return line.bandwidth("down" if direction == "forward" else "up")
+    return line.bandwidth_of("down" if direction == "forward" else "up")
 
 
 def is_at_site_of_exchange(spec: RunSpec, member: MemberSpec) -> bool:
@@ -327,12 +327,12 @@ def is_at_site_of_exchange(spec: RunSpec, member: MemberSpec) -> bool:
     return line is not None and member.name in line.members
 
 
-def line_of_exchange(spec: RunSpec) -> LineSpec | None:
+def line_of_exchange(spec: RunSpec) -> Line | None:
     """Return the line that the YAML gives the exchange."""
     return next((line for line in spec.lines.values() if EXCHANGE in line.members), None)
 
 
-def _shared_lines(spec: RunSpec) -> list[LineSpec]:
+def _shared_lines(spec: RunSpec) -> list[Line]:
     """Return lines that several members share, at sites other than the exchange's."""
     return [line for line in spec.lines.values() if len(line.members) > 1 and EXCHANGE not in line.members]
 
@@ -344,13 +344,7 @@ def check_exchange(spec: RunSpec) -> None:
     for name, site in simulate.sites.items():
         key = ("simulate", "sites", name)
         check_kind(site.uplink, spec.config.links, (*key, "uplink"), "links")
-        for one in site.members:
-            found = {member.name for member in spec.members.values() if one in (member.name, member.replica.name)}
-            if not found:
-                raise ConfigError((*key, "members"), f"found `{one}`, expected members or replicas of this file")
-            if seen & found:
-                raise ConfigError((*key, "members"), f"found {min(seen & found)} at two sites, expected it at one")
-            seen |= found
+        check_site(site.members, list(spec.members), seen, key)
     for line in spec.lines.values():
         if both := seen & set(line.members):
             raise ConfigError(

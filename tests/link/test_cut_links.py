@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 from cutting_proxy import CuttingProxy
+from opened_links import line
 from stage_members import StageMembers, group_spec, links_of
 
-from hetero_pp.config.lines import LineSpec, LinkShape, LinkSpec
+from hetero_pp.config.lines import LinkShape, LinkSpec
 from hetero_pp.core.errors import LinkClosed
 from hetero_pp.link.in_process import in_process_pair
 from hetero_pp.link.protocol import ACKNOWLEDGED_EVERY, FRAME_BYTES, PEER_CLOSED, LinkEnds, Message
@@ -30,7 +31,7 @@ from hetero_pp.rpc.stage_link import StageLink
 SECONDS = 60.0
 SPEC = LinkSpec("home.0-1", "home.0", "home.1", LinkShape(), LinkShape())
 SHAPE = LinkShape(bandwidth=200e6, latency=0.002, jitter=0.001)
-LINES = [LineSpec(name, "cable", (name,), 400e6, 400e6, 0.001, 0) for name in ("home.0", "home.1")]
+LINES = [line(name, (name,), 400e6, 400e6, 0.001) for name in ("home.0", "home.1")]
 SPECS = {
     "plain": SPEC,
     "shaped": LinkSpec("home.0-1", "home.0", "home.1", SHAPE, SHAPE),

@@ -11,9 +11,9 @@ from itertools import product
 import grpc
 import pytest
 import torch
-from opened_links import open_stage_link
+from opened_links import line, open_stage_link
 
-from hetero_pp.config.lines import EXCHANGE, RELAYED, LineSpec, LinkShape, LinkSpec
+from hetero_pp.config.lines import EXCHANGE, RELAYED, LinkShape, LinkSpec
 from hetero_pp.config.spec import Roster
 from hetero_pp.core.errors import LinkClosed, LinkTimeout
 from hetero_pp.link.in_process import in_process_pair
@@ -107,7 +107,7 @@ TRANSPORTS: dict[str, Callable[[ExitStack, LinkSpec], Pair]] = {
     "grpc_from_below": connect_grpc_from_below,
     "relayed": connect_relayed,
 }
-LINES = [LineSpec(name, "fast", (name,), 8e9, 8e9, 0, 0) for name in ("home.0", "home.1")]
+LINES = [line(name, (name,), 8e9, 8e9) for name in ("home.0", "home.1")]
 
 
 @pytest.fixture(params=[*product(sorted(TRANSPORTS), (False, True))], ids=lambda one: f"{one[0]}{'-lines' * one[1]}")

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 from fake_clock import FakeClock
+from opened_links import line
 
-from hetero_pp.config.lines import DIRECTIONS, EXCHANGE, LineSpec, LinkShape, LinkSpec
+from hetero_pp.config.lines import DIRECTIONS, EXCHANGE, LinkShape, LinkSpec
 from hetero_pp.link.protocol import PEER_CLOSED
 from hetero_pp.link.shaping import (
     CONTROL_BYTES,
@@ -142,9 +143,9 @@ def test_a_file_of_an_earlier_start_of_the_machine_says_nothing(tmp_path: Path) 
 
 def test_who_shares_a_line_decides_what_holds_it(tmp_path: Path) -> None:
     """The line of one member is held by its process alone. Lines of sites and of the exchange are in files."""
-    own = LineSpec("home.0", "dsl", ("home.0",), RATE, None, 0, 0)
-    site = LineSpec("house", "dsl", ("home.1", "home.2"), RATE, RATE, 0, 0)
-    far = LineSpec(EXCHANGE, "fibre", (EXCHANGE,), RATE, RATE, 0, 0)
+    own = line("home.0", ("home.0",), RATE, None)
+    site = line("house", ("home.1", "home.2"), RATE, RATE)
+    far = line(EXCHANGE, (EXCHANGE,), RATE, RATE)
     for link, files in (
         (LinkSpec("home.0-exchange", "home.0", EXCHANGE, LinkShape(), LinkShape(), own), set()),
         (LinkSpec("a", "home.1", EXCHANGE, LinkShape(), LinkShape(), site, far), {"exchange-down", "exchange-up"}),

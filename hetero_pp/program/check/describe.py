@@ -206,7 +206,7 @@ def _lines_table(spec: RunSpec, loads_of: Mapping[str, Mapping[Direction, LinkLo
                     round_[passed.name, way] += steps * load.step + load.evaluation + load.outer_round
     for same in lines_alike(spec, spec.lines.values(), table_rows(spec)):
         kinds = range_of(list(dict.fromkeys(line.kind for line in same)))
-        rates = [[line.bandwidth(way) for line in same] for way in WAYS]
+        rates = [[line.bandwidth_of(way) for line in same] for way in WAYS]
         a_step, a_round = ([[found[line.name, way] for line in same] for way in WAYS] for found in (step, round_))
         table.add_both(
             f"{range_of([one.name for one in same])} ({kinds})",

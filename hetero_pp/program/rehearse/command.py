@@ -230,7 +230,7 @@ def shown_rates(rates: Mapping[Way, Rate]) -> str:
 def too_slow(spec: RunSpec, member: str, rates: Mapping[Way, Rate]) -> str:
     """Return the rates of the YAML that a member's line does not reach: `20 Mbit/s up`; empty if it reaches them."""
     line = next((one for one in spec.lines.values() if member in one.members), None)
-    wanted = {} if line is None else {way: line.bandwidth(way) for way in WAYS}
+    wanted = {} if line is None else {way: line.bandwidth_of(way) for way in WAYS}
     return " and ".join(
         f"{format_bits_per_second(rate)} {way}"
         for way, rate in wanted.items()

@@ -18,7 +18,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from hetero_pp.config.changes import Changes
-from hetero_pp.config.lines import DIRECTIONS, EXCHANGE, WAYS, Direction, LineSpec, LinkSpec, Way
+from hetero_pp.config.lines import DIRECTIONS, EXCHANGE, WAYS, Direction, Line, LinkSpec, Way
 from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.bounded import ROUNDS_GAP_MAX
 from hetero_pp.messages import messages_pb2 as pb
@@ -230,7 +230,7 @@ class LineState(NamedTuple):
     """Traffic up and down one line."""
 
     name: str
-    spec: LineSpec
+    spec: Line
     ways: Mapping[Way, LineWay]
 
 
@@ -457,7 +457,7 @@ class RunState:
         self._add_required()
         self.members = {name: MemberState(member.replica.name) for name, member in spec.members.items()}
         self.lines = {
-            name: LineState(name, line, {way: LineWay(line.bandwidth(way)) for way in WAYS})
+            name: LineState(name, line, {way: LineWay(line.bandwidth_of(way)) for way in WAYS})
             for name, line in spec.lines.items()
         }
         self._links: dict[str, LinkState] = {}

@@ -305,7 +305,7 @@ def _mark(state: RunState, number: int, news: News) -> dict[str, Any]:
 
 def _topology(spec: RunSpec) -> dict[str, Any]:
     """Return sites, replicas, members, links and lines. Rates are in bytes per second; None is unlimited."""
-    sites = {name: members_at(site, list(spec.members)) for name, site in spec.config.sites.items()}
+    sites = {name: members_at(site.members, list(spec.members)) for name, site in spec.config.sites.items()}
     site_of = {member: name for name, members in sites.items() for member in members}
     members, replicas = [], []
     for replica in spec.replicas_ever:
@@ -358,7 +358,7 @@ def _topology(spec: RunSpec) -> dict[str, Any]:
         ],
         "lines": [
             {"id": line.name, "latency": line.latency, "members": list(line.members)}
-            | {way: bytes_per_second(line.bandwidth(way)) for way in WAYS}
+            | {way: bytes_per_second(line.bandwidth_of(way)) for way in WAYS}
             for line in spec.lines.values()
         ],
     }

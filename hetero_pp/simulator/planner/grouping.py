@@ -400,7 +400,7 @@ def group_participants(config: RunConfig, vocabulary: int | None) -> Grouped:
         limits = [links[a.name, b.name].shape("forward").bandwidth]
         if a.site is None or a.site != b.site:  # within a site no line is passed
             ways = zip((a, b), WAYS, strict=True)
-            limits += [config.lines[one.line].limit(way) for one, way in ways if one.line is not None]
+            limits += [config.lines[one.line].bandwidth_of(way) for one, way in ways if one.line is not None]
         bandwidth[row, column] = min((limit for limit in limits if limit is not None), default=np.inf)
     seconds = np.array(list(_seconds_of_participants(config, vocabulary)))
     found = group(Pool(seconds, bandwidth, plan.balance), TIME_LIMIT)

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from hetero_pp.config.lines import LineSpec, LinkSpec, Way, stage_link_name
+from hetero_pp.config.lines import Line, LinkSpec, Way, stage_link_name
 from hetero_pp.config.run_config import RunConfig
 from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica, ReplicaSettings
@@ -194,7 +194,7 @@ class Schedule:
         ]
         return self.steps * group.micro_batches * max([*links, *self._line_seconds(rung).values(), 0.0])
 
-    def slowest(self, rung: Rung) -> LinkSpec | tuple[LineSpec, Way] | None:
+    def slowest(self, rung: Rung) -> LinkSpec | tuple[Line, Way] | None:
         """Return the slowest link or line.
 
         It is the link whose messages take longest, with latency, or the direction of a line that takes longer. None if

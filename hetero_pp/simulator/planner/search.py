@@ -19,7 +19,7 @@ from functools import cached_property, partial
 from typing import TypeGuard
 
 from hetero_pp.config.alike import alike, label_of
-from hetero_pp.config.lines import DIRECTIONS, LineSpec, LinkSpec, Way, exchange_link_name
+from hetero_pp.config.lines import DIRECTIONS, Line, LinkSpec, Way, exchange_link_name
 from hetero_pp.config.run_config import RunConfig
 from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica, ReplicaSettings
@@ -452,14 +452,14 @@ def _limit(boundaries: Sequence[BoundaryChoice], outer: OuterChoice, free: float
     return f"{_described(slowest, with_latency=True)}, which adds {format_seconds(exposed)} per round"
 
 
-def _described(slowest: LinkSpec | tuple[LineSpec, Way], with_latency: bool = False) -> str:
+def _described(slowest: LinkSpec | tuple[Line, Way], with_latency: bool = False) -> str:
     """Return a text such as `home.1-2 (30 Mbit/s)`, or `the line of home.1 (20 Mbit/s up)`."""
     if isinstance(slowest, LinkSpec):  # the slower direction, for a single message
         slower = min((one for way in DIRECTIONS if (one := slowest.bottleneck(way)) is not None), default=None)
         name, bandwidth, latency = slowest.name, _link(slower), slowest.forward.latency
     else:
         line, way = slowest
-        name, bandwidth, latency = f"the line of {line.name}", f"{_link(line.bandwidth(way))} {way}", line.latency
+        name, bandwidth, latency = f"the line of {line.name}", f"{_link(line.bandwidth_of(way))} {way}", line.latency
     return f"{name} ({bandwidth}, {format_seconds(latency)})" if with_latency else f"{name} ({bandwidth})"
 
 
