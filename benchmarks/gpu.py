@@ -43,12 +43,12 @@ from processes import when_idle
 from torch import Tensor
 
 from hetero_pp.config.folder import RunFolder
-from hetero_pp.core.copies import copies_of
 from hetero_pp.core.errors import HeteroPPError
 from hetero_pp.model.part_settings import BoundarySettings
 from hetero_pp.pipeline.coefficients import noise_key
 from hetero_pp.pipeline.subspace import random_basis
 from stages.boundary import Boundary, boundary_of
+from stages.sender import copies_of
 
 HERE = Path(__file__).parent
 SMOKE = {"device": "cpu", "steps": 3, "micro_batches": [2]}

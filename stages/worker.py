@@ -18,7 +18,6 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from hetero_pp.core.copies import Tensors, copies_of
 from hetero_pp.core.device import computing
 from hetero_pp.core.errors import HeteroPPError, LinkClosed, LinkError, MalformedMessage
 from hetero_pp.core.finite import is_finite
@@ -27,7 +26,7 @@ from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, FLUSH, GRADI
 from hetero_pp.model.inner import REMEDIES
 from hetero_pp.pipeline.coefficients import Symbols, noise_key
 from hetero_pp.pipeline.schedule import Action, ScheduleEvent, forward_only, one_forward_one_backward
-from stages.sender import MakeMessage, Sender
+from stages.sender import MakeMessage, Sender, Tensors, copies_of
 from stages.stage import Stage
 from stages.transcript import Entry, NoTranscript, Way
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field
 
@@ -89,10 +89,6 @@ class RecomputeSettings(Settings):
     )
 
 
-def _off(value: Any) -> Any:
-    return OFF if value is False else value
-
-
 class AuditSettings(Settings):
     """Audits of contributions. Without hostile members they change no bit of a run."""
 
@@ -100,7 +96,9 @@ class AuditSettings(Settings):
         "exchange",
         description="who audits: a thread beside the exchange, or processes started by `hetero-pp audit validate`",
     )
-    gauntlet: Annotated[GauntletSettings | Literal["off"] | None, BeforeValidator(_off)] = Field(
+    gauntlet: Annotated[
+        GauntletSettings | Literal["off"] | None, BeforeValidator(lambda value: OFF if value is False else value)
+    ] = Field(
         None,
         description="compare and score contributions. `{}` turns it on, `off` turns it off. By default it is on where "
         "other hosts may join and at least three replicas may take part, without what cannot work there",

@@ -163,8 +163,11 @@ class OpenCheckpoint:
 
     @property
     def round(self) -> int:
-        """Round that the run checkpoint follows. Raises DamagedFile."""
-        return _round_of(self.metadata, self._called)
+        """Round that the run checkpoint follows. Raises DamagedFile: a forged file may have a valid digest."""
+        text = self.metadata.get(ROUND, "")
+        if not text.isdecimal() or len(text) > _ROUND_DIGITS_MAX:
+            raise DamagedFile(f"{self._called} is damaged: its round is not a number")
+        return int(text)
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor in new memory. Raises StoreError if the disk fails."""
@@ -212,14 +215,6 @@ def _reading(called: str) -> Iterator[None]:
         raise
     except OSError as error:
         raise StoreError(f"{called}: cannot be read ({error.strerror or error})") from None
-
-
-def _round_of(metadata: Mapping[str, str], called: str) -> int:
-    """Return the round in the metadata. Raises DamagedFile: a forged file may have a valid digest."""
-    text = metadata.get(ROUND, "")
-    if not text.isdecimal() or len(text) > _ROUND_DIGITS_MAX:
-        raise DamagedFile(f"{called} is damaged: its round is not a number")
-    return int(text)
 
 
 def open_checkpoint(path: Path, called: str = "") -> OpenCheckpoint:

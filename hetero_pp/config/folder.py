@@ -14,7 +14,7 @@ CONFIG = "config.yaml"
 CACHE = ".tokens"
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class RunFolder:
     """Paths in a run's folder. Their readers and writers define the contents; docs/architecture.md has the purposes."""
 
@@ -22,74 +22,30 @@ class RunFolder:
     config_name: str = CONFIG
     """File of the resolved configuration. Hosts that only have members of a run use another name."""
 
-    @property
-    def config(self) -> Path:
-        return self.path / self.config_name
-
-    @property
-    def changes(self) -> Path:
-        """Keys that were changed when the run was resumed; `config` has the values of its start."""
-        return self.path / "changes.yaml"
-
-    @property
-    def log(self) -> Path:
-        return self.path / "log"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def summary(self) -> Path:
-        return self.path / "summary.json"
-
-    @property
-    def rehearsal(self) -> Path:
-        """Measurements of a rehearsal, beside its prediction."""
-        return self.path / "rehearsal.json"
-
-    @property
-    def token(self) -> Path:
-        return self.path / "token"
-
-    @property
-    def validators(self) -> Path:
-        """Address and secret of the exchange, for validators on its host; only in a run that has some."""
-        return self.path / "validators.json"
-
-    @property
-    def memberships(self) -> Path:
-        """Invitations, and the members that hold slots by them; on the exchange's host."""
-        return self.path / "authority" / "members.sqlite"
-
-    @property
-    def over(self) -> Path:
-        """Marker on a host without an exchange: the exchange has reported that the run is over."""
-        return self.path / "over.json"
-
-    @property
-    def text(self) -> Path:
-        """Digest of the run's text, as the first reader told the exchange."""
-        return self.path / "text"
-
-    @property
-    def so_far(self) -> Path:
-        """Counters of the run after its last audited round, on the exchange's host."""
-        return self.path / "so_far"
+    def __post_init__(self) -> None:
+        self.config = self.path / self.config_name
+        # Keys that were changed when the run was resumed; `config` has the values of its start.
+        self.changes = self.path / "changes.yaml"
+        self.log = self.path / "log"
+        self.metrics = self.path / "metrics.jsonl"
+        self.summary = self.path / "summary.json"
+        self.rehearsal = self.path / "rehearsal.json"  # measurements of a rehearsal, beside its prediction
+        self.token = self.path / "token"
+        # Address and secret of the exchange, for validators on its host; only in a run that has some.
+        self.validators = self.path / "validators.json"
+        # Invitations, and the members that hold slots by them; on the exchange's host.
+        self.memberships = self.path / "authority" / "members.sqlite"
+        # Marker on a host without an exchange: the exchange has reported that the run is over.
+        self.over = self.path / "over.json"
+        self.text = self.path / "text"  # digest of the run's text, as the first reader told the exchange
+        self.so_far = self.path / "so_far"  # counters after the last audited round, on the exchange's host
+        self.cache = self.path.parent / CACHE  # encoded corpora, beside the runs and shared by them
+        # State that processes share to take turns on one line; useless after they have ended.
+        self.lines = self.path / "lines"
 
     def identity(self, ticket: str) -> Path:
         """Return the folder of the files that a host received for a ticket."""
         return self.path / "identity" / ticket
-
-    @property
-    def cache(self) -> Path:
-        """Encoded corpora, beside the runs and shared by them."""
-        return self.path.parent / CACHE
-
-    @property
-    def lines(self) -> Path:
-        """State that processes share to take turns on one line; useless after they have ended."""
-        return self.path / "lines"
 
     def state(self, member: str) -> Path:
         """Return the path of the saved state, from which a member resumes."""

@@ -200,7 +200,13 @@ class Override:
         """
         try:
             places = places_of(root, self.key)
-            added = [entry for place in places if (entry := entry_of(place)) is not None and not _has(root, entry)]
+            added = []
+            for entry in filter(None, map(entry_of, places)):
+                section: Any = root
+                for part in entry:
+                    section = section.get(part) if isinstance(section, dict) else None
+                if section is None:
+                    added.append(entry)
             for place in places:
                 self._put(root, place)
         except ConfigError as error:
@@ -356,14 +362,6 @@ def require_named(config: RunConfig, added: Sequence[Entry]) -> None:
             none = f"a name that another setting uses, as the file has no {'.'.join(entry[:-1])}"
             known = f"one of {', '.join(section)}" if section else none
             raise ConfigError(entry, f"found a name that no setting uses, expected {known}{hint}")
-
-
-def _has(root: Any, key: Sequence[str]) -> bool:
-    for part in key:
-        if not isinstance(root, dict) or part not in root:
-            return False
-        root = root[part]
-    return True
 
 
 def _texts(content: Any) -> Iterator[str]:

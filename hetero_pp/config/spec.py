@@ -15,7 +15,6 @@ from hetero_pp.config.changes import LAST, NO_CHANGES, REPLICAS, Changes
 from hetero_pp.config.lines import (
     DIRECTIONS,
     EXCHANGE,
-    WAYS,
     Line,
     LinkSettings,
     LinkShape,
@@ -104,15 +103,6 @@ def _shapes_of(shape: ModelShape, stage: StageSpec | None) -> Mapping[str, tuple
     return MappingProxyType({name: tuple(parameter.shape) for name, parameter in parameters_of(module).items()})
 
 
-def _members_of(replica: ReplicaSettings, index: int, shape: ModelShape) -> Iterator[MemberSpec]:
-    stages: list[StageSpec | None] = [None]
-    if isinstance(replica, ParticipantsReplica):
-        ranges = enumerate(replica.layer_ranges(shape.layers))
-        stages = [StageSpec(stage, replica.stage_count, layers) for stage, layers in ranges]
-    for name, own in zip(replica.members, stages, strict=True):
-        yield MemberSpec(name, replica, index, own, tuple(_shapes_of(shape, own)))
-
-
 def _lines_of(config: RunConfig) -> Iterator[Line]:
     """Yield every line of a run: those of sites first, then those of other members in the order of the run."""
     kinds = {
@@ -130,8 +120,15 @@ def _lines_of(config: RunConfig) -> Iterator[Line]:
     for name, (kind, members) in every.items():
         if kind is not None:
             settings = config.lines[kind]
-            both = {way: settings.bandwidth_of(way) for way in WAYS}
-            yield Line.model_construct(name=name, kind=kind, members=members, **dict(settings) | both)
+            yield Line.model_construct(
+                name=name,
+                kind=kind,
+                members=members,
+                up=settings.bandwidth_of("up"),
+                down=settings.bandwidth_of("down"),
+                latency=settings.latency,
+                jitter=settings.jitter,
+            )
 
 
 def _links_of(config: RunConfig, lines: Iterable[Line]) -> Iterator[LinkSpec]:
@@ -175,13 +172,16 @@ class RunSpec:
         self.shape: ModelShape = config.model.resolve(vocabulary)
         self.total_steps = None if config.inner.steps is None else self.latest.outer.rounds * config.inner.steps
         """Inner steps of each replica; None if a round lasts a given time."""
-        self.lines: dict[str, Line] = {line.name: line for line in _lines_of(config)}
-        self.links: dict[str, LinkSpec] = {link.name: link for link in _links_of(config, self.lines.values())}
-        self.members: dict[str, MemberSpec] = {
-            member.name: member
-            for index, replica in enumerate(config.replicas)
-            for member in _members_of(replica, index, self.shape)
-        }
+        self.lines = {line.name: line for line in _lines_of(config)}
+        self.links = {link.name: link for link in _links_of(config, self.lines.values())}
+        self.members: dict[str, MemberSpec] = {}
+        for index, replica in enumerate(config.replicas):
+            stages: list[StageSpec | None] = [None]
+            if isinstance(replica, ParticipantsReplica):
+                ranges = enumerate(replica.layer_ranges(self.shape.layers))
+                stages = [StageSpec(stage, replica.stage_count, layers) for stage, layers in ranges]
+            for name, own in zip(replica.members, stages, strict=True):
+                self.members[name] = MemberSpec(name, replica, index, own, tuple(_shapes_of(self.shape, own)))
         self.needed = {name: member for name, member in self.members.items() if not member.replica.optional}
         """Members that must join before the run begins."""
 

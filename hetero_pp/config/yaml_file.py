@@ -95,6 +95,25 @@ _ONLY_IN_ROWS = ("missed", "averages_moments", "taking_part", "pretraining", "cl
 """Keys that a run's YAML cannot have, but a row of a table, in its cells; beside `ablations`."""
 
 
+_BOUNDS = {
+    "greater_than": "more than",
+    "greater_than_equal": "at least",
+    "less_than": "less than",
+    "less_than_equal": "at most",
+}
+_KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "text",
+    "list": "a list",
+    "tuple": "a list",
+    "dict": "keys and values",
+    "model": "keys and values",
+}
+"""Expected value by the first word of a pydantic error type."""
+
+
 def _explain(detail: Any, model: type[BaseModel]) -> str:
     kind, message, key = detail["type"], detail["msg"], detail["loc"]
     if kind == "extra_forbidden":
@@ -118,48 +137,30 @@ def _explain(detail: Any, model: type[BaseModel]) -> str:
         return (
             f"found `{name}: {context['tag']}`, expected one of {context['expected_tags'].replace(chr(39), '`')}{_KIND}"
         )
-    return f"found {_shown(detail['input'])}, expected {_expected(kind, message, detail.get('ctx', {}))}"
-
-
-_KINDS = {
-    "int": "a whole number",
-    "float": "a number",
-    "bool": "true or false",
-    "string": "text",
-    "list": "a list",
-    "tuple": "a list",
-    "dict": "keys and values",
-    "model": "keys and values",
-}
-"""Expected value by the first word of a pydantic error type."""
-
-
-def _expected(kind: str, message: str, context: Mapping[str, Any]) -> str:
-    """Return the expected value, from pydantic's error about it."""
-    bounds = {"greater_than": "more than", "greater_than_equal": "at least"}
-    bounds |= {"less_than": "less than", "less_than_equal": "at most"}
-    if kind in bounds:
-        [limit] = context.values()
-        return f"{bounds[kind]} {limit:g}"
-    if kind == "literal_error":
-        return f"one of {str(context['expected']).replace(' or ', ', ').replace(chr(39), '`')}"
+    match detail["input"]:
+        case Mapping() as mapping:
+            shown = f"the keys {', '.join(map(str, mapping))}" if mapping else "an empty mapping"
+        case bool() as flag:
+            shown = f"`{str(flag).lower()}`"
+        case None:
+            shown = "nothing"
+        case list():
+            shown = "a list"
+        case str() | int() | float() as value:
+            shown = f"`{value}`"
+        case other:
+            shown = f"a {type(other).__name__}"
     first, _, rest = kind.partition("_")
-    if first in _KINDS and rest in ("type", "parsing", "from_float", "attributes_type"):
-        return _KINDS[first]
     told = message.removeprefix("Input should be ")
-    return told[:1].lower() + told[1:]
-
-
-def _shown(found: Any) -> str:
-    if isinstance(found, Mapping):
-        return f"the keys {', '.join(map(str, found))}" if found else "an empty mapping"
-    if isinstance(found, bool):
-        return f"`{str(found).lower()}`"
-    if found is None:
-        return "nothing"
-    if isinstance(found, list):
-        return "a list"
-    return f"`{found}`" if isinstance(found, str | int | float) else f"a {type(found).__name__}"
+    expected = told[:1].lower() + told[1:]
+    if kind in _BOUNDS:
+        [limit] = detail["ctx"].values()
+        expected = f"{_BOUNDS[kind]} {limit:g}"
+    elif kind == "literal_error":
+        expected = f"one of {str(detail['ctx']['expected']).replace(' or ', ', ').replace(chr(39), '`')}"
+    elif first in _KINDS and rest in ("type", "parsing", "from_float", "attributes_type"):
+        expected = _KINDS[first]
+    return f"found {shown}, expected {expected}"
 
 
 # Read and write a run's YAML. Every error names file, line and key in one line.

@@ -19,8 +19,16 @@ def packed_size(count: int, width: int) -> int:
 def pack(values: NDArray[np.integer], width: int) -> NDArray[np.uint8]:
     """Pack values below 2^width, flattened, most significant bit first; zero bits fill the last byte."""
     flat = values.reshape(-1)
-    if width in (1, 2, 4):
-        return _pack_few(flat.astype(np.uint8), width)
+    if width == 1:
+        return np.packbits(flat.astype(np.uint8))
+    if width in (2, 4):  # a byte holds a whole number of them
+        each = 8 // width
+        padded = np.zeros(-(-len(flat) // each) * each, dtype=np.uint8)
+        padded[: len(flat)] = flat
+        packed = np.zeros(len(padded) // each, dtype=np.uint8)
+        for place in range(each):
+            packed |= padded[place::each] << (8 - width * (place + 1))
+        return packed
     if width in (8, 16):
         return flat.astype(f">u{width // 8}").view(np.uint8)
     as_bytes = flat.astype(">u4").view(np.uint8).reshape(-1, 4)
@@ -31,33 +39,16 @@ def unpack(packed: NDArray[np.uint8], width: int, count: int) -> NDArray[np.inte
     """Return the `count` numbers that `pack` packed. Raises ValueError if `packed` does not have exactly their size."""
     if packed.size != packed_size(count, width):
         raise ValueError(f"found {packed.size} bytes for {count} numbers of {width} bits")
-    if width in (1, 2, 4):
-        return _unpack_few(packed, width, count)
+    if width == 1:
+        return np.unpackbits(packed, count=count)
+    if width in (2, 4):
+        each = 8 // width
+        values = np.empty(packed.size * each, dtype=np.uint8)
+        for place in range(each):
+            values[place::each] = packed >> (8 - width * (place + 1)) & ((1 << width) - 1)
+        return values[:count]
     if width in (8, 16):
         return packed.view(f">u{width // 8}").astype(f"u{width // 8}")
     bits = np.zeros((count, 32), dtype=np.uint8)
     bits[:, 32 - width :] = np.unpackbits(packed, count=count * width).reshape(count, width)
     return np.packbits(bits, axis=1).view(">u4").reshape(-1).astype(np.uint32)
-
-
-def _pack_few(values: NDArray[np.uint8], width: int) -> NDArray[np.uint8]:
-    """Pack values of 1, 2 or 4 bits, so that a byte holds a whole number of them."""
-    if width == 1:
-        return np.packbits(values)
-    each = 8 // width
-    padded = np.zeros(-(-len(values) // each) * each, dtype=np.uint8)
-    padded[: len(values)] = values
-    packed = np.zeros(len(padded) // each, dtype=np.uint8)
-    for place in range(each):
-        packed |= padded[place::each] << (8 - width * (place + 1))
-    return packed
-
-
-def _unpack_few(packed: NDArray[np.uint8], width: int, count: int) -> NDArray[np.uint8]:
-    if width == 1:
-        return np.unpackbits(packed, count=count)
-    each = 8 // width
-    values = np.empty(packed.size * each, dtype=np.uint8)
-    for place in range(each):
-        values[place::each] = packed >> (8 - width * (place + 1)) & ((1 << width) - 1)
-    return values[:count]

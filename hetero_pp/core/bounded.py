@@ -62,8 +62,14 @@ def parse_json(text: str | bytes) -> Any:
     """Return the value of a JSON text. Raises ValueError, also for more than DEPTH_MAX levels and for long numbers."""
     if isinstance(text, bytes):
         text = text.decode("utf-8-sig")
+
+    def parse_int(digits: str) -> int:
+        if len(digits) > DIGITS_MAX:
+            raise TooLarge(f"found a number of {len(digits):,} digits, expected at most {DIGITS_MAX}")
+        return int(digits)
+
     try:
-        value = json.loads(text, parse_int=_int)
+        value = json.loads(text, parse_int=parse_int)
     except RecursionError:
         raise TooLarge(f"found lists and objects more than {DEPTH_MAX} levels deep") from None
     require_shallow(value)
@@ -79,12 +85,6 @@ def require_shallow(value: object, depth_max: int = DEPTH_MAX) -> None:
         if not level:
             return
     raise TooLarge(f"found lists and objects more than {depth_max} levels deep")
-
-
-def _int(digits: str) -> int:
-    if len(digits) > DIGITS_MAX:
-        raise TooLarge(f"found a number of {len(digits):,} digits, expected at most {DIGITS_MAX}")
-    return int(digits)
 
 
 def before_gap(rounds: Iterable[int]) -> list[int]:

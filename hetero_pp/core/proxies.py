@@ -121,7 +121,14 @@ def route_to(address: str) -> Route:
 
 def is_private(host: str) -> bool:
     """Return whether a host is this machine, or has an address in a private network, by number or by name."""
-    return any(one in network for one in _addresses(host) for network in _NETWORKS)
+    addresses = [numeric_address(host)]
+    if addresses == [None]:
+        try:
+            found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError):  # the name is not known here
+            return False
+        addresses = [numeric_address(str(one[4][0])) for one in found]
+    return any(one in network for one in addresses if one is not None for network in _NETWORKS)
 
 
 def needs_no_proxy(url: str) -> bool:
@@ -135,35 +142,19 @@ def grpc_proxy(host: str) -> Proxy | None:
     if os.environ.get("grpc_proxy") == "":  # noqa: SIM112 (gRPC's own name: empty, it switches proxies off for gRPC)
         return None
     variable = next((one for one in _GRPC_VARIABLES if one in found), None)
-    if variable is None or is_private(host) or _is_excluded(host, found.get("no_grpc", found.get("no", ""))):
+    if variable is None or is_private(host):
         return None
-    url = found[variable]
-    return Proxy(f"{variable}_proxy", url if "://" in url else f"http://{url}")
-
-
-def _is_excluded(host: str, no_proxy: str) -> bool:
-    """Return whether `no_proxy` names a host: by name, by a domain that it is in, or by a network (10.0.0.0/8)."""
+    # `no_proxy` names hosts, domains with all their hosts, or networks (10.0.0.0/8).
     address = numeric_address(host)
-    for entry in no_proxy.lower().split(","):
+    for entry in found.get("no_grpc", found.get("no", "")).lower().split(","):
         name = entry.strip().removeprefix("*").lstrip(".")
         if entry.strip() == "*" or (name and f".{host.lower()}".endswith(f".{name}")):
-            return True
+            return None
         with suppress(ValueError):  # a name, and no network
             if address is not None and address in ipaddress.ip_network(entry.strip(), strict=False):
-                return True
-    return False
-
-
-def _addresses(host: str) -> list[_Address]:
-    """Return the addresses of a host; empty if its name is not known here."""
-    numeric = numeric_address(host)
-    if numeric is not None:
-        return [numeric]
-    try:
-        found = [numeric_address(str(one[4][0])) for one in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
-    except (OSError, UnicodeError):
-        return []
-    return [one for one in found if one is not None]
+                return None
+    url = found[variable]
+    return Proxy(f"{variable}_proxy", url if "://" in url else f"http://{url}")
 
 
 def numeric_address(host: str) -> _Address | None:

@@ -8,6 +8,7 @@ import re
 import tempfile
 import weakref
 from collections.abc import Callable, Hashable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -29,11 +30,6 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[st
         if number is None:
             raise
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
-
-
-def write_at(descriptor: int, tensor: Tensor, offset: int) -> None:
-    """Write the bytes of a dense CPU tensor to an open file. Raises OSError."""
-    _move_all(lambda part, at: os.pwrite(descriptor, part, at), tensor, offset)
 
 
 def read_at(descriptor: int, tensor: Tensor, offset: int) -> Tensor:
@@ -85,7 +81,14 @@ class Scratch:
         """Copy a tensor from any device; it replaces an earlier one of this key."""
         own = tensor.detach().cpu().contiguous()
         try:
-            self._write(key, own)
+            if self._file is None:
+                self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 (it lives as long as this object)
+                weakref.finalize(self, self._file.close)
+            place = self._places.get(key)
+            if place is None or place[1:] != (own.shape, own.dtype):
+                place = self._places[key] = self._end, own.shape, own.dtype
+                self._end += own.nbytes
+            _move_all(partial(os.pwrite, self._file.fileno()), own, place[0])
         except OSError:
             self._in_memory[key] = own.clone()
         else:
@@ -98,13 +101,3 @@ class Scratch:
         offset, shape, dtype = self._places[key]
         assert self._file is not None
         return read_at(self._file.fileno(), torch.empty(shape, dtype=dtype), offset)
-
-    def _write(self, key: Hashable, tensor: Tensor) -> None:
-        if self._file is None:
-            self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 (it lives as long as this object)
-            weakref.finalize(self, self._file.close)
-        place = self._places.get(key)
-        if place is None or place[1:] != (tensor.shape, tensor.dtype):
-            place = self._places[key] = self._end, tensor.shape, tensor.dtype
-            self._end += tensor.nbytes
-        write_at(self._file.fileno(), tensor, place[0])

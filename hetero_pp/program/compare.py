@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 from hetero_pp.config.folder import RunFolder, recorded_run
 from hetero_pp.config.yaml_file import read_trained
 from hetero_pp.core.bounded import read_json_object
-from hetero_pp.core.drawing import HEIGHT, STYLE, draw_curve, new_figure, palette, save_figure
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.units import FORMATS, format_bytes, format_number, format_seconds
 from hetero_pp.program.report.output import announce, say, standard_output
 from hetero_pp.program.report.recorder import last_closed, reports_until
 from hetero_pp.program.report.state import ReplicaState, RunState
 from hetero_pp.program.report.tables import PlainTable
-from hetero_pp.simulator.charts import quantity_of
+from hetero_pp.simulator.charts import HEIGHT, STYLE, draw_curve, new_figure, palette, quantity_of, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,12 +9,11 @@ from pathlib import Path
 from hetero_pp.config.overrides import Given
 from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.yaml_file import ConfigFile, spec_of
-from hetero_pp.core.drawing import require_format
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.files import write_json
 from hetero_pp.program.report.output import standard_output
 from hetero_pp.program.show_prediction import print_assumption, print_prediction, print_sweep
-from hetero_pp.simulator.charts import Sweep, Timeline, draw_prediction, draw_sweep
+from hetero_pp.simulator.charts import Sweep, Timeline, draw_prediction, draw_sweep, require_format
 from hetero_pp.simulator.costs import assumed_in
 from hetero_pp.simulator.prediction import Prediction, predict, waiting
 

@@ -1,7 +1,8 @@
-"""Sweeps of a key, and pictures of predictions: where the time of a round goes, curves over a sweep, and a timeline."""
+"""Sweeps of a key, pictures of predictions (shares of a round, curves, a timeline), and the style of all pictures."""
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
@@ -16,9 +17,8 @@ from hetero_pp.config.alike import alike, lines_alike, links_alike, range_of
 from hetero_pp.config.lines import DIRECTIONS
 from hetero_pp.config.overrides import Override
 from hetero_pp.config.spec import RunSpec
-from hetero_pp.core.drawing import save_figure
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.core.files import whole
+from hetero_pp.core.files import whole, write_whole
 from hetero_pp.core.units import (
     BITS_PER_SECOND,
     BYTES,
@@ -89,7 +89,14 @@ def parse_sweep(option: str, text: str, expected: str, ranges: bool = False) -> 
     key, _, values = (part.strip() for part in text.partition("="))
     low, dots, high = values.partition("..")
     if ranges and dots and key:
-        return key, _between(f"{option} {text}", low, high)
+        first, last = quantity_of(low), quantity_of(high)
+        if first is None or last is None or first[1] != last[1]:
+            expected = "expected both ends in units of one kind, such as `10Mbit/s..10Gbit/s`"
+            raise ConfigError((), f"{option} {text}: {expected}")
+        if not 0 < first[0] < last[0]:
+            raise ConfigError((), f"{option} {text}: expected a range from a value above 0 to a larger one")
+        ratio = (last[0] / first[0]) ** (1 / (POINTS - 1))
+        return key, [f"{first[0] * ratio**index!r} {first[1]}" for index in range(POINTS)]
     found = [value.strip() for value in values.split(",")]
     if not key or not all(found):
         raise ConfigError((), f"{option} {text}: expected {expected}")
@@ -111,20 +118,73 @@ def quantity_of(value: str) -> tuple[float, str] | None:
     return None
 
 
-def _between(shown: str, low: str, high: str) -> list[str]:
-    first, last = quantity_of(low), quantity_of(high)
-    if first is None or last is None or first[1] != last[1]:
-        raise ConfigError((), f"{shown}: expected both ends in units of one kind, such as `10Mbit/s..10Gbit/s`")
-    if not 0 < first[0] < last[0]:
-        raise ConfigError((), f"{shown}: expected a range from a value above 0 to a larger one")
-    ratio = (last[0] / first[0]) ** (1 / (POINTS - 1))
-    return [f"{first[0] * ratio**index!r} {first[1]}" for index in range(POINTS)]
-
-
-# ---- charts ----
+# ---- pictures in one style; matplotlib is imported once something is drawn ----
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+INK = "#333333"
+STYLE: Any = {
+    "font.size": 13,
+    "axes.titlesize": 16,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlepad": 14,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#888888",
+    "axes.labelcolor": INK,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "grid.color": "#e3e3e3",
+    "axes.axisbelow": True,
+    "legend.edgecolor": "none",
+    "legend.framealpha": 0.9,
+}
+WIDTH, HEIGHT, DPI = 16.0, 10.0, 100  # inches, inches and dots per inch: 1600 x 1000 pixels
+
+
+def new_figure(height: float) -> Figure:
+    """Return an empty figure of the usual width. `height`: in inches."""
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    return Figure(figsize=(WIDTH, height), dpi=DPI, layout=ConstrainedLayoutEngine(w_pad=0.2, h_pad=0.15))
+
+
+def palette(count: int) -> list[Any]:
+    """Return a colour for each of `count` curves; they repeat after 20."""
+    from matplotlib import colormaps
+
+    colours = colormaps["tab10" if count <= 10 else "tab20"]
+    return [colours(index % colours.N) for index in range(count)]
+
+
+def draw_curve(axes: Axes, points: Iterable[tuple[float, float]], most_marks: int, **style: Any) -> None:
+    """Draw a curve, with a mark at each point if there are at most `most_marks`."""
+    x, y = zip(*points, strict=True)
+    axes.plot(x, y, marker="o" if len(x) <= most_marks else "", **style)
+
+
+PICTURE_FORMATS = (".png", ".svg", ".pdf", ".jpg", ".webp")
+
+
+def require_format(path: Path | None) -> None:
+    """Raise ConfigError for a picture whose format is not known; a name without a suffix is a PNG."""
+    if path is not None and path.suffix.lower() not in ("", *PICTURE_FORMATS):
+        raise ConfigError((), f"{path}: found the format `{path.suffix}`, expected one of {', '.join(PICTURE_FORMATS)}")
+
+
+def save_figure(figure: Figure, path: Path, dpi: int = DPI) -> None:
+    """Write a figure to a file. The suffix of its name selects the format; by default PNG."""
+    content = io.BytesIO()
+    figure.savefig(content, dpi=dpi, format=path.suffix.lower().removeprefix(".") or "png")
+    write_whole(path, content.getvalue())
+
+
+# ---- charts of predictions ----
 
 _MARKERS: Mapping[str, dict[str, Any]] = {
     "equal": {"marker": "x"},
@@ -148,7 +208,12 @@ def draw_prediction(spec: RunSpec, prediction: Prediction, path: Path) -> None:
     """Draw the share of a round that members train and that links and lines are busy, with the bytes of a round."""
     from matplotlib.figure import Figure
 
-    members, links = list(_member_rows(spec, prediction)), list(_link_rows(spec, prediction))
+    replica_of = {replica.name: replica for replica in prediction.replicas}
+    members, links = list[_ChartRow](), list(_link_rows(spec, prediction))
+    for replicas in alike(spec):
+        for same in zip(*(replica_of[replica.name].stages for replica in replicas), strict=True):
+            share = fmean(stage.utilization for stage in same)
+            members.append((range_of([stage.member for stage in same]), [share], f"{share:.1%}"))
     rows = max(min(len(one), MOST_ROWS) for one in (members, links))
     figure = Figure(figsize=(15, _EDGE_INCHES + _ROW_INCHES * rows), layout="constrained")
     left, right = figure.subplots(1, 2)
@@ -160,14 +225,6 @@ def draw_prediction(spec: RunSpec, prediction: Prediction, path: Path) -> None:
     right.set(title=f"{title}: bytes of a round", xlabel="share of a round that it is busy")
     right.legend(loc="upper center", bbox_to_anchor=(0.5, -0.9 / rows - 0.06), ncols=2, frameon=False)
     save_figure(figure, path, _DPI)
-
-
-def _member_rows(spec: RunSpec, prediction: Prediction) -> Iterator[_ChartRow]:
-    found = {replica.name: replica for replica in prediction.replicas}
-    for replicas in alike(spec):
-        for same in zip(*(found[replica.name].stages for replica in replicas), strict=True):
-            share = fmean(stage.utilization for stage in same)
-            yield range_of([stage.member for stage in same]), [share], f"{share:.1%}"
 
 
 def _link_rows(spec: RunSpec, prediction: Prediction) -> Iterator[_ChartRow]:

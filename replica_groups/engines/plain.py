@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hetero_pp.core.copies import copies_of
 from hetero_pp.core.device import computing
 from hetero_pp.core.tensor_files import save_object
 from hetero_pp.model.inner import InnerOptimizer, InnerSettings
 from hetero_pp.model.learning_rates import LearningRates
 from hetero_pp.model.transformer import EMBEDDING, AfterLayer, Transformer, parameters_of
 from replica_groups.engines.engine import LocalParameters, Moments
+from stages.sender import copies_of
 
 _STATE = "replica.pt"
 

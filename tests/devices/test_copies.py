@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from hetero_pp.core.copies import BesideCompute, Copies, copies_of
 from hetero_pp.core.device import CPU
+from stages.sender import BesideCompute, Copies, copies_of
 
 UNKNOWN = -1.0
 """Content of memory before a copy is complete."""

@@ -12,12 +12,12 @@ from stage_members import StageMembers, group_spec, links_of
 from torch import Tensor
 
 from hetero_pp.config.spec import RunSpec
-from hetero_pp.core.copies import Arriving, Copies, Tensors
 from hetero_pp.core.errors import HeteroPPError
 from hetero_pp.link.in_process import in_process_pair
 from hetero_pp.link.protocol import LinkEnds, Message
 from replica_groups.member import trainers
 from stages import worker
+from stages.sender import Arriving, Copies, Tensors
 from stages.worker import StageWorker
 
 SECONDS = 10.0

@@ -29,7 +29,6 @@ from hetero_pp.config.changes import NO_CHANGES, write_changes
 from hetero_pp.config.checkpoint import RunCheckpoint, initial_checkpoint, save_checkpoint
 from hetero_pp.config.folder import RunFolder
 from hetero_pp.config.yaml_file import save_config
-from hetero_pp.core.drawing import save_figure
 from hetero_pp.core.errors import ConfigError, StoreError
 from hetero_pp.core.files import PART, LastingLog, write_whole
 from hetero_pp.data.settings import DataSettings
@@ -45,6 +44,7 @@ from hetero_pp.program.report.recorder import Recorder
 from hetero_pp.program.report.state import RunState
 from hetero_pp.research.experiments.outcomes import add_outcome, read_outcomes
 from hetero_pp.research.trainer.train import Checkpoint
+from hetero_pp.simulator.charts import save_figure
 from replica_groups.engines.ranks import ALONE, Ranks
 from replica_groups.exchange.memberships import Memberships
 from replica_groups.member.saved_states import SavedStates

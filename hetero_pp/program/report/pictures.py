@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hetero_pp.config.alike import lines_alike, links_alike, range_of
 from hetero_pp.config.lines import EXCHANGE
-from hetero_pp.core.drawing import HEIGHT, STYLE, draw_curve, new_figure, palette, save_figure
 from hetero_pp.core.units import format_bits_per_second, format_bytes, format_count, format_share
 from hetero_pp.program.report.state import LineState, LinkState, RunState
 from hetero_pp.program.report.tables import ARROWS
+from hetero_pp.simulator.charts import HEIGHT, STYLE, draw_curve, new_figure, palette, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
