@@ -162,15 +162,9 @@ def _since(begun: float) -> float:
 def be_probed(address: str, identity: Identity) -> str:
     """Let the exchange at an address measure this host's line; return why it could not, empty if it could."""
     ends: SimpleQueue[bytes] = SimpleQueue()  # the end of what the exchange sent, or nothing after an error
-
-    def sent() -> Iterator[bytes]:
-        yield from [bytes(_FRAME_BYTES)] * _FRAMES
-        if last := ends.get():
-            yield last
-
     with closing(make_channel(address, identity, EXCHANGE)) as channel:
         call: grpc.StreamStreamMultiCallable[bytes, bytes] = calls_of(ADMISSION_SERVICE, channel)["Probe"]
-        answers = call(sent(), wait_for_ready=True, timeout=PROBE_SECONDS)
+        answers = call(_said(ends), wait_for_ready=True, timeout=PROBE_SECONDS)
         try:
             for number, frame in enumerate(answers, start=1):
                 if number == _FRAMES:
@@ -181,6 +175,12 @@ def be_probed(address: str, identity: Identity) -> str:
         finally:
             ends.put(b"")
         return ""
+
+
+def _said(ends: SimpleQueue[bytes]) -> Iterator[bytes]:
+    yield from [bytes(_FRAME_BYTES)] * _FRAMES
+    if last := ends.get():
+        yield last
 
 
 # ---- a host measures its own line ----

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -22,7 +23,6 @@ from hetero_pp.config.lines import EXCHANGE
 from hetero_pp.core.errors import (
     AskAgain,
     ExchangeLost,
-    HeteroPPError,
     LinkTimeout,
     MalformedMessage,
     Refused,
@@ -153,10 +153,8 @@ class ExchangeClient(ExchangeService):
             case pb.HeartbeatRequest():
                 try:
                     reply = self._once("Heartbeat", request, HEARTBEAT_TIMEOUT)
-                except grpc.RpcError as error:
-                    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                        raise ExchangeLost(f"the exchange at {self.address} does not answer at once") from None
-                    raise self._translate(error) from None
+                except AskAgain:
+                    raise ExchangeLost(f"the exchange at {self.address} does not answer at once") from None
                 if self._stay is not None and self._stay.done() and not self._closed.is_set():
                     self.stay()  # the exchange was gone, and is there again
                 return reply
@@ -243,8 +241,6 @@ class ExchangeClient(ExchangeService):
                 self._require_store(reply.url)
                 upload(reply.url, data, STANDSTILL)
             return cast("pb.DepositReply", self._once("Uploaded", request))
-        except grpc.RpcError as error:
-            raise self._translate(error) from None
         except StoreError as error:
             self._do_without(error)
             return None
@@ -260,11 +256,9 @@ class ExchangeClient(ExchangeService):
         print(f"{error}; contributions are sent through the exchange from now on", file=sys.stderr, flush=True)
 
     def _send(self, call: str, header: Message, buffers: Iterable[bytes]) -> Any:
-        try:
+        with self._translated():
             frames = header_and_payload_frames(header, buffers)
             return self._wires.calls[call](frames, metadata=self._metadata, timeout=STREAM_SECONDS)
-        except grpc.RpcError as error:
-            raise self._translate(error) from None
 
     def _record(self, request: pb.RecordRequest) -> pb.RoundRecord:
         """Wait for a record. Raises ExchangeLost if the exchange was gone meanwhile, once it is there again.
@@ -278,12 +272,11 @@ class ExchangeClient(ExchangeService):
         while True:
             try:
                 return cast("pb.RoundRecord", self._once("Record", request))
-            except grpc.RpcError as error:
-                found = self._translate(error)
-            if isinstance(found, ExchangeLost):
-                self._await_return(found)
-            if not isinstance(found, AskAgain):
-                raise found
+            except AskAgain:
+                continue
+            except ExchangeLost as lost:
+                self._await_return(lost)
+                raise
 
     def fetch_blob(self, request: pb.FetchRequest, caller: Caller) -> bytes:
         """Return one blob of a closed round. Small blobs come many at a time, because each call has its own cost."""
@@ -376,8 +369,9 @@ class ExchangeClient(ExchangeService):
         return self._stream("Watch", pb.WatchRequest(members=members, so_far=so_far))
 
     def _once(self, call: str, request: Message, seconds: float = ANSWER_SECONDS) -> Any:
-        """Make a call once. Raises grpc.RpcError."""
-        return self._wires.calls[call](request, metadata=self._metadata, timeout=seconds)
+        """Make a call once."""
+        with self._translated():
+            return self._wires.calls[call](request, metadata=self._metadata, timeout=seconds)
 
     def _ask(self, request: Message, wait: bool = False) -> Any:
         """Make a call. `wait`: also wait for an exchange that has never answered."""
@@ -390,11 +384,9 @@ class ExchangeClient(ExchangeService):
         def ask() -> Any:
             if (left := until - time.monotonic()) <= 0:
                 raise self._does_not_answer(limit)
-            try:
+            with self._translated():
                 ask_once, seconds = self._wires.calls[name], min(left, ANSWER_SECONDS)
                 return ask_once(request, metadata=self._metadata, wait_for_ready=wait, timeout=seconds)
-            except grpc.RpcError as error:
-                raise self._translate(error) from None
 
         return self._again(ask)
 
@@ -425,18 +417,21 @@ class ExchangeClient(ExchangeService):
             raise self._does_not_answer(self._timeout or math.inf)
 
     def _stream(self, call: str, request: Message, timeout: float | None = None) -> Iterator[Any]:
-        try:
+        with self._translated():
             yield from self._wires.calls[call](request, metadata=self._metadata, timeout=timeout)
-        except grpc.RpcError as error:
-            raise self._translate(error) from None
 
-    def _translate(self, error: grpc.RpcError) -> HeteroPPError:
-        code, details = error.code(), error.details()
-        if code is grpc.StatusCode.UNAUTHENTICATED and self.has_joined:
-            return self._new_run()
-        if code is grpc.StatusCode.UNAUTHENTICATED:
-            return WrongToken(f"the exchange at {self.address} was started with another token")
-        if code in ERROR_OF_CODE:
-            return ERROR_OF_CODE[code](details)
-        cause = f"({code.name.lower()}: {details}){self._wires.route.note}"
-        return ExchangeLost(f"the exchange at {self.address} does not answer {cause}")
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        """Raise the error that a status code stands for."""
+        try:
+            yield
+        except grpc.RpcError as error:
+            code, details = error.code(), error.details()
+            if code is grpc.StatusCode.UNAUTHENTICATED and self.has_joined:
+                raise self._new_run() from None
+            if code is grpc.StatusCode.UNAUTHENTICATED:
+                raise WrongToken(f"the exchange at {self.address} was started with another token") from None
+            if code in ERROR_OF_CODE:
+                raise ERROR_OF_CODE[code](details) from None
+            cause = f"({code.name.lower()}: {details}){self._wires.route.note}"
+            raise ExchangeLost(f"the exchange at {self.address} does not answer {cause}") from None

@@ -129,15 +129,19 @@ def pass_on(source: socket.socket, target: socket.socket, check: Check) -> None:
                 continue
             if count == 0:
                 break
-            rest = room[:count]
-            while rest:  # unlike `sendall`, it may be interrupted by a timeout any number of times
-                try:
-                    rest = rest[target.send(rest) :]
-                except TimeoutError:
-                    check(0)
+            _send(target, room[:count], check)
             check(count)
     with suppress(OSError):
         target.shutdown(socket.SHUT_WR)
+
+
+def _send(target: socket.socket, rest: memoryview, check: Check) -> None:
+    """Send all. Unlike `sendall`, it may be interrupted by a timeout any number of times."""
+    while rest:
+        try:
+            rest = rest[target.send(rest) :]
+        except TimeoutError:
+            check(0)
 
 
 def pass_on_both_ways(here: socket.socket, there: socket.socket) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
@@ -151,8 +151,14 @@ class StepTimes:
 
 def inner_loops(clocks: Sequence[GroupClock], steps: Sequence[int]) -> list[StepTimes]:
     """Advance groups by the inner steps of each. Groups that share a line are simulated together."""
+    clusters: list[tuple[set[str], list[int]]] = []  # lines, and the groups that share them directly or through others
+    for index, clock in enumerate(clocks):
+        touched = [one for one in clusters if one[0] & clock.group.lines]
+        clusters = [one for one in clusters if one not in touched]
+        lines = clock.group.lines.union(*(one[0] for one in touched))
+        clusters.append((lines, sorted([index, *(other for one in touched for other in one[1])])))
     found: dict[int, StepTimes] = {}
-    for cluster in _clusters(clocks):
+    for _, cluster in clusters:
         together = [clocks[index] for index in cluster]
         limit = DRAWN if len(cluster) > 1 or any(one.random and one.group.has_jitter for one in together) else 2
         if any(one.on_span is not None for one in together):
@@ -165,17 +171,6 @@ def inner_loops(clocks: Sequence[GroupClock], steps: Sequence[int]) -> list[Step
             clocks[index].finish(ends[-1] + (steps[index] - timed) * each)
             found[index] = StepTimes(ends[0], each)
     return [found[index] for index in range(len(clocks))]
-
-
-def _clusters(clocks: Sequence[GroupClock]) -> Iterable[list[int]]:
-    """Return groups that share a line, directly or through others; every other group stands alone."""
-    found: list[tuple[set[str], list[int]]] = []
-    for index, clock in enumerate(clocks):
-        touched = [one for one in found if one[0] & clock.group.lines]
-        found = [one for one in found if one not in touched]
-        lines = clock.group.lines.union(*(one[0] for one in touched))
-        found.append((lines, sorted([index, *(other for one in touched for other in one[1])])))
-    return [members for _, members in found]
 
 
 def fair_rates(hops: Sequence[Hop], capacities: Mapping[LineWay, float]) -> list[float]:

@@ -307,9 +307,18 @@ def compared(config: RunConfig, prediction: Mapping[str, Any]) -> Iterator[Publi
 
     Raises ConfigError for numbers that are not predicted.
     """
+    tree = config.model_dump(mode="json")
     for index, number in enumerate(config.simulate.published):
         key = ("simulate", "published", index)
-        if not all(_has(config, key, name, value) for name, value in number.when.items()):
+
+        def applies(name: str, wanted: Any, key: Sequence[str | int] = key) -> bool:
+            there = _at(tree, name, (*key, "when", name), "a key of this file such as `links.home.bandwidth`")
+            try:  # `1/8` equals 0.125, and `1 Gbit/s` equals 1000 Mbit/s
+                return math.isclose(parse_any(there), parse_any(wanted), rel_tol=1e-6)
+            except ValueError:
+                return bool(there == wanted)
+
+        if not all(applies(name, wanted) for name, wanted in number.when.items()):
             continue
         found = _at(prediction, number.what, (*key, "what"), "a number of `--json` such as `outer_seconds`")
         if isinstance(found, bool) or not isinstance(found, int | float):
@@ -318,16 +327,6 @@ def compared(config: RunConfig, prediction: Mapping[str, Any]) -> Iterator[Publi
                 f"found `{number.what}`, expected the path of a number in the output of `simulate --json`",
             )
         yield PublishedComparison(number.what, number.where, number.bound, number.value, float(found))
-
-
-def _has(config: RunConfig, key: Sequence[str | int], name: str, value: Any) -> bool:
-    """Return whether the configuration has this value there. `1/8` equals 0.125, `1 Gbit/s` equals 1000 Mbit/s."""
-    tree = config.model_dump(mode="json")
-    found = _at(tree, name, (*key, "when", name), "a key of this file such as `links.home.bandwidth`")
-    try:
-        return math.isclose(parse_any(found), parse_any(value), rel_tol=1e-6)
-    except ValueError:
-        return bool(found == value)
 
 
 def _at(tree: Any, name: str, key: Sequence[str | int], expected: str) -> Any:

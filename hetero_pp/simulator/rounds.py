@@ -26,7 +26,7 @@ from hetero_pp.config.spec import MemberSpec, RunSpec
 from hetero_pp.config.topology import ParticipantsReplica, ReplicaSettings
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.simulator.costs import cost_of, hardware_of
-from hetero_pp.simulator.events import GroupClock, GroupOfEvents, Hop, LineWay, OnSpan, inner_loops
+from hetero_pp.simulator.events import GroupClock, GroupOfEvents, Hop, OnSpan, inner_loops
 from hetero_pp.simulator.memory import Memory, memory_of_member, require_memory
 from hetero_pp.simulator.traffic import (
     BoundaryCrossing,
@@ -107,15 +107,18 @@ def _fleet_of(spec: RunSpec, replicas: Sequence[ReplicaSettings]) -> Fleet:
     settings = spec.config.simulate.fleets.get(replica.name, FleetSettings(count=len(replicas)))
     members = [spec.members[name] for name in replica.members]
     costs, hardware = [cost_of(spec, member) for member in members], [hardware_of(spec, member) for member in members]
-    sizes, capacities = message_bytes(spec, replica), line_capacities(spec, replica)
+    sizes = message_bytes(spec, replica)
+    passed = [line for line in spec.lines.values() if set(line.members) & set(replica.members)]
+    every = {(line.name, way): line.bandwidth_of(way) for line in passed for way in WAYS}
+    capacities = {line_way: bandwidth for line_way, bandwidth in every.items() if bandwidth is not None}
 
     def hops(direction: Direction, kind: str) -> list[Hop]:
         found = []
         for hop in range(len(members) - 1):
             link = spec.links[stage_link_name(replica.name, hop)]
             shape = link.shape(direction)
-            passed = zip(link.lines(direction), WAYS, strict=True)
-            lines = [(line.name, way) for line, way in passed if line is not None and (line.name, way) in capacities]
+            ways = zip(link.lines(direction), WAYS, strict=True)
+            lines = [(line.name, way) for line, way in ways if line is not None and (line.name, way) in capacities]
             bandwidth = float("inf") if shape.bandwidth is None else shape.bandwidth
             found.append(Hop(8.0 * sizes[kind], bandwidth, shape.latency, shape.jitter, tuple(lines)))
         return found
@@ -150,12 +153,6 @@ def _fleet_of(spec: RunSpec, replicas: Sequence[ReplicaSettings]) -> Fleet:
         memory=[memory_of_member(spec, one, own.is_accelerator) for one, own in zip(members, hardware, strict=True)],
         memory_capacity=[own.memory * replica.accelerators_of_member for own in hardware],
     )
-
-
-def line_capacities(spec: RunSpec, replica: ReplicaSettings) -> dict[LineWay, float]:
-    """Return the bits per second of the limited directions of the lines of a replica's members."""
-    own = [line for line in spec.lines.values() if set(line.members) & set(replica.members)]
-    return {(line.name, way): rate for line in own for way in WAYS if (rate := line.bandwidth_of(way)) is not None}
 
 
 # ---- the rounds of all fleets ----
@@ -233,14 +230,16 @@ def time_round(spec: RunSpec, fleets: Sequence[Fleet], communicates: bool, watch
         ready = [list(clock.free) for clock in clocks]
         track = "stage {} exchange" if overlaps else "stage {}"
         if gathers:
-            sent = _sent(spec, fleets, ready)
-            opened = max(max(map(max, sent)), _all_sent_to_exchange(spec, fleets, ready))
+            sent, opened = _sent(spec, fleets, ready)
             until("send contribution", sent, track)
             what, received = "receive contributions", _received(spec, fleets, opened)
         else:
-            opened, what = last(), "pass contributions on"
-            passed = opened + (_passed_around(fleets) if communicates else 0.0)
-            received = [[passed] * len(clock.free) for clock in clocks]
+            opened, what, passed = last(), "pass contributions on", 0.0
+            if communicates:  # every step around a ring takes as long as its slowest link
+                crossings = [both for fleet in fleets for both in zip(fleet.up, fleet.down, strict=True)]
+                passed = max(max(up.seconds, down.seconds) for up, down in crossings)
+                passed += max(up.delay for up, _ in crossings) + max(down.delay for _, down in crossings)
+            received = [[opened + passed] * len(clock.free) for clock in clocks]
         for clock in clocks:  # all wait until the round has closed
             clock.free[:] = [opened] * len(clock.free)
         until(what, received, track)
@@ -272,6 +271,10 @@ def round_lengths(spec: RunSpec, fleets: Sequence[Fleet], communicates: bool) ->
     if given is not None:
         return [lambda beside: given] * len(fleets)
     assert seconds is not None
+
+    def steps_within(seconds: float, each: float, beside: float) -> int:
+        return max(1, 1 + floor((seconds - beside) / each + 1e-9))
+
     found = list[Callable[[float], int]]()
     for times in inner_loops(_clocks(spec, fleets, communicates, None), [PROBED] * len(fleets)):
         if not times.each > 0:
@@ -280,12 +283,8 @@ def round_lengths(spec: RunSpec, fleets: Sequence[Fleet], communicates: bool) ->
                 "found steps that take 0 s, expected a machine with a finite speed: `inner.seconds` has "
                 "to give a number of steps",
             )
-        found.append(partial(_steps_within, seconds - times.first, times.each))
+        found.append(partial(steps_within, seconds - times.first, times.each))
     return found
-
-
-def _steps_within(seconds: float, each: float, beside: float) -> int:
-    return max(1, 1 + floor((seconds - beside) / each + 1e-9))
 
 
 def _clocks(spec: RunSpec, fleets: Sequence[Fleet], communicates: bool, watch: Watch | None) -> list[GroupClock]:
@@ -306,8 +305,8 @@ def _sums(starts: Sequence[float], seconds: Sequence[float]) -> list[float]:
 Times = Sequence[Sequence[float]]  # times of the members of each fleet
 
 
-def _sent(spec: RunSpec, fleets: Sequence[Fleet], ready: Times) -> list[list[float]]:
-    """Return when members have sent their contributions: alone, or with the others of their site."""
+def _sent(spec: RunSpec, fleets: Sequence[Fleet], ready: Times) -> tuple[list[list[float]], float]:
+    """Return when members have sent their contributions, alone or with the others of their site; and all of them."""
     ends = [_sums(own, [one.alone for one in fleet.up]) for own, fleet in zip(ready, fleets, strict=True)]
     for site, bandwidth in site_bandwidths(spec, "forward").items():
         here = _members_at(fleets, site)
@@ -315,17 +314,11 @@ def _sent(spec: RunSpec, fleets: Sequence[Fleet], ready: Times) -> list[list[flo
         end = all_sent(sizes, bandwidth) + max(fleets[one].up[stage].delay for one, stage in here)
         for one, stage in here:
             ends[one][stage] = max(ends[one][stage], end)
-    return ends
-
-
-def _all_sent_to_exchange(spec: RunSpec, fleets: Sequence[Fleet], ready: Times) -> float:
-    """Return when the exchange's own line has brought it all contributions; 0 if it is unlimited."""
-    bandwidth = exchange_bandwidth(spec, "forward")
-    here = _members_elsewhere(fleets)
-    if bandwidth is None or not here:
-        return 0.0
-    sizes = [(ready[one][stage], fleets[one].up[stage].n_bytes * fleets[one].count) for one, stage in here]
-    return all_sent(sizes, bandwidth) + max(one.delay for fleet in fleets for one in fleet.up)
+    last, shared, here = max(map(max, ends)), exchange_bandwidth(spec, "forward"), _members_elsewhere(fleets)
+    if shared is not None and here:  # the exchange's own line has to bring it all contributions
+        sizes = [(ready[one][stage], fleets[one].up[stage].n_bytes * fleets[one].count) for one, stage in here]
+        last = max(last, all_sent(sizes, shared) + max(one.delay for fleet in fleets for one in fleet.up))
+    return ends, last
 
 
 def _received(spec: RunSpec, fleets: Sequence[Fleet], opened: float) -> list[list[float]]:
@@ -344,13 +337,6 @@ def _received(spec: RunSpec, fleets: Sequence[Fleet], opened: float) -> list[lis
     delay = max(one.delay for fleet in fleets for one in fleet.down)
     late = max(0.0, opened + total * 8 / shared + delay - max(map(max, ends)))
     return [[end + late for end in own] for own in ends]
-
-
-def _passed_around(fleets: Sequence[Fleet]) -> float:
-    """Return the seconds of contributions around a ring: every step takes as long as its slowest link."""
-    crossings = [both for fleet in fleets for both in zip(fleet.up, fleet.down, strict=True)]
-    slowest = max(max(up.seconds, down.seconds) for up, down in crossings)
-    return slowest + max(up.delay for up, _ in crossings) + max(down.delay for _, down in crossings)
 
 
 Members = list[tuple[int, int]]  # members, as indices of a fleet and of a stage

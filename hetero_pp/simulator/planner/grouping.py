@@ -287,8 +287,16 @@ class _Solver:
         for partition in self._partitions:
             if np.count_nonzero(usable[partition]) >= count:
                 return partition[usable[partition]][:count].tolist()
+        from scipy.optimize import linprog
+
         columns = np.flatnonzero(usable)
-        if len(columns) < count or not self._relaxation_is_feasible(columns, count):
+        if len(columns) < count:
+            return None
+        # Without a solution of the linear relaxation there is none. Other statuses include a time-out.
+        ones, goal, limits = np.ones((1, len(columns))), np.zeros(len(columns)), np.ones(self._contains.shape[0])
+        options = {"time_limit": max(0.1, (self._deadline - time.monotonic()) / 3)}
+        relaxed = linprog(goal, self._contains[:, columns], limits, ones, [count], method="highs", options=options)
+        if relaxed.status == 2:
             return None
         for size in SAMPLES:
             if len(columns) > size:
@@ -304,15 +312,6 @@ class _Solver:
         better, is_certain = self._solve(np.flatnonzero(usable), len(found), gain)
         self.proven &= is_certain
         return found if better is None or gain[better].sum() < gain[found].sum() else better
-
-    def _relaxation_is_feasible(self, columns: Array, count: int) -> bool:
-        from scipy.optimize import linprog
-
-        ones, goal = np.ones((1, len(columns))), np.zeros(len(columns))
-        limits = np.ones(self._contains.shape[0])
-        options = {"time_limit": max(0.1, (self._deadline - time.monotonic()) / 3)}
-        found = linprog(goal, self._contains[:, columns], limits, ones, [count], method="highs", options=options)
-        return found.status != 2  # other statuses include a time-out, which proves nothing
 
     def _solve(self, columns: Array, count: int, gain: Array | None) -> tuple[list[int] | None, bool]:
         """Return sets, and whether the solver is certain: that there are none, or none with a larger gain."""

@@ -30,7 +30,7 @@ from hetero_pp.model.part_settings import BoundarySettings
 from hetero_pp.simulator.costs import SHOWN, assumption, hardware_of, unnamed
 from hetero_pp.simulator.events import GroupClock, GroupOfEvents, LineWay, inner_loops
 from hetero_pp.simulator.planner.grouping import Array, Load, best_split, stage_bytes, stage_seconds
-from hetero_pp.simulator.prediction import Prediction, alone, predict
+from hetero_pp.simulator.prediction import alone, predict
 from hetero_pp.simulator.rounds import Fleet, fleets_of, round_lengths
 from hetero_pp.simulator.traffic import stage_link_loads
 
@@ -259,7 +259,14 @@ def schedules_of(config: RunConfig, vocabulary: int | None, index: int) -> Seque
     try:
         if isinstance(replica, DatacenterReplica) or is_measured(config, replica):
             return [_schedule(config, vocabulary, replica)]
-        loads = list(_loads(config, replica))
+        smallest, batch = config.plan.smallest_micro_batch, replica.batch_size
+        numbers = [n for n in range(batch, 0, -1) if batch % n == 0 and batch // n >= min(smallest, batch)]
+        loads = [
+            _load(config, replica, micro_batches, extra)
+            for micro_batches in numbers[:NUMBERS_OF_MICRO_BATCHES]
+            for place, extra in enumerate(EXTRA_IN_FLIGHT)  # up to the first with which all are in flight
+            if place == 0 or (replica.stage_count - 1) * (1 + EXTRA_IN_FLIGHT[place - 1]) < micro_batches
+        ]
         for load in loads:
             counts, seconds = best_split(stage_costs(spec, replica, load))
             if np.isfinite(seconds):
@@ -287,16 +294,6 @@ def stage_costs(spec: RunSpec, replica: ReplicaSettings, load: Load) -> list[Arr
 def _load(config: RunConfig, replica: ParticipantsReplica, micro_batches: int, extra: int) -> Load:
     sequences, length = replica.batch_size // micro_batches, config.data.sequence_length
     return Load(replica.stage_count, micro_batches, sequences, length, extra, replica.boundary)
-
-
-def _loads(config: RunConfig, replica: ParticipantsReplica) -> Iterator[Load]:
-    smallest, batch = config.plan.smallest_micro_batch, replica.batch_size
-    numbers = [n for n in range(batch, 0, -1) if batch % n == 0 and batch // n >= min(smallest, batch)]
-    for micro_batches in numbers[:NUMBERS_OF_MICRO_BATCHES]:
-        for extra in EXTRA_IN_FLIGHT:
-            yield _load(config, replica, micro_batches, extra)
-            if (replica.stage_count - 1) * (1 + extra) >= micro_batches:
-                break  # more cannot be in flight
 
 
 def _with(replica: ParticipantsReplica, load: Load, counts: Sequence[int]) -> ParticipantsReplica:
@@ -454,12 +451,9 @@ def _choices(config: RunConfig, vocabulary: int | None) -> Iterator[OuterChoice]
     for density in (compression.density, *densities):
         found = predict(RunSpec(with_outer(config, own, density), vocabulary), stage_links=False)
         free = found.utilization["relative"] * found.round_seconds
+        stages = [stage for replica in found.replicas for stage in replica.stages]
+        slowest = max(stages, key=lambda stage: stage.sent_seconds + stage.received_seconds)
         unit = found.step_seconds if config.inner.steps is not None else 1.0
         for length in (own, *(one for one in longer if one <= most)):
             seconds = free + (length - own) * unit
-            yield OuterChoice(length, density, seconds, max(0.0, found.round_seconds - free), _slowest(found))
-
-
-def _slowest(prediction: Prediction) -> str:
-    stages = [stage for replica in prediction.replicas for stage in replica.stages]
-    return max(stages, key=lambda stage: stage.sent_seconds + stage.received_seconds).member
+            yield OuterChoice(length, density, seconds, max(0.0, found.round_seconds - free), slowest.member)
