@@ -179,7 +179,12 @@ class StageWorker:
         if self.stage.spec.is_first:
             own_norm = self.stage.optimizer.gradient_norm().item()
             self._apply(math.sqrt(self._squared_norm(under_way, own_norm, self._downstream)))
-        self._require_acknowledgements()
+        # After a step, both neighbours have received all earlier messages, so they have acknowledged nearly all of
+        # them. Unacknowledged messages would fill the memory of this stage.
+        most = ACKNOWLEDGED_EVERY + self.settings.micro_batches
+        for link in (self._upstream, self._downstream):
+            if link is not None and (found := link.unacknowledged) > most:
+                raise link.accuse(f"found {found} unacknowledged messages, expected at most {most}")
         return under_way.loss if self.stage.spec.is_last else None
 
     def flush(self, round_: int) -> None:
@@ -324,17 +329,6 @@ class StageWorker:
             yield
         except MalformedMessage as error:
             raise link.accuse(str(error)) from error
-
-    def _require_acknowledgements(self) -> None:
-        """Raise PeerAtFault for a neighbour that does not acknowledge messages.
-
-        After a step, both neighbours have received all earlier messages, so they have acknowledged nearly all of them.
-        Unacknowledged messages would fill the memory of this stage.
-        """
-        most = ACKNOWLEDGED_EVERY + self.settings.micro_batches
-        for link in (self._upstream, self._downstream):
-            if link is not None and (found := link.unacknowledged) > most:
-                raise link.accuse(f"found {found} unacknowledged messages, expected at most {most}")
 
     def _receive_activation(self, under_way: _Step, index: int) -> None:
         assert self._upstream is not None

@@ -94,7 +94,12 @@ def read_architecture(folder: Path) -> Architecture:
     except ValidationError as error:
         wrong = str(error.errors()[0]["loc"][0])
         raise _refused(path, _NAMES.get(wrong, wrong), shape.get(wrong, rope), "a number") from None
-    _require(path, values, found)
+    # Features that this model cannot have are refused.
+    if (fault := found.fault()) is not None:
+        name, value, allowed = fault
+        raise _refused(path, _NAMES.get(name, name), value, allowed)
+    features = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+    _require_values(path, {**features, **{key: value for key, value in values.items() if value is not None}}, features)
     return Architecture(found.reduced(), bool(values.get("tie_word_embeddings", False)))
 
 
@@ -137,15 +142,6 @@ def _rope(values: dict[str, Any], path: Path) -> tuple[Any, RopeScaling | None]:
     except ValidationError as error:
         wrong = str(error.errors()[0]["loc"][0])
         raise _refused(path, f"rope scaling: {_SCALING_NAMES[wrong]}", scaling[wrong], "a positive number") from None
-
-
-def _require(path: Path, values: dict[str, Any], shape: ModelShape) -> None:
-    """Raise ConfigError for features that this model cannot have."""
-    if (fault := shape.fault()) is not None:
-        name, value, allowed = fault
-        raise _refused(path, _NAMES.get(name, name), value, allowed)
-    features = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-    _require_values(path, {**features, **{key: value for key, value in values.items() if value is not None}}, features)
 
 
 def _require_values(path: Path, values: dict[str, Any], wanted: dict[str, Any]) -> None:

@@ -32,17 +32,13 @@ def require_checkpoint(folder: Path, shape: ModelShape, shapes: Mapping[str, tup
     `shapes` are those of all parameters, by our names. Returns the checkpoint's architecture.
     """
     architecture = read_architecture(folder)
-    _require_shape(shape, architecture.shape, folder)
-    with _opened(folder) as files:
-        _require_tensors(files, architecture, shapes)
-    return architecture
-
-
-def _require_shape(given: ModelShape, found: ModelShape, folder: Path) -> None:
-    for (name, value), (_, expected) in zip(given, found, strict=True):
+    for (name, value), (_, expected) in zip(shape, architecture.shape, strict=True):
         if value != expected:
             told = f"found {_shown(value)}, expected {_shown(expected)} as in {folder / 'config.json'}"
             raise ConfigError(("model", name), told)
+    with _opened(folder) as files:
+        _require_tensors(files, architecture, shapes)
+    return architecture
 
 
 def _shown(value: object) -> str:

@@ -274,7 +274,7 @@ class InnerOptimizer:
         if self.defers:
             return self.rates.at(step)
         if self.settings.clip_norm is not None:
-            self._clip(self.settings.clip_norm, replica_norm)
+            nn.utils.clip_grads_with_norm_(self._parameters, self.settings.clip_norm, replica_norm)
         rate = self.rates.at(step)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -285,9 +285,6 @@ class InnerOptimizer:
         for parameter in self._parameters:
             parameter.grad = None
         return rate
-
-    def _clip(self, largest: float, norm: Tensor) -> None:
-        nn.utils.clip_grads_with_norm_(self._parameters, largest, norm)
 
     @torch.no_grad()
     def _before(self, rate: float) -> None:

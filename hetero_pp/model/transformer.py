@@ -255,7 +255,10 @@ class Transformer(nn.Module):
         self.recomputes = recomputes
         self.enable_weight_tying = False
         owned = range(shape.layers) if layers is None else layers
-        self.tok_embeddings = _empty_embedding(shape) if embeds else None
+        # nn.Embedding initializes its weights, and on the meta device that needs a second of imports of torch.
+        self.tok_embeddings = (
+            nn.Embedding.from_pretrained(torch.empty(shape.vocabulary, shape.width), freeze=False) if embeds else None
+        )
         self.layers = nn.ModuleDict({str(index): TransformerBlock(shape) for index in owned})
         self.norm = RMSNorm(shape.width, eps=shape.norm_epsilon) if predicts else None
         self.lm_head = Linear(shape.width, shape.vocabulary) if predicts else None
@@ -297,11 +300,6 @@ class Transformer(nn.Module):
             shape = self.shape
             self._rope_LE = rope_table(length, shape.head_size, shape.rope_theta, device, shape.rope_scaling)
         return self._rope_LE[:length]
-
-
-def _empty_embedding(shape: ModelShape) -> nn.Embedding:
-    # nn.Embedding initializes its weights, and on the meta device that needs a second of imports of torch.
-    return nn.Embedding.from_pretrained(torch.empty(shape.vocabulary, shape.width), freeze=False)
 
 
 def build_part(

@@ -175,7 +175,13 @@ class ReceivedBlob:
         """
         self._settings, self._block, self._shapes = settings, address.block, shapes
         reader = Reader(_checked_body(data, address.block), address.block)
-        _check_header(reader, address, settings)
+        found = BlobAddress(reader.take_text(), reader.take("Q")[0], reader.take_text(), reader.take_text())
+        if found != address:
+            raise reader.error(f"found {found}, expected {address}")
+        expected = Writer()
+        _put_settings(expected, settings)
+        if reader.take_bytes(len(expected.take())) != expected.take():
+            raise reader.error("was compressed with other settings than this run's")
         outline = list(_outline(reader, shapes))
         if [name for name, _ in outline] != sorted(shapes):
             raise reader.error(f"found the tensors {[name for name, _ in outline]}, expected {sorted(shapes)}")
@@ -228,16 +234,6 @@ def _checked_body(data: bytes, what: str) -> memoryview:
     if hashlib.sha256(body).digest() != digest:
         raise reader.error("the digest does not match the content")
     return body
-
-
-def _check_header(reader: Reader, address: BlobAddress, settings: CompressionSettings) -> None:
-    found = BlobAddress(reader.take_text(), reader.take("Q")[0], reader.take_text(), reader.take_text())
-    if found != address:
-        raise reader.error(f"found {found}, expected {address}")
-    expected = Writer()
-    _put_settings(expected, settings)
-    if reader.take_bytes(len(expected.take())) != expected.take():
-        raise reader.error("was compressed with other settings than this run's")
 
 
 def _outline(reader: Reader, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, memoryview]]:

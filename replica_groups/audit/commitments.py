@@ -184,7 +184,13 @@ class MemberCommitments(MemberAudit):
             batches.text = self._text = hashlib.sha256()
         try:
             self._forget_before(round_ - 1)
-            self._save(state, self._path(round_))
+            folder = self._path(round_)
+            shutil.rmtree(folder, ignore_errors=True)  # of the same round, before it was repeated
+            part = folder.with_name("part")
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+            state.save(part / BEFORE)
+            rename_whole(part, folder)  # whoever is drawn has to show it, also after a power cut
         except OSError as error:
             print(f"{self._name}: its state before round {round_} was not saved: {complaint(error)}", file=sys.stderr)
 
@@ -243,14 +249,6 @@ class MemberCommitments(MemberAudit):
 
     def _path(self, round_: int) -> Path:
         return self._folder / f"round-{round_:06d}"
-
-    def _save(self, state: CommittedState, folder: Path) -> None:
-        shutil.rmtree(folder, ignore_errors=True)  # of the same round, before it was repeated
-        part = folder.with_name("part")
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-        state.save(part / BEFORE)
-        rename_whole(part, folder)  # whoever is drawn has to show it, also after a power cut
 
     def _kept(self) -> Iterator[tuple[int, Path]]:
         """Yield the rounds before which a state is in the folder."""

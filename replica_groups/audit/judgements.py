@@ -414,7 +414,13 @@ def complaint(one: Judgement, members: Mapping[str, str]) -> str | None:
         return f"`replica`: got `{one.replica[:40]}`, expected one of {', '.join(sorted(replicas))}"
     match one.WhichOneof("finding"):
         case "losses":
-            return _of_losses(one.losses)
+            # Only losses after a contribution may be infinite: it may make the model diverge.
+            for number in Losses.DESCRIPTOR.fields:
+                value, is_before = getattr(one.losses, number.name), number.name.endswith("_before")
+                is_far = math.isinf(value) and value > 0 and not is_before
+                if not (is_far or 0 <= value <= MOST_LOSS) or (is_before and value == 0):
+                    return f"`losses.{number.name}`: got {value:g}, expected a loss up to {MOST_LOSS:g}"
+            return None
         case "copies" if one.copies not in replicas - {one.replica}:
             return f"`copies`: got `{one.copies[:40]}`, expected another replica"
         case "copies":
@@ -430,13 +436,3 @@ def complaint(one: Judgement, members: Mapping[str, str]) -> str | None:
         case "recomputed":
             return None
     return "found a judgement without a finding"
-
-
-def _of_losses(losses: Losses) -> str | None:
-    """Return as `complaint`. Only losses after a contribution may be infinite: it may make the model diverge."""
-    for number in Losses.DESCRIPTOR.fields:
-        value, is_before = getattr(losses, number.name), number.name.endswith("_before")
-        is_far = math.isinf(value) and value > 0 and not is_before
-        if not (is_far or 0 <= value <= MOST_LOSS) or (is_before and value == 0):
-            return f"`losses.{number.name}`: got {value:g}, expected a loss up to {MOST_LOSS:g}"
-    return None

@@ -143,11 +143,8 @@ class Auditor:
                 self._retention.audited(self._unpruned[0])
                 self._unpruned.pop(0)
         if round_ == self.rounds or round_ % self.checkpoint_every == 0:
-            self._save(round_)
-
-    def _save(self, round_: int) -> None:
-        checkpoint = self._follower.checkpoint()
-        self.exchange.runner.retry(lambda: self.exchange.log.write_checkpoint(checkpoint))
-        self.exchange.decided.kept_checkpoint(round_)
-        with suppress(StoreError):
-            self._retention.kept_checkpoint(round_)
+            checkpoint = self._follower.checkpoint()
+            self.exchange.runner.retry(lambda: self.exchange.log.write_checkpoint(checkpoint))
+            self.exchange.decided.kept_checkpoint(round_)
+            with suppress(StoreError):
+                self._retention.kept_checkpoint(round_)

@@ -150,7 +150,14 @@ def begin_run(
     spec = spec.with_changes(changes.settled())
     if resume is not None and not goes_on:
         goes_on = exchange.meet_members()
-        _require_unchanged(resume if goes_on else {})
+        # Members need the other keys from their start. A change of the replicas is allowed: they are told of it.
+        others = [key for key in (resume if goes_on else {}) if key != REPLICAS]
+        if others:
+            keys = ", ".join(f"`{key}`" for key in others)
+            raise UnderWay(
+                f"{keys}: members of the run still train with the old value; stop them before the change, or "
+                "undo the change"
+            )
     try:
         if goes_on:
             start, spec = exchange.runner.retry(partial(_take_over, exchange, spec, folder, resume or {}))
@@ -173,20 +180,6 @@ def begin_run(
     exchange.begin(start.checkpoint, start.damaged, spec, start.last_round, start.note, limits=limits)
     exchange.decided.kept_checkpoint(start.checkpoint.round)
     return auditor
-
-
-def _require_unchanged(wanted: Values) -> None:
-    """Raise UnderWay for changed keys that members need from their start.
-
-    A change of the replicas is allowed, because members are told of it.
-    """
-    others = [key for key in wanted if key != REPLICAS]
-    if others:
-        keys = ", ".join(f"`{key}`" for key in others)
-        raise UnderWay(
-            f"{keys}: members of the run still train with the old value; stop them before the change, or "
-            "undo the change"
-        )
 
 
 def _take_over(exchange: Exchange, spec: RunSpec, folder: RunFolder, wanted: Values) -> tuple[Restart, RunSpec]:

@@ -90,7 +90,13 @@ def bound(
     if limits is not None:
         earlier = [_as_in(record.round, past, limits) for past in earlier]
     largest = {} if limits is None else limits.of(record.round)
-    beyond = {one.replica: _beyond(one, largest) for one in measured.contributions}
+    # How many times as large as the configuration allows a contribution is; 0 where it says nothing.
+    beyond = {
+        one.replica: max(
+            (size / largest[what] for what, size in _sizes(one).items() if largest.get(what, 0.0) > 0), default=0.0
+        )
+        for one in measured.contributions
+    }
     own, lower = _own(earlier), _lower_medians(measured)
     is_limited = not is_crowd and limits is not None
     excess = {
@@ -139,11 +145,6 @@ def _copy(record: RoundRecord) -> RoundRecord:
     copy = RoundRecord()
     copy.CopyFrom(record)
     return copy
-
-
-def _beyond(one: ContributionEntry, largest: Sizes) -> float:
-    """Return how many times as large as the configuration allows a contribution is; 0 where it says nothing."""
-    return max((size / largest[what] for what, size in _sizes(one).items() if largest.get(what, 0.0) > 0), default=0.0)
 
 
 def _excess(

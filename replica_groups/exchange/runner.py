@@ -268,7 +268,10 @@ class CoordinatorRunner:
     def tell(self, event: e.Event) -> Sequence[e.Effect]:
         """Pass an event to the coordinator, carry out the effects, and return the coordinator's answers."""
         answers = self._step(event)
-        self._start_clock()
+        with self.changed:
+            if self._timer is None:
+                self._timer = threading.Thread(target=self._keep_time, name="coordinator's clock", daemon=True)
+                self._timer.start()
         todo = list(answers)
         while todo:
             follows = self._do(todo.pop(0))
@@ -502,12 +505,6 @@ class CoordinatorRunner:
         with self.changed:
             self._ended = True
             self.notifier.wake([CLOCK])
-
-    def _start_clock(self) -> None:
-        with self.changed:
-            if self._timer is None:
-                self._timer = threading.Thread(target=self._keep_time, name="coordinator's clock", daemon=True)
-                self._timer.start()
 
     def _keep_time(self) -> None:
         while True:

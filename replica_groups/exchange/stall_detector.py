@@ -64,7 +64,12 @@ class StallDetector:
         if expected.store_error is not None:
             return self._stored(expected, *expected.store_error)
         if self._blocked is not None:
-            return self._stored_again(expected)
+            # The store works again: the wait for members restarts, and the end of a reported failure is reported.
+            seconds, self._blocked, self._expected = self._blocked, None, None
+            if not self._blocked_told:
+                return None
+            self._short = min(max(FIRST_TOLD, 2 * self._short), MOST_BETWEEN)
+            return Waiting(awaited=STORING, round=expected.round, seconds=seconds or 0.0)
         before, self._expected = self._expected, expected
         if before is None or (expected.awaited, expected.progress) != (before.awaited, before.progress):
             is_other = before is None or before.awaited != expected.awaited
@@ -90,14 +95,6 @@ class StallDetector:
         self._blocked_due = seconds + min(max(FIRST_TOLD, self._blocked_due), MOST_BETWEEN)
         self._blocked_told = True
         return Waiting(awaited=STORING, round=expected.round, seconds=seconds, store_error=why)
-
-    def _stored_again(self, expected: Expected) -> Waiting | None:
-        """Return the report that it can be again, if the failure was reported. Restarts the wait for members."""
-        seconds, self._blocked, self._expected = self._blocked, None, None
-        if not self._blocked_told:
-            return None
-        self._short = min(max(FIRST_TOLD, 2 * self._short), MOST_BETWEEN)
-        return Waiting(awaited=STORING, round=expected.round, seconds=seconds or 0.0)
 
     def lost(self, expected: Expected, now: float) -> str | None:
         """Return the cause to give up, if no awaited member made progress within the limit."""

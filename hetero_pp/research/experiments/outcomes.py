@@ -80,7 +80,15 @@ def add_outcome(path: Path, outcome: Outcome) -> None:
         try:
             known = read_outcomes(path)
         except ConfigError:
-            _append(path, b"\n" + _line(outcome))
+            # The outcome is appended to the unreadable file; if the disk cannot store it, the file's size is restored.
+            size = path.stat().st_size
+            try:
+                with naming(path), path.open("ab") as file:
+                    file.write(b"\n" + _line(outcome))
+                flush(path)
+            except OSError:
+                os.truncate(path, size)
+                raise
             raise
         known.setdefault(outcome["key"], outcome)
         ordered = sorted(known.values(), key=lambda one: (one["row"], one["seed"], one["key"]))
@@ -89,18 +97,6 @@ def add_outcome(path: Path, outcome: Outcome) -> None:
 
 def _line(outcome: Outcome) -> bytes:
     return json.dumps(outcome).encode() + b"\n"
-
-
-def _append(path: Path, data: bytes) -> None:
-    """Append the data and flush it; if the disk cannot store it, restore the file's size."""
-    size = path.stat().st_size
-    try:
-        with naming(path), path.open("ab") as file:
-            file.write(data)
-        flush(path)
-    except OSError:
-        os.truncate(path, size)
-        raise
 
 
 @contextmanager
