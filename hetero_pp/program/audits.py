@@ -180,19 +180,7 @@ def validate(runs: Path, run: str, pass_: Path | None, device: str, name: str | 
     `pass_`: file of a validator on another host than the exchange's. Raises ConfigError for a run without audits, and
     if this host cannot reach the exchange.
     """
-    while _has_changed_under(runs, run, pass_, device, name):
-        pass
-
-
-def _has_changed_under(runs: Path, run: str, pass_: Path | None, device: str, name: str | None) -> bool:
-    """Follow a run; return whether it has to be followed anew, because it has resumed otherwise."""
     folder = None if folder_of(run) is None else run_folder(runs, run)
-    spec, log = open_run(runs, run)
-    audit, title = spec.config.audit, spec.config.name
-    if not audit.needs_validators:
-        raise ConfigError((), f"{title}: found a run without audits, expected `audit.gauntlet` or `audit.recompute`")
-    here = folder or RunFolder(runs.absolute() / title)
-    access = access_to(here, pass_, name)
 
     def say(line: str) -> None:
         announce(f"{title}: {line}")
@@ -200,28 +188,36 @@ def _has_changed_under(runs: Path, run: str, pass_: Path | None, device: str, na
     def on_round(round_: int, count: int) -> None:
         say(f"round {round_}: {format_count(count, 'judgement') if count else 'not judged'}")
 
-    followed = FollowedRun(spec, log, access, say)
-    spec = followed.spec
-    source = open_source(spec.config.data, here.cache)
-    require_same_text(here, source)
-    torch.set_num_threads(spec.config.threads)
-    checks = checks_of(spec, log, source, access.draws, resolved(device))
-    say(f"{access.name} judges its rounds for the exchange at {access.address}")
-    try:
-        while not followed.retry(log.checkpoints):
-            time.sleep(SECONDS_BETWEEN_LOOKS)
-        newest = newest_sound(log, followed.last_round(), [])
-        say(f"following the run after round {newest.round}")
-        Validator(spec, followed, checks, newest).run(on_round)
-        say(f"all {spec.latest.outer.rounds} rounds are closed")
-    except RunChanged as error:
-        say(f"{error}; it is followed anew")
-        return True
-    except (RunFailed, RunOver) as error:
-        say(f"the run has ended: {error}")
-    finally:
-        followed.client.close()
-    return False
+    while True:
+        spec, log = open_run(runs, run)
+        audit, title = spec.config.audit, spec.config.name
+        if not audit.needs_validators:
+            expected = "expected `audit.gauntlet` or `audit.recompute`"
+            raise ConfigError((), f"{title}: found a run without audits, {expected}")
+        here = folder or RunFolder(runs.absolute() / title)
+        access = access_to(here, pass_, name)
+        followed = FollowedRun(spec, log, access, say)
+        spec = followed.spec
+        source = open_source(spec.config.data, here.cache)
+        require_same_text(here, source)
+        torch.set_num_threads(spec.config.threads)
+        checks = checks_of(spec, log, source, access.draws, resolved(device))
+        say(f"{access.name} judges its rounds for the exchange at {access.address}")
+        try:
+            while not followed.retry(log.checkpoints):
+                time.sleep(SECONDS_BETWEEN_LOOKS)
+            newest = newest_sound(log, followed.last_round(), [])
+            say(f"following the run after round {newest.round}")
+            Validator(spec, followed, checks, newest).run(on_round)
+            say(f"all {spec.latest.outer.rounds} rounds are closed")
+            return
+        except RunChanged as error:
+            say(f"{error}; it is followed anew")
+        except (RunFailed, RunOver) as error:
+            say(f"the run has ended: {error}")
+            return
+        finally:
+            followed.client.close()
 
 
 def require_same_text(folder: RunFolder, source: Source) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -10,7 +9,6 @@ from ruamel.yaml import YAML
 
 from hetero_pp.config.overrides import Override
 from hetero_pp.config.predictions import MeasuredCost
-from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.yaml_file import ConfigFile, spec_of
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.files import whole
@@ -31,17 +29,31 @@ def calibrate(path: Path, overrides: list[str], write: Path | None) -> None:
     console = standard_output()
     names = list(MeasuredCost.model_fields)
     table = PlainTable(["member"], names)
+    operations = seconds = 0.0  # of forward and backward, over all members
     for member, cost in measured.items():
         table.add_row(member, *(format_seconds(getattr(cost, name)) for name in names))
+        replica, part = spec.members[member].replica, part_of(spec, spec.members[member])
+        rows, length = replica.batch_size // replica.micro_batches, spec.config.data.sequence_length
+        operations += 3 * forward_flops(spec.shape, part, rows, length)
+        seconds += cost.forward + cost.backward
     console.print(table)
-    speed = _flops_per_second(spec, measured)
+    speed = operations / seconds
     threads = format_count(spec.config.threads, "thread")
     say(console, f"{speed / 1e9:.3g} GFLOP/s reached in forward and backward, with {threads}.")
     if write is not None:
         costs = {member: cost.model_dump(mode="json") for member, cost in measured.items()}
-        hardware = {"this-machine": _machine_entry(speed)}
-        with whole(write) as part, part.open("w", encoding="utf-8") as file:
-            YAML().dump({"hardware": hardware, "measured": costs}, file)
+        copied = torch.empty(1 << 25)
+        other = torch.empty_like(copied)
+        bandwidth = 2 * copied.numel() * copied.element_size() / median_seconds(lambda: other.copy_(copied))
+        machine = {
+            "flops": f"{speed / 1e9:.4g} GFLOP/s",
+            "mfu": 1.0,
+            "memory": f"{host_memory().total / 1e9:.4g} GB",
+            "memory_bandwidth": f"{bandwidth / 1e9:.4g} GB/s",
+            "source": "measured by hetero-pp calibrate",
+        }
+        with whole(write) as new, new.open("w", encoding="utf-8") as file:
+            YAML().dump({"hardware": {"this-machine": machine}, "measured": costs}, file)
         say(console, f"written to {write}", style="dim")
 
 
@@ -64,29 +76,3 @@ def calibrated(path: Path | None) -> list[Override]:
     """Return what the file of `--calibration` sets in the section `simulate`; nothing without a file."""
     measured = {} if path is None else load_calibration(path)
     return [Override(("simulate", key), value, f"--calibration {path}") for key, value in measured.items()]
-
-
-def _machine_entry(speed: float) -> dict[str, str | float]:
-    copied = torch.empty(1 << 25)
-    other = torch.empty_like(copied)
-    seconds = median_seconds(lambda: other.copy_(copied))
-    bandwidth = 2 * copied.numel() * copied.element_size() / seconds
-    return {
-        "flops": f"{speed / 1e9:.4g} GFLOP/s",
-        "mfu": 1.0,
-        "memory": f"{host_memory().total / 1e9:.4g} GB",
-        "memory_bandwidth": f"{bandwidth / 1e9:.4g} GB/s",
-        "source": "measured by hetero-pp calibrate",
-    }
-
-
-def _flops_per_second(spec: RunSpec, measured: Mapping[str, MeasuredCost]) -> float:
-    """Return the floating-point operations of forward and backward per second, over all members."""
-    operations = seconds = 0.0
-    for name, cost in measured.items():
-        member = spec.members[name]
-        rows = member.replica.batch_size // member.replica.micro_batches
-        length = spec.config.data.sequence_length
-        operations += 3 * forward_flops(spec.shape, part_of(spec, member), rows, length)
-        seconds += cost.forward + cost.backward
-    return operations / seconds

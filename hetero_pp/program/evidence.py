@@ -6,13 +6,13 @@ import hashlib
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from hetero_pp.config.audit import RecomputeSettings
 from hetero_pp.config.changes import Changes
-from hetero_pp.config.checkpoint import RunCheckpoint
 from hetero_pp.config.folder import RunFolder
 from hetero_pp.config.member_inputs import round_optimizer
 from hetero_pp.config.run_config import RunConfig
@@ -27,7 +27,6 @@ from hetero_pp.outer.step import parameter_sha256, parameters_sha256
 from hetero_pp.program.report.output import announce
 from hetero_pp.program.run_log import open_run
 from hetero_pp.store.opening import folder_of, open_store
-from hetero_pp.store.store import Store
 from replica_groups.audit.commitments import BEFORE, MESSAGES, messages_sha256, sha256_in
 from replica_groups.audit.recomputation import (
     MOST_OF_JSON,
@@ -39,7 +38,7 @@ from replica_groups.audit.recomputation import (
 )
 from replica_groups.audit.showing import DRAWS, EVIDENCE, MANIFEST, draw_key, settings_sha256
 from replica_groups.exchange.log import ContributionLog
-from replica_groups.exchange.replay import Follower
+from replica_groups.exchange.replay import checkpoint_after
 from replica_groups.rounds.draws import drawn, leads_to
 
 
@@ -94,7 +93,10 @@ def verify(evidence: str, log: str | None, corpus: str | None, tolerance: float 
                 raise HeteroPPError(f"{path} is not what the record names")
         announce(f"contribution: {len(entry.blobs)} blobs are those that the record names")
 
-        before = _before(spec, run_log, claim.round)
+        try:
+            before = checkpoint_after(run_log, spec.run, claim.round - 1, partial(round_optimizer, spec), [])
+        except FileNotFoundError as error:
+            raise DamagedFile(f"theta before round {claim.round}: {error}") from None
         hashes = {name: parameter_sha256(tensor) for name, tensor in before.parameters.items()}
         if parameters_sha256(hashes).hex() != claim.theta_sha256:
             raise HeteroPPError(f"{folder}: the log gives other parameters before round {claim.round}")
@@ -151,19 +153,6 @@ def _require_drawn(
     return first
 
 
-def _before(spec: RunSpec, log: ContributionLog, round_: int) -> RunCheckpoint:
-    """Return theta before a round, from the log."""
-    checkpoints = [one for one in log.checkpoints() if one < round_]
-    if not checkpoints:
-        raise DamagedFile(f"{log.store.url()}: found no run checkpoint before round {round_}")
-    checkpoint = log.read_checkpoint(max(checkpoints))
-    follower = Follower(spec.run, checkpoint, round_optimizer(spec, checkpoint.basis))
-    for closed in range(checkpoint.round + 1, round_):
-        record = log.read_record(closed)
-        follower.apply(record, log.blobs_of(record))
-    return follower.checkpoint()
-
-
 @contextmanager
 def _opened(evidence: str, log: str | None) -> Iterator[tuple[Path, ContributionLog]]:
     """Yield the folder of evidence on this machine, and the run's log. Raises ConfigError if there is none."""
@@ -175,7 +164,12 @@ def _opened(evidence: str, log: str | None) -> Iterator[tuple[Path, Contribution
             raise ConfigError((), f"{evidence}: found no run log around it, expected --log")
         yield here, ContributionLog(open_store(log or head))
         return
-    store = _store_of(f"{head}{mark}{options}") if is_below else None
+    store = None
+    if is_below and (run := folder_of(f"{head}{mark}{options}")) is None:
+        store = open_store(f"{head}{mark}{options}")
+    elif is_below and run is not None:  # the run's folder, or that of its log
+        is_run = RunFolder(run).config.is_file()
+        store = open_run(run.parent, run.name)[1].store if is_run else open_store(str(RunFolder(run).log))
     keys = [] if store is None or f"{EVIDENCE}/" not in store.names() else store.below(f"{EVIDENCE}/{name}")
     if store is None or not keys:
         expected = "expected a folder of evidence, such as runs/quickstart/evidence/000007-home"
@@ -186,11 +180,3 @@ def _opened(evidence: str, log: str | None) -> Iterator[tuple[Path, Contribution
             to.parent.mkdir(parents=True, exist_ok=True)
             store.get_to(key, to)
         yield Path(scratch) / EVIDENCE / name, ContributionLog(store if log is None else open_store(log))
-
-
-def _store_of(run: str) -> Store:
-    """Return the store of a run's log, by the run's folder or the log's URL."""
-    if (path := folder_of(run)) is None:
-        return open_store(run)
-    folder = RunFolder(path)
-    return open_run(path.parent, path.name)[1].store if folder.config.is_file() else open_store(str(folder.log))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from hetero_pp.config.yaml_file import read_trained
 from hetero_pp.core.errors import ConfigError, DamagedFile
 from hetero_pp.hugging_face.writing import DTypeName, Parameters, write_model
 from hetero_pp.program.report.output import announce
-from replica_groups.exchange.log import ContributionLog, open_log
+from replica_groups.exchange.log import open_log
 from replica_groups.exchange.replay import checkpoint_after
 
 
@@ -61,27 +61,16 @@ def theta_after(spec: RunSpec, run: RunFolder, round_: int | None) -> Iterator[t
     wanted = max(found) if round_ is None else round_
     if wanted in found:
         with log.open_checkpoint(wanted) as file:
-            _require_parameters(spec, file.shapes)
+            for name, shape in spec.parameter_shapes.items():
+                if file.shapes.get(name) != shape:
+                    own = "nothing" if name not in file.shapes else f"the shape {list(file.shapes[name])}"
+                    told = f"{name}: found {own}, expected {list(shape)}"
+                    raise DamagedFile(f"the run checkpoint does not fit its config.yaml: {told}")
             yield wanted, file.tensor
-    else:
-        yield wanted, _replayed(spec, log, wanted)
-
-
-def _require_parameters(spec: RunSpec, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise DamagedFile if the parameters of a run checkpoint do not match its configuration."""
-    for name, shape in spec.parameter_shapes.items():
-        if shapes.get(name) != shape:
-            found = "nothing" if name not in shapes else f"the shape {list(shapes[name])}"
-            told = f"{name}: found {found}, expected {list(shape)}"
-            raise DamagedFile(f"the run checkpoint does not fit its config.yaml: {told}")
-
-
-def _replayed(spec: RunSpec, log: ContributionLog, wanted: int) -> Parameters:
-    """Return theta after round `wanted`, from an earlier run checkpoint and the run log of the rounds between."""
-    damaged = list[str]()
+        return
+    damaged = list[str]()  # theta is replayed from an earlier run checkpoint
     try:
         checkpoint = checkpoint_after(log, spec.run, wanted, partial(round_optimizer, spec), damaged)
     except FileNotFoundError as error:
-        reasons = damaged or [str(error)]
-        raise ConfigError((), f"--round {wanted}: {'; '.join(reasons)}") from None
-    return checkpoint.parameters.__getitem__
+        raise ConfigError((), f"--round {wanted}: {'; '.join(damaged or [str(error)])}") from None
+    yield wanted, checkpoint.parameters.__getitem__

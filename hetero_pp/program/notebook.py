@@ -223,7 +223,14 @@ class Run:
             recorder.on_report(report)
 
         members = MemberThreads(prepared.spec, folder, on_report)
-        held.callback(self._leave, members)
+
+        def leave() -> None:
+            if self._state.failed is not None:
+                members.abort(self._state.failed, self._state.failed)
+            members.join(SECONDS_TO_LEAVE)
+            members.end_watching()
+
+        held.callback(leave)
         members.begin()
         members.train(0)
         self._members = members
@@ -236,12 +243,6 @@ class Run:
             if cause is not None:
                 self._state.fail(cause)
             self._held.close()
-
-    def _leave(self, members: MemberThreads) -> None:
-        if self._state.failed is not None:
-            members.abort(self._state.failed, self._state.failed)
-        members.join(SECONDS_TO_LEAVE)
-        members.end_watching()
 
     def _validation_loss(self, round_: int) -> float:
         loss = self._state.mean_validation_loss(round_)

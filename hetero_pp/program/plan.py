@@ -43,7 +43,14 @@ def plan(
 
     `measured`: what a rehearsal measured, which replaces lines and costs of the YAML.
     """
-    share = None if target is None else _share(target)
+    share = None
+    if target is not None:
+        try:
+            share = parse_fraction(target)
+        except ValueError as error:
+            raise ConfigError((), f"--target-utilization: {error}") from None
+        if not 0 < share < 1:
+            raise ConfigError((), f"--target-utilization: found `{target}`, expected more than 0 and less than 1")
     write = write or Path(f"{path.stem}.plan.yaml")
     if write.exists() and write.samefile(path):
         raise ConfigError((), f"--write {write}: found the input file, expected another file")
@@ -69,7 +76,13 @@ def plan(
     for line in lines[1:]:
         say(console, line)
     explained, hidden = _explained(result.choices, result.slowest)
-    _print_choices(console, explained, hidden)
+    for what, choices in explained:
+        say(console, what, bold=what)
+        for chosen, why in choices:
+            say(console, chosen, indent="  ")
+            say(console, why, style="dim", indent="    ")
+    if hidden:
+        say(console, f"{hidden:,} more are not shown; `--json FILE` has every choice.")
     if result.rows:
         _print_rows(console, result)
     print_waiting(console, result.waits)
@@ -88,16 +101,6 @@ def plan(
     reasons = (f"{what}: {chosen}: {why}" for what, own in explained for chosen, why in own)
     write_whole(write, file.with_config(result.config, [*lines, *reasons]).encode())
     say(console, f"Written to {write}.")
-
-
-def _share(target: str) -> float:
-    try:
-        share = parse_fraction(target)
-    except ValueError as error:
-        raise ConfigError((), f"--target-utilization: {error}") from None
-    if not 0 < share < 1:
-        raise ConfigError((), f"--target-utilization: found `{target}`, expected more than 0 and less than 1")
-    return share
 
 
 def _lines(path: Path, target: float | None, result: Result) -> Sequence[str]:
@@ -159,15 +162,11 @@ def _explained(choices: Sequence[Choice], slowest: str) -> tuple[list[Explained]
         return found, 0
     alike: dict[str, list[Explained]] = {}
     for entry in found:
-        alike.setdefault(_without_numbers(entry), []).append(entry)
+        alike.setdefault(_NUMBER.sub("#", json.dumps(_renamed(entry))), []).append(entry)
     kinds = list(alike.values())
     worst = [kind for kind in kinds[MOST_EXPLAINED - 1 :] if any(what == slowest for what, _ in kind)]
     shown = [*kinds[: MOST_EXPLAINED - 1], *(worst or kinds[MOST_EXPLAINED - 1 : MOST_EXPLAINED])]
     return [_folded(kind) for kind in shown], len(found) - sum(map(len, shown))
-
-
-def _without_numbers(entry: Explained) -> str:
-    return _NUMBER.sub("#", json.dumps(_renamed(entry)))
 
 
 def _renamed(entry: Explained) -> list[str]:
@@ -189,25 +188,11 @@ def _folded(kind: Sequence[Explained]) -> Explained:
 
 def _with_ranges(texts: Sequence[str]) -> str:
     """Merge texts with the same words into one, in which numbers that differ are ranges."""
-    words = _NUMBER.split(texts[0])
-    numbers = zip(*(_NUMBER.findall(text) for text in texts), strict=True)
-    ranges = [_range(same) for same in numbers]
+    words, ranges = _NUMBER.split(texts[0]), list[str]()
+    for same in zip(*(_NUMBER.findall(text) for text in texts), strict=True):
+        ordered = sorted(set(same), key=lambda number: Fraction(number.replace(",", "")))
+        ranges.append(ordered[0] if len(ordered) == 1 else f"{ordered[0]}..{ordered[-1]}")
     return "".join(part for pair in zip_longest(words, ranges, fillvalue="") for part in pair)
-
-
-def _range(numbers: Sequence[str]) -> str:
-    ordered = sorted(set(numbers), key=lambda number: Fraction(number.replace(",", "")))
-    return ordered[0] if len(ordered) == 1 else f"{ordered[0]}..{ordered[-1]}"
-
-
-def _print_choices(console: Console, explained: Sequence[Explained], hidden: int) -> None:
-    for what, choices in explained:
-        say(console, what, bold=what)
-        for chosen, why in choices:
-            say(console, chosen, indent="  ")
-            say(console, why, style="dim", indent="    ")
-    if hidden:
-        say(console, f"{hidden:,} more are not shown; `--json FILE` has every choice.")
 
 
 def _as_json(target: float | None, result: Result, write: Path) -> dict[str, Any]:

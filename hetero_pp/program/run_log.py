@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from hetero_pp.config.checkpoint import save_checkpoint
 from hetero_pp.config.folder import RunFolder, recorded_run
@@ -108,16 +108,6 @@ WAYS = {
 }
 
 
-@dataclass(frozen=True)
-class RoundSent:
-    """Volumes of one round of the log: measured, and by formula."""
-
-    round: int
-    replicas: Sequence[str]
-    measured: Volume
-    by_formula: Volume
-
-
 def print_volume(runs: Path, run: str, json_path: Path | None) -> None:
     """Print the mean bytes that one replica sends per round with each collective, measured and by formula.
 
@@ -125,7 +115,7 @@ def print_volume(runs: Path, run: str, json_path: Path | None) -> None:
     round, HeteroPPError if a file is damaged.
     """
     spec, log = open_run(runs, run)
-    rounds, found = sorted(log.records()), list[RoundSent]()
+    rounds, found = sorted(log.records()), list[dict[str, Any]]()
     for round_ in rounds:
         record = log.read_record(round_)
         try:
@@ -136,19 +126,21 @@ def print_volume(runs: Path, run: str, json_path: Path | None) -> None:
             raise DamagedFile(f"{error.filename or error}: a contribution to round {round_} is missing") from None
         replicas = [entry.replica for entry in record.contributions]
         if measured is not None:
-            found.append(RoundSent(round_, replicas, measured, expected_volume(spec, len(replicas))))
+            by_formula = expected_volume(spec, len(replicas))
+            volumes = {"measured": asdict(measured), "by_formula": asdict(by_formula)}
+            found.append({"round": round_, "replicas": replicas} | volumes)
     if not found:
         told = "found no complete round, expected at least one with all of its contributions"
         raise ConfigError((), f"{log.store.url()}: {told}")
-    write_json(json_path, {"run": spec.config.name, "rounds": [asdict(one) for one in found]})
-    console, counts = standard_output(), sorted({len(one.replicas) for one in found})
+    write_json(json_path, {"run": spec.config.name, "rounds": found})
+    console, counts = standard_output(), sorted({len(one["replicas"]) for one in found})
     replicas_told = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     of_all = "" if len(found) == len(rounds) else f" of {len(rounds)} (other contributions were removed)"
     counted = format_count(len(found), "round")
     say(console, f"{spec.config.name}: bytes sent by one of {replicas_told}, mean over {counted}{of_all}")
     table = PlainTable(["exchanged by"], ["a round", "by formula", "ratio", "all rounds"], ["what is sent"])
     for way, what in WAYS.items():
-        pairs = [(asdict(one.measured)[way], asdict(one.by_formula)[way]) for one in found]
+        pairs = [(one["measured"][way], one["by_formula"][way]) for one in found]
         known = [(own, formula) for own, formula in pairs if own is not None and formula is not None]
         if not known:
             table.add_row(way, "–", "–", "–", "–", what)

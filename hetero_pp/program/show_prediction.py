@@ -65,7 +65,13 @@ def print_prediction(
     between = "; the tables below have the traffic between stages" if has_stages else ""
     sent, received = format_bytes(prediction.sent_bytes), format_bytes(prediction.received_bytes)
     say(console, f"In {rounds}, a replica sends {sent} of contributions and receives {received}{between}.")
-    classes = _classes(spec, prediction)
+    # The label of every table row, and the predictions of its replicas.
+    named = {replica.name: replica for replica in prediction.replicas}
+    classes: list[tuple[str, Alike]] = []
+    for same in table_rows(spec):
+        own, label = [named[replica.name] for replica in same], label_of(same)
+        behind = own[0].count if len(own) == 1 else 1
+        classes.append((f"{label} ({behind:,} of them)" if behind > 1 else label, own))
     _print_replicas(console, classes)
     _print_members(console, classes)
     _print_memory(console, spec, classes)
@@ -94,18 +100,6 @@ def print_assumption(console: Console, assumed: str) -> None:
 
 
 Alike = Sequence[ReplicaPrediction]  # predictions of replicas that share one row of the tables
-
-
-def _classes(spec: RunSpec, prediction: Prediction) -> list[tuple[str, Alike]]:
-    """Return the label of every table row, and the predictions of its replicas."""
-    found = {replica.name: replica for replica in prediction.replicas}
-    classes: list[tuple[str, Alike]] = []
-    for replicas in table_rows(spec):
-        own = [found[replica.name] for replica in replicas]
-        behind = own[0].count if len(own) == 1 else 1
-        label = label_of(replicas)
-        classes.append((f"{label} ({behind:,} of them)" if behind > 1 else label, own))
-    return classes
 
 
 def _print_replicas(console: Console, classes: Sequence[tuple[str, Alike]]) -> None:
@@ -213,7 +207,7 @@ def _print_lines(console: Console, spec: RunSpec, prediction: Prediction) -> Non
 def print_sweep(
     console: Console, sweep: Sweep, curves: Sweep | None, found: Mapping[str, Mapping[str, Prediction]]
 ) -> None:
-    """Print one table per curve, with one row per value of the sweep."""
+    """Print one table per curve, with one row per value of the sweep, and which varied keys have no effect."""
     for curve, predictions in found.items():
         if curves is not None:
             say(console, title := f"{curves.key} = {curve}", bold=title)
@@ -229,22 +223,6 @@ def print_sweep(
         "trains: share of the time in which members train; relative: relative to free links",
         "in total: time of all rounds; sends, receives: contributions per replica, in all rounds",
     )
-    _print_without_effect(console, sweep, curves, found)
-
-
-def _row(prediction: Prediction) -> list[str]:
-    use = prediction.utilization
-    seconds = (prediction.step_seconds, prediction.round_seconds, prediction.outer_seconds)
-    shares = format_percent(use["absolute"]), format_percent(use["relative"])
-    rate = f"{prediction.tokens_per_second:,.0f}", format_duration(86400 * prediction.days)
-    volume = format_bytes(prediction.sent_bytes), format_bytes(prediction.received_bytes)
-    return [*map(format_seconds, seconds), *shares, *rate, *volume]
-
-
-def _print_without_effect(
-    console: Console, sweep: Sweep, curves: Sweep | None, found: Mapping[str, Mapping[str, Prediction]]
-) -> None:
-    """Print which of the varied keys have no effect on the prediction, or none that the table shows."""
 
     def idle(form: Callable[[Prediction], object]) -> list[Sweep]:
         """Return the varied sweeps that change nothing in this form of the predictions."""
@@ -258,6 +236,15 @@ def _print_without_effect(
     for varied in idle(_row):
         what = "no predicted number" if varied in in_vain else "almost nothing, and none of these numbers"
         say(console, f"{varied.title} changes {what}: its {len(varied.values)} values give the same.")
+
+
+def _row(prediction: Prediction) -> list[str]:
+    use = prediction.utilization
+    seconds = (prediction.step_seconds, prediction.round_seconds, prediction.outer_seconds)
+    shares = format_percent(use["absolute"]), format_percent(use["relative"])
+    rate = f"{prediction.tokens_per_second:,.0f}", format_duration(86400 * prediction.days)
+    volume = format_bytes(prediction.sent_bytes), format_bytes(prediction.received_bytes)
+    return [*map(format_seconds, seconds), *shares, *rate, *volume]
 
 
 def _print_published(console: Console, key: str, found: Mapping[str, Sequence[PublishedComparison]]) -> None:
