@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetero_pp.config.folder import RunFolder, recorded_run
+from hetero_pp.config.folder import recorded_run
 from hetero_pp.config.yaml_file import read_trained
-from hetero_pp.core.bounded import read_json_object
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.units import FORMATS, format_bytes, format_number, format_seconds
-from hetero_pp.program.report.output import announce, say, standard_output
-from hetero_pp.program.report.recorder import last_closed, reports_until
-from hetero_pp.program.report.state import ReplicaState, RunState
+from hetero_pp.program.report.output import say, standard_output
+from hetero_pp.program.report.recorder import recorded
+from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.tables import PlainTable
 from hetero_pp.simulator.charts import HEIGHT, STYLE, draw_curve, new_figure, palette, quantity_of, save_figure
 
@@ -29,11 +28,10 @@ _ABSENT = "–"
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """One run up to its last closed round, rebuilt from its folder."""
+    """One run as far as its record goes."""
 
     name: str
     state: RunState
-    summary: Mapping[str, Any]  # content of the run's summary.json; empty if the run has not written one
 
     @cached_property
     def losses(self) -> dict[int, float]:
@@ -48,7 +46,7 @@ class ComparedRun:
 
     def tokens(self, round_: int) -> float:
         """Return the tokens that all replicas had trained on by the end of a round."""
-        return sum(_tokens_until(replica, round_) for replica in self.state.replicas.values())
+        return self.state.closed[round_].tokens_until if round_ in self.state.closed else 0
 
     def seconds(self, round_: int) -> float:
         """Return the training seconds until the end of a round, without pauses."""
@@ -57,26 +55,17 @@ class ComparedRun:
     def results(self) -> dict[str, str]:
         """Return what the run has reached, formatted, by the name of the quantity."""
         state, losses = self.state, self.losses
-        sent = sum(one.wire_bytes for link in state.links.values() for one in link.ways.values())
+        sent = sum(link.wire_bytes for link in state.links.values())
         last, best = max(losses, default=None), min(losses, key=losses.__getitem__, default=None)
         return {
             "rounds": f"{state.rounds} of {state.rounds_planned}",
             "tokens": f"{sum(replica.tokens for replica in state.replicas.values()):,}",
             "last validation loss": _ABSENT if last is None else f"{losses[last]:.4f}",
             "best validation loss": _ABSENT if best is None else f"{losses[best]:.4f} (round {best})",
-            "training time": format_seconds(self._noted("training_seconds", state.training_seconds())),
+            "training time": format_seconds(state.training_seconds()),
             "sent on the wire": format_bytes(sent),
-            "tokens per second": f"{self._noted('tokens_per_second', state.tokens_per_second()):,.0f}",
+            "tokens per second": f"{state.tokens_per_second():,.0f}",
         }
-
-    def _noted(self, key: str, otherwise: float) -> float:
-        """Return a number of the summary, or `otherwise` if the entry is not a valid number.
-
-        The file may have been edited, so its values are checked.
-        """
-        found = self.summary.get(key)
-        is_number = isinstance(found, int | float) and math.isfinite(found) and found >= 0
-        return float(found) if is_number else otherwise  # type: ignore[arg-type]
 
 
 def compare(runs: Path, named: Sequence[str], chart: Path) -> None:
@@ -93,9 +82,26 @@ def compare(runs: Path, named: Sequence[str], chart: Path) -> None:
             raise ConfigError((), f"{named[index]}: found the run {folders[index].path} twice, expected different runs")
     names = [path.name for path in paths]
     labels = names if len(set(names)) == len(names) else [str(folder.path) for folder in folders]
-    found = [_read(label, folder) for label, folder in zip(labels, folders, strict=True)]
+    found = [ComparedRun(label, RunState(read_trained(folder))) for label, folder in zip(labels, folders, strict=True)]
+    for run, folder in zip(found, folders, strict=True):
+        for report in recorded(folder):
+            if report.HasField("begun"):  # the specification has all changes, checked
+                report.begun.ClearField("changes")
+            run.state.apply(report)
     console = standard_output()
-    console.print(_table(found))
+    table = PlainTable(["", *(run.name for run in found)], [])
+    # A replica that some runs lack contributes only to the list of names.
+    common = set.intersection(*(set(run.keys["replicas"]) for run in found))
+    for key in dict.fromkeys(key for run in found for key in run.keys):
+        shown = [_shown(run.keys[key]) if key in run.keys else _ABSENT for run in found]
+        is_common = not key.startswith("replicas.") or key.split(".")[1] in common
+        if is_common and len(set(shown)) > 1:  # left out or empty is the same to a reader
+            table.add_row(key, *shown)
+    table.add_row("")
+    results = [run.results() for run in found]
+    for key in results[0]:
+        table.add_row(key, *(result[key] for result in results))
+    console.print(table)
     told = f"Settings that differ, and what each run has reached. {_ABSENT}: not set, or no value yet."
     say(console, told, style="dim")
     if any(one.losses for one in found):
@@ -103,55 +109,6 @@ def compare(runs: Path, named: Sequence[str], chart: Path) -> None:
         say(console, f"The validation losses are drawn in {chart}.")
     else:
         say(console, "No picture is drawn, because no run has a validation loss yet.")
-
-
-def _read(name: str, folder: RunFolder) -> ComparedRun:
-    spec = read_trained(folder)
-    state = RunState(spec)
-
-    def complain(line: str) -> None:
-        announce(f"{name}: {line}")
-
-    for report in reports_until(spec.config, folder, last_closed(folder), complain):
-        state.apply(report)
-    try:
-        summary = read_json_object(folder.summary) if folder.summary.is_file() else {}
-    except (OSError, ValueError) as error:
-        complain(f"skipped {folder.summary.name} ({error})")
-        summary = {}
-    return ComparedRun(name, state, summary)
-
-
-def _tokens_until(replica: ReplicaState, round_: int) -> float:
-    """Return the tokens of a replica until the end of a round, in proportion to its steps."""
-    steps = [replica.steps(one) for one in range(1, replica.last_round + 1)]
-    return replica.tokens * sum(steps[:round_]) / sum(steps) if sum(steps) else 0.0
-
-
-def _table(found: Sequence[ComparedRun]) -> PlainTable:
-    table = PlainTable(["", *(run.name for run in found)], [])
-    for key in _differing([run.keys for run in found]):
-        shown = [_shown(run.keys[key]) if key in run.keys else _ABSENT for run in found]
-        if len(set(shown)) > 1:  # a value that one run leaves out and the other leaves empty is the same to a reader
-            table.add_row(key, *shown)
-    table.add_row("")
-    results = [run.results() for run in found]
-    for key in results[0]:
-        table.add_row(key, *(result[key] for result in results))
-    return table
-
-
-def _differing(configurations: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the keys with different values. A replica that some runs lack contributes only to the list of names."""
-    first, *others = configurations
-    common = set.intersection(*(set(one["replicas"]) for one in configurations))
-    keys = dict.fromkeys(key for one in configurations for key in one)
-    return [
-        key
-        for key in keys
-        if not (key.startswith("replicas.") and key.split(".")[1] not in common)
-        and any(one.get(key) != first.get(key) or (key in one) != (key in first) for one in others)
-    ]
 
 
 def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:

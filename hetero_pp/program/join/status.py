@@ -26,7 +26,7 @@ from hetero_pp.program.join.runs_here import RunOfHost, RunOnDisk, is_running, k
 from hetero_pp.program.launch.earlier import RunEnd, read_over
 from hetero_pp.program.report.lines import status_lines
 from hetero_pp.program.report.output import announce, standard_output, tell
-from hetero_pp.program.report.recorder import who_takes_part
+from hetero_pp.program.report.recorder import recorded
 from hetero_pp.program.report.state import RunState
 from hetero_pp.rpc.admission_client import status as ask
 from hetero_pp.rpc.identities import Ticket
@@ -143,7 +143,7 @@ def _print_on_disk(folder: RunFolder, found: RunOnDisk) -> dict[str, object]:
     trouble = []
     if found.state == "running":  # members that are away, and a pause, as the record says
         state = RunState(read_run(folder))
-        for report in who_takes_part(folder):
+        for report in recorded(folder, "joined", "membership_event", "finished"):
             state.apply(report)
         trouble = [line for line, is_trouble in status_lines(state, time.time()) if is_trouble]
     for line in trouble:

@@ -78,12 +78,9 @@ def waiting_line(state: RunState, now: float | None = None, sees_all: bool = Tru
 
 
 def _contributing(state: RunState, waiting: pb.Waiting, now: float, seconds: float, sees_all: bool) -> str:
-    """Return the line for a round that waits for contributions.
-
-    It is of the form `round 1: training (2 of 50 inner steps; waiting for 5 of 5 contributions)`. It names the late
-    members, and the `seconds` for which the round has stalled. A long step is no stall: while a member computes, the
-    line names it instead, and both are left out of the first minute of training.
-    """
+    """Return `round 1: training (2 of 50 inner steps; waiting for 5 of 5 contributions); no progress for 2 min`."""
+    # A long step is no stall: while a member computes, the line names it instead, and both are left out of the first
+    # minute of training.
     missing = [one.member for one in waiting.missing]
     total = len({*state.contributing_members(waiting.round), *missing})
     names = f" from {listed(missing)}" if len(missing) < total else ""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from hetero_pp.config.alike import lines_alike, links_alike, range_of
 from hetero_pp.config.lines import EXCHANGE
@@ -14,9 +14,6 @@ from hetero_pp.core.units import format_bits_per_second, format_bytes, format_co
 from hetero_pp.program.report.state import LineState, LinkState, RunState
 from hetero_pp.program.report.tables import ARROWS
 from hetero_pp.simulator.charts import HEIGHT, STYLE, draw_curve, new_figure, palette, save_figure
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 KINDS: Mapping[str, Mapping[str, str]] = {
     "stage link": {"forward": "#1f6fb2", "backward": "#8fc1e3"},
@@ -61,8 +58,14 @@ def draw_losses(state: RunState, path: Path) -> None:
         for axes in (above, below):
             axes.grid(axis="y")
             axes.set_ylabel("nats per token")
-            if axes.lines:
-                _name_lines(axes)
+            # The legend names the mean, the first replicas, and the number of others.
+            named = list(zip(*axes.get_legend_handles_labels(), strict=True))
+            last, named = [one for one in named if one[1] == "mean"], [one for one in named if one[1] != "mean"]
+            if len(named) > MOST_NAMED:
+                more = f"and {len(named) - MOST_NAMED:,} more"
+                named = [*named[:MOST_NAMED], (axes.plot([], [], color="none", label=more)[0], more)]
+            if shown := [*named, *last]:
+                axes.legend(*zip(*shown, strict=True), loc="upper right", ncols=1 + (len(shown) > 9))
             for round_ in (closed for closed in sorted(state.closed) if closed % every == 0):
                 axes.axvline(round_ * per_round, color="#b5b5b5", lw=1, ls=":", zorder=0)
         what = f"inner steps of each replica; dotted: outer rounds of {state.inner_steps} steps"
@@ -71,18 +74,6 @@ def draw_losses(state: RunState, path: Path) -> None:
         below.set_xlabel(what if every == 1 else f"{what}, one line in {every} rounds")
         below.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
         save_figure(figure, path)
-
-
-def _name_lines(axes: Axes) -> None:
-    """Draw the legend: the mean, the first replicas, and the number of others."""
-    all_named = list(zip(*axes.get_legend_handles_labels(), strict=True))
-    last = [(handle, label) for handle, label in all_named if label == "mean"]
-    named = [(handle, label) for handle, label in all_named if label != "mean"]
-    if len(named) > MOST_NAMED:
-        more = f"and {len(named) - MOST_NAMED:,} more"
-        named = [*named[:MOST_NAMED], (axes.plot([], [], color="none", label=more)[0], more)]
-    shown, names = zip(*named, *last, strict=True)
-    axes.legend(shown, names, loc="upper right", ncols=1 + (len(names) > 9))
 
 
 # ---- links ----

@@ -50,7 +50,6 @@ _KEPT = frozenset(
 """Events that a resumed run reports again up to a round. Closed rounds are in the log instead."""
 _KEPT_UNTIL = frozenset(["joined", "computes", "activity", "membership_event"])
 """Events without a round that a resumed run reports again, up to the close of the last round that is kept."""
-_TAKING_PART = ("joined", "membership_event", "finished")
 
 
 class Recorder:
@@ -126,21 +125,18 @@ class Recorder:
             if self._has_ended:
                 return
             try:
-                self._write(report)
+                if report.WhichOneof("event") is not None:
+                    self._metrics.write((to_json(line_of(report)) + "\n").encode())
+                self._scalars.on_report(report)
+                if self._takes_place:
+                    self._take_place()
+                for log in (self._metrics, self._board.log):
+                    if log is not None and log.failure is not None:
+                        self._has_gaps |= log.has_gaps
+                        self._fails(log.failure)
             except Exception as error:  # noqa: BLE001 (an error in the record must not fail the run)
                 self._has_gaps = True
                 self._fails(error)
-
-    def _write(self, report: Report) -> None:
-        if report.WhichOneof("event") is not None:
-            self._metrics.write((to_json(line_of(report)) + "\n").encode())
-        self._scalars.on_report(report)
-        if self._takes_place:
-            self._take_place()
-        for log in (self._metrics, self._board.log):
-            if log is not None and log.failure is not None:
-                self._has_gaps |= log.has_gaps
-                self._fails(log.failure)
 
     def _fails(self, error: Exception) -> None:
         if not self._complained:
@@ -220,7 +216,15 @@ def _finite(value: Any) -> Any:
 def line_of(report: Report) -> dict[str, Any]:
     """Return a report as an object for JSON. A closed round has the sums of its blobs, and no commitments."""
     event = report.WhichOneof("event")
-    told = _sums(report.round_closed) if event == "round_closed" else getattr(report, str(event))
+    told = getattr(report, str(event))
+    if event == "round_closed":
+        told = RoundRecord(round=told.round, late=told.late, left_out=told.left_out)
+        for entry in report.round_closed.contributions:
+            kept = told.contributions.add()
+            kept.CopyFrom(entry)
+            del kept.commitments[:], kept.blobs[:]
+            sizes = sum(blob.size for blob in entry.blobs), sum(blob.kept_values for blob in entry.blobs)
+            kept.blobs.append(BlobEntry(size=sizes[0], kept_values=sizes[1]))
     return {"time": report.time, "member": report.member, "event": event} | _fields(told, keeps_zeros=True)
 
 
@@ -234,17 +238,6 @@ def report_of(line: Mapping[str, Any]) -> Report:
         raise ValueError(f"found the event {event!r} at {report.time}, expected a known one at a finite time")
     _fill(getattr(report, event), line)
     return report
-
-
-def _sums(record: RoundRecord) -> RoundRecord:
-    found = RoundRecord(round=record.round, late=record.late, left_out=record.left_out)
-    for entry in record.contributions:
-        kept = found.contributions.add()
-        kept.CopyFrom(entry)
-        del kept.commitments[:], kept.blobs[:]
-        sizes = sum(blob.size for blob in entry.blobs), sum(blob.kept_values for blob in entry.blobs)
-        kept.blobs.append(BlobEntry(size=sizes[0], kept_values=sizes[1]))
-    return found
 
 
 def _fields(message: Message, keeps_zeros: bool) -> dict[str, Any]:
@@ -340,9 +333,9 @@ def last_closed(folder: RunFolder) -> int:
     return before_gap({0, *(round_ for round_ in rounds if isinstance(round_, int) and round_ > 0)})[-1]
 
 
-def who_takes_part(folder: RunFolder) -> Iterator[Report]:
-    """Yield the recorded reports on members that come, leave or pause. Damaged lines are left out."""
-    for line in _lines(folder.metrics, *_TAKING_PART):
+def recorded(folder: RunFolder, *events: str) -> Iterator[Report]:
+    """Yield the recorded reports of some events, by default of all. Damaged lines are left out."""
+    for line in _lines(folder.metrics, *events):
         with suppress(*STRANGE):
             yield report_of(line)
 

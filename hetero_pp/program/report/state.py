@@ -659,10 +659,8 @@ class RunState:
         return None
 
     def _follow_sittings(self, event: str | None, report: Report) -> None:
-        """Note a break: it lasts from the last report of one start of the run until the next start trains again.
-
-        The next start trains once a replica has evaluated the parameters that it resumes from, or if it never stopped.
-        """
+        # A break lasts from the last report of one start of the run until the next start trains again: once a replica
+        # has evaluated the parameters that it resumes from, or if it never stopped.
         if event == "begun" and report.begun.last_round > 0:
             if self._goes_on_after is None:
                 self._breaks.append((report.time if self._last_work is None else self._last_work, report.time))
@@ -888,7 +886,7 @@ class RunState:
         closed = self.closed.get(round_)
         if closed is None or not closed.sizes:
             return {}
-        return {name: self._excluded(name, round_) for name in self.awaited(round_) if name not in closed.sizes}
+        return {name: self.exclusion(name, round_) for name in self.awaited(round_) if name not in closed.sizes}
 
     def outcomes(self, round_: int) -> dict[str, Outcome]:
         """Return what became of each replica's contribution to a closed round.
@@ -898,15 +896,12 @@ class RunState:
         closed = self.closed[round_]
         sent = closed.sizes.keys() | closed.late | closed.rejected
         replicas = self.changed.replicas_in(round_)
-        names = [replica.name for replica in replicas if not replica.optional or replica.name in sent]
-        return {name: self.outcome(name, round_) for name in {*names, *closed.sizes}}
+        names = {replica.name for replica in replicas if not replica.optional or replica.name in sent}
+        excluded = {name: self.exclusion(name, round_).outcome for name in names - closed.sizes.keys()}
+        return dict.fromkeys(closed.sizes, Outcome.INCLUDED) | excluded
 
-    def outcome(self, replica: str, round_: int) -> Outcome:
-        """Return what became of a replica's contribution to a closed round."""
-        is_included = replica in self.closed[round_].sizes
-        return Outcome.INCLUDED if is_included else self._excluded(replica, round_).outcome
-
-    def _excluded(self, replica: str, round_: int) -> Exclusion:
+    def exclusion(self, replica: str, round_: int) -> Exclusion:
+        """Return why a closed round does not include a replica."""
         closed, before = self.closed[round_], self.closed.get(round_ - 1)
         if replica in closed.rejected:  # a fact of the record, even if a slot was vacant for a moment
             why = self._out_by_audit.get((round_, replica))

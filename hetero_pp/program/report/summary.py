@@ -49,6 +49,19 @@ def _summary(state: RunState) -> dict[str, Any]:
         bits = 8 * size / kept_values if kept_values else None
         return {"bytes": size, "kept_values": kept_values, "bits_per_value": bits}
 
+    # Members and other processes that were restarted or replaced, or are gone.
+    troubled: dict[str, Any] = {}
+    for name in dict.fromkeys([*state.members, *state.restarts]):
+        member = state.members.get(name)
+        again = {
+            "taken_again": 0 if member is None else member.taken_again,
+            "restarts": state.restarts[name],
+            "healed": state.healed[name],
+        }
+        gone = state.given_up.get(name) or (None if member is None else member.vacant)
+        if any(again.values()) or gone is not None:
+            troubled[name] = again | {"incarnation": None if member is None else member.incarnation, "gone": gone}
+
     summary: dict[str, Any] = {
         "name": state.spec.config.name,
         "rehearsal": state.spec.config.rehearsal is not None,
@@ -112,7 +125,7 @@ def _summary(state: RunState) -> dict[str, Any]:
                 }
                 for pause in state.pauses
             ],
-            "members": _troubled(state),
+            "members": troubled,
         },
         "refusals": state.refusals.total(),
         "refusals_by_kind": dict(sorted(state.refusals.items())),
@@ -136,22 +149,6 @@ def _summary(state: RunState) -> dict[str, Any]:
     if state.failed is not None:
         summary["failed"] = state.failed
     return summary
-
-
-def _troubled(state: RunState) -> dict[str, Any]:
-    """Return the members and other processes that were restarted or replaced, or are gone."""
-    found: dict[str, Any] = {}
-    for name in dict.fromkeys([*state.members, *state.restarts]):
-        member = state.members.get(name)
-        times = {
-            "taken_again": 0 if member is None else member.taken_again,
-            "restarts": state.restarts[name],
-            "healed": state.healed[name],
-        }
-        vacant = state.given_up.get(name) or (None if member is None else member.vacant)
-        if any(times.values()) or vacant is not None:
-            found[name] = times | {"incarnation": None if member is None else member.incarnation, "gone": vacant}
-    return found
 
 
 def _fields(message: Message) -> dict[str, Any]:

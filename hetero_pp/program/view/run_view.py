@@ -20,7 +20,15 @@ from hetero_pp.messages.messages_pb2 import CONTRIBUTING, Credit, Doing, Report
 from hetero_pp.program.compare import leaves
 from hetero_pp.program.report.lines import kind_of, status_lines, words_of
 from hetero_pp.program.report.recorder import to_json
-from hetero_pp.program.report.state import DirectionState, LineWay, MemberPresence, News, RunState, awaiting
+from hetero_pp.program.report.state import (
+    DirectionState,
+    LineWay,
+    MemberPresence,
+    News,
+    Outcome,
+    RunState,
+    awaiting,
+)
 
 MOST_POINTS = 1000  # points of a curve, after thinning
 MOST_MARKS = 5000  # marks that are kept: the newest ones
@@ -216,7 +224,19 @@ class RunView:
                 "steps": {name: points for name, curve in self.curves.items() if (points := curve.since(since))},
             }
             if rounds or not since:
-                found["cost"] = _cost(state)
+                # What the run has used and reached so far: seconds, tokens, bytes, loss. None is unknown.
+                means, (goodput, share) = state.mean_validation_losses(), state.goodput()
+                found["cost"] = {
+                    "training_seconds": state.training_seconds(),
+                    "tokens": sum(replica.tokens for replica in state.replicas.values()),
+                    "tokens_per_second": state.tokens_per_second(),
+                    "goodput": goodput,
+                    "goodput_share": share,
+                    "contribution_bytes": state.contribution_bytes,
+                    "rounds": state.rounds,
+                    "wire_bytes": sum(link.wire_bytes for link in state.links.values()),
+                    "validation_loss": means[max(means)] if means else None,
+                }
             if since:
                 return found
             config = state.changed.config
@@ -245,29 +265,13 @@ def _since_start(state: RunState, when: float) -> float:
     return round(state.elapsed(when), 3)
 
 
-def _cost(state: RunState) -> dict[str, Any]:
-    """Return what the run has used and reached so far: seconds, tokens, bytes, loss. None is unknown."""
-    means, (goodput, share) = state.mean_validation_losses(), state.goodput()
-    return {
-        "training_seconds": state.training_seconds(),
-        "tokens": sum(replica.tokens for replica in state.replicas.values()),
-        "tokens_per_second": state.tokens_per_second(),
-        "goodput": goodput,
-        "goodput_share": share,
-        "contribution_bytes": state.contribution_bytes,
-        "rounds": state.rounds,
-        "wire_bytes": sum(link.wire_bytes for link in state.links.values()),
-        "validation_loss": means[max(means)] if means else None,
-    }
-
-
 def _round(state: RunState, round_: int) -> dict[str, Any]:
     """Return a closed round, with a cell for each replica."""
     closed, excluded, cells = state.closed[round_], state.not_counted(round_), {}
     for name in dict.fromkeys([*state.awaited(round_), *state.of_round(round_)]):
         replica = state.replicas.get(name)
         cells[name] = {
-            "state": state.outcome(name, round_),
+            "state": Outcome.INCLUDED if name in closed.sizes else state.exclusion(name, round_).outcome,
             "why": excluded[name].cause if name in excluded else None,
             "bytes": closed.sizes.get(name),
             "training_loss": None if replica is None else replica.round_loss(round_),
@@ -304,9 +308,9 @@ def _mark(state: RunState, number: int, news: News) -> dict[str, Any]:
 
 
 def _topology(spec: RunSpec) -> dict[str, Any]:
-    """Return sites, replicas, members, links and lines. Rates are in bytes per second; None is unlimited."""
-    sites = {name: members_at(site.members, list(spec.members)) for name, site in spec.config.sites.items()}
-    site_of = {member: name for name, members in sites.items() for member in members}
+    """Return replicas, members, links and lines. Rates are in bytes per second; None is unlimited."""
+    sites, names = spec.config.sites.items(), list(spec.members)
+    site_of = {member: name for name, site in sites for member in members_at(site.members, names)}
     members, replicas = [], []
     for replica in spec.replicas_ever:
         boundary = None  # what crosses between the stages of a group, such as `8 of 64, 4 bits`
@@ -342,7 +346,6 @@ def _topology(spec: RunSpec) -> dict[str, Any]:
             }
         )
     return {
-        "sites": [{"id": name, "label": name} for name in sites],
         "replicas": replicas,
         "members": members,
         "links": [
