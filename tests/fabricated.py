@@ -137,7 +137,6 @@ class Fabricated:
         data = data_of({"fabricated": Source(view)})
         history = data["histories"]["fabricated"]
         for name, members in self.sites.items():  # a name that no YAML may have is data of the page, too
-            history["topology"]["sites"].append({"id": name, "label": name})
             for member in history["topology"]["members"]:
                 member["site"] = name if member["id"] in members else member["site"]
         found: Json = json.loads(json.dumps(data).replace('"fabricated"', json.dumps(self.name)))

@@ -142,7 +142,13 @@ def self_contained(data: Mapping[str, object]) -> str:
 
     The content security policy allows these scripts and styles by their hashes, and nothing from elsewhere.
     """
-    script = "\n".join(_as_function(name) for name in _in_order("app", []))
+    script = ""
+    for name in _in_order("app", []):  # each module becomes a function that is called once and returns its exports
+        text = _read(f"{name}.js")
+        body = _IMPORT.sub(lambda found: f"const {{{found[1]}}} = module_{found[2]};", text)
+        body = re.sub(r"^export ", "", body, flags=re.MULTILINE)
+        exported = ", ".join(_EXPORTED.findall(text))
+        script += f"const module_{name} = (() => {{\n{body}\nreturn {{ {exported} }};\n}})();\n"
     scripts = [_read("uplot.js"), script]
     styles = [_read("uplot.css"), _read("style.css")]
     policy = (
@@ -177,15 +183,6 @@ def _in_order(name: str, found: list[str]) -> list[str]:
             _in_order(other, found)
     found.append(name)
     return found
-
-
-def _as_function(name: str) -> str:
-    """Return a module as a function that is called once and returns what the module exports."""
-    text = _read(f"{name}.js")
-    exported = ", ".join(_EXPORTED.findall(text))
-    body = _IMPORT.sub(lambda found: f"const {{{found[1]}}} = module_{found[2]};", text)
-    body = re.sub(r"^export ", "", body, flags=re.MULTILINE)
-    return f"const module_{name} = (() => {{\n{body}\nreturn {{ {exported} }};\n}})();"
 
 
 def _hash(text: str) -> str:

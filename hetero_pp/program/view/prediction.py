@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -63,7 +63,16 @@ def _step_of(spec: RunSpec, spans: Sequence[Span]) -> dict[str, Any]:
         within = [span for span in own if span.start >= start - _ENOUGH and span.end <= end + _ENOUGH]
         for index, member in enumerate(replica.members):
             track = sorted((span for span in within if span.track == f"stage {index}"), key=lambda span: span.start)
-            members.append({"id": member, "bars": list(_with_waits(track, start, end))})
+            bars, before = list[dict[str, Any]](), start
+            for span in [*track, None]:  # the gaps between its bars are waiting
+                until = end if span is None else span.start
+                if until > before + _ENOUGH:
+                    gap = {"start": before - start, "end": until - start, "kind": "wait", "micro_batch": None}
+                    bars.append(gap)
+                if span is not None:
+                    bars.append(_bar(span, start))
+                    before = max(before, span.end)
+            members.append({"id": member, "bars": bars})
         for hop in range(len(replica.members) - 1):
             bars = [_bar(span, start) for span in within if span.track.startswith(f"hop {hop} ")]
             links.append({"id": stage_link_name(replica.name, hop), "bars": bars})
@@ -76,18 +85,6 @@ def _bar(span: Span, start: float) -> dict[str, Any]:
     kind = what if micro_batch is not None else span.name
     times = {"start": span.start - start, "end": span.end - start}
     return times | {"kind": _KINDS.get(kind, kind), "micro_batch": micro_batch}
-
-
-def _with_waits(track: Sequence[Span], start: float, end: float) -> Iterator[dict[str, Any]]:
-    """Yield the bars of a member, with the gaps between them as waiting."""
-    before = start
-    for span in [*track, None]:
-        until = end if span is None else span.start
-        if until > before + _ENOUGH:
-            yield {"start": before - start, "end": until - start, "kind": "wait", "micro_batch": None}
-        if span is not None:
-            yield _bar(span, start)
-            before = max(before, span.end)
 
 
 def measured_of_rehearsal(found: Mapping[str, Any], predicted: Prediction) -> Measured:

@@ -189,7 +189,15 @@ class Record(Followed):
         self._looked, view = time.monotonic(), self.view
         view.text = shown_digest(self.folder.text)
         if is_running(self.folder):
-            view.note_stale(self._behind())
+            # The record may lack what happens now: its disk is full, or nothing was written for a while.
+            path, why = self.folder.metrics, ""
+            with suppress(OSError):
+                silent, free = time.time() - path.stat().st_mtime, shutil.disk_usage(self.folder.path).free
+                if silent >= (_SECONDS_UNTIL_STALE if free > _BYTES_OF_A_FULL_DISK else _SECONDS_BETWEEN_LOOKS):
+                    ask = f"`hetero-pp status {self.folder.path.name}` asks the exchange"
+                    since = f"{path.name} has had no new line for {format_seconds(round(silent))}"
+                    why = f"{since}; {format_bytes(free)} are free on its disk; {ask}"
+            view.note_stale(why)
             view.end(None, True)
             return
         view.note_stale("")
@@ -207,19 +215,6 @@ class Record(Followed):
             else:
                 killed = "it ended without a summary: it was killed, or its host stopped; --resume continues it"
                 view.end("failed", False, view.state.failed or killed)
-
-    def _behind(self) -> str:
-        """Return why the record may lack what happens now: its disk is full, or nothing was written for a while."""
-        try:
-            silent = time.time() - self.folder.metrics.stat().st_mtime
-            free = shutil.disk_usage(self.folder.path).free
-        except OSError:
-            return ""
-        if silent < (_SECONDS_UNTIL_STALE if free > _BYTES_OF_A_FULL_DISK else _SECONDS_BETWEEN_LOOKS):
-            return ""
-        ask = f"`hetero-pp status {self.folder.path.name}` asks the exchange"
-        since = f"{self.folder.metrics.name} has had no new line for {format_seconds(round(silent))}"
-        return f"{since}; {format_bytes(free)} are free on its disk; {ask}"
 
 
 class Watched(Followed):

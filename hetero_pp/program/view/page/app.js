@@ -61,17 +61,7 @@ class Page {
     show(byId("loading"), false);
     if (predicts && !wanted.get("view")) wanted.set("view", "prediction"); // it was asked for
     this.read(wanted);
-    if (history?.is_live && !this.source.isEmbedded) this.follow(id);
-  }
-
-  // Fetches the prediction, which the server makes when it is first asked, and what was measured up to now.
-  async predict() {
-    const { run } = this.shown;
-    const prediction = await this.source.prediction(run).catch(() => null);
-    if (run === this.shown.run) this.change({ prediction });
-  }
-
-  follow(id) {
+    if (!history?.is_live || this.source.isEmbedded) return;
     this.stop = this.source.follow(id, {
       connected: (isConnected) => this.change({ isConnected }),
       told: (history, live) => this.change(this.shown.time === null ? { history, live, frame: live } : { history, live }),
@@ -103,12 +93,11 @@ class Page {
     const before = this.shown.select;
     if (select && !before) this.opener = document.activeElement;
     this.change({ select });
-    queueMicrotask(() => (select ? byId("panel").querySelector("h2") : this.before())?.focus?.()); // once it is drawn
-  }
-
-  // What had the focus before the panel was opened; a picture that changed its size has other nodes since.
-  before() {
-    return this.opener?.isConnected ? this.opener : this.views.topology.zoomed.item(this.opener?.dataset?.item);
+    queueMicrotask(() => {
+      // Once it is drawn. A picture that changed its size has other nodes since the panel was opened.
+      const before = this.opener?.isConnected ? this.opener : this.views.topology.zoomed.item(this.opener?.dataset?.item);
+      (select ? byId("panel").querySelector("h2") : before)?.focus?.();
+    });
   }
 
   // Shows a moment; null is the latest. Moments that were asked for while one is fetched are dropped but for the last.
@@ -133,7 +122,12 @@ class Page {
 
   change(changes) {
     Object.assign(this.shown, changes);
-    if (changes.view === "prediction") this.predict();
+    const { run } = this.shown;
+    if (changes.view === "prediction") {
+      // The server makes it when it is first asked, and adds what was measured up to now.
+      const told = (prediction) => run === this.shown.run && this.change({ prediction });
+      this.source.prediction(run).then(told, () => told(null));
+    }
     if (this.isDue) return;
     this.isDue = true;
     queueMicrotask(() => {

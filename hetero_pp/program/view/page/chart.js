@@ -1,6 +1,6 @@
 // Curves, drawn by uPlot in the colours of the page's theme.
 
-import { attribute, button, el, say, show } from "./dom.js";
+import { attribute, button, el, say, selection, show } from "./dom.js";
 import { loss } from "./words.js";
 
 const COLOURS = ["--forward", "--backward", "--outer", "--evaluating", "--bad", "--waiting"];
@@ -42,7 +42,7 @@ export class LineChart {
     Object.assign(this, { label, tall, curves: [], weight: 0, logs: { x: false, y: false }, range: null });
     this.picture = el("div", { role: "img", "aria-label": label, on: { dblclick: () => this.zoom(0) } });
     this.note = el("p.note");
-    const weights = Object.entries(SMOOTHED).sort(([a], [b]) => a - b);
+    const words = Object.fromEntries(Object.entries(SMOOTHED).map(([weight, word]) => [weight, `smoothing ${word}`]));
     const log = (axis, title) => {
       const on = { change: (event) => this.change({ logs: { ...this.logs, [axis]: event.target.checked } }) };
       return el("label", el("input", { type: "checkbox", on }), el("span", title));
@@ -50,11 +50,7 @@ export class LineChart {
     const controls = el(
       "div.controls",
       title ? el("h3", title) : null,
-      el(
-        "select",
-        { "aria-label": "Smoothing", on: { change: (event) => this.change({ weight: Number(event.target.value) }) } },
-        weights.map(([weight, word]) => el("option", { value: weight }, `smoothing ${word}`)),
-      ),
+      selection("Smoothing", words, "0", (weight) => this.change({ weight: Number(weight) })),
       log("y", "log loss"),
       log("x", "log x"),
       button("−", "Show more of the curves", () => this.zoom(1 / STEP)),
@@ -73,7 +69,7 @@ export class LineChart {
 
   change(changes) {
     Object.assign(this, changes);
-    this.update(this.curves, this.xLabel, this.yLabel);
+    this.update(this.curves, this.xLabel);
   }
 
   // Shows a part of the x axis around its middle; factor 0 shows all of it.
@@ -89,8 +85,8 @@ export class LineChart {
   }
 
   // `curves` are {label, points: [[x, y], ...], colour, dash, width}, where x never falls.
-  update(curves, xLabel, yLabel = "loss") {
-    Object.assign(this, { curves, xLabel, yLabel });
+  update(curves, xLabel) {
+    Object.assign(this, { curves, xLabel });
     const fits = ([x, y]) => (!this.logs.x || x > 0) && (!this.logs.y || y === null || y > 0);
     const shown = curves
       .map((curve) => ({ ...curve, points: smoothed(curve.points.filter(fits), this.weight) }))
@@ -98,11 +94,11 @@ export class LineChart {
     const columns = shown.map(({ points }) => [points.map(([x]) => x), points.map(([, y]) => y)]);
     const data = shown.length ? window.uPlot.join(columns, shown.map(() => [KEPT, EXPANDED])) : [[]];
     const looks = shown.map(({ label, colour: name, dash }) => [label, name, dash]);
-    const key = JSON.stringify([looks, xLabel, yLabel, this.logs, colour("--text")]);
+    const key = JSON.stringify([looks, xLabel, this.logs, colour("--text")]);
     if (key !== this.key) {
       this.key = key;
       this.plot?.destroy();
-      this.plot = new window.uPlot(this.options(shown, xLabel, yLabel), data, this.picture);
+      this.plot = new window.uPlot(this.options(shown, xLabel), data, this.picture);
       show(this.note, shown.length > MANY);
       say(this.note, NOTE);
     } else this.plot.setData(data, !this.range);
@@ -118,7 +114,7 @@ export class LineChart {
     attribute(this.picture, "aria-label", [this.label, ...how, ...logs].filter(Boolean).join("; "));
   }
 
-  options(curves, xLabel, yLabel) {
+  options(curves, xLabel) {
     const many = curves.length > MANY;
     const distr = (axis) => (this.logs[axis] ? 3 : 1);
     const line = { stroke: colour("--line"), width: 1 };
@@ -134,7 +130,7 @@ export class LineChart {
       scales: { x: { time: false, distr: distr("x") }, y: { distr: distr("y") } },
       axes: [
         { ...axis, label: xLabel },
-        { ...axis, label: yLabel, size: 56 },
+        { ...axis, label: "loss", size: 56 },
       ],
       cursor: { focus: { prox: 24 }, points: { size: 7 } },
       focus: { alpha: 0.35 },

@@ -60,12 +60,9 @@ export class CompareView {
 
   losses() {
     const rounds = new Set(this.shown.flatMap((run) => run.rounds.map((round) => round.round)));
-    const of = (run, number) => run.rounds.find((round) => round.round === number)?.validation_loss ?? null;
-    return table(
-      "Validation loss",
-      ["Round", ...this.shown.map((run) => run.name)],
-      [...rounds].sort((a, b) => a - b).map((at) => [at, ...this.shown.map((run) => loss(of(run, at)))]),
-    );
+    const of = (run, number) => run.rounds.find((round) => round.round === number)?.validation_loss;
+    const rows = [...rounds].sort((a, b) => a - b).map((at) => [at, ...this.shown.map((run) => loss(of(run, at)))]);
+    return table("Validation loss", ["Round", ...this.shown.map((run) => run.name)], rows);
   }
 }
 
@@ -92,10 +89,9 @@ function results(runs) {
   return table("Results and cost", ["", ...runs.map((run) => run.name)], rows);
 }
 
-const value = (run, key) => (Object.hasOwn(run.settings ?? {}, key) ? run.settings[key] : null);
-
 function differing(runs) {
-  const keys = [...new Set(runs.flatMap((run) => Object.keys(run.settings ?? {})))].sort();
+  const value = (run, key) => (Object.hasOwn(run.settings, key) ? run.settings[key] : null);
+  const keys = [...new Set(runs.flatMap((run) => Object.keys(run.settings)))].sort();
   const different = keys.filter((key) => new Set(runs.map((run) => JSON.stringify(value(run, key)))).size > 1);
   if (!different.length) return el("p.muted", runs.length > 1 ? "All settings of these runs are equal." : "");
   const written = (found) => (found === null ? "–" : typeof found === "object" ? JSON.stringify(found) : found);

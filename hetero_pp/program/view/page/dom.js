@@ -51,6 +51,20 @@ export const button = (label, title, press) =>
 export const textButton = (label, press, more = {}) =>
   el("button.link", { type: "button", ...more, on: { click: press } }, label);
 
+// A list of choices {value: words}, of which one is chosen; `pick` is told the value.
+export const selection = (about, choices, chosen, pick) =>
+  el(
+    "select",
+    { "aria-label": about, on: { change: (event) => pick(event.target.value) } },
+    Object.entries(choices).map(([value, label]) => el("option", { value, selected: value === chosen }, label)),
+  );
+
+// The square that explains a colour of a picture.
+export const swatch = (name) => {
+  const size = { width: 14, height: 14 };
+  return svg("svg", { ...size, "aria-hidden": "true" }, svg(`rect.${name}`, size));
+};
+
 // A row of radio buttons; `pick` is told the value.
 export const picker = (name, title, choices, chosen, pick) =>
   el(

@@ -16,7 +16,7 @@ export function place(topology, room, tall) {
   if (room < 640) return inColumn(topology, topology.members.length > 30 ? SIZES.small : SIZES.full, room);
   let placed = null;
   for (const size of Object.values(SIZES)) {
-    for (const split of [byKind(topology), evenly(topology, size)]) {
+    for (const split of [byKind(topology), evenly(topology)]) {
       const found = aroundHub(topology, size, split);
       const scale = Math.min(1, room / found.width, (1.15 * tall) / found.height);
       if (scale >= SMALLEST_SCALE) return found;
@@ -45,17 +45,11 @@ function byKind(topology) {
   return [replicas.slice(0, middle), replicas.slice(middle)];
 }
 
-// Datacenters first on the left; then each replica goes to the lower side.
-function evenly(topology, size) {
-  const sides = [[], []];
-  const heights = [0, 0];
+// Datacenters first on the left; then the replicas go to both sides in turn.
+function evenly(topology) {
   const rank = (replica) => (replica.kind === "datacenter" ? 0 : 1);
-  for (const replica of ordered(topology).sort((a, b) => rank(a) - rank(b))) {
-    const side = heights[0] <= heights[1] ? 0 : 1;
-    sides[side].push(replica);
-    heights[side] += size.height + size.title + size.pad;
-  }
-  return sides;
+  const replicas = ordered(topology).sort((a, b) => rank(a) - rank(b));
+  return [0, 1].map((side) => replicas.filter((_, n) => n % 2 === side));
 }
 
 const empty = (size) => ({ size, isNarrow: false, members: new Map(), replicas: [], sites: [] });

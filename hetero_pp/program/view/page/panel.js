@@ -1,22 +1,8 @@
 // The side panel: facts and history of one member, replica, link, round, or of the exchange.
 
 import { cut, el, facts, table, textButton } from "./dom.js";
-import {
-  CELL_STATES,
-  MEMBER_STATES,
-  REPLICA_STATES,
-  bytes,
-  capacity,
-  count,
-  duration,
-  icon,
-  lookUp,
-  loss,
-  markForm,
-  percent,
-  rate,
-  seconds,
-} from "./words.js";
+import { CELL_STATES, MEMBER_STATES, REPLICA_STATES, icon, lookUp, marksList } from "./words.js";
+import { bytes, capacity, count, duration, loss, percent, rate, seconds } from "./words.js";
 
 const LAST_ROUNDS = 20;
 const LAST_MARKS = 40;
@@ -32,6 +18,7 @@ export function describeItem(item, { until: history, frame }, choose) {
 
 const state = (form, detail) => el("p.state", icon(form, 18), el("strong", form.word), detail ? ` ${detail}` : "");
 const section = (title, ...content) => [el("h3", title), ...content];
+const tableOf = (title, columns, rows, caption = title) => (rows.length ? section(title, table(caption, columns, rows)) : []);
 const itemOf = (end) => (end === "exchange" ? "exchange:" : `member:${end}`);
 const ago = (frame, time) => duration(Math.max(0, frame.time - time));
 const speed = (replica) => (replica.tokens_per_second == null ? null : `${count(replica.tokens_per_second)} tokens/s`);
@@ -53,7 +40,7 @@ function member(id, { history, frame }, to) {
         ["Layers", own.layers],
         ["Device", now.device],
         ["Engine", own.engine],
-        ["Site", topology.sites.find((one) => one.id === own.site)?.label],
+        ["Site", own.site],
         ["Round", now.round],
         ["In this state for", ifKnown(frame && now.since, (since) => ago(frame, since))],
         ["Last report", ifKnown(now.heard, (heard) => `${ago(frame, heard)} ago`)],
@@ -183,7 +170,6 @@ function exchange(_, { history, frame }) {
 }
 
 function linksOf(links, id, frame, to) {
-  if (!links.length) return [];
   const rows = links.map((one) => {
     const now = frame?.links[one.id] ?? {};
     const [out, incoming] = one.source === id ? ["there", "back"] : ["back", "there"];
@@ -191,22 +177,20 @@ function linksOf(links, id, frame, to) {
     const other = one.source === id ? one.target : one.source;
     return [to(other, `link:${one.id}`), rate(now[out]?.rate), rate(now[incoming]?.rate), busy];
   });
-  return section("Links", table("Links", ["With", "Sends", "Receives", "Busy"], rows));
+  return tableOf("Links", ["With", "Sends", "Receives", "Busy"], rows);
 }
 
 function linesOf(lines, frame) {
-  if (!lines.length) return [];
   const row = (one, way, name) => {
     const now = frame?.lines?.[one.id]?.[way] ?? {};
     return [name, rate(now.rate), capacity(one[way]), percent(now.busy), bytes(now.bytes)];
   };
   const rows = lines.flatMap((one) => [row(one, "up", "↑ up"), row(one, "down", "↓ down")]);
-  return section("Internet line", table("Internet line", ["Way", "Rate", "Capacity", "Busy", "Total"], rows));
+  return tableOf("Internet line", ["Way", "Rate", "Capacity", "Busy", "Total"], rows);
 }
 
 function roundsOf(id, history) {
   const rounds = history.rounds.filter((one) => one.cells[id]).slice(-LAST_ROUNDS).reverse();
-  if (!rounds.length) return [];
   const rows = rounds.map((one) => {
     const cell = one.cells[id];
     const form = lookUp(CELL_STATES, cell.state);
@@ -214,12 +198,11 @@ function roundsOf(id, history) {
     const shown = el("span.state", icon(form), form.word);
     return [one.round, shown, known, seconds(cell.compute_seconds), seconds(cell.wait_seconds)];
   });
-  return section("Rounds", table("Last rounds", ["Round", "State", "Loss", "Compute", "Waiting"], rows));
+  return tableOf("Rounds", ["Round", "State", "Loss", "Compute", "Waiting"], rows, "Last rounds");
 }
 
 function marksOf(history, concerns) {
-  const marks = history.marks.filter(concerns).slice(-LAST_MARKS).reverse();
-  if (!marks.length) return [];
-  const item = (mark) => el("li", icon(markForm(mark.kind)), el("time", duration(mark.time)), el("span", cut(mark.text, 200)));
-  return section("Events", el("ul.marks", { tabindex: 0, "aria-label": "Events" }, marks.map(item)));
+  const marks = history.marks.filter(concerns).slice(-LAST_MARKS);
+  const about = { tabindex: 0, "aria-label": "Events" };
+  return marks.length ? section("Events", marksList(marks, ({ time }) => el("time", duration(time)), about)) : [];
 }

@@ -1,8 +1,8 @@
 // One predicted step as a Gantt chart: what each member computes, and what each link carries. Below each member is its
 // mean step as it was measured, if there was a run or a rehearsal.
 
-import { attribute, behind, button, cut, el, say, show, svg, table } from "./dom.js";
-import { bytes, count, number, percent, seconds, signed } from "./words.js";
+import { attribute, behind, button, cut, el, say, show, svg, swatch, table } from "./dom.js";
+import { count, number, percent, seconds, signed } from "./words.js";
 
 const ROW = 30;
 const NAMES = 150;
@@ -63,11 +63,12 @@ export class PredictionView {
         `round. Even with free links, stages would wait for each other for ${percent(prediction.bubble)} of a step ` +
         `(the bubble).`,
     );
-    const box = { width: 14, height: 14 };
     const kinds = [...new Set(rows.flatMap((row) => row.bars.map((bar) => bar.kind)))].map(kindOf);
-    const swatch = (name) => svg("svg", { ...box, "aria-hidden": "true" }, svg(`rect.bar-${name}`, box));
-    this.legend.replaceChildren(...kinds.map(([word, name]) => el("li", swatch(name), word)));
-    this.values.replaceChildren(valuesTable(prediction.values ?? []));
+    this.legend.replaceChildren(...kinds.map(([word, name]) => el("li", swatch(`bar-${name}`), word)));
+    const difference = ({ predicted, measured }) => (predicted && measured ? signed(predicted / measured - 1) : "–");
+    const row = (one) => [one.name, inUnit(one.predicted, one.unit), inUnit(one.measured, one.unit), difference(one)];
+    const columns = ["Value", "Predicted", "Measured", "Prediction is off by"];
+    this.values.replaceChildren(table("Predicted and measured", columns, (prediction.values ?? []).map(row)));
     this.behind.refresh();
     this.draw();
   }
@@ -106,22 +107,18 @@ export class PredictionView {
   }
 
   play() {
-    if (this.timer) {
-      cancelAnimationFrame(this.timer);
-      this.timer = null;
-    } else {
-      if (this.at === null || this.at >= this.length) this.at = 0;
-      let before = null;
-      const tick = (now) => {
-        const passed = before === null ? 0 : (now - before) / 1000;
-        this.at = Math.min(this.length, this.at + passed * (this.length / PLAY_SECONDS));
-        before = now;
-        this.timer = this.at < this.length && this.chart.isConnected ? requestAnimationFrame(tick) : null;
-        if (this.at > this.to) this.move(this.at);
-        this.drawCursor();
-      };
-      this.timer = requestAnimationFrame(tick);
-    }
+    const isPlaying = Boolean(this.timer);
+    cancelAnimationFrame(this.timer);
+    if (!isPlaying && (this.at === null || this.at >= this.length)) this.at = 0;
+    let before = null;
+    const tick = (now) => {
+      this.at = Math.min(this.length, this.at + ((now - (before ?? now)) / 1000) * (this.length / PLAY_SECONDS));
+      before = now;
+      this.timer = this.at < this.length && this.chart.isConnected ? requestAnimationFrame(tick) : null;
+      if (this.at > this.to) this.move(this.at);
+      this.drawCursor();
+    };
+    this.timer = isPlaying ? null : requestAnimationFrame(tick);
     this.drawCursor();
   }
 
@@ -204,14 +201,7 @@ function barsTable({ members, links, measured = [] }) {
 }
 
 function inUnit(value, unit) {
-  if (value === null || value === undefined) return "–";
-  if (unit === "s") return seconds(value);
-  if (unit === "B") return bytes(value);
-  return `${Math.abs(value) < 1000 ? number(Number(value.toPrecision(4))) : count(value)}${unit ? ` ${unit}` : ""}`;
+  if (value === null || unit === "s") return seconds(value);
+  return Math.abs(value) < 1000 ? number(Number(value.toPrecision(4))) : count(value);
 }
 
-function valuesTable(values) {
-  const difference = ({ predicted, measured }) => (predicted && measured ? signed(predicted / measured - 1) : "–");
-  const row = (one) => [one.name, inUnit(one.predicted, one.unit), inUnit(one.measured, one.unit), difference(one)];
-  return table("Predicted and measured", ["Value", "Predicted", "Measured", "Prediction is off by"], values.map(row));
-}

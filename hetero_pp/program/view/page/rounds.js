@@ -1,6 +1,6 @@
 // Rounds: which replica took part, losses, and where the seconds and bytes of a round went.
 
-import { behind, cut, el, picker, show, svg, table, textButton } from "./dom.js";
+import { behind, cut, el, picker, show, svg, swatch, table, textButton } from "./dom.js";
 import { LineChart, ascending, look } from "./chart.js";
 import { CELL_STATES, bytes, count, duration, eventsList, icon, lookUp, loss, markForm, seconds, symbols } from "./words.js";
 
@@ -39,8 +39,7 @@ export class RoundsView {
     this.lossTable = behind("Losses as a table", () => lossTable(this.rounds, this.history));
     this.barsTable = behind("Seconds and bytes as a table", () => barsTable(this.rounds, this.replica));
     this.events = el("div.box");
-    const swatch = (part) =>
-      svg("svg", { width: 14, height: 14, "aria-hidden": "true" }, svg(`rect.part-${part}`, { width: 14, height: 14 }));
+    const parts = Object.entries(PARTS).map(([part, word]) => el("li", swatch(`part-${part}`), word));
     root.append(
       el("div.bar", el("h2", "Rounds"), el("div.buttons", this.range, this.earlier, this.later)),
       symbols(CELL_STATES),
@@ -49,11 +48,7 @@ export class RoundsView {
       this.chart.holder,
       this.lossTable.node,
       el("div.bar", el("h2", "Seconds and bytes of a round"), this.barsReplica),
-      el(
-        "ul.symbols",
-        el("li", "from below:"),
-        Object.entries(PARTS).map(([part, word]) => el("li", swatch(part), word)),
-      ),
+      el("ul.symbols", el("li", "from below:"), parts),
       this.bars,
       this.barsTable.node,
       el("h2", "Events"),
@@ -86,29 +81,24 @@ export class RoundsView {
     // Some events belong to no round; they are shown in the one that was open.
     const openAt = (time) => rounds.find((round) => round.closed >= time)?.round ?? null;
     const marks = history.marks.map((mark) => ({ ...mark, round: mark.round ?? openAt(mark.time) }));
-    this.range.textContent = window.length
-      ? `${window[0].round}–${window.at(-1).round} of ${history.rounds_planned}`
-      : "No round has closed yet.";
+    const shown = `${window[0]?.round}–${window.at(-1)?.round} of ${history.rounds_planned}`;
+    this.range.textContent = window.length ? shown : "No round has closed yet.";
     this.earlier.disabled = end <= this.columns;
     this.later.disabled = end >= rounds.length;
-    show(this.earlier, rounds.length > this.columns);
-    show(this.later, rounds.length > this.columns);
+    for (const turn of [this.earlier, this.later]) show(turn, rounds.length > this.columns);
     const step = window.length ? Math.min(WIDEST, (room - names(room)) / window.length) : CELL;
     this.grid.replaceChildren(grid(history, this.all.rounds, window, marks, this.choose, this.goTo, [names(room), step]));
     this.chart.update(curves(history, this.axis), AXES[this.axis]);
-    this.fillReplicas();
+    const all = history.topology.replicas.map(({ id }) => id);
+    if (this.barsReplica.options.length !== all.length + 1) {
+      const options = all.map((name) => el("option", { value: name }, cut(name, 40)));
+      this.barsReplica.replaceChildren(el("option", { value: "" }, "mean of all replicas"), ...options);
+      this.barsReplica.value = this.replica;
+    }
     this.bars.replaceChildren(bars(window, this.replica, names(room), step));
     this.events.replaceChildren(eventsList(marks, this.goTo));
     this.lossTable.refresh();
     this.barsTable.refresh();
-  }
-
-  fillReplicas() {
-    const all = this.history.topology.replicas.map(({ id }) => id);
-    if (this.barsReplica.options.length === all.length + 1) return;
-    const options = all.map((name) => el("option", { value: name }, cut(name, 40)));
-    this.barsReplica.replaceChildren(el("option", { value: "" }, "mean of all replicas"), ...options);
-    this.barsReplica.value = this.replica;
   }
 }
 

@@ -72,23 +72,23 @@ export function drawTiles(root, { history, until, frame }) {
 
   const here = states.filter((state) => !GONE.includes(state)).length;
   const without = empty.length ? ` · ${empty.length} optional replicas without any` : "";
-  tile(root, "Members here", `${here} of ${states.length}`, `${tally(states)}${without}`);
+  const counts = [...Map.groupBy(states, (state) => state)].map(([state, same]) => [state, same.length]);
+  const most = counts.sort((a, b) => b[1] - a[1]).slice(0, 3);
+  const doing = most.map(([state, n]) => `${n} ${lookUp(MEMBER_STATES, state).word}`).join(" · ");
+  tile(root, "Members here", `${here} of ${states.length}`, `${doing}${without}`);
 
   const own = history.topology.members.filter(({ id }) => history.own?.includes(id));
   if (own.length) {
-    const added = share(own[0].replica, frame?.replicas[own[0].replica], tokens);
-    tile(root, "This host", own.map(({ id }) => id).join(", "), added);
+    const [{ replica }] = own;
+    const added = frame?.replicas[replica] ?? {}; // by the replica of this host
+    const part = percent(tokens ? (added.tokens ?? 0) / tokens : null);
+    const included = `${count(added.included ?? 0)} of ${count((added.included ?? 0) + (added.missed ?? 0))}`;
+    const words = `${included} rounds of ${replica} included; ${part} of the tokens`;
+    tile(root, "This host", own.map(({ id }) => id).join(", "), words);
   } else root.querySelector('[data-tile="This host"]')?.remove();
 
   const left = frame?.seconds_left == null ? "" : `about ${duration(frame.seconds_left)} left`;
   tile(root, "Time", duration(frame?.elapsed), isOver ? (outcomeOf(history) ?? frame.phase) : left);
-}
-
-// What the replica of this host added to the run.
-function share(replica, own, tokens) {
-  const closed = (own?.included ?? 0) + (own?.missed ?? 0);
-  const added = tokens ? (own?.tokens ?? 0) / tokens : null;
-  return `${count(own?.included ?? 0)} of ${count(closed)} rounds of ${replica} included; ${percent(added)} of the tokens`;
 }
 
 // The synchronized validation loss over the rounds, as a line without words.
@@ -100,13 +100,6 @@ function sparkline(node, rounds) {
   const at = (loss, n) =>
     `${((n / Math.max(1, losses.length - 1)) * 100).toFixed(1)},${(22 - ((loss - low) / (high - low || 1)) * 20).toFixed(1)}`;
   attribute(node, "points", losses.length > 1 ? losses.map(at).join(" ") : "", Infinity);
-}
-
-function tally(states) {
-  const counts = new Map();
-  for (const state of states) counts.set(state, (counts.get(state) ?? 0) + 1);
-  const most = [...counts].sort((a, b) => b[1] - a[1]).slice(0, 3);
-  return most.map(([state, n]) => `${n} ${lookUp(MEMBER_STATES, state).word}`).join(" · ");
 }
 
 // Lists what an operator should look at first; the section is hidden when all is well.

@@ -1,10 +1,10 @@
 // The slider that shows any moment of the run again.
 
-import { attribute, cut, el, say, svg } from "./dom.js";
+import { attribute, cut, el, say, selection, svg } from "./dom.js";
 import { duration, markForm } from "./words.js";
 
 const TICK_MS = 250;
-const SPEEDS = [1, 4, 16, 64];
+const SPEEDS = { 1: "1×", 4: "4×", 16: "16×", 64: "64×" };
 const STEPS = 1000;
 
 export class TimeBar {
@@ -15,8 +15,7 @@ export class TimeBar {
     this.slider = el("input", { type: "range", min: 0, max: STEPS, step: 1, "aria-label": "Moment of the run", on });
     this.marks = svg("svg.ticks", { "aria-hidden": "true", preserveAspectRatio: "none" });
     this.label = el("span.moment");
-    const speeds = SPEEDS.map((speed) => el("option", { value: speed, selected: speed === 4 }, `${speed}×`));
-    this.speed = el("select", { "aria-label": "Speed of the replay" }, speeds);
+    this.speed = selection("Speed of the replay", SPEEDS, "4", () => {});
     this.live = el("button", { type: "button", on: { click: () => this.pause() || goTo(null) } }, "Live");
     root.append(this.play, el("div.track", this.marks, this.slider), this.label, this.speed, this.live);
   }

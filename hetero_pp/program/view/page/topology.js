@@ -50,24 +50,17 @@ export class TopologyView {
     if (!isSame || !this.picture) this.build();
     this.draw();
     this.zoomed.mark(select);
-    this.drawEvents(until.marks);
-    this.drawLoss(until);
     this.membersTable.refresh();
     this.linksTable.refresh();
-  }
-
-  drawEvents(marks) {
-    const key = `${marks.length} ${marks.at(-1)?.text}`;
-    if (key !== this.eventsKey)
+    const { marks, rounds } = until;
+    const eventsKey = `${marks.length} ${marks.at(-1)?.text}`;
+    if (eventsKey !== this.eventsKey)
       this.events.replaceChildren(el("h3", "Latest events"), eventsList(marks, this.goTo, LATEST));
-    this.eventsKey = key;
-  }
-
-  drawLoss(until) {
     const lines = curves(until, "round");
-    const key = `${lines.map(({ points }) => points.length)} ${until.rounds.length} ${document.documentElement.dataset.theme}`;
-    if (key !== this.lossKey) this.chart.update(lines, "round");
-    this.lossKey = key;
+    const { theme } = document.documentElement.dataset;
+    const lossKey = `${lines.map(({ points }) => points.length)} ${rounds.length} ${theme}`;
+    if (lossKey !== this.lossKey) this.chart.update(lines, "round");
+    Object.assign(this, { eventsKey, lossKey });
   }
 
   build() {
@@ -98,11 +91,10 @@ function patterns() {
   );
 }
 
-function sitesLayer({ picture, history, updates }) {
-  const label = new Map(history.topology.sites.map((site) => [site.id, site.label]));
+function sitesLayer({ picture, updates }) {
   const sites = picture.sites.map((box) => {
     const name = text(box.x + 8, box.y + 13, "small muted");
-    updates.push(() => fit(name, `site ${label.get(box.site) ?? box.site}`, box.width - 12));
+    updates.push(() => fit(name, `site ${box.site}`, box.width - 12));
     return svg("g", rect(box, "site"), name);
   });
   return svg("g", sites);
@@ -135,8 +127,14 @@ function frameOf(frame, { picture, updates, history }) {
     attribute(symbol, "d", path(form.icon));
     attribute(symbol, "class", `tone-${form.tone}`);
     const short = isBad ? form.word : own.loss == null ? "" : `loss ${own.loss.toFixed(3)}`;
-    fit(facts, isSmall ? short : replicaLine(form, own), width - 36);
-    if (outer) say(outer, isBad ? "" : toExchange(history, replica, now));
+    const tokens = own.tokens_per_second == null ? null : `${count(own.tokens_per_second)} tokens/s`;
+    const long = [own.loss == null ? form.word : `loss ${loss(own.loss)}`, tokens].filter(Boolean).join(" · ");
+    fit(facts, isSmall || isBad ? short : long, width - 36);
+    if (outer) {
+      const [up, down] = flowsOf(history, replica, now);
+      const told = (way) => (way?.busy == null ? rate(way?.rate) : percent(way.busy));
+      say(outer, !isBad && (up || down) ? `exchange ↑ ${told(up)} ↓ ${told(down)}` : "");
+    }
     const room = width - 42 - ((isSmall ? facts : outer)?.getComputedTextLength() ?? 0);
     fit(name, replica.id, room);
     fit(nextTo, isSmall ? "" : kind, Math.max(0, room - name.getComputedTextLength()));
@@ -161,12 +159,6 @@ function emptyFrame(frame, { picture, updates }) {
   return svg("g", { "data-empty": "" }, rect(frame, "frame.empty", 12), title, facts, names);
 }
 
-function replicaLine(form, own) {
-  if (form.tone === "bad") return form.word;
-  const speed = own.tokens_per_second == null ? null : `${count(own.tokens_per_second)} tokens/s`;
-  return [own.loss == null ? form.word : `loss ${loss(own.loss)}`, speed].filter(Boolean).join(" · ");
-}
-
 function hubLayer({ picture, updates }) {
   const { hub, isNarrow } = picture;
   const x = hub.x + hub.width / 2;
@@ -186,12 +178,10 @@ function hubLayer({ picture, updates }) {
   return node;
 }
 
-function membersLayer({ picture, history, updates }) {
-  const shown = history.topology.members.filter(({ id }) => picture.members.has(id));
-  return svg("g", shown.map((member) => card(member, picture, history, updates)));
-}
+const membersLayer = (own) =>
+  svg("g", own.history.topology.members.filter(({ id }) => own.picture.members.has(id)).map((one) => card(one, own)));
 
-function card(member, picture, history, updates) {
+function card(member, { picture, history, updates }) {
   const box = picture.members.get(member.id);
   const { x, y, width, height } = box;
   const size = picture.size.name;
@@ -220,7 +210,9 @@ function card(member, picture, history, updates) {
     attribute(symbol, "class", `tone-${form.tone}`);
     attribute(symbol, "d", path(form.icon));
     fit(name, shortName, width - (isSmall ? 30 : 18));
-    fit(state, activity(form, facts, size), width - 34);
+    // The detail already says what waits: "waits for home.2". Beside an hourglass less is enough.
+    const awaited = size === "full" ? facts.detail : facts.detail?.replace(/^waits for/, "for");
+    fit(state, facts.state === "waiting" && awaited ? awaited : form.word, width - 34);
     fit(layers, [isOwn ? "this host" : "", member.layers, facts.device].filter(Boolean).join(" · "), width - 18);
     const flow = line && now?.lines?.[line.id];
     fit(usage, flow ? `line ↑ ${percent(flow.up?.busy)}  ↓ ${percent(flow.down?.busy)}` : "", width - 18);
@@ -228,12 +220,6 @@ function card(member, picture, history, updates) {
     attribute(node, "aria-label", `${member.id}${isOwn ? " (this host)" : ""}: ${form.word}${detail}`);
   });
   return node;
-}
-
-// The detail already says what waits: "waits for home.2".
-function activity(form, facts, size) {
-  if (!facts.detail || facts.state !== "waiting") return form.word;
-  return size === "full" ? facts.detail : facts.detail.replace(/^waits for/, "for"); // beside an hourglass
 }
 
 function membersTable(history, frame) {
@@ -287,11 +273,10 @@ function connection({ x1, y1, x2, y2, isHorizontal }, size, item, limits) {
   const lines = room > 100 ? 2 : room > 30 ? 1 : 0;
   let words = [];
   if (isHorizontal) words = [-13, -26, -39, 22, 35, 48].map((down) => text(x, y + down, "small halo", "", "middle"));
-  else if (size !== "small")
-    words = [
-      ...[-10, 4, 18].map((down) => text(x - 14, y + down, "small halo", "", "end")),
-      ...[-10, 4, 18].map((down) => text(x + 14, y + down, "small halo")),
-    ];
+  else if (size !== "small") {
+    const beside = (at, anchor) => [-10, 4, 18].map((down) => text(at, y + down, "small halo", "", anchor));
+    words = [...beside(x - 14, "end"), ...beside(x + 14, "start")];
+  }
   const tip = svg("title");
   const node = svg("g.item", itemButton(item, ""), tip, svg("line.hit", { x1, y1, x2, y2 }), there, back, words);
   const update = (ways, label) => {
@@ -318,13 +303,6 @@ function connection({ x1, y1, x2, y2, isHorizontal }, size, item, limits) {
   return [node, update];
 }
 
-function describe(link, flow) {
-  const way = (name) =>
-    `${rate(flow?.[name]?.rate)} of ${capacity(link.bandwidth?.[name])}, ` +
-    `awaited ${percent(flow?.[name]?.awaited)} of the last round`;
-  return `link ${link.source} to ${link.target}: there ${way("there")}; back ${way("back")}`;
-}
-
 function linksLayer({ picture, history, updates }) {
   const { members, size } = picture;
   const links = history.topology.links.filter((link) => members.has(link.source) && members.has(link.target));
@@ -334,7 +312,12 @@ function linksLayer({ picture, history, updates }) {
     const [node, update] = connection(ends, size.name, `link:${link.id}`, limits);
     updates.push((now) => {
       const flow = now?.links[link.id];
-      update([flow?.there, flow?.back], describe(link, flow));
+      const [there, back] = ["there", "back"].map(
+        (way) =>
+          `${way} ${rate(flow?.[way]?.rate)} of ${capacity(link.bandwidth?.[way])}, ` +
+          `awaited ${percent(flow?.[way]?.awaited)} of the last round`,
+      );
+      update([flow?.there, flow?.back], `link ${link.source} to ${link.target}: ${there}; ${back}`);
     });
     return node;
   });
@@ -358,12 +341,6 @@ function flowsOf(history, replica, now) {
     };
     return { rate: known.reduce((sum, flow) => sum + flow.rate, 0), busy: most("busy"), awaited: most("awaited") };
   });
-}
-
-function toExchange(history, replica, now) {
-  const [up, down] = flowsOf(history, replica, now);
-  const told = (way) => (way?.busy == null ? rate(way?.rate) : percent(way.busy));
-  return up || down ? `exchange ↑ ${told(up)} ↓ ${told(down)}` : "";
 }
 
 // All links of a replica to the exchange are drawn as one.

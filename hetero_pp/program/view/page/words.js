@@ -161,11 +161,13 @@ const MOST_EVENTS = 200;
 export function eventsList(marks, goTo, most = MOST_EVENTS) {
   if (!marks.length) return el("p.muted", "Nothing has happened yet.");
   const moment = ({ time }) => textButton(duration(time), () => goTo(time), { title: "Show this moment" });
-  const shown = marks.slice(-most).reverse();
-  const rest = marks.length - shown.length;
-  return el(
-    "div",
-    el("ul.marks", shown.map((mark) => el("li", icon(markForm(mark.kind)), moment(mark), el("span", cut(mark.text, 200))))),
-    rest ? el("p.muted", `${number(rest)} earlier events are not listed.`) : null,
-  );
+  const rest = Math.max(0, marks.length - most);
+  const told = rest ? el("p.muted", `${number(rest)} earlier events are not listed.`) : null;
+  return el("div", marksList(marks.slice(-most), moment), told);
 }
+
+// Events with their words, the newest first.
+export const marksList = (marks, moment, about = {}) => {
+  const line = (mark) => el("li", icon(markForm(mark.kind)), moment(mark), el("span", cut(mark.text, 200)));
+  return el("ul.marks", about, [...marks].reverse().map(line));
+};

@@ -68,12 +68,6 @@ export class ZoomedPicture {
     this.apply();
   }
 
-  pan(dx, dy) {
-    this.box.x += dx * this.box.width;
-    this.box.y += dy * this.box.height;
-    this.apply();
-  }
-
   mark(name) {
     for (const node of this.node.querySelectorAll(".chosen")) node.classList.remove("chosen");
     this.item(name)?.classList.add("chosen");
@@ -89,8 +83,11 @@ export class ZoomedPicture {
   onKey(event) {
     const turn = TURNS[event.key];
     const current = event.target.closest("[data-item]");
-    if (turn && event.shiftKey) this.pan(turn[0] * 0.15, turn[1] * 0.15);
-    else if (turn && current) this.nearest(current, turn)?.focus();
+    if (turn && event.shiftKey) {
+      this.box.x += 0.15 * turn[0] * this.box.width;
+      this.box.y += 0.15 * turn[1] * this.box.height;
+      this.apply();
+    } else if (turn && current) this.nearest(current, turn)?.focus();
     else if (event.key === "+" || event.key === "=") this.zoom(STEP);
     else if (event.key === "-") this.zoom(1 / STEP);
     else if (event.key === "0") this.fit();
