@@ -17,7 +17,7 @@ from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.errors import LinkClosed
 from hetero_pp.data.sources import open_source
 from hetero_pp.link.protocol import LinkEnds
-from hetero_pp.messages.messages_pb2 import InnerStep
+from hetero_pp.messages.messages_pb2 import Evaluation, InnerStep
 from hetero_pp.model.transformer import EMBEDDING
 from replica_groups.engines.ranks import ALONE
 from replica_groups.member.outer_round import OuterRound
@@ -103,7 +103,7 @@ class StageMembers:
 
         return self._together(work)
 
-    def evaluate(self, round_: int) -> tuple[float, int]:
+    def evaluate(self, round_: int) -> Evaluation:
         """Return the evaluation of the last stage."""
         outcome = self._together(lambda member: member.evaluate(round_))[-1]
         assert outcome is not None

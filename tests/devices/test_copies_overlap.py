@@ -15,6 +15,7 @@ from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.errors import HeteroPPError
 from hetero_pp.link.in_process import in_process_pair
 from hetero_pp.link.protocol import LinkEnds, Message
+from hetero_pp.messages.messages_pb2 import Evaluation
 from replica_groups.member import trainers
 from stages import worker
 from stages.sender import Arriving, Copies, Tensors
@@ -81,7 +82,7 @@ def _group(spec: RunSpec, cache: Path) -> StageMembers:
     return StageMembers(spec, _ends(spec), cache)
 
 
-def _trained(group: StageMembers) -> tuple[list[float], dict[str, Tensor], tuple[float, int]]:
+def _trained(group: StageMembers) -> tuple[list[float], dict[str, Tensor], Evaluation]:
     losses = [step.loss for step in group.train(1)[-1]]
     return losses, group.parameters(), group.evaluate(1)
 

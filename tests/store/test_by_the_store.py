@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from urllib.parse import urlsplit
 
-import grpc
 import pytest
 from members import TIMEOUT
 from small_run import Run
@@ -127,10 +126,8 @@ def _with(blob: pb.BlobHeader, digest: bytes) -> pb.BlobHeader:
 
 
 def _ask(client: ExchangeClient, call: str, request: pb.BlobHeader) -> None:
-    try:
+    with client._translated():
         client._wires.calls[call](request, metadata=client._metadata, timeout=TIMEOUT)
-    except grpc.RpcError as error:
-        raise client._translate(error) from None
 
 
 def test_a_member_that_does_not_reach_the_store_says_so_and_goes_by_the_exchange(
