@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -28,7 +27,7 @@ from hetero_pp.research.experiments.claims import (
     predicted_hours,
 )
 from hetero_pp.research.experiments.definition import Claim, ClockSettings, Experiment, Row, Trend
-from hetero_pp.research.experiments.pages import difference_cell, distinct_claims, markdown
+from hetero_pp.research.experiments.pages import distinct_claims, markdown
 from hetero_pp.research.experiments.plots import draw
 from hetero_pp.research.experiments.result import result_of
 from hetero_pp.research.experiments.rows import Setting
@@ -51,7 +50,7 @@ def _interval(differences: Sequence[float]) -> tuple[float, float]:
     return fmean(differences) - half, fmean(differences) + half
 
 
-@pytest.mark.parametrize("count", [2, 3, 5, 11, 12, 20, 100])
+@pytest.mark.parametrize("count", [2, 11, 100])
 def test_intervals_are_those_of_scipy(count: int) -> None:
     values = [float((7 * index) % 11) for index in range(count)]
     assert interval_of(values) == pytest.approx(_interval(values), abs=2e-3)
@@ -112,16 +111,6 @@ def test_equality_is_judged_with_its_interval(differences: list[float], verdict:
     assert found.interval == (pytest.approx(_interval(differences), abs=1e-3) if len(differences) > 1 else None)
 
 
-def test_what_is_encoded_does_not_depend_on_a_seed() -> None:
-    """One seed therefore decides. It does not for losses: there is a difference, and no interval."""
-    values = _losses(a=[1.0], b=[1.01])
-    sent, loss = (judge(Claim(text="", of=of, lower=LOWER), values, {}) for of in ("ring", "own"))
-    assert (sent.verdict, sent.interval) == ("holds", None)
-    assert (loss.verdict, loss.interval, loss.difference) == ("one seed", None, pytest.approx(0.01))
-    assert difference_cell({**asdict(loss), "of": "own"}) == "+0.010 nats"
-    assert difference_cell({**asdict(sent), "of": "ring"}) == "+0.010 MB"
-
-
 # ---- several claims of a table ----
 
 LESS, MORE, NOISY = [0.1, 0.11, 0.13], [0.3, 0.35, 0.31], [0.2, -0.1, 0.05]
@@ -166,15 +155,6 @@ def test_p_is_that_of_a_t_test_and_the_level_at_which_there_is_a_verdict(
     assert judge(claim, VALUES, {}, found * 1.02).verdict != "within noise"
 
 
-def test_p_without_spread_and_with_one_seed() -> None:
-    """A difference without spread is certain beyond its bound, and never at it. One seed has no p."""
-    values = {"base": {1: 0.5, 2: 1.5}, "more": {1: 1.5, 2: 2.5}}
-    assert p_value(Claim(text="", lower=("base", "more")), values, {}) == 0.0
-    assert p_value(Claim(text="", lower=("base", "base")), values, {}) == 1.0
-    assert p_value(Claim(text="", lower=LOWER), {"a": {1: 1.0}, "b": {1: 2.0}}, {}) is None
-    assert p_value(Claim(text="", lower=LOWER), {"a": {1: 1.0}, "b": {2: 2.0}}, {}) is None
-
-
 def test_levels_are_holms() -> None:
     """The levels are 0.05 / 4, then 0.05 / 3.
 
@@ -204,19 +184,6 @@ def test_a_claim_that_is_barely_sure_is_noise_in_a_family(known: Known) -> None:
     assert (third["verdict"], third["family"]["verdict"]) == ("does not hold", "within noise")
     low, high = first["family"]["interval"]
     assert low < 0 < first["interval"][0] < first["interval"][1] < high
-
-
-def test_slices_are_of_the_mean_over_seeds(known: Known) -> None:
-    slices = {"a": [[1.0, 3.0], [2.0, 4.0]], "b": [[1.2, 3.1], [2.2, 4.3]]}
-    outcomes = {
-        row: {seed: known(0.5 * sum(own), key=row, slices={"own": own}) for seed, own in enumerate(by_seed, 1)}
-        for row, by_seed in slices.items()
-    }
-    [claim] = claim_results(_table(Claim(text="", lower=LOWER)), outcomes)
-    assert claim["slices"] == pytest.approx(interval_of([fmean([0.2, 0.2]), fmean([0.1, 0.3])]))
-    del outcomes["b"][2]["slices"]
-    [claim] = claim_results(_table(Claim(text="", lower=LOWER)), outcomes)
-    assert claim["slices"] is None
 
 
 def test_what_is_said_twice_of_the_same_rows_counts_once(known: Known) -> None:
@@ -341,19 +308,6 @@ def test_the_law_is_a_regression_of_logarithms() -> None:
     for width in (1, 96, 512):
         half = error * math.sqrt(1 / len(POINTS) + (math.log(width) - widths.mean()) ** 2 / squares)
         assert law.interval(width) == pytest.approx((law.at(width) * math.exp(-half), law.at(width) * math.exp(half)))
-
-
-@pytest.mark.parametrize(
-    "points",
-    [
-        [],
-        [(64.0, 1.0), (128.0, 2.0)],
-        [(64.0, 1.0), (64.0, 2.0), (64.0, 3.0)],
-        [(64.0, 1.0), (128.0, -2.0), (256.0, 3.0)],
-    ],
-)
-def test_too_few_points_have_no_law(points: list[tuple[float, float]]) -> None:
-    assert fit(points) is None
 
 
 def test_gaps_are_to_the_baseline_of_the_same_width_and_seed(known: Known, tmp_path: Path) -> None:

@@ -59,17 +59,6 @@ def test_every_row_validates_at_every_scale(experiment: str, scale: str) -> None
         assert config.seed == 1
 
 
-def test_shares_of_replicas_are_what_they_say_at_every_scale() -> None:
-    alpha = SHIPPED.experiment("het-pp/alpha")
-    for scale, per_quarter in (("micro", 1), ("small", 2), ("paper", 2)):
-        setting = Setting(SHIPPED.scale(scale), alpha)
-        kinds = [[replica.kind for replica in setting.config(row).replicas] for row in alpha.rows]
-        assert [row.count("participants") for row in kinds] == [n * per_quarter for n in (0, 1, 2, 3, 4, 4, 2)]
-    two = alpha.model_copy(update={"rows": [Row(name="a", compressed=0.25, rank=4, replicas=2)]})
-    reason = Setting(SHIPPED.scale("micro"), two).not_representable(two.rows[0])
-    assert reason == "not representable: 0.25 of 2 replicas"
-
-
 def test_the_papers_models_are_those_of_its_table_9() -> None:
     """Compares learning rates, sequence lengths, tokens and M of 512M, 178M and 1B, and of the AdamW baseline."""
     found = {}
@@ -138,19 +127,6 @@ def test_sparselocos_rows_are_those_of_its_table_9() -> None:
     long = _at_paper("sparseloco/table8", "DiLoCo")
     assert (long.outer.rounds * 250, long.inner.learning_rate) == (4750, 6e-4)
     assert _at_paper("sparseloco/figure1", "DiLoCo, H = 30").inner.learning_rate == 6e-4
-
-
-def test_dilocos_rows_are_those_of_its_tables_1_and_5() -> None:
-    """Compares batch, steps and rates, and the parameters with one matrix for embedding and output."""
-    config = _at_paper("diloco/table2", "DiLoCo on shards that differ, after pretraining")
-    shape = config.model.resolve(32000)
-    assert (shape.layers, shape.width, shape.heads, shape.head_size) == (12, 896, 16, 64)
-    assert parameter_count(RunSpec(config, 32000)) - 32000 * 896 == 149_794_176
-    assert [(one.batch_size, config.data.sequence_length) for one in config.replicas] == [(512, 1024)] * 8
-    inner, outer = config.inner, config.outer
-    assert (inner.steps, inner.learning_rate, inner.warmup_steps, inner.weight_decay) == (500, 4e-4, 1000, 0.1)
-    assert (outer.rounds, config.research.pretraining) == (176, 48)  # 88,000 and 24,000 steps
-    assert (outer.learning_rate, outer.momentum, outer.nesterov) == (0.7, 0.9, True)
 
 
 def test_a_row_that_repeats_the_corpus_needs_no_more_of_it() -> None:
@@ -327,29 +303,6 @@ def test_rows_that_fail_are_told_and_the_exit_code_says_so(tmp_path: Path, repro
     assert "not run: costs" in said
 
 
-@pytest.mark.starts_processes
-def test_a_table_may_have_seeds_that_no_other_has(tmp_path: Path, toys: Path, reproduce: Reproduce) -> None:
-    path = toys / "toy" / "one.yaml"
-    path.write_text(path.read_text().replace("baseline:", "first_seed: 11\nbaseline:"))
-    assert reproduce("toy/one", "--seeds", "2", "--rows", "all")[0] == 0
-    result = json.loads((tmp_path / "results" / "tiny" / "toy" / "one.json").read_text())
-    assert set(next(row for row in result["rows"] if row["name"] == "all")["ours"]["seeds"]) == {"11", "12"}
-    assert len(_rows(tmp_path).read_text().splitlines()) == 2
-
-
-def test_the_list_and_the_dry_run(tmp_path: Path, reproduce: Reproduce) -> None:
-    code, out, _ = reproduce("--list", "--json", str(tmp_path / "list.json"))
-    assert code == 0
-    [entry] = json.loads((tmp_path / "list.json").read_text())
-    assert (entry["name"], entry["paper"], len(entry["claims"])) == ("toy/one", "nowhere", 2)
-    assert entry["state"] == "0 of 4 rows at scale tiny"
-    code, out, _ = reproduce("--dry-run")
-    assert code == 0
-    assert "representable" in out  # the cell may be folded
-    assert "tokens are needed of" in " ".join(out.split())
-    assert not _rows(tmp_path).exists()
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -370,29 +323,6 @@ def test_unknown_names_list_the_known_ones(
 
 
 @pytest.mark.starts_processes
-def test_more_seeds_than_asked_for_stay_in_the_table(table: Path, reproduce: Reproduce) -> None:
-    table.unlink()
-    assert reproduce("toy/one", "--seeds", "1")[0] == 0
-    assert set(json.loads(table.read_text())["rows"][0]["ours"]["seeds"]) == {"1", "2"}
-
-
-@pytest.mark.starts_processes
-def test_another_corpus_gets_a_table_of_its_own(table: Path, tmp_path: Path, reproduce: Reproduce) -> None:
-    own = tmp_path / "mine"
-    own.mkdir()
-    (own / "a.txt").write_text("some other text " * 5000)
-    (own / "loop").symlink_to(".")
-    kept = table.read_text()
-    code, said, errors = reproduce("toy/one", "--seeds", "1", "--rows", "none", "--corpus", str(own))
-    assert code == 0, errors
-    assert said.splitlines().count(f"data.corpus: {own}: read 1 file; skipped 1 repeated link") == 1
-    assert table.read_text() == kept
-    other = json.loads((tmp_path / "results" / "tiny" / "toy" / "one-mine.json").read_text())
-    assert other["corpus"]["name"] == str(own)
-    assert other["corpus"]["sha256"] != json.loads(kept)["corpus"]["sha256"]
-
-
-@pytest.mark.starts_processes
 def test_a_table_is_kept_if_nothing_of_it_is_known(table: Path, tmp_path: Path, reproduce: Reproduce) -> None:
     kept = table.read_text()
     _rows(tmp_path).unlink()
@@ -400,16 +330,6 @@ def test_a_table_is_kept_if_nothing_of_it_is_known(table: Path, tmp_path: Path, 
     assert code == 0
     assert "was not changed" in " ".join(out.split())  # a long path breaks the line
     assert table.read_text() == kept
-
-
-def test_a_damaged_line_is_told_before_anything_is_trained(tmp_path: Path, reproduce: Reproduce) -> None:
-    _rows(tmp_path).parent.mkdir(parents=True)
-    _rows(tmp_path).write_text('{"row": "toy/one: no')
-    code, out, errors = reproduce("toy/one")
-    assert code == 2
-    assert errors.startswith(f"hetero-pp: {_rows(tmp_path)}:1: found `")
-    assert errors.count("\n") == 1
-    assert "rows" not in out
 
 
 @pytest.mark.starts_processes

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.research.experiments.outcomes import ROWS, add_outcome, alone, read_outcomes
+from hetero_pp.research.experiments.outcomes import ROWS, add_outcome, read_outcomes
 
 
 def _outcome(row: str, seed: int, **more: Any) -> dict[str, Any]:
@@ -33,11 +33,12 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "results" / "tiny" / ROWS
 
 
-def test_what_is_added_is_read(path: Path) -> None:
+def test_what_is_added_is_read_and_the_first_outcome_of_a_row_stays(path: Path) -> None:
     assert read_outcomes(path) == {}
     one, other = _outcome("a", 1), _outcome("a", 2, diverged=True)
     add_outcome(path, other)
     add_outcome(path, one)
+    add_outcome(path, _outcome("a", 1, tokens=20))
     assert read_outcomes(path) == {"a/1": one, "a/2": other}
     assert json.dumps(read_outcomes(path)["a/1"]) == json.dumps(one)
 
@@ -50,13 +51,6 @@ def test_lines_are_sorted_and_others_stay_as_they_are(path: Path) -> None:
         after = path.read_text().splitlines()
         assert [line for line in after if line in before] == before
     assert [json.loads(line)["key"] for line in after] == ["a/9", "a/10", "b/1", "b/2", "c/1"]
-
-
-def test_the_first_outcome_of_a_row_stays(path: Path) -> None:
-    add_outcome(path, _outcome("a", 1))
-    kept = path.read_bytes()
-    add_outcome(path, _outcome("a", 1, tokens=20))
-    assert path.read_bytes() == kept
 
 
 def _add_many(path: Path, row: str, start: Any) -> None:
@@ -76,43 +70,6 @@ def test_none_is_lost_if_many_add_at_once(path: Path) -> None:
         worker.join(60)
         assert worker.exitcode == 0
     assert read_outcomes(path).keys() == {f"{row}/{seed}" for row in "abcd" for seed in range(25)}
-
-
-def _read_often(path: Path, reading: Any, done: Any) -> None:
-    reading.set()
-    known: set[str] = set()
-    while not done.is_set():
-        found = read_outcomes(path).keys()
-        assert found >= known
-        known = set(found)
-
-
-@pytest.mark.starts_processes
-def test_a_reader_sees_whole_files_only(path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    reading, done = context.Event(), context.Event()
-    reader = context.Process(target=_read_often, args=(path, reading, done))
-    reader.start()
-    assert reading.wait(60)
-    for seed in range(100):
-        add_outcome(path, _outcome("a" * 1000, seed))
-    done.set()
-    reader.join(60)
-    assert reader.exitcode == 0
-
-
-@pytest.mark.starts_processes
-def test_one_waits_for_the_other(path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    worker = context.Process(target=add_outcome, args=(path, _outcome("a", 1)))
-    with alone(path):
-        worker.start()
-        worker.join(2)
-        assert worker.is_alive()
-        assert not path.exists()
-    worker.join(60)
-    assert worker.exitcode == 0
-    assert len(read_outcomes(path)) == 1
 
 
 DAMAGES = {

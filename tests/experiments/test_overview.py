@@ -13,7 +13,7 @@ import pytest
 
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.research.experiments.outcomes import commit, machine, trained_by
-from hetero_pp.research.experiments.pages import markdown, with_figures, write_overview
+from hetero_pp.research.experiments.pages import with_figures, write_overview
 
 Reproduce = Callable[..., tuple[int, str, str]]
 Known = Callable[..., dict[str, Any]]
@@ -169,41 +169,10 @@ def test_the_page_begins_with_the_claims_beyond_noise_and_not_with_those_that_ho
     assert f": 3 of the papers ({verdicts[0]}) and 3 of ours ({verdicts[1]})." in alone
 
 
-def test_tables_are_listed_by_paper_below_what_was_found(tmp_path: Path) -> None:
-    """Papers keep their order, and other tables follow them."""
-    for name in ("micro/diloco/figure5", "micro/het-pp/table1", "micro/sparseloco/table4", "ladder/diloco/table4"):
-        (path := tmp_path / "results" / f"{name}.json").parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(RESULTS / f"{name}.json", path)
-    mine = json.loads((RESULTS / "micro" / "het-pp" / "table1.json").read_text()) | {"name": "mine/rank", "claims": []}
-    (path := tmp_path / "results" / "micro" / "mine" / "rank.json").parent.mkdir()
-    path.write_text(json.dumps(mine))
-    (tmp_path / "found.md").write_text("All of it.\n\n## DiLoCo\n\n- So.\n")
-    write_overview(tmp_path / "results", tmp_path / "page.md", tmp_path)
-    found = re.findall(
-        r"^(All of it\.|- \w+\.|##? .*|\| \[.*?\]\(.*?\))", (tmp_path / "page.md").read_text(), re.MULTILINE
-    )
-    assert found == [
-        *("# Results", "All of it.", "## DiLoCo", "- So.", "## How to read the tables", "## All tables"),
-        "| [het-pp/table1](results/micro/het-pp/table1.md)",
-        "| [sparseloco/table4](results/micro/sparseloco/table4.md)",
-        "| [diloco/figure5](results/micro/diloco/figure5.md)",
-        "| [diloco/table4](results/ladder/diloco/table4.md)",
-        "| [mine/rank](results/micro/mine/rank.md)",
-    ]
-
-
 # ---- machines that trained the rows ----
 
 HERE = {"machine": {"processor": "A", "cores": 2, "gpu": None, "python": "3", "torch": "2"}, "commit": "1111111"}
 THERE = {"machine": {"processor": "B", "cores": 8, "gpu": "H100", "python": "3", "torch": "2"}, "commit": "2222222"}
-
-
-def test_rows_say_who_trained_them(known: Known) -> None:
-    outcomes = {"a": {2: known(1.0, **THERE), 1: known(1.0, **HERE)}, "b": {1: known(1.0, **HERE)}}
-    assert trained_by(outcomes, []) == [
-        {**HERE, "rows": {"a": [1], "b": [1]}},
-        {**THERE, "rows": {"a": [2]}},
-    ]
 
 
 def test_of_rows_that_do_not_say_what_the_table_said_stays(known: Known) -> None:
@@ -214,17 +183,6 @@ def test_of_rows_that_do_not_say_what_the_table_said_stays(known: Known) -> None
         {"machine": None, "commit": None, "rows": {"a": [2]}},
         {**THERE, "rows": {"b": [1]}},
     ]
-
-
-def test_a_table_lists_several_machines() -> None:
-    [path] = [path for path in _tables() if (path.parent.name, path.stem) == ("het-pp", "table7")]
-    result = json.loads(path.read_text())
-    one = "\n".join(markdown({**result, "trained": [{**HERE, "rows": {"Baseline": [1], "PP-Compression": [1]}}]}))
-    assert one.endswith("\nTrained on A, 2 cores, Python 3, torch 2, at 1111111.")
-    several = [{**HERE, "rows": {"Baseline": [1, 2]}}, {**THERE, "rows": {"Baseline": [3], "PP-Compression": [1]}}]
-    said = "\n".join(markdown({**result, "trained": several}))
-    assert "- A, 2 cores, Python 3, torch 2, at 1111111: Baseline (seeds 1, 2)\n" in said
-    assert "- B, 8 cores, H100, Python 3, torch 2, at 2222222: Baseline (seeds 3); PP-Compression (seeds 1)" in said
 
 
 @pytest.mark.starts_processes

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 from catalogs import SHIPPED
-from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
@@ -44,82 +43,6 @@ def test_what_is_not_compressed_is_a_line_and_no_point(picture: Figure) -> None:
     points = {float(x) for container in of_bytes.containers for x in container[0].get_xdata()}
     assert points == {2.0 * k for k in RANKS}
     assert [[0.0, 4.0], [1.0, 4.0]] in [np.asarray(line.get_xydata()).tolist() for line in of_bytes.get_lines()]
-
-
-@pytest.mark.parametrize(("sizes", "panels"), [([0.0, 16.0, 16.001], 1), ([0.0, 16.0, 32.0], 2)])
-def test_an_axis_below_varies_and_every_panel_shows_something(
-    known: Known, drawn: Drawn, sizes: list[float], panels: int
-) -> None:
-    """Bytes per token that print alike make no axis. A similarity of a later seed alone is on no panel."""
-    rows = [Row(name="none"), Row(name="a", compressed="all", rank=8), Row(name="b", compressed="half", rank=8)]
-    setting = Setting(MICRO, Experiment(name="toy/plot", title="", baseline="none", rows=rows))
-    outcomes = {row.name: {1: known(4.0, boundary_bytes_per_token=size)} for row, size in zip(rows, sizes, strict=True)}
-    outcomes["a"][2] = known(4.1, boundary_bytes_per_token=sizes[1], similarity=[[1, 0.5, 0.1]])
-    figure = drawn(result_of(setting, None, outcomes), outcomes)
-    assert len(figure.axes) == panels
-    assert all(axes.has_data() for axes in figure.axes)
-
-
-def test_rows_of_other_lengths_of_rounds_stand_along_inner_steps(known: Known, drawn: Drawn) -> None:
-    """Their final losses are also plotted against the steps of a round.
-
-    There is a line for each set of rows that differ in nothing else.
-    """
-    diloco = {"outer.method": "diloco", "outer.learning_rate": 0.7}
-    rows = [
-        Row.model_validate({"name": f"{name}, H = {steps}", "steps": steps, "cells": cells})
-        for name, cells in {"SparseLoCo": {}, "DiLoCo": diloco}.items()
-        for steps in (5, 10, 20)
-    ]
-    slower = {**diloco, "outer.learning_rate": 0.5}
-    rows.append(Row.model_validate({"name": "DiLoCo, H = 20, other rate", "steps": 20, "cells": slower}))
-    setting = Setting(MICRO, Experiment(name="toy/plot", title="", baseline=rows[-1].name, rows=rows))
-    assert all(setting.not_representable(row) is None for row in rows)
-    ends = {row.name: 4.0 + number / 10 for number, row in enumerate(rows)}
-    outcomes = {
-        row.name: {1: known(ends[row.name], validation_loss=[5.0] * (100 // (row.steps or 1) - 1) + [ends[row.name]])}
-        for row in rows
-    }
-    figure = drawn(result_of(setting, None, outcomes), outcomes)
-    curves, of_steps = figure.axes
-    assert (curves.get_xlabel(), of_steps.get_xlabel()) == (
-        "inner step",
-        "H: inner steps per round (inner.steps) (dashed: rows without)",
-    )
-    for row, line in zip(rows, curves.get_lines(), strict=True):
-        assert np.asarray(line.get_xdata()).tolist() == list(range(row.steps or 1, 101, row.steps or 1))
-    assert _joined(of_steps) == [
-        [[5, 4.0], [10, pytest.approx(4.1)], [20, pytest.approx(4.2)]],
-        [[5, pytest.approx(4.3)], [10, pytest.approx(4.4)], [20, pytest.approx(4.5)]],
-    ]
-
-
-def test_rows_that_differ_in_more_than_rank_are_on_lines_of_their_own(known: Known, drawn: Drawn) -> None:
-    """They compress as many replicas, in as many bits."""
-    kinds = {"": {}, ", projected": {"embedding": "projected"}}
-    rows = [
-        Row.model_validate({"name": f"PP {k}{kind}", "compressed": "all", "rank": k, **more})
-        for kind, more in kinds.items()
-        for k in (2, 4, 8)
-    ]
-    setting = Setting(MICRO, Experiment(name="toy/plot", title="", baseline=rows[0].name, rows=rows))
-    losses = {row.name: 4.0 + number / 10 for number, row in enumerate(rows)}
-    outcomes = {name: {1: known(loss, boundary_bytes_per_token=8.0)} for name, loss in losses.items()}
-    figure = drawn(result_of(setting, None, outcomes), outcomes)
-    losses_of_lines = [[loss for _, loss in line] for line in _joined(figure.axes[-1])]
-    assert losses_of_lines == [pytest.approx([4.0, 4.1, 4.2]), pytest.approx([4.3, 4.4, 4.5])]
-
-
-def _joined(axes: Axes) -> list[list[list[float]]]:
-    """Return the points of the grey lines, which join rows that differ in one setting."""
-    lines = [line for line in axes.get_lines() if line.get_color() == "gray"]
-    return [np.asarray(line.get_xydata()).tolist() for line in lines]
-
-
-def test_ticks_are_what_people_read(picture: Figure) -> None:
-    _, of_ranks, of_bytes = picture.axes
-    assert {"4 B", "8 B", "124 B"} <= {tick.get_text() for tick in of_bytes.get_xticklabels()}
-    assert {"1/32", "1/8", "31/32"} <= {tick.get_text() for tick in of_ranks.get_xticklabels()}
 
 
 def test_no_two_names_touch_and_none_leaves_the_picture(picture: Figure) -> None:

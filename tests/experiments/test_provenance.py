@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import subprocess
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
 
 from hetero_pp.research.experiments import training
-from hetero_pp.research.experiments.outcomes import commit
-from hetero_pp.research.experiments.training import Job
+from hetero_pp.research.experiments.outcomes import commit, read_outcomes
+from hetero_pp.research.experiments.training import Job, Training, train_job
 
 
 def _git(folder: Path, *arguments: str) -> str:
@@ -59,3 +60,15 @@ def test_a_row_says_the_commit_that_it_began_with(job: Job, monkeypatch: pytest.
     finally:
         training._own_commit.cache_clear()
     assert [outcome["commit"] for outcome in outcomes] == ["began", "began"]
+
+
+@pytest.mark.starts_processes
+def test_a_long_row_tells_how_far_it_is(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    """The clock goes on by half a minute at each look: the first line comes after a minute, the next two later."""
+    job.rows.parent.mkdir(exist_ok=True)
+    seconds = count(step=30)
+    train_job(job, Training(compiles=False), clock=lambda: float(next(seconds)))
+    [outcome] = read_outcomes(job.rows).values()
+    assert len(outcome["validation_loss"]) == 3
+    loss = outcome["validation_loss"][1]
+    assert capsys.readouterr().err.splitlines() == [f"all, seed 2: loss {loss:.4f}, round 2/3"]

@@ -13,8 +13,6 @@ from pydantic import ValidationError
 
 from hetero_pp.research.experiments.claims import judge
 from hetero_pp.research.experiments.definition import Claim, Experiment, Method, Row, Scale
-from hetero_pp.research.experiments.pages import markdown
-from hetero_pp.research.experiments.result import result_of
 from hetero_pp.research.experiments.rows import Setting, method_of, rate_of
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -108,12 +106,6 @@ def test_a_rate_is_part_of_what_a_row_means_only_where_it_differs() -> None:
 
     assert meaning({"diloco": 1e-2}) == meaning({"diloco_sgd": 2e-3}) == meaning({})
     assert meaning({"diloco": 2e-3}) != meaning({})
-
-
-def test_a_table_says_the_rate_of_each_row() -> None:
-    setting, _ = _setting({"cells": _DILOCO})
-    header, _, row, *_ = [line.split(" | ") for line in markdown(result_of(setting, None, {})) if line[:1] == "|"]
-    assert row[header.index("rate")] == "0.003"
 
 
 @pytest.mark.parametrize(("rates", "key"), [({"sgd": 1e-2}, "sgd"), ({"diloco": 0}, "diloco")])

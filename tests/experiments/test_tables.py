@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from math import sqrt
 from pathlib import Path
 from statistics import fmean, stdev
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from catalogs import SHIPPED
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from hetero_pp.config.folder import CACHE
-from hetero_pp.data.settings import DataSettings
-from hetero_pp.data.tokens import TokenStore
 from hetero_pp.research.experiments import command
-from hetero_pp.research.experiments.command import RESULTS, Request, reproduce
-from hetero_pp.research.experiments.corpus import Corpus, prepare_corpus
-from hetero_pp.research.experiments.definition import FORWARDS, Catalog, Claim, Experiment, Row
+from hetero_pp.research.experiments.command import RESULTS
+from hetero_pp.research.experiments.definition import FORWARDS, Claim, Experiment, Row
 from hetero_pp.research.experiments.outcomes import ROWS, add_outcome
 from hetero_pp.research.experiments.pages import markdown, number
 from hetero_pp.research.experiments.result import result_of, write_result
 from hetero_pp.research.experiments.rows import Setting
-from hetero_pp.research.experiments.training import make_job
 
 MICRO = SHIPPED.scale("micro")
 
@@ -81,27 +73,6 @@ def _experiment(*claims: Claim) -> Experiment:
         ],
         claims=list(claims),
     )
-
-
-@pytest.fixture
-def encoded(tmp_path: Path, corpus: Path) -> Corpus:
-    return prepare_corpus(DataSettings(corpus=str(corpus), tokenizer="bytes", sequence_length=16), 256 + 8, tmp_path)
-
-
-def test_a_row_is_known_by_all_that_decides_what_it_comes_to(encoded: Corpus, tmp_path: Path) -> None:
-    """The identity has its seed, tokens and cells, but no paths."""
-    setting = Setting(MICRO, _experiment())
-    few, base, *_ = setting.rows()
-    assert isinstance(encoded.source, TokenStore)
-    other = replace(encoded, source=replace(encoded.source, digest="of other tokens"))
-    moved = replace(encoded, cache=tmp_path / "elsewhere")
-
-    def key(row: Row = few, seed: int = 1, tokens: Corpus = encoded) -> str:
-        return make_job(setting, row, seed, tokens, tmp_path).key
-
-    assert key() == key(tokens=moved)
-    keys = [key(), key(seed=2), key(row=base), key(tokens=other)]
-    assert len(set(keys)) == len(keys)
 
 
 def _result(outcomes: Outcomes, *claims: Claim) -> dict[str, Any]:
@@ -168,14 +139,6 @@ def test_what_rows_send_and_take_is_shown_where_it_is_known(outcomes: Outcomes) 
     found = [[cell.strip() for cell in row.split("|")] for row in rows]
     assert [row[columns.index("sent, MB")] for row in found] == [f"{one:.2f}" for one in sent]
     assert [row[columns.index("CPU, s")] for row in found] == cpu
-
-
-def test_the_curve_of_the_picture_is_that_of_the_smallest_seed(
-    outcomes: Outcomes, drawn: Callable[..., Figure]
-) -> None:
-    picture = drawn(_result(outcomes), outcomes)
-    curves = {line.get_label(): line.get_ydata() for line in picture.axes[0].get_lines()}
-    assert list(np.asarray(curves["base"])) == [5.0, 1.0, 2.0]
 
 
 def test_a_picture_that_is_not_finished_leaves_the_old_one(
@@ -247,33 +210,6 @@ def test_a_claim_about_biases_is_of_their_means_over_rounds(outcomes: Outcomes) 
 
 # ---- from stored outcomes to a table ----
 
-TOY = """\
-name: toy/seeds
-title: Toy
-paper: nowhere
-baseline: base
-rows:
-  - {name: few, compressed: all, rank: 4}
-  - {name: base}
-  - {name: all, compressed: all, rank: 8}
-claims:
-  - {text: costs, lower: [base, all]}
-"""
-SCALE = """\
-name: tiny
-about: never trained
-replicas: 2
-stages: 2
-batch_size: 2
-vocabulary: 300
-hardware: cpu
-base:
-  model: {preset: micro, width: 16, heads: 2, feed_forward: 16, layers: 2}
-  data: {corpus: CORPUS, sequence_length: 16, validation_share: 0.2, validation_sequences: 4}
-  inner: {steps: 2}
-  outer: {rounds: 2}
-"""
-
 
 def test_a_row_that_is_trained_again_elsewhere_is_compared_with_the_repositorys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -287,29 +223,3 @@ def test_a_row_that_is_trained_again_elsewhere_is_compared_with_the_repositorys(
         command._tell_differences(trained, found, rows, Console(width=200))
     told = "few, seed 1: loss 4.0000 here, 4.1000 in the repository's rows, difference -0.1000\n"
     assert capsys.readouterr().out == told
-
-
-def test_a_table_of_kept_outcomes_pairs_their_seeds(corpus: Path, tmp_path: Path) -> None:
-    """`reproduce --no-train` writes the table. Base lacks seed 1, few lacks seed 2, and all has seed 3 in addition."""
-    folder, kept = tmp_path / "experiments", {"few": [1, 3], "base": [2, 3], "all": [1, 2, 3]}
-    for name, text in (("scales/tiny", SCALE.replace("CORPUS", str(corpus))), ("toy/seeds", TOY)):
-        (folder / name).parent.mkdir(parents=True)
-        (folder / f"{name}.yaml").write_text(text)
-    runs, results = tmp_path / "runs", tmp_path / "results"
-    request = Request(Catalog(folder), scale="tiny", seeds=2, runs=runs, results=results, trains=False)
-    [setting], _ = request.settings()
-    encoded = prepare_corpus(setting.config(setting.rows()[0]).data, setting.scale.vocabulary, runs / CACHE)
-    losses = {"few": 5.0, "base": 4.0, "all": 4.4}
-    for row in setting.rows():
-        for seed in kept[row.name]:
-            job = make_job(setting, row, seed, encoded, results / "tiny" / ROWS)
-            add_outcome(job.rows, _outcome(seed, losses[row.name] * seed) | {"row": row.name, "key": job.key})
-    reproduce(request)
-    table = json.loads((results / "tiny" / "toy" / "seeds.json").read_text())
-    rows = _rows(table)
-    assert {name: list(map(int, row["ours"]["seeds"])) for name, row in rows.items()} == kept
-    assert rows["few"]["delta_percent"] == pytest.approx(25)  # at seed 3
-    assert rows["all"]["delta_percent"] == pytest.approx(10)
-    [claim] = table["claims"]
-    assert claim["seeds"] == 2
-    assert claim["interval"] == pytest.approx(_interval([0.4 * 2, 0.4 * 3]), abs=1e-3)

@@ -35,12 +35,6 @@ def test_packing_is_the_binary_digits_in_a_row(numbers: tuple[list[int], int]) -
     assert bits.unpack(packed, width, len(values)).tolist() == values
 
 
-@pytest.mark.parametrize("width", range(1, 21))
-def test_the_largest_number_of_each_width(width: int) -> None:
-    values = np.array([[2**width - 1, 0, 1], [0, 2 ** (width - 1), 2**width - 1]])
-    assert bits.unpack(bits.pack(values, width), width, 6).tolist() == values.reshape(-1).tolist()
-
-
 @settings(deadline=None)
 @given(_numbers(), st.integers(-3, 3).filter(bool))
 def test_a_wrong_number_of_bytes_is_refused(numbers: tuple[list[int], int], by: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hetero_pp.core.errors import MalformedMessage
-from hetero_pp.pipeline.coefficients import STEP_OF_BITS, Bits, CoefficientFormat, Floats, noise
+from hetero_pp.core.seeds import seed_of
+from hetero_pp.pipeline.coefficients import STEP_OF_BITS, Bits, CoefficientFormat, Floats, noise, noise_key
 
 SHAPE = (3, 5, 12)
 KEY = torch.tensor(1234567)
@@ -31,15 +33,6 @@ def test_the_wire_keeps_every_symbol(format_: CoefficientFormat) -> None:
         back = format_.from_wire(wire, SHAPE)
         assert all(one.equal(other) for one, other in zip(symbols, back, strict=True))
         assert format_.coefficients(back).equal(format_.coefficients(symbols))
-
-
-@pytest.mark.parametrize("format_", FORMATS, ids=str)
-def test_an_elementwise_format_writes_each_coefficient_alone(format_: CoefficientFormat) -> None:
-    """Another number in one place then leaves the symbols of all other places unchanged."""
-    changed = _coefficients()
-    changed[0, 0, 0] *= 1000
-    before, after = (format_.activation(one)[0].flatten()[1:] for one in (_coefficients(), changed))
-    assert before.equal(after) == format_.is_elementwise
 
 
 @pytest.mark.parametrize("width", STEP_OF_BITS)
@@ -84,13 +77,6 @@ def test_noise_is_uniform_and_depends_on_the_key_alone() -> None:
         assert abs(float((values * other).mean())) < 5 / 12 / math.sqrt(len(like))
 
 
-def test_zeros_stay_small_and_finite() -> None:
-    for width in STEP_OF_BITS:
-        format_ = Bits(width)
-        for symbols in (format_.activation(torch.zeros(SHAPE)), format_.gradient(torch.zeros(SHAPE), KEY)):
-            assert float(format_.coefficients(symbols).abs().max()) < 1e-30
-
-
 @given(st.integers(2, 8), st.lists(st.binary(max_size=300), max_size=4))
 def test_strange_bytes_are_refused_or_decode(width: int, parts: list[bytes]) -> None:
     wire = tuple(torch.tensor(list(part), dtype=torch.uint8) for part in parts)
@@ -116,3 +102,35 @@ def test_a_scale_that_is_not_finite_is_refused(scale: float) -> None:
     packed, exponents, _ = Bits(4).to_wire(Bits(4).activation(_coefficients()))
     with pytest.raises(MalformedMessage):
         Bits(4).from_wire((packed, exponents, torch.tensor([scale])), SHAPE)
+
+
+KEYED = (5, "home", 1, 23, 4)
+"""Seed, replica, hop, step and micro-batch, which determine the noise of one gradient."""
+OTHERS = [(6, *KEYED[1:]), (5, "away", *KEYED[2:]), (5, "home", 2, 23, 4), (5, "home", 1, 24, 4), (5, "home", 1, 23, 5)]
+OTHERS += [(5, "home", 12, 3, 4), (5, "home", 1, 4, 23)]  # written alike, and swapped
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=str)
+def test_noise_is_another_if_one_thing_is(other: tuple[int, str, int, int, int]) -> None:
+    """The two are uncorrelated, also if one is shifted against the other."""
+    like = torch.zeros(40_000)
+    values, others = noise(noise_key(*KEYED), like), noise(noise_key(*other), like)
+    assert (values == others).double().mean() < 1e-3
+    for shift in (0, 1, -1, 7):
+        assert abs(float((values * others.roll(shift)).double().mean())) < 5 / 12 / len(like) ** 0.5
+
+
+def test_noise_by_hand() -> None:
+    """SplitMix64 in numpy's unsigned numbers.
+
+    The key is the start, and an element's index is the number of increments.
+    """
+    key = noise_key(*KEYED)
+    with np.errstate(over="ignore"):
+        state = np.uint64(int(key)) + np.arange(1000, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        state = state ^ (state >> np.uint64(31))
+    expected = ((state >> np.uint64(40)).astype(np.float32) + np.float32(0.5)) / np.float32(2**24) - np.float32(0.5)
+    assert noise(key, torch.zeros(50, 20)).flatten().tolist() == expected.tolist()
+    assert int(key) == seed_of(5, "rounding", "home", 1, 23, 4)

@@ -62,64 +62,6 @@ def test_steps_are_torchs_adamw_to_the_bit(clip_norm: float | None) -> None:
             assert parameter.grad is None
 
 
-@pytest.mark.parametrize("momentum", [None, 0.5])
-def test_muon_trains_the_matrices_of_layers_and_adamw_all_else(momentum: float | None) -> None:
-    """Both have the bits of torch's two optimizers, also for a stage with some of the layers."""
-    ours, plain = _parameters(), _parameters()
-    stage = {name: parameter for name, parameter in _parameters().items() if name.startswith("layers.1.")}
-    settings = InnerSettings(
-        learning_rate=3e-2, warmup_steps=2, weight_decay=0.2, clip_norm=None, optimizer="muon", momentum=momentum
-    )
-    optimizers = [InnerOptimizer(one, settings, TOTAL) for one in (ours, stage)]
-    hidden = {name: p for name, p in plain.items() if name.startswith("layers.") and p.ndim == 2}
-    others = {name: p for name, p in plain.items() if name not in hidden}
-    assert {"lm_head.weight", EMBEDDING} < set(others)
-    muon = torch.optim.Muon(
-        hidden.values(), weight_decay=0.2, momentum=0.95 if momentum is None else 0.5, adjust_lr_fn="match_rms_adamw"
-    )
-    adamw = torch.optim.AdamW(
-        [
-            {"params": [p for p in others.values() if p.ndim == 2], "weight_decay": 0.2},
-            {"params": [p for p in others.values() if p.ndim == 1], "weight_decay": 0.0},
-        ],
-        betas=(0.9, 0.95),
-        fused=True,
-    )
-    for step in range(3):
-        for parameters in (ours, plain):
-            _set_gradients(parameters, step, scale=0.1)
-        for name, parameter in stage.items():
-            parameter.grad = ours[name].grad.clone()  # type: ignore[union-attr]
-        for optimizer in optimizers:
-            optimizer.step(step, torch.tensor(1.0))
-        for group in (*muon.param_groups, *adamw.param_groups):
-            group["lr"] = settings.rates(TOTAL).at(step)
-        muon.step()
-        adamw.step()
-        for name, parameter in ours.items():
-            assert torch.equal(parameter, plain[name]), f"{name} after step {step}"
-            assert name not in stage or torch.equal(parameter, stage[name]), name
-
-
-@pytest.mark.parametrize("momentum", [None, 0.9])
-def test_sgd_is_torchs(momentum: float | None) -> None:
-    ours, plain = _parameters(), _parameters()
-    settings = InnerSettings(
-        learning_rate=0.3, warmup_steps=0, weight_decay=0.0, clip_norm=None, optimizer="sgd", momentum=momentum
-    )
-    optimizer = InnerOptimizer(ours, settings, TOTAL)
-    sgd = torch.optim.SGD(plain.values(), momentum=momentum or 0.0)
-    for step in range(3):
-        for parameters in (ours, plain):
-            _set_gradients(parameters, step, scale=0.1)
-        optimizer.step(step, torch.tensor(1.0))
-        for group in sgd.param_groups:
-            group["lr"] = settings.rates(TOTAL).at(step)
-        sgd.step()
-        for name, parameter in ours.items():
-            assert torch.equal(parameter, plain[name]), f"{name} after step {step}"
-
-
 HOME = {"name": "home", "kind": "participants", "stages": 2, "boundary": {"rank": 8}}
 
 
@@ -172,13 +114,6 @@ def test_learning_rates_by_hand() -> None:
     assert settings.rates(12).at(100) == pytest.approx(0.1)
 
 
-def test_learning_rates_without_warm_up() -> None:
-    settings = InnerSettings(learning_rate=0.4, warmup_steps=0, final_learning_rate_share=0.0)
-    assert settings.rates(10).at(0) == pytest.approx(0.4)
-    assert settings.rates(10).at(5) == pytest.approx(0.2)
-    assert settings.rates(10).at(10) == pytest.approx(0.0)
-
-
 def _step_with_zero_gradients(parameters: dict[str, nn.Parameter], rest: Tensor | None) -> None:
     settings = InnerSettings(learning_rate=0.05, warmup_steps=0, weight_decay=0.5)
     optimizer = InnerOptimizer(parameters, settings, TOTAL)
@@ -210,30 +145,55 @@ def test_weight_decay_acts_on_the_embedding_within_the_subspace() -> None:
     torch.testing.assert_close(parameters["lm_head.weight"].detach(), head, atol=1e-8, rtol=1e-6)
 
 
-def test_with_a_perpendicular_the_gradient_step_is_still_adamws() -> None:
-    ours, plain = _parameters(), _parameters()
-    settings = InnerSettings(learning_rate=0.05, warmup_steps=0, weight_decay=0.5, clip_norm=None)
-    optimizer = InnerOptimizer(ours, settings, TOTAL)
-    rest = perpendicular(ours[EMBEDDING].detach(), random_basis(16, 4, seed=1))
-    optimizer.perpendicular = rest
-    adam = torch.optim.AdamW([plain[EMBEDDING]], betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
-    for step in range(3):
-        for parameters in (ours, plain):
-            _set_gradients(parameters, step, scale=0.1)
-        optimizer.step(step, optimizer.gradient_norm())
-        rate = adam.param_groups[0]["lr"] = settings.rates(TOTAL).at(step)
-        with torch.no_grad():
-            plain[EMBEDDING].sub_(rate * 0.5 * (plain[EMBEDDING] - rest))
-        adam.step()
-        torch.testing.assert_close(ours[EMBEDDING], plain[EMBEDDING], atol=1e-7, rtol=1e-6)
+SECONDS = InnerSettings.model_validate(
+    {"seconds": 10, "learning_rate": 0.4, "warmup_rounds": 1, "final_learning_rate_share": 0}
+)
+ROUNDS = 5
 
 
-def test_a_part_without_an_embedding_or_a_matrix_steps_too() -> None:
-    model = Transformer(SHAPE, layers=[], embeds=False, predicts=True)
-    initialise(model, 0)
-    parameters = {"norm.weight": parameters_of(model)["norm.weight"]}
-    optimizer = InnerOptimizer(parameters, InnerSettings(warmup_steps=0), TOTAL)
-    parameters["norm.weight"].grad = torch.ones(16)
-    assert optimizer.gradient_norm().item() == pytest.approx(4.0)
-    optimizer.step(0, torch.tensor(4.0))
-    torch.testing.assert_close(parameters["norm.weight"].detach(), torch.full((16,), 0.99), atol=1e-6, rtol=0)
+def test_as_many_steps_in_every_round_have_the_rates_of_counted_ones() -> None:
+    steps = 6
+    counted = InnerSettings(steps=steps, learning_rate=0.4, warmup_steps=9, final_learning_rate_share=0.25)
+    timed = InnerSettings.model_validate(
+        {"seconds": 1, "learning_rate": 0.4, "warmup_rounds": 1.5, "final_learning_rate_share": 0.25}
+    )
+    expected = counted.rates(steps * ROUNDS)
+    for round_ in range(1, ROUNDS + 1):
+        first = (round_ - 1) * steps
+        found = timed.rates_in(round_, ROUNDS, first, steps)
+        for step in range(first, first + steps):
+            assert found.at(step) == pytest.approx(expected.at(step), rel=1e-12), f"round {round_}, step {step}"
+
+
+def test_unequal_replicas_end_a_round_at_the_same_rate() -> None:
+    """After the warm-up, a round of 4 steps and one of 400 have the same rate at their start and in their middle."""
+    slow, fast = SECONDS.rates_in(3, ROUNDS, 8, 4), SECONDS.rates_in(3, ROUNDS, 900, 400)
+    assert slow.at(8) == fast.at(900) == pytest.approx(0.4 * (0.5 + 0.5 * 2**-0.5))  # a quarter of the cosine
+    assert slow.at(10) == pytest.approx(fast.at(1100))
+    assert slow.at(10) < slow.at(9) < slow.at(8)
+
+
+def test_more_steps_than_expected_do_not_begin_the_next_round() -> None:
+    rates, following = SECONDS.rates_in(2, ROUNDS, 0, 4), SECONDS.rates_in(3, ROUNDS, 0, 4)
+    assert rates.at(4) == rates.at(40) == pytest.approx(following.at(0), rel=1e-12)
+    assert rates.at(40) >= following.at(0)
+    last = SECONDS.rates_in(ROUNDS, ROUNDS, 0, 4)
+    assert last.at(40) == pytest.approx(0, abs=1e-12)
+
+
+def test_a_first_round_rises_though_nobody_knows_how_long_it_is() -> None:
+    """The warm-up is half done after ten steps, three quarters after thirty, and never complete."""
+    rates = SECONDS.rates_in(1, ROUNDS, 0, None)
+    assert [rates.at(step) for step in (0, 9, 29)] == pytest.approx([0.4 / 11, 0.2, 0.3])
+    assert 0.39 < rates.at(10_000) < 0.4
+    joined = SECONDS.rates_in(4, ROUNDS, 0, None)
+    assert joined.at(0) == SECONDS.rates_in(4, ROUNDS, 50, 7).at(50)
+
+
+def test_a_warm_up_may_be_longer_than_the_run_or_not_be() -> None:
+    long = SECONDS.model_copy(update={"warmup_rounds": 10.0}).rates_in(ROUNDS, ROUNDS, 0, 2)
+    assert [long.at(step) for step in (0, 1)] == pytest.approx([0.18, 0.2])
+    none = SECONDS.model_copy(update={"warmup_rounds": 0.0}).rates_in(1, ROUNDS, 0, 2)
+    assert none.at(0) == 0.4
+    whole = SECONDS.model_copy(update={"warmup_rounds": float(ROUNDS)}).rates_in(ROUNDS, ROUNDS, 0, 2)
+    assert whole.at(5) == pytest.approx(0.4)

@@ -36,26 +36,16 @@ def test_presets_have_the_papers_sizes(preset: str, count: int) -> None:
 
 def test_parameter_names_are_torchtitans() -> None:
     names = {name: tuple(parameter.shape) for name, parameter in _model().named_parameters()}
-    in_a_layer = {
-        "attention.wq.weight": (32, 32),
-        "attention.wk.weight": (32, 32),
-        "attention.wv.weight": (32, 32),
-        "attention.wo.weight": (32, 32),
-        "feed_forward.w1.weight": (48, 32),
-        "feed_forward.w2.weight": (32, 48),
-        "feed_forward.w3.weight": (48, 32),
-        "attention_norm.weight": (32,),
-        "ffn_norm.weight": (32,),
-    }
-    expected = {f"layers.{layer}.{name}": shape for layer in range(4) for name, shape in in_a_layer.items()}
-    expected |= {"tok_embeddings.weight": (64, 32), "norm.weight": (32,), "lm_head.weight": (64, 32)}
+    expected: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (64, 32), "norm.weight": (32,)}
+    expected |= {"lm_head.weight": (64, 32)}
+    for layer in range(4):
+        expected |= {f"layers.{layer}.attention.{name}.weight": (32, 32) for name in ("wq", "wk", "wv", "wo")}
+        expected |= {f"layers.{layer}.feed_forward.{name}.weight": (48, 32) for name in ("w1", "w3")}
+        expected |= {f"layers.{layer}.feed_forward.w2.weight": (32, 48)}
+        expected |= {f"layers.{layer}.{name}_norm.weight": (32,) for name in ("attention", "ffn")}
     assert names == expected
-
-
-def test_blocks_group_a_layers_parameters() -> None:
-    blocks = {block_of(name) for name, _ in _model().named_parameters()}
-    assert blocks == {"tok_embeddings", "layers.0", "layers.1", "layers.2", "layers.3", "norm", "lm_head"}
-    assert block_of("layers.3.attention.wq.weight") == "layers.3"
+    blocks = {"tok_embeddings", "norm", "lm_head", *(f"layers.{layer}" for layer in range(4))}
+    assert {block_of(name) for name in names} == blocks
 
 
 def _normalised(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -139,9 +129,7 @@ SCALING = RopeScaling(factor=8, low_frequency_factor=1, high_frequency_factor=4,
     "values",
     [
         {"heads": 1},
-        {"heads": 2},
         {"heads": 4},
-        {"heads": 4, "kv_heads": 1},
         {"heads": 4, "kv_heads": 2},
         {"heads": 2, "head_width": 24},
         {"heads": 1, "rope_scaling": SCALING},
@@ -157,14 +145,6 @@ def test_forward_is_a_plain_llama(values: dict[str, Any]) -> None:
     torch.testing.assert_close(model(tokens).double(), expected, atol=1e-5, rtol=1e-4)
 
 
-def test_scaling_keeps_fast_frequencies_and_divides_slow_ones() -> None:
-    """With 8 pairs and theta 100 all three kinds of frequencies occur."""
-    shape = SHAPE.model_copy(update={"rope_theta": 100.0, "rope_scaling": SCALING})
-    shares = [100 ** (-2 * pair / 16) / _frequency(pair, 16, shape) for pair in range(8)]
-    assert (shares[0], shares[-1]) == (1, 8)
-    assert sum(1 < share < 8 for share in shares) >= 2
-
-
 def test_equal_shapes_are_reduced_to_the_same() -> None:
     said = ModelSettings(width=64, heads=4, kv_heads=4, head_width=16).resolve(256)
     assert said == ModelSettings(width=64, heads=4).resolve(256)
@@ -177,23 +157,6 @@ def test_loss_is_mean_cross_entropy_in_nats() -> None:
     shares = logits.double().softmax(-1)
     expected = -sum(math.log(shares[b, i, targets[b, i]]) for b in range(2) for i in range(5)) / 10
     assert next_token_loss(logits, targets).item() == pytest.approx(expected, rel=1e-6)
-
-
-def test_a_later_token_does_not_change_earlier_logits() -> None:
-    model, tokens = _unlike_its_start(_model()), _tokens()
-    before = model(tokens)
-    for position in (1, 7, 15):
-        changed = tokens.clone()
-        changed[:, position] = (changed[:, position] + 1) % SHAPE.vocabulary
-        after = model(changed)
-        torch.testing.assert_close(after[:, :position], before[:, :position], atol=1e-6, rtol=1e-6)
-        assert ((after[:, position:] - before[:, position:]).abs().amax(-1) > 1e-4).all()
-
-
-def test_a_shorter_sequence_after_a_longer_one_is_its_beginning() -> None:
-    model, tokens = _unlike_its_start(_model()), _tokens()
-    long = model(tokens)
-    torch.testing.assert_close(model(tokens[:, :9]), long[:, :9], atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("cuts", [(0, 1, 2, 3, 4), (0, 3, 4), (0, 4)])

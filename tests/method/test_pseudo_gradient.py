@@ -29,7 +29,6 @@ SIDES = st.integers(1, 20)
 MATRICES = st.tuples(SIDES, SIDES)
 VECTORS = st.tuples(st.integers(1, 90))
 TILES = st.tuples(st.integers(1, 9), st.integers(1, 9))
-DENSITIES = st.floats(0.001, 1.0)
 
 
 def _randn(shape: tuple[int, ...], seed: int = 0) -> Tensor:
@@ -66,11 +65,6 @@ def test_a_chunk_is_a_tile(shape: tuple[int, int], tile: tuple[int, int]) -> Non
     }
     found = [tuple(chunk) for group in groups_of(shape, tile) for chunk in group.gather(tensor).tolist()]
     assert len(found) == len(expected) and set(found) == expected
-
-
-def test_a_vector_is_one_chunk() -> None:
-    (group,) = groups_of((100,), (4, 4))
-    assert (group.count, group.size) == (1, 100)
 
 
 @pytest.mark.parametrize(
@@ -111,12 +105,6 @@ def test_top_k_with_ties(rows_and_kept: tuple[list[list[float]], int]) -> None:
     rows, kept = rows_and_kept
     found = top_k_positions(torch.tensor(rows), kept)
     assert found.tolist() == [_top_k_by_sorting(row, kept) for row in rows]
-
-
-@pytest.mark.parametrize("kept", [1, 5, 127, 128])
-def test_top_k_without_ties(kept: int) -> None:
-    chunks = _randn((7, 128))
-    assert top_k_positions(chunks, kept).tolist() == [_top_k_by_sorting(row, kept) for row in chunks.tolist()]
 
 
 # ---- quantiser ----
@@ -164,11 +152,13 @@ def test_a_constant_is_sent_as_it_is(width: int, value: float) -> None:
 # ---- error feedback ----
 
 
-@pytest.mark.parametrize("width", [1, 2, 3, 4, 32])
+@pytest.mark.parametrize(("quantiser", "width"), [("levels", 1), ("levels", 2), ("levels", 32), ("signs", 1)])
 @pytest.mark.parametrize("shape", [(20, 13), (33,), (8, 8)])
-def test_error_feedback_loses_nothing(width: int, shape: tuple[int, ...]) -> None:
+def test_error_feedback_loses_nothing(quantiser: str, width: int, shape: tuple[int, ...]) -> None:
     """Kept and sent values add up to beta e + Delta, round after round."""
-    compression = CompressionSettings(density=1 / 8, tile=(8, 8), value_bits=width, error_feedback_decay=0.9)
+    compression = CompressionSettings(
+        density=1 / 8, tile=(8, 8), quantiser=quantiser, value_bits=width, error_feedback_decay=0.9
+    )
     error = torch.zeros(shape)
     for round_ in range(5):
         delta = _randn(shape, round_)
@@ -193,18 +183,6 @@ def test_selection_is_of_the_error_and_not_of_the_difference() -> None:
     selection = select(error, torch.tensor([0.0, 3.0, 0.0, 0.5]), compression)
     assert selection.positions[0].tolist() == [[0]] and selection.values.tolist() == [4.0]
     assert error.tolist() == [0.0, 3.0, 0.0, -0.5]
-
-
-def test_32_bits_send_exact_values_and_leave_zeros() -> None:
-    compression = CompressionSettings(density=1 / 4, tile=(8, 8), value_bits=32)
-    error, delta = torch.zeros(16, 24), _randn((16, 24))
-    selection = select(error, delta, compression)
-    where = _flat_indices((16, 24), selection, compression)
-    assert selection.quantised.codes is None and selection.quantised.levels is None
-    assert torch.equal(selection.values, delta.view(-1)[where])
-    assert (error.view(-1)[where] == 0).all()
-    rest = torch.ones(16 * 24, dtype=torch.bool).index_fill(0, where, False)
-    assert torch.equal(error.view(-1)[rest], delta.view(-1)[rest])
 
 
 def test_what_is_subtracted_is_the_quantised_value() -> None:
@@ -270,15 +248,6 @@ def test_a_chunk_of_zeros_stays_zeros() -> None:
     quantised = quantise_signs(torch.tensor([0.0, 0.0, 3.0, -3.0]), [(2, 2)])
     assert quantised.values[:2].tolist() == [0.0, 0.0] and (quantised.values[2:].abs() > 2.9).all()
     assert quantise_signs(torch.zeros(4), [(2, 2)]).values.tolist() == [0.0] * 4
-
-
-def test_signs_and_error_feedback_lose_nothing() -> None:
-    compression = CompressionSettings(density=1 / 8, tile=(8, 8), quantiser="signs", value_bits=1)
-    error, delta = torch.zeros(20, 13), _randn((20, 13))
-    selection = select(error, delta, compression)
-    sent = torch.zeros(20 * 13)
-    sent[selection.indices] = selection.values
-    torch.testing.assert_close(error + sent.view(20, 13), delta)
 
 
 def test_signs_in_two_bits_are_refused() -> None:

@@ -161,26 +161,12 @@ def test_of_coordinates_with_few_senders_little_is_trimmed() -> None:
     assert found[11] == 0.0
 
 
-@pytest.mark.parametrize("mean", MEANS)
-def test_of_one_contribution_it_is_that_one(mean: str) -> None:
-    [one] = _sent(1, 0.5)
-    torch.testing.assert_close(robust_mean(SHAPE, [one], _settings(mean)), mean_of(SHAPE, [one]))
-
-
 def test_a_weight_of_the_median_is_as_good_as_a_copy() -> None:
     sent = _sent(4, 0.5)
     weighted = robust_mean(SHAPE, [(2.0, sent[0][1]), *sent[1:]], _settings("geometric_median", weights="tokens"))
     twice = robust_mean(SHAPE, [sent[0], *sent], _settings("geometric_median"))
     torch.testing.assert_close(weighted, twice, atol=1e-6, rtol=0)
     assert not torch.allclose(weighted, robust_mean(SHAPE, sent, _settings("geometric_median")), atol=1e-3)
-
-
-@pytest.mark.parametrize("mean", MEANS)
-def test_zeros_are_a_contribution(mean: str) -> None:
-    zeros = [(1.0, one.scaled(0.0)) for _, one in _sent(5, 0.25)]
-    assert robust_mean(SHAPE, zeros, _settings(mean)).equal(torch.zeros(SHAPE))
-    mixed = [*zeros[:3], *_sent(2, 0.25)]
-    assert float(robust_mean(SHAPE, mixed, _settings(mean)).abs().max()) < 1e-4
 
 
 @pytest.mark.parametrize(

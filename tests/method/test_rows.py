@@ -86,7 +86,3 @@ def test_rows_are_all_there_once_and_cut_between_tiles(rows: int, parts: int) ->
     chunks = torch.arange(rows).chunk(parts)
     if len(chunks[0]) % 64 == 0:  # where torch's Shard(0) cuts between tiles
         assert [list(one) for one in cut if one] == [chunk.tolist() for chunk in chunks]
-
-
-def test_a_vector_is_one_chunk() -> None:
-    assert [list(rows_of((5,), TILE, part, 2)) for part in range(2)] == [[0, 1, 2, 3, 4], []]

@@ -93,14 +93,6 @@ def test_numba_keeps_what_top_k_keeps(
     assert torch.equal(error.view(torch.int32), expected.view(torch.int32))
 
 
-@pytest.mark.parametrize("kept", [1, 32, 128, 512, 4096])
-@pytest.mark.parametrize("kind", sorted(KINDS))
-def test_tiles_of_usual_size(kept: int, kind: str) -> None:
-    matrix, _ = _inputs((192, 256), kind, kept)
-    (group,) = groups_of((192, 256), (64, 64))
-    assert torch.equal(find_largest(matrix, group, kept), top_k_positions(group.gather(matrix), kept))
-
-
 def test_a_tie_at_the_edge_keeps_the_lower_index() -> None:
     """Two equal values are in different groups and one of them is kept, whichever group is searched first."""
     matrix = torch.zeros(64, 64)

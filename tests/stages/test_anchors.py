@@ -40,23 +40,6 @@ def _trained(anchors: Anchors, steps: int) -> None:
 
 
 @pytest.mark.parametrize("rank", RANKS)
-def test_they_begin_with_adding_nothing(rank: int | None) -> None:
-    received = torch.randn(3, 9, SHAPE.width)
-    assert torch.equal(_anchors(rank).add(received, _tokens()), received)
-
-
-@pytest.mark.parametrize("rank", RANKS)
-def test_what_they_add_is_the_tables_row_expanded(rank: int | None) -> None:
-    anchors = _anchors(rank)
-    _trained(anchors, 3)
-    received, tokens = torch.randn(3, 9, SHAPE.width), _tokens()
-    whole = anchors.table if anchors.expansion is None else anchors.table @ anchors.expansion
-    expected = received + torch.stack([torch.stack([whole[token] for token in row]) for row in tokens.tolist()])
-    torch.testing.assert_close(anchors.add(received, tokens), expected)
-    assert not torch.equal(expected, received)
-
-
-@pytest.mark.parametrize("rank", RANKS)
 def test_they_are_trained_as_torch_trains_them(rank: int | None) -> None:
     """This is AdamW without decay, clipped by their own norm, with the inner loop's learning rate in each step."""
     anchors, tokens = _anchors(rank), _tokens()
@@ -120,17 +103,6 @@ def test_state_is_all_that_the_next_steps_depend_on(rank: int | None) -> None:
         assert torch.equal(parameter, second.parameters[name])
 
 
-def test_they_return_to_what_they_were() -> None:
-    anchors = _anchors(4)
-    _trained(anchors, 2)
-    before = {name: parameter.detach().clone() for name, parameter in anchors.parameters.items()}
-    anchors.remember()
-    _trained(anchors, 3)
-    anchors.restore()
-    for name, parameter in anchors.parameters.items():
-        assert torch.equal(parameter, before[name])
-
-
 def test_each_hop_of_each_replica_has_its_own_expansion() -> None:
     settings = AnchorSettings(rank="1/8")
     found = [
@@ -169,8 +141,3 @@ def test_what_has_faded_learns_nothing_more() -> None:
     anchors.add(received, _tokens()).sum().backward()
     anchors.step(3)
     assert anchors.table.equal(before)
-
-
-def test_they_cannot_fade_backwards() -> None:
-    with pytest.raises(ValueError, match=r"found fade \[0.9, 0.5\], expected an end after the beginning"):
-        AnchorSettings(rank=4, fade=(0.9, 0.5))

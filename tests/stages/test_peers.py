@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from scipy.linalg import hadamard
@@ -15,8 +13,7 @@ from hetero_pp.model.part_settings import BoundarySettings
 from hetero_pp.model.transformer import ModelSettings
 from hetero_pp.pipeline.coefficients import noise_key
 from hetero_pp.research.settings import PeerSettings
-from hetero_pp.research.trainer.peers import Mapl, Peer, ResBM, TahQuant, average_peers, bytes_per_token, peer_of, polar
-from stages.anchors import OwnParameters
+from hetero_pp.research.trainer.peers import Mapl, Peer, ResBM, TahQuant, bytes_per_token, peer_of
 
 SHAPE = ModelSettings(width=64, heads=2, feed_forward=64, layers=3).resolve(50)
 INNER = InnerSettings(learning_rate=0.01, warmup_steps=0, final_learning_rate_share=1.0)
@@ -100,36 +97,6 @@ def test_mapl_learns_and_its_projections_stay_orthonormal() -> None:
     projection = peer.projections["projection.0"].detach()
     torch.testing.assert_close(projection.T @ projection, torch.eye(4), atol=1e-5, rtol=0)
     assert all(parameter.grad is None for parameter in peer.parameters.values())
-
-
-def test_a_mean_of_projections_is_made_orthonormal_again() -> None:
-    peer = _peer("mapl", rank=4)
-    assert isinstance(peer, Mapl)
-    with torch.no_grad():
-        peer.projections["projection.0"].mul_(0.5).add_(0.01)
-    average_peers([peer])
-    projection = peer.projections["projection.0"].detach()
-    torch.testing.assert_close(projection.T @ projection, torch.eye(4), atol=1e-5, rtol=0)
-    assert polar(torch.zeros(4, 2)).equal(torch.zeros(4, 2))
-
-
-@pytest.mark.parametrize("method", ["resbm", "mapl"])
-def test_what_was_learned_is_saved_and_goes_on_to_the_same_bits(method: str) -> None:
-    first, again = _peer(method, rank=4), _peer(method, rank=4)
-    assert isinstance(first, OwnParameters) and isinstance(again, OwnParameters)
-
-    def train(peer: Peer, steps: range) -> None:
-        for step in steps:
-            x, tokens = _batch(step)
-            (peer.cross(0, x, tokens, KEY) - x).square().sum().backward()
-            assert isinstance(peer, OwnParameters)
-            peer.step(step)
-
-    train(first, range(3))
-    again.load_tensors(copy.deepcopy(first.tensors()))
-    train(first, range(3, 6))
-    train(again, range(3, 6))
-    assert all(parameter.equal(again.parameters[name]) for name, parameter in first.parameters.items())
 
 
 def test_tah_quant_rounds_to_3_or_4_bits_and_rotates_what_stands_out() -> None:

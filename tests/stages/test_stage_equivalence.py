@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -18,15 +18,6 @@ from stages.boundary import Boundary
 from stages.worker import StageWorker
 
 
-@pytest.fixture(autouse=True)
-def one_torch_thread() -> Iterator[None]:
-    """Use one Torch thread, because each stage already has a thread of its own."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def _assert_gradients_are_the_whole_models(group: Group, whole: Whole, tolerance: float) -> None:
     """Compare the gradients of the first step."""
     assert group.gradients[0].keys() == whole.gradients[0].keys() == whole.named.keys()
@@ -39,10 +30,7 @@ def _assert_gradients_are_the_whole_models(group: Group, whole: Whole, tolerance
 SPLITS = [
     Setup(),
     Setup(micro_batches=1),
-    Setup(micro_batches=8),
-    Setup(cuts=(0, 2, 4)),
     Setup(cuts=(0, 1, 3, 4), micro_batches=2),
-    Setup(cuts=(0, 3, 4)),
     Setup(extra_in_flight=0),
     Setup(extra_in_flight=3, micro_batches=8),
     Setup(cuts=(0, 4)),
@@ -81,14 +69,6 @@ def _note_norms(optimizer: InnerOptimizer, norms: list[float]) -> None:
         return original(step, replica_norm)
 
     optimizer.step = noted  # type: ignore[method-assign]
-
-
-def test_each_stage_counts_the_seconds_in_which_it_waits_for_either_neighbour() -> None:
-    group = Group(Setup())
-    group.train([batch_of(0)])
-    times = [worker.timing for worker in group.workers]
-    assert [one.waited_previous > 0 for one in times] == [False, True, True, True]
-    assert [one.waited_next > 0 for one in times] == [True, True, True, False]
 
 
 def test_a_second_round_goes_on_where_the_first_ended() -> None:
@@ -181,16 +161,6 @@ def test_few_bits_are_rounded_by_the_link_and_by_nothing_else(bits: int) -> None
         torch.testing.assert_close(parameter, whole.named[name].detach(), atol=1e-5, rtol=0, msg=name)
     name = "layers.0.attention.wv.weight"
     assert (group.parameters()[name] - exact.named[name]).abs().max() > 1e-4
-
-
-def test_at_the_rank_of_the_width_compression_changes_nothing() -> None:
-    group, whole = Group(Setup(rank=SHAPE.width)), Whole(Setup(cuts=(0, 4)))
-    tokens = batch_of(0)
-    group.train([tokens])
-    whole.train([tokens])
-    _assert_gradients_are_the_whole_models(group, whole, 1e-4)
-    batches = [batch_of(5, rows=2)]
-    assert _loss(Group(Setup(rank=SHAPE.width)), batches) == pytest.approx(_loss(Group(Setup()), batches), abs=1e-4)
 
 
 def test_decay_of_the_embedding_in_a_compressed_group_stays_in_the_subspace() -> None:

@@ -82,62 +82,65 @@ def test_what_an_honest_neighbour_sends_is_taken() -> None:
     assert first.worker.gradient_norm == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        _activation(torch.zeros(BATCH, LENGTH, SHAPE.width - 1)),
-        _activation(torch.zeros(BATCH - 1, LENGTH, SHAPE.width)),
-        _activation(torch.zeros(BATCH, LENGTH + 1, SHAPE.width)),
-        _activation(torch.zeros(BATCH * LENGTH, SHAPE.width)),
-        _activation(torch.zeros(BATCH, LENGTH, SHAPE.width, dtype=torch.bfloat16)),
-        _activation(micro_batch=1),
-        _activation(step=1),
-        _activation(round=2),
-        _activation(purpose=EVALUATION),
-        _activation(purpose=FLUSH),
-        _activation(gradient_norm=1.0),
-        Message(_activation().header, ()),
-        Message(_activation().header, _activation().tensors[1:]),
-        Message(_activation().header, (*_activation().tensors, torch.zeros(1))),
-    ],
-    ids=[
-        "width",
-        "rows",
-        "length",
-        "two dimensions",
-        "dtype",
-        "micro-batch",
-        "step",
-        "round",
-        "evaluation",
-        "flush",
-        "norm without a step",
-        "no tensors",
-        "no token ids",
-        "three tensors",
-    ],
-)
+PACKED = pack_tokens(batch_of(0), SHAPE.vocabulary)
+WITHOUT_NORM = _gradient()
+WITHOUT_NORM.header.ClearField("squared_norm")
+ACTIVATIONS = {
+    "width": _activation(torch.zeros(BATCH, LENGTH, SHAPE.width - 1)),
+    "rows": _activation(torch.zeros(BATCH - 1, LENGTH, SHAPE.width)),
+    "length": _activation(torch.zeros(BATCH, LENGTH + 1, SHAPE.width)),
+    "two dimensions": _activation(torch.zeros(BATCH * LENGTH, SHAPE.width)),
+    "dtype": _activation(torch.zeros(BATCH, LENGTH, SHAPE.width, dtype=torch.bfloat16)),
+    "not finite": _activation(torch.full((BATCH, LENGTH, SHAPE.width), math.nan)),
+    "micro-batch": _activation(micro_batch=1),
+    "step": _activation(step=1),
+    "round": _activation(round=2),
+    "evaluation": _activation(purpose=EVALUATION),
+    "flush": _activation(purpose=FLUSH),
+    "norm without a step": _activation(gradient_norm=1.0),
+    "no tensors": Message(_activation().header, ()),
+    "no token ids": Message(_activation().header, _activation().tensors[1:]),
+    "three tensors": Message(_activation().header, (*_activation().tensors, torch.zeros(1))),
+    "no rows": _activation(rows=0),
+    "few rows": _activation(rows=BATCH - 1),
+    "many rows": _activation(rows=2**32 - 1),
+    "token ids, short": _activation(packed=PACKED[:-1]),
+    "token ids, long": _activation(packed=torch.cat([PACKED, PACKED[:1]])),
+    "token ids, fp32": _activation(packed=PACKED.float()),
+    "token ids, empty": _activation(packed=torch.zeros(0, dtype=torch.uint8)),
+    "token ids, of two dimensions": _activation(packed=PACKED.view(1, -1)),
+}
+GRADIENTS = {
+    "width": _gradient(torch.zeros(BATCH, LENGTH, SHAPE.width + 1)),
+    "rows": _gradient(torch.zeros(1, LENGTH, SHAPE.width)),
+    "dtype": _gradient(torch.zeros(BATCH, LENGTH, SHAPE.width, dtype=torch.uint8)),
+    "micro-batch": _gradient(micro_batch=1),
+    "step": _gradient(step=3),
+    "activation": _gradient(purpose=ACTIVATION),
+    "no tensors": Message(_gradient().header, ()),
+    "two tensors": Message(_gradient().header, _gradient().tensors * 2),
+    "no norm": WITHOUT_NORM,
+    **{f"a norm of {norm}": _gradient(squared_norm=norm) for norm in (math.nan, math.inf, -1.0)},
+}
+SECOND = {
+    **{f"a norm of {norm}": _activation(step=1, gradient_norm=norm) for norm in (math.nan, math.inf, -1.0)},
+    "no norm for the step before": _activation(step=1),
+    # Otherwise a neighbour could make this stage take an unclipped step.
+    "a norm of all stages below its own": _activation(step=1, gradient_norm=0.0),
+}
+"""Activations of the second step. Its first one has to bring the norm that the first step waits for."""
+
+
+@pytest.mark.parametrize("message", ACTIVATIONS.values(), ids=ACTIVATIONS)
 def test_activations_that_do_not_belong_here(message: Message) -> None:
     last = Alone(1)
     last.far.send(message)
-    with pytest.raises(PeerAtFault):
+    with pytest.raises(PeerAtFault) as refused:
         last.step()
+    assert refused.value.peer == "g.0"
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        _gradient(torch.zeros(BATCH, LENGTH, SHAPE.width + 1)),
-        _gradient(torch.zeros(1, LENGTH, SHAPE.width)),
-        _gradient(torch.zeros(BATCH, LENGTH, SHAPE.width, dtype=torch.uint8)),
-        _gradient(micro_batch=1),
-        _gradient(step=3),
-        _gradient(purpose=ACTIVATION),
-        Message(_gradient().header, ()),
-        Message(_gradient().header, _gradient().tensors * 2),
-    ],
-    ids=["width", "rows", "dtype", "micro-batch", "step", "activation", "no tensors", "two tensors"],
-)
+@pytest.mark.parametrize("message", GRADIENTS.values(), ids=GRADIENTS)
 def test_gradients_that_do_not_belong_here(message: Message) -> None:
     first = Alone(0)
     first.far.send(message)
@@ -145,32 +148,21 @@ def test_gradients_that_do_not_belong_here(message: Message) -> None:
         first.step()
 
 
+@pytest.mark.parametrize("message", SECOND.values(), ids=SECOND)
+def test_activations_that_do_not_belong_to_the_second_step(message: Message) -> None:
+    last = Alone(1)
+    last.far.send(_activation(torch.randn(BATCH, LENGTH, SHAPE.width, generator=torch.Generator().manual_seed(1))))
+    last.step()
+    last.far.send(message)
+    with pytest.raises(PeerAtFault):
+        last.step(1)
+
+
 def test_compressed_stages_expect_coefficients() -> None:
     setup = Setup(cuts=(0, 2, 4), micro_batches=1, rank=8)
     last = Alone(1, setup)
     last.far.send(_activation(torch.zeros(BATCH, LENGTH, SHAPE.width)))
     with pytest.raises(PeerAtFault, match="8"):
-        last.step()
-
-
-PACKED = pack_tokens(batch_of(0), SHAPE.vocabulary)
-
-
-@pytest.mark.parametrize(
-    "packed",
-    [
-        PACKED[:-1],
-        torch.cat([PACKED, PACKED[:1]]),
-        PACKED.float(),
-        PACKED.bfloat16(),
-        torch.zeros(0, dtype=torch.uint8),
-    ],
-    ids=["short", "long", "fp32", "bf16", "empty"],
-)
-def test_token_ids_that_are_no_token_ids(packed: Tensor) -> None:
-    last = Alone(1)
-    last.far.send(_activation(packed=packed))
-    with pytest.raises(PeerAtFault):
         last.step()
 
 
@@ -200,35 +192,6 @@ def test_a_flush_where_an_activation_was_due_and_the_other_way_round() -> None:
         last.worker.flush(1)
 
 
-@pytest.mark.parametrize("norm", [math.nan, math.inf, -1.0])
-def test_a_gradient_norm_that_is_no_norm(norm: float) -> None:
-    """A malformed or non-finite message is refused, as design.md says. Here, a NaN would spread to every weight."""
-    last = Alone(1)
-    last.far.send(_activation())
-    last.step()
-    last.far.send(_activation(step=1, gradient_norm=norm))
-    with pytest.raises(PeerAtFault):
-        last.step(1)
-
-
-@pytest.mark.parametrize("squared", [math.nan, math.inf, -1.0])
-def test_a_squared_norm_that_is_none(squared: float) -> None:
-    first = Alone(0)
-    first.far.send(_gradient(squared_norm=squared))
-    with pytest.raises(PeerAtFault):
-        first.step()
-
-
-def test_a_step_must_not_be_lost_for_want_of_a_norm() -> None:
-    """The second step's first activation has to bring the norm that the first step waits for."""
-    last = Alone(1)
-    last.far.send(_activation())
-    last.step()
-    last.far.send(_activation(step=1))
-    with pytest.raises(PeerAtFault):
-        last.step(1)
-
-
 def test_a_flush_must_bring_the_norm_that_a_step_waits_for() -> None:
     """A missing norm that counts as 0 would leave the step unclipped."""
     last = Alone(1)
@@ -237,43 +200,6 @@ def test_a_flush_must_bring_the_norm_that_a_step_waits_for() -> None:
     last.far.send(Message(LinkHeader(purpose=FLUSH, round=1)))
     with pytest.raises(PeerAtFault):
         last.worker.flush(1)
-
-
-def test_the_last_gradient_of_a_step_must_bring_a_squared_norm() -> None:
-    first, message = Alone(0), _gradient()
-    message.header.ClearField("squared_norm")
-    first.far.send(message)
-    with pytest.raises(PeerAtFault):
-        first.step()
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        _activation(rows=0),
-        _activation(rows=BATCH - 1),
-        _activation(rows=2**32 - 1),
-        _activation(torch.full((BATCH, LENGTH, SHAPE.width), math.nan)),
-        _activation(packed=pack_tokens(batch_of(0), SHAPE.vocabulary).view(1, -1)),
-    ],
-    ids=["no rows", "few rows", "many rows", "not finite", "tokens of two dimensions"],
-)
-def test_numbers_beside_an_activation_are_checked(message: Message) -> None:
-    last = Alone(1)
-    last.far.send(message)
-    with pytest.raises(PeerAtFault) as refused:
-        last.step()
-    assert refused.value.peer == "g.0"
-
-
-def test_a_norm_of_all_stages_is_not_below_that_of_one() -> None:
-    """Otherwise a neighbour could make this stage take an unclipped step."""
-    last = Alone(1)
-    last.far.send(_activation(torch.randn(BATCH, LENGTH, SHAPE.width, generator=torch.Generator().manual_seed(1))))
-    last.step()
-    last.far.send(_activation(step=1, gradient_norm=0.0))
-    with pytest.raises(PeerAtFault, match=r"found a gradient norm of 0\.0, expected"):
-        last.step(1)
 
 
 def test_a_squared_norm_comes_with_the_last_gradient_alone() -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from stage_members import StageMembers, group_spec, links_of
 from torch import Tensor
 
@@ -17,15 +16,6 @@ from hetero_pp.link.in_process import in_process_pair
 from hetero_pp.link.protocol import LinkEnds
 from hetero_pp.pipeline.schedule import Action
 from stages.worker import StageWorker
-
-
-@pytest.fixture(autouse=True)
-def one_torch_thread() -> Iterator[None]:
-    """Use one Torch thread, because each stage already has a thread of its own."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
