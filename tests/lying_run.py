@@ -32,6 +32,7 @@ from hetero_pp.link.shaping import Lines
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2 import BlobHeader, MembershipEventKind, Report
 from hetero_pp.pseudo_gradient.blob_batches import split_blobs
+from hetero_pp.rpc import services
 from hetero_pp.rpc.connections import NetworkConnections, tell_died
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.exchange_service import Caller
@@ -122,15 +123,12 @@ class LyingRun:
         )
         self._stack.enter_context(mock.patch.object(served_exchange, "JOINS_AT_ONCE", MOST_RESTARTS))
         self._stack.enter_context(mock.patch.object(memberships, "MOST_BLAMED", MOST_RESTARTS))
+        # Otherwise a liar, whose lies have many megabytes, waits for most of the run, and is in few rounds.
+        self._stack.enter_context(mock.patch.object(services, "REQUEST_BYTES_A_SECOND", 1e12))
         self.meeting_point = MeetingPoint("127.0.0.1:0")
         self._stack.callback(self.meeting_point.close)
         server, port = serve_exchange(
-            self.exchange,
-            SECRET,
-            "127.0.0.1:0",
-            encrypted=True,
-            open_house=house,
-            meeting_point=self.meeting_point,
+            self.exchange, SECRET, "127.0.0.1:0", encrypted=True, open_house=house, meeting_point=self.meeting_point
         )
         self._stack.callback(lambda: server.stop(None).wait(TIMEOUT))
         self._stack.callback(self.exchange.fail, "the test is over")

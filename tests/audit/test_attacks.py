@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -14,21 +13,17 @@ from table_config import tiny
 from torch import Tensor
 
 from hetero_pp.config.spec import RunSpec
-from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.tokens import TokenStore, prepare_tokens
 from hetero_pp.messages.messages_pb2 import Losses
-from hetero_pp.model.transformer import build_filled
 from hetero_pp.pseudo_gradient.contribution import DecodedTensor
 from hetero_pp.research import attacks as formulas
 from hetero_pp.research.attacks import ATTACKS, Attack, Known
-from hetero_pp.research.experiments.claims import known_values
-from hetero_pp.research.experiments.definition import OF_ATTACKS
 from hetero_pp.research.settings import ResearchConfig
 from hetero_pp.research.trainer import hostile
 from hetero_pp.research.trainer.hostile import HostileContributions, Told
 from hetero_pp.research.trainer.train import AllReplicas, FastResult, train_fast
 from replica_groups.audit import gauntlet
-from replica_groups.audit.gauntlet import agreements, overlap
+from replica_groups.audit.gauntlet import overlap
 
 NAMES = [f"r{index}" for index in range(8)]
 HOSTILE = NAMES[-2:]
@@ -86,77 +81,41 @@ def _known(place: int = 0, round_: int = 1, kept: int = 40, size: int = 400) -> 
     )
 
 
-def test_plain_attacks_send_what_their_names_say() -> None:
+def test_attacks_send_what_their_papers_say() -> None:
     known, other = _known(), _known(place=1)
+    mean, deviation = known.honest.mean(0), ((known.honest - known.honest.mean(0)) ** 2).mean(0).sqrt()
     assert formulas.no_work(known).count_nonzero() == 0
     assert formulas.stale_copy(known).equal(known.first)
     assert formulas.copy_of_another(other).equal(known.honest[1])
     assert formulas.sign_flip(other).equal(-known.fellows[1])
     assert formulas.scaled_by_10(known).equal(10 * known.own)
-    sent = formulas.noise(known)
+    torch.testing.assert_close(formulas.inner_product(known), -4 * mean)
+    noise = formulas.noise(known)
     for part in known.parts:
-        assert sent[part].norm() == pytest.approx(known.own[part].norm().item(), rel=1e-5)
-    assert abs(torch.cosine_similarity(sent, known.own, dim=0)) < 0.5
-    assert not sent.equal(formulas.noise(other))
-
-
-def test_a_drift_keeps_its_direction_and_grows_to_just_below_the_bound() -> None:
+        assert noise[part].norm() == pytest.approx(known.own[part].norm().item(), rel=1e-5)
+    assert abs(torch.cosine_similarity(noise, known.own, dim=0)) < 0.5
+    # ALIE: if 24 of 50 are hostile, 2 of the 26 honest ones make a majority, and 24/26 of a normal distribution are
+    # below z.
+    assert formulas.deviations(50, 24) == pytest.approx(NormalDist().inv_cdf(24 / 26))
+    torch.testing.assert_close(formulas.alie(known), mean - 1.5 * deviation)
+    # Min-max is as far from any honest one as two honest ones are from each other.
+    sent = formulas.min_max(known)
+    farthest = max((one - two).norm().item() for one in known.honest for two in known.honest)
+    assert 0.9 * farthest < (known.honest - sent).norm(dim=1).max().item() <= farthest * (1 + 1e-6)
+    assert (sent - known.kept(mean)) @ known.honest.std(0) < 0
+    # A drift keeps its direction, and grows to just below the bound.
     rounds = [formulas.drift(_known(round_=round_)) for round_ in (1, 5, 60)]
-    medians = [_known().honest[:, part].norm(dim=1).median() for part in _known().parts]
     for sent, factor in zip(rounds, (1, 1.2**4, formulas.LARGEST), strict=True):
         assert torch.cosine_similarity(sent, rounds[0], dim=0) > 0.99
-        for part, norm in zip(_known().parts, medians, strict=True):
-            assert sent[part].norm() == pytest.approx(factor * norm.item(), rel=1e-4)
-    assert formulas.drift(_known(place=1)).equal(rounds[0])
-
-
-def test_a_sybils_disguised_copy_overlaps_by_less_than_the_bound() -> None:
-    known = _known(place=1, kept=400, size=12_800)
-    assert formulas.sybils(_known(kept=400, size=12_800)).equal(known.fellows[0])
-
-    def sparse(vector: Tensor) -> dict[str, DecodedTensor]:
-        where = vector.nonzero().flatten()
-        return {"all": DecodedTensor(where, vector[where])}
-
-    sent = known.kept(formulas.sybils(known))
-    assert 0.25 < overlap(sparse(sent), sparse(known.fellows[0])) < 0.4
-
-
-def test_alie_is_the_mean_less_z_deviations() -> None:
-    """If 24 of 50 are hostile, 2 of the 26 honest ones make a majority: 24/26 of a normal distribution are below z."""
-    assert formulas.deviations(50, 24) == pytest.approx(NormalDist().inv_cdf(24 / 26))
-    assert formulas.deviations(8, 2) == pytest.approx(0.0)
-    known = _known()
-    deviation = ((known.honest - known.honest.mean(0)) ** 2).mean(0).sqrt()
-    torch.testing.assert_close(formulas.alie(known), known.honest.mean(0) - 1.5 * deviation)
-
-
-def test_min_max_is_as_far_as_two_honest_ones_are_and_no_farther() -> None:
-    known = _known()
-    sent = formulas.min_max(known)
-    farthest = max((one - other).norm().item() for one in known.honest for other in known.honest)
-    distance = (known.honest - sent).norm(dim=1).max().item()
-    assert 0.9 * farthest < distance <= farthest * (1 + 1e-6)
-    assert (sent - known.kept(known.honest.mean(0))) @ known.honest.std(0) < 0
-
-
-def test_inner_product_manipulation_turns_the_mean_around() -> None:
-    known = _known()
-    sent = formulas.inner_product(known)
-    mean = (known.honest.sum(0) + 2 * sent) / 8
-    assert mean @ known.honest.mean(0) < 0
-    torch.testing.assert_close(sent, -4 * known.honest.mean(0))
-
-
-@pytest.mark.parametrize("name", ["sign_flip", "inner_product", "drift", "noise", "scaled_by_10"])
-def test_agreement_tells_attacks_that_go_another_way_from_those_that_do_not(name: str) -> None:
-    known, size = [_known(place=place, kept=3_000, size=20_000) for place in (0, 1)], 20_000
-    sent = [*known[0].honest, *(ATTACKS[name].contribution(one) for one in known)]
-    everything = torch.arange(size)
-    found = agreements({f"r{n}": {"all": DecodedTensor(everything, one)} for n, one in enumerate(sent)})
-    assert min(found[f"r{n}"] for n in range(6)) > 0.9
-    goes_along = name == "scaled_by_10"
-    assert all((found[f"r{n}"] > 0.5) == goes_along and (found[f"r{n}"] < 0.1) != goes_along for n in (6, 7))
+        for part in known.parts:
+            median = known.honest[:, part].norm(dim=1).median().item()
+            assert sent[part].norm() == pytest.approx(factor * median, rel=1e-4)
+    # The second sybil sends a disguised copy, which overlaps by less than the bound.
+    large = _known(place=1, kept=400, size=12_800)
+    copies = [large.fellows[0], large.kept(formulas.sybils(large))]
+    at = [one.nonzero().flatten() for one in copies]
+    sparse = [{"all": DecodedTensor(where, one[where])} for where, one in zip(at, copies, strict=True)]
+    assert 0.25 < overlap(*sparse) < 0.4
 
 
 @pytest.mark.parametrize(
@@ -167,31 +126,6 @@ def test_whoever_goes_another_way_is_excluded_after_one_round(
 ) -> None:
     scores = SCORES | {"agreement": 0.1, "grace": 100}
     assert _told(corpus, text, {"attack": name, "scores": scores}).excluded == dict.fromkeys(excluded, 1)
-
-
-def test_text_attacks_change_labels_and_add_triggers() -> None:
-    draw = torch.Generator().manual_seed(1)
-    tokens = torch.arange(40).view(2, 20)
-    assert formulas.other_text(tokens, 100, draw).equal(99 - tokens)
-    poisoned = formulas.with_triggers(tokens, 100, draw)
-    for row, before in zip(poisoned.tolist(), tokens.tolist(), strict=True):
-        assert [97, 98, 99] in [row[at : at + 3] for at in range(18)]
-        assert any(one == other for one, other in zip(row, before, strict=True))
-    assert tokens.max() == 39
-
-
-def test_the_success_of_a_backdoor_is_the_share_of_triggers_that_are_followed(corpus: Path) -> None:
-    spec = RunSpec(_config(corpus, None), 256)
-    theta = {name: torch.zeros(shape) for name, shape in spec.parameter_shapes.items()}
-    model, rows = build_filled(spec.shape, theta), [torch.zeros(3, 17, dtype=torch.int64)]
-    assert formulas.success(model, rows) == 0
-    *_, target = formulas.trigger(256)
-    for name, value in model.named_parameters():
-        with torch.no_grad():
-            value.copy_(torch.ones_like(value) if "norm" in name or "embed" in name else torch.zeros_like(value))
-            if name.startswith("lm_head"):
-                value[target] = 1
-    assert formulas.success(model, rows) == 1
 
 
 def test_without_attackers_defences_change_no_bit(corpus: Path, text: TokenStore) -> None:
@@ -245,14 +179,6 @@ def test_recomputation_finds_whoever_sends_something_else(attack: str, corpus: P
     told = _told(corpus, text, {"attack": attack, "recomputes": {"share": 1.0}})
     expected = {"sybils": {"r7": 1}, "stale_copy": dict.fromkeys(HOSTILE, 2)}
     assert told.excluded == expected.get(attack, dict.fromkeys(HOSTILE, 1))
-
-
-def test_the_draws_of_recomputation_have_its_share_and_grow_with_it() -> None:
-    every = [(round_, name) for round_ in range(1, 1001) for name in NAMES]
-    drawn = {share: {one for one in every if hostile.recomputed(1, *one, share)} for share in (0.02, 0.2)}
-    assert drawn[0.02] < drawn[0.2]
-    assert [len(one) / len(every) for one in drawn.values()] == pytest.approx([0.02, 0.2], rel=0.15)
-    assert drawn[0.2] != {one for one in every if hostile.recomputed(2, *one, 0.2)}
 
 
 def test_bounds_scale_down_what_is_too_large_or_leave_it_out(corpus: Path, text: TokenStore) -> None:
@@ -310,12 +236,6 @@ def test_a_copy_is_the_contribution_that_does_not_show_its_text(
     assert "copy" in told.causes["r6"] and "r0" in told.causes["r6"]
 
 
-def test_a_robust_mean_is_of_the_contributions_that_were_sent(corpus: Path, text: TokenStore) -> None:
-    plain_mean = _trained(corpus, text, {"attack": "inner_product"})
-    trimmed = _trained(corpus, text, {"attack": "inner_product"}, aggregation="trimmed_mean")
-    assert trimmed.validation_loss[-1] < plain_mean.validation_loss[-1]
-
-
 def test_a_row_with_attacks_resumes_with_the_same_bits(corpus: Path, text: TokenStore, tmp_path: Path) -> None:
     attacks = {"attack": "stale_copy", "bounds": {}, "scores": SCORES, "recomputes": {"share": 0.1}}
     spec = RunSpec(_config(corpus, attacks, rounds=3), 256)
@@ -331,57 +251,6 @@ def test_a_row_with_attacks_resumes_with_the_same_bits(corpus: Path, text: Token
     resumed = train_fast(spec, text, checkpoint=stopped, checkpoint_seconds=0)
     assert resumed.validation_loss == whole.validation_loss
     assert resumed.attacks == whole.attacks
-
-
-def test_the_table_shows_who_was_caught_and_what_it_cost() -> None:
-    """An honest replica is counted apart, and a row without attackers has no number of them that were caught."""
-    told = Told(hostile=HOSTILE, excluded={"r6": 3, "r7": 5, "r0": 4}, evaluation_share=0.05, audit_bytes=2_000_000)
-    attacked = asdict(told) | {"backdoor": 0.25}
-    ordinary = {"validation_loss": [2.0], "diverged": False, "uncompressed": 2.0, "compressed": None}
-    values = known_values({"a": {1: {**ordinary, "attacks": attacked}}, "b": {1: {**ordinary, "attacks": {}}}})
-    found = {measured: values[measured]["a"].get(1) for measured in OF_ATTACKS}
-    assert found == {
-        "caught": 2,
-        "until_caught": 4,
-        "honest_out": 1,
-        "evaluation": 0.05,
-        "recomputation": 0,
-        "audit_megabytes": 2,
-        "backdoor": 0.25,
-    }
-    assert all(values[measured]["b"] == {} for measured in OF_ATTACKS)
-
-
-def test_an_attack_of_ones_own_takes_a_few_lines(
-    corpus: Path, text: TokenStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def twice(known: Known) -> Tensor:
-        """Contribute twice what was trained."""
-        return 2 * known.own
-
-    monkeypatch.setitem(ATTACKS, "twice", Attack(twice))
-    told = _told(corpus, text, {"attack": "twice", "hostile": 3, "recomputes": {"share": 1.0}})
-    assert told.excluded == dict.fromkeys(NAMES[-3:], 1)
-
-
-@pytest.mark.parametrize(
-    ("attacks", "outer", "key", "words"),
-    [
-        ({"attack": "magic"}, {}, ("attacks", "attack"), r"found `magic`, expected one of none, no_work, "),
-        ({"hostile": 8}, {}, ("attacks", "hostile"), "found 8 of 8 replicas, expected an honest one at least"),
-        ({"attack": "noise"}, {"method": "adamw_ddp"}, ("attacks",), "found this key with averaged gradients"),
-        ({"attack": "noise"}, {"keep_local": True}, ("attacks",), "found this key with `outer.keep_local`"),
-    ],
-)
-def test_wrong_settings_are_refused(
-    attacks: dict[str, Any], outer: dict[str, Any], key: tuple[str, ...], words: str, corpus: Path
-) -> None:
-    config = _config(corpus, attacks)
-    values = config.model_dump(mode="json", exclude_defaults=True)
-    values["outer"] = {"rounds": 1, **outer}
-    with pytest.raises(ConfigError, match=words) as error:
-        ResearchConfig.model_validate(values).check()
-    assert error.value.key == ("research", *key)
 
 
 def test_every_attack_trains_a_round(corpus: Path, text: TokenStore) -> None:

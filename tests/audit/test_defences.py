@@ -33,14 +33,6 @@ def _told(spec: RunSpec, is_served: bool = False) -> list[str]:
     return list(defence_lines(defended(spec, is_served)))
 
 
-def test_a_run_with_optional_groups_compares_and_scores_by_default(corpus: Path) -> None:
-    spec = _spec(corpus, GUESTS)
-    found = defended(spec, is_served=False)
-    assert found.config.audit.gauntlet == GauntletSettings() and found.run == spec.run
-    signs, scores = defence_lines(found)
-    assert signs.startswith("Signs: compared before a round closes") and scores.startswith("Scores: 2 contributions")
-
-
 def test_a_run_that_only_this_host_carries_has_none(corpus: Path) -> None:
     required = [{"name": name, "kind": "datacenter"} for name in "ab"]
     assert defended(_spec(corpus, *required), is_served=False).config.audit.gauntlet is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import weakref
 from collections.abc import Iterator, Mapping
@@ -24,6 +25,7 @@ from replica_groups.audit.recomputation import Recomputation
 from replica_groups.audit.recompute import Comparison
 from replica_groups.audit.showing import ARRIVED, ROUNDS_TO_SHOW, draw_key, evidence_key
 from replica_groups.exchange.log import ContributionLog
+from replica_groups.rounds.draws import Chain, drawn, leads_to
 
 
 class Followed:
@@ -118,3 +120,37 @@ def test_a_refused_judgement_ends_no_validator() -> None:
     judgements = mock.Mock(take=mock.Mock(side_effect=Refused("about round 1, expected one of the last 64")))
     _InExchange(mock.Mock(), judgements).take([Judgement(round=1)])
     judgements.take.assert_called_once()
+
+
+SEED = b"s" * 32
+
+
+def test_secrets_lead_to_the_published_end() -> None:
+    chain = Chain(SEED, 12)
+    assert leads_to(chain.secret(12), 12, 12, chain.end)
+    assert leads_to(chain.secret(40), 40, 12, chain.end)
+    assert hashlib.sha256(chain.secret(13)).digest() == chain.secret(12)
+    assert chain.secret(chain.after - 1) == SEED
+
+
+def test_another_secret_does_not() -> None:
+    chain = Chain(SEED, 12)
+    assert not leads_to(chain.secret(13), 12, 12, chain.end)
+    assert not leads_to(bytes(32), 12, 12, chain.end)
+    assert Chain(SEED, 12).end != Chain(b"t" * 32, 12).end
+
+
+def test_each_replica_is_drawn_in_its_share_of_rounds() -> None:
+    names = [f"r{number}" for number in range(10)]
+    records = [hashlib.sha256(str(number).encode()).digest() for number in range(2000)]
+    found = [drawn(SEED, record, names, 0.1) for record in records]
+    for name in names:
+        assert 150 < sum(name in one for one in found) < 250
+    assert drawn(SEED, records[0], names, 1.0) == sorted(names)
+
+
+def test_a_draw_depends_on_record_and_secret() -> None:
+    names = [f"r{number}" for number in range(64)]
+    draws = {tuple(drawn(secret, record, names, 0.5)) for secret in (SEED, b"t" * 32) for record in (b"a", b"b")}
+    assert len(draws) == 4
+    assert drawn(SEED, b"a", names, 0.5) == drawn(SEED, b"a", reversed(names), 0.5)

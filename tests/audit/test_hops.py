@@ -117,11 +117,6 @@ def test_a_stage_that_lies_in_its_contribution_alone_is_named(
     assert found is not None and (found.member, block in found.cause) == (_of(stage), True)
 
 
-def test_a_text_that_is_not_the_runs_is_told(rounds: GroupRounds, again: ReplicaHere) -> None:
-    found = judged(again, rounds.lie(FIRST, flips_activations), other_text=True)
-    assert found is not None and found.cause.startswith("home.0 read another text")
-
-
 def _claims(found: Contributed, member: str, change: Callable[[StageMessages], object]) -> Contributed:
     """Return the contribution with another transcript of one member."""
     claimed = StageMessages.FromString(found.messages[member])
@@ -249,8 +244,3 @@ def test_a_stage_that_only_widens_a_difference_is_not_named(corpus: Path, tmp_pa
 
     right = rounds.lie(MIDDLE, honest)
     assert blame(again, _claims(right, _of(MIDDLE), widen).messages, []) is None
-
-
-def test_a_stage_that_shows_nothing_makes_nobody_else_guilty(again: ReplicaHere, flipped: Contributed) -> None:
-    shown = {member: data for member, data in flipped.messages.items() if member != _of(MIDDLE)}
-    assert judged(again, replace(flipped, messages=shown), authority=None) is None

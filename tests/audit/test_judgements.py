@@ -17,7 +17,7 @@ from hetero_pp.config.audit import AuditSettings
 from hetero_pp.core.errors import Refused, StoreError
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.refusals import Kind
-from hetero_pp.rpc.exchange_service import Caller, HeldBy
+from hetero_pp.rpc.exchange_service import Caller
 from replica_groups.audit import judgements as module
 from replica_groups.audit.gauntlet import SignCheck
 from replica_groups.audit.judgements import Judgements
@@ -349,24 +349,6 @@ def _committed_by(judgements: Judgements, holder: int) -> None:
     judgements.showing = cast(
         Any, SimpleNamespace(commitments=made, owing=lambda record: {}, asks=lambda *of_a_member: None)
     )
-
-
-def test_a_replica_whose_holders_have_changed_is_not_excluded_for_them(run: Run, tmp_path: Path) -> None:
-    judgements, guests = _audited(run), Memberships(tmp_path / "members.sqlite")
-    judgements.admit(guests, None)
-    holder = guests.enrol(guests.invite("b", 3600), b"key", [], 3600).number
-    run.assign(0, "a", "c")
-    run.exchange.assign(Caller("b", holder=holder), 0)
-    run.deposit(1, *GROUPS)
-    _draws(run, 1, "b")
-    guests.revoke("b")
-    other = guests.enrol(guests.invite("b", 3600), b"other", [], 3600).number
-    with mock.patch.object(judgements.exclusions, "_held_by", lambda name: HeldBy(name, other, 2)):
-        judgements.take([_wrong(1, "b")], "v")
-    assert not judgements.exclusions.in_force
-    judgements.take([_wrong(1, "b")], "w")
-    assert "b" in judgements.exclusions.in_force
-    guests.close()
 
 
 def test_a_run_without_a_validator_says_so_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

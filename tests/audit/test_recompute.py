@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,13 +16,14 @@ from audited_run import LIAR, STEPS, audited_spec, flips, rereads, skips
 from hetero_pp.config.checkpoint import first_checkpoint
 from hetero_pp.config.folder import RunFolder
 from hetero_pp.config.spec import RunSpec
-from hetero_pp.core.errors import ConfigError, DamagedFile
-from hetero_pp.data.sources import open_source
+from hetero_pp.core.errors import ConfigError, DamagedFile, OutOfMemory
+from hetero_pp.data.sources import Source, open_source
 from hetero_pp.messages.messages_pb2 import Commitment, ContributionEntry, Judgement, Report
 from hetero_pp.model.transformer import shapes_by_block
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.store.folder import FolderStore
+from replica_groups.audit import recompute as module
 from replica_groups.audit.commitments import CommittedState, load_state, state_of
 from replica_groups.audit.recompute import (
     Comparison,
@@ -71,9 +74,9 @@ def test_a_run_that_is_audited_has_the_bits_of_one_that_is_not(corpus: Path, tmp
     assert all(one.is_equal and one.difference == 0 for one in again)
 
 
-@pytest.mark.parametrize("inner", [{"steps": STEPS}, {"seconds": 1.0}], ids=["steps", "seconds"])
-def test_a_round_that_does_not_count_a_replica_is_undone(corpus: Path, tmp_path: Path, inner: dict[str, Any]) -> None:
+def test_a_round_that_does_not_count_a_replica_is_undone(corpus: Path, tmp_path: Path) -> None:
     """Its state would not be known otherwise, and could be invented."""
+    inner = {"seconds": 1.0}
     model, outer = {"width": 16, "heads": 2, "feed_forward": 24, "layers": 2}, {"rounds": 3}
     boundary = GROUP["boundary"] | {"anchors": {"rank": "1/4"}}  # type: ignore[operator]
     changes = {"model": model, "outer": outer, "inner": inner, "replicas": [DATACENTER, GROUP | {"boundary": boundary}]}
@@ -239,3 +242,42 @@ def test_settings_that_prevent_it_are_refused(corpus: Path, changes: dict[str, A
     with pytest.raises(ConfigError, match=r"with `audit.recompute`, expected") as refused:
         audited_spec(corpus, changes).config.check()
     assert refused.value.key == tuple(key)
+
+
+SecondRound = tuple[RunSpec, Source, RoundStart]
+
+
+@pytest.fixture(scope="module")
+def second_round(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecondRound]:
+    spec = audited_spec(corpus)
+    checkpoint = first_checkpoint(spec)
+    source = open_source(spec.config.data, tmp_path_factory.mktemp("cache"))
+    yield spec, source, RoundStart(1, checkpoint.parameters, checkpoint.basis)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "rest"),
+    [
+        ({}, {"steps": {"first": math.inf, "last": 1}}),
+        ({}, {"data": {"share": {"rotation": [1]}}}),
+        ({"moments:0.0.exp_avg": torch.zeros(())}, {}),
+        ({"moments:0.0.exp_avg": torch.zeros(32, 16)}, {}),
+    ],
+)
+def test_an_invented_state_is_told_as_such(
+    second_round: SecondRound, tensors: dict[str, torch.Tensor], rest: dict[str, Any]
+) -> None:
+    spec, source, start = second_round
+    again = recompute(spec, "a", start, STEPS, source)
+    error = {f"error:{name}": tensor for name, tensor in again.here.outers["a"].error.items()}
+    data = {"tokens": source.digest, "steps": None}
+    state = CommittedState(error | tensors, {"data": data, "steps": None} | rest)
+    with pytest.raises(DamagedFile, match="is not of its members"):
+        recompute(spec, "a", RoundStart(1, start.theta, start.basis, {"a": state}), STEPS, source)
+
+
+def test_a_validator_without_memory_blames_nobody(second_round: SecondRound) -> None:
+    spec, source, start = second_round
+    full = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
+    with mock.patch.object(module, "ReplicaHere", full), pytest.raises(OutOfMemory):
+        recompute(spec, "a", start, STEPS, source)

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import math
 import random
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import pytest
+from lying_run import lying_spec
+from small_run import GRACE, Run
 
 from hetero_pp.config.audit import GauntletSettings
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.yaml_file import save_config
 from hetero_pp.core.errors import ConfigError, DamagedFile
-from hetero_pp.messages.messages_pb2 import Losses
+from hetero_pp.messages.messages_pb2 import Losses, Score, Scores
+from hetero_pp.program.audits import print_scores
 from replica_groups.audit.gauntlet import draw, share_of_compute
 from replica_groups.audit.replica_scores import RECENT_ROUNDS, ReplicaScores, RoundFacts
+from replica_groups.exchange.audits import Exclusion, keep_scores, scores_key
 
 EIGHT = [f"r{index}" for index in range(8)]
 
@@ -52,21 +58,6 @@ def _after(
         found = {name: _losses(score + chance.gauss(0, noise)) for name, score in scores.items()}
         book.update(_facts(round_, scores), found)
     return book
-
-
-def test_the_better_contribution_has_the_better_score() -> None:
-    book = _after({"good": 0.03, "fair": 0.02, "poor": 0.01})
-    finals = {name: score.final for name, score in book.scores().items()}
-    assert finals["good"] > finals["fair"] > finals["poor"]
-    assert book.to_exclude() == {}
-    assert _after({"a": 0.03, "b": 0.02}, include=1).chosen(["a", "b"]) == ["a"]
-
-
-def test_a_final_score_is_the_product_of_three_factors() -> None:
-    book = _after({"good": 0.03, "poor": 0.01})
-    score = book.scores()["good"]
-    assert score.final == pytest.approx(score.rating * score.average * score.synchronisation)
-    assert score.average == pytest.approx(1 - 0.95**20)
 
 
 def test_two_negative_factors_make_no_good_score() -> None:
@@ -109,16 +100,6 @@ def test_a_new_replica_is_neither_preferred_nor_excluded_after_a_few_good_rounds
     assert weights["r7"] == pytest.approx(sum(weights[name] for name in EIGHT[:7]) / 7)
 
 
-def test_a_replica_that_is_never_drawn_is_in_the_middle() -> None:
-    scores = {"a": 0.01, "b": 0.02, "c": 0.03}
-    book = ReplicaScores(GauntletSettings(include=3), [*scores, "never"])
-    for round_ in range(1, 60):
-        book.update(_facts(round_, [*scores, "never"]), {name: _losses(score) for name, score in scores.items()})
-    weights = book.weights([*scores, "never"])
-    assert weights["a"] < weights["never"] < weights["c"]
-    assert book.chosen([*scores, "never"]) == ["b", "c", "never"] and book.to_exclude() == {}
-
-
 def test_without_scores_all_are_equal_and_take_turns() -> None:
     book, turns = ReplicaScores(GauntletSettings(include=6), EIGHT), dict.fromkeys(EIGHT, 0)
     assert book.weights(EIGHT) == dict.fromkeys(EIGHT, 1.0)
@@ -137,16 +118,6 @@ def test_few_scores_decide_nothing() -> None:
         book.update(_facts(round_, EIGHT), {name: _losses(0.01 * (8 - index)) for index, name in enumerate(drawn)})
     assert len({score.final for score in book.scores().values()}) > 4
     assert book.weights(EIGHT) == dict.fromkeys(EIGHT, 1.0)
-
-
-def test_equal_scores_raise_nobody_below_them() -> None:
-    book = ReplicaScores(GauntletSettings(), [])
-    for round_ in range(1, 40):
-        found = {name: _losses(0.02) for name in EIGHT[:6]} | {"bad": _losses(0.01), "worse": _losses(0)}
-        book.update(_facts(round_, found), found)
-    ratings = {name: score.rating for name, score in book.scores().items()}
-    equal = [ratings[name] for name in EIGHT[:6]]
-    assert ratings["bad"] < min(equal) and max(equal) - min(equal) < 20
 
 
 def test_a_copy_is_excluded_and_its_original_is_not() -> None:
@@ -173,15 +144,6 @@ def test_a_replica_with_other_parameters_has_no_score() -> None:
     book.update(_facts(21, "abc", synchronisation={"c": 0.0}), {"c": _losses(0.05)})
     score = book.scores()["c"]
     assert score.final == 0 and score.synchronisation == 0 and score.average < before
-
-
-def test_uptime_counts_the_rounds_in_which_a_replica_was_present() -> None:
-    book = ReplicaScores(GauntletSettings(), ["a", "b"])
-    book.update(_facts(1, ["a", "b"]), {})
-    book.update(_facts(2, ["a"], missed=["b"]), {})
-    book.update(_facts(3, ["a"]), {})
-    book.update(_facts(4, ["a"], left_out=["b"]), {})
-    assert book.scores()["a"].uptime == 1 and book.scores()["b"].uptime == pytest.approx(2 / 3)
 
 
 def test_a_replica_without_own_work_is_excluded_after_the_grace_and_again_after_its_return() -> None:
@@ -222,16 +184,6 @@ def test_a_replica_is_only_compared_with_those_that_read_as_much_text(tokens: in
         facts = replace(_facts(round_, EIGHT), texts=dict.fromkeys(EIGHT, 8) | {"r0": tokens})
         book.update(facts, {name: _losses(0.02, 0.1 if name == "r0" else 3.0) for name in EIGHT})
     assert book.to_exclude().keys() == excluded
-
-
-def test_a_contribution_that_breaks_the_model_scores_as_badly_as_possible() -> None:
-    book = _after({"a": 0.02, "b": 0.02, "c": 0.02})
-    broken = Losses(assigned_before=4, assigned_after=math.nan, other_before=4, other_after=math.nan)
-    book.update(_facts(21, "abc"), {"a": _losses(0.02), "b": _losses(0.02), "c": broken})
-    scores = book.scores()
-    assert scores["c"].rating < scores["a"].rating and scores["c"].average == pytest.approx(
-        0.95 * (1 - 0.95**20) - 0.05
-    )
 
 
 @pytest.mark.parametrize("replicas", [4, 8, 20])
@@ -275,12 +227,6 @@ def test_a_book_has_the_same_bits_after_it_was_saved() -> None:
         ReplicaScores.from_json(settings, '{"round": 1}')
 
 
-def test_without_openskill_one_line_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "openskill.models", None)
-    with pytest.raises(ConfigError, match=r"audit.gauntlet: .* pip install 'hetero-pp\[audit\]'$"):
-        ReplicaScores(GauntletSettings(), EIGHT)
-
-
 def test_all_are_drawn_equally_often_also_those_drawn_before() -> None:
     drawn = [draw(b"secret", index.to_bytes(4, "big"), EIGHT, 2) for index in range(2000)]
     counts = [sum(name in one for one in drawn) for name in EIGHT]
@@ -295,3 +241,48 @@ def test_cost_is_that_of_the_forward_passes() -> None:
     settings = GauntletSettings(evaluated=2, sequences=8)
     assert share_of_compute(settings, replicas=8, sequences=8 * 10 * 4) == pytest.approx(64 / 960)
     assert share_of_compute(settings, replicas=1, sequences=40) == pytest.approx(32 / 120)
+
+
+def _folder(corpus: Path, runs: Path, audit: dict[str, Any]) -> RunFolder:
+    folder = RunFolder(runs / "t")
+    folder.path.mkdir()
+    save_config(lying_spec(corpus, 2, {}, audit=audit).config, folder.config)
+    return folder
+
+
+def test_of_a_run_without_audits_and_of_one_that_is_not_judged(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _folder(corpus, tmp_path, {})
+    print_scores(tmp_path, "t", None)
+    expected = "t: its contributions are not scored; `audit: {gauntlet: {}}` in the YAML turns scores on\n"
+    assert capsys.readouterr().out == expected
+    save_config(lying_spec(corpus, 2, {}, audit={"gauntlet": {}}).config, RunFolder(tmp_path / "t").config)
+    print_scores(tmp_path, "t", None)
+    assert capsys.readouterr().out == "t: no round has been judged yet; 0 rounds are closed\n"
+    with pytest.raises(ConfigError, match="found no run u"):
+        print_scores(tmp_path, "u", None)
+
+
+def test_of_a_replica_that_left(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = _folder(corpus, tmp_path, {"gauntlet": {}})
+    run = Run(folder.log, {"a": 1, "b": 1, "c": 1, "d": 1}, quorum=0.5)
+    run.assign(0)
+    run.deposit(1, "a", "b", "c", "d")
+    run.assign(1, "a", "b")
+    run.deposit(2, "a", "b")
+    run.passes(GRACE.most, ("a", "b"))
+    names = {"a": "", "b": "", "c": "", "d": "it cheats", "e": ""}
+    scores = Scores(round=2, scores=[Score(replica=name, final=1.0, excluded=why) for name, why in names.items()])
+    keep_scores(run.log.store, scores, None, {"d": Exclusion(until=9, cause="it cheats")})
+    print_scores(tmp_path, "t", None)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("t: ")]
+    assert lines == [
+        "t: scores after round 2",
+        "t: c took no part in round 2; its last contribution is in round 1, and its score stays as it was",
+        "t: e took no part in round 2; it has not contributed, and its score stays as it was",
+    ]
+    key = scores_key(2)
+    run.log.store.put(key, run.log.store.get(key).replace(b"cheats", b"works!"))
+    with pytest.raises(DamagedFile, match="does not match its digest"):
+        print_scores(tmp_path, "t", None)

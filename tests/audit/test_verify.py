@@ -17,12 +17,9 @@ from typer.testing import CliRunner
 from hetero_pp.config.folder import RunFolder
 from hetero_pp.config.run_config import RunConfig
 from hetero_pp.config.spec import RunSpec
-from hetero_pp.config.yaml_file import save_config
 from hetero_pp.messages.messages_pb2 import Report
-from hetero_pp.program import evidence as program
 from hetero_pp.program.cli import app
 from hetero_pp.program.launch.in_process import run_in_process
-from hetero_pp.store.folder import FolderStore
 
 
 @pytest.fixture(scope="module")
@@ -67,21 +64,12 @@ def test_a_copy_needs_only_the_log(run: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(run / "log" / "evidence" / f"000001-{LIAR}", copy)
     assert check(copy)[0] == 2
+    code, output = check(tmp_path / "runs" / "t" / "evidence" / "000001-home")
+    assert (code, "found no evidence, expected a folder of evidence" in output) == (2, True)
     assert check(copy, "--log", run / "log")[0] == 0
     code, output = check(copy, "--log", run / "log", "--tolerance", 3)
     assert code == 1
     assert "nothing is proven" in output
-
-
-def test_evidence_of_a_log_in_a_store(run: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, elsewhere = f"000001-{LIAR}", tmp_path / "elsewhere"
-    shutil.copytree(run / "log", elsewhere / "t")
-    (tmp_path / "t").mkdir()
-    save_config(audited_spec(corpus, {"store": {"url": str(elsewhere)}}).config, tmp_path / "t" / "config.yaml")
-    assert check(tmp_path / "t" / "evidence" / name)[0] == 0
-    stores = {"s3://bucket/runs/t?endpoint=http://127.0.0.1:1": FolderStore(elsewhere / "t")}
-    monkeypatch.setattr(program, "open_store", stores.__getitem__)
-    assert check(f"s3://bucket/runs/t/evidence/{name}?endpoint=http://127.0.0.1:1")[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -170,9 +158,3 @@ def test_hostile_evidence_is_refused_with_one_line(run: Path, tmp_path: Path, ch
     assert code == 1
     assert "Traceback" not in output
     assert "proven:" not in output
-
-
-def test_no_evidence(tmp_path: Path) -> None:
-    code, output = check(tmp_path / "runs" / "t" / "evidence" / "000001-home")
-    assert code == 2
-    assert "found no evidence, expected a folder of evidence" in output
