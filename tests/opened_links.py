@@ -9,13 +9,7 @@ from hetero_pp.rpc.stage_link import StageLink
 
 
 def open_stage_link(
-    address: str,
-    spec: LinkSpec,
-    credentials: Credentials,
-    member: str,
-    seed: int,
-    timeout: float,
-    generation: int = 0,
+    address: str, spec: LinkSpec, credentials: Credentials, member: str, seed: int, timeout: float, generation: int = 0
 ) -> GrpcLinkEnd:
     return StageLink(LinkSide(spec, credentials, member, seed)).dial(address, generation, timeout)
 

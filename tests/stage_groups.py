@@ -17,14 +17,7 @@ from hetero_pp.link.protocol import LinkEnd
 from hetero_pp.model.arithmetic import next_token_loss
 from hetero_pp.model.inner import InnerOptimizer, InnerSettings
 from hetero_pp.model.part_settings import StageSpec
-from hetero_pp.model.transformer import (
-    EMBEDDING,
-    ModelShape,
-    Transformer,
-    build_part,
-    initialise,
-    parameters_of,
-)
+from hetero_pp.model.transformer import EMBEDDING, ModelShape, Transformer, build_part, initialise, parameters_of
 from hetero_pp.pipeline.coefficients import Bits, CoefficientFormat, Floats
 from hetero_pp.pipeline.subspace import random_basis
 from stages.boundary import Boundary

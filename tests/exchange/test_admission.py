@@ -9,9 +9,9 @@ import re
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
@@ -20,11 +20,11 @@ from unittest import mock
 import grpc
 import pytest
 from members import TIMEOUT
-from small_run import Clock, Run
+from open_house import HOUR, SECRET, Served
+from small_run import Run
 
 from hetero_pp.config.lines import EXCHANGE
 from hetero_pp.core.errors import HeteroPPError, LinkTimeout, Refused, RunFailed, RunOver
-from hetero_pp.core.steady_clock import steady_clock
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2 import Failure, Nothing, Report
 from hetero_pp.messages.refusals import Kind
@@ -34,13 +34,10 @@ from hetero_pp.program.join.command import JoiningHost, join
 from hetero_pp.program.join.membership import Membership, read_membership, renew_once, renewed, take_slot
 from hetero_pp.program.join.status import status as status_of
 from hetero_pp.rpc import admission_client, identities
-from hetero_pp.rpc.admission_client import _FRAME_BYTES, _FRAMES, BUSY, be_probed, enrol, give, measure, preview, status
-from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel
-from hetero_pp.rpc.exchange_client import ExchangeClient
+from hetero_pp.rpc.admission_client import be_probed, enrol, give, status
+from hetero_pp.rpc.channels import make_channel
 from hetero_pp.rpc.identities import (
-    Credentials,
     Identity,
-    Secret,
     Ticket,
     as_text,
     make_ticket,
@@ -51,72 +48,9 @@ from hetero_pp.rpc.identities import (
 from hetero_pp.rpc.services import ADMISSION_SERVICE, call_path
 from hetero_pp.simulator.planner.grouping import group_spares
 from replica_groups.exchange import admission
-from replica_groups.exchange.admission import RunForGuests
-from replica_groups.exchange.memberships import MOST_BLAMED, PARTED, Memberships
-from replica_groups.exchange.server import OpenHouse, serve_exchange
-from replica_groups.exchange.waiting_room import FORGET_SECONDS, WaitingRoom
-
-SECRET = Secret("the run's secret")
-HOUR = 3600.0
-
-
-class Served:
-    """A run of members `a` and `b` whose server admits hosts by tickets."""
-
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
-        self.folder, self._stack = folder, stack
-        self.run = Run(folder / "log", {"a": 1, "b": 1}, quorum=1.0)
-        # No member has joined without a ticket.
-        self.run.exchange.vacant = lambda: ["a", "b"]  # type: ignore[method-assign]
-        self.date_is_off = 0.0
-        """Error of the date on the exchange's machine, in seconds."""
-        self.memberships = Memberships(folder / "members.sqlite", steady_clock(lambda: time.time() + self.date_is_off))
-        stack.callback(self.memberships.close)
-        told = RunForGuests('{"name": "run"}', {"tokenizer.json": b"{}"})
-        self.waiting_room = WaitingRoom({}, group_spares)
-        self.unnamed: frozenset[str] | None = None
-        self.spare = self.memberships.invite("a", HOUR)
-        self.told, self.port = told, 0
-        self.serve()
-
-    def serve(self) -> None:
-        """Start the server. A later call uses the same port."""
-        listen, exchange = f"127.0.0.1:{self.port}", self.run.exchange
-        house = OpenHouse(self.memberships, self.told, self.waiting_room, self.unnamed)
-        self.server, self.port = serve_exchange(exchange, SECRET, listen, encrypted=True, open_house=house)
-        self.address = f"127.0.0.1:{self.port}"
-        self._stack.callback(self.stop)
-
-    def stop(self) -> None:
-        self.server.stop(None).wait(TIMEOUT)
-
-    def serve_again(self) -> None:
-        self.stop()
-        self.serve()
-
-    def refusals(self) -> dict[Kind, int]:
-        return dict(self.run.exchange.runner.refusals.counts)
-
-    def wait_until(self, is_so: Callable[[], bool]) -> None:
-        over = threading.Event()
-        for _ in range(int(TIMEOUT / 0.05)):
-            if is_so():
-                return
-            over.wait(0.05)
-        raise AssertionError("it did not come to that")
-
-    def ticket(self, slot: str | None = None, seconds: float = HOUR) -> Ticket:
-        found = self.memberships.invite(slot, seconds)
-        return make_ticket("run", self.address, SECRET.authority, found, time.time() + seconds)
-
-    def client(self, credentials: Credentials) -> ExchangeClient:
-        client = ExchangeClient(self.address, credentials, "run", timeout=TIMEOUT)
-        self._stack.callback(client.close)
-        return client
-
-    def takes(self, ticket: Ticket, host: str = "host") -> Membership:
-        """Redeem the ticket on a host with its own folder."""
-        return take_slot(ticket, self.folder / host)
+from replica_groups.exchange.memberships import MOST_BLAMED, PARTED
+from replica_groups.exchange.server import serve_exchange
+from replica_groups.exchange.waiting_room import WaitingRoom
 
 
 @pytest.fixture
@@ -125,23 +59,14 @@ def served(tmp_path: Path) -> Iterator[Served]:
         yield Served(tmp_path, stack)
 
 
-def test_a_ticket_is_a_line_of_text(served: Served) -> None:
-    ticket = served.ticket()
-    text = ticket.to_text()
-    assert Ticket.from_text(f"  {text[:50]}\n{text[50:]}\n") == ticket
-    assert len(text) < 1500
-    assert text.replace("-", "").replace("_", "").replace(".", "").isalnum()
-    assert ticket_of(ticket.identity.shown.name) == ticket.id
-
-
 def test_tickets_of_all_lengths_are_read() -> None:
-    """Base64 padding is restored for every length, also for those that are no multiple of four."""
+    """As pasted from a chat, too. Base64 padding is restored for lengths that are no multiple of four."""
     lengths = set()
     for number in range(60):
         ticket = make_ticket("r" * number, "address:1", SECRET.authority, "0123456789abcdef", time.time() + HOUR)
         text = ticket.to_text()
+        assert len(text) < 1500 and text.replace("-", "").replace("_", "").replace(".", "").isalnum()
         for pasted in (
-            text,
             f' "{text[:40]}\n{text[40:]}" ',
             f"\u200b{text[:3]}\ufeff{text[3:]}.",
             f"> Here is your ticket: {text[:76]}\n> {text[76:]}",
@@ -150,22 +75,28 @@ def test_tickets_of_all_lengths_are_read() -> None:
             assert Ticket.from_text(pasted) == ticket
         lengths.add(len(text.removeprefix("hpp1.")) % 4)
     assert lengths == {0, 2, 3}
+    assert ticket_of(ticket.identity.shown.name) == ticket.id
+    assert [ticket_of(name) for name in ("ticket.0", "ticket.1234567890", "dc")] == [None] * 3
 
 
-@pytest.mark.parametrize(
-    ("spoil", "told"),
-    [
-        (lambda text: text[:-1], "incomplete"),
-        (lambda text: text[:200] + ("A" if text[200] != "A" else "B") + text[201:], "incomplete"),
-        (lambda text: text.replace("hpp1.", "hpp9."), r"found 'hpp9\..*expected a ticket, which begins with hpp1\."),
-        (lambda text: "", "expected a ticket"),
-        (lambda text: "hpp1." + "A" * 40_000, "expected a ticket"),
-    ],
-)
-def test_what_is_no_ticket(served: Served, spoil: object, told: str) -> None:
-    assert callable(spoil)
-    with pytest.raises(Refused, match=told):
-        Ticket.from_text(spoil(served.ticket().to_text()))
+def test_what_is_no_ticket(served: Served) -> None:
+    """It is cut off, changed, of another format or content, too large unpacked, or its address is no host and port."""
+    ticket = served.ticket()
+    text, content = ticket.to_text(), asdict(ticket)
+    addresses = ["unix:/run/docker.sock", "unix:1", "dns:1", "host", 7, None, "a/b:1", "a:65536"]
+    contents = [b"[" * 15_000, b"[]", b"7", b'{"run": 1}', b"{" * 9, b"\xff", b"9" * 5000]
+    contents += [json.dumps(content | {"address": address}).encode() for address in addresses]
+    changed = text[:200] + ("A" if text[200] != "A" else "B") + text[201:]
+    for spoilt in (text[:-1], changed, *map(_sealed, contents)):
+        with pytest.raises(Refused, match="incomplete"):
+            Ticket.from_text(spoilt)
+    for spoilt in (text.replace("hpp1.", "hpp9."), "", "hpp1." + "A" * 40_000):
+        with pytest.raises(Refused, match="expected a ticket"):
+            Ticket.from_text(spoilt)
+    with pytest.raises(Refused):
+        Ticket.from_text(_sealed(b" " * 100_000 + json.dumps(content).encode()))
+    content["identity"]["kept_in"] = "/dev/zero"  # a ticket names no file of the host that reads it
+    assert Ticket.from_text(_sealed(json.dumps(content).encode())).identity.kept_in == ""
 
 
 def _sealed(content: bytes) -> str:
@@ -173,37 +104,6 @@ def _sealed(content: bytes) -> str:
     data = zlib.compress(content)
     body = base64.urlsafe_b64encode(hashlib.sha256(data).digest()[:4] + data).decode().rstrip("=")
     return f"hpp1.{body}"
-
-
-def test_a_ticket_names_no_file_of_the_host_that_reads_it(served: Served) -> None:
-    content = asdict(served.ticket())
-    content["identity"]["kept_in"] = "/dev/zero"
-    assert Ticket.from_text(_sealed(json.dumps(content).encode())).identity.kept_in == ""
-
-
-def test_a_ticket_is_decompressed_to_a_bounded_size(served: Served) -> None:
-    content = json.dumps(asdict(served.ticket())).encode()
-    assert Ticket.from_text(_sealed(content))
-    with pytest.raises(Refused):
-        Ticket.from_text(_sealed(b" " * 100_000 + content))
-
-
-@pytest.mark.parametrize("address", ["unix:/run/docker.sock", "unix:1", "dns:1", "host", 7, None, "a/b:1", "a:65536"])
-def test_a_ticket_names_only_host_and_port(served: Served, address: object) -> None:
-    with pytest.raises(Refused, match="the ticket is incomplete"):
-        Ticket.from_text(_sealed(json.dumps(asdict(served.ticket()) | {"address": address}).encode()))
-
-
-@pytest.mark.parametrize("content", [b"[" * 15_000, b"[]", b"7", b'{"run": 1}', b"{" * 9, b"\xff", b"9" * 5000])
-def test_a_ticket_that_holds_anything_else_is_refused(content: bytes) -> None:
-    with pytest.raises(Refused, match="the ticket is incomplete"):
-        Ticket.from_text(_sealed(content))
-
-
-def test_stages_of_a_replica_that_is_called_ticket_are_no_tickets() -> None:
-    assert ticket_of("ticket.0") is None
-    assert ticket_of("ticket.1234567890") is None
-    assert ticket_of("dc") is None
 
 
 def test_who_shows_a_ticket_takes_a_slot_and_is_its_member(served: Served) -> None:
@@ -239,44 +139,18 @@ def test_a_slot_by_any_other_name_is_no_file(
     assert {path.name for path in host.rglob("*") if path.is_file()} == {"key.pem"}
 
 
-def test_the_same_host_may_ask_again_and_nobody_else(served: Served) -> None:
+def test_the_same_host_may_ask_again_and_nobody_else(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may do so after the ticket is over, too."""
     ticket = served.ticket()
     first = served.takes(ticket)
-    assert served.takes(ticket).slot == first.slot
     with pytest.raises(Refused, match="used already"):
         served.takes(ticket, "another host")
     assert served.run.exchange.runner.refusals.counts == {Kind.FORBIDDEN: 1}
-    assert served.takes(served.ticket(), "another host").slot not in (first.slot, None)
-
-
-def test_who_was_given_a_slot_goes_on_after_its_ticket_is_over(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    ticket = served.ticket()
-    first = served.takes(ticket)
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + 2 * HOUR)
     assert served.takes(ticket) == first
     with pytest.raises(Refused, match="the ticket has expired"):
         served.takes(ticket, "another host")
-
-
-def test_a_ticket_is_good_for_a_certificate_alone(served: Served) -> None:
-    ticket = served.ticket("a")
-    with pytest.raises(Refused, match="Agree is not allowed with a ticket"):
-        served.client(Credentials("a", identity=ticket.identity)).agree("a", "{}")
-    with pytest.raises(Refused, match="Status is not allowed with a ticket"):
-        status(served.address, ticket.identity)
-    with pytest.raises(Refused, match="Give is not allowed with a ticket"):
-        give(served.address, ticket.identity)
-    assert served.run.exchange.refusals == 3
-    assert served.memberships.held_by("a") is None
-
-
-def test_members_have_no_need_of_a_ticket_and_get_nothing_for_another(served: Served) -> None:
-    own = SECRET.authority.identity("a")
-    with pytest.raises(Refused, match="Enrol is not allowed without a ticket"):
-        enrol(served.address, own, signing_request(new_key()))
-    with pytest.raises(Refused, match="Give is only for members that joined by a ticket, and a did not"):
-        give(served.address, own)
 
 
 def test_a_certificate_is_for_who_has_the_key(served: Served) -> None:
@@ -296,35 +170,26 @@ def test_a_certificate_is_for_who_has_the_key(served: Served) -> None:
     assert Identity(reply.certificate, as_text(key), "").shown.name == reply.slot
 
 
-def test_a_version_that_is_another(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission_client, "PROTOCOL_VERSION", 99)
-    with pytest.raises(Refused, match=r"found version 99 of the protocol, expected .*: install the hetero-pp"):
-        served.takes(served.ticket())
-
-
-def test_who_was_taken_back_is_out_at_its_next_call(served: Served) -> None:
+def test_who_was_taken_back_is_out_at_its_next_call_and_watches_no_more(served: Served) -> None:
     membership = served.takes(served.ticket("b"))
     client = served.client(membership.credentials)
     assert client.agree("b", "{}") == "run"
+    told = client.watch()
+    assert next(told).HasField("joined")
+    slots = status(served.address, SECRET.authority.identity("launcher")).slots
+    assert [(slot.name, slot.held, slot.incarnation, slot.holder) for slot in slots] == [
+        ("a", True, 1, 0),
+        ("b", True, 1, 1),
+    ]
     served.memberships.revoke("b")
-    with pytest.raises(Refused, match="b: it was taken back"):
-        client.agree("b", "{}")
-    with pytest.raises(Refused, match="b: it was taken back"):
-        renew_once(membership)
+    for call in (lambda: list(told), lambda: client.agree("b", "{}"), lambda: renew_once(membership)):
+        with pytest.raises(Refused, match="b: it was taken back"):
+            call()
+    assert not served.run.exchange.reports.watchers._watchers
     assert served.run.exchange.runner.refusals.counts[Kind.FORBIDDEN] == 2
     assert served.takes(served.ticket("b"), "another host").identity.shown.holder == 2
     with pytest.raises(Refused, match="given to another holder since"):
         client.agree("b", "{}")
-
-
-def test_who_was_taken_back_watches_no_more(served: Served) -> None:
-    membership = served.takes(served.ticket("b"))
-    told = served.client(membership.credentials).watch()
-    assert next(told).HasField("joined")
-    served.memberships.revoke("b")
-    with pytest.raises(Refused, match="b: it was taken back"):
-        list(told)
-    assert not served.run.exchange.reports.watchers._watchers
 
 
 def test_who_was_invited_and_fails_ends_its_own_part_alone(served: Served) -> None:
@@ -371,24 +236,6 @@ def test_a_guest_that_sends_oversized_requests_again_and_again_loses_its_ticket(
         served.takes(other)
 
 
-def test_who_leaves_gives_its_slot_to_the_next(served: Served) -> None:
-    membership = served.takes(served.ticket("b"))
-    give(membership.address, membership.identity)
-    with pytest.raises(Refused, match="it has left"):
-        served.client(membership.credentials).agree("b", "{}")
-    assert served.takes(served.ticket("b"), "another host").slot == "b"
-
-
-def test_who_is_where(served: Served) -> None:
-    served.takes(served.ticket("b"))
-    reply = status(served.address, SECRET.authority.identity("launcher"))
-    assert [(slot.name, slot.held, slot.incarnation, slot.holder) for slot in reply.slots] == [
-        ("a", True, 1, 0),
-        ("b", True, 1, 1),
-    ]
-    assert (reply.last_round, reply.rounds) == (0, 9)
-
-
 def test_a_certificate_is_renewed_before_it_ends(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """The admitted member then uses the new certificate, also over a new connection."""
     monkeypatch.setattr(admission, "CERTIFICATE_SECONDS", 6.0)
@@ -409,17 +256,6 @@ def test_a_certificate_is_renewed_before_it_ends(served: Served, monkeypatch: py
         read_membership(Path(membership.identity.kept_in).parent).identity.certificate
         != membership.identity.certificate
     )
-
-
-def test_who_does_not_renew_is_out(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The connection was made while the certificate was valid."""
-    membership = served.takes(served.ticket("b"))
-    client = served.client(membership.credentials)
-    client.agree("b", "{}")
-    later = time.time() + admission.CERTIFICATE_SECONDS + 1.0
-    monkeypatch.setattr(served.memberships, "_clock", lambda: later)
-    with pytest.raises(Refused, match="was not renewed in time"):
-        client.agree("b", "{}")
 
 
 @pytest.mark.parametrize("days", [1.5, -1.5])
@@ -488,64 +324,6 @@ def test_who_finds_no_group_waits_until_enough_are_there(served: Served, capsys:
         served.takes(served.ticket(), "clara")
 
 
-def test_a_line_is_measured_by_who_is_dialled(served: Served) -> None:
-    lines = _lines(served)
-    ticket = served.ticket()
-    assert be_probed(served.address, ticket.identity) == ""
-    ((found, up, down),) = lines
-    assert found == ticket.id
-    assert 1e6 < up < 1e12
-    assert 1e6 < down < 1e12
-
-
-def test_one_line_is_measured_at_a_time(served: Served) -> None:
-    lines, ticket, over = _lines(served), served.ticket(), threading.Event()
-    with closing(make_channel(served.address, ticket.identity, EXCHANGE)) as channel:
-        answers = _probe(channel, _until(over, HALF))
-        served.wait_until(lambda: bool(served.waiting_room._probing))
-        second = served.ticket()
-        assert be_probed(served.address, second.identity) == BUSY
-        over.set()
-        with pytest.raises(grpc.RpcError):
-            next(answers)
-    served.wait_until(lambda: not served.waiting_room._probing)
-    assert lines == []
-    assert be_probed(served.address, ticket.identity) == "a line is measured at most once in 120 seconds"
-    assert be_probed(served.address, second.identity) == ""
-
-
-def test_who_says_nothing_keeps_nobody_from_being_measured(served: Served) -> None:
-    over = threading.Event()
-    with closing(make_channel(served.address, served.ticket().identity, EXCHANGE)) as channel:
-        _silent = [_probe(channel, _until(over)) for _ in range(2)]
-        assert be_probed(served.address, served.ticket().identity) == ""
-        over.set()
-
-
-@pytest.mark.parametrize("said", [0, 1, _FRAMES - 1, _FRAMES])
-def test_a_probe_without_end_is_over_after_a_while(served: Served, monkeypatch: pytest.MonkeyPatch, said: int) -> None:
-    monkeypatch.setattr(admission, "PROBE_SECONDS", 0.3)
-    over, frames = threading.Event(), [bytes(_FRAME_BYTES)] * said
-    with closing(make_channel(served.address, served.ticket().identity, EXCHANGE)) as channel:
-        with pytest.raises(grpc.RpcError) as error:
-            for _ in _probe(channel, _until(over, frames)):
-                pass
-        assert isinstance(error.value, grpc.Call)
-        assert error.value.code() is grpc.StatusCode.CANCELLED
-        served.wait_until(lambda: not served.waiting_room._probing)
-        over.set()
-
-
-def test_what_is_compressed_is_no_measure(served: Served) -> None:
-    lines, frames = _lines(served), [bytes(_FRAME_BYTES)] * _FRAMES
-    channel = make_channel(served.address, served.ticket().identity, EXCHANGE)
-    with closing(channel), pytest.raises(grpc.RpcError) as error:
-        next(_probe(channel, iter(frames), grpc.Compression.Gzip))
-    assert isinstance(error.value, grpc.Call)
-    assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED
-    assert lines == []
-
-
 def test_who_waits_outlasts_an_exchange_that_is_started_again(
     served: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -562,117 +340,6 @@ def test_who_waits_outlasts_an_exchange_that_is_started_again(
         served.serve()
         second = threads.submit(served.takes, served.ticket(), "ben")
         assert {first.result(TIMEOUT).slot, second.result(TIMEOUT).slot} == {"a", "b"}
-
-
-HALF = [bytes(_FRAME_BYTES)] * (_FRAMES // 2)
-
-
-@pytest.mark.parametrize(
-    "frames", [[], [b"a"], [*HALF, b""], HALF, [*HALF, *HALF, bytes(16)], [*HALF, *HALF, bytes(17)]],
-    ids=["nothing", "small", "empty", "half", "before it has got anything", "a longer word"],
-)  # fmt: skip
-def test_who_cheats_is_refused_and_not_measured(served: Served, frames: list[bytes]) -> None:
-    lines = _lines(served)
-    channel = make_channel(served.address, served.ticket().identity, EXCHANGE)
-    with closing(channel), pytest.raises(grpc.RpcError) as error:
-        list(_probe(channel, iter(frames)))
-    assert isinstance(error.value, grpc.Call)
-    assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert (lines, served.refusals()) == ([], {Kind.MALFORMED: 1})
-
-
-def _lines(served: Served) -> list[tuple[str, float, float]]:
-    """Return a list that receives every line that the waiting room is told about from now on."""
-    told = list[tuple[str, float, float]]()
-    served.waiting_room.probed = lambda *line: told.append(line)  # type: ignore[method-assign]
-    return told
-
-
-def _probe(
-    channel: grpc.Channel, frames: Iterator[bytes], compression: grpc.Compression | None = None
-) -> Iterator[bytes]:
-    call: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(call_path(ADMISSION_SERVICE, "Probe"))
-    return iter(call(frames, wait_for_ready=True, timeout=TIMEOUT, compression=compression))
-
-
-def _until(over: threading.Event, frames: Sequence[bytes] = ()) -> Iterator[bytes]:
-    """Yield these frames, then send nothing until `over` is set."""
-    yield from frames
-    over.wait(TIMEOUT)
-
-
-# ---- a host looks before it joins ----
-
-
-def test_a_preview_takes_no_slot(served: Served) -> None:
-    ticket = served.ticket("b")
-    found = preview(served.address, ticket.identity, TIMEOUT)
-    assert (found.version, found.slots, found.refusal) == (PROTOCOL_VERSION, ["b"], "")
-    assert abs(found.clock - time.time()) < TIMEOUT
-    assert preview(served.address, served.ticket().identity, TIMEOUT).slots == ["a", "b"]
-    assert [one.is_used for one in served.memberships.tickets()] == [False, False, False]
-    other = served.ticket("b")
-    member = served.takes(ticket)
-    assert preview(served.address, member.identity, TIMEOUT).slots == ["b"]
-    for refused, said in ((ticket, "the ticket was used already"), (other, "b is taken by another host")):
-        found = preview(served.address, refused.identity, TIMEOUT)
-        assert (found.slots, found.refusal.startswith(said), found.neighbours) == ([], True, {})
-
-
-def test_a_host_looks_a_bounded_number_of_times(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "PREVIEWS_AT_ONCE", 2)
-    served.serve_again()
-    ticket = served.ticket()
-    for _ in range(2):
-        preview(served.address, ticket.identity, TIMEOUT)
-    with pytest.raises(Refused, match=r"asked too often; it may again in \d+ s"):
-        preview(served.address, ticket.identity, TIMEOUT)
-
-
-def test_a_line_is_measured_by_its_host_for_a_bounded_time_and_not_too_often(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ticket = served.ticket()
-    for rate in measure(served.address, ticket.identity):
-        assert rate.bits_per_second > 1e6
-    monkeypatch.setattr(admission_client, "MEASURE_BYTES", 1 << 30)
-    monkeypatch.setattr(admission_client, "_OWN_SECONDS", 0.1)
-    up, down = measure(served.address, ticket.identity)
-    assert up.is_limited
-    assert down.is_limited
-    with pytest.raises(Refused, match=r"measured a moment ago; it can be measured again in \d+ s"):
-        measure(served.address, ticket.identity)
-    assert (served.waiting_room.here, served.refusals()) == (0, {})
-
-
-def test_many_tickets_measure_no_more_than_a_few(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "ALL_MEASUREMENTS_AT_ONCE", 4)
-    served.serve_again()
-    for _ in range(2):
-        measure(served.address, served.ticket().identity)
-    with pytest.raises(Refused, match=r"many hosts have measured their lines; this one can be measured in \d+ s"):
-        measure(served.address, served.ticket().identity)
-
-
-def test_a_measurement_has_few_bytes_and_no_other_beside_it(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    with closing(make_channel(served.address, served.ticket().identity, EXCHANGE)) as channel:
-        path = call_path(ADMISSION_SERVICE, "Measure")
-        call: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(path)
-        with pytest.raises(grpc.RpcError) as error:
-            list(call(iter([bytes(1 << 20)] * 5), wait_for_ready=True, timeout=TIMEOUT))
-        assert "in a measurement" in str(error.value)
-        with pytest.raises(grpc.RpcError) as error:
-            list(call(iter([b""] * 5000), wait_for_ready=True, timeout=TIMEOUT))
-        assert "in a measurement" in str(error.value)
-        monkeypatch.setattr(admission, "MEASURE_SECONDS", TIMEOUT)
-        over, frames = threading.Event(), [bytes(1)]
-        first = call(_until(over, frames), wait_for_ready=True, timeout=TIMEOUT)
-        assert next(first) == b""
-        monkeypatch.setattr(admission, "MEASURE_SECONDS", 0.1)
-        with pytest.raises(Refused, match=BUSY):
-            measure(served.address, served.ticket().identity)
-        over.set()
-        assert list(first) == []
 
 
 # ---- the end of the run ----
@@ -718,44 +385,6 @@ def test_join_takes_another_slot_for_a_host_that_was_parted_from_its_neighbour(
     assert taken == ["a", "a"]
     assert [(one.number, one.ended) for one in served.memberships.holders()] == [(1, f"{PARTED} home.1"), (2, None)]
     assert "run: a was parted from its neighbour: this host takes another slot\n" in capsys.readouterr().out
-
-
-def test_a_host_whose_line_is_measured_hears_that_the_run_is_over(
-    served: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stalls = threading.Event()
-    monkeypatch.setattr(admission_client, "_said", lambda _: _until(stalls, HALF))  # a line slower than any limit
-    for module in (admission, admission_client):
-        monkeypatch.setattr(module, "PROBE_SECONDS", 10 * TIMEOUT)
-    served.waiting_room = WaitingRoom({"home": ["a", "b"]}, group_spares)
-    served.serve_again()
-    with ThreadPoolExecutor() as threads:
-        waits = threads.submit(join, served.ticket().to_text(), JoiningHost(served.folder / "anna"))
-        served.wait_until(lambda: bool(served.waiting_room._probing))
-        served.run.exchange.coordinator.last_round = 9
-        served.run.exchange.coordinator.open = None
-        assert served.waiting_room.wait_until_told(TIMEOUT)
-        waits.result(TIMEOUT)  # it returns exit code 0
-        stalls.set()
-    said = capsys.readouterr().out.splitlines()
-    ended = "run: the exchange stopped measuring this line"
-    assert said[-2:] == [ended, "run: the run is over (round 9 of 9); no round was left to train"]
-
-
-def test_hosts_that_wait_for_a_group_hear_that_the_run_has_failed(served: Served) -> None:
-    served.run.exchange.fail("made up")
-    with pytest.raises(RunFailed, match="made up"):
-        served.takes(served.ticket())
-
-
-def test_nobody_who_is_gone_keeps_the_end_waiting(served: Served) -> None:
-    clock = Clock()
-    waiting_room = WaitingRoom({"home": ["a", "b"]}, group_spares, clock)
-    waiting_room.slot_for("gone", ["a", "b"])
-    waiting_room.slot_for("seated", ["a", "b"])
-    waiting_room.has_slot("seated")
-    clock.time += FORGET_SECONDS + 1.0
-    assert waiting_room.wait_until_told(0.0)
 
 
 # ---- which slots a ticket is good for ----

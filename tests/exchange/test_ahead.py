@@ -39,11 +39,7 @@ def _ask(run: Run, holds: int, trained: dict[str, int]) -> dict[str, tuple[int, 
 
 def test_a_round_is_trained_already_if_all_of_a_replica_have_trained_it(run: Run) -> None:
     run.deposit(1, "dc", *HOMES)
-    assert _ask(run, 1, {"dc": 2, "home.0": 2, "home.1": 0}) == {
-        "dc": (2, 2),
-        "home.0": (2, 0),
-        "home.1": (2, 0),
-    }
+    assert _ask(run, 1, {"dc": 2, "home.0": 2, "home.1": 0}) == {"dc": (2, 2), "home.0": (2, 0), "home.1": (2, 0)}
     run.deposit(2, "dc", *HOMES)
     assert _ask(run, 2, dict.fromkeys(HOMES, 3)) == dict.fromkeys(HOMES, (3, 3))
 
@@ -57,10 +53,6 @@ def test_who_has_not_heard_it_is_told_again(run: Run) -> None:
 
 
 def test_who_has_trained_a_round_that_others_closed_is_told_that(run: Run) -> None:
-    """The members hold theta after round 1 and have trained round 2.
-
-    That round closed without them, so round 3 is due.
-    """
     run.deposit(1, "dc", *HOMES)
     run.assign(1, "dc")
     run.deposit(2, "dc")

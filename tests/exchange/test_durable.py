@@ -14,15 +14,19 @@ import torch
 from log_files import checkpoint_path, folder_of
 
 from hetero_pp.config.checkpoint import RunCheckpoint, initial_checkpoint, save_checkpoint
+from hetero_pp.core.errors import HeteroPPError
 from hetero_pp.core.files import PART, whole, write_whole
 from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry, Report, RoundRecord
 from hetero_pp.model.transformer import ModelShape
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
+from hetero_pp.pseudo_gradient.rows import rows_of
 from hetero_pp.research.trainer.train import Checkpoint
 from hetero_pp.store.folder import FolderStore
+from replica_groups.engines.ranks import Ranks
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.member import reporter as reporter_module
 from replica_groups.member.error_feedback import Undecided
+from replica_groups.member.rank_rows import read_part, write_part
 from replica_groups.member.reporter import Reporter
 from replica_groups.member.saved_states import SavedStates
 
@@ -87,17 +91,6 @@ def test_a_torn_write_leaves_what_was_there(
 
 def _files(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file()]
-
-
-def test_a_state_that_is_torn_is_none(tmp_path: Path) -> None:
-    states = SavedStates(tmp_path, "run", 1)
-    states.save(1, lambda folder: (folder / "moments").write_text("1"))
-    with pytest.raises(Torn):
-        states.save(2, lambda folder: _write_half(folder / "moments", b"22"))
-    assert states.rounds() == [1]
-    assert states.check().rounds == {1}
-    states.save(2, lambda folder: (folder / "moments").write_text("2"))
-    assert states.check().rounds == {1, 2}
 
 
 @pytest.mark.parametrize(
@@ -245,3 +238,30 @@ def test_a_flush_of_a_member_that_is_asked_to_stop_does_not_wait_for_an_exchange
     assert exchange.heard == 0
     exchange.lets.set()
     reporter.close()
+
+
+ROWS_TILE = (8, 8)
+ROWS = {"a": (37, 5), "b": (9,), "c": (16, 3)}
+
+
+@pytest.mark.parametrize("before", [1, 2, 3, 7])
+@pytest.mark.parametrize("after", [1, 2, 4])
+def test_any_number_of_ranks_reads_what_any_other_wrote(before: int, after: int, tmp_path: Path) -> None:
+    wholes = {f"{kind}:{name}": torch.randn(shape) for kind in ("error", "m") for name, shape in ROWS.items()}
+
+    def cut(rank: int, world: int) -> dict[str, torch.Tensor]:
+        rows = {name: rows_of(shape, ROWS_TILE, rank, world) for name, shape in ROWS.items()}
+        return {name: t[rows[name[-1]].start : rows[name[-1]].stop] for name, t in wholes.items()}
+
+    for rank in range(before):
+        write_part(tmp_path, Ranks(rank, before), cut(rank, before))
+    for rank in range(after):
+        found, expected = read_part(tmp_path, Ranks(rank, after), ROWS, ROWS_TILE), cut(rank, after)
+        assert found.keys() == expected.keys()
+        assert all(found[name].equal(tensor) for name, tensor in expected.items())
+
+
+def test_a_missing_rank_is_said(tmp_path: Path) -> None:
+    write_part(tmp_path, Ranks(1, 2), {"error:a": torch.zeros(3, 5)})
+    with pytest.raises(HeteroPPError, match="expected one file per rank"):
+        read_part(tmp_path, Ranks(0, 1), ROWS, ROWS_TILE)

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from failing_disk import each_operation, failing_disk
 from members import TIMEOUT, assign_all, in_thread, patient
-from test_exchange import SETTINGS, _blob
+from three_members import SETTINGS, _blob
 
 from hetero_pp.config.checkpoint import RunCheckpoint, initial_checkpoint
 from hetero_pp.config.spec import Roster

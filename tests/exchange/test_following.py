@@ -61,15 +61,6 @@ def test_a_fetch_brings_the_blobs_of_the_other_replicas_that_follow(run: Run, se
     assert replies == [("a", ["c", "d"]), ("c", ["d"]), ("b", [])]
 
 
-def test_as_many_follow_as_fit(run: Run, served: ExchangeClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    size = len(run.blob(BlobAddress("run", 1, "b", "norm")))
-    monkeypatch.setattr(decided, "FOLLOWING_BYTES_MAX", 2 * size)
-    replies = _replies(run)
-    for name in ("a", "c", "d"):
-        assert served.fetch("b", 1, name, "norm") == run.blob(BlobAddress("run", 1, name, "norm"))
-    assert replies == [("a", ["c"]), ("d", [])]
-
-
 def test_nothing_follows_a_large_blob_which_is_not_kept(
     run: Run, served: ExchangeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

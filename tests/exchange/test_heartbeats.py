@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,9 +15,7 @@ from hetero_pp.config.lines import LinkShape, LinkSpec
 from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.yaml_file import ConfigFile
 from hetero_pp.core.errors import ExchangeLost, HeteroPPError, LinkClosed, Refused, RunFailed
-from hetero_pp.link.protocol import LinkEnds
 from hetero_pp.messages.messages_pb2 import (
-    AssignReply,
     HeartbeatReply,
     HeartbeatRequest,
     JoinReply,
@@ -27,14 +24,14 @@ from hetero_pp.messages.messages_pb2 import (
     ReportRequest,
 )
 from hetero_pp.program.launch import in_process
-from hetero_pp.rpc.exchange_service import NO_STATES, Caller, ExchangeService
+from hetero_pp.rpc.exchange_service import Caller, ExchangeService
 from hetero_pp.rpc.identities import Credentials
 from hetero_pp.rpc.link_end import LinkSide
 from hetero_pp.rpc.stage_link import StageLink
 from hetero_pp.store.faults import FaultPhase, Missed
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.member import session as session_module
-from replica_groups.member.session import Heartbeat, LedgerOf, Links, MemberSession
+from replica_groups.member.session import Heartbeat
 
 SIDE = LinkSide(LinkSpec("home.0-1", "home.0", "home.1", LinkShape(), LinkShape()), Credentials("", "run"), "home.1", 1)
 MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
@@ -88,28 +85,6 @@ def test_who_is_suspended_gives_up_the_links_of_that_generation_alone() -> None:
     with heartbeats.sending():
         assert told.wait(TIMEOUT)
     assert given_up[0] == (5, "home.0 is gone")
-
-
-class _Waiting:
-    """Links whose neighbour never connects. Implements Links."""
-
-    ledgers: Sequence[LedgerOf] = ()
-
-    def __init__(self) -> None:
-        self._generations = StageLink(SIDE)
-        self.give_up = self._generations.give_up
-
-    def form(self, work: AssignReply) -> LinkEnds:
-        return LinkEnds(self._generations.accept(TIMEOUT, work.generation))
-
-
-def test_a_member_whose_generation_ends_while_its_links_are_formed_waits_no_longer() -> None:
-    """The member has trained nothing in this generation yet."""
-    exchange = Heard(HeartbeatReply(suspended=4, cause="home.0 is gone"))
-    session = MemberSession(cast(ExchangeService, exchange), "home.1", "home")
-    joined = session.joined("", NO_STATES, cast(Links, _Waiting()))
-    with joined, pytest.raises(LinkClosed, match=r"home\.0 is gone"):
-        session.form(AssignReply(round=1, generation=4))
 
 
 def test_who_leaves_cuts_no_neighbour_off(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -243,10 +243,7 @@ def test_no_lie_to_the_exchange_bends_stalls_or_ends_a_run(corpus: Path, tmp_pat
     instead = INSTEAD[overlap]
     names = [*instead] if overlap else ["c", *instead]
     liars = {name: {"kind": "datacenter"} for name in names}
-    exchange = {
-        "grace": {"least": "20 s", "most": "20 s"},
-        "lease": {"least": "60 s", "most": "60 s"},
-    }
+    exchange = {"grace": {"least": "20 s", "most": "20 s"}, "lease": {"least": "60 s", "most": "60 s"}}
     spec = lying_spec(corpus, ROUNDS[overlap], liars, overlap=overlap, exchange=exchange)
     with LyingRun(spec, tmp_path) as run, ExitStack() as stack:
         beside, told = Liar(run), set[tuple[str, str, str]]()
@@ -261,7 +258,8 @@ def test_no_lie_to_the_exchange_bends_stalls_or_ends_a_run(corpus: Path, tmp_pat
     assert harm == []
     assert beside.escaped == []
     assert grown < MOST_GROWTH
-    assert overlap or [field for name in METHODS for field in _fields(name) if field not in beside.sent] == []
+    left = [field for name in METHODS for field in _fields(name) if field not in beside.sent]
+    assert overlap or left == [], [repr(error) for error in run.errors["c"]]
     calls = {call for paced in instead.values() for call in paced if call != "Report"}
     fields = {field for call in calls for field in _fields(call) if field[1]}
     assert fields - {(call, path) for call, path, _ in told} == set()

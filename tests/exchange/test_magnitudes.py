@@ -74,61 +74,52 @@ def test_what_is_alike_stays_as_it_is(norms: tuple[float, ...], before: list[Rou
     assert record.SerializeToString() == told
 
 
-@pytest.mark.parametrize("before", [[], _past(ALIKE)], ids=["first round", "later"])
-def test_one_that_is_larger_than_the_others_is_scaled_to_the_most_there_may_be(before: list[RoundRecord]) -> None:
-    assert _bounded(_record(_entry("x", 1.0), _entry("y", 20.0), _entry("z", 1.0)), before) == (
-        {"x": 1.0, "y": pytest.approx(SETTING.scale / 20), "z": 1.0},
+MOST = SETTING.scale
+LATER = _past({"x": [1.0] * 4, "y": [1.0] * 4})
+SCALED_BEFORE = [_record(_entry("x", 20.0, scale=0.05), _entry("y", 1.0), round_=n) for n in range(1, 6)]
+TEN_TIMES_ITS_OWN = _past({"x": [0.1] * 5, "y": [1.0] * 5, "z": [1.0] * 5})
+ONE, OTHER = _entry("x", 1.0), _entry("z", 1.0)
+BOUNDED: dict[str, tuple[list[ContributionEntry], list[RoundRecord], dict[str, float], list[str]]] = {
+    "larger, in a first round": ([ONE, _entry("y", 20.0), OTHER], [], {"x": 1, "y": MOST / 20, "z": 1}, []),
+    "larger, later": ([ONE, _entry("y", 20.0), OTHER], _past(ALIKE), {"x": 1, "y": MOST / 20, "z": 1}, []),
+    "one large value": ([ONE, _entry("y", 1.0, peak=10.0), OTHER], [], {"x": 1, "y": MOST / 20, "z": 1}, []),
+    "far larger": ([ONE, _entry("y", 51.0), OTHER], [], {"x": 1, "z": 1}, ["y"]),
+    "infinite": ([ONE, _entry("y", math.inf), OTHER], [], {"x": 1, "z": 1}, ["y"]),
+    "ten times its own, as the others": (
+        [ONE, _entry("y", 1.0), OTHER],
+        TEN_TIMES_ITS_OWN,
+        {"x": MOST / 10, "y": 1, "z": 1},
         [],
-    )
+    ),
+    "what was scaled raises no limit": (
+        [_entry("x", 20.0), _entry("y", 1.0)],
+        SCALED_BEFORE,
+        {"x": MOST / 20, "y": 1},
+        [],
+    ),
+    # Otherwise a replica with a tiny first contribution would get the other one excluded.
+    "one of two without a history": ([ONE, _entry("y", 1000.0)], [], {"x": 1, "y": MOST / 1000}, []),
+    "small beside another with a history": ([_entry("x", 1e-6), _entry("y", 1.0)], LATER, {"x": 1, "y": 1}, []),
+    "one of two with a history": ([ONE, _entry("y", 1000.0)], LATER, {"x": 1}, ["y"]),
+    # After a change of the learning rate, for example, all are scaled and the history follows.
+    "something is always counted": ([_entry("x", 1e9)], _past({"x": [1.0] * 4}), {"x": MOST / 1e9}, []),
+    # If rounds have a fixed duration, a fast replica may take ten times as many steps as a slow one.
+    "more steps": ([ONE, _entry("y", 30.0, steps=100), OTHER], [], {"x": 1, "y": 1, "z": 1}, []),
+    "steps that are claimed": (
+        [ONE, _entry("y", 500.0, steps=2**32), OTHER],
+        [],
+        {"x": 1, "y": MOST * MOST_TIMES_THE_STEPS / 500, "z": 1},
+        [],
+    ),
+}
 
 
-def test_one_large_value_is_as_bad_as_many() -> None:
-    assert _bounded(_record(_entry("x", 1.0), _entry("y", 1.0, peak=10.0), _entry("z", 1.0)))[0]["y"] == pytest.approx(
-        SETTING.scale / 20
-    )
-
-
-@pytest.mark.parametrize("norm", [51.0, 250.0, 3e38, float("inf")])
-def test_one_that_is_far_larger_is_not_counted(norm: float) -> None:
-    assert _bounded(_record(_entry("x", 1.0), _entry("y", norm), _entry("z", 1.0))) == ({"x": 1.0, "z": 1.0}, ["y"])
-
-
-def test_it_is_held_against_its_own_too() -> None:
-    """Replica `x` is ten times as large as in its own past, though it is only as large as the other replicas."""
-    before = _past({"x": [0.1] * 5, "y": [1.0] * 5, "z": [1.0] * 5})
-    assert _bounded(_record(_entry("x", 1.0), _entry("y", 1.0), _entry("z", 1.0)), before)[0] == {
-        "x": pytest.approx(SETTING.scale / 10),
-        "y": 1.0,
-        "z": 1.0,
-    }
-
-
-def test_what_was_scaled_is_no_measure() -> None:
-    """A replica whose contributions are always too large does not raise its own limit."""
-    before = [_record(_entry("x", 20.0, scale=0.05), _entry("y", 1.0), round_=n) for n in range(1, 6)]
-    assert _bounded(_record(_entry("x", 20.0), _entry("y", 1.0)), before)[0]["x"] == pytest.approx(SETTING.scale / 20)
-
-
-def test_of_two_nobody_is_left_out_before_it_has_a_history() -> None:
-    """Otherwise a replica with a tiny first contribution would get the other one excluded."""
-    pair = _record(_entry("x", 1.0), _entry("y", 1000.0))
-    assert _bounded(pair) == ({"x": 1.0, "y": pytest.approx(SETTING.scale / 1000)}, [])
-    small = _record(_entry("x", 1e-6), _entry("y", 1.0))
-    assert _bounded(small, _past({"x": [1.0] * 4, "y": [1.0] * 4})) == ({"x": 1.0, "y": 1.0}, [])
-    large = _record(_entry("x", 1.0), _entry("y", 1000.0))
-    assert _bounded(large, _past({"x": [1.0] * 4, "y": [1.0] * 4})) == ({"x": 1.0}, ["y"])
-
-
-def test_something_is_always_counted() -> None:
-    """After a change of the learning rate, for example, all are scaled and the history follows."""
-    alone = _record(_entry("x", 1e9))
-    assert _bounded(alone, _past({"x": [1.0] * 4})) == ({"x": pytest.approx(SETTING.scale / 1e9)}, [])
-
-
-def test_more_steps_come_to_more() -> None:
-    """If rounds have a fixed duration, a fast replica may take ten times as many steps as a slow one."""
-    fast = _entry("y", 30.0, steps=100)
-    assert _bounded(_record(_entry("x", 1.0), fast, _entry("z", 1.0)))[0]["y"] == 1.0
+@pytest.mark.parametrize(("entries", "before", "scales", "left_out"), BOUNDED.values(), ids=BOUNDED)
+def test_what_is_too_large_is_scaled_to_the_most_there_may_be_or_not_counted(
+    entries: list[ContributionEntry], before: list[RoundRecord], scales: dict[str, float], left_out: list[str]
+) -> None:
+    found, out = _bounded(_record(*entries), before)
+    assert (found, out) == (pytest.approx(scales), left_out)
 
 
 @pytest.mark.parametrize("limited", [False, True])
@@ -226,12 +217,6 @@ def test_large_batches_come_to_more() -> None:
         assert (_bounded(_record(*entries))[0]["y"] < 1) == is_scaled
 
 
-@pytest.mark.parametrize("steps", [10**4, 2**32])
-def test_steps_that_are_claimed_allow_a_bounded_number_of_times_as_much(steps: int) -> None:
-    record = _record(_entry("x", 1.0), _entry("y", 500.0, steps=steps), _entry("z", 1.0))
-    assert _bounded(record)[0] == {"x": 1.0, "y": pytest.approx(SETTING.scale * MOST_TIMES_THE_STEPS / 500), "z": 1.0}
-
-
 # ---- in a run ----
 
 
@@ -245,15 +230,6 @@ def test_of_who_trains_on_all_of_its_way_is_expected() -> None:
         assert [scale_of(one) for one in record.contributions] == pytest.approx(scales)
         assert [one.steps for one in record.contributions] == [10] * 3
     assert _bounded(_record(*map(_entry, "xyz", (12.0, 1.0, 1.0)), round_=9), past)[0]["x"] == pytest.approx(5 / 12)
-
-
-def test_who_was_left_out_begins_anew() -> None:
-    past = [_record(*map(_entry, "xyz", (1.0,) * 3), round_=round_) for round_ in range(1, 7)]
-    past += [_record(*map(_entry, "yz", (1.0,) * 2), round_=round_) for round_ in (7, 8)]
-    past[-1].left_out.append("x")
-    record = _record(*map(_entry, "xyz", (12.0, 1.0, 1.0)), round_=9)
-    bound(record, past, SETTING, trains_on=True)
-    assert scale_of(record.contributions[0]) == pytest.approx(5 / 12)
 
 
 @pytest.fixture

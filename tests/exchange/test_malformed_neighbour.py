@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-import math
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from members import TIMEOUT
-from small_run import GRACE, Run
+from small_run import Run
 
-from hetero_pp.config.folder import RunFolder
-from hetero_pp.config.run_config import RunConfig
-from hetero_pp.config.shared import told_of
-from hetero_pp.config.spec import RunSpec
-from hetero_pp.core.errors import HeteroPPError, Refused
-from hetero_pp.link.protocol import Message
-from hetero_pp.link.shaping import Lines
-from hetero_pp.messages.messages_pb2 import EXCLUDED, GRADIENT, AssignReply, BlobHeader, EnrolReply
-from hetero_pp.messages.refusals import Kind
-from hetero_pp.program.join.membership import take_slot
-from hetero_pp.program.launch.in_process import run_in_process
+from hetero_pp.core.errors import Refused
+from hetero_pp.messages.messages_pb2 import EXCLUDED, AssignReply, EnrolReply
 from hetero_pp.rpc.admission_client import enrol
-from hetero_pp.rpc.connections import NetworkConnections
 from hetero_pp.rpc.exchange_client import ExchangeClient
-from hetero_pp.rpc.exchange_service import Caller
 from hetero_pp.rpc.identities import (
     Credentials,
     Identity,
@@ -41,169 +26,23 @@ from hetero_pp.rpc.identities import (
     new_key,
     signing_request,
 )
-from hetero_pp.rpc.link_end import GrpcLinkEnd
 from hetero_pp.simulator.planner.grouping import group_spares
 from replica_groups.exchange.admission import RunForGuests
 from replica_groups.exchange.exchange import Exchange
-from replica_groups.exchange.host import begin_run, make_exchange
-from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.memberships import MOST_BLAMED, STRANGERS, Memberships
 from replica_groups.exchange.server import OpenHouse, serve_exchange
 from replica_groups.exchange.waiting_room import WaitingRoom
-from replica_groups.member.take_part import take_part
 from replica_groups.rounds import coordinator
 from replica_groups.rounds.coordinator import MOST_MALFORMED
 
-ROUNDS = 3
 SECRET = Secret("the run's secret")
 HOUR = 3600.0
-DEPOSIT = ExchangeClient.deposit_blob
-
-
-def _spec(corpus: Path, quorum: float, *more: str) -> RunSpec:
-    """Return a run of the datacenter replicas `dc` and `more`, and of the group `home`."""
-    config: dict[str, Any] = {
-        "name": "homes",
-        "model": {"preset": "micro", "width": 16, "heads": 2, "feed_forward": 24, "layers": 2},
-        "data": {"corpus": str(corpus), "sequence_length": 16, "validation_sequences": 4},
-        "inner": {"steps": 2, "warmup_steps": 2, "learning_rate": 0.01},
-        "checkpoints": {"every": 1},
-        "outer": {"rounds": ROUNDS, "compression": {"density": "1/8"}},
-        # A replica that takes part is awaited, on a busy machine too.
-        "exchange": {"listen": "127.0.0.1:0", "quorum": quorum, "grace": {"least": "60 s"}},
-        "replicas": [
-            *({"name": name, "kind": "datacenter", "batch_size": 4} for name in ("dc", *more)),
-            {"name": "home", "kind": "participants", "stages": 2, "batch_size": 4, "micro_batches": 2},
-        ],
-    }
-    return RunSpec(RunConfig.model_validate(config), 256)
-
-
-class Hosts:
-    """An exchange that admits tickets, and its members.
-
-    Each member is a thread that uses gRPC to the exchange and to neighbours.
-    """
-
-    def __init__(self, folder: Path, spec: RunSpec, stack: ExitStack) -> None:
-        self.spec, self.runs = spec, folder
-        self.folder = RunFolder(folder / "homes")
-        self.exchange = make_exchange(spec, self.folder)
-        self.memberships = Memberships(folder / "members.sqlite")
-        stack.callback(self.memberships.close)
-        house = OpenHouse(self.memberships, RunForGuests(*told_of(spec.config)), WaitingRoom({}, group_spares))
-        server, port = serve_exchange(self.exchange, SECRET, "127.0.0.1:0", encrypted=True, open_house=house)
-        stack.callback(lambda: server.stop(None).wait(TIMEOUT))
-        self.address = f"127.0.0.1:{port}"
-        self.failed: dict[str, str] = {}
-        self._threads: list[threading.Thread] = []
-        self._tickets = [self.memberships.invite("home.1", HOUR) for _ in range(2)]
-        threading.Thread(target=begin_run, args=(self.exchange, spec, self.folder, None), daemon=True).start()
-
-    def starts(self, host: str, credentials: Credentials) -> None:
-        """Start a member on a host.
-
-        Successive hosts of a member share one folder, which keeps the optimizer's moments.
-        """
-
-        def run() -> None:
-            torch.set_num_threads(1)
-            member, own = self.spec.members[credentials.name], RunFolder(self.runs / credentials.name)
-            connections = NetworkConnections(self.spec, member, self.address, credentials, Lines(own.lines))
-            try:
-                with connections:
-                    take_part(self.spec, member, connections, own)
-            except HeteroPPError as error:
-                self.failed[host] = str(error)
-
-        thread = threading.Thread(target=run, name=host, daemon=True)
-        thread.start()
-        self._threads.append(thread)
-
-    def trusted(self, name: str) -> None:
-        self.starts(name, SECRET.credentials(name, encrypted=True))
-
-    def guest(self, host: str) -> None:
-        """Let a host take home.1 by the next ticket for it."""
-        issued = self._tickets.pop(0)
-        ticket = make_ticket("homes", self.address, SECRET.authority, issued, time.time() + HOUR)
-        self.starts(host, take_slot(ticket, self.runs / host).credentials)
-
-    def wait_until(self, is_so: Callable[[], bool]) -> None:
-        over = threading.Event()
-        for _ in range(int(4 * TIMEOUT / 0.05)):
-            if is_so():
-                return
-            assert self.exchange.runner.failure is None
-            over.wait(0.05)
-        raise AssertionError("it did not come to that")
-
-    def ends(self, *failed: str) -> None:
-        """Wait until every round is decided and all members have ended. No other host than `failed` has failed."""
-        self.wait_until(lambda: self.exchange.coordinator.is_through or self.failed.keys() > {*failed})
-        assert self.failed.keys() == {*failed}, self.failed
-        for thread in self._threads:
-            thread.join(TIMEOUT)
-            assert not thread.is_alive()
-        self.exchange.end_watching()
-
-
-def _counted(log: ContributionLog) -> list[dict[str, bytes]]:
-    """Return the digest of every included blob, by round."""
-    return [
-        {
-            f"{one.replica} {blob.block}": blob.sha256
-            for one in log.read_record(round_).contributions
-            for blob in one.blobs
-        }
-        for round_ in range(1, ROUNDS + 1)
-    ]
 
 
 @pytest.fixture
 def stack() -> Iterator[ExitStack]:
     with ExitStack() as stack:
         yield stack
-
-
-class Liar:
-    """Makes the gradients that home.1 sends in one round infinite or NaN, while `is_lying`."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, round_: int) -> None:
-        self.lies, self.is_lying = 0, True
-        send = GrpcLinkEnd.send
-
-        def lie(end: GrpcLinkEnd, message: Message) -> None:
-            header = message.header
-            if self.is_lying and header.purpose == GRADIENT and header.round == round_:
-                self.lies += 1
-                message = Message(header, tuple(torch.full_like(one, math.nan) for one in message.tensors))
-            send(end, message)
-
-        monkeypatch.setattr(GrpcLinkEnd, "send", lie)
-
-
-def test_the_sender_of_malformed_messages_is_parted_and_the_run_comes_to_its_bits(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stack: ExitStack
-) -> None:
-    """The group forms again with the next host. The result has the bits of a run without an attack."""
-    spec = _spec(corpus, quorum=1.0)
-    hosts, liar = Hosts(tmp_path, spec, stack), Liar(monkeypatch, round_=2)
-    for name in ("dc", "home.0"):
-        hosts.trusted(name)
-    hosts.guest("liar")
-    hosts.wait_until(lambda: "liar" in hosts.failed)
-    assert f"was parted from its neighbour home.0 after {MOST_BLAMED} malformed messages" in hosts.failed["liar"]
-    assert hosts.exchange.coordinator.last_round == 1
-    liar.is_lying = False
-    hosts.guest("honest")
-    hosts.ends("liar")
-    told = [report for report in hosts.exchange.watch() if report.HasField("refusal")]
-    refused = [(one.member, one.refusal.sender) for one in told if one.refusal.kind == Kind.MALFORMED]
-    assert refused == [("home.0", "home.1")] * MOST_BLAMED
-    others = RunFolder(tmp_path / "in process")
-    run_in_process(spec, others, lambda report: None)
-    assert _counted(hosts.exchange.log) == _counted(make_exchange(spec, others).log)
 
 
 class Group:
@@ -394,73 +233,12 @@ def test_a_ticket_that_strangers_were_parted_from_is_revoked(tmp_path: Path, sta
     ]
 
 
-def test_a_group_that_breaks_again_and_again_is_not_waited_for(group: Group) -> None:
-    group.host("home.1").joins("home.1")
-    for _ in range(4):
-        work = group.forms()
-        group.clients["home.0"].broken("home.0", work.generation, "nothing came from home.1")
-    group.run.deposit(1, "dc")
-    group.run.passes(GRACE.most + 1)
-    assert group.run.counted(1).keys() == {"dc"}
-
-
-def _without_home_in_round_2(
-    corpus: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, stack: ExitStack
-) -> list[dict[str, bytes]]:
-    """Return the included blobs of a run in which `home` is honest, and barred from one round."""
-    hosts = Hosts(folder, _spec(corpus, 0.5, "other"), stack)
-    coordinator = hosts.exchange.coordinator
-    monkeypatch.setattr(coordinator, "_is_barred", lambda replica, round_: (replica, round_) == ("home", 2))
-    _other_waits_for_home(monkeypatch, hosts, lambda: True)
-    for name in hosts.spec.members:
-        hosts.trusted(name)
-    hosts.ends()
-    return _counted(hosts.exchange.log)
-
-
-def _other_waits_for_home(monkeypatch: pytest.MonkeyPatch, hosts: Hosts, is_barred: Callable[[], bool]) -> None:
-    """Let `other` contribute to round 2 once `home` is barred, and to round 3 once `home` trains it.
-
-    Otherwise a round may close without the group.
-    """
-    home = hosts.exchange.coordinator.replicas["home"]
-
-    def waits(client: ExchangeClient, header: BlobHeader, data: bytes, caller: Caller) -> None:
-        if (header.replica, header.round) == ("other", 2):
-            hosts.wait_until(is_barred)
-        if (header.replica, header.round) == ("other", 3):
-            hosts.wait_until(lambda: home.round == 3 or hosts.exchange.coordinator.last_round == 3)
-        DEPOSIT(client, header, data, caller)
-
-    monkeypatch.setattr(ExchangeClient, "deposit_blob", waits)
-
-
-def test_a_trusted_group_whose_link_carries_malformed_messages_is_barred_and_the_run_goes_on(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stack: ExitStack
+@pytest.mark.parametrize("quorum", [1.0, 0.5])
+def test_malformed_messages_end_a_run_if_a_quorum_needs_their_replica_and_else_bar_that(
+    quorum: float, tmp_path: Path
 ) -> None:
-    """The group takes part again afterwards. All bits are those of a run without the group in that round."""
-    monkeypatch.setattr(coordinator, "BARRED_ROUNDS", 1)
-    expected = _without_home_in_round_2(corpus, tmp_path / "expected", monkeypatch, stack)
-    hosts, liar = Hosts(tmp_path / "lied to", _spec(corpus, 0.5, "other"), stack), Liar(monkeypatch, round_=2)
-    home = hosts.exchange.coordinator.replicas["home"]
-    _other_waits_for_home(monkeypatch, hosts, lambda: home.barred_until == 3)
-    for name in hosts.spec.members:
-        hosts.trusted(name)
-    hosts.ends()
-    assert liar.lies >= MOST_MALFORMED
-    found = _counted(hosts.exchange.log)
-    assert [sorted(one) for one in found] == [sorted(one) for one in expected]
-    assert found == expected
-    told = [one.membership_event for one in hosts.exchange.watch() if one.membership_event.what == EXCLUDED]
-    assert [(one.replica, one.slot, one.round) for one in told] == [("home", "home.1", 2)]
-    cause = "round 2: home.0 and home.1 exchanged 3 malformed messages (malformed data from home.1: "
-    assert told[0].cause.startswith(cause)
-    assert told[0].cause.endswith("): home takes part in no round before 3, unless a quorum needs it")
-
-
-def test_a_run_ends_by_malformed_messages_only_if_a_quorum_needs_their_replica(tmp_path: Path) -> None:
     """Training has most likely diverged and would diverge again, and no other cause is known."""
-    run = Run(tmp_path, {"dc": 1, "home": 2}, quorum=1.0)
+    run = Run(tmp_path, {"dc": 1, "home": 2}, quorum)
     for number in range(MOST_MALFORMED):
         assert run.exchange.runner.failure is None
         if number:
@@ -468,7 +246,17 @@ def test_a_run_ends_by_malformed_messages_only_if_a_quorum_needs_their_replica(t
         with ThreadPoolExecutor() as threads:
             work, _ = threads.map(lambda name: run.exchange.assign(name, 0), ("home.0", "home.1"))
         run.exchange.broken("home.0", work.generation, "a coefficient is not finite", "home.1")
-    assert run.exchange.runner.failure == (
-        "round 1: home.0 and home.1 exchanged 3 malformed messages (a coefficient is not finite); without home, 1 of 2 "
-        "needed replicas are left: check whether training diverged, and the memory of both machines"
-    )
+    found = "round 1: home.0 and home.1 exchanged 3 malformed messages (a coefficient is not finite)"
+    if quorum == 1.0:
+        assert run.exchange.runner.failure == (
+            f"{found}; without home, 1 of 2 needed replicas are left: check whether training diverged, and the memory "
+            "of both machines"
+        )
+        return
+    last = coordinator.BARRED_ROUNDS + 1
+    assert run.exchange.runner.failure is None
+    [told] = [one for one in run.told() if one.what == EXCLUDED]
+    assert (told.replica, told.slot, told.round) == ("home", "home.1", 1)
+    assert told.cause == f"{found}: home takes part in no round before {last}, unless a quorum needs it"
+    run.deposit(1, "dc")
+    assert run.counted(1).keys() == {"dc"}

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import get_args
 
 import pytest
-from pydantic.fields import FieldInfo
 from small_run import Run
-from typer.testing import CliRunner
 
 from hetero_pp.config.spec import Roster
 from hetero_pp.core.errors import Refused
 from hetero_pp.core.steady_clock import steady_clock
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.messages import report_bounds
-from hetero_pp.messages.refusals import Kind
+from hetero_pp.messages.messages_pb2 import Refusal
+from hetero_pp.messages.refusals import SECONDS_BETWEEN, TOLD_AT_ONCE, Kind, Refusals
 from hetero_pp.messages.report_bounds import MOST_BYTES, MOST_LOSS, MOST_NORM, ReportBounds, complaint
-from hetero_pp.model.inner import InnerSettings
-from hetero_pp.outer.methods import OuterSettings
-from hetero_pp.program.cli import app
 from hetero_pp.rpc.callers import REPORTS
+from hetero_pp.rpc.limits import MOST_CHARACTERS, plain
 from replica_groups.exchange import reports as reports_module
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.reports import MemberReports
@@ -129,21 +125,6 @@ def test_every_number_that_a_member_may_report_has_a_range() -> None:
                 assert complaint(report, 9, ReportBounds()) is not None, f"{event}.{field.name}"
 
 
-def test_what_is_in_range_is_passed_on(run: Run) -> None:
-    told = [
-        _step(),
-        _step(step=STEPS - 1),
-        _evaluation(),
-        _evaluation(round=0),
-        _use(round=0),
-        _round(),
-        _refusal(),
-        _activity(),
-    ]
-    run.exchange.report(told)
-    assert run.exchange.refusals == 0
-
-
 def test_losses_of_a_run_that_diverges_end_at_their_largest_number(run: Run) -> None:
     """Such losses are honest, but not numbers that readers of JSON and statistics could use."""
     diverged = [_step(loss=math.nan, gradient_norm=3e38), _evaluation(loss=math.inf), _step(loss=1e12)]
@@ -155,40 +136,6 @@ def test_losses_of_a_run_that_diverges_end_at_their_largest_number(run: Run) -> 
     assert told[0].inner_step.gradient_norm == MOST_NORM
     assert not told[3].inner_step.HasField("gradient_norm")
     assert run.exchange.refusals == 0
-
-
-def test_no_setting_is_larger_than_what_a_report_of_it_may_say() -> None:
-    """Otherwise `check` accepts a setting, and then the exchange refuses an honest member."""
-    reported = {name: most for ranges in report_bounds._RANGES.values() for name, (_, most) in ranges.items()}
-    reported |= {"steps": report_bounds.MOST_STEPS, "seconds": reported["compute_seconds"]}
-    found = []
-    for section in (InnerSettings, OuterSettings):
-        for name in section.model_fields.keys() & reported.keys():
-            most = next(one.le for one in _constraints(section.model_fields[name]) if hasattr(one, "le"))
-            assert most <= reported[name], f"{section.__name__}.{name}"
-            found.append(name)
-    assert sorted(found) == ["learning_rate", "learning_rate", "seconds", "steps"]
-
-
-def _constraints(field: FieldInfo) -> Iterator[object]:
-    """Yield the constraints of a field, also of one that may be null."""
-    yield from field.metadata
-    for part in get_args(field.annotation):
-        yield from getattr(part, "__metadata__", ())
-
-
-def test_a_setting_beyond_its_reports_is_refused_with_its_line(tmp_path: Path) -> None:
-    path = tmp_path / "t.yaml"
-    said = {
-        "inner: {learning_rate: 1e8}": "inner.learning_rate: found `100000000.0`, expected at most 1e+06",
-        "outer: {rounds: 1, learning_rate: .inf}": "not YAML: found the number `.inf`",
-        "inner: {seconds: 1e9}": "inner.seconds: found `1000000000.0`, expected at most 1e+08",
-    }
-    for line, expected in said.items():
-        path.write_text(f"name: t\n{line}\n")
-        result = CliRunner().invoke(app, ["check", str(path)])
-        assert result.exit_code == 2
-        assert f"{path}:2: {expected}" in result.stderr
 
 
 @pytest.mark.parametrize("make", [_evaluation, _round, _use, _refusal, _activity])
@@ -244,14 +191,6 @@ def test_confirmations_in_a_loop_are_reported_a_bounded_number_of_times(run: Run
     assert verified == ["a"] * most + ["b"]
 
 
-def test_texts_of_a_refusal_are_cut(run: Run) -> None:
-    """A member may report two refusals a second during the whole run, so each must need little disk space."""
-    run.exchange.report([_refusal(sender="x" * 2_000, reason="y" * 2_000)])
-    (told,) = [one for one in _told(run.exchange) if one.HasField("refusal")]
-    most = reports_module.REFUSAL_CHARACTERS
-    assert (told.refusal.sender, told.refusal.reason) == ("x" * most, "y" * most)
-
-
 def test_reports_are_dated_by_the_exchange() -> None:
     """The time is that of arrival less the reported age.
 
@@ -275,11 +214,6 @@ def test_a_run_lasts_as_long_as_it_does_when_the_date_of_the_machine_is_set() ->
     first = reports.now()
     date[0], seconds[0] = 90_000.0, 53.0
     assert (first, reports.now()) == (1000.0, 1003.0)
-
-
-def test_reports_are_dated_by_a_steady_clock_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reports_module, "steady_clock", lambda: lambda: 1000.0)
-    assert MemberReports(Roster({"a": "a"}, {"a": frozenset()}), ReportBounds()).now() == 1000.0
 
 
 def test_a_reporter_outlives_a_report_that_is_refused(run: Run) -> None:
@@ -332,21 +266,65 @@ def test_a_reporter_samples_what_its_member_does_and_repeats_nothing(monkeypatch
     assert len(exchange.doings) == 3
 
 
-def test_the_first_sample_follows_the_reports_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The exchange moves a report that comes later to no earlier time."""
-    monkeypatch.setattr(reporter_module, "SECONDS_BETWEEN_SAMPLES", 60.0)
-    exchange = _Heard()
-    reporter = Reporter(exchange, "a", interval=0.0)  # type: ignore[arg-type]
-    reporter.does(pb.FORWARD)
-    reporter.send(_step())
-    assert exchange.wait_for([pb.FORWARD])
-    reporter.close()
-    assert [one.WhichOneof("event") for one in exchange.heard] == ["inner_step", "activity"]
-
-
 def test_a_taken_over_run_lets_members_report_the_round_that_they_train(run: Run) -> None:
     """Until the exchange has read its log, it does not know the current round."""
     exchange = run._open(goes_on=True)
     exchange.report([_step(round=7)])
     assert exchange.refusals == 0
     assert [one.inner_step.round for one in _told(exchange)] == [7]
+
+
+class Refusing:
+    """A clock, and the refusals that were reported."""
+
+    def __init__(self) -> None:
+        self.time, self.told = 7.0, list[Refusal]()
+        self.refusals = Refusals(self.told.append, lambda: self.time)
+
+    def counts(self) -> Counter[str]:
+        found: Counter[str] = Counter()
+        for refusal in self.told:
+            found[refusal.kind] += refusal.count
+        return found
+
+
+def test_few_are_told_as_they_come() -> None:
+    told = Refusing()
+    for kind in Kind:
+        told.refusals.add("home.0", f"a reason: {kind}", kind)
+    assert told.told == [Refusal(sender="home.0", reason=f"a reason: {kind}", kind=kind, count=1) for kind in Kind]
+
+
+def test_many_are_counted_and_told_together() -> None:
+    told = Refusing()
+    for number in range(100_000):
+        told.refusals.add(f"mallory:{number}", "a stranger", Kind.STRANGER)
+    told.refusals.add("home.0", "too long", Kind.MALFORMED)
+    assert len(told.told) == TOLD_AT_ONCE
+    assert told.refusals.counts == {Kind.STRANGER: 100_000, Kind.MALFORMED: 1}
+    told.time += SECONDS_BETWEEN
+    told.refusals.add("mallory:last", "a stranger", Kind.STRANGER)
+    assert len(told.told) == TOLD_AT_ONCE + 1
+    assert told.told[-1] == Refusal(
+        sender="mallory:last", reason="a stranger", kind=Kind.STRANGER, count=100_001 - TOLD_AT_ONCE
+    )
+    told.refusals.flush()
+    assert told.counts() == told.refusals.counts
+    told.refusals.flush()
+    assert told.counts() == told.refusals.counts
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a cause: 3 of 4, ünïcode → 你好", "a cause: 3 of 4, ünïcode → 你好"),
+        ("\x1b]0;title\x07\x1b[2J", "\\x1b]0;title\\x07\\x1b[2J"),
+        ("one\nexchange: all is well\r\ttwo", "one exchange: all is well  two"),
+        ("\u202eabc\u200b", "\\u202eabc\\u200b"),
+        ("\x9b31m", "\\x9b31m"),
+        ("a" * (MOST_CHARACTERS + 1), "a" * MOST_CHARACTERS + "…"),
+    ],
+)
+def test_text_for_a_terminal(text: str, shown: str) -> None:
+    assert plain(text) == shown
+    assert plain(shown) == shown or len(shown) > MOST_CHARACTERS

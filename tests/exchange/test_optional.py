@@ -99,21 +99,6 @@ def test_free_slots_are_told_by_how_much_their_replica_lacks(run: Run) -> None:
     assert run.exchange.vacant() == ["dc", "two.0", "one.0", "one.1"]
 
 
-def test_status_tells_who_is_waited_for_and_why_a_round_pauses(run: Run) -> None:
-    assert (run.exchange.status().has_begun, run.exchange.status().is_over) == (True, False)
-    run.assign(0)
-    run.deposit(1, "one.0", "one.1", "two.0", "two.1")
-    status = run.exchange.status()
-    assert ({slot.name: slot.round for slot in status.slots}["one.0"], list(status.missing)) == (1, ["dc"])
-    assert status.paused == ""
-    run.exchange.died("dc", "its host is off")
-    for slot in ("one.0", "two.0"):
-        run.exchange.died(slot, "its host is off")
-    status = run.exchange.status()
-    assert status.paused == "2 of 3 replicas are present, 3 are required"
-    assert {slot.name: slot.round for slot in status.slots}["dc"] == 0
-
-
 # ---- the end of the run ----
 
 

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
+import threading
+from collections.abc import Collection, Hashable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
 
 import pytest
 import torch
+from google.protobuf.message import Message
+from members import TIMEOUT
 from torch import Tensor, nn
 
 from hetero_pp.config.checkpoint import initial_checkpoint
-from hetero_pp.core.errors import LinkClosed, Suspended
-from hetero_pp.messages.messages_pb2 import RoundRecord
+from hetero_pp.config.lines import LinkShape, LinkSpec
+from hetero_pp.core.errors import ExchangeLost, HeteroPPError, LinkClosed, Suspended
+from hetero_pp.core.tensor_files import Scratch
+from hetero_pp.messages.messages_pb2 import BlobHeader, CheckpointRequest, FetchRequest, RecordRequest, RoundRecord
 from hetero_pp.model.transformer import ModelShape, shapes_by_block, shapes_of
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, decode_blob
-from hetero_pp.rpc.exchange_service import Caller
+from hetero_pp.rpc.exchange_service import Arrived, Caller, ExchangeService, untold
 from replica_groups.engines.engine import LocalParameters
+from replica_groups.member.error_feedback import ErrorFeedback
 from replica_groups.member.outer_round import OuterRound
-from replica_groups.member.session import MemberSession
+from replica_groups.member.session import ExchangeLine, MemberSession
 
 SHAPE = ModelShape(width=16, layers=1, heads=2, feed_forward=24, vocabulary=40)
 COMPRESSION = CompressionSettings(density=1 / 8, tile=(8, 8), value_bits=32, quantiser="levels")
@@ -195,3 +203,134 @@ def test_broken_off_and_contributed_again() -> None:
     _assert_equal(member.outer.error, undisturbed.outer.error)
     _assert_equal(member.holds(), undisturbed.holds())
     _assert_equal(member.outer.own.trained[2], undisturbed.outer.own.trained[2])
+
+
+MINE, OTHERS = b"mine", b"others"
+
+
+class FarExchange(ExchangeService):
+    """An exchange whose round closes when a test sets `closed`."""
+
+    def __init__(self) -> None:
+        self.deposited: list[bytes] = []
+        self.fetched: list[tuple[int, str, str]] = []
+        self.closed, self.waits = threading.Event(), threading.Event()
+        self.errors: list[HeteroPPError] = []
+
+    def deposit_blob(self, header: BlobHeader, data: bytes, caller: Caller) -> None:
+        self.deposited.append(data)
+
+    def call(self, request: Message, caller: Caller) -> RoundRecord:
+        assert isinstance(request, RecordRequest)
+        self.waits.set()
+        assert self.closed.wait(TIMEOUT)
+        if self.errors:
+            raise self.errors.pop()
+        record = RoundRecord(round=request.round)
+        for replica in ("own", "other"):
+            entry = record.contributions.add(replica=replica, weight=1.0)
+            for block in ("layers.0", "layers.1"):
+                entry.blobs.add(block=block)
+        return record
+
+    def read_checkpoint(
+        self, request: CheckpointRequest, caller: Caller, arrived: Arrived = untold
+    ) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+    def fetch_blob(self, request: FetchRequest, caller: Caller) -> bytes:
+        self.fetched.append((request.round, request.replica, request.block))
+        return OTHERS
+
+
+def _carried(far: FarExchange) -> MemberSession:
+    line = ExchangeLine(LinkSpec("own-exchange", "own", "exchange", LinkShape(), LinkShape()), 0)
+    return MemberSession(far, "own", "own", "run", line, overlaps=True)
+
+
+def _contribute(carried: MemberSession, round_: int) -> None:
+    carried.deposit("own", BlobAddress("run", round_, "own", "layers.0"), MINE, 1, 2)
+    carried.carry(round_, ["layers.0"])
+
+
+def test_nobody_waits_until_the_record_is_asked_for() -> None:
+    """Blobs of other replicas for the member's blocks have arrived before `record` is called.
+
+    No other blob was fetched.
+    """
+    far = FarExchange()
+    carried = _carried(far)
+    _contribute(carried, 1)
+    assert far.waits.wait(TIMEOUT)
+    assert far.deposited == [MINE]
+    far.closed.set()
+    assert carried.record(1, "own").round == 1
+    assert far.fetched == [(1, "other", "layers.0")]
+    assert carried.fetch("own", 1, "other", "layers.0") == OTHERS
+    assert len(far.fetched) == 1
+    assert carried.line is not None
+    assert carried.line.forward.of_round(1).payload_bytes == len(MINE)
+    assert carried.line.backward.of_round(1).payload_bytes == len(OTHERS)
+
+
+def test_what_goes_wrong_is_heard_where_the_record_is_asked_for() -> None:
+    """A later contribution gets the new answer, not the old error."""
+    far = FarExchange()
+    far.errors.append(ExchangeLost("gone"))
+    carried = _carried(far)
+    _contribute(carried, 1)
+    far.closed.set()
+    with pytest.raises(ExchangeLost, match="gone"):
+        carried.record(1, "own")
+    carried.deposit("own", BlobAddress("run", 1, "own", "layers.0"), MINE, 1, 2)
+    assert far.deposited == [MINE]
+    assert carried.record(1, "own").round == 1
+    assert far.deposited == [MINE, MINE]
+
+
+def test_a_round_that_was_given_up_keeps_nobody() -> None:
+    """The thread of the abandoned attempt keeps waiting, maybe forever.
+
+    The second contribution to the round does not wait for it.
+    """
+    far, again = FarExchange(), threading.Event()
+    carried = _carried(far)
+    _contribute(carried, 1)
+    assert far.waits.wait(TIMEOUT)
+    waits_for_ever, far.closed = far.closed, again
+    far.waits.clear()
+    _contribute(carried, 1)
+    assert far.waits.wait(TIMEOUT)
+    again.set()
+    assert carried.record(1, "own").round == 1
+    assert not waits_for_ever.is_set()
+    waits_for_ever.set()
+
+
+class _Late(Scratch):
+    """Makes each copy no earlier than somebody waits for it."""
+
+    waits = threading.Semaphore(0)
+
+    def keep(self, key: Hashable, tensor: Tensor) -> None:
+        assert self.waits.acquire(timeout=TIMEOUT)
+        super().keep(key, tensor)
+
+
+def test_error_feedback_changes_after_it_was_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copies are made beside the selection, and are those from before the contribution."""
+    error = {"a": torch.ones(3), "b": torch.full((4,), 2.0)}
+    before = {name: tensor.clone() for name, tensor in error.items()}
+    feedback, result = ErrorFeedback(error, OuterSettings(rounds=1), _Late(tmp_path)), Future[None].result
+
+    def waited_for(copy: Future[None]) -> None:
+        _Late.waits.release()
+        result(copy)
+
+    monkeypatch.setattr(Future, "result", waited_for)
+    feedback.begin(1, None)
+    for name in error:
+        feedback.to_change(name).zero_()
+    feedback.take_back()
+    for name, tensor in before.items():
+        assert error[name].equal(tensor)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import threading
@@ -131,15 +130,6 @@ def test_members_that_stopped_one_round_apart_start_again_where_all_of_them_were
     assert found(a={5}, b=set()) == found(a={5}, b={3}) == 5  # states that are missing or old
 
 
-def test_a_replayed_round_has_the_momentum_of_its_checkpoint(log: ContributionLog) -> None:
-    saved = open_checkpoint(checkpoint_path(log, 4)).checkpoint()
-    checkpoint_path(log, 4).unlink()
-    replayed = _find(log, _held(dc={4})).checkpoint
-    assert saved.momentum.keys() == replayed.momentum.keys() == saved.parameters.keys()
-    for name, tensor in saved.tensors().items():
-        assert tensor.equal(replayed.tensors()[name]), name
-
-
 @pytest.mark.parametrize("held", [_held(a={5}, b={2}, dc=set()), _held(a={1, 5}, b={1}, dc={1, 5})])
 def test_if_some_fell_behind_the_newest_round_of_the_log_is_taken(
     trained: tuple[Path, Rounds], log: ContributionLog, held: dict[str, AvailableStates]
@@ -195,11 +185,6 @@ def test_members_tell_and_the_exchange_chooses(log: ContributionLog, tmp_path: P
     assert (tmp_path / "a" / "aside-1" / "round-000004" / "part").read_bytes() == b"state"
 
 
-def test_a_run_that_goes_on_forgets_the_rounds_after(log: ContributionLog) -> None:
-    log.forget_after(3)
-    assert (log.records(), log.checkpoints()) == ({1, 2, 3}, {0, 2})
-
-
 # ---- damage ----
 
 
@@ -227,7 +212,7 @@ def test_what_needs_a_damaged_record_or_contribution_is_not_taken(log: Contribut
     assert "does not match its digest" in found.damaged[0]
 
 
-@pytest.mark.parametrize("share", [0.0, 0.01, 0.1, 0.3, 0.5, 0.7, 0.9, 0.999])
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.999])
 def test_a_flipped_bit_in_a_checkpoint_is_noticed(trained: tuple[Path, Rounds], tmp_path: Path, share: float) -> None:
     path = tmp_path / "checkpoint.safetensors"
     path.write_bytes((trained[0] / "checkpoint-000005.safetensors").read_bytes())
@@ -254,38 +239,6 @@ def test_every_tensor_of_a_checkpoint_is_in_its_digest(
     save_checkpoint(checkpoint, tmp_path / "other")
     with pytest.raises(DamagedFile, match="its tensors do not match its digest"):
         open_checkpoint(tmp_path / "other").checkpoint()
-
-
-def test_a_record_is_its_digest(log: ContributionLog) -> None:
-    path = folder_of(log) / "round-000002" / "record.json"
-    log.read_record(2)
-    content = json.loads(path.read_text())
-    changes = [("round", 3), ("weight", 2.0), ("replica", "other"), ("size", "1"), ("kept_values", "1")]
-    for field, value in changes:
-        changed = json.loads(path.read_text())
-        entry = changed["contributions"][0]
-        part = changed if field in changed else entry if field in entry else entry["blobs"][0]
-        assert field in part, content
-        part[field] = value
-        (folder_of(log) / "round-000001" / "record.json").write_text(path.read_text())
-        path.write_text(json.dumps(changed))
-        with pytest.raises(DamagedFile, match=r"round-000002/record\.json is damaged"):
-            log.read_record(2)
-        path.write_text(json.dumps(content))
-    with pytest.raises(DamagedFile, match=r"round-000001/record\.json is damaged"):
-        log.read_record(1)  # this key now holds the record of round 2
-    path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(DamagedFile, match=r"round-000002/record\.json is damaged"):
-        log.read_record(2)
-
-
-def test_a_checkpoint_under_another_name_or_none_at_all(log: ContributionLog) -> None:
-    checkpoint_path(log, 2).replace(checkpoint_path(log, 4))
-    checkpoint_path(log, 2).touch()
-    found = _find(log, _held(dc={4}))
-    assert found.checkpoint.round == 4
-    assert [path for path in found.damaged if "is the run checkpoint after round 2" in path]
-    assert [path for path in found.damaged if "checkpoint-000002.safetensors is damaged" in path]
 
 
 def test_a_contribution_that_is_lost_is_named(log: ContributionLog) -> None:
@@ -323,38 +276,34 @@ def _saved(folder: Path, run: str = "run", rounds: tuple[int, ...] = (3, 4)) -> 
     return states
 
 
-def test_states_are_what_was_saved(tmp_path: Path) -> None:
-    states = _saved(tmp_path, rounds=(1, 2, 3, 4))
-    assert states.rounds() == [3, 4]
-    assert states.check() == AvailableStates(frozenset({3, 4}))
+NOTED = {
+    "no digests": None,
+    "torn digests": '{"run": "run", "files": {"err',
+    "list": "[]",
+    "null": "null",
+    "no files": '{"run": "run", "files": null}',
+    "numbers": '{"run": "run", "files": [1]}',
+    "deep": "[" * 10_000,
+    "no text": "\udcff",
+}
+"""Content of a file of digests."""
 
 
-@pytest.mark.parametrize(
-    "noted", ["[]", "null", '{"run": "run", "files": null}', '{"run": "run", "files": [1]}', "[" * 10_000, "\udcff"]
-)
-def test_digests_of_any_kind_are_read_or_damaged(tmp_path: Path, noted: str) -> None:
-    states = _saved(tmp_path)
-    (states.path(4) / DIGESTS).write_bytes(noted.encode(errors="surrogateescape"))
-    (tmp_path / "round-5").mkdir()
-    assert states.check() == AvailableStates(
-        frozenset({3}), (f"{states.path(4)} is damaged: digests.json cannot be read",)
-    )
-
-
-@pytest.mark.parametrize("damage", ["flip", "missing", "more", "no digests", "torn digests"])
+@pytest.mark.parametrize("damage", ["flip", "missing", "more", *NOTED])
 def test_a_damaged_state_is_named_and_not_held(tmp_path: Path, damage: str) -> None:
     states = _saved(tmp_path)
     moments = states.path(4) / "engine" / "moments"
+    (tmp_path / "round-5").mkdir()
     if damage == "flip":
         _flip(moments, 700)
     elif damage == "missing":
         moments.unlink()
     elif damage == "more":
         (states.path(4) / "engine" / "other").write_text("?")
-    elif damage == "no digests":
+    elif (noted := NOTED[damage]) is None:
         (states.path(4) / DIGESTS).unlink()
     else:
-        (states.path(4) / DIGESTS).write_text('{"run": "run", "files": {"err')
+        (states.path(4) / DIGESTS).write_bytes(noted.encode(errors="surrogateescape"))
     held = states.check()
     assert held.rounds == {3}
     assert len(held.damaged) == 1

@@ -5,20 +5,19 @@ Most tests use a simulated clock.
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import pytest
-from members import TIMEOUT, assign_all, begin, patient
-from test_exchange import ROSTER, SETTINGS, SHAPE, _address, _blob, _deposits
+from members import assign_all, begin, patient
+from three_members import ROSTER, SETTINGS, SHAPE, _address, _blob, _deposits
 
 from hetero_pp.config.checkpoint import RunCheckpoint, initial_checkpoint
-from hetero_pp.messages.messages_pb2 import CONTRIBUTING, FINISHING, JOINING, STORING, Report, Waiting
+from hetero_pp.messages.messages_pb2 import CONTRIBUTING, FINISHING, JOINING, STORING, Report
 from hetero_pp.rpc.exchange_service import FIRST_TOLD
 from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
-from replica_groups.exchange.stall_detector import NAMED, Expected, StallDetector, watched, whom
+from replica_groups.exchange.stall_detector import Expected, StallDetector, whom
 
 
 def _told(detector: StallDetector, expected: Expected, seconds: range) -> list[int]:
@@ -30,17 +29,6 @@ def _told(detector: StallDetector, expected: Expected, seconds: range) -> list[i
 def test_a_wait_is_told_at_growing_intervals() -> None:
     expected = Expected(CONTRIBUTING, 3, ["home.0"], 0)
     assert _told(StallDetector(1e9), expected, range(2000)) == [10, 20, 40, 80, 160, 320, 640, 1240, 1840]
-
-
-def test_after_a_wait_that_ended_only_one_twice_as_long_is_told() -> None:
-    """If all rounds take half a minute, two lines are reported in total, not two per round."""
-    detector = StallDetector(1e9)
-    lines = []
-    for round_ in range(1, 20):
-        expected = Expected(CONTRIBUTING, round_, ["home.0"], round_)
-        lines += _told(detector, expected, range(30 * round_, 30 * round_ + 30))
-    assert lines == [40, 50]
-    assert _told(detector, Expected(CONTRIBUTING, 20, ["home.0"], 20), range(600, 1000)) == [660, 720, 840]
 
 
 def test_the_end_of_a_wait_that_was_told_is_told_too() -> None:
@@ -73,37 +61,6 @@ def test_a_disk_that_fails_is_told_at_once_and_then_at_growing_intervals_and_no_
     assert _told(detector, Expected(CONTRIBUTING, 3, ["home.0"], 0), range(2001, 2015)) == [2011]
 
 
-def test_the_end_of_a_disk_failure_is_told_at_the_end_of_a_run_too() -> None:
-    """The run may end before the next look."""
-    store_error, told, paused = [("FILE: cannot be written", 5.0)], list[Waiting](), threading.Event()
-
-    def tell(waiting: Waiting) -> None:
-        told.append(waiting)
-        paused.set()
-
-    def expected() -> Expected:
-        return Expected(CONTRIBUTING, 3, [], 0, store_error=store_error[0] if store_error else None)
-
-    with watched(expected, tell, pytest.fail, 60.0):
-        assert paused.wait(TIMEOUT)
-        store_error.clear()
-    assert [(one.awaited, one.store_error, one.seconds) for one in told] == [
-        (STORING, "FILE: cannot be written", 5.0),
-        (STORING, "", 5.0),
-    ]
-
-
-def test_a_disk_that_fails_for_a_moment_again_and_again_is_not_told_each_time() -> None:
-    detector, lines = StallDetector(60.0), 0
-    for second in range(1000):
-        store_error = ("FILE: cannot be written", 0.5) if second % 2 else None
-        lines += (
-            detector.look(Expected(CONTRIBUTING, second, [], second, store_error=store_error), float(second))
-            is not None
-        )
-    assert lines == 2
-
-
 def test_it_gives_up_on_those_who_are_silent_only() -> None:
     detector, heard = StallDetector(60.0), {"home.0": 55.0}
     detector.look(Expected(CONTRIBUTING, 2, ["home.0", "home.1"], 0), 0.0)
@@ -116,14 +73,6 @@ def test_it_gives_up_on_those_who_are_silent_only() -> None:
         "round 2 from home.0 (last heartbeat 1:00 ago), home.1: received nothing for 1:00 (`exchange.timeout`)" in cause
     )
     assert detector.lost(Expected(CONTRIBUTING, 2, [], 0), 1e9) is None
-
-
-def test_a_line_names_some_and_counts_the_rest() -> None:
-    detector, names = StallDetector(1e9), [f"m{index}" for index in range(NAMED + 2)]
-    detector.look(Expected(JOINING, 0, names, 0), 0.0)
-    waiting = detector.look(Expected(JOINING, 0, names, 0), FIRST_TOLD)
-    assert waiting is not None
-    assert whom(waiting) == f"waiting for {NAMED + 2} members to join: {', '.join(names[:NAMED])} and 2 more"
 
 
 @pytest.fixture(scope="module")
@@ -194,34 +143,8 @@ def test_a_heartbeat_tells_that_a_member_computes(exchange: Exchange, checkpoint
         assert sorted(one.member for one in waiting.missing if one.computes) == computing
 
 
-def test_who_watches_some_members_hears_of_them_and_of_all(exchange: Exchange, checkpoint: RunCheckpoint) -> None:
-    begin(exchange, checkpoint)
-    steps = [Report(member=member) for member in ROSTER.members]
-    for step in steps:
-        step.inner_step.round = 1
-    exchange.report(steps)
-    watching = exchange.watch(["home.1"])
-    first = next(watching)
-    exchange.end_watching()
-    events = [(report.member, report.WhichOneof("event")) for report in (first, *watching)]
-    joined = [(member, "joined") for member in ROSTER.members]
-    assert events == [*joined, ("exchange", "begun"), ("home.1", "inner_step")]
-
-
 def test_a_run_that_has_begun_is_never_given_up() -> None:
     detector, expected = StallDetector(10.0), Expected(CONTRIBUTING, 2, ["a"], 0, is_bounded=False)
     assert detector.look(expected, 0.0) is None
     assert detector.lost(expected, 1e9) is None
     assert detector.look(expected, 1e9) is not None
-
-
-def test_another_file_that_fails_is_told_in_place_of_the_first() -> None:
-    detector = StallDetector(10.0)
-
-    def told(path: str, seconds: float) -> str | None:
-        waiting = detector.look(Expected(CONTRIBUTING, 2, ["a"], 0, store_error=(path, seconds)), 0.0)
-        return None if waiting is None else waiting.store_error
-
-    assert told("first", 100.0) == "first"
-    assert told("first", 101.0) is None
-    assert told("second", 30.0) == "second"

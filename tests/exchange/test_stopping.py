@@ -121,24 +121,6 @@ def test_a_member_that_is_stopped_does_not_wait_for_the_answer_to_its_confirmati
     assert not is_over.is_set()
 
 
-def test_a_member_that_is_stopped_does_not_wait_for_a_contribution_from_an_exchange_that_is_gone(
-    stopping: Stopping, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(session, "SECONDS_TO_FETCH", 0.01)
-    is_over = threading.Event()
-
-    class Gone:
-        def fetch_blob(self, *_: object) -> bytes:
-            stopping.ask(None)
-            is_over.wait(60)
-            is_over.set()
-            return b""
-
-    with pytest.raises(Stopped):
-        MemberSession(cast(Any, Gone()), "a", "a", stopping=stopping).fetch("a", 1, "b", "layer")
-    assert not is_over.is_set()
-
-
 @pytest.mark.parametrize(
     "ask",
     [
@@ -148,6 +130,7 @@ def test_a_member_that_is_stopped_does_not_wait_for_a_contribution_from_an_excha
         lambda exchange: exchange.join("a", ""),
         lambda exchange: exchange.newest_checkpoint(),
         lambda exchange: exchange.checkpoint(["weight"], 1),
+        lambda exchange: exchange.fetch("a", 1, "b", "layer"),
     ],
 )
 def test_a_member_that_is_stopped_waits_for_no_reply_of_an_exchange_that_is_gone(
@@ -161,7 +144,7 @@ def test_a_member_that_is_stopped_waits_for_no_reply_of_an_exchange_that_is_gone
             stopping.ask(None)
             threading.Event().wait(60)
 
-        read_checkpoint = call
+        read_checkpoint = fetch_blob = call
 
     with pytest.raises(Stopped):
         ask(MemberSession(cast(Any, Gone()), "a", "a", stopping=stopping))

@@ -71,20 +71,6 @@ def test_who_was_wrong_and_has_left_keeps_nobody_out(exchange: Exchange) -> None
         exchange.agree("dc", "{}", ANOTHER)
 
 
-def test_what_a_run_was_trained_on_stays(run: Run, tmp_path: Path) -> None:
-    run.exchange = exchange = _opened(run, tmp_path)
-    for member in run.roster.members:
-        _join(exchange, member, "" if member == "home.1" else OURS)
-    exchange.begin(run.checkpoint)
-    run.assign(0)
-    run.deposit(1, *run.roster.members)
-    assert exchange.coordinator.last_round == 1
-    for member in run.roster.members:
-        exchange.died(member, "it has left")
-    with pytest.raises(Refused, match=f"dc: reads another text .* {TOLD} dc, home.0, lab reads"):
-        exchange.agree("dc", "{}", ANOTHER)
-
-
 def test_an_exchange_that_takes_over_knows_it(exchange: Exchange, run: Run, tmp_path: Path) -> None:
     _join(exchange, "dc", OURS)
     after = _opened(run, tmp_path)

@@ -62,12 +62,6 @@ def test_a_group_forms_as_soon_as_enough_wait(waiting: Waiting) -> None:
     assert waiting.waiting_room.here == 0
 
 
-def test_who_was_not_measured_is_not_one_of_them(waiting: Waiting) -> None:
-    assert waiting.ask("anna") == InWaitingRoom(here=0, needed=2, probed=False)
-    waiting.come("ben")
-    assert waiting.settle("anna", "ben")["ben"] == InWaitingRoom(here=1, needed=2, probed=True)
-
-
 def test_who_comes_together_is_grouped_by_lines(waiting: Waiting) -> None:
     """Two slow and two fast lines make one slow and one fast group. The fast group comes first."""
     lines = {"slow": (10, 50), "fast": (900, 900), "slower": (5, 900), "faster": (1000, 1000)}
@@ -78,23 +72,10 @@ def test_who_comes_together_is_grouped_by_lines(waiting: Waiting) -> None:
     assert {found["slow"], found["slower"]} == {"home-2.0", "home-2.1"}
 
 
-def test_one_too_many_is_the_slowest_and_waits(waiting: Waiting) -> None:
-    for ticket, up in {"slow": 1.0, "fast": 50.0, "faster": 80.0}.items():
-        waiting.come(ticket, up)
-    found = waiting.settle("slow", "fast", "faster")
-    assert found["slow"] == InWaitingRoom(here=1, needed=2, probed=True)
-    assert {found["fast"], found["faster"]} == {"home-1.0", "home-1.1"}
-
-
 def test_a_slot_that_somebody_has_left_is_taken_at_once(waiting: Waiting) -> None:
     waiting.free.remove("home-1.0")
     assert waiting.ask("anna") == "home-1.1"
     assert isinstance(waiting.ask("ben"), InWaitingRoom)
-
-
-def test_a_replica_of_one_member_is_joined_at_once(waiting: Waiting) -> None:
-    waiting.free.append("spot")
-    assert waiting.ask("anna") == "spot"
 
 
 def test_who_does_not_ask_any_more_is_forgotten(waiting: Waiting) -> None:
@@ -113,15 +94,6 @@ def test_a_slot_is_kept_for_who_was_chosen_and_for_so_long(waiting: Waiting) -> 
     (left,) = set(GROUPS["home-1"]) & set(waiting.free)
     waiting.clock.time += waiting_room_module.PROMISE_SECONDS + 0.1
     assert waiting.ask("dora") == left
-
-
-def test_a_promised_slot_that_another_was_invited_to_is_not_waited_for(waiting: Waiting) -> None:
-    waiting.come("anna")
-    waiting.come("ben")
-    waiting.clock.time += waiting_room_module.SETTLE_SECONDS
-    waiting.ask("anna")
-    waiting.free = [slot for slot in waiting.free if not slot.startswith("home-1")]
-    assert waiting.ask("ben") == InWaitingRoom(here=0, needed=2, probed=False)
 
 
 def test_who_was_not_chosen_waits_for_those_who_were(waiting: Waiting) -> None:
@@ -161,13 +133,6 @@ def test_groups_of_other_sizes_form_by_how_many_wait(count: int) -> None:
     }
 
 
-def test_a_slot_that_was_given_back_is_the_next_ones_at_once(waiting: Waiting) -> None:
-    waiting.free = ["home-1.1"]
-    assert waiting.ask("anna") == "home-1.1"
-    waiting.free = ["home-1.1"]
-    assert waiting.ask("ben") == "home-1.1"
-
-
 def _probe(waiting: Waiting, ticket: str) -> bool:
     """Measure the line of a ticket's holder. Return whether it was its turn."""
     try:
@@ -186,15 +151,6 @@ def test_a_line_is_measured_once_in_a_while(waiting: Waiting) -> None:
     assert _probe(waiting, "anna")
 
 
-def test_who_waited_and_was_forgotten_is_measured_again_at_once(waiting: Waiting) -> None:
-    assert _probe(waiting, "anna")
-    waiting.come("anna")
-    with pytest.raises(Forbidden, match="once in 120 seconds"):
-        _probe(waiting, "anna")
-    waiting.clock.time += waiting_room_module.FORGET_SECONDS + 0.1
-    assert _probe(waiting, "anna")
-
-
 def test_tickets_that_are_measured_again_and_again_keep_nobody_else_waiting(waiting: Waiting) -> None:
     """The attackers always ask first, and their time between two measurements is over."""
     attackers = [f"attacker {number}" for number in range(10)]
@@ -207,15 +163,6 @@ def test_tickets_that_are_measured_again_and_again_keep_nobody_else_waiting(wait
     assert not any(_probe(waiting, ticket) for ticket in attackers[1:])
     assert _probe(waiting, "anna")
     assert [_probe(waiting, ticket) for ticket in attackers[1:3]] == [True, True]
-
-
-def test_a_ticket_that_asks_no_more_loses_its_turn(waiting: Waiting) -> None:
-    waiting.waiting_room.begin_probe("anna")
-    assert not _probe(waiting, "ben")
-    waiting.waiting_room.end_probe("anna")
-    assert not _probe(waiting, "cleo")
-    waiting.clock.time += waiting_room_module.FORGET_SECONDS + 0.1
-    assert _probe(waiting, "cleo")
 
 
 def test_where_nothing_is_free_nobody_waits(waiting: Waiting) -> None:

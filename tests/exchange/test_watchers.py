@@ -8,7 +8,7 @@ import pytest
 from members import TIMEOUT, in_thread
 from small_run import Run
 
-from hetero_pp.messages.messages_pb2 import INCARNATION_OVER, LATE, SUSPENDED, MembershipEvent, Over, Report, SoFar
+from hetero_pp.messages.messages_pb2 import INCARNATION_OVER, LATE, SUSPENDED, MembershipEvent, Report, SoFar
 from hetero_pp.rpc.exchange_service import Caller
 from replica_groups.exchange import reports
 from replica_groups.exchange.reports import Watchers
@@ -34,13 +34,6 @@ def test_everybody_sees_everything_in_order_whenever_it_comes() -> None:
     assert list(early) == []
     assert late.result(TIMEOUT) == told
     assert watchers.reported == len(told)
-
-
-def test_who_comes_when_all_is_told_does_not_wait_for_ever() -> None:
-    watchers = Watchers()
-    watchers.tell([_step("a", 0)])
-    watchers.end()
-    assert in_thread(lambda: list(watchers.watch())).result(TIMEOUT) == [_step("a", 0)]
 
 
 def test_of_some_members_what_they_tell_and_what_concerns_all() -> None:
@@ -99,20 +92,6 @@ def test_who_comes_late_is_told_the_state_and_not_the_history(forgetful: Run) ->
     everything, last = _state(forgetful)
     assert _credits(everything[0].so_far) == _credits(last) == _credits(told)
     assert len(everything) == 1 + len(newest) + 3  # the state, and the reports that the exchange remembers
-
-
-def test_a_host_of_some_members_is_told_the_counters_again_at_the_end(forgetful: Run) -> None:
-    """It gets no record of a round, so it cannot count on."""
-    watching = forgetful.exchange.watch(("dc",), so_far=True)
-    assert next(one for one in watching if one.HasField("so_far")).so_far.last_round == 5
-    forgetful.assign(5, "dc")
-    forgetful.deposit(6, "dc")
-    forgetful.passes(50.0, ("dc",))
-    over = in_thread(lambda: forgetful.exchange.reports.tell_own(over=Over(round=6, rounds=6)))
-    over.result(TIMEOUT)
-    [*_, told, last] = [next(watching) for _ in range(2)]
-    assert _credits(told.so_far)["dc"] == (6, 0, 4200)
-    assert last.HasField("over")
 
 
 def test_counters_outlive_the_process_of_the_exchange(forgetful: Run, tmp_path: Path) -> None:

@@ -17,11 +17,11 @@ from hetero_pp.store.settings import StoreSettings
 FILE = "[default]\naws_access_key_id = one\naws_secret_access_key = %two\n[work]\naws_access_key_id = three\n"
 
 
-@pytest.mark.parametrize("url", ["/a/b c", "file:///a/b%20c"])
-def test_a_path_is_a_folder(url: str) -> None:
-    store = open_store(url)
-    assert isinstance(store, FolderStore)
-    assert store.folder == Path("/a/b c")
+def test_a_path_is_a_folder() -> None:
+    for url in ("/a/b c", "file:///a/b%20c"):
+        store = open_store(url)
+        assert isinstance(store, FolderStore)
+        assert store.folder == Path("/a/b c")
 
 
 def test_urls_of_objects(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,19 +49,9 @@ def test_endpoint_and_region_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
         assert signed.startswith("http://127.0.0.1:1/bucket/runs/key?") and "eu-west-1" in signed
 
 
-@pytest.mark.parametrize(
-    ("url", "expected"),
-    [
-        ("ftp://host/runs", "ftp://host/runs: found `ftp:`, expected a path, or one of s3, gs, az, memory"),
-        ("s3://bucket?secret=1", "found `secret`, expected endpoint or region after the question mark"),
-    ],
-)
-def test_what_names_no_store_is_one_line(url: str, expected: str) -> None:
-    with pytest.raises(ConfigError, match=expected):
-        open_store(url)
-
-
-def test_a_url_without_what_it_needs_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_url_that_is_wrong_or_lacks_something_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="found `secret`, expected endpoint or region after the question mark"):
+        open_store("s3://bucket?secret=1")
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
     with pytest.raises(StoreError, match=r"^az://bucket: cannot be used \(.*[Aa]ccount must be specified\)$"):
         open_store("az://bucket")
@@ -118,7 +108,7 @@ def test_no_file_at_all_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("section", "expected"),
     [
-        ({"url": "ftp://host"}, "found `ftp:`, expected a path, or one of s3, gs, az, memory"),
+        ({"url": "ftp://host/runs"}, "found `ftp:`, expected a path, or one of s3, gs, az, memory"),
         ({"url": "s3:///runs"}, "found no bucket, expected s3://BUCKET/FOLDER"),
         (
             {"url": "s3://key:secret@bucket"},

@@ -6,7 +6,6 @@ import hashlib
 import shutil
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -100,35 +99,6 @@ def _train(corpus: Path, runs: Path, *settings: str, resume: bool = False) -> Co
     given = [f"data.corpus={corpus}", *settings]
     run_topology(SMALL, given, runs, in_process=True, resume=resume)
     return ContributionLog(FolderStore(runs / "small" / "log"))
-
-
-def test_a_run_keeps_its_newest_checkpoints_and_all_rounds(corpus: Path, tmp_path: Path) -> None:
-    """Another test checks that it keeps two if it is not told how many."""
-    log = _train(corpus, tmp_path, "checkpoints.keep=3")
-    assert log.checkpoints() == {0, 2, 3, 4}
-    assert log.records() == audited(log.store) == {1, 2, 3, 4}
-
-
-def test_members_wait_for_a_store_that_is_gone(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """They wait while they send their contributions, and while they fetch those of others."""
-    left = {"put": 3, "get": 3}
-    for name in left:
-        real = getattr(FolderStore, name)
-
-        def call(store: FolderStore, *arguments: object, name: str = name, real: Any = real) -> object:
-            if left[name] > 0 and ".blob" in str(arguments[0]):
-                left[name] -= 1
-                raise StoreError("the store: cannot be reached")
-            return real(store, *arguments)
-
-        monkeypatch.setattr(FolderStore, name, call)
-    monkeypatch.setattr("replica_groups.exchange.runner.FIRST_PAUSE", 0.01)
-    log = _train(corpus, tmp_path)
-    assert left == {"put": 0, "get": 0}
-    assert [sorted(one.replica for one in log.read_record(t).contributions) for t in (1, 4)] == [["dc", "home"]] * 2
-    assert "exchange: the store: cannot be reached; retrying" in capfd.readouterr().err
 
 
 def test_an_auditor_waits_for_a_store_that_is_gone(

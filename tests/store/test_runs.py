@@ -3,17 +3,9 @@
 from __future__ import annotations
 
 import json
-import random
-import select
 import shutil
-import socket
-import socketserver
-import sys
-import threading
-from collections import Counter
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from typer.testing import CliRunner
@@ -86,58 +78,3 @@ def test_a_run_whose_log_lies_elsewhere(lasting: str, corpus: Path, tmp_path: Pa
     assert f"sha256 {expected['dc']}" in told.stdout
     export(runs, str(folder.path), tmp_path / "model", "fp32", 1)
     assert (tmp_path / "model" / "config.json").is_file()
-
-
-class _Failing(socketserver.ThreadingTCPServer):
-    """Forwards connections to an S3 service and breaks each of them: at once, with an error, or within an answer."""
-
-    daemon_threads = True
-
-    def __init__(self, behind: str) -> None:
-        self.behind = urlsplit(behind)
-        self.dice, self.broken = random.Random(1), Counter[str]()
-        super().__init__(("127.0.0.1", 0), _Connection)
-
-
-class _Connection(socketserver.BaseRequestHandler):
-    server: _Failing
-
-    def handle(self) -> None:
-        how = self.server.dice.choice(["refused", "overloaded", "cut", "cut", "cut"])
-        self.server.broken[how] += 1
-        if how == "refused":
-            return
-        if how == "overloaded":
-            self.request.recv(65_536)
-            self.request.sendall(b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
-            return
-        left = self.server.dice.randrange(100, 10_000)
-        with socket.create_connection((self.server.behind.hostname, self.server.behind.port)) as service:
-            while left > 0:
-                for one in select.select([self.request, service], [], [])[0]:
-                    data = one.recv(min(left, 65_536) if one is service else 65_536)
-                    left -= len(data) if one is service else 0
-                    if not data:
-                        return
-                    (self.request if one is service else service).sendall(data)
-
-
-@pytest.mark.starts_processes
-@pytest.mark.parametrize("lasting", ["s3"] if sys.platform == "linux" else [], indirect=True)
-def test_a_store_whose_connections_break_changes_no_bit(
-    lasting: str, corpus: Path, tmp_path: Path, expected: dict[str, str]
-) -> None:
-    """This includes lost answers: an object that was created is not taken for that of another process."""
-    behind = parse_qs(urlsplit(lasting).query)["endpoint"][0]
-    with _Failing(behind) as failing:
-        thread = threading.Thread(target=failing.serve_forever)
-        thread.start()
-        try:
-            url = lasting.replace(behind, f"http://127.0.0.1:{failing.server_address[1]}")
-            assert _train(corpus, tmp_path, f"store.url={url}")["parameters_sha256"] == expected
-        finally:
-            failing.shutdown()
-            thread.join()
-    assert min(failing.broken.values()) > 2
-    replayed = CliRunner().invoke(app, ["log", "replay", lasting.replace("/runs?", "/runs/small?")])
-    assert replayed.exit_code == 0, replayed.output

@@ -52,7 +52,14 @@ def test_tensors_return_and_are_replaced(tmp_path: Path) -> None:
 def test_what_the_disk_does_not_take_stays_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_after: int
 ) -> None:
-    """The first of two writes of a tensor may succeed; the next round's copy goes to the disk again."""
+    """The first of two writes of a tensor may succeed; the next round's copy goes to the disk again.
+
+    A folder that is not there is a disk that takes nothing.
+    """
+    nowhere, tensors = Scratch(tmp_path / "missing"), _tensors()
+    for name, tensor in tensors.items():
+        nowhere.keep(name, tensor)
+    _assert_same(nowhere, tensors)
     scratch, tensors, real, writes = Scratch(tmp_path), _tensors(), os.pwrite, 0
 
     def full(descriptor: int, data: memoryview, offset: int) -> int:
@@ -74,13 +81,6 @@ def test_what_the_disk_does_not_take_stays_in_memory(
     for name, tensor in tensors.items():
         scratch.keep(name, tensor)
     monkeypatch.setattr(scratch, "_in_memory", {})
-    _assert_same(scratch, tensors)
-
-
-def test_a_folder_that_is_not_there_is_a_disk_that_takes_nothing(tmp_path: Path) -> None:
-    scratch, tensors = Scratch(tmp_path / "missing"), _tensors()
-    for name, tensor in tensors.items():
-        scratch.keep(name, tensor)
     _assert_same(scratch, tensors)
 
 

@@ -15,9 +15,7 @@ from hetero_pp.core.errors import ConfigError, StoreError
 from hetero_pp.program.launch.command import run_topology
 from hetero_pp.rpc.exchange_service import AvailableStates
 from hetero_pp.store.folder import FolderStore
-from hetero_pp.store.settings import StoreSettings
 from hetero_pp.store.store import Store
-from replica_groups.exchange.log import checkpoint_key, record_key
 from replica_groups.member.saved_states import SavedStates, StateCopies
 
 SMALL = Path(__file__).with_name("small.yaml")
@@ -103,17 +101,6 @@ def test_what_was_not_sent_whole_is_no_state(store: Store, tmp_path: Path) -> No
     assert _rounds_in(store) == ["round-000001", "round-000003", "strange"]
 
 
-def test_a_copy_that_is_damaged_is_named(store: Store, tmp_path: Path) -> None:
-    _save(_states(tmp_path / "here", store), 4)
-    (key,) = [key for key in store.below("states") if key.endswith("/error")]
-    store.put(key, b"Feedback")
-    there = _states(tmp_path / "there", store)
-    there.find()
-    assert there.check() == AvailableStates(
-        frozenset(), (f"{there.path(4)} is damaged: 'error' does not match its digest",)
-    )
-
-
 class _Slow(FolderStore):
     """A store that sends files when a test permits it, and fails if told to."""
 
@@ -161,42 +148,6 @@ def test_a_store_that_fails_ends_nothing(tmp_path: Path, capfd: pytest.CaptureFi
     assert _rounds_in(store) == ["round-000002"]
 
 
-def test_what_has_ended_sends_nothing_more(tmp_path: Path) -> None:
-    store = _Slow(tmp_path / "store")
-    copies = StateCopies(store, "home.1")
-    states = SavedStates(tmp_path / "here", "run", 1, copies=copies)
-    for round_ in (1, 2):
-        states.save(round_, lambda folder: (folder / "error").write_text("feedback"))
-    copies.end()
-    store.lets.release(10)
-    copies.drain()
-    assert "round-000002" not in _rounds_in(store)
-
-
-class _Full(FolderStore):
-    """A store with room for a limited number of files."""
-
-    room = 0
-
-    def put_file(self, key: str, path: Path) -> None:
-        if self.room == 0:
-            raise StoreError(f"{key}: cannot be written (No space left on device)")
-        self.room -= 1
-        super().put_file(key, path)
-
-
-@pytest.mark.parametrize("room", [0, 1, 2])
-def test_what_is_sent_in_part_is_no_state(tmp_path: Path, room: int) -> None:
-    """Any of its three files may be the first that is not stored."""
-    store = _Full(tmp_path / "store")
-    store.room = room
-    _save(_states(tmp_path / "here", store), 1)
-    assert len(store.below("states")) == room
-    there = _states(tmp_path / "there", store)
-    there.find()
-    assert there.rounds() == []
-
-
 # ---- a whole run ----
 
 
@@ -204,22 +155,6 @@ def _train(corpus: Path, runs: Path, *settings: str, resume: bool = False) -> di
     given = [f"data.corpus={corpus}", *settings]
     run_topology(SMALL, given, runs, in_process=True, resume=resume)
     return json.loads((runs / "small" / "summary.json").read_text())
-
-
-def test_a_member_goes_on_on_another_machine_to_the_same_bits(corpus: Path, tmp_path: Path) -> None:
-    """Two of three members have lost their disks. The run ended as it closed its last round."""
-    url = str(tmp_path / "store")
-    sets = (f"store.url={url}", "states.to=store")
-    expected = _train(corpus, tmp_path / "runs", *sets)
-    store = StoreSettings(url=url).open("small", tmp_path)
-    assert {key.split("/")[1] for key in store.below("states")} == {"dc", "home.0", "home.1"}
-    store.delete([checkpoint_key(4), record_key(4)])
-    for member in ("dc", "home.1"):
-        shutil.rmtree(tmp_path / "runs" / "small" / "state" / member)
-        store.delete([key for key in store.below(f"states/{member}") if "round-000004" in key])
-    found = _train(corpus, tmp_path / "runs", *sets, resume=True)
-    for key in ("parameters_sha256", "validation_loss", "contributions"):
-        assert found[key] == expected[key]
 
 
 MACHINES = (

@@ -15,20 +15,14 @@ from pathlib import Path
 import pytest
 from started import Started
 
-from hetero_pp.config.checkpoint import RunCheckpoint, initial_checkpoint
-from hetero_pp.core.errors import DamagedFile, StoreError
-from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry, RoundRecord
-from hetero_pp.model.transformer import ModelShape
-from hetero_pp.pseudo_gradient.contribution import BlobAddress
+from hetero_pp.core.errors import StoreError
 from hetero_pp.store.folder import FolderStore, reading, writing
 from hetero_pp.store.objects import ObjectStore
 from hetero_pp.store.opening import open_store
 from hetero_pp.store.store import Store
-from replica_groups.exchange.log import ContributionLog, blob_key, checkpoint_key, record_key
 
 LARGE = 64_000_000
 TIMEOUT = 60.0
-SHAPE = ModelShape(width=16, layers=2, heads=2, feed_forward=24, vocabulary=64)
 
 
 def test_what_is_put_is_read_and_replaced(store: Store) -> None:
@@ -144,27 +138,6 @@ def test_files_for_as_long_as_a_block_runs(store: Store) -> None:
         path.read_bytes()
 
 
-def test_readers_see_the_old_or_the_new_and_nothing_else(store: Store) -> None:
-    """Meanwhile a thread overwrites the object again and again, and tries to create it in vain."""
-    whole = {letter * 100_000 for letter in (b"a", b"b")}
-    store.put("key", b"a" * 100_000)
-    over = threading.Event()
-
-    def write() -> None:
-        for number in range(40):
-            store.put("key", (b"a", b"b")[number % 2] * 100_000)
-            store.create("key", b"c" * 100_000)
-        over.set()
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    seen = set()
-    while not over.is_set():
-        seen.add(store.get("key"))
-    writer.join()
-    assert seen <= whole
-
-
 def test_keys_that_lead_elsewhere_are_none(store: Store) -> None:
     calls: list[Callable[[str], object]] = [
         store.get,
@@ -198,31 +171,6 @@ def test_a_writer_that_is_killed_leaves_the_old_the_new_or_nothing(lasting: str,
         for key in store.below("files"):
             store.get_to(key, tmp_path / "copy")
             assert any(filecmp.cmp(tmp_path / "copy", path, shallow=False) for path in contents), key
-
-
-def test_a_flipped_bit_is_noticed_by_who_reads_with_a_digest(store: Store) -> None:
-    log = ContributionLog(store)
-    parameters = initial_checkpoint(SHAPE, None, seed=1).parameters
-    log.write_checkpoint(RunCheckpoint(1, parameters, None))
-    blob = BlobEntry(block="norm", sha256=hashlib.sha256(b"a blob").digest())
-    log.write_blobs({BlobAddress("run", 1, "dc", "norm"): b"a blob"}, 1)
-    record = log.create_record(
-        RoundRecord(round=1, contributions=[ContributionEntry(replica="dc", generation=1, blobs=[blob])])
-    )
-    assert log.blobs_of(record)("dc", "norm") == b"a blob"
-    assert log.read_record(1) == record
-    assert log.read_checkpoint(1).parameters.keys() == parameters.keys()
-    reads: dict[str, Callable[[], object]] = {
-        record_key(1): lambda: log.read_record(1),
-        blob_key(1, "dc", 1, "norm", blob.sha256): lambda: log.blobs_of(record)("dc", "norm"),
-        checkpoint_key(1): lambda: log.read_checkpoint(1),
-    }
-    for key, read in reads.items():
-        data = bytearray(store.get(key))
-        data[len(data) // 2] ^= 4
-        store.put(key, bytes(data))
-        with pytest.raises(DamagedFile, match=re.escape(f"{store.url(key)} is damaged")):
-            read()
 
 
 # ---- a folder ----

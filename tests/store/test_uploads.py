@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import socket
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
@@ -25,7 +23,6 @@ from replica_groups.exchange.log import ContributionLog, blob_key
 from replica_groups.exchange.uploads import download_url, take_upload, upload_url
 
 SETTINGS = CompressionSettings(density=1 / 8)
-SLOW_SECONDS = 3.0
 MOST = 1 << 20
 """Largest number of bytes of an upload."""
 ADDRESS = BlobAddress("run", 3, "home", "norm")
@@ -97,48 +94,6 @@ def test_a_url_is_for_one_object_and_a_refusal_is_one_line(signing: Store) -> No
     with pytest.raises(StoreError, match=r"cannot be downloaded \(HTTP 403 "):
         download(url, 60, 60)
     assert signing.below() == []
-
-
-class _SlowServer(ThreadingHTTPServer):
-    def server_bind(self) -> None:
-        """Limit the receive buffer, which connections inherit.
-
-        Otherwise the kernel takes everything at once and nothing is slow.
-        """
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 100_000)
-        super().server_bind()
-
-
-class _Slow(BaseHTTPRequestHandler):
-    """Reads an object slowly, like a slow line."""
-
-    taken = 0
-
-    def do_PUT(self) -> None:
-        left = int(self.headers["Content-Length"])
-        while left > 0 and (part := self.rfile.read(min(left, 2_000_000))):
-            left -= len(part)
-            type(self).taken += len(part)
-            time.sleep(SLOW_SECONDS / 10)
-        self.send_response(200)
-        self.end_headers()
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Log nothing."""
-
-
-def test_an_upload_may_last_longer_than_it_may_stand_still() -> None:
-    """50 MB at 1 Mbit/s take seven minutes, but some bytes always move."""
-    server = _SlowServer(("127.0.0.1", 0), _Slow)
-    serving = threading.Thread(target=server.serve_forever)
-    serving.start()
-    try:
-        upload(f"http://127.0.0.1:{server.server_port}/key", bytes(20_000_000), SLOW_SECONDS / 2)
-    finally:
-        server.shutdown()
-        serving.join()
-        server.server_close()
-    assert _Slow.taken == 20_000_000
 
 
 class _Elsewhere(BaseHTTPRequestHandler):
