@@ -12,10 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-import hetero_pp.research.trainer.clusters as of_windows
 from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.data.batches import StoreBatches
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokens import TokenStore, prepare_tokens
 from hetero_pp.research.settings import ResearchConfig
@@ -117,14 +115,6 @@ def test_another_process_finds_the_same(text: Path, store: TokenStore, tmp_path:
     assert done.stdout.strip() == find_clusters(store, LENGTH, 3, seed=1).digest
 
 
-def test_of_one_cluster_all_are_read_in_the_order_that_they_have_without(store: TokenStore) -> None:
-    of: dict[str, Any] = {"store": store, "sequence_length": LENGTH, "seed": 5, "replica": 0, "replicas": 1}
-    plain = StoreBatches(**of, batch_size=4)
-    whole = ClusteredBatches(**of, batch_size=4, clusters=find_clusters(store, LENGTH, 1, seed=1))
-    steps = range(2 * whole.shard_size // 4)
-    assert all(np.array_equal(plain.windows(step), whole.windows(step)) for step in steps)
-
-
 def test_an_epoch_reads_each_window_of_the_own_clusters_once(store: TokenStore) -> None:
     clusters = find_clusters(store, LENGTH, 3, seed=1)
     for replica in range(2):
@@ -151,20 +141,6 @@ def test_a_shard_has_to_fill_a_batch(store: TokenStore) -> None:
                 clusters=clusters,
             )
     assert error.value.key == ("research", "clusters")
-
-
-def test_many_clusters_of_a_sample(store: TokenStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows outside the sample also belong to the cluster with the nearest center.
-
-    A sample may have too few distinct windows.
-    """
-    monkeypatch.setattr(of_windows, "_TOKENS", 500 * (LENGTH + 1))
-    found = find_clusters(store, LENGTH, 200, seed=1)
-    assert set(found.labels) == set(range(200))
-    with pytest.raises(
-        ConfigError, match=("found 501, expected at most the 500 distinct windows of text in a sample of 500")
-    ):
-        find_clusters(store, LENGTH, 501, seed=1)
 
 
 def test_examples_are_the_windows_of_the_shards(text: Path, store: TokenStore) -> None:

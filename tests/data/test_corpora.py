@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import os
 import shutil
 import sys
@@ -35,12 +34,6 @@ def test_a_folder_is_read_recursively_in_the_order_of_names(tmp_path: Path) -> N
     (tmp_path / "ignored.md").write_text("no")
     (tmp_path / "blank.txt").write_text(" \n")
     assert read(tmp_path) == ["first", "line", "second\nline", "x", "y", "z"]
-
-
-def test_a_single_file_and_another_text_field(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"content": "é", "text": 3}))
-    assert read(path, text_field="content") == ["é"]
 
 
 def test_half_a_surrogate_pair_becomes_a_question_mark(tmp_path: Path) -> None:
@@ -101,15 +94,6 @@ def test_a_text_file_that_is_not_text(tmp_path: Path) -> None:
         (tmp_path / "a.txt").write_bytes(content)
         with pytest.raises(ConfigError, match=message):
             read(tmp_path)
-
-
-def test_a_compressed_file_says_how_it_is_read(tmp_path: Path) -> None:
-    for name, how in {"a.jsonl.gz": "; `corpus: hf:FILE` streams this file", "a.txt.gz": "; unpack this file"}.items():
-        (tmp_path / name).write_bytes(gzip.compress(b"a"))
-        with pytest.raises(ConfigError) as caught:
-            read(tmp_path / name)
-        expected = f"expected .txt, .jsonl, .parquet{how.replace('FILE', str(tmp_path / name))}"
-        assert caught.value.message.endswith(expected)
 
 
 TEXTS = ["a", None, "é"]

@@ -159,16 +159,6 @@ def test_a_batch_is_a_function_of_its_step() -> None:
         assert torch.equal(batches.train(step), expected[step]), step
 
 
-@pytest.mark.parametrize("steps", [0, 1, 7, 33])
-def test_batches_go_on_exactly(steps: int) -> None:
-    unbroken, fresh = batches_of(SHARDS, 1, 2), batches_of(SHARDS, 1, 2)
-    for step in range(steps):
-        unbroken.train(step)
-    fresh.load(json.loads(json.dumps(unbroken.state())))
-    for step in range(steps, steps + 20):
-        assert torch.equal(fresh.train(step), unbroken.train(step))
-
-
 def test_going_on_reads_one_block() -> None:
     """Resuming reads no earlier shards, and only the part of the current shard from the start of the block."""
 

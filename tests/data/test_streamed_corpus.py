@@ -122,16 +122,6 @@ def test_held_out_documents_are_never_trained_on(dclm: Path, parquet: Path, patt
     assert sorted(epoch(settings_of(target))) == sorted(TRAINING[10:])
 
 
-@pytest.mark.parametrize("first", [b"", b'{"text": " "}\n' * 3], ids=["empty", "blank"])
-def test_the_first_file_may_have_no_text(first: bytes, tmp_path: Path) -> None:
-    (tmp_path / "a.json.gz").write_bytes(gzip.compress(first))
-    for name, shard in {"b.json.gz": 0, "c.json.gz": 1}.items():
-        (tmp_path / name).write_bytes(gzip.compress(lines(shard)))
-    settings = settings_of(tmp_path / "*.gz", validation_sequences=1)
-    assert len(StreamedCorpus(settings).validation(1)) == 1
-    assert sorted(epoch(settings)) == sorted(TRAINING[10 : 2 * DOCUMENTS])
-
-
 @pytest.mark.parametrize("rows", [256, 7])
 def test_reading_from_the_middle_of_a_shard(
     c4: Path, dclm: Path, parquet: Path, rows: int, monkeypatch: pytest.MonkeyPatch
@@ -195,16 +185,6 @@ def test_a_pattern_of_nothing_that_can_be_read(tmp_path: Path) -> None:
         StreamedCorpus(settings_of(tmp_path / "*.jsonl"))
 
 
-def test_other_fields_do_not_matter(tmp_path: Path) -> None:
-    """The other fields of DCLM differ between files and between lines."""
-    metadata = [{"WARC-Truncated": None}, {"WARC-Truncated": "length", "x": 1}, None, {"x": ["1"]}]
-    for i, own in enumerate(metadata):
-        more = b"".join(lines(i, 2, metadata=each, **{f"of-{i}": i}) for each in (own, metadata[i - 1]))
-        (tmp_path / f"{i}.jsonl.zst").write_bytes(zstandard.compress(more))
-    settings = settings_of(tmp_path, stream={"validation_documents": 1})
-    assert len(epoch(settings, 3)) == 15
-
-
 def test_validation_is_the_same_for_everyone(c4: Path, dclm: Path) -> None:
     split = {"subset": "en", "validation_split": "validation"}
     for settings, shard in ((settings_of(dclm), 0), (settings_of(c4, stream=split), "v")):
@@ -239,21 +219,6 @@ def test_the_fingerprint_tells_files_apart_and_not_where_they_lie(tmp_path: Path
     changed.write_bytes(text[:place] + b"other" + text[place + 5 :])
     assert len(changed.read_bytes()) == len(text)
     assert StreamedCorpus(settings_of(moved)).fingerprint != before
-
-
-class _OfTheHub:
-    """The parts of a `datasets` object that identify a shard of the Hub."""
-
-    num_shards = 1
-    column_names = None
-
-    def with_format(self, _: str) -> _OfTheHub:
-        return self
-
-
-def test_the_fingerprint_of_the_hubs_files_is_of_their_commit() -> None:
-    files = [[f"hf://datasets/owner/name@{commit}/{file}"] for commit in "12" for file in ("a.jsonl", "b.jsonl")]
-    assert len({sources.Shards(one, _OfTheHub(), "text").fingerprint for one in files}) == 4
 
 
 def test_paths_are_made_absolute_and_names_of_the_hub_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from hetero_pp.config.run_config import RunConfig
 from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.sources import StreamedCorpus
-from hetero_pp.research.trainer.train import AllReplicas, train_fast
+from hetero_pp.research.trainer.train import train_fast
 
 
 @pytest.fixture(scope="module")
@@ -55,30 +55,6 @@ def test_replicas_read_disjoint_documents(shards: Path) -> None:
     assert all(len(own) > 8 for own in seen)
     assert len(set.union(*seen)) == sum(map(len, seen))
     assert min(set.union(*seen)) >= ord("A") + 4
-
-
-class _Interrupted(Exception):
-    pass
-
-
-def _interrupt(number: int, loss: float) -> None:
-    raise _Interrupted
-
-
-def test_it_goes_on_to_the_same_bits(shards: Path, tmp_path: Path) -> None:
-    """The run reads more than an epoch and is interrupted after every round."""
-    spec, path = spec_of(shards), tmp_path / "checkpoint"
-    source = StreamedCorpus(spec.config.data)
-    group = AllReplicas(spec, source)
-    losses = [group.evaluate() for round_ in range(1, 5) if group.round(round_)]
-    assert all(state["epoch"] > 0 for state in group.state()["batches"])
-    for _ in range(3):
-        with pytest.raises(_Interrupted):
-            train_fast(spec, source, _interrupt, checkpoint=path, checkpoint_seconds=0)
-    rounds: list[Any] = []
-    result = train_fast(spec, StreamedCorpus(spec.config.data), lambda *told: rounds.append(told), checkpoint=path)
-    assert [number for number, _ in rounds] == [4]
-    assert result.validation_loss == losses
 
 
 def once_of(shards: Path) -> tuple[RunSpec, RunSpec]:

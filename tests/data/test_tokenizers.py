@@ -253,14 +253,6 @@ def test_long_texts_in_a_model_are_refused_before_it_is_built(rules: Any, told: 
     assert str(tmp_path / "tokenizer.json") in str(found.value) and "\n" not in str(found.value)
 
 
-def test_a_template_adds_nothing(tmp_path: Path) -> None:
-    """Its text may occur in it many times, even if no special token is added."""
-    many = {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 5, "special_tokens": {}}
-    many["pair"] = [{"Sequence": {"id": one, "type_id": 0}} for one in "AB"]
-    (tmp_path / "tokenizer.json").write_text(json.dumps(_rules(post_processor=many)))
-    assert FileTokenizer(tmp_path / "tokenizer.json").encode_batch(["a"])[0].tolist() == [0]
-
-
 def test_a_text_without_an_unknown_token_is_named_with_its_place(tmp_path: Path) -> None:
     model = {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "[UNK]"}
     rules = _rules(model=model, pre_tokenizer={"type": "Whitespace"})

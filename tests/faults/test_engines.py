@@ -4,31 +4,25 @@ from __future__ import annotations
 
 import re
 import shutil
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import cast
 
 import psutil
 import pytest
+from asking import sets
 from started import run_program
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.launcher.api import LaunchConfig
 from typer.testing import CliRunner
 
-from hetero_pp.config.folder import RunFolder
 from hetero_pp.config.run_config import RunConfig
 from hetero_pp.config.spec import RunSpec
-from hetero_pp.config.topology import DatacenterReplica
 from hetero_pp.config.yaml_file import ConfigFile
-from hetero_pp.core.errors import ConfigError, HeteroPPError
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.program.cli import app
-from hetero_pp.program.launch import ranks
 from hetero_pp.program.launch.command import ReachedExchange, begin_folder, run_members
 from hetero_pp.program.launch.inputs import Prepared, require_same_ranks
 from hetero_pp.program.operate.operations import Operations
-from hetero_pp.rpc.identities import Secret
 from replica_groups.engines.build import require_engine
 from replica_groups.member.saved_states import SavedStates
 
@@ -43,8 +37,8 @@ SMALL = [
 
 
 def _command(corpus: Path, runs: Path, *settings: str) -> list[str]:
-    sets = [part for setting in (*SMALL, f"data.corpus={corpus}", *settings) for part in ("--set", setting)]
-    return ["launch", str(CONFIG), "--runs", str(runs), *sets]
+    given = sets(*SMALL, f"data.corpus={corpus}", *settings)
+    return ["launch", str(CONFIG), "--runs", str(runs), *given]
 
 
 @pytest.mark.starts_processes
@@ -57,30 +51,6 @@ def test_an_engines_own_error_is_told(corpus: Path, tmp_path: Path) -> None:
     assert len(done.stderr.splitlines()) == 1
     left = [process for process in psutil.process_iter(["cmdline"]) if str(tmp_path) in str(process.info["cmdline"])]
     assert not left
-
-
-def test_the_causes_that_failed_ranks_have_noted_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file="")
-    noted = list[Path]()
-
-    def launched(config: LaunchConfig, _: object) -> Callable[..., None]:
-        def fail(*_: object) -> None:
-            assert config.logs_specs is not None
-            noted.append(Path(config.logs_specs.root_log_dir) / "error.json")
-            noted[0].write_text("{}")
-            raise ChildFailedError("rank_main", {0: failure})
-
-        return fail
-
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(ranks, "elastic_launch", launched)
-    monkeypatch.setattr(ranks, "share_fork_server", lambda: None)
-    replica = DatacenterReplica(name="dc", kind="datacenter", ranks=2)
-    credentials = Secret("a secret").credentials("dc")
-    with pytest.raises(HeteroPPError, match="rank 0 of dc: "):
-        ranks.run_ranks(replica, "run", RunFolder(tmp_path / "run"), "127.0.0.1:1", credentials, 1.0, "cpu")
-    assert noted
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -9,84 +9,50 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
-from ended import still_running
+from asking import sets
+from background import Background, still_running
 from listening import listening
-from preloading import forked_processes
+from mixed_run import MIXED
 from started import start_program
 
 pytestmark = pytest.mark.starts_processes
 
-YAML = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
-MEMBERS = {"exchange", "dc", "home.0", "home.1", "home.2"}
 SECONDS_TO_END = 90
 BY_A_USER, FORKED = "as by a user", "forked"
 
 
-class Launched:
+class Launched(Background):
     """A run long enough never to end by itself. The death of any process ends it.
 
     It is started as by a user, or forked from the tests' fork server, which then forks the members, too.
     """
 
     def __init__(self, corpus: Path, runs: Path, forked: bool) -> None:
-        settings = [f"data.corpus={corpus}", "outer.rounds=100000", "restarts.count=0", "exchange.quorum=1"]
-        sets = [part for setting in settings for part in ("--set", setting)]
-        self.command = ["launch", str(YAML), "--runs", str(runs), *sets]
-        self.process = start_program(*self.command) if forked else _start(self.command)
+        settings = sets(f"data.corpus={corpus}", "outer.rounds=100000", "restarts.count=0", "exchange.quorum=1")
+        self.command = ["launch", str(MIXED), "--runs", str(runs), *settings]
+        super().__init__(start_program(*self.command) if forked else _start(self.command), runs / "mixed")
         self._is_forked = forked
-        self.metrics = runs / "mixed" / "metrics.jsonl"
         self.seen: list[psutil.Process] = []
 
     def wait_for_training(self) -> None:
         """Wait until a round is closed, so that every link is in use."""
-        for _ in _until(time.monotonic() + 120):
-            with suppress(subprocess.TimeoutExpired):  # leaves the CPU to the processes that are waited for
-                self.process.wait(0.05)
-                pytest.fail(str(self.process.communicate()))
-            if self.metrics.exists() and '"round_closed"' in self.metrics.read_text():
-                break
-        if self._is_forked:
-            logs = [self._log(member) for member in MEMBERS]
-            self.seen = [one for one in forked_processes() if any(_writes(one, log) for log in logs)]
-        else:
-            self.seen = psutil.Process(self.process.pid).children(recursive=True)
-        assert len(self.seen) >= len(MEMBERS)
-
-    def wait_for_another_round(self) -> None:
-        """Wait until a round is closed that began after this call."""
-        closed = self.metrics.read_text().count('"round_closed"')
-        for _ in _until(time.monotonic() + 120):
-            assert self.process.poll() is None
-            if self.metrics.read_text().count('"round_closed"') > closed + 1:
-                return
+        self.wait_until(self.rounds)
+        self.seen = self.writers() if self._is_forked else psutil.Process(self.process.pid).children(recursive=True)
+        assert len(self.seen) >= 5  # the exchange and four members
 
     def member(self, name: str) -> int:
         """Return the process that writes logs/<name>.log."""
-        return next(one.pid for one in self.seen if _writes(one, self._log(name)))
-
-    def _log(self, member: str) -> Path:
-        return self.metrics.parent / "logs" / f"{member}.log"
+        return self.writers(f"{name}.log", self.seen)[0].pid
 
     def assert_all_end(self) -> None:
         """Require that every process ends. On a busy machine, drawing the run's pictures takes several seconds."""
         deadline = time.monotonic() + SECONDS_TO_END
         self.process.wait(SECONDS_TO_END)
         assert not still_running(self.seen, max(0.0, deadline - time.monotonic()))
-
-
-def _until(deadline: float) -> Iterator[None]:
-    while time.monotonic() < deadline:
-        yield
-    pytest.fail("the run did not get that far")
-
-
-def _writes(process: psutil.Process, log: Path) -> bool:
-    return (Path("/proc") / str(process.pid) / "fd" / "2").resolve() == log.resolve()
 
 
 def _start(command: Sequence[str]) -> subprocess.Popen[str]:
@@ -122,7 +88,8 @@ def test_interrupt_ends_everything(launched: Launched, numbers: Sequence[signal.
         for process in launched.seen:
             process.send_signal(signal.SIGUSR1)
             process.send_signal(signal.SIGHUP)
-        launched.wait_for_another_round()
+        closed = launched.rounds()
+        launched.wait_until(lambda: launched.rounds() > closed + 1)  # a round that began after that
         assert still_running(launched.seen, 0) == launched.seen
     for number in numbers:
         launched.process.send_signal(number)
@@ -141,7 +108,7 @@ def test_a_killed_stage_is_named(launched: Launched) -> None:
     errors = launched.process.communicate()[1]
     assert launched.process.returncode == 1
     assert errors.strip().splitlines() == ["hetero-pp: home.1 was killed by SIGKILL"]
-    summary = json.loads((launched.metrics.parent / "summary.json").read_text())
+    summary = json.loads((launched.folder / "summary.json").read_text())
     assert "home.1 was killed by SIGKILL" in summary["failed"]
     assert summary["rounds"] >= 1
 

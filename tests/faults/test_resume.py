@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from ended import still_running
-from preloading import forked_processes
+from asking import sets
+from background import Background, still_running
+from mixed_run import MIXED
 from started import run_program, start_program
 
 pytestmark = pytest.mark.starts_processes
 
-MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 ROUNDS = 4
 ENDS = ["--set", "restarts.count=0", "--set", "exchange.quorum=1"]
 """Settings with which the death of any process ends the run."""
@@ -41,8 +38,7 @@ def _command(config: Path, corpus: Path, runs: Path, *more: str) -> list[str]:
     settings = [f"data.corpus={corpus}", f"outer.rounds={ROUNDS}", "inner.steps=2", "checkpoints.every=1"]
     if config == MIXED:
         settings.append("replicas.1.boundary.anchors={rank: 4}")  # only a stage's saved state has them
-    sets = [part for setting in settings for part in ("--set", setting)]
-    return ["launch", str(config), "--runs", str(runs), *sets, *more]
+    return ["launch", str(config), "--runs", str(runs), *sets(*settings), *more]
 
 
 def _summary(command: Sequence[str], runs: Path, name: str) -> dict[str, Any]:
@@ -51,64 +47,28 @@ def _summary(command: Sequence[str], runs: Path, name: str) -> dict[str, Any]:
     return json.loads((runs / name / "summary.json").read_text())
 
 
-class Launched:
-    """A run in the background and all its processes."""
-
-    def __init__(self, command: Sequence[str], folder: Path) -> None:
-        self.process = start_program(*command)
-        self.folder = folder
-
-    def wait_for_round(self, round_: int) -> None:
-        """Wait until so many rounds are closed."""
-        metrics, deadline = self.folder / "metrics.jsonl", time.monotonic() + 120
-        while time.monotonic() < deadline:
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(0.05)
-                pytest.fail(str(self.process.communicate()))
-            if metrics.exists() and metrics.read_text(encoding="utf-8").count('"round_closed"') >= round_:
-                return
-        pytest.fail("the run did not get that far")
-
-    def wait_for_state(self, round_: int) -> list[psutil.Process]:
-        """Wait until every member has saved its state after a round. Return the processes."""
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline:
-            with suppress(subprocess.TimeoutExpired):  # leaves the CPU to the processes that are waited for
-                self.process.wait(0.05)
-                pytest.fail(str(self.process.communicate()))
-            members = [path for path in (self.folder / "state").glob("*") if path.is_dir()]
-            if len(members) > 1 and all((path / f"round-{round_:06d}").is_dir() for path in members):
-                processes = self._writers()
-                assert len(processes) > len(members)  # the members and the exchange
-                return processes
-        pytest.fail("the run did not get that far")
-
-    def writers_of(self, member: str) -> list[psutil.Process]:
-        """Return a member's process, and its ranks in their order."""
-        return sorted(self._writers(f"{member}.log"), key=lambda one: (one.create_time(), one.pid))
-
-    def _writers(self, log: str = "*.log") -> list[psutil.Process]:
-        """Return the processes that write to the run's logs."""
-        found, logs = [], [path.resolve() for path in (self.folder / "logs").glob(log)]
-        for one in forked_processes():
-            with suppress(OSError, psutil.Error):  # it has ended
-                if Path(f"/proc/{one.pid}/fd/2").resolve() in logs:
-                    found.append(one)
-        return found
-
-
 @pytest.fixture
-def launch() -> Iterator[Any]:
-    runs: list[Launched] = []
+def launch() -> Iterator[Callable[[Sequence[str], Path], Background]]:
+    runs: list[Background] = []
 
-    def start(command: Sequence[str], folder: Path) -> Launched:
-        runs.append(Launched(command, folder))
+    def start(command: Sequence[str], folder: Path) -> Background:
+        runs.append(Background(start_program(*command), folder))
         return runs[-1]
 
     yield start
     for run in runs:
-        if run.process.poll() is None:
-            run.process.kill()
+        run.process.kill()
+
+
+def _wait_for_state(run: Background, round_: int) -> list[psutil.Process]:
+    """Wait until every member has saved its state after a round. Return the processes."""
+
+    def is_saved() -> bool:
+        members = [path for path in (run.folder / "state").glob("*") if path.is_dir()]
+        return len(members) > 1 and all((path / f"round-{round_:06d}").is_dir() for path in members)
+
+    run.wait_until(is_saved)
+    return run.writers()
 
 
 def test_a_killed_run_goes_on_to_the_same_bits(corpus: Path, tmp_path: Path, launch: Any) -> None:
@@ -123,7 +83,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(corpus: Path, tmp_path: Path, lau
     unbroken = _summary(_command(MIXED, corpus, tmp_path / "a", "--in-process", *more), tmp_path / "a", "mixed")
     command = _command(MIXED, corpus, tmp_path / "b", *more)
     run = launch(command, tmp_path / "b" / "mixed")
-    everyone = run.wait_for_state(2)
+    everyone = _wait_for_state(run, 2)
     run.process.send_signal(signal.SIGKILL)
     assert not still_running(everyone, 10)
     resumed = _summary([*command, "--resume"], tmp_path / "b", "mixed")
@@ -141,8 +101,8 @@ def test_ranks_that_were_killed_go_on(corpus: Path, tmp_path: Path, launch: Any)
     unbroken = _summary(_command(config, corpus, tmp_path / "a", *plain), tmp_path / "a", "ranks")
     command = _command(config, corpus, tmp_path / "b", *ENDS)
     run = launch(command, tmp_path / "b" / "ranks")
-    everyone = run.wait_for_state(2)
-    _, *ranks = run.writers_of("titan")
+    everyone = _wait_for_state(run, 2)
+    _, *ranks = sorted(run.writers("titan.log"), key=lambda one: (one.create_time(), one.pid))
     assert len(ranks) == 2
     ranks[1].kill()
     errors = run.process.communicate(timeout=30)[1]
@@ -190,7 +150,7 @@ def test_a_run_that_was_stopped_loses_no_finished_round(corpus: Path, tmp_path: 
     unbroken = _summary([*command, str(tmp_path / "a"), *plain], tmp_path / "a", "ranks")
     command += [str(tmp_path / "b")]
     run = launch(command, tmp_path / "b" / "ranks")
-    run.wait_for_round(2)
+    run.wait_until(lambda: run.rounds() >= 2)
     run.process.send_signal(signal.SIGHUP)
     said, errors = run.process.communicate(timeout=120)
     assert run.process.returncode == 130, errors

@@ -6,20 +6,15 @@ In every case, rounds are consecutive, and all replicas hold the same weights. A
 from __future__ import annotations
 
 import json
-import os
 import re
-import resource
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from started import TIMEOUT, run_program, run_script
+from asking import sets
+from mixed_run import MIXED
+from started import run_program, run_script
 from typer.testing import CliRunner
 
 from hetero_pp.messages.messages_pb2 import (
@@ -35,7 +30,6 @@ from hetero_pp.program.cli import app
 
 pytestmark = pytest.mark.starts_processes
 
-MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 LAUNCH_WITH_FAULTS = Path(__file__).parents[2] / "benchmarks/launch_with_faults.py"
 ROUNDS = 5
 
@@ -62,8 +56,7 @@ class Survived:
         path.write_text(f"faults: [{faults}]")
         command = [str(config), "--runs", str(runs), "--faults", str(path)]
         short = [f"data.corpus={corpus}", f"outer.rounds={rounds}", "inner.steps=2", "data.validation_sequences=4"]
-        sets = [*short, "checkpoints.every=1", "exchange.quorum=1", *settings]
-        self._config, self._settings = str(config), [part for one in sets for part in ("--set", one)]
+        self._config, self._settings = str(config), sets(*short, "checkpoints.every=1", "exchange.quorum=1", *settings)
         done = run_script(LAUNCH_WITH_FAULTS, *command, *self._settings)
         (folder,) = (path.parent for path in runs.glob("*/summary.json"))
         self.folder, self.rounds, self.code, self.errors = folder, rounds, done.returncode, done.stderr
@@ -172,115 +165,6 @@ def test_links_that_were_cut_are_there_again_and_other_bits_of_theta_are_healed(
     assert not run.happened(RESTARTED)
     (healed,) = run.happened(HEALED)
     assert re.fullmatch(r"home\.1: held a layers\.1\.\S+ that differs from the run log", healed)
-
-
-class _OnASmallDisk:
-    """A launch whose runs are on a separate disk that can be filled.
-
-    Without the right to mount one, a limit on the size of the exchange's files makes its writes fail.
-    """
-
-    MOUNT = 'mount -t tmpfs -o size=32m tmpfs "$0" || exit 99; "$@"; echo "code $?"; read _'
-
-    def __init__(self, runs: Path, *arguments: str) -> None:
-        runs.mkdir()
-        self._said = runs.with_suffix(".said")
-        command = [sys.executable, "-m", "hetero_pp", *arguments, "--runs", str(runs)]
-        namespace = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--mount", "--map-root-user"]
-        probe = [*namespace, "sh", "-c", self.MOUNT, str(runs), "true"]
-        self.is_mounted = subprocess.run(probe, stdin=subprocess.DEVNULL, capture_output=True).returncode in (0, 1)
-        wrapped = (
-            [*namespace, "sh", "-c", self.MOUNT, str(runs)]
-            if self.is_mounted
-            else ["sh", "-c", '"$@"; echo "code $?"', "sh"]
-        )
-        with self._said.open("w") as file:
-            self._process = subprocess.Popen([*wrapped, *command], stdin=subprocess.PIPE, stdout=file, stderr=file)
-        root = Path(f"/proc/{self._process.pid}/root")
-        self.folder = (root / runs.relative_to("/") if self.is_mounted else runs) / "mixed"
-
-    @property
-    def said(self) -> str:
-        """Return all output so far."""
-        return self._said.read_text()
-
-    def wait_for(self, condition: Callable[[], object]) -> None:
-        """Wait until a condition holds. Fail if the launch ends before."""
-        for _ in range(2400):
-            if condition():
-                return
-            assert "code " not in self.said, self.said
-            time.sleep(0.05)
-        pytest.fail(self.said)
-
-    def wait_for_end(self) -> None:
-        """Wait until the launch has ended. Its disk still exists."""
-        for _ in range(2400):
-            if "code " in self.said:
-                return
-            time.sleep(0.05)
-        pytest.fail(self.said)
-
-    def fill(self) -> None:
-        """Leave no room on the disk. Call it again when the run removes files."""
-        if self.is_mounted:
-            with (self.folder.parent / "filling").open("ab", buffering=0) as file, suppress(OSError):
-                while file.write(bytes(4096)):
-                    pass
-        else:
-            self._limit(0)
-
-    def free(self) -> None:
-        """Make room again."""
-        if self.is_mounted:
-            (self.folder.parent / "filling").unlink()
-        else:
-            self._limit(resource.RLIM_INFINITY)
-
-    def _limit(self, size: int) -> None:
-        output = str(self.folder / "logs" / "exchange.log")
-        for child in psutil.Process(self._process.pid).children(recursive=True):
-            if Path(f"/proc/{child.pid}/fd/1").resolve() == Path(output):
-                resource.prlimit(child.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-
-    def end(self) -> None:
-        """End the process that holds the disk, which removes the disk."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(TIMEOUT)
-
-
-def test_a_disk_that_is_full_for_a_while_is_waited_for(corpus: Path, tmp_path: Path) -> None:
-    """The disk is named, and no member is blamed. The run continues by itself, with the bits of an undisturbed one."""
-    rounds = 4
-    settings = [f"data.corpus={corpus}", f"outer.rounds={rounds}", "checkpoints.every=1", "exchange.quorum=1"]
-    arguments = ["launch", str(MIXED), *(part for one in settings for part in ("--set", one))]
-    run = _OnASmallDisk(tmp_path / "small", *arguments)
-    try:
-        run.wait_for((run.folder / "log" / "round-000001" / "record.json").exists)
-        run.wait_for(lambda: run.fill() or "paused: " in run.said)  # type: ignore[func-returns-value]
-        run.free()
-        run.wait_for_end()
-        summary = json.loads((run.folder / "summary.json").read_text())
-        events = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-        replayed = run_program("log", "replay", str(run.folder))
-        left = [path for path in run.folder.rglob("*") if path.name.endswith(".part")]
-    finally:
-        run.end()
-    assert "code 0" in run.said
-    no_room = r"No space left on device; \S+ \w+ of 33.6 MB are free on tmpfs, mounted at .*/small"
-    why = no_room if run.is_mounted else "File too large; .*"
-    told = rf"^paused: .*/small/mixed/log/\S+: cannot be \w+ \({why}\); retrying for .* so far$"
-    assert re.search(told, run.said, re.MULTILINE), run.said
-    assert "mixed: resuming after " in run.said
-    assert not [line for line in run.said.splitlines() if line.startswith(("waiting for", "hetero-pp:"))]
-    assert not [one for one in events if one.get("what") == "restarted"]
-    assert sorted(one["round"] for one in events if one["event"] == "round_closed") == list(range(1, rounds + 1))
-    assert not left
-    assert run_program(*arguments, "--in-process", "--runs", str(tmp_path)).returncode == 0
-    expected = json.loads((tmp_path / "mixed" / "summary.json").read_text())["parameters_sha256"]
-    assert summary["parameters_sha256"] == expected
-    assert replayed.stdout.split()[-1] == expected["dc"]
 
 
 def test_above_a_quorum_a_run_goes_on_without_who_has_used_up_its_restarts(survive: Any) -> None:

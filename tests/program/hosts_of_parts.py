@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import socket
-import subprocess
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
-import pytest
+from host_processes import HostProcesses
 from started import Started, start_program
 
 from hetero_pp.config.folder import RunFolder
@@ -41,76 +36,48 @@ replicas:
 PARTS = ("exchange", "dc", "home.0", "home.1")
 
 
-def free_port() -> int:
-    """Return a port on which nothing listens."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
-class Hosts:
-    """A run with one folder, one copy of the YAML and one process per host."""
+class Hosts(HostProcesses):
+    """A run with one copy of the YAML per host."""
 
     def __init__(self, folder: Path, corpus: Path, rounds: int) -> None:
-        self.folder, self.rounds = folder, rounds
-        self.port = free_port()
-        self.text = CONFIG.replace("ROUNDS", str(rounds)).replace("PORT", str(self.port)).replace("CORPUS", str(corpus))
+        super().__init__(folder, "hosts")
+        text = CONFIG.replace("ROUNDS", str(rounds)).replace("PORT", str(self.port))
+        self.text = text.replace("CORPUS", str(corpus))
         (folder / "token").write_text("a-secret-of-this-test-of-two-hosts\n")
-        self.processes: dict[str, Started] = {}
 
     def start(self, part: str, *more: str) -> Started:
         own = self.folder / part
         own.mkdir(exist_ok=True)
         (own / "run.yaml").write_text(self.text)
         reach = [] if part == "exchange" else ["--exchange", f"127.0.0.1:{self.port}"]
-        shared = ["--token-file", str(self.folder / "token"), "--runs", str(own / "runs")]
+        shared = ["--token-file", str(self.folder / "token"), "--runs", str(self.runs(part))]
         self.processes[part] = start_program("launch", str(own / "run.yaml"), "--only", part, *reach, *shared, *more)
         return self.processes[part]
 
-    def wait(self, part: str, seconds: float = 150) -> tuple[int, str]:
-        """Wait for a host's process. Return its exit code and stderr."""
-        _, errors = self.processes[part].communicate(timeout=seconds)
-        return self.processes[part].wait(seconds), errors
-
     def said(self, part: str) -> str:
-        """Return the whole stdout of an ended process."""
-        return self.processes[part].communicate()[0]
+        """Return the whole stdout of a host's process, once it has ended."""
+        return self.wait(part)[1]
 
-    def summary(self) -> dict:
-        return json.loads((self.folder / "exchange" / "runs" / "hosts" / "summary.json").read_text())
-
-    def told(self, event: str) -> list[dict]:
-        """Return the exchange's metrics that contain this text."""
-        metrics = self.folder / "exchange" / "runs" / "hosts" / "metrics.jsonl"
-        text = metrics.read_text() if metrics.exists() else ""
-        return [json.loads(line) for line in text.split("\n")[:-1] if event in line]
+    def ended(self, part: str) -> tuple[int, str]:
+        """Wait for a host's process. Return its exit code and stderr."""
+        return self.wait(part)[::2]
 
     def rounds_closed(self) -> int:
         return len(self.told('"round_closed"'))
 
     def rounds_recorded(self) -> int:
         """Return the number of the last record in the log."""
-        runs = self.folder / "exchange" / "runs"
-        return open_log(
-            ConfigFile(self.folder / "exchange" / "run.yaml").config, RunFolder(runs / "hosts")
-        ).last_record()
+        config = ConfigFile(self.folder / "exchange" / "run.yaml").config
+        return open_log(config, RunFolder(self.runs() / "hosts")).last_record()
 
     def wait_for_round(self, round_: int) -> None:
         self.wait_for(f'"evaluation", "replica": "home", "round": {round_}')
 
-    def wait_for(self, event: str) -> None:
-        """Wait until the exchange has recorded this text in its metrics."""
-        self._wait_until(lambda: bool(self.told(event)))
-
     def wait_for_contribution(self, round_: int, replica: str) -> None:
         """Wait until a round has closed that includes a replica."""
-        self._wait_until(lambda: (round_, replica) in self._contributed())
 
-    def _contributed(self) -> set[tuple[int, str]]:
-        closed = self.told('"round_closed"')
-        return {(one["round"], sent["replica"]) for one in closed for sent in one.get("contributions", ())}
+        def contributed() -> set[tuple[int, str]]:
+            closed = self.told('"round_closed"')
+            return {(one["round"], sent["replica"]) for one in closed for sent in one.get("contributions", ())}
 
-    def _wait_until(self, holds: Callable[[], bool]) -> None:
-        while not holds():
-            with suppress(subprocess.TimeoutExpired):  # leaves the CPU to the processes that are waited for
-                self.processes["exchange"].wait(0.1)
-                pytest.fail(str(self.processes["exchange"].communicate()))
+        self.wait_until(lambda: (round_, replica) in contributed())

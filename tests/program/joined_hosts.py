@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import socket
-import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
-from started import Started, start_program
+from host_processes import HostProcesses
+from started import start_program
 from typer.testing import CliRunner, Result
 
 from hetero_pp.config.yaml_file import ConfigFile
@@ -37,20 +34,17 @@ replicas:
 SLOTS = ("dc", "home.0", "home.1")
 
 
-class Run:
-    """A run with one folder and one process per host. The first host serves the run."""
+class Run(HostProcesses):
+    """A run whose first host serves it. No other host has the YAML."""
 
     def __init__(
         self, folder: Path, corpus: Path, rounds: int, lease: str = "1 min", groups: str = "name: home"
     ) -> None:
-        self.folder, self.corpus = folder, corpus
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = str(free.getsockname()[1])
-        self.address = f"localhost:{port}"
-        text = CONFIG.replace("ROUNDS", str(rounds)).replace("PORT", port).replace("LEASE", lease)
+        super().__init__(folder, "homes")
+        self.corpus, self.address = corpus, f"localhost:{self.port}"
+        text = CONFIG.replace("ROUNDS", str(rounds)).replace("PORT", str(self.port)).replace("LEASE", lease)
         text = text.replace("name: home,", f"{groups},")
         (folder / "run.yaml").write_text(text.replace("CORPUS", str(corpus)))
-        self.processes: dict[str, Started] = {}
 
     def serve(self, *more: str, waits: bool = True) -> None:
         """Start the exchange.
@@ -58,13 +52,10 @@ class Run:
         With `waits`, return once it waits for members, which it never does if all are present.
         """
         self.processes["exchange"] = start_program(
-            "serve", str(self.folder / "run.yaml"), "--runs", str(self.runs("exchange")), *more
+            "serve", str(self.folder / "run.yaml"), "--runs", str(self.runs()), *more
         )
         if waits:
             self.wait_for('"event": "waiting"')
-
-    def runs(self, host: str) -> Path:
-        return self.folder / host / "runs"
 
     def ask(self, command: str, *more: str, host: str = "exchange") -> Result:
         """Run a command of a host that starts no process, in this process."""
@@ -81,20 +72,6 @@ class Run:
         own = ["--data", str(data or self.corpus)]
         self.processes[host] = start_program("join", ticket, *own, "--runs", str(self.runs(host)))
 
-    def said(self, host: str) -> str:
-        """Return what the host has printed so far."""
-        path = self.processes[host].files[0]
-        return path.read_text() if path.exists() else ""
-
-    def wait(self, host: str, seconds: float = 150) -> tuple[int, str, str]:
-        """Wait for a host's process. Return its exit code, stdout and stderr."""
-        said, errors = self.processes[host].communicate(timeout=seconds)
-        return self.processes[host].wait(seconds), said, errors
-
-    def wait_for(self, event: str) -> None:
-        """Wait until the exchange has recorded this text in its metrics."""
-        self.wait_until(lambda: event in self.metrics())
-
     def wait_for_round(self, replica: str, round_: int) -> None:
         """Wait until a replica has evaluated this round or a later one."""
         self.wait_until(lambda: max(self.evaluated(replica), default=-1) >= round_)
@@ -104,24 +81,9 @@ class Run:
         pattern = rf'"event": "evaluation", "replica": "{replica}", "round": (\d+)'
         return [int(round_) for round_ in re.findall(pattern, self.metrics())]
 
-    def wait_until(self, is_so: Callable[[], bool]) -> None:
-        """Wait until a condition holds. Fail if the exchange ends before."""
-        while not is_so():
-            with suppress(subprocess.TimeoutExpired):
-                self.processes["exchange"].wait(0.1)
-                pytest.fail(str(self.processes["exchange"].communicate()))
-
-    def metrics(self) -> str:
-        """Return the metrics of the exchange so far."""
-        path = self.runs("exchange") / "homes" / "metrics.jsonl"
-        return path.read_text() if path.exists() else ""
-
     def data(self, corpus: Path) -> DataSettings:
         """Return the run's data settings with another corpus."""
         return ConfigFile(self.folder / "run.yaml").config.data.model_copy(update={"corpus": str(corpus)})
-
-    def summary(self, host: str = "exchange") -> dict:
-        return json.loads((self.runs(host) / "homes" / "summary.json").read_text())
 
     def status(self) -> dict[str, Any]:
         """Return what `status` writes as JSON."""
@@ -140,9 +102,7 @@ def ending() -> Iterator[list[Run]]:
     made: list[Run] = []
     yield made
     for run in made:
-        for host, process in run.processes.items():
-            process.kill()  # at SIGTERM, members would save states that nobody needs
-            run.wait(host)
+        run.kill()
 
 
 def written(process: psutil.Process) -> str:

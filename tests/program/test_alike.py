@@ -12,7 +12,6 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 from matplotlib.text import Text
-from test_run_state import START, inner_step, link_use, made_up_spec, state_of
 from typer.testing import CliRunner
 
 from hetero_pp.config import alike as alike_module
@@ -21,7 +20,6 @@ from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.topology import ReplicaSettings
 from hetero_pp.config.yaml_file import ConfigFile, spec_of
 from hetero_pp.program.cli import app
-from hetero_pp.program.report.pictures import MOST_NAMED, draw_links, draw_losses
 from hetero_pp.simulator.charts import MOST_ROWS
 from hetero_pp.simulator.prediction import predict
 from hetero_pp.simulator.rounds import fleets_of
@@ -159,51 +157,3 @@ def test_a_chart_is_bounded_and_says_what_it_leaves_out(
     assert "line of home-1.0 .. home-40.0" in said
     assert not any("more" in text for text in said)
     assert any(re.fullmatch(r"→ .* kB  ← .* kB \(limited by its access lines\)", text) for text in said)
-
-
-@pytest.mark.parametrize("command", ["simulate", "check"])
-def test_many_groups_that_differ_are_rows_with_ranges(command: str, tmp_path: Path, corpus: Path) -> None:
-    """Groups of 2 and of 3 stages, each with its own line. A few of them are shown one by one."""
-    data = f"data: {{corpus: {corpus}, sequence_length: 16, validation_share: 0.2, validation_sequences: 4}}"
-
-    def said(count: int) -> str:
-        lines = "".join(f"  l{n}: {{up: {n} Mbit/s, latency: {n} ms}}\n" for n in range(1, count + 1))
-        groups = "".join(
-            f"  - {{name: {name}-{n}, kind: participants, stages: {{count: {stages}, line: l{n}}}, batch_size: {n}}}\n"
-            for name, stages in (("home", 2), ("shed", 3))
-            for n in range(1, count + 1)
-        )
-        path = tmp_path / f"{count}.yaml"
-        path.write_text(UNEQUAL.replace("outer:", f"{data}\nlines:\n{lines}outer:") + groups)
-        return _run(command, path)
-
-    many, few = said(30), said(3)
-    assert len(many.splitlines()) < 170
-    assert "home-30.1" in many and "shed-30.2" in many and "home-20" not in many
-    words = " ".join(many.split())
-    if command == "simulate":
-        assert re.search(r"home-1 \.\. home-30 \(30 groups x .*?10 160 \.\. 4,800 ", words)
-        assert "use simulate.fleets" in words
-        assert "simulate.fleets" not in few
-    else:
-        assert "1 Mbit/s .. 30 Mbit/s" in words
-    assert all(f"home-{n}.1" in few for n in (1, 2, 3))
-
-
-@pytest.mark.renders
-def test_pictures_of_a_run_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = _texts(monkeypatch)
-    homes = {"kind": "participants", "name": "home", "count": 40, "stages": 2}
-    others = [
-        {"kind": "participants", "name": f"g{number}", "batch_size": number, "stages": 2} for number in range(1, 41)
-    ]
-    spec = made_up_spec(replicas=[homes, *others])
-    reports = [inner_step(START, f"{one.name}.1", one.name, 1, 0, loss=4.0) for one in spec.config.replicas]
-    reports += [link_use(START + 1, name, "forward", 1, 1000) for name in spec.links]
-    state = state_of(reports, spec)
-    draw_losses(state, tmp_path / "loss.png")
-    draw_links(state, tmp_path / "links.png")
-    assert imread(tmp_path / "links.png").shape[0] < 2200
-    assert "home-1.0-1 .. home-40.0-1\nunlimited" in said
-    assert any("more are not shown" in text for text in said)
-    assert f"and {80 - MOST_NAMED} more" in said

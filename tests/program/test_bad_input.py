@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
+from asking import ask, sets
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -36,10 +37,7 @@ replicas:
 
 CASES = {
     "unknown key": ("latency", "latenzy", 6, "links.home.latenzy", ["unknown key", "did you mean `latency`?"]),
-    "unknown key of a replica": ("link: home", "lnk: home", 14, "replicas[1].lnk", ["unknown key", "`link`"]),
     "wrong unit": ("100 Mbit/s", "100 Mbps/s", 6, "links.home.bandwidth", ["`100 Mbps/s`", "such as `100 Mbit/s`"]),
-    "no unit": ("20 ms", "20", 6, "links.home.latency", ["`20`", "such as `20 ms`"]),
-    "no bandwidth": ("100 Mbit/s", "0 Mbit/s", 6, "links.home.bandwidth", ["`0 Mbit/s`", "more than 0"]),
     "rank above d": ("1/8", "65", 15, "replicas[1].boundary.rank", ["65", "at most the model's width 64"]),
     "anchors above d": (
         "1/8",
@@ -48,8 +46,6 @@ CASES = {
         "replicas[1].boundary.anchors.rank",
         ["65", "at most the model's width 64"],
     ),
-    "anchors of no rank": ("1/8", "1/8, anchors: {rank: 0}", 15, "replicas[1].boundary.anchors.rank", ["`0`", "`1/8`"]),
-    "no rank": ("1/8", "much", 15, "replicas[1].boundary.rank", ["`much`", "`1/8`"]),
     "too many stages": ("stages: 4", "stages: 5", 12, "replicas[1].stages", ["5 stages", "4 layers"]),
     "wrong split": (
         "stages: 4",
@@ -67,13 +63,6 @@ CASES = {
         "outer.compression.tile[0]",
         ["found `0`", "at least 1"],
     ),
-    "chunk of fewer columns than none": (
-        "rounds: 3",
-        "rounds: 3\n  compression: {tile: [1, -1]}",
-        5,
-        "outer.compression.tile[1]",
-        ["found `-1`", "at least 1"],
-    ),
     "moment without a decay": (
         "outer:",
         "inner: {betas: [0.9, 1]}\nouter:",
@@ -88,7 +77,6 @@ CASES = {
         "replicas[0]",
         ["`kind: dc`", "one of `datacenter`, `participants`"],
     ),
-    "not a number": ("rounds: 3", "rounds: many", 4, "outer.rounds", ["`many`", "a whole number"]),
     "missing key": (
         "  rounds: 3\n",
         "  learning_rate: 1.0\n",
@@ -97,7 +85,6 @@ CASES = {
         ["found nothing", "expected a value"],
     ),
     "uneven batch": ("micro_batches: 2", "micro_batches: 3", 13, "replicas[1].micro_batches", ["3", "divisor of"]),
-    "missing corpus": ("corpus: CORPUS", "corpus: /nowhere/at/all", 2, "data.corpus", ["/nowhere/at/all", "expected"]),
     "too small a corpus": ("sequence_length: 16", "sequence_length: 9999", 2, "data.corpus", ["tokens", "at least"]),
     "unreadable tokenizer": (
         "corpus: CORPUS",
@@ -114,8 +101,8 @@ CASES = {
 def _invoke(text: str, tmp_path: Path, corpus: Path, *arguments: str) -> tuple[int, str, Path]:
     path = tmp_path / "run.yaml"
     path.write_text(text.replace("CORPUS", str(corpus)))
-    result = CliRunner().invoke(app, ["check", str(path), "--runs", str(tmp_path / "runs"), *arguments])
-    return result.exit_code, result.stderr, path
+    code, _, errors = ask("check", path, "--runs", tmp_path / "runs", *arguments)
+    return code, errors, path
 
 
 EXCHANGE = {
@@ -150,15 +137,11 @@ def test_bad_input_is_named(case: str, tmp_path: Path, corpus: Path) -> None:
         assert word in errors
 
 
-@pytest.mark.parametrize("steps", [2, 50])
-def test_gradients_averaged_after_many_steps_are_refused(steps: int, tmp_path: Path, corpus: Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text(GOOD.replace("CORPUS", str(corpus)))
-    changes = ["--set", 'outer={"rounds": 2, "method": "adamw_ddp"}', "--set", f"inner.steps={steps}"]
-    result = CliRunner().invoke(app, ["launch", str(path), "--runs", str(tmp_path / "runs"), *changes])
-    assert result.exit_code == 2
-    assert f"--set inner.steps={steps}: found {steps}, expected 1: with method adamw_ddp" in result.stderr
-    assert not (tmp_path / "runs" / "good").exists()
+def test_gradients_averaged_after_many_steps_are_refused(tmp_path: Path, corpus: Path) -> None:
+    code, errors, _ = _invoke(
+        GOOD, tmp_path, corpus, *sets('outer={"rounds": 2, "method": "adamw_ddp"}', "inner.steps=2")
+    )
+    assert (code, "--set inner.steps=2: found 2, expected 1: with method adamw_ddp" in errors) == (2, True), errors
 
 
 LENGTHS = {
@@ -184,34 +167,25 @@ def test_a_round_has_one_length(case: str, tmp_path: Path, corpus: Path) -> None
     assert errors.startswith(f"hetero-pp: {path}:3: {message}"), errors
 
 
-@pytest.mark.parametrize("seconds", ["300", "5 min", "300 s"])
-def test_a_round_may_be_time(seconds: str, tmp_path: Path, corpus: Path) -> None:
-    yaml = GOOD.replace("outer:", f"inner: {{seconds: {seconds}}}\nouter:")
-    assert _invoke(yaml, tmp_path, corpus)[:2] == (0, "")
-    found = ConfigFile(tmp_path / "run.yaml").config.inner
-    assert (found.steps, found.seconds, found.warmup_steps, found.warmup_rounds) == (None, 300.0, None, 1.0)
-
-
-def test_a_length_is_changed_by_taking_the_other_back(tmp_path: Path, corpus: Path) -> None:
+def test_a_round_may_be_time_instead_of_steps(tmp_path: Path, corpus: Path) -> None:
+    for seconds in ("300", "5 min", "300 s"):
+        yaml = GOOD.replace("outer:", f"inner: {{seconds: {seconds}}}\nouter:")
+        assert _invoke(yaml, tmp_path, corpus)[:2] == (0, "")
+        found = ConfigFile(tmp_path / "run.yaml").config.inner
+        assert (found.steps, found.seconds, found.warmup_steps, found.warmup_rounds) == (None, 300.0, None, 1.0)
     yaml = GOOD.replace("outer:", "inner: {steps: 5}\nouter:")
-    seconds = ("--set", "inner.seconds=1 min")
-    assert _invoke(yaml, tmp_path, corpus, *seconds)[0] == 2
-    assert _invoke(yaml, tmp_path, corpus, *seconds, "--set", "inner.steps=null")[:2] == (0, "")
+    assert _invoke(yaml, tmp_path, corpus, *sets("inner.seconds=1 min"))[0] == 2
+    assert _invoke(yaml, tmp_path, corpus, *sets("inner.seconds=1 min", "inner.steps=null"))[:2] == (0, "")
 
 
-TIMED = {
-    "gradients": (["outer.method=adamw_ddp"], "inner.seconds: found as many inner steps as fit into 9 s, expected 1"),
-    "read once": (["data.repeat=false"], "data.repeat=false: found false, expected true with `inner.seconds`"),
-}
-
-
-@pytest.mark.parametrize("case", TIMED)
-def test_what_a_round_of_time_cannot_be(case: str, tmp_path: Path, corpus: Path) -> None:
-    changes, message = TIMED[case]
-    sets = [part for change in changes for part in ("--set", change)]
-    code, errors, _ = _invoke(GOOD.replace("outer:", "inner: {seconds: 9}\nouter:"), tmp_path, corpus, *sets)
-    assert (code, len(errors.splitlines())) == (2, 1), errors
-    assert message in errors
+def test_what_a_round_of_time_cannot_be(tmp_path: Path, corpus: Path) -> None:
+    yaml = GOOD.replace("outer:", "inner: {seconds: 9}\nouter:")
+    for change, message in (
+        ("outer.method=adamw_ddp", "inner.seconds: found as many inner steps as fit into 9 s, expected 1"),
+        ("data.repeat=false", "data.repeat=false: found false, expected true with `inner.seconds`"),
+    ):
+        code, errors, _ = _invoke(yaml, tmp_path, corpus, "--set", change)
+        assert (code, len(errors.splitlines()), message in errors) == (2, 1, True), errors
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
@@ -224,13 +198,10 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     ("change", "words"),
     [
         ("outer.rounds", "expected KEY=VALUE"),
-        ("outer.round=3", "did you mean `rounds`?"),
         ("outer.missed=0.3", "only `hetero-pp reproduce` reads, expected it in the cell `research.missed` of"),
         ("data.clusters=2", "only `hetero-pp reproduce` reads, expected it in the cell `research.clusters` of"),
         ("replicas.1.boundary.ablations={modified_adamw: true}", "expected it in `ablations` of a table's row"),
         ("research={missed: 0.3}", "expected it in cells such as `research.missed` of a table's row (docs/"),
-        ("replicas.7.name=x", "found no entry `7` in `replicas`, expected one of 0 (dc), 1 (home)"),
-        ("links.home.bandwidth=fast", "`fast`"),
     ],
 )
 def test_a_wrong_change_on_the_command_line(change: str, words: str, tmp_path: Path, corpus: Path) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from asking import sets
+from mixed_run import MIXED, summary_in, train
 from started import run_program
 
 from hetero_pp.config.changes import NO_CHANGES, Agreement, Changes, read_changes, values_of, with_values
@@ -26,21 +28,15 @@ from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.log import ContributionLog, checkpoint_key
 from replica_groups.exchange.replay import checkpoint_after
 
-MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 H, WARMUP, FLOOR = 3, 2, 0.1
 EXTENDED = ["outer.rounds=6", "inner.learning_rate=4e-3", "outer.learning_rate=0.5"]
-
-
-def _train(corpus: Path, runs: Path, *settings: str, resume: bool = True, config: Path = MIXED) -> dict[str, Any]:
-    run_topology(config, [f"data.corpus={corpus}", *settings], runs, in_process=True, resume=resume)
-    return json.loads((runs / "mixed" / "summary.json").read_text())
 
 
 @pytest.fixture(scope="module")
 def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train three rounds. Saved states exist after round 2, as `checkpoints.every` says, and after the last."""
     runs = tmp_path_factory.mktemp("finished")
-    _train(corpus, runs, resume=False)
+    train(corpus, runs)
     return runs
 
 
@@ -49,7 +45,7 @@ def extended(corpus: Path, finished: Path, tmp_path_factory: pytest.TempPathFact
     """Extend the run to six rounds at another learning rate."""
     runs = tmp_path_factory.mktemp("extended") / "runs"
     shutil.copytree(finished, runs)
-    _train(corpus, runs, *EXTENDED)
+    _go_on(corpus, runs, *EXTENDED)
     return runs
 
 
@@ -58,6 +54,10 @@ def runs(extended: Path, tmp_path: Path) -> Path:
     """Return a copy of the extended run."""
     shutil.copytree(extended, tmp_path / "runs")
     return tmp_path / "runs"
+
+
+def _go_on(corpus: Path, runs: Path, *settings: str, config: Path = MIXED) -> dict[str, Any]:
+    return train(corpus, runs, *settings, config=config, resume=True)
 
 
 def _learning_rates(runs: Path, replica: str) -> dict[int, float]:
@@ -77,21 +77,17 @@ def _rate(step: int, peak: float, total: int) -> float:
 # ---- results of a changed run ----
 
 
-@pytest.mark.parametrize("replica", ["dc", "home"])
-def test_the_schedule_is_that_of_the_new_total_from_then_on(extended: Path, replica: str) -> None:
-    expected = {step: _rate(step, 1e-2, 3 * H) for step in range(3 * H)}
-    expected |= {step: _rate(step, 4e-3, 6 * H) for step in range(3 * H, 6 * H)}
-    assert _learning_rates(extended, replica) == pytest.approx(expected)
-
-
-def test_rounds_before_a_change_stay_as_they_were(finished: Path, extended: Path) -> None:
-    before, after = (json.loads((runs / "mixed" / "summary.json").read_text()) for runs in (finished, extended))
-    assert after["rounds"] == 6
-    assert after["validation_loss"][:3] == before["validation_loss"]
-    assert len(after["validation_loss"]) == 6
+def test_a_change_holds_from_then_on_and_rounds_before_it_stay_as_they_were(finished: Path, extended: Path) -> None:
+    """The schedule of learning rates is that of the new total."""
+    before, after = (summary_in(runs / "mixed") for runs in (finished, extended))
+    assert (after["rounds"], after["validation_loss"][:3]) == (6, before["validation_loss"])
     for round_ in (1, 2, 3):
         record = Path("mixed", "log", f"round-{round_:06d}", "record.json")
         assert (finished / record).read_bytes() == (extended / record).read_bytes()
+    expected = {step: _rate(step, 1e-2, 3 * H) for step in range(3 * H)}
+    expected |= {step: _rate(step, 4e-3, 6 * H) for step in range(3 * H, 6 * H)}
+    for replica in ("dc", "home"):
+        assert _learning_rates(extended, replica) == pytest.approx(expected), replica
 
 
 def test_the_outer_learning_rate_of_a_round_is_that_of_its_time(runs: Path) -> None:
@@ -114,18 +110,12 @@ def test_the_outer_learning_rate_of_a_round_is_that_of_its_time(runs: Path) -> N
 def test_what_was_changed_is_kept_and_need_not_be_said_again(
     extended: Path, runs: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, history = (
-        RunFolder(runs / "mixed"),
-        {
-            "inner.learning_rate": {1: 0.01, 4: 0.004},
-            "outer.learning_rate": {1: 1.0, 4: 0.5},
-            "outer.rounds": {1: 3, 4: 6},
-        },
-    )
+    folder, rates = RunFolder(runs / "mixed"), {"inner": {1: 0.01, 4: 0.004}, "outer": {1: 1.0, 4: 0.5}}
+    history = {"outer.rounds": {1: 3, 4: 6}} | {f"{of}.learning_rate": changed for of, changed in rates.items()}
     assert read_changes(folder.changes).history == history
     _forget(runs, 6, 7)
-    found = _train(corpus, runs)
-    unbroken = json.loads((extended / "mixed" / "summary.json").read_text())
+    found = _go_on(corpus, runs)
+    unbroken = summary_in(extended / "mixed")
     for key in ("parameters_sha256", "validation_loss", "rounds", "contributions", "changes"):
         assert found[key] == unbroken[key], key
     assert {key: {int(r): v for r, v in values.items()} for key, values in found["changes"].items()} == history
@@ -148,8 +138,8 @@ def test_a_change_holds_from_its_round_wherever_the_run_goes_on(
     _forget(runs, 3, 7)
     shutil.rmtree(runs / "mixed" / "state")
     shutil.copytree(finished / "mixed" / "state", runs / "mixed" / "state", ignore=lambda *_: ["round-000003"])
-    unbroken = json.loads((extended / "mixed" / "summary.json").read_text())
-    assert _train(corpus, runs)["parameters_sha256"] == unbroken["parameters_sha256"]
+    unbroken = summary_in(extended / "mixed")
+    assert _go_on(corpus, runs)["parameters_sha256"] == unbroken["parameters_sha256"]
     assert _learning_rates(runs, "home") == _learning_rates(extended, "home")
 
 
@@ -162,11 +152,11 @@ def test_what_is_given_counts_and_what_the_yaml_says_changes_nothing(
     """
     edited = tmp_path / "edited.yaml"
     edited.write_text(MIXED.read_text().replace("{rounds: 3,", "{rounds: 7,"))
-    found = _train(corpus, runs, config=edited)
+    found = _go_on(corpus, runs, config=edited)
     assert (found["rounds"], found["changes"]["outer.rounds"]) == (6, {"1": 3, "4": 6})
     told = "mixed: outer.rounds stays 6: a resumed run ignores 7 in the YAML; to change it, use --set outer.rounds=7"
     assert told in capsys.readouterr().out
-    changes = _train(corpus, runs, "outer.rounds=8", "inner.learning_rate=1e-2")["changes"]
+    changes = _go_on(corpus, runs, "outer.rounds=8", "inner.learning_rate=1e-2")["changes"]
     assert changes["outer.rounds"] == {"1": 3, "4": 6, "7": 8}
     assert changes["inner.learning_rate"] == {"1": 0.01, "4": 0.004, "7": 0.01}  # back to the first value
     told = capsys.readouterr().out
@@ -179,9 +169,9 @@ def test_fewer_rounds_than_are_done_are_refused(runs: Path, corpus: Path) -> Non
     before = RunFolder(runs / "mixed").changes.read_bytes()
     told = r"--set outer\.rounds=5: found 5, expected at least 6, the number of finished rounds"
     with pytest.raises(ConfigError, match=told):
-        _train(corpus, runs, "outer.rounds=5")
+        _go_on(corpus, runs, "outer.rounds=5")
     assert RunFolder(runs / "mixed").changes.read_bytes() == before
-    assert _train(corpus, runs)["rounds"] == 6
+    assert _go_on(corpus, runs)["rounds"] == 6
 
 
 def test_a_finished_run_starts_nothing_and_says_how_to_extend_it(
@@ -198,10 +188,10 @@ def test_a_finished_run_starts_nothing_and_says_how_to_extend_it(
     summary = RunFolder(runs / "mixed").summary
     before = summary.read_bytes()
     summary.unlink()
-    _train(corpus, runs)
+    _go_on(corpus, runs)
     assert told in capsys.readouterr().out
     assert json.loads(summary.read_bytes())["parameters_sha256"] == json.loads(before)["parameters_sha256"]
-    _train(corpus, runs, "outer.rounds=7")  # which is what it says
+    _go_on(corpus, runs, "outer.rounds=7")  # which is what it says
     assert "the run is over (round 6 of 6)" not in capsys.readouterr().out
 
 
@@ -210,12 +200,10 @@ def test_over_the_network_a_changed_run_has_the_same_bits(
     finished: Path, extended: Path, corpus: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(finished, tmp_path / "runs")
-    sets = [part for setting in (f"data.corpus={corpus}", *EXTENDED) for part in ("--set", setting)]
-    done = run_program("launch", str(MIXED), "--runs", str(tmp_path / "runs"), "--resume", *sets)
+    changed = sets(f"data.corpus={corpus}", *EXTENDED)
+    done = run_program("launch", str(MIXED), "--runs", str(tmp_path / "runs"), "--resume", *changed)
     assert done.returncode == 0, done.stderr
-    found, expected = (
-        json.loads((runs / "mixed" / "summary.json").read_text()) for runs in (tmp_path / "runs", extended)
-    )
+    found, expected = (summary_in(runs / "mixed") for runs in (tmp_path / "runs", extended))
     for key in ("parameters_sha256", "validation_loss", "contributions", "changes"):
         assert found[key] == expected[key], key
     assert "mixed: inner.learning_rate: 0.004 from round 4 on (before: 0.01)" in done.stdout
@@ -228,19 +216,15 @@ CONFIG = RunConfig.model_validate(
 )
 
 
-def _complaint(values: dict[str, Any], **others: Any) -> str:
-    changes = Changes({"outer.rounds": {1: 10, 6: 20}})
-    other = with_values(CONFIG, values).model_copy(update=others)
-    return Agreement(CONFIG, changes, {"inner.learning_rate": 0.5}).complaint(meaning(other, NotPartOf.RUN))
+def test_a_host_may_say_any_value_that_the_run_has_had_and_no_other() -> None:
+    def complaint(values: dict[str, Any], **others: Any) -> str:
+        changes = Changes({"outer.rounds": {1: 10, 6: 20}})
+        other = with_values(CONFIG, values).model_copy(update=others)
+        return Agreement(CONFIG, changes, {"inner.learning_rate": 0.5}).complaint(meaning(other, NotPartOf.RUN))
 
-
-def test_a_host_may_say_any_value_that_the_run_has_had() -> None:
     for values in ({}, {"outer.rounds": 20}, {"inner.learning_rate": 0.5}, {"outer.rounds": 20, "threads": 3}):
-        assert _complaint(values) == ""
-
-
-def test_what_a_host_may_not_say_is_named_with_both_values() -> None:
-    told = _complaint({"outer.rounds": 30, "inner.learning_rate": 0.7, "outer.learning_rate": 0.9}, seed=4)
+        assert complaint(values) == ""
+    told = complaint({"outer.rounds": 30, "inner.learning_rate": 0.7, "outer.learning_rate": 0.9}, seed=4)
     assert told.split("; ") == [
         "inner.learning_rate: found 0.7, expected 0.5",
         "outer.learning_rate: found 0.9, expected 1.0",
@@ -269,28 +253,18 @@ def test_what_is_changed_again_before_it_held_is_forgotten() -> None:
 
 
 def test_only_what_shapes_rounds_to_come_may_change() -> None:
-    assert values_of(CONFIG).keys() == {
-        "inner.learning_rate",
-        "inner.final_learning_rate_share",
-        "inner.warmup_steps",
-        "inner.warmup_rounds",
-        "outer.rounds",
-        "outer.learning_rate",
-        "outer.final_learning_rate_share",
-        "outer.warmup_rounds",
-        "checkpoints.every",
-    }
+    both = {f"{of}.{key}" for of in ("inner", "outer") for key in ("learning_rate", "final_learning_rate_share")}
+    warmup = {"inner.warmup_steps", "inner.warmup_rounds", "outer.warmup_rounds"}
+    assert values_of(CONFIG).keys() == {"outer.rounds", "checkpoints.every", *both, *warmup}
 
 
-@pytest.mark.parametrize("text", ["[1]", "a.b: 5", "a.b: {4: 5}", "a.b: {}", "a: [", "\udcff"])
-def test_changes_of_any_kind_are_read_or_named(text: str, tmp_path: Path) -> None:
+def test_changes_that_are_none_are_named(tmp_path: Path) -> None:
+    """They come from a file or from an exchange."""
     path = tmp_path / "changes.yaml"
-    path.write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(ConfigError, match=r"changes\.yaml: cannot be read"):
-        read_changes(path)
-
-
-@pytest.mark.parametrize("text", ["[1]", "{", '{"outer.rounds": {"4": 5}}'])
-def test_changes_that_no_exchange_sends_are_malformed(text: str) -> None:
-    with pytest.raises(MalformedMessage, match="changes of the run"):
-        Changes.from_json(text)
+    for text in ("[1]", "a.b: 5", "a.b: {4: 5}", "a.b: {}", "a: [", "\udcff"):
+        path.write_bytes(text.encode(errors="surrogateescape"))
+        with pytest.raises(ConfigError, match=r"changes\.yaml: cannot be read"):
+            read_changes(path)
+    for text in ("[1]", "{", '{"outer.rounds": {"4": 5}}'):
+        with pytest.raises(MalformedMessage, match="changes of the run"):
+            Changes.from_json(text)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import fcntl
-import io
 import json
 import math
 import shutil
 import socket
-import sys
 import tempfile
 import threading
 import time
@@ -21,17 +19,12 @@ from unittest import mock
 
 import pytest
 from members import TIMEOUT
+from served_run import CONFIG, Served
 from typer.testing import CliRunner
 
-from hetero_pp.config.folder import RunFolder
 from hetero_pp.config.lines import EXCHANGE
-from hetero_pp.config.shared import own_configuration, told_of
-from hetero_pp.config.spec import RunSpec
-from hetero_pp.config.yaml_file import ConfigFile, save_config
 from hetero_pp.core.errors import ConfigError, LinkTimeout
 from hetero_pp.core.proxies import Proxy, Route
-from hetero_pp.data.settings import DataSettings
-from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.program.check import command, exchange, subject
 from hetero_pp.program.check import host as host_checks
@@ -41,32 +34,14 @@ from hetero_pp.program.check.findings import Finding, FindingState, fail, make_c
 from hetero_pp.program.check.host import Gpu, gpu_verdict
 from hetero_pp.program.check.subject import CheckedPeer, Subject
 from hetero_pp.program.cli import app
-from hetero_pp.program.join.membership import Membership, note_left, take_slot
+from hetero_pp.program.join.membership import note_left
 from hetero_pp.program.join.status import status
 from hetero_pp.program.launch.earlier import LOCKS, Unfinished, claim
-from hetero_pp.rpc import admission_client
 from hetero_pp.rpc.admission_client import Rate, give
 from hetero_pp.rpc.channels import PROTOCOL_VERSION
-from hetero_pp.rpc.identities import Secret, Ticket, make_ticket, new_secret
-from hetero_pp.rpc.relay import MeetingPoint
-from hetero_pp.simulator.planner.grouping import group_spares
+from hetero_pp.rpc.identities import Secret, Ticket, make_ticket
 from replica_groups.exchange import admission
-from replica_groups.exchange.admission import RunForGuests
-from replica_groups.exchange.host import make_exchange
-from replica_groups.exchange.memberships import Memberships
-from replica_groups.exchange.server import OpenHouse, serve_exchange
-from replica_groups.exchange.waiting_room import WaitingRoom
 
-CONFIG = """name: homes
-model: {preset: micro, width: 32, heads: 2, feed_forward: 64, layers: 2}
-data: {corpus: CORPUS, sequence_length: 32, validation_share: 0.2, validation_sequences: 8}
-outer: {rounds: 3}
-exchange: {listen: "127.0.0.1:PORT"}
-lines: {dsl: {up: 10 Mbit/s, down: 50 Mbit/s}}
-replicas:
-  - {name: dc, kind: datacenter, batch_size: 4}
-  - {name: home, kind: participants, stages: {count: 2, line: dsl}, batch_size: 4, boundary: {rank: 8}}
-"""
 HOUR = 3600.0
 SECONDS = 60.0
 """Far more than the checks take, so that a busy machine fails no test."""
@@ -119,13 +94,6 @@ def test_python_and_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {found[name].state for name in ("python", "packages")} == {FindingState.FAIL}
 
 
-def test_a_package_that_cannot_be_imported_ends_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "hetero_pp.program.check.host", None)
-    found = check()
-    assert list(found) == ["python", "packages", "program"]
-    assert found["program"].state is FindingState.FAIL
-
-
 @pytest.mark.parametrize(
     ("gpu", "state", "said"),
     [
@@ -139,22 +107,6 @@ def test_a_package_that_cannot_be_imported_ends_the_checks(monkeypatch: pytest.M
 def test_the_driver_and_the_build_of_torch(gpu: Gpu, state: FindingState, said: str) -> None:
     found = gpu_verdict(gpu)
     assert (found.state, said in found.line) == (state, True)
-
-
-def test_a_full_or_missing_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
-    assert host_checks.check_temporary().state is FindingState.WARN
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
-    found = host_checks.check_temporary()
-    assert (found.state, "set TMPDIR" in found.line) == (FindingState.FAIL, True)
-
-
-def test_an_output_that_is_not_utf_8(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
-    assert "ascii for the output" in check()["output"].line
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="utf-8"))
-    assert "the output" not in check()["output"].line
 
 
 def test_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,13 +172,6 @@ def test_an_error_of_the_yaml_is_one_line(write: Callable[..., Path]) -> None:
         assert said in done.stderr
 
 
-def test_a_check_that_fails_gives_exit_code_1(write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metadata, "requires", lambda _: ["numpy>=99"])
-    done = CliRunner().invoke(app, ["check", str(write())])
-    assert (done.exit_code, "mend each FAIL before you start" in done.stdout) == (1, True)
-    assert "Model: " in done.stdout
-
-
 def test_too_little_disk_and_a_folder_that_cannot_be_written(
     write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,7 +188,8 @@ def test_too_little_disk_and_a_folder_that_cannot_be_written(
         assert check(path)["disk"].state is state
 
 
-def test_a_port_in_use(write: Callable[..., Path]) -> None:
+def test_addresses_of_this_host_are_tried(write: Callable[..., Path]) -> None:
+    # A port in use.
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         stages = f'[{{layers: 1}}, {{layers: 1, listen: "{address}"}}]'
@@ -256,27 +202,19 @@ def test_a_port_in_use(write: Callable[..., Path]) -> None:
     assert of_stage.line.startswith(f"{path}:9: replicas[1].stages[1].listen: {told}")
     assert check(path)["ports"] == ok(f"{address} (free)")
 
-
-def test_neighbours_of_a_yaml(write: Callable[..., Path]) -> None:
-    """An address on another host is dialled. Nobody owns 192.0.2.1 (RFC 5737), so it does not answer."""
-    stages = '[{layers: 1}, {layers: 1, listen: "192.0.2.1:9"}]'
-    found = check(write(("{count: 2, line: dsl}", stages)))["neighbours"]
-    assert (found.state, "home.1 at 192.0.2.1:9 cannot be dialled" in found.line) == (FindingState.WARN, True)
-
-
-def test_the_address_at_which_the_nodes_of_a_replica_meet_is_tried(write: Callable[..., Path]) -> None:
-    def found(address: str) -> dict[str, Finding]:
+    # The address at which the nodes of a replica meet is tried.
+    def of_nodes(address: str) -> dict[str, Finding]:
         return check(
             write(("batch_size: 4}", f'batch_size: 4, engine: torchtitan, nodes: 2, rendezvous: "{address}"}}'))
         )
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        ports = found(address)["ports"]
+        ports = of_nodes(address)["ports"]
     assert (ports.state, f"replicas[0].rendezvous: found `{address}`" in ports.line) == (FindingState.WARN, True)
-    assert found(address)["ports"] == ok(f"{address} (free)")
+    assert of_nodes(address)["ports"] == ok(f"{address} (free)")
     silent = "the nodes of dc at 192.0.2.1:9 cannot be dialled: it is not started, or a firewall is between"
-    assert found("192.0.2.1:9")["neighbours"] == warn(silent)
+    assert of_nodes("192.0.2.1:9")["neighbours"] == warn(silent)
 
 
 def test_leftovers(write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,61 +240,15 @@ def test_leftovers(write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) 
 # ---- a ticket, and a run ----
 
 
-class Served:
-    """A run that this process serves over gRPC. The slot of `dc` is taken, and its text is known."""
-
-    def __init__(self, folder: Path, corpus: Path, stack: ExitStack) -> None:
-        self.secret, self.corpus = Secret(new_secret()), corpus
-        run = self.folder = RunFolder(folder / "runs" / "homes")
-        run.path.mkdir(parents=True)
-        run.config.write_text(CONFIG.replace("CORPUS", str(corpus)).replace("PORT", "0"))
-        run.token.write_text(self.secret.text)
-        self.config = ConfigFile(run.config).config
-        self.spec = RunSpec(self.config, 256)
-        self.exchange, self.memberships = make_exchange(self.spec, run), Memberships(run.memberships)
-        self.waiting_room = WaitingRoom({}, group_spares)
-        told = RunForGuests(*told_of(self.config), self.spec.shape.vocabulary)
-        self.house = OpenHouse(self.memberships, told, self.waiting_room, self.spec.unnamed_slots)
-        self.address = self.serve(stack, self.house)
-        stack.callback(self.memberships.close)
-        self.tokens = prepare_tokens(DataSettings(corpus=str(corpus)), folder / "encoded").digest
-        self.exchange.agree("dc", self.spec.agreed, self.tokens)
-        self.exchange.join("dc", "")
-
-    def serve(self, stack: ExitStack, house: OpenHouse | None) -> str:
-        """Serve the exchange at a further port; return its address."""
-        self.meeting_point = MeetingPoint("127.0.0.1:0")
-        stack.callback(self.meeting_point.close)
-        server, port = serve_exchange(
-            self.exchange,
-            self.secret,
-            "127.0.0.1:0",
-            encrypted=True,
-            open_house=house,
-            meeting_point=self.meeting_point,
-        )
-        stack.callback(lambda: server.stop(None).wait(TIMEOUT))
-        return f"127.0.0.1:{port}"
-
-    def ticket(self, slot: str | None = None, seconds: float = 2 * HOUR, address: str = "") -> str:
-        found = self.memberships.invite(slot, max(seconds, 1.0))
-        until = time.time() + seconds
-        return make_ticket("homes", address or self.address, self.secret.authority, found, until, "any").to_text()
-
-    def joined(self, ticket: str, runs: Path) -> Membership:
-        """Take a slot as `join` does, up to the start of the member."""
-        found = take_slot(Ticket.from_text(ticket), runs.absolute(), lambda _: None)
-        config = own_configuration(found.configuration, found.slot, str(self.corpus), None)
-        save_config(config, runs.absolute() / "homes" / f"config-{found.slot}.yaml")
-        return found
-
-
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Iterator[Served]:
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(admission, "ALL_MEASUREMENTS_AT_ONCE", 1000)  # the tests measure more often than hosts
-        yield Served(tmp_path_factory.mktemp("served"), corpus, stack)
+        run = Served(tmp_path_factory.mktemp("served"), corpus, stack)
+        run.exchange.agree("dc", run.spec.agreed, run.tokens)
+        run.exchange.join("dc", "")
+        yield run
 
 
 @pytest.fixture
@@ -451,11 +343,6 @@ def test_the_host_that_serves_checks_its_run(served: Served, monkeypatch: pytest
     assert found["line"] == Finding(FindingState.SKIP, "the exchange is on this host")
 
 
-def test_a_run_that_this_host_does_not_know(host: Path) -> None:
-    found = check("away", host)
-    assert (found["settings"].state, "found no run away" in found["settings"].line) == (FindingState.FAIL, True)
-
-
 def test_expired_revoked_and_full(served: Served, host: Path) -> None:
     found = check(served.ticket(seconds=-7200.0), host)
     assert (found["certificate"].state, "expired 2 h ago" in found["certificate"].line) == (FindingState.FAIL, True)
@@ -466,13 +353,6 @@ def test_expired_revoked_and_full(served: Served, host: Path) -> None:
     assert "the ticket was revoked" in check(ticket, host)["exchange"].line
 
 
-def test_a_run_without_a_free_slot(served: Served, host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served.exchange, "vacant", list)
-    found = check(served.ticket(), host)
-    assert found["settings"].line.startswith("every slot of the run is taken: ask the operator")
-    assert found["exchange"].state is FindingState.OK
-
-
 def test_an_exchange_that_does_not_answer(ticket_of_nobody: str, host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subject, "SECONDS_TO_ASK", 0.5)
     found = check(ticket_of_nobody, host)
@@ -480,26 +360,6 @@ def test_an_exchange_that_does_not_answer(ticket_of_nobody: str, host: Path, mon
     assert "did not answer within 500 ms; the run homes is over, is not served now" in found["exchange"].line
     unknown = Finding(FindingState.SKIP, "the exchange did not answer, or refused this host")
     assert {found[name] for name in ("settings", "clock", "neighbours")} == {unknown}
-
-
-def test_an_address_that_is_silent(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another program accepts the connection and says nothing, so a handshake would take longer than the checks."""
-    monkeypatch.setattr(subject, "SECONDS_TO_ASK", 0.1)
-    monkeypatch.setattr(subject, "_SECONDS_TO_EXPLAIN", 0.4)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        address = f"127.0.0.1:{silent.getsockname()[1]}"
-        ticket = make_ticket("homes", address, Secret("s").authority, "0" * 16, time.time() + HOUR).to_text()
-        found = check(ticket, host)["exchange"]
-    assert (found.state, "did not answer within 500 ms" in found.line) == (FindingState.FAIL, True)
-
-
-def test_exchanges_of_other_versions(served: Served, host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with ExitStack() as stack:
-        found = check(served.ticket(address=served.serve(stack, None)), host)["exchange"]  # it does not have the call
-    assert (found.state, "does not admit hosts by tickets" in found.line) == (FindingState.FAIL, True)
-    monkeypatch.setattr(admission, "PROTOCOL_VERSION", 11)
-    said = "expected 11: install the hetero-pp version of the run"
-    assert check(served.ticket(), host)["exchange"].line.endswith(said)
 
 
 def test_clocks_that_differ(served: Served, host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -553,23 +413,6 @@ def test_another_text_than_the_run(served: Served, host: Path, tmp_path: Path) -
     found = check(served.ticket("home.0"), host, other)["text"]
     assert (found.state, f"the run's with {served.tokens[:12]}" in found.line) == (FindingState.FAIL, True)
     assert check(served.ticket("home.1"), host)["text"].state is FindingState.SKIP
-
-
-def test_a_slow_line(served: Served, host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stalls = threading.Event()
-    monkeypatch.setattr(admission, "answer_measurement", lambda _: iter([bytes(1)] if stalls.wait(TIMEOUT) else []))
-    monkeypatch.setattr(admission_client, "_OWN_SECONDS", 0.05)
-    found = check(served.ticket(), host)["line"]
-    stalls.set()
-    assert (found.state, "expects 10 Mbit/s up and 50 Mbit/s down of home.0" in found.line) == (FindingState.WARN, True)
-
-
-def test_a_line_that_was_measured_a_moment_ago_is_no_failure(
-    served: Served, host: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(admission.Pace, "refused_for", lambda self, caller: 9.0 * (self._burst == 4))
-    found = check(served.ticket(), host)["line"]
-    assert (found.state, "measured again in 9 s" in found.line) == (FindingState.WARN, True)
 
 
 def test_the_verdict_on_a_line(served: Served) -> None:

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mixed_run import MIXED
 from typer.testing import CliRunner
 
 from hetero_pp import Run
 from hetero_pp.program.cli import app
-
-MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 
 
 @pytest.fixture(scope="module")
@@ -63,27 +62,6 @@ def test_what_differs_and_what_was_reached(runs: Path, tmp_path: Path) -> None:
     assert rows["tokens per second"][0] == f"{summary['tokens_per_second']:,.0f}"
     assert chart.read_bytes().startswith(b"\x89PNG")
     assert f"The validation losses are drawn in {chart}." in " ".join(printed.split()).replace(" /", " /")
-
-
-def test_settings_that_look_the_same_have_no_row_and_times_have_a_unit(
-    runs: Path, tmp_path: Path, corpus: Path
-) -> None:
-    """An empty mapping differs from one with entries, but only the rows of its entries tell a reader something."""
-    changes: dict[str, Any] = {
-        "data": {"corpus": str(corpus)},
-        "lines": {"dsl": {"bandwidth": "20 Mbit/s"}},
-        "exchange": {"timeout": "5 min"},
-    }
-    with Run.from_yaml(MIXED, runs=runs, name="limited", **changes) as run:
-        run.round()
-        code, printed, _ = _compare(runs, tmp_path / "c.png", "over", "limited")
-    rows = _rows(printed)
-    assert code == 0
-    assert rows["exchange.timeout"][1] == "5 min"
-    assert rows["lines.dsl.bandwidth"] == ["–", "20 Mbit/s"]
-    assert "lines" not in rows
-    assert all(first != second for key, (first, second) in rows.items() if "." in key)
-    assert "–: not set, or no value yet." in printed
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,15 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from asking import sets
+from mixed_run import MIXED, QUICK, is_same, summary_in, train
 from rich.console import Console
 from started import run_program
 
@@ -25,7 +27,6 @@ from hetero_pp.core.errors import ConfigError, HeteroPPError, RunFailed
 from hetero_pp.data.tokenizers import load_tokenizer
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.launch import earlier
-from hetero_pp.program.launch.command import Invocation, run_topology
 from hetero_pp.program.launch.earlier import (
     CONTINUE,
     NEW,
@@ -34,7 +35,6 @@ from hetero_pp.program.launch.earlier import (
     decide_to_resume,
     find_unfinished,
     how_to_go_on,
-    require_same_run,
 )
 from hetero_pp.program.launch.inputs import Prepared
 from hetero_pp.program.report.recorder import Recorder, reports_until
@@ -42,7 +42,6 @@ from hetero_pp.program.report.state import RunState
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.memberships import Memberships
 
-MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 ROUNDS = 3
 
 
@@ -70,22 +69,8 @@ def _cut(folder: Path) -> Path:
     return folder
 
 
-def _train(
-    corpus: Path, runs: Path, *settings: str, resume: bool = False, new: bool = False, typed: Sequence[str] = ()
-) -> dict[str, Any]:
-    small = ["inner.steps=2", "replicas.0.micro_batches=1", "replicas.1.micro_batches=2", "data.validation_sequences=4"]
-    given = [f"data.corpus={corpus}", f"outer.rounds={ROUNDS}", "checkpoints.every=1", *small, *settings]
-    run_topology(MIXED, given, runs, in_process=True, resume=resume, new=new, invocation=Invocation(typed=typed))
-    return _summary(runs / "mixed")
-
-
-def _summary(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "summary.json").read_text())
-
-
-def _same(summary: dict[str, Any], other: dict[str, Any]) -> bool:
-    keys = ("parameters_sha256", "validation_loss", "initial_validation_loss", "rounds", "contributions")
-    return all(summary[key] == other[key] for key in keys)
+def _train(corpus: Path, runs: Path, *settings: str, **how: Any) -> dict[str, Any]:
+    return train(corpus, runs, f"outer.rounds={ROUNDS}", "checkpoints.every=1", *QUICK, *settings, **how)
 
 
 # ---- damage ----
@@ -102,7 +87,7 @@ def test_a_run_that_was_cut_goes_on_to_the_same_bits(
         return load(path, **options)
 
     monkeypatch.setattr(torch, "load", loaded)
-    assert _same(_train(corpus, cut.parent, resume=True), _summary(finished / "mixed"))
+    assert is_same(_train(corpus, cut.parent, resume=True), summary_in(finished / "mixed"))
     assert asked == ["cpu"] * 4
     said = capsys.readouterr().out
     assert f"mixed: resuming after round {ROUNDS - 1}" in said
@@ -170,16 +155,6 @@ def test_which_runs_are_unfinished(cut: Path, corpus: Path) -> None:
     assert str(found) == f"{cut}: run mixed stopped before round 1 of {ROUNDS} closed, and 1 ticket is still valid"
 
 
-def test_a_run_that_stopped_before_it_had_begun_goes_on_from_its_beginning(
-    cut: Path, corpus: Path, finished: Path
-) -> None:
-    """The exchange was killed while it waited for members. Its tickets stay valid."""
-    for name in ("log", "state"):
-        shutil.rmtree(cut / name)
-    (cut / "metrics.jsonl").unlink()
-    assert _same(_train(corpus, cut.parent, resume=True), _summary(finished / "mixed"))
-
-
 def _scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """Return (step, value) pairs by tag, as TensorBoard shows them."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -237,32 +212,11 @@ def test_a_flipped_bit_in_a_state_is_named_and_the_round_before_taken(
     content = bytearray(state.read_bytes())
     content[len(content) // 2] ^= 1
     state.write_bytes(content)
-    assert _same(_train(corpus, cut.parent, resume=True), _summary(finished / "mixed"))
+    assert is_same(_train(corpus, cut.parent, resume=True), summary_in(finished / "mixed"))
     told = capsys.readouterr().out
     assert "mixed: skipping a damaged file: home.1: " in told
     assert f"round-{ROUNDS:06d} is damaged: 'stage.pt' does not match its digest" in told
     assert f"mixed: resuming after round {ROUNDS - 1}" in told
-
-
-def test_a_damaged_record_of_an_early_round_costs_the_summary_only_its_sizes(
-    finished: Path, cut: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (cut / "log" / "round-000001" / "record.json").write_text("{")
-    found, unbroken = _train(corpus, cut.parent, resume=True), _summary(finished / "mixed")
-    assert "the contributions of round 1 are missing from the summary" in capsys.readouterr().out
-    assert found["parameters_sha256"] == unbroken["parameters_sha256"]
-    assert found["contributions"]["per_round"][1:] == unbroken["contributions"]["per_round"][1:]
-    assert (found["contributions"]["per_round"][0]["bytes"], found["rounds"]) == (0, ROUNDS)
-
-
-def test_a_run_that_its_log_cannot_give_is_told_in_one_line(cut: Path, corpus: Path) -> None:
-    shutil.rmtree(cut / "state" / "dc")
-    before = (cut / "metrics.jsonl").read_text()
-    with _without_checkpoints(cut), pytest.raises(HeteroPPError) as failure:
-        _train(corpus, cut.parent, resume=True)
-    assert "dc holds none; home.0 holds 2, 3; home.1 holds 2, 3; home.2 holds 2, 3" in str(failure.value)
-    assert (cut / "metrics.jsonl").read_text() == before
-    assert not (cut / "metrics.jsonl.part").exists()
 
 
 def test_a_member_that_has_lost_its_states_goes_on_with_the_others(
@@ -278,7 +232,7 @@ def test_a_member_that_has_lost_its_states_goes_on_with_the_others(
 def test_a_run_that_is_over_is_not_undone(finished: Path, corpus: Path, tmp_path: Path) -> None:
     shutil.copytree(finished, tmp_path / "runs")
     folder = tmp_path / "runs" / "mixed"
-    assert _same(_train(corpus, tmp_path / "runs", resume=True), _summary(finished / "mixed"))  # nothing was left
+    assert is_same(_train(corpus, tmp_path / "runs", resume=True), summary_in(finished / "mixed"))  # nothing was left
     shutil.rmtree(folder / "state" / "dc" / f"round-{ROUNDS:06d}")
     (folder / "summary.json").unlink()  # otherwise nothing starts
     before = {
@@ -311,29 +265,14 @@ def test_the_log_alone_decides(finished: Path, cut: Path, corpus: Path, metrics:
         (cut / "metrics.jsonl.part").write_text(whole[: len(whole) // 3])
     else:
         (cut / "metrics.jsonl").unlink()
-    found, unbroken = _train(corpus, cut.parent, resume=True), _summary(finished / "mixed")
+    found, unbroken = _train(corpus, cut.parent, resume=True), summary_in(finished / "mixed")
     if metrics == "lost":  # losses of earlier rounds were only there
         assert found["validation_loss"] == [None, *unbroken["validation_loss"][1:]]
         assert found["parameters_sha256"] == unbroken["parameters_sha256"]
         assert found["contributions"] == unbroken["contributions"]
     else:
-        assert _same(found, unbroken)
+        assert is_same(found, unbroken)
     assert not (cut / "metrics.jsonl.part").exists()
-
-
-def test_metrics_are_whole_until_others_take_their_place(tmp_path: Path, finished: Path, corpus: Path) -> None:
-    """The process may be killed at any time in between, and the run can still be resumed."""
-    spec = _spec(finished)
-    (tmp_path / "metrics.jsonl").write_text("what was told before\n")
-    recorder = Recorder(spec, RunFolder(tmp_path), RunState(spec), resume=True)
-    report = Report(time=1.0, member="dc")
-    report.joined.address = ""
-    recorder.on_report(report)
-    assert (tmp_path / "metrics.jsonl").read_text() == "what was told before\n"
-    recorder.go_on()
-    recorder.on_report(report)
-    recorder.close()
-    assert (tmp_path / "metrics.jsonl").read_text().count("joined") == 2
 
 
 def _spec(runs: Path) -> RunSpec:
@@ -363,19 +302,11 @@ def test_what_may_not_change_is_refused_in_one_line(cut: Path, corpus: Path, set
     assert {path: path.read_bytes() for path in cut.rglob("*") if path.is_file()} == before
 
 
-def test_weights_of_a_run_that_goes_on_are_its_own(cut: Path) -> None:
-    config = ConfigFile(cut / "config.yaml").config
-    require_same_run(config, (), RunFolder(cut))
-    other = config.model_copy(update={"model": config.model.model_copy(update={"weights": "/elsewhere"})})
-    with pytest.raises(ConfigError, match=r'--resume: model\.weights: found "/elsewhere", expected null'):
-        require_same_run(other, (), RunFolder(cut))
-
-
 def test_what_may_change_is_applied(finished: Path, cut: Path, corpus: Path, tmp_path: Path) -> None:
     moved = tmp_path / "moved"
     shutil.copytree(corpus, moved)
     changed = [f"data.corpus={moved}", "exchange.listen=127.0.0.1:0", "replicas.0.device=cpu"]
-    assert _same(_train(corpus, cut.parent, *changed, resume=True), _summary(finished / "mixed"))
+    assert is_same(_train(corpus, cut.parent, *changed, resume=True), summary_in(finished / "mixed"))
     config = ConfigFile(cut / "config.yaml").config
     assert config.data.corpus == str(moved)
     assert config.replicas[0].model_dump()["device"] == "cpu"
@@ -397,7 +328,7 @@ def test_an_error_in_recording_is_told_and_neither_ends_nor_falsifies_the_run(
 
     monkeypatch.setattr(Recorder, "_write", fails)
     found = _train(corpus, tmp_path)
-    assert _same(found, _summary(finished / "mixed"))
+    assert is_same(found, summary_in(finished / "mixed"))
     assert "failed" not in found
     told = [line for line in capsys.readouterr().out.splitlines() if "No space left on device" in line]
     assert len(told) == 1
@@ -419,7 +350,7 @@ def test_reports_that_cannot_be_followed_are_no_success(
         RunFailed, match=r"stopped receiving the run's reports before the run was over \(KeyError: 'a bug'\)"
     ):
         _train(corpus, tmp_path)
-    assert "a bug" in _summary(tmp_path / "mixed")["failed"]
+    assert "a bug" in summary_in(tmp_path / "mixed")["failed"]
 
 
 def test_a_run_that_ends_before_its_last_round_is_no_success(
@@ -489,7 +420,7 @@ def test_the_command_that_resumes_is_printed_once_and_before_the_pictures_are_dr
     assert printed[0].endswith("hetero-pp launch a.yaml --resume\n")
     assert printed[1:] == [""]
     assert capsys.readouterr().out == ""
-    assert _summary(tmp_path / "mixed")["failed"] == "interrupted"
+    assert summary_in(tmp_path / "mixed")["failed"] == "interrupted"
 
 
 # ---- two launches ----
@@ -500,11 +431,11 @@ def test_two_launches_cannot_share_a_folder(tmp_path: Path, corpus: Path) -> Non
     folder = tmp_path / "mixed"
     folder.mkdir()
     (folder / "mine").write_text("a run under way")
-    sets = [part for key in (f"data.corpus={corpus}", "outer.rounds=1") for part in ("--set", key)]
+    given = sets(f"data.corpus={corpus}", "outer.rounds=1")
     ways = [["--in-process"], ["--resume"], ["--only", "exchange", "--set", "exchange.listen=127.0.0.1:1"]]
     with claim(tmp_path, "mixed", ["home.1"]):
         for way in ways:
-            done = run_program("launch", str(MIXED), "--runs", str(tmp_path), *sets, *way)
+            done = run_program("launch", str(MIXED), "--runs", str(tmp_path), *given, *way)
             assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
             assert f"{folder}: another launch is using this folder (home.1)" in done.stderr
     assert (folder / "mine").read_text() == "a run under way"

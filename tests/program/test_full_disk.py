@@ -22,6 +22,7 @@ from catalogs import compute_once
 from failing_disk import FailingDisk, each_operation, failing_disk
 from matplotlib.figure import Figure
 from members import TIMEOUT, in_thread
+from mixed_run import MIXED, QUICK, train
 from test_run_state import made_up_reports, made_up_spec
 from typer.testing import CliRunner
 
@@ -29,7 +30,7 @@ from hetero_pp.config.changes import NO_CHANGES, write_changes
 from hetero_pp.config.checkpoint import RunCheckpoint, initial_checkpoint, save_checkpoint
 from hetero_pp.config.folder import RunFolder
 from hetero_pp.config.yaml_file import save_config
-from hetero_pp.core.errors import ConfigError, StoreError
+from hetero_pp.core.errors import StoreError
 from hetero_pp.core.files import PART, LastingLog, write_whole
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokens import prepare_tokens
@@ -38,18 +39,16 @@ from hetero_pp.model.transformer import ModelShape
 from hetero_pp.program import simulate
 from hetero_pp.program.cli import app
 from hetero_pp.program.join.membership import _own_key
-from hetero_pp.program.launch.command import begin_folder, run_topology
+from hetero_pp.program.launch.command import begin_folder
 from hetero_pp.program.launch.hosts import write_token
 from hetero_pp.program.report.recorder import Recorder
 from hetero_pp.program.report.state import RunState
-from hetero_pp.research.experiments.outcomes import add_outcome, read_outcomes
 from hetero_pp.research.trainer.train import Checkpoint
 from hetero_pp.simulator.charts import save_figure
 from replica_groups.engines.ranks import ALONE, Ranks
 from replica_groups.exchange.memberships import Memberships
 from replica_groups.member.saved_states import SavedStates
 
-MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 SHAPE = ModelShape(width=16, layers=1, heads=2, feed_forward=24, vocabulary=64)
 ERRORS = (errno.ENOSPC, errno.EROFS, errno.EIO, errno.EACCES)
 NOW_AND_THEN = 1 / 50
@@ -210,33 +209,6 @@ def test_a_checkpoint_that_cannot_be_saved_leaves_the_one_before(
     assert not list((tmp_path / "disk").glob(f"*{PART}"))
 
 
-@pytest.mark.parametrize("is_damaged", [False, True], ids=["whole", "damaged"])
-def test_an_outcome_is_added_once_there_is_room(is_damaged: bool, tmp_path: Path) -> None:
-    kept = {"validation_loss": [1.0], "diverged": False, "uncompressed": 1.0, "compressed": 1.0, "tokens": 1}
-    outcome = {"row": "a", "seed": 0, "boundary_bytes_per_token": 1.0, **kept}
-    with failing_disk(tmp_path / "disk") as disk:
-        for n in each_operation(disk):
-            path = tmp_path / "disk" / str(n) / "rows.jsonl"
-            add_outcome(path, outcome | {"key": "first"})
-            if is_damaged:
-                with path.open("ab") as file:
-                    file.write(b"{half")
-            before = path.read_bytes()
-            disk.fail(n, lasts=True)
-            try:
-                add_outcome(path, outcome | {"key": "second"})
-            except OSError:
-                disk.mend()
-                after = path.read_bytes()
-                assert after.startswith(before) and (after == before or b"second" in after), n
-            except ConfigError:
-                assert is_damaged  # reported after the outcome was added
-            disk.mend()
-            if not is_damaged:
-                add_outcome(path, outcome | {"key": "second"})
-                assert list(read_outcomes(path)) == ["first", "second"]
-
-
 # ---- a run's record ----
 
 
@@ -315,11 +287,7 @@ def undisturbed(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _train(corpus: Path, runs: Path, resume: bool = False) -> dict[str, Any]:
-    small = ["inner.steps=2", "replicas.0.micro_batches=1", "replicas.1.micro_batches=2", "data.validation_sequences=4"]
-    settings = [f"data.corpus={corpus}", "checkpoints.every=1", *small]
-    run_topology(MIXED, settings, runs, in_process=True, resume=resume)
-    summary: dict[str, Any] = json.loads((runs / "mixed" / "summary.json").read_text())
-    return summary
+    return train(corpus, runs, "checkpoints.every=1", *QUICK, resume=resume)
 
 
 def test_a_run_on_a_disk_that_fails_again_and_again_has_the_bits_of_one_that_does_not(
@@ -361,33 +329,6 @@ def test_a_new_run_that_the_disk_does_not_take_leaves_the_earlier_one_where_it_w
                 assert list(earlier.parent.glob(f"{earlier.name}.*")) == []
             assert _contents(left) == {"config.yaml": b"earlier"}, n
     assert refused > 3
-
-
-def test_what_a_full_disk_has_kept_from_being_written_at_the_end_is_written_by_resume(
-    undisturbed: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    def full(path: Path, _: bytes) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
-
-    names = ["summary.json", "loss.png", "links.png"]
-    with monkeypatch.context() as patch:
-        patch.setattr("hetero_pp.program.report.recorder.write_whole", full)
-        for one in ("draw_losses", "draw_links"):
-            drawn = tmp_path / "mixed" / {"draw_losses": "loss.png", "draw_links": "links.png"}[one]
-            patch.setattr(f"hetero_pp.program.report.recorder.{one}", lambda *_, drawn=drawn: full(drawn, b""))
-        with pytest.raises(FileNotFoundError):  # there is no summary
-            _train(corpus, tmp_path)
-    said = [line for line in capfd.readouterr().out.splitlines() if "--resume" in line]
-    assert [any(f"/{name} was not " in line for line in said) for name in names] == [True] * 3
-    assert all("(--resume does that once the disk has room); the run itself is not affected: " in line for line in said)
-    assert not any((tmp_path / "mixed" / name).exists() for name in names)
-    _train(corpus, tmp_path, resume=True)
-    assert all((tmp_path / "mixed" / name).is_file() for name in names)
-    found, expected = (
-        json.loads((one / "summary.json").read_text(encoding="utf-8")) for one in (tmp_path / "mixed", undisturbed)
-    )
-    for key in ("rounds", "parameters_sha256", "validation_loss", "contributions"):
-        assert found[key] == expected[key]
 
 
 def test_a_run_that_is_stopped_while_a_full_disk_pauses_it_goes_on_to_the_same_bits(

@@ -10,44 +10,10 @@ from typer.main import get_command
 
 from hetero_pp.program.cli import app
 
-VERBS = {
-    "Check",
-    "Choose",
-    "Compare",
-    "Dial",
-    "Draw",
-    "Export",
-    "Give",
-    "Inject",
-    "Join",
-    "Keep",
-    "Leave",
-    "List",
-    "Listen",
-    "Measure",
-    "Pre-train",
-    "Predict",
-    "Print",
-    "Reach",
-    "Read",
-    "Rebuild",
-    "Repeat",
-    "Replace",
-    "Rehearse",
-    "Replay",
-    "Reserve",
-    "Resume",
-    "Revoke",
-    "Serve",
-    "Set",
-    "Show",
-    "Start",
-    "Stop",
-    "Train",
-    "Use",
-    "Validate",
-    "Write",
-}
+VERBS = re.compile(
+    "Check|Choose|Compare|Dial|Draw|Export|Give|Inject|Join|Keep|Leave|List|Listen|Measure|Pre-train|Predict|Print|Reach|"
+    "Read|Rebuild|Rehearse|Repeat|Replace|Replay|Reserve|Resume|Revoke|Serve|Set|Show|Start|Stop|Train|Use|Validate|Write"
+)
 RIDDLES = re.compile(r"\b(who|whom|whose|whoever|such as it|that of|those of|what is of)\b")
 
 
@@ -72,5 +38,5 @@ def test_there_are_at_most_18_commands() -> None:
 def test_a_help_text_begins_with_a_verb(what: str, text: str) -> None:
     after_condition = re.sub(r"^With --[\w-]+: ", "", text)
     first = after_condition.split()[0].rstrip(",:;")
-    assert first[:1].upper() + first[1:] in VERBS, f"{what}: {text}"
+    assert VERBS.fullmatch(first[:1].upper() + first[1:]), f"{what}: {text}"
     assert not RIDDLES.search(text), f"{what}: {text}"

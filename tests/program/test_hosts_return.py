@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import socket
@@ -11,7 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hosts_of_parts import PARTS, Hosts, free_port
+from host_processes import free_port
+from hosts_of_parts import PARTS, Hosts
 
 
 @pytest.fixture
@@ -20,9 +20,7 @@ def endless(tmp_path: Path, corpus: Path) -> Iterator[Hosts]:
     found = Hosts(tmp_path, corpus, 100000)
     found.text = re.sub(r"latency: \d ms", "latency: 20 ms", found.text)
     yield found
-    for part, process in found.processes.items():
-        process.kill()  # at SIGTERM, members would save states that nobody needs
-        found.wait(part)
+    found.kill()
 
 
 @pytest.mark.starts_processes
@@ -46,7 +44,7 @@ def test_the_run_goes_on_without_a_host_that_dies_and_with_it_once_it_is_started
     said = endless.said("exchange")
     assert re.search(r"^hosts: dc: no heartbeat arrived for \d+ s; its slot is vacant$", said, re.MULTILINE), said
     assert "hosts: dc has joined again (incarnation 2)" in said
-    assert re.search(r"^round \d+/100000: .*; excluded: dc: no heartbeat arrived for", said, re.MULTILINE), said
+    assert re.search(r"^round \d+/100000: .*; excluded: dc\b", said, re.MULTILINE), said  # late if it had sent a part
 
 
 def _wait_until_free(port: int) -> None:
@@ -63,11 +61,11 @@ def test_an_exchange_that_is_started_again_takes_over_from_the_one_that_died(end
         endless.start(part)
     endless.wait_for_round(2)
     endless.processes["exchange"].send_signal(signal.SIGKILL)
-    assert endless.wait("exchange")[0] == -signal.SIGKILL
+    assert endless.ended("exchange")[0] == -signal.SIGKILL
     recorded = endless.rounds_recorded()
     _wait_until_free(endless.port)
     endless.start("exchange", "--resume", "--set", "inner.learning_rate=5e-3")
-    code, errors = endless.wait("exchange")
+    code, errors = endless.ended("exchange")
     assert (code, "`inner.learning_rate`: members of the run still train with the old value" in errors) == (1, True), (
         errors
     )
@@ -96,7 +94,7 @@ def test_a_run_of_which_no_host_is_left_goes_on_with_all_started_again(endless: 
     endless.wait_for('"event": "round_closed", "round": 2')
     for part in PARTS:
         endless.processes[part].send_signal(signal.SIGUSR1)
-    assert [endless.wait(part)[0] for part in PARTS] == [130] * len(PARTS)
+    assert [endless.ended(part)[0] for part in PARTS] == [130] * len(PARTS)
     saved = endless.rounds_recorded()
     assert [_states(endless, part) for part in PARTS[1:]] == [{saved}] * 3
     endless.text = text
@@ -106,7 +104,7 @@ def test_a_run_of_which_no_host_is_left_goes_on_with_all_started_again(endless: 
     endless.wait_for_round(saved + 2)
     for part in PARTS:
         endless.processes[part].send_signal(signal.SIGKILL)
-        endless.wait(part)
+        endless.ended(part)
     held = [_states(endless, part) for part in PARTS[1:]]
     endless.port = free_port()  # the port may change: members are told the new address
     slower = ("--set", "inner.learning_rate=5e-3")  # the exchange tells it to members that do not set it
@@ -120,9 +118,7 @@ def test_a_run_of_which_no_host_is_left_goes_on_with_all_started_again(endless: 
 
 def _last_rates(hosts: Hosts) -> dict[str, float]:
     """Return the newest learning rate that each replica has reported."""
-    metrics = hosts.folder / "exchange" / "runs" / "hosts" / "metrics.jsonl"
-    lines = [json.loads(line) for line in metrics.read_text().split("\n")[:-1]]
-    return {line["replica"]: line["learning_rate"] for line in lines if "learning_rate" in line}
+    return {line["replica"]: line["learning_rate"] for line in hosts.told('"learning_rate"')}
 
 
 def _states(hosts: Hosts, part: str) -> set[int]:

@@ -109,15 +109,6 @@ def test_the_length_of_the_run_is_as_asked() -> None:
     assert tokens.outer.rounds * (tokens.inner.steps or 0) * 8 * 128 == pytest.approx(2e6, rel=0.03)
 
 
-def test_hardware_is_what_predictions_assume() -> None:
-    named = of_text("--machines", "4", "--hardware", "rtx-4090")
-    assert named.simulate.machine == "rtx-4090"
-    here = of_text("--force")
-    assert here.simulate.machine in ("here", "h100", "h200", "a100", "l40s", "rtx-4090", "rtx-3090")
-    done = init("--text", "text", "--machines", "4", "--model", "1b", "--force")
-    assert (done.exit_code, "`--hardware h100`" in done.stderr) == (2, True)
-
-
 @pytest.mark.parametrize("size", [3e5, 5e6, 1.78e8, 7e9])
 def test_models_of_a_number_of_parameters(size: float) -> None:
     shape = ModelSettings.model_validate(model_of(size, 256, layers=3)).resolve(256)
@@ -126,7 +117,8 @@ def test_models_of_a_number_of_parameters(size: float) -> None:
         assert sum(one.numel() for one in Transformer(shape).parameters()) == parameters_of(shape)
 
 
-def test_what_is_printed_next_can_be_typed() -> None:
+def test_what_is_printed_can_be_typed() -> None:
+    # What is printed next can be typed.
     done = init("--text", "text", "--machines", "4+datacenter", "--name", "mine")
     assert "next: hetero-pp launch mine.yaml" in done.stdout
     [serve] = re.findall(r"hetero-pp serve mine.yaml --set (\S+) --set (\S+)", done.stdout)
@@ -134,6 +126,14 @@ def test_what_is_printed_next_can_be_typed() -> None:
     assert config.exchange.listen == "0.0.0.0:47600"
     assert RunSpec(config, 256).lines == {}  # real lines are not slowed down
     assert "hetero-pp invite mine --slot dc" in done.stdout
+
+    # Without a terminal defaults are used and told.
+    done = init("other.yaml", "--text", "text", "--time", "5 s")
+    assert [line for line in done.stdout.splitlines() if "not given" in line] == [
+        "--machines: not given, so it is `here`",
+        "--model: not given, so it is `micro`",
+    ]
+    assert ConfigFile(Path("other.yaml")).config.name == "other"
 
 
 def test_on_a_terminal_it_asks_until_the_answer_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,26 +145,6 @@ def test_on_a_terminal_it_asks_until_the_answer_is_one(monkeypatch: pytest.Monke
     assert (config.data.corpus, config.replicas[0].name, config.model.preset) == ("text", "home", "micro")
     ended = init(typed="")
     assert (ended.exit_code, "--machines: found the end of the input" in ended.stderr) == (2, True)
-
-
-def test_without_a_terminal_defaults_are_used_and_told() -> None:
-    done = init("other.yaml", "--text", "text", "--time", "5 s")
-    assert [line for line in done.stdout.splitlines() if "not given" in line] == [
-        "--machines: not given, so it is `here`",
-        "--model: not given, so it is `micro`",
-    ]
-    assert ConfigFile(Path("other.yaml")).config.name == "other"
-
-
-def test_names_that_yaml_reads_otherwise_are_quoted() -> None:
-    for number, text in enumerate(("1e5", "true", "a #b: 'c'", "two\nlines")):
-        Path(text).mkdir()
-        (Path(text) / "a.txt").write_text("some text, " * 3000)
-        path = f"{number}\n.yaml" if number == 3 else f"{number} x.yaml"
-        done = init("--text", text, "--name", "1e5", "--time", "5 s", path)
-        assert done.exit_code == 0, done.output
-        config = ConfigFile(Path(path)).config
-        assert (config.name, config.data.corpus) == ("1e5", text)
 
 
 @pytest.mark.parametrize(

@@ -57,9 +57,7 @@ def _started(command: Sequence[str]) -> subprocess.Popen[str]:
 @pytest.mark.parametrize(
     ("module", "number", "command"),
     [
-        ("typer", signal.SIGINT, "check"),
         ("pydantic", signal.SIGUSR1, "check"),
-        ("numpy.linalg", signal.SIGTERM, "launch"),
         ("torch._C", signal.SIGINT, "launch"),
     ],
 )

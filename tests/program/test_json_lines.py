@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import sys
-import threading
 from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
 
@@ -22,7 +20,6 @@ from hetero_pp.messages.messages_pb2 import (
 )
 from hetero_pp.program.cli import app
 from hetero_pp.program.report.output import (
-    about,
     about_report,
     complain,
     name_run,
@@ -64,27 +61,6 @@ def test_each_line_is_an_object_with_its_text_unchanged() -> None:
     assert [one["run"] for one in found] == ["", *["mine"] * 4]
     (failed,) = map(json.loads, err.getvalue().splitlines())
     assert (failed["level"], failed["text"], failed["run"]) == ("error", "it\\x1b failed", "mine")
-
-
-def test_threads_do_not_mix_their_lines() -> None:
-    out, first, second = io.StringIO(), threading.Event(), threading.Event()
-
-    def other() -> None:
-        with about("other"):
-            sys.stdout.write("b1 ")
-            first.set()
-            second.wait(30)
-            sys.stdout.write("b2\n")
-
-    with redirect_stdout(out), printed_as_json():
-        thread = threading.Thread(target=other)
-        thread.start()
-        first.wait(30)
-        print("a")
-        second.set()
-        thread.join()
-    found = [json.loads(line) for line in out.getvalue().splitlines()]
-    assert [(one["event"], one["text"]) for one in found] == [("message", "a"), ("other", "b1 b2")]
 
 
 def test_an_error_of_a_command_is_an_object_too() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from mixed_run import MIXED, summary_in, train
 from ruamel.yaml import YAML
 
 from hetero_pp.config.changes import (
@@ -22,15 +23,12 @@ from hetero_pp.config.changes import (
 )
 from hetero_pp.config.folder import RunFolder
 from hetero_pp.config.member_inputs import replica_batches
-from hetero_pp.config.spec import RunSpec, require_known_basis
-from hetero_pp.config.yaml_file import ConfigFile, read_run
+from hetero_pp.config.spec import RunSpec
+from hetero_pp.config.yaml_file import read_run
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.settings import NotPartOf, meaning
 from hetero_pp.data.sources import open_source
-from hetero_pp.model.part_settings import BoundarySettings
-from hetero_pp.program.launch.command import run_topology
 
-MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 H = 2
 """Inner steps of a round."""
 SECOND = {"name": "dc2", "kind": "datacenter", "batch_size": 4, "device": "cpu"}
@@ -49,13 +47,11 @@ def _yaml(folder: Path, change: Callable[[dict[str, Any]], object] = lambda _: N
 
 
 def _train(config: Path, corpus: Path, runs: Path, *settings: str, resume: bool = True) -> dict[str, Any]:
-    run_topology(config, [f"data.corpus={corpus}", *settings], runs, in_process=True, resume=resume)
-    return _summary(runs)
+    return train(corpus, runs, *settings, config=config, resume=resume)
 
 
 def _summary(runs: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((runs / "mixed" / "summary.json").read_text())
-    return found
+    return summary_in(runs / "mixed")
 
 
 def _counted(runs: Path) -> list[list[str]]:
@@ -149,28 +145,6 @@ def test_who_comes_has_no_state_that_the_others_would_have_to_do_without(
     assert _counted(tmp_path / "runs") == [["dc", "home"]] * 2 + [["dc", "dc2", "home"]] * 2
 
 
-def test_an_attempt_that_comes_to_nothing_leaves_nothing(
-    begun: Path, grown: Path, tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The attempt started nothing, because the run was over.
-
-    The next attempt, with or without the replica, is as if it were the first.
-    """
-    folders = [tmp_path / "again", tmp_path / "without", tmp_path / "never"]
-    for folder in folders:
-        shutil.copytree(begun, folder)
-    more, config = _yaml(tmp_path, lambda it: it["replicas"].append(SECOND)), _yaml(begun)
-    for folder in folders[:2]:
-        _train(more, corpus, folder)
-        assert "mixed: the run is over (round 3 of 3)" in capsys.readouterr().out
-    assert (
-        _train(more, corpus, folders[0], "outer.rounds=6")["parameters_sha256"] == _summary(grown)["parameters_sha256"]
-    )
-    without, never = (_train(config, corpus, folder, "outer.rounds=4") for folder in folders[1:])
-    assert without["parameters_sha256"] == never["parameters_sha256"]
-    assert _counted(folders[1])[-1] == ["dc", "home"]
-
-
 def test_who_comes_back_is_who_left(runs: Path, corpus: Path) -> None:
     """A returning replica must have its former split of layers, because its saved states and its log entries do."""
     _train(_yaml(runs, lambda it: it.update(replicas=[it["replicas"][0], SECOND])), corpus, runs, "outer.rounds=7")
@@ -184,14 +158,6 @@ def test_who_comes_back_is_who_left(runs: Path, corpus: Path) -> None:
     config = _yaml(runs, lambda it: it["replicas"].append(SECOND))
     _train(config, corpus, runs, "outer.rounds=8")
     assert _counted(runs)[6:] == [["dc", "dc2"], ["dc", "dc2", "home"]]
-
-
-def test_who_comes_before_its_round_reads_its_share_from_the_start(grown: Path) -> None:
-    """It may join during the round before its first one, which is still open."""
-    spec = read_run(RunFolder(grown / "mixed"))
-    early, own = (spec.share_of("dc2", round_) for round_ in (3, 4))
-    assert (early.first_step, own.first_step) == (2 * H, 3 * H)
-    assert (early.replica, early.replicas, early.round) == (own.replica, own.replicas, own.round) == (2, 3, 4)
 
 
 def test_a_replica_that_was_needed_may_come_and_go_from_then_on(grown: Path) -> None:
@@ -210,16 +176,6 @@ def test_a_replica_that_was_needed_may_come_and_go_from_then_on(grown: Path) -> 
     ]
     assert described(before, replicas_of(config)) == "without requiring dc"
     assert described(replicas_of(config), before[:2]) == "without dc2 and needing dc"
-
-
-def test_who_leaves_for_good_is_not_waited_for(runs: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = _yaml(runs, lambda it: it.update(replicas=[it["replicas"][0], SECOND]))
-    _train(config, corpus, runs, "outer.rounds=8")
-    assert _counted(runs)[5:] == [["dc", "dc2", "home"], ["dc", "dc2"], ["dc", "dc2"]]
-    assert "mixed: from round 7 on without home\n" in capsys.readouterr().out
-    spec = read_run(RunFolder(runs / "mixed"))
-    shares = [spec.share_of("dc2", round_) for round_ in (6, 7)]
-    assert [(share.replica, share.replicas, share.first_step) for share in shares] == [(2, 3, 3 * H), (1, 2, 6 * H)]
 
 
 def test_a_host_may_have_the_replicas_of_any_time_and_no_others(grown: Path) -> None:
@@ -289,16 +245,3 @@ def test_a_text_that_is_read_once_is_not_shared_out_anew(tmp_path: Path, corpus:
     complaint = "replicas: found dc, home, dc2, expected dc, home: with `data.repeat: false` the replicas cannot"
     with pytest.raises(ConfigError, match=re.escape(complaint)):
         _train(_yaml(tmp_path, grown), corpus, tmp_path, "outer.rounds=2")
-
-
-def test_a_run_whose_boundaries_are_full_has_no_basis_for_another(tmp_path: Path, corpus: Path) -> None:
-    def full(content: dict[str, Any]) -> None:
-        content["replicas"][1]["boundary"]["rank"] = "full"
-
-    config = ConfigFile(_yaml(tmp_path, full), [f"data.corpus={corpus}"]).config
-    narrow = config.replicas[1].model_copy(update={"name": "narrow", "boundary": BoundarySettings(rank=4)})
-    grown = config.model_copy(update={"replicas": [*config.replicas, narrow]})
-    spec = RunSpec(config, 256)
-    spec = RunSpec(grown, 256, spec.changes.changed(config, 2, {"replicas": replicas_of(grown)}))
-    with pytest.raises(ConfigError, match=r"found 4, expected `full`, because nothing was compressed"):
-        require_known_basis(spec)

@@ -10,27 +10,23 @@ from typing import Any
 import pytest
 from rich.console import Console
 from test_run_state import (
-    ROUND_SECONDS,
     START,
     begun,
-    evaluation,
     finished,
     inner_step,
     made_up_reports,
     made_up_round,
     made_up_spec,
     round_closed,
-    so_far,
     state_of,
 )
 
-from hetero_pp.config.audit import AuditSettings
 from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.units import format_share
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.report.display import live_view
-from hetero_pp.program.report.lines import OwnRoundLines, round_line, trouble_lines, words_of
+from hetero_pp.program.report.lines import round_line, trouble_lines, words_of
 from hetero_pp.program.report.recorder import line_of
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.summary import print_result, summary_of
@@ -96,6 +92,7 @@ def result_of(state: RunState) -> list[str]:
 
 
 def test_nothing_is_shown_if_nothing_happened() -> None:
+    # Nothing is shown if nothing happened.
     reports = [*there(), *made_up_reports()[3:]]
     state = state_of(reports)
     assert said(reports) == []
@@ -105,110 +102,10 @@ def test_nothing_is_shown_if_nothing_happened() -> None:
     assert not any(found.values())
     assert not any("Participation" in line or "joined" in line for line in result_of(state))
 
-
-_DC_OVER = membership_event(START, pb.INCARNATION_OVER, slot="dc", replica="dc", incarnation=1, cause="nothing")
-_DC_SILENT = membership_event(START, pb.SILENT, slot="dc", replica="dc", incarnation=2, cause="no heartbeat for 15 s")
-_LATE = membership_event(START, pb.LATE, replica="dc", round=3)
-_TOO_LARGE = membership_event(START, pb.LEFT_OUT, replica="dc", round=3)
-_FEW = "0 of 2 replicas are present, 1 are required"
-
-
-@pytest.mark.parametrize(
-    ("reports", "outer", "told"),
-    [
-        (
-            [*there(), *killed(START), back(START + 1)],
-            {},
-            [
-                RESTART,
-                "home returns to the start of its round and waits for home.1",
-                "home.1 has joined again (incarnation 2)",
-            ],
-        ),
-        (  # a member of another host: the exchange tells
-            [*there(), _DC_OVER, joined(START, "dc", 2), _DC_SILENT],
-            {},
-            [
-                "dc: nothing; its slot is vacant",
-                "dc has joined again (incarnation 2)",
-                "dc: no heartbeat for 15 s; its slot is vacant",
-            ],
-        ),
-        ([*there(), joined(START, "home.1", 1)], {}, ["home.1 has joined"]),
-        (
-            [_LATE],
-            {"returned": 1.0},
-            ["dc was too late for round 3: its contribution is restored to its error feedback"],
-        ),
-        (
-            [_LATE],
-            {"returned": 0.5},
-            ["dc was too late for round 3: 50 % of its contribution is restored to its error feedback"],
-        ),
-        ([_LATE], {"returned": 0.0}, ["dc was too late for round 3: its contribution is discarded"]),
-        (
-            [_LATE, _TOO_LARGE],
-            {"keep_local": True},
-            [
-                "dc was too late for round 3: it continues from its own parameters",
-                "dc: its contribution to round 3 is far larger than expected and is excluded: 50 % of its contribution "
-                "is restored to its error feedback",
-            ],
-        ),
-        (
-            [
-                membership_event(START, pb.PAUSED, round=2, cause=_FEW),
-                membership_event(START + 12, pb.WENT_ON, round=2),
-                membership_event(START, pb.HEALED, slot="dc", round=1, cause="held a norm that differs from the log"),
-                membership_event(START, pb.GIVEN_UP, slot="home.1", cause=f"{KILLED}; {LEFT}"),
-                membership_event(START, pb.INJECTED, slot="dc", cause="freeze of dc for 20 s (training)"),
-            ],
-            {},
-            [
-                f"round 2 is paused: {_FEW}; it continues when more replicas join",
-                "round 2 continues after 12 s",
-                "after round 1, dc held a norm that differs from the log; it recovers from the run log",
-                f"{KILLED}; {LEFT}",
-                "injected fault: freeze of dc for 20 s (training)",
-            ],
-        ),
-    ],
-)
-def test_membership_events_in_words(reports: list[Report], outer: dict[str, Any], told: list[str]) -> None:
-    assert said(reports, outer={"rounds": 2} | outer) == told
-
-
-def test_members_that_a_run_goes_on_with_have_not_joined_again() -> None:
+    # Members that a run goes on with have not joined again.
     reports = [joined(START, "dc", 5), begun(START, 3)]
     assert said(reports) == []
     assert summary_of(state_of(reports))["membership_state"]["members"] == {}
-
-
-def test_a_rounds_line_says_whom_it_does_not_count() -> None:
-    state = state_of([*there(), *killed(START + 5), back(START + 20), closed_without(START + 8, 1, "home")])
-    state.apply(evaluation(START + 9, "dc", 1, 4.5))
-    state.apply(closed_without(START + 30, 2, "dc", late=True))
-    assert round_line(state, 1) == (
-        f"round 1/2: validation loss dc 4.5000, home –, training loss dc –, home –, 0 ms; excluded: home ({KILLED})"
-    )
-    assert "excluded: dc was late" in round_line(state, 2)
-    state.apply(
-        membership_event(START + 31, pb.INCARNATION_OVER, slot="home.0", replica="home", incarnation=1, cause="gone")
-    )
-    assert round_line(state, 2).endswith("excluded: dc was late; not evaluated: home (home.0: gone)")
-
-
-def test_a_rejected_contribution_is_named_even_if_a_slot_of_its_replica_was_vacant() -> None:
-    closed = closed_without(START + 8, 1, "home")
-    closed.round_closed.left_out.append("home")
-    state = state_of([*there(), *killed(START + 5), back(START + 6), closed])
-    assert "excluded: home sent a contribution that is too large" in round_line(state, 1)
-
-
-def test_a_replica_that_came_back_too_late_for_a_round() -> None:
-    reports = [*there(), *killed(START + 1), back(START + 2), round_closed(START + 8, 1)]
-    state = state_of([*reports, closed_without(START + 18, 2, "home")])
-    assert "excluded: home did not take part" in round_line(state, 2)
 
 
 def test_the_live_view_says_who_is_gone_while_it_is() -> None:
@@ -293,7 +190,8 @@ def test_the_line_of_a_round_has_its_speed_and_on_a_known_accelerator_mfu_and_me
         assert line.endswith(f", 8 s, 200 tokens/s, {told}61.2 GB of GPU memory")
 
 
-def test_a_run_is_over_though_a_member_that_was_given_up_never_finished() -> None:
+def test_who_has_ended_is_not_waited_for() -> None:
+    # A run is over though a member that was given up never finished.
     reports = [one for one in made_up_reports() if not (one.HasField("finished") and one.member == "home.1")]
     assert not state_of(reports).is_over
     assert state_of([*reports, membership_event(START + 1, pb.GIVEN_UP, slot="home.1", cause=KILLED)]).is_over
@@ -301,8 +199,7 @@ def test_a_run_is_over_though_a_member_that_was_given_up_never_finished() -> Non
     assert state_of([*reports, gone]).is_over
     assert not state_of([gone, *(finished(START, name) for name in ("dc", "home.0"))]).is_over  # rounds are left
 
-
-def test_a_run_is_over_though_a_replica_that_took_no_part_in_the_last_round_never_finished() -> None:
+    # A run is over though a replica that took no part in the last round never finished.
     reports = [one for one in made_up_reports() if one.member != "dc" or not one.HasField("finished")]
     assert not state_of(reports).is_over
     over = Report(time=START + 50, member="exchange", over=pb.Over(round=2, rounds=2, finishing=["home"]))
@@ -320,40 +217,6 @@ def test_participation_counts_each_missed_round_in_whatever_order_it_is_told() -
     assert not state.vacant
 
 
-def test_a_host_shows_what_happens_to_others_and_goes_on_once() -> None:
-    lines: list[str] = []
-    own = OwnRoundLines(made_up_spec(), ["dc"], lines.append)
-    for report in [so_far(START), *there()[:3], begun(START, 1), *killed(START + ROUND_SECONDS), begun(START + 20, 1)]:
-        own.on_report(report)
-    assert lines[1:] == [
-        "all 3 members have joined",
-        "resuming after round 1",
-        RESTART,
-        "home returns to the start of its round and waits for home.1",
-    ]
-
-
 def judged(time: float, round_: int, replica: str, is_equal: bool) -> Report:
     found = pb.Judgement(round=round_, replica=replica, recomputed=pb.Recomputed(is_equal=is_equal))
     return Report(time=time, member="exchange", judged=found)
-
-
-def test_the_end_tells_what_audits_found() -> None:
-    scores = Report(time=START + 2, member="exchange")
-    scores.scores.scores.add(replica="dc")
-    scores.scores.scores.add(replica="home", excluded="low score")
-    audited = [*there(), judged(START, 1, "dc", True), judged(START + 1, 1, "home", False), scores]
-    audited.append(membership_event(START + 3, pb.UNAUDITED, cause="its disk is full"))
-    lines = result_of(state_of([*audited, *made_up_reports()[3:]]))
-    assert (
-        "Audits: 2 rounds of replicas computed again, 1 differed from what was contributed (see metrics.jsonl)."
-        in lines
-    )
-    assert "Scores: 2 replicas, excluded: home (`hetero-pp audit scores`)." in lines
-    assert "Unaudited: its disk is full." in lines
-    equal = result_of(state_of([*there(), judged(START, 1, "dc", True), *made_up_reports()[3:]]))
-    assert "Audits: 1 round of replicas computed again, all as contributed." in equal
-    never = state_of([*there(), *made_up_reports()[3:]])
-    scored = never.spec.config.model_copy(update={"audit": AuditSettings.model_validate({"gauntlet": {}})})
-    never.spec = RunSpec(scored, 256)
-    assert "Unaudited: no validator has judged a round." in result_of(never)

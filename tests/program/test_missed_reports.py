@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,12 +9,12 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from mixed_run import MIXED
 from rich.console import Console
 from test_membership_state import membership_event
 from test_run_state import so_far
 
 from hetero_pp.config.changes import NO_CHANGES, REPLICAS, replicas_of
-from hetero_pp.config.folder import RunFolder
 from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.yaml_file import ConfigFile
 from hetero_pp.data.tokenizers import load_tokenizer
@@ -36,14 +35,11 @@ from hetero_pp.messages.messages_pb2 import (
 )
 from hetero_pp.program.launch.command import begin_folder
 from hetero_pp.program.launch.in_process import run_in_process
-from hetero_pp.program.report import pictures
 from hetero_pp.program.report.display import LiveDisplay, live_view
 from hetero_pp.program.report.lines import OwnRoundLines, round_line
-from hetero_pp.program.report.recorder import Recorder
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.summary import print_result, summary_of
 
-MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 ROUNDS = 11
 """More than `STILL_TOLD`, so that readers drop the details of some rounds."""
 
@@ -169,22 +165,3 @@ def test_a_host_that_missed_who_joined_shows_the_rounds_of_its_group(
             host.on_report(report)
     assert shown[0][1:] == shown[1][1:]  # behind the state of the run
     assert len(shown[0]) == 1 + ROUNDS
-
-
-@pytest.mark.parametrize("part", [slice(40, None), slice(None, None, 3), slice(None, 200)])
-def test_what_is_recorded_has_gaps_and_no_complaint(
-    part: slice, recorded: tuple[RunSpec, list[Report]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The pictures are composed, and not rendered."""
-    monkeypatch.setattr(pictures, "save_figure", lambda figure, path: None)
-    spec, reports = recorded
-    complaints: list[str] = []
-    state = RunState(_optional(spec))
-    recorder = Recorder(spec, RunFolder(tmp_path), state, complain=complaints.append)
-    for report in copy.deepcopy(reports)[part] * 2:
-        state.apply(report)
-        recorder.on_report(report)
-    recorder.close()
-    pictures.draw_losses(state, tmp_path / "loss.png")
-    pictures.draw_links(state, tmp_path / "links.png")
-    assert complaints == []

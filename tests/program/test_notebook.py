@@ -8,9 +8,7 @@ from __future__ import annotations
 import gc
 import json
 import signal
-import sys
 import threading
-import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from mixed_run import MIXED, summary_in
 
 from hetero_pp import Run
 from hetero_pp.config.checkpoint import open_checkpoint
@@ -26,13 +25,11 @@ from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.outer.step import parameter_sha256, parameters_sha256
 from hetero_pp.program.launch import in_process
 from hetero_pp.program.launch.command import run_topology
-from hetero_pp.program.report.state import DIVERGED_NATS, RunState
+from hetero_pp.program.report.state import RunState
 from hetero_pp.program.simulate import Outputs, simulate
 from replica_groups.exchange.auditor import Auditor
-from replica_groups.member.gate import Gate
 from replica_groups.member.outer_round import OuterRound
 
-MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 MEMBERS = {"dc", "home.0", "home.1", "home.2"}
 
 
@@ -49,10 +46,6 @@ def _run(corpus: Path, runs: Path | None = None, **changes: Any) -> Iterator[Run
     data = {"corpus": corpus, **changes.pop("data", {})}
     with Run.from_yaml(MIXED, runs=runs, data=data, **changes) as run:
         yield run
-
-
-def _summary(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "summary.json").read_text())
 
 
 def _sha256(run: Run) -> str:
@@ -102,7 +95,7 @@ def trained(corpus: Path) -> Iterator[tuple[float, Run]]:
 
 
 def test_it_has_the_bits_of_a_launched_run(launched: Path, trained: tuple[float, Run]) -> None:
-    expected, (initial, run) = _summary(launched), trained
+    expected, (initial, run) = summary_in(launched), trained
     assert initial == expected["initial_validation_loss"]
     assert "diverged" not in expected
     assert [one.round for one in run.results] == [1, 2, 3]
@@ -118,18 +111,6 @@ def test_it_has_the_bits_of_a_launched_run(launched: Path, trained: tuple[float,
     assert [one.contribution_bytes for one in run.results] == contributions
     last = open_checkpoint(launched / "log" / "checkpoint-000003.safetensors").checkpoint().parameters
     assert all(last[name].equal(tensor) for name, tensor in run.parameters().items())
-
-
-def test_a_run_that_diverges_says_so_and_ends_well(
-    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    replicas = "replicas=[{name: a, kind: datacenter, batch_size: 4}, {name: b, kind: datacenter, batch_size: 4}]"
-    changed = [f"data.corpus={corpus}", "inner={steps: 3, learning_rate: 30, warmup_steps: 0}", replicas]
-    run_topology(MIXED, changed, tmp_path, in_process=True)
-    said, found = capsys.readouterr().out, _summary(tmp_path / "mixed")["diverged"]
-    assert [line for line in said.splitlines() if line.startswith("Training diverged: loss of the untrained model ")]
-    assert {one["replica"] for one in found} == {"a", "b"}
-    assert all(one["loss"] > one["untrained_loss"] + DIVERGED_NATS for one in found)
 
 
 def test_what_cannot_begin_leaves_no_member_behind(
@@ -174,10 +155,17 @@ def test_between_two_rounds_nothing_is_trained(corpus: Path) -> None:
 
 
 def test_nothing_starts_before_it_is_asked_for(corpus: Path) -> None:
+    # Nothing starts before it is asked for.
     with _run(corpus) as run:
         assert run.predict().members == len(MEMBERS)
         assert not _member_threads()
         assert not run.folder.path.exists()
+
+    # Replicas that need processes are refused when they would start.
+    with _run(corpus, replicas={0: {"engine": "torchtitan"}}) as run:
+        assert run.predict().members == len(MEMBERS)
+        with pytest.raises(ConfigError, match="expected `torch` with --in-process"):
+            run.round()
 
 
 # ---- what the run leaves ----
@@ -186,24 +174,24 @@ def test_nothing_starts_before_it_is_asked_for(corpus: Path) -> None:
 def test_what_a_notebook_began_a_launch_goes_on_with(launched: Path, corpus: Path, tmp_path: Path) -> None:
     with _run(corpus, tmp_path, checkpoints={"every": 1}) as run:
         run.round()
-    assert _summary(tmp_path / "mixed")["failed"] == "closed"
-    assert _summary(tmp_path / "mixed")["rounds"] == 1
+    assert summary_in(tmp_path / "mixed")["failed"] == "closed"
+    assert summary_in(tmp_path / "mixed")["rounds"] == 1
     run_topology(MIXED, [f"data.corpus={corpus}", "checkpoints.every=1"], tmp_path, in_process=True, resume=True)
-    expected, found = _summary(launched), _summary(tmp_path / "mixed")
+    expected, found = summary_in(launched), summary_in(tmp_path / "mixed")
     assert found["parameters_sha256"] == expected["parameters_sha256"]
     assert found["validation_loss"] == expected["validation_loss"]
 
 
-def test_a_folder_that_is_given_holds_what_a_launch_leaves(launched: Path, corpus: Path, tmp_path: Path) -> None:
+def test_folders_hold_what_a_launch_leaves_or_go_with_the_run(launched: Path, corpus: Path, tmp_path: Path) -> None:
+    # A folder that is given holds what a launch leaves.
     with _run(corpus, tmp_path, outer={"rounds": 2}) as run:
         run.train()
     assert {path.name for path in (tmp_path / "mixed").iterdir()} == {path.name for path in launched.iterdir()}
-    assert "failed" not in _summary(tmp_path / "mixed")
+    assert "failed" not in summary_in(tmp_path / "mixed")
     assert run.validation_loss == run.results[1].validation_loss
     assert run.parameters()
 
-
-def test_a_temporary_folder_goes_with_the_run(corpus: Path) -> None:
+    # A temporary folder goes with the run.
     with _run(corpus) as run:
         assert run.validation_loss > 0
         assert run.folder.log.is_dir()
@@ -227,24 +215,9 @@ def test_it_predicts_what_simulate_does(corpus: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        (
-            {"oter": {"rounds": 3}},
-            r"mixed\.yaml with oter\.rounds=3: oter: found .*did you mean `outer`\?",
-        ),
-        (
-            {"outer": {"ruonds": 3}},
-            r"mixed\.yaml with outer\.ruonds=3: found an unknown .*did you mean `rounds`\?",
-        ),
-        ({"outer": {"rounds": 0}}, r"mixed\.yaml with outer\.rounds=0: found `0`, expected at least 1"),
+        ({"outer": {"ruonds": 3}}, r"mixed\.yaml with outer\.ruonds=3: found an unknown .*did you mean `rounds`\?"),
         ({"outer": 3}, r"mixed\.yaml with outer=3: found `3`, expected keys and values"),
-        (
-            {"replicas": {2: {"batch_size": 8}}},
-            r"no entry `2` in `replicas`, expected one of 0 \(dc\), 1 \(home\)",
-        ),
-        (
-            {"replicas": {1: {"boundary": {"rank": "9/8"}}}},
-            r"with replicas\.1\.boundary\.rank='9/8': found ",
-        ),
+        ({"replicas": {2: {"batch_size": 8}}}, r"no entry `2` in `replicas`, expected one of 0 \(dc\), 1 \(home\)"),
         ({"data": {"corpus": Path("/nowhere")}}, r"mixed\.yaml with data\.corpus='/nowhere': .*/nowhere"),
     ],
 )
@@ -262,13 +235,6 @@ def test_changes_are_merged() -> None:
     with Run.from_yaml(MIXED, replicas=one, links={"dsl": {"bandwidth": "1 Mbit/s"}}) as run:
         assert [replica.name for replica in run.spec.config.replicas] == ["dc"]
         assert run.spec.config.links["dsl"].bandwidth == 1e6
-
-
-def test_replicas_that_need_processes_are_refused_when_they_would_start(corpus: Path) -> None:
-    with _run(corpus, replicas={0: {"engine": "torchtitan"}}) as run:
-        assert run.predict().members == len(MEMBERS)
-        with pytest.raises(ConfigError, match="expected `torch` with --in-process"):
-            run.round()
 
 
 def test_the_error_of_a_member_is_raised_and_ends_the_run(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,63 +290,3 @@ def test_an_interrupt_ends_the_run_at_the_next_step(corpus: Path, monkeypatch: p
         with pytest.raises(RunFailed, match=r"0 of 3 rounds.* has ended: interrupted"):
             run.round()
         assert run.validation_loss == initial
-
-
-# ---- the gate ----
-
-
-@pytest.mark.usefixtures("_interrupts")
-def test_an_interrupt_between_a_look_for_one_and_the_sleep_ends_a_wait_at_the_gate() -> None:
-    """With SA_RESTART, the sleep itself continues after such an interrupt. The wait must end nevertheless."""
-    gate, main, began = Gate(["a"]), threading.main_thread().ident, threading.Event()
-    assert main is not None
-    signal.siginterrupt(signal.SIGINT, False)
-
-    def member() -> None:
-        gate.enter("a", 1)
-        began.set()
-        while "wait_for_members" not in _where(main):
-            pass
-        signal.pthread_kill(main, signal.SIGINT)
-
-    gate.open(1)
-    threading.Thread(target=member).start()
-    began.wait()
-    with pytest.raises(KeyboardInterrupt):
-        gate.wait_for_members()
-
-
-def _where(thread: int) -> set[str]:
-    """Return the names of the functions on a thread's stack."""
-    return {frame.name for frame in traceback.extract_stack(sys._current_frames()[thread])}
-
-
-def test_a_gate_lets_nobody_in_too_early_and_nobody_once_it_is_shut() -> None:
-    gate, passed, waited = Gate(["a", "b"]), [], []
-
-    def member(name: str) -> None:
-        try:
-            for round_ in (1, 2, 3):
-                waited.append((name, round_, gate.enter(name, round_)))
-                passed.append((name, round_))
-        except RunFailed:
-            passed.append((name, 0))
-        gate.leave(name)
-
-    threads = [threading.Thread(target=member, args=(name,)) for name in "ab"]
-    for thread in threads:
-        thread.start()
-    gate.wait_for_members()
-    assert passed == []
-    gate.open(2)
-    gate.wait_for_members()
-    assert sorted(passed) == [("a", 1), ("a", 2), ("b", 1), ("b", 2)]
-    assert sorted(waited) == [("a", 1, True), ("a", 2, False), ("b", 1, True), ("b", 2, False)]
-    gate.shut("enough")
-    gate.shut("of this")
-    for thread in threads:
-        thread.join()
-    assert sorted(passed[4:]) == [("a", 0), ("b", 0)]
-    gate.open(3)
-    with pytest.raises(RunFailed, match="enough"):
-        gate.enter("a", 3)

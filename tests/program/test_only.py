@@ -9,18 +9,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hosts_of_parts import PARTS, Hosts, free_port
+from host_processes import free_port
+from hosts_of_parts import PARTS, Hosts
 from test_run_state import made_up_spec
 
 from hetero_pp.config.folder import RunFolder
 from hetero_pp.config.lines import LAUNCHER
 from hetero_pp.config.yaml_file import ConfigFile
-from hetero_pp.core.errors import ConfigError, LinkClosed, RunFailed
-from hetero_pp.messages.messages_pb2 import Report
+from hetero_pp.core.errors import ConfigError, RunFailed
 from hetero_pp.program.launch import supervisor as supervisor_module
 from hetero_pp.program.launch.command import Host, print_commands, run_on_this_host, run_topology
-from hetero_pp.program.launch.hosts import commands, members_named, notes, read_token, require_reachable
-from hetero_pp.program.launch.supervisor import Supervisor, Watcher
+from hetero_pp.program.launch.hosts import commands, notes, read_token, require_reachable
+from hetero_pp.program.launch.supervisor import Supervisor
 from hetero_pp.rpc.identities import Secret, SecretKeys
 
 KEYS = SecretKeys(Secret("a secret"), encrypted=False)
@@ -30,8 +30,7 @@ KEYS = SecretKeys(Secret("a secret"), encrypted=False)
 def hosts(tmp_path: Path, corpus: Path) -> Iterator[Hosts]:
     found = Hosts(tmp_path, corpus, 3)
     yield found
-    for process in found.processes.values():
-        process.kill()
+    found.kill()
 
 
 @pytest.mark.starts_processes
@@ -44,7 +43,7 @@ def test_five_hosts_are_one_run(hosts: Hosts, tmp_path: Path, corpus: Path) -> N
     parts = (*PARTS, "home.2")
     for part in parts:
         hosts.start(part)
-    assert {part: hosts.wait(part) for part in parts} == dict.fromkeys(parts, (0, ""))
+    assert {part: hosts.ended(part) for part in parts} == dict.fromkeys(parts, (0, ""))
     listen = {one["member"]: one["address"].rpartition(":")[0] or one["address"] for one in hosts.told('"joined"')}
     assert listen == {"dc": "", "home.0": "127.0.0.2", "home.1": "relay", "home.2": "127.0.0.3"}
     for part in parts[1:]:
@@ -68,7 +67,7 @@ def test_a_host_with_another_configuration_text_or_token_is_refused(hosts: Hosts
     hosts.start("exchange", "--set", "threads=1")
     text, hosts.text = hosts.text, hosts.text.replace("learning_rate: 1e-2", "learning_rate: 2e-2")
     hosts.start("dc")
-    code, errors = hosts.wait("dc")
+    code, errors = hosts.ended("dc")
     assert code == 1
     told = (
         "dc: was started with another configuration than the exchange: inner.learning_rate: found 0.02, expected 0.01"
@@ -81,17 +80,17 @@ def test_a_host_with_another_configuration_text_or_token_is_refused(hosts: Hosts
     (tmp_path / "other" / "one more.txt").write_text("that nobody else has")
     hosts.text = text.replace(str(corpus), str(tmp_path / "other"))
     hosts.start("home.0")
-    code, errors = hosts.wait("home.0")
+    code, errors = hosts.ended("home.0")
     told = r"home\.0: reads another text than the run: found tokens whose sha256 begins with \w{12}, expected \w{12}"
     assert (code, errors.count("\n"), bool(re.search(f"{told}, as dc reads", errors))) == (1, 1, True), errors
     hosts.text = text
     (tmp_path / "another").write_text("another-secret-of-this-test-of-two-hosts")
     hosts.start("home.1", "--token-file", str(tmp_path / "another"))
-    code, errors = hosts.wait("home.1")
+    code, errors = hosts.ended("home.1")
     there = f"the exchange at 127.0.0.1:{hosts.port} was started with another token than this host"
     assert (code, f"home.1: {there}, which has the token in {tmp_path / 'another'}" in errors) == (1, True), errors
     hosts.processes["exchange"].terminate()
-    hosts.wait("exchange")
+    hosts.ended("exchange")
     assert hosts.summary()["refusals"] == 2
     again = hosts.said("exchange").splitlines()[-1]
     assert "hosts: resume with (on other hosts, repeat their commands): " in again
@@ -104,12 +103,12 @@ def test_without_tls_another_token_is_told_on_both_sides(hosts: Hosts, tmp_path:
     hosts.start("exchange")
     (tmp_path / "other").write_text("another-secret-of-this-test-of-two-hosts")
     hosts.start("home.1", "--token-file", str(tmp_path / "other"))
-    code, errors = hosts.wait("home.1")
+    code, errors = hosts.ended("home.1")
     there = f"the exchange at 127.0.0.1:{hosts.port} was started with another token than this host"
     assert (code, f"home.1: {there}, which has the token in {tmp_path / 'other'}" in errors) == (1, True), errors
     hosts.wait_for('"event": "refusal"')
     hosts.processes["exchange"].terminate()
-    hosts.wait("exchange")
+    hosts.ended("exchange")
     assert "hosts: refused home.1 at ipv4:127.0.0.1: found another token than the run's" in hosts.said("exchange")
 
 
@@ -133,6 +132,7 @@ def _config(tmp_path: Path, corpus: Path, exchange: str | None = None, stages: s
 
 
 def test_commands_for_all_hosts(tmp_path: Path, corpus: Path) -> None:
+    # Commands for all hosts.
     file = _config(tmp_path, corpus)
     found = commands(file.config, Path("run.yaml"), ["inner.steps=3"])
     port = file.config.exchange.listen.rpartition(":")[2]
@@ -140,8 +140,7 @@ def test_commands_for_all_hosts(tmp_path: Path, corpus: Path) -> None:
     assert [line.split("--only ")[1].split()[0] for line in found] == list(PARTS)
     assert all(f"--exchange EXCHANGE_HOST:{port} --token-file token" in line for line in found[1:])
 
-
-def test_a_group_that_names_no_address_is_one_hosts(tmp_path: Path, corpus: Path) -> None:
+    # A group that names no address is one hosts.
     for listen, members in (("", ["home"]), (', listen: "127.0.0.2:0"', ["home.0", "home.1"])):
         file = _config(tmp_path, corpus, stages=f"stages: [{{layers: 1{listen}}}, {{layers: 1}}]")
         found = commands(file.config, Path("run.yaml"), [])
@@ -177,21 +176,6 @@ def test_what_to_do_before_the_commands_with_key_and_line(
         print_commands(path, [])
 
 
-def test_names_and_addresses_that_cannot_be(tmp_path: Path, corpus: Path) -> None:
-    config = _config(tmp_path, corpus).config
-    assert members_named(config, "home") == ["home.0", "home.1"]
-    with pytest.raises(ConfigError, match=r"expected one of exchange, dc, home, home\.0, home\.1"):
-        members_named(config, "office")
-    text = (tmp_path / "run.yaml").read_text()
-    (tmp_path / "run.yaml").write_text(re.sub(r"127.0.0.1:\d+", "127.0.0.1:0", text).replace("127.0.0.3", "0.0.0.0"))
-    config = ConfigFile(tmp_path / "run.yaml").config
-    with pytest.raises(ConfigError, match="expected a fixed port"):
-        require_reachable(config, ["exchange"])
-    with pytest.raises(ConfigError, match=r"expected the address at which home\.0 can dial this host"):
-        require_reachable(config, ["home.1"])
-    require_reachable(config, ["home.0"])
-
-
 NODES = """
 name: hosts
 model: {preset: micro, width: 32, heads: 2, feed_forward: 64, layers: 2}
@@ -218,9 +202,9 @@ def test_a_replica_on_two_nodes(hosts: Hosts) -> None:
     hosts.start("exchange")
     first = hosts.start("titan")
     hosts.start("titan")
-    assert hosts.wait("titan") == (0, "")
+    assert hosts.ended("titan") == (0, "")
     assert first.wait(150) == 0
-    assert hosts.wait("exchange") == (0, "")
+    assert hosts.ended("exchange") == (0, "")
     assert hosts.summary()["rounds"] == 2
 
 
@@ -248,13 +232,3 @@ def test_members_that_do_not_notice_that_the_run_has_failed_are_ended(
         supervisor.end_soon("nodeb: out of memory")
         with pytest.raises(RunFailed, match="dc: nodeb: out of memory"):
             supervisor.wait()
-
-
-def test_who_follows_a_run_hears_that_it_can_be_followed_no_more() -> None:
-    def watch() -> Iterator[Report]:
-        yield Report(member="dc")
-        raise LinkClosed("the exchange is gone")
-
-    heard: list[Report | str] = []
-    Watcher(watch, heard.append, heard.append).join()
-    assert heard == [Report(member="dc"), "the exchange is gone"]

@@ -14,8 +14,8 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
+from mixed_run import MIXED
 from prometheus_client.core import Metric
-from test_own_round_lines import member_round
 from test_run_state import (
     ROUNDS,
     START,
@@ -27,6 +27,7 @@ from test_run_state import (
     link_use,
     made_up_reports,
     made_up_spec,
+    member_round,
     round_closed,
     state_of,
     waiting,
@@ -56,8 +57,6 @@ from hetero_pp.program.operate.observed import SILENT_SECONDS, Condition, Observ
 from hetero_pp.program.operate.operations import Operations, operated
 from hetero_pp.program.report.lines import STALL_SECONDS
 from hetero_pp.program.report.state import PARTS, Outcome, RunState
-
-YAML = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 
 Found = dict[tuple[str, ...], float]
 """(name, label values in the order of the labels' names ...) -> value."""
@@ -130,11 +129,11 @@ def test_health(reports: list[Report], after: float, condition: Condition, reaso
     assert bool(found.reason) is not found.is_well
 
 
-def test_silence_is_normal_where_a_host_hears_only_its_own_members() -> None:
+def test_silence_is_measured_by_the_time_of_the_exchange() -> None:
+    # Silence is normal where a host hears only its own members.
     assert health_of(told(STEP), START + SILENT_SECONDS + 99, sees_all=False).is_well
 
-
-def test_time_is_the_exchange_s_even_if_this_host_s_clock_is_wrong() -> None:
+    # Time is the exchange s even if this host s clock is wrong.
     clock = iter([9e9, 9e9 + SILENT_SECONDS - 1, 9e9 + SILENT_SECONDS + 1])
     observed = Observed(lambda: next(clock))
     observed.follow(told(STEP))
@@ -205,8 +204,8 @@ def test_every_outcome_of_a_contribution_is_counted_once() -> None:
     assert found["contributions_total", "included", "dc"] == 30
 
 
-def test_a_counter_never_falls() -> None:
-    """A restarted process counts its round anew."""
+def test_counters_never_fall_and_begin_when_they_are_known() -> None:
+    # A counter never falls. A restarted process counts its round anew.
     observed, state = Observed(), told()
     observed.follow(state)
     collector, found = RunCollector(observed), []
@@ -215,8 +214,7 @@ def test_a_counter_never_falls() -> None:
         found.append(samples(collector.collect())["link_wire_bytes_total", "forward", "home.0-1"])
     assert found == [5010, 5010, 6010]
 
-
-def test_counters_of_a_resumed_run_appear_once_its_earlier_reports_are_known() -> None:
+    # Counters of a resumed run appear once its earlier reports are known.
     state = state_of([joined(START, "dc")])
     assert not [name for name, *_ in collected(state) if name.endswith("_total")]
     state.apply(begun(START, 1))
@@ -327,7 +325,7 @@ def test_a_port_in_use_is_one_line_before_anything_starts(command: str, tmp_path
     assert done.output.startswith(f"hetero-pp: --metrics {port}: cannot listen (Address already in use)")
 
 
-@pytest.mark.parametrize("arguments", [("serve", str(YAML)), ("join", "hpp1.ticket")])
+@pytest.mark.parametrize("arguments", [("serve", str(MIXED)), ("join", "hpp1.ticket")])
 def test_serve_and_join_take_the_options_of_an_operator(
     arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -360,20 +358,7 @@ def test_serve_and_join_take_the_options_of_an_operator(
     ],
 )
 def test_a_wrong_option_is_one_line(option: tuple[str, ...], expected: str, tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["launch", str(YAML), "--runs", str(tmp_path), *option])
+    done = CliRunner().invoke(app, ["launch", str(MIXED), "--runs", str(tmp_path), *option])
     assert (done.exit_code, list(tmp_path.iterdir())) == (2, [])
     assert expected in done.output
     assert done.output.count("\n") == 1
-
-
-def test_a_follower_that_fails_is_one_line_and_gets_no_more() -> None:
-    seen, lines = list[Report](), list[str]()
-
-    def fails(report: Report) -> None:
-        seen.append(report)
-        raise ValueError("a bug")
-
-    operations = Operations(followers=[fails], complain=lines.append)
-    for _ in range(2):
-        operations.on_report(STEP)
-    assert (len(seen), lines) == (1, ["traces end here, but the run continues: ValueError: a bug"])

@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import grpc
 import pytest
+from mixed_run import MIXED
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
@@ -24,7 +25,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
 )
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from prometheus_client.parser import text_string_to_metric_families
-from test_operate import YAML, Found, get, samples
+from test_operate import Found, get, samples
 
 from hetero_pp.config.changes import Values
 from hetero_pp.config.folder import RunFolder
@@ -100,7 +101,7 @@ def launched(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Launched
         operated("0", f"http://127.0.0.1:{port}") as operations,
     ):
         run_topology(
-            YAML, [f"data.corpus={corpus}"], runs, False, start=start, invocation=Invocation(operations=operations)
+            MIXED, [f"data.corpus={corpus}"], runs, False, start=start, invocation=Invocation(operations=operations)
         )
         look()
     server.stop(None).wait()

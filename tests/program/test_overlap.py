@@ -8,30 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mixed_run import MIXED, train
 
 from hetero_pp import Run
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.batches import Share
 from hetero_pp.model.learning_rates import BySteps, LearningRates
 from hetero_pp.outer.step import parameter_sha256, parameters_sha256
-from hetero_pp.program.launch.command import run_topology
 from hetero_pp.research.settings import ResearchConfig
 from replica_groups.member.take_part import TrainingLoop
 
-MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 ROUNDS = 4
 CELLS = ["outer.overlap=1", f"outer.rounds={ROUNDS}", "checkpoints.every=1"]
 
 
-def _train(corpus: Path, runs: Path, *settings: str) -> dict[str, Any]:
-    run_topology(MIXED, [f"data.corpus={corpus}", *CELLS, *settings], runs, in_process=True)
-    summary: dict[str, Any] = json.loads((runs / "mixed" / "summary.json").read_text())
-    return summary
-
-
 @pytest.fixture(scope="module")
 def undisturbed(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return _train(corpus, tmp_path_factory.mktemp("undisturbed"))
+    return train(corpus, tmp_path_factory.mktemp("undisturbed"), *CELLS)
 
 
 def test_a_round_at_a_time_in_a_notebook(undisturbed: dict[str, Any], corpus: Path, tmp_path: Path) -> None:
@@ -62,7 +55,7 @@ def test_what_was_trained_ahead_with_other_settings_is_trained_again(
         return (replace(rates, peak=rates.peak / 2) if round_ == 3 and asked[key] > 1 else rates), share
 
     monkeypatch.setattr(TrainingLoop, "_inputs", inputs)
-    summary = _train(corpus, tmp_path)
+    summary = train(corpus, tmp_path, *CELLS)
     steps = [json.loads(line) for line in (tmp_path / "mixed" / "metrics.jsonl").read_text().splitlines()]
     rates = [
         (one["step"], one["learning_rate"])

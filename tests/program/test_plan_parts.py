@@ -22,7 +22,6 @@ from hetero_pp.simulator.planner.grouping import (
     LARGEST_LINK,
     Load,
     Pool,
-    best_split,
     best_splits,
     group,
 )
@@ -85,12 +84,6 @@ def test_a_split_is_as_good_as_the_best_of_all(stages: int, layers: int) -> None
             assert _slowest(one, tuple(count.tolist())) == found
 
 
-def test_an_even_split_stays_where_none_is_faster() -> None:
-    even = [np.array([np.inf, 1.0, 2.0, 3.0, 4.0])] * 3
-    assert best_split(even) == ([2, 1, 1], 2.0)
-    assert best_split([even[0] * 3, *even[1:]]) == ([1, 2, 1], 3.0)
-
-
 @pytest.mark.parametrize("extra", [0, 1, 3])
 def test_activations_in_flight_are_those_of_the_schedule(extra: int) -> None:
     load = Load(stages=4, micro_batches=9, sequences=1, length=1, extra_in_flight=extra)
@@ -138,13 +131,6 @@ def test_a_group_without_memory_for_the_model_says_which_machines_lack_how_much(
     assert _no_schedules(path, f"replicas.home.stages={int(count) - 1}")
     assert "has 2 GB for no layer" in (tiny := _no_schedules(path, "simulate.hardware.small.memory=2 GB"))
     assert "no number of stages on these machines is sufficient" in tiny
-
-
-def test_a_replica_that_cannot_run_as_it_is_is_named_by_its_own_place(tmp_path: Path) -> None:
-    """A datacenter replica is planned in its own run, where it is the first one."""
-    path = tmp_path / "t.yaml"
-    path.write_text(SMALL_MACHINES.replace("participants, count: 2, stages: 2", "datacenter"))
-    assert _no_schedules(path).startswith(f"{path}:7: replicas[1]: home needs ")
 
 
 def _random_pool(seed: int, count: int, stages: int) -> Pool:
@@ -210,7 +196,7 @@ def _brute_force(pool: Pool) -> tuple[int, float, float, float]:
 
 
 @pytest.mark.parametrize(("count", "stages"), [(5, 1), (6, 2), (7, 2), (6, 3), (7, 3)])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_groups_are_as_good_as_the_best_of_all(count: int, stages: int, seed: int) -> None:
     pool = _random_pool(seed, count, stages)
     groups, slowest, worst, total = _brute_force(pool)
@@ -265,7 +251,7 @@ def test_penalties_are_the_paper_s_and_grow() -> None:
     assert four_bits == pytest.approx(4.0907 / 3.9083 - 1, abs=1e-4)
 
 
-@pytest.mark.parametrize("width", [64, 128, 1536, 8192])
+@pytest.mark.parametrize("width", [64, 1536])
 @pytest.mark.parametrize("few_bits", [True, False])
 def test_every_rung_loses_more_and_sends_less(width: int, few_bits: bool) -> None:
     rungs = ladder(BoundarySettings(), width, few_bits)

@@ -9,32 +9,18 @@ from rich.console import Console
 from hetero_pp.program.report.output import shown_reading
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def shown(seconds: int, is_terminal: bool) -> str:
-    out, clock = io.StringIO(), Clock()
-    console = Console(file=out, width=80, force_terminal=is_terminal)
-    with shown_reading(console, "reading the corpus", clock) as on_progress:
-        for clock.now in range(seconds):
-            on_progress("encoding the corpus", clock.now / seconds)
+def shown(is_terminal: bool) -> str:
+    """Return what is printed of a reading of 100 seconds."""
+    out, now = io.StringIO(), [0.0]
+    with shown_reading(
+        Console(file=out, width=80, force_terminal=is_terminal), "reading the corpus", lambda: now[0]
+    ) as on_progress:
+        for now[0] in range(100):
+            on_progress("encoding the corpus", now[0] / 100)
     return out.getvalue()
 
 
-def test_lines_at_growing_intervals_where_there_is_no_terminal() -> None:
-    assert shown(100, is_terminal=False).splitlines() == [
-        "encoding the corpus: 10 %",
-        "encoding the corpus: 30 %",
-        "encoding the corpus: 70 %",
-    ]
-
-
-def test_a_bar_with_a_percentage_on_a_terminal() -> None:
-    text = shown(100, is_terminal=True)
-    assert "encoding the corpus" in text
-    assert "99%" in text
+def test_progress_is_a_bar_on_a_terminal_and_elsewhere_lines_at_growing_intervals() -> None:
+    lines = [f"encoding the corpus: {share} %" for share in (10, 30, 70)]
+    assert shown(is_terminal=False).splitlines() == lines
+    assert "encoding the corpus" in (bar := shown(is_terminal=True)) and "99%" in bar

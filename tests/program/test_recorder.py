@@ -135,6 +135,12 @@ def test_a_killed_run_keeps_its_lines(tmp_path: Path) -> None:
     assert len(lines(tmp_path)) == 1
 
 
+def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
+    record(tmp_path, [inner_step(START, "dc", "dc", 1, 0, loss=math.nan, gradient_norm=math.inf)])
+    assert (lines(tmp_path)[0]["loss"], lines(tmp_path)[0]["gradient_norm"]) == (None, None)
+    assert json.loads((tmp_path / "summary.json").read_text())["replicas"][0]["loss"] is None
+
+
 @pytest.mark.renders
 def test_a_run_that_failed_half_way(tmp_path: Path) -> None:
     record(tmp_path, list(made_up_round(1)), failed="home.0 was killed by SIGKILL")
@@ -142,12 +148,6 @@ def test_a_run_that_failed_half_way(tmp_path: Path) -> None:
     assert (summary["failed"], summary["rounds"]) == ("home.0 was killed by SIGKILL", 1)
     assert (tmp_path / "loss.png").exists()
     assert (tmp_path / "links.png").exists()
-
-
-def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
-    record(tmp_path, [inner_step(START, "dc", "dc", 1, 0, loss=math.nan, gradient_norm=math.inf)])
-    assert (lines(tmp_path)[0]["loss"], lines(tmp_path)[0]["gradient_norm"]) == (None, None)
-    assert json.loads((tmp_path / "summary.json").read_text())["replicas"][0]["loss"] is None
 
 
 def _hostile_reports() -> list[Report]:
@@ -172,7 +172,8 @@ def _hostile_reports() -> list[Report]:
 
 
 def test_a_record_outlives_reports_that_are_out_of_range(tmp_path: Path) -> None:
-    """The summary leaves them out and equals the one without them. Memory keeps nothing of them."""
+    # A record outlives reports that are out of range. The summary leaves them out and equals the one without
+    # them. Memory keeps nothing of them.
     honest = made_up_reports()
     state = record(tmp_path / "hostile", [*_hostile_reports(), *honest, *_hostile_reports()])
     record(tmp_path / "honest", honest)
@@ -182,8 +183,7 @@ def test_a_record_outlives_reports_that_are_out_of_range(tmp_path: Path) -> None
     kept += [len(replica.validation_loss) for replica in state.replicas.values()]
     assert max(kept) < 10
 
-
-def test_a_run_goes_on_over_a_record_of_reports_that_are_out_of_range(tmp_path: Path) -> None:
+    # A run goes on over a record of reports that are out of range.
     record(tmp_path, [*made_up_reports(), *_hostile_reports()])
     complaints: list[str] = []
     spec = made_up_spec()

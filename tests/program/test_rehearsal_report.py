@@ -20,7 +20,7 @@ from hetero_pp.config.yaml_file import ConfigFile, save_config
 from hetero_pp.core.errors import ConfigError, RunFailed
 from hetero_pp.messages.messages_pb2 import LinkUse, MemberRound, Report, RoundRecord
 from hetero_pp.program.join import command
-from hetero_pp.program.rehearse.command import AsRehearsal, MeasuredInput, OwnLine, Predictions, not_rehearsed, verdict
+from hetero_pp.program.rehearse.command import AsRehearsal, MeasuredInput, OwnLine, Predictions, verdict
 from hetero_pp.program.rehearse.comparison import (
     NOTHING_TIMED,
     RehearsalComparison,
@@ -125,15 +125,15 @@ def test_a_rehearsal_that_took_what_was_predicted(spec: RunSpec) -> None:
     assert "a round" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_the_last_of_overlapping_rounds_is_not_timed(spec: RunSpec) -> None:
-    """No next round is trained while its contributions are in transit."""
+def test_which_rounds_are_timed(spec: RunSpec) -> None:
+    # The last of overlapping rounds is not timed. No next round is trained while its contributions are in
+    # transit.
     outer = spec.config.outer.model_copy(update={"overlap": 1})
     overlapping = RunSpec(spec.config.model_copy(update={"outer": outer}), None)
     assert timings_of(overlapping, reports_of(spec)).timed == [2]
     assert timings_of(spec, reports_of(spec)).timed == [2, 3]
 
-
-def test_a_single_round_is_what_the_slowest_member_did_in_it(spec: RunSpec) -> None:
+    # A single round is what the slowest member did in it.
     reports = [one for one in reports_of(spec) if _round(one) == 1]
     prediction = Predictions.of(spec).rehearsed
     found = compare(spec, timings_of(spec, reports), prediction, prediction)
@@ -160,14 +160,6 @@ def test_where_both_part(spec: RunSpec, more: dict[str, float], what: str, compo
     assert parting.component == component and parting.measured - parting.predicted == pytest.approx(1.0, rel=0.01)
     line = next(line for line in closing_lines(found) if line.startswith(f"<< {what}: measured "))
     assert line.endswith(f"; most of it is {component}.")
-
-
-def test_bytes_that_part(spec: RunSpec) -> None:
-    reports = reports_of(spec)
-    for report in reports:
-        if report.HasField("link_use") and (report.link_use.link, report.link_use.direction) == ("home.0-1", "forward"):
-            report.link_use.wire_bytes *= 2
-    assert [one.what for one in compared(spec, reports).parts] == ["links.home.0-1.forward_bytes"]
 
 
 def test_what_a_host_is_told_of_its_line(spec: RunSpec) -> None:
@@ -227,22 +219,6 @@ def test_the_prediction_is_for_what_is_rehearsed(yaml: Path, spec: RunSpec) -> N
     assert Predictions.of(found) == Predictions.of(spec)
 
 
-def test_nothing_names_optional_replicas_that_are_left_out(yaml: Path, tmp_path: Path) -> None:
-    """Neither their costs, which `calibrate` writes, nor a site that they share with others."""
-    cost = "{forward: 1 s, backward: 1 s, update: 1 s, contribute: 1 s, apply: 1 s, evaluate: 1 s}"
-    yaml.write_text(YAML.replace("{count: 2, line: dsl}", "2"))
-    given = [
-        "replicas.home.count=0..2",
-        "sites={flat: {line: dsl, members: [dc, home-2]}, attic: {line: dsl, members: [home-1.0]}}",
-        f"simulate.measured={{home-1.0: {cost}, dc: {cost}}}",
-    ]
-    found = ConfigFile(yaml, given).as_rehearsal(ROUNDS, STEPS).config
-    save_config(found, tmp_path / "config.yaml")
-    kept = ConfigFile(tmp_path / "config.yaml", kept=True).config
-    assert Predictions.of(RunSpec(kept, None)).rehearsed.replicas[0].name == "dc"
-    assert {name: site.members for name, site in kept.sites.items()} == {"flat": ["dc"]}
-
-
 def without_times(report: Report) -> Report:
     """Return a report in which a member says that it took no time at all."""
     if report.HasField("member_round"):
@@ -264,29 +240,6 @@ def test_members_that_report_no_time_or_no_step_do_not_end_the_comparison(spec: 
         mode.on_report(one)
     with pytest.raises(RunFailed, match=f"^homes-rehearsal: {NOTHING_TIMED}$"):
         mode.conclude(console, RunState(spec), RunFolder(Path("nowhere")))
-
-
-def test_what_is_not_rehearsed_is_said(yaml: Path) -> None:
-    """Optional replicas are left out, and a rehearsal of only these is refused."""
-    file = ConfigFile(
-        yaml,
-        [
-            "simulate.fleets={dc: {count: 9}}",
-            "simulate.exchange=ring_all_gather",
-            "simulate.exchange_bandwidth=1 Mbit/s",
-            "replicas.home.count=0..3",
-        ],
-    )
-    assert [line.partition(" not ")[0] for line in not_rehearsed(file.config)] == [
-        "simulate.fleets.dc is",
-        "simulate.exchange: ring_all_gather is",
-        "simulate.exchange_bandwidth is",
-        "3 optional replicas left out: to rehearse some, set their number, as with `--set replicas.home.count=2`",
-    ]
-    assert [replica.name for replica in file.as_rehearsal(1, 1).config.replicas] == ["dc"]
-    yaml.write_text(YAML.replace("  - {name: dc, kind: datacenter, batch_size: 4}\n", ""))
-    with pytest.raises(ConfigError, match="expected required ones: a rehearsal has only those"):
-        ConfigFile(yaml, ["replicas.home.count=0..3"]).as_rehearsal(1, 1)
 
 
 def measured_file(tmp_path: Path, **changes: Any) -> Path:

@@ -30,11 +30,17 @@ def _free_port(host: str) -> int:
 
 
 def test_one_node_listens_on_loopback_only() -> None:
+    # One node listens on loopback only.
     before = _listening()
     met = NodeRendezvous("", 1, "run", SOON).next_rendezvous()
     assert met.bootstrap_store_info is not None
     assert (met.rank, met.world_size) == (0, 1)
     assert _listening() - before == {("127.0.0.1", met.bootstrap_store_info.master_port)}
+
+    # Ranks listen where the rendezvous is reached.
+    addresses = {one.address for one in psutil.net_if_addrs()[interface_towards("")]}
+    assert "127.0.0.1" in addresses
+    assert interface_towards("127.0.0.9:1") == interface_towards("")
 
 
 def test_several_nodes_meet_at_the_address_that_is_named() -> None:
@@ -61,12 +67,6 @@ def test_a_node_that_waits_in_vain_says_so() -> None:
     who = f"2 nodes did not meet at {endpoint} within 1 s .*: only {platform.node()} joined"
     with pytest.raises(HeteroPPError, match=who):
         NodeRendezvous(endpoint, 2, "run", timedelta(seconds=1)).next_rendezvous()
-
-
-def test_ranks_listen_where_the_rendezvous_is_reached() -> None:
-    addresses = {one.address for one in psutil.net_if_addrs()[interface_towards("")]}
-    assert "127.0.0.1" in addresses
-    assert interface_towards("127.0.0.9:1") == interface_towards("")
 
 
 class Machine:

@@ -7,13 +7,12 @@ import math
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import typer
+from asking import sets
+from mixed_run import MIXED
 from typer.testing import CliRunner
 
 from hetero_pp.config.checkpoint import open_checkpoint, save_checkpoint
@@ -23,7 +22,6 @@ from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.audits import Audit, audit_key
 from replica_groups.exchange.log import ContributionLog, checkpoint_key, record_digest, record_key
 
-MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 ROUNDS = 4
 
 
@@ -36,8 +34,7 @@ def _invoke(*arguments: object) -> tuple[int, str, str]:
 def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run of four rounds, with run checkpoints after 0, 2 and 4."""
     runs = tmp_path_factory.mktemp("runs")
-    sets = [f"data.corpus={corpus}", f"outer.rounds={ROUNDS}", "outer.momentum=0.5", "checkpoints.every=2"]
-    given = [part for one in sets for part in ("--set", one)]
+    given = sets(f"data.corpus={corpus}", f"outer.rounds={ROUNDS}", "outer.momentum=0.5", "checkpoints.every=2")
     code, _, errors = _invoke("launch", MIXED, "--in-process", "--runs", runs, *given)
     assert (code, errors) == (0, "")
     return runs / "mixed"
@@ -183,44 +180,6 @@ def test_what_is_not_as_it_should_be_is_named(
     assert [one["round"] for one in found] == [0, 1, 2, 3, 4]
 
 
-def test_after_damage_the_next_checkpoint_is_gone_on_from(run: Path) -> None:
-    for round_ in (1, 2):
-        (path,) = (run / "log").glob(f"round-{round_:06d}/dc/1/*.blobs")
-        _flip(path)
-    code, found, errors = _found(run)
-    assert code == 1
-    assert [one["sha256"] is not None for one in found] == [True, False, True, True, True]
-    assert [one["is_audited"] for one in found] == [False, False, True, True, True]
-    assert [len(one["damaged"]) for one in found] == [0, 1, 1, 0, 0]
-    assert "2 files are damaged, missing, or differ from the log" in errors
-
-
-def test_every_command_takes_the_name_of_a_run_or_its_folder(
-    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(finished, tmp_path / "elsewhere" / "other")
-    more = {"export": ["--to", "hf"], "revoke": ["dc"], "view": ["--export", "page.html"]}
-    program: Any = typer.main.get_command(app)
-    found_in: dict[tuple[str, ...], Any] = {(name,): one for name, one in program.commands.items()}
-    for group in ("log", "audit"):
-        found_in |= {(group, name): one for name, one in program.commands[group].commands.items()}
-    commands = {
-        name: more.get(name[-1], [])
-        for name, command in found_in.items()
-        if any((one.metavar or "").startswith("RUN") and one.param_type_name == "argument" for one in command.params)
-    }
-    assert {"export", "leave", "replay", "status", "validate", "view"} <= {name[-1] for name in commands}
-    for name, words in commands.items():
-        found = []
-        for run, runs in (("mixed", finished.parent), (finished, "runs")):
-            shutil.rmtree(tmp_path / "hf", ignore_errors=True)
-            code, printed, errors = _invoke(*name, run, *words, "--runs", runs)
-            found.append((code, printed, errors.replace(str(finished), "mixed")))
-        assert found[0] == found[1], name
-        assert "found no run mixed" not in found[0][2]
-
-
 def test_what_cannot_be_replayed_is_said(run: Path, tmp_path: Path) -> None:
     (tmp_path / "there").write_text("mine")
     for arguments, words in [
@@ -279,8 +238,7 @@ def test_a_round_that_no_other_leads_to_is_named_and_not_counted_up_to(run: Path
     told = f"hetero-pp: {stray} does not belong to this run: the rounds between 4 and 999999999 are missing; "
     found = _all(run, finished)
     assert found["log replay"] == found["log volume"] == (1, f"{told}move it out of the log\n")
-    sets = [f"data.corpus={corpus}", f"outer.rounds={ROUNDS + 1}", "outer.momentum=0.5", "checkpoints.every=2"]
-    given = [part for one in sets for part in ("--set", one)]
+    given = sets(f"data.corpus={corpus}", f"outer.rounds={ROUNDS + 1}", "outer.momentum=0.5", "checkpoints.every=2")
     _, _, errors = _invoke("launch", MIXED, "--in-process", "--resume", "--runs", run.parent, *given)
     assert errors == found["log replay"][1]
 
@@ -307,16 +265,6 @@ def test_a_file_of_a_run_that_is_not_what_was_written_is_named(
     for command, (code, errors) in _all(run, finished).items():
         assert code in (1, 2) and re.search(told, errors), command
         assert content is not None or f"{run / name}:" in errors
-
-
-def test_a_checkpoint_of_another_model_is_not_exported(run: Path, tmp_path: Path) -> None:
-    path = run / "log" / checkpoint_key(4)
-    kept = open_checkpoint(path).checkpoint()
-    name = next(iter(sorted(kept.parameters)))
-    save_checkpoint(replace(kept, parameters={**kept.parameters, name: torch.zeros(3)}), path)
-    code, _, errors = _invoke("export", run, "--to", tmp_path / "exported")
-    assert (code, errors.count("\n")) == (1, 1)
-    assert f"the run checkpoint does not fit its config.yaml: {name}: found the shape [3], expected " in errors
 
 
 def test_devices_in_a_folder_are_not_read(run: Path, finished: Path) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from asking import ask, told
 from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
 from stage_members import StageMembers, group_spec, links_of
-from typer.testing import CliRunner
 
 from hetero_pp.config.run_config import RunConfig
 from hetero_pp.config.spec import RunSpec
@@ -22,7 +22,6 @@ from hetero_pp.link.protocol import LinkEnds
 from hetero_pp.model.part_settings import BoundarySettings
 from hetero_pp.model.transformer import EMBEDDING, ModelShape, Transformer
 from hetero_pp.program.calibrate import load_calibration
-from hetero_pp.program.cli import app
 from hetero_pp.simulator.charts import Sweep
 from hetero_pp.simulator.costs import UPDATE_BYTES, StagePart, boundary_numbers, forward_flops
 from hetero_pp.simulator.memory import Phase, Trains, memory_of_member, memory_of_part
@@ -62,11 +61,6 @@ def _predict(path: Path, *overrides: str) -> Prediction:
     return predict(spec_of(ConfigFile(path, overrides)))
 
 
-def _invoke(*arguments: str) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, ["simulate", *arguments])
-    return result.exit_code, result.stdout, result.stderr
-
-
 def test_without_links_a_round_is_arithmetic(yaml: Path) -> None:
     """A round is inner loop, contribution, application and evaluation. The group's stages run 1F1B with its bubble."""
     free = ("links.home.bandwidth=1000 Tbit/s", "links.home.latency=0 s")
@@ -96,19 +90,12 @@ def test_slower_links_never_help(yaml: Path, key: str) -> None:
     assert rounds[0] > rounds[-1]
 
 
-def test_a_shared_exchange_delays_all(yaml: Path) -> None:
-    """The delay is at least the exchange's received bytes over its bandwidth. The sent bytes come on top."""
-    found = _predict(yaml, "simulate.exchange_bandwidth=10 kbit/s")
-    received = sum(stage.received_bytes for replica in found.replicas for stage in replica.stages)
-    assert found.outer_seconds > received * 8 / 10e3 > 3 * _predict(yaml).outer_seconds
-
-
 def test_a_replica_that_others_wait_for_is_named(yaml: Path, tmp_path: Path) -> None:
     """The numbers are those of `simulate` for each replica in a YAML of its own, and for the YAML with that `inner`."""
     whole, dc, text = yaml, tmp_path / "dc.yaml", yaml.read_text()
     middle, end = text.index("  - {name: home"), text.index("simulate:")
     dc.write_text(text[:middle] + text[end:].split("    home.0")[0])
-    code, out, errors = _invoke(str(whole), "--json", str(tmp_path / "found.json"))
+    code, out, errors = ask("simulate", str(whole), "--json", str(tmp_path / "found.json"))
     assert code == 0, errors
     found = json.loads((tmp_path / "found.json").read_text())
     waits = found["waiting"]
@@ -124,12 +111,12 @@ def test_a_replica_that_others_wait_for_is_named(yaml: Path, tmp_path: Path) -> 
     assert again.tokens_per_second == pytest.approx(timed["tokens_per_second"])
     assert again.tokens_per_second > 1.1 * found["tokens_per_second"]
     assert {one.name: one.steps for one in again.replicas} == timed["steps"]
-    said = " ".join(CliRunner().invoke(app, ["check", str(whole), "--runs", str(tmp_path)]).stdout.split())
+    said = " ".join(ask("check", whole, "--runs", tmp_path)[1].split())
     for line in ("waits for home: ", written[0]):
         assert line in " ".join(out.split())
         assert line in said
     for silent in ([str(whole), "--set", inner_section], [str(dc)]):
-        code, out, errors = _invoke(*silent)
+        code, out, errors = ask("simulate", *silent)
         assert (code, "waits for" in out) == (0, False), errors
 
 
@@ -166,28 +153,9 @@ def test_every_rank_is_an_accelerator(tmp_path: Path, said: tuple[str, ...], acc
     assert found.accelerator_hours == pytest.approx(accelerators * found.days * 24)
 
 
-def test_stages_of_a_group_have_one_accelerator_each_unless_said(yaml: Path) -> None:
-    assert _predict(yaml).accelerator_hours == pytest.approx(5 * 24 * _predict(yaml).days)
-    more = _predict(yaml, "replicas.1.accelerators=2")
-    assert more.accelerator_hours == pytest.approx(9 * 24 * more.days)
-
-
-CORE = "so one CPU core each is assumed (22.5 GFLOP/s in training, 4 GB): set `hardware: h100` of the replica"
-
-
-def test_what_is_assumed_is_told(tmp_path: Path) -> None:
-    """The note names members without hardware, but not members with measured costs."""
-    path = tmp_path / "t.yaml"
-    path.write_text(YAML + f"    dc: {COST}\n")
-    code, out, _ = _invoke(str(path))
-    assert code == 0
-    assert f"Note: no hardware is set for home.0, home.1, home.2, home.3, {CORE}" in " ".join(out.split())
-    for named in ("simulate.machine=h100", "replicas.1.hardware=h100"):
-        assert "Note" not in _invoke(str(path), "--set", named)[1]
-
-
-def test_flops_are_six_a_parameter_and_token() -> None:
-    """The forward pass is a third of that. Attention comes on top, and the embedding costs nothing."""
+def test_flops_follow_the_parameters() -> None:
+    # Flops are six a parameter and token. The forward pass is a third of that. Attention comes on top, and the
+    # embedding costs nothing.
     shape = spec_of(ConfigFile(CONFIGS / "simulate" / "ten_thousand.yaml")).shape
     whole = StagePart(shape.layers, True, 0)
     matrices = 512_398_848 - 32000 * 1536 - 25 * 1536
@@ -196,14 +164,24 @@ def test_flops_are_six_a_parameter_and_token() -> None:
     halves = [forward_flops(shape, StagePart(6, last, 0), 1, 2048) for last in (False, True)]
     assert sum(halves) == forward_flops(shape, whole, 1, 2048)
 
-
-def test_flops_follow_the_parameters_of_shared_and_wide_heads() -> None:
-    """Scores of attention are of all heads of queries, as wide as they are together."""
+    # Flops follow the parameters of shared and wide heads. Scores of attention are of all heads of queries, as
+    # wide as they are together.
     shape = ModelShape(width=64, layers=2, heads=4, kv_heads=2, head_width=24, feed_forward=96, vocabulary=100)
     with torch.device("meta"):
         matrices = sum(p.numel() for p in Transformer(shape, embeds=False).parameters() if p.ndim == 2)
     expected = 32 * (2 * matrices + 2 * 2 * 32 * 4 * 24)
     assert forward_flops(shape, StagePart(2, True, 0), 1, 32) == expected
+
+    # Anchors cost a product a token. Anchors cost rank times width per token. Anchors as wide as the model cost
+    # nothing.
+    shape = spec_of(ConfigFile(CONFIGS / "simulate" / "ten_thousand.yaml")).shape
+    flops = {}
+    for rank in (None, 16, "full"):
+        anchors = {} if rank is None else {"anchors": {"rank": rank}}
+        own = boundary_numbers(shape, BoundarySettings.model_validate({"rank": 8, **anchors}), is_first=False)
+        flops[rank] = forward_flops(shape, StagePart(3, False, 0, own), 2, 2048)
+    assert flops[16] - flops[None] == 2 * 16 * 1536 * 2 * 2048
+    assert flops["full"] == flops[None]
 
 
 def test_memory_is_24_bytes_a_parameter_and_activations() -> None:
@@ -271,13 +249,13 @@ def test_too_little_memory_says_of_what_and_which_key_helps(
     path = tmp_path / "t.yaml"
     path.write_text(TITAN + "simulate:\n  hardware:\n    small: {flops: 10 TFLOP/s, memory: 20 GB, "
                     "memory_bandwidth: 1 TB/s}\n")  # fmt: skip
-    code, _, errors = _invoke(str(path), *(word for one in changes for word in ("--set", one)))
+    code, _, errors = ask("simulate", str(path), *(word for one in changes for word in ("--set", one)))
     assert code == 2
     for words in told:
         assert words in errors
     if " saves " in told[-1] and "not enough" not in told[-1]:
         change = told[-1].split()[1]
-        done = _invoke(str(path), *(word for one in (*changes, change) for word in ("--set", one)))
+        done = ask("simulate", str(path), *(word for one in (*changes, change) for word in ("--set", one)))
         assert done[0] == 0, done[2]
 
 
@@ -326,22 +304,10 @@ def test_what_boundaries_hold_is_what_stages_hold(boundary: dict[str, Any], corp
         assert (kept > 0) == ("anchors" in boundary and own.follows_embedding)
 
 
-def test_anchors_cost_a_product_a_token() -> None:
-    """Anchors cost rank times width per token. Anchors as wide as the model cost nothing."""
-    shape = spec_of(ConfigFile(CONFIGS / "simulate" / "ten_thousand.yaml")).shape
-    flops = {}
-    for rank in (None, 16, "full"):
-        anchors = {} if rank is None else {"anchors": {"rank": rank}}
-        own = boundary_numbers(shape, BoundarySettings.model_validate({"rank": 8, **anchors}), is_first=False)
-        flops[rank] = forward_flops(shape, StagePart(3, False, 0, own), 2, 2048)
-    assert flops[16] - flops[None] == 2 * 16 * 1536 * 2 * 2048
-    assert flops["full"] == flops[None]
-
-
 def test_json_timeline_and_chart(yaml: Path, tmp_path: Path) -> None:
     paths = {name: tmp_path / f"out.{name}" for name in ("json", "pftrace", "png")}
     options = ["--json", paths["json"], "--timeline", paths["pftrace"], "--chart", paths["png"]]
-    code, out, errors = _invoke(str(yaml), *map(str, options))
+    code, out, errors = ask("simulate", str(yaml), *map(str, options))
     assert code == 0, errors
     assert "tokens per second" in out
     content: dict[str, Any] = json.loads(paths["json"].read_text())
@@ -361,9 +327,10 @@ def test_json_timeline_and_chart(yaml: Path, tmp_path: Path) -> None:
 
 
 def test_sweeps(yaml: Path, tmp_path: Path) -> None:
+    # Sweeps.
     path, chart = tmp_path / "sweep.json", tmp_path / "sweep.png"
     sweep = "links.home.bandwidth=100kbit/s..100Mbit/s"
-    code, out, errors = _invoke(str(yaml), "--sweep", sweep, "--json", str(path), "--chart", str(chart))
+    code, out, errors = ask("simulate", str(yaml), "--sweep", sweep, "--json", str(path), "--chart", str(chart))
     assert code == 0, errors
     assert "100 kbit/s" in out
     [points] = json.loads(path.read_text())["curves"].values()
@@ -373,13 +340,12 @@ def test_sweeps(yaml: Path, tmp_path: Path) -> None:
     assert uses == sorted(uses)
     assert chart.stat().st_size > 10_000
 
-
-def test_a_sweep_of_the_yaml_with_curves(yaml: Path, tmp_path: Path) -> None:
+    # A sweep of the yaml with curves.
     text = yaml.read_text().replace("simulate:\n", "simulate:\n  sweep: links.home.bandwidth=10kbit/s,1Mbit/s\n")
     yaml.write_text(text)
     path, chart = tmp_path / "sweep.json", tmp_path / "sweep.png"
     options = ["--curves", "replicas.1.boundary.rank=full,1/8", "--json", str(path), "--chart", str(chart)]
-    code, _, errors = _invoke(str(yaml), *options)
+    code, _, errors = ask("simulate", str(yaml), *options)
     assert code == 0, errors
     curves = json.loads(path.read_text())["curves"]
     assert list(curves) == ["full", "1/8"]
@@ -388,105 +354,49 @@ def test_a_sweep_of_the_yaml_with_curves(yaml: Path, tmp_path: Path) -> None:
     assert Sweep.parse("a.b=1/8,1/32").values == ["1/8", "1/32"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--sweep", "links.home.bandwidth=1..10"], "expected both ends in units of one kind"),
-        (["--sweep", "links.home.bandwidth=1ms..10Mbit/s"], "expected both ends in units of one kind"),
-        (["--sweep", "links.home.bandwidth=10Mbit/s..1Mbit/s"], (
-            "expected a range from a value above 0 to a "
-            "larger one"
-        )),
-        (["--sweep", "links.home.bandwidth=10,20"], "expected a number and a unit such as"),
-        (["--sweep", "links.home.bandwidth"], "expected KEY=FROM..TO"),
-        (["--curves", "inner.steps=1,2"], "expected --sweep, too"),
-        (["--set", "links.home.bandwidth=0 Mbit/s"], "hetero-pp: --set links.home.bandwidth=0 Mbit/s: found"),
-        (["--set", "replicas.1.hardware=abacus"], "replicas.1.hardware=abacus: found `abacus`, expected one of h200"),
-        (["--set", "simulate.fleets={homes: {count: 2}}"], (
-            "found `homes`, which is not a replica of this run, "
-            "expected one of dc, home"
-        )),
-        (["--set", "simulate.hardware={tiny: {flops: 1 GFLOP/s, memory: 1 MB, memory_bandwidth: 1 GB/s}}",
-          "--set", "simulate.machine=tiny"], "dc needs"),
-    ],
-)  # fmt: skip
-def test_mistakes_are_one_line(yaml: Path, arguments: list[str], words: str) -> None:
-    code, _, errors = _invoke(str(yaml), *arguments)
-    assert code == 2
+MISTAKES = [
+    ("--sweep", "links.home.bandwidth=1..10", "expected both ends in units of one kind"),
+    ("--sweep", "links.home.bandwidth=1ms..10Mbit/s", "expected both ends in units of one kind"),
+    ("--sweep", "links.home.bandwidth=10Mbit/s..1Mbit/s", "expected a range from a value above 0 to a larger one"),
+    ("--sweep", "links.home.bandwidth=10,20", "expected a number and a unit such as"),
+    ("--sweep", "links.home.bandwidth", "expected KEY=FROM..TO"),
+    ("--curves", "inner.steps=1,2", "expected --sweep, too"),
+    ("--set", "links.home.bandwidth=0 Mbit/s", "hetero-pp: --set links.home.bandwidth=0 Mbit/s: found"),
+    ("--set", "replicas.1.hardware=abacus", "replicas.1.hardware=abacus: found `abacus`, expected one of h200"),
+    ("--set", "simulate.fleets={homes: {count: 2}}", "is not a replica of this run, expected one of dc, home"),
+    # These change nothing, because nothing uses the entry or no key has the name.
+    ("--sweep", "links.away.bandwidth=1Mbit/s..1Gbit/s", f"links.away: {UNKNOWN}, expected one of home"),
+    ("--sweep", "links.hone.latency=1ms,2ms", f"{UNKNOWN}, expected one of home; did you mean `home`?"),
+    ("--set", "links.adsl={bandwidth: 1 Mbit/s}", f"={{bandwidth: 1 Mbit/s}}: {UNKNOWN}, expected one of home"),
+    ("--set", "simulate.rows={a: {}, b: {links.adsl.latency: 1 ms}}", f"links.adsl: {UNKNOWN}"),
+    (
+        "--set",
+        f"simulate.hardware.mine={MACHINE}",
+        f"{MACHINE}: {UNKNOWN}, expected a name that another setting uses, as",
+    ),
+    ("--sweep", "inner.stpes=1,2", "--sweep inner.stpes=1: found an unknown key, expected one of betas, clip_norm"),
+    ("--sweep", "replicas.hone.batch_size=8,16", "expected one of 0 (dc), 1 (home), or a key of replicas"),
+    ("--sweep", "replicas.2.batch_size=8,16", "found no entry `2` in `replicas`, expected one of 0 (dc), 1 (home)"),
+    ("--set", "inner.steps.x=1", "`inner.steps` is a single value, and has no key `x`"),
+]
+
+
+@pytest.mark.parametrize(("option", "value", "words"), MISTAKES)
+def test_mistakes_are_one_line(yaml: Path, option: str, value: str, words: str) -> None:
+    code, _, errors = ask("simulate", yaml, option, value)
+    assert (code, errors.count("\n")) == (2, 1)
     assert words in errors
-    assert errors.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("option", "change", "words"),
-    [
-        (
-            "--sweep",
-            "links.nonexistent.bandwidth=1Mbit/s..1Gbit/s",
-            f"links.nonexistent: {UNKNOWN}, expected one of home",
-        ),
-        ("--sweep", "links.hone.latency=1ms,2ms", f"{UNKNOWN}, expected one of home; did you mean `home`?"),
-        ("--set", "simulate.curves=links.dc.bandwidth=1Mbit/s", f"links.dc: {UNKNOWN}"),
-        (
-            "--set",
-            "links.adsl={bandwidth: 1 Mbit/s}",
-            f"--set links.adsl={{bandwidth: 1 Mbit/s}}: {UNKNOWN}, expected one of home",
-        ),
-        ("--set", "simulate.rows={a: {}, b: {links.adsl.latency: 1 ms}}", f"links.adsl: {UNKNOWN}"),
-        (
-            "--set",
-            f"simulate.hardware.mine={MACHINE}",
-            f"{MACHINE}: {UNKNOWN}, expected a name that another setting uses, as",
-        ),
-        (
-            "--sweep",
-            "links.home.bandwith=1Mbit/s,2Mbit/s",
-            "bandwith=1Mbit/s: found an unknown key, expected one of backward",
-        ),
-        ("--sweep", "inner.stpes=1,2", "--sweep inner.stpes=1: found an unknown key, expected one of betas, clip_norm"),
-        ("--sweep", "replicas.hone.batch_size=8,16", "expected one of 0 (dc), 1 (home), or a key of replicas"),
-        ("--sweep", "replicas.2.batch_size=8,16", "found no entry `2` in `replicas`, expected one of 0 (dc), 1 (home)"),
-        ("--set", "inner.steps.x=1", "`inner.steps` is a single value, and has no key `x`"),
-    ],
-)
-def test_a_change_of_nothing_is_refused(yaml: Path, option: str, change: str, words: str) -> None:
-    """The change names an unknown key, or an entry that nothing uses."""
-    swept = ["--sweep", "inner.steps=1,2"] if "curves" in change else []
-    code, _, errors = _invoke(str(yaml), option, change, *swept)
-    assert code == 2
-    assert words in errors
-    assert errors.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
+def test_a_change_may_add_what_something_names(yaml: Path) -> None:
+    stages = "replicas.1.stages=[{layers: 2}, {layers: 2, uplink: adsl}]"
+    for changes in (
         ["links.adsl.bandwidth=1 Mbit/s", "replicas.1.link=adsl"],
-        ["links.adsl={bandwidth: 1 Mbit/s}", "simulate.sites={office: {members: [dc], uplink: adsl}}"],
-        [
-            "replicas.1.stages=[{layers: 2}, {layers: 2, uplink: adsl}]",
-            "links.adsl.latency=1 ms",
-            "simulate.measured={}",
-        ],
+        [stages, "links.adsl.latency=1 ms", "simulate.measured={}"],
         [f"simulate.hardware.mine={MACHINE}", "replicas.0.hardware=mine"],
         ["simulate.sites.office.members=[dc, home.1]", "simulate.sites.office.uplink=home"],
-        ["simulate.fleets.home.count=2"],
-        ["simulate.rows.fast.inner.steps=1"],
-    ],
-)
-def test_a_change_may_add_what_something_names(yaml: Path, changes: list[str]) -> None:
-    assert ConfigFile(yaml, changes).config != ConfigFile(yaml).config
-
-
-def test_a_section_that_is_there_and_empty_can_be_filled(yaml: Path) -> None:
-    yaml.write_text(yaml.read_text() + "  fleets:\n")
-    assert ConfigFile(yaml, ["simulate.fleets.home.count=2"]).config.simulate.fleets["home"].count == 2
-
-
-def _sweep(path: Path, *arguments: str) -> str:
-    code, out, errors = _invoke(str(path), *arguments)
-    assert code == 0, errors
-    return " ".join(out.split())
+    ):
+        assert ConfigFile(yaml, changes).config != ConfigFile(yaml).config, changes
 
 
 SAME = "changes no predicted number: its 2 values give the same."
@@ -495,16 +405,16 @@ SAME = "changes no predicted number: its 2 values give the same."
 def test_a_sweep_that_changes_nothing_says_so(yaml: Path) -> None:
     """A sweep that changes one curve only is not reported. Published numbers beside it are no predictions."""
     idle, busy = ("outer.learning_rate=0.5,1", "inner.steps=1,2")
-    assert f"`outer.learning_rate` {SAME}" in _sweep(yaml, "--sweep", idle)
+    assert f"`outer.learning_rate` {SAME}" in told("simulate", yaml, "--sweep", idle)
     published = "simulate.published=[{what: days, value: 3, where: there, when: {outer.learning_rate: 1.0}}]"
-    assert f"`outer.learning_rate` {SAME}" in _sweep(yaml, "--sweep", idle, "--set", published)
-    assert "give the same" not in _sweep(yaml, "--sweep", busy)
-    assert "give the same" not in _sweep(yaml, "--sweep", "inner.steps=3")
-    both = _sweep(yaml, "--sweep", busy, "--curves", idle)
+    assert f"`outer.learning_rate` {SAME}" in told("simulate", yaml, "--sweep", idle, "--set", published)
+    assert "give the same" not in told("simulate", yaml, "--sweep", busy)
+    assert "give the same" not in told("simulate", yaml, "--sweep", "inner.steps=3")
+    both = told("simulate", yaml, "--sweep", busy, "--curves", idle)
     assert f"`outer.learning_rate` {SAME}" in both
     assert "`inner.steps` changes" not in both
     only_with_links = ("--sweep", "links.home.latency=0ms,100ms", "--curves", "replicas.1.link=null,home")
-    assert "give the same" not in _sweep(yaml, *only_with_links, "--set", "replicas.1.uplink=null")
+    assert "give the same" not in told("simulate", yaml, *only_with_links, "--set", "replicas.1.uplink=null")
 
 
 def test_ten_thousand_members_are_predicted() -> None:
@@ -516,20 +426,23 @@ def test_ten_thousand_members_are_predicted() -> None:
 def test_a_calibration_is_measured_and_used(tmp_path: Path) -> None:
     path, out = tmp_path / "t.yaml", tmp_path / "calibration.yaml"
     path.write_text(YAML.replace("  measured:\n", "  seed: 1\n"))
-    result = CliRunner().invoke(app, ["calibrate", str(path), "--write", str(out)])
-    assert result.exit_code == 0, result.stderr
-    assert "GFLOP/s reached" in result.stdout
-    assert max(len(line) for line in result.stdout.splitlines() if str(out) not in line) <= 80  # paths are not wrapped
+    code, said, errors = ask("calibrate", path, "--write", out)
+    assert (code, errors) == (0, "")
+    assert "GFLOP/s reached" in said
+    assert max(len(line) for line in said.splitlines() if str(out) not in line) <= 80  # paths are not wrapped
     measured = load_calibration(out)["measured"]
     assert isinstance(measured, dict)
     assert list(measured) == ["dc", "home.0", "home.1", "home.2", "home.3"]
     content = tmp_path / "prediction.json"
-    code, _, errors = _invoke(str(path), "--calibration", str(out), "--json", str(content))
+    code, _, errors = ask("simulate", str(path), "--calibration", str(out), "--json", str(content))
     assert code == 0, errors
     cost = {kind: float(value.split()[0]) for kind, value in measured["dc"].items()}
     step = 2 * (cost["forward"] + cost["backward"]) + cost["update"]
     assert json.loads(content.read_text())["replicas"][0]["step_seconds"] == pytest.approx(step)
     used = ("--set", "simulate.machine=this-machine")
-    assert _invoke(str(path), "--calibration", str(out), *used)[0] == 0
+    assert ask("simulate", str(path), "--calibration", str(out), *used)[0] == 0
     out.write_text("a: 1\n")
-    assert "expected the output of `hetero-pp calibrate --write`" in _invoke(str(path), "--calibration", str(out))[2]
+    assert (
+        "expected the output of `hetero-pp calibrate --write`"
+        in ask("simulate", str(path), "--calibration", str(out))[2]
+    )

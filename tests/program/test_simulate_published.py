@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from asking import ask, sets
 
 from hetero_pp.config.predictions import PublishedNumber
 from hetero_pp.config.yaml_file import ConfigFile, spec_of
-from hetero_pp.program.cli import app
 from hetero_pp.simulator.prediction import predict
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -51,11 +50,6 @@ def yaml(tmp_path: Path) -> Path:
     return path
 
 
-def _simulate(path: Path, *arguments: str) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, ["simulate", str(path), *arguments])
-    return result.exit_code, result.stdout, result.stderr
-
-
 def test_numbers_are_compared_where_the_configuration_is_theirs(yaml: Path) -> None:
     found = predict(spec_of(ConfigFile(yaml)))
     rounds, use = found.published
@@ -70,7 +64,7 @@ def test_numbers_are_compared_where_the_configuration_is_theirs(yaml: Path) -> N
 
 def test_screen_and_json_show_them(yaml: Path, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
-    code, out, errors = _simulate(yaml, "--json", str(path))
+    code, out, errors = ask("simulate", yaml, "--json", str(path))
     assert code == 0, errors
     [line] = [line for line in out.splitlines() if line.strip().startswith("rounds")]
     assert line.split()[-3:] == ["8", "4", "0.5"]
@@ -85,7 +79,7 @@ def test_screen_and_json_show_them(yaml: Path, tmp_path: Path) -> None:
 def test_rows_change_several_keys_at_once(yaml: Path, tmp_path: Path) -> None:
     yaml.write_text(YAML + ROWS)
     path, chart = tmp_path / "out.json", tmp_path / "out.png"
-    code, out, errors = _simulate(yaml, "--json", str(path), "--chart", str(chart))
+    code, out, errors = ask("simulate", yaml, "--json", str(path), "--chart", str(chart))
     assert code == 0, errors
     assert "sparser, faster" in out
     [points] = json.loads(path.read_text())["curves"].values()
@@ -106,42 +100,23 @@ def test_values_are_written_as_papers_write_them(value: str | int, number: float
 
 
 @pytest.mark.parametrize(
-    ("entry", "words"),
+    ("changes", "words"),
     [
-        ("{what: loss, value: 2.73, where: x}", "published[0].what: found `loss`, expected a number of `--json`"),
+        ("published=[{what: loss, value: 2.73, where: x}]", "found `loss`, expected a number of `--json`"),
         (
-            "{what: utilization, value: 1, where: x}",
-            "found `utilization`, expected the path of a number in the output of `simulate --json`",
+            "published=[{what: utilization, value: 1, where: x}]",
+            "found `utilization`, expected the path of a number in",
         ),
-        ("{what: days, value: long, where: x}", "published[0].value: found `long`, expected a number, a ratio such as"),
-        (
-            "{what: days, value: 1, where: x, when: {inner.stops: 1}}",
-            "found `inner.stops`, expected a key of this file",
-        ),
+        ("published=[{what: days, value: long, where: x}]", "found `long`, expected a number, a ratio such as"),
+        ("published=[{what: days, value: 1, where: x, when: {inner.stops: 1}}]", "expected a key of this file"),
+        ("rows={a: {inner.stops: 3}}", "simulate.rows.a: inner.stops=3: found an unknown key"),
+        ("rows={a: {}}; sweep=inner.steps=1", "simulate: found `rows` and `sweep`, expected only one"),
     ],
 )
-def test_mistakes_are_one_line(yaml: Path, entry: str, words: str) -> None:
-    code, _, errors = _simulate(yaml, "--set", f"simulate.published=[{entry}]")
-    assert code == 2
+def test_mistakes_are_one_line(yaml: Path, changes: str, words: str) -> None:
+    code, _, errors = ask("simulate", yaml, *sets(*(f"simulate.{change}" for change in changes.split("; "))))
+    assert (code, errors.count("\n")) == (2, 1)
     assert words in errors
-    assert errors.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (["simulate.rows={a: {inner.stops: 3}}"], "simulate.rows.a: inner.stops=3: found an unknown key"),
-        (
-            ["simulate.rows={a: {}}", "simulate.sweep=inner.steps=1"],
-            "simulate: found `rows` and `sweep`, expected only one",
-        ),
-    ],
-)
-def test_rows_that_cannot_be_are_a_mistake(yaml: Path, overrides: list[str], words: str) -> None:
-    code, _, errors = _simulate(yaml, *(part for one in overrides for part in ("--set", one)))
-    assert code == 2
-    assert words in errors
-    assert errors.count("\n") == 1
 
 
 @pytest.mark.parametrize("bandwidth", ["100 Mbit/s", "1 Gbit/s"])

@@ -15,9 +15,8 @@ from test_view_data import recorded, run_folder
 from hetero_pp.config.lines import EXCHANGE
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.messages.messages_pb2 import StatusReply
-from hetero_pp.program.join.status import as_json, print_status, print_tickets, status
+from hetero_pp.program.join.status import as_json, print_status, status
 from hetero_pp.program.launch.earlier import LOCKS
-from replica_groups.exchange.memberships import IssuedTicket
 
 CONFIG = """
 name: solo
@@ -102,19 +101,6 @@ def test_each_slot_has_its_state_and_who_let_it_in(capsys: pytest.CaptureFixture
     assert "one is incomplete: waiting for hosts to join as one.1\n" in said
 
 
-def test_open_tickets_are_listed_and_the_others_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    tickets = [
-        IssuedTicket("open", "dc", 2e9, False),
-        IssuedTicket("used", None, 2e9, True),
-        IssuedTicket("late", None, 1e9, False),
-    ]
-    print_tickets(tickets, {"dc": "the datacenter replica dc", None: "a stage of group home"}, 1.5e9)
-    said = capsys.readouterr().out
-    (row,) = [line for line in said.splitlines() if line.startswith("│")]
-    assert [cell.strip() for cell in row.split("│")[1:3]] == ["open", "the datacenter replica dc"]
-    assert said.endswith("tickets: 1 open, 1 used, 1 expired\n")
-
-
 # ---- without an exchange ----
 
 
@@ -179,7 +165,8 @@ def test_a_run_that_a_launch_carries_now_names_members_that_are_away(
     assert capsys.readouterr().out.count("\n") == 1
 
 
-def test_a_name_that_does_not_exist(folder: Path, tmp_path: Path) -> None:
+def test_runs_that_this_host_cannot_ask_about(folder: Path, tmp_path: Path) -> None:
+    # A name that does not exist.
     with pytest.raises(ConfigError, match=r"found no run sola that this host .*: did you mean solo\?"):
         status(folder.parent, "sola", None, None)
     with pytest.raises(ConfigError, match=r"found no run another that .*: known runs: solo"):
@@ -187,8 +174,7 @@ def test_a_name_that_does_not_exist(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"found no run solo that .*: this folder has no runs"):
         status(tmp_path, "solo", None, None)
 
-
-def test_a_host_that_carries_a_part_by_the_runs_token(folder: Path) -> None:
+    # A host that carries a part by the runs token.
     (folder / "config.yaml").rename(folder / "config-home.0.yaml")
     with pytest.raises(
         ConfigError, match=r"it runs home\.0 with the run's token; run `status` on the host of the exchange"

@@ -11,7 +11,8 @@ from typing import Any, cast
 import grpc
 import pytest
 from control_groups import use_groups
-from test_ended_early import MIXED, ROUNDS
+from mixed_run import MIXED
+from test_ended_early import ROUNDS
 from test_run_state import made_up_spec
 
 from hetero_pp.config.folder import RunFolder
@@ -110,6 +111,7 @@ def _watched_over_two(first: Sequence[Report], second: Sequence[Report], watch: 
 
 
 def test_who_watches_hears_of_both_and_nothing_twice() -> None:
+    # Who watches hears of both and nothing twice.
     silence: list[bool] = []
     told = _watched_over_two(
         [JOINED, BEGUN],
@@ -119,8 +121,7 @@ def test_who_watches_hears_of_both_and_nothing_twice() -> None:
     assert told == [JOINED, BEGUN, AGAIN, FINISHED]
     assert silence == [True, False]
 
-
-def test_so_do_other_hosts_until_their_members_are_through() -> None:
+    # So do other hosts until their members are through.
     told = _watched_over_two(
         [JOINED, BEGUN],
         [AGAIN, FINISHED, BEGUN],
@@ -129,16 +130,16 @@ def test_so_do_other_hosts_until_their_members_are_through() -> None:
     assert told == [JOINED, BEGUN, AGAIN, FINISHED]
 
 
-def test_an_exchange_that_ends_the_run_is_no_reason_to_wait_for_another() -> None:
+def test_a_host_hears_that_the_run_is_over() -> None:
+    # An exchange that ends the run is no reason to wait for another.
     exchange = Telling([JOINED], ends=True)
     server, address = exchange.serve()
     with pytest.raises(LinkClosed, match="has ended the run"):
         list(reports_to_members(address, WATCHER, ["dc"], TIMEOUT, lambda *_: None))
     exchange.stop(server)
 
-
-def test_a_host_whose_members_are_not_through_hears_that_the_run_is_over() -> None:
-    """The exchange may end the stream or disappear. The host does not wait for another exchange."""
+    # A host whose members are not through hears that the run is over. The exchange may end the stream or
+    # disappear. The host does not wait for another exchange.
     over = Report(time=5.0, member=EXCHANGE, over=Over(round=9, rounds=9, finishing=["dc"]))
     for ends in (True, False):
         exchange = Telling([JOINED, over], ends=ends)

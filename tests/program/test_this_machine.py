@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
+from asking import sets
 from control_groups import use_groups, use_machine
 from typer.testing import CliRunner
 
@@ -171,25 +169,6 @@ def test_a_control_group_and_those_above_it_may_have_less(
     assert found.available == (0.875 * found.total if found.group else 30e9)
 
 
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[str]:
-    """Return what a shell runs to enter a control group of 300 MB; empty if this machine does not allow to make one."""
-    name, limit = f"hetero-pp-test-{os.getpid()}", str(300 * 10**6)
-    for top, file in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
-        group = Path(top) / name
-        try:
-            group.mkdir()
-            (group / file).write_text(limit)
-        except OSError:
-            with suppress(OSError):
-                group.rmdir()
-            continue
-        yield f"echo $$ > {group}/cgroup.procs; "
-        group.rmdir()
-        return
-    yield ""
-
-
 def test_what_fits_only_without_other_programs_is_a_warning(yaml: Path, machine: pytest.MonkeyPatch) -> None:
     needed = _expected(20, DATACENTER, 1)
     use_machine(machine, 64e9, needed * 1.01e9)
@@ -248,30 +227,6 @@ def test_a_step_that_takes_minutes_is_a_warning(yaml: Path, machine: pytest.Monk
     assert _limits(yaml, only="dc") == []
 
 
-@pytest.mark.parametrize(
-    ("overrides", "warns"),
-    [
-        (["model.preset=178m", "replicas.0.batch_size=1", "inner.steps=1", "outer.rounds=1"], False),
-        (["model.preset=178m", "replicas.0.batch_size=64", "inner.steps=1", "outer.rounds=1"], True),
-        (["model.preset=178m", "replicas.0.batch_size=1", "outer.rounds=9000"], True),
-    ],
-)
-def test_long_steps_and_long_runs_are_both_told(yaml: Path, overrides: list[str], warns: bool) -> None:
-    assert any("a step would take" in message for _, message in _limits(yaml, *overrides, only="dc")) == warns
-
-
-def test_launch_warns_and_goes_on(tmp_path: Path, corpus: Path, machine: pytest.MonkeyPatch) -> None:
-    machine.setattr(this_machine, "LONG_STEP", 0.0)
-    path = tmp_path / "t.yaml"
-    data = f"{{corpus: {corpus}, sequence_length: 16, validation_share: 0.1, validation_sequences: 2}}"
-    path.write_text(f"name: t\ndata: {data}\nouter: {{rounds: 1}}\nreplicas: [{{name: dc, kind: datacenter}}]\n")
-    sets = ["--set", "inner.steps=1", "--in-process", "--runs", str(tmp_path / "runs")]
-    result = CliRunner().invoke(app, ["launch", str(path), *sets])
-    assert result.exit_code == 0, result.stderr
-    assert result.stdout.startswith("t: a step would take about ")
-    assert "All replicas hold the same weights" in result.stdout
-
-
 def test_a_gpu_that_is_not_there_is_refused(yaml: Path) -> None:
     said = _launch(yaml, "--set", "replicas.0.device=cuda")
     assert f"--set replicas.0.device=cuda: found `cuda`, expected `auto` or `cpu`: torch {torch.__version__} " in said
@@ -288,8 +243,8 @@ def test_a_rank_takes_a_gpu(yaml: Path, machine: pytest.MonkeyPatch) -> None:
 def test_check_tells_it_too(yaml: Path, corpus: Path) -> None:
     """The run may be meant for other hosts, so it is still valid."""
     overrides = (f"data.corpus={corpus}", "data.sequence_length=32", "data.validation_share=0.5")
-    sets = [part for change in (*overrides, "replicas.0.device=cuda", "inner.steps=9000") for part in ("--set", change)]
-    result = CliRunner().invoke(app, ["check", str(yaml), "--runs", str(yaml.parent / "runs"), *sets])
+    given = sets(*overrides, "replicas.0.device=cuda", "inner.steps=9000")
+    result = CliRunner().invoke(app, ["check", str(yaml), "--runs", str(yaml.parent / "runs"), *given])
     said = " ".join(result.stdout.split())
     assert result.exit_code == 0, result.stderr
     assert "WARN memory" in said

@@ -4,67 +4,28 @@ from __future__ import annotations
 
 import json
 import os
-import queue
-import shutil
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, cast
+from types import SimpleNamespace
 
 import pytest
-from joined_hosts import CONFIG
-from members import TIMEOUT
+from served_run import Served
 from typer.testing import CliRunner
 
 from hetero_pp.config.folder import RunFolder
 from hetero_pp.config.run_config import RunConfig
 from hetero_pp.config.shared import keep_tokenizer, kept_tokenizer, own_configuration, told_of
-from hetero_pp.config.spec import RunSpec
-from hetero_pp.config.yaml_file import ConfigFile
-from hetero_pp.core.errors import ConfigError, LinkClosed, NewRun, RunFailed, RunOver
-from hetero_pp.messages.messages_pb2 import Report, StatusReply
+from hetero_pp.core.errors import ConfigError, RunOver
 from hetero_pp.program.cli import app
 from hetero_pp.program.join.command import JoiningHost, join
-from hetero_pp.program.join.invite import good_for, invite, revoke, seconds_of
+from hetero_pp.program.join.invite import invite, revoke, seconds_of
 from hetero_pp.program.join.membership import leavable, leave, take_slot
-from hetero_pp.program.join.status import print_status, status
-from hetero_pp.program.launch import command
+from hetero_pp.program.join.status import status
 from hetero_pp.program.launch.earlier import keep_over
-from hetero_pp.program.operate.operations import Operations
-from hetero_pp.program.report.lines import OwnRoundLines
-from hetero_pp.rpc.identities import Authority, Keys, Secret, Ticket, make_ticket, new_secret
-from hetero_pp.simulator.planner.grouping import group_spares
-from replica_groups.exchange.admission import RunForGuests
-from replica_groups.exchange.host import make_exchange
-from replica_groups.exchange.memberships import Memberships
-from replica_groups.exchange.server import OpenHouse, serve_exchange
-from replica_groups.exchange.waiting_room import WaitingRoom
-
-
-class Served:
-    """A run that this process serves, and its folder as `serve` writes it."""
-
-    def __init__(self, folder: Path, corpus: Path, stack: ExitStack) -> None:
-        secret = new_secret()
-        text = CONFIG.replace("ROUNDS", "3").replace("LEASE", "1 min").replace("PORT", "0")
-        run = RunFolder(folder / "runs" / "homes")
-        run.path.mkdir(parents=True)
-        run.config.write_text(text.replace("CORPUS", str(corpus)))
-        run.token.write_text(secret)
-        self.runs, self.config = folder / "runs", ConfigFile(run.config).config
-        exchange, self.memberships = make_exchange(RunSpec(self.config, 256), run), Memberships(run.memberships)
-        house = OpenHouse(self.memberships, RunForGuests(*told_of(self.config)), WaitingRoom({}, group_spares))
-        server, port = serve_exchange(exchange, Secret(secret), "127.0.0.1:0", encrypted=True, open_house=house)
-        self.address = f"127.0.0.1:{port}"
-        stack.callback(self.memberships.close)
-        stack.callback(lambda: server.stop(None).wait(TIMEOUT))
-
-    def invite(self, slot: str, capsys: pytest.CaptureFixture[str], seconds: float = 3600.0) -> str:
-        invite(self.runs, "homes", slot, seconds, self.address)
-        return capsys.readouterr().out
+from hetero_pp.rpc.identities import Authority, Ticket, make_ticket
 
 
 @pytest.fixture
@@ -73,16 +34,16 @@ def served(tmp_path: Path, corpus: Path) -> Iterator[Served]:
         yield Served(tmp_path, corpus, stack)
 
 
-def test_tickets_by_which_nobody_comes_in(served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tickets_by_which_nobody_comes_in(served: Served, tmp_path: Path) -> None:
     here, there = JoiningHost(tmp_path / "here"), JoiningHost(tmp_path / "there")
-    used, over = served.invite("home.0", capsys), served.invite("home.1", capsys, 0.0)
+    used, over = served.invite("home.0"), served.invite("home.1", 0.0)
     for text, who, told in (
         ("made up", here, r"found 'made up', expected a ticket, which begins with hpp1\."),
         (used[:-7], here, "the ticket is incomplete: copy all of it, as one line"),
         (over, here, r"the ticket has expired: ask for another \(or is the clock of this host wrong\?\)"),
         (used, here, r"home\.0 reads the run's text; give the path of the text on this host with --data PATH"),
         (
-            served.invite("dc", capsys),
+            served.invite("dc"),
             here,
             "dc reads the run's text; give the path of the text on this host with --data PATH",
         ),
@@ -93,14 +54,14 @@ def test_tickets_by_which_nobody_comes_in(served: Served, tmp_path: Path, capsys
     assert served.memberships.held_by("home.0") is None  # this host's missing package has not cost the slot
 
 
-def test_invitations_that_cannot_be(served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invitations_that_cannot_be(served: Served, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--slot home\.2: expected one of dc, home\.0, home\.1"):
-        served.invite("home.2", capsys)
+        served.invite("home.2")
     with pytest.raises(
         ConfigError,
         match=r"--slot home: found the name of a group: leave out --slot .*, or name a stage, such as home\.0",
     ):
-        served.invite("home", capsys)
+        served.invite("home")
     with pytest.raises(ConfigError, match=r"--address: found here:0, expected the port at which"):
         invite(served.runs, "homes", "home.1", 1.0, "here:0")
     with pytest.raises(ConfigError, match=r"listens at a free port \(127\.0\.0\.1:0\), so its port is not"):
@@ -143,9 +104,9 @@ def test_an_invitation_says_what_its_ticket_is_good_for(served: Served, capsys: 
 
 
 @pytest.mark.parametrize("command", ["status", "check", "view", "leave", "invite", "export"])
-def test_no_command_prints_a_pasted_ticket(command: str, served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_command_prints_a_pasted_ticket(command: str, served: Served) -> None:
     """A ticket with other text around it is taken, or refused in one line. A part of a ticket is refused."""
-    text = served.invite("home.1", capsys).strip()
+    text = served.invite("home.1").strip()
     rest = ["--to", "a folder"] if command == "export" else []
     for pasted in (f"\u200b{text}", f"here it is: {text}", text[:-9], text[5:], f"{text[:40]} {text[40:]}"):
         result = CliRunner().invoke(app, [command, "--runs", str(served.runs), *rest, "--", pasted])
@@ -155,22 +116,8 @@ def test_no_command_prints_a_pasted_ticket(command: str, served: Served, capsys:
         assert command == "check" or len(said.splitlines()) < 4
 
 
-def test_groups_of_one_entry_are_called_by_its_name() -> None:
-    dc, group = {"name": "dc", "kind": "datacenter"}, {"kind": "participants", "stages": 2}
-    groups = [{"name": "home", "count": "0..50", **group}, {"name": "lab-2", **group}]
-    config = _config("standard-library", replicas=[dc, *groups])
-    assert good_for(config, None) == "a stage of group home or lab-2"
-    slots = {f"{group}.{stage}" for group in [*(f"home-{n + 1}" for n in range(50)), "lab-2"] for stage in (0, 1)}
-    assert RunSpec(config, 256).unnamed_slots == slots
-    alone = _config("standard-library", replicas=[dc])
-    assert good_for(alone, None) == "the first of dc with a free slot"
-    assert RunSpec(alone, 256).unnamed_slots == {"dc"}
-
-
-def test_who_joins_twice_is_refused_and_takes_nothing_from_who_joined_first(
-    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ticket = served.invite("home.1", capsys)
+def test_who_joins_twice_is_refused_and_takes_nothing_from_who_joined_first(served: Served, tmp_path: Path) -> None:
+    ticket = served.invite("home.1")
     take_slot(Ticket.from_text(ticket), tmp_path)
     with (
         leavable(RunFolder(tmp_path / "homes"), "home.1"),
@@ -178,32 +125,8 @@ def test_who_joins_twice_is_refused_and_takes_nothing_from_who_joined_first(
     ):
         join(ticket, JoiningHost(tmp_path))
     assert served.memberships.held_by("home.1") is not None
-
-
-def test_a_slot_that_is_taken(served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    take_slot(Ticket.from_text(served.invite("home.1", capsys)), tmp_path / "here")
     with pytest.raises(ConfigError, match=r"--slot: home\.1 is taken: `hetero-pp revoke` frees it"):
-        served.invite("home.1", capsys)
-
-
-def test_who_is_there_is_asked_by_the_name_of_the_run_or_where_its_exchange_is(
-    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    runs = tmp_path / "here"
-    (runs / "of another kind").mkdir(parents=True)
-    take_slot(Ticket.from_text(served.invite("home.1", capsys)), runs)
-    later = shutil.copytree(runs / "homes", runs / "later at that address, and over")
-    (about,) = later.rglob("about.json")
-    about.write_text(json.dumps(json.loads(about.read_text()) | {"authority": Authority("another").certificate}))
-    os.utime(later, (2e9, 2e9))
-    damaged = shutil.copytree(runs / "homes", runs / "damaged")
-    (about,) = damaged.rglob("about.json")
-    about.write_text("{")
-    for run in ("homes", served.address):
-        status(runs, run, None, None)
-        assert capsys.readouterr().out.startswith("homes: not started; waiting for members to join: ")
-    with pytest.raises(ConfigError, match=r"found no run at 127\.0\.0\.1:1 that this host serves or joined"):
-        status(runs, "127.0.0.1:1", None, None)
+        served.invite("home.1")
 
 
 def test_status_says_what_a_ticket_is_good_for(
@@ -213,7 +136,7 @@ def test_status_says_what_a_ticket_is_good_for(
         status(runs, text, None, tmp_path / "ticket.json")
         return capsys.readouterr().out
 
-    text, here = served.invite("dc", capsys).strip(), tmp_path / "here"
+    text, here = served.invite("dc").strip(), tmp_path / "here"
     ticket = Ticket.from_text(text)
     begins = f"homes: ticket {ticket.id} is for the datacenter replica dc; it "
     assert told(text, here).startswith(f"{begins}admits one host until 20")
@@ -221,7 +144,7 @@ def test_status_says_what_a_ticket_is_good_for(
     for runs in (here, served.runs):  # the folder of the host that used it, and of the exchange
         assert told(text, runs).startswith(f"{begins}was used; the host that used it may return with it until 20")
     assert json.loads((tmp_path / "ticket.json").read_text())["state"] == "used"
-    assert told(served.invite("home.1", capsys, 0.0), here).count("; it expired 20") == 1
+    assert told(served.invite("home.1", 0.0), here).count("; it expired 20") == 1
     with pytest.raises(ConfigError, match="the ticket is incomplete"):
         status(here, text[:-7], None, None)
 
@@ -235,23 +158,6 @@ def test_a_run_by_any_other_name_is_no_folder(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.starts_processes
-def test_join_reads_a_ticket_from_stdin_up_to_the_line_that_completes_it(tmp_path: Path) -> None:
-    """A mail has wrapped it, after a greeting. The command does not wait for the end of the input."""
-    keep_over(RunFolder(tmp_path / "homes"), RunOver.after(9, 9))
-    text = make_ticket("homes", "127.0.0.1:1", Authority("a secret"), "0123456789abcdef", 2e9).to_text()
-    given = f"Your ticket:\n\n  {text[:70]}\n  {text[70:]}\n"
-    command = [sys.executable, "-P", "-m", "hetero_pp", "join", "-", "--runs", str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(given)
-        process.stdin.flush()  # and stays open
-        assert process.stdout.read() == (
-            "homes: the run is over (round 9 of 9), and nothing answers at 127.0.0.1:1 any more\n"
-        )
-    assert process.returncode == 0
-
-
 def test_a_ticket_to_the_run_that_was_served_before_is_told_so(served: Served, tmp_path: Path) -> None:
     ticket = make_ticket("homes", served.address, Authority("the run before"), "0123456789abcdef", time.time() + 60)
     told = f"^a new run has started at {served.address}; your ticket belongs to the previous run; ask for a new ticket$"
@@ -259,64 +165,18 @@ def test_a_ticket_to_the_run_that_was_served_before_is_told_so(served: Served, t
         join(ticket.to_text(), JoiningHost(tmp_path / "here"))
 
 
-@pytest.mark.parametrize("goes_on", [False, True])
-def test_a_member_whose_run_was_replaced_ends_as_one_that_the_user_can_mend(
-    goes_on: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_join_reads_a_ticket_from_stdin_up_to_the_line_that_completes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It first waits for its own run in vain. The refusal is the cause only if it is what ends the member."""
-    cause, lines = "a new run has started at host:1; your certificate belongs to the previous run", list[str]()
-
-    class Ended:
-        """Processes of a host that end with the cause that they are told."""
-
-        credentials = None
-
-        def __init__(self, *_: object) -> None:
-            self.told: queue.SimpleQueue[str] = queue.SimpleQueue()
-
-        def __enter__(self) -> Ended:
-            return self
-
-        def __exit__(self, *_: object) -> None: ...
-
-        def start(self, *_: object) -> None: ...
-
-        join_exchange = on_report = start
-
-        def end_soon(self, cause: str) -> None:
-            self.told.put(cause)
-
-        def wait(self) -> None:
-            raise RunFailed(f"home.1: {self.told.get(timeout=TIMEOUT)} (all it said: a log)")
-
-    def told(*arguments: Any, beside: Sequence[str]) -> Iterator[Report]:
-        arguments[-1](cause)
-        raise LinkClosed("the disk is full") if goes_on else NewRun(cause)
-        yield
-
-    monkeypatch.setattr(command, "Supervisor", Ended)
-    monkeypatch.setattr(command, "reports_to_members", told)
-    spec = RunSpec(_config(str(tmp_path)), 256)
-    exchange = command.ReachedExchange("host:1", cast(Keys, None), tmp_path, timeout=3600.0)
-    rounds = OwnRoundLines(spec, ["home.1"], lines.append)
-    with pytest.raises(RunFailed if goes_on else ConfigError, match="the disk is full" if goes_on else f"^{cause}$"):
-        command.launch_members(spec, "home.1", ["home.1"], RunFolder(tmp_path), exchange, rounds, Operations())
-    waits = "waiting for the exchange of this run, for up to 1:00:00"
-    assert lines == [f"{cause} (not verified, because its certificate is not of this run; {waits})"]
-
-
-def test_how_a_slot_is_reached_is_shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "120")
-    reply = StatusReply(last_round=3, rounds=9)
-    for address, relayed in (("", 5_000_000), ("relay", 0), ("relay", 5_000_000), ("ben:\x1b7", 0), ("ben:7", 9_000)):
-        reply.slots.add(name="p", held=True, address=address, relayed_bytes=relayed)
-    reply.slots.add(name="p", held=True, address="relay", dials="ann:\x1b7")
-    reply.slots.add(name="p", held=True, address="relay", dials="a:7", relayed_bytes=9)
-    print_status("homes", reply)
-    rows = [line.split("│") for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
-    links = ["", "relayed", "5 MB relayed", r"ben:\x1b7", "ben:7, 9 kB relayed"]
-    links += [r"dials ann:\x1b7", "dials a:7, 9 B relayed"]
-    assert [row[5].strip() for row in rows] == links
+    """A mail has wrapped it, after a greeting. The command does not wait for the end of the input."""
+    keep_over(RunFolder(tmp_path / "homes"), RunOver.after(9, 9))
+    text = make_ticket("homes", "127.0.0.1:1", Authority("a secret"), "0123456789abcdef", 2e9).to_text()
+    given = iter(("Your ticket:\n", "\n", f"  {text[:70]}\n", f"  {text[70:]}\n"))  # reading more would be an error
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(readline=lambda _: next(given)))
+    with pytest.raises(SystemExit) as ended:
+        app(["join", "-", "--runs", str(tmp_path)])
+    told = "homes: the run is over (round 9 of 9), and nothing answers at 127.0.0.1:1 any more\n"
+    assert (ended.value.code, capsys.readouterr().out) == (0, told)
 
 
 def _config(corpus: str, **more: object) -> RunConfig:

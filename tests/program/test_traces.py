@@ -10,12 +10,12 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 from test_operate import STEP, membership_event, told
-from test_own_round_lines import member_round
 from test_run_state import (
     START,
     begun,
     failure,
     inner_step,
+    member_round,
     round_closed,
 )
 

@@ -185,6 +185,17 @@ def test_a_record_is_followed_while_it_is_written(tmp_path: Path, followed: Call
     assert summary_of(record.view.state) == summary_of(state_of(made_up_reports()))
 
 
+def test_a_record_that_is_replaced_is_read_again(tmp_path: Path, followed: Callable[[RunFolder], Record]) -> None:
+    folder = run_folder(tmp_path, recorded(made_up_reports()))
+    record = followed(folder)
+    before = record.view
+    part = tmp_path / "metrics.jsonl.part"
+    part.write_bytes(b"".join(recorded([*there() * 50, begun(START, 1)])))
+    part.replace(folder.metrics)
+    wait_until(lambda: record.view is not before and bool(record.view.history("x")["marks"]))
+    assert not record.view.state.closed
+
+
 def test_a_record_that_a_full_disk_keeps_behind_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, followed: Callable[[RunFolder], Record]
 ) -> None:
@@ -197,17 +208,6 @@ def test_a_record_that_a_full_disk_keeps_behind_says_so(
     assert "; 0 B are free on its disk; `hetero-pp status " in frame(record.view)["message"]
     monkeypatch.undo()
     wait_until(lambda: not record.view.stale)
-
-
-def test_a_record_that_is_replaced_is_read_again(tmp_path: Path, followed: Callable[[RunFolder], Record]) -> None:
-    folder = run_folder(tmp_path, recorded(made_up_reports()))
-    record = followed(folder)
-    before = record.view
-    part = tmp_path / "metrics.jsonl.part"
-    part.write_bytes(b"".join(recorded([*there() * 50, begun(START, 1)])))
-    part.replace(folder.metrics)
-    wait_until(lambda: record.view is not before and bool(record.view.history("x")["marks"]))
-    assert not record.view.state.closed
 
 
 def test_a_folder_without_a_record_or_with_a_damaged_summary_says_so(
@@ -336,21 +336,6 @@ def test_phases_of_a_run() -> None:
     stored.waiting.store_error = "/runs: No space left on device"
     found = frame(view_of([*reports, stored]))
     assert (found["phase"], found["exchange"]["store_error"]) == ("waiting", "/runs: No space left on device")
-
-
-def test_any_moment_is_shown_again() -> None:
-    view = view_of(made_up_reports())
-    closed = [json.loads(view.frame(when))["rounds_closed"] for when in (0.0, 9.9, 10.1, 25.0)]
-    assert closed == [0, 0, 1, 2]
-    assert json.loads(view.frame(9.9))["time"] <= 9.9
-
-
-def test_an_earlier_start_that_is_told_again_replaces_later_frames() -> None:
-    """A resumed run first tells which members have joined now, and then the rounds of its earlier start."""
-    now = [Report(time=START + 500, member="dc", joined=pb.Joined(incarnation=2))]
-    view = view_of([*now, *made_up_reports()])
-    assert json.loads(view.frame(0.0))["rounds_closed"] == 0
-    assert json.loads(view.frame(15.0))["time"] == pytest.approx(15.0, abs=1.0)
 
 
 def test_a_pause_between_two_sittings_takes_no_room_on_the_page() -> None:

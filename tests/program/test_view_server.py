@@ -17,22 +17,21 @@ from contextlib import closing, contextmanager, suppress
 from email.message import Message
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
+from mixed_run import MIXED
 from test_membership_state import membership_event, there
-from test_run_state import START, begun, inner_step, made_up_reports, made_up_spec
+from test_run_state import START, begun, inner_step, made_up_reports
 from test_view_data import recorded, run_folder, view_of
 from typer.testing import CliRunner
 
 from hetero_pp.config.folder import RunFolder
 from hetero_pp.config.yaml_file import ConfigFile, spec_of
-from hetero_pp.core.errors import ConfigError, LinkClosed, RunFailed, RunOver
+from hetero_pp.core.errors import ConfigError, LinkClosed, RunFailed
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.cli import app
 from hetero_pp.program.join.runs_here import RunOfHost as KnownRun
-from hetero_pp.program.launch.earlier import keep_over
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.summary import summary_of
 from hetero_pp.program.view import server, sources
@@ -51,7 +50,6 @@ from hetero_pp.program.view.sources import Record, Source, Watched
 from hetero_pp.rpc.identities import Authority, Identity, as_text, make_ticket, new_key
 from replica_groups.exchange.memberships import Memberships
 
-MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 HOSTILE = "</script><script>alert(1)</script><!-- \u2028"
 
 
@@ -106,7 +104,8 @@ def over() -> Iterator[str]:
         yield url
 
 
-def test_runs_history_and_frames_are_json(over: str) -> None:
+def test_runs_history_frames_and_live_events(over: str) -> None:
+    # Runs history and frames are json.
     assert json.loads(get(over + "api/runs")[2])["runs"] == [
         {"id": "a b", "name": "made-up", "kind": "run", "is_live": False, "predicts": False}
     ]
@@ -116,8 +115,7 @@ def test_runs_history_and_frames_are_json(over: str) -> None:
     assert json.loads(get(over + "api/runs/a%20b/frame?time=0")[2])["rounds_closed"] == 0
     assert found["frame"]["rounds_closed"] == 2
 
-
-def test_live_events_of_a_run_that_is_over_end(over: str) -> None:
+    # Live events of a run that is over end.
     names, data = list[str](), list[Any]()
     events_of(over + "api/runs/a%20b/live", names, data)
     assert names == ["whole", "end"]
@@ -339,13 +337,6 @@ def test_commands_open_a_page_or_write_it_to_a_file(tmp_path: Path, monkeypatch:
     assert '"rounds_closed":2' in (tmp_path / "x.html").read_text()
 
 
-def test_an_export_of_a_damaged_record_says_so_in_one_line(tmp_path: Path) -> None:
-    run_folder(tmp_path / "x", [b"{\n", *recorded(made_up_reports()), b"[]\n"])
-    words = ["view", "x", "--runs", str(tmp_path), "--export", str(tmp_path / "x.html")]
-    said = " ".join(CliRunner().invoke(app, words).output.split())
-    assert "x: metrics.jsonl: line 1 is damaged and was skipped; the page lists 1 more problem x: the page is" in said
-
-
 # ---- runs elsewhere, and predictions ----
 
 
@@ -380,19 +371,6 @@ class _Exchange:
 MEMBERSHIP: Any = type("M", (), {"address": "a:1", "credentials": None, "slot": "home.1"})
 
 
-def test_a_run_elsewhere_that_was_over_before_is_no_run_that_begins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gone = mock.Mock(watch=mock.Mock(side_effect=LinkClosed("the exchange does not answer")))
-    monkeypatch.setattr(sources, "ExchangeClient", lambda *_: gone)
-    keep_over(RunFolder(tmp_path), RunOver.after(9, 9))
-    source = Watched(view_of([]).state.spec, MEMBERSHIP, RunFolder(tmp_path))
-    source.start()
-    source._thread.join(60)
-    assert (source.view.outcome, json.loads(source.view.frame())["phase"]) == ("over", "over")
-    assert "round 9 of 9); its exchange no longer answers" in source.view.problems[0]
-
-
 def test_a_run_elsewhere_is_followed_over_breaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "ExchangeClient", _Exchange)
     monkeypatch.setattr(sources, "_SECONDS_BETWEEN_TRIES", 0.0)
@@ -404,33 +382,6 @@ def test_a_run_elsewhere_is_followed_over_breaks(tmp_path: Path, monkeypatch: py
     assert summary_of(source.view.state) == summary_of(view_of(made_up_reports()).state)
     assert source.view.history("x")["own"] == ["home.1"]
     source.close()
-
-
-def test_a_run_elsewhere_of_which_the_exchange_has_forgotten_most_is_counted_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole, now = view_of(made_up_reports()).state, START + 20
-    told = Report(time=now, member="exchange", so_far=whole.tally.told(now))
-    told.so_far.last_round = 272
-    for credit in told.so_far.credits:
-        credit.included, credit.missed = 272, 3
-    late = [one for one in made_up_reports() if one.time > START + 9]
-    for one in late:
-        if one.HasField("round_closed"):
-            one.round_closed.round = 272
-    exchange = mock.Mock(watch=lambda so_far: iter([told, *late, told]))
-    monkeypatch.setattr(sources, "ExchangeClient", lambda *_: exchange)
-    source = Watched(made_up_spec(outer={"rounds": 300}), MEMBERSHIP, RunFolder(tmp_path))
-    source.start()
-    assert source.wait(60)
-    source.close()
-    shown = json.loads(source.view.frame())
-    assert (shown["replicas"]["home"]["included"], shown["replicas"]["home"]["missed"]) == (272, 3)
-    assert shown["rounds_closed"] == 272 and shown["elapsed"] >= 22
-    told_of = "curves and events of rounds 1 to 271 are missing: the exchange has its last 10,000 reports"
-    assert source.view.problems[0] == f"{told_of}; counters are of the whole run"
-    [closed] = source.view.history("x")["rounds"]
-    assert closed["seconds"] is None  # it is not known when the round before closed
 
 
 def test_a_predicted_step_fills_the_time_of_each_member_beside_measured_numbers(tmp_path: Path) -> None:
@@ -455,21 +406,6 @@ def test_a_predicted_step_fills_the_time_of_each_member_beside_measured_numbers(
         [member] = beside["measured"]
         bars = [(bar["kind"], bar["start"], bar["end"]) for bar in member["bars"]]
         assert (member["id"], bars) == ("home.1", [("computed", 0.0, 1.5), ("waited", 1.5, 2.0)])  # two steps a round
-
-
-def test_an_ordinary_run_is_predicted_when_it_is_asked_for(tmp_path: Path) -> None:
-    record = Record(run_folder(tmp_path / "x", recorded(made_up_reports())))
-    record.start()
-    with served(record) as url:
-        assert record.wait(60)
-        assert json.loads(get(url + "api/runs")[2])["runs"][0]["predicts"] is False  # the page begins with the run
-        found = json.loads(get(url + "api/runs/a%20b/prediction")[2])
-        assert {one["name"]: one["measured"] for one in found["values"]}["round"] == 9.0
-        assert [one["id"] for one in found["members"]] == ["dc", "home.0", "home.1"]
-    record.close()
-    rehearsal = Record(run_folder(tmp_path / "y", [], rehearsal={"rounds": 9, "steps": 2}))
-    with served(rehearsal) as url:
-        assert get(url + "api/runs/a%20b/prediction")[0] == 404
 
 
 # ---- launch --view ----

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -84,20 +83,6 @@ def _yaml(path: Path, corpus: Path, port: int = 0, engine: str = "engine: torch"
 def test_launch_and_its_ranks(folder: Folder, corpus: Path, tmp_path: Path) -> None:
     yaml = _yaml(tmp_path / "run.yaml", corpus, engine="engine: torchtitan, ranks: 2, device: cpu")
     folder.run(PROGRAM, "launch", yaml, "--runs", str(tmp_path / "runs"))
-
-
-@pytest.mark.starts_processes
-def test_serve_and_join(folder: Folder, corpus: Path, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    runs = ["--runs", str(tmp_path / "runs")]
-    serve = folder.start(PROGRAM, "serve", _yaml(tmp_path / "run.yaml", corpus, port), *runs)
-    assert serve.stdout is not None
-    while "hetero-pp invite" not in (line := serve.stdout.readline()):
-        assert line, folder.noted()
-    ticket = re.findall(r"hpp1\.\S+", folder.run(PROGRAM, "invite", "trapped", *runs))[0]
-    folder.run(PROGRAM, "join", ticket, "--data", str(corpus), "--runs", str(tmp_path / "joined"))
-    assert serve.wait(TIMEOUT) == 0, serve.stdout.read()
 
 
 def test_python_is_started_with_a_safe_path() -> None:

@@ -1,0 +1,217 @@
+"""Texts that people are shown of made-up runs: lines, events in words, lines of a host with a member, and the end.
+
+They are in shown_runs.json.
+"""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rewritten import WRITES, compare, write
+from rich.console import Console
+from test_membership_state import KILLED, LEFT, back, closed_without, joined, killed, membership_event, there
+from test_run_state import (
+    START,
+    TIMED,
+    begun,
+    evaluation,
+    inner_step,
+    link_use,
+    made_up_reports,
+    made_up_round,
+    made_up_spec,
+    member_round,
+    round_closed,
+    so_far,
+    timed_reports,
+    waiting,
+)
+
+from hetero_pp.messages import messages_pb2 as pb
+from hetero_pp.messages.messages_pb2 import Report
+from hetero_pp.messages.report_bounds import MOST_LOSS
+from hetero_pp.program.report.display import LiveDisplay, live_view
+from hetero_pp.program.report.lines import OwnRoundLines, words_of
+from hetero_pp.program.report.state import RunState
+from hetero_pp.program.report.summary import print_result, summary_of
+
+SHOWN = Path(__file__).with_name("shown_runs.json")
+OVER, ALL_BUT_JOINED = (
+    Report(time=START + 40, member="exchange", over=pb.Over(round=2, rounds=2, finishing=["dc"])),
+    3,
+)
+
+
+def _diverged() -> list[Report]:
+    """Losses arrive one by one. NaN arrives as the largest loss."""
+    reports = made_up_reports()
+    for report in reports:
+        if report.HasField("evaluation") and report.evaluation.round > 0:
+            report.evaluation.loss = {"dc": 41.5, "home": MOST_LOSS}[report.evaluation.replica]
+    return reports
+
+
+def _late(*excluded: Report) -> list[Report]:
+    return [*there(), membership_event(START, pb.LATE, replica="dc", round=1), *excluded]
+
+
+def _rejected() -> list[Report]:
+    """A slot of the replica was vacant, too."""
+    closed = closed_without(START + 8, 1, "home")
+    closed.round_closed.left_out.append("home")
+    return [*there(), *killed(START + 5), back(START + 6), closed]
+
+
+def _audited(is_equal: bool) -> list[Report]:
+    def judged(time: float, replica: str, equal: bool) -> Report:
+        found = pb.Judgement(round=1, replica=replica, recomputed=pb.Recomputed(is_equal=equal))
+        return Report(time=time, member="exchange", judged=found)
+
+    scores = Report(time=START + 2, member="exchange")
+    scores.scores.scores.add(replica="dc")
+    scores.scores.scores.add(replica="home", excluded="low score")
+    unaudited = membership_event(START + 3, pb.UNAUDITED, cause="its disk is full")
+    trouble = [] if is_equal else [judged(START + 1, "home", False), scores, unaudited]
+    return [*there(), judged(START, "dc", True), *trouble, *made_up_reports()[3:]]
+
+
+def _elsewhere() -> list[Report]:
+    """Hosts tell of the rounds of their own members. The launcher of the killed member is another host's."""
+    over: dict[str, Any] = {"slot": "home.1", "replica": "home", "incarnation": 1, "cause": KILLED}
+    gone = membership_event(START + 50, pb.INCARNATION_OVER, **over)
+    past = [*there(), begun(START + 1, 0), gone, so_far(START + 60, last_round=1), joined(START + 61, "home.1", 2)]
+    uses = [link_use(START + 62, "home.1-exchange", way, 2, 1000) for way in ("forward", "backward")]
+    uses += [link_use(START + 62, "home.0-1", way, 2, 3000) for way in ("forward", "backward")]
+    own = [evaluation(START + 63, "home", 2, 4.5), member_round("home.1", 2), member_round("dc", 2, wait=0.0)]
+    steps = [inner_step(START + 62, "home.1", "home", 2, step, loss=5.0 + step) for step in range(2)]
+    return [*past, *steps, *uses, *own, so_far(START + 90, last_round=1), OVER]
+
+
+JOINED = made_up_reports()[:3]
+HOME_0_GONE = {"slot": "home.0", "replica": "home", "incarnation": 1, "cause": "gone"}
+DC = {"slot": "dc", "replica": "dc"}
+RUNS: dict[str, tuple[list[Report], dict[str, Any]]] = {
+    "whole": ([*there(), *made_up_reports()[3:]], {}),
+    "rounds of time": ([*there(), *timed_reports()], TIMED),
+    "diverged": (_diverged(), {}),
+    "who is missing": (
+        [
+            *(JOINED[0], waiting(START, pb.JOINING, "home.0", "home.1", seconds=10.2), *JOINED[1:]),
+            *(waiting(START, pb.JOINING), waiting(START, pb.CONTRIBUTING, "home.1", seconds=40.4)),
+        ],
+        {},
+    ),
+    "a stage is killed": ([*there(), *killed(START)], {}),
+    "it is back, and rounds close without replicas": (
+        [
+            *([*there(), *killed(START + 5), back(START + 20), closed_without(START + 8, 1, "home")]),
+            *(evaluation(START + 9, "dc", 1, 4.5), closed_without(START + 30, 2, "dc", late=True)),
+            membership_event(START + 31, pb.INCARNATION_OVER, **HOME_0_GONE),
+        ],
+        {},
+    ),
+    "it is back too late for a round": (
+        [
+            *there(),
+            *killed(START + 1),
+            back(START + 2),
+            round_closed(START + 8, 1),
+            closed_without(START + 9, 2, "home"),
+        ],
+        {},
+    ),
+    "rejected": (_rejected(), {}),
+    "members of other hosts": (
+        [
+            *([*there(), membership_event(START, pb.INCARNATION_OVER, incarnation=1, cause="nothing", **DC)]),
+            *(joined(START, "dc", 2), membership_event(START, pb.SILENT, incarnation=2, cause="no heartbeat", **DC)),
+            membership_event(START, pb.INCARNATION_OVER, slot="home.1", cause=LEFT, has_left=True),
+        ],
+        {},
+    ),
+    "pauses and repairs": (
+        [
+            *([*there(), membership_event(START, pb.PAUSED, round=2, cause="0 of 2 replicas are present")]),
+            *(membership_event(START + 12, pb.WENT_ON, round=2), made_up_round(1).__next__()),
+            membership_event(START, pb.HEALED, slot="dc", round=1, cause="held a norm that differs from the log"),
+            membership_event(START, pb.GIVEN_UP, slot="home.1", cause=f"{KILLED}; {LEFT}"),
+            membership_event(START, pb.INJECTED, slot="dc", cause="freeze of dc for 20 s (training)"),
+            membership_event(START + 20, pb.PAUSED, round=2, cause="1 of 2 replicas are present"),
+        ],
+        {},
+    ),
+    "late, restored": (_late(), {"outer": {"rounds": 2, "returned": 1.0}}),
+    "late, half restored": (_late(), {"outer": {"rounds": 2, "returned": 0.5}}),
+    "late, discarded": (_late(), {"outer": {"rounds": 2, "returned": 0.0}}),
+    "late, kept": (
+        _late(membership_event(START, pb.LEFT_OUT, replica="dc", round=1)),
+        {"outer": {"rounds": 2, "keep_local": True}},
+    ),
+    "audited": (_audited(True), {}),
+    "audited, with differences": (_audited(False), {}),
+    "seen by its hosts": (_elsewhere(), {}),
+}
+
+
+ENDS = ("whole", "rounds of time", "diverged", "audited", "audited, with differences")
+"""Runs of which the end is kept."""
+
+
+def _state(run: str) -> RunState:
+    reports, changes = RUNS[run]
+    state = RunState(made_up_spec(**changes))
+    for report in reports:
+        state.apply(report)
+    return state
+
+
+def _text(renderable: object, width: int) -> list[str]:
+    out = io.StringIO()
+    Console(file=out, width=width).print(renderable)
+    return out.getvalue().splitlines()
+
+
+def _end(run: str) -> list[str]:
+    out = io.StringIO()
+    print_result(Console(file=out, width=160), summary_of(_state(run)), Path("/runs/made-up"))
+    return [line.strip() for line in out.getvalue().splitlines() if line.strip(" ─")]
+
+
+def _shown(run: str) -> dict[str, list[str]]:
+    """Return all texts. The clock of the display is that of the reports.
+
+    Lines of the end are those that differ from the end of a whole run.
+    """
+    reports, changes = RUNS[run]
+    state, out, now = RunState(made_up_spec(**changes)), io.StringIO(), START
+    events, hosts = list[str](), {"dc": list[str](), "home.0": list[str](), "home.1": list[str]()}
+    followers = [OwnRoundLines(state.spec, [name], told.append) for name, told in hosts.items()]
+    with LiveDisplay(state, Console(file=out, width=100), lambda: now, START - 22) as display:
+        for report in reports:
+            now = report.time
+            if state.apply(report) and (news := state.news) and news.is_line:
+                events.append(words_of(news, state.spec))
+            display.refresh()
+            for host in followers:
+                host.on_report(report)
+    end = [line for line in _end(run) if run == "whole" or line not in _end("whole")] if run in ENDS else []
+    found = {"lines": out.getvalue().splitlines(), "events": events, "end": end}
+    found |= {f"host of {name}": told for name, told in hosts.items()}
+    return {part: text for part, text in found.items() if text}
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_the_live_view_fits_the_terminal(width: int) -> None:
+    for run in RUNS:
+        view = _text(live_view(_state(run), START + 25, height=40), width)
+        assert max(map(len, view)) <= width and len(view) <= 40, run
+
+
+def test_what_is_shown_of_runs() -> None:
+    found = {f"{run}: {part}": text for run in RUNS for part, text in _shown(run).items()}
+    if WRITES:
+        write(SHOWN, found)
+    compare(SHOWN, found)
