@@ -10,7 +10,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -36,106 +36,28 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES.remove(ROOT / "docs" / "results.md")  # generated
 
-EXPORTED = "tests/program/test_export.py::test_a_round_without_a_checkpoint_is_replayed"
-REPLAYED = "tests/program/test_replay.py::test_up_to_a_round"
-STARTED_FROM = "tests/program/test_export.py::test_an_uncompressed_run_goes_on_where_the_first_one_ended"
-CALIBRATED = "tests/program/test_simulate.py::test_a_calibration_is_measured_and_used"
-TABLE = "tests/experiments/test_experiments.py::test_a_table_is_made_and_resumed"
-PATCHED = "tests/documents/test_python.py::test_the_blocks_of_a_page_run_once_its_patches_are_applied"
-BROUGHT = "tests/experiments/test_brought.py::test_a_streamed_corpus_and_a_tokenizer_make_a_table"
-OWN_TABLE = "tests/experiments/test_worked_example.py::test_the_example_makes_its_table"
-JOINED = "tests/program/test_join.py::test_three_hosts_join_by_tickets_and_come_to_the_bits_of_one_process"
-OPERATED = "tests/program/test_operate.py::test_serve_and_join_take_the_options_of_an_operator"
-INSTALLED = "tests/package/test_wheel.py::test_a_shipped_run_trains_over_the_network"
-FAULTS_FOR_QUICKSTART = "benchmarks/fault_injection/quickstart.yaml"
-SHOWN = "tests/program/test_view_server.py::test_commands_open_a_page_or_write_it_to_a_file"
-REHEARSED = "tests/program/test_rehearse.py::test_a_rehearsal_is_shown_beside_its_prediction"
-FRIENDS = "tests/program/test_rehearse.py::test_hosts_rehearse_their_lines"
-SIMULATED = "tests/program/test_columns.py::test_simulate"
-PLANNED = "tests/program/test_columns.py::test_plan"
-VALIDATED = "tests/audit/test_validator.py::test_a_validator_elsewhere_judges_over_grpc"
-COSTS = "tests/program/test_columns.py::test_what_an_experiment_would_cost"
-RUN_BY = {
-    "hetero-pp simulate configs/quickstart.yaml": SIMULATED,
-    "hetero-pp simulate configs/paper/sparseloco_figure2.yaml": SIMULATED,
-    "hetero-pp simulate configs/paper/het_pp_97_percent.yaml": SIMULATED,
-    "hetero-pp simulate configs/simulate/ten_thousand.yaml": (
-        "tests/program/test_simulate.py::test_ten_thousand_members_are_predicted"
-    ),
-    "hetero-pp plan configs/plan/unequal.yaml --target-utilization 0.97 --write plan.yaml": PLANNED,
-    "hetero-pp simulate plan.yaml": PLANNED,
-    "hetero-pp reproduce --list": "tests/program/test_columns.py::test_the_list_of_experiments",
-    "hetero-pp reproduce het-pp/table1 --dry-run": COSTS,
-    "hetero-pp launch configs/quickstart.yaml --view": (
-        "tests/program/test_view_server.py::test_a_launched_run_is_shown_until_its_end"
-    ),
-    "hetero-pp view quickstart": SHOWN,
-    "hetero-pp view quickstart quickstart.1": SHOWN,
-    "hetero-pp view quickstart --export quickstart.html": SHOWN,
-    "hetero-pp simulate configs/quickstart.yaml --view": SHOWN,
-    "make demo": "tests/documents/test_commands.py::test_make_demo_is_a_launch_that_is_shown",
-    "make test": ".ci/run",
-    "make lint": ".ci/run",
-    "make types": ".ci/run",
-    "make docs": ".ci/run",
-    "pip wheel --no-deps --wheel-dir dist .": INSTALLED,
-    "hetero-pp launch quickstart": INSTALLED,
-    "hetero-pp launch configs/mixed_engines.yaml": "tests/engines/test_mixed.py::test_engines_and_stages_are_one_run",
-    "hetero-pp launch configs/quickstart.yaml --resume": (
-        "tests/faults/test_resume.py::test_a_killed_run_goes_on_to_the_same_bits"
-    ),
-    "hetero-pp launch configs/quickstart.yaml --resume --set outer.rounds=32 --set inner.learning_rate=5e-3": (
-        "tests/program/test_changes.py::test_over_the_network_a_changed_run_has_the_same_bits"
-    ),
-    f"python benchmarks/launch_with_faults.py configs/quickstart.yaml --faults {FAULTS_FOR_QUICKSTART}": (
-        "tests/faults/test_survives.py::test_a_datacenter_a_stage_and_the_exchange_that_are_killed_are_replaced"
-    ),
-    "hetero-pp launch mixed.yaml --from mixed-hf": STARTED_FROM,
-    "hetero-pp launch CONFIG --from quickstart-hf": STARTED_FROM,
-    "hetero-pp export runs/mixed --to mixed-hf": EXPORTED,
-    "hetero-pp export runs/quickstart --to quickstart-hf": EXPORTED,
-    "hetero-pp export runs/quickstart --to quickstart-hf-12 --round 12 --dtype bf16": EXPORTED,
-    "hetero-pp log replay runs/quickstart": REPLAYED,
-    "hetero-pp log replay runs/quickstart --round 12 --to theta-12.safetensors --json found.json": REPLAYED,
-    "hetero-pp audit validate quickstart --device cpu --name first": VALIDATED,
-    "hetero-pp invite quickstart --validator second > second.pass": VALIDATED,
-    "hetero-pp audit validate s3://bucket/quickstart --pass second.pass": VALIDATED,
-    "hetero-pp audit scores quickstart --json scores.json": (
-        "tests/audit/test_hostile_runs.py::test_the_command_shows_who_is_excluded_and_why"
-    ),
-    "hetero-pp view quickstart quickstart.1 --compare compare.png": (
-        "tests/program/test_compare.py::test_what_differs_and_what_was_reached"
-    ),
-    "hetero-pp calibrate configs/quickstart.yaml --write calibration.yaml": CALIBRATED,
-    "hetero-pp simulate configs/quickstart.yaml --calibration calibration.yaml": CALIBRATED,
-    "hetero-pp reproduce het-pp/table1 --seeds 3 --workers 2": TABLE,
-    "hetero-pp reproduce het-pp/table1 --rows PP-Compress --seeds 1 --results again": (
-        "tests/experiments/test_experiments.py::test_only_rows_of_a_name_are_trained"
-    ),
-    "hetero-pp reproduce --no-train --docs docs/results.md": TABLE,
-    "hetero-pp reproduce rank --experiments tables --scale tiny": OWN_TABLE,
-    "hetero-pp reproduce het-pp/table2 --corpus hf:/data/c4 --tokenizer /data/llama-2": BROUGHT,
-    "hetero-pp serve hosts.yaml": JOINED,
-    "hetero-pp serve hosts.yaml --metrics 9464 --log-format json": OPERATED,
-    "hetero-pp rehearse configs/quickstart.yaml --rounds 2 --steps 2": REHEARSED,
-    "hetero-pp rehearse mixed.yaml": REHEARSED,
-    "hetero-pp serve friends.yaml --rehearse": FRIENDS,
-    "hetero-pp invite friends-rehearsal --address HOST:47600": FRIENDS,
-    "hetero-pp join hpp1.CMfx43ja... --rehearse": FRIENDS,
-    "hetero-pp plan friends.yaml --measured runs/friends-rehearsal/rehearsal.json": FRIENDS,
-    "hetero-pp invite hosts --address HOST:47600": JOINED,
-    "hetero-pp invite hosts --slot dc --address HOST:47600": JOINED,
-    "hetero-pp join hpp1.CMfx43ja...": JOINED,
-    "hetero-pp check hpp1.CMfx43ja...": "tests/program/test_check_machine.py::test_a_ticket_passes_and_stays_usable",
-    "hetero-pp log verify runs/quickstart/evidence/000007-home": (
-        "tests/audit/test_verify.py::test_evidence_proves_the_lie"
-    ),
-    "git apply docs/patches/root.patch": PATCHED,
-    "git apply docs/patches/float8.patch": PATCHED,
-    "git apply docs/patches/even.patch": PATCHED,
-    "python benchmarks/link.py --smoke": "tests/benchmarks/test_smoke.py::test_it_runs_at_its_smallest",
+ELSEWHERE_TOO = {
+    "hetero-pp simulate configs/quickstart.yaml",
+    "hetero-pp simulate configs/quickstart.yaml --view",
+    "hetero-pp simulate configs/paper/sparseloco_figure2.yaml",
+    "hetero-pp simulate configs/paper/het_pp_97_percent.yaml",
+    "hetero-pp simulate configs/simulate/ten_thousand.yaml",
+    "hetero-pp simulate configs/quickstart.yaml --calibration calibration.yaml",
+    "hetero-pp plan configs/plan/unequal.yaml --target-utilization 0.97 --write plan.yaml",
+    "hetero-pp plan friends.yaml --measured runs/friends-rehearsal/rehearsal.json",
+    "hetero-pp simulate plan.yaml",
+    "hetero-pp check hpp1.CMfx43ja...",
+    "hetero-pp reproduce --list",
+    "hetero-pp reproduce het-pp/table1 --dry-run",
+    "hetero-pp launch quickstart",
+    "hetero-pp launch configs/quickstart.yaml --view",
+    "hetero-pp launch configs/quickstart.yaml --resume",
+    "hetero-pp launch configs/quickstart.yaml --resume --set outer.rounds=32 --set inner.learning_rate=5e-3",
+    "hetero-pp launch configs/mixed_engines.yaml",
+    "hetero-pp launch mixed.yaml --from mixed-hf",
+    "hetero-pp launch CONFIG --from quickstart-hf",
 }
-"""The test that runs such a command, with a configuration of its own or a shorter run."""
+"""Commands that take seconds or start runs, which are not run here, because other tests do so with other settings."""
 
 SCHEDULER = "needs Slurm or Kubernetes: tests/program/test_torchx.py looks at the jobs"
 HOURS = "takes a GPU and days: tests/experiments/test_tables.py has a tiny table"
@@ -143,6 +65,7 @@ ELSEWHERE = "is another program's"
 TESTS = "runs tests"
 DOWNLOADS = "downloads another torch: tests/documents/test_setup.py looks at what make would do"
 NOT_RUN = {
+    "make demo": "is a launch that is shown: test_make_demo_is_a_launch_that_is_shown",
     "make demo TORCH_ARGS=--index-url=https://download.pytorch.org/whl/cpu": DOWNLOADS,
     "git clone ADDRESS hetero-pp && cd hetero-pp && python3 -m venv .venv": DOWNLOADS,
     ".venv/bin/pip install torch --index-url=https://download.pytorch.org/whl/cpu": DOWNLOADS,
@@ -216,7 +139,7 @@ def _commands(page: Path) -> Iterator[str]:
 def _is_quick(command: str) -> bool:
     """Return whether a command takes at most seconds and is run here as it is."""
     words = command.split()
-    if words[0] != "hetero-pp" or command in RUN_BY:
+    if words[0] != "hetero-pp" or command in ELSEWHERE_TOO:
         return False
     if words[1] == "reproduce":
         return "--list" in words or "--dry-run" in words
@@ -225,7 +148,7 @@ def _is_quick(command: str) -> bool:
 
 def _is_launch(command: str) -> bool:
     """Return whether a command trains on one machine. It is run here for one step."""
-    return command.startswith("hetero-pp launch") and not (_is_quick(command) or command in {*RUN_BY, *NOT_RUN})
+    return command.startswith("hetero-pp launch") and not (_is_quick(command) or command in {*ELSEWHERE_TOO, *NOT_RUN})
 
 
 COMMANDS = [(page, command) for page in PAGES for command in _commands(page)]
@@ -265,35 +188,30 @@ def _run(command: str, *more: str) -> str:
 # ---- commands ----
 
 
+def _is_tested(command: str, tests: Sequence[str]) -> bool:
+    """Return whether a test names the subcommand or the configuration, and all options of a command."""
+    program, first, *others = command.split()
+    names = [
+        f'"{first}"',
+        f"{first}(",
+        f'"{Path(first).stem}"',
+        *(Path(one).name for one in others if "configs/" in one),
+    ]
+    options = {f'"{option}"' for option in re.findall(r"--[\w-]+", command)}
+    if program == "make":
+        return bool(re.search(rf"\bmake\b.*\b{first}\b", (ROOT / ".ci" / "run").read_text()))
+    return any(any(name in text for name in names) and all(one in text for one in options) for text in tests)
+
+
 def test_every_command_is_run_somewhere_or_it_is_said_why_not() -> None:
+    tests = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py") if path != Path(__file__)]
+    shown = {command for _, command in COMMANDS}
     forgotten = [
-        f"{_name(page)}: {command}"
-        for page, command in COMMANDS
-        if not (_is_quick(command) or _is_launch(command) or command in {*RUN_BY, *NOT_RUN})
+        one for one in shown - NOT_RUN.keys() if not (_is_quick(one) or _is_launch(one) or _is_tested(one, tests))
     ]
     assert not forgotten
     assert len(COMMANDS) > 40
-
-
-def test_no_command_is_named_here_that_no_page_shows() -> None:
-    assert not {*RUN_BY, *NOT_RUN} - {command for _, command in COMMANDS}
-    assert not {*RUN_BY} & {*NOT_RUN}
-
-
-@pytest.mark.parametrize(("command", "test"), RUN_BY.items(), ids=list(RUN_BY))
-def test_the_test_that_runs_a_command_is_there_and_speaks_of_it(command: str, test: str) -> None:
-    """The test names the subcommand or the configuration, and all options of the command."""
-    path, _, function = test.partition("::")
-    text = (ROOT / path).read_text()
-    assert not function or re.search(rf"^def {function}\(", text, re.MULTILINE)
-    program, first, *others = command.split()
-    configurations = [Path(word).name for word in others if word.startswith("configs/")]
-    if program == "make":
-        assert re.search(rf"\bmake\b.*\b{first}\b", text)
-    else:
-        assert any(word in text for word in (f'"{first}"', f"{first}(", f'"{Path(first).stem}"', *configurations))
-    for option in set(re.findall(r"--[\w-]+", command)):
-        assert f'"{option}"' in text, option
+    assert not {*ELSEWHERE_TOO, *NOT_RUN} - shown, "no page shows these"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
