@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean, stdev
 from types import ModuleType
 from typing import Any
 
@@ -45,3 +48,11 @@ def estimate_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 SHIPPED = Catalog(Path(__file__).parents[1] / "configs" / "experiments")
+
+
+def student_interval(differences: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % interval of the mean of differences, from scipy's distribution."""
+    from scipy.stats import t as students_t  # takes half a second
+
+    half = float(students_t.ppf(0.975, len(differences) - 1)) * stdev(differences) / math.sqrt(len(differences))
+    return fmean(differences) - half, fmean(differences) + half

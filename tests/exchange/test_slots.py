@@ -91,29 +91,20 @@ def test_who_comes_after_somebody_silent_waits_for_the_end_of_its_lease(run: Run
     assert "no heartbeat arrived for 15 s" in silent[0].cause
 
 
-def test_who_is_heard_keeps_its_slot_however_long_it_takes(run: Run) -> None:
-    run.passes(20 * LEASE.most, heard=("dc", "home.0", "home.1"))
-    assert all(run.exchange.coordinator.slots[member].held for member in run.roster.members)
-
-
-def test_a_lease_is_learnt_from_how_often_somebody_is_heard(run: Run) -> None:
-    """The lease is three times the longest silence that ended with a heartbeat: a slow link is not a death."""
+@pytest.mark.parametrize(
+    ("gaps", "lease"),
+    [((10.0, 14.0), LEASE.factor * 14.0), ((2.7 * LEASE.least,), LEASE.factor * LEASE.least)],
+    ids=["a slow link", "a freeze"],
+)
+def test_a_lease_is_three_times_the_longest_silence_that_ended_with_a_heartbeat(
+    run: Run, gaps: tuple[float, ...], lease: float
+) -> None:
+    """A slow link is not a death. A silence longer than a lease counts as one: a freeze makes no round wait longer."""
     others = ("home.0", "home.1")
-    for gap in (10.0, 14.0):
+    for gap in gaps:
         run.passes(gap, heard=others)
         run.exchange.heartbeat("dc")
-    run.passes(LEASE.factor * 14.0 - 1, heard=others)
-    assert run.exchange.coordinator.slots["dc"].is_heard
-    run.passes(2, heard=others)
-    assert not run.exchange.coordinator.slots["dc"].is_heard
-
-
-def test_a_freeze_teaches_a_lease_no_more_than_the_lease(run: Run) -> None:
-    """Otherwise one freeze of 40 s would let rounds wait for 60 s at the next one."""
-    others = ("home.0", "home.1")
-    run.passes(2.7 * LEASE.least, heard=others)
-    run.exchange.heartbeat("dc")
-    run.passes(LEASE.factor * LEASE.least - 1, heard=others)
+    run.passes(lease - 1, heard=others)
     assert run.exchange.coordinator.slots["dc"].is_heard
     run.passes(2, heard=others)
     assert not run.exchange.coordinator.slots["dc"].is_heard
@@ -174,15 +165,16 @@ def test_a_stage_that_cannot_reach_a_silent_neighbour_reforms_its_replica_at_onc
     ]
 
 
-def test_silence_of_three_leases_ends_an_incarnation(run: Run) -> None:
+def test_silence_of_three_leases_ends_an_incarnation_and_who_is_heard_keeps_its_slot(run: Run) -> None:
     others = ("home.0", "home.1")
+    run.passes(20 * LEASE.most, heard=("dc", *others))
+    assert all(run.exchange.coordinator.slots[member].held for member in run.roster.members)
     run.passes(3 * LEASE.least - 1, heard=others)
     assert run.exchange.coordinator.holds("dc", 1)
     run.passes(2, heard=others)
     assert not run.exchange.coordinator.holds("dc", 1)
-    assert [(one.slot, one.cause) for one in run.told() if one.what == SILENT] == [
-        ("dc", "no heartbeat arrived for 45 s")
-    ]
+    silent = [(one.slot, one.cause) for one in run.told() if one.what == SILENT]
+    assert silent == [("dc", "no heartbeat arrived for 45 s")]
 
 
 # ---- a group that lost a stage ----
@@ -274,12 +266,16 @@ def _leaves(run: Run, member: str) -> None:
     assert not run.exchange.coordinator.slots[member].held
 
 
-def test_who_has_contributed_is_not_called_back_as_its_neighbour_leaves(run: Run) -> None:
-    """The heartbeat was sent before the record of the last round and arrives after it. The member evaluates alone."""
+def _all_but_the_last_round(run: Run) -> None:
     for round_ in range(1, 10):
         run.deposit(round_, "dc", "home.0", "home.1")
         if round_ < 9:
             run.assign(round_)
+
+
+def test_who_has_contributed_is_not_called_back_as_its_neighbour_leaves(run: Run) -> None:
+    """The heartbeat was sent before the record of the last round and arrives after it. The member evaluates alone."""
+    _all_but_the_last_round(run)
     run.assign(9, "home.0")
     _leaves(run, "home.0")
     assert run.exchange.heartbeat(Caller("home.1", 1), 9, 2) == HeartbeatReply()
@@ -287,10 +283,7 @@ def test_who_has_contributed_is_not_called_back_as_its_neighbour_leaves(run: Run
 
 def test_who_trains_what_was_contributed_before_is_called_back(run: Run) -> None:
     """A restarted exchange may not know of the contribution. No neighbour is left to train the round with."""
-    for round_ in range(1, 10):
-        run.deposit(round_, "dc", "home.0", "home.1")
-        if round_ < 9:
-            run.assign(round_)
+    _all_but_the_last_round(run)
     run.exchange.died("home.1", "killed by a test")
     run.exchange.join("home.1", "")
     run.assign(9, "home.1")

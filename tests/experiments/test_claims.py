@@ -6,12 +6,11 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
 import pytest
-from catalogs import SHIPPED
+from catalogs import SHIPPED, student_interval
 
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.program.simulate import Outputs, simulate
@@ -42,18 +41,10 @@ def _losses(**rows: Sequence[float]) -> dict[str, dict[int, float]]:
     return {name: dict(enumerate(values)) for name, values in rows.items()}
 
 
-def _interval(differences: Sequence[float]) -> tuple[float, float]:
-    """Return the 95 % interval of the mean of differences, from scipy's distribution."""
-    from scipy.stats import t as students_t  # takes half a second
-
-    half = float(students_t.ppf(0.975, len(differences) - 1)) * stdev(differences) / math.sqrt(len(differences))
-    return fmean(differences) - half, fmean(differences) + half
-
-
 @pytest.mark.parametrize("count", [2, 11, 100])
 def test_intervals_are_those_of_scipy(count: int) -> None:
     values = [float((7 * index) % 11) for index in range(count)]
-    assert interval_of(values) == pytest.approx(_interval(values), abs=2e-3)
+    assert interval_of(values) == pytest.approx(student_interval(values), abs=2e-3)
 
 
 LOWER, SHARES = ("a", "b"), {"a": 1.0, "b": 0.5, "c": 0.25}
@@ -108,7 +99,7 @@ def test_equality_is_judged_with_its_interval(differences: list[float], verdict:
     found = judge(Claim(text="same", equal=LOWER), {"a": a | {99: 1.0}, "b": {98: 7.0} | b}, {})
     assert (found.verdict, found.seeds) == (verdict, len(differences))
     assert found.difference == pytest.approx(sum(differences) / len(differences))
-    assert found.interval == (pytest.approx(_interval(differences), abs=1e-3) if len(differences) > 1 else None)
+    assert found.interval == (pytest.approx(student_interval(differences), abs=1e-3) if len(differences) > 1 else None)
 
 
 # ---- several claims of a table ----

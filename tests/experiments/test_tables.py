@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from math import sqrt
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean, stdev
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from catalogs import SHIPPED
+from catalogs import SHIPPED, student_interval
 from matplotlib.figure import Figure
 from rich.console import Console
 
@@ -81,14 +80,6 @@ def _result(outcomes: Outcomes, *claims: Claim) -> dict[str, Any]:
 
 def _rows(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in result["rows"]}
-
-
-def _interval(differences: Sequence[float]) -> tuple[float, float]:
-    """Return the 95 % interval of the mean of differences, from scipy's distribution."""
-    from scipy.stats import t as students_t  # takes half a second
-
-    half = float(students_t.ppf(0.975, len(differences) - 1)) * stdev(differences) / sqrt(len(differences))
-    return fmean(differences) - half, fmean(differences) + half
 
 
 # ---- the result of a row ----
@@ -168,9 +159,9 @@ def test_claims_are_of_the_last_losses_by_seed(outcomes: Outcomes) -> None:
         Claim(text="never at one seed", lower=("alone", "base")),
     )
     lower, grows, apart = result["claims"]
-    assert lower["interval"] == pytest.approx(_interval([0.1, 0.3, 0.8]), abs=1e-3)
+    assert lower["interval"] == pytest.approx(student_interval([0.1, 0.3, 0.8]), abs=1e-3)
     assert (lower["verdict"], lower["seeds"]) == ("within noise", 3)
-    assert grows["interval"] == pytest.approx(_interval([0.5 - 0.1, 0.3 - 0.3]), abs=1e-3)
+    assert grows["interval"] == pytest.approx(student_interval([0.5 - 0.1, 0.3 - 0.3]), abs=1e-3)
     assert (grows["verdict"], grows["seeds"]) == ("within noise", 2)
     assert (apart["verdict"], apart["seeds"], apart["interval"]) == ("not run", 0, None)
 
