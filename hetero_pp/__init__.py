@@ -12,17 +12,29 @@ Path of the data, and the module of each step:
       -> inner optimizer step                     hetero_pp.model.inner
     after H inner steps, per parameter tensor:
       theta_start - theta_local                   replica_groups.member.outer_round
-      -> error feedback, top-k per chunk          hetero_pp.pseudo_gradient.error_feedback, .selection, .chunks
+      -> error feedback, top-k per chunk          hetero_pp.pseudo_gradient.error_feedback, .selection
       -> quantise                                 hetero_pp.pseudo_gradient.quantise
-      -> contribution                             hetero_pp.pseudo_gradient.contribution, .positions, .streams
-      -> validate as it arrives                   replica_groups.exchange.contribution_inbox
-      -> the exchange stores it, round record     replica_groups.exchange.exchange, replica_groups.exchange.log
-           over gRPC                              replica_groups.exchange.server
+      -> contribution: a blob for each block      hetero_pp.pseudo_gradient.contribution
+      -> sent by the member's session             replica_groups.member.session
+           over gRPC, header and bytes unchanged  hetero_pp.rpc.exchange_client, replica_groups.exchange.server
+      -> validate as it arrives, store            replica_groups.exchange.contribution_inbox, .log
+      -> the rules close the round                replica_groups.exchange.runner, replica_groups.rounds.coordinator
+      -> round record                             replica_groups.rounds.state (makes it), replica_groups.exchange.log
     each member, and the auditor, with the contributions that the record names:
-      -> fetch, decode                            hetero_pp.pseudo_gradient.contribution.ReceivedBlob
-      -> mean, outer step                         hetero_pp.outer.apply_round, hetero_pp.outer.step
+      -> fetch, decode                            replica_groups.exchange.decided, hetero_pp.outer.apply_round
+      -> mean, outer step                         hetero_pp.outer.step
       -> identical weights: hashes compared       replica_groups.exchange.exchange, replica_groups.exchange.auditor
     token embedding: split again                  hetero_pp.pipeline.subspace, stages.stage
+
+Path of a stage's death, from the process that dies to the page:
+
+    the process ends                              hetero_pp.program.launch.supervisor (or a neighbour's stages.worker)
+      -> the exchange is told                     replica_groups.exchange.server, replica_groups.exchange.exchange
+      -> the incarnation ends, the group reforms  replica_groups.rounds.coordinator
+      -> the event is dated and sent to watchers  replica_groups.exchange.reports
+      -> the event changes the run's state        hetero_pp.program.report.state
+           words, as the terminal prints them     hetero_pp.program.report.lines
+           the page's frame, and its drawing      hetero_pp.program.view.run_view, view/page/topology.js
 
 hetero_pp.program.launch.supervisor starts a process for each member; hetero_pp.program.launch.in_process starts a
 thread for each. Every member of the run (hetero_pp.config.spec) runs replica_groups.member.take_part. In a notebook,

@@ -177,7 +177,7 @@ class _Servicer:
                 is_revoked, lost = self._blamed[caller.name] % MOST_BLAMED == 0, "incarnation is over"
         if is_revoked and caller.is_member:
             why = f"its {lost} after {MOST_BLAMED} requests that no honest member sends: {reason}"
-            self.exchange.died(caller.name, why, caller.incarnation)
+            self.exchange.end_incarnation(caller.name, why, caller.incarnation)
 
     def _waiting(self, context: grpc.ServicerContext) -> RemoteCaller:
         """Return the caller, to ask it whether it is there, so that lost callers do not keep all threads."""
@@ -201,7 +201,7 @@ class _Servicer:
             try:
                 self._guests.require_in(one.slot, one.holder)
             except Refused as error:
-                self.exchange.died(one.slot, str(error).removeprefix(f"{one.slot}: "), one.incarnation)
+                self.exchange.end_incarnation(one.slot, str(error).removeprefix(f"{one.slot}: "), one.incarnation)
 
     def _is_asked(self, context: grpc.ServicerContext) -> IsAsked:
         """Return a check that a call's caller is there, which fails after LONGEST_WAIT seconds."""
@@ -275,7 +275,7 @@ class _Servicer:
         if self._guests is not None and len(ends) == 2:
             parted = self._guests.part({slot: one.holder for slot, one in ends.items()})
             for slot, why in parted.items():
-                self.exchange.died(slot, f"{why}: {request.cause}", ends[slot].incarnation)
+                self.exchange.end_incarnation(slot, f"{why}: {request.cause}", ends[slot].incarnation)
         return pb.Nothing()
 
     def Died(self, request: pb.DiedRequest, context: grpc.ServicerContext) -> pb.Nothing:
@@ -331,7 +331,7 @@ class _Servicer:
 
         most, moving = self.exchange.requests.of("Deposit"), self._moving(frames, context)
         header, data = read_frames(moving, pb.BlobHeader, announced, MAX_BLOB_BYTES, most)
-        self.exchange.deposit_blob(header, bytes(data), caller)
+        self.exchange.inbox.take(header, bytes(data), caller)
         return pb.DepositReply(exchange=self.process)
 
     def Show(self, frames: Iterator[bytes], context: grpc.ServicerContext) -> pb.Nothing:
@@ -370,7 +370,7 @@ class _Servicer:
             raise ExchangeLost(
                 "this exchange does not have the contributions that the previous one received; sending them again"
             )
-        return self._answer_later(request, context)
+        return self.exchange.decided.record(request, self._waiting(context))
 
     def Fetch(self, request: pb.FetchRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
         caller = self.callers.of(context)
@@ -398,7 +398,7 @@ class _Servicer:
             request = pb.ReportRequest(reports=[one for one in request.reports if not one.HasField("failure")])
         self.exchange.call(request, caller)
         for report in failed:  # a member with a ticket does not end the run, only its own part
-            self.exchange.died(caller.name, report.failure.cause, caller.incarnation)
+            self.exchange.end_incarnation(caller.name, report.failure.cause, caller.incarnation)
         return pb.Nothing()
 
     def Judge(self, request: pb.JudgeRequest, context: grpc.ServicerContext) -> pb.Nothing:

@@ -50,13 +50,13 @@ def _blobs(run: Run, seed: int = 0) -> dict[BlobAddress, bytes]:
 
 def _calls(run: Run) -> list[list[str]]:
     """Note the blocks of each deposit from now on."""
-    found, deposit = list[list[str]](), run.exchange.deposit_blob
+    found, deposit = list[list[str]](), run.exchange.inbox.take
 
     def noted(header: pb.BlobHeader, data: bytes, caller: Caller) -> None:
         found.append([one.block for one, _ in split_blobs(header, data)])
         deposit(header, data, caller)
 
-    run.exchange.deposit_blob = noted  # type: ignore[method-assign]
+    run.exchange.inbox.take = noted  # type: ignore[method-assign]
     return found
 
 

@@ -176,12 +176,12 @@ def test_the_next_ticket_takes_a_slot_before_the_exchange_has_heard_that_its_hol
     """The memberships end an admission first. The newcomer is no second process of the slot."""
     parted, other = group.host("home.1"), group.host("home.1")
     parted.joins("home.1")
-    died = Exchange.died
+    end = Exchange.end_incarnation
     with monkeypatch.context() as patched:
-        patched.setattr(Exchange, "died", lambda *arguments: None)
+        patched.setattr(Exchange, "end_incarnation", lambda *arguments: None)
         group.accuses("home.0", "home.1")
         assert group.run.exchange.coordinator.slots["home.1"].held
-        patched.setattr(Exchange, "died", died)
+        patched.setattr(Exchange, "end_incarnation", end)
         other.joins("home.1")
     assert group.forms().round == 1
 

@@ -8,14 +8,21 @@ from threading import Event, Semaphore
 from typing import Any
 
 import pytest
-from google.protobuf.message import Message
 from members import TIMEOUT, in_thread
 from small_run import Run
 from test_uncounted import Member
 
 from hetero_pp.config.audit import AuditSettings
 from hetero_pp.core.errors import ExchangeLost, Refused
-from hetero_pp.messages.messages_pb2 import DESCRIPTOR, BlobHeader, Computes, RecordRequest, Report, ShownFile
+from hetero_pp.messages.messages_pb2 import (
+    DESCRIPTOR,
+    BlobHeader,
+    Computes,
+    RecordRequest,
+    Report,
+    RoundRecord,
+    ShownFile,
+)
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.rpc.callers import shown
 from hetero_pp.rpc.exchange_client import ExchangeClient
@@ -81,18 +88,16 @@ def test_callers_that_are_gone_leave_no_thread_waiting(tmp_path: Path, monkeypat
     server, port = serve_exchange(run.exchange, SECRET, "127.0.0.1:0")
     run.assign(0, "a", "b")
     held = shown(SECRET.credentials("a"), "run", run.exchange.coordinator.slots["a"].incarnation)
-    entered, left, call = Semaphore(0), Semaphore(0), run.exchange.call
+    entered, left, call = Semaphore(0), Semaphore(0), run.exchange.decided.record
 
-    def counted(request: Message, caller: Caller) -> Any:
-        if not isinstance(request, RecordRequest):
-            return call(request, caller)
+    def counted(request: RecordRequest, caller: Caller) -> RoundRecord:
         entered.release()
         try:
             return call(request, caller)
         finally:
             left.release()
 
-    monkeypatch.setattr(run.exchange, "call", counted)
+    monkeypatch.setattr(run.exchange.decided, "record", counted)
     for _ in range(60):
         client = ExchangeClient(f"127.0.0.1:{port}", SECRET.credentials("a"), "run")
         waits = client._wires.calls["Record"].future(RecordRequest(round=1), metadata=held, wait_for_ready=True)
