@@ -198,6 +198,7 @@ def test_viewers_read_all_again_once_an_earlier_sitting_is_known() -> None:
             source.view.state.apply(report)
             source.view.take(report)
         found.append(await anext(channel))
+        assert f'"span": {source.view.history("x")["span"]}'.encode() in found[-1]
         return found
 
     assert [one.split(b"\n")[0] for one in asyncio.run(viewed())] == [

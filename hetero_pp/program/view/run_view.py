@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hetero_pp.config.lines import EXCHANGE, WAYS, Direction, members_at
+from hetero_pp.config.lines import WAYS, Direction, members_at
 from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica, ReplicaSettings
 from hetero_pp.core.units import bytes_per_second
@@ -224,8 +224,7 @@ class RunView:
                 "steps": {name: points for name, curve in self.curves.items() if (points := curve.since(since))},
             }
             if rounds or not since:
-                # What the run has used and reached so far: seconds, tokens, bytes, loss. None is unknown.
-                means, (goodput, share) = state.mean_validation_losses(), state.goodput()
+                goodput, share = state.goodput()
                 found["cost"] = {
                     "training_seconds": state.training_seconds(),
                     "tokens": sum(replica.tokens for replica in state.replicas.values()),
@@ -233,9 +232,7 @@ class RunView:
                     "goodput": goodput,
                     "goodput_share": share,
                     "contribution_bytes": state.contribution_bytes,
-                    "rounds": state.rounds,
                     "wire_bytes": sum(link.wire_bytes for link in state.links.values()),
-                    "validation_loss": means[max(means)] if means else None,
                 }
             if since:
                 return found
@@ -353,14 +350,13 @@ def _topology(spec: RunSpec) -> dict[str, Any]:
                 "id": link.name,
                 "source": link.source,
                 "target": link.target,
-                "kind": "exchange" if EXCHANGE in (link.source, link.target) else "stage",
                 "bandwidth": {side: bytes_per_second(link.bottleneck(way)) for side, way in SIDES.items()},
                 "latency": {side: link.shape(way).latency for side, way in SIDES.items()},
             }
             for link in spec.links.values()
         ],
         "lines": [
-            {"id": line.name, "latency": line.latency, "members": list(line.members)}
+            {"id": line.name, "members": list(line.members)}
             | {way: bytes_per_second(line.bandwidth_of(way)) for way in WAYS}
             for line in spec.lines.values()
         ],

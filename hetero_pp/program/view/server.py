@@ -175,7 +175,7 @@ class LiveEvents:
         self.source = source
         self.viewers = 0
         self._name, self._is_closing = name, is_closing
-        self._made_for: object = None  # view and tick of the present encodings
+        self._made_for: object = None  # view, its clock, the tick and whether the run is live, of what is encoded
         self._version = 0  # of the view then
         self._made: dict[int, asyncio.Future[str]] = {}  # encodings by the version that is known already
 
@@ -189,21 +189,27 @@ class LiveEvents:
         self.viewers += 1
         try:
             while not self._is_closing():
-                tick = loop.time() // (SECONDS_BETWEEN_FRAMES if len(view.state.members) < MANY else _SECONDS_OF_MANY)
+                seconds = SECONDS_BETWEEN_FRAMES if len(view.state.members) < MANY else _SECONDS_OF_MANY
+                tick = loop.time() // seconds
                 is_due = tick > told_in if view.version != known else tick > told_in + _TICKS_WHEN_NOTHING_IS_NEW
                 if is_new or is_due:
                     is_live, told_in = view.is_live, tick
-                    if self._made_for != (view, tick, is_live):
-                        self._made_for, self._version, self._made = (view, tick, is_live), view.version, {}
+                    if self._made_for != (made_for := (view, clock, tick, is_live)):
+                        self._made_for, self._version, self._made = made_for, view.version, {}
                     since, known = 0 if is_new else known, self._version
                     if since not in self._made:
-                        self._made[since] = asyncio.ensure_future(asyncio.to_thread(view.told, self._name, since))
+                        made = asyncio.ensure_future(asyncio.to_thread(view.told, self._name, since))
+                        # Its error is of no interest if all who waited for it have gone.
+                        made.add_done_callback(lambda done: done.cancelled() or done.exception())
+                        self._made[since] = made
                     text = await asyncio.shield(self._made[since])  # others may wait for it, too
                     yield f"event: {'whole' if is_new else 'change'}\ndata: {text}\n\n".encode()
                     if not is_live:
                         yield b"event: end\ndata: {}\n\n"
                         return
-                await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
+                # To the next tick, or until it is due to look whether the page closes, or the run began anew.
+                left = (tick + 1) * seconds - loop.time()
+                await asyncio.sleep(min(_SECONDS_BETWEEN_LOOKS, max(left, 0.001)))
                 now = self.source.view or view
                 # It began anew, or a break or an earlier start became known: all times that were told are others.
                 is_new = now is not view or (clock[0] is not None and clock != now.clock)
@@ -288,16 +294,11 @@ class _OfMembers(H11Protocol):
         transport.pause_reading()  # until the caller is known
         self._watch = self.loop.create_task(self._cut_strangers(transport))
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        if self._watch is not None:
-            self._watch.cancel()
-
     async def _cut_strangers(self, transport: Any) -> None:
         shown = transport.get_extra_info("ssl_object").getpeercert(binary_form=True)
         if await self._is_admitted(shown):
             transport.resume_reading()
-            while await self._is_admitted(shown):
+            while not transport.is_closing() and await self._is_admitted(shown):
                 await asyncio.sleep(_SECONDS_KNOWN)
         transport.abort()
 

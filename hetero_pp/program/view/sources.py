@@ -35,7 +35,7 @@ _SECONDS_BETWEEN_TRIES = 5.0  # interval at which an exchange is asked again
 
 
 class Source:
-    """A run or a prediction on the page. This one has no thread: it is a prediction alone, or a run of this process."""
+    """A run or a prediction on the page. This one follows nothing: a prediction alone, or a run of this process."""
 
     folder: RunFolder | None = None
 
@@ -44,6 +44,8 @@ class Source:
         self.view = view
         """The run as far as it is known; None for a prediction alone. It is replaced when the run begins anew."""
         self._step, self.predicts = predicted, predicted is not None
+        self._is_known, self._ended = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="page of a run", daemon=True)
 
     def prediction(self) -> dict[str, Any] | None:
         """Return the predicted step beside what the run or its rehearsal measured; None if it cannot be predicted.
@@ -66,27 +68,7 @@ class Source:
         return self._step.beside(*measured)
 
     def start(self) -> None:
-        """Begin to follow the run."""
-
-    def wait(self, seconds: float) -> bool:
-        """Wait until what is known already has been read; return whether it has."""
-        return True
-
-    def close(self) -> None:
-        """Stop."""
-
-
-class Followed(Source):
-    """A run that a thread follows until `close`."""
-
-    view: RunView
-
-    def __init__(self, name: str, view: RunView, predicted: PredictedStep | None = None) -> None:
-        super().__init__(view, predicted)
-        self._is_known, self._ended = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"page of {name}", daemon=True)
-
-    def start(self) -> None:
+        """Begin to follow the run, until `close`."""
         self._thread.start()
 
     def wait(self, seconds: float) -> bool:
@@ -98,18 +80,19 @@ class Followed(Source):
         self._thread.join()
 
     def _run(self) -> None:
-        raise NotImplementedError
+        self._is_known.set()
 
 
-class Record(Followed):
+class Record(Source):
     """The run in a folder, also while a launcher writes its record."""
 
+    view: RunView
     folder: RunFolder
 
     def __init__(self, folder: RunFolder, predicted: PredictedStep | None = None) -> None:
         """Raises ConfigError if the configuration in the folder cannot be read."""
         self.folder = folder
-        super().__init__(folder.path.name, self._new_view(), predicted)
+        super().__init__(self._new_view(), predicted)
         self._file: IO[bytes] | None = None
         self._line = 0  # number of the last line that was read
         self._half = b""
@@ -217,14 +200,16 @@ class Record(Followed):
                 view.end("failed", False, view.state.failed or killed)
 
 
-class Watched(Followed):
+class Watched(Source):
     """A run that this host has joined, by the reports that its exchange passes on."""
+
+    view: RunView
 
     def __init__(self, spec: RunSpec, membership: Membership, folder: RunFolder) -> None:
         """`folder`: of the run on this host, which keeps that the run is over."""
         self._spec, self._membership, self._folder = spec, membership, folder
         self._client: ExchangeClient | None = None
-        super().__init__(spec.config.name, self._new_view())
+        super().__init__(self._new_view())
 
     def close(self) -> None:
         self._ended.set()
