@@ -110,10 +110,6 @@ Parameters = Mapping[str, Tensor]  # initial parameters of the whole model by na
 _ON_DISK = object()
 
 
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 class Moments:
     """A copy of the moments, step counts and options of optimizers: on disk, 8 bytes per parameter with AdamW.
 
@@ -121,7 +117,10 @@ class Moments:
     """
 
     def __init__(
-        self, optimizers: Sequence[Optimizer], local: Callable[[Tensor], Tensor] = _itself, folder: Path | None = None
+        self,
+        optimizers: Sequence[Optimizer],
+        local: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+        folder: Path | None = None,
     ) -> None:
         """`local` returns the part of a sharded tensor that this process holds. `folder` holds the copies (Scratch)."""
         self._optimizers = optimizers
@@ -135,7 +134,10 @@ class Moments:
     @torch.no_grad()
     def remember(self, states: bool = True) -> None:
         """Copy the current state. Without `states`, copy only the options, which are a few numbers."""
-        self._options = [[self._options_of(group) for group in one.param_groups] for one in self._optimizers]
+        self._options = [
+            [{name: self._copy(value, None) for name, value in group.items() if name != "params"} for group in groups]
+            for groups in (optimizer.param_groups for optimizer in self._optimizers)
+        ]
         self._has_states = states
         if not states:
             return
@@ -143,7 +145,11 @@ class Moments:
             for gone in kept.keys() - optimizer.state.keys():
                 del kept[gone]
             for parameter, values in optimizer.state.items():
-                kept[parameter] = {name: self._keep(parameter, name, value) for name, value in values.items()}
+                kept[parameter] = dict(values)
+                for name, value in values.items():
+                    if isinstance(value, Tensor):
+                        self._tensors.keep((id(parameter), name), self._local(value))
+                        kept[parameter][name] = _ON_DISK
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -157,10 +163,12 @@ class Moments:
             for gone in optimizer.state.keys() - kept.keys():
                 del optimizer.state[gone]
             for parameter, values in kept.items():
-                self._put_back(parameter, optimizer.state[parameter], values)
-
-    def _options_of(self, group: dict[str, Any]) -> dict[str, Any]:
-        return {name: self._copy(value, None) for name, value in group.items() if name != "params"}
+                state = optimizer.state[parameter]
+                for name, value in values.items():
+                    if value is _ON_DISK:
+                        self._local(state[name]).copy_(self._tensors.read((id(parameter), name)))
+                    else:
+                        state[name] = value
 
     def _copy(self, value: Any, room: Any) -> Any:
         """Return a copy of a value: a tensor is copied into `room` if that is a tensor, else into new CPU memory."""
@@ -170,19 +178,6 @@ class Moments:
         room = room if isinstance(room, Tensor) else torch.empty_like(local, device="cpu")
         room.copy_(local)
         return room
-
-    def _keep(self, parameter: Tensor, name: str, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        self._tensors.keep((id(parameter), name), self._local(value))
-        return _ON_DISK
-
-    def _put_back(self, parameter: Tensor, state: dict[str, Any], kept: dict[str, Any]) -> None:
-        for name, value in kept.items():
-            if value is _ON_DISK:
-                self._local(state[name]).copy_(self._tensors.read((id(parameter), name)))
-            else:
-                state[name] = value
 
 
 # ---- learning rates of engines that use torch's schedulers ----

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -63,16 +63,37 @@ class TitanEngine:
         self.part = ranks.rank // settings.tensor_parallel  # index of this rank's part of a micro-batch
         with torch.device("meta"):
             self.module = Transformer(shape)
-        _parallelise(self.module, _mesh(settings, ranks), settings, ranks.device)
+        # The ranks by their roles; the first and the last only if they have more than one. ParallelDims.build_mesh
+        # would take the device that torchtitan found at its import, a GPU if the host has one.
+        copies, parts = settings.data_parallel_replicate, settings.tensor_parallel
+        sizes = {"dp_replicate": copies, "fsdp": ranks.world // (copies * parts), "tp": parts}
+        used = {name: size for name, size in sizes.items() if name == "fsdp" or size > 1}
+        mesh = init_device_mesh(ranks.device.type, tuple(used.values()), mesh_dim_names=tuple(used))
+        _parallelise(self.module, mesh, settings, ranks.device)
         self.module.to_empty(device="cpu" if settings.cpu_offload else ranks.device)
-        self._named = {_plain(name): parameter for name, parameter in self.module.named_parameters()}
+        self._named = {  # without the prefixes of wrappers
+            name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", ""): parameter
+            for name, parameter in self.module.named_parameters()
+        }
         for name, tensor in parameters.items():
             self.write(name, tensor)
-        self.optimizers = _optimizers(self.module, inner, ranks.device)
+        # AdamW without decay on norms. Not fused on a CPU, where the fused one does not support DTensors.
+        values = {"lr": inner.learning_rate, "betas": inner.betas, "eps": inner.epsilon}
+        groups = [
+            ParamGroupConfig(
+                pattern=pattern, optimizer_name="AdamW", optimizer_kwargs={**values, "weight_decay": decay}
+            )
+            for pattern, decay in (("norm", 0.0), (".*", inner.weight_decay))
+        ]
+        implementation = "fused" if ranks.device.type == "cuda" else "foreach"
+        config = OptimizersContainer.Config(param_groups=groups, implementation=implementation)
+        self.optimizers = OptimizersContainer(config, model_parts=[self.module])
         self._schedule = RateSchedule(inner, total_steps)
         self.rates = LRSchedulersContainer(self.optimizers, lambda step: self._schedule.share(step))
         self._is_local: dict[str, bool] = {}
-        self._moments = Moments(self.optimizers.optimizers, _here, folder)
+        self._moments = Moments(
+            self.optimizers.optimizers, lambda one: one.to_local() if isinstance(one, DTensor) else one, folder
+        )
         self._rates_before: dict = {}
         self.done = 0
 
@@ -132,18 +153,14 @@ class TitanEngine:
         """Implement ParameterStore.read; no communication if every rank asks for its own shard."""
         parameter = self._named[name].detach()
         assert isinstance(parameter, DTensor)
-        if self._are_local(name, parameter, rows):
-            return parameter.to_local()
-        return parameter.full_tensor()[rows.start : rows.stop]
-
-    def _are_local(self, name: str, parameter: DTensor, rows: range) -> bool:
-        """Return whether every rank asks for exactly its shard; agreed on once, as gathering needs all ranks."""
-        if name not in self._is_local:
+        if name not in self._is_local:  # agreed on once, as gathering needs all ranks
             share = -(-len(parameter) // self.ranks.world)
             start, stop = (min(rank * share, len(parameter)) for rank in (self.ranks.rank, self.ranks.rank + 1))
             is_sharded = list(parameter.placements) == [Shard(0)]
             self._is_local[name] = all(self.ranks.gather(is_sharded and rows == range(start, stop)))
-        return self._is_local[name]
+        if self._is_local[name]:
+            return parameter.to_local()
+        return parameter.full_tensor()[rows.start : rows.stop]
 
     def read_gradient(self, name: str) -> Tensor:
         gradient, self._named[name].grad = self._named[name].grad, None
@@ -191,17 +208,6 @@ class TitanEngine:
             "optimizer": self.optimizers.state_dict(),
             "rates": self.rates.state_dict(),
         }
-
-
-def _mesh(settings: TorchtitanSettings, ranks: Ranks) -> DeviceMesh:
-    """Return the ranks by their roles: `dp_replicate`, `fsdp` and `tp`; the first and the last only if they have more.
-
-    ParallelDims.build_mesh would take the device that torchtitan found at its import, a GPU if the host has one.
-    """
-    copies, parts = settings.data_parallel_replicate, settings.tensor_parallel
-    sizes = {"dp_replicate": copies, "fsdp": ranks.world // (copies * parts), "tp": parts}
-    used = {name: size for name, size in sizes.items() if name == "fsdp" or size > 1}
-    return init_device_mesh(ranks.device.type, tuple(used.values()), mesh_dim_names=tuple(used))
 
 
 def _parallelise(module: Transformer, mesh: DeviceMesh, settings: TorchtitanSettings, device: torch.device) -> None:
@@ -255,26 +261,3 @@ def _apply_tensor_parallelism(module: Transformer, mesh: DeviceMesh) -> None:
             "feed_forward.w3": ColwiseParallel(),
         }
         parallelize_module(block, mesh, layer)
-
-
-def _optimizers(module: nn.Module, inner: InnerSettings, device: torch.device) -> OptimizersContainer:
-    """Return AdamW without decay on norms. Not fused on a CPU, where the fused one does not support DTensors."""
-    values = {"lr": inner.learning_rate, "betas": inner.betas, "eps": inner.epsilon}
-    groups = [
-        ParamGroupConfig(pattern="norm", optimizer_name="AdamW", optimizer_kwargs={**values, "weight_decay": 0.0}),
-        ParamGroupConfig(
-            pattern=".*", optimizer_name="AdamW", optimizer_kwargs={**values, "weight_decay": inner.weight_decay}
-        ),
-    ]
-    implementation = "fused" if device.type == "cuda" else "foreach"
-    config = OptimizersContainer.Config(param_groups=groups, implementation=implementation)
-    return OptimizersContainer(config, model_parts=[module])
-
-
-def _here(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _plain(name: str) -> str:
-    """Return the name without the prefixes of wrappers."""
-    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")

@@ -44,13 +44,29 @@ class ZeroEngine:
         self.inner, self.micro_batches, self.ranks = inner, micro_batches, ranks
         self.shapes: Mapping[str, Shape] = {name: tuple(tensor.shape) for name, tensor in sorted(parameters.items())}
         self.stage: int = settings.get("zero_optimization", {}).get("stage", 0)
-        module = build_filled(shape, parameters)
+        module = build_filled(shape, parameters).to(ranks.device)
         self._schedule = RateSchedule(inner, total_steps)
-        config = _config(settings, inner, micro_batches, micro_batch_size // ranks.world)
+        config = {
+            "zero_allow_untested_optimizer": True,  # torch's plain AdamW
+            "zero_force_ds_cpu_optimizer": False,
+            "steps_per_print": 10**9,
+            **settings,
+            "train_micro_batch_size_per_gpu": micro_batch_size // ranks.world,
+            "gradient_accumulation_steps": micro_batches,
+            "gradient_clipping": inner.clip_norm or 0.0,
+        }
+        optimizer = None
+        if "optimizer" not in settings:  # AdamW without decay on norms
+            groups = [
+                {"params": [one for one in module.parameters() if one.ndim > 1], "weight_decay": inner.weight_decay},
+                {"params": [one for one in module.parameters() if one.ndim <= 1], "weight_decay": 0.0},
+            ]
+            rest: Any = {"lr": inner.learning_rate, "betas": inner.betas, "eps": inner.epsilon}
+            optimizer = torch.optim.AdamW(groups, fused=ranks.device.type == "cuda", **rest)
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         self.engine, self.optimizer, _, self.rates = deepspeed.initialize(
-            model=module.to(ranks.device),
-            optimizer=None if "optimizer" in settings else _adamw(module, inner, ranks.device),
+            model=module,
+            optimizer=optimizer,
             lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
                 optimizer, lambda step: self._schedule.share(step)
             ),
@@ -178,29 +194,3 @@ class ZeroEngine:
         found, _ = self.engine.load_checkpoint(str(folder), tag="state")
         if found is None:
             raise FileNotFoundError(f"{folder}: DeepSpeed found no checkpoint")
-
-
-def _config(
-    settings: Mapping[str, Any], inner: InnerSettings, micro_batches: int, rows_per_rank: int
-) -> dict[str, Any]:
-    """Return the user's JSON and the keys that follow from the run. Allows torch's plain AdamW under ZeRO."""
-    allowed = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, "steps_per_print": 10**9}
-    return {
-        **allowed,
-        **settings,
-        "train_micro_batch_size_per_gpu": rows_per_rank,
-        "gradient_accumulation_steps": micro_batches,
-        "gradient_clipping": inner.clip_norm or 0.0,
-    }
-
-
-def _adamw(module: nn.Module, inner: InnerSettings, device: torch.device) -> torch.optim.Optimizer:
-    """Return AdamW without decay on norms."""
-    matrices = [parameter for parameter in module.parameters() if parameter.ndim > 1]
-    vectors = [parameter for parameter in module.parameters() if parameter.ndim <= 1]
-    groups = [
-        {"params": matrices, "weight_decay": inner.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    fused = device.type == "cuda"
-    return torch.optim.AdamW(groups, lr=inner.learning_rate, betas=inner.betas, eps=inner.epsilon, fused=fused)

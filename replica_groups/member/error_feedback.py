@@ -30,14 +30,6 @@ class Undecided:
     blobs: dict[str, bytes] = field(default_factory=dict)  # by block; on the first rank only
     is_sent: bool = False  # Whether all blocks are deposited. Until then the contribution cannot be included.
 
-    def is_named_by(self, counted: ContributionEntry | None) -> bool:
-        """Return whether an entry of a record is this contribution: its generation, and exactly these blobs.
-
-        Two coordinators at once may have formed two groups of the same generation, so comparing generations is not
-        enough.
-        """
-        return is_named(counted, self.generation, self.digests)
-
     @property
     def digests(self) -> dict[str, str]:
         """The sha256 of each blob, as hexadecimal digits, by block."""
@@ -45,7 +37,10 @@ class Undecided:
 
 
 def is_named(counted: ContributionEntry | None, generation: int | None, digests: Mapping[str, str]) -> bool:
-    """Return whether an entry of a record is of this generation (None: of any) and has these blobs, by block."""
+    """Return whether an entry of a record is of this generation (None: of any) and has these blobs, by block.
+
+    Two coordinators at once may have formed two groups of the same generation, so comparing generations is not enough.
+    """
     if counted is None or generation not in (None, counted.generation):
         return False
     named = {blob.block: blob.sha256.hex() for blob in counted.blobs}

@@ -6,9 +6,11 @@ The saved state has the number of steps, and the inputs with which the loop was 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from hetero_pp.config.spec import MemberSpec, RunSpec
 from hetero_pp.data.batches import Share
 from hetero_pp.messages.messages_pb2 import MemberRound, RoundRecord
 from hetero_pp.model.learning_rates import LearningRates
-from replica_groups.engines.ranks import Ranks
+from replica_groups.engines.ranks import ALONE, Ranks
 from stages.worker import Timing
 
 _STEPS_FILE, _INPUTS_FILE = "steps.json", "inputs.json"
@@ -33,7 +35,7 @@ class StepsTaken:
 
     def __init__(self, replica: str, of_each_round: int | None) -> None:
         """`of_each_round`: H if all rounds have a fixed number of steps, else None."""
-        self._replica = replica
+        self.replica = replica
         self._of_each_round = of_each_round
         self._round = 0
         self._total = 0
@@ -53,10 +55,14 @@ class StepsTaken:
             self._follow(record_of(missed), None)
 
     def _follow(self, record: RoundRecord, own: int | None) -> None:
-        counted = next((one.steps for one in record.contributions if one.replica == self._replica), None)
+        counted = next((one.steps for one in record.contributions if one.replica == self.replica), None)
         self._round = record.round
         self._total += own if own is not None else counted or 0
         self.last = self.last if counted is None else counted
+
+    def inputs(self, round_: int, spec: RunSpec) -> RoundInputs:
+        """Return the learning rates and the share of a round, as far as they are known."""
+        return spec.rates_in(round_, self.before(round_), self.last), spec.share_of(self.replica, round_)
 
     def known(self, round_: int) -> dict[str, Any] | None:
         """Return what is known before a round, to commit to it; None if it follows from the round."""
@@ -94,7 +100,7 @@ class InnerLoop:
     """An inner loop that has been trained."""
 
     steps: int
-    timing: Timing
+    timing: Timing = field(default_factory=Timing)
 
     def report(self, round_: int, device_bytes: int | None) -> MemberRound:
         """Return a report of a round with the times of its inner loop. Other times are to be filled in."""
@@ -144,9 +150,6 @@ class OverlappedRound:
             self._inputs = {int(number): one for number, one in inputs.items()}
 
 
-# Length of a round's inner loop: a number of steps, the steps that fit into a time, or the steps of a record.
-
-
 StepsOf = Callable[[str, int], int]
 """Function (replica, round) -> number of inner steps that the replica took in the round."""
 
@@ -154,108 +157,73 @@ StepsOf = Callable[[str, int], int]
 class RoundLength:
     """Decides the end of an inner loop. A member asks before and after every inner step.
 
-    This one is for later stages: it ends the inner loop when the previous stage announces the last step.
-    """
-
-    def begin(self, elapsed: float) -> None:
-        """Note that the member starts a round, `elapsed` seconds after it was opened."""
-
-    def contributed(self, seconds: float) -> None:
-        """Note that a contribution was handed in, `seconds` after the last step of its round."""
-
-    def is_last(self, round_: int, step: int) -> bool | None:
-        """Return whether the step that begins now, counted from 0 in its round, is the last; None if unannounced."""
-        return None
-
-    def is_over(self, step: int, told: bool) -> bool:
-        """Return whether the inner loop ends with a step. `told`: whether the step was announced as the last."""
-        return told
-
-
-class SoManySteps(RoundLength):
-    """H steps in every round, known to all members."""
-
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
-
-    def is_over(self, step: int, told: bool) -> bool:
-        return step + 1 == self.steps
-
-
-class SoMuchTime(RoundLength):
-    """As many steps as fit into `seconds` since the round opened, including the time to contribute; at least one.
-
-    All replicas thus contribute at about the same time, however slow their lines are, and none waits for the others.
+    With `steps`, every round has so many (H), which all members know. With `steps_of`, a function of the round, it has
+    as many as the replica took before, so that a repeated run reproduces the same bits. With `seconds`, it has as many
+    as fit into this time since the round opened, including the time to contribute; at least one. All replicas thus
+    contribute at about the same time, however slow their lines are, and none waits for the others.
 
     A step is the last if it and one more would not fit. Both are assumed to take the average step time of this round,
     or at the first step that of the previous round. In its first round a replica takes at least two steps, because it
     cannot estimate the step time before the second.
+
+    Without any of these, as for later stages, the previous stage announces the last step.
     """
 
-    def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
-        self.seconds = seconds
-        self._clock = clock
-        self._opened = clock()
-        self._began = clock()
+    def __init__(
+        self,
+        steps: int | None = None,
+        seconds: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        steps_of: Callable[[int], int] | None = None,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        """With `ranks`, the first rank decides for all."""
+        self._steps, self._seconds, self._steps_of = steps, seconds, steps_of
+        self._clock, self._ranks = clock, ranks
+        self._opened = self._began = clock()
         self._a_step: float | None = None
         self._to_contribute = 0.0
 
     def begin(self, elapsed: float) -> None:
+        """Note that the member starts a round, `elapsed` seconds after it was opened."""
         self._opened = self._clock() - elapsed
 
     def contributed(self, seconds: float) -> None:
+        """Note that a contribution was handed in, `seconds` after the last step of its round."""
         self._to_contribute = seconds
 
     def is_last(self, round_: int, step: int) -> bool | None:
+        """Return whether the step that begins now, counted from 0 in its round, is the last; None if unannounced."""
+        if self._steps is not None or (self._seconds is None and self._steps_of is None):
+            return None
+        if self._ranks.world == 1:
+            return self._decide(round_, step)
+        decided = bytes([self._decide(round_, step)]) if self._ranks.is_first else None
+        return self._ranks.broadcast_bytes(decided) != b"\0"
+
+    def _decide(self, round_: int, step: int) -> bool:
+        if self._steps_of is not None:
+            return step + 1 >= self._steps_of(round_)
         now = self._clock()
         if step == 0:
             self._began = now
         else:
             self._a_step = (now - self._began) / step
-        left = self.seconds - (now - self._opened) - self._to_contribute
+        assert self._seconds is not None
+        left = self._seconds - (now - self._opened) - self._to_contribute
         return self._a_step is not None and 2 * self._a_step > left
 
-
-class AsRecorded(RoundLength):
-    """As many steps in each round as the replica took before, so that a repeated run reproduces the same bits."""
-
-    def __init__(self, replica: str, steps_of: StepsOf) -> None:
-        self._replica = replica
-        self._steps_of = steps_of
-
-    def is_last(self, round_: int, step: int) -> bool | None:
-        return step + 1 >= self._steps_of(self._replica, round_)
+    def is_over(self, step: int, told: bool) -> bool:
+        """Return whether the inner loop ends with a step. `told`: whether the step was announced as the last."""
+        return told if self._steps is None else step + 1 == self._steps
 
 
-class OfFirstRank(RoundLength):
-    """Broadcasts the decision of the first rank to all ranks."""
-
-    def __init__(self, length: RoundLength, ranks: Ranks) -> None:
-        self._length = length
-        self._ranks = ranks
-
-    def begin(self, elapsed: float) -> None:
-        self._length.begin(elapsed)
-
-    def contributed(self, seconds: float) -> None:
-        self._length.contributed(seconds)
-
-    def is_last(self, round_: int, step: int) -> bool | None:
-        decided = bytes([bool(self._length.is_last(round_, step))]) if self._ranks.is_first else None
-        return self._ranks.broadcast_bytes(decided) != b"\0"
-
-
-def round_length(
-    spec: RunSpec, member: MemberSpec, clock: Callable[[], float], ranks: Ranks, steps_of: StepsOf | None = None
-) -> RoundLength:
+def round_length(spec: RunSpec, member: MemberSpec, ranks: Ranks, steps_of: StepsOf | None = None) -> RoundLength:
     """Return the round length of one member. `steps_of`, if set, gives the number of steps and overrides the clock."""
-    inner = spec.config.inner
+    inner, name = spec.config.inner, member.replica.name
     if inner.steps is not None:
-        return SoManySteps(inner.steps)
+        return RoundLength(inner.steps)
     if member.stage is not None and not member.stage.is_first:
         return RoundLength()
-    assert inner.seconds is not None
-    own: RoundLength = SoMuchTime(inner.seconds, clock)
-    if steps_of is not None:
-        own = AsRecorded(member.replica.name, steps_of)
-    return own if ranks.world == 1 else OfFirstRank(own, ranks)
+    of_round = None if steps_of is None else partial(steps_of, name)
+    return RoundLength(seconds=inner.seconds, steps_of=of_round, ranks=ranks)

@@ -31,7 +31,7 @@ from hetero_pp.pseudo_gradient.error_feedback import Selection, select
 from hetero_pp.pseudo_gradient.rows import join, packed
 from hetero_pp.pseudo_gradient.selection import generator_of
 from replica_groups.engines.engine import ParameterStore
-from replica_groups.member.error_feedback import ErrorFeedback, Undecided
+from replica_groups.member.error_feedback import ErrorFeedback, Undecided, is_named
 from replica_groups.member.rank_rows import RankRows, kept, read_part, write_part
 from replica_groups.member.session import MemberSession
 
@@ -242,7 +242,7 @@ class OuterRound:
             return False
         decided, self.feedback.undecided = self.feedback.undecided, None
         assert decided is not None
-        if decided.is_named_by(counted):
+        if is_named(counted, decided.generation, decided.digests):
             return True
         own = decided.blobs
         for name, part in self._own_parts(record.round, lambda _, block: self.ranks.broadcast_bytes(own.get(block))):

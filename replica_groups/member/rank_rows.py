@@ -62,20 +62,18 @@ def read_part(folder: Path, ranks: Ranks, shapes: Mapping[str, Shape], tile: tup
     if worlds != {len(found)}:
         raise HeteroPPError(f"{folder}: found {[path.name for path in found]}, expected one file per rank")
     parts = [safe_open(path, framework="pt") for path in found]
-    return {
-        name: _rows(parts, name, shapes.get(parameter_of(name.split(":")[-1])), tile, ranks)
-        for name in sorted(set(parts[0].keys()))
-    }
-
-
-def _rows(parts: list[safe_open], name: str, shape: Shape | None, tile: tuple[int, int], ranks: Ranks) -> Tensor:
-    if shape is None or (len(parts) == ranks.world == 1):
-        return parts[0].get_tensor(name)
-    wanted = rows_of(shape, tile, ranks.rank, ranks.world)
-    pieces = [torch.empty(0, *shape[1:])]
-    for index, part in enumerate(parts):
-        held = rows_of(shape, tile, index, len(parts))
-        start, stop = max(held.start, wanted.start), min(held.stop, wanted.stop)
-        if start < stop:
-            pieces.append(part.get_slice(name)[start - held.start : stop - held.start])
-    return torch.cat(pieces)
+    tensors = {}
+    for name in sorted(set(parts[0].keys())):
+        shape = shapes.get(parameter_of(name.split(":")[-1]))
+        if shape is None or (len(parts) == ranks.world == 1):
+            tensors[name] = parts[0].get_tensor(name)
+            continue
+        wanted = rows_of(shape, tile, ranks.rank, ranks.world)
+        pieces = [torch.empty(0, *shape[1:])]
+        for index, part in enumerate(parts):
+            held = rows_of(shape, tile, index, len(parts))
+            start, stop = max(held.start, wanted.start), min(held.stop, wanted.stop)
+            if start < stop:
+                pieces.append(part.get_slice(name)[start - held.start : stop - held.start])
+        tensors[name] = torch.cat(pieces)
+    return tensors

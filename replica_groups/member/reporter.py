@@ -17,6 +17,7 @@ from hetero_pp.rpc.exchange_service import ExchangeService
 from replica_groups.member.session import LedgerOf
 
 SECONDS_BETWEEN_SAMPLES = 0.5
+SECONDS_BETWEEN_LINK_REPORTS = 0.5
 
 _SECONDS_BETWEEN_LOOKS = 0.5
 
@@ -47,6 +48,9 @@ class Reporter:
         """Report an event, given by its field of Report. It may be changed afterwards."""
         self.send(Report(time=time.time(), member=self.member, **event))
 
+    def say(self, line: str) -> None:
+        print(f"{self.member}: {line}", file=sys.stderr, flush=True)
+
     def links(self, ledgers: Iterable[LedgerOf], round_: int, every: float = 0.0) -> None:
         """Report the use of links in a round, unless they were reported less than `every` seconds ago."""
         if time.monotonic() < self._reported_links + every:
@@ -65,7 +69,7 @@ class Reporter:
         is_told = had_failed > 0
         if failure:
             is_told = self.unsaved & (self.unsaved - 1) == 0
-            print(f"{self.member}: its state after round {round_} was not saved: {failure}", file=sys.stderr)
+            self.say(f"its state after round {round_} was not saved: {failure}")
         if is_told and is_first:
             self.tell(state_saving=StateSaving(round=round_, failure=failure))
 
@@ -97,7 +101,12 @@ class Reporter:
     def _run(self) -> None:
         over = False
         while not over:
-            batch = [self._next()]
+            batch: list[Report | threading.Event | None] = []
+            while not batch:  # wait for something to send, and sample meanwhile what the member does
+                try:
+                    batch.append(self._queue.get(timeout=SECONDS_BETWEEN_SAMPLES))
+                except queue.Empty:
+                    batch += self._sample()
             deadline = time.monotonic() + self._interval
             while isinstance(batch[-1], Report) and (left := deadline - time.monotonic()) > 0:
                 try:
@@ -107,20 +116,20 @@ class Reporter:
             reports = [one for one in batch if isinstance(one, Report)]
             # After the reports before it, because the exchange orders a member's reports by arrival.
             reports += self._sample() if reports else []
-            if reports and not self._deliver(reports):
-                return
+            for report in reports:
+                report.sent = time.time()
+            try:
+                if reports:
+                    self._exchange.report(reports)
+            except Refused as error:  # one report was out of range; other ones may be accepted
+                if not self._was_refused:
+                    self.say(f"the exchange refused a report: {error}")
+                self._was_refused = True
+            except HeteroPPError:
+                return  # the exchange is gone; calls that wait for it say so
             if isinstance(batch[-1], threading.Event):
                 batch[-1].set()
             over = batch[-1] is None
-
-    def _next(self) -> Report | threading.Event | None:
-        """Wait for something to send."""
-        while True:
-            try:
-                return self._queue.get(timeout=SECONDS_BETWEEN_SAMPLES)
-            except queue.Empty:
-                for report in self._sample():
-                    return report
 
     def _sample(self) -> list[Report]:
         """Return a report of what the member does now; none if that is not new, or was asked a moment ago."""
@@ -133,16 +142,3 @@ class Reporter:
         self._told, report = found, self.new()
         report.activity.doing = found
         return [report]
-
-    def _deliver(self, reports: list[Report]) -> bool:
-        for report in reports:
-            report.sent = time.time()
-        try:
-            self._exchange.report(reports)
-        except Refused as error:  # one report was out of range; other ones may be accepted
-            if not self._was_refused:
-                print(f"{self.member}: the exchange refused a report: {error}", file=sys.stderr, flush=True)
-            self._was_refused = True
-        except HeteroPPError:
-            return False  # the exchange is gone; calls that wait for it say so
-        return True

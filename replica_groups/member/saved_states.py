@@ -148,27 +148,30 @@ class SavedStates:
 
     def _complaint_of(self, folder: Path) -> str | None:
         """Return what is wrong with a checkpoint: None if nothing, an empty string if it belongs to another run."""
-        digests = self._digests(folder)
-        return self._broadcast(self._complaint(folder, digests))
-
-    def _complaint(self, folder: Path, digests: dict[str, str]) -> str | None:
+        digests, complaint = self._digests(folder), None
         try:
             noted = _StateDigests.model_validate_json((folder / DIGESTS).read_bytes())
+            both = {*noted.files, *digests}
+            wrong = sorted(name for name in both if noted.files.get(name) != digests.get(name))
+            if wrong:
+                complaint = f"{wrong[0]!r} does not match its digest"
+            if noted.run != self.run:
+                complaint = ""
         except (OSError, ValidationError):
-            return f"{DIGESTS} cannot be read"
-        if noted.run != self.run:
-            return ""
-        expected = noted.files
-        wrong = sorted(name for name in {*expected, *digests} if expected.get(name) != digests.get(name))
-        return f"{wrong[0]!r} does not match its digest" if wrong else None
+            complaint = f"{DIGESTS} cannot be read"
+        return self._broadcast(complaint)
 
     def _digests(self, folder: Path) -> dict[str, str]:
         """Return the sha256 of every file in a folder; each file is read by one rank."""
         own: dict[str, str] = {}
         try:
             files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != DIGESTS)
-            mine = files[self.ranks.rank :: self.ranks.world]
-            own = {path.relative_to(folder).as_posix(): _sha256(path) for path in mine}
+            for path in files[self.ranks.rank :: self.ranks.world]:
+                name = path.relative_to(folder).as_posix()
+                try:
+                    own[name] = file_sha256(path)
+                except OSError as error:
+                    own[name] = f"{_UNREAD}{error.strerror}"
         except OSError as error:  # the other ranks wait for this rank's list
             own = {".": f"{_UNREAD}{error.strerror}"}
         parts = self.ranks.gather_bytes(json.dumps(own).encode())
@@ -208,12 +211,26 @@ class SavedStates:
         If writing fails on the disk of any rank, return the reason on all ranks; otherwise return an empty string.
         After a failure the earlier checkpoints stay, and nothing of this round is left.
         """
-        part = self.folder / "part"
-        failure = (
-            self._failure_of(partial(self._begin, part), self.ranks.is_first)
-            or self._failure_of(partial(write, part))
-            or self._failure_of(partial(self._end, part, round_, self._digests(part), awaits), self.ranks.is_first)
-        )
+        part, is_first = self.folder / "part", self.ranks.is_first
+
+        def begin() -> None:
+            for left in (part, *map(self._pending, self.rounds("pending"))):  # of a failed save, and of a round in vain
+                if left.exists():
+                    shutil.rmtree(left)
+            part.mkdir(parents=True)
+
+        def end(files: dict[str, str]) -> None:
+            for name, digest in files.items():
+                if digest.startswith(_UNREAD):
+                    raise OSError(errno.EIO, digest, str(part / name))
+            noted = _StateDigests(run=self.run, files=files)
+            if awaits is not None:
+                noted.generation, noted.blobs = awaits.generation, awaits.digests
+            write_whole(part / DIGESTS, noted.model_dump_json(indent=1).encode())
+            rename_whole(part, self.path(round_) if awaits is None else self._pending(round_))
+
+        failure = self._failure_of(begin, is_first) or self._failure_of(partial(write, part))
+        failure = failure or self._failure_of(partial(end, self._digests(part)), is_first)
         if self.ranks.is_first:
             if failure:
                 shutil.rmtree(part, ignore_errors=True)
@@ -274,32 +291,8 @@ class SavedStates:
         failures = (one.decode() for one in self.ranks.gather_bytes(failure.encode()))
         return next(filter(None, failures), "")
 
-    def _begin(self, part: Path) -> None:
-        for left in (part, *map(self._pending, self.rounds("pending"))):  # by a failed save, and by a round in vain
-            if left.exists():
-                shutil.rmtree(left)
-        part.mkdir(parents=True)
-
-    def _end(self, part: Path, round_: int, files: dict[str, str], awaits: Undecided | None) -> None:
-        for name, digest in files.items():
-            if digest.startswith(_UNREAD):
-                raise OSError(errno.EIO, digest, str(part / name))
-        noted = _StateDigests(run=self.run, files=files)
-        if awaits is not None:
-            noted.generation, noted.blobs = awaits.generation, awaits.digests
-        write_whole(part / DIGESTS, noted.model_dump_json(indent=1).encode())
-        rename_whole(part, self.path(round_) if awaits is None else self._pending(round_))
-
     def _say(self, line: str) -> None:
         print(f"{self.folder.name}: {line}", file=sys.stderr, flush=True)
-
-
-def _sha256(path: Path) -> str:
-    """Return the digest of a file, or `_UNREAD` and the reason if it cannot be read."""
-    try:
-        return file_sha256(path)
-    except OSError as error:
-        return f"{_UNREAD}{error.strerror}"
 
 
 def states_of(spec: RunSpec, session: MemberSession, folder: RunFolder) -> SavedStates:
@@ -318,23 +311,19 @@ def newest_usable_state(session: MemberSession, states: SavedStates, available: 
     last_round = session.last_round()
     settled = states.settled_in(range(1, last_round + 1), session)  # the record came while the member was gone
     useful = frozenset(round_ for round_ in (*available.rounds, settled) if 0 < round_ <= last_round)
-    if useful and not _is_known_since(session, range(max(useful) + 1, last_round + 1)):
-        useful = frozenset()  # what was counted since cannot be taken out of its error feedback
+    # The log may have removed the contributions since then, older ones first. Without the first of this replica's that
+    # a round included, what was counted cannot be taken out of the state's error feedback.
+    for round_ in range(max(useful) + 1, last_round + 1) if useful else ():
+        if (entry := session.entry(session.record(round_, session.member))) is not None:
+            try:
+                session.fetch(session.member, round_, session.replica, entry.blobs[0].block)
+            except Refused:
+                useful = frozenset()
+            break
     aside = states.set_aside_all_but(useful)
     if aside is not None:
         print(f"{session.member}: states of later rounds were moved to {aside}", file=sys.stderr, flush=True)
     return max(useful, default=None)
-
-
-def _is_known_since(session: MemberSession, rounds: range) -> bool:
-    """Return whether the log still has what these rounds included of a replica; older contributions go first."""
-    for round_ in rounds:
-        if (entry := session.entry(session.record(round_, session.member))) is not None:
-            try:
-                return bool(session.fetch(session.member, round_, session.replica, entry.blobs[0].block))
-            except Refused:
-                return False
-    return True
 
 
 # Copies of saved states in the run's store, from which another machine that takes over the slot resumes.
@@ -424,23 +413,20 @@ class StateCopies:
                     self._changed.notify_all()
 
     def _send(self, round_: int, folder: Path) -> None:
+        """Send a state, and delete all copies except this one and the one before.
+
+        Copies of later rounds predate a rollback of the run.
+        """
         copy = _Copy(round_, f"{self._own}/round-{round_:06d}-{secrets.token_hex(4)}")
         files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
         for name in [*(one for one in files if one != DIGESTS), DIGESTS]:
             self._store.put_file(f"{copy.folder}/{name}", folder / name)
-        self._remove_all_but(copy)
-
-    def _remove_all_but(self, newest: _Copy) -> None:
-        """Delete all copies except this one and the one before.
-
-        Copies of later rounds predate a rollback of the run.
-        """
-        before = [copy for copy in self._whole() if copy.round < newest.round]
-        kept = {newest.folder, *(copy.folder for copy in sorted(before, key=lambda copy: copy.round)[1 - KEPT :])}
-        for copy in self._all():
-            if copy.folder not in kept:
-                self._store.delete([f"{copy.folder}/{DIGESTS}"])
-                self._store.delete(self._store.below(copy.folder))
+        before = [old for old in self._whole() if old.round < copy.round]
+        kept = {copy.folder, *(old.folder for old in sorted(before, key=lambda old: old.round)[1 - KEPT :])}
+        for old in self._all():
+            if old.folder not in kept:
+                self._store.delete([f"{old.folder}/{DIGESTS}"])
+                self._store.delete(self._store.below(old.folder))
 
     def _all(self) -> list[_Copy]:
         found = (re.fullmatch(r"(round-(\d{6,})-[0-9a-f]+)/", name) for name in self._store.names(self._own))

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -333,6 +333,13 @@ class MemberSession(ExchangeService):
         kept = momentum_of(names, parameters)
         tensors = self.checkpoint([*parameters, *others, *kept], round_)
         return round_, tensors, {name.removeprefix(MOMENTUM): tensors.pop(name) for name in kept}
+
+    def allowed_to_stop(self, round_: int | None = None) -> AbstractContextManager[None]:
+        """Allow Stopped at any instruction of a block; not on several ranks, which have to leave it together.
+
+        With `round_` the block trains ahead of that round; see Stopping.allowed.
+        """
+        return nullcontext() if self.ranks.in_group else self.stopping.allowed(round_)
 
     # ---- an outer round ----
 

@@ -1,17 +1,16 @@
 """One member's part in a run, from joining to the last round; the same in a process, on ranks and in a thread.
 
 `take_part` agrees with the run, joins it and builds the trainer. `TrainingLoop.run` then asks for one round after the
-other, and does what its methods say from top to bottom: reaches the start of the round, trains the inner steps,
-contributes and applies the record, evaluates, and saves. It returns to the start of the round if its replica reforms or
-its incarnation is over.
+other: reaches its start, trains the inner steps, contributes and applies the record, evaluates, and saves. It returns
+to the start of the round if its replica reforms or its incarnation is over.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -38,14 +37,11 @@ from replica_groups.member.inner_loops import (
     round_length,
 )
 from replica_groups.member.outer_round import OuterRound
-from replica_groups.member.reporter import Reporter
+from replica_groups.member.reporter import SECONDS_BETWEEN_LINK_REPORTS, Reporter
 from replica_groups.member.saved_states import SavedStates, newest_usable_state, states_of
 from replica_groups.member.session import Connections, Links, MemberSession
 from replica_groups.member.stopping import NEVER_STOPPED, Stopping
 from replica_groups.member.trainers import TrainingMember, build_from_checkpoint
-from stages.worker import Timing
-
-SECONDS_BETWEEN_LINK_REPORTS = 0.5
 
 
 def take_part(
@@ -63,18 +59,15 @@ def take_part(
     """Train all remaining rounds as one member of a run, on `ranks.device`, or as one of several ranks that form it.
 
     The caller closes the connections, or aborts them if this function raises HeteroPPError, which means that the run
-    failed here or elsewhere. `gate`, if set, delays each round until it is open. `steps_of`, if set, replaces the clock
-    in rounds of a fixed time (`round_length`). `faults` are injected. `stopping` asks to save the state and leave.
-    `audited` makes the member's part in the audits of the run.
+    failed. `gate` delays each round until it is open. `steps_of` replaces the clock in rounds of a fixed time. `faults`
+    are injected. `stopping` asks to save the state and leave. `audited` makes the member's part in audits of the run.
     """
     config, say = spec.config, partial(print, f"{member.name}:", file=sys.stderr, flush=True)
     use(ranks.device)
     links = Links(spec, member, connections)
     exchange, overlaps = connections.exchange if ranks.is_first else None, bool(config.outer.overlap)
     name, replica = member.name, member.replica.name
-    session = MemberSession(
-        exchange, name, replica, line=links.line, ranks=ranks, stopping=stopping, faults=faults, overlaps=overlaps
-    )
+    session = MemberSession(exchange, name, replica, "", links.line, ranks, stopping, faults, overlaps=overlaps)
     # What every member of a run has to have in common is compared before it takes a slot.
     reads = member.reads_data and config.rehearsal is None
     source = keep_trying(lambda: open_source(config.data, folder.cache), say) if reads else None
@@ -90,8 +83,7 @@ def take_part(
         trainer, outer, holds = build_from_checkpoint(spec, member, session, source, folder.path, tell)
         reporter = Reporter(session, name)
         reporter.tell(computes=pb.Computes(device=name_of(ranks.device)))
-        steps = StepsTaken(replica, config.inner.steps)
-        length = round_length(spec, member, time.monotonic, ranks, steps_of)
+        steps, length = StepsTaken(replica, config.inner.steps), round_length(spec, member, ranks, steps_of)
         states = replace(states, every=spec.latest.states_every)
         audit = audited(spec, folder, session, trainer, outer, steps)
         loop = TrainingLoop(
@@ -127,13 +119,11 @@ class TrainingLoop:
     holds: int  # round after which the member holds theta
     gate: Gate | None = None  # is asked before every inner step, by members that are threads
     audit: MemberAudit = NOT_AUDITED
-
-    def __post_init__(self) -> None:
-        self.saved: int | None = None  # round of the loaded saved state, until the rounds since then are caught up
-        self._seconds_to_save = 0.0  # duration of the newest save
-        self._has_started = False  # whether a round was reached since this process started
-        self._position = RoundPosition.CATCHING_UP
-        self.overlapped = OverlappedRound()
+    saved: int | None = None  # round of the loaded saved state, until the rounds since then are caught up
+    seconds_to_save: float = 0.0  # duration of the newest save
+    has_started: bool = False  # whether a round was reached since this process started
+    position: RoundPosition = RoundPosition.CATCHING_UP
+    overlapped: OverlappedRound = field(default_factory=OverlappedRound)
 
     def load(self, saved: int) -> None:
         """Restore the saved state after round `saved`. Theta and the outer optimizer stay as they are."""
@@ -163,7 +153,7 @@ class TrainingLoop:
                 except (Suspended, IncarnationOver, LinkError) as error:
                     self._return(error)
                 self.session.stopping.check(self.outer.ranks)
-            self.audit.wait(self._allowed_to_stop())
+            self.audit.wait(self.session.allowed_to_stop())
         except Stopped:
             self._save_before_the_end()
             raise
@@ -175,9 +165,9 @@ class TrainingLoop:
     def _reach(self, work: pb.AssignReply) -> None:
         """Bring the member to the start of the assigned round."""
         saves_first = self.states.is_due(work.round) and not self.session.overlaps
-        self.length.begin(work.elapsed + (self._seconds_to_save if saves_first else 0.0))
+        self.length.begin(work.elapsed + (self.seconds_to_save if saves_first else 0.0))
         self.reporter.does(pb.CATCHING_UP)
-        self._position = RoundPosition.CATCHING_UP
+        self.position = RoundPosition.CATCHING_UP
         if work.heals:
             self._heal()
             if self.holds >= work.round:
@@ -186,20 +176,20 @@ class TrainingLoop:
         # A new process, or a member that returned to its start, may miss a round that includes its contribution.
         if settled := self.states.settled_in(range(self.holds + 1, work.round), self.session):
             self.load(settled)
-        if before > self.holds + self._has_started and (self.saved is None or settled):
+        if before > self.holds + self.has_started and (self.saved is None or settled):
             # The member waited for its replica to be complete, or for a round that includes it: a newer run checkpoint
             # takes the place of rounds to replay, whose contributions the log may no longer have.
             newest = self.session.newest_checkpoint()[0]
-            least = self.spec.config.checkpoints.every if self._has_started else 1
+            least = self.spec.config.checkpoints.every if self.has_started else 1
             if self.holds + least <= newest <= before and self.outer.is_settled:
                 self._heal()
         missed = before > self.holds
         self._catch_up(before)
-        if missed or not self._has_started:
+        if missed or not self.has_started:
             self.member.start_round(self.outer)
-            self._has_started = True
-        self._position = RoundPosition.AT_START
-        with self._allowed_to_stop():
+            self.has_started = True
+        self.position = RoundPosition.AT_START
+        with self.session.allowed_to_stop():
             ends = self.session.form(work)
         if ends is not None:
             self.member.relink(ends)
@@ -227,7 +217,7 @@ class TrainingLoop:
 
     def _return(self, error: Exception) -> None:
         """Return to the start of the round in progress; after a link error, report which neighbour is to blame."""
-        print(f"{self.reporter.member}: returns to round {self.holds}: {error}", file=sys.stderr, flush=True)
+        self.reporter.say(f"returns to round {self.holds}: {error}")
         generation = self.session.leave_links(str(error))
         self._undo_round()
         if isinstance(error, LinkError) and generation is not None:
@@ -236,10 +226,10 @@ class TrainingLoop:
                 self.session.broken(self.session.member, generation, str(error), blames)
 
     def _undo_round(self) -> None:
-        if self._position is RoundPosition.IN_ROUND:
+        if self.position is RoundPosition.IN_ROUND:
             self.outer.undo()
             self.member.undo(self.outer)
-            self._position, self.overlapped.loop = RoundPosition.AT_START, None
+            self.position, self.overlapped.loop = RoundPosition.AT_START, None
 
     # ---- a round ----
 
@@ -252,11 +242,11 @@ class TrainingLoop:
 
         # The inner loop trained ahead is valid if all members of the replica have it, with the learning rates and the
         # share that apply now. Otherwise the round is trained from theta, or from the replica's own parameters.
-        inputs, loop, self.overlapped.loop = self._inputs(round_), self.overlapped.loop, None
+        inputs, loop, self.overlapped.loop = self.steps.inputs(round_, spec), self.overlapped.loop, None
         is_trained = work.trained == round_ and self.overlapped.is_valid(round_, inputs)
         if is_trained and loop is None:  # it came from a saved state, or the member returned to it
             self.member.remember(ahead=True)
-            loop = InnerLoop(spec.config.inner.require_steps("rounds overlap"), Timing())
+            loop = InnerLoop(spec.config.inner.require_steps("rounds overlap"))
         elif not is_trained:
             if loop is not None:
                 self.member.undo(outer)
@@ -265,7 +255,7 @@ class TrainingLoop:
             outer.start_local(round_, work.trained)
             self.audit.begin(round_, work.committed)
             self.member.remember()
-        self._position = RoundPosition.IN_ROUND
+        self.position = RoundPosition.IN_ROUND
         session.heartbeats.trains(round_, work.generation)
         if loop is None:
             loop = self._train(round_, round_, inputs)
@@ -281,21 +271,21 @@ class TrainingLoop:
 
         def contributed() -> None:
             nonlocal ahead_seconds
-            self.length.contributed(time.monotonic() - started - (self._seconds_to_save if saves_first else 0.0))
+            self.length.contributed(time.monotonic() - started - (self.seconds_to_save if saves_first else 0.0))
             if session.overlaps and round_ < spec.latest.outer.rounds:
                 # The inner loop of the next round; `undo` then returns to the beginning of this inner loop.
                 began = time.monotonic()
                 self.member.remember(ahead=True)
                 outer.start_ahead()
-                trained_ahead = self._train(round_ + 1, round_, self._inputs(round_ + 1))
+                trained_ahead = self._train(round_ + 1, round_, self.steps.inputs(round_ + 1, spec))
                 outer.end_inner_loop(round_ + 1)
                 self.overlapped.loop, ahead_seconds = trained_ahead, time.monotonic() - began
 
         self.reporter.does(pb.OUTER_ROUND)
-        self.audit.wait(self._allowed_to_stop())  # no round counts a member that owes a checkpoint
+        self.audit.wait(self.session.allowed_to_stop())  # no round counts a member that owes a checkpoint
         with computing("outer round", outer.ranks.device):
             record = outer.synchronise(round_, work.generation, loop.steps, contributed, before_last)
-        self._position, self.holds = RoundPosition.AT_START, round_
+        self.position, self.holds = RoundPosition.AT_START, round_
         is_undone = self.audit.undoes_uncounted and session.entry(record) is None
         if is_undone:  # the error feedback is undone, too (OuterRound)
             self.member.undo(outer)
@@ -321,11 +311,6 @@ class TrainingLoop:
             if not is_settled and not (saves_first and self.reporter.unsaved):  # the disk took nothing a moment ago
                 self._save_state(round_)
 
-    def _inputs(self, round_: int) -> RoundInputs:
-        """Return the learning rates and the share of a round, as far as they are known."""
-        rates = self.spec.rates_in(round_, self.steps.before(round_), self.steps.last)
-        return rates, self.spec.share_of(self.session.replica, round_)
-
     def _train(self, round_: int, under_way: int, inputs: RoundInputs) -> InnerLoop:
         """Train the inner steps of `round_` while `under_way`, the same round or the one before, is in progress."""
         rates, share = inputs
@@ -334,10 +319,10 @@ class TrainingLoop:
         self.member.take_share(share, first)
         # The outer round and the inner loop free memory of which the other needs other sizes. A thread beside other
         # members leaves this to them.
-        if self.gate is None:
-            give_freed_memory_back()
+        give_memory_back = give_freed_memory_back if self.gate is None else lambda: None
+        give_memory_back()
         self.reporter.does(self.member.doing)
-        with self.session.heartbeats.computing(self.member.activity), self._allowed_to_stop(ahead_of):
+        with self.session.heartbeats.computing(self.member.activity), self.session.allowed_to_stop(ahead_of):
             steps, is_over = 0, False
             while not is_over:
                 if self.gate is not None and self.gate.enter(self.reporter.member, under_way):
@@ -354,15 +339,14 @@ class TrainingLoop:
                 self.session.heartbeats.progressed()
                 self.reporter.links(self.session.links.ledgers, round_, SECONDS_BETWEEN_LINK_REPORTS)
             self.member.end_inner_loop(round_)
-        if self.gate is None:
-            give_freed_memory_back()
+        give_memory_back()
         self.overlapped.trained(round_, inputs)
         self.reporter.does(pb.OUTER_ROUND)
         return InnerLoop(steps, self.member.timing())
 
     def _evaluate(self, round_: int) -> None:
         self.reporter.does(pb.EVALUATING)
-        with self._allowed_to_stop(), computing("evaluation", self.outer.ranks.device):
+        with self.session.allowed_to_stop(), computing("evaluation", self.outer.ranks.device):
             evaluation = self.member.evaluate(round_)
         if evaluation is not None:
             self.reporter.tell(evaluation=evaluation)
@@ -386,12 +370,12 @@ class TrainingLoop:
 
         awaits, began = None if steps is None else self.outer.feedback.undecided, time.monotonic()
         failure = self.states.save(round_, write, awaits)
-        self._seconds_to_save = time.monotonic() - began
+        self.seconds_to_save = time.monotonic() - began
         self.reporter.saved(round_, failure, self.outer.ranks.is_first)
 
     def _save_before_the_end(self) -> None:
         """Save the state after the last closed round, if it is not saved yet. The round in progress is dropped."""
-        if self._position is RoundPosition.CATCHING_UP:
+        if self.position is RoundPosition.CATCHING_UP:
             return
         # Others may have finished rounds that this member has not, as it was late. With overlap there are none: a round
         # that was trained ahead depends on the one before as this replica knew it.
@@ -399,9 +383,8 @@ class TrainingLoop:
         last = self.holds if self.session.overlaps else max(self.holds, closed)
         if last == self.holds and (self.holds == 0 or self.states.has(self.holds)):
             return
-        if self._position is RoundPosition.IN_ROUND and not self.spec.config.states.undo:
-            why = "states.undo is false, so no state can be saved within a round"
-            print(f"{self.reporter.member}: {why}", file=sys.stderr)
+        if self.position is RoundPosition.IN_ROUND and not self.spec.config.states.undo:
+            self.reporter.say("states.undo is false, so no state can be saved within a round")
             return
         self._undo_round()
         self.outer.feedback.take_back()
@@ -410,15 +393,8 @@ class TrainingLoop:
                 self.load(settled)
             self._catch_up(last)
         except (Suspended, IncarnationOver, LinkError) as error:
-            print(f"{self.reporter.member}: its state was not saved: {error}", file=sys.stderr, flush=True)
+            self.reporter.say(f"its state was not saved: {error}")
             return
         self.reporter.flush(lambda: True)
         if not self.states.has(self.holds):
             self._save_state(self.holds)
-
-    def _allowed_to_stop(self, round_: int | None = None) -> AbstractContextManager[None]:
-        """Allow Stopped at any instruction of a block; not on several ranks, which have to leave it together.
-
-        With `round_` the block trains ahead of that round; see Stopping.allowed.
-        """
-        return nullcontext() if self.outer.ranks.in_group else self.session.stopping.allowed(round_)

@@ -48,9 +48,8 @@ from stages.worker import StageWorker, Timing, WorkerSettings
 class TrainingMember(Protocol):
     """A whole replica, or one stage of a replica."""
 
-    @property
-    def parameters(self) -> ParameterStore:
-        """The trained parameters."""
+    parameters: ParameterStore  # the trained parameters
+    batches: SharedBatches | None  # training data; None if the member reads none
 
     def follow(self, rates: LearningRates) -> None:
         """Use other learning rates from the next step on."""
@@ -68,6 +67,7 @@ class TrainingMember(Protocol):
 
     def end_inner_loop(self, round_: int) -> None:
         """Ensure that every step has been applied."""
+        return
 
     def remember(self, ahead: bool = False) -> None:
         """Copy at the start of a round what `undo` restores. The outer round keeps the synchronised parameters.
@@ -84,9 +84,11 @@ class TrainingMember(Protocol):
 
     def relink(self, ends: LinkEnds) -> None:
         """Use other links to the neighbouring stages, after `undo` or between two inner loops."""
+        return
 
     def start_round(self, outer: OuterRound) -> None:
         """Update what is derived from the synchronised parameters: the split of the token embedding."""
+        return
 
     def evaluate(self, round_: int) -> Evaluation | None:
         """Return the synchronised parameters' loss in this replica's forward, and the tokens; None where unknown."""
@@ -97,10 +99,6 @@ class TrainingMember(Protocol):
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote, in a member that started from the run checkpoint of the same round."""
 
-    @property
-    def batches(self) -> SharedBatches | None:
-        """Training data; None if the member reads none."""
-
     def moments(self) -> dict[str, Tensor]:
         """Return what the next step depends on beside theta and the position in the data, as tensors in use."""
 
@@ -109,6 +107,7 @@ class TrainingMember(Protocol):
 
     def message_digests(self) -> bytes:
         """Return the digests of the messages that it exchanged with other stages in this round; empty without any."""
+        return b""
 
     def activity(self) -> tuple[int, bool]:
         """Return a number that changes with progress, and whether the member is busy.
@@ -126,8 +125,10 @@ class TrainingMember(Protocol):
 # A datacenter replica as a member of a run: a whole replica, its data and its reports.
 
 
-class DatacenterMember:
-    """Trains the whole model with an engine, on each of its ranks. Implements TrainingMember."""
+class DatacenterMember(TrainingMember):
+    """Trains the whole model with an engine, on each of its ranks. It has no boundaries and no links to stages."""
+
+    batches: SharedBatches
 
     def __init__(
         self,
@@ -168,12 +169,6 @@ class DatacenterMember:
             is_last=True if is_last else None,
         )
 
-    def end_inner_loop(self, round_: int) -> None:
-        """Do nothing: each step is applied immediately."""
-
-    def start_round(self, outer: OuterRound) -> None:
-        """Do nothing: a datacenter replica has no boundaries."""
-
     def remember(self, ahead: bool = False) -> None:
         self.engine.remember(self._keeps_moments)
         self.batches.remember(ahead)
@@ -182,10 +177,6 @@ class DatacenterMember:
         outer.restore()
         self.engine.undo()
         self.batches.undo()
-        self.start_round(outer)
-
-    def relink(self, ends: LinkEnds) -> None:
-        """Do nothing: there are no links to stages."""
 
     def evaluate(self, round_: int) -> Evaluation:
         tokens = sum(tokens[:, 1:].numel() for tokens in self.validation)
@@ -208,10 +199,6 @@ class DatacenterMember:
         assert isinstance(self.engine, PlainEngine), "only `engine: torch` is audited by recomputation"
         self.engine.whole.optimizer.load_moments(moments)
 
-    def message_digests(self) -> bytes:
-        """Return nothing: there are no other stages."""
-        return b""
-
     def activity(self) -> tuple[int, bool]:
         """Return the finished micro-batches; the engine never waits for another member."""
         return self.engine.done, True
@@ -230,8 +217,8 @@ class DatacenterMember:
 _STATE = "stage.pt"
 
 
-class StageMember:
-    """One stage of a replica. Implements TrainingMember.
+class StageMember(TrainingMember):
+    """One stage of a replica.
 
     Only the first stage reads data. On other stages `batches` is None and `validation` is empty, but every stage knows
     the number of validation batches, `count`.
@@ -420,77 +407,49 @@ def build_member(
     if beyond := sorted(spec.config.model_fields_set - RunConfig.model_fields.keys()):
         found = "found settings of a row of a table, expected none: only `hetero-pp reproduce` trains with them"
         raise ConfigError((beyond[0],), found)
-    if isinstance(member.replica, DatacenterReplica):
-        return _build_datacenter(spec, member, member.replica, start, source, ranks, folder)
-    return _build_stage(spec, member, member.replica, start, ends, source, ranks.device, folder)
-
-
-def _build_datacenter(
-    spec: RunSpec,
-    member: MemberSpec,
-    replica: DatacenterReplica,
-    start: Start,
-    source: Source | None,
-    ranks: Ranks,
-    folder: Path | None,
-) -> DatacenterMember:
-    config = spec.config
-    batches, validation = replica_batches(spec, member, source)
-    engine: Engine
-    if config.rehearsal is None:
-        engine = build_engine(replica, spec.shape, start.parameters, config.inner, spec.total_steps, ranks, folder)
-    else:
-        engine = TimedEngine(cost_of(spec, member), replica.micro_batches, spec.shape.vocabulary, TimedPace())
-    if isinstance(engine, PlainEngine):
-        engine.whole.optimizer.defers = config.outer.source == "gradient"
-    return DatacenterMember(replica.name, engine, batches, validation, config.states.undo)
-
-
-def _build_stage(
-    spec: RunSpec,
-    member: MemberSpec,
-    replica: ParticipantsReplica,
-    start: Start,
-    ends: LinkEnds,
-    source: Source | None,
-    device: torch.device,
-    folder: Path | None,
-) -> StageMember:
-    assert member.stage is not None
-    config = spec.config
-    rows = replica.batch_size // replica.micro_batches
+    config, replica = spec.config, member.replica
+    pace, defers, keeps_moments = TimedPace(), config.outer.source == "gradient", config.states.undo
     batches: SharedBatches | None = None
     validation: list[Tensor] = []
-    if member.stage.is_first:
+    if member.stage is None or member.stage.is_first:
         batches, validation = replica_batches(spec, member, source)
-    pace = TimedPace()
+
+    if isinstance(replica, DatacenterReplica):
+        assert batches is not None
+        engine: Engine
+        if config.rehearsal is None:
+            engine = build_engine(replica, spec.shape, start.parameters, config.inner, spec.total_steps, ranks, folder)
+        else:
+            engine = TimedEngine(cost_of(spec, member), replica.micro_batches, spec.shape.vocabulary, pace)
+        if isinstance(engine, PlainEngine):
+            engine.whole.optimizer.defers = defers
+        return DatacenterMember(replica.name, engine, batches, validation, keeps_moments)
+
+    assert member.stage is not None
+    rows, length = replica.batch_size // replica.micro_batches, config.data.sequence_length
     if config.rehearsal is None:
-        stage = build_stage(spec, replica, member.stage, start, device)
+        stage = build_stage(spec, replica, member.stage, start, ranks.device)
     else:
-        timed = TimedBoundary(replica.boundary, spec.shape.width, rows, config.data.sequence_length)
-        stage = TimedStage(member.stage, spec.shape, timed, cost_of(spec, member), pace)
-    stage.optimizer.defers = config.outer.source == "gradient"
-    worker = StageWorker(stage, worker_settings(config, replica), ends.upstream, ends.downstream)
-    pace.waited = lambda: worker.timing.waited_previous + worker.timing.waited_next
-    if (audit := config.audit.recompute) is not None:
-        sketches = Sketches(stage.boundary.format, config.seed, replica.name) if audit.tolerance > 0 else None
-        worker.transcript = Transcript(GroupPosition(spec.run, replica.members, member.stage.index), sketches)
-    count = -(-config.data.validation_sequences // rows)
-    return StageMember(replica.name, worker, batches, validation, count, config.states.undo, folder)
-
-
-def worker_settings(config: RunConfig, replica: ParticipantsReplica) -> WorkerSettings:
-    """Return the settings of the workers of a group."""
-    return WorkerSettings(
+        boundary = TimedBoundary(replica.boundary, spec.shape.width, rows, length)
+        stage = TimedStage(member.stage, spec.shape, boundary, cost_of(spec, member), pace)
+    stage.optimizer.defers = defers
+    settings = WorkerSettings(
         micro_batches=replica.micro_batches,
-        micro_batch_size=replica.batch_size // replica.micro_batches,
-        sequence_length=config.data.sequence_length,
+        micro_batch_size=rows,
+        sequence_length=length,
         extra_in_flight=replica.extra_in_flight,
         receive_timeout=RECEIVE_TIMEOUT,
         replica=replica.name,
         seed=config.seed,
         overlap=config.outer.overlap > 0,
     )
+    worker = StageWorker(stage, settings, ends.upstream, ends.downstream)
+    pace.waited = lambda: worker.timing.waited_previous + worker.timing.waited_next
+    if (audit := config.audit.recompute) is not None:
+        sketches = Sketches(stage.boundary.format, config.seed, replica.name) if audit.tolerance > 0 else None
+        worker.transcript = Transcript(GroupPosition(spec.run, replica.members, member.stage.index), sketches)
+    count = -(-config.data.validation_sequences // rows)
+    return StageMember(replica.name, worker, batches, validation, count, keeps_moments, folder)
 
 
 def build_stage(

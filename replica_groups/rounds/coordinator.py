@@ -13,8 +13,7 @@ A slot is claimed, kept by heartbeats, and freed; a round is opened, trained, co
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping
-from functools import cached_property
+from collections.abc import Collection, Generator, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from hetero_pp.core.units import format_seconds
@@ -105,43 +104,80 @@ class Coordinator:
                 slot.assumed_present = True
                 self._note_holder(slot)
 
-    @cached_property
-    def _handlers(self) -> Mapping[type, Callable[[Any, float], Iterator[e.Effect]]]:
-        """Transition of each type of event."""
-        return {
-            e.Began: self._began,
-            e.Applied: self._applied,
-            e.Claimed: self._claimed,
-            e.NotClaimed: self._not_claimed,
-            e.Noted: self._noted,
-            e.Heard: self._heard,
-            e.Lost: self._lost,
-            e.Died: self._died,
-            e.Asked: self._asked,
-            e.Broken: self._broken,
-            e.Deposited: self._deposited,
-            e.Recorded: self._recorded,
-            e.NotRecorded: self._not_recorded,
-            e.Confirmed: self._confirmed,
-            e.Audited: self._audit,
-            e.Condemned: self._condemned,
-            e.Left: self._left,
-            e.Tick: self._tick,
-            e.Woke: self._woke,
-        }
-
     def step(self, event: e.Event, now: float) -> list[e.Effect]:
         """Return the effects of an event at time `now`."""
-        effects = list(self._handlers[type(event)](event, now))
+        effects = list(self._transition(event, now))
         if (slot := self.slots.get(getattr(event, "slot", ""))) is not None:
             self._slots_due = min(self._slots_due, slot.due_at())
         if self.open is not None:
             if not self.open.is_overdue and now - self.open.opened_at >= self.rules.limit:
                 self.open.becomes_overdue()
             self.open.count(self._needed, now)
-        effects += self._close_if_due(now)
-        effects += self._tell_of_quorum()
+            if not self.open.writing and (closes := self._closes_at()) is not None and now >= closes:
+                self.open.writing = True
+                effects.append(e.Write(self.open.record(self.rules)))
+            effects += self._tell_of_quorum(self.open)
         return effects
+
+    def _transition(self, event: e.Event, now: float) -> Iterator[e.Effect]:
+        """Yield the effects of the event itself. Events of every second come first."""
+        match event:
+            case e.Heard():
+                yield from self._heard(event, now)
+            case e.Deposited():
+                yield from self._deposited(event, now)
+            case e.Tick():
+                yield from self._tick(now)
+            case e.Asked():
+                yield from self._asked(event, now)
+            case e.Confirmed() if self.holds(event.slot, event.incarnation):
+                self._hashes.setdefault(event.round, {})[event.slot] = event.hashes
+                _keep_newest(self._hashes, REMEMBERED_HASHES)
+                yield from self._compare(event.round)
+            case e.Audited():
+                self._audited[event.round] = event.hashes
+                _keep_newest(self._audited, REMEMBERED_HASHES)
+                yield from self._compare(event.round)
+            case e.Recorded():
+                yield from self._recorded(event.record, now)
+            case e.NotRecorded() if self.open is not None and event.round == self.open.number:
+                self.open.writing, self.open.retry_at = False, now + RETRY_SECONDS
+            case e.Applied():
+                yield from self._applied(event, now)
+            case e.Claimed():
+                yield from self._claimed(event, now)
+            case e.NotClaimed():
+                self.slots[event.slot].claiming, self.slots[event.slot].claim_at = False, now + RETRY_SECONDS
+            case e.Noted():
+                yield from self._noted(event, now)
+            case e.Lost() if self.holds(event.slot, event.incarnation):
+                self.slots[event.slot].lost = True
+            case e.Died():
+                slot = self.slots[event.slot]
+                if slot.held and event.incarnation in (None, slot.incarnation):
+                    yield from self._end_incarnation(slot, event.cause, has_left=event.has_left)
+            case e.Broken():
+                yield from self._broken(event, now)
+            case e.Condemned():
+                first = self.replicas[event.replica].slots[0]
+                yield self._bar(first, event.round, event.until, event.cause)
+            case e.Left() if self.holds(event.slot, event.incarnation):
+                slot = self.slots[event.slot]
+                slot.vacate()
+                self._note_holder(slot)
+                if not any(other.held for other in self.replicas[slot.replica].slots):
+                    self._finishing.discard(slot.replica)
+            case e.Began():
+                self.last_round, self.rounds = event.round, event.rounds
+                self._finishing = set(self.alive)
+                yield from self._open_next(now, set(self.alive))
+            case e.Woke():
+                for slot in self.slots.values():
+                    slot.silence.restart(now)
+                    slot.stillness.restart(now)
+                    if slot.silent:
+                        slot.silent = False
+                        self._note_holder(slot)
 
     def deadline(self) -> float | None:
         """Return when to send Tick if no other event comes before; None if there is no deadline."""
@@ -196,11 +232,6 @@ class Coordinator:
         else:
             yield from self._let_in(slot)
 
-    def _not_claimed(self, event: e.NotClaimed, now: float) -> Iterator[e.Effect]:
-        slot = self.slots[event.slot]
-        slot.claiming, slot.claim_at = False, now + RETRY_SECONDS
-        yield from ()
-
     def _noted(self, event: e.Noted, now: float) -> Iterator[e.Effect]:
         """End a known incarnation if the store has a later one."""
         slot = self.slots[event.slot]
@@ -215,21 +246,20 @@ class Coordinator:
         slot = self.slots[event.slot]
         if not (yield from self._admits(slot, event.incarnation, now)):
             return
-        if event.round is not None:
-            yield from self._heard_training(slot, event.round, event.generation)
-        slot.hear(now, event.progress, event.computes)
-
-    def _heard_training(self, slot: Slot, round_: int, generation: int) -> Iterator[e.Effect]:
-        """Check the round that a member trains: known here, void, or assigned by another coordinator."""
-        replica = self.replicas[slot.replica]
-        if generation > replica.generation:
+        replica, round_ = self.replicas[slot.replica], event.round
+        # The round that the member trains is known here, or void, or was assigned by another coordinator.
+        if round_ is not None and event.generation > replica.generation:
             yield from (e.LookUp(other.name) for other in replica.slots)
-        elif generation == replica.generation and replica.alive:
+        elif round_ is not None and event.generation == replica.generation and replica.alive:
             yield from self._adopt(slot, round_)
-        elif replica.round is not None or slot.asked is not None:
-            return  # the member has returned since; this heartbeat is older
-        elif self._trains_ahead_of(round_) or not self._has_contributed(replica, round_, generation):
-            yield e.Suspend(slot.name, slot.incarnation, generation, "a stage of its replica is missing")
+        elif round_ is not None and replica.round is None and slot.asked is None:
+            # Otherwise the member has returned since, and this heartbeat is older. A member whose replica's
+            # contribution is complete waits for the record and evaluates, for which it needs no member that is gone.
+            is_decided = round_ == self.last_round and self._in_step.get(replica.name) == event.generation
+            is_open = self.open is not None and round_ == self.open.number and self._is_whole(replica)
+            if self._trains_ahead_of(round_) or not (is_decided or is_open):
+                yield e.Suspend(slot.name, slot.incarnation, event.generation, "a stage of its replica is missing")
+        slot.hear(now, event.progress, event.computes)
 
     def _admits(self, slot: Slot, incarnation: int, now: float) -> Generator[e.Effect, None, bool]:
         """Note that the holder of an incarnation is present, and return whether the incarnation is current.
@@ -247,15 +277,6 @@ class Coordinator:
                 self._note_holder(slot)
         return self.holds(slot.name, incarnation)
 
-    def _left(self, event: e.Left, now: float) -> Iterator[e.Effect]:
-        slot = self.slots[event.slot]
-        if self.holds(event.slot, event.incarnation):
-            slot.vacate()
-            self._note_holder(slot)
-            if not any(other.held for other in self.replicas[slot.replica].slots):
-                self._finishing.discard(slot.replica)
-        yield from ()
-
     def _adopt(self, slot: Slot, round_: int, has_trained: bool = False) -> Iterator[e.Effect]:
         """Take over an assignment of another coordinator, of which some members may not have heard."""
         replica = self.replicas[slot.replica]
@@ -272,26 +293,6 @@ class Coordinator:
             if other.asked is not None and other.asked < round_ and not (has_trained and other is slot):
                 other.asked = None
                 yield e.Assign(other.name, other.incarnation, round_, replica.generation, trained=other.trained)
-
-    def _lost(self, event: e.Lost, now: float) -> Iterator[e.Effect]:
-        slot = self.slots[event.slot]
-        if self.holds(event.slot, event.incarnation):
-            slot.lost = True
-        yield from ()
-
-    def _died(self, event: e.Died, now: float) -> Iterator[e.Effect]:
-        slot = self.slots[event.slot]
-        if slot.held and event.incarnation in (None, slot.incarnation):
-            yield from self._end_incarnation(slot, event.cause, has_left=event.has_left)
-
-    def _expire(self, slot: Slot) -> Iterator[e.Effect]:
-        """Wait no more for a silent member. Its incarnation lasts for a while longer if its round goes on."""
-        trains = self.open is not None and (self.replicas[slot.replica].round or 0) >= self.open.number
-        if trains and not slot.silent and slot.applicant is None and slot.is_only_silent:
-            slot.silent = True
-            self._note_holder(slot)
-        else:
-            yield from self._end_incarnation(slot, slot.why_it_ends(), silent=True)
 
     def _end_silent(self, slot: Slot) -> Iterator[e.Effect]:
         """End the incarnation of a silent member before its time, because its round does not go on."""
@@ -380,11 +381,6 @@ class Coordinator:
 
     # ---- work ----
 
-    def _began(self, event: e.Began, now: float) -> Iterator[e.Effect]:
-        self.last_round, self.rounds = event.round, event.rounds
-        self._finishing = set(self.alive)
-        yield from self._open_next(now, set(self.alive))
-
     def _asked(self, event: e.Asked, now: float) -> Iterator[e.Effect]:
         slot = self.slots[event.slot]
         replica = self.replicas[slot.replica]
@@ -407,30 +403,25 @@ class Coordinator:
         if self.rounds is None:
             return
         if self.open is None:
-            yield from self._let_go(replica)
+            # The run is over, which waiting members are told even if their replica is incomplete.
+            replica.round = None
+            for slot in replica.slots:
+                if slot.held and slot.asked is not None:
+                    slot.asked = None
+                    yield e.Assign(slot.name, slot.incarnation, 0, replica.generation)
         elif not replica.waits or max(slot.asked or 0 for slot in replica.slots) > self.last_round:
             return  # or another coordinator closed rounds that are unknown here
         elif self._may_join(replica.name, now):
             self.open.join(replica.name, replica.alive)
-            yield from self._assign(replica, self.open.number)
-
-    def _let_go(self, replica: Replica) -> Iterator[e.Effect]:
-        """Tell waiting members that the run is over, even if their replica is incomplete."""
-        replica.round = None
-        for slot in replica.slots:
-            if slot.held and slot.asked is not None:
+            replica.round = self.open.number
+            trained = {0 if slot.differs else slot.trained for slot in replica.slots}
+            replica.trained = trained.pop() if len(trained) == 1 else 0
+            for slot in replica.slots:
                 slot.asked = None
-                yield e.Assign(slot.name, slot.incarnation, 0, replica.generation)
-
-    def _assign(self, replica: Replica, round_: int) -> Iterator[e.Effect]:
-        replica.round = round_
-        trained = {0 if slot.differs else slot.trained for slot in replica.slots}
-        replica.trained = trained.pop() if len(trained) == 1 else 0
-        for slot in replica.slots:
-            slot.asked = None
-            yield e.Assign(slot.name, slot.incarnation, round_, replica.generation, slot.differs, replica.trained)
-            if slot.differs:
-                slot.differs, slot.healed_for = False, round_
+                incarnation, generation = slot.incarnation, replica.generation
+                yield e.Assign(slot.name, incarnation, replica.round, generation, slot.differs, replica.trained)
+                if slot.differs:
+                    slot.differs, slot.healed_for = False, replica.round
 
     def _open_next(self, now: float, taking_part: set[str]) -> Iterator[e.Effect]:
         """Open the round after the last decided one, for these replicas and those that wait."""
@@ -458,7 +449,13 @@ class Coordinator:
             return
         slot.rests(now)
         if event.round <= self.last_round:
-            yield from self._too_late(event, now)
+            # A late contribution is not included. Its delay is added to the learned lateness, at most once.
+            late = self._late.get(event.round)
+            if late is not None and replica.name in late.replicas:
+                late.replicas.discard(replica.name)
+                if late.quorum_at is not None and replica.name not in late.unawaited:
+                    self.lateness.came(now - late.quorum_at)
+                yield pb.MembershipEvent(what=pb.LATE, replica=replica.name, round=event.round)
             return
         if event.generation == replica.generation:
             yield from self._adopt(slot, event.round, has_trained=True)
@@ -475,31 +472,14 @@ class Coordinator:
         if complaint is not None:
             yield e.Reject(slot.name, complaint, incarnation=event.incarnation)
 
-    def _too_late(self, event: e.Deposited, now: float) -> Iterator[e.Effect]:
-        """Exclude a late contribution, and add its delay to the learned lateness, at most once."""
-        replica, late = self.slots[event.slot].replica, self._late.get(event.round)
-        if late is not None and replica in late.replicas:
-            late.replicas.discard(replica)
-            if late.quorum_at is not None and replica not in late.unawaited:
-                self.lateness.came(now - late.quorum_at)
-            yield pb.MembershipEvent(what=pb.LATE, replica=replica, round=event.round)
-
-    def _close_if_due(self, now: float) -> Iterator[e.Effect]:
-        """Decide the open round, if it is due."""
-        if self.open is None or self.open.writing:
-            return
-        closes = self._closes_at()
-        if closes is not None and now >= closes:
-            self.open.writing = True
-            yield e.Write(self.open.record(self.rules))
-
-    def _recorded(self, event: e.Recorded, now: float) -> Iterator[e.Effect]:
-        record = event.record
+    def _recorded(self, record: pb.RoundRecord, now: float) -> Iterator[e.Effect]:
         if self.open is None or record.round != self.open.number:
             return
         closed, self.last_round = self.open, record.round
         self._malformed.clear()
-        self._learn(closed)
+        if closed.quorum_at is not None:  # learn from the delays of contributions that came after the quorum
+            for came in list(closed.whole.values())[closed.quorum :]:
+                self.lateness.came(came - closed.quorum_at)
         yield e.Closed(record)
         counted = {one.replica for one in record.contributions}
         self._in_step = {replica: closed.deposits[replica].generation for replica in closed.whole}
@@ -522,12 +502,6 @@ class Coordinator:
         if is_behind or not closed.writing:
             yield e.Look(record.round + 1)  # another coordinator decides rounds, and may be ahead
 
-    def _learn(self, closed: OpenRound) -> None:
-        """Learn from the delays of contributions that came after the quorum."""
-        if closed.quorum_at is not None:
-            for came in list(closed.whole.values())[closed.quorum :]:
-                self.lateness.came(came - closed.quorum_at)
-
     def _note_missed(self, closed: OpenRound, missing: Collection[str], now: float) -> Iterator[e.Effect]:
         """Count the consecutive rounds that each replica took part in without contributing in time.
 
@@ -546,38 +520,20 @@ class Coordinator:
                 cause = f"missed {replica.missed} rounds in a row: rounds of the next {seconds}"
                 yield pb.MembershipEvent(what=pb.NOT_AWAITED, replica=name, round=closed.number, cause=cause)
 
-    def _not_recorded(self, event: e.NotRecorded, now: float) -> Iterator[e.Effect]:
-        if self.open is not None and event.round == self.open.number:
-            self.open.writing, self.open.retry_at = False, now + RETRY_SECONDS
-        yield from ()
-
-    def _tell_of_quorum(self) -> Iterator[e.Effect]:
+    def _tell_of_quorum(self, opened: OpenRound) -> Iterator[e.Effect]:
         """Report once that no round can close, and once that rounds can close again."""
-        if self.open is None:
-            return
         needed = self._needed
         if not self._paused and len(self.alive) >= needed:
             return  # as usual, which is found out without a look at every replica
-        there = self._there(self.open)
+        there = self._there(opened)
         if not self._paused and len(there) < needed:
             self._paused = True
-            yield pb.MembershipEvent(what=pb.PAUSED, round=self.open.number, cause=self.why_paused)
+            yield pb.MembershipEvent(what=pb.PAUSED, round=opened.number, cause=self.why_paused)
         elif self._paused and len(there) >= needed:
             self._paused = False
-            yield pb.MembershipEvent(what=pb.WENT_ON, round=self.open.number)
+            yield pb.MembershipEvent(what=pb.WENT_ON, round=opened.number)
 
     # ---- agreement ----
-
-    def _confirmed(self, event: e.Confirmed, now: float) -> Iterator[e.Effect]:
-        if self.holds(event.slot, event.incarnation):
-            self._hashes.setdefault(event.round, {})[event.slot] = event.hashes
-            _keep_newest(self._hashes, REMEMBERED_HASHES)
-            yield from self._compare(event.round)
-
-    def _audit(self, event: e.Audited, now: float) -> Iterator[e.Effect]:
-        self._audited[event.round] = event.hashes
-        _keep_newest(self._audited, REMEMBERED_HASHES)
-        yield from self._compare(event.round)
 
     def _compare(self, round_: int) -> Iterator[e.Effect]:
         """Compare the hashes that members confirmed with those of replay, each once."""
@@ -613,15 +569,18 @@ class Coordinator:
             cause = f"after round {round_}, {slot.name} again held parameters that differ from the run log"
             yield self._bar(slot, round_, round_ + 1 + BARRED_ROUNDS, cause)
 
-    def _condemned(self, event: e.Condemned, now: float) -> Iterator[e.Effect]:
-        yield self._bar(self.replicas[event.replica].slots[0], event.round, event.until, event.cause)
-
     # ---- time ----
 
-    def _tick(self, event: e.Tick, now: float) -> Iterator[e.Effect]:
+    def _tick(self, now: float) -> Iterator[e.Effect]:
         for slot in self.slots.values():
             if slot.held and now >= slot.ends_at():
-                yield from self._expire(slot)
+                # Nobody waits for a silent member. Its incarnation lasts for a while longer if its round goes on.
+                trains = self.open is not None and (self.replicas[slot.replica].round or 0) >= self.open.number
+                if trains and not slot.silent and slot.applicant is None and slot.is_only_silent:
+                    slot.silent = True
+                    self._note_holder(slot)
+                else:
+                    yield from self._end_incarnation(slot, slot.why_it_ends(), silent=True)
             if slot.claim_at is not None and now >= slot.claim_at:
                 slot.claim_at = None
                 yield from self._let_in(slot)
@@ -635,15 +594,6 @@ class Coordinator:
         if self._look_at is not None and now >= self._look_at and self.open is not None and not self.open.writing:
             self._look_at = now + LOOK_SECONDS
             yield e.Look(self.open.number)
-
-    def _woke(self, event: e.Woke, now: float) -> Iterator[e.Effect]:
-        for slot in self.slots.values():
-            slot.silence.restart(now)
-            slot.stillness.restart(now)
-            if slot.silent:
-                slot.silent = False
-                self._note_holder(slot)
-        yield from ()
 
     # ---- questions ----
 
@@ -707,15 +657,6 @@ class Coordinator:
         return f"{there} of {len(self.replicas)} replicas are present, {self._needed} are required"
 
     # ---- questions of the transitions ----
-
-    def _has_contributed(self, replica: Replica, round_: int, generation: int) -> bool:
-        """Return whether the replica's contribution is complete.
-
-        A member then waits for the record and evaluates, for which it needs no member that has finished.
-        """
-        if round_ == self.last_round and self._in_step.get(replica.name) == generation:
-            return True
-        return self.open is not None and round_ == self.open.number and self._is_whole(replica)
 
     def _trains_ahead_of(self, round_: int) -> bool:
         """Return whether a replica that has contributed to a round trains the next one."""

@@ -44,7 +44,9 @@ class Chain:
 
 def leads_to(secret: bytes, round_: int, first: int, end: bytes) -> bool:
     """Return whether this is a round's secret on the chain of this end that begins with round `first`."""
-    return hmac.compare_digest(_hashed(secret, 1 + _place(round_, first)), end)
+    for _ in range(1 + _place(round_, first)):
+        secret = hashlib.sha256(secret).digest()
+    return hmac.compare_digest(secret, end)
 
 
 def drawn(secret: bytes, record_sha256: bytes, replicas: Iterable[str], share: float) -> list[str]:
@@ -61,9 +63,3 @@ def _place(round_: int, first: int) -> int:
     if not 0 <= round_ - first < CHAIN_ROUNDS:
         raise ValueError(f"round {round_} is not one of the {CHAIN_ROUNDS:,} rounds from {first} on")
     return round_ - first
-
-
-def _hashed(value: bytes, times: int) -> bytes:
-    for _ in range(times):
-        value = hashlib.sha256(value).digest()
-    return value

@@ -11,12 +11,13 @@ import pytest
 from mixed_run import MIXED, train
 
 from hetero_pp import Run
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.batches import Share
 from hetero_pp.model.learning_rates import BySteps, LearningRates
 from hetero_pp.outer.step import parameter_sha256, parameters_sha256
 from hetero_pp.research.settings import ResearchConfig
-from replica_groups.member.take_part import TrainingLoop
+from replica_groups.member.inner_loops import StepsTaken
 
 ROUNDS = 4
 CELLS = ["outer.overlap=1", f"outer.rounds={ROUNDS}", "checkpoints.every=1"]
@@ -44,17 +45,17 @@ def test_what_was_trained_ahead_with_other_settings_is_trained_again(
 
     Each replica then undoes the round and starts it from theta after round 2, with the optimizer moments of that time.
     """
-    asked: dict[tuple[str, int], int] = {}
-    inputs_of = TrainingLoop._inputs
+    asked: dict[tuple[int, int], int] = {}
+    inputs_of = StepsTaken.inputs
 
-    def inputs(loop: TrainingLoop, round_: int) -> tuple[LearningRates, Share]:
-        rates, share = inputs_of(loop, round_)
-        key = loop.reporter.member, round_
+    def inputs(taken: StepsTaken, round_: int, spec: RunSpec) -> tuple[LearningRates, Share]:
+        rates, share = inputs_of(taken, round_, spec)
+        key = id(taken), round_
         asked[key] = asked.get(key, 0) + 1
         assert isinstance(rates, BySteps)
         return (replace(rates, peak=rates.peak / 2) if round_ == 3 and asked[key] > 1 else rates), share
 
-    monkeypatch.setattr(TrainingLoop, "_inputs", inputs)
+    monkeypatch.setattr(StepsTaken, "inputs", inputs)
     summary = train(corpus, tmp_path, *CELLS)
     steps = [json.loads(line) for line in (tmp_path / "mixed" / "metrics.jsonl").read_text().splitlines()]
     rates = [

@@ -25,8 +25,7 @@ def test_who_has_waited_for_long_reads_a_checkpoint_instead_of_rounds_that_the_l
     session.newest_checkpoint.return_value, session.newest_tensors.return_value = (newest, []), (newest, {}, {})
     spec, fakes["states"].settled_in.return_value = MagicMock(), 0
     spec.config.checkpoints.every = 1
-    loop = TrainingLoop(spec=spec, steps=MagicMock(), holds=1, **fakes)
-    loop._has_started = True
+    loop = TrainingLoop(spec=spec, steps=MagicMock(), holds=1, has_started=True, **fakes)
     loop._reach(AssignReply(round=6))
     assert [call.args[2] for call in outer.reset.call_args_list] == ([] if read is None else [read])
     assert [round_ for call in outer.catch_up.call_args_list for round_ in call.args[0]] == replayed

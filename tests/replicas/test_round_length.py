@@ -9,7 +9,7 @@ import pytest
 
 from hetero_pp.messages.messages_pb2 import ContributionEntry, RoundRecord
 from replica_groups.engines.ranks import Ranks
-from replica_groups.member.inner_loops import AsRecorded, OfFirstRank, RoundLength, SoManySteps, SoMuchTime, StepsTaken
+from replica_groups.member.inner_loops import RoundLength, StepsTaken
 
 
 class Watch:
@@ -43,7 +43,7 @@ def _steps(length: RoundLength, clock: Watch, round_: int, a_step: float | list[
 def test_as_many_steps_as_fit(a_step: float, expected: int) -> None:
     """This holds from the second round on. The first round ends as soon as the duration of a step is known."""
     clock = Watch()
-    length = SoMuchTime(10.0, clock.now)
+    length = RoundLength(seconds=10.0, clock=clock.now)
     assert _steps(length, clock, 1, a_step) == max(2, expected)
     clock.time += 77.0  # the outer round does not count
     assert _steps(length, clock, 2, a_step) == expected
@@ -52,7 +52,7 @@ def test_as_many_steps_as_fit(a_step: float, expected: int) -> None:
 
 def test_a_round_follows_the_time_that_its_steps_take() -> None:
     clock = Watch()
-    length = SoMuchTime(10.0, clock.now)
+    length = RoundLength(seconds=10.0, clock=clock.now)
     assert _steps(length, clock, 1, 1.0) == 10
     assert _steps(length, clock, 2, [1.0, 1.0, 4.0, 2.0, 2.0]) == 5  # 6 s are over after three steps: two of 2 s fit
     assert _steps(length, clock, 3, [5.0, 1.0]) == 2  # after one of 5 s only one fits
@@ -62,7 +62,7 @@ def test_a_round_follows_the_time_that_its_steps_take() -> None:
 def test_who_comes_late_or_contributes_slowly_takes_fewer_steps() -> None:
     """All replicas then contribute at about the same time."""
     clock = Watch()
-    length = SoMuchTime(10.0, clock.now)
+    length = RoundLength(seconds=10.0, clock=clock.now)
     assert _steps(length, clock, 1, 1.0) == 10
     assert _steps(length, clock, 2, 1.0, elapsed=4.0) == 6
     assert _steps(length, clock, 3, 1.0, elapsed=400.0) == 1
@@ -74,7 +74,7 @@ def test_who_comes_late_or_contributes_slowly_takes_fewer_steps() -> None:
 
 
 def test_counted_steps_tell_nobody() -> None:
-    length = SoManySteps(3)
+    length = RoundLength(3)
     assert [length.is_last(1, step) for step in range(3)] == [None] * 3
     assert [length.is_over(step, False) for step in range(3)] == [False, False, True]
     assert not length.is_over(0, True), "a neighbour does not end a round that is counted"
@@ -82,7 +82,7 @@ def test_counted_steps_tell_nobody() -> None:
 
 def test_recorded_steps_and_those_of_the_stage_before() -> None:
     taken = {("home", 1): 1, ("home", 2): 3, ("dc", 2): 7}
-    recorded = AsRecorded("home", lambda replica, round_: taken[replica, round_])
+    recorded = RoundLength(steps_of=lambda round_: taken["home", round_])
     assert [_steps(recorded, Watch(), round_, 1.0) for round_ in (1, 2)] == [1, 3]
     assert RoundLength().is_last(1, 0) is None
     assert [RoundLength().is_over(5, told) for told in (False, True)] == [False, True]
@@ -104,7 +104,7 @@ def test_the_first_rank_decides_for_all() -> None:
     """The clocks of the other ranks do not matter."""
     first, other = Watch(), Watch()
     lengths = [
-        OfFirstRank(SoMuchTime(10.0, clock.now), SideBySide(rank=rank, world=2))
+        RoundLength(seconds=10.0, clock=clock.now, ranks=SideBySide(rank=rank, world=2))
         for rank, clock in enumerate((first, other))
     ]
     for length in lengths:

@@ -60,10 +60,10 @@ MUTATIONS: dict[str, tuple[Edit, ...]] = {
     ),
     "does not suspend survivors": (
         Edit(Coordinator, "_suspend", SUSPENDED, NOT_SUSPENDED),
-        Edit(Coordinator, "_heard_training", SUSPENDED, NOT_SUSPENDED),
+        Edit(Coordinator, "_heard", SUSPENDED, NOT_SUSPENDED),
     ),
     "tells who has returned to return": (
-        Edit(Coordinator, "_heard_training", "replica.round is not None or slot.asked is not None", "False"),
+        Edit(Coordinator, "_heard", "replica.round is None and slot.asked is None", "True"),
     ),
     "assigns a round twice": (Edit(Coordinator, "_may_join", "if replica in self.open.whole:", "if False:"),),
     "lets in out of phase": (
@@ -73,7 +73,7 @@ MUTATIONS: dict[str, tuple[Edit, ...]] = {
     "assumes_present nobody after a restart": (Edit(Coordinator, "__init__", "if goes_on:", "if False:"),),
     "heals nobody": (Edit(Coordinator, "_found_wrong", "slot.differs = True", "pass"),),
     "does not write a record again": (
-        Edit(Coordinator, "_not_recorded", "self.open.writing, self.open.retry_at = False", "_ = False"),
+        Edit(Coordinator, "_transition", "self.open.writing, self.open.retry_at = False", "_ = False"),
     ),
     "does not say again what to train": (
         Edit(
@@ -96,7 +96,7 @@ MUTATIONS: dict[str, tuple[Edit, ...]] = {
     ),
     "heals who holds the right bits": (Edit(Coordinator, "_compare", "!= right.get(parameter)", "is not None"),),
     "waits for a whole replica to leave": (
-        Edit(Coordinator, "_let_go", "slot.held and slot.asked is not None", "replica.waits"),
+        Edit(Coordinator, "_form", "slot.held and slot.asked is not None", "replica.waits"),
     ),
 }
 
