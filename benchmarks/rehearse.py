@@ -35,7 +35,6 @@ from hetero_pp.config.predictions import CATALOG, Hardware
 from hetero_pp.config.yaml_file import ConfigFile, spec_of
 from hetero_pp.core.units import parse_any
 from hetero_pp.program.launch.command import Invocation, run_topology
-from hetero_pp.program.launch.launch_rehearsal import launch_rehearsal
 from hetero_pp.program.rehearse.command import AsRehearsal
 from hetero_pp.research.experiments.outcomes import commit, machine
 from hetero_pp.simulator.prediction import predict
@@ -98,10 +97,10 @@ def rehearse(folder: Path, entry: Mapping[str, Any], rounds: int, steps: int) ->
     """Rehearse one entry of the list, and return both sides."""
     path, found = folder / f"{entry['name']}.yaml", folder / "found.json"
     path.write_text(yaml.safe_dump(as_yaml(entry)))
-    start, mode = partial(launch_rehearsal, most_alone=0), AsRehearsal(rounds, steps, found)
     load, late = os.getloadavg()[0], list[float]()
     with meanwhile(partial(nap, late)), redirect_stdout(StringIO()):
-        run_topology(path, [], folder / "runs", False, start=start, invocation=Invocation(mode=mode))
+        invocation = Invocation(mode=AsRehearsal(rounds, steps, found))
+        run_topology(path, [], folder / "runs", False, invocation=invocation)
     both = json.loads(found.read_text())
     return {
         **{key: entry[key] for key in ("name", "kind", "chosen", "says") if key in entry},

@@ -125,7 +125,6 @@ def rehearse(
         from hetero_pp.config.overrides import Given
         from hetero_pp.program.calibrate import calibrated
         from hetero_pp.program.launch.command import Invocation, run_topology
-        from hetero_pp.program.launch.launch_rehearsal import launch_rehearsal
         from hetero_pp.program.operate.operations import operated
         from hetero_pp.program.rehearse.command import AsRehearsal
 
@@ -133,7 +132,7 @@ def rehearse(
         mode = AsRehearsal(rounds, steps, json_path)
         with operated(metrics, page=_page(page)) as operations:
             invocation = Invocation(typed=typed(), since=_started(), operations=operations, mode=mode)
-            run_topology(config, settings, runs, False, start=launch_rehearsal, invocation=invocation)
+            run_topology(config, settings, runs, False, invocation=invocation)
 
 
 def serve(
