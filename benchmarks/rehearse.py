@@ -35,7 +35,7 @@ from hetero_pp.config.predictions import CATALOG, Hardware
 from hetero_pp.config.yaml_file import ConfigFile, spec_of
 from hetero_pp.core.units import parse_any
 from hetero_pp.program.launch.command import Invocation, run_topology
-from hetero_pp.program.rehearse.command import AsRehearsal
+from hetero_pp.program.rehearse import AsRehearsal
 from hetero_pp.research.experiments.outcomes import commit, machine
 from hetero_pp.simulator.prediction import predict
 

@@ -24,7 +24,7 @@ OF_COMMANDS = [
     "hetero_pp.program.cli",
     "hetero_pp.program.launch.command",
     "hetero_pp.program.join.command",
-    "hetero_pp.program.rehearse.command",
+    "hetero_pp.program.rehearse",
     "hetero_pp.program.run_log",
     "hetero_pp.research.experiments.command",
     "hetero_pp.research.experiments.training",

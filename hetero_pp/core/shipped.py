@@ -34,6 +34,11 @@ def shipped_names() -> list[str]:
     return [one.relative_to(configs).with_suffix("").as_posix() for one in sorted(configs.rglob("*.yaml"))]
 
 
+def shipped_runs() -> str:
+    """Return the names of the shipped YAMLs of runs, for messages."""
+    return ", ".join(name for name in shipped_names() if not name.startswith("experiments/"))
+
+
 def is_config(text: str) -> bool:
     """Return whether a text is the path of a file, or the name of a shipped YAML, such as `quickstart`."""
     name = text.removeprefix("configs/").removesuffix(".yaml")

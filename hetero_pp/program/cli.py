@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from hetero_pp.program.commands import predictions, results, runs
+from hetero_pp.program.commands import results, runs
 
 app = typer.Typer(
     help="Pre-train one language model on datacenters and groups of home machines in one run.",
@@ -29,8 +29,8 @@ def _main(
 
 
 _GROUPS: Mapping[str, Sequence[Callable[..., None]]] = {
-    "Start": (predictions.init, predictions.check, runs.launch, results.view),
-    "Predict": (predictions.simulate, predictions.plan, predictions.calibrate, runs.rehearse),
+    "Start": (runs.init, runs.check, runs.launch, results.view),
+    "Predict": (runs.simulate, runs.plan, runs.calibrate, runs.rehearse),
     "Together": (runs.serve, runs.invite, runs.revoke, runs.join, runs.leave, runs.status),
     "Results": (results.reproduce, results.export),
 }

@@ -20,7 +20,7 @@ from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.files import write_json, write_whole
 from hetero_pp.core.units import format_bytes, format_count, parse_fraction
 from hetero_pp.data.tokenizers import load_tokenizer
-from hetero_pp.program.rehearse.command import MeasuredInput
+from hetero_pp.program.rehearse import MeasuredInput
 from hetero_pp.program.report.output import say, standard_output
 from hetero_pp.program.report.tables import PlainTable
 from hetero_pp.program.show_prediction import print_assumption, print_exchange, print_waiting

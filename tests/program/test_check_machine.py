@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -26,12 +27,10 @@ from hetero_pp.config.lines import EXCHANGE
 from hetero_pp.core.errors import ConfigError, LinkTimeout
 from hetero_pp.core.proxies import Proxy, Route
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.program.check import command, exchange, subject
-from hetero_pp.program.check import host as host_checks
+from hetero_pp.program.check import checks, command, subject
+from hetero_pp.program.check.checks import check_proxy, clock_verdict, gpu_verdict, line_verdict, step_bytes
 from hetero_pp.program.check.command import find
-from hetero_pp.program.check.exchange import check_proxy, clock_verdict, line_verdict, step_bytes
 from hetero_pp.program.check.findings import Finding, FindingState, fail, make_checks, ok, warn
-from hetero_pp.program.check.host import Gpu, gpu_verdict
 from hetero_pp.program.check.subject import CheckedPeer, Subject
 from hetero_pp.program.cli import app
 from hetero_pp.program.join.membership import note_left
@@ -77,9 +76,9 @@ def test_without_an_argument_only_the_machine_is_checked(tmp_path: Path, monkeyp
     found = json.loads(done.stdout)
     assert (done.exit_code, found["ok"]) == (0, True)
     states = {one["check"]: one["state"] for one in found["checks"]}
-    made = {"python", "packages", "gpu", "temporary", "disk", "open files", "proxy"}
+    made = {"python", "packages", "gpu", "disk", "open files", "proxy"}
     assert {states[name] for name in made} == {"OK"}
-    assert {state for name, state in states.items() if name not in made | {"output"}} == {"SKIP"}
+    assert {state for name, state in states.items() if name not in made} == {"SKIP"}
     assert list(tmp_path.iterdir()) == []
 
 
@@ -97,15 +96,15 @@ def test_python_and_packages(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("gpu", "state", "said"),
     [
-        (Gpu("CUDA 13.0", True, ("cuda:0 H100",)), FindingState.OK, "cuda:0 H100; torch"),
-        (Gpu("CUDA 13.0", False, ()), FindingState.OK, "found no GPU"),
-        (Gpu("", True, ()), FindingState.WARN, "is a build without CUDA"),
-        (Gpu("CUDA 13.0", True, (), "The NVIDIA driver is too old"), FindingState.WARN, "driver is too old; update"),
-        (Gpu("CUDA 13.0", True, ()), FindingState.WARN, "no GPU is visible"),
+        (("CUDA 13.0", True, ("cuda:0 H100",)), FindingState.OK, "cuda:0 H100; torch"),
+        (("CUDA 13.0", False, ()), FindingState.OK, "found no GPU"),
+        (("", True, ()), FindingState.WARN, "is a build without CUDA"),
+        (("CUDA 13.0", True, (), "The NVIDIA driver is too old"), FindingState.WARN, "driver is too old; update"),
+        (("CUDA 13.0", True, ()), FindingState.WARN, "no GPU is visible"),
     ],
 )
-def test_the_driver_and_the_build_of_torch(gpu: Gpu, state: FindingState, said: str) -> None:
-    found = gpu_verdict(gpu)
+def test_the_driver_and_the_build_of_torch(gpu: tuple[Any, ...], state: FindingState, said: str) -> None:
+    found = gpu_verdict(*gpu)
     assert (found.state, said in found.line) == (state, True)
 
 
@@ -122,7 +121,7 @@ def test_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
     found = check_proxy(far)
     assert (found.state, "failed: Connection refused): correct the variable" in found.line) == (FindingState.WARN, True)
     used = Route(Proxy("http_proxy", "http://proxy.example:3128"))
-    monkeypatch.setattr(exchange, "route_to", lambda _: used)
+    monkeypatch.setattr(checks, "route_to", lambda _: used)
     assert check_proxy(far) == ok("the exchange is reached through http://proxy.example:3128 (http_proxy)")
 
 
@@ -182,7 +181,7 @@ def test_too_little_disk_and_a_folder_that_cannot_be_written(
     monkeypatch.undo()
     monkeypatch.chdir(path.parent)
     usage = shutil.disk_usage(path.parent)
-    monkeypatch.setattr(host_checks, "needed_bytes", lambda _: {"checkpoints": 1e6})
+    monkeypatch.setattr(checks, "needed_bytes", lambda _: {"checkpoints": 1e6})
     for free, state in ((500_000, FindingState.WARN), (1_050_000, FindingState.WARN), (1_200_000, FindingState.OK)):
         monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: usage._replace(free=free))
         assert check(path)["disk"].state is state
@@ -225,15 +224,8 @@ def test_leftovers(write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) 
     with (runs / LOCKS / "homes" / "dc").open("rb") as asked:
         fcntl.flock(asked, fcntl.LOCK_SH)  # another check or command asks at the same moment
         assert check(path)["leftovers"].state is FindingState.OK
-    (runs / "homes").mkdir()
-    with (runs / "homes" / "dc.log").open("w"):
-        found = check(path)["leftovers"]
-        assert found.state is FindingState.WARN
-        assert "processes without a launcher" in found.line
-        with mock.patch("psutil.Process.cmdline", return_value=["hetero-pp", "view", "homes"]):
-            assert check(path)["leftovers"].state is FindingState.OK, "a page only reads them"
     unfinished = Unfinished("runs/homes", "homes", 2, 3, 0, False)
-    monkeypatch.setattr(host_checks, "find_unfinished", lambda *_: unfinished)
+    monkeypatch.setattr(checks, "find_unfinished", lambda *_: unfinished)
     assert check(path)["leftovers"].line.startswith(f"{unfinished}; `launch --resume`")
 
 
@@ -341,6 +333,12 @@ def test_the_host_that_serves_checks_its_run(served: Served, monkeypatch: pytest
     assert {found[name].state for name in ("exchange", "clock", "leftovers", "ports")} == {FindingState.OK}
     assert found["ports"] == ok(f"{served.address} (used by this run)")
     assert found["line"] == Finding(FindingState.SKIP, "the exchange is on this host")
+
+
+def test_a_mistyped_name_of_a_shipped_yaml_lists_all(host: Path) -> None:
+    found = check("quikstart", host)["settings"]
+    assert found.state is FindingState.FAIL
+    assert "found no run quikstart" in found.line and ", quickstart, " in found.line
 
 
 def test_expired_revoked_and_full(served: Served, host: Path) -> None:

@@ -365,7 +365,7 @@ def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def exported(run: Path) -> Path:
     """Return the folder of the run's exported model."""
-    assert _invoke("export", run, "--format", "hf", "--to", run.parent / "hf", "--dtype", "fp32") == (0, "")
+    assert _invoke("export", run, "--to", run.parent / "hf", "--dtype", "fp32") == (0, "")
     return run.parent / "hf"
 
 

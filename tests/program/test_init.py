@@ -13,9 +13,9 @@ from hetero_pp.config.run_config import RunConfig
 from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.yaml_file import ConfigFile
 from hetero_pp.model.transformer import ModelSettings, Transformer
+from hetero_pp.program import init as first_yaml
 from hetero_pp.program.cli import app
-from hetero_pp.program.init import questions
-from hetero_pp.program.init.draft import model_of, parameters_of
+from hetero_pp.program.init import model_of, parameters_of
 from hetero_pp.simulator.memory import disk_bytes, disk_files, space_on_disk
 from hetero_pp.simulator.prediction import predict
 
@@ -137,7 +137,7 @@ def test_what_is_printed_can_be_typed() -> None:
 
 
 def test_on_a_terminal_it_asks_until_the_answer_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(questions, "is_interactive", lambda _: True)
+    monkeypatch.setattr(first_yaml, "is_interactive", lambda _: True)
     done = init("--time", "5 s", typed="many\n2\n20/100\ntext\n\nmine\n")
     assert done.exit_code == 0, done.output
     assert "found `many`, expected `here`, a number of homes" in done.stdout

@@ -26,7 +26,7 @@ from hetero_pp.config.lines import DIRECTIONS
 from hetero_pp.config.spec import RunSpec
 from hetero_pp.messages.messages_pb2 import WAITING_FOR_PREVIOUS, Activity, MemberRound, Refusal, Report
 from hetero_pp.messages.refusals import Kind
-from hetero_pp.program.launch.command import MOST_REFUSALS_OF_A_MEMBER, _teller_of_refusals
+from hetero_pp.program.launch.command import MOST_REFUSALS_OF_A_MEMBER, Invocation, _Recording
 from hetero_pp.program.report.recorder import Recorder, line_of, reports_until
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.summary import summary_of
@@ -205,15 +205,20 @@ def test_steps_that_were_trained_ahead_of_the_last_checkpoint_are_reported_again
     assert steps == set(range(1, 2 + overlap))
 
 
-def test_what_a_member_says_that_it_refused_is_shown_as_its_word(tmp_path: Path) -> None:
+def test_what_a_member_says_that_it_refused_is_shown_as_its_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refused(member: str, sender: str, count: int) -> Report:
         return Report(time=START, member=member, refusal=Refusal(sender=sender, kind=Kind.MALFORMED, count=count))
 
     said: list[str] = []
-    teller = _teller_of_refusals(said.append)
+    monkeypatch.setattr(_Recording, "say", lambda _, line: said.append(line))
+    (shown := RunFolder(tmp_path / "shown")).path.mkdir()
+    recording = _Recording(made_up_spec(), shown, resume=False, invocation=Invocation())
     reports = [refused("home.1", f"dc {number}", 1) for number in range(100)] + [refused("exchange", "home.1:1", 3)]
     for report in reports:
-        teller(report)
+        recording.on_report(report)
+    recording.recorder.close()
     assert said[:1] == ["home.1 reports that it refused dc 0: "]
     assert said[-1] == "refused home.1: "
     assert len(said) == MOST_REFUSALS_OF_A_MEMBER + 1

@@ -20,14 +20,18 @@ from hetero_pp.config.yaml_file import ConfigFile, save_config
 from hetero_pp.core.errors import ConfigError, RunFailed
 from hetero_pp.messages.messages_pb2 import LinkUse, MemberRound, Report, RoundRecord
 from hetero_pp.program.join import command
-from hetero_pp.program.rehearse.command import AsRehearsal, MeasuredInput, OwnLine, Predictions, verdict
-from hetero_pp.program.rehearse.comparison import (
+from hetero_pp.program.rehearse import (
     NOTHING_TIMED,
+    AsRehearsal,
+    MeasuredInput,
+    OwnLine,
+    Predictions,
     RehearsalComparison,
     Timings,
     closing_lines,
     compare,
     print_comparison,
+    verdict,
 )
 from hetero_pp.program.report.output import SafeConsole
 from hetero_pp.program.report.state import RunState

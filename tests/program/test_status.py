@@ -15,6 +15,7 @@ from test_view_data import recorded, run_folder
 from hetero_pp.config.lines import EXCHANGE
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.messages.messages_pb2 import StatusReply
+from hetero_pp.program.join.membership import runs_at
 from hetero_pp.program.join.status import as_json, print_status, status
 from hetero_pp.program.launch.earlier import LOCKS
 
@@ -190,4 +191,4 @@ def test_an_exchange_that_does_not_answer(folder: Path, monkeypatch: pytest.Monk
     ):
         status(folder.parent, "solo", "127.0.0.1:1", None)
     with pytest.raises(ConfigError, match=r"found no run at 127\.0\.0\.1:1 that .*: known addresses: 127\.0\.0\.1:0"):
-        status(folder.parent, "127.0.0.1:1", None, None)
+        runs_at(folder.parent, "127.0.0.1:1")

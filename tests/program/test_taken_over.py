@@ -193,7 +193,7 @@ def test_a_process_that_is_killed_while_it_restarts_is_restarted_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, member: str, for_memory: bool
 ) -> None:
     """A process that the kernel kills because the job's memory is used up is named so each time."""
-    monkeypatch.setattr(Supervisor, "_say_died", lambda *_: None)  # no exchange listens
+    monkeypatch.setattr(supervisor_module, "tell_died", lambda *_: None)  # no exchange listens
     counts = use_groups(monkeypatch, tmp_path, "cgroup2", {"/job": 900 * 10**6}, "/job")
     reports: list[Report] = []
     keys = SecretKeys(SECRET, encrypted=False)

@@ -23,7 +23,6 @@ from hetero_pp.program.cli import app
 from hetero_pp.program.join.command import JoiningHost, join
 from hetero_pp.program.join.invite import invite, revoke, seconds_of
 from hetero_pp.program.join.membership import leavable, leave, take_slot
-from hetero_pp.program.join.status import status
 from hetero_pp.program.launch.earlier import keep_over
 from hetero_pp.rpc.identities import Authority, Ticket, make_ticket
 
@@ -127,26 +126,6 @@ def test_who_joins_twice_is_refused_and_takes_nothing_from_who_joined_first(serv
     assert served.memberships.held_by("home.1") is not None
     with pytest.raises(ConfigError, match=r"--slot: home\.1 is taken: `hetero-pp revoke` frees it"):
         served.invite("home.1")
-
-
-def test_status_says_what_a_ticket_is_good_for(
-    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def told(text: str, runs: Path) -> str:
-        status(runs, text, None, tmp_path / "ticket.json")
-        return capsys.readouterr().out
-
-    text, here = served.invite("dc").strip(), tmp_path / "here"
-    ticket = Ticket.from_text(text)
-    begins = f"homes: ticket {ticket.id} is for the datacenter replica dc; it "
-    assert told(text, here).startswith(f"{begins}admits one host until 20")
-    take_slot(ticket, here)
-    for runs in (here, served.runs):  # the folder of the host that used it, and of the exchange
-        assert told(text, runs).startswith(f"{begins}was used; the host that used it may return with it until 20")
-    assert json.loads((tmp_path / "ticket.json").read_text())["state"] == "used"
-    assert told(served.invite("home.1", 0.0), here).count("; it expired 20") == 1
-    with pytest.raises(ConfigError, match="the ticket is incomplete"):
-        status(here, text[:-7], None, None)
 
 
 def test_a_run_by_any_other_name_is_no_folder(tmp_path: Path) -> None:

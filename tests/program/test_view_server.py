@@ -31,7 +31,7 @@ from hetero_pp.core.errors import ConfigError, LinkClosed, RunFailed
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.cli import app
-from hetero_pp.program.join.runs_here import RunOfHost as KnownRun
+from hetero_pp.program.join.membership import RunOfHost as KnownRun
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.summary import summary_of
 from hetero_pp.program.view import server, sources

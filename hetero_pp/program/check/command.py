@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from hetero_pp.core.files import write_json
@@ -30,7 +30,15 @@ def check(named: str | None, overrides: Sequence[str], runs: Path, data: str | N
     if json_path == STANDARD_OUTPUT:
         print(json.dumps(told, indent=1))
     else:
-        _print(found, has_passed)
+        console = standard_output()
+        for name, finding in found.items():
+            if finding.state is FindingState.SKIP:  # of a YAML or of this machine alone, most: `--json` has the reasons
+                continue
+            line = f"{finding.state:<4}  {name:<{_NAME_WIDTH}} {finding.line}"
+            tell(console, line, _STYLES[finding.state], hanging=" " * (_NAME_WIDTH + 7), folds=True)
+        counts = Counter(one.state for one in found.values())
+        shown = ", ".join(f"{counts[state]} {state}" for state in FindingState if counts[state])
+        tell(console, f"{shown}: {'no check failed' if has_passed else 'mend each FAIL before you start'}")
         write_json(json_path, told)
     return has_passed
 
@@ -49,8 +57,8 @@ def find(
     """
     first = make_checks({"python": check_python, "packages": check_packages}, seconds)
     try:
+        from hetero_pp.program.check.checks import checks_of
         from hetero_pp.program.check.describe import print_run
-        from hetero_pp.program.check.host import checks_of
         from hetero_pp.program.check.subject import subject_of
     except (ImportError, OSError) as error:
         why = f"a package cannot be imported ({error}), so nothing else was checked; install it again"
@@ -59,15 +67,3 @@ def find(
     if describes and subject.prepared is not None:
         print_run(subject.told, subject.prepared)
     return first | make_checks(checks_of(subject), seconds)
-
-
-def _print(found: Mapping[str, Finding], has_passed: bool) -> None:
-    console = standard_output()
-    for name, finding in found.items():
-        if finding.state is FindingState.SKIP:  # of a YAML or of this machine alone, most: `--json` has their reasons
-            continue
-        line = f"{finding.state:<4}  {name:<{_NAME_WIDTH}} {finding.line}"
-        tell(console, line, _STYLES[finding.state], hanging=" " * (_NAME_WIDTH + 7), folds=True)
-    counts = Counter(one.state for one in found.values())
-    told = ", ".join(f"{counts[state]} {state}" for state in FindingState if counts[state])
-    tell(console, f"{told}: {'no check failed' if has_passed else 'mend each FAIL before you start'}")

@@ -16,7 +16,6 @@ from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.units import format_bits_per_second, format_bytes, format_count, format_ratio, format_seconds
 from hetero_pp.link.protocol import raw_frames, wire_bytes
-from hetero_pp.model.part_settings import AnchorSettings
 from hetero_pp.model.transformer import ModelShape
 from hetero_pp.program.defences import defence_lines
 from hetero_pp.program.launch.inputs import Prepared
@@ -35,7 +34,14 @@ def print_run(told: str, prepared: Prepared) -> None:
     console, spec = standard_output(), prepared.spec
     _print_run(console, told, prepared)
     console.print(_members_table(spec))
-    loads = _loads(spec)
+    loads: dict[str, Mapping[Direction, LinkLoad]] = {}  # of each link
+    for replicas in alike(spec):
+        if isinstance(replicas[0], ParticipantsReplica):
+            of_each_hop = stage_link_loads(spec, replicas[0])
+            hops = range(len(replicas[0].members) - 1)
+            loads |= {stage_link_name(replica.name, hop): of_each_hop for replica in replicas for hop in hops}
+    for member in spec.members.values():
+        loads[exchange_link_name(member.name)] = exchange_link_loads(spec, member)
     console.print(_links_table(spec, loads))
     if spec.lines:
         console.print(_lines_table(spec, loads))
@@ -80,34 +86,7 @@ def _print_run(console: Console, told: str, prepared: Prepared) -> None:
         say(console, f"Data: {config.data.corpus}, {prepared.source.describe(tokens)}.")
         for note in prepared.notes:
             tell(console, note)
-    for (what, chosen), names in _engines_and_boundaries(spec).items():
-        say(console, f"{what} of {', '.join(names)}: {chosen}.")
-    signs = "signs and one magnitude per chunk"
-    values = signs if compression.quantiser == "signs" else f"{format_count(compression.value_bits, 'bit')} per value"
-    kept = f"density {format_ratio(compression.density)}, {values}"
-    size = format_bytes(max(sum(blobs.values()) for blobs in blob_sizes(spec).values()))
-    say(console, f"Contributions: {kept}, about {size} per replica and round.")
-    say(console, _on_disk(spec))
-    for line in defence_lines(spec):
-        say(console, f"{line}.")
-
-
-def _on_disk(spec: RunSpec) -> str:
-    """Return a line with the bytes and files that the run leaves on all hosts together, without its encoded text."""
-    names = [EXCHANGE, *spec.members]
-    sizes, space, files = disk_bytes(spec, names), space_on_disk(spec, names), sum(disk_files(spec, names).values())
-    del sizes[OF_THE_ROUND], space[OF_THE_ROUND]
-    parts = ", ".join(f"{purpose} {format_bytes(size)}" for purpose, size in sizes.items() if size >= 1)
-    whole = f"{format_bytes(sum(space.values()))} in blocks of the file system"
-    return f"Disk: the run leaves about {files:,} files and {format_bytes(sum(sizes.values()))} ({parts}); {whole}."
-
-
-def _engines_and_boundaries(spec: RunSpec) -> dict[tuple[str, str], list[str]]:
-    """Group replicas by their engine (datacenters) or boundary (groups of stages).
-
-    Returns ("Engine" or "Boundaries", its description) -> labels of the replicas.
-    """
-    found: dict[tuple[str, str], list[str]] = {}
+    choices: dict[tuple[str, str], list[str]] = {}  # engine (datacenters) or boundary (groups) -> labels of replicas
     for replicas in table_rows(spec):
         of_row: dict[tuple[str, str], list[str]] = {}
         for replica in replicas:
@@ -116,9 +95,25 @@ def _engines_and_boundaries(spec: RunSpec) -> dict[tuple[str, str], list[str]]:
                 of_row.setdefault(("Engine", f"{replica.engine}{ranks}"), []).append(replica.name)
             elif replica.stage_count > 1:
                 of_row.setdefault(("Boundaries", _boundary_of(replica, spec.shape)), []).append(replica.name)
-        for what, names in of_row.items():
-            found.setdefault(what, []).append(range_of(names))
-    return found
+        for choice, names in of_row.items():
+            choices.setdefault(choice, []).append(range_of(names))
+    for (what, chosen), names in choices.items():
+        say(console, f"{what} of {', '.join(names)}: {chosen}.")
+    signs = "signs and one magnitude per chunk"
+    values = signs if compression.quantiser == "signs" else f"{format_count(compression.value_bits, 'bit')} per value"
+    kept = f"density {format_ratio(compression.density)}, {values}"
+    size = format_bytes(max(sum(blobs.values()) for blobs in blob_sizes(spec).values()))
+    say(console, f"Contributions: {kept}, about {size} per replica and round.")
+    # What the run leaves on all hosts together, without its encoded text.
+    hosts = [EXCHANGE, *spec.members]
+    sizes, space, files = disk_bytes(spec, hosts), space_on_disk(spec, hosts), sum(disk_files(spec, hosts).values())
+    del sizes[OF_THE_ROUND], space[OF_THE_ROUND]
+    parts = ", ".join(f"{purpose} {format_bytes(one)}" for purpose, one in sizes.items() if one >= 1)
+    whole = f"{format_bytes(sum(space.values()))} in blocks of the file system"
+    left = f"about {files:,} files and {format_bytes(sum(sizes.values()))} ({parts}); {whole}"
+    say(console, f"Disk: the run leaves {left}.")
+    for line in defence_lines(spec):
+        say(console, f"{line}.")
 
 
 def _boundary_of(replica: ParticipantsReplica, shape: ModelShape) -> str:
@@ -128,15 +123,12 @@ def _boundary_of(replica: ParticipantsReplica, shape: ModelShape) -> str:
     if isinstance(boundary.rank, float) and (exact := boundary.rank * shape.width) != rank:
         crosses += f" ({format_ratio(boundary.rank)} of it is {exact:.4g}, rounded)"
     values = f"{boundary.bits} bits" if boundary.bits else boundary.dtype
-    learned = "" if boundary.anchors is None else f", {_anchors_of(boundary.anchors, shape)}"
-    return f"{crosses}, {values}{learned}"
-
-
-def _anchors_of(anchors: AnchorSettings, shape: ModelShape) -> str:
+    if (anchors := boundary.anchors) is None:
+        return f"{crosses}, {values}"
     rank, numbers = anchors.dimensions(shape.width), anchors.numbers(shape.vocabulary, shape.width)
     wide = "as wide as the model" if rank is None else f"of rank {rank}"
     fades = "" if anchors.fade is None else f", fading from {anchors.fade[0]:.0%} to {anchors.fade[1]:.0%} of the run"
-    return f"anchors {wide} ({numbers:,} numbers at each later stage, never sent{fades})"
+    return f"{crosses}, {values}, anchors {wide} ({numbers:,} numbers at each later stage, never sent{fades})"
 
 
 def _members_table(spec: RunSpec) -> PlainTable:
@@ -222,19 +214,6 @@ def _lines_table(spec: RunSpec, loads_of: Mapping[str, Mapping[Direction, LinkLo
 def _sizes(sizes: Sequence[int]) -> str:
     """Format the bytes of a step; an empty string if a step sends none."""
     return spanned(sizes, format_bytes) if any(sizes) else ""
-
-
-def _loads(spec: RunSpec) -> dict[str, dict[Direction, LinkLoad]]:
-    loads: dict[str, dict[Direction, LinkLoad]] = {}
-    for replicas in alike(spec):
-        if isinstance(replicas[0], ParticipantsReplica):
-            of_each_hop = stage_link_loads(spec, replicas[0])
-            for replica in replicas:
-                for hop in range(len(replica.members) - 1):
-                    loads[stage_link_name(replica.name, hop)] = of_each_hop
-    for member in spec.members.values():
-        loads[exchange_link_name(member.name)] = exchange_link_loads(spec, member)
-    return loads
 
 
 def _least_times(bandwidths: Sequence[float | None], sizes: Sequence[int]) -> str:

@@ -5,10 +5,7 @@ Also the checks of Python and its packages: they need nothing but the standard l
 
 from __future__ import annotations
 
-import codecs
-import locale
 import platform
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -83,24 +80,24 @@ def make_checks(checks: Mapping[str, Callable[[], Finding]], seconds: float) -> 
     """Return the finding of each check by its name. A check without a result after `seconds` is a warning."""
     deadline = time.monotonic() + seconds
     futures = {name: in_background(check) for name, check in checks.items()}
-    found = {name: _finding(future, deadline, seconds) for name, future in futures.items()}
+    found = dict[str, Finding]()
+    for name, future in futures.items():
+        try:
+            found[name] = future.result(max(deadline - time.monotonic(), 0.0))
+        except TimeoutError as error:
+            if future.done():  # the check itself raised it
+                found[name] = fail(str(error) or type(error).__name__)
+            else:
+                told = f"no result within {seconds:g} s: this machine, its disk or its line is busy; try again"
+                found[name] = warn(told)
+        except NotChecked as error:
+            found[name] = Finding(FindingState.SKIP, str(error))
+        except (HeteroPPError, OSError, ImportError, RuntimeError) as error:
+            found[name] = fail(str(error) or type(error).__name__)
+        except Exception as error:  # noqa: BLE001 (no answer of an exchange or of a machine hides what others found)
+            found[name] = fail(f"this check failed ({type(error).__name__}: {error})")
     # Some of the text may be a stranger's: as one line without controls it looks like no other finding.
     return {name: replace(one, line=without_controls(one.line[:_CHARACTERS_MAX])) for name, one in found.items()}
-
-
-def _finding(future: Future[Finding], deadline: float, seconds: float) -> Finding:
-    try:
-        return future.result(max(deadline - time.monotonic(), 0.0))
-    except TimeoutError as error:
-        if future.done():  # the check itself raised it
-            return fail(str(error) or type(error).__name__)
-        return warn(f"no result within {seconds:g} s: this machine, its disk or its line is busy; try again")
-    except NotChecked as error:
-        return Finding(FindingState.SKIP, str(error))
-    except (HeteroPPError, OSError, ImportError, RuntimeError) as error:
-        return fail(str(error) or type(error).__name__)
-    except Exception as error:  # noqa: BLE001 (no answer of an exchange or of a machine hides what other checks found)
-        return fail(f"this check failed ({type(error).__name__}: {error})")
 
 
 # ---- Python ----
@@ -138,18 +135,3 @@ def check_packages() -> Finding:
         names = " ".join(f"'{one}'" for one in wrong)
         return fail(f"{'; '.join(wrong.values())}: pip install {names}")
     return ok(f"{format_count(len(required), 'package')} as hetero-pp needs them")
-
-
-def check_output() -> Finding:
-    """Check that Python uses UTF-8 for file names, text files and the output."""
-    found = {
-        "file names": sys.getfilesystemencoding(),
-        "text files": locale.getencoding() if not sys.flags.utf8_mode else "utf-8",
-        "the output": sys.stdout.encoding,
-    }
-    others = {what: name for what, name in found.items() if codecs.lookup(name).name != "utf-8"}
-    if not others:
-        return ok("UTF-8")
-    shown = ", ".join(f"{name} for {what}" for what, name in others.items())
-    mend = "set PYTHONUTF8=1, or a locale such as LC_ALL=C.UTF-8"
-    return warn(f"found {shown}, expected UTF-8; tables are printed in ASCII: {mend}")

@@ -17,13 +17,20 @@ from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.yaml_file import ConfigFile
 from hetero_pp.core.bounded import parse_json
 from hetero_pp.core.errors import ConfigError, HeteroPPError, LinkTimeout, Refused
-from hetero_pp.core.shipped import shipped_yaml
+from hetero_pp.core.shipped import shipped_runs, shipped_yaml
 from hetero_pp.core.ticket_text import is_ticket
 from hetero_pp.core.units import format_seconds
 from hetero_pp.messages.messages_pb2 import PreviewReply
 from hetero_pp.program.check.findings import NotChecked, in_background
-from hetero_pp.program.join.membership import Membership, has_joined, is_name, memberships_in, read_membership
-from hetero_pp.program.join.runs_here import is_running, known_run
+from hetero_pp.program.join.membership import (
+    Membership,
+    has_joined,
+    is_name,
+    is_running,
+    known_run,
+    memberships_in,
+    read_membership,
+)
 from hetero_pp.program.launch.inputs import Prepared, prepare, settled
 from hetero_pp.program.report.output import SafeConsole, shown_reading
 from hetero_pp.rpc.admission_client import preview
@@ -134,7 +141,8 @@ def subject_of(named: str | None, overrides: Sequence[str], runs: Path, data: st
             raise ConfigError((), "--set: found a ticket or a run, expected a YAML")
         return _of_ticket(Ticket.from_text(named), runs, data) if is_ticket(named) else _of_run(run_folder(runs, named))
     except (ConfigError, Refused) as error:
-        return Subject(runs=runs, problem=str(error))
+        shipped = "" if is_ticket(named) or path.exists() else f"; shipped YAMLs: {shipped_runs()}"
+        return Subject(runs=runs, problem=f"{error}{shipped}")
 
 
 def _of_yaml(path: Path, overrides: Sequence[str], runs: Path) -> Subject:

@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.core.shipped import shipped_names, shipped_yaml
+from hetero_pp.core.shipped import shipped_runs, shipped_yaml
 from hetero_pp.program.interrupts import INTERRUPTED, interruptible
 
 BAD_INPUT = 2
@@ -89,8 +89,8 @@ def _find(path: Path) -> Path:
     found = shipped_yaml(path) or path
     if (path.suffix == "" or path.is_relative_to("configs")) and not os.path.exists(found):  # noqa: PTH110 (for names of any length)
         with readable_errors():
-            known = ", ".join(name for name in shipped_names() if not name.startswith("experiments/"))
-            raise ConfigError((), f"{path}: found no such file, expected a YAML or one of the shipped {known}")
+            expected = f"expected a YAML or one of the shipped {shipped_runs()}"
+            raise ConfigError((), f"{path}: found no such file, {expected}")
     return found
 
 
@@ -182,6 +182,12 @@ Boards = Annotated[
 LogFormat = Annotated[
     str, typer.Option("--log-format", metavar="FORMAT", help="Print each line as `text` or as a `json` object.")
 ]
+
+Resume = Annotated[bool, typer.Option("--resume", help="Resume runs/<name> from the newest round that all saved.")]
+TokenFile = Annotated[Path | None, typer.Option("--token-file", help="Read the run's token from this file.")]
+Address = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Use this address of the exchange.")]
+Round = Annotated[int | None, typer.Option("--round", min=0, help="Choose the round; by default, the newest.")]
+ShowPage = Annotated[bool, typer.Option("--view", help="Show it on a page of this machine, too.")]
 
 StartNew = Annotated[
     bool, typer.Option("--new", help="Start a new run though runs/<name> is unfinished; it is moved aside.")

@@ -11,6 +11,7 @@ from hetero_pp.program.commands.options import (
     Device,
     JsonPath,
     LogFormat,
+    Round,
     RunName,
     RunOrLog,
     RunsFolder,
@@ -30,52 +31,30 @@ audit = typer.Typer(
     name="audit", no_args_is_help=True, help="Validate contributions for a run, and show the scores of its replicas."
 )
 
-Experiments = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[EXPERIMENT]...", help="Names of experiments, such as `het-pp/table2`; by default all."),
-]
-ScaleName = Annotated[
-    str | None, typer.Option(help="Choose the size of the models: micro (the default), small or paper.")
-]
-RowPatterns = Annotated[
-    list[str], typer.Option(metavar="PATTERN", help="Train only rows with matching names, such as `128,*`.")
-]
-OwnText = Annotated[
-    str | None,
-    typer.Option(metavar="TEXT", help="Read your own text: a path, or `hf:` and the name of a dataset to stream."),
-]
-OwnTokenizer = Annotated[
-    str | None, typer.Option(metavar="PATH", help="Use your own tokenizer.json, or the folder that holds it.")
-]
-
 
 def reproduce(
-    names: Experiments = None,
-    scale: ScaleName = None,
-    rows: RowPatterns = [],  # noqa: B006 (typer copies it)
+    names: Annotated[list[str] | None, typer.Argument(metavar="[EXPERIMENT]...", help="Names; by default all.")] = None,
+    scale: Annotated[str | None, typer.Option(help="Choose the models' size: micro, small or paper.")] = None,
+    rows: Annotated[list[str], typer.Option(metavar="PATTERN", help="Train matching rows only, such as `128,*`.")] = [],  # noqa: B006 (typer copies it)
     seeds: Annotated[int, typer.Option(min=1, metavar="N", help="Train each row with N seeds.")] = 3,
     workers: Annotated[int, typer.Option(min=1, metavar="N", help="Train N rows at a time, with one core each.")] = 1,
-    show_list: Annotated[
-        bool, typer.Option("--list", help="List the experiments with their claims and states.")
-    ] = False,
+    show_list: Annotated[bool, typer.Option("--list", help="List experiments with claims and states.")] = False,
     json_path: JsonPath = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Validate every row and print its cost.")] = False,
     train: Annotated[bool, typer.Option(help="Train missing rows; --no-train only writes tables.")] = True,
-    corpus: OwnText = None,
-    tokenizer: OwnTokenizer = None,
+    corpus: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Read your own text: path or `hf:DATASET`.")
+    ] = None,
+    tokenizer: Annotated[str | None, typer.Option(metavar="PATH", help="Use your own tokenizer.json.")] = None,
     repeat: Annotated[bool, typer.Option("--repeat", help="Read a corpus more than once if it is too small.")] = False,
-    device: Annotated[
-        str, typer.Option(help="Choose cpu, cuda or auto (the scale's device if this machine has it).")
-    ] = "auto",
+    device: Annotated[str, typer.Option(help="Choose cpu, cuda or auto.")] = "auto",
     compiles: Annotated[bool, typer.Option("--compile/--no-compile", help="Use torch.compile where it works.")] = True,
     runs: RunsFolder = Path("runs"),
     results: Annotated[Path, typer.Option(callback=folder, help="Write the tables to this folder.")] = Path(
         "benchmarks/results"
     ),
     experiments: Annotated[Path, typer.Option(help="Read experiments from this folder.")] = Path("configs/experiments"),
-    docs: Annotated[
-        Path | None, typer.Option(callback=new_file, help="Write an overview of all results to this file.")
-    ] = None,
+    docs: Annotated[Path | None, typer.Option(callback=new_file, help="Write an overview of all results.")] = None,
 ) -> None:
     """Train the rows of a paper's tables; write the tables with the paper's numbers beside ours, and verdicts.
 
@@ -127,16 +106,8 @@ def reproduce(
 def export(
     run: RunName,
     to: Annotated[Path, typer.Option(metavar="FOLDER", help="Write the files to this new or empty folder.")],
-    format_: Annotated[
-        Literal["hf"], typer.Option("--format", help="Choose the format: `hf` is for transformers, vLLM and llama.cpp.")
-    ] = "hf",
     dtype: Annotated[Literal["bf16", "fp32"], typer.Option(help="Choose the data type of the weights.")] = "fp32",
-    round_: Annotated[
-        int | None,
-        typer.Option(
-            "--round", min=0, help="Export the model after this round; by default, the newest run checkpoint."
-        ),
-    ] = None,
+    round_: Round = None,
     runs: RunsFolder = Path("runs"),
 ) -> None:
     """Export a run's model as a LLaMA checkpoint with configuration and tokenizer, for other programs."""
@@ -149,17 +120,9 @@ def export(
 @log.command()
 def replay(
     run: RunOrLog,
-    round_: Annotated[
-        int | None,
-        typer.Option("--round", min=0, help="Stop after this round; by default, after the last closed round."),
-    ] = None,
+    round_: Round = None,
     to: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            callback=new_file,
-            help="Write the run checkpoint after the last replayed round to this file.",
-        ),
+        Path | None, typer.Option(metavar="FILE", callback=new_file, help="Write the last run checkpoint to this file.")
     ] = None,
     json_path: JsonPath = None,
     runs: RunsFolder = Path("runs"),
@@ -173,17 +136,10 @@ def replay(
 
 @log.command()
 def verify(
-    evidence: Annotated[
-        str,
-        typer.Argument(metavar="EVIDENCE", help="Folder of evidence, such as runs/quickstart/evidence/000007-home."),
-    ],
-    log: Annotated[
-        str | None, typer.Option(metavar="LOG", help="Read this run log, if the folder is not in it.")
-    ] = None,
+    evidence: Annotated[str, typer.Argument(metavar="EVIDENCE", help="Folder of evidence in the log of a run.")],
+    log: Annotated[str | None, typer.Option(metavar="LOG", help="Read this log, if the folder is not in it.")] = None,
     corpus: Annotated[str | None, typer.Option(metavar="TEXT", help="Read the run's text from this path.")] = None,
-    tolerance: Annotated[
-        float | None, typer.Option(min=0, help="Use this tolerance; by default, the one in the evidence.")
-    ] = None,
+    tolerance: Annotated[float | None, typer.Option(min=0, help="Use this instead of the evidence's.")] = None,
 ) -> None:
     """Check evidence that a replica contributed something else: compute its round again, and compare."""
     with readable_errors():
@@ -195,14 +151,9 @@ def verify(
 @audit.command()
 def validate(
     run: RunOrLog,
-    pass_: Annotated[
-        Path | None,
-        typer.Option("--pass", metavar="FILE", help="Read what `invite --validator` printed, on another host."),
-    ] = None,
+    pass_: Annotated[Path | None, typer.Option("--pass", help="Read what `invite --validator` printed.")] = None,
     device: Device = "auto",
-    name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Set the validator's name; by default, this host's name.")
-    ] = None,
+    name: Annotated[str | None, typer.Option(metavar="NAME", help="Set another name than this host's.")] = None,
     log_format: LogFormat = "text",
     runs: RunsFolder = Path("runs"),
 ) -> None:
@@ -229,30 +180,17 @@ def view(
         list[str],
         typer.Argument(metavar="RUN...", help="Names of runs in runs/, run folders, or HOST:PORT of an exchange."),
     ],
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Serve the page at this port of this machine; 0: any free port.")
-    ] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Serve the page at this port; 0: any free port.")] = 0,
     listen: Annotated[
         str | None,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="Serve the page at this address instead; other machines need the certificate of a member of the run.",
-        ),
+        typer.Option(metavar="HOST:PORT", help="Serve the page here; other machines need a member's certificate."),
     ] = None,
     export_path: Annotated[
-        Path | None,
-        typer.Option(
-            "--export", metavar="FILE", callback=new_file, help="Write the page with its data to one HTML file."
-        ),
+        Path | None, typer.Option("--export", metavar="FILE", callback=new_file, help="Write the page to an HTML file.")
     ] = None,
     compared: Annotated[
         Path | None,
-        typer.Option(
-            "--compare",
-            metavar="FILE",
-            callback=new_file,
-            help="Draw losses in this file (.png), and print what differs and what each run reached, without a page.",
-        ),
+        typer.Option("--compare", metavar="FILE", callback=new_file, help="Draw losses (.png), and print differences."),
     ] = None,
     runs: RunsFolder = Path("runs"),
 ) -> None:

@@ -1,4 +1,4 @@
-"""Commands that start runs, join them and show their state."""
+"""Commands before a run: they write, check, predict and plan it, without training."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hetero_pp.program.commands.options import (
+    FAILED,
+    Address,
     Boards,
     Calibration,
     ConfigPath,
@@ -21,9 +23,13 @@ from hetero_pp.program.commands.options import (
     Metrics,
     Otlp,
     Overrides,
+    Resume,
     RunName,
     RunsFolder,
+    ShowPage,
     StartNew,
+    TokenFile,
+    new_file,
     parsed,
     parsed_address,
     readable_errors,
@@ -33,36 +39,149 @@ if TYPE_CHECKING:
     from hetero_pp.program.operate.operations import Page
 
 
-Weights = Annotated[
-    Path | None, typer.Option("--from", metavar="FOLDER", help="Start from a LLaMA checkpoint; sets `model.weights`.")
-]
-Only = Annotated[
-    str | None, typer.Option("--only", metavar="NAME", help="Start one part here: `exchange`, a replica, or a stage.")
-]
+def init(
+    path: Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG]", help="YAML to write, by default NAME.yaml.")
+    ] = None,
+    machines: Annotated[str | None, typer.Option(help="Train `here`, on `4` homes, or on `4 + datacenter`.")] = None,
+    line: Annotated[str | None, typer.Option(metavar="UP/DOWN", help="Set a home's Mbit/s, such as `20/100`.")] = None,
+    text: Annotated[str | None, typer.Option(help="Train on a path, `hf:DATASET` or `standard-library`.")] = None,
+    model: Annotated[str | None, typer.Option(help="Train micro, 178m, 512m, 1b, or e.g. `5M` parameters.")] = None,
+    time: Annotated[str | None, typer.Option(help="Train for this long: `10 min`, `50M tokens`.")] = None,
+    name: Annotated[str | None, typer.Option(help="Choose the name of the run, and of its folder in runs/.")] = None,
+    hardware: Annotated[str | None, typer.Option(help="Predict times for this hardware, such as `rtx-4090`.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
+) -> None:
+    """Write a first YAML from five answers. On a terminal, ask for those that no option gives; else use defaults."""
+    with readable_errors():
+        from hetero_pp.program.init import init as write_first
+
+        given = {"machines": machines, "line": line, "text": text, "model": model, "time": time, "name": name}
+        write_first(path, given, hardware, force)
+
+
+def check(
+    named: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[CONFIG|TICKET|RUN]",
+            help="YAML, name of a shipped one, ticket, or run of this host; by default the machine alone.",
+        ),
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Compare this text with the run of a ticket.")
+    ] = None,
+    json_path: Annotated[
+        Path | None,
+        typer.Option("--json", callback=new_file, help="Write the checks to this file; `-` prints them alone."),
+    ] = None,
+    runs: RunsFolder = Path("runs"),
+    overrides: Overrides = [],  # noqa: B006
+) -> None:
+    """Validate a YAML, a ticket or a run, and check this machine in a few seconds: one line a check, with its remedy.
+
+    It prints a YAML's topology, parameters per stage, and bytes per link, step and round. Nothing is started or
+    enrolled; a ticket stays usable. The exit code is 1 if a check failed.
+    """
+    with readable_errors():
+        from hetero_pp.program.check.command import check as make_checks
+
+        if not make_checks(named, overrides, runs, data, json_path):
+            raise typer.Exit(FAILED)
+
+
+def simulate(
+    config: ConfigPath,
+    json_path: JsonPath = None,
+    timeline: Annotated[Path | None, typer.Option(callback=new_file, help="Write a trace for perfetto.dev.")] = None,
+    chart: Annotated[Path | None, typer.Option(callback=new_file, help="Draw a picture of the round (.png).")] = None,
+    sweep: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY=A..B", help="Predict at several values, such as `links.home.bandwidth=10Mbit/s..10Gbit/s`."
+        ),
+    ] = None,
+    curves: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY=A,B",
+            help="With --sweep: repeat the sweep at each of these values, such as `inner.steps=10,50`.",
+        ),
+    ] = None,
+    calibration: Calibration = None,
+    page: ShowPage = False,
+    runs: RunsFolder = Path("runs"),
+    overrides: Overrides = [],  # noqa: B006 (typer copies it)
+) -> None:
+    """Predict times, utilization, bytes and memory of a run, without training."""
+    with readable_errors():
+        from hetero_pp.config.overrides import Given
+        from hetero_pp.program.calibrate import calibrated
+        from hetero_pp.program.simulate import Outputs
+        from hetero_pp.program.simulate import simulate as predict_and_print
+
+        outputs = Outputs(json_path, timeline, chart)
+        settings: list[Given] = [*overrides, *calibrated(calibration)]
+        predict_and_print(config, settings, sweep, curves, outputs)
+        if page:
+            from hetero_pp.program.view.command import show_prediction
+
+            show_prediction(config, settings, runs)
+
+
+def plan(
+    config: ConfigPath,
+    target: Annotated[
+        str | None,
+        typer.Option("--target-utilization", help="Reach this share of the speed with free links, by default 0.97."),
+    ] = None,
+    json_path: JsonPath = None,
+    write: Annotated[
+        Path | None, typer.Option(callback=new_file, help="Write the YAML to this file; by default <CONFIG>.plan.yaml.")
+    ] = None,
+    measured: Annotated[
+        Path | None,
+        typer.Option(help="Use lines and costs that a rehearsal measured (rehearsal.json), instead of the YAML's."),
+    ] = None,
+    overrides: Overrides = [],  # noqa: B006 (typer copies it)
+) -> None:
+    """Choose groups, layers, boundaries and outer rounds that reach a utilization; write a YAML for `launch`."""
+    with readable_errors():
+        from hetero_pp.program.plan import plan as search_and_write
+
+        search_and_write(config, overrides, target, json_path, write, measured)
+
+
+def calibrate(
+    config: ConfigPath,
+    write: Annotated[
+        Path | None, typer.Option(callback=new_file, help="Write the costs to this file, for `simulate --calibration`.")
+    ] = None,
+    overrides: Overrides = [],  # noqa: B006 (typer copies it)
+) -> None:
+    """Measure on this machine the time and memory of each member, and the machine's speed."""
+    with readable_errors():
+        from hetero_pp.program.calibrate import calibrate as measure
+
+        measure(config, overrides, write)
+
+
+# Commands that start runs, join them and show their state.
 
 
 def launch(
     config: ConfigPath,
-    in_process: Annotated[
-        bool, typer.Option("--in-process", help="Train in one process, without a network, to the same bits.")
-    ] = False,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Resume runs/<name> from the newest round that all members saved.")
-    ] = False,
+    in_process: Annotated[bool, typer.Option("--in-process", help="Train in one process, to the same bits.")] = False,
+    resume: Resume = False,
     new: StartNew = False,
-    weights: Weights = None,
-    only: Only = None,
-    exchange: Annotated[
-        str | None,
-        typer.Option("--exchange", metavar="HOST:PORT", help="With --only: dial the exchange at this address."),
+    weights: Annotated[Path | None, typer.Option("--from", metavar="FOLDER", help="Start from LLaMA weights.")] = None,
+    only: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Start only `exchange`, a replica or a stage.")
     ] = None,
-    token: Annotated[
-        Path | None, typer.Option("--token-file", help="With --only: read the run's token from this file.")
-    ] = None,
-    commands: Annotated[
-        bool, typer.Option("--print-commands", help="Print the command for each host, and start nothing.")
-    ] = False,
-    page: Annotated[bool, typer.Option("--view", help="Show the run on a page of this machine, too.")] = False,
+    exchange: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="With --only: dial this exchange.")] = None,
+    token: TokenFile = None,
+    commands: Annotated[bool, typer.Option("--print-commands", help="Print the command for each host only.")] = False,
+    page: ShowPage = False,
     metrics: Metrics = None,
     otlp: Otlp = None,
     boards: Boards = [],  # noqa: B006 (typer copies it)
@@ -111,7 +230,7 @@ def rehearse(
     steps: Annotated[int, typer.Option(min=1, help="Rehearse at most this many inner steps of each round.")] = 4,
     calibration: Calibration = None,
     json_path: JsonPath = None,
-    page: Annotated[bool, typer.Option("--view", help="Show the rehearsal on a page of this machine, too.")] = False,
+    page: ShowPage = False,
     metrics: Metrics = None,
     log_format: LogFormat = "text",
     runs: RunsFolder = Path("runs"),
@@ -126,7 +245,7 @@ def rehearse(
         from hetero_pp.program.calibrate import calibrated
         from hetero_pp.program.launch.command import Invocation, run_topology
         from hetero_pp.program.operate.operations import operated
-        from hetero_pp.program.rehearse.command import AsRehearsal
+        from hetero_pp.program.rehearse import AsRehearsal
 
         settings: list[Given] = [*overrides, *calibrated(calibration)]
         mode = AsRehearsal(rounds, steps, json_path)
@@ -137,16 +256,10 @@ def rehearse(
 
 def serve(
     config: ConfigPath,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Resume runs/<name>; hosts that were admitted stay admitted.")
-    ] = False,
+    resume: Resume = False,
     new: StartNew = False,
-    rehearsal: Annotated[
-        bool, typer.Option("--rehearse", help="Serve a rehearsal, in which hosts try their lines and train nothing.")
-    ] = False,
-    token: Annotated[
-        Path | None, typer.Option("--token-file", help="Read the run's token from this file, instead of a new one.")
-    ] = None,
+    rehearsal: Annotated[bool, typer.Option("--rehearse", help="Serve a rehearsal, which trains nothing.")] = False,
+    token: TokenFile = None,
     metrics: Metrics = None,
     otlp: Otlp = None,
     boards: Boards = [],  # noqa: B006 (typer copies it)
@@ -159,7 +272,7 @@ def serve(
         from hetero_pp.config.lines import EXCHANGE
         from hetero_pp.program.launch.command import AS_A_RUN, Host, Invocation, run_on_this_host
         from hetero_pp.program.operate.operations import operated
-        from hetero_pp.program.rehearse.command import served_rehearsal
+        from hetero_pp.program.rehearse import served_rehearsal
 
         since, mode = _started(), served_rehearsal(resume) if rehearsal else AS_A_RUN
         with operated(metrics, otlp, boards) as operations:
@@ -169,25 +282,10 @@ def serve(
 
 def invite(
     run: RunName,
-    slot: Annotated[
-        str | None,
-        typer.Option(
-            "--slot",
-            metavar="SLOT",
-            help="Reserve this datacenter replica or stage (home.2); by default, admit to any stage of a group.",
-        ),
-    ] = None,
-    expires: Annotated[
-        str, typer.Option(metavar="DURATION", help="Set the validity of the ticket, such as `24h`.")
-    ] = "24h",
-    address: Annotated[
-        str | None,
-        typer.Option(metavar="HOST:PORT", help="Set the exchange's address for other hosts, if the YAML has none."),
-    ] = None,
-    validator: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Print the pass of a validator, which has one vote, and no ticket."),
-    ] = None,
+    slot: Annotated[str | None, typer.Option(metavar="SLOT", help="Reserve this slot; by default, any stage.")] = None,
+    expires: Annotated[str, typer.Option(metavar="DURATION", help="Set the validity of the ticket.")] = "24h",
+    address: Address = None,
+    validator: Annotated[str | None, typer.Option(metavar="NAME", help="Print the pass of this validator.")] = None,
     runs: RunsFolder = Path("runs"),
 ) -> None:
     """Print a ticket that admits one process to a run that this host serves."""
@@ -204,9 +302,7 @@ def invite(
 
 def revoke(
     run: RunName,
-    what: Annotated[
-        str, typer.Argument(metavar="SLOT", help="Name of the replica or stage, such as home.2, or id of a ticket.")
-    ],
+    what: Annotated[str, typer.Argument(metavar="SLOT", help="Replica or stage, such as home.2, or id of a ticket.")],
     runs: RunsFolder = Path("runs"),
 ) -> None:
     """Revoke a member's slot and its unused tickets."""
@@ -217,32 +313,12 @@ def revoke(
 
 
 def join(
-    ticket: Annotated[
-        str,
-        typer.Argument(
-            metavar="TICKET", help="Ticket that `hetero-pp invite` printed; `-` reads it from standard input."
-        ),
-    ],
-    data: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Read the run's text from this path, if this member needs it.")
-    ] = None,
-    tokenizer: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PATH", help="Read the run's tokenizer.json from this path, if it is too large to be sent."
-        ),
-    ] = None,
-    listen: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="Listen here for the neighbouring stages (port 0: any free port); by default, dial them.",
-        ),
-    ] = None,
+    ticket: Annotated[str, typer.Argument(metavar="TICKET", help="Ticket of `hetero-pp invite`; `-`: standard input.")],
+    data: Annotated[str | None, typer.Option(metavar="PATH", help="Read the run's text from here, if needed.")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(metavar="PATH", help="Read a tokenizer too large to send.")] = None,
+    listen: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Listen here for neighbour stages.")] = None,
     device: Device = "auto",
-    rehearsal: Annotated[
-        bool, typer.Option("--rehearse", help="Rehearse with this host's line and its neighbours, and train nothing.")
-    ] = False,
+    rehearsal: Annotated[bool, typer.Option("--rehearse", help="Rehearse with this line, and train nothing.")] = False,
     metrics: Metrics = None,
     log_format: LogFormat = "text",
     runs: RunsFolder = Path("runs"),
@@ -283,10 +359,7 @@ def _read_ticket() -> str:
 
 def leave(
     run: RunName,
-    slot: Annotated[
-        str | None,
-        typer.Option("--slot", metavar="SLOT", help="Choose the slot, if several members joined from this host."),
-    ] = None,
+    slot: Annotated[str | None, typer.Option(metavar="SLOT", help="Leave only this slot of several.")] = None,
     runs: RunsFolder = Path("runs"),
 ) -> None:
     """Leave a run that this host has joined, and free its slot, as Ctrl-C does in `join`."""
@@ -297,20 +370,14 @@ def leave(
 
 
 def status(
-    run: Annotated[
-        str, typer.Argument(metavar="RUN", help="Run name, run folder, HOST:PORT of an exchange, or ticket.")
-    ],
-    address: Annotated[
-        str | None,
-        typer.Option(metavar="HOST:PORT", help="Dial the exchange at this address instead of the known one."),
-    ] = None,
+    run: RunName,
+    address: Address = None,
     json_path: JsonPath = None,
     runs: RunsFolder = Path("runs"),
 ) -> None:
     """Show the round or the end of a run, its slots and members, hosts that wait for a group, and open tickets.
 
-    Works on every host that started, serves or joined the run, or that waits for a group. For a ticket: print the slot
-    that it is for, its expiry, and whether it was used.
+    Works on every host that started, serves or joined the run. `check` has the state of a ticket.
     """
     with readable_errors():
         from hetero_pp.program.join.status import status as ask_and_print

@@ -37,7 +37,7 @@ from hetero_pp.program.launch.earlier import keep_over, read_over
 from hetero_pp.program.launch.hosts import listens
 from hetero_pp.program.launch.inputs import prepare
 from hetero_pp.program.operate.operations import Operations
-from hetero_pp.program.rehearse.command import OwnLine
+from hetero_pp.program.rehearse import OwnLine
 from hetero_pp.program.report.output import announce, name_run, shown_reading, standard_output
 from hetero_pp.rpc.admission_client import Rate, give, measure
 from hetero_pp.rpc.exchange_client import ExchangeClient

@@ -19,7 +19,7 @@ from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica
 from hetero_pp.config.yaml_file import config_of
 from hetero_pp.core.errors import ConfigError, HeteroPPError
 from hetero_pp.core.units import SECONDS, parse_quantity
-from hetero_pp.program.join.runs_here import is_running, read_run_on_disk
+from hetero_pp.program.join.membership import is_running, read_run_on_disk
 from hetero_pp.program.launch.earlier import over_on_disk
 from hetero_pp.program.launch.hosts import dialled_here, read_token
 from hetero_pp.program.report.output import announce, complain
@@ -42,7 +42,16 @@ def invite(runs: Path, run: str, slot: str | None, seconds: float, address: str 
     folder, config = _served(runs, run)
     if over := over_on_disk(folder):
         raise ConfigError((), f"{folder.path}: {over}")
-    _require_slot(config, slot)
+    slots = [member for replica in config.replicas for member in replica.members]
+    if slot is not None and slot not in slots:
+        groups = [replica.name for replica in config.replicas if isinstance(replica, ParticipantsReplica)]
+        if slot in [*groups, *_entries(groups)]:
+            stage = next(one for one in slots if one.startswith(slot))
+            any_stage = "leave out --slot for a ticket to any free stage of a group"
+            told = f"found the name of a group: {any_stage}, or name a stage, such as {stage}"
+            raise ConfigError((), f"--slot {slot}: {told}")
+        near = get_close_matches(slot, slots, n=NAMED) if len(slots) > NAMED else []
+        raise ConfigError((), f"--slot {slot}: expected one of {listed(list(dict.fromkeys([*near, *slots])))}")
     reached = _address(config, address)
     authority = Authority(read_token(folder.token))
     with closing(Memberships(folder.memberships)) as memberships:
@@ -50,13 +59,13 @@ def invite(runs: Path, run: str, slot: str | None, seconds: float, address: str 
             ticket = memberships.invite(slot, seconds)
         except HeteroPPError as error:
             raise ConfigError((), f"--slot: {error}") from None
-    until, slots, store = time.time() + seconds, good_for(config, slot), config.store.as_one_url()
+    until, admits_to, store = time.time() + seconds, good_for(config, slot), config.store.as_one_url()
     is_rehearsal = config.rehearsal is not None
-    made = make_ticket(config.name, reached, authority, ticket, until, slots, store, is_rehearsal)
+    made = make_ticket(config.name, reached, authority, ticket, until, admits_to, store, is_rehearsal)
     sys.stdout.write(made.to_text() + "\n")
     how = "; it is of a rehearsal, so `join` needs --rehearse" if is_rehearsal else ""
     valid = f"it admits one host until {datetime.fromtimestamp(until):%Y-%m-%d %H:%M}"
-    complain(f"{run}: this ticket is for {slots}; {valid}{how}")
+    complain(f"{run}: this ticket is for {admits_to}; {valid}{how}")
     if not is_running(folder) and (resume := read_run_on_disk(folder).resume):
         complain(f"{run}: its exchange does not run now, so no host can join; resume it with: {resume}")
     if slot is None and (open_slots := _open_datacenters(config, folder, authority)):
@@ -146,19 +155,6 @@ def _served(runs: Path, run: str) -> tuple[RunFolder, RunConfig]:
     if config.exchange.insecure:
         raise ConfigError((), f"{folder.config}: exchange.insecure: found true, expected false: tickets need TLS")
     return folder, config
-
-
-def _require_slot(config: RunConfig, slot: str | None) -> None:
-    slots = [member for replica in config.replicas for member in replica.members]
-    if slot is not None and slot not in slots:
-        groups = [replica.name for replica in config.replicas if isinstance(replica, ParticipantsReplica)]
-        if slot in [*groups, *_entries(groups)]:
-            stage = next(one for one in slots if one.startswith(slot))
-            any_stage = "leave out --slot for a ticket to any free stage of a group"
-            told = f"found the name of a group: {any_stage}, or name a stage, such as {stage}"
-            raise ConfigError((), f"--slot {slot}: {told}")
-        near = get_close_matches(slot, slots, n=NAMED) if len(slots) > NAMED else []
-        raise ConfigError((), f"--slot {slot}: expected one of {listed(list(dict.fromkeys([*near, *slots])))}")
 
 
 def _address(config: RunConfig, given: str | None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,21 +15,35 @@ from pathlib import Path
 
 import psutil
 
-from hetero_pp.config.folder import RunFolder, run_folder
+from hetero_pp.config.changes import LAST, read_changes
+from hetero_pp.config.folder import RunFolder, own_parts, run_folder
+from hetero_pp.config.lines import EXCHANGE, LAUNCHER
 from hetero_pp.config.shared import keep_tokenizer, kept_tokenizer
+from hetero_pp.config.yaml_file import config_of
 from hetero_pp.core.bounded import read_bounded, read_json_object
 from hetero_pp.core.errors import ConfigError, HeteroPPError, LinkTimeout, Refused, StoreError, TooMuch
 from hetero_pp.core.files import write_whole
 from hetero_pp.core.units import format_seconds
 from hetero_pp.messages.messages_pb2 import EnrolReply, InWaitingRoom
-from hetero_pp.program.launch.earlier import forget_over
-from hetero_pp.program.launch.hosts import no_answer
+from hetero_pp.program.launch.earlier import is_held
+from hetero_pp.program.launch.hosts import dialled_here, no_answer, read_token
 from hetero_pp.program.report.output import announce
+from hetero_pp.program.report.recorder import INTERRUPTED, last_closed
 from hetero_pp.rpc.admission_client import be_probed, enrol, renew
 from hetero_pp.rpc.exchange_service import MOST_BETWEEN
-from hetero_pp.rpc.identities import Credentials, Identity, Ticket, as_text, key_from_text, new_key, signing_request
+from hetero_pp.rpc.identities import (
+    Authority,
+    Credentials,
+    Identity,
+    Ticket,
+    as_text,
+    key_from_text,
+    new_key,
+    signing_request,
+)
+from replica_groups.exchange.stall_detector import listed
 
-_KEY, _CERTIFICATE, _ABOUT, _WAITING = "key.pem", "certificate.pem", "about.json", "waiting.json"
+_KEY, _CERTIFICATE, _ABOUT = "key.pem", "certificate.pem", "about.json"
 _PEM_BYTES_MAX = 20_000
 _SECONDS_BETWEEN_TRIES = 60.0
 _SECONDS_IN_WAITING_ROOM = 2.0
@@ -76,8 +91,9 @@ def take_slot(ticket: Ticket, runs: Path, say: Callable[[str], None] = print) ->
         return read_membership(folder)
     ticket.require_good()
     key = _own_key(folder / _KEY)
-    reply = _enrolled(ticket, signing_request(key_from_text(key)), folder, say)
-    forget_over(RunFolder(runs / ticket.run))
+    reply = _enrolled(ticket, signing_request(key_from_text(key)), say)
+    with suppress(OSError):  # the exchange has given this host a slot, so the run of this name is not over
+        RunFolder(runs / ticket.run).over.unlink()
     identity = Identity(reply.certificate, key, ticket.identity.authority)
     if identity.shown.name != reply.slot:
         raise Refused(f"the exchange sent a certificate for {identity.shown.name!r}, expected one for {reply.slot!r}")
@@ -110,30 +126,24 @@ def unanswered(error: LinkTimeout, run: str) -> str:
     return f"{found}; ask the operator of the run"
 
 
-def _enrolled(ticket: Ticket, request: bytes, folder: Path, say: Callable[[str], None]) -> EnrolReply:
+def _enrolled(ticket: Ticket, request: bytes, say: Callable[[str], None]) -> EnrolReply:
     """Enrol with the ticket, and wait for a group to form if no slot is free. Raises the errors of `take_slot`."""
 
     def on_wait(seconds: float, limit: float) -> None:
         say(f"{ticket.run}: {no_answer(ticket.address, seconds, limit, has_answered=False)}")
 
     reply, told = enrol(ticket.address, ticket.identity, request, on_wait=on_wait), ""
-    with _shown_as_waiting(folder) as show:
-        while reply.HasField("in_waiting_room"):
-            waiting_room, why = reply.in_waiting_room, ""
-            show(waiting_room)
-            if not waiting_room.probed:
-                why = be_probed(ticket.address, ticket.identity)
-            why = why or waiting_room.why
-            said = (
-                why
-                or f"waiting for a group to form: {max(waiting_room.here, 1)} of {waiting_room.needed} hosts "
-                "are waiting"
-            )
-            if said != told:
-                say(f"{ticket.run}: {said}")
-            told = said
-            time.sleep(_SECONDS_IN_WAITING_ROOM)
-            reply = _asked_again(ticket, request, waiting_room, say)
+    while reply.HasField("in_waiting_room"):
+        waiting_room, why = reply.in_waiting_room, ""
+        if not waiting_room.probed:
+            why = be_probed(ticket.address, ticket.identity)
+        here = f"{max(waiting_room.here, 1)} of {waiting_room.needed} hosts are waiting"
+        said = why or waiting_room.why or f"waiting for a group to form: {here}"
+        if said != told:
+            say(f"{ticket.run}: {said}")
+        told = said
+        time.sleep(_SECONDS_IN_WAITING_ROOM)
+        reply = _asked_again(ticket, request, waiting_room, say)
     return reply
 
 
@@ -156,48 +166,6 @@ def _asked_again(ticket: Ticket, request: bytes, waiting_room: InWaitingRoom, sa
             if not isinstance(error, LinkTimeout):  # this error arrives at once, so a retry without a pause would spin
                 time.sleep(_SECONDS_IN_WAITING_ROOM)
     raise LinkTimeout(f"the exchange at {ticket.address} did not answer within {format_seconds(silent)}")
-
-
-@contextmanager
-def _shown_as_waiting(folder: Path) -> Iterator[Callable[[InWaitingRoom], None]]:
-    """Keep the exchange's last answer in a file while the block runs, for `status` on this host."""
-    since, path = time.time(), folder / _WAITING
-
-    def show(waiting_room: InWaitingRoom) -> None:
-        told = {"here": max(waiting_room.here, 1), "needed": waiting_room.needed, "last_round": waiting_room.last_round}
-        about = {"process": own_process(), "since": since, "asked": time.time(), "rounds": waiting_room.rounds}
-        with suppress(OSError):  # a full disk must not end the wait
-            write_whole(path, json.dumps(told | about).encode())
-
-    try:
-        yield show
-    finally:
-        with suppress(OSError):
-            path.unlink()
-
-
-@dataclass(frozen=True)
-class Wait:
-    """The wait of one process of this host for a group to form, as the exchange last answered."""
-
-    process: str
-    since: float
-    asked: float  # time of that answer, in seconds since 1970
-    here: int
-    needed: int
-    last_round: int
-    rounds: int
-
-
-def waits_in(folder: RunFolder) -> list[Wait]:
-    """Return the waits of the processes on this host that wait for a group of a run now."""
-    found = []
-    for path in folder.identity("").glob(f"*/{_WAITING}"):
-        with suppress(OSError, ValueError, TypeError):
-            wait = Wait(**read_json_object(path))
-            if running_process(wait.process) is not None:
-                found.append(wait)
-    return found
 
 
 def is_name(name: str) -> bool:
@@ -251,7 +219,8 @@ def _keep_renewing(membership: Membership, over: threading.Event, say: Callable[
     told = ""
     while not over.is_set():
         try:
-            if over.wait(min(every, _due_in(membership.identity))):
+            shown = membership.identity.latest.shown  # due once half of the validity is over
+            if over.wait(min(every, max((shown.signed + shown.until) / 2 - time.time(), 0.0))):
                 return
             renew_once(membership)
             shown = membership.identity.latest.shown  # a wrong clock here must not renew without a pause
@@ -270,12 +239,6 @@ def renew_once(membership: Membership) -> None:
     """
     certificate = renew(membership.address, membership.identity)
     write_whole(Path(membership.identity.kept_in), certificate.encode(), is_secret=True)
-
-
-def _due_in(identity: Identity) -> float:
-    """Return the seconds until half of the certificate's validity is over."""
-    shown = identity.latest.shown
-    return max((shown.signed + shown.until) / 2 - time.time(), 0.0)
 
 
 def _own_key(path: Path) -> str:
@@ -307,7 +270,7 @@ def running_process(text: str) -> psutil.Process | None:
         return None
 
 
-# `hetero-pp leave`: finds this host's `join` of a run and interrupts it, which frees the slot.
+# ---- `hetero-pp leave`: finds this host's `join` of a run and interrupts it, which frees the slot ----
 
 
 SECONDS = 30.0  # seconds to wait until an interrupted process has left
@@ -361,3 +324,97 @@ def _process(path: Path) -> psutil.Process | None:
         return running_process(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
+
+
+# ---- the runs of this host: how to reach the exchange of each, and how one ended, from its folder alone ----
+
+
+@dataclass(frozen=True)
+class RunOnDisk:
+    """State of a run according to its folder."""
+
+    state: str  # `running`, `over`, `interrupted`, `failed`, or `killed` (the run ended without a record of its end)
+    last_round: int
+    rounds: int
+    changed: float  # time of the last record, in seconds since 1970
+    why: str = ""
+    resume: str = ""  # command that resumes the run; empty if there is nothing to resume
+    rehearsal: bool = False
+
+
+def read_run_on_disk(folder: RunFolder) -> RunOnDisk:
+    """Return the state of a run from its folder. Raises ConfigError for a configuration that cannot be read."""
+    config = config_of(folder)
+    changes = read_changes(folder.changes).settled()
+    changes.require_changeable(config)
+    rounds, rehearsal = changes.at(config, LAST).outer.rounds, config.rehearsal is not None
+    summary: dict[str, object] = {}
+    with suppress(OSError, ValueError):
+        summary = read_json_object(folder.summary)
+    changed = max(path.stat().st_mtime for path in (folder.summary, folder.metrics, folder.config) if path.is_file())
+    command = "serve" if folder.token.is_file() else "launch"  # as it was started
+    resume = shlex.join(["hetero-pp", command, str(folder.config), "--resume", "--runs", str(folder.path.parent)])
+    resume = "" if rehearsal else resume
+    if is_running(folder):
+        return RunOnDisk("running", last_closed(folder), rounds, changed, rehearsal=rehearsal)
+    if not summary:
+        return RunOnDisk("killed", last_closed(folder), rounds, changed, "", resume, rehearsal)
+    said, why = summary.get("rounds"), str(summary.get("failed") or "")
+    last = said if isinstance(said, int) else 0
+    if not why:
+        return RunOnDisk("over", last, rounds, changed, rehearsal=rehearsal)
+    state = INTERRUPTED if why == INTERRUPTED else "failed"
+    return RunOnDisk(state, last, rounds, changed, "" if state == INTERRUPTED else why, resume, rehearsal)
+
+
+def is_running(folder: RunFolder) -> bool:
+    """Return whether a launch on this host runs the exchange of the run."""
+    return is_held(folder.path.parent, folder.path.name, EXCHANGE)
+
+
+# ---- runs that this host serves or has joined ----
+
+
+@dataclass(frozen=True)
+class RunOfHost:
+    """A run that this host serves or has joined."""
+
+    folder: RunFolder
+    address: str  # HOST:PORT of the run's exchange
+    identity: Identity  # identity with which this host authenticates to the exchange
+    serves: bool
+
+    @property
+    def name(self) -> str:
+        return self.folder.path.name
+
+
+def runs_at(runs: Path, address: str) -> list[RunOfHost]:
+    """Return the runs of this host that were at an address, newest first. Raises ConfigError if there are none."""
+    found = []
+    for path in sorted(runs.glob("*/"), key=lambda path: -path.stat().st_mtime):
+        with suppress(HeteroPPError):
+            found.append(known_run(RunFolder(path)))
+    here = [one for one in found if one.address == address]
+    if not here:
+        addresses = sorted({one.address for one in found})
+        known = f": known addresses: {listed(addresses)}" if addresses else ""
+        raise ConfigError((), f"{runs}: found no run at {address} that this host serves or joined{known}")
+    return here
+
+
+def known_run(folder: RunFolder) -> RunOfHost:
+    """Return the run of a folder. Raises ConfigError if this host is no part of it, Refused for a damaged folder."""
+    if folder.token.is_file() and folder.config.is_file():
+        listen = dialled_here(config_of(folder).exchange.listen)
+        return RunOfHost(folder, listen, Authority(read_token(folder.token)).identity(LAUNCHER), serves=True)
+    found = memberships_in(folder)
+    if not found:
+        own = f": it runs {', '.join(parts)} with the run's token" if (parts := own_parts(folder)) else ""
+        what = f"found no run that this host serves or joined with a ticket{own}"
+        raise ConfigError((), f"{folder.path}: {what}; run `status` on the host of the exchange")
+    newest = found[0]
+    if newest.has_left:
+        told = f"{newest.slot} has left the run; the same `join` command returns to it"
+        raise ConfigError((), f"{folder.path.name}: {told}")
+    return RunOfHost(folder, newest.address, newest.identity.latest, serves=False)

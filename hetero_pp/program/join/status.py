@@ -15,21 +15,23 @@ from hetero_pp.config.folder import RunFolder, run_folder
 from hetero_pp.config.lines import RELAYED
 from hetero_pp.config.member_inputs import in_words
 from hetero_pp.config.yaml_file import config_of, read_run
-from hetero_pp.core.errors import ConfigError, HeteroPPError, LinkTimeout, Refused
+from hetero_pp.core.errors import ConfigError, HeteroPPError, LinkTimeout
 from hetero_pp.core.files import write_json
-from hetero_pp.core.ticket_text import is_ticket
 from hetero_pp.core.units import format_bytes, format_count, format_seconds, format_share
 from hetero_pp.messages.messages_pb2 import SlotStatus, StatusReply
 from hetero_pp.program.join.invite import good_for
-from hetero_pp.program.join.membership import has_joined, is_name, waits_in
-from hetero_pp.program.join.runs_here import RunOfHost, RunOnDisk, is_running, known_run, read_run_on_disk, runs_at
+from hetero_pp.program.join.membership import (
+    RunOnDisk,
+    is_running,
+    known_run,
+    read_run_on_disk,
+)
 from hetero_pp.program.launch.earlier import RunEnd, read_over
 from hetero_pp.program.report.lines import status_lines
 from hetero_pp.program.report.output import announce, standard_output, tell
 from hetero_pp.program.report.recorder import recorded
 from hetero_pp.program.report.state import RunState
 from hetero_pp.rpc.admission_client import status as ask
-from hetero_pp.rpc.identities import Ticket
 from hetero_pp.rpc.limits import plain
 from replica_groups.exchange.memberships import IssuedTicket, Memberships
 from replica_groups.exchange.stall_detector import listed
@@ -41,32 +43,17 @@ _SECONDS_OF_AN_ENDED_RUN = 3.0
 
 
 def status(runs: Path, run: str, address: str | None, json_path: Path | None) -> None:
-    """Print the state of a run, named by its name, its folder, HOST:PORT of its exchange, or a ticket to it.
+    """Print the state of a run, named by its name or its folder.
 
     Raises ConfigError for a run that this host does not know, or if its exchange does not answer.
     """
-    if is_ticket(run):
-        found = _of_ticket(run, runs.absolute())
-    elif ":" in run:
-        found = _of_address(runs.absolute(), run)
-    else:
-        found = _of_folder(run_folder(runs, run), address)
-    write_json(json_path, found)
+    folder = run_folder(runs, run)
+    write_json(json_path, _print_state(folder, address))
 
 
-def _of_folder(folder: RunFolder, address: str | None) -> dict[str, object]:
+def _print_state(folder: RunFolder, address: str | None) -> dict[str, object]:
     """Print the state of a run, as its exchange says or else as this host knows it. Returns the same for JSON."""
-    name, now = folder.path.name, time.time()
-    if waits := waits_in(folder):  # processes of this host that wait for a group: what the exchange answered them last
-        for wait in waits:
-            more = max(wait.needed - wait.here, 0)
-            until = f"{more} more needed" if more else "a group is being formed"
-            since = f"for {format_seconds(max(now - wait.since, 0.0))}"
-            asked = f"the exchange answered {format_seconds(max(now - wait.asked, 0.0))} ago"
-            here = f"{wait.here} of {wait.needed} hosts are waiting"
-            announce(f"{name}: this host waits for a group to form, {since}: {here}, {until}")
-            announce(f"{name}: the run has finished round {wait.last_round} of {wait.rounds}; {asked}")
-        return {"state": "waiting for a group", "waits": [asdict(wait) for wait in waits]}
+    name = folder.path.name
     if folder.config.is_file() and address is None:
         # An exchange on this host answers only with a token file and TLS.
         answers = folder.token.is_file() and is_running(folder) and not config_of(folder).exchange.insecure
@@ -85,33 +72,13 @@ def _of_folder(folder: RunFolder, address: str | None) -> dict[str, object]:
         served = "`serve` runs on this host, but is starting or does not respond"
         what = served if known.serves else "the run is over, or was stopped there"
         raise ConfigError((), f"{name}: the exchange at {since}: {what}") from None
-    return _print_reply(known, reply)
-
-
-def _print_reply(known: RunOfHost, reply: StatusReply) -> dict[str, object]:
-    print_status(known.name, reply)
+    print_status(name, reply)
     if known.serves:
-        config = config_of(known.folder)
-        with closing(Memberships(known.folder.memberships)) as memberships:
+        config = config_of(folder)
+        with closing(Memberships(folder.memberships)) as memberships:
             tickets = memberships.tickets()
         print_tickets(tickets, {one.slot: good_for(config, one.slot) for one in tickets}, time.time())
     return as_json(reply)
-
-
-def _of_address(runs: Path, address: str) -> dict[str, object]:
-    """Print the state of the run that is at an address now; several may have been there. Raises ConfigError."""
-    here, complaint = runs_at(runs, address), ""
-    for one in here:
-        try:
-            return _print_reply(one, ask(one.address, one.identity, SECONDS))
-        except HeteroPPError as error:
-            complaint = f"{error}: the run is over, or is not served now"
-    for one in here:
-        if one.serves and not is_running(one.folder):
-            return _print_on_disk(one.folder, read_run_on_disk(one.folder))
-        if (over := read_over(one.folder)) is not None:
-            return _print_over(one.name, over)
-    raise ConfigError((), complaint)
 
 
 # ---- when the exchange does not answer ----
@@ -151,41 +118,6 @@ def _print_on_disk(folder: RunFolder, found: RunOnDisk) -> dict[str, object]:
     if found.resume:
         announce(f"{name}: resume with: {found.resume}")
     return asdict(found) | {"trouble": trouble}
-
-
-def _of_ticket(text: str, runs: Path) -> dict[str, object]:
-    """Print what a ticket says: its run, its slots and its expiry. The exchange is not asked."""
-    try:
-        ticket = Ticket.from_text(text)
-    except Refused as error:
-        raise ConfigError((), str(error)) from None
-    until, folder = ticket.identity.shown.until, RunFolder(runs / ticket.run)
-    is_used = False  # only a host that serves the run, or has joined with the ticket, knows
-    if folder.memberships.is_file() and is_name(ticket.run):
-        with closing(Memberships(folder.memberships)) as memberships:
-            is_used = any(one.id == ticket.id and one.is_used for one in memberships.tickets())
-    elif is_name(ticket.run):
-        is_used = has_joined(folder.identity(ticket.id))
-    rehearsal = "a rehearsal, for " if ticket.rehearsal else ""
-    slots = ticket.good_for
-    state = "expired" if ticket.is_over else "used" if is_used else "open"
-    words = {
-        "expired": "it expired",
-        "used": "it was used; the host that used it may return with it until",
-        "open": "it admits one host until",
-    }
-    when = f"{words[state]} {datetime.fromtimestamp(until):%Y-%m-%d %H:%M}"
-    told_for = f"ticket {ticket.id} is for {rehearsal}{slots}"
-    announce(f"{ticket.run}: {told_for}; {when}; the exchange is at {ticket.address}")
-    return {
-        "run": ticket.run,
-        "id": ticket.id,
-        "good_for": ticket.good_for,
-        "exchange": ticket.address,
-        "rehearsal": ticket.rehearsal,
-        "until": until,
-        "state": state,
-    }
 
 
 # ---- what the exchange says ----
@@ -242,9 +174,21 @@ def print_status(run: str, reply: StatusReply) -> None:
             holder = f" (holder {slot.holder})" if slot.holder > 1 else ""
             admitted_by = f"a ticket{holder}" if slot.holder else "the run's token" if slot.held else ""
             since = _since(slot, groups[slot.replica])
-            table.add_row(
-                slot.name, _state(reply, slot, slot.replica in incomplete), since, admitted_by, _connection(slot)
-            )
+            # The words of the page of a run.
+            if not slot.held:
+                what = "reserved" if slot.holder else "vacant" if slot.incarnation else "free"
+            elif reply.is_over or slot.replica in incomplete:
+                what = "finishing" if reply.is_over else "suspended"
+            else:
+                trains = "rehearsing" if reply.rehearsal else "training"
+                what = f"{trains} round {slot.round}" if slot.round else "waiting"
+            connection = ""  # how a slot is reached: its address, the address that it dials, and its relayed bytes
+            if slot.address:
+                relayed = f"{format_bytes(slot.relayed_bytes)} relayed" if slot.relayed_bytes else ""
+                at = "" if slot.address == RELAYED else plain(slot.address)
+                dials = f"dials {plain(slot.dials)}" if slot.dials else ""
+                connection = ", ".join(filter(None, [at, dials, relayed])) or "relayed"
+            table.add_row(slot.name, what, since, admitted_by, connection)
     console.print(table)
     if left_out:
         tell(console, f"{format_count(len(left_out), 'more replica')} without any member")
@@ -271,34 +215,12 @@ def print_status(run: str, reply: StatusReply) -> None:
     tell(console, f"refused calls so far: {reply.refusals}")
 
 
-def _state(reply: StatusReply, slot: SlotStatus, is_incomplete: bool) -> str:
-    """Return the state of a slot, in the words of the page of a run."""
-    if not slot.held:
-        return "reserved" if slot.holder else "vacant" if slot.incarnation else "free"
-    if reply.is_over:
-        return "finishing"
-    if is_incomplete:
-        return "suspended"
-    what = "rehearsing" if reply.rehearsal else "training"
-    return f"{what} round {slot.round}" if slot.round else "waiting"
-
-
 def _since(slot: SlotStatus, group: Sequence[SlotStatus]) -> str:
     """Return the time since a slot was taken, lost or suspended. A group trains since its last slot was taken."""
     shown = group if all(one.held for one in group) else [slot]
     if not all(one.HasField("seconds") for one in shown):
         return ""
     return format_seconds(round(min(one.seconds for one in shown)))
-
-
-def _connection(slot: SlotStatus) -> str:
-    """Describe how a slot is reached: its address, the address that it dials, and its relayed bytes."""
-    if not slot.address:
-        return ""
-    relayed = f"{format_bytes(slot.relayed_bytes)} relayed" if slot.relayed_bytes else ""
-    address = "" if slot.address == RELAYED else plain(slot.address)
-    dials = f"dials {plain(slot.dials)}" if slot.dials else ""
-    return ", ".join(filter(None, [address, dials, relayed])) or "relayed"
 
 
 def print_tickets(tickets: Sequence[IssuedTicket], good_for: dict[str | None, str], now: float) -> None:

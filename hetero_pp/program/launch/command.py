@@ -9,6 +9,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,7 +39,6 @@ from hetero_pp.program.defences import defence_lines
 from hetero_pp.program.launch.earlier import (
     ResumeHint,
     claim,
-    claim_all,
     claim_store,
     decide_to_resume,
     keep_over,
@@ -147,15 +147,12 @@ def run_topology(
     """
     invocation = invocation or Invocation()
     prepared, resume = _prepare(path, overrides, runs, None, resume, new, invocation)
-    start = start or (_run_in_process if in_process else launch)
+    if in_process:
+        from hetero_pp.program.launch.in_process import run_in_process  # with all that members need
+
+        start = run_in_process
     with claim(runs.absolute(), prepared.spec.config.name, prepared.names):
-        _run_and_record(prepared, runs, start, resume, invocation)
-
-
-def _run_in_process(spec: RunSpec, folder: RunFolder, on_report: OnReport, resume: Values | None = None) -> None:
-    from hetero_pp.program.launch.in_process import run_in_process  # with all that members need
-
-    run_in_process(spec, folder, on_report, resume)
+        _run_and_record(prepared, runs, start or launch, resume, invocation)
 
 
 def run_on_this_host(
@@ -358,17 +355,13 @@ def launch_members(
         try:
             supervisor.wait()
         except RunFailed as error:
-            raise _cause(error, refused, rounds.state.failed) from None
+            if refused and refused in str(error):  # by the exchange of another run
+                raise ConfigError((), refused) from None
+            failed = rounds.state.failed
+            if failed is None or failed in str(error):
+                raise
+            raise RunFailed(f"{error}; the run ended because {failed}") from None
         watcher.join()
-
-
-def _cause(error: RunFailed, refused: str, failed: str | None) -> ConfigError | RunFailed:
-    """Return the cause of an error: a refusal by another run's exchange, or also why the run has `failed` elsewhere."""
-    if refused and refused in str(error):
-        return ConfigError((), refused)
-    if failed is None or failed in str(error):
-        return error
-    return RunFailed(f"{error}; the run ended because {failed}")
 
 
 # ---- the record of a run, and its folder ----
@@ -395,8 +388,15 @@ def _run_and_record(prepared: Prepared, runs: Path, start: Start, resume: bool, 
             begin_folder(spec, runs.absolute())
         elif over := over_on_disk(folder, spec.latest.outer.rounds):
             announce(f"{name}: {over}")
-            if _is_summarized(folder, spec.latest.outer.rounds):
-                return
+            # Nothing of the record of a finished run is missing, so no member has to tell it again.
+            with suppress(OSError, ValueError, KeyError):
+                summary = json.loads(folder.summary.read_bytes())
+                if (
+                    summary["rounds"] == spec.latest.outer.rounds
+                    and "failed" not in summary
+                    and all((folder.path / picture).is_file() for picture in ("loss.png", "links.png"))
+                ):
+                    return
         recording = _Recording(spec, folder, resume, invocation)
         state, console = recording.state, recording.console
         try:
@@ -432,7 +432,7 @@ class _Recording:
         self._operations.observed.follow(self.state)
         self.recorder = Recorder(spec, folder, self.state, resume, self.say, self._operations.boards)
         self.show: OnReport = lambda report: None  # shows a report on the page of the run
-        self._refuse = _teller_of_refusals(self.say)
+        self._refusals: defaultdict[str, set[str]] = defaultdict(set)  # lines about refusals, by sender
         self._beginnings = Beginnings(resume)
 
     def say(self, line: str) -> None:
@@ -447,13 +447,23 @@ class _Recording:
     def _take_in(self, report: Report) -> None:
         if report.HasField("begun") and report.member == EXCHANGE:
             if self._beginnings.is_taken_over(report.begun):
-                self._catch_up(report)
+                # Rounds may have been recorded, but not reported before the earlier exchange ended.
+                log, last_round = open_log(self._spec.config, self._folder), report.begun.last_round
+                for round_ in (one for one in range(1, last_round + 1) if one not in self.state.closed):
+                    self._take(Report(time=report.time, member=EXCHANGE, round_closed=log.read_record(round_)))
                 return
             if self._resume:
                 self._go_on(report.begun)
                 self.recorder.go_on()
         if report.HasField("refusal"):
-            self._refuse(report)
+            # Each refusal is printed once, regardless of the sender's port. Each process that refuses has its own limit
+            # of lines, so that no member can hide the refusals of others.
+            refusal, own, lines = report.refusal, report.member in ("", EXCHANGE), self._refusals[report.member]
+            refused = f"refused {refusal.sender.rpartition(':')[0] or refusal.sender}: {refusal.reason}"
+            line = refused if own else f"{report.member} reports that it {refused}"
+            if line not in lines and len(lines) < (MOST_REFUSALS if own else MOST_REFUSALS_OF_A_MEMBER):
+                lines.add(line)
+                self.say(line)
         if self._take(report) and self.state.news is not None and self.state.news.is_line:
             self.say(words_of(self.state.news, self._spec))
 
@@ -488,45 +498,6 @@ class _Recording:
         if last_round:
             self.say(earlier_line(self.state))
 
-    def _catch_up(self, report: Report) -> None:
-        """Take the rounds that were recorded, but not reported before the earlier exchange ended."""
-        log = open_log(self._spec.config, self._folder)
-        for round_ in range(1, report.begun.last_round + 1):
-            if round_ not in self.state.closed:
-                self._take(Report(time=report.time, member=EXCHANGE, round_closed=log.read_record(round_)))
-
-
-def _is_summarized(folder: RunFolder, rounds: int) -> bool:
-    """Return whether nothing of the record of a finished run is missing, so that no member has to tell it again."""
-    try:
-        summary = json.loads(folder.summary.read_bytes())
-        return (
-            summary["rounds"] == rounds
-            and "failed" not in summary
-            and all((folder.path / name).is_file() for name in ("loss.png", "links.png"))
-        )
-    except (OSError, ValueError, KeyError):
-        return False
-
-
-def _teller_of_refusals(say: Callable[[str], None]) -> Callable[[Report], None]:
-    """Return a function that prints each refusal once: sender, message and reason, regardless of the sender's port.
-
-    Each process that refuses has its own limit of lines, so that no member can hide the refusals of others.
-    """
-    told: defaultdict[str, set[str]] = defaultdict(set)
-
-    def refuse(report: Report) -> None:
-        refusal, own = report.refusal, report.member in ("", EXCHANGE)
-        refused = f"refused {refusal.sender.rpartition(':')[0] or refusal.sender}: {refusal.reason}"
-        line = refused if own else f"{report.member} reports that it {refused}"
-        lines = told[report.member]
-        if line not in lines and len(lines) < (MOST_REFUSALS if own else MOST_REFUSALS_OF_A_MEMBER):
-            lines.add(line)
-            say(line)
-
-    return refuse
-
 
 def begin_folder(spec: RunSpec, runs: Path) -> RunFolder:
     """Make a new folder for the run, with its configuration.
@@ -534,7 +505,7 @@ def begin_folder(spec: RunSpec, runs: Path) -> RunFolder:
     Raises OSError if the disk does not take it; an earlier run that was moved aside is then moved back.
     """
     folder = RunFolder(runs / spec.config.name)
-    with claim_all(runs, spec.config.name):
+    with claim(runs, spec.config.name):
         if spec.config.store.url is not None:
             require_unused(open_log(spec.config, folder))
         with new_run_folder(runs, spec.config.name):

@@ -53,28 +53,28 @@ LOCKS = ".locks"  # folder of the locks, beside the runs, because a run's folder
 
 
 @contextmanager
-def claim(runs: Path, name: str, parts: Sequence[str]) -> Iterator[None]:
-    """Lock these parts of runs/<name> while the block runs.
+def claim(runs: Path, name: str, parts: Sequence[str] | None = None) -> Iterator[None]:
+    """Lock these parts of runs/<name> while the block runs; None: all that any launch ever locked, to move the folder.
 
     The operating system releases them however the process ends.
 
-    Raises ConfigError if another launch holds one of them, even in this process.
+    Raises ConfigError if another launch holds one of them, even in this process. To move the folder, locks that this
+    process holds do not conflict.
     """
+    folder, part = runs / LOCKS / name, ""
     with ExitStack() as held:
-        for part in parts:
-            _take(held, runs, name, part, is_new=True)
-        yield
-
-
-@contextmanager
-def claim_all(runs: Path, name: str) -> Iterator[None]:
-    """Lock every part that any launch ever locked, while the folder is moved away.
-
-    Raises ConfigError if another launch holds one of them. Locks that this process holds do not conflict.
-    """
-    with ExitStack() as held:
-        for path in sorted((runs / LOCKS / name).glob("*")):
-            _take(held, runs, name, path.name, is_new=False)
+        try:
+            for part in sorted(path.name for path in folder.glob("*")) if parts is None else parts:
+                folder.mkdir(parents=True, exist_ok=True)
+                lock = FileLock(folder / part, timeout=0, is_singleton=True)
+                if parts is not None and lock.is_locked:
+                    raise Timeout(lock.lock_file)
+                held.enter_context(lock)
+        except Timeout:
+            mend = "wait until it has ended, or give this run another `name`"
+            raise ConfigError((), f"{runs / name}: another launch is using this folder ({part}); {mend}") from None
+        except OSError as error:
+            raise ConfigError((), f"{folder / part}: cannot be locked ({error.strerror})") from None
         yield
 
 
@@ -112,21 +112,6 @@ def is_held(runs: Path, name: str, part: str) -> bool:
         return False
 
 
-def _take(held: ExitStack, runs: Path, name: str, part: str, is_new: bool) -> None:
-    folder = runs / LOCKS / name
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / part, timeout=0, is_singleton=True)
-        if is_new and lock.is_locked:
-            raise Timeout(lock.lock_file)
-        held.enter_context(lock)
-    except Timeout:
-        mend = "wait until it has ended, or give this run another `name`"
-        raise ConfigError((), f"{runs / name}: another launch is using this folder ({part}); {mend}") from None
-    except OSError as error:
-        raise ConfigError((), f"{folder / part}: cannot be locked ({error.strerror})") from None
-
-
 # ---- the record that a run is over, kept by a host without the run's exchange ----
 
 
@@ -155,12 +140,6 @@ def keep_over(folder: RunFolder, over: RunOver) -> None:
     """Record that the run of a folder is over. A failed write is ignored."""
     with suppress(OSError):
         write_whole(folder.over, json.dumps(asdict(RunEnd(str(over).partition(";")[0], time.time()))).encode())
-
-
-def forget_over(folder: RunFolder) -> None:
-    """Remove the record: the exchange has given this host a slot, so the run of this name is not over."""
-    with suppress(OSError):
-        folder.over.unlink()
 
 
 def read_over(folder: RunFolder) -> RunEnd | None:
@@ -207,7 +186,7 @@ def decide_to_resume(config: RunConfig, runs: Path, resume: bool, new: bool, typ
         raise ConfigError((), "--new: found --resume, too, expected only one of them")
     if resume or new:
         return resume
-    with claim_all(runs.absolute(), config.name):
+    with claim(runs.absolute(), config.name):
         found = find_unfinished(config, runs)
     if found is None:
         return False
@@ -260,19 +239,14 @@ def _unfinished(folder: RunFolder, where: str, config: RunConfig) -> Unfinished 
     except ConfigError:  # written by another version
         earlier, changes = config, Changes({})
     log = open_log(earlier, folder)
-    last, rounds = log.last_record(), changes.had("outer.rounds", earlier.outer.rounds)[-1]
-    tickets = _valid_tickets(folder)
+    last, rounds, tickets = log.last_record(), changes.had("outer.rounds", earlier.outer.rounds)[-1], 0
+    if folder.memberships.is_file():
+        with closing(Memberships(folder.memberships)) as memberships:
+            tickets = memberships.valid_tickets()
     if earlier.rehearsal is not None or last >= rounds or (last == 0 and tickets == 0):
         return None
     is_in_store = config.store.url is not None and open_log(config, folder).store.url() == log.store.url()
     return Unfinished(where or log.store.url(), config.name, last, rounds, tickets, is_in_store)
-
-
-def _valid_tickets(folder: RunFolder) -> int:
-    if not folder.memberships.is_file():
-        return 0
-    with closing(Memberships(folder.memberships)) as memberships:
-        return memberships.valid_tickets()
 
 
 class ResumeHint:
@@ -310,17 +284,13 @@ def how_to_go_on(prepared: Prepared, folder: RunFolder, command: Sequence[str]) 
     if not members:
         token = () if "--token-file" in resuming else ("--token-file", str(folder.token))
         return f"resume with (on other hosts, repeat their commands): {shlex.join([*resuming, *token])}"
-    if all(_states(prepared, folder, member) for member in members):
+    every = prepared.spec.latest.states_every
+    if all(SavedStates(folder.state(member), prepared.spec.run, every).rounds() for member in members):
         return f"resume with: {shlex.join(resuming)}"
-    every = format_count(prepared.spec.latest.states_every, "round")
-    saved = f"no state has been saved yet (states are saved every {every})"
+    saved = f"no state has been saved yet (states are saved every {format_count(every, 'round')})"
     if open_log(prepared.spec.config, folder).last_record() == 0:
         return f"{saved}; start the run again with: {shlex.join(command)}"
     return f"{saved}; resume from the log, with new optimizer moments, with: {shlex.join(resuming)}"
-
-
-def _states(prepared: Prepared, folder: RunFolder, member: str) -> list[int]:
-    return SavedStates(folder.state(member), prepared.spec.run, prepared.spec.latest.states_every).rounds()
 
 
 # ---- whether a configuration can resume the run in a folder, and which keys may change ----
@@ -340,7 +310,12 @@ def require_same_run(config: RunConfig, given: Sequence[Key], folder: RunFolder)
     before = changes.at(config_of(folder), 1)
     require_trained(before, f"--resume: {folder.path}")
     began, had = values_of(before), changes.had(REPLICAS, replicas_of(before))
-    now, was = (_without_replicas(one) for one in (config, before))
+    # Keys that must not change; replicas may join and leave.
+    now, was = (
+        {key: value for key, value in meaning(one, NotPartOf.RUN).items() if key != REPLICAS}
+        | {"weights": one.model.weights}
+        for one in (config, before)
+    )
     refused = [
         shown(("model", *key) if key == ("weights",) else key, found, expected)
         for key, found, expected in [*differences(now, was), *changed_entries(config, had)]
@@ -349,30 +324,16 @@ def require_same_run(config: RunConfig, given: Sequence[Key], folder: RunFolder)
     if refused:
         told = "these keys cannot change when a run is resumed"
         raise ConfigError((), f"--resume: {'; '.join(refused)}, as in {path}: {told}")
-    wanted = _wanted(config, given, before, changes)
+    # The YAML alone changes nothing, because the run may have been started or resumed with other given values.
+    wanted = dict[str, Any]()
+    for key, value in values_of(config).items():
+        is_given = any(tuple(key.split("."))[: len(one)] == tuple(one) for one in given)
+        if is_given and value != changes.had(key, began[key])[-1]:
+            wanted[key] = value
     if (replicas := wanted_replicas(config, had[-1])) != had[-1]:
         wanted |= {REPLICAS: replicas}
         changes = Changes({REPLICAS: {1: replicas_of(before)}, **changes.history})
     return Agreement(with_values(config, began | {REPLICAS: replicas}), changes, wanted)
-
-
-def _without_replicas(config: RunConfig) -> dict[str, Any]:
-    """Return the keys that must not change, without replicas, which may join and leave."""
-    found = meaning(config, NotPartOf.RUN) | {"weights": config.model.weights}
-    return {key: value for key, value in found.items() if key != REPLICAS}
-
-
-def _wanted(config: RunConfig, given: Sequence[Key], first: RunConfig, changes: Changes) -> dict[str, Any]:
-    """Return the given keys with other values than the run's current ones.
-
-    The YAML alone changes nothing, because the run may have been started or resumed with other given values.
-    """
-    began, found = values_of(first), dict[str, Any]()
-    for key, value in values_of(config).items():
-        is_given = any(tuple(key.split("."))[: len(one)] == tuple(one) for one in given)
-        if is_given and value != changes.had(key, began[key])[-1]:
-            found[key] = value
-    return found
 
 
 def unheeded(config: RunConfig, agreement: Agreement) -> Iterator[str]:

@@ -135,7 +135,12 @@ class MemberThreads:
         self._spec, self._folder = spec, folder
         self._devices = devices_of(spec, list(spec.needed))
         self._lines = Lines()
-        self._links = _links(spec, self._lines)
+        self._links = {
+            (name := stage_link_name(replica.name, hop)): InProcessLink(spec.links[name], spec.config.seed, self._lines)
+            for replica in spec.config.replicas
+            if isinstance(replica, ParticipantsReplica)
+            for hop in range(replica.stage_count - 1)
+        }
         self._errors: list[Exception] = []
         self._on_report = on_report
         self._lost: set[str] = set()
@@ -206,7 +211,10 @@ class MemberThreads:
 
     def _run(self, member: MemberSpec) -> None:
         torch.set_num_threads(self._spec.config.threads)
-        connections, faults = self._connections(member), Missed(self._missed.get(member.replica.name, ()))
+        name, stage = member.replica.name, member.stage
+        hops = [] if stage is None else [stage.index - 1, stage.index]
+        links = [self._links.get(stage_link_name(name, hop)) for hop in hops] or [None, None]
+        connections, faults = ThreadConnections(self.exchange, self._lines, *links), Missed(self._missed.get(name, ()))
         try:
             take_part(
                 self._spec,
@@ -245,19 +253,3 @@ class MemberThreads:
             if stage.replica is member.replica:
                 self.gate.leave(stage.name)
         return True
-
-    def _connections(self, member: MemberSpec) -> ThreadConnections:
-        name, stage = member.replica.name, member.stage
-        hops = [] if stage is None else [stage.index - 1, stage.index]
-        links = [self._links.get(stage_link_name(name, hop)) for hop in hops] or [None, None]
-        return ThreadConnections(self.exchange, self._lines, *links)
-
-
-def _links(spec: RunSpec, lines: Lines) -> Mapping[str, InProcessLink]:
-    names = [
-        stage_link_name(replica.name, hop)
-        for replica in spec.config.replicas
-        if isinstance(replica, ParticipantsReplica)
-        for hop in range(replica.stage_count - 1)
-    ]
-    return {name: InProcessLink(spec.links[name], spec.config.seed, lines) for name in names}

@@ -77,7 +77,15 @@ def prepare(
                 require_carried(limits)
                 devices = {name: name_of(device) for name, device in devices_of(spec, names).items()}
                 _require_meeting_places(config, names, only)
-            source = _open_corpus(spec, names, RunFolder(runs / config.name).cache, on_progress)
+            # The corpus is encoded or opened if a member that starts here reads it, or a validator beside the exchange.
+            readers = [spec.members[name] for name in names if name in spec.members and spec.members[name].reads_data]
+            scores = config.audit.scores if EXCHANGE in names and config.audit.by == "exchange" else None
+            if readers or scores is not None:
+                source = open_source(config.data, RunFolder(runs / config.name).cache, on_progress)
+                for member in readers:
+                    replica_batches(spec, member, source)
+                if scores is not None:
+                    Texts(spec, source, scores.sequences or LEAST_SEQUENCES)
         for one in () if checks else fixed_addresses(config):
             if one.member in names:
                 one.try_to_listen()
@@ -103,22 +111,17 @@ def settled(config: RunConfig, only: str | None, resume: bool) -> tuple[RunSpec,
     if only is not None:
         require_reachable(config, names)
     if config.rehearsal is None:
-        _require_engines(config, names)
+        for index, replica in enumerate(config.replicas):
+            if isinstance(replica, DatacenterReplica) and replica.name in names:
+                try:
+                    require_engine(replica.engine)
+                except ConfigError as error:
+                    raise ConfigError(("replicas", index, "engine"), error.message) from None
         config.outer.compression.require_accelerator()
     if spec.config.audit.scores is not None and EXCHANGE in names:
         require_openskill()
     require_relay(config)
     return spec, names, on_weights
-
-
-def _require_engines(config: RunConfig, names: Sequence[str]) -> None:
-    """Raise ConfigError if a replica that starts here needs an engine that is not installed."""
-    for index, replica in enumerate(config.replicas):
-        if isinstance(replica, DatacenterReplica) and replica.name in names:
-            try:
-                require_engine(replica.engine)
-            except ConfigError as error:
-                raise ConfigError(("replicas", index, "engine"), error.message) from None
 
 
 def require_same_ranks(spec: RunSpec, config: RunConfig, names: Sequence[str], folder: RunFolder) -> None:
@@ -151,21 +154,6 @@ def _require_meeting_places(config: RunConfig, names: Sequence[str], only: str |
             meeting_place(replica.rendezvous or "")
         except HeteroPPError as error:
             raise ConfigError(("replicas", index, "rendezvous"), str(error)) from None
-
-
-def _open_corpus(spec: RunSpec, names: Sequence[str], cache: Path, on_progress: OnProgress) -> Source | None:
-    """Encode or open the corpus if a member started here reads it, or a validator beside the exchange does."""
-    readers = [spec.members[name] for name in names if name in spec.members and spec.members[name].reads_data]
-    audit = spec.config.audit
-    scores = audit.scores if EXCHANGE in names and audit.by == "exchange" else None
-    if not readers and scores is None:
-        return None
-    source = open_source(spec.config.data, cache, on_progress)
-    for member in readers:
-        replica_batches(spec, member, source)
-    if scores is not None:
-        Texts(spec, source, scores.sequences or LEAST_SEQUENCES)
-    return source
 
 
 def require_launchable(config: RunConfig) -> None:

@@ -18,7 +18,7 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
@@ -26,7 +26,6 @@ import torch
 
 from hetero_pp.config.lines import EXCHANGE, exchange_link_name
 from hetero_pp.config.shared import told_of
-from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.topology import DatacenterReplica
 from hetero_pp.config.yaml_file import read_run
 from hetero_pp.core.errors import (
@@ -77,15 +76,13 @@ def process_main(launcher: Connection, job: ProcessJob, make_faults: Callable[[]
         message = json.loads(launcher.recv_bytes())
         if message.items() >= STOP.items():
             raise EOFError
-        lifeline = _Lifeline(launcher)
-        spec = read_run(job.folder)
-        torch.set_num_threads(spec.config.threads)
-        own = _Process(spec, job, message, launcher, make_faults(), lifeline)
+        process = _Process(launcher, job, message, make_faults())
+        torch.set_num_threads(process.spec.config.threads)
         if job.member == EXCHANGE:
             with giving_freed_memory_back(_SECONDS_KEPT):
-                code = _run_exchange(own)
+                code = _run_exchange(process)
         else:
-            code = _run_member(own)
+            code = _run_member(process)
     except EOFError:
         code = CONSEQUENCE  # the launcher ended before it sent the job
     except Exception as error:  # noqa: BLE001 (a bug: the trace goes to the log, one line to the user)
@@ -97,57 +94,33 @@ def process_main(launcher: Connection, job: ProcessJob, make_faults: Callable[[]
         os._exit(code)
 
 
-class _Lifeline:
-    """Ends this process with the launcher, however the launcher ended, and stops it on the launcher's request."""
-
-    def __init__(self, launcher: Connection) -> None:
-        self.stop: Callable[[int | None], int | None] = _signal_itself
-        """Called on a request to stop, in the lifeline's thread, with the last closed round if the launcher knows it.
-        The exchange returns that round.
-        """
-        self._launcher = launcher
-        threading.Thread(target=self._follow, name="lifeline", daemon=True).start()
-
-    def _follow(self) -> None:
-        while True:
-            try:
-                asked = json.loads(self._launcher.recv_bytes())
-            except (EOFError, OSError):
-                os._exit(CONSEQUENCE)
-            closed = self.stop(int(asked["round"]) if "round" in asked else None)
-            _send(self._launcher, **STOP, **({} if closed is None else {"round": str(closed)}))
-
-
-def _signal_itself(closed: int | None) -> None:
-    """End this process, which does not train yet."""
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _leave(closed: int | None) -> NoReturn:
-    os._exit(CONSEQUENCE)
-
-
-def _end_by_sigterm() -> None:
-    """End by SIGTERM with its default handler, so that the parent process sees the signal in the exit status."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
 def _send(launcher: Connection, **message: str) -> None:
     with suppress(OSError):  # if the launcher is gone, the lifeline ends this process
         launcher.send_bytes(json.dumps(message).encode())
 
 
-@dataclass(frozen=True)
 class _Process:
-    """This process, as the launcher has told it."""
+    """This process, as the launcher has told it. It ends with the launcher, however the launcher ended."""
 
-    spec: RunSpec
-    job: ProcessJob
-    message: Mapping[str, Any]  # secrets and addresses
-    launcher: Connection
-    faults: Faults
-    lifeline: _Lifeline
+    def __init__(self, launcher: Connection, job: ProcessJob, message: Mapping[str, Any], faults: Faults) -> None:
+        """`message`: secrets and addresses."""
+        self.job, self.message, self.faults = job, message, faults
+        self.launcher = launcher
+        self.stop: Callable[[int | None], int | None] = lambda closed: os.kill(os.getpid(), signal.SIGTERM)
+        """Called on a request to stop, in the lifeline's thread, with the last closed round if the launcher knows it.
+        The exchange returns that round. Until something trains, the process just ends.
+        """
+        threading.Thread(target=self._follow, name="lifeline", daemon=True).start()
+        self.spec = read_run(job.folder)
+
+    def _follow(self) -> None:
+        while True:
+            try:
+                asked = json.loads(self.launcher.recv_bytes())
+            except (EOFError, OSError):
+                os._exit(CONSEQUENCE)
+            closed = self.stop(int(asked["round"]) if "round" in asked else None)
+            _send(self.launcher, **STOP, **({} if closed is None else {"round": str(closed)}))
 
     def fails(self, cause: object, code: int = FAILED) -> int:
         """Tell the launcher why this process ends, and return its exit code."""
@@ -155,16 +128,16 @@ class _Process:
         return code
 
 
-def _run_exchange(own: _Process) -> int:
+def _run_exchange(process: _Process) -> int:
     """Open the exchange's log, listen, begin or resume the run, and answer until members know that it is over."""
-    spec, job, message = own.spec, own.job, own.message
-    own.lifeline.stop = _leave
+    spec, job, message = process.spec, process.job, process.message
+    process.stop = lambda closed: os._exit(CONSEQUENCE)
 
     def say(line: str) -> None:
         print(f"{EXCHANGE}: {line}", file=sys.stderr, flush=True)
 
     def make() -> Exchange:
-        return audited(make_exchange(spec, job.folder, job.resume, job.again, faults=own.faults), spec)
+        return audited(make_exchange(spec, job.folder, job.resume, job.again, faults=process.faults), spec)
 
     def stop(closed: int | None) -> int:
         """Close no further round. If told the last closed round, wait until members have applied it."""
@@ -183,9 +156,9 @@ def _run_exchange(own: _Process) -> int:
     try:
         # A restarted exchange tries again, because the disk may be full for a while.
         exchange = keep_trying(make, say) if job.again else make()
-        own.lifeline.stop = stop
+        process.stop = stop
     except (ConfigError, StoreError) as error:
-        return own.fails(error)
+        return process.fails(error)
     listen = message.get("listen") or spec.config.exchange.listen
     try:
         # Each further node of a member keeps its own connection, under the member's name.
@@ -197,8 +170,8 @@ def _run_exchange(own: _Process) -> int:
         secret, is_encrypted = Secret(message["secret"]), house is not None
         server, port = serve_exchange(exchange, secret, listen, MOST_OPEN + further, is_encrypted, house, meeting_point)
     except (OSError, StoreError) as error:
-        return own.fails(error)
-    _send(own.launcher, address=f"{listen.rsplit(':', 1)[0]}:{port}")
+        return process.fails(error)
+    _send(process.launcher, address=f"{listen.rsplit(':', 1)[0]}:{port}")
     code, grace = 0, 5  # seconds for calls that are under way
     try:
         limit = spec.config.exchange.timeout
@@ -208,11 +181,11 @@ def _run_exchange(own: _Process) -> int:
             exchange.wait_until_finished()
         followers.join()
     except UnderWay as error:
-        code = own.fails(error)
+        code = process.fails(error)
         server.stop(None).wait()
         return code
     except HeteroPPError as error:
-        code, grace = own.fails(error, CONSEQUENCE if isinstance(error, RunFailed) else FAILED), 1
+        code, grace = process.fails(error, CONSEQUENCE if isinstance(error, RunFailed) else FAILED), 1
     exchange.end_watching()
     if code:
         exchange.wait_until_left(_SECONDS_TO_HEAR)
@@ -222,43 +195,40 @@ def _run_exchange(own: _Process) -> int:
     return code
 
 
-def _run_member(own: _Process) -> int:
-    name, message = own.job.member, own.message
-    replica, credentials = own.spec.members[name].replica, Credentials.from_json(message["credentials"])
-    exchange = own.faults.route(exchange_link_name(name), message["exchange"])
+def _run_member(process: _Process) -> int:
+    name, message = process.job.member, process.message
+    replica, credentials = process.spec.members[name].replica, Credentials.from_json(message["credentials"])
+    exchange = process.faults.route(exchange_link_name(name), message["exchange"])
     try:
-        is_real = own.spec.config.rehearsal is None
+        is_real = process.spec.config.rehearsal is None
         if is_real and isinstance(replica, DatacenterReplica) and replica.engine != "torch":
-            _run_ranks(own, replica, exchange, credentials)
+            _run_ranks(process, replica, exchange, credentials)
         else:
-            _take_part(own, exchange, credentials)
+            _take_part(process, exchange, credentials)
     except OSError as error:  # such as a full disk, which may pass
         print(error, file=sys.stderr)
-        return own.fails(error, CRASHED)
+        return process.fails(error, CRASHED)
     except HeteroPPError as error:
         cause = str(error)
         if isinstance(error, WrongToken):
             cause += f" than this host, which has the token in {message['token_file']}"
         print(cause, file=sys.stderr)
         if isinstance(error, RankDied):
-            return own.fails(cause, CRASHED)
+            return process.fails(cause, CRASHED)
         if isinstance(error, OutOfMemory):
-            return own.fails(cause, GONE)
-        return own.fails(cause, CONSEQUENCE if isinstance(error, LinkError | RunFailed) else FAILED)
+            return process.fails(cause, GONE)
+        return process.fails(cause, CONSEQUENCE if isinstance(error, LinkError | RunFailed) else FAILED)
     return 0
 
 
-def _run_ranks(own: _Process, replica: DatacenterReplica, exchange: str, credentials: Credentials) -> None:
+def _run_ranks(process: _Process, replica: DatacenterReplica, exchange: str, credentials: Credentials) -> None:
     """Run one node of a replica. On failure, report it to the nodes that wait for this one, even if none has joined."""
     from hetero_pp.program.launch.ranks import run_ranks  # only ranks need torchrun's agent
 
-    def on_start(stop: Callable[[int | None], None]) -> None:
-        own.lifeline.stop = stop
-
-    spec, job = own.spec, own.job
+    spec, job = process.spec, process.job
     try:
         where = (job.folder, exchange, credentials, spec.config.exchange.timeout, job.device)
-        run_ranks(replica, spec.run, *where, missed=own.faults.missed, on_start=on_start)
+        run_ranks(replica, spec.run, *where, missed=process.faults.missed, on_start=partial(setattr, process, "stop"))
     except Refused:  # a node too many must not fail the run
         raise
     except (HeteroPPError, OSError) as error:
@@ -269,11 +239,17 @@ def _run_ranks(own: _Process, replica: DatacenterReplica, exchange: str, credent
         raise
 
 
-def _take_part(own: _Process, exchange: str, credentials: Credentials) -> None:
-    spec, job, faults = own.spec, own.job, own.faults
-    member, listen = spec.members[job.member], own.message["listen"]
-    lines, stopping = Lines(job.folder.lines), Stopping(signal.SIGTERM, _end_by_sigterm)
-    own.lifeline.stop = stopping.ask
+def _take_part(process: _Process, exchange: str, credentials: Credentials) -> None:
+    spec, job, faults = process.spec, process.job, process.faults
+    member, listen = spec.members[job.member], process.message["listen"]
+
+    def end() -> None:
+        """End by SIGTERM with its default handler, so that the parent process sees the signal in the exit status."""
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    lines, stopping = Lines(job.folder.lines), Stopping(signal.SIGTERM, end)
+    process.stop = stopping.ask
     with NetworkConnections(spec, member, exchange, credentials, lines, faults, listen) as connections:
         try:
             ranks = Ranks(device=torch.device(job.device))

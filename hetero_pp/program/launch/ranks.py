@@ -30,7 +30,7 @@ import psutil
 import torch
 from torch.distributed import DistError, PrefixStore, TCPStore
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -55,7 +55,7 @@ from hetero_pp.rpc.connections import NetworkConnections
 from hetero_pp.rpc.identities import Credentials
 from hetero_pp.store.faults import Missed
 from replica_groups.audit.commitments import audited_member
-from replica_groups.engines.ranks import Ranks, init_ranks
+from replica_groups.engines.ranks import init_ranks
 from replica_groups.member.stopping import Stopping
 from replica_groups.member.take_part import take_part
 
@@ -83,7 +83,7 @@ def run_ranks(
     endpoint = meeting_place(replica.rendezvous) if replica.nodes > 1 and replica.rendezvous is not None else ""
     where = (device, interface_towards(endpoint))
     job = RankJob(replica.name, folder, exchange, credentials, *where, sorted(missed))
-    register()
+    rendezvous_handler_registry.register(BACKEND, _from_parameters)  # for torchrun's agent; may be repeated
     share_fork_server()
     (lifeline, ours), kills = Pipe(duplex=False), MemoryKills()
     # torch would leave behind the folder in which failed ranks note their causes
@@ -105,23 +105,16 @@ def run_ranks(
         try:
             elastic_launch(config, rank_main)(job, lifeline)
         except ChildFailedError as error:
-            rank, failure = _first_failure(error)
+            # Torch's timestamps are whole seconds, and the agent ends the other ranks by SIGTERM. Ranks that ended by
+            # SIGTERM are therefore considered only if there are no others.
+            own = {rank: one for rank, one in error.failures.items() if one.exitcode != -signal.SIGTERM}
+            rank, failure = min((own or error.failures).items(), key=lambda item: item[1].timestamp)
             if failure.exitcode == CONSEQUENCE:
                 raise RunFailed(_cause(failure.message)) from None
             if failure.exitcode < 0:
                 how = f"killed by {failure.signal_name()}{kills.explain(failure.pid, failure.exitcode)}"
                 raise RankDied(f"rank {rank} of {replica.name}: {how}") from None
             raise HeteroPPError(f"rank {rank} of {replica.name}: {_cause(failure.message)}") from None
-
-
-def _first_failure(error: ChildFailedError) -> tuple[int, ProcessFailure]:
-    """Return the rank that failed first, and its failure.
-
-    Torch's timestamps are whole seconds, and the agent ends the other ranks by SIGTERM. Ranks that ended by SIGTERM are
-    therefore considered only if there are no others.
-    """
-    own = {rank: one for rank, one in error.failures.items() if one.exitcode != -signal.SIGTERM}
-    return min((own or error.failures).items(), key=lambda item: item[1].timestamp)
 
 
 def _cause(message: object) -> str:
@@ -172,7 +165,18 @@ def rank_main(job: RankJob, lifeline: Connection) -> None:
     """Train as one rank of a member, until the other end of `lifeline` is gone."""
     begin_forked(job.folder.output(job.member), True)
     stopping = Stopping(_STOP, _leave)
-    threading.Thread(target=_follow_member, args=[lifeline, stopping], name="lifeline", daemon=True).start()
+
+    def follow_member() -> None:
+        """End with the member's process. On its message, the first rank of this node stops, and all others with it."""
+        if os.environ["LOCAL_RANK"] == "0":
+            with suppress(EOFError):
+                stopping.ask(lifeline.recv())
+        hung_up = select.poll()
+        hung_up.register(lifeline, 0)  # without POLLIN only the end of the pipe wakes it: a message is for that rank
+        hung_up.poll()
+        _leave()
+
+    threading.Thread(target=follow_member, name="lifeline", daemon=True).start()
     os.environ |= dict.fromkeys(_LISTENING, job.interface)
     try:
         _train(job, stopping)
@@ -189,7 +193,11 @@ def _train(job: RankJob, stopping: Stopping) -> None:
     ranks = init_ranks(torch.device(job.device), _COLLECTIVE_TIMEOUT)
     with NetworkConnections(spec, member, job.exchange, job.credentials, Lines(folder.lines)) as connections:
         try:
-            require_one_run(ranks, spec.run, job.member)
+            runs = ranks.gather_bytes(spec.run.encode())
+            for rank, other in enumerate(runs):  # every rank raises the error, so that none waits for the others
+                if other != runs[0]:
+                    found = f"rank {rank} of {job.member} has another configuration than rank 0"
+                    raise HeteroPPError(f"{found}; compare the YAML files of their hosts")
             if not ranks.is_first and os.environ["LOCAL_RANK"] == "0":
                 connections.exchange.stay(platform.node())
             faults = Missed(job.missed)
@@ -208,29 +216,6 @@ def _train(job: RankJob, stopping: Stopping) -> None:
     ranks.close()
 
 
-def require_one_run(ranks: Ranks, run: str, member: str) -> None:
-    """Raise HeteroPPError on every rank if one of them has read another configuration than rank 0."""
-    runs = ranks.gather_bytes(run.encode())
-    for rank, other in enumerate(runs):
-        if other != runs[0]:
-            mend = "compare the YAML files of their hosts"
-            raise HeteroPPError(f"rank {rank} of {member} has another configuration than rank 0; {mend}")
-
-
-def _follow_member(lifeline: Connection, stopping: Stopping) -> None:
-    """End this rank when the member's process ends.
-
-    On a message from that process, the first rank of this node stops, and all other ranks with it.
-    """
-    if os.environ["LOCAL_RANK"] == "0":
-        with suppress(EOFError):
-            stopping.ask(lifeline.recv())
-    hung_up = select.poll()
-    hung_up.register(lifeline, 0)  # without POLLIN only the end of the pipe wakes it: a message is for the first rank
-    hung_up.poll()
-    _leave()
-
-
 def _leave() -> NoReturn:
     os._exit(CONSEQUENCE)
 
@@ -242,11 +227,6 @@ BACKEND = "hetero_pp"  # name under which torchrun's agent finds this rendezvous
 LOOPBACK = "127.0.0.1"
 
 _IN_USE_OR_ELSEWHERE = (errno.EADDRINUSE, errno.EADDRNOTAVAIL)
-
-
-def register() -> None:
-    """Register this rendezvous with torchrun's agent. May be called again."""
-    rendezvous_handler_registry.register(BACKEND, _from_parameters)
 
 
 def _from_parameters(parameters: RendezvousParameters) -> RendezvousHandler:

@@ -24,7 +24,6 @@ from hetero_pp.config.changes import Values
 from hetero_pp.config.folder import RunFolder
 from hetero_pp.config.lines import EXCHANGE, LAUNCHER
 from hetero_pp.config.member_inputs import devices_of
-from hetero_pp.config.run_config import RestartSettings
 from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.errors import GivenUp, LinkError, Refused, RunFailed
 from hetero_pp.core.files import write_whole
@@ -109,7 +108,7 @@ class Supervisor:
         self._keys = keys
         self.credentials = keys.of(name)  # credentials for following reports, and for reporting members that died
         self._resume = resume
-        self._restarts = Restarts(spec.config.restarts)
+        self._restarts: defaultdict[str, deque[float]] = defaultdict(deque)  # times of each process's last restarts
         self._devices: dict[str, str] = {}
         self._context = fork_server()
         self._processes: dict[str, ForkServerProcess] = {}
@@ -137,16 +136,13 @@ class Supervisor:
             if kind is not None and issubclass(kind, KeyboardInterrupt):
                 self._have_states_saved()
         finally:
-            self._end_all()
-
-    def _end_all(self) -> None:
-        self._let_go()
-        deadline = time.monotonic() + _SECONDS_TO_END
-        for process in self._processes.values():
-            process.join(max(0.0, deadline - time.monotonic()))
-            if process.is_alive():
-                process.kill()
-                process.join()
+            self._let_go()
+            deadline = time.monotonic() + _SECONDS_TO_END
+            for process in self._processes.values():
+                process.join(max(0.0, deadline - time.monotonic()))
+                if process.is_alive():
+                    process.kill()
+                    process.join()
 
     def _have_states_saved(self) -> None:
         """Have members save their states after the last finished round, and wait until they have ended.
@@ -269,7 +265,7 @@ class Supervisor:
 
         Raises RunFailed as soon as the run cannot continue.
         """
-        left = set(self._processes)
+        left, patience = set(self._processes), self._spec.config.exchange.lease.least
         while left:
             sentinels = {self._processes[member].sentinel: member for member in left}
             for sentinel in wait(list(sentinels), timeout=_SECONDS_BETWEEN_LOOKS):
@@ -278,47 +274,63 @@ class Supervisor:
                 left.discard(member)
                 if member in self._idle:
                     continue
-                if self._has_died(member):
+                code = self._exit_code(member)
+                # It died for a reason of its own: a restart may help, or the run can do without it.
+                if code in (CRASHED, GONE) or (code < 0 and not self._told):
                     left |= self._replace(member)
-                elif self._exit_code(member) != 0:
+                elif code != 0:
                     raise RunFailed(self._cause(self._culprit(member)))
                 elif member == EXCHANGE:
-                    self._wait_for_leaving(left)
+                    # Members that have finished end by themselves. Others would wait for an exchange that is gone.
+                    deadline = time.monotonic() + _SECONDS_TO_LEAVE
+                    for other in left:
+                        self._processes[other].join(max(0.0, deadline - time.monotonic()))
                     return
-            self._end_silent()
-
-    def _wait_for_leaving(self, left: Collection[str]) -> None:
-        """Wait for the members after the end of the run. Members that have finished end by themselves.
-
-        The wait is limited, because others would wait for an exchange that is gone.
-        """
-        deadline = time.monotonic() + _SECONDS_TO_LEAVE
-        for member in left:
-            self._processes[member].join(max(0.0, deadline - time.monotonic()))
-
-    def _has_died(self, member: str) -> bool:
-        """Return whether a process died for a reason of its own: a restart may help, or the run can do without it."""
-        return self._exit_code(member) in (CRASHED, GONE) or (self._exit_code(member) < 0 and not self._told)
+            # Members that have been silent for too long are killed, so that they are restarted.
+            with self._lock:
+                due = [one for one, since in self._silent.items() if time.monotonic() - since > patience]
+                for member in due:
+                    del self._silent[member]
+            for member in due:
+                process = self._processes.get(member)
+                if process is not None and process.is_alive():
+                    process.kill()
 
     def _replace(self, member: str) -> set[str]:
         """Restart a process that died, or continue without it if its restarts are used up.
 
-        Returns the member if it was restarted, else nothing.
+        Returns the member if it was restarted, else nothing. Raises GivenUp if no member is left on this host, else
+        RunFailed if too few replicas are left for a quorum.
         """
         with self._lock:
             self._silent.pop(member, None)
-        cause = self._cause(member)
+        cause, settings, now = self._cause(member), self._spec.config.restarts, time.monotonic()
         is_gone = self._exit_code(member) == GONE
-        number = None if is_gone else self._restarts.take(member, time.monotonic())
-        if number is None:
-            self._give_up(member, cause, "" if is_gone else "; no restart is left")
-        else:
-            settings = self._restarts.settings
-            times = f"attempt {number} of {settings.count} within {settings.within / 60:.4g} min"
+        recent = self._restarts[member]
+        while recent and now - recent[0] > settings.within:
+            recent.popleft()
+        can_restart = not is_gone and len(recent) < settings.count
+        if can_restart:
+            recent.append(now)
+            times = f"attempt {len(recent)} of {settings.count} within {settings.within / 60:.4g} min"
             self._say(RESTARTED, member, f"{cause}; restarting it ({times})")
-        if member != EXCHANGE:
-            self._say_died(member, cause)
-        if number is None:
+        else:
+            from replica_groups.exchange.host import rules_of  # hardly any launch needs the exchange's code
+
+            self._given_up.add(member)
+            members = self._spec.needed
+            lost = {members[name].replica.name for name in self._given_up if name in members}
+            if self._given_up >= self._processes.keys():
+                raise GivenUp(cause)
+            if member == EXCHANGE or rules_of(self._spec).is_lost_without(lost):
+                raise RunFailed(cause)
+            why = "" if is_gone else "; no restart is left"
+            self._say(GIVEN_UP, member, f"{cause}{why}, so the run continues without it")
+        if member != EXCHANGE:  # the exchange hears of the death, and need not wait for the heartbeat timeout
+            incarnation = self._incarnations.get(member)
+            tell = partial(tell_died, self._exchange["exchange"], self.credentials, member, cause, incarnation)
+            threading.Thread(target=tell, name=f"{member} has died", daemon=True).start()
+        if not can_restart:
             return set()
         self.start([member], again=True)
         try:
@@ -332,31 +344,9 @@ class Supervisor:
             # It was killed while it started. `wait` restarts it once more, or gives it up.
         return {member}
 
-    def _give_up(self, member: str, cause: str, restarts: str) -> None:
-        """Continue without a member; `restarts` says why it is not restarted, if the cause does not.
-
-        Raises GivenUp if no member is left on this host, else RunFailed if too few replicas are left for a quorum.
-        """
-        from replica_groups.exchange.host import rules_of  # hardly any launch needs the exchange's code
-
-        self._given_up.add(member)
-        members, rules = self._spec.needed, rules_of(self._spec)
-        lost = {members[name].replica.name for name in self._given_up if name in members}
-        if self._given_up >= self._processes.keys():
-            raise GivenUp(cause)
-        if member == EXCHANGE or rules.is_lost_without(lost):
-            raise RunFailed(cause)
-        self._say(GIVEN_UP, member, f"{cause}{restarts}, so the run continues without it")
-
     def _say(self, what: MembershipEventKind, member: str, cause: str) -> None:
         membership_event = MembershipEvent(what=what, slot=member, cause=cause)
         self._tell(Report(time=time.time(), member=EXCHANGE, membership_event=membership_event))
-
-    def _say_died(self, member: str, cause: str) -> None:
-        """Report a member's death to the exchange, so that no process waits for the member's heartbeat timeout."""
-        address = self._exchange["exchange"]
-        tell = partial(tell_died, address, self.credentials, member, cause, self._incarnations.get(member))
-        threading.Thread(target=tell, name=f"{member} has died", daemon=True).start()
 
     def on_report(self, report: Report) -> None:
         """Take in a report of the run.
@@ -382,18 +372,6 @@ class Supervisor:
                 self._silent.setdefault(EXCHANGE, time.monotonic())
             else:
                 self._silent.pop(EXCHANGE, None)
-
-    def _end_silent(self) -> None:
-        """Kill members that have been silent for too long, so that they are restarted."""
-        patience = self._spec.config.exchange.lease.least
-        with self._lock:
-            due = [one for one, since in self._silent.items() if time.monotonic() - since > patience]
-            for member in due:
-                del self._silent[member]
-        for member in due:
-            process = self._processes.get(member)
-            if process is not None and process.is_alive():
-                process.kill()
 
     def end_soon(self, cause: str) -> None:
         """End processes that do not notice in a moment that the run failed elsewhere, because they wait for others."""
@@ -449,27 +427,6 @@ class Supervisor:
         if code < 0:
             return f"{member} was killed by {signal.Signals(-code).name}{for_memory}"
         return f"{member}: {cause or f'exited with code {code}'} (output: {self._folder.output(member)})"
-
-
-# ---- how often a process is restarted ----
-
-
-class Restarts:
-    """Allows a number of restarts per process within a time window. Pure: every time is an argument."""
-
-    def __init__(self, settings: RestartSettings) -> None:
-        self.settings = settings
-        self._begun: defaultdict[str, deque[float]] = defaultdict(deque)
-
-    def take(self, member: str, now: float) -> int | None:
-        """Count a restart of a member. Return its number within the window, or None if the limit is reached."""
-        begun = self._begun[member]
-        while begun and now - begun[0] > self.settings.within:
-            begun.popleft()
-        if len(begun) >= self.settings.count:
-            return None
-        begun.append(now)
-        return len(begun)
 
 
 # ---- the reports of a run ----

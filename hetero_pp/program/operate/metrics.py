@@ -48,6 +48,7 @@ from hetero_pp.program.report.state import (
     ReplicaState,
     RunState,
     awaiting,
+    sender,
 )
 
 MEMBER, REPLICA, LINK, LINE = ("member",), ("replica",), ("link", "direction"), ("line", "way")
@@ -56,22 +57,29 @@ Samples = Iterable[tuple[Sequence[str], float | None]]
 """Label values and value; a value of None is not known, and is left out."""
 
 
-@dataclass(frozen=True)
 class View:
-    """The data that a scrape reads. The collector holds the state's lock meanwhile."""
+    """The data that a scrape reads, as far as this host gets reports. The collector holds the lock of the state."""
 
-    observed: Observed
-    state: RunState
-    outcomes: Counter[tuple[str, Outcome]]  # number of contributions by replica and outcome
+    def __init__(self, observed: Observed, state: RunState, outcomes: Counter[tuple[str, Outcome]]) -> None:
+        """`outcomes`: number of contributions by replica and outcome."""
+        self.observed, self.state, self.outcomes, only = observed, state, outcomes, observed.only
+        came = [name for name in state.spec.members if name in state.spec.needed or name in state.joined]
+        self.members = [name for name in came if only is None or name in only]
+        replicas = {state.spec.members[member].replica.name for member in self.members}
+        self.replicas = [replica for replica in state.replicas.values() if replica.name in replicas]
 
     def of_members(self, value: Callable[[str, MemberState], float | None]) -> Samples:
-        return [((name,), value(name, self.state.members[name])) for name in self.observed.members(self.state)]
+        return [((name,), value(name, self.state.members[name])) for name in self.members]
 
     def of_replicas(self, value: Callable[[ReplicaState], float | None]) -> Samples:
-        return [((one.name,), value(one)) for one in self.observed.replicas(self.state)]
+        return [((one.name,), value(one)) for one in self.replicas]
 
     def of_links(self, value: Callable[[DirectionState], float | None]) -> Samples:
-        return [((link, way), value(state)) for link, way, state in self.observed.directions(self.state)]
+        """Return the samples of directions whose sender, which reports the use, this host hears of."""
+        both = [(link, way) for link in self.state.links.values() for way in DIRECTIONS]
+        only = self.observed.only
+        heard = [(link, way) for link, way in both if only is None or sender(link.spec, way) in only]
+        return [((link.name, way), value(link.ways[way])) for link, way in heard]
 
     def of_lines(self, value: Callable[[LineWay], float | None]) -> Samples:
         return [((name, way), value(line.ways[way])) for name, line in self.state.lines.items() for way in WAYS]
@@ -116,7 +124,11 @@ class RunCollector(Collector):
         state = self._observed.state
         if state is not None:
             with state.lock:
-                view = View(self._observed, state, self._outcomes(state))
+                old, recent = max(state.closed, default=0) - STILL_TOLD, Counter[tuple[str, Outcome]]()
+                for round_ in (one for one in state.closed if one > self._settled_until):
+                    (self._settled if round_ <= old else recent).update(state.outcomes(round_).items())
+                self._settled_until = max(self._settled_until, old)
+                view = View(self._observed, state, self._settled + recent)
                 # Counters appear once the run begins or resumes. They would otherwise jump from 0 when a resumed run
                 # takes in its earlier reports.
                 found = [
@@ -125,13 +137,6 @@ class RunCollector(Collector):
                     if (self._observed.sees_all or not one.needs_all) and (state.has_opened or not one.is_counter)
                 ]
             yield from found
-
-    def _outcomes(self, state: RunState) -> Counter[tuple[str, Outcome]]:
-        old, recent = max(state.closed, default=0) - STILL_TOLD, Counter[tuple[str, Outcome]]()
-        for round_ in (one for one in state.closed if one > self._settled_until):
-            (self._settled if round_ <= old else recent).update(state.outcomes(round_).items())
-        self._settled_until = max(self._settled_until, old)
-        return self._settled + recent
 
     def _filled(self, metric: Described, view: View) -> Metric:
         kind = CounterMetricFamily if metric.is_counter else GaugeMetricFamily
@@ -160,33 +165,12 @@ def _progress(view: View) -> float:
     return done / planned if planned else 0.0
 
 
-def _members(view: View) -> Samples:
-    found = Counter(view.state.presence(name) for name in view.observed.members(view.state))
-    return [((one,), found[one]) for one in MemberPresence]
-
-
-def _restarts(view: View) -> Samples:
-    names = [*view.observed.members(view.state), *([EXCHANGE] if view.observed.sees_all else [])]
-    return [((name,), view.state.restarts[name]) for name in names]
-
-
 def _waited(view: View) -> Samples:
-    known = view.observed.members(view.state)
     for link in view.state.links.values():
         for way in DIRECTIONS:
             receiver, part = awaiting(link.spec, way)
-            if receiver in known:
+            if receiver in view.members:
                 yield (link.name, way), view.state.members[receiver].seconds[part]
-
-
-def _spent(view: View) -> Samples:
-    names = view.observed.members(view.state)
-    return [((name, part), view.state.members[name].seconds[part]) for name in names for part in PARTS]
-
-
-def _contributions(view: View) -> Samples:
-    names = [one.name for one in view.observed.replicas(view.state)]
-    return [((name, outcome), view.outcomes[name, outcome]) for name in names for outcome in Outcome]
 
 
 # fmt: off
@@ -228,15 +212,22 @@ METRICS = (
     Described("hetero_pp_refusals_total", ("kind",), "messages", "Refused messages by kind.",
               lambda view: [((kind.name.lower(),), view.state.refusals[kind]) for kind in Kind], needs_all=True),
 
-    Described("hetero_pp_members", ("state",), "members", "Members by state.", _members),
+    Described("hetero_pp_members", ("state",), "members", "Members by state.",
+              lambda view: [((one,), found[one])
+                            for found in [Counter(view.state.presence(name) for name in view.members)]
+                            for one in MemberPresence]),
     Described("hetero_pp_member_up", MEMBER, "", "1 if the member is present or has finished, else 0.",
               lambda view: view.of_members(
                   lambda name, _: float(view.state.presence(name) in ("present", "finished")))),
     Described("hetero_pp_member_round", MEMBER, "rounds", "Last round that the member finished.",
               lambda view: view.of_members(lambda _, member: member.last_round)),
     Described("hetero_pp_member_round_seconds_total", (*MEMBER, "part"), "seconds",
-              "Time of the member's rounds by part. `wait` is for neighbours, and `blocked` for the exchange.", _spent),
-    Described("hetero_pp_restarts_total", ("process",), "restarts", "Restarts of a process by this host.", _restarts),
+              "Time of the member's rounds by part. `wait` is for neighbours, and `blocked` for the exchange.",
+              lambda view: [((name, part), view.state.members[name].seconds[part])
+                            for name in view.members for part in PARTS]),
+    Described("hetero_pp_restarts_total", ("process",), "restarts", "Restarts of a process by this host.",
+              lambda view: [((name,), view.state.restarts[name])
+                            for name in [*view.members, *([EXCHANGE] if view.observed.sees_all else [])]]),
 
     Described("hetero_pp_training_loss", REPLICA, "nats a token", "Training loss of the replica's last inner step.",
               lambda view: view.of_replicas(lambda replica: replica.loss)),
@@ -245,7 +236,9 @@ METRICS = (
     Described("hetero_pp_tokens_total", REPLICA, "tokens", "Trained tokens, without those of discarded attempts.",
               lambda view: view.of_replicas(lambda replica: replica.tokens), needs_all=True),
     Described("hetero_pp_contributions_total", (*REPLICA, "outcome"), "contributions",
-              "What became of the replica's contributions to closed rounds.", _contributions, needs_all=True),
+              "What became of the replica's contributions to closed rounds.",
+              lambda view: [((one.name, outcome), view.outcomes[one.name, outcome])
+                            for one in view.replicas for outcome in Outcome], needs_all=True),
     Described("hetero_pp_score", REPLICA, "", "Final score of the replica's contributions; no sample without scores.",
               lambda view: view.of_replicas(
                   lambda replica: score.final if (score := view.state.scores.get(replica.name)) else None),

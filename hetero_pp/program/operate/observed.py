@@ -7,11 +7,10 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import StrEnum
 
-from hetero_pp.config.lines import DIRECTIONS, Direction
 from hetero_pp.core.units import format_seconds
 from hetero_pp.messages.messages_pb2 import STORING, Report
 from hetero_pp.program.report.lines import STALL_SECONDS, waiting_line
-from hetero_pp.program.report.state import DirectionState, ReplicaState, RunState, sender
+from hetero_pp.program.report.state import RunState
 from hetero_pp.rpc.exchange_service import MOST_BETWEEN
 
 SILENT_SECONDS = MOST_BETWEEN + STALL_SECONDS
@@ -55,21 +54,16 @@ def health_of(state: RunState, now: float, sees_all: bool = True) -> Health:
             return Health(Condition.OVER)
         if pause is not None:
             return Health(Condition.PAUSED, f"round {pause.round} is paused: {pause.cause}")
-        if _has_stalled(state, now):
+        # A store error, or a wait of STALL_SECONDS in which no member computes.
+        waiting = state.waiting
+        is_slow_step = waiting is not None and any(one.computes for one in waiting.missing)
+        has_waited = not is_slow_step and seconds_without_progress(state, now) > STALL_SECONDS
+        if waiting is not None and (waiting.awaited == STORING or has_waited):
             return Health(Condition.STALLED, waiting_line(state, now, sees_all))
         silent = 0.0 if state.latest is None else now - state.latest
         if sees_all and silent > SILENT_SECONDS:
             return Health(Condition.STALLED, f"no report for {format_seconds(silent)}")
         return Health(Condition.RUNNING if state.has_begun else Condition.STARTING)
-
-
-def _has_stalled(state: RunState, now: float) -> bool:
-    """Return whether the exchange reports a store error, or a wait of STALL_SECONDS in which no member computes."""
-    waiting = state.waiting
-    if waiting is None:
-        return False
-    is_slow_step = any(one.computes for one in waiting.missing)
-    return waiting.awaited == STORING or (not is_slow_step and seconds_without_progress(state, now) > STALL_SECONDS)
 
 
 def seconds_without_progress(state: RunState, now: float) -> float:
@@ -84,13 +78,13 @@ class Observed:
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        self._members: frozenset[str] | None = None
+        self.only: frozenset[str] | None = None  # members whose reports this host gets; None: all
         self.state: RunState | None = None
         self.heard: float | None = None  # time of the last report by this host's clock; None before the first
 
     def follow(self, state: RunState, members: Collection[str] | None = None) -> None:
         """Show a run from now on. `members`: those whose reports this host gets; None: all."""
-        self._members = None if members is None else frozenset(members)
+        self.only = None if members is None else frozenset(members)
         self.state = state
 
     def on_report(self, report: Report) -> None:
@@ -100,7 +94,7 @@ class Observed:
     @property
     def sees_all(self) -> bool:
         """Whether the state gets the reports of all members."""
-        return self._members is None
+        return self.only is None
 
     def now(self) -> float:
         """Return the present time by the exchange's clock, which dates the reports. This host's may be wrong."""
@@ -114,27 +108,6 @@ class Observed:
 
     def round(self, state: RunState) -> int:
         """Return the last closed round; where this host knows only its own members, their last finished round."""
-        if self._members is None:
+        if self.only is None:
             return state.rounds
-        return max((state.members[name].last_round for name in self._members), default=0)
-
-    # ---- what this host knows of the run; the caller holds the state's lock ----
-
-    def members(self, state: RunState) -> list[str]:
-        """Return the members that the run requires or that have joined, as far as this host gets their reports."""
-        came = [name for name in state.spec.members if name in state.spec.needed or name in state.joined]
-        return came if self._members is None else [name for name in came if name in self._members]
-
-    def replicas(self, state: RunState) -> list[ReplicaState]:
-        """Return the replicas of these members."""
-        names = {state.spec.members[member].replica.name for member in self.members(state)}
-        return [replica for replica in state.replicas.values() if replica.name in names]
-
-    def directions(self, state: RunState) -> list[tuple[str, Direction, DirectionState]]:
-        """Return the directions of links in which these members or the exchange send: the sender reports the use."""
-        return [
-            (link.name, way, link.ways[way])
-            for link in state.links.values()
-            for way in DIRECTIONS
-            if self._members is None or sender(link.spec, way) in self._members
-        ]
+        return max((state.members[name].last_round for name in self.only), default=0)

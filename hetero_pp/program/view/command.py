@@ -20,8 +20,7 @@ from hetero_pp.core.errors import ConfigError, HeteroPPError
 from hetero_pp.core.files import write_whole
 from hetero_pp.core.ticket_text import is_ticket
 from hetero_pp.core.units import format_count
-from hetero_pp.program.join.membership import memberships_in
-from hetero_pp.program.join.runs_here import known_run, runs_at
+from hetero_pp.program.join.membership import known_run, memberships_in, runs_at
 from hetero_pp.program.report.output import announce
 from hetero_pp.program.report.recorder import to_json
 from hetero_pp.program.view.prediction import PredictedStep

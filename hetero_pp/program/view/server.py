@@ -38,7 +38,7 @@ from hetero_pp.core.errors import ConfigError, HeteroPPError
 from hetero_pp.core.files import write_whole
 from hetero_pp.core.sockets import host_and_port
 from hetero_pp.messages.messages_pb2 import Report
-from hetero_pp.program.join.runs_here import RunOfHost
+from hetero_pp.program.join.membership import RunOfHost
 from hetero_pp.program.report.recorder import INTERRUPTED, to_json
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.view.run_view import RunView

@@ -16,8 +16,7 @@ from hetero_pp.config.yaml_file import read_run
 from hetero_pp.core.bounded import parse_json, read_json_object
 from hetero_pp.core.errors import ConfigError, HeteroPPError
 from hetero_pp.core.units import format_bytes, format_seconds
-from hetero_pp.program.join.membership import Membership
-from hetero_pp.program.join.runs_here import is_running
+from hetero_pp.program.join.membership import Membership, is_running
 from hetero_pp.program.launch.earlier import read_over
 from hetero_pp.program.report.recorder import LINE_BYTES_MAX, STRANGE, report_of
 from hetero_pp.program.report.state import RunState

@@ -1,1 +1,0 @@
-"""`hetero-pp init`: writes a first YAML from five answers."""

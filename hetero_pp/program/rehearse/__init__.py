@@ -1,1 +1,0 @@
-"""Rehearsals: their start, what they measured, and how it compares with the prediction."""
