@@ -109,9 +109,9 @@ def followed(
     `secret`: the run's, from which the draws of the audits follow; None: a new one.
     """
     judgements = exchange.runner.audits
-    if not isinstance(judgements, Judgements):
-        return Followers(auditor)
-    if spec.config.audit.by != "exchange" or not spec.config.audit.needs_validators:
+    if not isinstance(judgements, Judgements) or not spec.config.audit.needs_validators:
+        return Followers(auditor)  # no judgement will come
+    if spec.config.audit.by != "exchange":
         return Followers(auditor, judgements)
     from replica_groups.audit.validator import Validator, ValidatorThread, checks_of
 
