@@ -116,8 +116,12 @@ class StoreBatches:
             shard = self.shard(int(epoch))
             key = seed_of(self.seed, "data", shard, epoch)
             shuffled = permute(positions[epochs == epoch], self.shard_size, key)
-            positions[epochs == epoch] = shuffled * self.replicas + shard
+            positions[epochs == epoch] = self._windows_at(shuffled, shard)
         return positions
+
+    def _windows_at(self, positions: np.ndarray, shard: int) -> np.ndarray:
+        """Return the windows at the given positions of a shard. Batches of clusters have other shards."""
+        return positions * self.replicas + shard
 
     def train(self, step: int) -> torch.Tensor:
         return self.rows(self.windows(step))
