@@ -244,21 +244,3 @@ def test_a_file_that_another_option_gave_is_named(mixed: Path, tmp_path: Path) -
     assert "which is not a member of this run; measure this topology with" in asked.stderr
     asked = CliRunner().invoke(app, ["launch", str(mixed), "--from", str(other)])
     assert asked.stderr.startswith(f"hetero-pp: --from {other}: "), asked.stderr
-
-
-# ---- sweeps ----
-
-
-def test_a_sweep_changes_all_replicas_or_one_by_its_name(mixed: Path, tmp_path: Path) -> None:
-    def swept(key: str) -> list[dict[str, Any]]:
-        out = tmp_path / "out.json"
-        arguments = ["--sweep", key, "--json", str(out), "--set", "simulate.machine=cpu-core"]
-        asked = CliRunner().invoke(app, ["simulate", str(mixed), *arguments])
-        assert asked.exit_code == 0, asked.stderr
-        [points] = YAML(typ="safe").load(out)["curves"].values()
-        return list(points)
-
-    assert swept("replicas.home.boundary.rank=1/8,1/4") == swept("replicas.1.boundary.rank=1/8,1/4")
-    everyone, one = swept("replicas.batch_size=8,16"), swept("replicas.office.batch_size=8,16")
-    assert everyone[0] == one[0]
-    assert everyone[1] != one[1]

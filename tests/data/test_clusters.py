@@ -170,26 +170,27 @@ def test_while_the_first_replica_trains_alone_it_reads_all_of_the_text(text: Pat
     assert {share_of(spec, name, 3).first_step for name in spec.members} == {4}
 
 
-def test_each_replica_needs_a_cluster(text: Path) -> None:
-    _config(text, clusters=3).check()
-    with pytest.raises(ConfigError, match="found 3, expected at least one for each of 4 replicas") as error:
-        _config(text, clusters=3, replicas=4).check()
-    assert error.value.key == ("research", "clusters")
-
-
-def test_a_stream_has_no_clusters(text: Path) -> None:
-    raw = _config(text).model_dump(mode="json")
-    raw["data"]["corpus"] = "hf:a/b"
-    with pytest.raises(ConfigError, match="found this key with a streamed corpus, expected only one") as error:
+@pytest.mark.parametrize(
+    ("cells", "corpus", "key", "told"),
+    [
+        ({"replicas": 4}, None, "clusters", "found 3, expected at least one for each of 4 replicas"),
+        ({}, "hf:a/b", "clusters", "found this key with a streamed corpus, expected only one"),
+        (
+            {"clusters": None, "research": {"weighs_examples": True}},
+            *(None, "weighs_examples", "found this key with shards of equal size"),
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(
+    cells: dict[str, Any], corpus: str | None, key: str, told: str, text: Path
+) -> None:
+    raw = _config(text, **cells).model_dump(mode="json")
+    raw["data"]["corpus"] = corpus or raw["data"]["corpus"]
+    with pytest.raises(ConfigError, match=told) as error:
         ResearchConfig.model_validate(raw).check()
-    assert error.value.key == ("research", "clusters")
-
-
-def test_weights_by_examples_need_shards_that_differ(text: Path) -> None:
-    with pytest.raises(ConfigError, match=r"found this key with shards of equal size") as error:
-        _config(text, clusters=None, research={"weighs_examples": True}).check()
-    assert error.value.key == ("research", "weighs_examples")
+    assert error.value.key == ("research", key)
 
 
 def test_runs_with_clusters_have_another_name(text: Path) -> None:
+    _config(text).check()
     assert RunSpec(_config(text), 256).run != RunSpec(_config(text, clusters=None), 256).run

@@ -37,7 +37,7 @@ from hetero_pp.program.launch.earlier import (
     how_to_go_on,
 )
 from hetero_pp.program.launch.inputs import Prepared
-from hetero_pp.program.report.recorder import line_of, reports_until
+from hetero_pp.program.report.recorder import reports_until
 from hetero_pp.program.report.state import RunState
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.memberships import Memberships
@@ -313,26 +313,6 @@ def test_what_may_change_is_applied(finished: Path, cut: Path, corpus: Path, tmp
 
 
 # ---- no success without output ----
-
-
-def test_an_error_in_recording_is_told_and_neither_ends_nor_falsifies_the_run(
-    finished: Path, tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    written: list[Report] = []
-
-    def fails(report: Report) -> dict[str, Any]:
-        written.append(report)
-        if len(written) > 20:
-            raise OSError(28, "No space left on device")
-        return line_of(report)
-
-    monkeypatch.setattr("hetero_pp.program.report.recorder.line_of", fails)
-    found = _train(corpus, tmp_path)
-    assert is_same(found, summary_in(finished / "mixed"))
-    assert "failed" not in found
-    told = [line for line in capsys.readouterr().out.splitlines() if "No space left on device" in line]
-    assert len(told) == 1
-    assert "the record of the run has gaps, but the run continues" in told[0]
 
 
 def test_reports_that_cannot_be_followed_are_no_success(

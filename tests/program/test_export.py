@@ -27,13 +27,11 @@ from hetero_pp.config.yaml_file import ConfigFile, with_weights_described
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.files import write_whole
 from hetero_pp.data.settings import DataSettings
-from hetero_pp.data.sources import open_source
 from hetero_pp.data.tokenizers import ByteTokenizer, FileTokenizer, load_tokenizer
 from hetero_pp.hugging_face.config_json import read_architecture
 from hetero_pp.hugging_face.reading import read_parameters
 from hetero_pp.hugging_face.writing import write_model, write_tokenizer, write_weights
 from hetero_pp.model.transformer import ModelSettings, ModelShape, Transformer, initialise
-from hetero_pp.research.trainer.train import AllReplicas
 
 if TYPE_CHECKING:
     import transformers
@@ -408,31 +406,6 @@ def test_an_uncompressed_run_goes_on_where_the_first_one_ended(run: Path, export
     assert resolved.model.weights == str(exported)
     assert RunSpec(resolved, 256).shape == read_architecture(exported).shape
     assert resolved.data.tokenizer == str(exported)
-
-
-def test_a_compressed_group_starts_from_weights(run: Path, exported: Path, corpus: Path, tmp_path: Path) -> None:
-    """Run checkpoint 0 has the imported weights and the run's own basis.
-
-    Evaluated uncompressed, both replicas start at the first run's last loss.
-    """
-    path = tmp_path / "run.yaml"
-    path.write_text(CONTINUED.replace("CORPUS", str(corpus)))
-    assert _invoke("launch", "--in-process", path, "--runs", tmp_path, "--set", f"model.weights={exported}") == (0, "")
-    first = open_checkpoint(tmp_path / "second" / "log" / "checkpoint-000000.safetensors").checkpoint()
-    last = open_checkpoint(run / "log" / "checkpoint-000003.safetensors").checkpoint()
-    assert all(torch.equal(first.parameters[name], tensor) for name, tensor in last.parameters.items())
-    assert first.basis is not None
-    assert first.basis.shape == (32, 8)
-    losses, before = _losses(tmp_path / "second"), _losses(run)["a"]["validation_loss"][-1]
-    assert losses["dc"]["initial_validation_loss"] == before
-    assert losses["dc"]["validation_loss"][-1] < before
-
-    config = ConfigFile(tmp_path / "second" / "config.yaml").config
-    group = AllReplicas(RunSpec(config, 256), open_source(config.data, tmp_path / ".tokens"))
-    assert group.evaluate_uncompressed() == pytest.approx(before, abs=1e-5)
-    compressed = losses["home"]["initial_validation_loss"]
-    assert group.evaluate_compressed() == pytest.approx(compressed, abs=1e-4)
-    assert abs(compressed - before) > 1e-3  # the part outside the subspace is lost
 
 
 def test_a_mixed_run_goes_on_from_another_format(corpus: Path, tmp_path: Path) -> None:

@@ -57,20 +57,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_fields_that_were_not_told_are_left_out(folder: Path) -> None:
-    parts = [line for line in lines(folder) if line["member"] == "home.1" and line["event"] == "inner_step"]
-    assert parts[0] == {
-        "time": START,
-        "member": "home.1",
-        "event": "inner_step",
-        "replica": "home",
-        "round": 1,
-        "step": 0,
-        "loss": 5.0,
-        "tokens": 0,
-    }
-
-
 def test_tensorboard_numbers_the_steps_of_rounds_that_are_time(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -24,7 +24,7 @@ from hetero_pp.model.transformer import EMBEDDING, ModelShape, Transformer
 from hetero_pp.program.calibrate import load_calibration
 from hetero_pp.simulator.charts import Sweep
 from hetero_pp.simulator.costs import UPDATE_BYTES, StagePart, boundary_numbers, forward_flops
-from hetero_pp.simulator.memory import Phase, Trains, memory_of_member, memory_of_part
+from hetero_pp.simulator.memory import Phase, memory_of_member
 from hetero_pp.simulator.prediction import Prediction, predict
 from hetero_pp.simulator.rounds import fleets_of
 
@@ -182,17 +182,6 @@ def test_flops_follow_the_parameters() -> None:
         flops[rank] = forward_flops(shape, StagePart(3, False, 0, own), 2, 2048)
     assert flops[16] - flops[None] == 2 * 16 * 1536 * 2 * 2048
     assert flops["full"] == flops[None]
-
-
-def test_memory_is_24_bytes_a_parameter_and_activations() -> None:
-    """An accelerator holds 16 of them; round start and error feedback lie in the host's memory."""
-    shape = spec_of(ConfigFile(CONFIGS / "simulate" / "ten_thousand.yaml")).shape
-    memory = memory_of_part(shape, StagePart(3, False, 1000), Trains(2, 2048, 5, 5, value_bytes=2, accelerated=True))
-    held, on_host = memory.held("device"), memory.held("host")
-    assert sum(held.values()) - held["activations"] == 16_000
-    assert on_host["round start"] + on_host["error feedback"] == 8_000
-    values = 5 * 3 * (10 * 1536 + 4 * 5440) + 2 * 1536 + 2 * 5440  # in flight, and gradients of a layer
-    assert held["activations"] == 2 * 2048 * values * 2
 
 
 TITAN = """\

@@ -128,21 +128,6 @@ def test_a_record_holds_every_report_but_the_blobs_of_contributions() -> None:
     assert summary_of(state_of(found)) == summary_of(state_of(reports))
 
 
-def test_damaged_and_unknown_lines_are_skipped_and_named() -> None:
-    lines = recorded(made_up_reports())
-    strange = [
-        b"{\n",
-        b"[1]\n",
-        b"\xff\xfe\n",
-        b'{"time": 1, "member": "dc", "event": "invented"}\n',
-        b'{"time": "x", "member": "dc", "event": "finished"}\n',
-        b'{"time": 1, "member": "dc", "event": "membership_event", "what": "exploded"}\n',
-    ]
-    found, skipped = read([*lines[:5], *strange, *lines[5:]])
-    assert summary_of(state_of(found)) == summary_of(state_of(made_up_reports()))
-    assert skipped == [6, 7, 8, 9, 10, 11]
-
-
 def test_lines_that_no_run_has_are_skipped_in_bounded_memory(
     tmp_path: Path, followed: Callable[[RunFolder], Record], monkeypatch: pytest.MonkeyPatch
 ) -> None:
