@@ -95,10 +95,12 @@ class Recorder:
         call = call_of(request)
         if isinstance(request, pb.JoinRequest):
             request.process = ""
-        if isinstance(request, pb.RecordRequest):
-            request.exchange = ""  # names the server's process
         self._note(call.name, caller, request)
         return REPLIES.get(type(request), GetMessageClass(call.output_type)())
+
+    def record(self, request: pb.RecordRequest, caller: Caller) -> Any:
+        request.exchange = ""  # names the server's process
+        return self.call(request, caller)
 
     def open_checkpoint(self, request: pb.CheckpointRequest, caller: Caller) -> RunCheckpoint:
         self._note("RunCheckpoint", caller, request)
@@ -123,7 +125,7 @@ class Recorder:
     def expect(self, header: pb.BlobHeader, caller: Caller) -> None:
         assert header.size == len(BLOB)
 
-    def deposit_blob(self, header: pb.BlobHeader, data: bytes, caller: Caller) -> None:
+    def take(self, header: pb.BlobHeader, data: bytes, caller: Caller) -> None:
         self._note("Deposit", caller, header, data)
 
     @property
