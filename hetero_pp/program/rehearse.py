@@ -491,13 +491,6 @@ class AsRehearsal(Mode):
         say(console, f"Files: {folder.path} (rehearsal.json, metrics.jsonl)")
 
 
-def served_rehearsal(resume: bool) -> AsRehearsal:
-    """Return the rehearsal that `serve` starts. Raises ConfigError with `--resume`."""
-    if resume:
-        raise ConfigError((), "--resume: found --rehearse, too, expected only one of them: no rehearsal is resumed")
-    return AsRehearsal(ROUNDS, STEPS)
-
-
 def not_rehearsed(config: RunConfig) -> Iterator[str]:
     """Yield lines about what a rehearsal leaves out."""
     simulate, optional = config.simulate, [replica.name for replica in config.replicas if replica.optional]

@@ -53,25 +53,22 @@ def _readable() -> Iterator[None]:
     except UnicodeEncodeError as error:
         line = error.object[: error.end].rpartition("\n")[2] + error.object[error.end :].partition("\n")[0]
         _leave(f"{line.strip()!a}: cannot be encoded as {error.encoding}: set PYTHONUTF8=1", BAD_INPUT)
-    except OSError as error:
-        _leave_for(error)
+    except OSError as error:  # a file that cannot be written or read
+        from hetero_pp.core.files import OF_FILES, complaint
+
+        if error.errno not in OF_FILES:
+            raise
+        if error.filename is None and error.errno == errno.ENOSPC:
+            with suppress(OSError):  # the rest of the buffer cannot be written at exit either
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            named = f"{error.filename}: " if error.filename is not None else ""
+            _leave(
+                f"{named}{error.strerror}: raise the limit, such as with `ulimit -n 1024`, and start again", BAD_INPUT
+            )
+        _leave(complaint(error) if error.filename is not None else f"standard output: {error.strerror}", BAD_INPUT)
     except KeyboardInterrupt:
         _leave("interrupted; all processes of this command have ended", INTERRUPTED)
-
-
-def _leave_for(error: OSError) -> NoReturn:
-    """Print one line for a file that cannot be written or read. Raises any other error as it is."""
-    from hetero_pp.core.files import OF_FILES, complaint
-
-    if error.errno not in OF_FILES:
-        raise error
-    if error.filename is None and error.errno == errno.ENOSPC:
-        with suppress(OSError):  # the rest of the buffer cannot be written at exit either
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    if error.errno in (errno.EMFILE, errno.ENFILE):
-        named = f"{error.filename}: " if error.filename is not None else ""
-        _leave(f"{named}{error.strerror}: raise the limit, such as with `ulimit -n 1024`, and start again", BAD_INPUT)
-    _leave(complaint(error) if error.filename is not None else f"standard output: {error.strerror}", BAD_INPUT)
 
 
 def _leave(message: str, code: int) -> NoReturn:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hetero_pp.core.errors import ConfigError
 from hetero_pp.program.commands.options import (
     FAILED,
     Address,
@@ -272,9 +273,11 @@ def serve(
         from hetero_pp.config.lines import EXCHANGE
         from hetero_pp.program.launch.command import AS_A_RUN, Host, Invocation, run_on_this_host
         from hetero_pp.program.operate.operations import operated
-        from hetero_pp.program.rehearse import served_rehearsal
+        from hetero_pp.program.rehearse import ROUNDS, STEPS, AsRehearsal
 
-        since, mode = _started(), served_rehearsal(resume) if rehearsal else AS_A_RUN
+        if resume and rehearsal:
+            raise ConfigError((), "--resume: found --rehearse, too, expected only one of them: no rehearsal is resumed")
+        since, mode = _started(), AsRehearsal(ROUNDS, STEPS) if rehearsal else AS_A_RUN
         with operated(metrics, otlp, boards) as operations:
             invocation = Invocation(typed=typed(), since=since, operations=operations, mode=mode)
             run_on_this_host(config, overrides, runs, Host(EXCHANGE, token=token), False, resume, new, invocation)

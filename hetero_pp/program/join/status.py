@@ -26,7 +26,7 @@ from hetero_pp.program.join.membership import (
     known_run,
     read_run_on_disk,
 )
-from hetero_pp.program.launch.earlier import RunEnd, read_over
+from hetero_pp.program.launch.earlier import read_over
 from hetero_pp.program.report.lines import status_lines
 from hetero_pp.program.report.output import announce, standard_output, tell
 from hetero_pp.program.report.recorder import recorded
@@ -65,7 +65,10 @@ def _print_state(folder: RunFolder, address: str | None) -> dict[str, object]:
         reply = ask(address or known.address, known.identity, SECONDS if over is None else _SECONDS_OF_AN_ENDED_RUN)
     except HeteroPPError as error:
         if over is not None:
-            return _print_over(name, over)
+            # What this host heard at the end of a run that another host served.
+            when = f"{datetime.fromtimestamp(over.heard):%Y-%m-%d %H:%M:%S}"
+            announce(f"{name}: {over.told}, as reported {when}; its exchange no longer answers")
+            return {"state": "over", "told": over.told, "changed": over.heard}
         if not isinstance(error, LinkTimeout):
             raise
         since = f"{address or known.address} did not answer within {format_seconds(SECONDS)}"
@@ -82,13 +85,6 @@ def _print_state(folder: RunFolder, address: str | None) -> dict[str, object]:
 
 
 # ---- when the exchange does not answer ----
-
-
-def _print_over(run: str, over: RunEnd) -> dict[str, object]:
-    """Print what this host heard at the end of a run that another host served."""
-    when = f"{datetime.fromtimestamp(over.heard):%Y-%m-%d %H:%M:%S}"
-    announce(f"{run}: {over.told}, as reported {when}; its exchange no longer answers")
-    return {"state": "over", "told": over.told, "changed": over.heard}
 
 
 _ENDS: Mapping[str, str] = {

@@ -71,12 +71,12 @@ def begin_imports(arguments: Sequence[str]) -> None:
     with unheard():
         multiprocessing.forkserver.ensure_running()
     server = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-    atexit.register(_end, server)
 
+    def end() -> None:
+        with suppress(ProcessLookupError):
+            os.kill(server, signal.SIGTERM)
 
-def _end(server: int) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(server, signal.SIGTERM)
+    atexit.register(end)
 
 
 @contextmanager
@@ -128,23 +128,18 @@ def begin_forked(output: Path, goes_on: bool, open_files: tuple[int, int] | None
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, UNHEARD)
     os.setsid()
-    _redirect_output(output, goes_on)
-    make_printable()
-    keep_freed_memory()
-
-
-def _redirect_output(path: Path, goes_on: bool) -> None:
-    """Redirect standard output and error to a file. Output that the disk does not take is dropped."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        output.parent.mkdir(parents=True, exist_ok=True)
         emptied = 0 if goes_on else os.O_TRUNC
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | emptied, 0o666)  # ranks share one file
-    except OSError:
+        descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND | emptied, 0o666)  # ranks share one file
+    except OSError:  # output that the disk does not take is dropped
         descriptor = os.open(os.devnull, os.O_WRONLY)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
     print_without_fail()
+    make_printable()
+    keep_freed_memory()
 
 
 def share_fork_server() -> None:

@@ -24,7 +24,7 @@ from hetero_pp.core.progress import OnProgress, untold
 from hetero_pp.data.sources import Source, open_source
 from hetero_pp.program.defences import defended
 from hetero_pp.program.launch.hosts import fixed_addresses, members_named, require_reachable, require_relay
-from hetero_pp.program.launch.this_machine import Limit, limits_of, require_carried
+from hetero_pp.program.launch.this_machine import Limit, limits_of
 from replica_groups.audit.gauntlet import Texts
 from replica_groups.audit.replica_scores import require_openskill
 from replica_groups.engines.build import require_engine
@@ -74,7 +74,8 @@ def prepare(
         if config.rehearsal is None:
             if not checks:
                 limits = limits_of(spec, names)
-                require_carried(limits)
+                for limit in (one for one in limits if one.is_final):
+                    raise ConfigError(limit.key, limit.message)
                 devices = {name: name_of(device) for name, device in devices_of(spec, names).items()}
                 _require_meeting_places(config, names, only)
             # The corpus is encoded or opened if a member that starts here reads it, or a validator beside the exchange.

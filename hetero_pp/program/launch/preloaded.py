@@ -8,12 +8,6 @@ from hetero_pp.program.launch.fork_server import importing
 
 MODULES = ("hetero_pp.program.launch.member_process", "hetero_pp.program.launch.supervisor")
 
-
-def _preload() -> None:
-    """Import the modules, and leave their objects out of the collections of all forked processes."""
-    with importing():
-        for name in MODULES:
-            importlib.import_module(name)
-
-
-_preload()  # the fork server only imports
+with importing():  # which also leaves their objects out of the collections of all forked processes
+    for name in MODULES:
+        importlib.import_module(name)

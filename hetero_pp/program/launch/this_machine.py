@@ -42,23 +42,13 @@ def limits_of(spec: RunSpec, names: Sequence[str]) -> list[Limit]:
         devices = devices_of(spec, [member.name for member in members])
     except ConfigError as error:
         return [Limit(error.key, error.message, is_final=True), *of_memory, *of_time]
-    return [*_of_ranks(members, devices), *of_memory, *_of_device_memory(spec, members, devices), *of_time]
-
-
-def require_carried(limits: Sequence[Limit]) -> None:
-    """Raise ConfigError for the first limit that is final."""
-    for limit in limits:
-        if limit.is_final:
-            raise ConfigError(limit.key, limit.message)
-
-
-def _of_ranks(members: Sequence[MemberSpec], devices: Mapping[str, torch.device]) -> Iterator[Limit]:
+    of_ranks, count = list[Limit](), len(accelerators())
     for member in members:
-        ranks, count = _processes(member), len(accelerators())
-        if devices[member.name].type != "cpu" and ranks > count:
+        if devices[member.name].type != "cpu" and (ranks := _processes(member)) > count:
             there = format_count(count, "GPU")
             expected = f"found {ranks}, expected at most the {there} of this machine: each rank uses one"
-            yield Limit(("replicas", member.replica_index, "ranks"), expected, is_final=True)
+            of_ranks.append(Limit(("replicas", member.replica_index, "ranks"), expected, is_final=True))
+    return [*of_ranks, *of_memory, *_of_device_memory(spec, members, devices), *of_time]
 
 
 def _of_memory(spec: RunSpec, members: Sequence[MemberSpec], has_exchange: bool) -> Iterator[Limit]:
