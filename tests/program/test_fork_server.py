@@ -38,7 +38,7 @@ print([name for name in ("torch._dynamo", "sympy") if name in sys.modules], file
 IN_A_LAUNCHER = """
 import sys
 from hetero_pp.program.launch import command
-own = ("stages", "replica_groups.member.take_part", "replica_groups.exchange.exchange")
+own = ("stages.worker", "replica_groups.member.take_part", "replica_groups.exchange.exchange")
 print([name for name in own if name in sys.modules], file=sys.stderr)
 """
 IN_A_FORKED_PROCESS = """
