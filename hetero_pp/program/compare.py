@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hetero_pp.config.folder import recorded_run
+from hetero_pp.config.folder import RunFolder, recorded_run
 from hetero_pp.config.yaml_file import read_trained
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.units import FORMATS, format_bytes, format_number, format_seconds
@@ -20,42 +18,27 @@ from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.tables import PlainTable
 from hetero_pp.simulator.charts import HEIGHT, STYLE, draw_curve, new_figure, palette, quantity_of, save_figure
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 _ABSENT = "–"
 
 
-@dataclass(frozen=True)
 class ComparedRun:
     """One run as far as its record goes."""
 
-    name: str
-    state: RunState
-
-    @cached_property
-    def losses(self) -> dict[int, float]:
-        """Mean validation loss by round, where it is finite; round 0 is before training."""
+    def __init__(self, name: str, folder: RunFolder) -> None:
+        self.name, self.state = name, RunState(read_trained(folder))
+        for report in recorded(folder):
+            if report.HasField("begun"):  # the specification has all changes, checked
+                report.begun.ClearField("changes")
+            self.state.apply(report)
+        settings = self.state.spec.latest.model_dump(mode="json", exclude={"name"})
+        self.keys = dict(leaves(settings))  # dotted keys with single values; entries of `replicas` by name
         means, closed = self.state.mean_validation_losses(), {0, *self.state.closed}
-        return {round_: mean for round_, mean in means.items() if round_ in closed and math.isfinite(mean)}
-
-    @cached_property
-    def keys(self) -> dict[str, Any]:
-        """The configuration as dotted keys with single values; entries of `replicas` are keyed by name."""
-        return dict(leaves(self.state.spec.latest.model_dump(mode="json", exclude={"name"})))
-
-    def tokens(self, round_: int) -> float:
-        """Return the tokens that all replicas had trained on by the end of a round."""
-        return self.state.closed[round_].tokens_until if round_ in self.state.closed else 0
-
-    def seconds(self, round_: int) -> float:
-        """Return the training seconds until the end of a round, without pauses."""
-        return self.state.training_seconds(self.state.closed[round_].time) if round_ in self.state.closed else 0.0
+        self.losses = {at: mean for at, mean in means.items() if at in closed and math.isfinite(mean)}
+        """Mean validation loss by round, where it is finite; round 0 is before training."""
 
     def results(self) -> dict[str, str]:
         """Return what the run has reached, formatted, by the name of the quantity."""
         state, losses = self.state, self.losses
-        sent = sum(link.wire_bytes for link in state.links.values())
         last, best = max(losses, default=None), min(losses, key=losses.__getitem__, default=None)
         return {
             "rounds": f"{state.rounds} of {state.rounds_planned}",
@@ -63,7 +46,7 @@ class ComparedRun:
             "last validation loss": _ABSENT if last is None else f"{losses[last]:.4f}",
             "best validation loss": _ABSENT if best is None else f"{losses[best]:.4f} (round {best})",
             "training time": format_seconds(state.training_seconds()),
-            "sent on the wire": format_bytes(sent),
+            "sent on the wire": format_bytes(sum(link.wire_bytes for link in state.links.values())),
             "tokens per second": f"{state.tokens_per_second():,.0f}",
         }
 
@@ -82,12 +65,7 @@ def compare(runs: Path, named: Sequence[str], chart: Path) -> None:
             raise ConfigError((), f"{named[index]}: found the run {folders[index].path} twice, expected different runs")
     names = [path.name for path in paths]
     labels = names if len(set(names)) == len(names) else [str(folder.path) for folder in folders]
-    found = [ComparedRun(label, RunState(read_trained(folder))) for label, folder in zip(labels, folders, strict=True)]
-    for run, folder in zip(found, folders, strict=True):
-        for report in recorded(folder):
-            if report.HasField("begun"):  # the specification has all changes, checked
-                report.begun.ClearField("changes")
-            run.state.apply(report)
+    found = [ComparedRun(label, folder) for label, folder in zip(labels, folders, strict=True)]
     console = standard_output()
     table = PlainTable(["", *(run.name for run in found)], [])
     # A replica that some runs lack contributes only to the list of names.
@@ -144,8 +122,16 @@ def _draw(found: Sequence[ComparedRun], path: Path) -> None:
     with rc_context(STYLE):
         figure = new_figure(0.6 * HEIGHT)
         by_tokens, by_time = figure.subplots(1, 2, sharey=True)
-        _draw_curves(by_tokens, found, ComparedRun.tokens)
-        _draw_curves(by_time, found, ComparedRun.seconds)
+        for colour, run in zip(palette(len(found)), found, strict=True):
+            ends = {round_: run.state.closed.get(round_) for round_ in run.losses}  # none before training
+            tokens = [0 if end is None else end.tokens_until for end in ends.values()]
+            seconds = [0 if end is None else run.state.training_seconds(end.time) for end in ends.values()]
+            for axes, places in ((by_tokens, tokens), (by_time, seconds)):
+                if points := list(zip(places, run.losses.values(), strict=True)):
+                    draw_curve(axes, points, 60, color=colour, lw=2, ms=4, label=run.name)
+        for axes in (by_tokens, by_time):
+            axes.grid()
+            axes.tick_params(labelleft=True)
         by_tokens.set_title("validation loss of the synced model")
         by_tokens.set_ylabel("nats per token")
         by_tokens.set_xlabel("tokens of all replicas")
@@ -155,15 +141,6 @@ def _draw(found: Sequence[ComparedRun], path: Path) -> None:
         handles, names = by_time.get_legend_handles_labels()
         figure.legend(handles, names, loc="outside lower center", ncols=min(len(names), 4))
         save_figure(figure, path)
-
-
-def _draw_curves(axes: Axes, found: Sequence[ComparedRun], where: Callable[[ComparedRun, int], float]) -> None:
-    for colour, run in zip(palette(len(found)), found, strict=True):
-        points = [(where(run, round_), loss) for round_, loss in run.losses.items()]
-        if points:
-            draw_curve(axes, points, 60, color=colour, lw=2, ms=4, label=run.name)
-    axes.grid()
-    axes.tick_params(labelleft=True)
 
 
 def _short(value: float) -> str:
