@@ -301,13 +301,14 @@ class OwnRoundLines:
         self._members = members
         self._replicas = list(dict.fromkeys(spec.members[member].replica.name for member in members))
         self.say = say
-        self._is_told = self._has_begun = self._is_over = False
+        self._is_told = False
         self._diverged_told: set[str] = set()
         self._reading = now_and_then(say, time.monotonic)
 
     def on_report(self, report: Report) -> None:
         """Take in one report, and print what is new. Reports before the first state of the run are not new."""
-        state, lines, had_joined = self.state, list[str](), self.state.joined_at is not None
+        state, lines = self.state, list[str]()
+        had_joined, had_opened = state.joined_at is not None, state.has_opened
         if state.apply(report) and state.news is not None and state.news.is_line:
             lines.append(words_of(state.news, state.spec))
         if not had_joined and state.joined_at is not None:
@@ -315,18 +316,15 @@ class OwnRoundLines:
         match report.WhichOneof("event"):
             case "waiting" if state.waiting is not None:
                 lines.append(waiting_line(state, sees_all=False))
-            case "begun":
-                if report.begun.last_round and not self._has_begun:
-                    lines.append(f"resuming after round {report.begun.last_round}")
-                self._has_begun = True
+            case "begun" if report.begun.last_round and not had_opened:
+                lines.append(f"resuming after round {report.begun.last_round}")
             case "member_round" if report.member in self._members:
                 lines.append(self._line(report.member, report.member_round))
             case "so_far" if not self._is_told:
                 self._is_told, lines = True, [*self._present(report.time)]
-            case "over":
-                self._is_over = True
-                if not set(self._replicas) & set(report.over.finishing):  # none of them took part in the last round
-                    self.say(f"{state.spec.config.name}: {RunOver.after(report.over.round, report.over.rounds)}")
+            case "over" if not set(self._replicas) & set(report.over.finishing):
+                # None of them took part in the last round.
+                self.say(f"{state.spec.config.name}: {RunOver.after(report.over.round, report.over.rounds)}")
             case "reading" if self._is_told:
                 self._reading(report.reading.what, report.reading.share)
         due = [
@@ -341,7 +339,7 @@ class OwnRoundLines:
     def _present(self, now: float) -> Iterator[str]:
         """Yield lines on the state of the run as this host comes."""
         state = self.state
-        if not (self._has_begun or state.rounds):
+        if not (state.has_opened or state.rounds):
             yield joined_line(state) if state.waiting is None else waiting_line(state, now, sees_all=False)
         elif not state.has_closed_all_rounds:
             members = state.spec.needed.keys() | state.joined
@@ -357,7 +355,7 @@ class OwnRoundLines:
     def farewell(self) -> str:
         """Return what this host's replicas added to a run that is over, and where its model is; empty otherwise."""
         config, credits = self.state.spec.config, self.state.tally.credits
-        if not self._is_over or config.rehearsal is not None:
+        if self.state.over is None or config.rehearsal is not None:
             return ""
         whole = sum(credit.tokens for credit in credits.values())
         own = {name: credits[name] for name in self._replicas if name in credits and credits[name].tokens}
