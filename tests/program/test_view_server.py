@@ -22,7 +22,7 @@ import pytest
 from mixed_run import MIXED
 from test_membership_state import membership_event, there
 from test_run_state import START, begun, inner_step, made_up_reports
-from test_view_data import recorded, run_folder, view_of
+from test_view_data import recorded, run_folder, view_of, wait_until
 from typer.testing import CliRunner
 
 from hetero_pp.config.folder import RunFolder
@@ -181,6 +181,21 @@ def test_a_viewer_that_reads_nothing_delays_nobody_and_is_told_all_that_it_misse
     history = json.loads(json.dumps(source.view.history("x")))
     assert missed["history"] == {key: history[key] for key in missed["history"]}
     assert missed["history"].keys() >= {"rounds", "marks", "steps", "cost"} and not last["history"]["rounds"]
+
+
+def test_a_viewer_who_comes_while_a_record_is_read_gets_all_of_it(tmp_path: Path) -> None:
+    """The run has ended long ago, but the page does not know yet what became of it."""
+    record, names, data = Record(run_folder(tmp_path / "x", recorded(made_up_reports()))), list[str](), list[Any]()
+    with served(record) as url:
+        viewer = threading.Thread(target=events_of, args=(f"{url}api/runs/a%20b/live", names, data))
+        viewer.start()
+        wait_until(lambda: len(data) == 1)
+        record.start()
+        viewer.join(60)
+    record.close()
+    assert (names[0], names[-1], data[0]["frame"]["rounds_closed"]) == ("whole", "end", 0)
+    assert data[-2]["frame"]["rounds_closed"] == 2
+    assert {one["round"] for told in data[1:-1] for one in told["history"]["rounds"]} == {1, 2}
 
 
 def test_viewers_read_all_again_once_an_earlier_sitting_is_known() -> None:

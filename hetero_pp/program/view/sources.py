@@ -91,7 +91,7 @@ class Record(Source):
     def __init__(self, folder: RunFolder, predicted: PredictedStep | None = None) -> None:
         """Raises ConfigError if the configuration in the folder cannot be read."""
         self.folder = folder
-        super().__init__(self._new_view(), predicted)
+        super().__init__(RunView(RunState(read_run(folder))), predicted)
         self._file: IO[bytes] | None = None
         self._line = 0  # number of the last line that was read
         self._half = b""
@@ -114,11 +114,6 @@ class Record(Source):
             self._is_known.set()
             self._ended.wait(_SECONDS_BETWEEN_READS)
 
-    def _new_view(self) -> RunView:
-        view = RunView(RunState(read_run(self.folder)))
-        view.is_live = is_running(self.folder)
-        return view
-
     def _open(self) -> None:
         """Open the record, or the one that has replaced it: a run was resumed, or began anew."""
         path = self.folder.metrics
@@ -137,7 +132,7 @@ class Record(Source):
             if (own.st_ino, own.st_dev) == (found.st_ino, found.st_dev) and found.st_size >= self._file.tell():
                 return
             self._file.close()
-            self.view = self._new_view()
+            self.view = RunView(RunState(read_run(self.folder)))
             self._step = self._step if self.predicts else None  # its settings may have changed
         self._file, self._line, self._half = path.open("rb"), 0, b""
         self.view.problems = [one for one in self.view.problems if one != missing]
