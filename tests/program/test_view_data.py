@@ -118,12 +118,16 @@ def test_a_record_holds_every_report_but_the_blobs_of_contributions() -> None:
         Report(time=START, member="exchange", begun=pb.Begun(last_round=1, damaged=["a", "b"], changes="{}", note="n")),
         Report(time=START, member="exchange", round_closed=late),
     ]
+    for entry in (closed := next(one for one in reports if one.HasField("round_closed"))).round_closed.contributions:
+        entry.steps, entry.tokens = 2, 200
     missing = reports[-5].waiting.missing
     missing[0].silent_seconds, missing[1].computes = 1.5, True
     found, strange = read(recorded(reports))
     assert strange == []
     for report, again in zip(reports, found, strict=True):
-        if not report.HasField("round_closed"):
+        if report is closed:
+            assert [one.steps for one in again.round_closed.contributions] == [2, 2]
+        elif not report.HasField("round_closed"):
             assert again == report
     assert summary_of(state_of(found)) == summary_of(state_of(reports))
 
