@@ -146,7 +146,7 @@ def test_a_member_that_diverged_says_so_and_sends_nothing(run: Run, tmp_path: Pa
     with torch.no_grad():
         a.parameters["norm.weight"][3] = float("nan")
     with pytest.raises(HeteroPPError, match=r"a diverged: norm\.weight is not finite after round 1"):
-        a.outer.synchronise(1)
+        a.outer.contribute(1)
     assert not list((tmp_path / "round-000001" / "a" / "1").glob("norm.*"))
 
 
