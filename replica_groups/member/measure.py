@@ -21,10 +21,7 @@ from hetero_pp.config.spec import MemberSpec, RunSpec
 from hetero_pp.config.topology import ParticipantsReplica
 from hetero_pp.core.device import CPU
 from hetero_pp.link.protocol import pack_tokens, unpack_tokens
-from hetero_pp.messages.messages_pb2 import (
-    ContributionEntry,
-    RoundRecord,
-)
+from hetero_pp.messages.messages_pb2 import ContributionEntry, RoundRecord
 from hetero_pp.model.transformer import EMBEDDING
 from hetero_pp.pipeline.coefficients import noise_key
 from hetero_pp.pseudo_gradient.contribution import entry_of
@@ -44,10 +41,19 @@ def measure_all(spec: RunSpec) -> Iterator[tuple[str, MeasuredCost]]:
     checkpoint = initial_checkpoint(spec.shape, spec.largest_rank, spec.config.seed)
     for replica in spec.config.replicas:
         members = [member for member in spec.members.values() if member.replica is replica]
-        if isinstance(replica, ParticipantsReplica) and len(members) > 1:
-            yield from _measure_group(spec, replica, members, checkpoint)
-        else:
+        if not isinstance(replica, ParticipantsReplica) or len(members) == 1:
             yield members[0].name, _measure_whole(spec, members[0], checkpoint)
+            continue
+        start = Start(checkpoint.parameters, checkpoint.basis)
+        stages = [build_stage(spec, replica, member.stage, start) for member in members if member.stage is not None]
+        for stage in stages:
+            stage.split_embedding(checkpoint.parameters[EMBEDDING])
+        tokens = _tokens(spec, replica.batch_size // replica.micro_batches)
+        spent = [defaultdict[str, list[float]](list) for _ in stages]
+        for step in range(REPEATS):
+            _pass(stages, tokens, step, spent)
+        for member, stage, own in zip(members, stages, spent, strict=True):
+            yield member.name, _cost(own, *_measure_outer(spec, member, dict(stage.parameters), checkpoint))
 
 
 def _tokens(spec: RunSpec, rows: int) -> Tensor:
@@ -79,22 +85,6 @@ def _cost(spent: Mapping[str, Sequence[float]], contribute: float, apply: float)
     """Return the cost of a member from the seconds of each repetition, by kind of work."""
     medians: dict[str, Any] = {kind: median(seconds) for kind, seconds in spent.items()}
     return MeasuredCost.model_construct(**medians, contribute=contribute, apply=apply)
-
-
-def _measure_group(
-    spec: RunSpec, replica: ParticipantsReplica, members: list[MemberSpec], checkpoint: RunCheckpoint
-) -> Iterator[tuple[str, MeasuredCost]]:
-    start = Start(checkpoint.parameters, checkpoint.basis)
-    stages = [build_stage(spec, replica, member.stage, start) for member in members if member.stage is not None]
-    for stage in stages:
-        stage.split_embedding(checkpoint.parameters[EMBEDDING])
-    rows = replica.batch_size // replica.micro_batches
-    tokens = _tokens(spec, rows)
-    spent = [defaultdict[str, list[float]](list) for _ in stages]
-    for step in range(REPEATS):
-        _pass(stages, tokens, step, spent)
-    for member, stage, own in zip(members, stages, spent, strict=True):
-        yield member.name, _cost(own, *_measure_outer(spec, member, dict(stage.parameters), checkpoint))
 
 
 def _pass(stages: list[Stage], tokens: Tensor, step: int, spent: list[defaultdict[str, list[float]]]) -> None:

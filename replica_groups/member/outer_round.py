@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,7 +114,8 @@ class OuterRound:
             self.session.carry(round_, self.needed())
         on_contributed()
         record = self.session.record_of(round_, own, generation, steps)
-        with self._undone_if_stopped():
+        undecided = self.feedback.undecided
+        try:
             is_late = self.session.entry(record) is None and self.session.replica not in record.left_out
             if self.settings.keep_local and is_late:
                 self._keep_local(record.round)
@@ -123,25 +123,16 @@ class OuterRound:
             else:
                 self.own.local = None
                 self.apply(record, own if self._decide(record) else None)
+        except Stopped:
+            # `ErrorFeedback.take_back` then restores the error feedback from before the round. Theta and the outer
+            # optimizer's state may be partly those after it, but the process ends, and both are in the run log.
+            self.feedback.undecided, self.own.local = undecided, None
+            raise
         return record
 
     def needed(self) -> Collection[str]:
         """Return the blocks whose contributions this member fetches."""
         return shapes_by_block(needed_shapes(self.theta, self.optimizer, self._own_part))
-
-    @contextmanager
-    def _undone_if_stopped(self) -> Iterator[None]:
-        """If the block raises Stopped, let `ErrorFeedback.take_back` restore the error feedback from before the round.
-
-        Theta and the outer optimizer's state may be partly those after the round, but the process ends, and both are
-        in the run log.
-        """
-        undecided = self.feedback.undecided
-        try:
-            yield
-        except Stopped:
-            self.feedback.undecided, self.own.local = undecided, None
-            raise
 
     @torch.no_grad()
     def contribute(

@@ -67,15 +67,15 @@ class Stopping:
         self.closed = closed
         if self._number is not None:
             os.kill(os.getpid(), self._number)
-            if not self.is_asked:  # the main thread has not handled it yet
-                threading.Thread(target=self._ask_again, args=[self._number], name="stopping", daemon=True).start()
+            if not self.is_asked:  # the main thread has not handled it yet: ask again until it has
 
-    def _ask_again(self, number: signal.Signals) -> None:
-        """Send the signal until the main thread has handled it."""
-        time.sleep(_SECONDS_UNTIL_AGAIN)
-        while not self.is_asked:
-            os.kill(os.getpid(), number)
-            time.sleep(_SECONDS_UNTIL_AGAIN)
+                def ask_again(number: signal.Signals = self._number) -> None:
+                    time.sleep(_SECONDS_UNTIL_AGAIN)
+                    while not self.is_asked:
+                        os.kill(os.getpid(), number)
+                        time.sleep(_SECONDS_UNTIL_AGAIN)
+
+                threading.Thread(target=ask_again, name="stopping", daemon=True).start()
 
     @contextlib.contextmanager
     def allowed(self, round_: int | None = None, seconds: float | None = None) -> Iterator[None]:

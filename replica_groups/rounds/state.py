@@ -44,7 +44,7 @@ class Silence:
     """Longest time between two signs of life of a member; determines how long to wait for the next."""
 
     def __init__(self, window: Window, now: float) -> None:
-        self._window = window
+        self.window = window
         self._gaps: deque[float] = deque(maxlen=REMEMBERED)
         self.since = now
         self.lease = window.of(0.0)  # seconds to wait for the next sign
@@ -53,16 +53,11 @@ class Silence:
         """Note a sign of life. A silence beyond the lease was a failure: it teaches no more than the lease."""
         self._gaps.append(min(now - self.since, self.lease))
         self.since = now
-        self.lease = self._window.of(max(self._gaps))
+        self.lease = self.window.of(max(self._gaps))
 
     def restart(self, now: float) -> None:
         """Note that the member is present, without learning from the time until now."""
         self.since = now
-
-    @property
-    def least(self) -> float:
-        """The shortest time that is ever waited."""
-        return self._window.least
 
 
 @dataclass
@@ -153,7 +148,7 @@ class Slot:
 
     @property
     def _silence_allowed(self) -> float:
-        lease = self.silence.least if self.lost else self.silence.lease
+        lease = self.silence.window.least if self.lost else self.silence.lease
         return LEASES_OF_SILENCE * lease if self.silent else lease
 
 
