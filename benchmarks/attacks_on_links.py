@@ -25,9 +25,8 @@ from hetero_pp.rpc.channels import PROTOCOL_VERSION
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.identities import Credentials
 from hetero_pp.rpc.link_end import LinkSide
-from hetero_pp.rpc.relay import KEY_BYTES, MOST_CARRIED, MOST_UNKNOWN
+from hetero_pp.rpc.relay import KEY_BYTES, MOST_CARRIED, MOST_UNKNOWN, RelayedDialler, RelayedListener
 from hetero_pp.rpc.relay import SERVICE as RELAY
-from hetero_pp.rpc.relayed import RelayedDialler, RelayedListener
 from hetero_pp.rpc.services import call_path, calls_of
 from hetero_pp.rpc.stage_link import SERVICE as LINK_SERVICE
 from hetero_pp.rpc.stage_link import StageLink

@@ -35,9 +35,17 @@ from hetero_pp.rpc.channels import make_server
 from hetero_pp.rpc.identities import Secret
 from hetero_pp.rpc.link_end import LinkSide
 from hetero_pp.rpc.memory import keep_freed_memory
-from hetero_pp.rpc.relay import MOST_CARRIED, LinkLimit, MeetingPoint, Relay, TrainedRound
+from hetero_pp.rpc.relay import (
+    MOST_CARRIED,
+    LinkLimit,
+    LocalAddress,
+    MeetingPoint,
+    Relay,
+    RelayedDialler,
+    RelayedListener,
+    TrainedRound,
+)
 from hetero_pp.rpc.relay import SERVICE as RELAY
-from hetero_pp.rpc.relayed import LocalAddress, RelayedDialler, RelayedListener
 from hetero_pp.rpc.services import service_handler
 from hetero_pp.rpc.stage_link import StageLink
 

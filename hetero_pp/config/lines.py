@@ -145,10 +145,6 @@ class LinkSpec:
     def shape(self, direction: Direction) -> LinkShape:
         return self.forward if direction == "forward" else self.backward
 
-    def counted_by(self, direction: Direction) -> str:
-        """Return the member that counts a direction's bytes: the sender; on links to the exchange, the member."""
-        return self.source if direction == "forward" or self.target == EXCHANGE else self.target
-
     def lines(self, direction: Direction) -> tuple[Line | None, Line | None]:
         """Return the lines by which this direction leaves (`up`) and arrives (`down`)."""
         both = (self.source_line, self.target_line)

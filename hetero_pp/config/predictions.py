@@ -36,10 +36,6 @@ class Hardware(Settings):
         """Whether it computes beside a host with a memory of its own; a CPU has one memory for everything."""
         return self.flops >= ACCELERATOR_FLOPS
 
-    @property
-    def memory_bytes_per_second(self) -> float:
-        return self.memory_bandwidth / 8
-
 
 def _entry(flops: str, memory: str, memory_bandwidth: str, mfu: float, source: str) -> Hardware:
     return Hardware.model_validate(
@@ -151,9 +147,6 @@ class SimulateSettings(Settings):
         "gather",
         description="exchange of contributions: `gather` is what `launch` and an object store do; "
         "the others are only predicted",
-    )
-    aggregate: Literal["union", "dense"] = Field(
-        "union", description="answer of a parameter server: every value that any replica sent, or all parameters"
     )
     exchange_bandwidth: Bandwidth | None = Field(
         None,

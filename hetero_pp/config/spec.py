@@ -294,10 +294,14 @@ class RunSpec:
     @cached_property
     def roster(self) -> Roster:
         """Members, blocks and links of the run, for the exchange."""
+        counts = {}
+        for link in self.links.values():  # the sender counts a direction's bytes; on links to the exchange, the member
+            target = link.source if link.target == EXCHANGE else link.target
+            counts |= {(link.name, "forward"): link.source, (link.name, "backward"): target}
         return Roster(
             {name: member.replica.name for name, member in self.members.items()},
             {name: frozenset(map(block_of, member.owned)) for name, member in self.members.items()},
-            {(link.name, way): link.counted_by(way) for link in self.links.values() for way in DIRECTIONS},
+            counts,
             {name: frozenset([block_of(EMBEDDING)]) for name, one in self.members.items() if one.follows_embedding},
         )
 

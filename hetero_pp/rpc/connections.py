@@ -19,7 +19,7 @@ from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.identities import Credentials, IdentitySigner
 from hetero_pp.rpc.limits import CONNECT_TIMEOUT, CUT_OFF_SECONDS
 from hetero_pp.rpc.link_end import LinkSide
-from hetero_pp.rpc.relayed import LocalAddress
+from hetero_pp.rpc.relay import LocalAddress
 from hetero_pp.rpc.stage_link import StageLink
 from hetero_pp.store.faults import NO_FAULTS, Faults
 

@@ -67,18 +67,13 @@ class ExchangeWires:
     """The two connections to an exchange, and their calls."""
 
     def __init__(self, address: str, credentials: Credentials) -> None:
-        self._identity = None if credentials.identity is None else credentials.identity.latest
+        self.identity = None if credentials.identity is None else credentials.identity.latest
         self.route = route_to(address)
-        self.control = make_channel(address, self._identity, EXCHANGE, self.route)
+        self.control = make_channel(address, self.identity, EXCHANGE, self.route)
         # A second connection for payloads, which would delay everything else on a slow line.
-        self.bulk = make_channel(address, self._identity, EXCHANGE, self.route)
+        self.bulk = make_channel(address, self.identity, EXCHANGE, self.route)
         bulk = calls_of(EXCHANGE_SERVICE, self.bulk)
         self.calls = {**calls_of(EXCHANGE_SERVICE, self.control), **{name: bulk[name] for name in _BULK}}
-
-    @property
-    def are_outdated(self) -> bool:
-        """Whether the connections use a certificate that was renewed since, so that they cannot be restored."""
-        return self._identity is not None and self._identity.latest != self._identity
 
     def close(self) -> None:
         """Close both connections; calls in progress fail."""
@@ -409,7 +404,8 @@ class ExchangeClient(ExchangeService):
         """Wait until the exchange is there again. Raises `lost` if it never was there, or the client is closed."""
         if not self.has_joined or self._closed.is_set():
             raise lost
-        if self._wires.are_outdated:
+        used = self._wires.identity
+        if used is not None and used.latest != used:  # renewed since, so that these connections cannot be restored
             self._wires.close()
             self._wires = ExchangeWires(self.address, self._credentials)
         self.wait_until_ready(math.inf if self._timeout is None else self._timeout)

@@ -43,7 +43,7 @@ from hetero_pp.rpc.link_end import (
     LinkStream,
     after,
 )
-from hetero_pp.rpc.relayed import RelayedDialler, RelayedListener
+from hetero_pp.rpc.relay import RelayedDialler, RelayedListener
 from hetero_pp.rpc.services import IncomingFrames, calls_of, service_handler
 from hetero_pp.store.faults import NO_FAULTS, Faults
 

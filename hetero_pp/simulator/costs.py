@@ -97,7 +97,7 @@ def cost_on(
     share = part.layers * repeated * length / forward_flops(shape, part, 1, length)
     forward = forward_flops(shape, part, sequences, length) / (hardware.achieved_flops * accelerators)
     backward = forward * (2 + share)
-    per_byte = 1 / (hardware.memory_bytes_per_second * accelerators)
+    per_byte = 8 / (hardware.memory_bandwidth * accelerators)
     outer = OUTER_BYTES / 2 * part.parameters * per_byte
     update = UPDATE_BYTES * (part.parameters + part.boundary_numbers.anchors) * per_byte
     return MeasuredCost.model_construct(

@@ -77,10 +77,6 @@ class GroupOfEvents:
         return len(self.forward)
 
     @cached_property
-    def has_jitter(self) -> bool:
-        return any(hop.jitter for hop in (*self.activations, *self.gradients))
-
-    @cached_property
     def lines(self) -> set[str]:
         """Names of the lines that hops pass."""
         return {name for hop in (*self.activations, *self.gradients) for name, _ in hop.lines}
@@ -160,7 +156,8 @@ def inner_loops(clocks: Sequence[GroupClock], steps: Sequence[int]) -> list[Step
     found: dict[int, StepTimes] = {}
     for _, cluster in clusters:
         together = [clocks[index] for index in cluster]
-        limit = DRAWN if len(cluster) > 1 or any(one.random and one.group.has_jitter for one in together) else 2
+        hops = [hop for one in together if one.random for hop in (*one.group.activations, *one.group.gradients)]
+        limit = DRAWN if len(cluster) > 1 or any(hop.jitter for hop in hops) else 2
         if any(one.on_span is not None for one in together):
             limit = MOST_SHOWN
         timed = min(limit, *(steps[index] for index in cluster))

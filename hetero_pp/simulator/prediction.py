@@ -166,7 +166,7 @@ def predict(spec: RunSpec, watch: Watch | None = None, *, stage_links: bool = Tr
     simulate = spec.config.simulate
     fleets = list(fleets_of(spec))
     if not stage_links:
-        fleets = [fleet.without_stage_links() for fleet in fleets]
+        fleets = [replace(fleet, group=fleet.group.without_communication()) for fleet in fleets]
     timed, ideal = time_round(spec, fleets, True, watch), time_round(spec, fleets, False)
     if spec.config.outer.overlap:  # the round lasts at least as long as each line needs for all of its bytes
         unlimited = _replicas(spec, fleets, timed, ideal)

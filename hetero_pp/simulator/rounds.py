@@ -12,7 +12,7 @@ round; those after it are the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from math import floor
@@ -68,10 +68,6 @@ class Fleet:
     def replica(self) -> ReplicaSettings:
         """First replica; all have its settings."""
         return self.replicas[0]
-
-    def without_stage_links(self) -> Fleet:
-        """Return the same fleet with messages between stages that cost nothing."""
-        return replace(self, group=self.group.without_communication())
 
 
 def fleets_of(spec: RunSpec) -> Iterator[Fleet]:

@@ -216,8 +216,8 @@ def outer_messages(spec: RunSpec, member: MemberSpec) -> Messages:
         case "gather":
             return gathered
         case "parameter_server":
-            # With `union` no two replicas are assumed to have kept the same position: the largest possible size.
-            sizes = sum_bytes(spec, replicas, is_dense=spec.config.simulate.aggregate == "dense")
+            # The server sends every value that any replica sent. No two are assumed to have kept the same position.
+            sizes = sum_bytes(spec, replicas)
             received = [(sizes[block], 1) for block in sorted(wanted_blocks(spec, member))]
             return {"forward": gathered["forward"], "backward": received}
         case "ring_all_gather":
@@ -232,13 +232,13 @@ def outer_messages(spec: RunSpec, member: MemberSpec) -> Messages:
 
 
 @lru_cache(maxsize=64)  # every member asks for it, in both directions
-def sum_bytes(spec: RunSpec, count: int, is_dense: bool = False) -> dict[str, int]:
+def sum_bytes(spec: RunSpec, count: int) -> dict[str, int]:
     """Return the bytes by block of a sum of `count` contributions, in fp32, as the codec would write it.
 
     This is the largest possible size: no two replicas kept the same position.
     """
     compression = spec.config.outer.compression
-    density = 1.0 if is_dense else min(1.0, count * compression.density)
+    density = min(1.0, count * compression.density)
     written = compression.model_copy(update={"density": density, "value_bits": 32, "quantiser": "levels"})
     blocks = shapes_by_block(spec.parameter_shapes)
     return {

@@ -24,9 +24,8 @@ from hetero_pp.rpc.callers import Callers
 from hetero_pp.rpc.channels import make_server
 from hetero_pp.rpc.identities import Credentials, Secret
 from hetero_pp.rpc.link_end import LinkSide
-from hetero_pp.rpc.relay import MOST_CARRIED, LinkLimit, MeetingPoint, Relay, TrainedRound
+from hetero_pp.rpc.relay import MOST_CARRIED, LinkLimit, LocalAddress, MeetingPoint, Relay, TrainedRound
 from hetero_pp.rpc.relay import SERVICE as RELAY
-from hetero_pp.rpc.relayed import LocalAddress
 from hetero_pp.rpc.services import service_handler
 from hetero_pp.rpc.stage_link import StageLink
 

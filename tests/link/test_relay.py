@@ -33,14 +33,20 @@ from hetero_pp.link.shaping import Lines
 from hetero_pp.messages.messages_pb2 import LinkHeader, RelayedLink, RelayPlace
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.rpc import relay
-from hetero_pp.rpc import relayed as relayed_module
 from hetero_pp.rpc.callers import Metadata, RemoteCaller, shown
 from hetero_pp.rpc.channels import make_channel
 from hetero_pp.rpc.connections import NetworkConnections
 from hetero_pp.rpc.identities import Credentials, Identity, Secret, as_text, new_key
 from hetero_pp.rpc.link_end import GrpcLinkEnd, LinkSide
-from hetero_pp.rpc.relay import Budget, LinkLimit, MeetingPoint, TrainedRound
-from hetero_pp.rpc.relayed import LocalAddress, RelayedDialler, RelayedListener
+from hetero_pp.rpc.relay import (
+    Budget,
+    LinkLimit,
+    LocalAddress,
+    MeetingPoint,
+    RelayedDialler,
+    RelayedListener,
+    TrainedRound,
+)
 from hetero_pp.rpc.services import calls_of
 from hetero_pp.rpc.stage_link import StageLink
 from hetero_pp.simulator.traffic import stage_link_loads
@@ -514,7 +520,7 @@ def test_a_key_is_valid_once_and_a_wrong_one_is_counted(relayed: Relayed) -> Non
 def test_a_relay_that_cannot_be_reached_is_named(relayed: Relayed, capsys: pytest.CaptureFixture[str]) -> None:
     """Once, although the link is tried again and again."""
     relayed.listen()
-    unreachable = mock.patch.object(relayed_module, "route_to", side_effect=OSError("no route to host"))
+    unreachable = mock.patch.object(relay, "route_to", side_effect=OSError("no route to host"))
     with unreachable, pytest.raises(LinkTimeout, match="did not answer"):
         relayed.dial(timeout=2.0)
     said = capsys.readouterr().err

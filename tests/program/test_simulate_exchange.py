@@ -127,7 +127,7 @@ def test_bytes_of_a_replica_are_multiples_of_a_contribution(
 
 
 def _aggregate(spec: RunSpec) -> dict[str, int]:
-    return sum_bytes(spec, replica_count(spec), is_dense=spec.config.simulate.aggregate == "dense")
+    return sum_bytes(spec, replica_count(spec))
 
 
 def test_sums_on_their_way_are_what_the_encoder_would_write(tmp_path: Path) -> None:
@@ -137,10 +137,8 @@ def test_sums_on_their_way_are_what_the_encoder_would_write(tmp_path: Path) -> N
     assert _aggregate(spec) == pytest.approx(_contribution(spec, REPLICAS / 32, 32), rel=0.1)
     received = predict(spec).replicas[0].received_bytes
     assert received == sum(wire_bytes(raw_frames(size)) for size in _aggregate(spec).values())
-    dense = _spec(tmp_path, WHOLE, "simulate.exchange=parameter_server", "simulate.aggregate=dense")
-    assert _aggregate(dense) == pytest.approx(_contribution(dense, 1.0, 32), rel=0.1)
     many = _spec(tmp_path, WHOLE, "simulate.exchange=parameter_server", "simulate.fleets.dc.count=40")
-    assert sum(_aggregate(many).values()) == sum(_aggregate(dense).values())
+    assert _aggregate(many) == pytest.approx(_contribution(many, 1.0, 32), rel=0.1)
 
     # In a sparse ring sums grow on their way. Each sends fifths of the sums of 1, 2, 3 and 4 contributions, then
     # four fifths of the sum of all five.
