@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import groupby
 from typing import Protocol, TypeVar
@@ -111,33 +111,17 @@ def range_of(names: Sequence[str]) -> str:
 Classes = Sequence[Sequence[ReplicaSettings]]
 
 
-def lines_alike(spec: RunSpec, lines: Iterable[Named], classes: Classes | None = None) -> list[list[Named]]:
-    """Group lines, or results about them, by the classes of their members' replicas; other lines stay alone.
+def each_alike(spec: RunSpec, found: Iterable[Named], classes: Classes | None = None) -> list[list[Named]]:
+    """Group lines or links, or results about them, by the classes of their members' replicas; others stay alone.
 
     `classes` are the classes of replicas, by default those of `alike`.
     """
-    return _grouped(classes or alike(spec), lines, lambda replica: replica.members)
-
-
-def links_alike(spec: RunSpec, links: Iterable[Named], classes: Classes | None = None) -> list[list[Named]]:
-    """Group links, or results about them, by the classes of their replicas. `classes` is as in `lines_alike`."""
-
-    def links_of(replica: ReplicaSettings) -> list[str]:
-        hops = [stage_link_name(replica.name, hop) for hop in range(len(replica.members) - 1)]
-        return [*hops, *(exchange_link_name(member) for member in replica.members)]
-
-    return _grouped(classes or alike(spec), links, links_of)
-
-
-def _grouped(
-    classes: Classes, found: Iterable[Named], names_of: Callable[[ReplicaSettings], Sequence[str]]
-) -> list[list[Named]]:
-    places = {
-        name: (replicas[0].name, place)
-        for replicas in classes
-        for replica in replicas
-        for place, name in enumerate(names_of(replica))
-    }
+    places = {}
+    for replicas in classes or alike(spec):
+        for replica in replicas:
+            hops = [stage_link_name(replica.name, hop) for hop in range(len(replica.members) - 1)]
+            names = [*replica.members, *hops, *map(exchange_link_name, replica.members)]
+            places.update({name: (replicas[0].name, place) for place, name in enumerate(names)})
     groups: dict[Hashable, list[Named]] = {}
     for one in found:
         groups.setdefault(places.get(one.name, one.name), []).append(one)

@@ -34,10 +34,11 @@ def devices_of(spec: RunSpec, names: Sequence[str]) -> dict[str, torch.device]:
         return {member.name: CPU for member in members}
     found = {}
     for turn, member in enumerate(members):
+        device, key = member.setting("device")
         try:
-            found[member.name] = resolved(member.device, turn)
+            found[member.name] = resolved(device, turn)
         except ConfigError as error:
-            raise ConfigError(member.device_key, error.message) from None
+            raise ConfigError(key, error.message) from None
         if member.replica.precision == "auto":
             continue
         try:

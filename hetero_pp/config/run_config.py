@@ -176,9 +176,8 @@ def _check_group(
     for hop, kind in enumerate(hops):
         check_kind(kind, kinds, (*here, "link", hop) if isinstance(replica.link, list) else (*here, "link"), "links")
     for stage in range(count):
-        own = replica.stage_settings(stage)
-        if own is not None:
-            check_kind(own.uplink, kinds, (*here, "stages", stage, "uplink"), "links")
+        uplink, key = replica.setting(stage, "uplink")
+        check_kind(uplink, kinds, (*here, *key), "links")
 
 
 def check_exchange(exchange: ExchangeSettings) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -63,22 +64,10 @@ class MemberSpec:
     stage: StageSpec | None
     owned: tuple[str, ...]  # names of the parameters that it trains
 
-    @property
-    def device(self) -> str:
-        """The setting for its device."""
-        if isinstance(self.replica, ParticipantsReplica) and self.stage is not None:
-            return self.replica.device_of(self.stage.index)
-        return self.replica.device
-
-    @property
-    def device_key(self) -> tuple[str | int, ...]:
-        """The key of that setting."""
-        replica, here = self.replica, ("replicas", self.replica_index)
-        if isinstance(replica, ParticipantsReplica) and self.stage is not None:
-            own = replica.stage_settings(self.stage.index)
-            if own is not None and own.device is not None:
-                return (*here, "stages", self.stage.index, "device")
-        return (*here, "device")
+    def setting(self, key: str) -> tuple[Any, tuple[str | int, ...]]:
+        """Return the value that a key has for the member's machine, and the key's path in the YAML."""
+        value, path = self.replica.setting(0 if self.stage is None else self.stage.index, key)
+        return value, ("replicas", self.replica_index, *path)
 
     @property
     def reads_data(self) -> bool:
@@ -106,7 +95,7 @@ def _shapes_of(shape: ModelShape, stage: StageSpec | None) -> Mapping[str, tuple
 def _lines_of(config: RunConfig) -> Iterator[Line]:
     """Yield every line of a run: those of sites first, then those of other members in the order of the run."""
     kinds = {
-        member: replica.line_of(stage) if isinstance(replica, ParticipantsReplica) else replica.line
+        member: replica.setting(stage, "line")[0]
         for replica in config.replicas
         for stage, member in enumerate(replica.members)
     } | {EXCHANGE: config.exchange.line}
@@ -151,11 +140,7 @@ def _links_of(config: RunConfig, lines: Iterable[Line]) -> Iterator[LinkSpec]:
                 kind = replica.link[hop] if isinstance(replica.link, list) else replica.link
                 yield link(stage_link_name(replica.name, hop), replica.members[hop], replica.members[hop + 1], kind)
         for stage, member in enumerate(replica.members):
-            kind = replica.uplink
-            if isinstance(replica, ParticipantsReplica):
-                own = replica.stage_settings(stage)
-                kind = own.uplink if own is not None and own.uplink is not None else kind
-            yield link(exchange_link_name(member), member, EXCHANGE, kind)
+            yield link(exchange_link_name(member), member, EXCHANGE, replica.setting(stage, "uplink")[0])
 
 
 class RunSpec:

@@ -232,6 +232,10 @@ class _AnyReplica(Settings):
         False, description="start and continue the run without this replica; include it while all of its slots are held"
     )
 
+    def setting(self, stage: int, key: str) -> tuple[Any, tuple[str | int, ...]]:
+        """Return the value that a key has for one stage's machine, its own or the replica's, and the key's path."""
+        return getattr(self, key), (key,)
+
 
 class DatacenterReplica(_AnyReplica):
     """Replica that holds the whole model at one well-connected site."""
@@ -318,23 +322,18 @@ class ParticipantsReplica(_AnyReplica):
     def members(self) -> list[str]:
         return [f"{self.name}.{stage}" for stage in range(self.stage_count)]
 
-    def stage_settings(self, stage: int) -> StageSettings | None:
-        return self.stages[stage] if isinstance(self.stages, list) else None
+    def setting(self, stage: int, key: str) -> tuple[Any, tuple[str | int, ...]]:
+        own: Any = self.stages
+        path: tuple[str | int, ...] = ("stages", key)
+        if isinstance(own, list):
+            own, path = own[stage], ("stages", stage, key)
+        value = getattr(own, key, None)
+        return (getattr(self, key, None), (key,)) if value is None else (value, path)
 
     def listen_of(self, stage: int) -> str | None:
         """Return the address at which a stage's neighbours dial it; None if the YAML names none."""
-        own = self.stage_settings(stage)
-        return None if own is None else own.listen
-
-    def line_of(self, stage: int) -> str | None:
-        """Return the kind of line of a stage's machine."""
-        own = self.stages if isinstance(self.stages, StagesSettings) else self.stage_settings(stage)
-        return self.line if own is None or own.line is None else own.line
-
-    def device_of(self, stage: int) -> str:
-        """Return the setting for the device of a stage."""
-        own = self.stage_settings(stage)
-        return self.device if own is None or own.device is None else own.device
+        found: str | None = self.setting(stage, "listen")[0]
+        return found
 
     def layer_ranges(self, layers: int) -> list[range]:
         """Return the layers of each stage: as in the YAML, or split evenly with earlier stages taking the remainder."""

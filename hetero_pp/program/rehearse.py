@@ -23,7 +23,7 @@ from hetero_pp.config.lines import DIRECTIONS, EXCHANGE, WAYS, Direction, LineSe
 from hetero_pp.config.predictions import SimulateSettings
 from hetero_pp.config.run_config import RunConfig
 from hetero_pp.config.spec import RunSpec
-from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica, ReplicaSettings, StageSettings
+from hetero_pp.config.topology import DatacenterReplica, ReplicaSettings, StageSettings
 from hetero_pp.config.yaml_file import ConfigFile
 from hetero_pp.core.bounded import read_json_object
 from hetero_pp.core.errors import ConfigError, RunFailed
@@ -657,9 +657,7 @@ class MeasuredInput:
         kinds = dict(config.lines)
         for name, rates in self._lines.items():
             replica = own[name]
-            before = replica.line
-            if isinstance(replica, ParticipantsReplica):
-                before = replica.line_of(replica.members.index(name))
+            before, _ = replica.setting(replica.members.index(name), "line")
             was = LineSettings() if before is None else config.lines[before]
             kinds[_kind(name)] = was.model_copy(update={"bandwidth": None, **rates})
         replicas = [self._with_lines(replica, layers) for replica in config.replicas]
@@ -680,7 +678,8 @@ class MeasuredInput:
         stages = replica.stages
         if not isinstance(stages, list):
             ranges = replica.layer_ranges(layers)
-            stages = [StageSettings(layers=len(ranges[one]), line=replica.line_of(one)) for one in range(len(ranges))]
+            line, _ = replica.setting(0, "line")  # stages without a list have one kind of line
+            stages = [StageSettings(layers=len(own), line=line) for own in ranges]
         named = zip(replica.members, stages, strict=True)
         own = [one.model_copy(update={"line": _kind(name)}) if name in measured else one for name, one in named]
         return replica.model_copy(update={"stages": own})

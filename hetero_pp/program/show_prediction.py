@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from hetero_pp.config.alike import alike, label_of, lines_alike, links_alike, range_of, table_rows
+from hetero_pp.config.alike import alike, each_alike, label_of, range_of, table_rows
 from hetero_pp.config.lines import DIRECTIONS, EXCHANGE, WAYS
 from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.units import (
@@ -172,7 +172,7 @@ def _print_memory(console: Console, spec: RunSpec, classes: Sequence[tuple[str, 
 def _print_links(console: Console, spec: RunSpec, prediction: Prediction) -> None:
     table = PlainTable(["link"], heads_of(DIRECTIONS, "a round", "busy"))
     links = (link for replica in prediction.replicas for link in replica.links)
-    for same in links_alike(spec, links, table_rows(spec)):
+    for same in each_alike(spec, links, table_rows(spec)):
         limits = [[spec.links[one.name].shape(way).bandwidth for one in same] for way in DIRECTIONS]
         forward, backward = (any(limit is not None for limit in of_way) for of_way in limits)
         table.add_row(
@@ -193,7 +193,7 @@ def _print_links(console: Console, spec: RunSpec, prediction: Prediction) -> Non
 
 def _print_lines(console: Console, spec: RunSpec, prediction: Prediction) -> None:
     table = PlainTable(["line", "kind"], heads_of(WAYS, "a round", "busy"))
-    for same in lines_alike(spec, prediction.lines, table_rows(spec)):
+    for same in each_alike(spec, prediction.lines, table_rows(spec)):
         table.add_row(
             range_of([line.name for line in same]),
             range_of(list(dict.fromkeys(line.kind for line in same))),

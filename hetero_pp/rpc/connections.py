@@ -183,8 +183,7 @@ class NetworkConnections:
         replica, stage = self._member.replica, self._member.stage
         if not self._both or stage is None or not isinstance(replica, ParticipantsReplica):
             return ""
-        settings = replica.stage_settings(stage.index)
-        listen = self._listen or (settings and settings.listen) or ("" if stage.is_first else "127.0.0.1:0")
+        listen = self._listen or replica.listen_of(stage.index) or ("" if stage.is_first else "127.0.0.1:0")
         if listen == "":
             return ""
         first, *others = self._both

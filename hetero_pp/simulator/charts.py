@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from hetero_pp.config.alike import alike, lines_alike, links_alike, range_of
+from hetero_pp.config.alike import alike, each_alike, range_of
 from hetero_pp.config.lines import DIRECTIONS
 from hetero_pp.config.overrides import Override
 from hetero_pp.config.spec import RunSpec
@@ -233,11 +233,11 @@ def _link_rows(spec: RunSpec, prediction: Prediction) -> Iterator[_ChartRow]:
     def means(rows: Sequence[Any], *keys: str) -> list[float]:
         return [fmean(getattr(row, key) for row in rows) for key in keys]
 
-    for lines in lines_alike(spec, prediction.lines):
+    for lines in each_alike(spec, prediction.lines):
         up, down = map(format_bytes, means(lines, "up_bytes", "down_bytes"))
         name = f"line of {range_of([one.name for one in lines])}"
         yield name, means(lines, "up_busy", "down_busy"), f"↑ {up}  ↓ {down}"
-    for same in links_alike(spec, (link for replica in prediction.replicas for link in replica.links)):
+    for same in each_alike(spec, (link for replica in prediction.replicas for link in replica.links)):
         link = spec.links[same[0].name]
         forward, backward = map(format_bytes, means(same, "forward_bytes", "backward_bytes"))
         name, text = range_of([one.name for one in same]), f"→ {forward}  ← {backward}"

@@ -145,7 +145,7 @@ HOW_TO_NAME = "set `hardware: h100` of the replica, or of all members with `--se
 
 def hardware_of(spec: RunSpec, member: MemberSpec) -> Hardware:
     """Return the machine of a member. Raises ConfigError for unknown hardware."""
-    name, key = _named(member)
+    name, key = member.setting("hardware")
     if name is None:
         name, key = spec.config.simulate.machine, ("simulate", "machine")
     return hardware_named(name, spec.config.simulate.hardware, key)
@@ -153,7 +153,7 @@ def hardware_of(spec: RunSpec, member: MemberSpec) -> Hardware:
 
 def unnamed(members: Iterable[MemberSpec]) -> list[str]:
     """Return the names of members whose hardware the YAML does not name."""
-    return [member.name for member in members if _named(member)[0] is None]
+    return [member.name for member in members if member.setting("hardware")[0] is None]
 
 
 def assumption(settings: SimulateSettings, unnamed: Sequence[str]) -> str:
@@ -170,13 +170,3 @@ def assumed_in(spec: RunSpec) -> str:
     """Return this sentence for all members without measured costs."""
     measured = spec.config.simulate.measured
     return assumption(spec.config.simulate, unnamed(one for one in spec.members.values() if one.name not in measured))
-
-
-def _named(member: MemberSpec) -> tuple[str | None, tuple[str | int, ...]]:
-    """Return the hardware that the YAML names for a member, and its key."""
-    replica, here = member.replica, ("replicas", member.replica_index)
-    if member.stage is not None and isinstance(replica, ParticipantsReplica):
-        own = replica.stage_settings(member.stage.index)
-        if own is not None and own.hardware is not None:
-            return own.hardware, (*here, "stages", member.stage.index, "hardware")
-    return replica.hardware, (*here, "hardware")

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from hetero_pp.config.alike import equal_replicas
 from hetero_pp.config.lines import EXCHANGE
@@ -489,71 +489,62 @@ _A_SECOND = 2
 """Most reports of each activity and each direction a second: replica_groups/member/reporter.py, take_part.py."""
 
 
-def disk_bytes(spec: RunSpec, names: Sequence[str]) -> dict[str, float]:
-    """Return the bytes that these members, and the exchange if it is among them, keep at the end of the run.
+class DiskUse(NamedTuple):
+    """What the files of one purpose take."""
+
+    n_bytes: float
+    files: int = 1
+
+    @property
+    def space(self) -> float:
+        """Bytes in whole blocks of the file system, which small files fill badly."""
+        return self.files * _DISK_BLOCK_BYTES * math.ceil(self.n_bytes / self.files / _DISK_BLOCK_BYTES)
+
+
+def disk_use(spec: RunSpec, names: Sequence[str]) -> dict[str, DiskUse]:
+    """Return what these members, and the exchange if it is among them, keep on disk at the end of the run, by purpose.
 
     Encoded text is not included. A saved state has the optimizer's moments and the error feedback of each
     parameter. That of a whole replica has the parameters, too, and so has any with `outer.overlap`.
     """
-    config, found = spec.config, {"saved states": 0.0, OF_THE_ROUND: 0.0}
-    for member in (spec.members[name] for name in names if name in spec.members):
+    config, rounds = spec.config, spec.latest.outer.rounds
+    here, saved, started = [spec.members[name] for name in names if name in spec.members], 0.0, 0.0
+    for member in here:
         parameters = sum(math.prod(spec.parameter_shapes[name]) for name in member.owned)
         moments = moment_bytes(spec, member)
-        kept = moments + 4 * (1 + (member.stage is None) + config.outer.overlap) * parameters
-        found["saved states"] += _MEMBER_CHECKPOINTS * kept
-        found[OF_THE_ROUND] += 4 * parameters + (moments if config.states.undo else 0)
+        saved += _MEMBER_CHECKPOINTS * (moments + 4 * (1 + (member.stage is None) + config.outer.overlap) * parameters)
+        started += 4 * parameters + (moments if config.states.undo else 0)
+    saves = min(_MEMBER_CHECKPOINTS, -(-rounds // config.states_every))
+    found = {
+        "saved states": DiskUse(saved, max(1, saves * sum(3 + member.reads_data for member in here))),
+        OF_THE_ROUND: DiskUse(started),
+    }
     if EXCHANGE not in names:
         return found
-    rounds = spec.latest.outer.rounds
     # In metrics.jsonl the use of a link is reported after an inner step, and at the end of the round. Where the round's
     # duration is unknown, a step takes a second.
     members, seconds = len(spec.members), config.inner.seconds or float(config.inner.steps or 0)
     steps = config.inner.steps or _A_SECOND * seconds
     uses = 2 * len(spec.links) * (1 + min(steps, _A_SECOND * seconds))
     of_members = members * (_ROUND_BYTES + _STEP_BYTES * steps + _A_SECOND * _ACTIVITY_BYTES * seconds)
-    found["metrics"] = rounds * (of_members + _LINK_BYTES * uses)
+    found["metrics"] = DiskUse(rounds * (of_members + _LINK_BYTES * uses))
+    found["other"] = DiskUse(0.0, _OTHER_FILES - 1)
     if config.store.url is None:
         checkpoints = min(config.checkpoints.keep, -(-rounds // config.checkpoints.every))
-        model = parameters_of_model(spec)
-        found["run checkpoints"] = (1 + checkpoints) * (4 + outer_moment_bytes(config)) * model
-        blobs = blob_sizes(spec).values()
-        found["contributions"] = _held_rounds(spec) * sum(sum(one.values()) for one in blobs)
-        found["records"] = rounds * (_RECORD_BYTES + _ENTRY_BYTES * sum(map(len, blobs)))
-    return found
-
-
-def disk_files(spec: RunSpec, names: Sequence[str]) -> dict[str, int]:
-    """Return the number of files that these members, and the exchange if it is among them, keep at the end of the run.
-
-    The purposes are those of `disk_bytes`, and few other files.
-    """
-    config, rounds = spec.config, spec.latest.outer.rounds
-    here = [spec.members[name] for name in names if name in spec.members]
-    saves = min(_MEMBER_CHECKPOINTS, -(-rounds // config.states_every))
-    found = {"saved states": saves * sum(3 + member.reads_data for member in here)}
-    if EXCHANGE not in names:
-        return found
-    found["other"] = _OTHER_FILES
-    if config.store.url is None:
-        found["run checkpoints"] = 1 + min(config.checkpoints.keep, -(-rounds // config.checkpoints.every))
-        deposits = 0  # a file for each deposit of a member in a round
+        model, deposits = parameters_of_model(spec), 0  # a file for each deposit of a member in a round
         for member in spec.members.values():
             blocks, sizes = spec.roster.blocks[member.name], blob_sizes(spec)[member.replica.name]
             blobs = ((block, range(size)) for block, size in sizes.items() if block in blocks)
             deposits += sum(1 for _ in batches(blobs))
-        found["contributions"] = _held_rounds(spec) * deposits
-        found["records"] = 2 * rounds
-        found["other"] += len(spec.members)  # the incarnation of each slot
+        every = blob_sizes(spec).values()
+        kept = (1 + checkpoints) * (4 + outer_moment_bytes(config)) * model
+        found["run checkpoints"] = DiskUse(kept, 1 + checkpoints)
+        held = _held_rounds(spec)
+        found["contributions"] = DiskUse(held * sum(sum(one.values()) for one in every), held * deposits)
+        of_records = rounds * (_RECORD_BYTES + _ENTRY_BYTES * sum(map(len, every)))
+        found["records"] = DiskUse(of_records, 2 * rounds)
+        found["other"] = DiskUse(0.0, _OTHER_FILES - 1 + members)  # the incarnation of each slot
     return found
-
-
-def space_on_disk(spec: RunSpec, names: Sequence[str]) -> dict[str, float]:
-    """Return the bytes of `disk_bytes` in whole blocks of the file system, which small files fill badly."""
-    files, space = disk_files(spec, names), dict[str, float]()
-    for purpose, size in disk_bytes(spec, names).items():
-        count = max(1, files.get(purpose, 1))
-        space[purpose] = count * _DISK_BLOCK_BYTES * math.ceil(size / count / _DISK_BLOCK_BYTES)
-    return space
 
 
 def _held_rounds(spec: RunSpec) -> int:

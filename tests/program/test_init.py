@@ -16,7 +16,7 @@ from hetero_pp.model.transformer import ModelSettings, Transformer
 from hetero_pp.program import init as first_yaml
 from hetero_pp.program.cli import app
 from hetero_pp.program.init import model_of, parameters_of
-from hetero_pp.simulator.memory import disk_bytes, disk_files, space_on_disk
+from hetero_pp.simulator.memory import OF_THE_ROUND, disk_use
 from hetero_pp.simulator.prediction import predict
 
 
@@ -75,7 +75,9 @@ def test_a_first_yaml_trains_and_its_disk_is_predicted() -> None:
     }
     written = {name: sum(one.st_size for one in files) for name, files in found.items()}
     everything = ["exchange", *spec.members]
-    predicted, files = disk_bytes(spec, everything), disk_files(spec, everything)
+    use = {purpose: one for purpose, one in disk_use(spec, everything).items() if purpose != OF_THE_ROUND}
+    predicted = {purpose: one.n_bytes for purpose, one in use.items()}
+    files = {purpose: one.files for purpose, one in use.items()}
     in_log = ("run checkpoints", "contributions", "records")
     assert sum(predicted[one] for one in in_log) == pytest.approx(written["log"], rel=0.15)
     assert predicted["saved states"] / 2 == pytest.approx(written["state"], rel=0.15)  # one of two was written
@@ -85,8 +87,8 @@ def test_a_first_yaml_trains_and_its_disk_is_predicted() -> None:
     assert sum(files.values()) == pytest.approx(len(kept), rel=0.1)
     told = " ".join(CliRunner().invoke(app, ["check", "first.yaml", "--set", "inner.steps=1"]).output.split())
     assert f"Disk: the run leaves about {sum(files.values()):,} files and " in told
-    space, taken = space_on_disk(spec, everything), sum(512 * one.st_blocks for one in found["log"])
-    assert sum(space[one] for one in in_log) == pytest.approx(taken, rel=0.15)
+    taken = sum(512 * one.st_blocks for one in found["log"])
+    assert sum(use[one].space for one in in_log) == pytest.approx(taken, rel=0.15)
 
 
 def test_the_planner_chooses_a_boundary_where_it_reaches_the_target() -> None:

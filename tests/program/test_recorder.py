@@ -30,7 +30,7 @@ from hetero_pp.program.launch.command import MOST_REFUSALS_OF_A_MEMBER, Invocati
 from hetero_pp.program.report.recorder import Recorder, line_of, reports_until
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.summary import summary_of
-from hetero_pp.simulator.memory import disk_bytes
+from hetero_pp.simulator.memory import disk_use
 
 
 def record(folder: Path, reports: list[Report], failed: str | None = None, spec: RunSpec | None = None) -> RunState:
@@ -224,5 +224,5 @@ def test_the_forecast_of_the_record_covers_every_report(tmp_path: Path) -> None:
         for link in spec.links:
             reports += [link_use(time, link, way, 1, 10**7, busy=1.234567890123) for way in DIRECTIONS]
     written = len("".join(json.dumps(line) + "\n" for line in map(line_of, reports)))
-    predicted = disk_bytes(spec, ["exchange"])["metrics"] / spec.latest.outer.rounds
+    predicted = disk_use(spec, ["exchange"])["metrics"].n_bytes / spec.latest.outer.rounds
     assert written < predicted < 1.5 * written

@@ -44,7 +44,7 @@ from hetero_pp.program.launch.this_machine import LONG_STEP, limits_of
 from hetero_pp.program.rehearse import shown_rates, too_slow
 from hetero_pp.rpc.admission_client import Rate, measure
 from hetero_pp.rpc.identities import CLOCKS_DIFFER
-from hetero_pp.simulator.memory import disk_bytes
+from hetero_pp.simulator.memory import disk_use
 from hetero_pp.simulator.traffic import stage_link_loads
 
 _PUBLIC = "192.0.2.1"  # a host outside of all private networks (RFC 5737); it is not dialled
@@ -358,7 +358,9 @@ def check_disk(subject: Subject) -> Finding:
 
 def needed_bytes(part: CheckedPart) -> dict[str, float]:
     """Return the bytes that the part writes, by purpose. If there are several slots, the largest counts."""
-    needed = max((disk_bytes(part.spec, names) for names in part.choices), key=lambda one: sum(one.values()))
+    uses = [disk_use(part.spec, names) for names in part.choices]
+    every = [{purpose: use.n_bytes for purpose, use in one.items()} for one in uses]
+    needed = max(every, key=lambda one: sum(one.values()))
     settings, text = part.spec.config.data, 0
     members = [part.spec.members[name] for name in part.names if name in part.spec.members]
     if settings.streamed is None and any(member.reads_data for member in members):

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from rich.console import Console
 
-from hetero_pp.config.alike import alike, lines_alike, links_alike, range_of, table_rows
+from hetero_pp.config.alike import alike, each_alike, range_of, table_rows
 from hetero_pp.config.lines import DIRECTIONS, EXCHANGE, WAYS, Direction, Way, exchange_link_name, stage_link_name
 from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica
@@ -24,7 +24,7 @@ from hetero_pp.program.report.tables import PlainTable, format_bandwidth, spanne
 from hetero_pp.program.show_prediction import print_assumption, print_exchange, print_waiting
 from hetero_pp.simulator.costs import assumed_in
 from hetero_pp.simulator.exchange_load import exchange_load
-from hetero_pp.simulator.memory import OF_THE_ROUND, disk_bytes, disk_files, space_on_disk
+from hetero_pp.simulator.memory import OF_THE_ROUND, disk_use
 from hetero_pp.simulator.prediction import predict, waiting
 from hetero_pp.simulator.traffic import LinkLoad, blob_sizes, exchange_link_loads, stage_link_loads
 
@@ -106,11 +106,11 @@ def _print_run(console: Console, told: str, prepared: Prepared) -> None:
     say(console, f"Contributions: {kept}, about {size} per replica and round.")
     # What the run leaves on all hosts together, without its encoded text.
     hosts = [EXCHANGE, *spec.members]
-    sizes, space, files = disk_bytes(spec, hosts), space_on_disk(spec, hosts), sum(disk_files(spec, hosts).values())
-    del sizes[OF_THE_ROUND], space[OF_THE_ROUND]
-    parts = ", ".join(f"{purpose} {format_bytes(one)}" for purpose, one in sizes.items() if one >= 1)
-    whole = f"{format_bytes(sum(space.values()))} in blocks of the file system"
-    left = f"about {files:,} files and {format_bytes(sum(sizes.values()))} ({parts}); {whole}"
+    uses = {purpose: use for purpose, use in disk_use(spec, hosts).items() if purpose != OF_THE_ROUND}
+    files, written = sum(use.files for use in uses.values()), sum(use.n_bytes for use in uses.values())
+    parts = ", ".join(f"{purpose} {format_bytes(use.n_bytes)}" for purpose, use in uses.items() if use.n_bytes >= 1)
+    whole = f"{format_bytes(sum(use.space for use in uses.values()))} in blocks of the file system"
+    left = f"about {files:,} files and {format_bytes(written)} ({parts}); {whole}"
     say(console, f"Disk: the run leaves {left}.")
     for line in defence_lines(spec):
         say(console, f"{line}.")
@@ -162,7 +162,7 @@ _LOADS = ("bandwidth", "latency", "a step", "a round", "takes")
 def _links_table(spec: RunSpec, loads_of: Mapping[str, Mapping[Direction, LinkLoad]]) -> PlainTable:
     table = PlainTable(["link", ""], _LOADS)
     steps = spec.config.inner.steps or 0
-    for same in links_alike(spec, spec.links.values(), table_rows(spec)):
+    for same in each_alike(spec, spec.links.values(), table_rows(spec)):
         shapes = [[link.shape(way) for link in same] for way in DIRECTIONS]
         both = [[loads_of[link.name][way] for link in same] for way in DIRECTIONS]
         rounds = [[steps * load.step + load.evaluation + load.outer_round for load in loads] for loads in both]
@@ -196,7 +196,7 @@ def _lines_table(spec: RunSpec, loads_of: Mapping[str, Mapping[Direction, LinkLo
                 if passed is not None:
                     step[passed.name, way] += load.step
                     round_[passed.name, way] += steps * load.step + load.evaluation + load.outer_round
-    for same in lines_alike(spec, spec.lines.values(), table_rows(spec)):
+    for same in each_alike(spec, spec.lines.values(), table_rows(spec)):
         kinds = range_of(list(dict.fromkeys(line.kind for line in same)))
         rates = [[line.bandwidth_of(way) for line in same] for way in WAYS]
         a_step, a_round = ([[found[line.name, way] for line in same] for way in WAYS] for found in (step, round_))

@@ -49,8 +49,8 @@ def listens(config: RunConfig, members: Sequence[str]) -> str:
     """
     for replica in config.replicas:
         if isinstance(replica, ParticipantsReplica) and len(members) == 1 and members[0] in replica.members[1:]:
-            own = replica.stage_settings(replica.members.index(members[0]))
-            if (own is None or own.listen is None) and not config.exchange.insecure:
+            own = replica.listen_of(replica.members.index(members[0]))
+            if own is None and not config.exchange.insecure:
                 return RELAYED
     return ""
 
@@ -64,8 +64,7 @@ def require_reachable(config: RunConfig, members: Sequence[str]) -> None:
         if not isinstance(replica, ParticipantsReplica):
             continue
         for stage, member in enumerate(replica.members):
-            own = replica.stage_settings(stage)
-            host = "" if own is None or own.listen is None else own.listen.rpartition(":")[0]
+            host = (replica.listen_of(stage) or "").rpartition(":")[0]
             if member in members and host in ("0.0.0.0", "[::]"):
                 neighbour = replica.members[stage - 1 if stage > 0 else min(1, replica.stage_count - 1)]
                 expected = f"expected the address at which {neighbour} can dial this host"

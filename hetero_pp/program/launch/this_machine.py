@@ -125,7 +125,8 @@ def _of_time(spec: RunSpec, members: Sequence[MemberSpec]) -> Iterator[Limit]:
 
 def _computes_here(member: MemberSpec) -> bool:
     """Return whether a member trains on the CPU."""
-    return member.device == "cpu" or (member.device == "auto" and not accelerators())
+    device, _ = member.setting("device")
+    return device == "cpu" or (device == "auto" and not accelerators())
 
 
 def _on_this_node(member: MemberSpec, amount: float) -> float:

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from hetero_pp.config.alike import lines_alike, links_alike, range_of
+from hetero_pp.config.alike import each_alike, range_of
 from hetero_pp.config.lines import EXCHANGE
 from hetero_pp.core.units import format_bits_per_second, format_bytes, format_count, format_share
 from hetero_pp.program.report.state import LineState, LinkState, RunState
@@ -91,12 +91,12 @@ class _Bar(NamedTuple):
 
 def _bars(state: RunState) -> Iterator[_Bar]:
     groups: list[tuple[str, str, Sequence[LinkState] | Sequence[LineState]]] = []
-    for links in links_alike(state.spec, state.links.values()):
+    for links in each_alike(state.spec, state.links.values()):
         spec = links[0].spec
         ends = f"{spec.source} – {spec.target}" if len(links) == 1 else range_of([link.name for link in links])
         groups.append(("exchange link" if spec.target == EXCHANGE else "stage link", ends, links))
     groups.sort(key=lambda group: group[0] == "exchange link")
-    for lines in lines_alike(state.spec, state.lines.values()):
+    for lines in each_alike(state.spec, state.lines.values()):
         groups.append(("line", f"{range_of([line.name for line in lines])} ({lines[0].spec.kind})", lines))
     for kind, name, alike in groups:
         limits = {way: traffic.bandwidth for way, traffic in alike[0].ways.items()}

@@ -298,8 +298,8 @@ def _load(config: RunConfig, replica: ParticipantsReplica, micro_batches: int, e
 
 def _with(replica: ParticipantsReplica, load: Load, counts: Sequence[int]) -> ParticipantsReplica:
     stages: Any = [
-        {"layers": count, "line": replica.line_of(stage)}
-        | ({} if (old := replica.stage_settings(stage)) is None else old.model_dump(exclude={"layers", "line"}))
+        (replica.stages[stage].model_dump() if isinstance(replica.stages, list) else {})
+        | {"layers": count, "line": replica.setting(stage, "line")[0]}
         for stage, count in enumerate(counts)
     ]
     if not isinstance(replica.stages, list) and list(counts) == list(map(len, replica.layer_ranges(sum(counts)))):
