@@ -33,7 +33,7 @@ def alike(spec: RunSpec) -> Sequence[Sequence[ReplicaSettings]]:
     not. A replica is a class of its own if it shares a line with another member, or if `simulate` names it.
     """
     simulate = spec.config.simulate
-    named = {*simulate.fleets, *simulate.measured, *(one for site in simulate.sites.values() for one in site.members)}
+    named = {*simulate.fleets, *simulate.measured}
     lines = {member: line for line in spec.lines.values() for member in line.members}
     classes: dict[Hashable, list[ReplicaSettings]] = {}
     for replica in spec.config.replicas:

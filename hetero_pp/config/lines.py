@@ -61,17 +61,6 @@ def members_at(named: Collection[str], members: Sequence[str]) -> tuple[str, ...
     return tuple(member for member in members if member in named or member.rpartition(".")[0] in named)
 
 
-def check_site(named: Sequence[str], members: Sequence[str], elsewhere: set[str], key: tuple[str, ...]) -> None:
-    """Raise ConfigError for unknown members of a site, and for those of other sites; add all to `elsewhere`."""
-    for name in named:
-        here = set(members_at([name], members))
-        if not here:
-            raise ConfigError((*key, "members"), f"found `{name}`, expected members or replicas of this file")
-        if both := elsewhere & here:
-            raise ConfigError((*key, "members"), f"found {min(both)} at two sites, expected it at one")
-        elsewhere |= here
-
-
 def check_kind(kind: str | None, kinds: Collection[str], key: tuple[str | int, ...], section: str = "lines") -> None:
     """Raise ConfigError at `key` for an unknown kind of line, or of link if the kinds are those of `links`."""
     if kind is not None and kind not in kinds:

@@ -103,13 +103,6 @@ class FleetSettings(Settings):
     churn: Ratio = Field(0.0, ge=0, lt=1, description="share of members that leave within a round")
 
 
-class SimulatedSiteSettings(Settings):
-    """Members behind one link to the exchange, which replaces their own uplinks."""
-
-    members: list[str] = Field(min_length=1, description="members, or replicas with all of their members")
-    uplink: str = Field(description="kind of link that they share, from `links`")
-
-
 Figure = Annotated[
     float,
     BeforeValidator(parse_any),
@@ -147,14 +140,6 @@ class SimulateSettings(Settings):
         "gather",
         description="exchange of contributions: `gather` is what `launch` and an object store do; "
         "the others are only predicted",
-    )
-    exchange_bandwidth: Bandwidth | None = Field(
-        None,
-        gt=0,
-        description="bandwidth of the exchange in each direction, shared by all members; unlimited by default",
-    )
-    sites: Annotated[dict[str, SimulatedSiteSettings], WhomItConcerns()] = Field(
-        default_factory=dict, description="members that share an uplink, by name of the site"
     )
     published: list[PublishedNumber] = Field(
         default_factory=list, description="numbers from papers, shown beside the prediction"

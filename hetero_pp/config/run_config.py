@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 from pydantic.json_schema import SkipJsonSchema
 
 from hetero_pp.config.audit import AuditSettings
-from hetero_pp.config.lines import EXCHANGE, LAUNCHER, LineSettings, LinkSettings, SiteSettings, check_kind, check_site
+from hetero_pp.config.lines import EXCHANGE, LAUNCHER, LineSettings, LinkSettings, SiteSettings, check_kind, members_at
 from hetero_pp.config.predictions import PlanSettings, SimulateSettings, check_participants
 from hetero_pp.config.topology import (
     DEEPSPEED_OWNED,
@@ -61,7 +61,13 @@ def check_lines(
         if name in members:
             raise ConfigError(key, f"found `{name}`, which is a member's name, expected another name for the site")
         check_kind(site.line, kinds, (*key, "line"))
-        check_site(site.members, members, elsewhere, key)
+        for named in site.members:
+            at = set(members_at([named], members))
+            if not at:
+                raise ConfigError((*key, "members"), f"found `{named}`, expected members or replicas of this file")
+            if both := elsewhere & at:
+                raise ConfigError((*key, "members"), f"found {min(both)} at two sites, expected it at one")
+            elsewhere |= at
 
 
 def check_topology(replicas: Sequence[ReplicaSettings], kinds: Mapping[str, LinkSettings], shape: ModelShape) -> None:
@@ -485,7 +491,7 @@ class RunConfig(Settings):
         weights = "equal" if self.outer.weights == "scores" else self.outer.weights
         absent = {one for replica in self.replicas if replica.optional for one in (replica.name, *replica.members)}
         others = SimulateSettings()
-        real = {key: getattr(others, key) for key in ("fleets", "sites", "exchange", "exchange_bandwidth")}
+        real = {key: getattr(others, key) for key in ("fleets", "exchange")}
         real["measured"] = {name: cost for name, cost in self.simulate.measured.items() if name not in absent}
         return self.model_copy(
             update={

@@ -496,12 +496,8 @@ def not_rehearsed(config: RunConfig) -> Iterator[str]:
     simulate, optional = config.simulate, [replica.name for replica in config.replicas if replica.optional]
     for name in simulate.fleets:
         yield f"simulate.fleets.{name} is not rehearsed: one replica {name} takes part"
-    for name in simulate.sites:
-        yield f"simulate.sites.{name} is not rehearsed: each member has an uplink of its own"
     if simulate.exchange != "gather":
         yield f"simulate.exchange: {simulate.exchange} is not rehearsed: a run gathers contributions"
-    if simulate.exchange_bandwidth is not None:
-        yield "simulate.exchange_bandwidth is not rehearsed: set `exchange.line`, which is"
     if optional:
         how = "to rehearse some, set their number, as with `--set replicas.home.count=2`"
         yield f"{format_count(len(optional), 'optional replica')} left out: {how}"

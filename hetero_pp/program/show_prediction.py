@@ -303,7 +303,7 @@ def print_exchange(console: Console, load: ExchangeLoad) -> None:
     limits = load.received_bits_a_second, load.sent_bits_a_second
     if load.is_limited:
         down, up = map(format_bits_per_second, limits)
-        name = f"{load.line or 'simulate.exchange_bandwidth'}: {down} down, {up} up"
+        name = f"{load.line}: {down} down, {up} up"
     else:
         given = "none given" if load.line is None else f"{load.line}: unlimited"
         limits, name = (ASSUMED_LINE, ASSUMED_LINE), f"{given}; shown: {format_bits_per_second(ASSUMED_LINE)}"

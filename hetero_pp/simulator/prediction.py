@@ -433,19 +433,18 @@ def waiting(spec: RunSpec, prediction: Prediction) -> ReplicaWaits | None:
 def alone(config: RunConfig, replica: ReplicaSettings) -> RunConfig:
     """Return the configuration with only this replica, for predictions: without all that names others."""
     here, simulate = {replica.name, *replica.members, EXCHANGE}, config.simulate
-
-    def at(sites: Mapping[str, Any]) -> dict[str, Any]:
-        kept = {name: [one for one in site.members if one in here] for name, site in sites.items()}
-        return {name: sites[name].model_copy(update={"members": own}) for name, own in kept.items() if own}
-
+    sites = {
+        name: site.model_copy(update={"members": members})
+        for name, site in config.sites.items()
+        if (members := [one for one in site.members if one in here])
+    }
     own = {
         "fleets": {name: fleet for name, fleet in simulate.fleets.items() if name in here},
         "measured": {name: cost for name, cost in simulate.measured.items() if name in here},
-        "sites": at(simulate.sites),
         "published": [],
     }
     return config.model_copy(
-        update={"replicas": [replica], "sites": at(config.sites), "simulate": simulate.model_copy(update=own)}
+        update={"replicas": [replica], "sites": sites, "simulate": simulate.model_copy(update=own)}
     )
 
 

@@ -18,13 +18,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from statistics import fmean
 
 import torch
 
-from hetero_pp.config.lines import EXCHANGE, Direction, Line, LinkShape, check_kind, check_site, exchange_link_name
+from hetero_pp.config.lines import EXCHANGE, Direction, Line, Way, exchange_link_name
 from hetero_pp.config.predictions import SimulateSettings
 from hetero_pp.config.run_config import RunConfig
 from hetero_pp.config.spec import MemberSpec, RunSpec
@@ -284,41 +284,30 @@ class BoundaryCrossing:
 
 def crossing(spec: RunSpec, member: MemberSpec, direction: Direction) -> BoundaryCrossing:
     """Return what a member sends (`forward`) or receives. Every message follows the one before."""
-    site, link = site_of(spec, member), spec.links[exchange_link_name(member.name)]
-    shape: LinkShape = replace(link.shape(direction), bandwidth=link.bottleneck(direction))
-    if site in spec.config.simulate.sites:
-        shape = spec.config.links[spec.config.simulate.sites[site].uplink].shape(direction)
-    messages = outer_messages(spec, member)[direction]
+    link = spec.links[exchange_link_name(member.name)]
+    shape, messages = link.shape(direction), outer_messages(spec, member)[direction]
     wire = wire_bytes_of(messages)
     delay = sum(times for _, times in messages) * (shape.latency + shape.jitter / 2)
-    return BoundaryCrossing(wire, wire * 8 / (shape.bandwidth or math.inf), delay)
+    return BoundaryCrossing(wire, wire * 8 / (link.bottleneck(direction) or math.inf), delay)
 
 
 def site_of(spec: RunSpec, member: MemberSpec) -> str | None:
-    """Return the name of the site whose uplink, or line, the member shares."""
-    for name, site in spec.config.simulate.sites.items():
-        if member.name in site.members or member.replica.name in site.members:
-            return name
+    """Return the name of the site whose line the member shares."""
     passed = spec.links[exchange_link_name(member.name)].source_line
     return passed.name if passed in _shared_lines(spec) else None
 
 
 def site_bandwidths(spec: RunSpec, direction: Direction) -> dict[str, float]:
-    """Return the bandwidths of sites whose uplink or line is limited in this direction, seen from members."""
-    found = {
-        name: spec.config.links[site.uplink].shape(direction).bandwidth
-        for name, site in spec.config.simulate.sites.items()
-    }
-    found |= {line.name: line.bandwidth_of("up" if direction == "forward" else "down") for line in _shared_lines(spec)}
+    """Return the bandwidths of sites whose line is limited in this direction, seen from members."""
+    way: Way = "up" if direction == "forward" else "down"
+    found = {line.name: line.bandwidth_of(way) for line in _shared_lines(spec)}
     return {name: bandwidth for name, bandwidth in found.items() if bandwidth is not None}
 
 
 def exchange_bandwidth(spec: RunSpec, direction: Direction) -> float | None:
     """Return the bits per second of all members together to the exchange (`forward`) or from it; None is unlimited."""
     line = line_of_exchange(spec)
-    if line is None:
-        return spec.config.simulate.exchange_bandwidth
-    return line.bandwidth_of("down" if direction == "forward" else "up")
+    return None if line is None else line.bandwidth_of("down" if direction == "forward" else "up")
 
 
 def is_at_site_of_exchange(spec: RunSpec, member: MemberSpec) -> bool:
@@ -338,28 +327,15 @@ def _shared_lines(spec: RunSpec) -> list[Line]:
 
 
 def check_exchange(spec: RunSpec) -> None:
-    """Raise ConfigError for impossible sites, shared lines or rings."""
+    """Raise ConfigError for impossible shared lines or rings."""
     simulate = spec.config.simulate
-    seen: set[str] = set()
-    for name, site in simulate.sites.items():
-        key = ("simulate", "sites", name)
-        check_kind(site.uplink, spec.config.links, (*key, "uplink"), "links")
-        check_site(site.members, list(spec.members), seen, key)
     for line in spec.lines.values():
-        if both := seen & set(line.members):
-            raise ConfigError(
-                ("simulate", "sites"), f"found {min(both)}, which has a line, expected it under the top-level `sites`"
-            )
         for member in (spec.members[name] for name in line.members if name in spec.members):
             if len(line.members) > 1 and (count := count_behind(spec.config, member.replica.name)) > 1:
                 raise ConfigError(
                     ("sites", line.name, "members"),
                     f"found {member.name}, one of {count} replicas in simulate.fleets, expected a single replica",
                 )
-    if line_of_exchange(spec) is not None and simulate.exchange_bandwidth is not None:
-        raise ConfigError(
-            ("simulate", "exchange_bandwidth"), "found this key and `exchange.line`, expected only one of them"
-        )
     if not is_ring(simulate):
         return
     ring, density = ("simulate", "exchange"), spec.config.outer.compression.density
@@ -374,8 +350,5 @@ def check_exchange(spec: RunSpec) -> None:
             "their way, as in `sparse_ring`; `ring_all_gather` forwards them unchanged",
         )
     shared = [line for line in spec.lines.values() if len(line.members) > 1 or EXCHANGE in line.members]
-    if simulate.sites or shared or simulate.exchange_bandwidth is not None:
-        raise ConfigError(
-            ring,
-            f"found `{simulate.exchange}`, expected no sites, no exchange.line and no exchange_bandwidth beside it",
-        )
+    if shared:
+        raise ConfigError(ring, f"found `{simulate.exchange}`, expected no sites and no exchange.line beside it")

@@ -217,8 +217,8 @@ def test_a_configuration_becomes_a_rehearsal(yaml: Path, tmp_path: Path) -> None
 
 
 def test_the_prediction_is_for_what_is_rehearsed(yaml: Path, spec: RunSpec) -> None:
-    """Nine replicas of a fleet, and an exchange behind one link, would be those of another run."""
-    given = ["simulate.fleets={home: {count: 9}}", "simulate.exchange_bandwidth=1 Mbit/s"]
+    """Nine replicas of a fleet would be those of another run."""
+    given = ["simulate.fleets={home: {count: 9}}"]
     found = RunSpec(ConfigFile(yaml, given).as_rehearsal(ROUNDS, STEPS).config, None)
     assert Predictions.of(found) == Predictions.of(spec)
 

@@ -383,7 +383,7 @@ def test_a_change_may_add_what_something_names(yaml: Path) -> None:
         ["links.adsl.bandwidth=1 Mbit/s", "replicas.1.link=adsl"],
         [stages, "links.adsl.latency=1 ms", "simulate.measured={}"],
         [f"simulate.hardware.mine={MACHINE}", "replicas.0.hardware=mine"],
-        ["simulate.sites.office.members=[dc, home.1]", "simulate.sites.office.uplink=home"],
+        ["lines.dsl.up=1 Mbit/s", "sites.office.members=[dc, home.1]", "sites.office.line=dsl"],
     ):
         assert ConfigFile(yaml, changes).config != ConfigFile(yaml).config, changes
 

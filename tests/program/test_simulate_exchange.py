@@ -200,10 +200,11 @@ def test_fair_ends_are_those_of_small_turns(sizes: list[int]) -> None:
 
 
 def _at_one_site(folder: Path, members: str) -> Prediction:
-    return predict(_spec(folder, AT_ONE_SITE, f"simulate.sites={{office: {{members: {members}, uplink: home}}}}"))
+    line = f"lines={{home: {{up: {UP} bit/s, down: {DOWN} bit/s}}}}"
+    return predict(_spec(folder, AT_ONE_SITE, line, f"sites={{office: {{members: {members}, line: home}}}}"))
 
 
-def test_members_of_one_site_share_its_uplink(tmp_path: Path) -> None:
+def test_members_of_one_site_share_its_line(tmp_path: Path) -> None:
     """Sent one by one or together, the last byte arrives when the link has carried all bytes."""
     free = predict(_spec(tmp_path, AT_ONE_SITE))
     dc, group = free.replicas
@@ -225,10 +226,11 @@ def test_members_of_one_site_share_its_uplink(tmp_path: Path) -> None:
             "with participant groups, expected datacenter replicas only",
         ),
         (WHOLE, ["simulate.exchange=ring_all_reduce"], "at density 0.0312, expected 1"),
-        (WHOLE, ["simulate.exchange=ring_all_gather", "simulate.exchange_bandwidth=1 Gbit/s"], "expected no sites"),
-        (WHOLE, ["simulate.sites={a: {members: [home], uplink: home}}"], "found `home`, expected members or replicas"),
-        (WHOLE, ["simulate.sites={a: {members: [dc], uplink: dsl}}"], "expected one of the kinds under `links` (home)"),
-        (AT_ONE_SITE, ["simulate.sites={a: {members: [group, group.1], uplink: home}}"], "found group.1 at two sites"),
+        (
+            WHOLE,
+            ["simulate.exchange=ring_all_gather", "lines.hub.up=1 Gbit/s", "exchange.line=hub"],
+            "expected no sites",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(tmp_path: Path, text: str, overrides: list[str], words: str) -> None:

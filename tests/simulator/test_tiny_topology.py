@@ -219,17 +219,14 @@ def test_a_round_is_its_steps_the_way_to_the_exchange_and_back_and_an_evaluation
     assert found.round_seconds == pytest.approx(closed + _seconds_until_all_ask(found))
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["links of their own", "one site's link"])
-def test_an_outer_round_has_the_latency_of_every_blob(shared: bool) -> None:
-    """Two datacenters begin together. At one site their bytes share the link, but their latencies do not add up."""
-    sites = {"office": {"members": ["dc", "d2"], "uplink": "up and down"}}
+def test_an_outer_round_has_the_latency_of_every_blob() -> None:
+    """Two datacenters begin together."""
     measured = {"dc": _cost(*QUICK), "d2": _cost(*QUICK)}
-    spec = _spec([DC, {**DC, "name": "d2"}], measured=measured, sites=sites if shared else {})
-    found = predict(spec)
-    blobs, users = LAYERS_OF_BLOCKS["dc"], 2 if shared else 1
+    spec = _spec([DC, {**DC, "name": "d2"}], measured=measured)
+    found, blobs = predict(spec), LAYERS_OF_BLOCKS["dc"]
     assert len({block_of(name) for name in spec.parameter_shapes}) == blobs
     one = found.replicas[0]
-    seconds = users * (one.sent_bytes * 8 / 10e3 + one.received_bytes * 8 / 40e3)
+    seconds = one.sent_bytes * 8 / 10e3 + one.received_bytes * 8 / 40e3
     delays = blobs * (7 + 0.1) + blobs * (3 + 0.1)  # the other replica's, as many
     assert found.outer_seconds == pytest.approx(QUICK[3] + seconds + delays + QUICK[4])
 
@@ -237,7 +234,8 @@ def test_an_outer_round_has_the_latency_of_every_blob(shared: bool) -> None:
 def test_a_slow_exchange_has_the_latency_of_every_blob_too() -> None:
     """All bytes share the exchange's bandwidth. Only the longest of the latencies counts."""
     measured = {"dc": _cost(*QUICK), "d2": _cost(*QUICK)}
-    found = predict(_spec([DC, {**DC, "name": "d2"}], measured=measured, exchange_bandwidth="1 kbit/s"))
+    top = {"lines": {"hub": {"bandwidth": "1 kbit/s"}}, "exchange": {"line": "hub"}}
+    found = predict(_spec([DC, {**DC, "name": "d2"}], measured=measured, top=top))
     one, blobs = found.replicas[0], LAYERS_OF_BLOCKS["dc"]
     seconds = 2 * (one.sent_bytes + one.received_bytes) * 8 / 1e3
     delays = blobs * (7 + 0.1) + blobs * (3 + 0.1)
@@ -340,9 +338,7 @@ OFFICE = {"office": {"line": "slow", "members": ["dc", "d2"]}}
 @pytest.mark.parametrize(
     ("simulate", "top", "message"),
     [
-        ({"sites": {"a": {"members": ["dc"], "uplink": "up and down"}}}, {}, "which has a line"),
-        ({"exchange_bandwidth": "1 kbit/s"}, {"exchange": {"line": "slow"}}, "expected only one of them"),
-        ({"exchange": "ring_all_gather"}, {"exchange": {"line": "slow"}}, "expected no sites, no exchange.line"),
+        ({"exchange": "ring_all_gather"}, {"exchange": {"line": "slow"}}, "expected no sites and no exchange.line"),
         ({"fleets": {"dc": {"count": 3}}}, {"sites": OFFICE}, "one of 3 replicas"),
     ],
 )
