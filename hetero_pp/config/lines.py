@@ -7,7 +7,7 @@ except between members of one site, which reach each other without a line.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -61,11 +61,21 @@ def members_at(named: Collection[str], members: Sequence[str]) -> tuple[str, ...
     return tuple(member for member in members if member in named or member.rpartition(".")[0] in named)
 
 
-def check_kind(kind: str | None, kinds: Collection[str], key: tuple[str | int, ...], section: str = "lines") -> None:
-    """Raise ConfigError at `key` for an unknown kind of line, or of link if the kinds are those of `links`."""
-    if kind is not None and kind not in kinds:
-        known = ", ".join(kinds) or "none are defined"
-        raise ConfigError(key, f"found `{kind}`, expected one of the kinds under `{section}` ({known})")
+Rule = tuple[object, tuple[str | int, ...], object, str]
+"""Check across fields of the YAML: whether it is broken, the key at fault, what was found there, what was expected."""
+
+
+def require(rules: Iterable[Rule]) -> None:
+    """Raise ConfigError for the first broken rule."""
+    for is_broken, key, found, expected in rules:
+        if is_broken:
+            raise ConfigError(key, f"found {found}, expected {expected}")
+
+
+def of_kind(kind: str | None, kinds: Collection[str], key: tuple[str | int, ...], section: str = "lines") -> Rule:
+    """Return the rule that a kind of line, or of link if the kinds are those of `links`, is known."""
+    known = ", ".join(kinds) or "none are defined"
+    return kind is not None and kind not in kinds, key, f"`{kind}`", f"one of the kinds under `{section}` ({known})"
 
 
 # Links between two members: kinds of links, and one link of a run. Data only.

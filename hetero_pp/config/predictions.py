@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
-from hetero_pp.config.lines import LineSettings, LinkSettings, check_kind
+from hetero_pp.config.lines import LineSettings, LinkSettings, Rule, of_kind
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.settings import Bandwidth, Duration, Ratio, Settings, Size, Speed, WhomItConcerns
 from hetero_pp.core.units import parse_any
@@ -199,38 +199,29 @@ class PlanSettings(Settings):
     timed_rounds: bool = Field(
         False, description="plan rounds of a given time (`inner.seconds`) if replicas would wait for a slower one"
     )
-    smallest_micro_batch: int = Field(1, ge=1, description="sequences per micro-batch, for groups and planned replicas")
 
 
-def check_participants(
+def rules_of_participants(
     plan: PlanSettings, kinds: Collection[str], lines: Mapping[str, LineSettings], layers: int
-) -> None:
-    """Raise ConfigError for names, links and numbers that cannot be grouped."""
-    here = ("plan", "participants")
+) -> Iterator[Rule]:
+    """Yield the rules with which participants can be grouped: names, links and numbers."""
     sites = {one.site for one in plan.participants}
     seen: set[str] = set()
     for index, one in enumerate(plan.participants):
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", one.name):
-            raise ConfigError((*here, index, "name"), f"found `{one.name}`, expected letters, digits, `-` and `_`")
-        if one.name in seen or one.name in sites:
-            raise ConfigError((*here, index, "name"), f"found `{one.name}` twice, expected unique names")
+        here = ("plan", "participants", index)
+        is_name = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", one.name)
+        yield not is_name, (*here, "name"), f"`{one.name}`", "letters, digits, `-` and `_`"
+        yield one.name in seen or one.name in sites, (*here, "name"), f"`{one.name}` twice", "unique names"
         seen.add(one.name)
-        check_kind(one.uplink, kinds, (*here, index, "uplink"), "links")
-        check_kind(one.line, lines, (*here, index, "line"))
+        yield of_kind(one.uplink, kinds, (*here, "uplink"), "links")
+        yield of_kind(one.line, lines, (*here, "line"))
         first = next(other for other in plan.participants if other.name == one.name or other.site == one.site)
-        if one.site is not None and one.line != first.line:
-            raise ConfigError(
-                (*here, index, "line"),
-                f"found `{one.line}`, expected `{first.line}`, as {first.name} has at {one.site}: a site has one line",
-            )
+        expected = f"`{first.line}`, as {first.name} has at {one.site}: a site has one line"
+        yield one.site is not None and one.line != first.line, (*here, "line"), f"`{one.line}`", expected
     for index, pair in enumerate(plan.pairs):
         for end in pair.between:
-            if end not in seen | sites:
-                raise ConfigError(
-                    ("plan", "pairs", index, "between"), f"found `{end}`, expected a participant's name or a site"
-                )
-    if plan.participants and not plan.stages <= min(layers, len(seen)):
-        raise ConfigError(
-            ("plan", "stages"),
-            f"found {plan.stages}, expected at most the {layers} layers of the model and the {len(seen)} participants",
-        )
+            key = ("plan", "pairs", index, "between")
+            yield end not in seen | sites, key, f"`{end}`", "a participant's name or a site"
+    is_wrong = plan.participants and not plan.stages <= min(layers, len(seen))
+    expected = f"at most the {layers} layers of the model and the {len(seen)} participants"
+    yield is_wrong, ("plan", "stages"), plan.stages, expected

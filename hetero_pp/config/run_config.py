@@ -7,15 +7,25 @@ audits. With `audit.recompute`, every replica's round can be computed again in o
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 from pydantic.json_schema import SkipJsonSchema
 
 from hetero_pp.config.audit import AuditSettings
-from hetero_pp.config.lines import EXCHANGE, LAUNCHER, LineSettings, LinkSettings, SiteSettings, check_kind, members_at
-from hetero_pp.config.predictions import PlanSettings, SimulateSettings, check_participants
+from hetero_pp.config.lines import (
+    EXCHANGE,
+    LAUNCHER,
+    LineSettings,
+    LinkSettings,
+    Rule,
+    SiteSettings,
+    members_at,
+    of_kind,
+    require,
+)
+from hetero_pp.config.predictions import PlanSettings, SimulateSettings, rules_of_participants
 from hetero_pp.config.topology import (
     DEEPSPEED_OWNED,
     DatacenterReplica,
@@ -36,64 +46,7 @@ from hetero_pp.model.transformer import ModelSettings, ModelShape
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.store.settings import StoreSettings
 
-
-def check_lines(
-    replicas: Sequence[ReplicaSettings],
-    exchange: ExchangeSettings,
-    sites: Mapping[str, SiteSettings],
-    kinds: Mapping[str, LineSettings],
-) -> None:
-    """Raise ConfigError for unknown kinds of lines, and for invalid members of a site."""
-    check_kind(exchange.line, kinds, ("exchange", "line"))
-    for index, replica in enumerate(replicas):
-        here = ("replicas", index)
-        check_kind(replica.line, kinds, (*here, "line"))
-        stages = replica.stages if isinstance(replica, ParticipantsReplica) else 0
-        if isinstance(stages, StagesSettings):
-            check_kind(stages.line, kinds, (*here, "stages", "line"))
-        for stage, own in enumerate(stages if isinstance(stages, list) else []):
-            check_kind(own.line, kinds, (*here, "stages", stage, "line"))
-    members, elsewhere = [*(member for replica in replicas for member in replica.members), EXCHANGE], set[str]()
-    for name, site in sites.items():
-        key = ("sites", name)
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
-            raise ConfigError(key, f"found the site `{name}`, expected a name of letters, digits, `-` and `_`")
-        if name in members:
-            raise ConfigError(key, f"found `{name}`, which is a member's name, expected another name for the site")
-        check_kind(site.line, kinds, (*key, "line"))
-        for named in site.members:
-            at = set(members_at([named], members))
-            if not at:
-                raise ConfigError((*key, "members"), f"found `{named}`, expected members or replicas of this file")
-            if both := elsewhere & at:
-                raise ConfigError((*key, "members"), f"found {min(both)} at two sites, expected it at one")
-            elsewhere |= at
-
-
-def check_topology(replicas: Sequence[ReplicaSettings], kinds: Mapping[str, LinkSettings], shape: ModelShape) -> None:
-    """Raise ConfigError for faults across fields: names, ranks, splits and kinds of links."""
-    seen: set[str] = set()
-    for index, replica in enumerate(replicas):
-        here = ("replicas", index)
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", replica.name) or replica.name in (EXCHANGE, LAUNCHER):
-            raise ConfigError(
-                (*here, "name"),
-                f"found `{replica.name}`, expected letters, digits, `-` and `_`, not `{EXCHANGE}` or `{LAUNCHER}`",
-            )
-        if replica.name in seen:
-            raise ConfigError((*here, "name"), f"found a second replica named `{replica.name}`, expected unique names")
-        seen.add(replica.name)
-        if replica.batch_size % replica.micro_batches:
-            raise ConfigError(
-                (*here, "micro_batches"),
-                f"found {replica.micro_batches}, expected a divisor of batch_size {replica.batch_size}",
-            )
-        check_kind(replica.uplink, kinds, (*here, "uplink"), "links")
-        if isinstance(replica, ParticipantsReplica):
-            _check_group(replica, here, kinds, shape.width, shape.layers)
-        else:
-            _check_engine(replica, here, shape)
-
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 _KEYS_OF_ENGINES = {
     ("precision", "torchtitan"): "`torchtitan.precision`",
@@ -106,129 +59,139 @@ _KEYS_OF_ENGINES = {
 """Replacement of each key that only engine `torch` has, by engine."""
 
 
-def _check_engine(replica: DatacenterReplica, here: tuple[str | int, ...], shape: ModelShape) -> None:
-    for (key, engine), instead in _KEYS_OF_ENGINES.items():
-        found = getattr(replica, key)
-        if replica.engine == engine and found != DatacenterReplica.model_fields[key].default:
-            found = str(found).lower()
-            raise ConfigError((*here, key), f"found `{found}` with the engine `{engine}`, expected {instead}")
-    if replica.engine == "torch" and replica.world > 1:
-        raise ConfigError(
-            (*here, "engine"), f"found `torch` with {replica.world} ranks, expected `torchtitan` or `deepspeed`"
-        )
-    if replica.nodes > 1 and replica.rendezvous is None:
-        raise ConfigError(
-            (*here, "rendezvous"), f"found nothing, expected HOST:PORT for the rendezvous of the {replica.nodes} nodes"
-        )
-    titan = replica.torchtitan
-    if replica.engine == "torchtitan" and replica.world % (titan.tensor_parallel * titan.data_parallel_replicate):
-        raise ConfigError(
-            (*here, "torchtitan"),
-            f"found tensor_parallel {titan.tensor_parallel} and data_parallel_replicate "
-            f"{titan.data_parallel_replicate}, expected a product that divides {replica.world} ranks",
-        )
-    if replica.engine == "torchtitan" and shape.groups % titan.tensor_parallel:
-        raise ConfigError(
-            (*here, "torchtitan", "tensor_parallel"),
-            f"found {titan.tensor_parallel}, expected a divisor of the model's {shape.groups} heads of keys and values",
-        )
-    rows = replica.batch_size // replica.micro_batches
-    if rows % replica.data_parallel:
-        raise ConfigError(
-            (*here, "batch_size"),
-            f"found micro-batches of {rows} sequences, expected a multiple of {replica.data_parallel}: "
-            "all ranks take equal parts",
-        )
-    stage = replica.deepspeed.get("zero_optimization", {}).get("stage", 0)
-    if any(replica.deepspeed.get(kind, {}).get("enabled") for kind in ("bf16", "fp16")) and stage == 0:
-        raise ConfigError(
-            (*here, "deepspeed", "zero_optimization"),
-            "found stage 0 with 16 bits, expected 1, 2 or 3: without fp32 master weights replicas cannot be equal",
-        )
-    for key in DEEPSPEED_OWNED:
-        if key in replica.deepspeed:
-            raise ConfigError((*here, "deepspeed", key), "found a key that hetero-pp sets itself, expected no such key")
+def _rules_of_lines(
+    replicas: Sequence[ReplicaSettings],
+    exchange: ExchangeSettings,
+    sites: Mapping[str, SiteSettings],
+    kinds: Mapping[str, LineSettings],
+) -> Iterator[Rule]:
+    yield of_kind(exchange.line, kinds, ("exchange", "line"))
+    for index, replica in enumerate(replicas):
+        here = ("replicas", index)
+        yield of_kind(replica.line, kinds, (*here, "line"))
+        stages = replica.stages if isinstance(replica, ParticipantsReplica) else 0
+        if isinstance(stages, StagesSettings):
+            yield of_kind(stages.line, kinds, (*here, "stages", "line"))
+        for stage, own in enumerate(stages if isinstance(stages, list) else []):
+            yield of_kind(own.line, kinds, (*here, "stages", stage, "line"))
+    members, elsewhere = [*(member for replica in replicas for member in replica.members), EXCHANGE], set[str]()
+    for name, site in sites.items():
+        key = ("sites", name)
+        yield not _NAME.fullmatch(name), key, f"the site `{name}`", "a name of letters, digits, `-` and `_`"
+        yield name in members, key, f"`{name}`, which is a member's name", "another name for the site"
+        yield of_kind(site.line, kinds, (*key, "line"))
+        for named in site.members:
+            at = set(members_at([named], members))
+            yield not at, (*key, "members"), f"`{named}`", "members or replicas of this file"
+            both = elsewhere & at
+            yield both, (*key, "members"), f"{min(both, default='')} at two sites", "it at one"
+            elsewhere |= at
 
 
-def _check_group(
+def _rules_of_replicas(
+    replicas: Sequence[ReplicaSettings], kinds: Mapping[str, LinkSettings], shape: ModelShape
+) -> Iterator[Rule]:
+    seen: set[str] = set()
+    for index, replica in enumerate(replicas):
+        here, name, rows = ("replicas", index), replica.name, replica.batch_size // replica.micro_batches
+        expected = f"letters, digits, `-` and `_`, not `{EXCHANGE}` or `{LAUNCHER}`"
+        yield not _NAME.fullmatch(name) or name in (EXCHANGE, LAUNCHER), (*here, "name"), f"`{name}`", expected
+        yield name in seen, (*here, "name"), f"a second replica named `{name}`", "unique names"
+        seen.add(name)
+        expected = f"a divisor of batch_size {replica.batch_size}"
+        yield replica.batch_size % replica.micro_batches, (*here, "micro_batches"), replica.micro_batches, expected
+        yield of_kind(replica.uplink, kinds, (*here, "uplink"), "links")
+        if isinstance(replica, ParticipantsReplica):
+            yield from _rules_of_group(replica, here, kinds, shape.width, shape.layers)
+            continue
+        for (key, engine), instead in _KEYS_OF_ENGINES.items():
+            found = getattr(replica, key)
+            is_wrong = replica.engine == engine and found != DatacenterReplica.model_fields[key].default
+            yield is_wrong, (*here, key), f"`{str(found).lower()}` with the engine `{engine}`", instead
+        world, titan = replica.world, replica.torchtitan
+        is_wrong = replica.engine == "torch" and world > 1
+        yield is_wrong, (*here, "engine"), f"`torch` with {world} ranks", "`torchtitan` or `deepspeed`"
+        expected = f"HOST:PORT for the rendezvous of the {replica.nodes} nodes"
+        yield replica.nodes > 1 and replica.rendezvous is None, (*here, "rendezvous"), "nothing", expected
+        if replica.engine == "torchtitan":
+            tensor, copies = titan.tensor_parallel, titan.data_parallel_replicate
+            degrees = f"tensor_parallel {tensor} and data_parallel_replicate {copies}"
+            yield world % (tensor * copies), (*here, "torchtitan"), degrees, f"a product that divides {world} ranks"
+            expected = f"a divisor of the model's {shape.groups} heads of keys and values"
+            yield shape.groups % tensor, (*here, "torchtitan", "tensor_parallel"), tensor, expected
+        expected = f"a multiple of {replica.data_parallel}: all ranks take equal parts"
+        yield rows % replica.data_parallel, (*here, "batch_size"), f"micro-batches of {rows} sequences", expected
+        is_16_bit = any(replica.deepspeed.get(kind, {}).get("enabled") for kind in ("bf16", "fp16"))
+        is_wrong = is_16_bit and replica.deepspeed.get("zero_optimization", {}).get("stage", 0) == 0
+        expected = "1, 2 or 3: without fp32 master weights replicas cannot be equal"
+        yield is_wrong, (*here, "deepspeed", "zero_optimization"), "stage 0 with 16 bits", expected
+        for key in DEEPSPEED_OWNED:
+            found = "a key that hetero-pp sets itself"
+            yield key in replica.deepspeed, (*here, "deepspeed", key), found, "no such key"
+
+
+def _rules_of_group(
     replica: ParticipantsReplica,
     here: tuple[str | int, ...],
     kinds: Mapping[str, LinkSettings],
     width: int,
     layers: int,
-) -> None:
+) -> Iterator[Rule]:
     count = replica.stage_count
-    if not 1 <= count <= layers:
-        raise ConfigError((*here, "stages"), f"found {count} stages, expected 1 to the model's {layers} layers")
+    yield not 1 <= count <= layers, (*here, "stages"), f"{count} stages", f"1 to the model's {layers} layers"
     split = [one.layers for one in replica.stages] if isinstance(replica.stages, list) else []
     if any(split) and None in split:
         key = (*here, "stages", split.index(None), "layers")
-        raise ConfigError(key, "found nothing, expected a number: other stages of this group have one")
+        yield True, key, "nothing", "a number: other stages of this group have one"
     total = sum(map(len, replica.layer_ranges(layers)))
-    if total != layers:
-        raise ConfigError(
-            (*here, "stages"), f"found {total} layers over all stages, expected the model's {layers} layers"
-        )
+    yield total != layers, (*here, "stages"), f"{total} layers over all stages", f"the model's {layers} layers"
     boundary, anchors = replica.boundary, replica.boundary.anchors
     ranks: dict[tuple[str, ...], int | None] = {("boundary", "rank"): boundary.dimensions(width)}
     if anchors is not None:
         ranks["boundary", "anchors", "rank"] = anchors.dimensions(width)
-    for key, rank in ranks.items():
-        if rank is not None and rank > width:
-            raise ConfigError((*here, *key), f"found {rank}, expected at most the model's width {width}, or `full`")
+    for path, rank in ranks.items():
+        expected = f"at most the model's width {width}, or `full`"
+        yield rank is not None and rank > width, (*here, *path), rank, expected
+    is_list = isinstance(replica.link, list)
     hops = replica.link if isinstance(replica.link, list) else [replica.link]
-    if isinstance(replica.link, list) and len(hops) != count - 1:
-        raise ConfigError((*here, "link"), f"found {len(hops)} entries, expected one per hop: {count - 1}")
+    yield is_list and len(hops) != count - 1, (*here, "link"), f"{len(hops)} entries", f"one per hop: {count - 1}"
     for hop, kind in enumerate(hops):
-        check_kind(kind, kinds, (*here, "link", hop) if isinstance(replica.link, list) else (*here, "link"), "links")
+        yield of_kind(kind, kinds, (*here, "link", hop) if is_list else (*here, "link"), "links")
     for stage in range(count):
-        uplink, key = replica.setting(stage, "uplink")
-        check_kind(uplink, kinds, (*here, *key), "links")
+        uplink, own = replica.setting(stage, "uplink")
+        yield of_kind(uplink, kinds, (*here, *own), "links")
 
 
-def check_exchange(exchange: ExchangeSettings) -> None:
-    """Raise ConfigError for bounds that contradict each other."""
+def _rules_of_exchange(exchange: ExchangeSettings) -> Iterator[Rule]:
     windows: dict[str, GraceSettings | LeaseSettings | HangSettings] = {
         "grace": exchange.grace,
         "lease": exchange.lease,
         "hang": exchange.hang,
     }
     for name, window in windows.items():
-        if window.least > window.most:
-            raise ConfigError(
-                ("exchange", name, "least"),
-                f"found {format_seconds(window.least)}, expected at most the {format_seconds(window.most)} of "
-                f"`exchange.{name}.most`",
-            )
-    if exchange.grace.most > exchange.limit:
-        raise ConfigError(
-            ("exchange", "grace", "most"),
-            f"found {format_seconds(exchange.grace.most)}, expected at most the {format_seconds(exchange.limit)} of "
-            "`exchange.limit`, after which a round closes",
-        )
-    magnitudes = exchange.magnitudes
-    if magnitudes.scale > magnitudes.leave_out:
-        raise ConfigError(
-            ("exchange", "magnitudes", "scale"),
-            f"found {magnitudes.scale:g}, expected at most the {magnitudes.leave_out:g} of "
-            "`exchange.magnitudes.leave_out`",
-        )
+        expected = f"at most the {format_seconds(window.most)} of `exchange.{name}.most`"
+        yield window.least > window.most, ("exchange", name, "least"), format_seconds(window.least), expected
+    most, limit = exchange.grace.most, exchange.limit
+    expected = f"at most the {format_seconds(limit)} of `exchange.limit`, after which a round closes"
+    yield most > limit, ("exchange", "grace", "most"), format_seconds(most), expected
+    scale, leave_out = exchange.magnitudes.scale, exchange.magnitudes.leave_out
+    expected = f"at most the {leave_out:g} of `exchange.magnitudes.leave_out`"
+    yield scale > leave_out, ("exchange", "magnitudes", "scale"), f"{scale:g}", expected
 
 
-def check_audit(audit: AuditSettings, outer: OuterSettings, inner: InnerSettings, data: DataSettings) -> None:
-    """Raise ConfigError for an audit that cannot work with the rest of the configuration."""
-    if outer.weights == "scores" and audit.scores is None:
-        raise ConfigError(("outer", "weights"), "found `scores` without scores, expected `audit.gauntlet`, too")
-    if audit.by == "validators" and not audit.needs_validators:
-        raise ConfigError(
-            ("audit", "by"), "found nothing to audit, expected `audit.gauntlet` or `audit.recompute`, too"
-        )
+def _rules_of_audit(
+    audit: AuditSettings, outer: OuterSettings, inner: InnerSettings, data: DataSettings
+) -> Iterator[Rule]:
+    is_wrong = outer.weights == "scores" and audit.scores is None
+    yield is_wrong, ("outer", "weights"), "`scores` without scores", "`audit.gauntlet`, too"
+    is_wrong = audit.by == "validators" and not audit.needs_validators
+    yield is_wrong, ("audit", "by"), "nothing to audit", "`audit.gauntlet` or `audit.recompute`, too"
     if audit.scores is not None:
         try:
             check_scores(outer, inner, data)
         except ConfigError as error:
-            expected = "expected `evaluated: 0`, with which only signs are compared"
-            raise ConfigError(("audit", "gauntlet"), f"found scores, {expected}: {error.message}") from None
+            expected = f"`evaluated: 0`, with which only signs are compared: {error.message}"
+            yield True, ("audit", "gauntlet"), "scores", expected
 
 
 def check_scores(outer: OuterSettings, inner: InnerSettings, data: DataSettings) -> None:
@@ -241,31 +204,26 @@ def check_scores(outer: OuterSettings, inner: InnerSettings, data: DataSettings)
         raise ConfigError((), "a validator cannot read a streamed corpus at any place")
 
 
-_WITH = "with `audit.recompute`"
-
-
-def check_recomputed(outer: OuterSettings, replicas: Sequence[ReplicaSettings], undo: bool, every: int | None) -> None:
-    """Raise ConfigError for settings with which a round does not follow from theta and a member's checkpoint alone."""
-    if outer.overlap:
-        found = f"found {outer.overlap:g} {_WITH}, expected 0"
-        raise ConfigError(("outer", "overlap"), f"{found}: a round then starts before the one before is decided")
-    if outer.keep_local:
-        found = f"found true {_WITH}, expected false"
-        raise ConfigError(("outer", "keep_local"), f"{found}: an excluded replica then starts from its own parameters")
-    if outer.source == "gradient":
-        found = f"found `{outer.method}` {_WITH}, expected a method that averages differences"
-        raise ConfigError(("outer", "method"), f"{found}: a checkpoint for every step would cost more than the step")
-    if not undo:
-        found = f"found false {_WITH}, expected true"
-        raise ConfigError(("states", "undo"), f"{found}: a repeated round would start with other moments")
-    if every not in (None, 1):
-        found = f"found {every} {_WITH}, expected 1"
-        raise ConfigError(("states", "every"), f"{found}: a member that returns begins with its last state, or fresh")
+def _rules_of_recomputation(
+    outer: OuterSettings, replicas: Sequence[ReplicaSettings], states: StateSettings
+) -> Iterator[Rule]:
+    """Yield the rules with which a round follows from theta and a member's checkpoint alone."""
+    own = "with `audit.recompute`"
+    expected = "0: a round then starts before the one before is decided"
+    yield outer.overlap, ("outer", "overlap"), f"{outer.overlap:g} {own}", expected
+    expected = "false: an excluded replica then starts from its own parameters"
+    yield outer.keep_local, ("outer", "keep_local"), f"true {own}", expected
+    expected = "a method that averages differences: a checkpoint for every step would cost more than the step"
+    yield outer.source == "gradient", ("outer", "method"), f"`{outer.method}` {own}", expected
+    expected = "true: a repeated round would start with other moments"
+    yield not states.undo, ("states", "undo"), f"false {own}", expected
+    expected = "1: a member that returns begins with its last state, or fresh"
+    yield states.every not in (None, 1), ("states", "every"), f"{states.every} {own}", expected
+    expected = "`torch`: the bits of several ranks cannot be computed again in one process"
     for index, replica in enumerate(replicas):
-        if isinstance(replica, DatacenterReplica) and replica.engine != "torch":
-            found = f"found `{replica.engine}` for {replica.name} {_WITH}, expected `torch`"
-            why = "the bits of several ranks cannot be computed again in one process"
-            raise ConfigError(("replicas", index, "engine"), f"{found}: {why}")
+        if isinstance(replica, DatacenterReplica):
+            found = f"`{replica.engine}` for {replica.name} {own}"
+            yield replica.engine != "torch", ("replicas", index, "engine"), found, expected
 
 
 # Complete YAML of a run: the sections of all parts, and the checks across them.
@@ -416,43 +374,42 @@ class RunConfig(Settings):
     """Set by the program. It changes the id of the run, so that a rehearsal cannot be taken for a run."""
 
     def check(self) -> None:
-        """Raise ConfigError for faults across fields. Reads no files."""
+        """Raise ConfigError for the first fault across fields. Reads no files."""
         self.inner.check()
-        values = self.model.resolve(self.model.vocabulary or 256)
-        if not self.replicas and not self.plan.participants:
-            raise ConfigError(("replicas",), "found nothing, expected at least one replica")
-        check_topology(self.replicas, self.links, values)
-        check_lines(self.replicas, self.exchange, self.sites, self.lines)
-        check_exchange(self.exchange)
-        check_audit(self.audit, self.outer, self.inner, self.data)
-        check_participants(self.plan, self.links, self.lines, values.layers)
-        if self.states.to == "store" and self.store.url is None:
-            raise ConfigError(
-                ("states", "to"), "found `store` without a `store.url`, expected `folder`, or a `store.url`, too"
-            )
+        require(self._rules())
+
+    def _rules(self) -> Iterator[Rule]:
+        """Yield the rules in an order in which each may rely on those before it."""
+        values, outer, inner = self.model.resolve(self.model.vocabulary or 256), self.outer, self.inner
+        yield not self.replicas and not self.plan.participants, ("replicas",), "nothing", "at least one replica"
+        yield from _rules_of_replicas(self.replicas, self.links, values)
+        yield from _rules_of_lines(self.replicas, self.exchange, self.sites, self.lines)
+        yield from _rules_of_exchange(self.exchange)
+        yield from _rules_of_audit(self.audit, outer, inner, self.data)
+        yield from rules_of_participants(self.plan, self.links, self.lines, values.layers)
+        is_wrong = self.states.to == "store" and self.store.url is None
+        yield is_wrong, ("states", "to"), "`store` without a `store.url`", "`folder`, or a `store.url`, too"
         if self.audit.recompute is not None:
-            check_recomputed(self.outer, self.replicas, self.states.undo, self.states.every)
-        is_other, instead = self.inner.optimizer != "adamw", f"found `{self.inner.optimizer}`, expected `adamw` with"
-        if is_other and self.outer.source == "gradient":
-            raise ConfigError(("inner", "optimizer"), f"{instead} method {self.outer.method}")
-        if self.outer.overlap and self.inner.steps is None:
-            why = "a round's seconds count from its opening"
-            found = f"found 1 with `inner.seconds`, expected 0, or `inner.steps`: {why}"
-            raise ConfigError(("outer", "overlap"), found)
+            yield from _rules_of_recomputation(outer, self.replicas, self.states)
+        is_other, optimizer, key = inner.optimizer != "adamw", f"`{inner.optimizer}`", ("inner", "optimizer")
+        yield is_other and outer.source == "gradient", key, optimizer, f"`adamw` with method {outer.method}"
+        expected = "0, or `inner.steps`: a round's seconds count from its opening"
+        yield outer.overlap and inner.steps is None, ("outer", "overlap"), "1 with `inner.seconds`", expected
         for index, replica in enumerate(self.replicas):
-            boundary = ("replicas", index, "boundary")
             if isinstance(replica, DatacenterReplica):
-                if is_other and replica.engine != "torch":
-                    engine = f"the engine `{replica.engine}` of {replica.name}"
-                    raise ConfigError(("inner", "optimizer"), f"{instead} {engine}")
-            elif self.outer.overlap and replica.boundary.embedding != "free":
-                found = f"found `{replica.boundary.embedding}` with `outer.overlap: 1`, expected `free`"
-                why = "a round then starts before the embedding is split again"
-                raise ConfigError((*boundary, "embedding"), f"{found}: {why}")
-            elif self.outer.keep_local and replica.stage_count > 1 and replica.boundary.rank != "full":
-                # the embedding is split by values that replicas share, not by local ones
-                found = f"found {replica.boundary.rank:g} with `outer.keep_local`, expected `full`"
-                raise ConfigError((*boundary, "rank"), found)
+                expected = f"`adamw` with the engine `{replica.engine}` of {replica.name}"
+                yield is_other and replica.engine != "torch", key, optimizer, expected
+                continue
+            here, boundary = ("replicas", index, "boundary"), replica.boundary
+            found = f"`{boundary.embedding}` with `outer.overlap: 1`"
+            expected = "`free`: a round then starts before the embedding is split again"
+            yield outer.overlap and boundary.embedding != "free", (*here, "embedding"), found, expected
+            # The embedding is split by values that replicas share, not by local ones.
+            is_wrong = outer.keep_local and replica.stage_count > 1 and boundary.rank != "full"
+            found = (
+                f"{boundary.rank if isinstance(boundary.rank, str) else f'{boundary.rank:g}'} with `outer.keep_local`"
+            )
+            yield is_wrong, (*here, "rank"), found, "`full`"
 
     @property
     def states_every(self) -> int:
@@ -467,11 +424,9 @@ class RunConfig(Settings):
     def require_grouped(self) -> None:
         """Raise ConfigError if some participants belong to no replica yet, because there is nothing to run."""
         if self.plan.participants:
-            raise ConfigError(
-                ("plan", "participants"),
-                f"found {len(self.plan.participants)} participants without a group, expected none: "
-                "`hetero-pp plan --write FILE` groups them",
-            )
+            found = f"found {len(self.plan.participants)} participants without a group"
+            expected = "expected none: `hetero-pp plan --write FILE` groups them"
+            raise ConfigError(("plan", "participants"), f"{found}, {expected}")
 
     def as_rehearsal(self, rounds: int, steps: int) -> RunConfig:
         """Return the rehearsal of this run: at most this many rounds, of at most this many inner steps each.

@@ -73,11 +73,8 @@ def own_configuration(
         config = RunConfig.model_validate(parse_json(told))
     except ValueError as error:
         reason = " ".join(str(error).split())
-        raise ConfigError(
-            (),
-            f"the run's configuration does not fit this version of hetero-pp ({reason}); install the "
-            "version of the run",
-        ) from None
+        why = f"does not fit this version of hetero-pp ({reason}); install the version of the run"
+        raise ConfigError((), f"the run's configuration {why}") from None
     replicas: list[ReplicaSettings] = []
     for index, replica in enumerate(config.replicas):
         changes: dict[str, Any] = {"device": device} if member in replica.members else {}
@@ -100,9 +97,8 @@ def own_configuration(
             ]
         replicas.append(replica.model_copy(update=changes))
     if tokenizer is None and config.data.tokenizer != "bytes":
-        raise ConfigError(
-            (), "the exchange sent no tokenizer; give the path of the run's tokenizer with --tokenizer PATH"
-        )
+        give = "give the path of the run's tokenizer with --tokenizer PATH"
+        raise ConfigError((), f"the exchange sent no tokenizer; {give}")
     own_data = config.data.model_dump() | ({} if tokenizer is None else {"tokenizer": str(tokenizer.absolute())})
     if data is not None or not _means_the_same_everywhere(config):
         own_data["corpus"] = Path(config.data.corpus).name if data is None else data

@@ -279,7 +279,7 @@ class RunSpec:
     @cached_property
     def roster(self) -> Roster:
         """Members, blocks and links of the run, for the exchange."""
-        counts = {}
+        counts: dict[tuple[str, str], str] = {}
         for link in self.links.values():  # the sender counts a direction's bytes; on links to the exchange, the member
             target = link.source if link.target == EXCHANGE else link.target
             counts |= {(link.name, "forward"): link.source, (link.name, "backward"): target}

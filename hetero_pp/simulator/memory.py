@@ -490,7 +490,7 @@ _A_SECOND = 2
 
 
 class DiskUse(NamedTuple):
-    """What the files of one purpose take."""
+    """Bytes and number of the files of one purpose."""
 
     n_bytes: float
     files: int = 1

@@ -322,10 +322,8 @@ def compared(config: RunConfig, prediction: Mapping[str, Any]) -> Iterator[Publi
             continue
         found = _at(prediction, number.what, (*key, "what"), "a number of `--json` such as `outer_seconds`")
         if isinstance(found, bool) or not isinstance(found, int | float):
-            raise ConfigError(
-                (*key, "what"),
-                f"found `{number.what}`, expected the path of a number in the output of `simulate --json`",
-            )
+            expected = "expected the path of a number in the output of `simulate --json`"
+            raise ConfigError((*key, "what"), f"found `{number.what}`, {expected}")
         yield PublishedComparison(number.what, number.where, number.bound, number.value, float(found))
 
 

@@ -20,7 +20,7 @@ from math import floor
 import numpy as np
 
 from hetero_pp.config.alike import alike, equal_replicas, label_of
-from hetero_pp.config.lines import WAYS, Direction, stage_link_name
+from hetero_pp.config.lines import WAYS, Direction, require, stage_link_name
 from hetero_pp.config.predictions import FleetSettings
 from hetero_pp.config.spec import MemberSpec, RunSpec
 from hetero_pp.config.topology import ParticipantsReplica, ReplicaSettings
@@ -30,12 +30,12 @@ from hetero_pp.simulator.events import GroupClock, GroupOfEvents, Hop, OnSpan, i
 from hetero_pp.simulator.memory import Memory, memory_of_member, require_memory
 from hetero_pp.simulator.traffic import (
     BoundaryCrossing,
-    check_exchange,
     crossing,
     exchange_bandwidth,
     is_at_site_of_exchange,
     is_ring,
     message_bytes,
+    rules_of_predictions,
     site_bandwidths,
     site_of,
 )
@@ -76,21 +76,7 @@ def fleets_of(spec: RunSpec) -> Iterator[Fleet]:
     Raises ConfigError for unknown hardware, costs or fleets of unknown names, and impossible sites or rings. Also
     raises it for too little memory, and says how much is missing.
     """
-    names = [replica.name for replica in spec.config.replicas]
-    for name in spec.config.simulate.fleets:
-        if name not in names:
-            raise ConfigError(
-                ("simulate", "fleets", name),
-                f"found `{name}`, which is not a replica of this run, expected one of {', '.join(names)}",
-            )
-    for name in spec.config.simulate.measured:
-        if name not in spec.members:
-            raise ConfigError(
-                ("simulate", "measured", name),
-                f"found costs of `{name}`, which is not a member of this run; measure this topology with "
-                "`hetero-pp calibrate`",
-            )
-    check_exchange(spec)
+    require(rules_of_predictions(spec))
     for replicas in equal_replicas(spec):
         fleet = _fleet_of(spec, replicas)
         for member, held, capacity in zip(fleet.members, fleet.memory, fleet.memory_capacity, strict=True):
@@ -274,11 +260,8 @@ def round_lengths(spec: RunSpec, fleets: Sequence[Fleet], communicates: bool) ->
     found = list[Callable[[float], int]]()
     for times in inner_loops(_clocks(spec, fleets, communicates, None), [PROBED] * len(fleets)):
         if not times.each > 0:
-            raise ConfigError(
-                ("inner", "seconds"),
-                "found steps that take 0 s, expected a machine with a finite speed: `inner.seconds` has "
-                "to give a number of steps",
-            )
+            expected = "expected a machine with a finite speed: `inner.seconds` has to give a number of steps"
+            raise ConfigError(("inner", "seconds"), f"found steps that take 0 s, {expected}")
         found.append(partial(steps_within, seconds - times.first, times.each))
     return found
 

@@ -17,19 +17,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import fmean
 
 import torch
 
-from hetero_pp.config.lines import EXCHANGE, Direction, Line, Way, exchange_link_name
+from hetero_pp.config.lines import EXCHANGE, Direction, Line, Rule, Way, exchange_link_name
 from hetero_pp.config.predictions import SimulateSettings
 from hetero_pp.config.run_config import RunConfig
 from hetero_pp.config.spec import MemberSpec, RunSpec
 from hetero_pp.config.topology import ParticipantsReplica, ReplicaSettings
-from hetero_pp.core.errors import ConfigError
 from hetero_pp.link.protocol import Message, packed_tokens_bytes, raw_frames, sealed, wire_bytes, wire_frames
 from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, GRADIENT, LinkHeader
 from hetero_pp.model.transformer import EMBEDDING, block_of, shapes_by_block
@@ -326,29 +325,31 @@ def _shared_lines(spec: RunSpec) -> list[Line]:
     return [line for line in spec.lines.values() if len(line.members) > 1 and EXCHANGE not in line.members]
 
 
-def check_exchange(spec: RunSpec) -> None:
-    """Raise ConfigError for impossible shared lines or rings."""
-    simulate = spec.config.simulate
+def rules_of_predictions(spec: RunSpec) -> Iterator[Rule]:
+    """Yield the rules of names in `simulate`, of shared lines and of rings."""
+    simulate, names = spec.config.simulate, [replica.name for replica in spec.config.replicas]
+    for name in simulate.fleets:
+        found = f"`{name}`, which is not a replica of this run"
+        yield name not in names, ("simulate", "fleets", name), found, f"one of {', '.join(names)}"
+    for name in simulate.measured:
+        found = f"costs of `{name}`, which is not a member of this run"
+        expected = "those of its members: measure this topology with `hetero-pp calibrate`"
+        yield name not in spec.members, ("simulate", "measured", name), found, expected
     for line in spec.lines.values():
         for member in (spec.members[name] for name in line.members if name in spec.members):
-            if len(line.members) > 1 and (count := count_behind(spec.config, member.replica.name)) > 1:
-                raise ConfigError(
-                    ("sites", line.name, "members"),
-                    f"found {member.name}, one of {count} replicas in simulate.fleets, expected a single replica",
-                )
+            count, key = count_behind(spec.config, member.replica.name), ("sites", line.name, "members")
+            found = f"{member.name}, one of {count} replicas in simulate.fleets"
+            yield len(line.members) > 1 and count > 1, key, found, "a single replica"
     if not is_ring(simulate):
         return
     ring, density = ("simulate", "exchange"), spec.config.outer.compression.density
-    if any(len(replica.members) > 1 for replica in spec.config.replicas):
-        raise ConfigError(
-            ring, f"found `{simulate.exchange}` with participant groups, expected datacenter replicas only"
-        )
-    if simulate.exchange == "ring_all_reduce" and density < 1:
-        raise ConfigError(
-            ring,
-            f"found `ring_all_reduce` at density {density:.3g}, expected 1: sums of sparse contributions grow on "
-            "their way, as in `sparse_ring`; `ring_all_gather` forwards them unchanged",
-        )
+    is_group = any(len(replica.members) > 1 for replica in spec.config.replicas)
+    yield is_group, ring, f"`{simulate.exchange}` with participant groups", "datacenter replicas only"
+    expected = (
+        "1: sums of sparse contributions grow on their way, as in `sparse_ring`; `ring_all_gather` forwards them "
+        "unchanged"
+    )
+    is_sparse = simulate.exchange == "ring_all_reduce" and density < 1
+    yield is_sparse, ring, f"`ring_all_reduce` at density {density:.3g}", expected
     shared = [line for line in spec.lines.values() if len(line.members) > 1 or EXCHANGE in line.members]
-    if shared:
-        raise ConfigError(ring, f"found `{simulate.exchange}`, expected no sites and no exchange.line beside it")
+    yield shared, ring, f"`{simulate.exchange}`", "no sites and no exchange.line beside it"

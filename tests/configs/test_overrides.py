@@ -241,6 +241,6 @@ def test_a_file_that_another_option_gave_is_named(mixed: Path, tmp_path: Path) -
     assert asked.stderr.startswith(
         f"hetero-pp: --calibration {other}: simulate.measured.elsewhere: found costs of `elsewhere`"
     ), asked.stderr
-    assert "which is not a member of this run; measure this topology with" in asked.stderr
+    assert "which is not a member of this run, expected those of its members: measure" in asked.stderr
     asked = CliRunner().invoke(app, ["launch", str(mixed), "--from", str(other)])
     assert asked.stderr.startswith(f"hetero-pp: --from {other}: "), asked.stderr

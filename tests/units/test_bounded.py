@@ -107,23 +107,8 @@ def test_shipped_yaml_means_what_ruamel_yaml_reads(path: Path) -> None:
 
 PIECES = ["a", "b: ", ": ", "\n", "- ", "\n  ", "\n- ", "{", "}", "[", "]", ", ", "1", "0x1", "1_0", "'", '"', "#"]
 PIECES += [" #", "&a ", "*a ", "<<: ", "!t ", "|", "|\n  x\n", "> \n", "?", "~", "null", "yes", "true", "1e3", "1."]
-PIECES += [
-    "-",
-    "\t",
-    "--- ",
-    "...",
-    "%",
-    "@",
-    "\\n",
-    "é",
-    "key: v\n",
-    "  y: [1, 2]\n",
-    "\r\n",
-    ".5",
-    "=",
-    "012",
-    "1:30",
-]
+PIECES += ["-", "\t", "--- ", "...", "%", "@", "\\n", "é", "key: v\n", "  y: [1, 2]\n", "\r\n", ".5", "=", "012"]
+PIECES += ["1:30"]
 
 
 @hypothesis.settings(max_examples=300)

@@ -480,9 +480,7 @@ def _seconds_of_participants(config: RunConfig, vocabulary: int | None) -> Itera
     """Yield for each participant the seconds of a micro-batch, [S][L + 1], with as many micro-batches as possible."""
     plan = config.plan
     model = RunSpec(config.model_copy(update={"replicas": []}), vocabulary)
-    micro_batches = max(1, plan.batch_size // plan.smallest_micro_batch)
-    sequences = plan.batch_size // micro_batches
-    load = Load(plan.stages, micro_batches, sequences, config.data.sequence_length, extra_in_flight=1)
+    load = Load(plan.stages, plan.batch_size, 1, config.data.sequence_length, extra_in_flight=1)
     known: dict[str, list[np.ndarray]] = {}
     for index, person in enumerate(plan.participants):
         name = person.hardware or config.simulate.machine

@@ -259,8 +259,7 @@ def schedules_of(config: RunConfig, vocabulary: int | None, index: int) -> Seque
     try:
         if isinstance(replica, DatacenterReplica) or is_measured(config, replica):
             return [_schedule(config, vocabulary, replica)]
-        smallest, batch = config.plan.smallest_micro_batch, replica.batch_size
-        numbers = [n for n in range(batch, 0, -1) if batch % n == 0 and batch // n >= min(smallest, batch)]
+        numbers = [count for count in range(replica.batch_size, 0, -1) if replica.batch_size % count == 0]
         loads = [
             _load(config, replica, micro_batches, extra)
             for micro_batches in numbers[:NUMBERS_OF_MICRO_BATCHES]
