@@ -20,11 +20,10 @@ from torch import Tensor
 
 from hetero_pp.core.device import computing
 from hetero_pp.core.errors import HeteroPPError, LinkClosed, LinkError, MalformedMessage
-from hetero_pp.core.finite import is_finite
 from hetero_pp.link.protocol import ACKNOWLEDGED_EVERY, LinkEnd, Message, pack_tokens, unpack_tokens
 from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, FLUSH, GRADIENT, Doing, LinkHeader, Purpose
 from hetero_pp.model.inner import REMEDIES
-from hetero_pp.pipeline.coefficients import Symbols, noise_key
+from hetero_pp.pipeline.coefficients import Symbols, is_finite, noise_key
 from hetero_pp.pipeline.schedule import Action, ScheduleEvent, forward_only, one_forward_one_backward
 from stages.sender import MakeMessage, Sender, Tensors, copies_of
 from stages.stage import Stage

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.core.ticket_text import is_ticket
+from hetero_pp.core.text import is_ticket
 from hetero_pp.core.units import format_names
 
 CONFIG = "config.yaml"

@@ -26,7 +26,7 @@ from yaml.events import (
 )
 
 from hetero_pp.core.bounded import DEPTH_MAX, TooLarge, read_bounded
-from hetero_pp.core.control_characters import is_control
+from hetero_pp.core.text import is_control
 
 YAML_BYTES_MAX = 4 * 2**20
 YAML_VALUES_MAX = 200_000  # keys, values, lists and mappings of a YAML with its aliases expanded

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from hetero_pp.core.control_characters import without_controls
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.seeds import seed_of
+from hetero_pp.core.text import without_controls
 from hetero_pp.data.batches import permute
 from hetero_pp.data.tokenizers import CannotEncode, Tokenizer
 

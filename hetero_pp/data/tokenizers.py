@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from hetero_pp.core.bounded import parse_json, read_bounded, read_json_object, require_shallow
-from hetero_pp.core.control_characters import without_controls
 from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.text import without_controls
 from hetero_pp.core.units import format_count, format_names
 from hetero_pp.data.settings import DataSettings
 

@@ -12,6 +12,7 @@ of (seed, replica, boundary, step, micro-batch, element), so every run gives the
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar, Protocol
@@ -21,7 +22,6 @@ from torch import Tensor
 
 from hetero_pp.core import bits
 from hetero_pp.core.errors import MalformedMessage
-from hetero_pp.core.finite import is_finite
 from hetero_pp.core.seeds import seed_of
 from hetero_pp.model.part_settings import BoundarySettings
 
@@ -31,6 +31,14 @@ STEP_OF_BITS = {2: 0.9957, 3: 0.5860, 4: 0.3352, 5: 0.1881, 6: 0.1041, 7: 0.0568
 SCALES_PER_OCTAVE = 8
 
 Symbols = tuple[Tensor, ...]
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether all numbers of a tensor are finite. NaN is both the least and the largest number of its tensor.
+
+    `torch.isfinite` takes 20 times as long on a CPU, because it writes other tensors of the same size.
+    """
+    return tensor.numel() == 0 or all(math.isfinite(one) for one in torch.aminmax(tensor))
 
 
 class CoefficientFormat(Protocol):

@@ -41,7 +41,7 @@ from cryptography.x509.oid import NameOID
 from hetero_pp.config.lines import EXCHANGE, VALIDATOR, LinkSpec
 from hetero_pp.core.bounded import parse_json
 from hetero_pp.core.errors import MalformedMessage, Refused
-from hetero_pp.core.ticket_text import MOST_CHARACTERS, PREFIX, bodies
+from hetero_pp.core.text import MOST_CHARACTERS, PREFIX, bodies
 from hetero_pp.messages.messages_pb2 import Statement
 
 AS_LONG_AS_THE_SECRET = 20 * 365 * 86400.0

@@ -25,9 +25,9 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from hetero_pp.config.spec import Roster
-from hetero_pp.core.control_characters import escaped
 from hetero_pp.core.errors import TooMuch
 from hetero_pp.core.proxies import numeric_address
+from hetero_pp.core.text import escaped
 
 MOST_CHARACTERS = 2_000
 TEXT_BYTES_MAX = 4 * (MOST_CHARACTERS + 1)  # bytes of a text that `plain` has returned, in UTF-8

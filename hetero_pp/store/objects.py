@@ -25,10 +25,10 @@ import psutil
 from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import MemoryStore, from_url
 
-from hetero_pp.core.control_characters import without_controls
 from hetero_pp.core.errors import StoreError
 from hetero_pp.core.files import whole
 from hetero_pp.core.proxies import PRIVATE_NETWORKS, is_private
+from hetero_pp.core.text import without_controls
 from hetero_pp.core.units import format_bytes
 from hetero_pp.store.presigned import with_length
 from hetero_pp.store.store import checked

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hetero_pp.core.errors import Forbidden, Refused, StoreError, TooMuch
-from hetero_pp.core.steady_clock import steady_clock
+from hetero_pp.core.progress import steady_clock
 from hetero_pp.rpc.limits import Pace
 
 _SCHEMA = """

@@ -22,7 +22,7 @@ from hetero_pp.config.lines import EXCHANGE
 from hetero_pp.config.spec import Roster
 from hetero_pp.core.errors import DamagedFile, TooMuch
 from hetero_pp.core.files import write_whole
-from hetero_pp.core.steady_clock import steady_clock
+from hetero_pp.core.progress import steady_clock
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.messages.refusals import Kind

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from hetero_pp.core.device import CPU
 from hetero_pp.core.errors import HeteroPPError, Stopped
-from hetero_pp.core.finite import is_finite
 from hetero_pp.core.tensor_files import Scratch
 from hetero_pp.messages.messages_pb2 import RoundRecord
 from hetero_pp.model.inner import REMEDIES
@@ -25,6 +24,7 @@ from hetero_pp.model.transformer import Shapes, block_of, shapes_by_block
 from hetero_pp.outer.apply_round import FetchBlob, apply_round, cut_rows, needed_shapes
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import OuterOptimizer, RoundOptimizer, parameter_sha256, start_before_mean
+from hetero_pp.pipeline.coefficients import is_finite
 from hetero_pp.pseudo_gradient.contribution import DecodedTensor, ReceivedBlob, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import Selection, select
 from hetero_pp.pseudo_gradient.rows import join, packed

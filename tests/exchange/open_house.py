@@ -11,7 +11,7 @@ from pathlib import Path
 from members import TIMEOUT
 from small_run import Run
 
-from hetero_pp.core.steady_clock import steady_clock
+from hetero_pp.core.progress import steady_clock
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.program.join.membership import Membership, take_slot
 from hetero_pp.rpc.exchange_client import ExchangeClient

@@ -13,7 +13,7 @@ from small_run import Run
 
 from hetero_pp.config.spec import Roster
 from hetero_pp.core.errors import Refused
-from hetero_pp.core.steady_clock import steady_clock
+from hetero_pp.core.progress import steady_clock
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2 import Refusal
 from hetero_pp.messages.refusals import SECONDS_BETWEEN, TOLD_AT_ONCE, Kind, Refusals

@@ -15,7 +15,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from hetero_pp.core.bounded import DEPTH_MAX, parse_json, read_bounded, read_bounded_json
-from hetero_pp.core.control_characters import without_controls
+from hetero_pp.core.text import without_controls
 from hetero_pp.core.yaml_reader import Items, Section, YamlError, parse_yaml, yaml_complaint
 
 

@@ -18,8 +18,8 @@ from typing import TypeVar
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from hetero_pp.core.control_characters import without_controls
 from hetero_pp.core.errors import HeteroPPError
+from hetero_pp.core.text import without_controls
 from hetero_pp.core.units import format_count
 
 T = TypeVar("T")

@@ -18,7 +18,7 @@ from hetero_pp.config.yaml_file import ConfigFile
 from hetero_pp.core.bounded import parse_json
 from hetero_pp.core.errors import ConfigError, HeteroPPError, LinkTimeout, Refused
 from hetero_pp.core.shipped import shipped_runs, shipped_yaml
-from hetero_pp.core.ticket_text import is_ticket
+from hetero_pp.core.text import is_ticket
 from hetero_pp.core.units import format_seconds
 from hetero_pp.messages.messages_pb2 import PreviewReply
 from hetero_pp.program.check.findings import NotChecked, in_background

@@ -24,9 +24,9 @@ from rich.segment import Segment
 from rich.table import Column
 from rich.text import Text
 
-from hetero_pp.core.control_characters import without_controls
 from hetero_pp.core.files import print_without_fail
 from hetero_pp.core.progress import NowAndThen, OnProgress
+from hetero_pp.core.text import without_controls
 from hetero_pp.messages.messages_pb2 import MembershipEventKind, Report
 from hetero_pp.program.report.encoding import in_ascii
 from hetero_pp.rpc.exchange_service import FIRST_TOLD, MOST_BETWEEN

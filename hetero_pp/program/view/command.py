@@ -18,7 +18,7 @@ from hetero_pp.config.overrides import Given
 from hetero_pp.config.yaml_file import ConfigFile, read_run, spec_of
 from hetero_pp.core.errors import ConfigError, HeteroPPError
 from hetero_pp.core.files import write_whole
-from hetero_pp.core.ticket_text import is_ticket
+from hetero_pp.core.text import is_ticket
 from hetero_pp.core.units import format_count
 from hetero_pp.program.join.membership import known_run, memberships_in, runs_at
 from hetero_pp.program.report.output import announce
