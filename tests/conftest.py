@@ -9,6 +9,7 @@ import random
 import signal
 import sys
 from collections.abc import Generator, Iterator
+from contextlib import ExitStack
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -209,3 +210,10 @@ def estimated_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from catalogs import estimate_once  # takes a second
 
     estimate_once(monkeypatch)
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    """What is left open in a test is closed at its end."""
+    with ExitStack() as stack:
+        yield stack

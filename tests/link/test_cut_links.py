@@ -62,12 +62,6 @@ class CutLink:
             stack.callback(end.abort, "the test is over")
 
 
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
 def _message(index: int, size: int) -> Message:
     generator = torch.Generator().manual_seed(index)
     return Message(LinkHeader(step=index), (torch.randint(0, 256, (size,), generator=generator, dtype=torch.uint8),))

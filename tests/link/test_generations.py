@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Protocol
@@ -68,12 +67,6 @@ class OverGrpc:
 
     def below(self, generation: int) -> LinkEnd:
         return self.server.accept(SECONDS, generation)
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 @pytest.fixture

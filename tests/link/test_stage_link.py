@@ -59,12 +59,6 @@ class Listener:
 
 
 @pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
-@pytest.fixture
 def listener(stack: ExitStack) -> Listener:
     return Listener(stack)
 
