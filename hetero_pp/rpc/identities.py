@@ -255,6 +255,11 @@ class Credentials:
         """Return the credentials of this process at one end of a link: its token is the link's."""
         return replace(self, token=self.links.get(link, ""), links={})
 
+    def of(self, name: str, links: Iterable[LinkSpec] = ()) -> Credentials:
+        """Return these, for a launcher with a ticket, which has those of one slot. Implements Keys."""
+        assert name == self.name
+        return self
+
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
@@ -311,17 +316,6 @@ class SecretKeys:
 
     def of(self, name: str, links: Iterable[LinkSpec] = ()) -> Credentials:
         return self.secret.credentials(name, links, self.encrypted)
-
-
-@dataclass(frozen=True)
-class InvitedKeys:
-    """Credentials of one slot, for a launcher with a ticket."""
-
-    credentials: Credentials
-
-    def of(self, name: str, links: Iterable[LinkSpec] = ()) -> Credentials:
-        assert name == self.credentials.name
-        return self.credentials
 
 
 def is_validators(name: str) -> bool:

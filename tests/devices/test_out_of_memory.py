@@ -187,7 +187,7 @@ def test_a_join_that_is_given_up_frees_its_slot(monkeypatch: pytest.MonkeyPatch,
     config = SimpleNamespace(exchange=SimpleNamespace(timeout=1.0))
     prepared = SimpleNamespace(spec=SimpleNamespace(config=config), devices={}, notes=(), source=None)
     monkeypatch.setattr(command, "prepare", lambda *_, **__: prepared)
-    for name in ("_configure", "ConfigFile", "tokens_digest", "InvitedKeys", "note_left"):
+    for name in ("_configure", "ConfigFile", "tokens_digest", "note_left"):
         monkeypatch.setattr(command, name, lambda *_, **__: None)
     for name in ("leavable", "renewed"):
         monkeypatch.setattr(command, name, lambda *_: nullcontext())

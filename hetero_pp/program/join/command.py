@@ -41,7 +41,7 @@ from hetero_pp.program.rehearse import OwnLine
 from hetero_pp.program.report.output import announce, name_run, shown_reading, standard_output
 from hetero_pp.rpc.admission_client import Rate, give, measure
 from hetero_pp.rpc.exchange_client import ExchangeClient
-from hetero_pp.rpc.identities import InvitedKeys, Ticket
+from hetero_pp.rpc.identities import Ticket
 from hetero_pp.store.opening import parsed
 from hetero_pp.store.settings import StoreSettings
 from replica_groups.exchange.memberships import PARTED, RESERVED_SECONDS
@@ -148,7 +148,7 @@ def _train(membership: Membership, here: JoiningHost, has_answered: bool, operat
             with renewed(membership, announce):
                 config, identity = prepared.spec.config, membership.identity
                 listen = here.listen or listens(config, [slot])
-                keys, kept_in = InvitedKeys(membership.credentials), Path(identity.kept_in)
+                keys, kept_in = membership.credentials, Path(identity.kept_in)
                 timeout = config.exchange.timeout
                 exchange = ReachedExchange(membership.address, keys, kept_in, timeout, listen, has_answered)
                 own = None
