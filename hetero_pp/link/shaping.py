@@ -19,7 +19,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
@@ -410,23 +409,19 @@ class Shaper:
         self._random = random.Random(seed)
         self._lock = threading.Lock()
 
-    def start_message(self) -> ShapedMessage:
-        """Wait for the latency, once per message regardless of its number of frames."""
+    def start_message(self) -> Callable[[int], float]:
+        """Wait for the latency, once per message regardless of its frames; return a function that sends its frames.
+
+        It waits until so many bytes have crossed the link, and returns the seconds for which the link was occupied.
+        Frames count as ready since the start of their message, so that a late sender can catch up.
+        """
         with self._lock:
             arrives = self.clock.now() + delay(self.shape, self._random)
         wait_until(arrives, self.clock)
-        return ShapedMessage(self.shape, Stream(self.buckets, self.clock), self.clock.now())
+        stream, started = Stream(self.buckets, self.clock), self.clock.now()
 
+        def transmit(n_bytes: int) -> float:
+            stream.leave(n_bytes, started)
+            return busy_seconds(self.shape, n_bytes)
 
-@dataclass(frozen=True)
-class ShapedMessage:
-    """Message sent through a Shaper. Its frames count as ready since its start, so that a late sender can catch up."""
-
-    shape: LinkShape
-    stream: Stream
-    started: float
-
-    def transmit(self, n_bytes: int) -> float:
-        """Wait until `n_bytes` have crossed the link, and return the seconds for which the link was occupied."""
-        self.stream.leave(n_bytes, self.started)
-        return busy_seconds(self.shape, n_bytes)
+        return transmit

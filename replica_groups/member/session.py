@@ -38,7 +38,7 @@ from hetero_pp.core.errors import (
     Suspended,
 )
 from hetero_pp.link.protocol import FRAME_BYTES, NOT_KNOWN, Holders, Ledger, LinkEnds, raw_frames, wire_bytes
-from hetero_pp.link.shaping import Lines, ShapedMessage, Shaper, busy_seconds
+from hetero_pp.link.shaping import Lines, Shaper, busy_seconds
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.pseudo_gradient.blob_batches import batches, split_blobs
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
@@ -148,28 +148,28 @@ class ExchangeLine:
     def send(self, round_: int, size: int) -> None:
         """Wait as long as the line takes for a message to the exchange."""
         wire = wire_bytes(raw_frames(size))
-        self.forward.add(round_, size, wire, self._up.start_message().transmit(wire))
+        self.forward.add(round_, size, wire, self._up.start_message()(wire))
 
     def receive(self, round_: int, size: int) -> None:
         wire = wire_bytes(raw_frames(size))
-        self.backward.add(round_, size, wire, self._down.start_message().transmit(wire))
+        self.backward.add(round_, size, wire, self._down.start_message()(wire))
 
     def send_file(self, round_: int, size: int) -> None:
         """Wait frame by frame, as a checkpoint may take longer than a round, whose contribution goes in between."""
-        message = self._up.start_message()
+        transmit = self._up.start_message()
         for start in range(0, size, FRAME_BYTES):
-            message.transmit(wire_bytes(raw_frames(min(FRAME_BYTES, size - start))))
+            transmit(wire_bytes(raw_frames(min(FRAME_BYTES, size - start))))
         wire = wire_bytes(raw_frames(size))
         self.forward.add(round_, size, wire, busy_seconds(self._up.shape, wire))
 
     def receive_frames(self, arrived: Arrived) -> Arrived:
         """Return a function that delays each frame of a run checkpoint as it comes: a model takes long to come."""
-        message: ShapedMessage | None = None
+        transmit: Callable[[int], float] | None = None
 
         def frame(n_bytes: int) -> None:
-            nonlocal message
-            message = message or self._down.start_message()
-            message.transmit(wire_bytes(raw_frames(n_bytes)))
+            nonlocal transmit
+            transmit = transmit or self._down.start_message()
+            transmit(wire_bytes(raw_frames(n_bytes)))
             arrived(n_bytes)
 
         return frame

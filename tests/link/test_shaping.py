@@ -165,18 +165,18 @@ def test_who_waits_is_woken(end) -> None:  # type: ignore[no-untyped-def]
 
 def test_a_shaped_message_takes_its_latency_once() -> None:
     clock = FakeClock()
-    message = Shaper(LinkShape(bandwidth=RATE, latency=0.25), clock=clock).start_message()
+    transmit = Shaper(LinkShape(bandwidth=RATE, latency=0.25), clock=clock).start_message()
     assert clock.time == pytest.approx(100.25)
-    assert sum(message.transmit(1000) for _ in range(4)) == pytest.approx(0.004)
+    assert sum(transmit(1000) for _ in range(4)) == pytest.approx(0.004)
     assert clock.time == pytest.approx(100.254)
 
 
 def test_a_shaped_sender_that_is_slow_for_a_moment_keeps_the_rate() -> None:
     clock = FakeClock()
-    message = Shaper(LinkShape(bandwidth=RATE), clock=clock).start_message()
+    transmit = Shaper(LinkShape(bandwidth=RATE), clock=clock).start_message()
     for _ in range(10):
         clock.time += 0.002
-        message.transmit(10_000)
+        transmit(10_000)
     assert clock.time == pytest.approx(100.1)
 
 
@@ -185,13 +185,13 @@ def test_shaped_messages_share_the_rate() -> None:
     shaper = Shaper(LinkShape(bandwidth=RATE), clock=clock)
     one, two = shaper.start_message(), shaper.start_message()
     for _ in range(5):
-        one.transmit(1000)
-        two.transmit(1000)
+        one(1000)
+        two(1000)
     assert clock.time == pytest.approx(100.010)
 
 
 def test_an_unlimited_shaper_does_not_wait() -> None:
     clock = FakeClock()
-    message = Shaper(LinkShape(), clock=clock).start_message()
-    assert message.transmit(1 << 40) == 0.0
+    transmit = Shaper(LinkShape(), clock=clock).start_message()
+    assert transmit(1 << 40) == 0.0
     assert clock.time == 100.0
