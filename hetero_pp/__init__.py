@@ -26,6 +26,14 @@ Path of the data, and the module of each step:
       -> identical weights: hashes compared       replica_groups.exchange.exchange, replica_groups.exchange.auditor
     token embedding: split again                  hetero_pp.pipeline.subspace, stages.stage
 
+Path of a bandwidth, from the YAML to a delayed byte:
+
+    `lines` of the YAML, in bits per second       hetero_pp.config.lines
+      -> the lines of each link                   hetero_pp.config.spec (each process reads the run's config.yaml)
+      -> the links of a member                    hetero_pp.program.launch.member_process, hetero_pp.rpc.connections
+      -> `up` when a frame leaves, `down` when    hetero_pp.rpc.link_end
+         it arrives: it waits for its turn        hetero_pp.link.shaping
+
 Path of a stage's death, from the process that dies to the page:
 
     the process ends                              hetero_pp.program.launch.supervisor (or a neighbour's stages.worker)
@@ -38,7 +46,8 @@ Path of a stage's death, from the process that dies to the page:
 
 hetero_pp.program.launch.supervisor starts a process for each member; hetero_pp.program.launch.in_process starts a
 thread for each. Every member of the run (hetero_pp.config.spec) runs replica_groups.member.take_part. In a notebook,
-use `from hetero_pp import Run` (hetero_pp.program.notebook).
+use `from hetero_pp import Run` (hetero_pp.program.notebook). In a training loop of your own, use `from hetero_pp import
+SparseLoCo` (hetero_pp.outer.sparse_loco).
 """
 
 from __future__ import annotations
@@ -46,11 +55,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hetero_pp.outer.sparse_loco import SparseLoCo
     from hetero_pp.program.notebook import Run
 
     __version__: str
 
-__all__ = ["Run", "__version__"]
+__all__ = ["Run", "SparseLoCo", "__version__"]
 
 
 def __dir__() -> list[str]:
@@ -58,7 +68,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Import Run on first use, so that importing a part of the package does not wait for torch."""
+    """Import a class on first use, so that importing a part of the package does not wait for torch."""
     if name == "__version__":
         from importlib.metadata import version
 
@@ -67,4 +77,8 @@ def __getattr__(name: str) -> Any:
         from hetero_pp.program.notebook import Run
 
         return Run
+    if name == "SparseLoCo":
+        from hetero_pp.outer.sparse_loco import SparseLoCo
+
+        return SparseLoCo
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
