@@ -105,7 +105,7 @@ class Model(nn.Module):
 
 
 class Subspace:
-    """What a compressed replica has beside a model: boundaries between its stages, and a split token embedding.
+    """A compressed replica has this beside a model: boundaries between its stages, and a split token embedding.
 
     TE = T_perp + T_S. T_perp is fixed between rounds; of T_S = C U^T, only C [V, k] is trained, so T_S stays in S.
     """

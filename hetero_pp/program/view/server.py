@@ -164,10 +164,10 @@ class EventStream(StreamingResponse):
 
 
 class LiveEvents:
-    """What is new in one run, for all of its viewers: one encoding for all, and no viewer waits for another.
+    """The news of one run, for all of its viewers: one encoding for all, and no viewer waits for another.
 
     Time is cut into ticks. A viewer is told at most once in a tick, all that is new since it was told before; so one
-    that reads slowly is told less often. What was encoded in a tick serves all viewers that were told the same before.
+    that reads slowly is told less often. One encoding serves all viewers that were told the same before.
     """
 
     def __init__(self, name: str, source: Source, is_closing: Callable[[], bool] = lambda: False) -> None:
