@@ -214,6 +214,6 @@ def estimated_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def stack() -> Iterator[ExitStack]:
-    """What is left open in a test is closed at its end."""
+    """Close at the end of a test what it leaves open."""
     with ExitStack() as stack:
         yield stack
