@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hetero_pp.core.device import CPU
-from hetero_pp.core.finite import is_finite
 from hetero_pp.model.transformer import shapes_of
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.robust import robust_mean
 from hetero_pp.outer.step import OuterOptimizer, mean_of
+from hetero_pp.pipeline.coefficients import is_finite
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import Selection, select

@@ -293,7 +293,7 @@ def test_machines_keep_their_lines(tmp_path: Path, corpus: Path) -> None:
     path, plan = _yaml(tmp_path, corpus, LINED + OF_A_GROUP), tmp_path / "plan.yaml"
     said = told("plan", path, "--target-utilization", "0.2", "--write", plan)
     [_, home] = ConfigFile(plan).config.replicas
-    assert [home.setting(stage, "line")[0] for stage in range(3)] == ["dsl"] * 3  # type: ignore[union-attr]
+    assert [home.setting(stage, "line")[0] for stage in range(3)] == ["dsl"] * 3
     assert "the line of home.1 (1 Mbit/s up) decides" in said
 
     # Participants at a site share its line.
