@@ -116,8 +116,8 @@ def test_a_host_that_joins_computes_where_it_says() -> None:
         told = json.dumps(RunConfig.model_validate(_config(**group)).model_dump(mode="json"))
         for device in ("auto", "cuda:1"):
             own = RunSpec(own_configuration(told, "home.1", None, None, device), 256)
-            assert own.members["home.1"].setting("device") == device
-    assert RunSpec(own_configuration(told, "dc", "text", None, "mps"), 256).members["dc"].setting("device") == "mps"
+            assert own.members["home.1"].setting("device")[0] == device
+    assert RunSpec(own_configuration(told, "dc", "text", None, "mps"), 256).members["dc"].setting("device")[0] == "mps"
 
 
 def test_join_refuses_a_device_before_it_asks_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
