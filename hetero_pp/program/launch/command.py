@@ -147,7 +147,7 @@ def run_topology(
     """
     invocation = invocation or Invocation()
     prepared, resume = _prepare(path, overrides, runs, None, resume, new, invocation)
-    if in_process:
+    if in_process and start is None:
         from hetero_pp.program.launch.in_process import run_in_process  # with all that members need
 
         start = run_in_process
