@@ -15,34 +15,39 @@ Path of the data, and the module of each step:
       -> error feedback, top-k per chunk          hetero_pp.pseudo_gradient.error_feedback, .selection
       -> quantise                                 hetero_pp.pseudo_gradient.quantise
       -> contribution: a blob for each block      hetero_pp.pseudo_gradient.contribution
-      -> sent by the member's session             replica_groups.member.session
-           over gRPC, header and bytes unchanged  hetero_pp.rpc.exchange_client, replica_groups.exchange.server
+      -> sent by the session, small ones joined   replica_groups.member.session, hetero_pp.rpc.exchange_service
+           over gRPC, or by the store             hetero_pp.rpc.exchange_client, replica_groups.exchange.server
       -> validate as it arrives, store            replica_groups.exchange.contribution_inbox, .log
-      -> the rules close the round                replica_groups.exchange.runner, replica_groups.rounds.coordinator
-      -> round record                             replica_groups.rounds.state (makes it), replica_groups.exchange.log
-    each member, and the auditor, with the contributions that the record names:
-      -> fetch, decode                            replica_groups.exchange.decided, hetero_pp.outer.apply_round
-      -> mean, outer step                         hetero_pp.outer.step
-      -> identical weights: hashes compared       replica_groups.exchange.exchange, replica_groups.exchange.auditor
+      -> the rules close the round                replica_groups.rounds.coordinator, .state (makes the record)
+      -> audits and limits of size, round record  replica_groups.exchange.runner, .magnitudes, .log
+    each member with the contributions that the record names, and the auditor (replica_groups.exchange.replay):
+      -> fetch, unless it is the member's own     replica_groups.member.outer_round, replica_groups.exchange.decided
+      -> decode                                   hetero_pp.pseudo_gradient.contribution, .streams
+      -> mean, outer step                         hetero_pp.outer.apply_round, hetero_pp.outer.step
+      -> identical weights: hashes compared       replica_groups.rounds.coordinator
     token embedding: split again                  hetero_pp.pipeline.subspace, stages.stage
 
 Path of a bandwidth, from the YAML to a delayed byte:
 
     `lines` of the YAML, in bits per second       hetero_pp.config.lines
-      -> the lines of each link                   hetero_pp.config.spec (each process reads the run's config.yaml)
-      -> the links of a member                    hetero_pp.program.launch.member_process, hetero_pp.rpc.connections
-      -> `up` when a frame leaves, `down` when    hetero_pp.rpc.link_end
-         it arrives: it waits for its turn        hetero_pp.link.shaping
+      -> the lines of each link                   hetero_pp.config.spec (from the config.yaml of the run)
+      -> the lines of this process, shared by all hetero_pp.program.launch.member_process
+         of a machine's links                     hetero_pp.rpc.connections
+      -> a frame waits for its turn of `up`       hetero_pp.rpc.link_end (leaving), hetero_pp.link.shaping
+      -> a message waits until `down` had it      hetero_pp.rpc.link_end (arriving), hetero_pp.link.shaping
 
 Path of a stage's death, from the process that dies to the page:
 
-    the process ends                              hetero_pp.program.launch.supervisor (or a neighbour's stages.worker)
+    the process ends                              hetero_pp.program.launch.supervisor (starts it again, and says so)
       -> the exchange is told                     replica_groups.exchange.server, replica_groups.exchange.exchange
-      -> the incarnation ends, the group reforms  replica_groups.rounds.coordinator
+      -> the incarnation ends, the group stops    replica_groups.rounds.coordinator, replica_groups.exchange.runner
       -> the event is dated and sent to watchers  replica_groups.exchange.reports
+      -> the launcher keeps it                    hetero_pp.program.launch.command, hetero_pp.program.report.recorder
       -> the event changes the run's state        hetero_pp.program.report.state
-           words, as the terminal prints them     hetero_pp.program.report.lines
-           the page's frame, and its drawing      hetero_pp.program.view.run_view, view/page/topology.js
+           words of the terminal and the page     hetero_pp.program.report.lines
+           the page's frame, and its drawing      hetero_pp.program.view.run_view, view/page/topology.js, words.js
+    A neighbour whose link broke tells the exchange, too (replica_groups.member.take_part): then its own incarnation
+    ends, unless that of the dead one has. Without either, silence ends the incarnation after the lease.
 
 hetero_pp.program.launch.supervisor starts a process for each member; hetero_pp.program.launch.in_process starts a
 thread for each. Every member of the run (hetero_pp.config.spec) runs replica_groups.member.take_part. In a notebook,
