@@ -78,6 +78,13 @@ def test_of_two_that_wait_for_a_slot_the_later_one_gets_it(run: Run) -> None:
     assert second.result(TIMEOUT) == 2
 
 
+def test_another_process_takes_the_slot_of_a_silent_member(run: Run) -> None:
+    run.passes(LEASE.least + 1, heard=("home.0", "home.1"))
+    assert run.exchange.join("dc", "", process="another") == 2
+    with pytest.raises(IncarnationOver):
+        run.exchange.record(1, Caller("dc", 1))
+
+
 def test_who_comes_after_somebody_silent_waits_for_the_end_of_its_lease(run: Run) -> None:
     """A restarted machine need not be refused, and a slow member keeps its slot."""
     run.passes(LEASE.least / 2, heard=("home.0", "home.1"))
