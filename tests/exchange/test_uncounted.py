@@ -15,8 +15,9 @@ from small_run import GRACE, SETTINGS, Run
 from torch import Tensor, nn
 
 from hetero_pp.config.checkpoint import MOMENTUM
+from hetero_pp.config.lines import EXCHANGE
 from hetero_pp.core.errors import HeteroPPError, IncarnationOver, Refused, Suspended
-from hetero_pp.messages.messages_pb2 import AssignReply, BlobHeader
+from hetero_pp.messages.messages_pb2 import HEALED, AssignReply, BlobHeader, RoundRecord
 from hetero_pp.model.transformer import shapes_by_block, shapes_of
 from hetero_pp.pseudo_gradient import blob_batches
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, decode_blob
@@ -417,3 +418,34 @@ def test_who_holds_other_bits_comes_back_to_those_of_replay(run: Run) -> None:
     _assert_equal(run.exchange.checkpoint(list(a.start), 0), dict(run.checkpoint.parameters))
     run.exchange.fail("the test is over")
     auditor.join(TIMEOUT)
+
+
+def test_blobs_of_another_group_of_the_same_generation_are_not_its_own(run: Run) -> None:
+    """Two coordinators may have formed two groups at once. The record's digests say which of the blobs it includes."""
+    a, b = Member(run, "a"), Member(run, "b")
+    run.assign(0)
+    a.train(1)
+    b.train(1)
+    b.outer.contribute(1, 1, 7)
+    a.outer.synchronise(1, 1)
+    record, other = run.exchange.record(1), RoundRecord()
+    other.CopyFrom(record)
+    (counted,) = (one for one in other.contributions if one.replica == "b")
+    counted.blobs[0].sha256 = bytes(32)
+    sent = b.outer.feedback.sent
+    assert sent is not None
+    assert sent.is_named_by(b.outer.session.entry(record))
+    assert not sent.is_named_by(b.outer.session.entry(other))
+
+
+def test_hashes_of_rounds_to_come_do_not_keep_others_from_being_looked_at(tmp_path: Path) -> None:
+    """Hashes are kept for a few rounds only, the latest."""
+    run = Run(tmp_path, {"a": 1, "b": 1, "c": 1})
+    run.assign(0)
+    run.deposit(1, "a", "b", "c")
+    right = dict.fromkeys(run.checkpoint.parameters, bytes(32))
+    run.exchange.confirm("b", 1, right | {"norm.weight": b"\1" * 32})
+    for round_ in range(2, SETTINGS.rounds + 1):
+        run.exchange.confirm("a", round_, right)
+    run.exchange.confirm(EXCHANGE, 1, right)
+    assert [(one.slot, one.round) for one in run.told() if one.what == HEALED] == [("b", 1)]

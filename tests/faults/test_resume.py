@@ -79,7 +79,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(corpus: Path, tmp_path: Path, lau
     first, because all replicas are required.
     """
     more = ["--set", "outer.overlap=1", "--set", "links={far: {latency: 100 ms}}", "--set", "replicas.1.link=far"]
-    more += ["--set", "exchange.quorum=1"]
+    more += ["--set", "exchange.quorum=1", "--set", "outer.momentum=0.5"]
     unbroken = _summary(_command(MIXED, corpus, tmp_path / "a", "--in-process", *more), tmp_path / "a", "mixed")
     command = _command(MIXED, corpus, tmp_path / "b", *more)
     run = launch(command, tmp_path / "b" / "mixed")
