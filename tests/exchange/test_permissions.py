@@ -10,7 +10,7 @@ import pytest
 from members import TIMEOUT
 from small_run import Run
 
-from hetero_pp.config.lines import EXCHANGE, LAUNCHER
+from hetero_pp.config.lines import EXCHANGE, LAUNCHER, LinkShape, LinkSpec
 from hetero_pp.config.spec import Roster
 from hetero_pp.core.errors import Forbidden, Refused, WrongToken
 from hetero_pp.messages import messages_pb2 as pb
@@ -213,6 +213,38 @@ def test_every_event_is_tried() -> None:
     assert events > REPORTS
 
 
+@pytest.mark.parametrize("incarnation", ["-1", "1.0", "²", "1" * 10, "", "one"])
+def test_a_incarnation_is_a_number(incarnation: str) -> None:
+    context = _Call((*shown(SECRET.credentials("dc")), ("incarnation", incarnation)))
+    assert Callers(SECRET, ROSTER).of(context).incarnation is None  # type: ignore[arg-type]
+
+
+def test_credentials_give_nobody_elses_away() -> None:
+    """Every caller has a different token, and another one in the next run."""
+    names = ["dc", "home", "home.0", "home.1", LAUNCHER, EXCHANGE]
+    tokens = {SECRET.credentials(name).token for name in names}
+    tokens |= {Secret("another").credentials(name).token for name in names}
+    assert len(tokens) == 2 * len(names)
+
+
+def test_a_links_token_is_known_to_its_two_ends() -> None:
+    first, second = (
+        LinkSpec(f"home.{i}-{i + 1}", f"home.{i}", f"home.{i + 1}", LinkShape(), LinkShape()) for i in (0, 1)
+    )
+    known = {name: SECRET.credentials(name, [first, second]).links for name in ("dc", "home.0", "home.1", "home.2")}
+    assert {name: set(links) for name, links in known.items()} == {
+        "dc": set(),
+        "home.0": {first.name},
+        "home.1": {first.name, second.name},
+        "home.2": {second.name},
+    }
+    assert known["home.0"][first.name] == known["home.1"][first.name] != known["home.1"][second.name]
+    assert known["home.1"][second.name] == known["home.2"][second.name]
+    assert Credentials.from_json(SECRET.credentials("home.1", [first]).to_json()).links == {
+        first.name: known["home.1"][first.name]
+    }
+
+
 # ---- over the wire ----
 
 
@@ -259,6 +291,17 @@ def _reports(run: Run) -> list[pb.Report]:
     return list(run.exchange.watch())
 
 
+def test_a_member_that_tells_of_anothers_death_is_refused(served: _Served) -> None:
+    run = served.run
+    run.assign(0, "a", "b")
+    with pytest.raises(Refused, match="a did not start b"):
+        served.client(SECRET.credentials("a"), 1).died("b", "it is mine now")
+    assert run.exchange.coordinator.holds("b", 1)
+    assert _refusals(run) == {Kind.FORBIDDEN: 1}
+    served.client(SECRET.credentials(LAUNCHER)).died("b", "killed")
+    assert not run.exchange.coordinator.holds("b", 1)
+
+
 def test_a_forged_report_changes_nothing(served: _Served) -> None:
     run = served.run
     run.assign(0, "a", "b")
@@ -276,22 +319,24 @@ def test_a_forged_report_changes_nothing(served: _Served) -> None:
     assert run.exchange.coordinator.holds("a", 1), "what was told beside a forged report was taken for true"
 
 
-def test_text_of_a_member_reaches_no_terminal_as_it_is_and_what_no_report_has_is_not_remembered(
-    served: _Served,
-) -> None:
-    """One report has a field that is unknown here, which protobuf would keep. The address has 60 KiB."""
+def test_text_of_a_member_reaches_no_terminal_as_it_is(served: _Served) -> None:
+    served.run.assign(0, "a", "b")
+    hostile = pb.Failure(cause="\x1b[2J\nall is well\x07" + "!" * 10_000, consequence=True)
+    served.client(SECRET.credentials("a"), 1).report([pb.Report(failure=hostile)])
+    [cause] = [one.failure.cause for one in _reports(served.run) if one.HasField("failure")]
+    assert cause.startswith("\\x1b[2J all is well\\x07!!!")
+    assert len(cause) < 2_020
+
+
+def test_what_no_report_has_is_not_remembered(served: _Served) -> None:
+    """The report has a field that is unknown here, which protobuf would keep. The address has 60 KiB."""
     served.run.assign(0, "a", "b")
     client, unknown = served.client(SECRET.credentials("a"), 1), b"\xfa\x3f\x80\x80\x01" + bytes(1 << 14)
-    hostile = pb.Failure(cause="\x1b[2J\nall is well\x07" + "!" * 10_000, consequence=True)
-    told = pb.Report(failure=hostile).SerializeToString() + unknown
+    told = pb.Report(finished=pb.Nothing()).SerializeToString() + unknown
     client.report([pb.Report.FromString(told)])
     served.run.exchange.died("b", "it has ended")
     served.client(SECRET.credentials("b")).join("b", "x" * (60 << 10))
-    reports = _reports(served.run)
-    [cause] = [one.failure.cause for one in reports if one.HasField("failure")]
-    assert cause.startswith("\\x1b[2J all is well\\x07!!!")
-    assert len(cause) < 2_020
-    assert max(one.ByteSize() for one in reports) < 4_000
+    assert max(one.ByteSize() for one in _reports(served.run)) < 2_000
 
 
 @pytest.mark.parametrize("configuration", ["", "no JSON", "[" * 60_000, "[]", "null"])
@@ -314,3 +359,14 @@ def test_a_forged_hash(names: list[str], digest: bytes, kind: Kind, served: _Ser
     with pytest.raises(Refused):
         served.client(SECRET.credentials("a"), 1).confirm("a", 1, dict.fromkeys(names, digest))
     assert _refusals(served.run) == {kind: 1}
+
+
+def test_a_member_confirms_what_it_holds_only(tmp_path: Path) -> None:
+    run = Run(tmp_path, {"a": 1}, quorum=1.0)
+    run.assign(0, "a")
+    block = sorted(run.exchange.roster.blocks["a"])[0]
+    run.exchange.roster = Roster({"a": "a"}, {"a": run.exchange.roster.blocks["a"] - {block}})
+    [name] = [name for name in run.checkpoint.parameters if name.startswith(block)][:1]
+    with pytest.raises(Refused, match="another member's"):
+        run.exchange.confirm("a", 1, {name: bytes(32)})
+    assert _refusals(run) == {Kind.FORBIDDEN: 1}

@@ -6,6 +6,7 @@ import socket
 import ssl
 import threading
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -27,7 +28,15 @@ from hetero_pp.messages.refusals import Kind
 from hetero_pp.rpc import channels
 from hetero_pp.rpc.channels import make_channel, make_server
 from hetero_pp.rpc.exchange_client import ExchangeClient
-from hetero_pp.rpc.identities import Authority, Credentials, Identity, Secret, as_text, new_key
+from hetero_pp.rpc.identities import (
+    Authority,
+    Credentials,
+    Identity,
+    Secret,
+    as_text,
+    new_key,
+    read_certificate,
+)
 from hetero_pp.rpc.link_end import GrpcLinkEnd, LinkSide
 from hetero_pp.rpc.services import EXCHANGE_SERVICE as SERVICE
 from hetero_pp.rpc.services import call_path
@@ -56,6 +65,12 @@ class Served:
 
     def refused(self) -> int:
         return self.run.exchange.refusals
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
 
 
 @pytest.fixture
@@ -91,6 +106,23 @@ def _signed_by_a_member() -> Identity:
     return Identity(certificate, as_text(key), own.authority)
 
 
+def test_a_certificate_says_what_was_signed() -> None:
+    identity = _signed(SECRET.authority, "home.2", HOUR)
+    found = read_certificate(identity.certificate.encode())
+    assert (found.name, found.holder) == ("home.2", 0)
+    assert found.until == pytest.approx(time.time() + HOUR, abs=60)
+    assert found.since < time.time() - HOUR / 2
+    assert SECRET.credentials("dc", encrypted=True).identity is not None
+    assert SECRET.authority.identity("dc").shown.holder == 0
+
+
+def test_credentials_cross_as_json() -> None:
+    for encrypted in (True, False):
+        credentials = SECRET.credentials("home.0", [LINK], encrypted)
+        assert Credentials.from_json(credentials.to_json()) == credentials
+        assert SECRET.text not in credentials.to_json()
+
+
 def test_who_calls_is_who_its_certificate_names(served: Served) -> None:
     """Names and tokens in the metadata are ignored."""
     client = served.client(replace(SECRET.credentials("a", encrypted=True), name="b", token="made up"))
@@ -100,17 +132,29 @@ def test_who_calls_is_who_its_certificate_names(served: Served) -> None:
     client.died("a", "this one may say it")
 
 
-def test_who_has_no_certificate_of_the_run_reaches_nothing(served: Served) -> None:
-    """Another authority of the same secret, as after a restart, is the run's."""
-    for identity in (_self_signed(), _expired(), _early(), _signed_by_a_member()):
-        assert not _reaches(served.address, identity)
-    for identity in (_signed(SECRET.authority), Authority("the run's secret").identity("a")):
-        assert _reaches(served.address, identity)
+def test_authorities_of_one_secret_trust_each_other() -> None:
+    one, other = Authority("secret"), Authority("secret")
+    assert one.certificate != other.certificate
+    with _server(one.identity("exchange")) as address:
+        assert _reaches(address, other.identity("a"))
+        assert not _reaches(address, Authority("secret.").identity("a"))
+
+
+@pytest.mark.parametrize("identity", [_self_signed, _expired, _early, _signed_by_a_member])
+def test_who_has_no_certificate_of_the_run_reaches_nothing(served: Served, identity: Callable[[], Identity]) -> None:
+    assert not _reaches(served.address, identity())
+    assert _reaches(served.address, _signed(SECRET.authority))
+    assert served.refused() == 0  # no call reached a handler
+
+
+def test_who_shows_no_certificate_reaches_nothing(served: Served) -> None:
     credentials = grpc.ssl_channel_credentials(SECRET.authority.certificate.encode())
     options = [("grpc.ssl_target_name_override", EXCHANGE), ("grpc.enable_http_proxy", 0)]
-    with grpc.secure_channel(served.address, credentials, options) as without, make_channel(served.address) as plain:
-        assert not _answers(without) and not _answers(plain)
-    assert served.refused() == 0  # no call reached a handler
+    with grpc.secure_channel(served.address, credentials, options) as channel:
+        assert not _answers(channel)
+    with make_channel(served.address) as channel:
+        assert not _answers(channel)
+    assert served.refused() == 0
 
 
 def test_a_process_is_spoken_to_by_its_name_alone() -> None:
@@ -168,7 +212,11 @@ def test_who_connects_and_says_nothing_goes_by_itself(served: Served, monkeypatc
     ("mine", "error", "told"),
     [
         (OTHER.credentials("a", encrypted=True), WrongToken, "was started with another token"),
-        (SECRET.credentials("a"), Refused, "uses TLS, but this host does not: `exchange.insecure` has to be"),
+        (
+            SECRET.credentials("a"),
+            Refused,
+            "uses TLS, but this host does not: `exchange.insecure` has to be",
+        ),
         (Credentials("a", identity=_expired()), Refused, "the certificate of this host expired at"),
         (Credentials("a", identity=_early()), Refused, "is valid from .*: check the clock of this host"),
     ],
@@ -225,6 +273,22 @@ def test_a_new_run_at_its_address_is_told_to_a_member_and_does_not_end_it(
     server.stop(None).wait(TIMEOUT)
 
 
+def test_another_program_at_the_exchanges_address_is_no_new_run() -> None:
+    with _server(OTHER.authority.identity("dc")) as address:
+        client = ExchangeClient(address, SECRET.credentials("a", encrypted=True), "run", timeout=TIMEOUT)
+        with closing(client), pytest.raises(Refused, match="another program answers at this address"):
+            client.agree("a", "{}")
+
+
+def test_who_encrypts_is_told_that_the_exchange_does_not(tmp_path: Path, stack: ExitStack) -> None:
+    run = Run(tmp_path, {"a": 1, "b": 1}, quorum=1.0)
+    server, port = serve_exchange(run.exchange, SECRET, "127.0.0.1:0")
+    stack.callback(lambda: server.stop(None).wait(TIMEOUT))
+    client = ExchangeClient(f"127.0.0.1:{port}", SECRET.credentials("a", encrypted=True), "run", timeout=TIMEOUT)
+    with closing(client), pytest.raises(Refused, match="does not use TLS, but this host does"):
+        client.agree("a", "{}")
+
+
 class Listener:
     """Stage 1 of a group, which stage 0 dials."""
 
@@ -278,10 +342,10 @@ def test_a_former_holder_gets_no_link_and_keeps_nobody_out(stack: ExitStack) -> 
     """Its certificate is valid for hours, but it is refused in its own generation, the next and the highest."""
     listener = Listener(stack)
     listener.links.expect(5, 2)
-    for holder, generation in ((1, 4), (1, 5), (1, 6), (1, 2**32 - 1), (0, 5), (3, 5)):
-        with pytest.raises(Refused, match=rf"found holder {holder} of home\.0, expected 2"):
-            _dial(listener, _holder("home.0", holder), generation)
-    assert listener.refusals == [Kind.FORBIDDEN] * 6
+    for generation in (4, 5, 6, 2**32 - 1):
+        with pytest.raises(Refused, match=r"found holder 1 of home\.0, expected 2"):
+            _dial(listener, _holder("home.0", 1), generation)
+    assert listener.refusals == [Kind.FORBIDDEN] * 4
     above = _dial(listener, _holder("home.0", 2), 5)
     above.send(Message(LinkHeader(step=3)))
     assert listener.links.accept(TIMEOUT, 5).receive(TIMEOUT).header.step == 3
@@ -307,6 +371,14 @@ def test_a_generation_is_good_once_the_exchange_has_told_of_it(stack: ExitStack)
         assert listener.links.accept(TIMEOUT, 6).receive(TIMEOUT).header.step == 7
     assert set(listener.refusals) <= {Kind.FORBIDDEN}, "a dial of holder 1 that was given up may arrive only now"
     newer.result().abort("the test is over")
+
+
+def test_another_holder_of_the_same_generation_is_refused(stack: ExitStack) -> None:
+    listener = Listener(stack)
+    listener.links.expect(5, 1)
+    for other in (_holder("home.0", 2), _holder("home.0", 0)):
+        with pytest.raises(Refused, match=r"found holder \d of home\.0, expected 1"):
+            _dial(listener, other, 5)
 
 
 def test_a_wrong_hello_fails_the_awaited_link_and_names_its_sender(stack: ExitStack) -> None:

@@ -25,6 +25,7 @@ from hetero_pp.rpc.exchange_service import Caller
 from replica_groups.engines.engine import LocalParameters
 from replica_groups.exchange.auditor import Auditor
 from replica_groups.exchange.log import checkpoint_key
+from replica_groups.member.error_feedback import is_named
 from replica_groups.member.outer_round import OuterRound
 from replica_groups.member.session import MemberSession
 
@@ -434,8 +435,8 @@ def test_blobs_of_another_group_of_the_same_generation_are_not_its_own(run: Run)
     counted.blobs[0].sha256 = bytes(32)
     sent = b.outer.feedback.sent
     assert sent is not None
-    assert sent.is_named_by(b.outer.session.entry(record))
-    assert not sent.is_named_by(b.outer.session.entry(other))
+    assert is_named(b.outer.session.entry(record), sent.generation, sent.digests)
+    assert not is_named(b.outer.session.entry(other), sent.generation, sent.digests)
 
 
 def test_hashes_of_rounds_to_come_do_not_keep_others_from_being_looked_at(tmp_path: Path) -> None:
