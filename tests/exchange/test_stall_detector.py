@@ -5,19 +5,20 @@ Most tests use a simulated clock.
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
-from members import assign_all, begin, patient
+from members import TIMEOUT, assign_all, begin, patient
 from three_members import ROSTER, SETTINGS, SHAPE, _address, _blob, _deposits
 
 from hetero_pp.config.checkpoint import RunCheckpoint, initial_checkpoint
-from hetero_pp.messages.messages_pb2 import CONTRIBUTING, FINISHING, JOINING, STORING, Report
+from hetero_pp.messages.messages_pb2 import CONTRIBUTING, FINISHING, JOINING, STORING, Report, Waiting
 from hetero_pp.rpc.exchange_service import FIRST_TOLD
 from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
-from replica_groups.exchange.stall_detector import Expected, StallDetector, whom
+from replica_groups.exchange.stall_detector import Expected, StallDetector, watched, whom
 
 
 def _told(detector: StallDetector, expected: Expected, seconds: range) -> list[int]:
@@ -148,3 +149,23 @@ def test_a_run_that_has_begun_is_never_given_up() -> None:
     assert detector.look(expected, 0.0) is None
     assert detector.lost(expected, 1e9) is None
     assert detector.look(expected, 1e9) is not None
+
+
+def test_the_end_of_a_disk_failure_is_told_at_the_end_of_a_run_too() -> None:
+    """The run may end before the next look."""
+    store_error, told, paused = [("FILE: cannot be written", 5.0)], list[Waiting](), threading.Event()
+
+    def tell(waiting: Waiting) -> None:
+        told.append(waiting)
+        paused.set()
+
+    def expected() -> Expected:
+        return Expected(CONTRIBUTING, 3, [], 0, store_error=store_error[0] if store_error else None)
+
+    with watched(expected, tell, pytest.fail, 60.0):
+        assert paused.wait(TIMEOUT)
+        store_error.clear()
+    assert [(one.awaited, one.store_error, one.seconds) for one in told] == [
+        (STORING, "FILE: cannot be written", 5.0),
+        (STORING, "", 5.0),
+    ]
