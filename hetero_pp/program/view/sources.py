@@ -177,6 +177,9 @@ class Record(Source):
             view.note_stale(why)
             view.end(None, True)
             return
+        # The run's last lines may have been written after the record was read. Viewers are told nothing after the end.
+        while self._file is not None and self._read(self._file):
+            pass
         view.note_stale("")
         if self.folder.summary.is_file():
             with suppress(OSError):
