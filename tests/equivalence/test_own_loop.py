@@ -62,7 +62,7 @@ for step in range({ROUNDS * H}):
         torch.save(saved, folder / f"state-{{rank}}.pt")
         model, named, adamw = build()
         outer = SparseLoCo(model, adamw, sync_every={H}, settings=config.outer)
-        for one, state in zip((model, adamw, outer), torch.load(folder / f"state-{{rank}}.pt"), strict=True):
+        for one, state in zip((model, adamw, outer), torch.load(folder / f"state-{{rank}}.pt", weights_only=True), strict=True):
             one.load_state_dict(state)
     tokens = batches.train(step)
     F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
@@ -117,7 +117,7 @@ def test_two_processes_have_the_bits_of_a_run(outer: dict[str, Any], corpus: Pat
     (tmp_path / "config.json").write_text(config.model_dump_json())
     _run([["-c", LOOP, str(tmp_path), str(rank)] for rank in range(2)])
     for rank in range(2):
-        for name, parameter in torch.load(tmp_path / f"parameters-{rank}.pt").items():
+        for name, parameter in torch.load(tmp_path / f"parameters-{rank}.pt", weights_only=True).items():
             assert parameter.equal(saved.parameters[name]), f"{name} of rank {rank}"
 
 

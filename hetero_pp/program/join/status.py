@@ -1,4 +1,4 @@
-"""`hetero-pp status`: prints the state of a run, as its exchange, its folder on this host or a ticket says."""
+"""`hetero-pp status`: prints the state of a run, as its exchange says or, if it is over, its folder on this host."""
 
 from __future__ import annotations
 
