@@ -62,7 +62,8 @@ for step in range({ROUNDS * H}):
         torch.save(saved, folder / f"state-{{rank}}.pt")
         model, named, adamw = build()
         outer = SparseLoCo(model, adamw, sync_every={H}, settings=config.outer)
-        for one, state in zip((model, adamw, outer), torch.load(folder / f"state-{{rank}}.pt", weights_only=True), strict=True):
+        states = torch.load(folder / f"state-{{rank}}.pt", weights_only=True)
+        for one, state in zip((model, adamw, outer), states, strict=True):
             one.load_state_dict(state)
     tokens = batches.train(step)
     F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
