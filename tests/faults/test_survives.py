@@ -115,7 +115,8 @@ def test_a_datacenter_a_stage_and_the_exchange_that_are_killed_are_replaced(surv
     )
     run.assert_sound()
     run.assert_undisturbed(tmp_path / "undisturbed")
-    assert [one.partition(":")[0] for one in run.happened(RESTARTED)] == ["dc", "home.1", "exchange"]
+    # The datacenter dies as round 2 closes, so the stage of round 3 may be back before it.
+    assert sorted(one.partition(":")[0] for one in run.happened(RESTARTED)) == ["dc", "exchange", "home.1"]
     assert any("killed by SIGKILL; restarting it (attempt 1 of 3" in one for one in run.happened(RESTARTED, "home.1"))
     assert run.happened(INCARNATION_OVER, "dc")
     assert run.happened(SUSPENDED)
