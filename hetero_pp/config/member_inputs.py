@@ -124,7 +124,8 @@ def batches_of(spec: RunSpec, member: MemberSpec, source: Source, share: Share) 
         if spec.total_steps is None:
             why = "the number of steps is not known beforehand"
             raise ConfigError(("data", "repeat"), f"found false, expected true with `inner.seconds`: {why}")
-        batches.require_one_epoch((spec.latest.outer.rounds - share.round + 1) * spec.inner_steps)
+        steps = spec.steps_of(member.replica.name) or 0
+        batches.require_one_epoch((spec.latest.outer.rounds - share.round + 1) * steps)
     return batches
 
 

@@ -396,6 +396,10 @@ class RunConfig(Settings):
         expected = "0, or `inner.steps`: a round's seconds count from its opening"
         yield outer.overlap and inner.steps is None, ("outer", "overlap"), "1 with `inner.seconds`", expected
         for index, replica in enumerate(self.replicas):
+            most = inner.steps if self.rehearsal is None else self.rehearsal.steps
+            expected = f"at most the {most} of `inner.steps`" if most else "none with `inner.seconds`: as many as fit"
+            is_wrong = replica.steps is not None and replica.steps > (most or 0)
+            yield is_wrong, ("replicas", index, "steps"), replica.steps, expected
             if isinstance(replica, DatacenterReplica):
                 expected = f"`adamw` with the engine `{replica.engine}` of {replica.name}"
                 yield is_other and replica.engine != "torch", key, optimizer, expected

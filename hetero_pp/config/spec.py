@@ -185,6 +185,19 @@ class RunSpec:
         """H. Raises ConfigError if a round lasts a given time."""
         return self.config.inner.require_steps("the number of steps per round is not known in advance")
 
+    def steps_of(self, replica: str) -> int | None:
+        """Return the inner steps of a replica in each round, its own or H; None if a round lasts a given time."""
+        return self._own_steps.get(replica, self.config.inner.steps)
+
+    @cached_property
+    def _own_steps(self) -> Mapping[str, int]:
+        own = {one.name: one.steps for one in self.replicas_ever if one.steps is not None}
+        given, rehearsed = self.config.inner.steps, self.config.rehearsal
+        if given is None or rehearsed is None or rehearsed.steps is None:
+            return own
+        # A rehearsal has fewer steps a round. The replica takes the same share of them as in the run.
+        return {name: max(1, round(steps * given / rehearsed.steps)) for name, steps in own.items()}
+
     def with_changes(self, changes: Changes) -> RunSpec:
         return RunSpec(self.config, self.shape.vocabulary, changes)
 
@@ -202,13 +215,14 @@ class RunSpec:
         having = [since for since, found in names.items() if replica in found]
         since = max((one for one in having if one <= max(round_, 1)), default=min(having))
         index, count = names[since].index(replica), len(names[since])
-        if (steps := self.config.inner.steps) is None:
+        if (steps := self.steps_of(replica)) is None:
             return Share(index, count, (), since, None)
-        # Optional replicas of the same batch size share their text in turns: while they are present, they are at the
-        # same step of shards of the same size. No replica then reads what another reads, and a few of them read all
-        # that many would.
+        # Optional replicas of the same batch size and steps share their text in turns: while they are present, they are
+        # at the same step of shards of the same size. No replica then reads what another reads, and a few of them read
+        # all that many would.
         replicas = self._replicas_since[since]
-        same = (number for number, one in enumerate(replicas) if one.batch_size == replicas[index].batch_size)
+        size = (replicas[index].batch_size, steps)
+        same = (number for number, one in enumerate(replicas) if (one.batch_size, self.steps_of(one.name)) == size)
         rotation = tuple(number for number in same if replicas[number].optional) if replicas[index].optional else ()
         return Share(index, count, rotation, since, (min(since, max(round_, 1)) - 1) * steps)
 
@@ -246,15 +260,17 @@ class RunSpec:
         assert self.config.inner.steps is not None, "a round has a fixed duration"
         return self.at(round_).outer.rounds * self.config.inner.steps
 
-    def rates_in(self, round_: int, first: int, expected: int | None) -> LearningRates:
+    def rates_in(self, round_: int, first: int, expected: int | None, steps: int | None = None) -> LearningRates:
         """Return the learning rates of a round whose first step has the number `first`.
 
-        ByRounds explains `expected`.
+        ByRounds explains `expected`. `steps` are the replica's in each round, by default H. Warm-up and cosine then
+        cover the same rounds with its own steps.
         """
         config = self.at(round_)
         if config.inner.steps is None:
             return config.inner.rates_in(round_, config.outer.rounds, first, expected)
-        return config.inner.rates(self.steps_planned_in(round_))
+        own = steps or config.inner.steps
+        return config.inner.rates(own * config.outer.rounds, own / config.inner.steps)
 
     @property
     def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:

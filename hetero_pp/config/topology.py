@@ -16,6 +16,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from hetero_pp.config.lines import RELAYED, is_loopback
 from hetero_pp.core.settings import Duration, NotPartOf, Ratio, Settings
+from hetero_pp.messages.report_bounds import MOST_STEPS
 from hetero_pp.model.part_settings import BoundarySettings, Precision
 
 # Settings of a datacenter replica's engine: its name, and how it distributes the replica over ranks.
@@ -199,6 +200,13 @@ class _AnyReplica(Settings):
     name: str = Field(description="unique name; letters, digits, `-` and `_`")
     batch_size: int = Field(8, ge=1, description="sequences per inner step")
     micro_batches: int = Field(1, ge=1, description="number of equal parts of an inner step's batch")
+    steps: int | None = Field(
+        None,
+        ge=1,
+        le=MOST_STEPS,
+        description="inner steps of this replica in a round, so that no other waits for a slow one; by default "
+        "`inner.steps`. Its learning rate follows the share of the round",
+    )
     precision: Precision = Field(
         "auto",
         description="precision of the layers' arithmetic with engine `torch` and in stages; parameters, gradients, "

@@ -111,9 +111,10 @@ class InnerSettings(Settings):
             raise ConfigError(("inner", "seconds"), f"found {self.seconds:g} s, expected `steps`: {why}")
         return self.steps
 
-    def rates(self, total_steps: int) -> LearningRates:
+    def rates(self, total_steps: int, share: float = 1.0) -> LearningRates:
+        """Return the learning rates of a run of so many steps. `share` of `warmup_steps` is the replica's warm-up."""
         assert self.warmup_steps is not None, "a round has a fixed duration"
-        return BySteps(self.learning_rate, self.final_learning_rate_share, self.warmup_steps, total_steps)
+        return BySteps(self.learning_rate, self.final_learning_rate_share, share * self.warmup_steps, total_steps)
 
     def rates_in(self, round_: int, rounds: int, first: int, expected: int | None) -> LearningRates:
         """Return the learning rates of one of `rounds` rounds of a given time. ByRounds explains the arguments."""

@@ -1,9 +1,10 @@
 """Learning rate of every inner step, as a function of the steps of the run, or of the share of its rounds that is over.
 
 It rises linearly and then falls as a cosine (Het-PP Table 9). If a round has a number of steps, the rate follows the
-steps. If a round lasts a given time, replicas take different numbers of steps, which are not known beforehand. Then the
-rate follows the rounds. Let a replica expect S steps in round t of T. After s of these steps, the rate is that of t - 1
-+ s / S rounds. With S steps in every round of every replica both are the same.
+steps. A replica that takes fewer of them has the rate of the same share of the round. If a round lasts a given time,
+replicas take different numbers of steps, which are not known beforehand. Then the rate follows the rounds. Let a
+replica expect S steps in round t of T. After s of these steps, the rate is that of t - 1 + s / S rounds. With S steps
+in every round of every replica both are the same.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ class BySteps:
 
     peak: float
     final_share: float
-    warmup_steps: int
+    warmup_steps: float  # a whole number, unless the replica takes fewer steps in a round than others
     total_steps: int
 
     def at(self, step: int) -> float:
         if step < self.warmup_steps:
-            return self.peak * (step + 1) / self.warmup_steps
+            return min(self.peak, self.peak * (step + 1) / self.warmup_steps)
         share = (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps)
         return _fallen(self.peak, self.final_share, share)
 

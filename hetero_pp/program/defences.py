@@ -90,7 +90,7 @@ def defence_lines(spec: RunSpec) -> Iterator[str]:
 
 def _sequences(spec: RunSpec) -> int:
     """Return the sequences that all replicas train on in a round; 0 with rounds of a fixed time."""
-    return (spec.config.inner.steps or 0) * sum(replica.batch_size for replica in spec.config.replicas)
+    return sum((spec.steps_of(replica.name) or 0) * replica.batch_size for replica in spec.config.replicas)
 
 
 def _parameters(spec: RunSpec) -> int:

@@ -183,6 +183,10 @@ class ResearchConfig(RunConfig):
         if own.clusters is not None and own.clusters < count:
             found = f"found {own.clusters}, expected at least one for each of {count} replicas"
             raise ConfigError(("research", "clusters"), found)
+        for index, replica in enumerate(self.replicas):
+            if replica.steps is not None:
+                found = f"found {replica.steps}, expected none: in tables all replicas take the same steps"
+                raise ConfigError(("replicas", index, "steps"), found)
 
     def _require_only_one_of(self) -> None:
         """Raise ConfigError for a key that is set although the run has something that excludes it."""

@@ -142,7 +142,7 @@ def exchange_load(spec: RunSpec, steps: Mapping[str, float] | None = None) -> Ex
             for both in pairwise(listens)
         )
         if hops:
-            own_steps = (steps or {}).get(replica.name, config.inner.steps)
+            own_steps = (steps or {}).get(replica.name, spec.steps_of(replica.name))
             steps_are_known = steps_are_known and own_steps is not None
             sizes = message_bytes(spec, replica)
             batches = -(-config.data.validation_sequences // (replica.batch_size // replica.micro_batches))

@@ -251,7 +251,8 @@ def round_lengths(spec: RunSpec, fleets: Sequence[Fleet], communicates: bool) ->
     """
     given, seconds = spec.config.inner.steps, spec.config.inner.seconds
     if given is not None:
-        return [lambda beside: given] * len(fleets)
+        numbers = (spec.steps_of(fleet.replica.name) or given for fleet in fleets)
+        return [partial(lambda steps, beside: steps, number) for number in numbers]
     assert seconds is not None
 
     def steps_within(seconds: float, each: float, beside: float) -> int:

@@ -168,7 +168,7 @@ class Texts:
 
     def _assigned(self, replica: str, round_: int) -> np.ndarray:
         """Return the numbers of the training windows that a replica reads in a round."""
-        first, steps = self._spec.share_of(replica, round_).first_step or 0, self._spec.inner_steps
+        first, steps = self._spec.share_of(replica, round_).first_step or 0, self._spec.steps_of(replica) or 0
         own = range((round_ - 1) * steps - first, round_ * steps - first)
         return np.concatenate([self._batches(replica, round_).windows(step) for step in own])
 

@@ -100,10 +100,10 @@ class ReplicaHere:
             restore(trainer, outer, state)
             known = state.rest["steps"]
         self.first, last = (0, None) if known is None else (int(known["first"]), known["last"])
-        if spec.config.inner.steps is not None:
-            self.first = (start.round - 1) * spec.config.inner.steps
+        if (steps := spec.steps_of(self._replica)) is not None:
+            self.first = (start.round - 1) * steps
         outer.restore()
-        trainer.follow(spec.rates_in(start.round, self.first, last))
+        trainer.follow(spec.rates_in(start.round, self.first, last, steps))
         trainer.take_share(spec.share_of(self._replica, start.round), self.first)
         self.members[name], self.outers[name] = trainer, outer
 

@@ -143,7 +143,7 @@ class ContributionInbox:
     def _take(self, offers: Sequence[Offer], keep: Callable[[Sequence[Offer]], Sequence[BlobEntry]]) -> None:
         """Write blobs of one contribution, then tell the rules. Only the caller waits for it."""
         first, runner = offers[0], self._runner
-        if (complaint := runner.coordinator.rules.complaint_of_steps(first.steps)) is not None:
+        if (complaint := runner.coordinator.rules.complaint_of_steps(first.address.replica, first.steps)) is not None:
             raise runner.refused(first.member, f"`{first.address.block}`: {complaint}")
         if not self._is_awaited(first):
             runner.tell(first.deposited(None))  # what comes late is learnt from: how long to wait next

@@ -659,7 +659,7 @@ class Exchange(ExchangeService):
             self.coordinator.is_over or any(slot.assumed_present for slot in replica.slots)
         ):
             return None
-        steps, last = self.coordinator.rules.steps, self._last_steps.get(replica.name)
+        steps, last = self.coordinator.rules.steps_of(replica.name), self._last_steps.get(replica.name)
         most = steps[-1] if len(steps) == 1 else steps[-1] / FIRST_STEPS if last is None else STEPS_GROW * last
         return TrainedRound(replica.round or 0, replica.generation, most)
 

@@ -122,6 +122,7 @@ def rules_of(spec: RunSpec, lonely: bool = False) -> Rules:
         joins_at_once=spec.config.inner.seconds is not None,
         tokens_a_step=tokens_a_step(spec) if spec.config.outer.weights == "tokens" else None,
         steps=inner_steps(spec),
+        own_steps={one.name: spec.steps_of(one.name) or 0 for one in spec.config.replicas if one.steps is not None},
         overlap=spec.config.outer.overlap > 0,
         optional=frozenset(replica.name for replica in spec.config.replicas if replica.optional),
     )

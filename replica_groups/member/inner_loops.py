@@ -34,7 +34,7 @@ class StepsTaken:
     """
 
     def __init__(self, replica: str, of_each_round: int | None) -> None:
-        """`of_each_round`: H if all rounds have a fixed number of steps, else None."""
+        """`of_each_round`: the replica's steps in every round; None if rounds have a fixed time."""
         self.replica = replica
         self._of_each_round = of_each_round
         self._round = 0
@@ -62,7 +62,8 @@ class StepsTaken:
 
     def inputs(self, round_: int, spec: RunSpec) -> RoundInputs:
         """Return the learning rates and the share of a round, as far as they are known."""
-        return spec.rates_in(round_, self.before(round_), self.last), spec.share_of(self.replica, round_)
+        rates = spec.rates_in(round_, self.before(round_), self.last, self._of_each_round)
+        return rates, spec.share_of(self.replica, round_)
 
     def known(self, round_: int) -> dict[str, Any] | None:
         """Return what is known before a round, to commit to it; None if it follows from the round."""
@@ -157,10 +158,11 @@ StepsOf = Callable[[str, int], int]
 class RoundLength:
     """Decides the end of an inner loop. A member asks before and after every inner step.
 
-    With `steps`, every round has so many (H), which all members know. With `steps_of`, a function of the round, it has
-    as many as the replica took before, so that a repeated run reproduces the same bits. With `seconds`, it has as many
-    as fit into this time since the round opened, including the time to contribute; at least one. All replicas thus
-    contribute at about the same time, however slow their lines are, and none waits for the others.
+    With `steps`, every round has so many (H, or the replica's own), which all members know. With `steps_of`, a function
+    of the round, it has as many as the replica took before, so that a repeated run reproduces the same bits. With
+    `seconds`, it has as many as fit into this time since the round opened, including the time to contribute; at least
+    one. All replicas thus contribute at about the same time, however slow their lines are, and none waits for the
+    others.
 
     A step is the last if it and one more would not fit. Both are assumed to take the average step time of this round,
     or at the first step that of the previous round. In its first round a replica takes at least two steps, because it
@@ -222,7 +224,7 @@ def round_length(spec: RunSpec, member: MemberSpec, ranks: Ranks, steps_of: Step
     """Return the round length of one member. `steps_of`, if set, gives the number of steps and overrides the clock."""
     inner, name = spec.config.inner, member.replica.name
     if inner.steps is not None:
-        return RoundLength(inner.steps)
+        return RoundLength(spec.steps_of(name))
     if member.stage is not None and not member.stage.is_first:
         return RoundLength()
     of_round = None if steps_of is None else partial(steps_of, name)

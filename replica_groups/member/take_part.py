@@ -83,7 +83,7 @@ def take_part(
         trainer, outer, holds = build_from_checkpoint(spec, member, session, source, folder.path, tell)
         reporter = Reporter(session, name)
         reporter.tell(computes=pb.Computes(device=name_of(ranks.device)))
-        steps, length = StepsTaken(replica, config.inner.steps), round_length(spec, member, ranks, steps_of)
+        steps, length = StepsTaken(replica, spec.steps_of(replica)), round_length(spec, member, ranks, steps_of)
         states = replace(states, every=spec.latest.states_every)
         audit = audited(spec, folder, session, trainer, outer, steps)
         loop = TrainingLoop(
@@ -246,7 +246,7 @@ class TrainingLoop:
         is_trained = work.trained == round_ and self.overlapped.is_valid(round_, inputs)
         if is_trained and loop is None:  # it came from a saved state, or the member returned to it
             self.member.remember(ahead=True)
-            loop = InnerLoop(spec.config.inner.require_steps("rounds overlap"))
+            loop = InnerLoop(spec.steps_of(session.replica) or 0)  # rounds that overlap have a number of steps
         elif not is_trained:
             if loop is not None:
                 self.member.undo(outer)

@@ -50,6 +50,7 @@ class Rules:
     """Replica -> tokens per step, if contributions are weighted by tokens; else None."""
 
     steps: range = range(MOST_STEPS + 1)  # allowed numbers of inner steps of a contribution
+    own_steps: Mapping[str, int] = field(default_factory=dict)  # of replicas that take another number than `steps`
 
     optional: frozenset[str] = frozenset()
     """Optional replicas. A quorum is a share of the required replicas and the present optional ones."""
@@ -107,12 +108,18 @@ class Rules:
         """Return all blocks of a complete contribution."""
         return self._blocks_of[replica]
 
-    def complaint_of_steps(self, steps: int) -> str | None:
+    def steps_of(self, replica: str) -> range:
+        """Return how many inner steps a replica's contribution may come from."""
+        own = self.own_steps.get(replica)
+        return self.steps if own is None else range(own, own + 1)
+
+    def complaint_of_steps(self, replica: str, steps: int) -> str | None:
         """Return why a contribution cannot come from this number of inner steps; None if it can."""
-        least = max(self.steps.start, 0 if self.tokens_a_step is None else 1)
-        if least <= steps < self.steps.stop:
+        allowed = self.steps_of(replica)
+        least = max(allowed.start, 0 if self.tokens_a_step is None else 1)
+        if least <= steps < allowed.stop:
             return None
-        expected = f"{least}" if least + 1 == self.steps.stop else f"{least} to {self.steps.stop - 1}"
+        expected = f"{least}" if least + 1 == allowed.stop else f"{least} to {allowed.stop - 1}"
         return f"found {steps} inner steps, expected {expected}"
 
     def weight(self, replica: str, steps: int) -> float:

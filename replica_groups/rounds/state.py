@@ -257,7 +257,7 @@ class OpenRound:
         self, replica: str, generation: int, block: str, entry: BlobEntry, steps: int, rules: Rules, now: float
     ) -> str | None:
         """Note a blob; return a complaint if it contradicts an earlier one. Repeating a deposit is harmless."""
-        if (complaint := rules.complaint_of_steps(steps)) is not None:
+        if (complaint := rules.complaint_of_steps(replica, steps)) is not None:
             return f"`{block}`: {complaint}"
         known = self.deposits.get(replica)
         if known is not None and known.generation != generation and replica in self.whole:

@@ -15,13 +15,13 @@ from hetero_pp.core.settings import NotPartOf, Settings, meaning
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RUNS = {
-    "quickstart": "271868086d0f240e7fd0b42a94070ee4",
-    "mixed_engines": "ab9ea017c11b0c5cbec39a424f10d7d8",
-    "unequal_groups": "e79c47484688db91ac7a9e53d0e97e7d",
-    "plan/unequal": "a6e429fa06d5bd51bc0bb45633206ad5",
-    "paper/1b": "b85a1270d599973a98ada939ae0e7810",
-    "paper/het_pp_97_percent": "64fd954baca22ab30eaf9196fe71b042",
-    "simulate/million": "013b0174dd909542fe5510ec2dd1339a",
+    "quickstart": "1db2d4482e611456fecc2af32a823b2f",
+    "mixed_engines": "14b0578ff912a93d455d990fab9eb2f4",
+    "unequal_groups": "ff0059cb2daff5349d6fd01aa4528120",
+    "plan/unequal": "ed6ec60da69b00f8fd7eb0d64cd7b0c8",
+    "paper/1b": "dbce1f3e28901e047f155f330ce38be5",
+    "paper/het_pp_97_percent": "1b9db4678319478ed7d67eb29e3df586",
+    "simulate/million": "af4243d9e375d20166fcec4d1c54eff6",
 }
 """Identities of runs. A change of one means that a run that was started before it cannot be resumed."""
 

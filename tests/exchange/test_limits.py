@@ -149,8 +149,8 @@ def test_steps_are_those_of_the_configuration(
     inner: dict[str, Any], allowed: list[int], refused: list[int], expected: str
 ) -> None:
     rules = rules_of(_spec(inner))
-    assert [rules.complaint_of_steps(steps) for steps in allowed] == [None] * len(allowed)
-    complaints = [rules.complaint_of_steps(steps) for steps in refused]
+    assert [rules.complaint_of_steps("a", steps) for steps in allowed] == [None] * len(allowed)
+    complaints = [rules.complaint_of_steps("a", steps) for steps in refused]
     assert None not in complaints
     assert expected in complaints
 

@@ -65,7 +65,9 @@ def _print_run(console: Console, told: str, prepared: Prepared) -> None:
     spec = prepared.spec
     config, shape = spec.config, spec.shape
     per_step = sum(replica.batch_size for replica in config.replicas) * config.data.sequence_length
-    tokens = None if spec.total_steps is None else spec.total_steps * per_step
+    in_rounds = [spec.steps_of(one.name) for one in config.replicas]
+    taken = sum((n or 0) * one.batch_size for n, one in zip(in_rounds, config.replicas, strict=True))
+    tokens = None if spec.total_steps is None else config.outer.rounds * taken * config.data.sequence_length
     compression = config.outer.compression
     say(console, f"{told} is valid.", bold=told.partition(": the run ")[0])
     shared = "" if shape.groups == shape.heads else f" that share {shape.groups} of keys and values"
@@ -75,6 +77,9 @@ def _print_run(console: Console, told: str, prepared: Prepared) -> None:
     rounds = f"{format_count(config.outer.rounds, 'outer round')} of {config.inner.length}"
     total = "" if tokens is None else f", {tokens:,} in total"
     say(console, f"Schedule: {rounds}, {per_step:,} tokens per step over all replicas{total}.")
+    fewer = [f"{one.name} takes {one.steps}" for one in config.replicas if one.steps is not None]
+    if fewer:
+        say(console, f"Of the inner steps of a round, {', '.join(fewer)}.")
     warmup = config.inner.warmup_steps or 0
     if spec.total_steps is not None and warmup >= spec.total_steps:
         told = f"the run has {format_count(spec.total_steps, 'step')}, so the learning rate never reaches its peak"

@@ -181,8 +181,8 @@ def live_view(state: RunState, now: float, height: int) -> Group:
 def _replicas(state: RunState, now: float) -> PlainTable:
     heads = ["inner step", "loss", "validation loss", "tokens/s", *(["score"] if state.scores else [])]
     table = PlainTable(["replica", "kind"], heads)
-    planned = "" if state.inner_steps is None else f"/{state.rounds_planned * state.inner_steps}"
     for replica in state.replicas.values():
+        planned = "" if replica.inner_steps is None else f"/{state.rounds_planned * replica.inner_steps}"
         score = state.scores.get(replica.name)
         shown = "–" if score is None else "excluded" if score.excluded else f"{score.final:.2f}"
         table.add_row(

@@ -159,7 +159,7 @@ def speeds(state: RunState, round_: int, members: Sequence[str], tokens: int, se
     for name in members:
         member, hardware = state.spec.members[name], hardware_of(state.members[name].device)
         known = state.replicas.get(member.replica.name)  # reports on an optional replica may have been missed
-        steps = (known and known.steps(round_)) or state.inner_steps or 0
+        steps = (known and known.steps(round_)) or state.changed.steps_of(member.replica.name) or 0
         if hardware is not None and steps:
             done += steps * step_flops(state.spec, member)
             peak += hardware.flops * (member.replica.world if isinstance(member.replica, DatacenterReplica) else 1)
@@ -381,7 +381,7 @@ class OwnRoundLines:
                 losses.append(f"validation loss {known.validation_loss[told.round]:.4f}")
             if (loss := known.round_loss(told.round)) is not None:
                 losses.append(f"training loss {loss:.4f}")
-        steps = state.inner_steps or (0 if known is None else known.steps(told.round))
+        steps = state.changed.steps_of(replica.name) or (0 if known is None else known.steps(told.round))
         tokens = steps * replica.batch_size * state.spec.config.data.sequence_length
         whole = told.compute_seconds + told.wait_seconds + told.outer_seconds + told.evaluation_seconds
         shares = {"waiting for neighbours": told.wait_seconds, "exchange with other replicas": told.outer_seconds}

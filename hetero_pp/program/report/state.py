@@ -20,6 +20,7 @@ from typing import NamedTuple
 from hetero_pp.config.changes import Changes
 from hetero_pp.config.lines import DIRECTIONS, EXCHANGE, WAYS, Direction, Line, LinkSpec, Way
 from hetero_pp.config.spec import RunSpec
+from hetero_pp.config.topology import ReplicaSettings
 from hetero_pp.core.bounded import ROUNDS_GAP_MAX
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2 import LinkUse, MemberRound, MembershipEventKind, Report
@@ -253,7 +254,8 @@ class ReplicaState:
 
     name: str
     kind: str
-    inner_steps: int | None  # inner steps of every round; None if they are not known beforehand
+    inner_steps: int | None  # its inner steps of every round; None if they are not known beforehand
+    share: float = 1.0  # its inner steps, as a share of those of the other replicas
     rounds: dict[int, dict[int, Step]] = field(default_factory=dict)
     """Steps of recent rounds, by round and step number from 0."""
     settled: dict[int, array[float]] = field(default_factory=dict)
@@ -347,14 +349,15 @@ class ReplicaState:
     def training_losses(self) -> Iterator[tuple[float, float]]:
         """Yield (position at which a step ends, training loss) in the order of steps.
 
-        The position is in inner steps, or in rounds if their steps vary.
+        The position is in inner steps of replicas that take all, or in rounds if their steps vary.
         """
         for round_ in range(1, self.last_round + 1):
             losses = self.losses(round_)
             for number, loss in enumerate(losses, 1):
                 if not math.isnan(loss):
                     before = (round_ - 1) * (self.inner_steps or 1)
-                    yield before + (number / len(losses) if self.inner_steps is None else number), loss
+                    own = before + (number / len(losses) if self.inner_steps is None else number)
+                    yield own / self.share, loss
 
     @property
     def last_round(self) -> int:
@@ -706,7 +709,7 @@ class RunState:
             self._note_links()
             for name, replica in self._optional.items():
                 if name not in self.replicas and self.joined.issuperset(replica.members):
-                    self.replicas[name] = ReplicaState(name, replica.kind, self.inner_steps)
+                    self._add(replica)
 
     def _note_links(self) -> None:
         came = {EXCHANGE, *self.spec.needed, *self.joined}
@@ -724,7 +727,12 @@ class RunState:
     def _add_required(self) -> None:
         for replica in self.changed.replicas_ever:
             if not replica.optional and replica.name not in self.replicas:
-                self.replicas[replica.name] = ReplicaState(replica.name, replica.kind, self.inner_steps)
+                self._add(replica)
+
+    def _add(self, replica: ReplicaSettings) -> None:
+        own = self.changed.steps_of(replica.name)
+        share = (own or 1) / (self.inner_steps or 1)
+        self.replicas[replica.name] = ReplicaState(replica.name, replica.kind, own, share)
 
     def _compare(self, replica: ReplicaState, round_: int, loss: float | None) -> None:
         """Compare a loss with that of the untrained model, and keep the first that is far above it."""
@@ -930,9 +938,9 @@ class RunState:
             before = self.closed[self.rounds].time if self.rounds in self.closed else self.first_step
             return min(self._seconds(before, now), whole), whole
         # Of the slowest required replica; if all are optional, of the fastest one.
-        required = [self.replicas[name].steps_done for name in self.awaited(self.rounds + 1) if name in self.replicas]
-        every = [replica.steps_done for replica in self.replicas.values()]
-        steps = min(required) if required else max(every, default=0)
+        every = {name: replica.steps_done / replica.share for name, replica in self.replicas.items()}
+        required = [every[name] for name in self.awaited(self.rounds + 1) if name in every]
+        steps = round(min(required) if required else max(every.values(), default=0))
         return max(0, min(steps - self.rounds * self.inner_steps, self.inner_steps)), self.inner_steps
 
     def elapsed(self, now: float | None = None) -> float:

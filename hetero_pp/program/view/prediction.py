@@ -120,7 +120,7 @@ def measured_of_run(state: RunState) -> Measured:
     with state.lock:
         members, values = [], dict[str, float]()
         for name, member in state.members.items():
-            if steps := member.rounds * (state.inner_steps or 0):
+            if steps := member.rounds * (state.changed.steps_of(member.replica) or 0):
                 members.append(_mean_step(name, member.seconds["compute"] / steps, member.seconds["wait"] / steps))
         if state.closed:
             values["tokens per second"] = state.tokens_per_second()

@@ -221,7 +221,11 @@ class RunView:
                 "problems": [*self.problems],
                 "rounds": [_round(state, round_) for round_ in rounds],
                 "marks": [_mark(state, number, news) for number, news in marks],
-                "steps": {name: points for name, curve in self.curves.items() if (points := curve.since(since))},
+                "steps": {
+                    name: [[time, step / state.replicas[name].share, loss] for time, step, loss in points]
+                    for name, curve in self.curves.items()
+                    if (points := curve.since(since))
+                },
             }
             if rounds or not since:
                 goodput, share = state.goodput()
