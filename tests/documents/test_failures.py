@@ -1,4 +1,4 @@
-"""Every test that docs/failures.md and docs/security.md name exists."""
+"""Every test that pages of claims name exists."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "docs" / name for name in ("failures.md", "security.md")]
+PAGES = [ROOT / "docs" / name for name in ("failures.md", "security.md", "methods.md", "papers.md")]
 NAMED = sorted({name for page in PAGES for name in re.findall(r"`(tests/[^`]+)`", page.read_text())})
 
 
@@ -26,4 +26,4 @@ def test_a_test_that_is_named_is_there(name: str) -> None:
 
 
 def test_some_are_named() -> None:
-    assert all(page.read_text().count("`tests/") > 10 for page in PAGES)
+    assert all(page.read_text().count("`tests/") > 5 for page in PAGES)

@@ -19,6 +19,7 @@ from hetero_pp.research.experiments.claims import (
     deployments_of,
     fit,
     holm,
+    hours_until,
     interval_of,
     judge,
     loss_at,
@@ -210,7 +211,8 @@ def _timed(*claims: Claim) -> Experiment:
 def test_hours_are_those_that_simulate_predicts(tmp_path: Path) -> None:
     """Both rows have the deployment's tokens and rounds, so the hours of a compressed one are those of its links."""
     shipped = SHIPPED.experiment("het-pp/figure3")
-    hours = predicted_hours(shipped)
+    [(at, hours)] = predicted_hours(shipped).items()
+    assert at == ""
     simulate(Path(DEPLOYED.run), [], None, "simulate.machine=rtx-4090", Outputs(json=tmp_path / "found.json"))
     points = json.loads((tmp_path / "found.json").read_text())["curves"]["rtx-4090"]
     predicted = {point["value"]: 24 * point["days"] for point in points}
@@ -234,13 +236,43 @@ def test_claims_about_time(known: Known) -> None:
     }
     by, end = Claim(text="", by="fast", lower=("fast", "slow")), Claim(text="", lower=("fast", "slow"))
     sooner = Claim(text="", of="hours", lower=("fast", "slow"))
-    found = claim_results(_timed(by, end, sooner), outcomes, {"slow": 12.0, "fast": 4.0})
+    found = claim_results(_timed(by, end, sooner), outcomes, {"": {"slow": 12.0, "fast": 4.0}})
     assert [claim["difference"] for claim in found] == pytest.approx([6.0, 1.0 - 3.015, 8.0])
     assert [claim["verdict"] for claim in found] == ["holds", "does not hold", "holds"]
     assert [claim["p"] is None for claim in found] == [False, False, True]  # predictions are in no family
     assert found[0]["about"] != found[1]["about"]
     [unpredicted] = claim_results(_timed(sooner), outcomes)
     assert unpredicted["verdict"] == "not run"
+
+
+def test_a_claim_about_time_is_about_its_own_deployment(known: Known) -> None:
+    """On the slow line `fast` ends when `slow` has its second round of four; on the quick line both end at once."""
+    table = _timed()
+    clock = DEPLOYED.model_copy(update={"at": {"slow line": {}, "quick line": {}}})
+    claims = [Claim(text="", by="fast", lower=("fast", "slow"), at=at) for at in clock.at]
+    table = Experiment.model_validate(table.model_dump() | {"clock": clock, "claims": claims})
+    outcomes = {
+        "slow": {seed: known(1.0, key=f"slow{seed}", validation_loss=[9.0, 5.0 + seed, 2.0, 1.0]) for seed in (1, 2)},
+        "fast": {seed: known(3.0, key=f"fast{seed}", validation_loss=[4.0, 3.0]) for seed in (1, 2)},
+    }
+    hours = {"slow line": {"slow": 12.0, "fast": 6.0}, "quick line": {"slow": 3.0, "fast": 3.0}}
+    found = claim_results(table, outcomes, hours)
+    assert [claim["difference"] for claim in found] == pytest.approx([6.5 - 3.0, 1.0 - 3.0])
+    assert found[0]["about"] != found[1]["about"]
+    claims[0] = claims[0].model_copy(update={"at": "no line"})
+    with pytest.raises(ValueError, match=r"found `at: no line` .* expected one of \['slow line', 'quick line'\]"):
+        Experiment.model_validate(table.model_dump() | {"claims": claims})
+
+
+@pytest.mark.parametrize(("loss", "hours"), [(9.5, 2.0), (9.0, 2.0), (8.0, 3.0), (5.5, 5.0), (4.0, 6.0), (3.9, None)])
+def test_hours_until_a_loss_are_interpolated_between_rounds_of_the_mean_curve(
+    loss: float, hours: float | None, known: Known
+) -> None:
+    curves = {1: [10.0, 6.0, 4.0, 4.5], 2: [8.0, 8.0, 4.0, 4.5]}  # the mean is 9, 7, 4, 4.5, a round in two hours
+    seeds = {seed: known(4.5, validation_loss=losses) for seed, losses in curves.items()}
+    seeds[3] = known(1.0, diverged=True)
+    assert hours_until(loss, seeds, 8.0) == (None if hours is None else pytest.approx(hours))
+    assert hours_until(loss, {}, 8.0) is None
 
 
 def _gradients(norm: float, cosine: float) -> list[tuple[int, float, float, float, float]]:

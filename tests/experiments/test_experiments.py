@@ -215,7 +215,7 @@ def test_tables(tmp_path: Path) -> None:
     write_overview(tmp_path / "results", tmp_path / "results.md", tmp_path)
     assert (
         "| [toy/one](results/micro/toy/one.md) | Toy | micro | 2 | 1 | 0 | 0 | 1 | 1 |"
-        in (tmp_path / "results.md").read_text()
+        in (tmp_path / "results_tables.md").read_text()
     )
 
 

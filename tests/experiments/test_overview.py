@@ -1,4 +1,4 @@
-"""docs/results.md: numbers in its text come from rows, its links work, and the record of machines is kept."""
+"""docs/results.md and the list of tables: numbers come from rows, links work, and the record of machines is kept."""
 
 from __future__ import annotations
 
@@ -22,18 +22,22 @@ Known = Callable[..., dict[str, Any]]
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "results.md"
+LIST = ROOT / "docs" / "results_tables.md"
 
 
 def test_the_page_is_that_of_the_results(tmp_path: Path) -> None:
-    """The page is as `--docs` writes it, except for the pictures' paths."""
+    """The page and the list are as `--docs` writes them, except for the paths, and the page is short."""
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / "benchmarks" / "results").symlink_to(RESULTS)
     write_overview(tmp_path / "benchmarks" / "results", tmp_path / "docs.md", ROOT / "configs" / "experiments")
-    assert (tmp_path / "docs.md").read_text().replace("](benchmarks/", "](../benchmarks/") == PAGE.read_text()
+    for written, page in (("docs.md", PAGE), ("docs_tables.md", LIST)):
+        text = (tmp_path / written).read_text().replace("](benchmarks/", "](../benchmarks/")
+        assert text == page.read_text()
+    assert len(PAGE.read_text().splitlines()) <= 200
 
 
-def test_links_of_the_page_lead_to_the_page_of_each_table_and_to_pictures() -> None:
-    links = re.findall(r"\]\(([^)]*)\)", PAGE.read_text())
+def test_links_lead_to_the_page_of_each_table_and_to_pictures() -> None:
+    links = [link for page in (PAGE, LIST) for link in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text())]
     assert all((PAGE.parent / link).is_file() for link in links)
     linked = {(PAGE.parent / link).resolve() for link in links}
     assert {path.with_suffix(".md") for path in _tables()} <= linked
@@ -143,7 +147,26 @@ def test_a_figure_that_is_not_known_is_told_by_its_line(text: str, tmp_path: Pat
     assert str(error.value).startswith(f"{tmp_path / 'found.md'}:3: found `{text}`")
 
 
-def test_the_page_begins_with_the_claims_beyond_noise_and_not_with_those_that_hold(tmp_path: Path) -> None:
+def test_the_first_screen_is_a_table_whose_verdicts_are_those_of_claims() -> None:
+    """Each of its rows takes its verdict from a claim of the papers, and says why where the claim does not hold."""
+    source = (ROOT / "configs" / "experiments" / "found.md").read_text().partition("\n\n## Which")[0]
+    rows = [re.split(r" \| (?![^{]*\})", line.strip("| ")) for line in source.splitlines() if line.startswith("| ")][1:]
+    shown = [line.split(" | ") for line in PAGE.read_text().splitlines()[7:] if line.startswith("| ")][1:]
+    assert 12 <= len(rows) <= 18
+    for number, (_, _, _, said, *why) in enumerate(rows):
+        found = re.fullmatch(r"\{([\w/-]+) \| verdict \| (.+)\}", said)
+        assert found, said
+        [claim] = [
+            claim
+            for claim in json.loads((RESULTS / f"{found[1]}.json").read_text())["claims"]
+            if claim["text"] == found[2]
+        ]
+        assert not claim["ours"]
+        assert shown[number][3].startswith(claim["verdict"])
+        assert claim["verdict"] != "does not hold" or len(why[0].strip("| ")) > 5, said
+
+
+def test_the_claims_beyond_noise_are_counted_before_those_that_hold(tmp_path: Path) -> None:
     """Four of five claims have a verdict if each is judged alone; two of them still have one as a family."""
     claims = [
         {"p": p, "verdict": verdict, "ours": ours, "about": None, "of": "own"}
@@ -160,9 +183,9 @@ def test_the_page_begins_with_the_claims_beyond_noise_and_not_with_those_that_ho
     (path := tmp_path / "results" / "micro" / "het-pp" / "table1.json").parent.mkdir(parents=True)
     path.write_text(json.dumps(result))
     write_overview(tmp_path / "results", tmp_path / "page.md", tmp_path)
-    paragraphs = (tmp_path / "page.md").read_text().split("\n\n")[:3]
-    heading, statistic, alone = (" ".join(one.split()) for one in paragraphs)
-    assert heading == "# Results"
+    paragraphs = (tmp_path / "page.md").read_text().split("\n\n")
+    title, heading, statistic, alone = (" ".join(one.split()) for one in paragraphs)
+    assert (title, heading) == ("# Results", "## How many verdicts are noise")
     assert statistic.startswith("2 of 5 claims are beyond noise ")
     assert ": 1 of the papers (*does not hold* 1) and 1 of ours (*holds* 1). 1 of them rest on" in statistic
     verdicts = "*holds* 1, *does not hold* 1, *one seed* 1", "*holds* 2, *within noise* 1"
@@ -195,7 +218,8 @@ def test_a_finished_table_that_is_written_anew_is_the_same(
     assert reproduce("toy/one", "--seeds", "1", *page)[0] == 0
     [entry] = json.loads((folder / "toy" / "one.json").read_text())["trained"]
     assert (entry["machine"], entry["commit"]) == (machine(), commit())
-    written = {path: path.read_bytes() for path in [*folder.glob("**/*.*"), tmp_path / "results.md"]}
+    pages = tmp_path / "results.md", tmp_path / "results_tables.md"
+    written = {path: path.read_bytes() for path in [*folder.glob("**/*.*"), *pages]}
     monkeypatch.setattr("hetero_pp.research.experiments.training.commit", lambda: "0123abc")
     monkeypatch.setattr("hetero_pp.research.experiments.training.machine", lambda: THERE["machine"])
     for _ in range(2):

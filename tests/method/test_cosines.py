@@ -66,6 +66,29 @@ def test_a_part_of_whole_rows_of_chunks_has_the_bits_of_the_whole() -> None:
     assert transformed(tensor[:0], TILE).shape == (0, 37)
 
 
+def test_of_all_coefficients_nothing_is_lost() -> None:
+    """At density 1, a transform changes nothing but rounding."""
+    ends = []
+    for transform in ("none", "dct"):
+        compression = {
+            "density": 1.0,
+            "value_bits": 32,
+            "error_feedback_decay": 0.9,
+            "transform": transform,
+            "tile": TILE,
+        }
+        settings = OuterSettings.model_validate({"rounds": 2, "momentum": 0.9, "compression": compression})
+        optimizer, theta, error = OuterOptimizer(settings), _random((20, 37)), torch.zeros(20, 37)
+        for round_ in (1, 2):
+            sent = select(error, _random((20, 37), round_), settings.compression)
+            mean = mean_of((20, 37), [(1.0, DecodedTensor(sent.indices, sent.values))])
+            optimizer.begin(round_, {})
+            optimizer.take({"w": theta}, "w", mean)
+        ends.append(theta)
+    torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=1e-5)
+    assert not ends[0].equal(ends[1])
+
+
 def test_rounds_are_demos() -> None:
     """m <- beta m + g; q = TopK(DCT(m)); m <- m - IDCT(q); theta <- theta - eta sign(IDCT(sum q)), in fp64."""
     settings = OuterSettings.model_validate(

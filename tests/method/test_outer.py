@@ -18,6 +18,8 @@ from hetero_pp.outer.methods import METHODS, OuterSettings, change_method
 from hetero_pp.outer.step import OuterOptimizer, mean_of, outer_step, parameter_of, parameter_sha256, parameters_sha256
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import DecodedTensor
+from hetero_pp.pseudo_gradient.error_feedback import select
+from hetero_pp.research.trainer.contributions import drop_largest
 
 
 def _sparse(*pairs: tuple[int, float]) -> DecodedTensor:
@@ -118,6 +120,66 @@ def test_signs_are_taken_of_the_mean(momentum: float) -> None:
     assert first == [-0.25, 0.25, 0.0, -0.25]
     optimizer.take(theta, "a", mean.clone())
     assert theta["a"].tolist() == [x * (2 + momentum) for x in first]
+
+
+def _rounds(
+    method: str, deltas: torch.Tensor, drops: float = 0.0, **cells: Any
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return theta, and what each replica keeps, for these differences of shape [rounds, replicas, 8, 8].
+
+    `drops`: share of the largest values that replicas drop from their momentum after each round.
+    """
+    settings = OuterSettings.model_validate({"rounds": len(deltas), "method": method, **cells})
+    optimizer, theta = OuterOptimizer(settings), {"a": torch.zeros(8, 8)}
+    kept = [torch.zeros(8, 8) for _ in deltas[0]]
+    for round_, own in enumerate(deltas, 1):
+        optimizer.begin(round_, {})
+        sent = [select(memory, delta, settings.compression) for memory, delta in zip(kept, own, strict=True)]
+        for memory in kept if drops else ():
+            drop_largest(memory, drops, settings.compression)
+        told = [(1.0, DecodedTensor(one.indices, one.values)) for one in sent]
+        optimizer.take(theta, "a", mean_of((8, 8), told, settings.divides_by))
+    return theta["a"], kept
+
+
+DELTAS = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+def test_a_momentum_of_each_replica_is_the_papers() -> None:
+    """SparseLoCo, section 2.2, in float64: with all of the momentum kept, and without its largest quarter."""
+    for drops, selection in ((0.0, "top_k"), (0.25, "top_k"), (0.25, "random_k")):
+        sends = {"selection": selection}  # selects all of it
+        cells = {"compression": {"error_feedback_decay": 0.8, **sends}}
+        theta, kept = _rounds("diloco_lom", DELTAS, drops, **cells)
+        momenta, expected = [np.zeros(64) for _ in range(3)], np.zeros(64)
+        for own in DELTAS.double().numpy().reshape(6, 3, 64):
+            sent = []
+            for index, delta in enumerate(own):
+                momenta[index] = 0.8 * momenta[index] + delta
+                sent.append(delta + 0.8 * momenta[index])
+                largest = np.argsort(-np.abs(momenta[index]))[: int(64 * drops)]
+                momenta[index][largest] = 0.0
+            expected -= 0.6 * np.mean(sent, axis=0)
+        np.testing.assert_allclose(theta.flatten().numpy(), expected, atol=1e-5)
+        for ours, theirs in zip(kept, momenta, strict=True):
+            np.testing.assert_allclose(ours.flatten().numpy(), theirs, atol=1e-5)
+        assert sum(int((one == 0).sum()) for one in kept) == 3 * 64 * drops
+
+
+def test_local_momenta_of_replicas_that_are_all_counted_are_the_global_one() -> None:
+    """Both are linear, so SparseLoCo's Table 3 must have them equal."""
+    theirs, _ = _rounds("diloco", DELTAS, learning_rate=0.6)
+    ours, _ = _rounds("diloco_lom", DELTAS)
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+    dropping, _ = _rounds("diloco_lom", DELTAS, drops=0.25)
+    assert (dropping - theirs).abs().max() > 0.1
+
+
+def test_sparseloco_that_sends_all_and_forgets_is_diloco_without_momentum() -> None:
+    all_of_it = {"density": 1.0, "value_bits": 32, "error_feedback_decay": 0.0}
+    ours, _ = _rounds("sparseloco", DELTAS, learning_rate=0.7, compression=all_of_it)
+    theirs, _ = _rounds("diloco", DELTAS, momentum=0.0, nesterov=False)
+    assert torch.equal(ours, theirs)
 
 
 def test_the_outer_learning_rate_falls_as_a_cosine() -> None:

@@ -45,6 +45,9 @@ _NO_SEED = 0
 
 Values = Mapping[str, Mapping[int, float]]  # final loss (or other measurement) by row and seed
 Interval = tuple[float, float]
+Hours = Mapping[str, Mapping[str, float]]
+"""Predicted hours of all rounds by deployment and row. A clock without `at` has one deployment, whose name is empty."""
+NO_HOURS: Hours = MappingProxyType({})
 
 
 def known_values(outcomes: Outcomes) -> dict[str, Values]:
@@ -109,18 +112,20 @@ def loss_at(losses: Sequence[float], share: float) -> float:
     return losses[max(1, min(len(losses), math.floor(share * len(losses) + 1e-9))) - 1]
 
 
-def claim_results(
-    experiment: Experiment, outcomes: Outcomes, hours: Mapping[str, float] = MappingProxyType({})
-) -> list[dict[str, Any]]:
-    """Return the results of each claim, ready for JSON; `hours` are the predicted ones of rows.
+def claim_results(experiment: Experiment, outcomes: Outcomes, hours: Hours = NO_HOURS) -> list[dict[str, Any]]:
+    """Return the results of each claim, ready for JSON.
 
     Each result has the verdict in the claim's own forward and in the others. `p` and `family` are the verdict when the
     table's claims are judged as one family. `slices` is the interval over slices of the validation rows. `about` is
     equal for claims of different tables that state the same about the same rows.
     """
     at_the_end = known_values(outcomes)
-    at_the_end["hours"] = {row: {_NO_SEED: one} for row, one in hours.items()}
-    known = [_early_values(claim, outcomes, hours) or at_the_end for claim in experiment.claims]
+    early = [_early_values(claim, outcomes, hours.get(claim.at, {})) for claim in experiment.claims]
+    timed = {at: {row: {_NO_SEED: one} for row, one in rows.items()} for at, rows in hours.items()}
+    known = [
+        values or at_the_end | {"hours": timed.get(claim.at, {})}
+        for claim, values in zip(experiment.claims, early, strict=True)
+    ]
     shares = [shares_of(claim, experiment) for claim in experiment.claims]
     each = list(zip(experiment.claims, known, shares, strict=True))
     p_values = [p_value(claim, values[claim.of], share) for claim, values, share in each]
@@ -134,7 +139,7 @@ def claim_results(
             if verdict.seeds and any(theirs.get(row) != own.get(row) for row in claim.rows()):
                 others.append({"of": forward, **asdict(verdict)})
         judged = None if level is None else judge(claim, own, share, level)
-        slices = _slices(outcomes, claim) if values is at_the_end else ()
+        slices = _slices(outcomes, claim) if claim.by is None and claim.after == 1 else ()
         result = asdict(judge(claim, own, share)) | {"of": claim.of, "why": claim.why, "others": others, "p": p}
         result["family"] = None if judged is None else {"verdict": judged.verdict, "interval": judged.interval}
         result["slices"] = slices_interval(claim, slices, own, share)
@@ -199,6 +204,7 @@ def _about(claim: Claim, outcomes: Outcomes) -> str | None:
     margin = None if claim.lower or claim.grows or claim.at_least else claim.margin
     said = [claim.of, margin, with_keys(parts)] + ([claim.after] if claim.after < 1 else [])
     said += [] if claim.by is None else ["by", claim.by]
+    said += ["at", claim.at] if claim.at else []
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:24]
 
 
@@ -359,8 +365,8 @@ def deployments_of(experiment: Experiment) -> Sweep:
     return Sweep.of_rows(known)
 
 
-def predicted_hours(experiment: Experiment) -> dict[str, float]:
-    """Return the predicted hours of all rounds of each row that is `timed`; empty without a clock.
+def predicted_hours(experiment: Experiment) -> Hours:
+    """Return the predicted hours of all rounds of each row that is `timed`, by deployment; empty without a clock.
 
     The deployment is the YAML of another run, such as the paper's model on its links. Its `simulate.rows` are named by
     the table's rows, so that a small model's losses are shown on a large model's clock. Raises ConfigError as
@@ -369,13 +375,32 @@ def predicted_hours(experiment: Experiment) -> dict[str, float]:
     clock = experiment.clock
     if clock is None:
         return {}
-    deployments, changes = deployments_of(experiment), Sweep.of_rows({"clock": clock.cells}).overrides("clock")
-    path, hours = experiment.beside(clock.run), dict[str, float]()
-    for row in experiment.rows:
-        if row.timed is not None:
-            file = ConfigFile(path, [*changes, *deployments.overrides(row.timed)])
-            hours[row.name] = 24 * predict(spec_of(file)).days
+    rows, path, hours = deployments_of(experiment), experiment.beside(clock.run), dict[str, dict[str, float]]()
+    for at, cells in (clock.at or {"": {}}).items():
+        changes = Sweep.of_rows({"clock": clock.cells | cells}).overrides("clock")
+        hours[at] = {
+            row.name: 24 * predict(spec_of(ConfigFile(path, [*changes, *rows.overrides(row.timed)]))).days
+            for row in experiment.rows
+            if row.timed is not None
+        }
     return hours
+
+
+def hours_until(loss: float, outcomes: Mapping[int, Outcome], hours: float) -> float | None:
+    """Return the predicted hours until the mean validation loss over a row's seeds is at most `loss`.
+
+    `hours` are those of all rounds, which take equally long. Between two rounds the loss is interpolated. Returns None
+    if no round reaches the loss.
+    """
+    curves = [one["validation_loss"] for one in outcomes.values() if not one["diverged"]]
+    losses = np.mean(curves, axis=0) if curves else np.array([])
+    reached = np.flatnonzero(losses <= loss)
+    if not reached.size:
+        return None
+    after = int(reached[0])  # rounds that end above the loss
+    before = losses[after - 1]
+    rounds = after + (float((before - loss) / (before - losses[after])) if after else 1.0)
+    return hours * rounds / len(losses)
 
 
 class PowerLaw:

@@ -173,10 +173,16 @@ KINDS = ("lower", "equal", "grows", "proportional", "inverse_root", "at_least", 
 
 
 class ClockSettings(Settings):
-    """A deployment that predicts how long rows would take."""
+    """A deployment that predicts how long rows would take, or several."""
 
     run: str = Field(description="file of a run with `simulate.rows`, relative to this file")
     cells: Cells = Field(default_factory=dict, description="changed keys of that run")
+    at: dict[str, Cells] = Field(
+        default_factory=dict, description="deployments by name, such as one bandwidth each: further changed keys"
+    )
+    losses: list[float] = Field(
+        default_factory=list, description="losses for which the table says when each row reaches them"
+    )
 
 
 class Claim(Settings):
@@ -220,6 +226,7 @@ class Claim(Settings):
     by: str | None = Field(
         None, description="compare the losses at the predicted time at which this row ends; only for `own`"
     )
+    at: str = Field("", description="deployment of the clock's `at` that predicts the hours of `by` or of `hours`")
     margin: float = Field(
         0.03, gt=0, description="allowed difference, in nats, as a share (bias), a cosine, or megabytes"
     )
@@ -315,6 +322,9 @@ class Experiment(Definition):
             needs_time = claim.rows() if claim.of == "hours" or claim.by is not None else set[str]()
             if untimed := sorted((needs_time | ({claim.by} if claim.by is not None else set())) - set(timed)):
                 raise ValueError(f"found no `timed` in row `{untimed[0]}`, expected it for a claim about time")
+            deployments = [] if self.clock is None else list(self.clock.at) or [""]
+            if needs_time and claim.at not in deployments:
+                raise ValueError(f"found `at: {claim.at}` in a claim about time, expected one of {deployments}")
             every = EVERY.get(claim.of)
             if every is not None and getattr(self, every) is None:
                 raise ValueError(

@@ -1,4 +1,4 @@
-"""Pages of results: an experiment's table as markdown, and docs/results.md with what was found and all verdicts."""
+"""Pages of results: an experiment's table as markdown, docs/results.md with what was found, and the list of tables."""
 
 from __future__ import annotations
 
@@ -203,6 +203,7 @@ def markdown(result: Result, picture: str | None = None) -> Iterator[str]:
     shown = {"always": lambda cells: True, "if known": any, "if different": lambda cells: len({*cells} - {""}) > 1}
     columns = {name: cells for name, cells in columns.items() if shown[_COLUMNS[name].shown](cells)}
     yield from _table(["row", *columns], zip(papers, *columns.values(), strict=True))
+    yield from _until(result)
     yield from _claims(result["claims"])
     yield from _trends(result["trends"])
     trained = result["trained"]
@@ -223,6 +224,22 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[st
 
 def _line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
+
+
+def _until(result: Result) -> Iterator[str]:
+    """Yield the predicted hours until each row reaches a loss, and those of all rounds, by deployment."""
+    clock = result.get("clock", {"hours": {}, "until": []})
+    lines = [(f"loss {one['loss']:g}", one["hours"]) for one in clock["until"]] + [("all rounds", clock["hours"])]
+    for said, hours in lines if clock["hours"] else ():
+        yield from ("", *_table([f"predicted hours until {said}", *hours], ()))
+        for row in next(iter(hours.values())):
+            own = [at[row] for at in hours.values()]
+            firsts = [min(filter(None, at.values()), default=None) for at in hours.values()]
+            cells = [
+                f"**{value:.3g}**" if value == first else "" if value is None else f"{value:.3g}"
+                for value, first in zip(own, firsts, strict=True)
+            ]
+            yield _line([row, *cells])
 
 
 def _claims(claims: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -305,8 +322,8 @@ VERDICTS = ("holds", "does not hold", "within noise", "one seed", "not run")
 FOUND = "found.md"  # file beside the experiments with the findings in words
 
 INTRODUCTION = """\
-`hetero-pp reproduce --no-train --docs FILE` generates this page from the trained rows, the figures of its text
-included. [Tables](experiments.md) explains how to make these tables, and how to define your own.
+`hetero-pp reproduce --no-train --docs FILE` generates the page of results and this one from the trained rows.
+[Tables](experiments.md) explains how to make these tables, and how to define your own.
 
 A verdict compares two rows at the seeds that both have. A claim *holds* or *does not hold* if the 95 % interval
 (Student's t) of the difference excludes zero, and is *within noise* otherwise. *One seed* has no interval and decides
@@ -320,10 +337,10 @@ The synced model of a run has a loss in three forward passes: *own* is that of e
 
 
 def write_overview(folder: Path, path: Path, experiments: Path) -> None:
-    """Write a page that summarizes the results of a folder and links to the page of each table.
+    """Write a page of findings, and beside it NAME_tables.md, which lists a folder's tables and says how to read them.
 
-    The number of claims beyond noise comes first, then the findings in the experiments' `found.md`, if the file
-    exists. Raises ConfigError if they contain a figure that no result has.
+    The findings are the experiments' `found.md`, if the file exists, and the number of claims beyond noise. Raises
+    ConfigError if `found.md` contains a figure that no result has.
     """
     found: dict[str, Result] = {}
     for file in sorted(folder.glob("*/**/*.json")):
@@ -339,11 +356,12 @@ def write_overview(folder: Path, path: Path, experiments: Path) -> None:
 
     results = {key: found[key] for key in sorted(found, key=place)}
     lines = ["# Results", ""]
-    for paragraph in _beyond_noise(results):
-        lines += [fill(paragraph, 120, break_on_hyphens=False), ""]
     if (experiments / FOUND).exists():
         lines += [with_figures(experiments / FOUND, results).strip(), ""]
-    lines += ["## How to read the tables", "", INTRODUCTION, "", "| column | |", "|---|---|"]
+    lines += ["## How many verdicts are noise", ""]
+    lines += ["\n\n".join(fill(paragraph, 120, break_on_hyphens=False) for paragraph in _beyond_noise(results))]
+    write_whole(path, ("\n".join(lines) + "\n").encode())
+    lines = ["# All tables", "", "## How to read the tables", "", INTRODUCTION, "", "| column | |", "|---|---|"]
     lines += [f"| {name} | {column.meaning} |" for name, column in _COLUMNS.items()]
     rows = []
     for key, result in results.items():
@@ -352,8 +370,8 @@ def write_overview(folder: Path, path: Path, experiments: Path) -> None:
         counts = [str(verdicts.count(kind)) for kind in VERDICTS]
         ours = str(sum(claim["ours"] for claim in result["claims"]))
         rows.append([link, result["title"], result["scale"], *counts, ours])
-    lines += ["", "## All tables", "", *_table(["table", "title", "scale", *VERDICTS, "of these, ours"], rows)]
-    write_whole(path, ("\n".join(lines) + "\n").encode())
+    lines += ["", "## Tables", "", *_table(["table", "title", "scale", *VERDICTS, "of these, ours"], rows)]
+    write_whole(path.with_name(f"{path.stem}_tables.md"), ("\n".join(lines) + "\n").encode())
 
 
 def distinct_claims(results: Results) -> list[Mapping[str, Any]]:
@@ -402,6 +420,8 @@ def with_figures(path: Path, results: Results) -> str:
     - `difference` (nats): the second row's loss minus the first's.
     - `verdict` of a claim, with its number of seeds.
     - `law` of a trend at a width: percent, and its interval.
+    - `first` at a loss and a deployment: the row that reaches the loss first, and its predicted hours; `until` has a
+      row, too: its hours.
 
     A last name `compressed` or `uncompressed` selects the forward of a difference or a verdict. Raises ConfigError with
     the file and line of an unknown figure.
@@ -437,6 +457,14 @@ def _figure(parts: list[str], results: Results) -> str:
         [trend] = [trend for trend in result["trends"] if trend["name"] == name]
         [said] = [said for said in trend["law"] if said["width"] == int(width)]
         return f"{said['percent']:.1f} % ({said['interval'][0]:.1f} to {said['interval'][1]:.1f})"
+    if what in ("first", "until"):
+        loss, at, *names = names
+        [hours] = [one["hours"][at] for one in result["clock"]["until"] if one["loss"] == float(loss)]
+        reached = {name: value for name, value in hours.items() if value is not None}
+        if what == "until":
+            return f"{reached[names[0]]:.3g}" if names[0] in reached or names[0] not in hours else "never"
+        first = min(reached, key=lambda name: reached[name])
+        return f"{first}, {reached[first]:.3g} h"
     rows = {row["name"]: row for row in result["rows"]}
     if what == "difference":  # over the seeds that both rows have
         key = None if forward in (None, "own") else f"{forward}_seeds"

@@ -45,8 +45,10 @@ def draw(result: Mapping[str, Any], outcomes: Outcomes, path: Path) -> None:
     rows, panels = [row for row, _ in _known(result)], list[Panel]([_draw_curves])
     if any(outcome.get("similarity") for _, _, outcome in _firsts(result, outcomes)):
         panels.append(_draw_similarity)
-    if any("hours" in row for row in result["rows"]):
-        panels.append(partial(_draw_curves, by_time=True))
+    if "clock" in result:
+        panels = [partial(_draw_curves, hours=hours, title=at) for at, hours in result["clock"]["hours"].items()]
+    elif timed := {row["name"]: row["hours"] for row in result["rows"] if "hours" in row}:
+        panels.append(partial(_draw_curves, hours=timed))
     elif result["trends"]:
         panels.append(_draw_trends)
     elif sum("gather" in row for row in rows) > 1:
@@ -61,8 +63,11 @@ def draw(result: Mapping[str, Any], outcomes: Outcomes, path: Path) -> None:
             panels.append(partial(_draw_final, label="bytes a token, hop and direction", places=sizes))
 
     columns = 1 + sum(row["name"] in outcomes for row in result["rows"]) // 30  # of the legend
-    figure = Figure(figsize=(6.5 * len(panels) + 2.5 * columns, 6), layout="constrained")
-    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+    lines = 1 if "clock" not in result else -(-len(panels) // 2)  # panels of several deployments share their axes
+    along = len(panels) // lines
+    figure = Figure(figsize=(6.5 * along + 2.5 * columns, 6 * lines), layout="constrained")
+    grid = figure.subplots(lines, along, squeeze=False, sharex=lines > 1, sharey=lines > 1)
+    for axes, panel in zip(grid.flat, panels, strict=True):
         panel(axes, result, outcomes)
         axes.grid(alpha=0.3)
     figure.suptitle(f"{result['name']} at scale {result['scale']}")
@@ -145,17 +150,24 @@ def _rounds(axes: Axes, result: Mapping[str, Any]) -> Callable[[Row], int]:
     return lambda row: steps.get(row["name"], 1)
 
 
-def _draw_curves(axes: Axes, result: Mapping[str, Any], outcomes: Outcomes, by_time: bool = False) -> None:
-    """Draw the loss of each row's first seed; `by_time` against predicted hours: Het-PP's Figure 3."""
+def _draw_curves(
+    axes: Axes, result: Mapping[str, Any], outcomes: Outcomes, hours: Mapping[str, float] | None = None, title: str = ""
+) -> None:
+    """Draw the loss of each row's first seed; against predicted `hours` of rows if given, as Het-PP's Figure 3.
+
+    A `title` names the one of several deployments that predicts the hours, whose axes are logarithmic.
+    """
     steps_of = _rounds(axes, result)
     for row, style, outcome in _firsts(result, outcomes):
         losses = outcome["validation_loss"]
-        length = row.get("hours", math.nan) / max(1, len(losses)) if by_time else steps_of(row)
+        length = steps_of(row) if hours is None else hours.get(row["name"], math.nan) / max(1, len(losses))
         along = [round_ * length for round_ in range(1, len(losses) + 1)]
         axes.plot(along, losses, **style, markevery=[len(losses) - 1], label=row["name"])
     axes.set_ylabel("validation loss of the first seed, nats per token")
-    if by_time:
+    if hours is not None:
         axes.set_xlabel("predicted hours")
+    if title:
+        axes.set(title=title, xscale="log")
 
 
 def _draw_similarity(axes: Axes, result: Mapping[str, Any], outcomes: Outcomes) -> None:

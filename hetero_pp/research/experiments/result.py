@@ -24,6 +24,7 @@ from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.research.experiments.claims import (
     Values,
     claim_results,
+    hours_until,
     known_values,
     predicted_hours,
     trend_result,
@@ -73,13 +74,27 @@ def result_of(
         "baseline": experiment.baseline,
         "rows": [
             _row_result(setting, row, outcomes.get(row.name, {}), values)
-            | ({"hours": hours[row.name]} if row.name in hours else {})
+            | ({"hours": hours[""][row.name]} if row.name in hours.get("", {}) else {})
             for row in experiment.rows
         ],
         "claims": claim_results(experiment, outcomes, hours),
         "trends": [trend_result(setting, trend, outcomes) for trend in experiment.trends],
         "trained": trained_by(outcomes, earlier),
     }
+    if experiment.clock is not None and experiment.clock.at:
+        result["clock"] = {
+            "hours": hours,
+            "until": [
+                {
+                    "loss": loss,
+                    "hours": {
+                        at: {row: hours_until(loss, outcomes.get(row, {}), one) for row, one in rows.items()}
+                        for at, rows in hours.items()
+                    },
+                }
+                for loss in experiment.clock.losses
+            ],
+        }
     # axes of the picture, for rows that differ in steps between rounds or in one number
     steps = {row.name: setting.config(row).inner.steps for row in setting.representable()}
     if len(set(steps.values())) > 1:
