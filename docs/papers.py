@@ -26,7 +26,7 @@ PAPERS = {
 _LEGEND = """\
 The bar of a claim shows the 95 % interval of its difference. The bars of a row show its difference from the baseline in
 percent: the outlined bar is the paper's, and the filled bar is ours. All bars of a column have one scale, and the line
-is at zero. [How to read the tables](../results_tables.md#how-to-read-the-tables) explains the columns and the verdicts."""
+is at zero. [How to read the tables](../results_tables.md#how-to-read-the-tables) explains columns and verdicts."""
 _INTERVAL = re.compile(r"([-+][\d.]+) to ([-+][\d.]+)")
 _PERCENT = ("paper, %", "ours, %")
 _WIDTH, _HEIGHT = 96, 12
