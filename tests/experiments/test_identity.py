@@ -88,6 +88,13 @@ def test_another_version_trains_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _job().key != before
 
 
+def test_rows_that_move_the_basis_and_train_coefficients_are_new() -> None:
+    moves = {"ablations": {"grassmann_every": 1}}
+    assert _job(**moves, embedding="coefficients").identity["moments"] == "turned with U"
+    for row in (moves, {"embedding": "coefficients"}, moves | {"compressed": "none", "rank": "full"}):
+        assert "moments" not in _job(**row).identity
+
+
 DEFAULTS: dict[str, Any] = {
     "seed": 0,
     "model.preset": "micro",
@@ -164,7 +171,7 @@ KNOWN = {scale: known_outcomes(kept) for scale, kept in KEPT.items()}
 def test_kept_rows_are_known_by_what_they_say(scale: str) -> None:
     assert len(KEPT[scale]) >= {"micro": 1100, "micro_long": 44, "ladder": 54}[scale]
     measured = ("bias_every", "bias_of", "similarity_every", "volume_every", "outer_every")
-    parts = ("version", "corpus", "tokenizer", "steps_of", "settings", *measured)
+    parts = ("version", "corpus", "tokenizer", "steps_of", "moments", "settings", *measured)
     for key, outcome in KEPT[scale].items():
         assert key_of({part: outcome[part] for part in parts if part in outcome}) == key
         assert outcome["settings"]["seed"] == outcome["seed"]

@@ -22,7 +22,7 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "discarded": ({}, {"embedding": "coefficients", "ablations": {"adaptation": "discarded"}}),
     "resbm": ({}, {"ablations": {"peer": {"method": "resbm"}}}),
     "mapl": ({}, {"ablations": {"peer": {"method": "mapl"}}}),
-    "grassmann": ({}, {"ablations": {"grassmann_every": 1}}),
+    "grassmann": ({}, {"embedding": "coefficients", "ablations": {"grassmann_every": 1}}),
     "keep_local": ({"missed": 0.3, "keep_local": True}, {"rank": "full"}),  # `home` misses all rounds but the third
 }
 

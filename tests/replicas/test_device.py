@@ -22,7 +22,7 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "few bits": ({"compression": {"value_bits": 2}}, {"bits": 4}),
     "coefficients": ({}, {"embedding": "coefficients", "ablations": {"weight_projection": "both"}}),
     "diloco": ({"method": "diloco"}, {"ablations": {"modified_adamw": True, "adaptation": "discarded"}}),
-    "grassmann": ({}, {"ablations": {"grassmann_every": 1}}),
+    "grassmann": ({}, {"embedding": "coefficients", "ablations": {"grassmann_every": 1}}),
 }
 """Settings of the outer rounds and of the boundary."""
 

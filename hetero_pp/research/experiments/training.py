@@ -24,6 +24,7 @@ from rich.console import Console
 
 from hetero_pp.config.run_config import RunConfig
 from hetero_pp.config.spec import RunSpec
+from hetero_pp.config.topology import ParticipantsReplica
 from hetero_pp.core.files import keep_trying
 from hetero_pp.core.progress import NowAndThen
 from hetero_pp.data.sources import open_source
@@ -33,7 +34,7 @@ from hetero_pp.research.experiments.corpus import Corpus
 from hetero_pp.research.experiments.definition import Row
 from hetero_pp.research.experiments.outcomes import Outcome, add_outcome, commit, machine
 from hetero_pp.research.experiments.rows import Setting, settings_of
-from hetero_pp.research.settings import Every
+from hetero_pp.research.settings import Every, ablations_of
 from hetero_pp.research.trainer.replica import constraint_of
 from hetero_pp.research.trainer.train import FastResult, train_fast
 
@@ -47,7 +48,7 @@ FIRST_LINE, LAST_PAUSE = 60.0, 600.0
 """Seconds before a row's first line, when most rows of small tables are finished; longest pause."""
 
 _MEASURED_BESIDE = ("similarity_every", "volume_every", "outer_every")
-_IDENTITY = ("version", "corpus", "tokenizer", "steps_of", "bias_every", "bias_of", "settings")
+_IDENTITY = ("version", "corpus", "tokenizer", "steps_of", "moments", "bias_every", "bias_of", "settings")
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def identity_of(config: RunConfig, corpus: Corpus, every: Every) -> dict[str, An
     """Return everything that determines a row's outcome as JSON, without defaults.
 
     `steps_of` marks synchronous rows with several kinds of replicas, whose older outcomes have the first replica's step
-    for all.
+    for all. `moments` marks rows that move U and train coefficients: in older ones, moments stayed as they were.
     """
     settings = settings_of(config, corpus.source.vocabulary)
     tokenizer = corpus.tokenizer
@@ -103,6 +104,10 @@ def identity_of(config: RunConfig, corpus: Corpus, every: Every) -> dict[str, An
     measured |= {} if every.bias is None else {"bias_of": "products of two replicas"}
     is_mixed = len(set(map(constraint_of, config.replicas))) > 1
     together = {"steps_of": "every replica"} if config.outer.source == "gradient" and is_mixed else {}
+    boundaries = [one.boundary for one in config.replicas if isinstance(one, ParticipantsReplica)]
+    moves = any(ablations_of(config, one).grassmann_every is not None for one in config.replicas)
+    if moves and any(one.embedding == "coefficients" for one in boundaries):
+        together["moments"] = "turned with U"
     return {"version": OUTCOME_VERSION, "corpus": corpus.digest, **named, **together, **measured, "settings": settings}
 
 

@@ -79,8 +79,8 @@ class TableReplica(WholeReplica):
         """Change to another basis, at an outer round; the embedding has to be split again."""
         if self.boundary is not None and self.boundary.basis is not None:
             self.boundary.move(basis_DK)
-            if isinstance(self.optimizer, SubspaceOptimizer):
-                self.optimizer.basis = basis_DK
+            if isinstance(self.optimizer, AblatedOptimizer):
+                self.optimizer.turn(basis_DK)
 
     def loss(self, tokens: Tensor, step: int = 0, micro_batch: int = 0) -> Tensor:
         boundary = self.boundary
@@ -142,14 +142,14 @@ class TableReplica(WholeReplica):
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
+        embedding, boundary = self.parameters[EMBEDDING], self.boundary
+        if boundary is not None and self.hops and state["basis"] is not None:
+            self.move_basis(state["basis"].to(embedding.device))  # first, as saved moments have been turned
         super().load(state)
         for own, saved in zip(self.own, state["own"], strict=True):
             own.load_tensors(saved)
-        embedding, boundary = self.parameters[EMBEDDING], self.boundary
         if boundary is None or not self.hops:
             return
-        if state["basis"] is not None:
-            self.move_basis(state["basis"].to(embedding.device))
         if state["perpendicular"] is not None:
             boundary.perpendicular = state["perpendicular"].to(embedding.device)
         boundary.split(embedding)  # without `discard`: that was done before it was saved
@@ -293,6 +293,24 @@ class AblatedOptimizer(SubspaceOptimizer):
             shared = {"params": special, "weight_decay": self.settings.weight_decay, "shared_dim": 0}
             groups = [*rest, shared, *embedding]
         return (group for group in groups if group["params"])
+
+    @torch.no_grad()
+    def turn(self, basis_DK: Tensor) -> None:
+        """Change to the basis U', and turn the moments of C [V, K] as the next split turns C: C' = C R, R = U^T U'.
+
+            m' = m R,    v'_j = sum_i v_i R_ij^2
+
+        v' is exact if gradients of different coefficients are uncorrelated. The sources do not say what moments become.
+        A second moment that is shared along a row (`modified_adamw`) stays.
+        """
+        turn_KK, self.basis = self.basis.T @ basis_DK, basis_DK
+        if self.coefficients is None:
+            return
+        for optimizer in self.optimizers:
+            state = optimizer.state.get(self.coefficients, {})
+            for name, by in (("exp_avg", turn_KK), ("mean", turn_KK), ("exp_avg_sq", turn_KK.square())):
+                if name in state:
+                    state[name].copy_(state[name] @ by)
 
     @torch.no_grad()
     def _after(self) -> None:
