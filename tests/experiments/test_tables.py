@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean, stdev
@@ -14,6 +15,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from hetero_pp.research.experiments import command
+from hetero_pp.research.experiments.claims import times_tokens
 from hetero_pp.research.experiments.command import RESULTS
 from hetero_pp.research.experiments.definition import FORWARDS, Claim, Experiment, Row
 from hetero_pp.research.experiments.outcomes import ROWS, add_outcome
@@ -214,3 +216,38 @@ def test_a_row_that_is_trained_again_elsewhere_is_compared_with_the_repositorys(
         command._tell_differences(trained, found, rows, Console(width=200))
     told = "few, seed 1: loss 4.0000 here, 4.1000 in the repository's rows, difference -0.1000\n"
     assert capsys.readouterr().out == told
+
+
+# ---- losses in tokens ----
+
+BUDGETS = (1e5, 2e5, 4e5, 8e5, 3.2e6)
+
+
+def _after(tokens: float) -> float:
+    return 8 - 0.5 * math.log2(tokens / 1e5)
+
+
+CURVE = {tokens: _after(tokens) for tokens in BUDGETS}
+
+
+def test_a_loss_in_tokens_is_that_of_a_known_curve() -> None:
+    assert times_tokens(CURVE, _after(3e5), 8.1e5) == ("", pytest.approx(2.7))
+    assert times_tokens(CURVE, _after(1.6e6), 1.6e6) == ("", pytest.approx(1))
+    assert times_tokens(CURVE, _after(6e4), 8e5) == ("> ", pytest.approx(8))
+    assert times_tokens(CURVE, _after(6.4e6), 8e5) == ("< ", pytest.approx(0.25))
+
+
+def test_a_row_with_the_model_of_the_curve_has_its_loss_in_tokens(outcomes: Outcomes) -> None:
+    setting = Setting(MICRO, _experiment())
+    for one in outcomes["all"].values():
+        one["validation_loss"] = [_after(2e5)]
+        one["tokens"] = 500_000
+    base = setting.config(setting.experiment.rows[1])
+    result = result_of(setting, None, outcomes, curve=(base, CURVE))
+    text = "\n".join(markdown(result))
+    assert _rows(result)["all"]["times_tokens"] == ("", pytest.approx(2.5))
+    assert "| x tokens |" in text
+    assert "relative to rows of search/budget" in text
+    wider = base.model_copy(update={"model": base.model.model_copy(update={"width": 128})})
+    other = result_of(setting, None, outcomes, curve=(wider, CURVE))
+    assert "x tokens" not in "\n".join(markdown(other))

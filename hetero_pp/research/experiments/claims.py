@@ -465,3 +465,15 @@ def trend_result(setting: Setting, trend: Trend, outcomes: Outcomes) -> dict[str
             said.append({"width": width, "percent": law.at(width), "interval": law.interval(width)})
     result = {"name": trend.name, "of": trend.of, "points": points, "left_out": sum(gap <= 0 for _, gap in flat)}
     return result | {"exponent": exponent, "paper": trend.paper, "law": said}
+
+
+def times_tokens(curve: Mapping[float, float], loss: float, tokens: float) -> tuple[str, float]:
+    """Return how many times the tokens of a curve a row took to reach its loss, as `""` and a number.
+
+    `curve` has losses by tokens, and is linear in the logarithm of tokens between two of them. It is not extrapolated:
+    for a loss outside of it the number is a bound, after `> ` or `< `.
+    """
+    points = sorted(curve.items(), reverse=True)  # from the most tokens, which have the lowest loss
+    bound = "> " if loss > points[-1][1] else "< " if loss < points[0][1] else ""
+    logs = np.interp(loss, [one for _, one in points], [math.log(one) for one, _ in points])
+    return bound, tokens / float(np.exp(logs))

@@ -11,12 +11,14 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import count
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 from rich.console import Console
 
 from hetero_pp.config.folder import CACHE
+from hetero_pp.config.run_config import RunConfig
 from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.errors import ConfigError, RunFailed
 from hetero_pp.core.files import write_whole
@@ -25,7 +27,7 @@ from hetero_pp.core.units import format_bytes, format_flops, format_number
 from hetero_pp.data.settings import STREAMED
 from hetero_pp.program.report.output import say, shown_reading, standard_output, tell
 from hetero_pp.program.report.tables import PlainTable
-from hetero_pp.research.experiments.claims import deployments_of
+from hetero_pp.research.experiments.claims import deployments_of, known_values
 from hetero_pp.research.experiments.corpus import Corpus, Supply, prepare_corpus, require_text, with_tokenizer
 from hetero_pp.research.experiments.definition import Catalog, Row
 from hetero_pp.research.experiments.outcomes import ROWS, Outcome, alone, read_outcomes
@@ -180,8 +182,9 @@ def reproduce(request: Request) -> None:
         failures = train(missing, request.training, request.workers, console)
     with alone(rows):
         outcomes = known_outcomes(read_outcomes(rows))
+        curve = _curve(request, rows, outcomes, console)
         for table in tables.values():
-            table.write(request.results, outcomes, console)
+            table.write(request.results, outcomes, console, curve)
         _tell_differences(missing, outcomes, rows, console)
     _print_broken(console, broken)
     for name, cause in failures.items():
@@ -199,6 +202,23 @@ def _tell_differences(trained: Sequence[Job], outcomes: Mapping[str, Outcome], r
             here, there = outcomes[job.key]["validation_loss"][-1], earlier[job.key]["validation_loss"][-1]
             told = f"loss {here:.4f} here, {there:.4f} in the repository's rows, difference {here - there:+.4f}"
             tell(console, f"{job.name}, seed {job.seed}: {told}")
+
+
+def _curve(
+    request: Request, rows: Path, outcomes: Mapping[str, Outcome], console: Console
+) -> tuple[RunConfig, Mapping[float, float]] | None:
+    """Return a run of the scale's `budgets` without compression, and its losses by tokens."""
+    scale = request.catalog.scale(request.scale)
+    if scale.budgets not in request.catalog.experiments or request.corpus is not None or request.tokenizer is not None:
+        return None
+    [setting], _ = replace(request, names=[scale.budgets], trains=False).settings()
+    known = _Table(setting, replace(request, trains=False), rows, outcomes, console).outcomes(outcomes)
+    losses, points = known_values(known)["own"], dict[float, float]()
+    baselines = [row for row in setting.rows() if row.compressed_share == 0 and losses.get(row.name)]
+    for row in baselines:
+        seeds = losses[row.name]
+        points[known[row.name][min(seeds)]["tokens"]] = fmean(seeds.values())
+    return (setting.config(baselines[0]), points) if points else None
 
 
 class _Table:
@@ -232,12 +252,23 @@ class _Table:
             else:
                 self.known += done
 
-    def write(self, folder: Path, outcomes: Mapping[str, Outcome], console: Console) -> None:
-        """Write the table of all known outcomes; keep an existing table with results if nothing is known."""
+    def outcomes(self, outcomes: Mapping[str, Outcome]) -> dict[str, dict[int, Outcome]]:
+        """Return all known outcomes by row and seed."""
         known: dict[str, dict[int, Outcome]] = {}
         for row, job in self.asked + self.known:
             if (outcome := outcomes.get(job.key)) is not None:
                 known.setdefault(row.name, {})[job.seed] = outcome
+        return known
+
+    def write(
+        self,
+        folder: Path,
+        outcomes: Mapping[str, Outcome],
+        console: Console,
+        curve: tuple[RunConfig, Mapping[float, float]] | None,
+    ) -> None:
+        """Write the table of all known outcomes; keep an existing table with results if nothing is known."""
+        known = self.outcomes(outcomes)
         path = folder / self.setting.scale.name / f"{self.setting.experiment.name}.json"
         earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         if not known and any(row["ours"] is not None for row in earlier.get("rows", [])):
@@ -245,7 +276,7 @@ class _Table:
             return
         seeds = max(map(len, known.values()), default=self.seeds)
         command = f"{self.setting.command} --seeds {seeds}"
-        result = result_of(self.setting, self.corpus, known, command, earlier.get("trained", []))
+        result = result_of(self.setting, self.corpus, known, command, earlier.get("trained", []), curve)
         write_result(result, known, path)
         print_result(console, result, path)
 

@@ -101,6 +101,9 @@ class Scale(Definition):
         description="learning rate of rows by method, instead of the one in `base`; a row, its size or its table can "
         "set another",
     )
+    budgets: Name | None = Field(
+        None, description="experiment with rows of one method, model and text at several numbers of tokens"
+    )
 
     @property
     def key(self) -> str:

@@ -77,6 +77,11 @@ _COLUMNS = {
     "ours, %": Column(
         "difference from our baseline, paired by seed", lambda row, base: _signed(row["delta_percent"]), "always"
     ),
+    "x tokens": Column(
+        "tokens of the row, as a multiple of those with which rows without compression reach its loss: linear in the "
+        "logarithm of tokens between rows of the table that the text names, and a bound outside of them",
+        lambda row, base: "{}{:.2f}".format(*row["times_tokens"]) if "times_tokens" in row else "",
+    ),
     "uncompressed": Column("loss of the same model without boundaries", _plain("uncompressed", 3), "always"),
     "compressed": Column(
         "loss of the same model with the boundaries of a compressed replica", _plain("compressed", 3), "always"
@@ -190,6 +195,8 @@ def markdown(result: Result, picture: str | None = None) -> Iterator[str]:
             read = f"{corpus['tokens']:,} tokens, read {format_number(corpus['epochs'], 2)} times"
         named = f", encoded by {corpus['tokenizer']}" if "tokenizer" in corpus else ""
         yield f"Corpus: {corpus['name']}{named}, {read}."
+    if "budgets" in result:
+        yield f"`x tokens` is relative to rows of {result['budgets']}."
     if result["command"]:
         yield from ("", "```bash", result["command"], "```")
     if picture is not None:

@@ -27,6 +27,7 @@ from hetero_pp.research.experiments.claims import (
     hours_until,
     known_values,
     predicted_hours,
+    times_tokens,
     trend_result,
     ways_of,
 )
@@ -47,11 +48,17 @@ _LEAST_VALUES = 3  # fewest values of a setting for which a picture has a line
 
 
 def result_of(
-    setting: Setting, corpus: Corpus | None, outcomes: Outcomes, command: str = "", earlier: Sequence[Trained] = ()
+    setting: Setting,
+    corpus: Corpus | None,
+    outcomes: Outcomes,
+    command: str = "",
+    earlier: Sequence[Trained] = (),
+    curve: tuple[RunConfig, Mapping[float, float]] | None = None,
 ) -> dict[str, Any]:
     """Return everything that is known of an experiment at a scale, ready for JSON.
 
-    `command` makes its table. `earlier` is the previous table's record of where its rows were trained.
+    `command` makes its table. `earlier` is the previous table's record of where its rows were trained. `curve` has the
+    scale's losses by tokens, and the run of one of its rows: only rows with its model and text are compared with it.
     """
     experiment, scale = setting.experiment, setting.scale
     values, hours = known_values(outcomes), predicted_hours(experiment)
@@ -62,7 +69,7 @@ def result_of(
         of_corpus = {"name": corpus.data.corpus, "sha256": corpus.digest}
         of_corpus |= {} if corpus.tokenizer is None else {"tokenizer": corpus.data.tokenizer}
         of_corpus |= {"tokens": supply.training, "epochs": supply.epochs}
-    result = {
+    result: dict[str, Any] = {
         "name": experiment.name,
         "title": experiment.title,
         "paper": experiment.paper,
@@ -73,7 +80,7 @@ def result_of(
         "corpus": of_corpus,
         "baseline": experiment.baseline,
         "rows": [
-            _row_result(setting, row, outcomes.get(row.name, {}), values)
+            _row_result(setting, row, outcomes.get(row.name, {}), values, curve)
             | ({"hours": hours[""][row.name]} if row.name in hours.get("", {}) else {})
             for row in experiment.rows
         ],
@@ -95,6 +102,8 @@ def result_of(
                 for loss in experiment.clock.losses
             ],
         }
+    if curve is not None and any("times_tokens" in row for row in result["rows"]):
+        result["budgets"] = scale.budgets
     # axes of the picture, for rows that differ in steps between rounds or in one number
     steps = {row.name: setting.config(row).inner.steps for row in setting.representable()}
     if len(set(steps.values())) > 1:
@@ -105,7 +114,11 @@ def result_of(
 
 
 def _row_result(
-    setting: Setting, row: Row, outcomes: Mapping[int, Outcome], values: Mapping[str, Values]
+    setting: Setting,
+    row: Row,
+    outcomes: Mapping[int, Outcome],
+    values: Mapping[str, Values],
+    curve: tuple[RunConfig, Mapping[float, float]] | None,
 ) -> dict[str, Any]:
     losses = values["own"].get(row.name, {})
     result: dict[str, Any] = {"name": row.name, "paper": row.paper, "ours": None, "delta_percent": None}
@@ -124,7 +137,10 @@ def _row_result(
     paired = [100 * (losses[seed] / baseline[seed] - 1) for seed in losses if seed in baseline]
     result["delta_percent"] = fmean(paired) if paired else None
     first = outcomes[min(outcomes)]
-    replicas = len(setting.config(row).replicas)
+    config = setting.config(row)
+    replicas = len(config.replicas)
+    if curve is not None and (config.model, config.data) == (curve[0].model, curve[0].data):
+        result["times_tokens"] = times_tokens(curve[1], result["ours"]["mean"], first["tokens"])
     result |= {"bytes_per_token": first["boundary_bytes_per_token"], "tokens": first["tokens"], "replicas": replicas}
     if "contribution_bytes" in first:
         result["contribution_bytes"] = first["contribution_bytes"] / replicas
