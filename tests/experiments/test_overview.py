@@ -99,6 +99,15 @@ RESULT: dict[str, Any] = {
             "about": None,
         },
     ],
+    "clock": {
+        "hours": {"slow line": {"base": 9.0, "a - b": 1.0}},
+        "until": [
+            {
+                "loss": 4.5,
+                "hours": {"slow line": {"base": 3.14159, "a - b": None}, "20/100": {"base": 2.0, "a - b": 1.25}},
+            }
+        ],
+    },
     "trends": [
         {"name": "a", "law": [{"width": 64, "percent": 4.56, "interval": [1.0, 20.04]}]},
         {"name": "b", "law": []},
@@ -117,6 +126,10 @@ FIGURES = {
     "{s/t | verdict | it costs | compressed}": "one seed",
     "{s/t | verdict | it pays}": "does not hold (2 seeds)",
     "{s/t | law | a | 64}": "4.6 % (1.0 to 20.0)",
+    "{s/t | until | 4.5 | slow line | base}": "3.14",
+    "{s/t | until | 4.50 | slow line | a - b}": "never",
+    "{s/t | first | 4.5 | slow line}": "base, 3.14 h",
+    "{s/t | first | 4.5 | 20/100}": "a - b, 1.25 h",
 }
 
 
@@ -137,6 +150,9 @@ def test_figures_are_filled_in(text: str, figure: str, tmp_path: Path) -> None:
         "{s/t | law | a | 128}",
         "{s/t | law | b | 64}",
         "{s/t | verdict | it pays | own}",
+        "{s/t | until | 4.4 | slow line | base}",
+        "{s/t | until | 4.5 | slow line | c}",
+        "{s/t | first | 4.5 | quick line}",
         "{}",
     ],
 )

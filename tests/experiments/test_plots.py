@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from hetero_pp.research.experiments.definition import Experiment, Row
+from hetero_pp.research.experiments.pages import markdown
 from hetero_pp.research.experiments.plots import Place, lay_out
 from hetero_pp.research.experiments.result import result_of
 from hetero_pp.research.experiments.rows import Setting
@@ -57,6 +58,27 @@ def test_no_two_names_touch_and_none_leaves_the_picture(picture: Figure) -> None
     for name, box in boxes:
         assert whole.x0 <= box.x0 < box.x1 <= whole.x1 and whole.y0 <= box.y0 < box.y1 <= whole.y1, name
     assert not [(one[0], other[0]) for one, other in combinations(boxes, 2) if one[1].overlaps(other[1])]
+
+
+def test_each_deployment_of_a_clock_has_a_panel_on_equal_logarithmic_axes(known: Known, drawn: Drawn) -> None:
+    """Of three rounds in 6 hours, the second ends after 4; the page marks the first row to reach a loss."""
+    rows = [Row(name=name) for name in ("one", "other")]
+    setting = Setting(MICRO, Experiment(name="toy/plot", title="", baseline="one", rows=rows))
+    outcomes = {row.name: {1: known(3.0, validation_loss=[5.0, 4.0, 3.0])} for row in rows}
+    result = result_of(setting, None, outcomes)
+    hours = {"slow": {"one": 6.0, "other": 3.0}, "quick": {"one": 0.3, "other": 3.0}, "third": {"one": 1, "other": 1}}
+    until = {"slow": {"one": 4.0, "other": 2.0}, "quick": {"one": 0.2, "other": None}, "third": {"one": 1, "other": 1}}
+    result["clock"] = {"hours": hours, "until": [{"loss": 4.0, "hours": until}]}
+    panels = drawn(result, outcomes).axes
+    assert [(axes.get_title(), axes.get_xscale()) for axes in panels] == [(name, "log") for name in hours]
+    shown = [np.asarray(line.get_xydata()).tolist() for line in panels[0].get_lines()]
+    assert shown == [[[2.0, 5.0], [4.0, 4.0], [6.0, 3.0]], [[1.0, 5.0], [2.0, 4.0], [3.0, 3.0]]]
+    assert panels[0].get_xlim() == panels[1].get_xlim()
+    page = list(markdown(result))
+    start = page.index("| predicted hours until loss 4 | slow | quick | third |")
+    assert page[start + 2 : start + 4] == ["| one | 4 | **0.2** | **1** |", "| other | **2** |  | **1** |"]
+    assert "| one | 6 | **0.3** | **1** |" in page
+    assert "| predicted hours until all rounds | slow | quick | third |" in page
 
 
 def test_rows_that_differ_in_more_than_the_rank_are_on_no_line(known: Known) -> None:

@@ -63,11 +63,14 @@ def draw(result: Mapping[str, Any], outcomes: Outcomes, path: Path) -> None:
             panels.append(partial(_draw_final, label="bytes a token, hop and direction", places=sizes))
 
     columns = 1 + sum(row["name"] in outcomes for row in result["rows"]) // 30  # of the legend
-    lines = 1 if "clock" not in result else -(-len(panels) // 2)  # panels of several deployments share their axes
-    along = len(panels) // lines
+    shares = "clock" in result  # panels of several deployments have equal axes, two panels a line
+    along = min(2, len(panels)) if shares else len(panels)
+    lines = -(-len(panels) // along)
     figure = Figure(figsize=(6.5 * along + 2.5 * columns, 6 * lines), layout="constrained")
-    grid = figure.subplots(lines, along, squeeze=False, sharex=lines > 1, sharey=lines > 1)
-    for axes, panel in zip(grid.flat, panels, strict=True):
+    grid = figure.subplots(lines, along, squeeze=False, sharex=shares, sharey=shares)
+    for axes in grid.flat[len(panels) :]:
+        axes.remove()
+    for axes, panel in zip(grid.flat, panels, strict=False):
         panel(axes, result, outcomes)
         axes.grid(alpha=0.3)
     figure.suptitle(f"{result['name']} at scale {result['scale']}")
