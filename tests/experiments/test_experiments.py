@@ -309,8 +309,8 @@ def test_rows_that_fail_are_told_and_the_exit_code_says_so(tmp_path: Path, repro
         (["toy/two"], "found no experiment `toy/two`, expected one of toy/one"),
         (
             ["toy/one", "--scale", "huge"],
-            "found no scale `huge`, expected one of at_size, ladder, micro, micro_long, paper, paper/diloco, paper/sparseloco, "
-            "small, tiny, vocabulary_8k",
+            "found no scale `huge`, expected one of at_size, ladder, micro, micro_long, paper, paper/diloco, "
+            "paper/sparseloco, small, tiny, vocabulary_8k",
         ),
     ],
 )
