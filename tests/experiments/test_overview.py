@@ -75,6 +75,7 @@ RESULT: dict[str, Any] = {
             "ours": {"mean": 4.5, "seeds": {"2": 4.4, "3": 4.6}},
             "compressed_seeds": {"2": 5.25, "3": 6.5},
             "delta_percent": 12.34,
+            "times_tokens": ["> ", 2.44],
             "bias": {"mean": 0.1234},
             "sparse_ring": {"mean": 1.239},
         },
@@ -118,6 +119,7 @@ FIGURES = {
     "{s/t | percent | a - b}": "12.3",
     "{s/t | paper | a - b}": "2.10",
     "{s/t | paper percent | a - b}": "5.0",
+    "{s/t | times | a - b}": "> 2.4",
     "{s/t | bias | a - b}": "12",
     "{s/t | sparse_ring | a - b}": "1.24",
     "{s/t | difference | base | a - b}": "0.30",  # at seed 2, which both have

@@ -421,7 +421,8 @@ def with_figures(path: Path, results: Results) -> str:
     """Return the text of a file with its figures filled in, and every paragraph and list item wrapped.
 
     `{TABLE | WHAT | NAME...}` is one of:
-    - `loss` (nats) or `percent` (above the baseline) of a row; `paper` and `paper percent` are the paper's values.
+    - `loss` (nats) or `percent` (above the baseline) of a row; `paper` and `paper percent` are the paper's values;
+      `times` is the column `x tokens`.
     - `bias` (percent), `similarity`, `momentum`, `kept_momentum` (cosines), `norm`, `uncorrelated`, `gather`, `ring`,
       `sparse_ring` (megabytes), predicted `hours` of a row.
     - `difference` (nats): the second row's loss minus the first's.
@@ -488,5 +489,7 @@ def _figure(parts: list[str], results: Results) -> str:
         return f"{row[what]['mean']:.2f}"
     if what == "loss":
         return f"{row['ours']['mean']:.2f}"
+    if what == "times":
+        return "{}{:.1f}".format(*row["times_tokens"])
     key, digits = {"percent": ("delta_percent", 1), "paper": ("paper", 2), "hours": ("hours", 1)}[what]
     return f"{row[key]:.{digits}f}"
