@@ -143,16 +143,18 @@ def growing_contributions(target: Target, stretch: Stretch) -> None:
             return call
         size = rounds.setdefault(header.round, GROWTH ** len(rounds) * 1e-3)
         compression = target.spec.config.outer.compression
-        blobs = list[tuple[pb.BlobHeader, bytes]]()
+        blobs = list[tuple[str, bytes]]()
         for one, _ in split_blobs(header, b""):
             noise = [
                 (name, shape, select(torch.zeros(shape), size * torch.randn(shape), compression))
                 for name, shape in blocks[one.block].items()
             ]
             data = encode_blob(BlobAddress(target.run, one.round, one.replica, one.block), noise, compression)
-            one.size = len(data)
-            blobs.append((one, data))
-        lie, data = join_blobs(blobs)
+            blobs.append((one.block, data))
+        common = pb.BlobHeader()
+        common.CopyFrom(header)
+        common.ClearField("following")
+        lie, data = join_blobs(common, blobs)
         return replace(call, message=lie, frames=list(header_and_payload_frames(lie, [data])))
 
     members(target, stretch, [target.guest], change)

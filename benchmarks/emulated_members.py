@@ -15,14 +15,15 @@ from hetero_pp.config.folder import RunFolder
 from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.yaml_file import read_run
 from hetero_pp.core.errors import HeteroPPError
-from hetero_pp.messages.messages_pb2 import InnerStep, Report, RoundRecord
+from hetero_pp.messages.messages_pb2 import BlobHeader, InnerStep, Report, RoundRecord
 from hetero_pp.model.transformer import shapes_by_block
 from hetero_pp.outer.apply_round import apply_round
 from hetero_pp.outer.step import OuterOptimizer, parameter_sha256
-from hetero_pp.pseudo_gradient.blob_batches import batches
+from hetero_pp.pseudo_gradient.blob_batches import batches, join_blobs
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, blob_of, encode_tensor
 from hetero_pp.pseudo_gradient.error_feedback import select
 from hetero_pp.rpc.exchange_client import ExchangeClient
+from hetero_pp.rpc.exchange_service import Caller
 from hetero_pp.rpc.identities import Secret, SecretKeys
 
 SECONDS_BETWEEN_HEARTBEATS = 1.0
@@ -76,10 +77,10 @@ class Members:
         self.clients[name].report(reports, name)
 
     def deposit(self, name: str, round_: int) -> None:
-        steps = self.spec.inner_steps
+        generation, steps = self.generations[name], self.spec.inner_steps
+        common = BlobHeader(round=round_, replica=name, generation=generation, steps=steps)
         for batch in batches(self.blobs[name].items()):
-            own = {BlobAddress(self.spec.run, round_, name, block): data for block, data in batch}
-            self.clients[name].deposit_all(name, own, self.generations[name], steps)
+            self.clients[name].deposit_blob(*join_blobs(common, batch), Caller(name))
 
     def record(self, name: str, round_: int) -> None:
         self.records[name] = self.clients[name].record(round_, name)

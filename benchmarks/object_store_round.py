@@ -39,11 +39,13 @@ from processes import serving
 
 from hetero_pp.config.checkpoint import initial_checkpoint
 from hetero_pp.config.spec import Roster
+from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.model.transformer import ModelShape, shapes_by_block
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import Selection, select
 from hetero_pp.rpc.exchange_client import ExchangeClient
+from hetero_pp.rpc.exchange_service import Caller
 from hetero_pp.rpc.identities import Secret
 from hetero_pp.store.opening import open_store
 from replica_groups.exchange.exchange import Exchange
@@ -165,7 +167,8 @@ def _round(client: ExchangeClient, name: str, round_: int, setup: Setup, sent: S
     blobs = {block: _blob(setup, name, round_, block, sent) for block in sent}
     begin = time.monotonic()
     for block, blob in blobs.items():
-        client.deposit(name, BlobAddress(RUN, round_, name, block), blob, generation, 1)
+        header = pb.BlobHeader(round=round_, replica=name, block=block, size=len(blob), generation=generation, steps=1)
+        client.deposit_blob(header, blob, Caller(name))
     uploaded = time.monotonic()
     counted = client.record(round_, name).contributions
     recorded = time.monotonic()

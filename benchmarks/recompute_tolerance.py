@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ class Rounds:
             assert member.batches is not None
             after = state_of(member, here.outers[REPLICA], member.batches.state(), None)
             after.save(self.folder / f"state-{number + 1}")
-            blobs = [entry_of(BlobAddress("", number, REPLICA, block), data, []) for block, data in found[-1].items()]
+            blobs = [entry_of(block, sha256(data).digest(), len(data), []) for block, data in found[-1].items()]
             record = RoundRecord(
                 round=number, contributions=[ContributionEntry(replica=REPLICA, weight=1, blobs=blobs)]
             )

@@ -34,9 +34,9 @@ from google.protobuf.message import Message
 
 from hetero_pp.config.spec import Roster
 from hetero_pp.core.errors import HeteroPPError, Refused
-from hetero_pp.messages.messages_pb2 import HeartbeatReply, JoinReply, JoinRequest
-from hetero_pp.pseudo_gradient.contribution import BlobAddress
+from hetero_pp.messages.messages_pb2 import BlobHeader, HeartbeatReply, JoinReply, JoinRequest
 from hetero_pp.rpc.exchange_client import ExchangeClient
+from hetero_pp.rpc.exchange_service import Caller
 from hetero_pp.rpc.identities import Secret
 from hetero_pp.rpc.limits import RequestBounds
 from replica_groups.exchange.audit_hook import AuditHook
@@ -133,7 +133,8 @@ def heartbeats(size: int) -> dict[str, Any]:
     client, took, lost = ExchangeClient(f"127.0.0.1:{PORT}", SECRET.credentials("home"), RUN), list[float](), 0
     client.join("home", "")
     begin = time.monotonic()
-    sends = threading.Thread(target=client.deposit, args=("home", BlobAddress(RUN, 1, "home", "norm"), bytes(size)))
+    header = BlobHeader(round=1, replica="home", block="norm", size=size)
+    sends = threading.Thread(target=client.deposit_blob, args=(header, bytes(size), Caller("home")))
     sends.start()
     while sends.is_alive():
         asked = time.monotonic()

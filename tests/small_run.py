@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import torch
+from deposits import deposit
 from members import FOR_EVER, TIMEOUT, assign_all, begin, in_thread
 
 from hetero_pp.config.checkpoint import RunCheckpoint, initial_checkpoint
@@ -166,8 +167,8 @@ class Run:
             current = self.exchange.coordinator.replicas[replica].generation
             for block in sorted(self.roster.blocks[member]):
                 address = BlobAddress("run", round_, replica, block)
-                self.exchange.deposit(
-                    Caller(member, incarnation), address, self.blob(address), generation or current, 7
+                deposit(
+                    self.exchange, Caller(member, incarnation), address, self.blob(address), generation or current, 7
                 )
 
     def counted(self, round_: int) -> dict[str, int]:

@@ -26,14 +26,15 @@ def payload_bytes(header: BlobHeader) -> int:
     return 0 if header.url else header.size + sum(one.size for one in header.following)
 
 
-def join_blobs(blobs: Sequence[tuple[BlobHeader, bytes]]) -> tuple[BlobHeader, bytes]:
-    """Return one header, and the bytes of all blobs. They differ in block and size alone."""
-    first, *rest = blobs
+def join_blobs(common: BlobHeader, blobs: Sequence[tuple[str, bytes]]) -> tuple[BlobHeader, bytes]:
+    """Return the header and the payload of a deposit of blobs, by block. `common`: what is the same for all."""
+    (block, first), *rest = blobs
     header = BlobHeader()
-    header.CopyFrom(first[0])
-    for one, _ in rest:
-        header.following.add(block=one.block, size=one.size)
-    return header, b"".join(data for _, data in blobs) if rest else first[1]
+    header.CopyFrom(common)
+    header.block, header.size = block, len(first)
+    for block, data in rest:
+        header.following.add(block=block, size=len(data))
+    return header, b"".join(data for _, data in blobs) if rest else first
 
 
 def split_blobs(header: BlobHeader, data: bytes) -> Iterator[tuple[BlobHeader, bytes]]:

@@ -285,13 +285,13 @@ def _floats(reader: Reader, data: memoryview) -> Tensor:
     return found
 
 
-def entry_of(address: BlobAddress, data: bytes, values: Sequence[Tensor]) -> BlobEntry:
+def entry_of(block: str, sha256: bytes, size: int, values: Sequence[Tensor]) -> BlobEntry:
     """Return a blob's entry in the round record, with the norm and the peak of its tensors' values."""
     squares = sum(float(one.double().square().sum()) for one in values)
     return BlobEntry(
-        block=address.block,
-        sha256=hashlib.sha256(data).digest(),
-        size=len(data),
+        block=block,
+        sha256=sha256,
+        size=size,
         kept_values=sum(len(one) for one in values),
         norm=min(math.sqrt(squares), _LARGEST),
         peak=max((float(one.abs().max()) for one in values if len(one)), default=0.0),

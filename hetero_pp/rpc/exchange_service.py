@@ -18,8 +18,6 @@ from torch import Tensor
 from hetero_pp.config.changes import Changes
 from hetero_pp.config.lines import EXCHANGE
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.pseudo_gradient.blob_batches import join_blobs
-from hetero_pp.pseudo_gradient.contribution import BlobAddress
 
 FIRST_TOLD, MOST_BETWEEN = 10.0, 600.0
 """Seconds before a waiting process reports it for the first time, and the longest time between two reports."""
@@ -194,36 +192,6 @@ class ExchangeService(ABC):
     def died(self, member: str, cause: str, incarnation: int | None = None) -> None:
         """Report that a member's process has ended, and its incarnation if known; sent by its supervisor."""
         self.call(pb.DiedRequest(member=member, cause=cause, incarnation=incarnation), _PROCESS)
-
-    def deposit(
-        self, member: str | Caller, address: BlobAddress, data: bytes, generation: int | None = None, steps: int = 0
-    ) -> None:
-        """Deposit one blob (`deposit_all`)."""
-        self.deposit_all(member, {address: data}, generation, steps)
-
-    def deposit_all(
-        self, member: str | Caller, blobs: Mapping[BlobAddress, bytes], generation: int | None = None, steps: int = 0
-    ) -> None:
-        """Deposit blobs of one replica after `steps` inner steps (`deposit_blob`). `generation`: its generation.
-
-        Several have at most BATCH_BYTES_MAX. Without `generation` it is the current one, which is only allowed in the
-        exchange's process.
-        """
-        headers = [
-            (
-                pb.BlobHeader(
-                    round=address.round,
-                    replica=address.replica,
-                    block=address.block,
-                    size=len(data),
-                    generation=generation or 0,
-                    steps=steps,
-                ),
-                data,
-            )
-            for address, data in blobs.items()
-        ]
-        self.deposit_blob(*join_blobs(headers), _caller(member))
 
     def record(self, round_: int, member: str | Caller | None = None) -> pb.RoundRecord:
         """Return the record of the contributions included in a round; waits until the round is closed.

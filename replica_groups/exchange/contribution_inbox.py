@@ -100,9 +100,9 @@ class ContributionInbox:
         parts = {offer.address: part for offer, part in blobs}
 
         def keep(some: Sequence[Offer]) -> Sequence[BlobEntry]:
-            own = {offer.address: parts[offer.address] for offer in some}
-            entries = [self._checked(offer, own[offer.address]) for offer in some]
-            self._runner.retry(lambda: self._log.write_blobs(own, some[0].generation))
+            entries = [self._checked(offer, parts[offer.address]) for offer in some]
+            own = {offer.key: parts[offer.address] for offer in some}
+            self._runner.retry(lambda: self._log.write_blobs(own))
             return entries
 
         self._take([offer for offer, _ in blobs], keep)
@@ -238,6 +238,6 @@ class ContributionInbox:
             with self._checking_small if len(data) < SMALL_BYTES else self._checking:
                 blob = ReceivedBlob(data, offer.address, shapes, self._compression)
                 values = [blob.values(name) for name in shapes] if self._decodes else []
-                return entry_of(offer.address, data, values)
+                return entry_of(offer.address.block, offer.sha256, len(data), values)
         except MalformedContribution as error:
             raise self._runner.refused(offer.member, str(error), Kind.MALFORMED) from None

@@ -33,7 +33,7 @@ from hetero_pp.config.run_config import RunConfig
 from hetero_pp.core.bounded import before_gap
 from hetero_pp.core.errors import ConfigError, DamagedFile, StoreError
 from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry, RoundRecord
-from hetero_pp.pseudo_gradient.contribution import BlobAddress, contribution_digest
+from hetero_pp.pseudo_gradient.contribution import contribution_digest
 from hetero_pp.store.folder import reading, storing, writing
 from hetero_pp.store.store import Store
 from replica_groups.exchange.audits import audit_key, audited, scored, scores_key
@@ -64,22 +64,18 @@ class ContributionLog:
 
     # ---- contributions ----
 
-    def write_blobs(self, blobs: Mapping[BlobAddress, bytes], generation: int) -> None:
-        """Write blobs of one round and generation of a replica.
+    def write_blobs(self, blobs: Mapping[str, bytes]) -> None:
+        """Write blobs of one round and generation of a replica, by key (`blob_key`).
 
         Several are one object, because each file takes a flush, an entry of its folder, and a block of the disk.
         """
-        keys = {
-            blob_key(own.round, own.replica, generation, own.block, hashlib.sha256(data).digest()): data
-            for own, data in blobs.items()
-        }
-        first, *others = keys
+        first, *others = blobs
         if not others:
-            self.store.put(first, keys[first])
+            self.store.put(first, blobs[first])
             return
         folder = first.rpartition("/")[0]
-        index = json.dumps([[key.rpartition("/")[2], len(data)] for key, data in keys.items()]).encode()
-        whole = b"".join((_INDEX_LENGTH.pack(len(index)), index, *keys.values()))
+        index = json.dumps([[key.rpartition("/")[2], len(data)] for key, data in blobs.items()]).encode()
+        whole = b"".join((_INDEX_LENGTH.pack(len(index)), index, *blobs.values()))
         self.store.put(f"{folder}/{_index_digest(index)}{TOGETHER}", whole)
 
     def read_blob(self, key: str, sha256: bytes) -> bytes:

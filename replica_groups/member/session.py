@@ -40,7 +40,7 @@ from hetero_pp.core.errors import (
 from hetero_pp.link.protocol import FRAME_BYTES, NOT_KNOWN, Holders, Ledger, LinkEnds, raw_frames, wire_bytes
 from hetero_pp.link.shaping import Lines, Shaper, busy_seconds
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.pseudo_gradient.blob_batches import batches, split_blobs
+from hetero_pp.pseudo_gradient.blob_batches import batches, join_blobs, split_blobs
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.rpc.exchange_service import NO_STATES, Arrived, AvailableStates, Caller, ExchangeService, call_of, untold
 from hetero_pp.store.faults import NO_FAULTS, FaultPhase, Faults
@@ -359,10 +359,11 @@ class MemberSession(ExchangeService):
         `before_last` is called once all are made, and before the last are sent: then the contribution is complete.
         """
 
-        def send(batch: Iterable[tuple[str, bytes]]) -> None:
+        common = pb.BlobHeader(round=round_, replica=self.replica, generation=generation or 0, steps=steps)
+
+        def send(batch: Sequence[tuple[str, bytes]]) -> None:
             with self._blocking():
-                own = {self.address_of(round_, block): data for block, data in batch}
-                self.deposit_all(self.member, own, generation, steps)
+                self.deposit_blob(*join_blobs(common, batch), Caller(self.member))
 
         last = None
         for batch in batches(blobs):

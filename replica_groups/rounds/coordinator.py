@@ -465,11 +465,7 @@ class Coordinator:
             yield e.Reject(slot.name, reason, incarnation=event.incarnation, is_over=True)
             return
         self.open.join(replica.name, replica.alive)
-        assert event.entry is not None
-        complaint = self.open.deposit(
-            replica.name, event.generation, event.block, event.entry, event.steps, self.rules, now
-        )
-        if complaint is not None:
+        if (complaint := self.open.deposit(replica.name, event, self.rules, now)) is not None:
             yield e.Reject(slot.name, complaint, incarnation=event.incarnation)
 
     def _recorded(self, record: pb.RoundRecord, now: float) -> Iterator[e.Effect]:

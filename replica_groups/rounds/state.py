@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from statistics import median_low
 
 from hetero_pp.messages.messages_pb2 import BlobEntry, RoundRecord
+from replica_groups.rounds.events import Deposited
 from replica_groups.rounds.rules import MOST_TIMES_THE_STEPS, Rules, Window
 
 _NO_WINDOW = Window(0.0, 0.0, 0.0)
@@ -253,25 +254,24 @@ class OpenRound:
         self.is_overdue = True
         self.counting &= self.whole.keys()
 
-    def deposit(
-        self, replica: str, generation: int, block: str, entry: BlobEntry, steps: int, rules: Rules, now: float
-    ) -> str | None:
+    def deposit(self, replica: str, blob: Deposited, rules: Rules, now: float) -> str | None:
         """Note a blob; return a complaint if it contradicts an earlier one. Repeating a deposit is harmless."""
-        if (complaint := rules.complaint_of_steps(replica, steps)) is not None:
-            return f"`{block}`: {complaint}"
+        assert blob.entry is not None
+        if (complaint := rules.complaint_of_steps(replica, blob.steps)) is not None:
+            return f"`{blob.block}`: {complaint}"
         known = self.deposits.get(replica)
-        if known is not None and known.generation != generation and replica in self.whole:
+        if known is not None and known.generation != blob.generation and replica in self.whole:
             return (
-                f"a contribution to round {self.number} of generation {generation}, after a complete one of "
+                f"a contribution to round {self.number} of generation {blob.generation}, after a complete one of "
                 f"generation {known.generation}"
             )
-        if known is None or known.generation != generation:
-            known = self.deposits[replica] = GenerationDeposits(generation, steps)
-        if known.blobs.get(block, entry) != entry:
-            return f"a second, different `{block}` for round {self.number}"
-        if known.steps != steps:
-            return f"`{block}` of {steps} steps, expected {known.steps} as in the replica's other blobs"
-        known.blobs[block] = entry
+        if known is None or known.generation != blob.generation:
+            known = self.deposits[replica] = GenerationDeposits(blob.generation, blob.steps)
+        if known.blobs.get(blob.block, blob.entry) != blob.entry:
+            return f"a second, different `{blob.block}` for round {self.number}"
+        if known.steps != blob.steps:
+            return f"`{blob.block}` of {blob.steps} steps, expected {known.steps} as in the replica's other blobs"
+        known.blobs[blob.block] = blob.entry
         if replica not in self.whole and known.blobs.keys() >= rules.blocks_of(replica):
             self.whole[replica] = now
             self.missing.discard(replica)

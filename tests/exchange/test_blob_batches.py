@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from deposits import deposit, deposit_all
 from small_run import Run
 
 from hetero_pp.core.errors import Refused
@@ -97,16 +98,16 @@ def test_a_member_deposits_its_small_blobs_in_one_call(run: Run, served: Exchang
 def test_those_that_are_included_already_are_not_written_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     written, write = list[list[str]](), run.log.write_blobs
 
-    def noting(blobs: Mapping[BlobAddress, bytes], generation: int) -> None:
-        written.append([address.block for address in blobs])
-        write(blobs, generation)
+    def noting(blobs: Mapping[str, bytes]) -> None:
+        written.append([Path(key).name.rsplit(".", 2)[0] for key in blobs])
+        write(blobs)
 
     monkeypatch.setattr(run.log, "write_blobs", noting)
     blobs = _blobs(run)
     first, *rest = blobs
-    run.exchange.deposit("a", first, blobs[first], GENERATION, STEPS)
-    run.exchange.deposit_all("a", blobs, GENERATION, STEPS)
-    run.exchange.deposit_all("a", blobs, GENERATION, STEPS)  # as after a lost answer
+    deposit(run.exchange, "a", first, blobs[first], GENERATION, STEPS)
+    deposit_all(run.exchange, "a", blobs, GENERATION, STEPS)
+    deposit_all(run.exchange, "a", blobs, GENERATION, STEPS)  # as after a lost answer
     assert written == [[first.block], [one.block for one in rest]]
 
 
@@ -114,20 +115,20 @@ def test_one_that_is_malformed_or_a_second_different_one_keeps_the_others_out(ru
     blobs = _blobs(run)
     _, second, *_, last = blobs
     with pytest.raises(Refused, match=f"`?{last.block}"):
-        run.exchange.deposit_all("a", blobs | {last: blobs[last][:-1]}, GENERATION, STEPS)
+        deposit_all(run.exchange, "a", blobs | {last: blobs[last][:-1]}, GENERATION, STEPS)
     assert not _noted(run)
     assert not run.log.store.below("round-000001")
-    run.exchange.deposit("a", second, blobs[second], GENERATION, STEPS)
+    deposit(run.exchange, "a", second, blobs[second], GENERATION, STEPS)
     before = _noted(run)
     with pytest.raises(Refused, match="a second, different"):
-        run.exchange.deposit_all("a", _blobs(run, seed=5), GENERATION, STEPS)
+        deposit_all(run.exchange, "a", _blobs(run, seed=5), GENERATION, STEPS)
     assert _noted(run) == before
-    run.exchange.deposit_all("a", blobs, GENERATION, STEPS)  # nobody waits for the refused ones
+    deposit_all(run.exchange, "a", blobs, GENERATION, STEPS)  # nobody waits for the refused ones
     assert _noted(run).keys() == run.roster.blocks["a"]
 
 
 def test_more_bytes_together_than_the_limit_are_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    header, _ = join_blobs([(pb.BlobHeader(round=1, replica="a", block=b, size=10), bytes(10)) for b in _two(run)])
+    header, _ = join_blobs(pb.BlobHeader(round=1, replica="a"), [(block, bytes(10)) for block in _two(run)])
     run.exchange.inbox.expect(header, Caller("a"))
     monkeypatch.setattr(contribution_inbox, "BATCH_BYTES_MAX", 19)
     with pytest.raises(Refused, match="found 20 bytes of several blobs, expected at most 19"):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from deposits import keyed
 from log_files import checkpoint_path, folder_of
 
 from hetero_pp.config.checkpoint import RunCheckpoint, initial_checkpoint, save_checkpoint
@@ -52,7 +53,7 @@ def _checkpoint(version: int) -> RunCheckpoint:
 
 
 def _blob(log: ContributionLog, version: int) -> None:
-    log.write_blobs({BlobAddress("run", 1, "dc", "norm"): f"version {version}".encode()}, 1)
+    log.write_blobs(keyed({BlobAddress("run", 1, "dc", "norm"): f"version {version}".encode()}, 1))
 
 
 def _record(log: ContributionLog, version: int) -> None:

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from deposits import deposit
 from log_files import folder_of
 from members import assign_all, in_thread, patient
 from three_members import (
@@ -72,7 +73,7 @@ def test_a_round_closes_with_the_last_blob_and_not_before(
             exchange.log.read_record(1)
         with pytest.raises(Refused, match="closed round"):
             exchange.fetch("dc", 1, address.replica, address.block)
-        exchange.deposit(member, address, _blob(checkpoint, address))
+        deposit(exchange, member, address, _blob(checkpoint, address))
     assert exchange.log.read_record(1).round == 1
     for member, address in deposits:
         assert exchange.fetch(member, 1, address.replica, address.block) == _blob(checkpoint, address)
@@ -129,7 +130,7 @@ def test_deposits_that_are_refused_do_not_stop_the_run(exchange: Exchange, check
         (r"round=2.*expected.*round=1", "dc", good, _blob(checkpoint, _address("dc", "norm", round_=2))),
         ("another run", "dc", replace(good, run="another run"), _blob(checkpoint, replace(good, run="another run"))),
     ):
-        _expect_refusal(exchange, match, partial(exchange.deposit, member, address, data))
+        _expect_refusal(exchange, match, partial(deposit, exchange, member, address, data))
     assert exchange.refusals == 12
     told = [report.refusal.sender for report in _reports(exchange) if report.HasField("refusal")]
     assert len(told) == 12 and set(told) == {"dc", "home.0", "stranger"}
@@ -144,10 +145,10 @@ def test_the_same_blob_is_taken_once_and_a_second_different_one_leaves_it_in_the
     """The record names the first blob, so receivers must get the first blob."""
     address = _address("dc", "norm")
     for _ in range(3):
-        exchange.deposit("dc", address, _blob(checkpoint, address))
+        deposit(exchange, "dc", address, _blob(checkpoint, address))
     assert exchange.refusals == 0
     other = _blob(checkpoint, address, seed=1)
-    _expect_refusal(exchange, "second, different", lambda: exchange.deposit("dc", address, other))
+    _expect_refusal(exchange, "second, different", lambda: deposit(exchange, "dc", address, other))
     _deposit_all_others(exchange, checkpoint, address)
     named = next(blob for blob in exchange.record(1).contributions[0].blobs if blob.block == "norm")
     served = exchange.fetch("home.0", 1, "dc", "norm")
@@ -221,7 +222,7 @@ def test_guests_that_make_hashes_up_do_not_end_a_run(checkpoint: RunCheckpoint, 
             if exchange.coordinator.replicas[member].round == round_:
                 for block in sorted(FIRST | LAST):
                     address = BlobAddress("run", round_, member, block)
-                    exchange.deposit(member, address, _blob(checkpoint, address))
+                    deposit(exchange, member, address, _blob(checkpoint, address))
         exchange.confirm(EXCHANGE, round_, right)
         for member in roster.members:
             exchange.confirm(member, round_, right if member == "dc" else right | WRONG)
@@ -233,8 +234,8 @@ def test_guests_that_make_hashes_up_do_not_end_a_run(checkpoint: RunCheckpoint, 
     own = exchange.coordinator.slots["x"]
     exchange.runner.wait_until(lambda: own.asked == 2 or exchange.coordinator.replicas["x"].round == 3)
     for block in sorted(FIRST | LAST):
-        exchange.deposit(
-            "dc", BlobAddress("run", 3, "dc", block), _blob(checkpoint, BlobAddress("run", 3, "dc", block))
+        deposit(
+            exchange, "dc", BlobAddress("run", 3, "dc", block), _blob(checkpoint, BlobAddress("run", 3, "dc", block))
         )
     assert [one.replica for one in exchange.record(3).contributions] == ["dc"]
     assert _happened(exchange) == [
@@ -272,7 +273,7 @@ def test_if_all_replicas_of_the_operator_differ_the_run_ends(exchange: Exchange,
     address = _address("dc", "norm")
     for later in (
         lambda: exchange.record(1),
-        lambda: exchange.deposit("dc", address, _blob(checkpoint, address)),
+        lambda: deposit(exchange, "dc", address, _blob(checkpoint, address)),
         lambda: exchange.fetch("dc", 1, "home", "norm"),
         lambda: exchange.confirm("dc", 2, _hashes(checkpoint, FIRST | LAST)),
         lambda: exchange.assign("dc", 0),

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from deposits import deposit
 from failing_disk import each_operation, failing_disk
 from members import TIMEOUT, assign_all, in_thread, patient
 from three_members import SETTINGS, _blob
@@ -74,7 +75,7 @@ class _Log:
             assign_all(self.exchange, round_ - 1)
             for block in sorted(BLOCKS):
                 address = BlobAddress("run", round_, "dc", block)
-                self.exchange.deposit("dc", address, _blob(self.checkpoint, address))
+                deposit(self.exchange, "dc", address, _blob(self.checkpoint, address))
             for entry in self.exchange.record(round_).contributions:
                 for blob in entry.blobs:
                     self.exchange.fetch("dc", round_, entry.replica, blob.block)

@@ -176,7 +176,7 @@ class _Disappearing(MemberSession):
         super().__init__(exchange, name, name, "run")
         self._has_answered = False
 
-    def deposit_all(self, *_: object) -> None:
+    def deposit_blob(self, *_: object) -> None:
         """Do nothing: the round is closed."""
 
     def record(self, round_: int, member: str | Caller | None = None) -> RoundRecord:

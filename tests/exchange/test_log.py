@@ -6,6 +6,7 @@ import hashlib
 from pathlib import Path
 
 import pytest
+from deposits import keyed
 
 from hetero_pp.core.errors import DamagedFile
 from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry, RoundRecord
@@ -50,14 +51,14 @@ def test_a_first_record_that_is_damaged_is_named(log: ContributionLog) -> None:
 def test_blobs_are_of_the_generation_that_was_counted(log: ContributionLog) -> None:
     """A group that trained the round twice may have either generation included."""
     address = BlobAddress("run", 1, "home", "norm")
-    log.write_blobs({address: BLOB}, 2)
-    log.write_blobs({address: b"another generation's"}, 3)
+    log.write_blobs(keyed({address: BLOB}, 2))
+    log.write_blobs(keyed({address: b"another generation's"}, 3))
     record = log.create_record(_record(generation=2))
     read = log.blobs_of(record)
     assert read("home", "norm") == BLOB
     with pytest.raises(FileNotFoundError, match="no `norm` of dc was included in round 1"):
         read("dc", "norm")
-    log.write_blobs({address: BLOB[:-1] + b"M"}, 2)  # for example from a group that another coordinator formed
+    log.write_blobs(keyed({address: BLOB[:-1] + b"M"}, 2))  # for example from a group that another coordinator formed
     assert read("home", "norm") == BLOB
     log.store.put(blob_key(1, "home", 2, "norm", hashlib.sha256(BLOB).digest()), BLOB[:-1] + b"M")
     with pytest.raises(
@@ -69,7 +70,7 @@ def test_blobs_are_of_the_generation_that_was_counted(log: ContributionLog) -> N
 def test_the_blobs_of_a_deposit_are_one_object(log: ContributionLog) -> None:
     """An index in front of them has their names, sizes and digests, and gives the object its name."""
     blobs = {"norm": BLOB, "layers.0": b"first layer" * 9, "empty": b""}
-    log.write_blobs({BlobAddress("run", 1, "home", block): data for block, data in blobs.items()}, 2)
+    log.write_blobs(keyed({BlobAddress("run", 1, "home", block): data for block, data in blobs.items()}, 2))
     (together,) = log.store.below("round-000001")
     digests = {block: hashlib.sha256(data).digest() for block, data in blobs.items()}
     keys = {block: blob_key(1, "home", 2, block, digest) for block, digest in digests.items()}
@@ -90,8 +91,8 @@ def test_which_rounds_are_closed(log: ContributionLog) -> None:
     assert (log.records(), log.last_record()) == (set(), 0)
     for round_ in (1, 2, 3):
         log.create_record(_record(round_))
-    log.write_blobs({BlobAddress("run", 4, "home", "norm"): BLOB}, 1)
-    log.write_blobs({BlobAddress("run", 5, "home", "norm"): BLOB}, 1)
+    log.write_blobs(keyed({BlobAddress("run", 4, "home", "norm"): BLOB}, 1))
+    log.write_blobs(keyed({BlobAddress("run", 5, "home", "norm"): BLOB}, 1))
     assert (log.records(), log.last_record()) == ({1, 2, 3}, 3)
     log.forget_after(2)
     assert (log.records(), log.last_record()) == ({1, 2}, 2)

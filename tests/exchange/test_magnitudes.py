@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from deposits import deposit
 from members import TIMEOUT, in_thread
 from small_run import GRACE, SETTINGS, Run
 from test_uncounted import Member
@@ -242,7 +243,7 @@ def _deposit(run: Run, round_: int, sizes: Mapping[str, float]) -> None:
     for member, size in sizes.items():
         for block in sorted(run.roster.blocks[member]):
             address = BlobAddress("run", round_, member, block)
-            run.exchange.deposit(member, address, run.blob(address, size=size), steps=1)
+            deposit(run.exchange, member, address, run.blob(address, size=size), steps=1)
 
 
 def test_what_becomes_of_it_is_in_the_record_and_told(run: Run) -> None:
@@ -299,7 +300,7 @@ def test_steps_that_are_claimed_weigh_a_bounded_number_of_times_as_much(tmp_path
     for member, steps in [("a", 2**32), ("b", 7), ("c", 9)]:
         for block in sorted(run.roster.blocks[member]):
             address = BlobAddress("run", 1, member, block)
-            run.exchange.deposit(member, address, run.blob(address), steps=steps)
+            deposit(run.exchange, member, address, run.blob(address), steps=steps)
     weights = {one.replica: one.weight for one in run.exchange.record(1).contributions}
     assert weights == {"a": 100.0 * 9 * MOST_TIMES_THE_STEPS, "b": 700.0, "c": 900.0}
 
@@ -342,7 +343,7 @@ def test_decoded_values_are_what_is_bounded(
     refused = 0
     for address, data in _with_levels(run, "c", levels):
         try:
-            run.exchange.deposit("c", address, data, steps=1)
+            deposit(run.exchange, "c", address, data, steps=1)
         except Refused as error:
             assert str(error).endswith("a value is not finite")
             refused += 1

@@ -22,7 +22,7 @@ from hetero_pp.model.inner import InnerOptimizer, InnerSettings
 from hetero_pp.model.transformer import EMBEDDING
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pipeline.subspace import perpendicular, random_basis
-from hetero_pp.pseudo_gradient.contribution import BlobAddress
+from hetero_pp.pseudo_gradient.blob_batches import split_blobs
 from hetero_pp.rpc.exchange_service import Caller
 from hetero_pp.store.folder import FolderStore
 from replica_groups.engines.engine import LocalParameters, Moments
@@ -55,10 +55,8 @@ class _Alone(MemberSession):
         super().__init__(None, "dc", "dc", "run")
         self.blobs: dict[str, bytes] = {}
 
-    def deposit_all(
-        self, member: str | Caller, blobs: Mapping[BlobAddress, bytes], generation: int | None = None, steps: int = 0
-    ) -> None:
-        self.blobs.update({address.block: data for address, data in blobs.items()})
+    def deposit_blob(self, header: pb.BlobHeader, data: bytes, caller: Caller) -> None:
+        self.blobs.update({one.block: part for one, part in split_blobs(header, data)})
 
     def record(self, round_: int, member: str | Caller | None = None) -> pb.RoundRecord:
         record = pb.RoundRecord(round=round_)

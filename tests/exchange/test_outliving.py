@@ -8,6 +8,7 @@ from threading import Event, Semaphore
 from typing import Any
 
 import pytest
+from deposits import deposit
 from members import TIMEOUT, in_thread
 from small_run import Run
 from test_uncounted import Member
@@ -69,7 +70,7 @@ def test_who_has_contributed_deposits_again_with_the_next_exchange(waits: bool, 
         with pytest.raises(ExchangeLost, match="sending them again"):
             client.record(1, "a")
         for block, data in own.items():
-            client.deposit("a", BlobAddress(run.exchange.run, 1, "a", block), data, work.generation, 7)
+            deposit(client, "a", BlobAddress(run.exchange.run, 1, "a", block), data, work.generation, 7)
         record = in_thread(lambda: client.record(1, "a"))
     b.outer.session._exchange = run.exchange
     b.train(1)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from deposits import deposit
 from google.protobuf.message import Message
 from members import TIMEOUT
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from hetero_pp.core.tensor_files import Scratch
 from hetero_pp.messages.messages_pb2 import BlobHeader, CheckpointRequest, FetchRequest, RecordRequest, RoundRecord
 from hetero_pp.model.transformer import ModelShape, shapes_by_block, shapes_of
 from hetero_pp.outer.methods import OuterSettings
+from hetero_pp.pseudo_gradient.blob_batches import split_blobs
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, decode_blob
 from hetero_pp.rpc.exchange_service import Arrived, Caller, ExchangeService, untold
@@ -44,10 +46,8 @@ class Far(MemberSession):
         self.is_suspended = False
         self.given_up = 0
 
-    def deposit_all(
-        self, member: str | Caller, blobs: Mapping[BlobAddress, bytes], generation: int | None = None, steps: int = 0
-    ) -> None:
-        self.blobs.update({(one.round, one.replica, one.block): data for one, data in blobs.items()})
+    def deposit_blob(self, header: BlobHeader, data: bytes, caller: Caller) -> None:
+        self.blobs.update({(one.round, one.replica, one.block): part for one, part in split_blobs(header, data)})
 
     def record(self, round_: int, member: str | Caller | None = None) -> RoundRecord:
         if self.is_suspended:
@@ -249,7 +249,7 @@ def _carried(far: FarExchange) -> MemberSession:
 
 
 def _contribute(carried: MemberSession, round_: int) -> None:
-    carried.deposit("own", BlobAddress("run", round_, "own", "layers.0"), MINE, 1, 2)
+    deposit(carried, "own", BlobAddress("run", round_, "own", "layers.0"), MINE, 1, 2)
     carried.carry(round_, ["layers.0"])
 
 
@@ -282,7 +282,7 @@ def test_what_goes_wrong_is_heard_where_the_record_is_asked_for() -> None:
     far.closed.set()
     with pytest.raises(ExchangeLost, match="gone"):
         carried.record(1, "own")
-    carried.deposit("own", BlobAddress("run", 1, "own", "layers.0"), MINE, 1, 2)
+    deposit(carried, "own", BlobAddress("run", 1, "own", "layers.0"), MINE, 1, 2)
     assert far.deposited == [MINE]
     assert carried.record(1, "own").round == 1
     assert far.deposited == [MINE, MINE]

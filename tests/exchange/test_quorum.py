@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from deposits import deposit
 from members import TIMEOUT
 from small_run import GRACE, LIMIT, Run, closed
 
@@ -171,7 +172,7 @@ def test_steps_that_nobody_can_have_taken_are_refused(steps: int, tmp_path: Path
     for block in sorted(run.roster.blocks["a"]):
         address = BlobAddress("run", 1, "a", block)
         with pytest.raises(Refused, match=f"`{block}`: found {steps} inner steps, expected 1 to 4294967296"):
-            run.exchange.deposit("a", address, run.blob(address), steps=steps)
+            deposit(run.exchange, "a", address, run.blob(address), steps=steps)
     assert not list(tmp_path.glob("round-*/a")), "what is refused was kept"
     run.deposit(1, "a")
     assert list(tmp_path.glob("round-*/a"))

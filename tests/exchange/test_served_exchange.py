@@ -11,6 +11,7 @@ from typing import Any, cast
 import grpc
 import pytest
 import torch
+from deposits import deposit
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
@@ -273,7 +274,7 @@ def test_what_a_member_asks_arrives_and_is_answered(served: Served) -> None:
     assert client.changes() == CHANGES
     assert client.checkpoint(["a", "b"])["b"].equal(NORM)
     assert client.checkpoint(["a"], 0)["a"].equal(NORM)
-    client.deposit("dc", ADDRESS, BLOB, 7, 50)
+    deposit(client, "dc", ADDRESS, BLOB, 7, 50)
     assert client.fetch("dc", 3, "home", "norm") == BLOB
     client.report([pb.Report(member="somebody else", finished=pb.Nothing())])
     assert [report.member for report in client.watch()] == ["dc"]
@@ -365,7 +366,7 @@ def test_a_client_that_is_a_stranger_is_told_so(secret: Secret, run: str, words:
     for ask in (
         lambda: client.agree("dc", "{}"),
         lambda: client.join("dc", ""),
-        lambda: client.deposit("dc", ADDRESS, BLOB),
+        lambda: deposit(client, "dc", ADDRESS, BLOB),
         lambda: client.fetch("dc", 3, "home", "norm"),
         lambda: list(client.watch()),
     ):

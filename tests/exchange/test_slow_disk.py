@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from deposits import deposit
 from members import assign_all, begin, in_thread, patient
 from three_members import (
     FIRST,
@@ -42,6 +43,11 @@ def checkpoint() -> RunCheckpoint:
     return initial_checkpoint(SHAPE, rank=4, seed=1)
 
 
+def _address_of(key: str) -> BlobAddress:
+    round_, replica, _, name = key.split("/")
+    return BlobAddress("run", int(round_.removeprefix("round-")), replica, name.rsplit(".", 2)[0])
+
+
 class _SlowLog(ContributionLog):
     """A log whose write of `held` releases `reached` and blocks until `lets` is released. Other writes do not block."""
 
@@ -54,11 +60,12 @@ class _SlowLog(ContributionLog):
         """Whether the next held write fails because the disk is full."""
         self.written: list[BlobAddress] = []
 
-    def write_blobs(self, blobs: Mapping[BlobAddress, bytes], generation: int) -> None:
-        for address in blobs:
+    def write_blobs(self, blobs: Mapping[str, bytes]) -> None:
+        addresses = [_address_of(key) for key in blobs]
+        for address in addresses:
             self._wait(address)
-        super().write_blobs(blobs, generation)
-        self.written.extend(blobs)
+        super().write_blobs(blobs)
+        self.written.extend(addresses)
 
     def create_record(self, record: RoundRecord) -> RoundRecord:
         self._wait(record.round)
@@ -98,7 +105,7 @@ def _begin(exchange: Exchange, log: _SlowLog, address: BlobAddress, *blobs: byte
     log.held = log.held or address
     deposits = []
     for where, blob in zip((log.reached, condition.waiting), blobs, strict=False):
-        deposits.append(in_thread(partial(exchange.deposit, "dc", address, blob)))
+        deposits.append(in_thread(partial(deposit, exchange, "dc", address, blob)))
         assert where.acquire(timeout=TIMEOUT)
     return deposits
 
@@ -109,21 +116,21 @@ def test_nobody_waits_for_the_disk_that_takes_the_blob_of_another(
     _deposit_all(slow, checkpoint)
     address = _address("dc", "norm", round_=2)
     assign_all(slow, 1)
-    (deposit,) = _begin(slow, log, address, _blob(checkpoint, address))
+    (held,) = _begin(slow, log, address, _blob(checkpoint, address))
     for member, other in _deposits(round_=2):
         if other != address:
-            slow.deposit(member, other, _blob(checkpoint, other))
+            deposit(slow, member, other, _blob(checkpoint, other))
     assert slow.record(1).round == 1
     assert slow.fetch("home.0", 1, "dc", "norm") == _blob(checkpoint, _address("dc", "norm"))
     slow.confirm("home.0", 1, _hashes(checkpoint, FIRST))
     slow.report([Report(member="home.0")])
-    assert not deposit.done()
+    assert not held.done()
     with pytest.raises(FileNotFoundError):
         log.read_record(2)
     with pytest.raises(Refused, match="closed round"):
         slow.fetch("home.0", 2, "dc", "lm_head")
     log.lets.set()
-    deposit.result(TIMEOUT)
+    held.result(TIMEOUT)
     assert slow.record(2) == log.read_record(2)
 
 
@@ -172,17 +179,17 @@ def test_a_record_is_on_the_disk_before_it_is_told_and_nobody_else_waits(
     address, later = _address("dc", "norm"), _address("dc", "norm", round_=2)
     _deposit_all_others(slow, checkpoint, address)
     log.held = 1
-    (deposit,) = _begin(slow, log, address, _blob(checkpoint, address))
-    again = in_thread(partial(slow.deposit, "dc", address, _blob(checkpoint, address)))
+    (held,) = _begin(slow, log, address, _blob(checkpoint, address))
+    again = in_thread(partial(deposit, slow, "dc", address, _blob(checkpoint, address)))
     slow.report([Report(member="home.0")])
     with pytest.raises(Refused, match="closed round"):
         slow.fetch("home.0", 1, "dc", "norm")
     with pytest.raises(Refused, match="found round 2, expected 1"):
-        slow.deposit("dc", later, _blob(checkpoint, later))
+        deposit(slow, "dc", later, _blob(checkpoint, later))
     assert not any(report.HasField("round_closed") for report in _reports(slow))
-    assert not deposit.done()
+    assert not held.done()
     log.lets.set()
     assert slow.record(1) == log.read_record(1)
-    deposit.result(TIMEOUT)
+    held.result(TIMEOUT)
     again.result(TIMEOUT)
     assert [report.round_closed.round for report in _reports(slow) if report.HasField("round_closed")] == [1]

@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from deposits import deposit
 from members import TIMEOUT, assign_all, begin, patient
 from three_members import ROSTER, SETTINGS, SHAPE, _address, _blob, _deposits
 
@@ -104,7 +105,7 @@ def test_whom_an_exchange_waits_for(exchange: Exchange, checkpoint: RunCheckpoin
             before = exchange.expected()
             assert member in before.missing
             assert before.round == round_
-            exchange.deposit(member, address, _blob(checkpoint, address))
+            deposit(exchange, member, address, _blob(checkpoint, address))
             assert exchange.expected().progress != before.progress
     expected = exchange.expected()
     assert (expected.awaited, list(expected.missing)) == (FINISHING, list(ROSTER.members))
@@ -122,7 +123,7 @@ def test_inner_steps_are_progress_until_somebody_waits(exchange: Exchange, check
     before = exchange.expected()
     exchange.report([step])
     assert exchange.expected().progress != before.progress
-    exchange.deposit("dc", _address("dc", "norm"), _blob(checkpoint, _address("dc", "norm")))
+    deposit(exchange, "dc", _address("dc", "norm"), _blob(checkpoint, _address("dc", "norm")))
     before = exchange.expected()
     exchange.report([step])
     after = exchange.expected()

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from deposits import deposit
 from members import assign_all, begin, patient
 
 from hetero_pp.config.checkpoint import RunCheckpoint
@@ -70,7 +71,7 @@ def _deposit_all(exchange: Exchange, checkpoint: RunCheckpoint, round_: int = 1,
     if round_ > 1:
         assign_all(exchange, round_ - 1)
     for member, address in _deposits(round_):
-        exchange.deposit(member, address, _blob(checkpoint, address), steps=steps)
+        deposit(exchange, member, address, _blob(checkpoint, address), steps=steps)
 
 
 def _reports(exchange: Exchange) -> list[Report]:
@@ -103,7 +104,7 @@ def _in_threads(*works: Callable[[], object]) -> list[HeteroPPError]:
 def _deposit_all_others(exchange: Exchange, checkpoint: RunCheckpoint, but: BlobAddress) -> None:
     for member, address in _deposits():
         if address != but:
-            exchange.deposit(member, address, _blob(checkpoint, address))
+            deposit(exchange, member, address, _blob(checkpoint, address))
 
 
 def _hashes(checkpoint: RunCheckpoint, blocks: frozenset[str]) -> dict[str, bytes]:

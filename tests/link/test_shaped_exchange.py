@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from deposits import deposit, deposit_all
 from fake_clock import FakeClock
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
@@ -95,7 +96,7 @@ NOTHING = (0, 0, 0, 0.0)
 
 def test_a_deposit_goes_up(shaped: Shaped) -> None:
     """It arrives when the uplink has carried it."""
-    shaped.exchange.deposit("home.0", ADDRESS, BLOB, 2, 50)
+    deposit(shaped.exchange, "home.0", ADDRESS, BLOB, 2, 50)
     assert shaped.far.asked == [(pytest.approx(100 + 3 + UP_SECONDS), ("home.0", HEADER, BLOB))]
     assert shaped.clock.time == pytest.approx(100 + 3 + UP_SECONDS)
     assert shaped.counts(4) == [_count(1, UP_SECONDS), NOTHING]
@@ -103,8 +104,8 @@ def test_a_deposit_goes_up(shaped: Shaped) -> None:
 
 def test_blobs_that_go_up_in_one_call_count_one_by_one(shaped: Shaped) -> None:
     others = {ADDRESS: BLOB, BlobAddress("run", 4, "home", "layers.0"): BLOB}
-    shaped.exchange.deposit_all("home.0", others, 2, 50)
-    header, data = join_blobs([(HEADER, BLOB), (pb.BlobHeader(block="layers.0", size=len(BLOB)), BLOB)])
+    deposit_all(shaped.exchange, "home.0", others, 2, 50)
+    header, data = join_blobs(HEADER, [("norm", BLOB), ("layers.0", BLOB)])
     assert shaped.far.asked == [(pytest.approx(100 + 2 * (3 + UP_SECONDS)), ("home.0", header, data))]
     assert shaped.counts(4) == [_count(2, 2 * UP_SECONDS), NOTHING]
 
@@ -134,7 +135,7 @@ def test_the_line_carries_a_checkpoint_while_it_comes(shaped: Shaped) -> None:
 def test_both_ways_are_free_of_each_other(shaped: Shaped) -> None:
     """Each round has its own bytes. A slow upload does not delay downloads."""
     for round_ in (1, 2):
-        shaped.exchange.deposit("home.0", BlobAddress("run", round_, "home", "norm"), BLOB)
+        deposit(shaped.exchange, "home.0", BlobAddress("run", round_, "home", "norm"), BLOB)
         for replica in ("a", "b", "c"):
             shaped.exchange.fetch("home.0", round_, replica, "norm")
     assert shaped.clock.time == pytest.approx(100 + 2 * (3 + UP_SECONDS) + 6 * (0.25 + DOWN_SECONDS))

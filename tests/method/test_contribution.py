@@ -20,6 +20,7 @@ from torch import Tensor
 from wire_reference import decode
 
 from hetero_pp.core.errors import MalformedContribution
+from hetero_pp.messages.messages_pb2 import BlobEntry
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import (
     BEFORE_BODY,
@@ -295,15 +296,19 @@ def test_a_frame_is_not_unpacked_beyond_what_is_expected() -> None:
         Reader(struct.pack("<BI", 1, len(two)) + two, "x").take_stream(0, 100)
 
 
+def _entry(block: str, data: bytes) -> BlobEntry:
+    return entry_of(block, hashlib.sha256(data).digest(), len(data), [torch.ones(7)])
+
+
 def test_digests_by_hand_and_from_every_blob() -> None:
     blobs = {f"layers.{index}": bytes([index]) * 3 for index in range(3)}
-    entries = [entry_of(BlobAddress("run", 1, "dc", block), data, [torch.ones(7)]) for block, data in blobs.items()]
+    entries = [_entry(block, data) for block, data in blobs.items()]
     text = b"".join(block.encode() + b"\0" + hashlib.sha256(data).digest() for block, data in sorted(blobs.items()))
     whole = hashlib.sha256(text).digest()
     assert contribution_digest(entries) == contribution_digest(reversed(entries)) == whole
     assert (entries[2].block, entries[2].size, entries[2].kept_values) == ("layers.2", 3, 7)
     for index, block in enumerate(blobs):
-        changed = entry_of(BlobAddress("run", 1, "dc", block), b"other", [torch.ones(7)])
+        changed = _entry(block, b"other")
         assert contribution_digest([*entries[:index], changed, *entries[index + 1 :]]) != whole
         assert contribution_digest([*entries[:index], *entries[index + 1 :]]) != whole
 

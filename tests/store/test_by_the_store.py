@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 import pytest
+from deposits import deposit
 from members import TIMEOUT
 from small_run import Run
 
@@ -55,8 +56,8 @@ def test_blobs_go_to_the_store_and_come_from_it(signing: Store, monkeypatch: pyt
         monkeypatch.setattr(run.exchange.decided, "fetch_many", _forbidden)
         run.assign(0, "b")
         for address in _addresses(run, "a"):
-            client.deposit("a", address, run.blob(address), generation, 7)
-            client.deposit("a", address, run.blob(address), generation, 7)  # as after a lost answer
+            deposit(client, "a", address, run.blob(address), generation, 7)
+            deposit(client, "a", address, run.blob(address), generation, 7)  # as after a lost answer
         monkeypatch.undo()
         run.deposit(1, "b")
         assert run.counted(1) == {"a": 2, "b": 1}
@@ -84,7 +85,7 @@ def test_what_comes_late_is_not_sent_at_all(signing: Store, monkeypatch: pytest.
 
         monkeypatch.setattr(run.exchange.runner, "tell", noted)
         for address in _addresses(run, "a"):
-            client.deposit("a", address, run.blob(address), generation, 7)
+            deposit(client, "a", address, run.blob(address), generation, 7)
         assert signing.below() == objects
         late = [(event.block, event.entry) for event in told if isinstance(event, e.Deposited)]
         assert late == [(address.block, None) for address in _addresses(run, "a")]
@@ -107,14 +108,14 @@ def test_who_says_what_is_not_so_is_refused_and_counted(signing: Store) -> None:
         with pytest.raises(Refused, match=f"a: `{own.block}`: found 67108864 bytes, expected at most"):
             blob.size = 64 << 20
             _ask(client, "UploadUrl", _with(blob, digest))
-        client.deposit("a", own, run.blob(own), generation, 7)
+        deposit(client, "a", own, run.blob(own), generation, 7)
         with pytest.raises(Refused, match=f"a second, different `{own.block}`"):
-            client.deposit("a", own, run.blob(own, seed=9), generation, 7)
+            deposit(client, "a", own, run.blob(own, seed=9), generation, 7)
         second = _addresses(run, "a")[1]
         with pytest.raises(Refused, match=f"a: {second.block}"):
-            client.deposit("a", second, b"no blob at all", generation, 7)
+            deposit(client, "a", second, b"no blob at all", generation, 7)
         with pytest.raises(Refused, match=f"`{second.block}`: a second, different blob to upload"):
-            client.deposit("a", second, run.blob(second), generation, 7)
+            deposit(client, "a", second, run.blob(second), generation, 7)
         assert sum(key.endswith(".uploaded") for key in signing.below()) <= 1
         assert run.exchange.refusals == 8
 
@@ -145,7 +146,7 @@ def test_a_member_that_does_not_reach_the_store_says_so_and_goes_by_the_exchange
         run.assign(0, "b")
         run.deposit(1, "b")
         for address in _addresses(run, "a"):
-            client.deposit("a", address, run.blob(address), generation, 7)
+            deposit(client, "a", address, run.blob(address), generation, 7)
         assert run.counted(1) == {"a": 2, "b": 1}
         assert client.fetch("a", 1, "b", "norm") == run.blob(BlobAddress("run", 1, "b", "norm"))
     assert len([key for key in asked if key != "any"]) == 1
@@ -164,7 +165,7 @@ def test_an_exchange_sends_its_members_to_no_other_host(
         run.assign(0, "b")
         run.deposit(1, "b")
         for address in _addresses(run, "a"):
-            client.deposit("a", address, run.blob(address), generation, 7)
+            deposit(client, "a", address, run.blob(address), generation, 7)
         assert run.counted(1) == {"a": 2, "b": 1}
         assert client.fetch("a", 1, "b", "norm") == run.blob(BlobAddress("run", 1, "b", "norm"))
     assert f"{url}, expected a URL of http://127.0.0.1:" in capsys.readouterr().err
@@ -178,7 +179,7 @@ def test_what_was_removed_or_changed_in_the_store_is_told_as_it_is(
         run.assign(0, "b")
         run.deposit(1, "b")
         for address in _addresses(run, "a"):
-            client.deposit("a", address, run.blob(address), generation, 7)
+            deposit(client, "a", address, run.blob(address), generation, 7)
         (key,) = (key for key in signing.below("round-000001/b") if "/norm." in key)
         data = bytearray(signing.get(key))
         data[len(data) // 2] ^= 1

@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from deposits import keyed
 from typer.testing import CliRunner
 
 from hetero_pp.core.errors import StoreError
@@ -30,7 +31,7 @@ def _round(log: ContributionLog, round_: int) -> None:
     for replica, generation in (("home", 1), ("home", 2), ("dc", 1)):
         for block in ("norm", "lm_head"):
             log.write_blobs(
-                {BlobAddress("run", round_, replica, block): f"{replica} {generation}".encode()}, generation
+                keyed({BlobAddress("run", round_, replica, block): f"{replica} {generation}".encode()}, generation)
             )
     digest = hashlib.sha256(b"home 2").digest()
     blobs = [BlobEntry(block=block, sha256=digest) for block in ("norm", "lm_head")]
@@ -55,7 +56,7 @@ def test_what_no_record_names_goes_a_round_later(store: Store) -> None:
 def test_nothing_of_a_round_goes_of_which_nobody_knows_what_counted(store: Store) -> None:
     """The record of the round is missing or damaged, so what it includes is unknown."""
     log = ContributionLog(store)
-    log.write_blobs({BlobAddress("run", 1, "dc", "norm"): b"a blob"}, 1)
+    log.write_blobs(keyed({BlobAddress("run", 1, "dc", "norm"): b"a blob"}, 1))
     Retention(log, 2).audited(2)
     assert len(store.below()) == 1
     store.put("round-000001/record.json", b"{")
