@@ -189,6 +189,7 @@ class Admission:
                 if slot.replica in groups and slot.name not in slots and slot.address not in ("", RELAYED)
             },
             relay_port=0 if self._relay is None else self._relay.port,
+            parted=caller.ticket is not None and self._host.is_parted(caller.ticket),
         )
 
     def _slots_of(self, caller: RemoteCaller) -> tuple[Sequence[str], str]:

@@ -229,14 +229,19 @@ class Exchange(ExchangeService):
 
     def _on_effect(self, effect: e.Effect) -> None:
         """Report a decision of the rules, and tell the audits of it."""
-        if isinstance(effect, pb.MembershipEvent) and effect.what == pb.LEFT_OUT:
-            effect.cause = self.runner.audits.why(effect.round, effect.replica)
-        self.reports.tell_effect(effect)
-        if isinstance(effect, e.Closed):
-            self._last_steps |= {one.replica: one.steps for one in effect.record.contributions}
-            self.runner.audits.closed(effect.record)
-        elif isinstance(effect, pb.MembershipEvent) and effect.what == pb.HEALED:
-            self.runner.audits.differed(effect.replica, effect.round)
+        match effect:
+            case e.Closed(record):
+                self.reports.tell_own(round_closed=record)
+                self._last_steps |= {one.replica: one.steps for one in record.contributions}
+                self.runner.audits.closed(record)
+            case pb.Over():
+                self.reports.tell_own(over=effect)
+            case pb.MembershipEvent():
+                if effect.what == pb.LEFT_OUT:
+                    effect.cause = self.runner.audits.why(effect.round, effect.replica)
+                self.reports.tell_own(membership_event=effect)
+                if effect.what == pb.HEALED:
+                    self.runner.audits.differed(effect.replica, effect.round)
 
     # ---- requests of members ----
 
@@ -680,6 +685,7 @@ class Exchange(ExchangeService):
     def fail(self, cause: str) -> None:
         """End the run: every call that waits, and every later one, raises RunFailed."""
         self.reports.tell_own(failure=pb.Failure(cause=cause))
+        self.runner.fail(cause)
 
     def wait_until_finished(self) -> None:
         """Wait until every round is decided, and the members of all replicas in the last round are through."""

@@ -18,6 +18,7 @@ from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.topology import ParticipantsReplica
 from hetero_pp.core.errors import DamagedFile, HeteroPPError
 from hetero_pp.core.progress import NowAndThen
+from hetero_pp.messages.messages_pb2 import Reading
 from hetero_pp.messages.report_bounds import ReportBounds
 from hetero_pp.rpc.exchange_service import AvailableStates
 from hetero_pp.rpc.relay import MESSAGE_BYTES, LinkLimit
@@ -163,7 +164,11 @@ def begin_run(
         if goes_on:
             start, spec = exchange.runner.retry(partial(_take_over, exchange, spec, folder, resume or {}))
         elif resume is None:
-            progress = NowAndThen(exchange.reports.tell_reading, 1.0, lambda _: 1.0, time.monotonic)
+
+            def tell(what: str, share: float) -> None:
+                exchange.reports.tell_own(reading=Reading(what=what, share=share))
+
+            progress = NowAndThen(tell, 1.0, lambda _: 1.0, time.monotonic)
             start = Restart(first_checkpoint(spec, progress))
             exchange.wait_until_joined()
         else:

@@ -38,8 +38,6 @@ LEFT = "it has left"  # cause of the end of a member that freed its slot
 MOST_BLAMED = 3
 """Malformed messages between two holders after which both are parted, and requests that no honest holder sends."""
 
-PARTED = "was parted from its neighbour"  # beginning of the cause of the end of a member that has to take another slot
-
 PARTED_SECONDS = 3600.0  # seconds for which two parted holders are not placed beside each other
 
 STRANGERS = 3
@@ -260,7 +258,7 @@ class Memberships:
             for slot, neighbour, ticket in zip(ends, [*ends][::-1], tickets, strict=True):
                 if not ticket:
                     continue
-                why = f"{PARTED} {neighbour} after {MOST_BLAMED} malformed messages"
+                why = f"was parted from its neighbour {neighbour} after {MOST_BLAMED} malformed messages"
                 query = "SELECT COUNT(*) FROM malformed WHERE ticket = ? AND until IS NOT NULL"
                 strangers: int = self._database.execute(query, (ticket,)).fetchone()[0]
                 if strangers >= STRANGERS:
@@ -269,6 +267,11 @@ class Memberships:
                 self._database.execute("UPDATE holders SET ended = ? WHERE ticket = ? AND ended IS NULL", (why, ticket))
                 found[slot] = why
             return found
+
+    def is_parted(self, ticket: str) -> bool:
+        """Return whether a ticket lost its slot to part it from a neighbour, and has taken no other since."""
+        with self._reading():
+            return bool(self._parted_from(ticket)) and not self._is_in(self._of_ticket(ticket))
 
     def may_be_neighbour(self, ticket: str, neighbours: Mapping[str, bool]) -> bool:
         """Return whether a ticket was not parted lately from the holder of a neighbouring slot.

@@ -182,38 +182,7 @@ class Reports:
 
     def tell_own(self, **event: Any) -> None:
         """Pass on a report of the exchange itself, given by the field of its event."""
-        self._pass_on(pb.Report(member=EXCHANGE, **event), None)
-
-    def tell_waiting(self, waiting: pb.Waiting) -> None:
-        """Report the members that the exchange waits for."""
-        self.tell_own(waiting=waiting)
-
-    def tell_reading(self, what: str, share: float) -> None:
-        """Report the progress of a long operation for which members wait."""
-        self.tell_own(reading=pb.Reading(what=what, share=share))
-
-    def tell_effect(self, effect: e.Effect) -> None:
-        """Report a decision of the rules."""
-        about, replicas = pb.MembershipEvent(), self._runner.roster.members
-        match effect:
-            case e.Closed(record):
-                return self._tell([pb.Report(member=EXCHANGE, round_closed=record)])
-            case pb.Over():
-                return self._tell([pb.Report(member=EXCHANGE, over=effect)])
-            case pb.MembershipEvent():
-                about = effect
-            case e.Suspend(slot, incarnation, _, cause):
-                about = pb.MembershipEvent(what=pb.SUSPENDED, slot=slot, incarnation=incarnation, cause=cause)
-                about.replica = replicas[slot]
-            case e.Fenced(slot, incarnation, cause, silent, has_left) if cause:
-                what = pb.SILENT if silent else pb.INCARNATION_OVER
-                about = pb.MembershipEvent(
-                    what=what, slot=slot, incarnation=incarnation, cause=cause, has_left=has_left
-                )
-                about.replica = replicas[slot]
-            case _:
-                return None
-        return self._tell([pb.Report(member=EXCHANGE, membership_event=about)])
+        self._tell([pb.Report(member=EXCHANGE, **event)])
 
     def _tell(self, reports: Sequence[pb.Report]) -> None:
         """Date reports by one clock that is never set back, and pass them on in that order."""

@@ -180,8 +180,8 @@ class CoordinatorRunner:
         self.limits: ContributionLimits | None = None
         """Limits that follow from the configuration, once the run has begun."""
         self._welcomed: dict[str, tuple[str, int]] = {}  # slot -> the process that took it last, and its incarnation
-        self._assigned: dict[tuple[str, int], e.Assign] = {}
-        self._suspended: dict[tuple[str, int], e.Suspend] = {}
+        self._assigned: dict[str, e.Assign] = {}  # by slot, until its holder asks for work again
+        self._suspended: dict[str, e.Suspend] = {}
         self._records: dict[int, RoundRecord] = {}
         self._ended = False
         self._writing = threading.Lock()
@@ -283,8 +283,6 @@ class CoordinatorRunner:
         with self.changed:
             effects = self.coordinator.step(event, self._clock())
             for effect in effects:
-                if isinstance(effect, e.Suspend) and self._suspended.get((effect.slot, effect.incarnation)) == effect:
-                    continue  # the member was told this already, and has not acted on it yet
                 self._note(effect)
                 self._on_effect(effect)
             self._wake(event, effects)
@@ -304,14 +302,11 @@ class CoordinatorRunner:
         match effect:
             case e.Welcome(slot, incarnation, process):
                 self._welcomed[slot] = process, incarnation
-            case e.Assign(slot, incarnation):
-                self._suspended.pop((slot, incarnation), None)
-                self._assigned[slot, incarnation] = effect
-            case e.Suspend(slot, incarnation):
-                self._suspended[slot, incarnation] = effect
-            case e.Fenced(slot, incarnation):
-                self._assigned.pop((slot, incarnation), None)
-                self._suspended.pop((slot, incarnation), None)
+            case e.Assign(slot):
+                self._suspended.pop(slot, None)
+                self._assigned[slot] = effect
+            case e.Suspend(slot):
+                self._suspended[slot] = effect
             case e.Stop(cause):
                 self.fail(cause)
 
@@ -437,14 +432,16 @@ class CoordinatorRunner:
 
     def wait_for_work(self, slot: str, incarnation: int, is_asked: IsAsked = always) -> e.Assign:
         """Wait for the assignment of a member that has asked for work. Raises IncarnationOver."""
+
+        def is_due() -> bool:
+            own = self._assigned.get(slot)
+            is_assigned = own is not None and own.incarnation == incarnation
+            return is_assigned or not self.coordinator.holds(slot, incarnation)
+
         with self.changed:
-            self.wait_until(
-                lambda: (slot, incarnation) in self._assigned or not self.coordinator.holds(slot, incarnation),
-                is_asked,
-                slot,
-            )
+            self.wait_until(is_due, is_asked, slot)
             self.require_incarnation(slot, incarnation)
-            return self._assigned[slot, incarnation]  # and leave it: a call whose caller is gone may have waited, too
+            return self._assigned[slot]  # and leave it: a call whose caller is gone may have waited, too
 
     def wait_for_record(
         self, round_: int, slot: str | None = None, incarnation: int | None = None, is_asked: IsAsked = always
@@ -456,14 +453,15 @@ class CoordinatorRunner:
         """
 
         def is_due() -> bool:
-            is_over = incarnation is not None and slot is not None and not self.coordinator.holds(slot, incarnation)
-            return round_ <= self.coordinator.last_round or (slot, incarnation) in self._suspended or is_over
+            if round_ <= self.coordinator.last_round or slot is None or incarnation is None:
+                return round_ <= self.coordinator.last_round
+            return not self.coordinator.holds(slot, incarnation) or self.suspension(slot, incarnation) is not None
 
         with self.changed:
             self.wait_until(is_due, is_asked, slot or EVERYBODY)
             if round_ > self.coordinator.last_round and slot is not None and incarnation is not None:
                 self.require_incarnation(slot, incarnation)
-                raise Suspended(self._suspended[slot, incarnation].cause)
+                raise Suspended(self._suspended[slot].cause)
             if round_ in self._records:
                 return self._records[round_]
         return self.retry(lambda: self.log.read_record(round_))
@@ -476,13 +474,16 @@ class CoordinatorRunner:
     def suspension(self, slot: str, incarnation: int) -> e.Suspend | None:
         """Return the order to return to the start of the round, if the member has not asked for work since."""
         with self.changed:
-            return self._suspended.get((slot, incarnation))
+            found = self._suspended.get(slot)
+            is_own = found is not None and found.incarnation == incarnation
+            return found if is_own and self.coordinator.holds(slot, incarnation) else None
 
     def asks(self, slot: str, incarnation: int) -> None:
         """Note that a member has returned, and asks for work."""
         with self.changed:
-            self._suspended.pop((slot, incarnation), None)
-            self._assigned.pop((slot, incarnation), None)
+            if self.coordinator.holds(slot, incarnation):
+                self._suspended.pop(slot, None)
+                self._assigned.pop(slot, None)
 
     def require_incarnation(self, slot: str, incarnation: int) -> None:
         """Raise IncarnationOver if an incarnation is over."""

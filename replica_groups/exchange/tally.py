@@ -18,7 +18,7 @@ _ENDED_BY: Mapping[MembershipEventKind, MembershipEventKind] = {
     MembershipEventKind.WENT_ON: MembershipEventKind.PAUSED,
     MembershipEventKind.AUDITED: MembershipEventKind.UNAUDITED,
 }
-_KEPT = (*_GONE, *_ENDED_BY.values(), MembershipEventKind.EXCLUDED)
+_KEPT = (*_GONE, *_ENDED_BY.values(), MembershipEventKind.EXCLUDED, MembershipEventKind.SUSPENDED)
 """Membership events that hold until another one ends them."""
 
 
@@ -77,12 +77,8 @@ class Tally:
             credit = self._credit(entry.replica)
             credit.included, credit.tokens = credit.included + 1, credit.tokens + entry.tokens
             credit.bytes += sum(blob.size for blob in entry.blobs)
-            ended = [
-                (MembershipEventKind.EXCLUDED, entry.replica),
-                *(("suspended", one) for one in self._slots.get(entry.replica, ())),
-            ]
-            for about in ended:
-                self._newest.pop(about, None)
+            for ended in (MembershipEventKind.EXCLUDED, MembershipEventKind.SUSPENDED):
+                self._newest.pop((ended, entry.replica), None)
         expected = {*self.awaited(record.round), *record.late, *record.left_out, *(self._began_with & self._lacked)}
         for replica in expected - counted if counted else ():
             self._credit(replica).missed += 1
@@ -123,8 +119,6 @@ class Tally:
                 about = event, report.inner_step.replica
             case "membership_event" if told.what in _GONE:
                 about = "gone", told.slot
-            case "membership_event" if told.what == MembershipEventKind.SUSPENDED:
-                about = "suspended", told.slot
             case "membership_event" if told.what in _KEPT:
                 about = told.what, told.replica
             case "membership_event" if told.what in _ENDED_BY:
@@ -146,8 +140,11 @@ class Tally:
 
     def last_change(self, slot: str) -> Report | None:
         """Return the report with which a slot was last taken, lost or suspended; None if there is none."""
-        found = [self._newest.get((what, slot)) for what in ("joined", "gone", "suspended")]
-        return max((one for one in found if one is not None), key=lambda one: one[0], default=(0, None))[1]
+        if (gone := self._newest.get(("gone", slot))) is not None:
+            return gone[1]
+        changes = ("joined", slot), (MembershipEventKind.SUSPENDED, self._members.get(slot, ""))
+        found = [self._newest[about] for about in changes if about in self._newest]
+        return max(found, key=lambda one: one[0], default=(0, None))[1]
 
     def newest(self, but_last: int = 0) -> list[Report]:
         """Return the newest report on each thing that holds now, without those among the last `but_last` reports."""

@@ -305,14 +305,16 @@ class Coordinator:
         """End the incarnation of a slot, and void its replica's incomplete contribution."""
         slot.vacate()
         self._note_holder(slot)
-        yield e.Fenced(slot.name, slot.incarnation, cause, silent, has_left)
+        ended = _about(slot, pb.SILENT if silent else pb.INCARNATION_OVER, 0, cause)
+        ended.has_left = has_left
+        yield ended
         if self.is_over:
             self._finishing.discard(slot.replica)  # the other members of its group would wait forever
-        yield from self._suspend(self.replicas[slot.replica], with_name(slot.name, cause))
+        yield from self._suspend(self.replicas[slot.replica], slot, with_name(slot.name, cause))
         yield from self._let_in(slot)
 
-    def _suspend(self, replica: Replica, cause: str) -> Iterator[e.Effect]:
-        """Make a replica reform.
+    def _suspend(self, replica: Replica, lacks: Slot, cause: str) -> Iterator[e.Effect]:
+        """Make a replica reform, which lacks the holder of a slot.
 
         Members that wait for the record of a complete contribution continue to wait, unless they train the next round
         meanwhile.
@@ -322,9 +324,12 @@ class Coordinator:
             return
         if self.open is not None and not self._is_whole(replica):
             self.open.withdraw(replica.name)
-        for slot in replica.slots:
-            if slot.held and slot.asked is None and (round_ is not None or slot.assumed_present):
-                yield e.Suspend(slot.name, slot.incarnation, replica.generation, cause)
+        left = [one for one in replica.slots if one.held and one.asked is None]
+        left = [one for one in left if round_ is not None or one.assumed_present]
+        for slot in left:
+            yield e.Suspend(slot.name, slot.incarnation, replica.generation, cause)
+        if left:
+            yield _about(lacks, pb.SUSPENDED, 0, cause)
 
     def _broken(self, event: e.Broken, now: float) -> Iterator[e.Effect]:
         """End the incarnation of a member that cannot reach a neighbour, so that its replica reforms.

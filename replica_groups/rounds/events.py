@@ -219,15 +219,7 @@ class Reject:
 
 @dataclass(frozen=True)
 class Fenced(ToMember):
-    """An incarnation is over: messages of its holder have no effect any more.
-
-    Why it has ended just now, and whether by silence, so that its holder may still exist, or because its holder gave
-    the slot back. `cause` is empty in an answer to a holder whose incarnation ended earlier.
-    """
-
-    cause: str = ""
-    silent: bool = False
-    has_left: bool = False
+    """Tell the holder of an incarnation that ended earlier that its messages have no effect any more."""
 
 
 @dataclass(frozen=True)
@@ -242,7 +234,10 @@ class Assign(ToMember):
 
 @dataclass(frozen=True)
 class Suspend(ToMember):
-    """Tell a member to return to the start of the round: a generation is over, as a stage of its replica is missing."""
+    """Tell a member to return to the start of the round: a generation is over, as a stage of its replica is missing.
+
+    The member is told again at each heartbeat, until it asks for work. SUSPENDED tells everybody, once for the replica.
+    """
 
     generation: int
     cause: str

@@ -47,7 +47,7 @@ from hetero_pp.rpc.identities import (
 from hetero_pp.rpc.services import ADMISSION_SERVICE, call_path
 from hetero_pp.simulator.planner.grouping import group_spares
 from replica_groups.exchange import admission
-from replica_groups.exchange.memberships import MOST_BLAMED, PARTED
+from replica_groups.exchange.memberships import MOST_BLAMED
 from replica_groups.exchange.server import serve_exchange
 from replica_groups.exchange.waiting_room import WaitingRoom
 
@@ -369,14 +369,18 @@ def test_join_takes_another_slot_for_a_host_that_was_parted_from_its_neighbour(
 
     def trains(membership: Membership, *_: object) -> None:
         taken.append(membership.slot)
+        assert len(taken) <= 2
         if len(taken) == 1:
-            served.memberships.end(membership.slot, 1, f"{PARTED} home.1")
-            raise RunFailed(f"{membership.slot}: {PARTED} home.1 (output: a file)")
+            for _count in range(MOST_BLAMED):
+                served.memberships.part({membership.slot: 1, "home.1": 0})
+        raise RunFailed(f"{membership.slot}: its process ended (output: a file)")
 
     monkeypatch.setattr(join_command, "_train", trains)
-    join(served.ticket().to_text(), JoiningHost(served.folder / "host"))
+    with pytest.raises(RunFailed, match="its process ended"):  # the second time, when it still has its slot
+        join(served.ticket().to_text(), JoiningHost(served.folder / "host"))
     assert taken == ["a", "a"]
-    assert [(one.number, one.ended) for one in served.memberships.holders()] == [(1, f"{PARTED} home.1"), (2, None)]
+    why = f"was parted from its neighbour home.1 after {MOST_BLAMED} malformed messages"
+    assert [(one.number, one.ended) for one in served.memberships.holders()] == [(1, why), (2, None)]
     assert "run: a was parted from its neighbour: this host takes another slot\n" in capsys.readouterr().out
 
 

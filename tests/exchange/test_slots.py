@@ -206,7 +206,18 @@ def test_the_others_of_a_replica_return_and_it_is_formed_anew(run: Run) -> None:
     run.deposit(1, "dc", "home.0", "home.1")
     assert run.counted(1) == {"dc": 1, "home": 3}
     told = [(one.what, one.slot) for one in run.told()]
-    assert told == [(INCARNATION_OVER, "home.1"), (SUSPENDED, "home.0")]
+    assert told == [(INCARNATION_OVER, "home.1"), (SUSPENDED, "home.1")]
+
+
+def test_the_return_of_a_replica_is_told_once(tmp_path: Path) -> None:
+    """Each heartbeat of a member that trains on repeats the order to it, and not the report to everybody."""
+    run = Run(tmp_path, {"dc": 1, "home": 3})
+    run.assign(0)
+    run.exchange.died("home.2", "killed by a test")
+    for _ in range(2):
+        for member in ("home.0", "home.1"):
+            assert run.exchange.heartbeat(Caller(member, 1), 1, 3).suspended == 3
+    assert [(one.what, one.slot) for one in run.told()] == [(INCARNATION_OVER, "home.2"), (SUSPENDED, "home.2")]
 
 
 @pytest.mark.parametrize("cause", ["killed by a test", "home.1: killed by a test"])

@@ -60,7 +60,7 @@ def killed(time: float) -> Iterator[Report]:
     home = {"replica": "home", "incarnation": 1}
     yield membership_event(time, pb.RESTARTED, slot="home.1", cause=RESTART)
     yield membership_event(time, pb.INCARNATION_OVER, slot="home.1", cause=KILLED, **home)
-    yield membership_event(time, pb.SUSPENDED, slot="home.0", cause=KILLED, **home)
+    yield membership_event(time, pb.SUSPENDED, slot="home.1", cause=KILLED, **home)
 
 
 def back(time: float) -> Report:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from simulation.stores import StoreFailed
 
+from hetero_pp.messages import messages_pb2 as pb
 from replica_groups.rounds import events as e
 from replica_groups.rounds.coordinator import Coordinator
 
@@ -170,6 +171,8 @@ class Host:
         match effect:
             case e.Assign() | e.Suspend() | e.Fenced():
                 self._answer(self._holders.get((effect.slot, effect.incarnation)), effect)
+            case pb.MembershipEvent(what=pb.INCARNATION_OVER | pb.SILENT, slot=slot, incarnation=incarnation):
+                self._answer(self._holders.get((slot, incarnation)), e.Fenced(slot, incarnation))
             case e.Reject(incarnation=None) | e.Welcome():
                 assert effect.process is not None
                 member = self._callers.get(effect.process)

@@ -261,13 +261,10 @@ class Invariants:
             case e.Suspend(slot) if not isinstance(event, e.Heard):  # otherwise the answer is a repetition
                 self._out_of_step(watched, slots[slot])
             case e.Fenced(slot, incarnation):
-                if watched.assigned.get(slot, (0,))[0] == incarnation:
-                    del watched.assigned[slot]
-                if watched.ended.get(slot, 0) < incarnation == self._world.store.incarnations.get(slot):
-                    self._require_reason(host, watched, event, effect)
-                watched.ended[slot] = max(incarnation, watched.ended.get(slot, 0))
-                if effect.cause:
-                    self._out_of_step(watched, slots[slot])
+                self._note_end(host, watched, event, slot, incarnation, "")
+            case pb.MembershipEvent(what=pb.INCARNATION_OVER | pb.SILENT, slot=slot, incarnation=incarnation):
+                self._note_end(host, watched, event, slot, incarnation, effect.cause)
+                self._out_of_step(watched, slots[slot])
             case e.Closed(record):
                 for one in record.contributions:
                     watched.unawaited_until.pop(one.replica, None)
@@ -348,23 +345,25 @@ class Invariants:
         if len(others - {replica.name}) >= rules.needed_of(others - {replica.name}):
             raise Violation(6, f"{replica.name} begins round {effect.round} long after the others")
 
-    def _require_reason(self, host: Host, watched: Watched, event: e.Event, effect: e.Fenced) -> None:
-        """Require a reason for the end of an incarnation.
+    def _note_end(self, host: Host, watched: Watched, event: e.Event, slot: str, incarnation: int, cause: str) -> None:
+        """Note the end of an incarnation, or with an empty cause an answer to its holder that it has ended.
 
-        It is a death, a message of its holder, a new incarnation or silence.
+        Require a reason for the end: a death, a message of its holder, a new incarnation or silence.
         """
-        if isinstance(event, e.Died | e.Broken | e.Noted) and event.slot == effect.slot:
+        if watched.assigned.get(slot, (0,))[0] == incarnation:
+            del watched.assigned[slot]
+        is_new = watched.ended.get(slot, 0) < incarnation == self._world.store.incarnations.get(slot)
+        watched.ended[slot] = max(incarnation, watched.ended.get(slot, 0))
+        if not is_new or (isinstance(event, e.Died | e.Broken | e.Noted) and event.slot == slot):
             return
-        if not effect.cause:
-            raise Violation(5, f"incarnation {effect.incarnation} of {effect.slot} is refused, and has not ended")
+        if not cause:
+            raise Violation(5, f"incarnation {incarnation} of {slot} is refused, and has not ended")
         if watched.finish_by is not None and host.now >= watched.finish_by:
             return
-        silent = host.now - max(watched.heard.get(effect.slot, watched.since), watched.since)
-        hangs = host.now < watched.hangs_until.get(effect.slot, 0.0)
+        silent = host.now - max(watched.heard.get(slot, watched.since), watched.since)
+        hangs = host.now < watched.hangs_until.get(slot, 0.0)
         if silent < host.coordinator.rules.lease.least - 1e-6 and not hangs:
-            raise Violation(
-                5, f"incarnation {effect.incarnation} of {effect.slot} ends after {silent:.1f} s: {effect.cause}"
-            )
+            raise Violation(5, f"incarnation {incarnation} of {slot} ends after {silent:.1f} s: {cause}")
 
     def _require_order(self, host: Host, watched: Watched) -> None:
         coordinator, rules = host.coordinator, host.coordinator.rules

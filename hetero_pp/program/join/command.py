@@ -39,12 +39,12 @@ from hetero_pp.program.launch.inputs import prepare
 from hetero_pp.program.operate.operations import Operations
 from hetero_pp.program.rehearse import OwnLine
 from hetero_pp.program.report.output import announce, name_run, shown_reading, standard_output
-from hetero_pp.rpc.admission_client import Rate, give, measure
+from hetero_pp.rpc.admission_client import Rate, give, measure, preview
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.identities import Ticket
 from hetero_pp.store.opening import parsed
 from hetero_pp.store.settings import StoreSettings
-from replica_groups.exchange.memberships import PARTED, RESERVED_SECONDS
+from replica_groups.exchange.memberships import RESERVED_SECONDS
 
 _SECONDS_TO_ASK = 10.0
 
@@ -83,9 +83,14 @@ def join(text: str, here: JoiningHost, operations: Operations | None = None) -> 
             _train(membership, here, not ticket.is_over, operations)
             return
         except RunFailed as error:
-            if PARTED not in str(error):
+            try:
+                is_parted = preview(ticket.address, ticket.identity, _SECONDS_TO_ASK).parted
+            except HeteroPPError:
+                raise error from None
+            if not is_parted:
                 raise
-            announce(f"{ticket.run}: {membership.slot} {PARTED}: this host takes another slot")
+            parted = f"{membership.slot} was parted from its neighbour"
+            announce(f"{ticket.run}: {parted}: this host takes another slot")
 
 
 def _slot_of(ticket: Ticket, here: JoiningHost) -> Membership | None:

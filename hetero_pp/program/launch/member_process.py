@@ -175,7 +175,7 @@ def _run_exchange(process: _Process) -> int:
     code, grace = 0, 5  # seconds for calls that are under way
     try:
         limit = spec.config.exchange.timeout
-        with watched(exchange.expected, exchange.reports.tell_waiting, exchange.fail, limit):
+        with watched(exchange.expected, lambda one: exchange.reports.tell_own(waiting=one), exchange.fail, limit):
             auditor = begin_run(exchange, spec, job.folder, job.resume, job.again)
             followers = followed(auditor, exchange, spec, job.folder, message["secret"])
             exchange.wait_until_finished()

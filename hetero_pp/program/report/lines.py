@@ -218,10 +218,8 @@ def words_of(news: News, spec: RunSpec) -> str:
         case MembershipEventKind.INCARNATION_OVER | MembershipEventKind.SILENT:
             told = with_name(event.slot, event.cause)
             return f"{told}; its slot is vacant" if news.is_line else told
-        case MembershipEventKind.SUSPENDED if news.slot:
-            return f"{event.replica} returns to the start of its round and waits for {news.slot}"
         case MembershipEventKind.SUSPENDED:
-            return f"{event.slot} is suspended: {event.cause}"
+            return f"{event.replica} returns to the start of its round and waits for {event.slot}"
         case MembershipEventKind.INJECTED:
             return f"injected fault: {event.cause}"
         case MembershipEventKind.LATE:

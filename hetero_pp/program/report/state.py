@@ -106,7 +106,6 @@ class News(NamedTuple):
 
     report: Report
     is_line: bool = True  # whether a terminal shows it. Others were told in an earlier line, or are no news there
-    slot: str = ""  # vacant slot for which a suspended replica waits
     paused: float = 0.0  # seconds for which a round was paused that goes on
 
 
@@ -502,7 +501,6 @@ class RunState:
         self.given_up: dict[str, str] = {}
         self.healed: Counter[str] = Counter()  # recoveries by slot
         self.suspended: Counter[str] = Counter()  # number of times that each replica returned to the start of a round
-        self.lost: dict[str, str] = {}  # vacant slot by replica, until the effect on the replica is reported
         self.late: defaultdict[str, list[int]] = defaultdict(list)  # rounds for which a replica was late, by replica
         self.barred: set[str] = set()  # replicas that are excluded from rounds since their last included contribution
         self.scores: dict[str, pb.Score] = {}  # newest scores, by replica; empty without audits
@@ -653,8 +651,6 @@ class RunState:
                 told, member = report.membership_event, self.members.get(report.membership_event.slot)
                 if told.what in _GONE:  # the supervisor may have said so already
                     return News(report, is_line=member is None or told.incarnation > member.end_told)
-                if told.what == MembershipEventKind.SUSPENDED:
-                    return News(report, is_line=told.replica in self.lost, slot=self.lost.get(told.replica, ""))
                 if told.what == MembershipEventKind.WENT_ON:
                     paused = 0.0 if self.pause is None else report.time - self.pause.start
                     return News(report, is_line=self.pause is not None, paused=paused)
@@ -780,11 +776,11 @@ class RunState:
                 if told.incarnation >= member.incarnation:
                     member.vacant = cause
                 member.end_told = max(member.end_told, told.incarnation)
-                self.lost[told.replica] = told.slot
             case MembershipEventKind.SUSPENDED:
-                self.suspended[told.replica] += self.lost.pop(told.replica, None) is not None
-                if member is not None:
-                    member.is_suspended = True
+                self.suspended[told.replica] += 1
+                for one in self.members.values():
+                    if one.replica == told.replica and one.vacant is None:
+                        one.is_suspended, one.since = True, time
             case MembershipEventKind.LATE:
                 self.late[told.replica].append(told.round)
             case MembershipEventKind.EXCLUDED:
