@@ -105,10 +105,15 @@ class Record(Source):
     def _run(self) -> None:
         while not self._ended.is_set():
             try:
+                # Asked before the record is read, so that the last lines of a run that has just ended are read before
+                # viewers are told of its end: after it they are told nothing.
+                is_due = time.monotonic() >= self._looked + _SECONDS_BETWEEN_LOOKS
+                runs = is_due and is_running(self.folder)
                 self._open()
                 while self._file is not None and self._read(self._file) and not self._ended.is_set():
                     pass
-                self._look()
+                if is_due:
+                    self._look(runs)
             except (OSError, HeteroPPError) as error:
                 self.view.complain(f"{self.folder.path}: cannot be read now: {error}")
             self._is_known.set()
@@ -159,13 +164,11 @@ class Record(Source):
                 self.view.complain(f"{self.folder.metrics.name}: line {self._line} {wrong}")
         return not self._half and bool(line)
 
-    def _look(self) -> None:
-        """Note whether the run still goes on, or how it ended."""
-        if time.monotonic() < self._looked + _SECONDS_BETWEEN_LOOKS:
-            return
+    def _look(self, runs: bool) -> None:
+        """Note whether the run still goes on, or how it ended, once its record is read to the end."""
         self._looked, view = time.monotonic(), self.view
         view.text = shown_digest(self.folder.text)
-        if is_running(self.folder):
+        if runs:
             # The record may lack what happens now: its disk is full, or nothing was written for a while.
             path, why = self.folder.metrics, ""
             with suppress(OSError):
@@ -177,9 +180,6 @@ class Record(Source):
             view.note_stale(why)
             view.end(None, True)
             return
-        # The run's last lines may have been written after the record was read. Viewers are told nothing after the end.
-        while self._file is not None and self._read(self._file):
-            pass
         view.note_stale("")
         if self.folder.summary.is_file():
             with suppress(OSError):
