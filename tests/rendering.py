@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hetero_pp.program.report.state import RunState
 
 RECORDER = "hetero_pp.program.report.recorder"
-DRAWS = ("draw_losses", "draw_links")
+DRAWS = ("draw_losses",)
 """Names in the recorder of the functions that draw a run's pictures."""
 
 

@@ -14,9 +14,8 @@ from hetero_pp.core.errors import DamagedFile, RunFailed, StoreError
 from hetero_pp.outer.step import OuterOptimizer, RoundOptimizer, parameters_sha256
 from replica_groups.exchange.audits import write_audit
 from replica_groups.exchange.exchange import Exchange
-from replica_groups.exchange.log import TOGETHER, ContributionLog, checkpoint_key, key_of, round_key
+from replica_groups.exchange.log import TOGETHER, UPLOADED, ContributionLog, checkpoint_key, key_of, round_key
 from replica_groups.exchange.replay import Follower
-from replica_groups.exchange.uploads import UPLOADED
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from hetero_pp.core.errors import MalformedContribution, Suspended
-from hetero_pp.messages.messages_pb2 import BlobEntry, BlobHeader, Commitment
+from hetero_pp.messages.messages_pb2 import BlobEntry, BlobHeader
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.model.transformer import Shapes
 from hetero_pp.pseudo_gradient.blob_batches import BATCH_BYTES_MAX, payload_bytes, split_blobs
@@ -18,7 +18,6 @@ from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob, en
 from hetero_pp.rpc.exchange_service import Caller
 from replica_groups.exchange.log import blob_key
 from replica_groups.exchange.runner import CoordinatorRunner
-from replica_groups.exchange.uploads import take_upload, upload_url
 from replica_groups.rounds import events as e
 
 SMALL_BYTES = 256 << 10
@@ -30,33 +29,6 @@ Blobs of 470 KB take 0.85 times as long.
 DIGEST_BYTES = hashlib.sha256().digest_size
 
 
-@dataclass(frozen=True)
-class Offer:
-    """A blob that a member has for a round, before it is sent or uploaded."""
-
-    member: str
-    incarnation: int
-    holder: int  # number of the ticket's holder; 0 without a ticket
-    address: BlobAddress
-    generation: int
-    sha256: bytes
-    steps: int
-    commitment: Commitment
-
-    @property
-    def kept_as(self) -> tuple[BlobAddress, int]:
-        return self.address, self.generation
-
-    @property
-    def key(self) -> str:
-        own = self.address
-        return blob_key(own.round, own.replica, self.generation, own.block, self.sha256)
-
-    def deposited(self, entry: BlobEntry | None) -> e.Deposited:
-        own = self.address
-        return e.Deposited(self.member, self.incarnation, own.round, self.generation, own.block, entry, self.steps)
-
-
 class ContributionInbox:
     """Deposits of one run. Thread-safe; every call raises Refused, RunFailed, IncarnationOver, Suspended."""
 
@@ -64,7 +36,7 @@ class ContributionInbox:
         self._runner, self._log, self._compression = runner, runner.log, compression
         self._shapes: Mapping[str, Shapes] = {}
         self._decodes = True
-        self._being_kept: set[tuple[BlobAddress, int]] = set()
+        self._being_kept: set[tuple[BlobAddress, int]] = set()  # blobs of a generation
         self._announced: dict[tuple[BlobAddress, int], tuple[bytes, int]] = {}
         """Blob of a generation -> digest and size for which a URL was signed, in rounds that are open."""
         self._checking = threading.BoundedSemaphore(os.cpu_count() or 1)
@@ -94,84 +66,86 @@ class ContributionInbox:
 
     def take(self, header: BlobHeader, data: bytes, caller: Caller) -> None:
         """Take blobs of a member. All are decoded before any is kept, so that no receiver meets a malformed one."""
-        blobs = [
-            (self._offer(one, hashlib.sha256(part).digest(), caller), part) for one, part in split_blobs(header, data)
-        ]
-        parts = {offer.address: part for offer, part in blobs}
+        parts = {
+            one.block: (self._offer(one, hashlib.sha256(part).digest(), caller), part)
+            for one, part in split_blobs(header, data)
+        }
 
-        def keep(some: Sequence[Offer]) -> Sequence[BlobEntry]:
-            entries = [self._checked(offer, parts[offer.address]) for offer in some]
-            own = {offer.key: parts[offer.address] for offer in some}
+        def keep(some: Sequence[BlobHeader]) -> Sequence[BlobEntry]:
+            entries = [self._checked(one, parts[one.block][1], caller) for one in some]
+            own = {_key(one): parts[one.block][1] for one in some}
             self._runner.retry(lambda: self._log.write_blobs(own))
             return entries
 
-        self._take([offer for offer, _ in blobs], keep)
+        offers = [offer for offer, _ in parts.values()]
+        self._take([one for one, _ in offers], offers[0][1], keep)
 
     def upload_url(self, header: BlobHeader, caller: Caller) -> str | None:
         """Return where a member may put a blob into the store.
 
         None if the store has no such URLs; empty if the blob need not be sent, because it is included or late.
         """
-        offer, size = self._offer(header, header.sha256, caller), header.size
-        self._expect_size(offer.member, offer.address, size)
-        if not self._is_awaited(offer) or self._is_counted(offer):
+        (own, caller), size = self._offer(header, header.sha256, caller), header.size
+        self._expect_size(caller.name, self._address(own), size)
+        if not self._is_awaited(own, caller) or self._is_counted(own, caller):
             return ""
         with self._runner.changed:
             last_round = self._runner.coordinator.last_round
             self._announced = {key: one for key, one in self._announced.items() if key[0].round > last_round}
-            announced = self._announced.setdefault(offer.kept_as, (offer.sha256, size))
-        if announced != (offer.sha256, size):  # each would be another object in the store
-            raise self._runner.refused(offer.member, f"`{offer.address.block}`: a second, different blob to upload")
-        return self._runner.retry(lambda: upload_url(self._log, offer.key, size, offer.holder > 0))
+            announced = self._announced.setdefault((self._address(own), own.generation), (own.sha256, size))
+        if announced != (own.sha256, size):  # each would be another object in the store
+            raise self._runner.refused(caller.name, f"`{own.block}`: a second, different blob to upload")
+        return self._runner.retry(lambda: self._log.upload_url(_key(own), size, caller.holder > 0))
 
     def uploaded(self, header: BlobHeader, caller: Caller) -> None:
         """Take a blob that a member has put into the store."""
-        offer = self._offer(header, header.sha256, caller)
-        most = most_bytes(self._shapes[offer.address.block], self._compression)
+        own, caller = self._offer(header, header.sha256, caller)
+        most = most_bytes(self._shapes[own.block], self._compression)
 
-        def keep(some: Sequence[Offer]) -> Sequence[BlobEntry]:
+        def keep(some: Sequence[BlobHeader]) -> Sequence[BlobEntry]:
             try:
-                data = self._runner.retry(lambda: take_upload(self._log, offer.key, offer.sha256, most))
+                data = self._runner.retry(lambda: self._log.take_upload(_key(own), own.sha256, most))
             except MalformedContribution as error:
-                raise self._runner.refused(offer.member, f"`{offer.address.block}`: {error}", Kind.MALFORMED) from None
+                raise self._runner.refused(caller.name, f"`{own.block}`: {error}", Kind.MALFORMED) from None
             except FileNotFoundError:
-                raise self._runner.refused(offer.member, f"`{offer.address.block}` was not uploaded") from None
-            return [self._checked(offer, data)]
+                raise self._runner.refused(caller.name, f"`{own.block}` was not uploaded") from None
+            return [self._checked(own, data, caller)]
 
-        self._take([offer], keep)
+        self._take([own], caller, keep)
 
-    def _take(self, offers: Sequence[Offer], keep: Callable[[Sequence[Offer]], Sequence[BlobEntry]]) -> None:
+    def _take(
+        self, blobs: Sequence[BlobHeader], caller: Caller, keep: Callable[[Sequence[BlobHeader]], Sequence[BlobEntry]]
+    ) -> None:
         """Write blobs of one contribution, then tell the rules. Only the caller waits for it."""
-        first, runner = offers[0], self._runner
-        if (complaint := runner.coordinator.rules.complaint_of_steps(first.address.replica, first.steps)) is not None:
-            raise runner.refused(first.member, f"`{first.address.block}`: {complaint}")
-        if not self._is_awaited(first):
-            runner.tell(first.deposited(None))  # what comes late is learnt from: how long to wait next
+        first, runner, member = blobs[0], self._runner, caller.name
+        if (complaint := runner.coordinator.rules.complaint_of_steps(first.replica, first.steps)) is not None:
+            raise runner.refused(member, f"`{first.block}`: {complaint}")
+        if not self._is_awaited(first, caller):
+            runner.tell(_deposited(first, caller, None))  # what comes late is learnt from: how long to wait next
             return
-        own = first.address.round, first.generation, first.commitment, first.holder
-        if (complaint := runner.audits.attach(first.member, *own)) is not None:
-            raise runner.refused(first.member, complaint)
+        complaint = runner.audits.attach(member, first.round, first.generation, first.commitment, caller.holder)
+        if complaint is not None:
+            raise runner.refused(member, complaint)
         # Another deposit of the same blobs is waited for, because a blob is only included if that one succeeds.
-        keys = {offer.kept_as for offer in offers}
+        keys = {(self._address(one), one.generation) for one in blobs}
         with runner.changed:
-            runner.wait_until(lambda: self._being_kept.isdisjoint(keys), subject=first.member)
-            some = [offer for offer in offers if not self._is_counted(offer)]
-            self._being_kept.update(offer.kept_as for offer in some)
+            runner.wait_until(lambda: self._being_kept.isdisjoint(keys), subject=member)
+            some = [one for one in blobs if not self._is_counted(one, caller)]
+            kept = {(self._address(one), one.generation) for one in some}
+            self._being_kept |= kept
         if not some:
             return
         try:
-            for offer, entry in zip(some, keep(some), strict=True):
+            for one, entry in zip(some, keep(some), strict=True):
                 runner.require_alive()
-                for answer in runner.tell(offer.deposited(entry)):
-                    if isinstance(answer, e.Reject) and answer.slot == offer.member:
-                        raise (
-                            Suspended(answer.reason) if answer.is_over else runner.refused(offer.member, answer.reason)
-                        )
+                for answer in runner.tell(_deposited(one, caller, entry)):
+                    if isinstance(answer, e.Reject) and answer.slot == member:
+                        raise Suspended(answer.reason) if answer.is_over else runner.refused(member, answer.reason)
                 runner.require_alive()
         finally:
             with runner.changed:
-                self._being_kept.difference_update(offer.kept_as for offer in some)
-                runner.notifier.wake([first.member])
+                self._being_kept -= kept
+                runner.notifier.wake([member])
 
     # ---- checks ----
 
@@ -182,18 +156,22 @@ class ContributionInbox:
     def _address(self, header: BlobHeader) -> BlobAddress:
         return BlobAddress(self._runner.run, header.round, header.replica, header.block)
 
-    def _offer(self, header: BlobHeader, sha256: bytes, caller: Caller) -> Offer:
-        """Return a member's offer of a blob of its own. In the exchange's process, generation 0 is the current one."""
+    def _offer(self, header: BlobHeader, sha256: bytes, caller: Caller) -> tuple[BlobHeader, Caller]:
+        """Return a blob's header with its digest and generation, and the caller with its incarnation.
+
+        In the exchange's process, generation 0 is the current one.
+        """
         self._require_begun(caller)
-        member, generation, address = caller.name, header.generation, self._address(header)
-        if caller.incarnation is None and not generation:
-            generation = self._runner.coordinator.generation_of(member)
-        self._expect_address(member, address)
+        own = BlobHeader()
+        own.CopyFrom(header)
+        own.sha256 = sha256
+        if caller.incarnation is None and not own.generation:
+            own.generation = self._runner.coordinator.generation_of(caller.name)
+        self._expect_address(caller.name, self._address(own))
         if len(sha256) != DIGEST_BYTES:
             reason = f"found a digest of {len(sha256)} bytes, expected {DIGEST_BYTES}"
-            raise self._runner.refused(member, reason, Kind.MALFORMED)
-        incarnation = self._runner.incarnation(caller)
-        return Offer(member, incarnation, caller.holder, address, generation, sha256, header.steps, header.commitment)
+            raise self._runner.refused(caller.name, reason, Kind.MALFORMED)
+        return own, replace(caller, incarnation=self._runner.incarnation(caller))
 
     def _expect_address(self, member: str, address: BlobAddress) -> None:
         roster = self._runner.roster
@@ -208,36 +186,43 @@ class ContributionInbox:
             reason = f"`{address.block}`: found {size} bytes, expected at most {most}"
             raise self._runner.refused(member, reason, Kind.MALFORMED)
 
-    def _is_awaited(self, offer: Offer) -> bool:
+    def _is_awaited(self, blob: BlobHeader, caller: Caller) -> bool:
         """Return whether a blob may still be included; if not, the record tells the sender that it was late."""
-        round_, coordinator = offer.address.round, self._runner.coordinator
+        coordinator = self._runner.coordinator
         with self._runner.changed:
             self._runner.require_alive()
-            self._runner.require_incarnation(offer.member, offer.incarnation)
-            last_round, current = coordinator.last_round, coordinator.generation_of(offer.member)
-        if not 1 <= round_ <= last_round + 1:
-            raise self._runner.refused(offer.member, f"found round {round_}, expected {last_round + 1}")
-        if round_ > last_round and offer.generation != current:
-            raise Suspended(f"{offer.address.replica} has a new generation")
-        return round_ > last_round
+            self._runner.require_incarnation(caller.name, self._runner.incarnation(caller))
+            last_round, current = coordinator.last_round, coordinator.generation_of(caller.name)
+        if not 1 <= blob.round <= last_round + 1:
+            raise self._runner.refused(caller.name, f"found round {blob.round}, expected {last_round + 1}")
+        if blob.round > last_round and blob.generation != current:
+            raise Suspended(f"{blob.replica} has a new generation")
+        return blob.round > last_round
 
-    def _is_counted(self, offer: Offer) -> bool:
+    def _is_counted(self, blob: BlobHeader, caller: Caller) -> bool:
         """Return whether the blob is included already. Raises Refused if another blob is included in its place."""
-        address = offer.address
         with self._runner.changed:
-            known = self._runner.coordinator.deposited(address.replica, offer.generation, address.block)
-        if known is not None and known.sha256 != offer.sha256:
-            reason = f"a second, different `{address.block}` for round {address.round}"
-            raise self._runner.refused(offer.member, reason)
+            known = self._runner.coordinator.deposited(blob.replica, blob.generation, blob.block)
+        if known is not None and known.sha256 != blob.sha256:
+            raise self._runner.refused(caller.name, f"a second, different `{blob.block}` for round {blob.round}")
         return known is not None
 
-    def _checked(self, offer: Offer, data: bytes) -> BlobEntry:
+    def _checked(self, blob: BlobHeader, data: bytes, caller: Caller) -> BlobEntry:
         """Decode a blob, and return its entry in a record."""
-        shapes = self._shapes[offer.address.block]
+        shapes = self._shapes[blob.block]
         try:
             with self._checking_small if len(data) < SMALL_BYTES else self._checking:
-                blob = ReceivedBlob(data, offer.address, shapes, self._compression)
-                values = [blob.values(name) for name in shapes] if self._decodes else []
-                return entry_of(offer.address.block, offer.sha256, len(data), values)
+                received = ReceivedBlob(data, self._address(blob), shapes, self._compression)
+                values = [received.values(name) for name in shapes] if self._decodes else []
+                return entry_of(blob.block, blob.sha256, len(data), values)
         except MalformedContribution as error:
-            raise self._runner.refused(offer.member, str(error), Kind.MALFORMED) from None
+            raise self._runner.refused(caller.name, str(error), Kind.MALFORMED) from None
+
+
+def _key(blob: BlobHeader) -> str:
+    return blob_key(blob.round, blob.replica, blob.generation, blob.block, blob.sha256)
+
+
+def _deposited(blob: BlobHeader, caller: Caller, entry: BlobEntry | None) -> e.Deposited:
+    assert caller.incarnation is not None
+    return e.Deposited(caller.name, caller.incarnation, blob.round, blob.generation, blob.block, entry, blob.steps)

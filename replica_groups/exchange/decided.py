@@ -22,10 +22,9 @@ from hetero_pp.core.errors import DamagedFile, HeteroPPError, Refused
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.pseudo_gradient.blob_batches import FOLLOWING_BYTES_MAX, FOLLOWING_MAX
 from hetero_pp.rpc.exchange_service import Caller
-from replica_groups.exchange.log import key_of
+from replica_groups.exchange.log import URL_SECONDS, key_of
 from replica_groups.exchange.replay import open_newest
 from replica_groups.exchange.runner import CoordinatorRunner
-from replica_groups.exchange.uploads import download_url
 
 SECONDS_TO_READ = 1.0
 """No further blob is read after this time, because other fetches wait for the reply. A store may be far."""
@@ -144,7 +143,7 @@ class DecidedRounds:
     def stored(self, request: pb.FetchRequest, caller: Caller) -> pb.BlobHeader | None:
         """Return where a member may read a blob from the store itself; None if the store has no such URLs."""
         key, blob = self._included(request, caller)
-        url = self._runner.retry(lambda: download_url(self._log, key))
+        url = self._runner.retry(lambda: self._log.store.sign("GET", key, URL_SECONDS))
         return None if url is None else pb.BlobHeader(url=url, sha256=blob.sha256, size=blob.size)
 
     def _included(self, request: pb.FetchRequest, caller: Caller) -> tuple[str, pb.BlobEntry]:

@@ -31,7 +31,7 @@ from hetero_pp.config.checkpoint import OpenCheckpoint, RunCheckpoint, open_chec
 from hetero_pp.config.folder import RunFolder
 from hetero_pp.config.run_config import RunConfig
 from hetero_pp.core.bounded import before_gap
-from hetero_pp.core.errors import ConfigError, DamagedFile, StoreError
+from hetero_pp.core.errors import ConfigError, DamagedFile, MalformedContribution, StoreError
 from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry, RoundRecord
 from hetero_pp.pseudo_gradient.contribution import contribution_digest
 from hetero_pp.store.folder import reading, storing, writing
@@ -45,6 +45,10 @@ newest claims must not succeed with an older number."""
 
 _NAMED_DIGITS = 16
 """Digits of a blob's digest in its name, enough to tell the blobs of one member, round and generation apart."""
+
+UPLOADED = ".uploaded"
+URL_SECONDS = 900.0
+"""Seconds within which an upload or a download with a URL has to begin; large, because clocks differ."""
 
 TOGETHER = ".blobs"
 _INDEX_LENGTH = struct.Struct("<I")
@@ -125,6 +129,39 @@ class ContributionLog:
         with storing("read", path), path.open("rb") as file:
             file.seek(start)
             return file.read(size)
+
+    def upload_url(self, key: str, size: int, is_guest: bool) -> str | None:
+        """Return a URL at which a member may put the blob of this key into the store, so that it passes no exchange.
+
+        None if the store has no such URLs. Where the length cannot be signed, only a guest gets none: it might fill the
+        store.
+        """
+        url = self.store.sign("PUT", key + UPLOADED, URL_SECONDS, size)
+        return self.store.sign("PUT", key + UPLOADED, URL_SECONDS) if url is None and not is_guest else url
+
+    def take_upload(self, key: str, sha256: bytes, most: int) -> bytes:
+        """Take over a blob that a member has uploaded, with this digest and of at most `most` bytes; return it.
+
+        The member is not trusted: the blob is copied inside the store to its key, for which the member has no URL, and
+        the copy is read. May be repeated. Raises MalformedContribution if something else is there, FileNotFoundError if
+        nothing is.
+        """
+        try:
+            data = self.read_blob(key, sha256)
+        except (DamagedFile, FileNotFoundError):
+            self.store.copy(key + UPLOADED, key)
+            if (size := self.store.size(key)) > most:
+                complaint = f"uploaded {size} bytes, expected at most {most}"
+            else:
+                try:
+                    data, complaint = self.read_blob(key, sha256), ""
+                except DamagedFile:
+                    complaint = "uploaded other data than announced"
+            if complaint:
+                self.store.delete([key])
+                raise MalformedContribution(complaint) from None
+        self.store.delete([key + UPLOADED])
+        return data
 
     def blobs_of(self, record: RoundRecord) -> Callable[[str, str], bytes]:
         """Return a function that reads the blob of (replica, block) in a record.

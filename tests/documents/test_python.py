@@ -31,7 +31,7 @@ NO_RENDERING = """
 from rendering import draw_placeholder
 from hetero_pp.program.report import recorder
 
-recorder.draw_losses = recorder.draw_links = draw_placeholder
+recorder.draw_losses = draw_placeholder
 """
 TABLES = ROOT / "docs" / "experiments.md"
 

@@ -151,7 +151,7 @@ def test_the_summary_has_what_others_rely_on(both: dict[str, Path]) -> None:
     )
     files = [path for path in (both["grpc"] / "log").glob("round-*/*/*/*") if path.is_file()]
     assert len(files) == 3 * 4  # one for each member and round
-    for name in ("config.yaml", "metrics.jsonl", "loss.png", "links.png"):
+    for name in ("config.yaml", "metrics.jsonl", "loss.png"):
         assert (both["grpc"] / name).stat().st_size > 0
     assert list((both["grpc"] / "tensorboard").iterdir())
 

@@ -391,14 +391,12 @@ def test_the_command_that_resumes_is_printed_once_and_before_the_pictures_are_dr
             yield report
 
     monkeypatch.setattr(Exchange, "watch", interrupted)
-    for name in ("draw_losses", "draw_links"):
-        monkeypatch.setattr(
-            f"hetero_pp.program.report.recorder.{name}", lambda *_: printed.append(capsys.readouterr().out)
-        )
+    draw = "hetero_pp.program.report.recorder.draw_losses"
+    monkeypatch.setattr(draw, lambda *_: printed.append(capsys.readouterr().out))
     with pytest.raises(KeyboardInterrupt):
         _train(corpus, tmp_path, typed=["hetero-pp", "launch", "a.yaml"])
     assert printed[0].endswith("hetero-pp launch a.yaml --resume\n")
-    assert printed[1:] == [""]
+    assert len(printed) == 1
     assert capsys.readouterr().out == ""
     assert summary_in(tmp_path / "mixed")["failed"] == "interrupted"
 

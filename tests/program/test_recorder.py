@@ -133,7 +133,6 @@ def test_a_run_that_failed_half_way(tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["failed"], summary["rounds"]) == ("home.0 was killed by SIGKILL", 1)
     assert (tmp_path / "loss.png").exists()
-    assert (tmp_path / "links.png").exists()
 
 
 def _hostile_reports() -> list[Report]:

@@ -19,8 +19,7 @@ from hetero_pp.store.opening import open_store
 from hetero_pp.store.presigned import download, is_of, upload
 from hetero_pp.store.settings import StoreSettings
 from hetero_pp.store.store import Store
-from replica_groups.exchange.log import ContributionLog, blob_key
-from replica_groups.exchange.uploads import download_url, take_upload, upload_url
+from replica_groups.exchange.log import URL_SECONDS, ContributionLog, blob_key
 
 SETTINGS = CompressionSettings(density=1 / 8)
 MOST = 1 << 20
@@ -41,15 +40,15 @@ def _key(blob: bytes) -> str:
 def test_what_was_uploaded_is_kept_where_nobody_has_a_url_for(signing: Store) -> None:
     log, blob = ContributionLog(signing), _blob(1)
     key, digest = _key(blob), hashlib.sha256(blob).digest()
-    url = upload_url(log, key, len(blob), is_guest=True)
+    url = log.upload_url(key, len(blob), is_guest=True)
     assert url is not None
     upload(url, blob, 60)
     upload(url, blob, 60)  # a client that does not know whether it arrived repeats it
-    assert take_upload(log, key, digest, MOST) == blob
+    assert log.take_upload(key, digest, MOST) == blob
     assert signing.below() == [key]
     upload(url, bytes(len(blob)), 60)
-    assert take_upload(log, key, digest, MOST) == blob == log.read_blob(key, digest)
-    get = download_url(log, key)
+    assert log.take_upload(key, digest, MOST) == blob == log.read_blob(key, digest)
+    get = log.store.sign("GET", key, URL_SECONDS)
     assert get is not None and download(get, len(blob), 60) == blob
     for size in (len(blob) - 1, len(blob) + 1):
         with pytest.raises(StoreError, match=rf"/norm\.\w+\.blob: found another size than {size} bytes$"):
@@ -60,18 +59,18 @@ def test_what_is_not_what_was_said_is_not_kept(signing: Store) -> None:
     log, blob = ContributionLog(signing), _blob(1)
     key, digest = _key(blob), hashlib.sha256(blob).digest()
     with pytest.raises(FileNotFoundError):
-        take_upload(log, key, digest, MOST)
-    url = upload_url(log, key, len(_blob(2)), is_guest=True)
+        log.take_upload(key, digest, MOST)
+    url = log.upload_url(key, len(_blob(2)), is_guest=True)
     assert url is not None
     upload(url, _blob(2), 60)
     with pytest.raises(MalformedContribution, match="uploaded other data than announced"):
-        take_upload(log, key, digest, MOST)
+        log.take_upload(key, digest, MOST)
     assert signing.below() == [f"{key}.uploaded"]
 
 
 def test_what_is_too_large_is_not_read(signing: Store) -> None:
     log, blob = ContributionLog(signing), bytes(1001)
-    url = upload_url(log, _key(blob), len(blob), is_guest=True)
+    url = log.upload_url(_key(blob), len(blob), is_guest=True)
     assert url is not None
     for size in (0, 1000, 1002, 5_000_000):
         with pytest.raises(StoreError, match=r"cannot be uploaded \("):
@@ -79,13 +78,13 @@ def test_what_is_too_large_is_not_read(signing: Store) -> None:
     assert signing.below() == []
     upload(url, blob, 60)
     with pytest.raises(MalformedContribution, match="uploaded 1001 bytes, expected at most 1000"):
-        take_upload(log, _key(blob), hashlib.sha256(blob).digest(), 1000)
+        log.take_upload(_key(blob), hashlib.sha256(blob).digest(), 1000)
     assert signing.below() == [f"{_key(blob)}.uploaded"]
 
 
 def test_a_url_is_for_one_object_and_a_refusal_is_one_line(signing: Store) -> None:
     log, key = ContributionLog(signing), _key(_blob(1))
-    url = upload_url(log, key, 17, is_guest=True)
+    url = log.upload_url(key, 17, is_guest=True)
     assert url is not None
     with pytest.raises(StoreError, match=r"^http://127\.0\.0\.1:\S+\.uploaded: cannot be uploaded \(HTTP 403 "):
         upload(url.replace("/home/2/", "/home/3/"), b"another generation's", 60)
@@ -167,12 +166,12 @@ def test_who_cannot_be_reached_is_one_line(free_port: int) -> None:
 @pytest.mark.parametrize("url", ["folder", "memory://"])
 def test_some_stores_have_no_urls(url: str, tmp_path: Path) -> None:
     store = open_store(str(tmp_path) if url == "folder" else url)
-    assert upload_url(ContributionLog(store), _key(b""), 0, is_guest=False) is None
+    assert ContributionLog(store).upload_url(_key(b""), 0, is_guest=False) is None
 
 
 def test_a_length_that_cannot_be_signed_is_signed_for_no_guest(signing: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with credentials of a machine's role, whose secret only obstore has."""
     monkeypatch.setattr(signing, "_secrets", {})
     log = ContributionLog(signing)
-    assert upload_url(log, "key", 100, is_guest=True) is None
-    assert "X-Amz-Signature" in (upload_url(log, "key", 100, is_guest=False) or "")
+    assert log.upload_url("key", 100, is_guest=True) is None
+    assert "X-Amz-Signature" in (log.upload_url("key", 100, is_guest=False) or "")

@@ -375,7 +375,7 @@ Start = Callable[[RunSpec, RunFolder, OnReport, Values | None], None]
 
 
 def _run_and_record(prepared: Prepared, runs: Path, start: Start, resume: bool, invocation: Invocation) -> None:
-    """Run a topology with metrics, summary, pictures and a live view. The mode prints the result.
+    """Run a topology with metrics, summary, picture and a live view. The mode prints the result.
 
     Raises RunFailed if the run ended early without a reason.
     """
@@ -394,7 +394,7 @@ def _run_and_record(prepared: Prepared, runs: Path, start: Start, resume: bool, 
                 if (
                     summary["rounds"] == spec.latest.outer.rounds
                     and "failed" not in summary
-                    and all((folder.path / picture).is_file() for picture in ("loss.png", "links.png"))
+                    and (folder.path / "loss.png").is_file()
                 ):
                     return
         recording = _Recording(spec, folder, resume, invocation)
@@ -415,7 +415,7 @@ def _run_and_record(prepared: Prepared, runs: Path, start: Start, resume: bool, 
             state.fail(f"{type(error).__name__}: {error}")
             raise
         finally:
-            # After an interrupt the hint is printed once everything but the pictures is saved.
+            # After an interrupt the hint is printed once everything but the picture is saved.
             recording.recorder.close(hint.print_once if is_stopped else None)
         with about("result"):
             invocation.mode.conclude(console, state, folder)

@@ -1,1 +1,1 @@
-"""State, metrics, summary, pictures and the live view of a run, from its members' reports."""
+"""State, metrics, summary, picture and the live view of a run, from its members' reports."""

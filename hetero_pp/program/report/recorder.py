@@ -1,4 +1,4 @@
-"""The record of a run: metrics.jsonl and TensorBoard events as it runs, a summary and pictures at its end.
+"""The record of a run: metrics.jsonl and TensorBoard events as it runs, a summary and a picture at its end.
 
 Each line of metrics.jsonl is one report, with the fields of its event by their names. It is what every reader of a
 record folds again.
@@ -29,7 +29,7 @@ from hetero_pp.core.errors import DamagedFile
 from hetero_pp.core.files import PART, LastingLog, complaint, flush, write_whole
 from hetero_pp.messages.messages_pb2 import BlobEntry, Report, RoundRecord
 from hetero_pp.program.report.boards import MakeSink, OptionalSink, Scalars, TensorBoard
-from hetero_pp.program.report.pictures import draw_links, draw_losses
+from hetero_pp.program.report.pictures import draw_losses
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.summary import summary_of
 from replica_groups.exchange.log import open_log
@@ -146,9 +146,9 @@ class Recorder:
         self._complained = True
 
     def close(self, before_drawing: Callable[[], None] | None = None) -> None:
-        """Write summary.json and the pictures from what is known.
+        """Write summary.json and loss.png from what is known.
 
-        Complains about each file that the disk does not take. `before_drawing` is called before the pictures are drawn,
+        Complains about each file that the disk does not take. `before_drawing` is called before the picture is drawn,
         because that takes seconds.
         """
         with self._lock:
@@ -171,15 +171,13 @@ class Recorder:
         unwritten = self._last(lambda: write_whole(folder.summary, summary), _LATER.format("was not written"))
         if before_drawing is not None:
             before_drawing()
-        pictures = {"loss.png": draw_losses, "links.png": draw_links}
         if self._state.spec.config.rehearsal is not None:
-            del pictures["loss.png"]  # nothing is trained
-        for name, draw in pictures.items():
-            became = _LATER.format("was not drawn")
-            if unwritten is None:
-                self._last(partial(draw, self._state, folder.path / name), became)
-            else:  # a picture takes seconds of computing, for nothing while the disk is full
-                self._complain(f"{folder.path / name} {became}; the run itself is not affected: {complaint(unwritten)}")
+            return  # nothing is trained
+        picture, became = folder.path / "loss.png", _LATER.format("was not drawn")
+        if unwritten is None:
+            self._last(partial(draw_losses, self._state, picture), became)
+        else:  # a picture takes seconds of computing, for nothing while the disk is full
+            self._complain(f"{picture} {became}; the run itself is not affected: {complaint(unwritten)}")
 
     def _last(self, do: Callable[[], object], became: str) -> OSError | None:
         """Call a function once, and complain if it fails. Return why the disk does not take it, if so."""

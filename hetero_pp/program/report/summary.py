@@ -237,7 +237,7 @@ def _lines(summary: Mapping[str, Any], folder: Path) -> Iterator[str]:
     yield f"{rounds}, {summary['tokens_per_second']:,.0f} tokens/s over all replicas."
     if "failed" in summary:
         yield f"Failed: {summary['failed']}"
-    yield f"Files: {folder} (summary.json, metrics.jsonl, loss.png, links.png, tensorboard/)"
+    yield f"Files: {folder} (summary.json, metrics.jsonl, loss.png, tensorboard/)"
 
 
 def _membership_lines(summary: Mapping[str, Any]) -> Iterator[str]:
