@@ -182,7 +182,7 @@ class Admission:
             vocabulary=self._told.vocabulary,
             slots=slots,
             refusal=refusal,
-            tokens=self._exchange.tokens,
+            tokens=self._exchange.text.tokens,
             neighbours={
                 slot.name: slot.address
                 for slot in status.slots
@@ -237,7 +237,7 @@ class Admission:
 
     def Status(self, request: pb.Nothing, context: grpc.ServicerContext) -> pb.StatusReply:
         reply = self._exchange.status()
-        reply.rehearsal = self._exchange.is_rehearsal
+        reply.rehearsal = self._exchange.rehearsed is not None
         reply.in_waiting_room, reply.needed_in_lobby = self._waiting_room.here, self._waiting_room.needed
         for ticket, seconds in self._waiting_room.guests:
             reply.guests.add(ticket=ticket, seconds=seconds)

@@ -110,15 +110,12 @@ class DecidedRounds:
             if which not in self._replies:
                 self._replies[which] = self._read(request, caller)
             self._replies.move_to_end(which)
-            while len(self._replies) > 1 and not self._are_few():
-                self._replies.popitem(last=False)
-            reply = self._replies[which]
+            reply, kept = self._replies[which], self._replies
+            while len(kept) > max(1, _KEPT_REPLIES) or (
+                len(kept) > 1 and sum(len(one.payload) for one in kept.values()) > _KEPT_BYTES
+            ):
+                kept.popitem(last=False)
         return reply.without(own)
-
-    def _are_few(self) -> bool:
-        """Return whether the kept replies are few enough, and small enough together."""
-        replies = self._replies.values()
-        return len(replies) <= _KEPT_REPLIES and sum(len(one.payload) for one in replies) <= _KEPT_BYTES
 
     def _read(self, request: pb.FetchRequest, caller: Caller) -> Reply:
         """Read a blob and those that follow it, up to the limits."""

@@ -14,7 +14,6 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ from google.protobuf.message import Message
 from torch import Tensor
 
 from hetero_pp.config.changes import Agreement
-from hetero_pp.config.checkpoint import OpenCheckpoint, RunCheckpoint
+from hetero_pp.config.checkpoint import RunCheckpoint
 from hetero_pp.config.lines import EXCHANGE, RELAYED, is_loopback
 from hetero_pp.config.spec import Roster, RunSpec
 from hetero_pp.config.topology import MagnitudeSettings
@@ -152,12 +151,12 @@ class Exchange(ExchangeService):
         )
         self.coordinator, self.changed = self.runner.coordinator, self.runner.changed
         self.reports = Reports(self.runner, bounds or ReportBounds(), so_far)
-        self.inbox, self._rehearsed = ContributionInbox(self.runner, settings.compression), rehearsed
+        self.inbox, self.rehearsed = ContributionInbox(self.runner, settings.compression), rehearsed
         self.decided = DecidedRounds(self.runner)
         self.here: set[str] = set()  # members whose connection is open
         # joining
         self._agreement = agreement
-        self._text = Text(text, self._is_there, lambda: self.coordinator.last_round > 0)
+        self.text = Text(text, self._is_there, lambda: self.coordinator.last_round > 0)
         self._agreed: str | None = None
         """The last configuration that agreed: usually those of all members, so that few are parsed."""
         self._tokens: dict[str, str] = {}  # digest of the text that each member reads, of members that read one
@@ -208,8 +207,8 @@ class Exchange(ExchangeService):
         """
         runner, last_round = self.runner, checkpoint.round if last_round is None else last_round
         with self.changed:
-            shapes = self._rehearsed or shapes_of(checkpoint.parameters)
-            self.inbox.begin(shapes_by_block(shapes), decodes=self._rehearsed is None)
+            shapes = self.rehearsed or shapes_of(checkpoint.parameters)
+            self.inbox.begin(shapes_by_block(shapes), decodes=self.rehearsed is None)
             if limits is not None:
                 limits.begin(checkpoint.parameters, checkpoint.round)
                 runner.limits = limits
@@ -258,10 +257,6 @@ class Exchange(ExchangeService):
             arrived(tensors[name].nbytes)
         return tensors
 
-    def open_checkpoint(self, request: pb.CheckpointRequest, caller: Caller) -> RunCheckpoint | OpenCheckpoint:
-        """Return a run checkpoint that has the tensors of a request, to send them in pieces."""
-        return self.decided.open_checkpoint(request, caller)
-
     def deposit_blob(self, header: pb.BlobHeader, data: bytes, caller: Caller) -> None:
         self.inbox.take(header, data, caller)
 
@@ -298,16 +293,11 @@ class Exchange(ExchangeService):
     def _require_same_text(self, member: str) -> None:
         """Raise Refused for a member that reads another text than the run's."""
         tokens = self._tokens.get(member)
-        if tokens and (complaint := self._text.complaint(member, tokens)):
+        if tokens and (complaint := self.text.complaint(member, tokens)):
             raise self.runner.refused(member, complaint)
 
     def _is_there(self, member: str) -> bool:
         return member in self.roster.members and self.coordinator.slots[member].is_heard
-
-    @property
-    def tokens(self) -> str:
-        """Digest of the run's text; empty while no member has named one."""
-        return self._text.tokens
 
     def _join(self, request: pb.JoinRequest, caller: Caller) -> pb.JoinReply:
         """Give a slot to a process, once the slot is vacant. A second process under one name is refused."""
@@ -320,10 +310,12 @@ class Exchange(ExchangeService):
                 if isinstance(answer, e.Reject):
                     raise runner.refused(member, answer.reason)
             if tokens := self._tokens.get(member):
-                runner.retry(partial(self._text.note, member, tokens))
+                runner.retry(partial(self.text.note, member, tokens))
         incarnation = runner.wait_for_incarnation(member, process, caller.is_asked)
         with self.changed:
             self._addresses[member] = request.address
+            if self.coordinator.holds(member, incarnation):
+                self._holders[member] = HeldBy(member, caller.holder, incarnation)
             self._available[member] = AvailableStates(frozenset(request.rounds), tuple(request.damaged))
             self.changed.notify_all()
         self.reports.joined(member, request.address, incarnation)
@@ -415,12 +407,6 @@ class Exchange(ExchangeService):
         """Note whether a member was reached at an address; None: it was not dialled."""
         with self.changed:
             self._dialled[member] = Listens(address, is_reached)
-
-    def joined(self, caller: Caller, incarnation: int) -> None:
-        """Note the holder of a slot, before it asks for work."""
-        with self.changed:
-            if self.coordinator.holds(caller.name, incarnation):
-                self._holders[caller.name] = HeldBy(caller.name, caller.holder, incarnation)
 
     def held_by(self, slot: str) -> HeldBy | None:
         """Return the holder of a slot, if it has joined this exchange or asked it for work."""
@@ -565,17 +551,14 @@ class Exchange(ExchangeService):
 
     def expected(self) -> Expected:
         """Return what the exchange waits for. While no blob of a round has come, inner steps are progress, too."""
-        return replace(self._expected_of_members(), store_error=self.runner.store_errors.oldest())
-
-    def _expected_of_members(self) -> Expected:
-        coordinator, heard = self.coordinator, self.runner.last_heard
+        coordinator, heard, error = self.coordinator, self.runner.last_heard, self.runner.store_errors.oldest()
         with self.changed:
             if not self.runner.has_begun:
                 absent = self.lacking(self._addresses)
-                return Expected(pb.JOINING, 0, absent, len(absent), heard)
+                return Expected(pb.JOINING, 0, absent, len(absent), heard, store_error=error)
             if (opened := coordinator.open) is None:
                 left = [name for name, slot in coordinator.slots.items() if slot.is_heard]
-                return Expected(pb.FINISHING, self.runner.rounds, left, len(left), heard, is_bounded=False)
+                return Expected(pb.FINISHING, self.runner.rounds, left, len(left), heard, False, store_error=error)
             not_there = coordinator.rules.optional - coordinator.alive
             missing = [
                 member
@@ -585,7 +568,7 @@ class Exchange(ExchangeService):
             blobs = sum(len(own.blobs) for own in opened.deposits.values())
             progress = (opened.number, blobs, None if blobs else self.reports.steps_told)
             computing = [name for name, slot in coordinator.slots.items() if slot.held and slot.computes]
-            return Expected(pb.CONTRIBUTING, opened.number, missing, progress, heard, False, computing)
+            return Expected(pb.CONTRIBUTING, opened.number, missing, progress, heard, False, computing, error)
 
     def vacant(self) -> list[str]:
         """Return the free slots: first those of required replicas, then those of the most complete replica."""
@@ -669,18 +652,9 @@ class Exchange(ExchangeService):
         return TrainedRound(replica.round or 0, replica.generation, most)
 
     @property
-    def is_rehearsal(self) -> bool:
-        """Whether nothing is trained."""
-        return self._rehearsed is not None
-
-    @property
     def refusals(self) -> int:
         """Number of refused messages."""
         return self.runner.refusals.counts.total()
-
-    def halt(self) -> int:
-        """Close no further round, as the run is being stopped, and return the last closed one."""
-        return self.runner.halt()
 
     def fail(self, cause: str) -> None:
         """End the run: every call that waits, and every later one, raises RunFailed."""

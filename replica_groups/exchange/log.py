@@ -88,7 +88,9 @@ class ContributionLog:
         try:
             data = self.store.get(key)
         except FileNotFoundError:
-            together = self._holder_of(key)
+            folder = key.rpartition("/")[0]
+            several = (f"{folder}/{name}" for name in self.store.names(folder) if name.endswith(TOGETHER))
+            together = next((one for one in several if key in self.index(one)), None)
             if together is None:
                 raise
             where = f"{together} ({key.rpartition('/')[2]})"
@@ -96,12 +98,6 @@ class ContributionLog:
         if hashlib.sha256(data).digest() != sha256:
             raise DamagedFile(f"{self.store.url(where)} is damaged: it does not match its digest")
         return data
-
-    def _holder_of(self, key: str) -> str | None:
-        """Return the key of the object that has this blob among others."""
-        folder = key.rpartition("/")[0]
-        keys = (f"{folder}/{name}" for name in self.store.names(folder) if name.endswith(TOGETHER))
-        return next((together for together in keys if key in self.index(together)), None)
 
     def _read_index(self, together: str) -> Mapping[str, tuple[int, int]]:
         """Return the key of each blob in an object -> (first byte, size). Raises DamagedFile."""

@@ -40,7 +40,7 @@ from hetero_pp.rpc.callers import (
     require_report,
 )
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, Reach, make_server
-from hetero_pp.rpc.exchange_service import HeldBy, IsAsked
+from hetero_pp.rpc.exchange_service import HeldBy
 from hetero_pp.rpc.identities import Secret
 from hetero_pp.rpc.limits import ADDRESS_BYTES_MAX, LONGEST_WAIT, STATES_MAX, Pace, StreamWatch, make_plain, plain
 from hetero_pp.rpc.relay import MOST_CARRIED, MeetingPoint, Relay
@@ -180,8 +180,13 @@ class _Servicer:
             self.exchange.end_incarnation(caller.name, why, caller.incarnation)
 
     def _waiting(self, context: grpc.ServicerContext) -> RemoteCaller:
-        """Return the caller, to ask it whether it is there, so that lost callers do not keep all threads."""
-        return replace(self.callers.of(context), is_asked=self._is_asked(context))
+        """Return the caller, to ask it whether it is there, so that lost callers do not keep all threads.
+
+        The answer is no after LONGEST_WAIT seconds, too.
+        """
+        caller, until = self.callers.of(context), time.monotonic() + LONGEST_WAIT
+        context.add_callback(lambda: self.exchange.runner.notifier.wake([caller.name]))
+        return replace(caller, is_asked=lambda: context.is_active() and time.monotonic() < until)
 
     def _answer(self, request: Message, context: grpc.ServicerContext) -> Any:
         """Answer a request that needs no check beside the permission of its caller."""
@@ -202,13 +207,6 @@ class _Servicer:
                 self._guests.require_in(one.slot, one.holder)
             except Refused as error:
                 self.exchange.end_incarnation(one.slot, str(error).removeprefix(f"{one.slot}: "), one.incarnation)
-
-    def _is_asked(self, context: grpc.ServicerContext) -> IsAsked:
-        """Return a check that a call's caller is there, which fails after LONGEST_WAIT seconds."""
-        member = self.callers.of(context).name
-        context.add_callback(lambda: self.exchange.runner.notifier.wake([member]))
-        until = time.monotonic() + LONGEST_WAIT
-        return lambda: context.is_active() and time.monotonic() < until
 
     def _moving(self, frames: Iterable[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """Yield the same frames. Each one shows that the member is there; a stream without any is cut."""
@@ -236,7 +234,6 @@ class _Servicer:
         if caller.holder and former is not None and former.holder:
             self._end_revoked([former])
         reply = self.exchange.call(request, caller)
-        self.exchange.joined(caller, reply.incarnation)
         if self._guests is not None and caller.holder:
             self._guests.joined(caller.name, caller.holder)
         return reply
@@ -291,7 +288,7 @@ class _Servicer:
         with self._sending(request.round, context):
             if len(names) != len(set(names)):
                 raise MalformedMessage("found a tensor named twice, expected unique names")
-            checkpoint = self.exchange.open_checkpoint(request, self._waiting(context))
+            checkpoint = self.exchange.decided.open_checkpoint(request, self._waiting(context))
             header = pb.CheckpointHeader(names=names)
             for name in names:
                 header.tensors.add(dtype=pb.FP32, shape=checkpoint.shapes[name])

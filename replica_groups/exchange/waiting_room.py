@@ -168,7 +168,8 @@ class WaitingRoom:
 
     def _promise(self, ticket: str, free: Sequence[str]) -> None:
         """Promise a free slot to a ticket, or form groups of waiting tickets. Promised slots may become free again."""
-        now, promised, empty = self._clock(), {slot for slot, _ in self._promised.values()}, self._empty(free)
+        now, promised = self._clock(), {slot for slot, _ in self._promised.values()}
+        empty = [slots for slots in self._groups if (set(free) - promised).issuperset(slots)]
         waits = {slot for slots in empty for slot in slots}
         at_once = [slot for slot in free if slot not in waits | promised]
         if at_once:
@@ -178,11 +179,6 @@ class WaitingRoom:
             self._guests[ticket].asked = now
             for size in sorted({len(slots) for slots in empty}, reverse=True):
                 self._form([slots for slots in empty if len(slots) == size], size)
-
-    def _empty(self, free: Sequence[str]) -> list[list[str]]:
-        """Return the groups whose slots are all free and promised to nobody."""
-        open_ = set(free) - {slot for slot, _ in self._promised.values()}
-        return [slots for slots in self._groups if open_.issuperset(slots)]
 
     def _form(self, empty: Sequence[Sequence[str]], size: int) -> None:
         """Form as many groups of a size as there are hosts for, unless a host has just come."""

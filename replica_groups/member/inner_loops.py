@@ -46,19 +46,16 @@ class StepsTaken:
         return self._total if self._of_each_round is None else (round_ - 1) * self._of_each_round
 
     def end_round(self, steps: int | None, record: RoundRecord) -> None:
-        """Add this member's `steps` of a finished round, included or not; None: the round is undone."""
-        self._follow(record, steps)
+        """Add this member's `steps` of a finished round, included or not; None: those that the record includes."""
+        counted = next((one.steps for one in record.contributions if one.replica == self.replica), None)
+        self._round = record.round
+        self._total += steps if steps is not None else counted or 0
+        self.last = self.last if counted is None else counted
 
     def catch_up(self, round_: int, record_of: Callable[[int], RoundRecord]) -> None:
         """Add the steps of rounds up to this one that the member missed, according to their records."""
         for missed in range(self._round + 1, round_ + 1) if self._of_each_round is None else ():
-            self._follow(record_of(missed), None)
-
-    def _follow(self, record: RoundRecord, own: int | None) -> None:
-        counted = next((one.steps for one in record.contributions if one.replica == self.replica), None)
-        self._round = record.round
-        self._total += own if own is not None else counted or 0
-        self.last = self.last if counted is None else counted
+            self.end_round(None, record_of(missed))
 
     def inputs(self, round_: int, spec: RunSpec) -> RoundInputs:
         """Return the learning rates and the share of a round, as far as they are known."""

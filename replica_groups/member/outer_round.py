@@ -282,8 +282,8 @@ class OuterRound:
     @torch.no_grad()
     def start_local(self, round_: int, trained: int) -> None:
         """Start a round from the replica's own parameters, if it was excluded from the last round; else drop them."""
-        local = self.own.local
-        if local is not None and local.is_start_of(round_, trained):
+        local = self.own.local  # valid if all members kept theirs after round `trained`, lately enough
+        if local is not None and trained == local.round and round_ - trained <= LOCAL_LASTS:
             self._write(local.rows)
         else:
             self.own.local = None
@@ -397,10 +397,6 @@ class LocalStart:
 
     round: int
     rows: Mapping[str, Tensor]
-
-    def is_start_of(self, round_: int, trained: int) -> bool:
-        """Return whether a round may start here: all members kept theirs after round `trained`, lately enough."""
-        return trained == self.round and round_ - trained <= LOCAL_LASTS
 
 
 class PendingRounds:

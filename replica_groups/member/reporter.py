@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from hetero_pp.core.errors import HeteroPPError, Refused
-from hetero_pp.messages.messages_pb2 import Doing, LinkUse, Report, StateSaving
+from hetero_pp.messages.messages_pb2 import Activity, Doing, LinkUse, Report, StateSaving
 from hetero_pp.rpc.exchange_service import ExchangeService
 from replica_groups.member.session import LedgerOf
 
@@ -40,13 +40,9 @@ class Reporter:
         self._thread = threading.Thread(target=self._run, name=f"reporter {member}", daemon=True)
         self._thread.start()
 
-    def new(self) -> Report:
-        """Return an empty report of this member with the present time, to be filled in and sent."""
-        return Report(time=time.time(), member=self.member)
-
     def tell(self, **event: Any) -> None:
         """Report an event, given by its field of Report. It may be changed afterwards."""
-        self.send(Report(time=time.time(), member=self.member, **event))
+        self._queue.put(Report(time=time.time(), member=self.member, **event))
 
     def say(self, line: str) -> None:
         print(f"{self.member}: {line}", file=sys.stderr, flush=True)
@@ -76,9 +72,6 @@ class Reporter:
     def does(self, doing: Doing | Callable[[], Doing]) -> None:
         """Note what the member does from now on. It is sampled, so that no step waits and none is reported alone."""
         self._doing = doing if callable(doing) else lambda: doing
-
-    def send(self, report: Report) -> None:
-        self._queue.put(report)
 
     def flush(self, is_asked: Callable[[], bool] = lambda: False) -> None:
         """Wait until the exchange has all reports sent so far.
@@ -139,6 +132,5 @@ class Reporter:
         self._sampled, found = now, self._doing()
         if found == self._told:
             return []
-        self._told, report = found, self.new()
-        report.activity.doing = found
-        return [report]
+        self._told = found
+        return [Report(time=time.time(), member=self.member, activity=Activity(doing=found))]

@@ -102,7 +102,8 @@ class Links:
     """Links of a member to the neighbouring stages, and the byte counts of all its links."""
 
     def __init__(self, spec: RunSpec, member: MemberSpec, connections: Connections) -> None:
-        self._member, self._connections, self._ends = member, connections, LinkEnds()
+        self.connections = connections
+        self._member, self._ends = member, LinkEnds()
         self.line = ExchangeLine(spec.links[exchange_link_name(member.name)], spec.config.seed, connections.lines)
 
     def form(self, work: pb.AssignReply) -> LinkEnds:
@@ -110,14 +111,10 @@ class Links:
         upstream = work.upstream_holder if work.HasField("upstream_holder") else None
         downstream = work.downstream_holder if work.HasField("downstream_holder") else None
         try:
-            self._ends = self._connections.open(work.generation, work.upstream, work.downstream, (upstream, downstream))
+            self._ends = self.connections.open(work.generation, work.upstream, work.downstream, (upstream, downstream))
         except Refused as error:  # the word of a neighbour alone must not end this member
             raise LinkClosed(str(error)) from error
         return self._ends
-
-    def give_up(self, before: int, cause: str) -> None:
-        """Close links of generations before this one, from any thread."""
-        self._connections.give_up(before, cause)
 
     @property
     def ledgers(self) -> Sequence[LedgerOf]:
@@ -290,7 +287,7 @@ class MemberSession(ExchangeService):
         `address`: where the member listens for other stages. `available`: the states that it holds.
         """
         self.links, self._address, self._available = links, address, available
-        self.heartbeats = Heartbeat(self, self.member, links.give_up)
+        self.heartbeats = Heartbeat(self, self.member, links.connections.give_up)
         self.join(self.member, address, available)
         with self.heartbeats.sending():
             yield
@@ -322,7 +319,7 @@ class MemberSession(ExchangeService):
         """Give up the current links, and tell waiting neighbours the cause; return their generation, if any."""
         generation, self._generation = self._generation, None
         if generation is not None:
-            self.links.give_up(generation + 1, cause)
+            self.links.connections.give_up(generation + 1, cause)
         return generation
 
     def newest_tensors(

@@ -111,7 +111,8 @@ class Coordinator:
             self._slots_due = min(self._slots_due, slot.due_at())
         if self.open is not None:
             if not self.open.is_overdue and now - self.open.opened_at >= self.rules.limit:
-                self.open.becomes_overdue()
+                self.open.is_overdue = True  # an optional replica counts from now on only once it has contributed
+                self.open.counting &= self.open.whole.keys()
             self.open.count(self._needed, now)
             if not self.open.writing and (closes := self._closes_at()) is not None and now >= closes:
                 self.open.writing = True
@@ -323,7 +324,8 @@ class Coordinator:
         if self._is_whole(replica) and not self._trains_ahead_of(self.last_round + 1):
             return
         if self.open is not None and not self._is_whole(replica):
-            self.open.withdraw(replica.name)
+            self.open.leave(replica.name)
+            self.open.deposits.pop(replica.name, None)
         left = [one for one in replica.slots if one.held and one.asked is None]
         left = [one for one in left if round_ is not None or one.assumed_present]
         for slot in left:
@@ -556,7 +558,8 @@ class Coordinator:
         differing = self._differing.setdefault(round_, set())
         _keep_newest(self._differing, REMEMBERED_HASHES)
         differing.add(slot.replica)
-        own = {name for name in {*self.alive, *differing} if not self.replicas[name].has_guests}
+        candidates = {*self.alive, *differing}
+        own = {name for name in candidates if not any(one.is_guest for one in self.replicas[name].slots)}
         if len(own) > 1 and own <= differing:
             yield e.Stop(
                 f"after round {round_}, {', '.join(sorted(own))} hold a {parameter} that differs from the run log"

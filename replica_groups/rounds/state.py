@@ -170,11 +170,6 @@ class Replica:
     barred_until: int = 0  # first round in which the replica may take part, after it was barred
 
     @property
-    def has_guests(self) -> bool:
-        """Whether the holder of any of its slots was admitted by a ticket, as far as is known."""
-        return any(slot.is_guest for slot in self.slots)
-
-    @property
     def generation(self) -> int:
         """Generation of the replica: the sum of the incarnations of its slots, so it grows with each."""
         return sum(slot.incarnation for slot in self.slots)
@@ -249,11 +244,6 @@ class OpenRound:
         if replica not in self.whole:
             self.counting.discard(replica)
 
-    def becomes_overdue(self) -> None:
-        """From now on, an optional replica counts for the quorum only once it has contributed."""
-        self.is_overdue = True
-        self.counting &= self.whole.keys()
-
     def deposit(self, replica: str, blob: Deposited, rules: Rules, now: float) -> str | None:
         """Note a blob; return a complaint if it contradicts an earlier one. Repeating a deposit is harmless."""
         assert blob.entry is not None
@@ -283,11 +273,6 @@ class OpenRound:
         """Note the time and the number of contributions once `needed` replicas have contributed."""
         if self.quorum_at is None and len(self.whole) >= needed:
             self.quorum_at, self.quorum = now, len(self.whole)
-
-    def withdraw(self, replica: str) -> None:
-        """Remove a replica from the round, with its incomplete deposits."""
-        self.leave(replica)
-        self.deposits.pop(replica, None)
 
     def waited_for(self, alive: Collection[str]) -> Iterator[str]:
         """Yield the present replicas that take part, have not contributed, and are waited for."""

@@ -204,7 +204,7 @@ def test_a_flush_waits_until_all_was_heard() -> None:
     exchange = _Slow()
     reporter = Reporter(exchange, "dc", interval=1000.0)  # type: ignore[arg-type]
     for _ in range(3):
-        reporter.send(reporter.new())
+        reporter.tell()
     flushed = threading.Thread(target=reporter.flush, daemon=True)
     flushed.start()
     assert exchange.heard == 0
@@ -223,7 +223,7 @@ def test_a_flush_of_a_member_that_is_asked_to_stop_does_not_wait_for_an_exchange
     monkeypatch.setattr(reporter_module, "SECONDS_TO_REPORT", 0.01)
     exchange, looks, is_asked = _Slow(), threading.Semaphore(0), threading.Event()
     reporter = Reporter(exchange, "dc", interval=0.0)  # type: ignore[arg-type]
-    reporter.send(reporter.new())
+    reporter.tell()
 
     def look() -> bool:
         looks.release()

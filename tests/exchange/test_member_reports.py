@@ -219,7 +219,7 @@ def test_a_run_lasts_as_long_as_it_does_when_the_date_of_the_machine_is_set() ->
 def test_a_reporter_outlives_a_report_that_is_refused(run: Run) -> None:
     reporter = Reporter(run.exchange, "a", interval=0.0)
     for report in (_step(loss=1e308), _step(loss=2.5)):
-        reporter.send(report)
+        reporter.tell(inner_step=report.inner_step)
         reporter.flush()
     reporter.close()
     told = [one for one in _told(run.exchange) if one.HasField("inner_step")]
@@ -260,7 +260,7 @@ def test_a_reporter_samples_what_its_member_does_and_repeats_nothing(monkeypatch
     now[0] = pb.WAITING_FOR_NEXT
     assert exchange.wait_for([pb.FORWARD, pb.WAITING_FOR_NEXT])
     reporter.does(pb.OUTER_ROUND)
-    reporter.send(_step())
+    reporter.tell(inner_step=_step().inner_step)
     assert exchange.wait_for([pb.FORWARD, pb.WAITING_FOR_NEXT, pb.OUTER_ROUND])
     reporter.close()
     assert len(exchange.doings) == 3

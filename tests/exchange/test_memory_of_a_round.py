@@ -151,7 +151,7 @@ def audited(checkpoint: RunCheckpoint, tmp_path: Path, monkeypatch: pytest.Monke
     auditor.start()
     begin(exchange, checkpoint)
     exchange.decided.kept_checkpoint(0)
-    assert isinstance(exchange.open_checkpoint(pb.CheckpointRequest(), Caller("dc")), OpenCheckpoint)
+    assert isinstance(exchange.decided.open_checkpoint(pb.CheckpointRequest(), Caller("dc")), OpenCheckpoint)
     watched = _Watched(monkeypatch)
     for round_ in (1, 2):
         work = assign_all(exchange, round_ - 1)["dc"]
@@ -175,7 +175,7 @@ def test_a_checkpoint_is_sent_in_pieces_from_its_file(audited: tuple[Exchange, _
     exchange, _ = audited
     request, caller = pb.CheckpointRequest(names=NAMES[:2]), Caller("dc")
     expected = exchange.read_checkpoint(request, caller)
-    found = exchange.open_checkpoint(request, caller)
+    found = exchange.decided.open_checkpoint(request, caller)
     assert isinstance(found, OpenCheckpoint)
     exchange.log.store.delete([checkpoint_key(2)])
     for name, tensor in expected.items():

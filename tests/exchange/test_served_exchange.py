@@ -114,9 +114,6 @@ class Recorder:
     def held_by(self, slot: str) -> HeldBy | None:
         return None
 
-    def joined(self, caller: Caller, incarnation: int) -> None:
-        assert caller.name
-
     def admit(self, guests: object, authority: bytes | None) -> None:
         assert guests is None
 

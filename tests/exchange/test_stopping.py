@@ -76,11 +76,11 @@ def test_an_exchange_that_is_halted_tells_the_last_closed_round_and_closes_no_ot
     for name in ("a", "b"):
         run.assign(0, name)
         run.deposit(1, name)
-    assert run.exchange.halt() == 1
+    assert run.exchange.runner.halt() == 1
     for name in ("a", "b"):
         run.assign(1, name)
         run.deposit(2, name)
-    assert run.exchange.last_round() == run.log.last_record() == run.exchange.halt() == 1
+    assert run.exchange.last_round() == run.log.last_record() == run.exchange.runner.halt() == 1
 
 
 def test_a_halted_exchange_waits_for_the_members_that_have_not_applied_the_last_round(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_a_halted_exchange_waits_for_the_members_that_have_not_applied_the_last_
         threading.Thread(target=run.exchange.stay, args=[name], daemon=True).start()
         run.deposit(1, name)
     run.exchange.runner.wait_until(lambda: run.exchange.here == {"a", "b"})
-    closed = run.exchange.halt()
+    closed = run.exchange.runner.halt()
     waiting = threading.Thread(target=run.exchange.wait_until_applied, args=[closed, 600], daemon=True)
     waiting.start()
     hashes = {name: bytes(32) for name in run.checkpoint.parameters}

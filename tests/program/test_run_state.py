@@ -243,7 +243,7 @@ def test_steps_of_rounds_that_are_time() -> None:
     assert [dc.index(1, 2), dc.index(2, 0), home.index(2, 1)] == [2, 3, 2]
     assert (dc.steps_done, home.steps_done) == (8, 3)
     assert (dc.tokens, home.tokens) == (800, 300)
-    assert (home.round_loss(2), home.last_round_loss()) == (5.5, 5.5)
+    assert (home.round_loss(2), home.latest) == (5.5, (2, 1))
     assert [replica["steps"] for replica in summary_of(state)["replicas"]] == [[3, 5], [1, 2]]
 
     # Steps of a try that was given up are left out. A group that started the round again took fewer steps than

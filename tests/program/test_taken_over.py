@@ -24,11 +24,12 @@ from hetero_pp.program.launch import supervisor as supervisor_module
 from hetero_pp.program.launch.command import run_topology
 from hetero_pp.program.launch.supervisor import Supervisor
 from hetero_pp.rpc.connections import reports_of, reports_to_members
+from hetero_pp.rpc.exchange_service import IsAsked
 from hetero_pp.rpc.identities import Secret, SecretKeys
 from hetero_pp.rpc.limits import RequestBounds
 from replica_groups.exchange.audit_hook import AuditHook
 from replica_groups.exchange.exchange import Exchange
-from replica_groups.exchange.server import IsAsked, serve_exchange
+from replica_groups.exchange.server import serve_exchange
 
 SECRET = Secret("a secret")
 WATCHER = SECRET.credentials(LAUNCHER)

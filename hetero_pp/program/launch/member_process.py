@@ -142,7 +142,7 @@ def _run_exchange(process: _Process) -> int:
     def stop(closed: int | None) -> int:
         """Close no further round. If told the last closed round, wait until members have applied it."""
         if closed is None:
-            return exchange.halt()
+            return exchange.runner.halt()
         exchange.wait_until_applied(closed, _SECONDS_TO_APPLY)
         return closed
 

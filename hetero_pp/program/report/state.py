@@ -267,7 +267,7 @@ class ReplicaState:
     validation_loss: dict[int, float] = field(default_factory=dict)
     """Validation loss of the synced model by round, in the replica forward."""
     sha256: dict[int, str] = field(default_factory=dict)
-    _latest: tuple[int, int] = (0, 0)  # round and number of the latest step
+    latest: tuple[int, int] = (0, 0)  # round and number of the latest step with a loss
     _settled_steps: int = 0
     _settled_means: dict[int, float | None] = field(default_factory=dict)  # exact, unlike the losses in four bytes
 
@@ -283,8 +283,8 @@ class ReplicaState:
             step.tokens, step.told_at = report.tokens, time
         if report.HasField("loss"):
             step.loss = report.loss
-            if (report.round, report.step) >= self._latest:
-                self._latest = report.round, report.step
+            if (report.round, report.step) >= self.latest:
+                self.latest = report.round, report.step
                 self.steps_done, self.loss = self.index(report.round, report.step) + 1, report.loss
 
     def keep(self, round_: int, steps: int, tokens: int) -> None:
@@ -303,9 +303,9 @@ class ReplicaState:
                 self.tokens += tokens
         for number in [number for number in told if number >= steps]:
             self.tokens -= told.pop(number).tokens
-        if self._latest[0] == round_ and self._latest[1] >= steps and told:
-            self._latest = round_, steps - 1
-            self.steps_done = self.index(*self._latest) + 1
+        if self.latest[0] == round_ and self.latest[1] >= steps and told:
+            self.latest = round_, steps - 1
+            self.steps_done = self.index(*self.latest) + 1
 
     def settle(self, closed: int) -> None:
         """Keep only the losses of rounds long before the round that closed, because they get no further report."""
@@ -367,10 +367,6 @@ class ReplicaState:
     def last_validation_loss(self) -> float | None:
         """Last known validation loss."""
         return self.validation_loss[max(self.validation_loss)] if self.validation_loss else None
-
-    def last_round_loss(self) -> float | None:
-        """Return the mean training loss of the latest step's round."""
-        return self.round_loss(self._latest[0])
 
 
 # ---- one member ----

@@ -73,7 +73,7 @@ def _summary(state: RunState) -> dict[str, Any]:
                 "kind": replica.kind,
                 "tokens": replica.tokens,
                 "steps": [replica.steps(round_) for round_ in range(1, replica.last_round + 1)],
-                "loss": replica.last_round_loss(),
+                "loss": replica.round_loss(replica.latest[0]),
                 **losses(replica.validation_loss),
             }
             for replica in state.replicas.values()
