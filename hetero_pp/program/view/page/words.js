@@ -114,7 +114,7 @@ export const PHASES = {
 
 const MARKS = {
   joined: form("joined", "plus", "good"),
-  incarnation_over: form("killed", "cross", "bad"),
+  incarnation_over: form("lost", "cross", "bad"),
   restarted: form("restarted", "back", "forward"),
   suspended: form("suspended", "pause", "bad"),
   healed: form("recovered", "back", "good"),
