@@ -251,6 +251,18 @@ def table(trained: tuple[Path, str], tmp_path: Path, reproduce: Reproduce) -> Pa
 
 
 @pytest.mark.starts_processes
+def test_rows_are_compared_in_tokens_with_the_scales_budgets(table: Path, tmp_path: Path, reproduce: Reproduce) -> None:
+    scale = tmp_path / "experiments" / "scales" / "tiny.yaml"
+    scale.write_text(f"budgets: toy/one\n{scale.read_text()}")
+    assert reproduce("toy/one", "--no-train", "--seeds", "2")[0] == 0
+    result = json.loads(table.read_text())
+    none, compressed = (row["times_tokens"] for row in result["rows"][:2])
+    assert none == ["", pytest.approx(1)]
+    assert compressed[0] in ("> ", "< ")
+    assert result["budgets"] == "toy/one"
+
+
+@pytest.mark.starts_processes
 def test_a_table_is_made_and_resumed(
     trained: tuple[Path, str], table: Path, tmp_path: Path, reproduce: Reproduce
 ) -> None:
