@@ -142,7 +142,10 @@ class OpenCheckpoint:
         header = json.loads(os.pread(self._descriptor, length, 8))
         if any(header[name]["dtype"] != "F32" for name in names):
             raise ValueError("a tensor is not in fp32")
-        self._starts = {name: 8 + length + header[name]["data_offsets"][0] for name in names}
+        self.starts = {name: 8 + length + header[name]["data_offsets"][0] for name in names}
+        """First byte of each tensor in the file."""
+        self.hashes: Mapping[str, bytes] = {}
+        """sha256 of each tensor's bytes, if they were compared with the digest (`open_checkpoint`)."""
         self.shapes: Shapes = {name: tuple(header[name]["shape"]) for name in sorted(names, key=_kind)}
         """Shapes of all tensors by name: parameters, the basis, the momentum."""
 
@@ -172,11 +175,11 @@ class OpenCheckpoint:
     def tensor(self, name: str) -> Tensor:
         """Return a tensor in new memory. Raises StoreError if the disk fails."""
         with _reading(self._called):
-            return read_at(self._descriptor, torch.empty(self.shapes[name], dtype=torch.float32), self._starts[name])
+            return read_at(self._descriptor, torch.empty(self.shapes[name], dtype=torch.float32), self.starts[name])
 
     def pieces(self, name: str) -> Iterator[memoryview | bytes]:
         """Yield the bytes of a tensor. Raises StoreError if the disk fails."""
-        start = self._starts[name]
+        start = self.starts[name]
         stop = start + 4 * math.prod(self.shapes[name])
         while start < stop:
             with _reading(self._called):
@@ -227,12 +230,12 @@ def open_checkpoint(path: Path, called: str = "") -> OpenCheckpoint:
     try:
         with _reading(called):
             file = OpenCheckpoint(path, called)
-            hashes = {name: parameter_sha256(file.tensor(name)) for name in file.shapes}
+            file.hashes = {name: parameter_sha256(file.tensor(name)) for name in file.shapes}
     except FileNotFoundError:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), called) from None
     except (SafetensorError, RuntimeError, TypeError, ValueError) as error:  # also for types that torch cannot compute
         raise DamagedFile(f"{called} is damaged: {error}") from None
-    if file.metadata.get(DIGEST) != _digest(file.metadata.get(ROUND, ""), hashes):
+    if file.metadata.get(DIGEST) != _digest(file.metadata.get(ROUND, ""), file.hashes):
         raise DamagedFile(f"{called} is damaged: its tensors do not match its digest")
     return file
 

@@ -655,20 +655,28 @@ class StayRequest(_message.Message):
     def __init__(self, node: _Optional[str] = ...) -> None: ...
 
 class CheckpointRequest(_message.Message):
-    __slots__ = ("names", "round")
+    __slots__ = ("names", "round", "reaches_store")
     NAMES_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
+    REACHES_STORE_FIELD_NUMBER: _ClassVar[int]
     names: _containers.RepeatedScalarFieldContainer[str]
     round: int
-    def __init__(self, names: _Optional[_Iterable[str]] = ..., round: _Optional[int] = ...) -> None: ...
+    reaches_store: bool
+    def __init__(self, names: _Optional[_Iterable[str]] = ..., round: _Optional[int] = ..., reaches_store: _Optional[bool] = ...) -> None: ...
 
 class CheckpointHeader(_message.Message):
-    __slots__ = ("names", "tensors")
+    __slots__ = ("names", "tensors", "url", "starts", "sha256")
     NAMES_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
+    URL_FIELD_NUMBER: _ClassVar[int]
+    STARTS_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
     names: _containers.RepeatedScalarFieldContainer[str]
     tensors: _containers.RepeatedCompositeFieldContainer[TensorHeader]
-    def __init__(self, names: _Optional[_Iterable[str]] = ..., tensors: _Optional[_Iterable[_Union[TensorHeader, _Mapping]]] = ...) -> None: ...
+    url: str
+    starts: _containers.RepeatedScalarFieldContainer[int]
+    sha256: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, names: _Optional[_Iterable[str]] = ..., tensors: _Optional[_Iterable[_Union[TensorHeader, _Mapping]]] = ..., url: _Optional[str] = ..., starts: _Optional[_Iterable[int]] = ..., sha256: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class BlobHeader(_message.Message):
     __slots__ = ("round", "replica", "block", "size", "generation", "steps", "url", "sha256", "commitment", "following")

@@ -60,7 +60,7 @@ from hetero_pp.rpc.limits import (
     make_plain,
 )
 from hetero_pp.rpc.services import ERROR_OF_CODE, EXCHANGE_SERVICE, calls_of
-from hetero_pp.store.presigned import download, is_of, upload, without_signature
+from hetero_pp.store.presigned import download, download_range, is_of, upload, without_signature
 
 
 class ExchangeWires:
@@ -83,6 +83,8 @@ class ExchangeWires:
 
 _BULK = ("RunCheckpoint", "Deposit", "Show", "Fetch")  # calls with payloads
 _ENTRY_BYTES = 6  # largest tag and length of a report in a request
+SECONDS_OF_A_URL = 300.0
+"""Seconds after which a new URL is asked for. An exchange signs for longer, but clocks differ."""
 _AT_ONCE = 1.0  # seconds to connect before looking for the reason why there is no connection
 
 Answer = TypeVar("Answer")
@@ -192,25 +194,54 @@ class ExchangeClient(ExchangeService):
     def read_checkpoint(
         self, request: pb.CheckpointRequest, caller: Caller, arrived: Arrived = untold
     ) -> dict[str, Tensor]:
+        stored: dict[str, Tensor] = {}  # those that have come from the store
+
         def read() -> dict[str, Tensor]:
             tensors: dict[str, Tensor] = {}
+            asked = pb.CheckpointRequest(names=[name for name in request.names if name not in stored])
+            if request.HasField("round"):  # else the next request might be for a later run checkpoint
+                asked.round, asked.reaches_store = request.round, self._reaches_store and by_store
+            until = time.monotonic() + SECONDS_OF_A_URL
 
             def room_for(header: pb.CheckpointHeader) -> Iterator[memoryview]:
                 """Return as much memory as the exchange says: it is trusted with the model's size."""
-                if header.names != request.names:
-                    raise MalformedMessage(f"found the tensors {list(header.names)}, expected {list(request.names)}")
+                if header.names != asked.names:
+                    raise MalformedMessage(f"found the tensors {list(header.names)}, expected {list(asked.names)}")
                 if any(tensor.dtype != pb.FP32 for tensor in header.tensors) or len(header.tensors) != len(
                     header.names
                 ):
                     raise MalformedMessage("a run checkpoint holds named tensors in fp32")
+                if header.url and {len(header.starts), len(header.sha256)} != {len(header.names)}:
+                    raise MalformedMessage("found a URL without a place and a digest of each tensor")
                 shapes = zip(header.names, header.tensors, strict=True)
-                tensors.update({name: torch.empty(*tensor.shape) for name, tensor in shapes})
-                return (tensor.view(-1).view(torch.uint8).numpy().data for tensor in tensors.values())
+                tensors.update({name: torch.empty(*tensor.shape) for name, tensor in shapes} if not header.url else {})
+                return map(_bytes_of, tensors.values())
 
-            read_into(self._stream("RunCheckpoint", request, STREAM_SECONDS), pb.CheckpointHeader, room_for, arrived)
-            return tensors
+            frames = self._stream("RunCheckpoint", asked, STREAM_SECONDS)
+            header = read_into(frames, pb.CheckpointHeader, room_for, arrived)
+            if not header.url:
+                return {name: stored[name] if name in stored else tensors[name] for name in request.names}
+            self._require_store(header.url)
+            parts = zip(header.names, header.tensors, header.starts, header.sha256, strict=True)
+            for name, part, start, digest in parts:
+                tensor = torch.empty(*part.shape)
+                download_range(header.url, start, _bytes_of(tensor), STANDSTILL, arrived)
+                if hashlib.sha256(_bytes_of(tensor)).digest() != digest:
+                    raise StoreError(f"{without_signature(header.url)}: {name} does not match its digest")
+                stored[name] = tensor
+                if time.monotonic() > until:  # the URL is for some minutes, the rest of a large model may take hours
+                    break
+            return {name: stored[name] for name in request.names} if len(stored) == len(request.names) else {}
 
-        return self._again(read)
+        by_store, tensors = True, dict[str, Tensor]()
+        while len(tensors) < len(request.names):
+            try:
+                tensors = self._again(read)
+            except StoreError as error:
+                self._do_without(error)
+            except FileNotFoundError:
+                by_store = False  # it was removed meanwhile, and the exchange has it open
+        return tensors
 
     def deposit_blob(self, header: pb.BlobHeader, data: bytes, caller: Caller) -> None:
         """Deposit blobs: together, but by the store each has its own URL."""
@@ -431,3 +462,9 @@ class ExchangeClient(ExchangeService):
                 raise ERROR_OF_CODE[code](details) from None
             cause = f"({code.name.lower()}: {details}){self._wires.route.note}"
             raise ExchangeLost(f"the exchange at {self.address} does not answer {cause}") from None
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor, which can be written to."""
+    data: memoryview = tensor.view(-1).view(torch.uint8).numpy().data
+    return data

@@ -9,7 +9,7 @@ import http.client
 import io
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import parse_qsl, quote, urlsplit
 
@@ -22,6 +22,7 @@ HEADERS = {"Content-Type": "application/octet-stream", "x-ms-blob-type": "BlockB
 _SIGNATURE = "X-Amz-Signature"
 
 _ANSWER_BYTES_MAX = 64 * 2**10
+_PIECE_BYTES = 1 << 20
 
 _PORTS = {"http": 80, "https": 443}
 
@@ -62,7 +63,8 @@ def upload(url: str, data: bytes, timeout: float) -> None:
     """
     # For a bytes body the timeout would apply to the whole transfer; for a file it applies to each part.
     headers = HEADERS | {"Content-Length": str(len(data))}
-    _ask(urllib.request.Request(url, io.BytesIO(data), headers, method="PUT"), "uploaded", timeout, _ANSWER_BYTES_MAX)
+    request = urllib.request.Request(url, io.BytesIO(data), headers, method="PUT")
+    _ask(request, "uploaded", timeout, lambda answer: answer.read(_ANSWER_BYTES_MAX))
 
 
 def with_length(url: str, method: str, size: int, secrets: Mapping[str, str]) -> str | None:
@@ -92,19 +94,41 @@ def download(url: str, size: int, timeout: float) -> bytes:
 
     Raises StoreError as `upload` does, and for another size; FileNotFoundError if there is no such object.
     """
-    data = _ask(urllib.request.Request(url), "downloaded", timeout, size + 1)
+    data: bytes = _ask(urllib.request.Request(url), "downloaded", timeout, lambda answer: answer.read(size + 1))
     if len(data) != size:
         raise StoreError(f"{without_signature(url)}: found another size than {size} bytes")
     return data
 
 
-def _ask(request: urllib.request.Request, done: str, timeout: float, most: int) -> bytes:
+def download_range(
+    url: str, start: int, room: memoryview, timeout: float, arrived: Callable[[int], object] = lambda n_bytes: None
+) -> None:
+    """GET a part of an object that fills `room`, from byte `start` on. `arrived` is told the bytes that came.
+
+    Raises as `download` does, and StoreError if the store answers with another part.
+    """
+    if not len(room):
+        return
+    headers = {"Range": f"bytes={start}-{start + len(room) - 1}"}
+
+    def read(answer: http.client.HTTPResponse) -> None:
+        done = 0
+        if answer.status == http.HTTPStatus.PARTIAL_CONTENT and answer.length == len(room):
+            while done < len(room) and (count := answer.readinto(room[done : done + _PIECE_BYTES])):
+                done += count
+                arrived(count)
+        if done != len(room):
+            raise StoreError(f"{without_signature(url)}: found no {len(room)} bytes from {start} on")
+
+    _ask(urllib.request.Request(url, headers=headers), "downloaded", timeout, read)
+
+
+def _ask(request: urllib.request.Request, done: str, timeout: float, read: Callable[[Any], Any]) -> Any:
     bare = without_signature(request.full_url)
     proxies = [urllib.request.ProxyHandler({})] if needs_no_proxy(request.full_url) else []
     try:
         with urllib.request.build_opener(_NoRedirect, *proxies).open(request, timeout=timeout) as answer:
-            body: bytes = answer.read(most)
-            return body
+            return read(answer)
     except urllib.error.HTTPError as error:
         if error.code == http.HTTPStatus.NOT_FOUND and done == "downloaded":
             raise FileNotFoundError(errno.ENOENT, "No such object", bare) from None

@@ -22,7 +22,7 @@ from hetero_pp.core.errors import DamagedFile, HeteroPPError, Refused
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.pseudo_gradient.blob_batches import FOLLOWING_BYTES_MAX, FOLLOWING_MAX
 from hetero_pp.rpc.exchange_service import Caller
-from replica_groups.exchange.log import URL_SECONDS, key_of
+from replica_groups.exchange.log import URL_SECONDS, checkpoint_key, key_of
 from replica_groups.exchange.replay import open_newest
 from replica_groups.exchange.runner import CoordinatorRunner
 
@@ -204,6 +204,12 @@ class DecidedRounds:
             reason = f"found no tensor named {unknown[0]:.80}{more} in the run checkpoint"
             raise self._runner.refused(_ANYBODY, reason)
         return checkpoint
+
+    def stored_at(self, checkpoint: RunCheckpoint | OpenCheckpoint) -> str | None:
+        """Return a URL at which a member may read a run checkpoint from the store itself; None if there is none."""
+        if isinstance(checkpoint, RunCheckpoint):
+            return None
+        return self._runner.retry(lambda: self._log.store.sign("GET", checkpoint_key(checkpoint.round), URL_SECONDS))
 
     def _after(self, round_: int) -> RunCheckpoint | OpenCheckpoint:
         """Return the run checkpoint after a round, from the log unless it is open or in memory."""

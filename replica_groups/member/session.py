@@ -326,9 +326,15 @@ class MemberSession(ExchangeService):
         self, parameters: Collection[str], others: Sequence[str] = ()
     ) -> tuple[int, dict[str, Tensor], dict[str, Tensor]]:
         """Return the round of the newest run checkpoint, its tensors of these names, and the parameters' momentum."""
-        round_, names = self.newest_checkpoint()
-        kept = momentum_of(names, parameters)
-        tensors = self.checkpoint([*parameters, *others, *kept], round_)
+        while True:
+            round_, names = self.newest_checkpoint()
+            kept = momentum_of(names, parameters)
+            try:
+                tensors = self.checkpoint([*parameters, *others, *kept], round_)
+                break
+            except Refused:  # it was removed while it came, if there is a newer one
+                if self.newest_checkpoint()[0] == round_:
+                    raise
         return round_, tensors, {name.removeprefix(MOMENTUM): tensors.pop(name) for name in kept}
 
     def allowed_to_stop(self, round_: int | None = None) -> AbstractContextManager[None]:

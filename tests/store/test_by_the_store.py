@@ -1,24 +1,34 @@
-"""Contributions that go through the store by HTTP: the exchange gets their metadata, but none of their bytes."""
+"""Contributions and run checkpoints that go through the store by HTTP: the exchange carries none of their bytes."""
 
 from __future__ import annotations
 
 import hashlib
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Literal
 from urllib.parse import urlsplit
 
 import pytest
+<<<<<<< HEAD
 from deposits import deposit
+=======
+import torch
+>>>>>>> 562b2d39f (Joiners read run checkpoints from the store by signed URLs, and the exchange's line carries none of their bytes)
 from members import TIMEOUT
 from small_run import Run
 
-from hetero_pp.core.errors import Refused
+from hetero_pp.config.checkpoint import OpenCheckpoint
+from hetero_pp.core.errors import Refused, StoreError
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
+from hetero_pp.rpc import exchange_client
 from hetero_pp.rpc.exchange_client import ExchangeClient
+from hetero_pp.rpc.exchange_service import Caller
 from hetero_pp.rpc.identities import Secret
+from hetero_pp.store.presigned import download_range
 from hetero_pp.store.store import Store
+from replica_groups.exchange.log import checkpoint_key
 from replica_groups.exchange.server import serve_exchange
 from replica_groups.rounds import events as e
 
@@ -194,3 +204,66 @@ def test_what_was_removed_or_changed_in_the_store_is_told_as_it_is(
     assert (
         "does not match its digest; contributions are sent through the exchange from now on"
     ) in capsys.readouterr().err
+
+
+def _stored_checkpoint(run: Run, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], str]:
+    """Let the store have the run's checkpoint, and the exchange send none of it. Return its names, and its key."""
+    run.log.write_checkpoint(run.checkpoint)
+    run.exchange.decided.kept_checkpoint(0)
+    monkeypatch.setattr(OpenCheckpoint, "pieces", _forbidden)
+    return list(run.checkpoint.tensors()), checkpoint_key(0)
+
+
+def _is_the_checkpoint(run: Run, found: Mapping[str, torch.Tensor]) -> bool:
+    whole = run.checkpoint.tensors()
+    return found.keys() == whole.keys() and all(found[name].equal(whole[name]) for name in whole)
+
+
+@pytest.mark.parametrize("seconds_of_a_url", [exchange_client.SECONDS_OF_A_URL, -1.0])
+def test_a_joiner_reads_the_run_checkpoint_from_the_store(
+    signing: Store, seconds_of_a_url: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If a URL is used up after each tensor, it asks for as many as there are tensors."""
+    run, signed, sign = Run(signing, {"a": 1, "b": 1}), list[str](), signing.sign
+    names, key = _stored_checkpoint(run, monkeypatch)
+    monkeypatch.setattr(exchange_client, "SECONDS_OF_A_URL", seconds_of_a_url)
+    with _member(run, "a") as (client, _):
+
+        def noted(method: Literal["GET", "PUT"], key: str, seconds: float) -> str | None:
+            signed.append(key)
+            return sign(method, key, seconds)
+
+        monkeypatch.setattr(signing, "sign", noted)
+        arrived = list[int]()
+        tensors = client.read_checkpoint(pb.CheckpointRequest(names=names, round=0), Caller("a"), arrived.append)
+    assert _is_the_checkpoint(run, tensors)
+    assert sum(arrived) == sum(one.nbytes for one in tensors.values())
+    assert signed == [key] * (1 if seconds_of_a_url > 0 else len(names))
+
+
+def test_a_run_checkpoint_that_was_altered_or_removed_in_the_store_comes_from_the_exchange(
+    signing: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(signing, {"a": 1, "b": 1})
+    names, key = _stored_checkpoint(run, monkeypatch)
+    with _member(run, "a") as (client, _):
+        assert client.checkpoint(names[:1], 0)  # the exchange has opened it
+        monkeypatch.undo()
+        data = bytearray(signing.get(key))
+        signing.delete([key])
+        assert _is_the_checkpoint(run, client.checkpoint(names, 0))
+        assert "sent through the exchange" not in capsys.readouterr().err  # the store works
+        data[-1] ^= 1
+        signing.put(key, bytes(data))
+        assert _is_the_checkpoint(run, client.checkpoint(names, 0))
+        last = capsys.readouterr().err
+    assert "does not match its digest; contributions are sent through the exchange from now on" in last
+
+
+def test_a_part_of_an_object_is_what_was_asked_for(signing: Store) -> None:
+    signing.put("key", bytes(range(100)))
+    url, room = signing.sign("GET", "key", 60.0) or "", bytearray(10)
+    download_range(url, 90, memoryview(room), TIMEOUT)
+    assert room == bytes(range(90, 100))
+    with pytest.raises(StoreError, match=r"found no 11 bytes from 90 on|cannot be downloaded"):
+        download_range(url, 90, memoryview(bytearray(11)), TIMEOUT)
