@@ -10,11 +10,8 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 import pytest
-<<<<<<< HEAD
-from deposits import deposit
-=======
 import torch
->>>>>>> 562b2d39f (Joiners read run checkpoints from the store by signed URLs, and the exchange's line carries none of their bytes)
+from deposits import deposit
 from members import TIMEOUT
 from small_run import Run
 
