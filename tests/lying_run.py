@@ -226,7 +226,7 @@ class LyingRun:
     def _serve(self) -> None:
         with suppress(RunFailed):
             auditor = begin_run(self.exchange, self.spec, self.folder, None)
-            followers = followed(auditor, self.exchange, self.spec, self.folder, SECRET.text)
+            followers = followed(auditor, self.exchange, self.spec, self.folder)
             self.exchange.wait_until_finished()
             followers.join()
         self.exchange.end_watching()

@@ -179,29 +179,23 @@ def _rules_of_exchange(exchange: ExchangeSettings) -> Iterator[Rule]:
     yield scale > leave_out, ("exchange", "magnitudes", "scale"), f"{scale:g}", expected
 
 
-def _rules_of_audit(
-    audit: AuditSettings, outer: OuterSettings, inner: InnerSettings, data: DataSettings
-) -> Iterator[Rule]:
+def _rules_of_audit(audit: AuditSettings, outer: OuterSettings) -> Iterator[Rule]:
     is_wrong = outer.weights == "scores" and audit.scores is None
     yield is_wrong, ("outer", "weights"), "`scores` without scores", "`audit.gauntlet`, too"
     is_wrong = audit.by == "validators" and not audit.needs_validators
     yield is_wrong, ("audit", "by"), "nothing to audit", "`audit.gauntlet` or `audit.recompute`, too"
     if audit.scores is not None:
         try:
-            check_scores(outer, inner, data)
+            check_scores(outer)
         except ConfigError as error:
             expected = f"`evaluated: 0`, with which only signs are compared: {error.message}"
             yield True, ("audit", "gauntlet"), "scores", expected
 
 
-def check_scores(outer: OuterSettings, inner: InnerSettings, data: DataSettings) -> None:
+def check_scores(outer: OuterSettings) -> None:
     """Raise ConfigError if contributions cannot be tried on the text of their replicas."""
     if outer.source == "gradient":
         raise ConfigError((), f"with method {outer.method} the gradient of one step tells too little")
-    if inner.steps is None:
-        raise ConfigError((), "with `inner.seconds` the text that a replica trained on is not known")
-    if data.streamed is not None:
-        raise ConfigError((), "a validator cannot read a streamed corpus at any place")
 
 
 def _rules_of_recomputation(
@@ -385,7 +379,7 @@ class RunConfig(Settings):
         yield from _rules_of_replicas(self.replicas, self.links, values)
         yield from _rules_of_lines(self.replicas, self.exchange, self.sites, self.lines)
         yield from _rules_of_exchange(self.exchange)
-        yield from _rules_of_audit(self.audit, outer, inner, self.data)
+        yield from _rules_of_audit(self.audit, outer)
         yield from rules_of_participants(self.plan, self.links, self.lines, values.layers)
         is_wrong = self.states.to == "store" and self.store.url is None
         yield is_wrong, ("states", "to"), "`store` without a `store.url`", "`folder`, or a `store.url`, too"

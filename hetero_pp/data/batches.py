@@ -16,6 +16,7 @@ Within such an epoch no two replicas read the same text, but text that was read 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -157,12 +158,39 @@ class StoreBatches:
             )
 
 
-class Hash(Protocol):
-    """A digest in progress, of hashlib."""
+class RoundText:
+    """Digests of the sequences that a replica trains on in a round, and the sequences themselves if a file keeps them.
 
-    def update(self, data: bytes, /) -> None: ...
+    Each has its own digest, so that a few sequences can be shown and checked without the others.
+    """
 
-    def digest(self) -> bytes: ...
+    def __init__(self, path: Path | None = None) -> None:
+        """`path` gets the tokens as int32, one sequence after the other. It replaces an earlier file."""
+        self.digests, self._path = bytearray(), path  # 32 bytes a sequence
+        if path is not None:
+            path.unlink(missing_ok=True)
+
+    def add(self, tokens: torch.Tensor) -> None:
+        """Add the sequences of a batch, [B, L + 1]. A file that the disk does not take is removed."""
+        rows = tokens.numpy().astype("<i4")
+        self.digests += sequence_digests(rows)
+        if self._path is None:
+            return
+        try:
+            with self._path.open("ab") as file:
+                file.write(rows.tobytes())
+        except OSError:
+            self._path.unlink(missing_ok=True)
+            self._path = None
+
+    def digest(self) -> bytes:
+        """Return the digest of all sequences."""
+        return hashlib.sha256(self.digests).digest()
+
+
+def sequence_digests(rows: np.ndarray) -> bytes:
+    """Return sha256 of each row of tokens, [S, L + 1] as little-endian int32, one after the other."""
+    return b"".join(hashlib.sha256(row.tobytes()).digest() for row in rows)
 
 
 @dataclass(frozen=True)
@@ -187,7 +215,7 @@ class SharedBatches:
     def __init__(self, share: Share, batches_of: Callable[[Share], Batches]) -> None:
         """Start with a share. `batches_of` returns the batches of a share, from step 0 on."""
         self._batches_of = batches_of
-        self.text: Hash | None = None  # digest to which the tokens of each training batch are added, if it is set
+        self.text: RoundText | None = None  # the tokens of each training batch are added, if it is set
         self._began: list[Any] = []
         """Positions at which the last round began, and the round before it if that one was still undecided then."""
         self._is_ahead = False  # whether the last round was trained before the round before it was decided
@@ -209,8 +237,13 @@ class SharedBatches:
     def train(self, step: int) -> torch.Tensor:
         tokens = self._batches.train(step - self._first)
         if self.text is not None:
-            self.text.update(tokens.numpy().astype("<i8", copy=False).tobytes())
+            self.text.add(tokens)
         return tokens
+
+    @property
+    def first(self) -> int:
+        """The replica's step at which it began to read its present share."""
+        return self._first
 
     def read_ahead(self, steps: range) -> None:
         self._batches.read_ahead(range(steps.start - self._first, steps.stop - self._first))

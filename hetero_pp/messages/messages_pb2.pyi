@@ -389,7 +389,7 @@ class ContributionEntry(_message.Message):
     def __init__(self, replica: _Optional[str] = ..., weight: _Optional[float] = ..., digest: _Optional[bytes] = ..., blobs: _Optional[_Iterable[_Union[BlobEntry, _Mapping]]] = ..., generation: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., scale: _Optional[float] = ..., commitments: _Optional[_Iterable[_Union[Commitment, _Mapping]]] = ...) -> None: ...
 
 class Commitment(_message.Message):
-    __slots__ = ("member", "before", "after", "text", "messages", "holder", "rest")
+    __slots__ = ("member", "before", "after", "text", "messages", "holder", "rest", "first")
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     BEFORE_FIELD_NUMBER: _ClassVar[int]
     AFTER_FIELD_NUMBER: _ClassVar[int]
@@ -397,6 +397,7 @@ class Commitment(_message.Message):
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     HOLDER_FIELD_NUMBER: _ClassVar[int]
     REST_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
     member: str
     before: bytes
     after: bytes
@@ -404,7 +405,8 @@ class Commitment(_message.Message):
     messages: bytes
     holder: int
     rest: bytes
-    def __init__(self, member: _Optional[str] = ..., before: _Optional[bytes] = ..., after: _Optional[bytes] = ..., text: _Optional[bytes] = ..., messages: _Optional[bytes] = ..., holder: _Optional[int] = ..., rest: _Optional[bytes] = ...) -> None: ...
+    first: int
+    def __init__(self, member: _Optional[str] = ..., before: _Optional[bytes] = ..., after: _Optional[bytes] = ..., text: _Optional[bytes] = ..., messages: _Optional[bytes] = ..., holder: _Optional[int] = ..., rest: _Optional[bytes] = ..., first: _Optional[int] = ...) -> None: ...
 
 class Judgement(_message.Message):
     __slots__ = ("round", "replica", "losses", "recomputed", "copies", "agreement")
@@ -475,7 +477,7 @@ class Scores(_message.Message):
     def __init__(self, round: _Optional[int] = ..., scores: _Optional[_Iterable[_Union[Score, _Mapping]]] = ...) -> None: ...
 
 class Score(_message.Message):
-    __slots__ = ("replica", "rating", "average", "synchronisation", "final", "evaluations", "excluded", "uptime")
+    __slots__ = ("replica", "rating", "average", "synchronisation", "final", "evaluations", "excluded", "uptime", "reliability", "share")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     RATING_FIELD_NUMBER: _ClassVar[int]
     AVERAGE_FIELD_NUMBER: _ClassVar[int]
@@ -484,6 +486,8 @@ class Score(_message.Message):
     EVALUATIONS_FIELD_NUMBER: _ClassVar[int]
     EXCLUDED_FIELD_NUMBER: _ClassVar[int]
     UPTIME_FIELD_NUMBER: _ClassVar[int]
+    RELIABILITY_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
     replica: str
     rating: float
     average: float
@@ -492,7 +496,9 @@ class Score(_message.Message):
     evaluations: int
     excluded: str
     uptime: float
-    def __init__(self, replica: _Optional[str] = ..., rating: _Optional[float] = ..., average: _Optional[float] = ..., synchronisation: _Optional[float] = ..., final: _Optional[float] = ..., evaluations: _Optional[int] = ..., excluded: _Optional[str] = ..., uptime: _Optional[float] = ...) -> None: ...
+    reliability: float
+    share: float
+    def __init__(self, replica: _Optional[str] = ..., rating: _Optional[float] = ..., average: _Optional[float] = ..., synchronisation: _Optional[float] = ..., final: _Optional[float] = ..., evaluations: _Optional[int] = ..., excluded: _Optional[str] = ..., uptime: _Optional[float] = ..., reliability: _Optional[float] = ..., share: _Optional[float] = ...) -> None: ...
 
 class RoundRecord(_message.Message):
     __slots__ = ("round", "contributions", "sha256", "late", "left_out")
@@ -590,9 +596,17 @@ class AssignReply(_message.Message):
     changed: int
     upstream_holder: int
     downstream_holder: int
-    shows: int
+    shows: Asked
     committed: bytes
-    def __init__(self, round: _Optional[int] = ..., generation: _Optional[int] = ..., downstream: _Optional[str] = ..., heals: _Optional[bool] = ..., is_first: _Optional[bool] = ..., elapsed: _Optional[float] = ..., upstream: _Optional[str] = ..., trained: _Optional[int] = ..., changed: _Optional[int] = ..., upstream_holder: _Optional[int] = ..., downstream_holder: _Optional[int] = ..., shows: _Optional[int] = ..., committed: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, round: _Optional[int] = ..., generation: _Optional[int] = ..., downstream: _Optional[str] = ..., heals: _Optional[bool] = ..., is_first: _Optional[bool] = ..., elapsed: _Optional[float] = ..., upstream: _Optional[str] = ..., trained: _Optional[int] = ..., changed: _Optional[int] = ..., upstream_holder: _Optional[int] = ..., downstream_holder: _Optional[int] = ..., shows: _Optional[_Union[Asked, _Mapping]] = ..., committed: _Optional[bytes] = ...) -> None: ...
+
+class Asked(_message.Message):
+    __slots__ = ("round", "sequences")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    sequences: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, round: _Optional[int] = ..., sequences: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
     __slots__ = ("round", "generation", "progress", "computes")

@@ -62,7 +62,6 @@ class Access:
 
     address: str
     credentials: Credentials
-    draws: str  # secret of all validators of the run (Secret.draws)
 
     @property
     def name(self) -> str:
@@ -70,26 +69,26 @@ class Access:
 
     @classmethod
     def by_secret(cls, name: str, address: str, secret: Secret, encrypted: bool) -> Access:
-        return cls(address, secret.credentials(VALIDATOR + name, encrypted=encrypted), secret.draws)
+        return cls(address, secret.credentials(VALIDATOR + name, encrypted=encrypted))
 
     def to_json(self) -> str:
         """Return what a validator needs on another host, as one line."""
         own = self.credentials.identity
         assert own is not None, "only encrypted runs have validators on other hosts"
         pem = {"certificate": own.certificate, "key": own.key, "authority": own.authority}
-        return json.dumps({"exchange": self.address, "draws": self.draws, **pem})
+        return json.dumps({"exchange": self.address, **pem})
 
     @classmethod
     def read(cls, path: Path) -> Access:
         """Return what `to_json` wrote to a file. Raises ConfigError for another file."""
         try:
             told = read_json_object(path)
-            exchange, draws, *pem = (str(told[key]) for key in ("exchange", "draws", "certificate", "key", "authority"))
+            exchange, *pem = (str(told[key]) for key in ("exchange", "certificate", "key", "authority"))
             name = (identity := Identity(*pem)).shown.name
         except (OSError, ValueError, KeyError) as error:
             found = f"--pass {path}: cannot be read ({error})"
             raise ConfigError((), f"{found}, expected what `hetero-pp invite RUN --validator NAME` printed") from None
-        return cls(exchange, Credentials(name, identity=identity), draws)
+        return cls(exchange, Credentials(name, identity=identity))
 
 
 class RunChanged(HeteroPPError):
@@ -116,20 +115,7 @@ class FollowedRun:
         Raises RunChanged if honest members may have computed something else than this validator would: the run has
         resumed from before the record that came before, or with other settings. Raises RunFailed if the run has failed.
         """
-        asked = time.monotonic()
-        while True:
-            try:
-                record = self.retry(lambda: self.log.read_record(round_))
-                break
-            except FileNotFoundError:
-                time.sleep(SECONDS_BETWEEN_LOOKS)
-            if time.monotonic() - asked > SECONDS_BETWEEN_QUESTIONS:
-                asked = time.monotonic()
-                try:
-                    self.client.last_round()
-                except ExchangeLost as error:  # it may come back
-                    self._say(f"{error}; waiting for it")
-        before, self._newest = self._newest, record
+        before, self._newest = self._newest, (record := self.wait_for(lambda: self.log.read_record(round_)))
         if before is not None:
             try:
                 sha256 = self.retry(lambda: self.log.read_record(before.round)).sha256
@@ -145,6 +131,20 @@ class FollowedRun:
     def last_round(self) -> int:
         self._last = max(self._last, self.retry(self.log.last_record))
         return self._last
+
+    def wait_for(self, find: Callable[[], T]) -> T:
+        asked = time.monotonic()
+        while True:
+            try:
+                return self.retry(find)
+            except FileNotFoundError:
+                time.sleep(SECONDS_BETWEEN_LOOKS)
+            if time.monotonic() - asked > SECONDS_BETWEEN_QUESTIONS:
+                asked = time.monotonic()
+                try:
+                    self.client.last_round()
+                except ExchangeLost as error:  # it may come back
+                    self._say(f"{error}; waiting for it")
 
     def retry(self, do: Callable[[], T]) -> T:
         while True:
@@ -201,7 +201,7 @@ def validate(runs: Path, run: str, pass_: Path | None, device: str, name: str | 
         source = open_source(spec.config.data, here.cache)
         require_same_text(here, source)
         torch.set_num_threads(spec.config.threads)
-        checks = checks_of(spec, log, source, access.draws, resolved(device))
+        checks = checks_of(spec, followed, source, resolved(device))
         say(f"{access.name} judges its rounds for the exchange at {access.address}")
         try:
             while not followed.retry(log.checkpoints):
@@ -270,7 +270,7 @@ def print_scores(runs: Path, run: str, json_path: Path | None) -> None:
     elif kept is None:
         tell(console, f"{name}: no round has been judged yet; {log.last_record()} rounds are closed")
     else:
-        numbers = ["rating", "average", "synchronisation", "final"]
+        numbers = ["rating", "average", "synchronisation", "uptime", "reliability", "final", "share"]
         table = PlainTable(["replica"], [*numbers, "evaluations"], ["excluded"])
         for one in sorted(kept.scores.scores, key=lambda one: (-one.final, one.replica)):
             shown = [f"{getattr(one, number):.3f}" for number in numbers]

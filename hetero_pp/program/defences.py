@@ -28,7 +28,7 @@ _COPIES = 3
 def defended(spec: RunSpec, is_served: bool) -> RunSpec:
     """Return the run with the defences that it has by default, if other hosts may join it.
 
-    `is_served`: its exchange starts alone, and admits hosts by tickets.
+    `is_served`: the exchange or a member starts alone. Then others do, too, perhaps by tickets.
     """
     config = spec.config
     is_open = is_served or _others_may_join(config)
@@ -49,11 +49,11 @@ def why_no_scores(spec: RunSpec) -> str | None:
     """Return why a run has no scores by default; None if it has them."""
     config = spec.config
     try:
-        check_scores(config.outer, config.inner, config.data)
+        check_scores(config.outer)
         require_openskill()
     except ConfigError as error:
         return error.message
-    if config.data.corpus not in INSTALLED and not Path(config.data.corpus).exists():
+    if config.data.corpus not in INSTALLED and not Path(config.data.streamed or config.data.corpus).exists():
         return "this host does not have the corpus"
     sizes = GauntletSettings().sizes(len(config.replicas), _sequences(spec))
     passes = sizes.evaluated * sizes.sequences * TEXTS * PARAMETERS
@@ -70,11 +70,12 @@ def defence_lines(spec: RunSpec) -> Iterator[str]:
     if (compares := audit.compares) is not None and compares.agreement is not None:
         yield "Signs: compared before a round closes, which leaves out a contribution that goes against the others"
     if (scores := audit.scores) is not None:
-        share = share_of_compute(scores, len(replicas), _sequences(spec))
         evaluated, sequences = scores.sizes(len(replicas), _sequences(spec))
         memory = 4 * _COPIES * _parameters(spec)
         tried = format_count(evaluated, "contribution")
-        costs = f"{100 * share:.2g} % of the replicas' compute, and {format_bytes(memory)} of memory"
+        costs = f"{format_bytes(memory)} of memory"
+        if read := _sequences(spec):  # in rounds of a fixed time nobody knows it before
+            costs = f"{100 * share_of_compute(scores, len(replicas), read):.2g} % of the replicas' compute, and {costs}"
         yield f"Scores: {tried} of each round tried {where}, on 2 x {sequences} sequences: {costs}"
     elif compares is not None:
         why = why_no_scores(spec) or "`audit.gauntlet.evaluated` is 0"

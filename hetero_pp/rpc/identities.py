@@ -287,11 +287,6 @@ class Secret:
         own = {link.name: self._derived("link", link.name) for link in links if name in (link.source, link.target)}
         return Credentials(name, self._derived("name", name), own)
 
-    @cached_property
-    def draws(self) -> str:
-        """Secret of the validators, by which they draw what they try."""
-        return self._derived("draws", "")
-
     def is_of(self, name: str, token: str) -> bool:
         """Return whether a token belongs to a name, in constant time."""
         return hmac.compare_digest(self._derived("name", name).encode(), token.encode())

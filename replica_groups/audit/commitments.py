@@ -1,10 +1,12 @@
-"""Commitments of members to their rounds, in a run that is audited by recomputation, and their check.
+"""Commitments of members to their rounds, in a run whose audits may ask them to show something, and their check.
 
-A member commits to its state before and after a round (CommittedState), and to its text and messages. It keeps the
-states to show them if an audit asks (MemberCommitments):
+A member that reads the corpus commits to its text. In a run that is audited by recomputation, each member commits to
+its state before and after a round (CommittedState), too, and to its messages. It keeps what an audit may ask for
+(MemberCommitments):
 
   <folder>/round-000007/before.safetensors   its state before round 7
   <folder>/round-000007/messages             digests of the messages that it exchanged with other stages in round 7
+  <folder>/round-000007/text                 tokens of round 7, if the corpus is streamed
 
 These are apart from the saved states from which it resumes. The folders of the round in progress and of the round
 before it stay, and those that are being shown.
@@ -24,12 +26,13 @@ import re
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from google.protobuf.message import DecodeError
 from safetensors import SafetensorError, safe_open
@@ -40,8 +43,8 @@ from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.errors import DamagedFile, HeteroPPError, Refused
 from hetero_pp.core.files import complaint, rename_whole
 from hetero_pp.core.tensor_files import save_tensors
-from hetero_pp.data.batches import Hash
-from hetero_pp.messages.messages_pb2 import Commitment, RoundRecord, ShownFile, StageMessages
+from hetero_pp.data.batches import RoundText, sequence_digests
+from hetero_pp.messages.messages_pb2 import Asked, Commitment, RoundRecord, ShownFile, StageMessages
 from hetero_pp.rpc.exchange_service import Caller
 from replica_groups.member.audit_hook import NOT_AUDITED, MemberAudit
 from replica_groups.member.inner_loops import StepsTaken
@@ -49,10 +52,14 @@ from replica_groups.member.outer_round import OuterRound
 from replica_groups.member.session import MemberSession
 from replica_groups.member.trainers import TrainingMember
 
-BEFORE, MESSAGES = "before.safetensors", "messages"
-"""Files that a member shows: its state before the audited round, and the digests of its messages in that round."""
+BEFORE, MESSAGES, TEXT = "before.safetensors", "messages", "text"
+"""Files that a member shows: its state before the drawn round, the digests of its messages in that round, and text.
+
+A text that is shown has the digests of all sequences of the round (sequence_digests), and then the drawn ones.
+"""
 
 _REST = "rest"
+_DIGEST = hashlib.sha256().digest_size
 
 
 @dataclass(frozen=True)
@@ -92,6 +99,20 @@ def messages_sha256(digests: bytes) -> bytes:
         return hashlib.sha256(StageMessages.FromString(digests).records).digest() if digests else b""
     except DecodeError:
         raise DamagedFile(f"{MESSAGES}: found {len(digests)} bytes that are no digests of messages") from None
+
+
+def shown_text(data: bytes, sequences: Sequence[int], count: int, vocabulary: int, committed: bytes) -> np.ndarray:
+    """Return the drawn sequences of a round of `count` sequences that a member showed, as int32 [S, L + 1].
+
+    Raises DamagedFile for a text that does not match what the member committed to, or that is not of this vocabulary.
+    """
+    digests = data[: count * _DIGEST]
+    rows = np.frombuffer(data[count * _DIGEST :], "<i4").reshape(len(sequences), -1)
+    drawn = b"".join(digests[number * _DIGEST : (number + 1) * _DIGEST] for number in sequences)
+    is_right = hashlib.sha256(digests).digest() == committed and sequence_digests(rows) == drawn
+    if not is_right or rows.min() < 0 or rows.max() >= vocabulary:
+        raise DamagedFile(f"{TEXT}: found another text than the member committed to")
+    return rows
 
 
 def load_state(path: Path) -> CommittedState:
@@ -150,40 +171,51 @@ INHERITED_ROUNDS = 32
 
 
 class MemberCommitments(MemberAudit):
-    """Commitments of one member, and its checkpoints from before the newest rounds."""
-
-    undoes_uncounted = True
+    """Commitments of one member, and its checkpoints from before the newest rounds, or their text."""
 
     def __init__(
-        self, session: MemberSession, member: TrainingMember, outer: OuterRound, steps: StepsTaken, folder: Path
+        self,
+        session: MemberSession,
+        member: TrainingMember,
+        outer: OuterRound,
+        steps: StepsTaken,
+        folder: Path,
+        states: bool = True,
+        columns: int | None = None,
     ) -> None:
-        """`folder` holds the checkpoints; the session takes the contributions, and the files that an audit asks for."""
+        """`folder` holds the checkpoints; the session takes the contributions, and the files that an audit asks for.
+
+        `states`: whether the member commits to its states, too. `columns`: tokens of a sequence, if the text is shown.
+        """
         self._session, self._name, self._folder = session, session.member, folder
+        self.undoes_uncounted, self._columns = states, columns
+        self._rounds_kept = 1 if columns is None else 2  # with overlap, the round before is still in progress
         self._member, self._outer, self._steps = member, outer, steps
         self._inherited = {number for number, _ in self._kept()}
         """Rounds of an earlier process of the member, for which an audit may ask again."""
         self._before, self._rest = b"", b""
         self._first = {name: tensor.clone() for name, tensor in member.moments().items() if tensor.any()}
         """Those moments that are not zero before the first step."""
-        self._text: Hash | None = None
-        self._shows: dict[int, threading.Thread] = {}
-        """Audited round -> thread that sends the checkpoint from before it."""
-        outer.on_compressed = self.commit
+        self._texts: dict[int, RoundText] = {}  # text of the round in progress, and of one that is trained ahead
+        self._shows: dict[tuple[int, bool], threading.Thread] = {}
+        """(drawn round, whether its text is shown) -> thread that sends what was asked for."""
+        if states:
+            outer.on_compressed = self.commit
 
     def begin(self, round_: int, committed: bytes) -> None:
-        """Save the state before a round, and begin to note on what the member trains.
+        """Save the state before a round, if the member commits to it.
 
         `committed`: digest of the state that the exchange expects. With another one the member begins fresh.
         """
+        if not self.undoes_uncounted:
+            return
         state = self._state(self._steps.known(round_))
         if state.sha256 != committed and self._forget():
             print(f"{self._name}: begins round {round_} without moments and error feedback: {_LOST}", file=sys.stderr)
             state = self._state(self._steps.known(round_))
         self._before, self._rest = state.sha256, state.rest_sha256
-        if (batches := self._member.batches) is not None:
-            batches.text = self._text = hashlib.sha256()
         try:
-            self._forget_before(round_ - 1)
+            self._forget_before(round_ - self._rounds_kept)
             folder = self._path(round_)
             shutil.rmtree(folder, ignore_errors=True)  # of the same round, before it was repeated
             part = folder.with_name("part")
@@ -193,6 +225,39 @@ class MemberCommitments(MemberAudit):
             rename_whole(part, folder)  # whoever is drawn has to show it, also after a power cut
         except OSError as error:
             print(f"{self._name}: its state before round {round_} was not saved: {complaint(error)}", file=sys.stderr)
+
+    def trains(self, round_: int) -> None:
+        """Begin to note on what the member trains in a round."""
+        if (batches := self._member.batches) is None:
+            return
+        path = None
+        if self._columns is not None and self._session.ranks.is_first:
+            self._forget_before(round_ - self._rounds_kept)
+            with suppress(OSError):
+                self._path(round_).mkdir(parents=True, exist_ok=True)
+            path = self._path(round_) / TEXT
+        batches.text = RoundText(path)
+        self._texts = {number: one for number, one in self._texts.items() if number == round_ - 1}
+        self._texts[round_] = batches.text
+
+    def contributes(self, round_: int, steps: int) -> None:
+        """Commit to the text of a round, if that is all that the member commits to."""
+        if not self.undoes_uncounted:
+            self._session.commitment = self._of_text(round_)
+
+    def _of_text(self, round_: int) -> Commitment:
+        made = Commitment(member=self._name)
+        if (batches := self._member.batches) is not None:
+            if (text := self._texts.get(round_)) is None:  # an earlier process has trained the round ahead
+                text = RoundText()
+                with suppress(OSError, ValueError):
+                    text.add(torch.from_numpy(self._kept_text(round_)))
+            made.text, made.first = text.digest(), self._steps.before(round_) - batches.first
+        return made
+
+    def _kept_text(self, round_: int) -> np.ndarray:
+        assert self._columns is not None, "only text that is shown is kept"
+        return np.fromfile(self._path(round_) / TEXT, "<i4").reshape(-1, self._columns)
 
     def commit(self, round_: int, steps: int) -> None:
         """Commit to a round, after its inner steps and the compression of the contribution."""
@@ -205,21 +270,18 @@ class MemberCommitments(MemberAudit):
                 path.unlink(missing_ok=True)
                 why = complaint(error)
                 print(f"{self._name}: the digests of its messages were not saved: {why}", file=sys.stderr)
-        self._session.commitment = Commitment(
-            member=self._name,
-            before=self._before,
-            rest=self._rest,
-            after=self._state(self._steps.known_after(round_, steps)).sha256,
-            text=b"" if self._text is None else self._text.digest(),
-            messages=messages_sha256(digests),
-        )
+        after = self._state(self._steps.known_after(round_, steps)).sha256
+        made = Commitment(before=self._before, rest=self._rest, after=after, messages=messages_sha256(digests))
+        made.MergeFrom(self._of_text(round_))
+        self._session.commitment = made
 
-    def show(self, round_: int) -> None:
-        """Send the checkpoint from before a round in the background, unless it is being sent."""
-        if (known := self._shows.get(round_)) is not None and known.is_alive():
+    def show(self, asked: Asked) -> None:
+        """Send what an audit asks for in the background, unless it is being sent."""
+        key = asked.round, bool(asked.sequences)
+        if not self._session.ranks.is_first or ((known := self._shows.get(key)) is not None and known.is_alive()):
             return
-        self._shows[round_] = thread = threading.Thread(
-            target=self._show, args=(round_,), name=f"shows round {round_} of {self._name}", daemon=True
+        self._shows[key] = thread = threading.Thread(
+            target=self._show, args=(asked,), name=f"shows round {asked.round} of {self._name}", daemon=True
         )
         thread.start()
 
@@ -259,12 +321,20 @@ class MemberCommitments(MemberAudit):
     def _forget_before(self, round_: int) -> None:
         for number, path in self._kept():
             may_be_asked = number in self._inherited and number > round_ - INHERITED_ROUNDS
-            if number < round_ and number not in self._shows and not may_be_asked:
+            if number < round_ and number not in {shown for shown, _ in self._shows} and not may_be_asked:
                 shutil.rmtree(path, ignore_errors=True)
 
-    def _show(self, round_: int) -> None:
-        paths = sorted(path for path in self._path(round_).glob("*") if path.is_file())
+    def _show(self, asked: Asked) -> None:
+        round_, folder = asked.round, self._path(asked.round)
         try:
+            if asked.sequences:
+                rows, drawn = self._kept_text(round_), folder / "drawn"
+                drawn.mkdir(exist_ok=True)
+                (drawn / TEXT).write_bytes(sequence_digests(rows) + rows[list(asked.sequences)].tobytes())
+                folder = drawn
+            paths = sorted(path for path in folder.glob("*") if path.is_file())
+            if not asked.sequences:  # the text of a whole round is shown to nobody
+                paths = [path for path in paths if path.name != TEXT]
             if not paths:
                 raise FileNotFoundError(2, os.strerror(2), str(self._path(round_)))
             for path in paths:
@@ -273,11 +343,12 @@ class MemberCommitments(MemberAudit):
                     self._session.show_file(header, path, own)
                 except Refused:  # it may have arrived damaged: once more
                     self._session.show_file(header, path, own)
-        except (HeteroPPError, OSError) as error:
+        except (HeteroPPError, OSError, ValueError, IndexError) as error:
             why = complaint(error) if isinstance(error, OSError) else str(error)
-            print(f"{self._name}: its state before round {round_} was not shown: {why}", file=sys.stderr, flush=True)
+            what = f"its text of round {round_}" if asked.sequences else f"its state before round {round_}"
+            print(f"{self._name}: {what} was not shown: {why}", file=sys.stderr, flush=True)
         else:
-            del self._shows[round_]
+            del self._shows[round_, bool(asked.sequences)]
 
 
 def state_of(member: TrainingMember, outer: OuterRound, position: Any, steps: dict[str, Any] | None) -> CommittedState:
@@ -296,15 +367,28 @@ def audited_member(
     steps: StepsTaken,
 ) -> MemberAudit:
     """Return a member's part in the audits of its run, for `take_part`."""
-    if spec.config.audit.recompute is None:
+    recomputes, data = spec.config.audit.recompute is not None, spec.config.data
+    commits = commits_to_text(spec) and member.batches is not None
+    if not recomputes and not commits:
         return NOT_AUDITED
-    return MemberCommitments(session, member, outer, steps, folder.committed(session.member))
+    own = session, member, outer, steps, folder.committed(session.member)
+    columns = data.sequence_length + 1 if commits and data.streamed is not None else None
+    return MemberCommitments(*own, recomputes, columns)
+
+
+def commits_to_text(spec: RunSpec) -> bool:
+    """Return whether members commit to their text, because validators cannot tell it from the round alone.
+
+    They do so also if scores are left out by default on their host: the exchange may have scores.
+    """
+    is_unknown = spec.config.inner.steps is None or spec.config.data.streamed is not None
+    return spec.config.audit.compares is not None and is_unknown
 
 
 # ---- the exchange ----
 
-_DIGEST = 32
 _ROUNDS_KEPT = 4
+_MOST_FIRST = 1 << 40  # number of a batch that no honest replica reaches
 
 ROUNDS_REMEMBERED = 256  # rounds for which a member that no round counts may still return with its state
 
@@ -312,12 +396,15 @@ ROUNDS_REMEMBERED = 256  # rounds for which a member that no round counts may st
 class Commitments:
     """Newest commitments of members. Thread-safe."""
 
-    def __init__(self, members: Mapping[str, str], readers: Collection[str], fresh: Mapping[str, bytes]) -> None:
-        """`members`: member -> replica. `readers` read the corpus, so that they commit to their text.
+    def __init__(
+        self, members: Mapping[str, str], readers: Collection[str], fresh: Mapping[str, bytes], states: bool = True
+    ) -> None:
+        """`members`: member -> replica. `readers` commit to their text.
 
-        `fresh`: member -> digest of the tensors of its state before its first step.
+        `fresh`: member -> digest of the tensors of its state before its first step. `states`: whether all commit to
+        their states.
         """
-        self._members, self._readers, self._fresh = members, readers, fresh
+        self._members, self._readers, self._fresh, self._states = members, readers, fresh, states
         self._lock = threading.Lock()
         self._kept: dict[tuple[int, str, int], Commitment] = {}  # (round, member, generation) -> the commitment
         self._last_round = 0
@@ -347,6 +434,8 @@ class Commitments:
 
     def take(self, member: str, round_: int, generation: int, commitment: Commitment, holder: int) -> str | None:
         """Keep what came with a blob; return a complaint if it is missing, malformed, or a second commitment."""
+        if not self._states and member not in self._readers:
+            return None
         if (complaint := self._complaint(member, round_, commitment)) is not None:
             return complaint
         commitment.holder = holder
@@ -365,16 +454,20 @@ class Commitments:
                     entry.commitments.append(found)
 
     def _complaint(self, member: str, round_: int, found: Commitment) -> str | None:
-        if not found.before:
-            return "found a contribution without a commitment, expected `audit.recompute` as on the exchange's host"
+        if not found.member:
+            return "found a contribution without a commitment, expected `audit` as on the exchange's host"
         if found.member != member:
             return f"found a commitment of `{found.member[:80]}`, expected its own"
         lengths = [len(found.before), len(found.after), len(found.rest), len(found.text), len(found.messages)]
         # A stage also commits to its messages with others. One without a digest of them is not judged.
         has_neighbours = list(self._members.values()).count(self._members[member]) > 1
-        text, messages = (_DIGEST if one else 0 for one in (member in self._readers, has_neighbours))
-        if lengths != (expected := [_DIGEST, _DIGEST, _DIGEST, text, messages]):
+        needed = [*[self._states] * 3, member in self._readers, self._states and has_neighbours]
+        if lengths != (expected := [_DIGEST * one for one in needed]):
             return f"found a commitment with digests of {lengths} bytes, expected {expected}"
+        if found.first > _MOST_FIRST:
+            return f"found batch {found.first} as the first of round {round_}, expected at most {_MOST_FIRST}"
+        if not self._states:
+            return None
         known = self.expected(member)
         is_open = round_ > self._last_round  # a round that has closed since may have counted it
         if is_open and found.before not in (known, state_sha256(found.rest, self._fresh[member])):

@@ -1,17 +1,21 @@
 """Tests of contributions (Gauntlet, arXiv:2505.21684): losses on text, copies, and signs against all others.
 
 A validator tries drawn contributions: it measures the loss before and after one alone is applied, on the text that its
-replica was assigned, and on other text. It looks for copies among all by the positions and signs of their values. The
+replica was assigned, and on other text. It reads the assigned text itself from a corpus that is encoded once, and has
+it shown from one that is streamed. It looks for copies among all by the positions and signs of their values. The
 exchange itself compares signs before a round closes, so that no round has what goes against all others.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations
 from statistics import fmean, median, median_high, stdev
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -22,8 +26,8 @@ from hetero_pp.config.member_inputs import batches_of
 from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.batches import StoreBatches
-from hetero_pp.data.sources import Source
-from hetero_pp.messages.messages_pb2 import Judgement, Losses, RoundRecord
+from hetero_pp.data.sources import Source, StreamedCorpus
+from hetero_pp.messages.messages_pb2 import ContributionEntry, Judgement, Losses, RoundRecord
 from hetero_pp.messages.report_bounds import MOST_LOSS
 from hetero_pp.model.transformer import ModelShape, Transformer, build_filled, parameters_of, shapes_by_block
 from hetero_pp.outer.apply_round import FetchBlob
@@ -31,6 +35,10 @@ from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import mean_of, outer_step
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, DecodedTensor, ReceivedBlob, decode_blob, scale_of
 from hetero_pp.pseudo_gradient.cosines import restored
+from replica_groups.audit.showing import ROUNDS_TO_SHOW_TEXT, draw_key, text_key
+from replica_groups.exchange.log import ContributionLog
+
+T = TypeVar("T")
 
 # ---- losses before and after a contribution ----
 
@@ -40,6 +48,7 @@ CLEAR = 4.0
 SEQUENCES_OF_A_PAIR = 64
 """Most sequences of each of two replicas of which one sent a copy. Few rounds have such a pair."""
 
+_MOST_STEPS = 4096  # inner steps of a round whose windows are read; hostile members may tell of any number
 _TRIES = 16  # windows that are drawn for each one that is needed, because some may be assigned to a replica
 
 
@@ -129,8 +138,8 @@ def _error(gains: Sequence[Sequence[float]]) -> float:
     return math.sqrt(sum(stdev(of_text) ** 2 / len(of_text) for of_text in gains))
 
 
-class Texts:
-    """Text of a run with a corpus that is encoded once."""
+class AssignedTexts:
+    """Text that replicas trained on in a round, of a run with a corpus that is encoded once."""
 
     def __init__(self, spec: RunSpec, source: Source, rows: int) -> None:
         """`rows`: least number of sequences of each kind. Raises ConfigError for a corpus with fewer."""
@@ -142,17 +151,18 @@ class Texts:
             key, found = ("audit", "gauntlet", "sequences"), f"found {rows}, expected at most {self._windows}"
             raise ConfigError(key, f"{found}, the sequences of the corpus")
 
-    def of(self, replica: str, round_: int, rows: int, drawing: np.random.Generator) -> tuple[Tensor, Tensor]:
+    def of(self, replica: str, record: RoundRecord, rows: int, drawing: np.random.Generator) -> tuple[Tensor, Tensor]:
         """Return drawn sequences that a replica trained on in a round, and others, int64 [rows, L + 1] each.
 
         The corpus may be smaller than `rows`.
 
-        The others are assigned to no replica in this round. If there are too few, because a round reads nearly the
+        The others are assigned to no replica of the record. If there are too few, because a round reads nearly the
         whole corpus, the rest are any that are not assigned to this replica, and then any.
         """
-        own, batches = self._assigned(replica, round_), self._batches(replica, round_)
+        assigned = {one.replica: self._assigned(one, record.round, drawing) for one in record.contributions}
+        own, batches = assigned[replica], self._batches(replica, record.round)
         rows = min(rows, self._windows)
-        all_ = np.concatenate([self._assigned(one.name, round_) for one in self._spec.replicas_in(round_)])
+        all_ = np.concatenate([*assigned.values()])
         candidates = drawing.permutation(min(self._windows, 1 << 20))
         if self._windows > len(candidates):
             candidates = drawing.integers(self._windows, size=_TRIES * rows)
@@ -160,17 +170,29 @@ class Texts:
         others = candidates[np.argsort(known, kind="stable")][:rows]
         return batches.rows(drawing.choice(own, rows, replace=len(own) < rows)), batches.rows(others)
 
-    def of_pair(self, pair: tuple[str, str], round_: int, drawing: np.random.Generator) -> tuple[Tensor, Tensor]:
+    def of_pair(
+        self, pair: tuple[str, str], record: RoundRecord, drawing: np.random.Generator
+    ) -> tuple[Tensor, Tensor]:
         """Return drawn sequences that each of two replicas was assigned in a round, int64 [S, L + 1] each."""
-        drawn = [drawing.permutation(self._assigned(name, round_))[:SEQUENCES_OF_A_PAIR] for name in pair]
-        one, other = (self._batches(name, round_).rows(rows) for name, rows in zip(pair, drawn, strict=True))
+        entries = {one.replica: one for one in record.contributions}
+        assigned = [self._assigned(entries[name], record.round, drawing) for name in pair]
+        drawn = [drawing.permutation(own)[:SEQUENCES_OF_A_PAIR] for own in assigned]
+        one, other = (self._batches(name, record.round).rows(rows) for name, rows in zip(pair, drawn, strict=True))
         return one, other
 
-    def _assigned(self, replica: str, round_: int) -> np.ndarray:
-        """Return the numbers of the training windows that a replica reads in a round."""
-        first, steps = self._spec.share_of(replica, round_).first_step or 0, self._spec.steps_of(replica) or 0
-        own = range((round_ - 1) * steps - first, round_ * steps - first)
-        return np.concatenate([self._batches(replica, round_).windows(step) for step in own])
+    def _assigned(self, entry: ContributionEntry, round_: int, drawing: np.random.Generator) -> np.ndarray:
+        """Return the numbers of the training windows that a replica reads in a round, or of some of very many steps.
+
+        In rounds of a fixed time, its member has committed to the first batch, and the record has the steps.
+        """
+        share, steps = self._spec.share_of(entry.replica, round_), entry.steps
+        if self._spec.config.inner.steps is not None:
+            first = (round_ - 1) * steps - (share.first_step or 0)
+        else:
+            first = next(one.first for one in entry.commitments if one.text)
+        some = range(steps) if steps <= _MOST_STEPS else sorted({*drawing.integers(steps, size=_MOST_STEPS).tolist()})
+        batches = self._batches(entry.replica, round_)
+        return np.concatenate([batches.windows(first + step) for step in some])
 
     def _batches(self, replica: str, round_: int) -> StoreBatches:
         share = self._spec.share_of(replica, round_)
@@ -363,19 +385,6 @@ class _SignCounts:
 # ---- the check of a round ----
 
 
-def draw(secret: bytes, record_sha256: bytes, replicas: Iterable[str], count: int) -> list[str]:
-    """Return `count` of the replicas, or all if they are fewer, in the order of their names.
-
-    Every replica is equally likely in every round, also one that was drawn in the last one. A replica that knows that
-    it will not be drawn could do no work.
-
-    `record_sha256` is that of the round's record, so the draw is unknown before the contributions are fixed. `secret`
-    is at least 16 bytes that are revealed after the run, so no contribution can be chosen by its draw. Deterministic.
-    """
-    ranks = {name: hashlib.sha256(b"\0".join((secret, record_sha256, name.encode()))).digest() for name in replicas}
-    return sorted(sorted(ranks, key=lambda name: ranks[name])[:count])
-
-
 def decoded(spec: RunSpec, record: RoundRecord, replica: str, fetch: FetchBlob) -> dict[str, DecodedTensor]:
     """Return a contribution as the round applies it, by name."""
     settings, found = spec.config.outer.compression, dict[str, DecodedTensor]()
@@ -387,38 +396,113 @@ def decoded(spec: RunSpec, record: RoundRecord, replica: str, fetch: FetchBlob) 
     return found
 
 
+class ValidatedRun(Protocol):
+    """The run that a validator follows."""
+
+    @property
+    def log(self) -> ContributionLog:
+        """The run's log."""
+
+    def record(self, round_: int) -> RoundRecord:
+        """Wait until a round is closed; return its record. Raises RunFailed if it never will be."""
+
+    def last_round(self) -> int:
+        """Return the last closed round."""
+
+    def retry(self, do: Callable[[], T]) -> T:
+        """Do what needs the store, and retry while the store cannot be reached."""
+
+    def wait_for(self, find: Callable[[], T]) -> T:
+        """Return what `find` returns, once it raises FileNotFoundError no more. Raises RunFailed if the run fails."""
+
+    def take(self, judgements: Sequence[Judgement]) -> None:
+        """Hand over the judgements about one round."""
+
+
 class GauntletCheck:
-    """Judges contributions by losses. Implements RoundCheck."""
+    """Judges contributions by losses. Implements RoundCheck.
+
+    It waits for the draw of a round, and for the text that members show. It yields all judgements about a round at
+    once, so that none comes after the round has its scores.
+    """
 
     def __init__(
-        self, spec: RunSpec, settings: GauntletSettings, source: Source, secret: str, device: torch.device
+        self, spec: RunSpec, settings: GauntletSettings, source: Source, run: ValidatedRun, device: torch.device
     ) -> None:
-        """`secret`: known to the validators alone; it decides which replicas are drawn, and on which text."""
-        self._spec, self._settings, self._device = spec, settings, device
-        self._secret = hashlib.sha256(f"audit {secret}".encode()).digest()
-        self._texts = Texts(spec, source, settings.sequences or LEAST_SEQUENCES)
+        self._spec, self._settings, self._run, self._device = spec, settings, run, device
+        self._texts = None
+        if isinstance(source, StreamedCorpus):
+            # Nobody can know which text a validator reads: its order follows from a number of its own.
+            length, seed = spec.config.data.sequence_length, secrets.randbits(63)
+            self._other = source.batches(length, seed, 0, 1, 1).stream
+            self._other.repeat = True
+        else:
+            self._texts = AssignedTexts(spec, source, settings.sequences or LEAST_SEQUENCES)
 
     def check(self, record: RoundRecord, theta: Mapping[str, Tensor], fetch: FetchBlob) -> Iterator[Judgement]:
         """Yield what was found about the contributions that a round includes. `theta` is from before the round."""
+        found = self._await(draw_key(record.round), record.round, 0)
+        drawn: dict[str, Any] = json.loads(found or b"{}")
+        if drawn.get("record") != record.sha256.hex():
+            return  # the exchange ended before it drew
         outer = self._spec.at(record.round).outer
         sent = {one.replica: decoded(self._spec, record, one.replica, fetch) for one in record.contributions}
         on_device = {name: tensor.to(self._device) for name, tensor in theta.items()}
         rate = self._settings.step * outer.learning_rate_in(record.round)
+        shown = {name: self._shown(record.round, name, rows) for name, rows in drawn["tried"].items() if rows}
+
+        def random(*names: str) -> np.random.Generator:
+            seed = hashlib.sha256(b"text" + bytes.fromhex(drawn["secret"]) + " ".join(names).encode()).digest()
+            return np.random.default_rng(list(seed))
+
         for pair in overlapping(sent, self._settings.overlap):
-            seed = hashlib.sha256(b"pair" + self._secret + record.sha256 + " ".join(pair).encode()).digest()
-            of_both = self._texts.of_pair(pair, record.round, np.random.default_rng(list(seed)))
+            if self._texts is not None:
+                of_both = self._texts.of_pair(pair, record, random(*pair))
+            elif (one := shown.get(pair[0])) is not None and (other := shown.get(pair[1])) is not None:
+                of_both = one, other
+            else:
+                continue
             moved = {name: self._moved(sent[name]) for name in pair}
             copy = copy_of(pair, moved, on_device, self._spec.shape, of_both, rate, outer)
             if copy is not None:
                 [original] = {*pair} - {copy}
                 yield Judgement(round=record.round, replica=copy, copies=original)
         read = sum(one.tokens for one in record.contributions) // self._spec.config.data.sequence_length
-        evaluated, sequences = self._settings.sizes(len(sent), read)
-        for name in draw(self._secret, record.sha256, sent, evaluated):
-            seed = hashlib.sha256(b"text" + self._secret + record.sha256 + name.encode()).digest()
-            texts = self._texts.of(name, record.round, sequences, np.random.default_rng(list(seed)))
+        sequences = self._settings.sizes(len(sent), read).sequences
+        for name in drawn["tried"]:
+            if self._texts is not None:
+                texts = self._texts.of(name, record, sequences, random(name))
+            elif (own := shown.get(name)) is not None:
+                others = self._other.take(len(own) * own.shape[1]).reshape(len(own), -1)
+                texts = own, torch.from_numpy(others)
+            else:
+                continue
             losses = losses_of(on_device, self._moved(sent[name]), self._spec.shape, *texts, rate, outer)
             yield Judgement(round=record.round, replica=name, losses=losses)
+
+    def _shown(self, round_: int, replica: str, rows: Sequence[int]) -> Tensor | None:
+        """Wait for the drawn sequences of a replica, and return them, int64 [S, L + 1]; None if it did not show them.
+
+        The exchange has compared them with what the replica committed to.
+        """
+        data = self._await(text_key(round_, replica), round_, ROUNDS_TO_SHOW_TEXT + 1)
+        size = 4 * len(rows) * (self._spec.config.data.sequence_length + 1)  # the digests of all sequences come first
+        tokens = np.frombuffer(data[-size:], "<i4").reshape(len(rows), -1).astype(np.int64) if data else None
+        return None if tokens is None else torch.from_numpy(tokens)
+
+    def _await(self, key: str, round_: int, most: int) -> bytes:
+        """Return an object of the log once it is there; empty if more than `most` rounds closed after `round_`."""
+
+        def find() -> bytes:
+            is_late = self._run.last_round() > round_ + most
+            try:
+                return self._run.log.store.get(key)
+            except FileNotFoundError:
+                if not is_late:
+                    raise
+                return b""
+
+        return self._run.wait_for(find)
 
     def finish(self) -> Iterator[Judgement]:
         """Yield nothing: each round is judged as it closes."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,10 +12,9 @@ import torch
 
 from hetero_pp.config.folder import RunFolder
 from hetero_pp.config.spec import RunSpec
-from hetero_pp.core.errors import HeteroPPError, Refused
+from hetero_pp.core.errors import HeteroPPError, Refused, RunFailed
 from hetero_pp.data.sources import open_source
 from hetero_pp.messages.messages_pb2 import Judgement, RoundRecord
-from hetero_pp.rpc.identities import Secret
 from replica_groups.audit.gauntlet import SignCheck
 from replica_groups.audit.judgements import Judgements
 from replica_groups.audit.showing import shows_of
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from replica_groups.audit.validator import ValidatorThread
 
 BESIDE_EXCHANGE = "exchange"  # name of the validator beside the exchange, which no other has
+_SECONDS_BETWEEN_LOOKS = 0.1
 _SECONDS_TO_JUDGE = 30.0  # seconds that the end of a run waits for the judgements of its last rounds
 
 T = TypeVar("T")
@@ -52,6 +52,13 @@ class _InExchange:
 
     def retry(self, do: Callable[[], T]) -> T:
         return self.exchange.runner.retry(do)
+
+    def wait_for(self, find: Callable[[], T]) -> T:
+        while (cause := self.exchange.runner.failure) is None:
+            with suppress(FileNotFoundError):
+                return self.retry(find)
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+        raise RunFailed(cause)
 
     def take(self, judgements: Sequence[Judgement]) -> None:
         with suppress(Refused):  # it is counted and told; the next one may be right
@@ -101,13 +108,8 @@ def audited(exchange: Exchange, spec: RunSpec) -> Exchange:
     return exchange
 
 
-def followed(
-    auditor: Auditor, exchange: Exchange, spec: RunSpec, folder: RunFolder, secret: str | None = None
-) -> Followers:
-    """Start the validator of a run that has begun, if it runs beside the exchange; return all followers of its log.
-
-    `secret`: the run's, from which the draws of the audits follow; None: a new one.
-    """
+def followed(auditor: Auditor, exchange: Exchange, spec: RunSpec, folder: RunFolder) -> Followers:
+    """Start the validator of a run that has begun, if it runs beside the exchange; return all followers of its log."""
     judgements = exchange.runner.audits
     if not isinstance(judgements, Judgements) or not spec.config.audit.needs_validators:
         return Followers(auditor)  # no judgement will come
@@ -121,8 +123,7 @@ def followed(
     def make() -> Validator:
         checkpoint = run.retry(lambda: newest_sound(exchange.log, since, []))
         source = open_source(spec.config.data, folder.cache)
-        secret_of_draws = Secret(secret or secrets.token_hex(16)).draws
-        checks = checks_of(spec, exchange.log, source, secret_of_draws, torch.device("cpu"), folder.path)
+        checks = checks_of(spec, run, source, torch.device("cpu"), folder.path)
         return Validator(spec, run, checks, checkpoint, since, folder.path)
 
     validator = ValidatorThread(make, spec.config.threads, judgements.unaudited)

@@ -94,7 +94,7 @@ class Judgements(AuditHook):
         self._differing: dict[int, set[str]] = defaultdict(set)  # round -> replicas that began it with other parameters
         self._heard = 0  # last closed round when a judgement came
         self.is_audited = True
-        self.showing = None if shows is None else Showing(runner, runner.log, shows, self.unshown)
+        self.showing = None if shows is None else Showing(runner, runner.log, shows, self.unshown, self._preferred)
 
     # ---- what the exchange tells ----
 
@@ -198,7 +198,7 @@ class Judgements(AuditHook):
         own = round_, generation, commitment, holder
         return None if self.showing is None else self.showing.commitments.take(member, *own)
 
-    def asks(self, member: str, holder: int, incarnation: int) -> int | None:
+    def asks(self, member: str, holder: int, incarnation: int) -> pb.Asked | None:
         return None if self.showing is None else self.showing.asks(member, holder, incarnation)
 
     def expected(self, member: str) -> bytes:
@@ -219,6 +219,11 @@ class Judgements(AuditHook):
         self.expect_file(header, caller)
         if self.showing is not None:
             self.showing.take(header, path, caller)
+
+    def _preferred(self) -> tuple[Sequence[str], Sequence[str]]:
+        """Return the replicas that are tried first: suspected ones, and new ones."""
+        with self._lock:
+            return ((), ()) if self._book is None else self._book.preferred()
 
     def unshown(self, found: pb.Judgement) -> None:
         """Take what was found about a member that did not show the checkpoint of a drawn round."""
@@ -371,9 +376,9 @@ class Judgements(AuditHook):
         synchronisation = {name: float(name not in self._differing[round_]) for name in included}
         missed, left_out = frozenset(record.late), frozenset(record.left_out)
         texts = {one.replica: one.tokens for one in record.contributions}
-        return RoundFacts(
-            round_, included, missed, synchronisation, copies, left_out, texts, self._against.get(round_, {})
-        )
+        shown = {} if self.showing is None else self.showing.shown(round_)
+        own = round_, included, missed, synchronisation, copies, left_out, texts, self._against.get(round_, {})
+        return RoundFacts(*own, shown)
 
     # ---- recomputation ----
 
@@ -401,9 +406,10 @@ class Judgements(AuditHook):
 
 
 def _medians(told: Sequence[Mapping[str, pb.Losses]]) -> Iterator[tuple[str, pb.Losses]]:
-    """Yield the losses of each replica: the median of each number over the validators."""
+    """Yield the losses of each replica that most of the validators have tried: the median of each number over them."""
     for name in sorted({name for one in told for name in one}):
-        yield name, median_of([one[name] for one in told if name in one])
+        if 2 * len(found := [one[name] for one in told if name in one]) > len(told):
+            yield name, median_of(found)
 
 
 def complaint(one: Judgement, members: Mapping[str, str]) -> str | None:

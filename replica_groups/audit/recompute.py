@@ -13,14 +13,12 @@ it says that it received. If it can, the sender has lied, else the receiver. Wit
 
 from __future__ import annotations
 
-import hashlib
 import math
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 import torch
@@ -32,6 +30,7 @@ from hetero_pp.config.lines import LinkShape, LinkSpec, stage_link_name
 from hetero_pp.config.spec import MemberSpec, RunSpec
 from hetero_pp.core.device import CPU, computing
 from hetero_pp.core.errors import DamagedFile, LinkClosed, MalformedMessage
+from hetero_pp.data.batches import RoundText
 from hetero_pp.data.sources import Source
 from hetero_pp.link.in_process import in_process_pair
 from hetero_pp.link.protocol import LinkEnd, LinkEnds
@@ -206,13 +205,13 @@ def recompute(
         for key, tensor in state.tensors.items():
             if tensor.dtype != torch.float32 or not bool(tensor.isfinite().all()):
                 raise DamagedFile(f"{name}: found {key} in its checkpoint, expected finite values in fp32")
-    texts: dict[str, Any] = {}
+    texts: dict[str, RoundText] = {}
     try:
         with computing("recomputation", device):
             here = _built(spec, replica, start, source, device)
             for name, member in here.members.items():
                 if member.batches is not None:
-                    member.batches.text = texts[name] = hashlib.sha256()
+                    member.batches.text = texts[name] = RoundText()
             here.train(steps)
     except _OF_A_STATE as error:
         raise DamagedFile(f"the checkpoint of {replica} is not of its members ({error})") from None

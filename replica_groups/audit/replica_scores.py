@@ -1,4 +1,8 @@
-"""Scores of all replicas of a run, round after round (Gauntlet, arXiv:2505.21684), and what follows from them."""
+"""Scores of all replicas of a run, round after round (Gauntlet, arXiv:2505.21684), and what follows from them.
+
+The paper filters by uptime, reliability and synchronisation in a first stage; here they are factors of the final score.
+Ours are the indicator in standard errors, matches of more than half of the rivals, doubt, and exclusions.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,10 @@ import json
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from statistics import fmean, median_high
+from statistics import fmean, median, median_high
 from typing import NamedTuple
 
-from hetero_pp.config.audit import GauntletSettings
+from hetero_pp.config.audit import FEWEST_REPLICAS, GauntletSettings
 from hetero_pp.core.errors import ConfigError, DamagedFile
 from hetero_pp.core.seeds import seed_of
 from hetero_pp.messages.messages_pb2 import Losses, Score
@@ -26,6 +30,13 @@ CLEAR = 0.75
 
 In simulations of honest replicas with any noise, at most 0.13 % of them were then excluded within 300 evaluations."""
 
+
+WORK, CLEAREST, MOST_DOUBT, RECENT_TRIALS = 1 / 3, 4.0, 12.0, 4
+"""Doubt about a replica adds up log-likelihood ratios of its trials, at least 0 (CUSUM), and excludes it from 12 on.
+
+A ratio is 0 at a third of the usual improvement of assigned text, and at most 4 in size: at least three trials decide.
+Usual is the median of the others in the last four rounds. Beside six honest replicas, noise of the honest size improved
+its text by at most .06 of that in 24 trials. Honest work improved it by at least .75 of that in 72."""
 
 BETA, TAU = 7.0, 0.1
 """Spread of a performance around a rating, and growth of a rating's uncertainty in a match: Gauntlet's values."""
@@ -60,6 +71,8 @@ class RoundFacts:
     texts: Mapping[str, int] = field(default_factory=dict)  # tokens that replicas trained on in the round
     against: Mapping[str, float] = field(default_factory=dict)
     """Agreement of contributions whose signs agree too little with those of the others."""
+    shown: Mapping[str, bool] = field(default_factory=dict)
+    """Whether the replicas that were drawn to show their text did so in time."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +85,11 @@ class _ScoreEntry:
     usual: float = 0.0  # the same of the mean score of these matches
     matches: int = 0
     evaluations: int = 0
+    improved: float = 0.0  # improvement of its assigned text when it was last tried
+    tried: int = 0  # last round in which it was tried
+    doubt: float = 0.0  # log-likelihood ratio for no work, over its last trials
+    asked: int = 0
+    shown: int = 0  # rounds in which it was drawn to show its text, and did so in time
     present: int = 0
     contributed: int = 0  # rounds in which it was present, and to which it contributed, without those of an exclusion
     counted: int = 0  # rounds whose mean has its contribution
@@ -85,8 +103,9 @@ class _ScoreEntry:
 
     @property
     def final(self) -> float:
-        """Product of three factors, none of which is negative: two negative ones would make a good score."""
-        return max(0.0, self.rating.ordinal) * self.average * self.synchronisation
+        """Product of factors, none of which is negative: two negative ones would make a good score."""
+        work = max(0.0, self.rating.ordinal) * self.average
+        return work * self.synchronisation * self.uptime * self.reliability
 
     @property
     def improvement(self) -> float:
@@ -96,6 +115,10 @@ class _ScoreEntry:
     @property
     def uptime(self) -> float:
         return self.contributed / self.present if self.present else 1.0
+
+    @property
+    def reliability(self) -> float:
+        return self.shown / self.asked if self.asked else 1.0
 
 
 class ReplicaScores:
@@ -117,16 +140,49 @@ class ReplicaScores:
         here = sorted(facts.included | facts.missed | facts.left_out | facts.copies.keys() | facts.against.keys())
         for name in here:
             entry = self._present(name, facts)
+            if name in losses:
+                entry = replace(entry, improved=_improvement(losses[name]), tried=facts.round)
+            self._entries[name] = entry
+        for name in here:
+            entry = self._entries[name]
             if name in facts.copies or name in facts.against or entry.synchronisation == 0:
                 entry = self._evaluated(entry, -1.0, 0.0)
+            elif not facts.shown.get(name, True):
+                entry = self._evaluated(replace(entry, doubt=entry.doubt + CLEAREST), -1.0, 0.0)
             elif name in losses:
-                entry = self._evaluated(entry, *_judged(losses[name]))
+                doubt = max(0.0, entry.doubt + self._doubt(name, losses[name].error))
+                entry = self._evaluated(replace(entry, doubt=doubt), *_judged(losses[name]))
             self._entries[name] = entry
         self._play()
         self._readmit()
         self._exclude(here, facts)
 
+    def _doubt(self, name: str, error: float) -> float:
+        """Return the log-likelihood ratio, for no work against usual work, of the contribution that was just tried.
+
+        With less text than the others it may improve less, by the root. `error`: standard error of its improvement.
+        """
+        own = self._entries[name]
+        since = max(0, self._round - RECENT_TRIALS)
+        recent = [one for one in self._entries.values() if one is not own and one.tried > since]
+        if len(recent) < FEWEST_REPLICAS - 1:
+            return 0.0
+        usual, text = median(one.improved for one in recent), median(one.text for one in recent)
+        usual *= min(1.0, math.sqrt(own.text / text)) if text else 1.0
+        if not 0 < usual < math.inf:
+            return 0.0
+        ratio = (WORK * usual - own.improved) * usual / max(error, 1e-9) ** 2
+        return max(-CLEAREST, min(CLEAREST, ratio))
+
+    def preferred(self) -> tuple[list[str], list[str]]:
+        """Return the replicas that are to be tried first: those in doubt, the most doubtful first, and new ones."""
+        doubtful = [name for name, one in self._entries.items() if one.doubt > CLEAREST / 2]
+        new = [name for name, one in self._entries.items() if not one.evaluations]
+        return sorted(doubtful, key=lambda name: -self._entries[name].doubt), new
+
     def scores(self) -> dict[str, Score]:
+        """Return the scores of all replicas. The share is 0 for an excluded one, and for all if nobody has a score."""
+        total = sum(entry.final for entry in self._entries.values() if not entry.cause)
         return {
             name: Score(
                 replica=name,
@@ -137,6 +193,8 @@ class ReplicaScores:
                 evaluations=entry.evaluations,
                 excluded=entry.cause,
                 uptime=entry.uptime,
+                reliability=entry.reliability,
+                share=entry.final / total if total > 0 and not entry.cause else 0.0,
             )
             for name, entry in self._entries.items()
         }
@@ -148,11 +206,11 @@ class ReplicaScores:
     def chosen(self, replicas: Iterable[str]) -> list[str]:
         """Return those of the replicas that a round includes: the `include` with the best scores, or all.
 
-        The best are those with the highest product of final score and uptime. A replica without a score is in the
-        middle. Among equal ones, it takes those that the fewest rounds have included.
+        The best are those with the highest final scores. A replica without a score is in the middle. Among equal ones,
+        it takes those that the fewest rounds have included.
         """
         entries = {name: self._entries.get(name, _ScoreEntry()) for name in sorted(replicas)}
-        values = self._filled({name: entry.final * entry.uptime for name, entry in self._entries.items()}, entries)
+        values = self._filled({name: entry.final for name, entry in self._entries.items()}, entries)
         order = sorted(entries, key=lambda name: (-values[name], entries[name].counted, name))
         return sorted(order[: self._settings.include])
 
@@ -202,6 +260,8 @@ class ReplicaScores:
             counted=entry.counted + (name in facts.included),
             last=facts.round,
             text=facts.texts.get(name, entry.text),
+            asked=entry.asked + (name in facts.shown),
+            shown=entry.shown + facts.shown.get(name, False),
             synchronisation=facts.synchronisation.get(name, 1.0),
         )
 
@@ -243,10 +303,10 @@ class ReplicaScores:
         probation = PROBATION * self._settings.threshold
         for name, entry in self._entries.items():
             if entry.cause and entry.until <= self._round:
-                self._entries[name] = replace(entry, cause="", average=probation)
+                self._entries[name] = replace(entry, cause="", average=probation, doubt=0.0)
 
     def _exclude(self, here: Sequence[str], facts: RoundFacts) -> None:
-        """Exclude copies, contributions that go against the others, and replicas with a low average.
+        """Exclude copies, contributions against the others, replicas without work, and those with a low average.
 
         A low average excludes only if the text separates those that read as much or more. The more text a replica reads
         in a round, the less the drawn part of it improves more than other text.
@@ -263,6 +323,9 @@ class ReplicaScores:
             name: f"its assigned text improves too rarely: {judged[name].average:.2f}, expected at least {bound:g}"
             for name in below
         }
+        for name, entry in free.items():
+            if entry.doubt >= MOST_DOUBT:
+                causes[name] = "its assigned text hardly improves, or it does not show its text"
         causes |= {name: why(facts.round, found) for name, found in facts.against.items()}
         for name, original in facts.copies.items():
             causes[name] = f"its contribution to round {facts.round} is a copy of that of {original}"
@@ -296,7 +359,7 @@ def _judged(losses: Losses) -> tuple[float, float]:
     """
     if min(losses.assigned_before, losses.other_before) <= 0:
         return -1.0, 0.0
-    assigned = (losses.assigned_before - losses.assigned_after) / losses.assigned_before
+    assigned = _improvement(losses)
     other = (losses.other_before - losses.other_after) / losses.other_before
     difference = assigned - other
     if not math.isfinite(difference) or not math.isfinite(losses.error):
@@ -304,6 +367,12 @@ def _judged(losses: Losses) -> tuple[float, float]:
     if difference == 0 or losses.error <= 0:
         return (1.0 if difference > 0 else -1.0), other
     return max(-1.0, min(1.0, difference / losses.error)), other
+
+
+def _improvement(losses: Losses) -> float:
+    """Return the relative improvement of the assigned text."""
+    before = losses.assigned_before
+    return (before - losses.assigned_after) / before if before > 0 else 0.0
 
 
 def require_openskill() -> None:

@@ -1,9 +1,10 @@
-"""Draws rounds that are computed again, and takes the checkpoints that members show for them, as objects of the store.
+"""Draws what is tried and what is computed again, and takes what members show for it, as objects of the store.
 
     draws/<end>.json                         the end of a chain of secrets, and settings, before the first round
     draws/round-000007.json                  the secret of round 7, and the replicas that it drew
-    evidence/000007-home/<member>/...        what the members of a drawn replica showed
+    evidence/000007-home/<member>/...        what the members of a replica that is computed again showed
     evidence/000007-home/arrived.json        written once all have: members that did not, and why
+    texts/000007-home                        text of a streamed corpus that a replica that is tried showed; empty: none
 
 A member is asked with each assignment until its files are here. An exchange that starts again begins another chain, and
 forgets the requests of the last one.
@@ -14,34 +15,50 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import random
 import re
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 
+from hetero_pp.config.audit import GauntletSettings
 from hetero_pp.config.spec import MemberSpec, RunSpec
 from hetero_pp.config.topology import ParticipantsReplica
 from hetero_pp.core.errors import DamagedFile
-from hetero_pp.messages.messages_pb2 import Commitment, Judgement, Recomputed, RoundRecord, ShownFile
+from hetero_pp.messages.messages_pb2 import Asked, Commitment, Judgement, Recomputed, RoundRecord, ShownFile
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.rpc.exchange_service import Caller
-from replica_groups.audit.commitments import BEFORE, MESSAGES, Commitments, messages_sha256, sha256_in, tensors_sha256
+from replica_groups.audit.commitments import (
+    BEFORE,
+    MESSAGES,
+    TEXT,
+    Commitments,
+    commits_to_text,
+    messages_sha256,
+    sha256_in,
+    shown_text,
+    tensors_sha256,
+)
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.memberships import Memberships
 from replica_groups.exchange.runner import CoordinatorRunner
-from replica_groups.rounds.draws import Chain, drawn
+from replica_groups.rounds.draws import Chain, drawn, drawn_for_trials
 from stages.anchors import anchors_seed, first_expansion
 
-DRAWS, EVIDENCE, ARRIVED, AUTHORITY = "draws", "evidence", "arrived.json", "authority.pem"
+DRAWS, EVIDENCE, TEXTS, ARRIVED, AUTHORITY = "draws", "evidence", "texts", "arrived.json", "authority.pem"
 
 ROUNDS_TO_SHOW = 32
 """Rounds within which a checkpoint has to arrive; a line that needs longer is too slow for such audits."""
 
+ROUNDS_TO_SHOW_TEXT = 2
+"""Rounds within which a text has to arrive, which is small: its score would otherwise come too late."""
+
+TEXTS_KEPT = 64  # rounds for which a shown text stays in the store
 MOST_LEFT, WITHIN = 3, 256  # times that a ticket may leave before it has shown a drawn round, within so many rounds
 ROUNDS_TO_JUDGE = 3 * ROUNDS_TO_SHOW  # rounds after which no validator judges what was shown, and it is removed
 MANIFEST = "evidence.json"  # file in a folder of evidence that was judged, and stays
@@ -49,16 +66,22 @@ MANIFEST = "evidence.json"  # file in a folder of evidence that was judged, and 
 MOST_TRIES = 2
 _ROOM_OF_HEADERS = 1 << 20
 MOST_OF_MESSAGES = 64 << 20  # bytes of the digests of a round's messages; a digest has 32
+MOST_SEQUENCES = 1 << 20  # sequences of a round of which a few can be shown: their digests have 32 MiB
 
 
 @dataclass(frozen=True)
 class Shows:
     """Settings of draws, and bounds of what members may show."""
 
-    share: float  # share of the replicas' rounds that are drawn
+    share: float  # share of the replicas' rounds that are computed again
     readers: frozenset[str]  # members that read the corpus
     most_bytes: Mapping[str, int]  # member -> largest size of its checkpoint
     fresh: Mapping[str, bytes]  # member -> digest of the tensors of its state before its first step
+    states: bool = True  # whether members commit to their states
+    scores: GauntletSettings | None = None  # None: no contributions are tried
+    is_streamed: bool = False  # whether members show the text on which their contributions are tried
+    sequence_length: int = 1
+    vocabulary: int = 0
 
 
 @dataclass
@@ -81,6 +104,8 @@ class _PendingDraw:
     replica: str
     generation: int
     members: dict[str, _ShowRequest]
+    sequences: tuple[int, ...] = ()  # numbers of the sequences to show; empty: the checkpoint
+    count: int = 0  # sequences of the round
 
     @property
     def folder(self) -> str:
@@ -95,11 +120,20 @@ class Showing:
     """Draws of one exchange, and what members showed. Thread-safe."""
 
     def __init__(
-        self, runner: CoordinatorRunner, log: ContributionLog, shows: Shows, accuse: Callable[[Judgement], object]
+        self,
+        runner: CoordinatorRunner,
+        log: ContributionLog,
+        shows: Shows,
+        accuse: Callable[[Judgement], object],
+        preferred: Callable[[], tuple[Sequence[str], Sequence[str]]] = lambda: ((), ()),
     ) -> None:
-        """`accuse` gets what is found about a member that did not show what it was asked for."""
+        """`accuse` gets what is found about a member that did not show the checkpoint that it was asked for.
+
+        `preferred` returns the replicas that are tried first: suspected ones, and new ones.
+        """
         self._runner, self._log, self._shows, self._accuse = runner, log, shows, accuse
-        self.commitments = Commitments(runner.roster.members, shows.readers, shows.fresh)
+        self._preferred, self._commits = preferred, bool(shows.states or shows.readers)
+        self.commitments = Commitments(runner.roster.members, shows.readers, shows.fresh, shows.states)
         self.authority: bytes | None = None
         """Certificate (PEM) of the authority that signed those of the members; None if the run is not encrypted."""
         self.guests: Memberships | None = None  # members with a ticket, once they are served
@@ -110,6 +144,8 @@ class Showing:
         self._open: list[_PendingDraw] = []  # draws whose files are not all here, oldest first
         self._departures: dict[str, dict[tuple[str, int], int]] = {}
         """Ticket, or slot without one -> (replica, generation) in which it left -> round that it did not show."""
+        self._shown: dict[int, dict[str, bool]] = {}
+        """Drawn round -> whether a replica showed its text in time."""
 
     def begin(self, last_round: int, settings: str = "") -> None:
         """Publish the end of a new chain, before the round after `last_round`; remove what is of later rounds.
@@ -123,6 +159,7 @@ class Showing:
         store = self._log.store
         later = [key for key in store.below(EVIDENCE) if _round_of(key) > last_round] if self._has_evidence() else []
         store.delete(later)
+        self._forget_texts(lambda round_: round_ > last_round)
 
     def _published_chain(self) -> Chain:
         chain = Chain(secrets.token_bytes(32), self._next)
@@ -135,8 +172,8 @@ class Showing:
 
     # ---- draws ----
 
-    def asks(self, member: str, holder: int, incarnation: int) -> int | None:
-        """Return the audited round for which a member has to show its checkpoint, if there is one."""
+    def asks(self, member: str, holder: int, incarnation: int) -> Asked | None:
+        """Return the drawn round for which a member has to show its checkpoint or text, if there is one."""
         self._draw()
         with self._lock:
             mine = [one for one in self._open if member in one.members and self._is_owed(one.members[member], holder)]
@@ -146,22 +183,28 @@ class Showing:
             asked = chosen.members[member]
             asked.refuses |= asked.told > 0 and asked.incarnation == incarnation
             asked.told, asked.incarnation = asked.told + 1, incarnation
-            return chosen.round
+            return Asked(round=chosen.round, sequences=chosen.sequences)
+
+    def shown(self, round_: int) -> Mapping[str, bool]:
+        """Return whether the replicas that were drawn to show text of a round did so in time."""
+        with self._lock:
+            return dict(self._shown.get(round_, {}))
 
     def owing(self, record: RoundRecord) -> dict[str, str]:
-        """Return the replicas of a record whose members were asked for a checkpoint that is not here, each with why.
+        """Return the replicas of a record whose members were asked for a file that is not here, each with why.
 
         Honest members send it before they contribute again.
         """
         found: dict[str, str] = {}
         with self._lock:
-            owed = {(name, one.round): asked for one in self._open for name, asked in one.members.items()}
+            owed = [(name, one, asked) for one in self._open for name, asked in one.members.items()]
             for entry in record.contributions:
                 for made in entry.commitments:
-                    for (name, round_), asked in owed.items():
+                    for name, one, asked in owed:
                         is_told = name == made.member and asked.told and not asked.is_hindered
                         if is_told and self._is_owed(asked, made.holder):
-                            found[entry.replica] = f"{name} owes its checkpoint from before round {round_}"
+                            what = "text of" if one.sequences else "checkpoint from before"
+                            found[entry.replica] = f"{name} owes its {what} round {one.round}"
         return found
 
     def _is_owed(self, asked: _ShowRequest, holder: int) -> bool:
@@ -188,9 +231,14 @@ class Showing:
         record, secret = self._runner.wait_for_record(round_), chain.secret(round_)
         entries = {entry.replica: entry for entry in record.contributions if entry.commitments}
         found = drawn(secret, record.sha256, entries, self._shows.share)
+        tried = self._tried(record, secret)
         known = {"chain": chain.end.hex(), "secret": secret.hex(), "record": record.sha256.hex(), "drawn": found}
-        self._put(draw_key(round_), known)
+        self._put(draw_key(round_), {**known, "tried": tried})
         with self._lock:
+            for entry in [entries[name] for name, sequences in tried.items() if sequences]:
+                readers = {one.member: _ShowRequest(one, missing={TEXT}) for one in entry.commitments if one.text}
+                own = tuple(tried[entry.replica]), entry.tokens // self._shows.sequence_length
+                self._open.append(_PendingDraw(round_, entry.replica, entry.generation, readers, *own))
             for replica in found:
                 entry = entries[replica]
                 members = {
@@ -198,10 +246,32 @@ class Showing:
                     for one in entry.commitments
                 }
                 self._open.append(_PendingDraw(round_, replica, entry.generation, members))
-            self._give_up(round_ - ROUNDS_TO_SHOW, f"within {ROUNDS_TO_SHOW} rounds")
+            self._give_up(round_)
+            self._shown.pop(round_ - TEXTS_KEPT, None)
         self._settle()
         if found:
             self._forget_unjudged(round_ - ROUNDS_TO_JUDGE)
+        if round_ % TEXTS_KEPT == 0:
+            self._forget_texts(lambda number: number <= round_ - TEXTS_KEPT)
+
+    def _tried(self, record: RoundRecord, secret: bytes) -> dict[str, list[int]]:
+        """Return the replicas whose contributions are tried, each with the numbers of the sequences that it shows."""
+        if self._shows.scores is None:
+            return {}
+        entries = [one for one in record.contributions if one.commitments or not self._commits]
+        read = {one.replica: one.tokens // self._shows.sequence_length for one in entries}
+        evaluated, rows = self._shows.scores.sizes(len(read), sum(read.values()))
+        names = drawn_for_trials(secret, record.sha256, read, evaluated, *self._preferred())
+        if not self._shows.is_streamed:
+            return {name: [] for name in names}
+        chances = {name: random.Random(secret + name.encode()) for name in names}
+        return {name: sorted(one.sample(range(read[name]), min(rows, read[name]))) for name, one in chances.items()}
+
+    def _forget_texts(self, is_old: Callable[[int], bool]) -> None:
+        store = self._log.store
+        if f"{TEXTS}/" in store.names():
+            names = [name for name in store.names(TEXTS) if (match := re.match(r"\d+", name)) and is_old(int(match[0]))]
+            store.delete([f"{TEXTS}/{name}" for name in names])
 
     def _forget_unjudged(self, round_: int) -> None:
         """Remove what was shown up to a round without a finding: no validator was there, or it fell behind."""
@@ -213,16 +283,20 @@ class Showing:
             if f"{evidence_key(number, replica)}/{MANIFEST}" not in keys:
                 store.delete(keys)
 
-    def _give_up(self, round_: int, when: str, is_last: bool = False) -> None:
-        """End the wait for the files of rounds up to this one. `is_last`: the run is over."""
+    def _give_up(self, round_: int, is_last: bool = False) -> None:
+        """End the wait for files that have had their rounds by now. `is_last`: the run is over."""
         for one in self._open:
-            for name, asked in one.members.items() if one.round <= round_ else ():
+            within = ROUNDS_TO_SHOW_TEXT if one.sequences else ROUNDS_TO_SHOW
+            when = "before it left the run" if is_last else f"within {within} rounds"
+            for name, asked in one.members.items() if is_last or one.round <= round_ - within else ():
                 if not asked.missing or asked.failure:
                     continue
                 asked.failure = LEFT
                 if asked.is_hindered:
                     continue
-                if asked.refuses or (is_last and asked.told):
+                if one.sequences:  # who leaves has shown nothing, either: leaving must not be better than bad work
+                    asked.failure = LEFT if is_last and not asked.told else f"did not show its text {when}"
+                elif asked.refuses or (is_last and asked.told):
                     asked.failure = f"did not show its checkpoint {when}"
                 elif not is_last and self._left(one, name, asked.commitment) > MOST_LEFT:
                     asked.failure = f"left before it showed a drawn round, {MOST_LEFT + 1} times in {WITHIN} rounds"
@@ -239,8 +313,16 @@ class Showing:
         with self._lock:
             over = [one for one in self._open if one.is_over]
             self._open = [one for one in self._open if not one.is_over]
+            for one in over:
+                failed = {asked.failure for asked in one.members.values() if asked.failure}
+                if one.sequences and failed != {LEFT}:
+                    self._shown.setdefault(one.round, {})[one.replica] = not failed
         for one in over:
             failures = {name: asked.failure for name, asked in one.members.items() if asked.failure}
+            if one.sequences:
+                if failures:
+                    self._runner.retry(partial(self._log.store.put, text_key(one.round, one.replica), b""))
+                continue
             if (authority := self.authority) is not None:
                 self._runner.retry(partial(self._log.store.put, f"{one.folder}/{AUTHORITY}", authority))
             self._put(f"{one.folder}/{ARRIVED}", {"round": one.round, "replica": one.replica, "missing": failures})
@@ -253,36 +335,43 @@ class Showing:
         """End all waits, because the members have left after the last round."""
         self._draw()
         with self._lock:
-            self._give_up(self._next, "before it left the run", is_last=True)
+            self._give_up(self._next, is_last=True)
         self._settle()
 
     # ---- files ----
 
     def expect(self, header: ShownFile, caller: Caller) -> None:
         """Raise Refused for a file that a member was not asked for, or that is too large."""
-        asked = self._asked(header, caller)
+        of, asked = self._asked(header, caller)
         most = self._shows.most_bytes[caller.name] if header.name == BEFORE else MOST_OF_MESSAGES
         if header.name not in asked.missing:
             self._refuse(caller.name, f"shows {header.name[:80]!r}, expected one of {sorted(asked.missing)}")
-        if not 0 < header.size <= most:
+        right = 32 * of.count + 4 * (self._shows.sequence_length + 1) * len(of.sequences)
+        if of.sequences and (header.size != right or of.count > MOST_SEQUENCES):
+            expected = f"expected {right}, of at most {MOST_SEQUENCES} sequences"
+            self._refuse(caller.name, f"shows {header.size} bytes of {of.count} sequences, {expected}")
+        if not of.sequences and not 0 < header.size <= most:
             self._refuse(caller.name, f"shows {header.size} bytes of {header.name}, expected at most {most}")
 
     def lacks_room(self, header: ShownFile, caller: Caller) -> None:
         """Note that the exchange has no room for a file, which is not the member's fault."""
-        self._asked(header, caller).is_hindered = True
+        self._asked(header, caller)[1].is_hindered = True
 
     def take(self, header: ShownFile, path: Path, caller: Caller) -> None:
         """Take a file that has arrived. Raises Refused if it does not match what the member committed to."""
         self.expect(header, caller)
-        asked, replica = self._asked(header, caller), self._runner.roster.members[caller.name]
+        (of, asked), replica = self._asked(header, caller), self._runner.roster.members[caller.name]
         try:
-            if header.name == BEFORE:
+            if of.sequences:
+                own = of.count, self._shows.vocabulary, asked.commitment.text
+                is_right = len(shown_text(path.read_bytes(), of.sequences, *own)) > 0
+            elif header.name == BEFORE:
                 is_right = sha256_in(path) == asked.commitment.before
             else:
                 is_right = messages_sha256(path.read_bytes()) == asked.commitment.messages
         except DamagedFile:
             is_right = False
-        key = f"{evidence_key(header.round, replica)}/{caller.name}/{header.name}"
+        key = text_key(of.round, replica) if of.sequences else f"{of.folder}/{caller.name}/{header.name}"
         if is_right:
             self._runner.retry(lambda: self._log.store.put_file(key, path))
         with self._lock:
@@ -296,14 +385,15 @@ class Showing:
         if not is_right:
             self._refuse(caller.name, f"its {header.name} from round {header.round} does not match its commitment")
 
-    def _asked(self, header: ShownFile, caller: Caller) -> _ShowRequest:
+    def _asked(self, header: ShownFile, caller: Caller) -> tuple[_PendingDraw, _ShowRequest]:
         self._runner.expect_member(caller.name)
         replica = self._runner.roster.members[caller.name]
         with self._lock:
             for one in self._open:
-                if (one.round, one.replica) == (header.round, replica) and caller.name in one.members:
-                    return one.members[caller.name]
-        raise self._runner.refused(caller.name, f"shows a checkpoint of round {header.round}, and was not asked for it")
+                is_asked = (one.round, one.replica, bool(one.sequences)) == (header.round, replica, header.name == TEXT)
+                if is_asked and caller.name in one.members:
+                    return one, one.members[caller.name]
+        raise self._runner.refused(caller.name, f"shows a file of round {header.round}, and was not asked for it")
 
     def _refuse(self, member: str, reason: str) -> None:
         raise self._runner.refused(member, reason, Kind.MALFORMED)
@@ -317,19 +407,23 @@ LEFT = "left"  # failure of a member that was gone: nobody is blamed for it, unl
 
 
 def shows_of(spec: RunSpec) -> Shows | None:
-    """Return the settings of draws and of shown checkpoints, if the run is audited by recomputation.
+    """Return the settings of draws and of what is shown, if the run has scores or is audited by recomputation.
 
     A checkpoint has at most two moments and the error feedback of each parameter, and those of the boundary's anchors.
     """
-    recompute = spec.config.audit.recompute
-    if recompute is None:
+    recompute, scores, data = spec.config.audit.recompute, spec.config.audit.scores, spec.config.data
+    if recompute is None and scores is None:
         return None
+    tries = scores, scores is not None and data.streamed is not None, data.sequence_length, spec.shape.vocabulary
+    readers = frozenset(name for name, member in spec.members.items() if member.reads_data)
+    if recompute is None:
+        return Shows(0.0, readers if commits_to_text(spec) else frozenset(), {}, {}, False, *tries)
     shapes, anchors = spec.parameter_shapes, 3 * spec.shape.vocabulary * spec.shape.width
     values = {name: 4 * sum(math.prod(shapes[one]) for one in own.owned) for name, own in spec.members.items()}
     most = {name: 4 * (count + anchors * (spec.members[name].stage is not None)) for name, count in values.items()}
-    readers = frozenset(name for name, member in spec.members.items() if member.reads_data)
     fresh = {name: _fresh_sha256(spec, member) for name, member in spec.members.items()}
-    return Shows(recompute.share, readers, {name: size + _ROOM_OF_HEADERS for name, size in most.items()}, fresh)
+    sizes = {name: size + _ROOM_OF_HEADERS for name, size in most.items()}
+    return Shows(recompute.share, readers, sizes, fresh, True, *tries)
 
 
 def _fresh_sha256(spec: RunSpec, member: MemberSpec) -> bytes:
@@ -352,6 +446,10 @@ def settings_sha256(spec: RunSpec) -> str:
 
 def draw_key(round_: int) -> str:
     return f"{DRAWS}/round-{round_:06d}.json"
+
+
+def text_key(round_: int, replica: str) -> str:
+    return f"{TEXTS}/{round_:06d}-{replica}"
 
 
 def evidence_key(round_: int, replica: str) -> str:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,14 +22,11 @@ from hetero_pp.core.errors import RunFailed
 from hetero_pp.data.sources import Source
 from hetero_pp.messages.messages_pb2 import Judgement, RoundRecord
 from hetero_pp.outer.apply_round import FetchBlob
-from replica_groups.audit.gauntlet import GauntletCheck
+from replica_groups.audit.gauntlet import GauntletCheck, ValidatedRun
 from replica_groups.audit.recomputation import Recomputation
-from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.replay import Follower, newest_sound
 
 MOST_BEHIND = 8  # closed rounds after a round from which the round is applied without being checked
-
-T = TypeVar("T")
 
 
 class RoundCheck(Protocol):
@@ -45,38 +42,18 @@ class RoundCheck(Protocol):
         """Yield what is found after the last round, within some seconds."""
 
 
-class ValidatedRun(Protocol):
-    """The run that a validator follows."""
-
-    @property
-    def log(self) -> ContributionLog:
-        """The run's log."""
-
-    def record(self, round_: int) -> RoundRecord:
-        """Wait until a round is closed; return its record. Raises RunFailed if it never will be."""
-
-    def last_round(self) -> int:
-        """Return the last closed round."""
-
-    def retry(self, do: Callable[[], T]) -> T:
-        """Do what needs the store, and retry while the store cannot be reached."""
-
-    def take(self, judgements: Sequence[Judgement]) -> None:
-        """Hand over the judgements about one round."""
-
-
 def checks_of(
-    spec: RunSpec, log: ContributionLog, source: Source, secret: str, device: torch.device, folder: Path | None = None
+    spec: RunSpec, run: ValidatedRun, source: Source, device: torch.device, folder: Path | None = None
 ) -> list[RoundCheck]:
-    """Return the checks that the run's audit asks for. `secret`: that of the draws; it decides what is scored.
+    """Return the checks that the run's audit asks for.
 
     `folder` holds theta of rounds whose files are on their way (Recomputation).
     """
     audit, checks = spec.config.audit, list[RoundCheck]()
     if audit.scores is not None:
-        checks.append(GauntletCheck(spec, audit.scores, source, secret, device))
+        checks.append(GauntletCheck(spec, audit.scores, source, run, device))
     if audit.recompute is not None:
-        checks.append(Recomputation(spec, audit.recompute, log, source, device, folder))
+        checks.append(Recomputation(spec, audit.recompute, run.log, source, device, folder))
     return checks
 
 

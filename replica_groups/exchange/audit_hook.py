@@ -56,10 +56,10 @@ class AuditHook:
         """Take judgements of a validator. Raises Refused for all of them if one is wrong, or nobody asked for any."""
         raise Refused("this run has no audits: its YAML has neither `audit.gauntlet` nor `audit.recompute`")
 
-    # ---- states that members show ----
+    # ---- what members show ----
 
-    def asks(self, member: str, holder: int, incarnation: int) -> int | None:
-        """Return the round from before which a member has to show its state, if there is one."""
+    def asks(self, member: str, holder: int, incarnation: int) -> pb.Asked | None:
+        """Return what a member has to show, if there is anything."""
         return None
 
     def expected(self, member: str) -> bytes:
@@ -68,7 +68,7 @@ class AuditHook:
 
     def expect_file(self, header: pb.ShownFile, caller: Caller) -> None:
         """Raise Refused for a file that a member was not asked for, or that is too large."""
-        reason = "shows a checkpoint, and this run is not audited by recomputation"
+        reason = "shows a file, and no audit of this run asks for any"
         raise self._refused(caller.name, reason)
 
     def lacks_room(self, header: pb.ShownFile, caller: Caller) -> None:

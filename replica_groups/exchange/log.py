@@ -354,7 +354,7 @@ def _add_entry(add: Callable[[bytes], None], entry: ContributionEntry) -> None:
     for one in entry.commitments:
         for part in (one.member.encode(), one.before, one.after, one.text, one.messages, one.rest):
             add(struct.pack("<Q", len(part)) + part)
-        add(struct.pack("<I", one.holder))
+        add(struct.pack("<IQ", one.holder, one.first))
 
 
 def _text(text: str) -> bytes:

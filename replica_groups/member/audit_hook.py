@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 
 from hetero_pp.config.folder import RunFolder
 from hetero_pp.config.spec import RunSpec
+from hetero_pp.messages import messages_pb2 as pb
 from replica_groups.member.inner_loops import StepsTaken
 from replica_groups.member.outer_round import OuterRound
 from replica_groups.member.session import MemberSession
@@ -21,8 +22,14 @@ class MemberAudit:
     def begin(self, round_: int, committed: bytes) -> None:
         """Begin a round. `committed`: digest of the state that the exchange expects; empty: a fresh one."""
 
-    def show(self, round_: int) -> None:
-        """Begin to send the state from before a round to the exchange, which asked for it."""
+    def trains(self, round_: int) -> None:
+        """Note that the inner steps of a round begin; with overlap, before the round before it is decided."""
+
+    def contributes(self, round_: int, steps: int) -> None:
+        """Note that the member is about to compress and send its contribution to a round."""
+
+    def show(self, asked: pb.Asked) -> None:
+        """Begin to send to the exchange what it asked for."""
 
     def wait(self, allowed_to_stop: AbstractContextManager[None]) -> None:
         """Wait until the exchange has what it asked for, within limits; a wait may end by Stopped."""

@@ -265,7 +265,7 @@ class MemberSession(ExchangeService):
         self.member, self.replica, self.run, self.ranks, self.overlaps = member, replica, run, ranks, overlaps
         self.blocked = 0.0  # seconds that the outer round has waited for the exchange; the training loop resets it to 0
         self.commitment: pb.Commitment | None = None
-        """The commitment of the member, sent with its next blobs; None if the run is not audited by recomputation."""
+        """The commitment of the member, sent with its next blobs; None if no audit may ask it to show something."""
         self._exchange, self.line, self.stopping, self.faults = exchange, line, stopping, faults
         self._deferred: HeteroPPError | None = None
         """Error of a deposit of the first rank, which the other ranks have not heard of yet."""

@@ -282,7 +282,8 @@ class TrainingLoop:
                 self.overlapped.loop, ahead_seconds = trained_ahead, time.monotonic() - began
 
         self.reporter.does(pb.OUTER_ROUND)
-        self.audit.wait(self.session.allowed_to_stop())  # no round counts a member that owes a checkpoint
+        self.audit.contributes(round_, loop.steps)
+        self.audit.wait(self.session.allowed_to_stop())  # no round counts a member that owes what it has to show
         with computing("outer round", outer.ranks.device):
             record = outer.synchronise(round_, work.generation, loop.steps, contributed, before_last)
         self.position, self.holds = RoundPosition.AT_START, round_
@@ -317,6 +318,7 @@ class TrainingLoop:
         first, ahead_of = self.steps.before(round_), under_way if under_way < round_ else None
         self.member.follow(rates)
         self.member.take_share(share, first)
+        self.audit.trains(round_)
         # The outer round and the inner loop free memory of which the other needs other sizes. A thread beside other
         # members leaves this to them.
         give_memory_back = give_freed_memory_back if self.gate is None else lambda: None

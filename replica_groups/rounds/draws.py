@@ -1,4 +1,4 @@
-"""Draws of the rounds that are computed again, by secrets of a hash chain, so that nobody can choose them.
+"""Draws of contributions that are tried or computed again, by secrets of a hash chain, so that nobody can choose them.
 
   end <- sha256 - secret of the first round <- sha256 - secret of the second round <- sha256 - ...
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 CHAIN_ROUNDS = 1 << 16
 """Rounds of one chain, which has 2 MiB. It takes as many hashes, about 0.05 s, and so may a check."""
@@ -57,6 +57,27 @@ def drawn(secret: bytes, record_sha256: bytes, replicas: Iterable[str], share: f
         return int.from_bytes(found[:8], "big")
 
     return sorted(replica for replica in replicas if number(replica) < share * _OF_64_BITS)
+
+
+def drawn_for_trials(
+    secret: bytes,
+    record_sha256: bytes,
+    replicas: Iterable[str],
+    count: int,
+    suspects: Sequence[str] = (),
+    new: Collection[str] = (),
+) -> list[str]:
+    """Return `count` of the replicas, or all if they are fewer, in the order of their names.
+
+    Up to half of the places are for suspects, in their order, and what is left goes first to new replicas. All others
+    are equally likely in every round, also one that was drawn in the last one. A replica that knows that it will not be
+    drawn could do no work. The draw is unknown before the contributions are fixed. Deterministic.
+    """
+    ranks = {name: hashlib.sha256(b"\0".join((secret, record_sha256, name.encode()))).digest() for name in replicas}
+    order = sorted(ranks, key=lambda name: ranks[name])
+    first = [name for name in suspects if name in ranks][: (count + 1) // 2]
+    order = first + sorted((name for name in order if name not in first), key=lambda name: name not in new)
+    return sorted(order[:count])
 
 
 def _place(round_: int, first: int) -> int:

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from hetero_pp.config.spec import Roster
 from hetero_pp.core.errors import DamagedFile, Refused
 from hetero_pp.messages.messages_pb2 import (
+    Asked,
     Commitment,
     ContributionEntry,
     Judgement,
@@ -88,7 +89,7 @@ def commitment(
 @pytest.mark.parametrize(
     ("found", "complaint"),
     [
-        (Commitment(), "found a contribution without a commitment, expected `audit.recompute`"),
+        (Commitment(), "found a contribution without a commitment, expected `audit` as on the exchange"),
         (commitment("home.0"), "found a commitment of `home.0`, expected its own"),
         (commitment("dc", text=b""), r"found a commitment with digests of \[32, 32, 32, 0, 0\] bytes"),
         (commitment("dc", after=b"short"), r"digests of \[32, 5, 32, 32, 0\] bytes"),
@@ -287,8 +288,8 @@ def test_who_is_drawn_is_asked_and_the_secret_is_revealed(shown: Shown) -> None:
     assert shown.showing.asks("dc", 3, 1) is None
     chain = json.loads(shown.log.store.get(next(key for key in shown.log.store.below("draws"))))
     shown.close(1)
-    assert shown.showing.asks("dc", 3, 1) == 1
-    assert shown.showing.asks("home.1", 3, 1) == 1
+    assert shown.showing.asks("dc", 3, 1) == Asked(round=1)
+    assert shown.showing.asks("home.1", 3, 1) == Asked(round=1)
     assert shown.showing.asks("home.0", 4, 1) is None, "the slot has another holder"
     draw = json.loads(shown.log.store.get(draw_key(1)))
     assert draw["drawn"] == ["dc", "home"]
@@ -298,13 +299,13 @@ def test_who_is_drawn_is_asked_and_the_secret_is_revealed(shown: Shown) -> None:
 def test_who_left_and_comes_back_with_its_ticket_is_asked_again(shown: Shown) -> None:
     shown.close(1)
     shown.showing.guests = cast(Any, SimpleNamespace(ticket_of=lambda slot, number: "his" if number != 4 else "other"))
-    assert [shown.showing.asks("dc", holder, 1) for holder in (4, 5)] == [None, 1]
+    assert [shown.showing.asks("dc", holder, 1) for holder in (4, 5)] == [None, Asked(round=1)]
 
 
 def test_files_of_all_members_arrive(shown: Shown, tmp_path: Path) -> None:
     shown.close(1)
     for member in ("home.0", "home.1"):
-        assert shown.showing.asks(member, 3, 1) == 1
+        assert shown.showing.asks(member, 3, 1) == Asked(round=1)
         shown.take(member, 1, shown.right, tmp_path / "file")
         assert shown.showing.asks(member, 3, 1) is None
     assert shown.arrived("000001-home") == {}
@@ -339,7 +340,7 @@ def test_another_checkpoint_counts_after_one_retry(shown: Shown, tmp_path: Path)
 def test_who_shows_nothing_is_named_and_who_is_gone_is_not(shown: Shown) -> None:
     shown.close(1)
     for member, holder, incarnation in (("dc", 3, 1), ("dc", 3, 1), ("home.0", 3, 1), ("home.0", 3, 2)):
-        assert shown.showing.asks(member, holder, incarnation) == 1
+        assert shown.showing.asks(member, holder, incarnation) == Asked(round=1)
     shown.close(1 + ROUNDS_TO_SHOW)
     shown.showing.asks("dc", 3, 1)
     assert shown.arrived("000001-dc") == {"dc": f"did not show its checkpoint within {ROUNDS_TO_SHOW} rounds"}

@@ -14,6 +14,7 @@ from hetero_pp.core.errors import ConfigError
 from hetero_pp.program.defences import PRICE, defence_lines, defended
 
 GUESTS = {"name": "home", "kind": "participants", "count": "0..3", "stages": 2}
+GRADIENTS = {"outer": {"rounds": 2, "method": "adamw_ddp"}, "inner": {"steps": 1}}
 
 
 def _spec(corpus: Path, *replicas: dict[str, Any], **changes: Any) -> RunSpec:
@@ -57,7 +58,8 @@ def test_the_price_is_that_of_the_committed_table() -> None:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"inner": {"seconds": 5}}, "with `inner.seconds` the text that a replica trained on is not known"),
+        (GRADIENTS, "with method adamw_ddp the gradient of one step tells too little"),
+        ({"data": {"corpus": "hf:somebody/somewhere", "sequence_length": 16}}, "this host does not have the corpus"),
         ({"data": {"corpus": "gone.txt", "sequence_length": 16}}, "this host does not have the corpus"),
         (
             {"model": {"width": 4096, "heads": 2, "feed_forward": 16384, "layers": 8}},
@@ -74,8 +76,14 @@ def test_what_cannot_work_is_left_out_and_signs_stay(corpus: Path, changes: dict
 
 def test_scores_that_cannot_work_are_refused_if_the_yaml_asks_for_them(corpus: Path) -> None:
     with pytest.raises(ConfigError, match="expected `evaluated: 0`, with which only signs are compared"):
-        _spec(corpus, GUESTS, inner={"seconds": 5}, audit={"gauntlet": {}})
-    assert _told(_spec(corpus, GUESTS, inner={"seconds": 5}, audit={"gauntlet": {"evaluated": 0}}))
+        _spec(corpus, GUESTS, **GRADIENTS, audit={"gauntlet": {}})
+
+
+def test_the_cost_of_scores_is_unknown_in_rounds_of_time(corpus: Path) -> None:
+    [_, scores] = _told(_spec(corpus, GUESTS, inner={"seconds": 5}))
+    assert (
+        "2 contributions of each round tried beside the exchange, on 2 x 8 sequences: " in scores and "%" not in scores
+    )
 
 
 def test_sizes_follow_the_replicas_and_their_text() -> None:

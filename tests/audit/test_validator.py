@@ -122,6 +122,9 @@ class _Log:
     def retry(self, do: Any) -> Any:
         return do()
 
+    def wait_for(self, find: Any) -> Any:
+        return find()
+
     def take(self, judgements: Any) -> None:
         self.judged += [one.round for one in judgements]
 

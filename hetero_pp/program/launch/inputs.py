@@ -25,7 +25,7 @@ from hetero_pp.data.sources import Source, open_source
 from hetero_pp.program.defences import defended
 from hetero_pp.program.launch.hosts import fixed_addresses, members_named, require_reachable, require_relay
 from hetero_pp.program.launch.this_machine import Limit, limits_of
-from replica_groups.audit.gauntlet import Texts
+from replica_groups.audit.gauntlet import AssignedTexts
 from replica_groups.audit.replica_scores import require_openskill
 from replica_groups.engines.build import require_engine
 from replica_groups.member.saved_states import SavedStates
@@ -85,8 +85,8 @@ def prepare(
                 source = open_source(config.data, RunFolder(runs / config.name).cache, on_progress)
                 for member in readers:
                     replica_batches(spec, member, source)
-                if scores is not None:
-                    Texts(spec, source, scores.sequences or LEAST_SEQUENCES)
+                if scores is not None and config.data.streamed is None:
+                    AssignedTexts(spec, source, scores.sequences or LEAST_SEQUENCES)
         for one in () if checks else fixed_addresses(config):
             if one.member in names:
                 one.try_to_listen()
@@ -103,7 +103,7 @@ def settled(config: RunConfig, only: str | None, resume: bool) -> tuple[RunSpec,
     config = config.with_absolute_paths()
     config.require_grouped()
     require_launchable(config)
-    spec = defended(RunSpec(config, needed_vocabulary(config)), is_served=only == EXCHANGE)
+    spec = defended(RunSpec(config, needed_vocabulary(config)), is_served=only is not None)
     on_weights = () if resume else require_weights(spec)
     names = [EXCHANGE, *spec.needed] if only is None else members_named(config, only)
     if only is None and not spec.needed:

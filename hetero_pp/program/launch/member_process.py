@@ -177,7 +177,7 @@ def _run_exchange(process: _Process) -> int:
         limit = spec.config.exchange.timeout
         with watched(exchange.expected, lambda one: exchange.reports.tell_own(waiting=one), exchange.fail, limit):
             auditor = begin_run(exchange, spec, job.folder, job.resume, job.again)
-            followers = followed(auditor, exchange, spec, job.folder, message["secret"])
+            followers = followed(auditor, exchange, spec, job.folder)
             exchange.wait_until_finished()
         followers.join()
     except UnderWay as error:

@@ -34,7 +34,6 @@ from replica_groups.audit.gauntlet import (
     SEQUENCES_OF_A_PAIR,
     agreements,
     copy_of,
-    draw,
     losses_of,
     median_of,
     overlapping,
@@ -43,6 +42,7 @@ from replica_groups.audit.gauntlet import (
 )
 from replica_groups.audit.replica_scores import ReplicaScores, RoundFacts
 from replica_groups.exchange.magnitudes import bound, contribution_limits, remembered_before
+from replica_groups.rounds.draws import drawn_for_trials
 
 Contribution = Mapping[str, DecodedTensor]  # sent values by parameter
 
@@ -254,7 +254,8 @@ class HostileContributions(Contributions):
         settings, theta, shape = self._settings.scores, self._theta, self._spec.shape
         assert settings is not None
         seed, outer, sent = self._spec.config.seed, self._spec.config.outer, self._sent
-        drawn = draw(f"secret of seed {seed}".encode(), str(self._round).encode(), sorted(included), settings.evaluated)
+        drawing = f"secret of seed {seed}".encode(), str(self._round).encode()
+        drawn = drawn_for_trials(*drawing, sorted(included), settings.evaluated)
         rate = settings.step * outer.learning_rate_in(self._round)
         losses = {}
         for name in drawn:
