@@ -65,7 +65,7 @@ PUBLISHED = [
 ]
 """SparseLoCo, appendix C."""
 METHODS: dict[str, dict[str, Any]] = {
-    "SparseLoCo, 1/128, 2 bits": {"method": "sparseloco_paper"},
+    "SparseLoCo, 1/128, 2 bits": {"method": "sparseloco"},
     "DiLoCo, dense, 8 bits": {"method": "diloco", "compression": {"value_bits": 8}},
 }
 MODELS = {

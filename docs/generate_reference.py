@@ -157,10 +157,13 @@ def _default(schema: dict[str, Any]) -> str:
 
 def _methods_table() -> Iterator[str]:
     yield "# Methods"
-    yield "\nThe keys of `outer` that a method sets. Keys beside `outer.method` override them. [Methods](../methods.md)"
-    yield "explains the parts.\n"
-    rows = [(f"`{name}`", method.paper, f"`{_flow(method.cells)}`") for name, method in METHODS.items()]
-    yield from _table(("method", "paper", "keys"), rows)
+    yield "\nThe keys of `outer` that a method sets, and `boundary.embedding` of its groups. Keys of the YAML override"
+    yield "them. [Methods](../methods.md) explains the parts.\n"
+    rows = [
+        (f"`{name}`", method.paper, f"`{_flow(method.cells)}`", f"`{method.embedding}`")
+        for name, method in METHODS.items()
+    ]
+    yield from _table(("method", "paper", "keys", "embedding"), rows)
 
 
 def _flow(value: Any) -> str:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
 from hetero_pp.config.audit import AuditSettings
@@ -43,7 +43,7 @@ from hetero_pp.core.units import format_seconds
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.model.inner import InnerSettings
 from hetero_pp.model.transformer import ModelSettings, ModelShape
-from hetero_pp.outer.methods import OuterSettings
+from hetero_pp.outer.methods import OuterSettings, with_embeddings
 from hetero_pp.store.settings import StoreSettings
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
@@ -367,6 +367,11 @@ class RunConfig(Settings):
     rehearsal: SkipJsonSchema[Rehearsal | None] = None
     """Set by the program. It changes the id of the run, so that a rehearsal cannot be taken for a run."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _groups_train_as_the_method_says(cls, values: Any) -> Any:
+        return with_embeddings(values) if isinstance(values, dict) else values
+
     def check(self) -> None:
         """Raise ConfigError for the first fault across fields. Reads no files."""
         self.inner.check()
@@ -401,7 +406,8 @@ class RunConfig(Settings):
             here, boundary = ("replicas", index, "boundary"), replica.boundary
             found = f"`{boundary.embedding}` with `outer.overlap: 1`"
             expected = "`free`: a round then starts before the embedding is split again"
-            yield outer.overlap and boundary.embedding != "free", (*here, "embedding"), found, expected
+            is_split = boundary.rank != "full" and boundary.embedding != "free"
+            yield outer.overlap and is_split, (*here, "embedding"), found, expected
             # The embedding is split by values that replicas share, not by local ones.
             is_wrong = outer.keep_local and replica.stage_count > 1 and boundary.rank != "full"
             found = (

@@ -85,7 +85,7 @@ class BoundarySettings(Settings):
         "free",
         description="training of the embedding's part T_S between rounds, if the rank is not full: `free` (leaves the "
         "subspace until the next split), `coefficients` (C of T_S = C U^T, which stays in it as in Het-PP 2.4), or "
-        "`projected` (back onto the subspace after each step)",
+        "`projected` (back onto the subspace after each step); by default `coefficients` with `outer.method: het_pp`",
     )
     anchors: AnchorSettings | None = Field(
         None, description="components that receivers learn in place of the dropped ones"

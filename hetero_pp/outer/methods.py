@@ -14,7 +14,20 @@ from pydantic import Field, model_validator
 from hetero_pp.core.settings import Beta, NotPartOf, Ratio, Settings
 from hetero_pp.messages.report_bounds import MOST_RATE
 from hetero_pp.model.learning_rates import BySteps
+from hetero_pp.model.part_settings import EmbeddingTraining
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
+
+MethodName = Literal[
+    "het_pp",
+    "sparseloco",
+    "sparseloco_signs",
+    "diloco",
+    "diloco_lom",
+    "demo",
+    "adamw_ddp",
+]
+
+DEFAULT_METHOD: MethodName = "sparseloco_signs"
 
 _DENSE = {"density": 1.0, "value_bits": 32, "error_feedback_decay": 0.0}
 _LOCAL_MOMENTUM = {"density": 1.0, "value_bits": 32, "memory": "momentum", "error_feedback_decay": 0.9}
@@ -22,18 +35,24 @@ _LOCAL_MOMENTUM = {"density": 1.0, "value_bits": 32, "memory": "momentum", "erro
 
 @dataclass(frozen=True)
 class Method:
-    """An outer method: its paper and the cells that it sets."""
+    """An outer method: its paper, the cells of `outer` that it sets, and how its compressed groups train T_S."""
 
     paper: str  # paper and section
     cells: Mapping[str, Any]  # cells that differ from the defaults
+    embedding: EmbeddingTraining = "free"  # default of `boundary.embedding`
 
 
 METHODS: dict[str, Method] = {
-    "sparseloco": Method("SparseLoCo (Sarfi et al. 2025), algorithm 1; one bit per value", {}),
-    "sparseloco_paper": Method(
-        "SparseLoCo, algorithm 1 and table 9",
+    "het_pp": Method(
+        "Het-PP (2026), sections 2.4 and 3, table 9: SparseLoCo without quantisation",
+        {"compression": {"density": 1 / 128, "value_bits": 32}},
+        embedding="coefficients",
+    ),
+    "sparseloco": Method(
+        "SparseLoCo (Sarfi et al. 2025), algorithm 1, tables 1 and 9; table 1's other density is 1/32",
         {"compression": {"density": 1 / 128, "quantiser": "levels", "value_bits": 2}},
     ),
+    "sparseloco_signs": Method("Ours: SparseLoCo with density 1/32, and one bit per value", {}),
     "diloco": Method(
         "DiLoCo (Douillard et al. 2023), algorithm 1",
         {"learning_rate": 0.7, "momentum": 0.9, "nesterov": True, "compression": _DENSE},
@@ -61,17 +80,7 @@ METHODS: dict[str, Method] = {
         {"source": "gradient", "compression": _DENSE},
     ),
 }
-"""Methods by name; SparseLoCo's cells are the defaults."""
-
-
-MethodName = Literal[
-    "sparseloco",
-    "sparseloco_paper",
-    "diloco",
-    "diloco_lom",
-    "demo",
-    "adamw_ddp",
-]
+"""Methods by name; the cells of `sparseloco_signs` are the defaults."""
 
 
 def change_method(outer: MutableMapping[str, Any], method: Any) -> None:
@@ -79,11 +88,29 @@ def change_method(outer: MutableMapping[str, Any], method: Any) -> None:
 
     They were set for the previous method.
     """
-    before = outer.get("method", "sparseloco")
+    before = outer.get("method", DEFAULT_METHOD)
     for name in (before, method) if before != method else ():
         if isinstance(name, str) and name in METHODS:
             _drop(outer, METHODS[name].cells)
     outer["method"] = method
+
+
+def with_embeddings(run: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the content of a run's YAML with the method's `embedding` in boundaries of groups that do not have one.
+
+    Invalid sections are left for their own checks.
+    """
+    outer, entries = run.get("outer"), run.get("replicas")
+    name = outer.get("method") if isinstance(outer, Mapping) else getattr(outer, "method", None)
+    embedding = METHODS[name].embedding if isinstance(name, str) and name in METHODS else "free"
+    if embedding == "free" or not isinstance(entries, list):
+        return run
+    replicas = []
+    for entry in entries:
+        is_group = isinstance(entry, Mapping) and entry.get("kind") == "participants"
+        own = entry.get("boundary", {}) if is_group else None
+        replicas.append({**entry, "boundary": {"embedding": embedding} | own} if isinstance(own, dict) else entry)
+    return {**run, "replicas": replicas}
 
 
 def _drop(section: MutableMapping[str, Any], cells: Mapping[str, Any]) -> None:
@@ -99,7 +126,10 @@ class OuterSettings(Settings):
     """Settings of the outer rounds."""
 
     rounds: Annotated[int, NotPartOf.PAST] = Field(ge=1)
-    method: MethodName = Field("sparseloco", description="published method, which sets the keys below")
+    # What it sets decides the outcome, and its name does not.
+    method: Annotated[MethodName, NotPartOf.OUTCOME] = Field(
+        DEFAULT_METHOD, description="method, which sets the keys below and the default of `boundary.embedding`"
+    )
     source: Literal["difference", "gradient"] = Field(
         "difference", description="values to average: parameter differences after H steps, or gradients in every step"
     )
@@ -174,7 +204,7 @@ class OuterSettings(Settings):
         """Fill cells that the user did not set from the method."""
         if not isinstance(values, dict):
             return values
-        method = values.get("method", "sparseloco")
+        method = values.get("method", DEFAULT_METHOD)
         row = METHODS[method].cells if isinstance(method, str) and method in METHODS else {}
         filled = {**row, **values}
         own = values.get("compression", {})
@@ -245,6 +275,13 @@ class OuterSettings(Settings):
             return self.learning_rate
         rates = BySteps(self.learning_rate, self.final_learning_rate_share, self.warmup_rounds, self.rounds)
         return float(f"{rates.at(round_ - 1):.6g}")  # the last bit of a cosine differs between machines
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether a replica sends a part of its difference, and error feedback keeps the rest, as in SparseLoCo."""
+        own = self.compression
+        sends_a_part = self.source == "difference" and own.density < 1 and self.aggregation != "sign"
+        return sends_a_part and own.memory == "error_feedback" and own.error_feedback_decay > 0
 
     @property
     def is_robust(self) -> bool:

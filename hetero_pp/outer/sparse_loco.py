@@ -20,7 +20,6 @@ from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.robust import robust_mean
 from hetero_pp.outer.step import OuterOptimizer, mean_of
 from hetero_pp.pipeline.coefficients import is_finite
-from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import Selection, select
 from hetero_pp.pseudo_gradient.quantise import Quantised
@@ -48,20 +47,19 @@ class SparseLoCo:
         """Start from the parameters of the group's first rank, which are copied to all others.
 
         `sync_every`: H, the inner steps of a round. `density`: share of each chunk that is sent. `bits`: of a sent
-        value, 1, 2, 3, 4, 8, or 32 for fp32. `process_group`: ranks that hold the same parameters, one for each
-        replica; by default the whole world. With sharded parameters (DTensor) they are the ranks that hold the same
-        shard, and each shard is compressed by itself. `settings` replace `density` and `bits`:
-        `OuterSettings(method="diloco", rounds=N)` is DiLoCo; with `method="demo"`, plain SGD and `sync_every=1` it is
-        DeMo. Schedules of the outer learning rate end after `rounds`. Raises ValueError for settings that need a run,
-        and for a parameter of the optimizer that is not the model's.
+        value, 2, 3, 4, 8, 32 for fp32, or 1 for our signs; the paper's are 1/128 or 1/32, and 2. `process_group`: ranks
+        that hold the same parameters, one for each replica; by default the whole world. With sharded parameters
+        (DTensor) they are the ranks that hold the same shard, and each shard is compressed by itself. `settings`
+        replace `density` and `bits`: `OuterSettings(method="diloco", rounds=N)` is DiLoCo; with `method="demo"`, plain
+        SGD and `sync_every=1` it is DeMo. Schedules of the outer learning rate end after `rounds`. Raises ValueError
+        for settings that need a run, and for a parameter of the optimizer that is not the model's.
         """
         if sync_every < 1:
             raise ValueError(f"sync_every: got {sync_every}, expected at least 1")
         if settings is None:
-            compression = CompressionSettings.model_validate(
-                {"density": density, "value_bits": bits, "quantiser": "signs" if bits == 1 else "levels"}
-            )
-            settings = OuterSettings(rounds=1, compression=compression)
+            method = "sparseloco_signs" if bits == 1 else "sparseloco"
+            compression = {"density": density, "value_bits": bits}
+            settings = OuterSettings.model_validate({"rounds": 1, "method": method, "compression": compression})
         needs_a_run = {"source": "difference", "overlap": 0, "keep_local": False, "weights": "equal"}
         for name, expected in needs_a_run.items():
             if (found := getattr(settings, name)) != expected:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +30,33 @@ YAMLS = sorted(path for path in CONFIGS.rglob("*.yaml") if "experiments" not in 
 
 def test_there_are_configs() -> None:
     assert {path.stem for path in YAMLS} >= {"quickstart", "unequal_groups", *PARAMETERS}
+
+
+def test_the_quickstart_says_what_our_parts_gain() -> None:
+    """Figures of its comment are those of committed tables."""
+    text = " ".join((CONFIGS / "quickstart.yaml").read_text().replace("#", "").split())
+
+    def row(table: str, name: str) -> dict[str, Any]:
+        rows = json.loads((CONFIGS.parent / "benchmarks" / "results" / f"{table}.json").read_text())["rows"]
+        return next(one for one in rows if one["name"] == name)
+
+    signs, whole, codes = (
+        row("micro/beyond/sign_codes", f"{name}, 1/32") for name in ("signs", "as they are", "2-bit codes")
+    )
+    free, inside = (row("micro/het-pp/table1", name) for name in ("PP-Compress, free embedding (ours)", "PP-Compress"))
+    bits, anchors, bf16 = (
+        row("ladder/beyond/ladder", f"64, {name}, half") for name in ("4 bits", "4 bits, fading anchors", "1/8")
+    )
+    assert abs(signs["delta_percent"]) < 0.05
+    small, large = (one["contribution_bytes"] / 1e6 for one in (signs, whole))
+    assert f"sends {small:.2f} MB a replica instead of {large:.2f} MB, at the same loss" in text
+    cost = [f"{one['delta_percent']:.1f} %" for one in (codes, free, inside, bits, anchors, bf16)]
+    assert f"2 bits cost {cost[0]}." in text
+    assert (
+        f"costs {cost[1]} with all replicas compressed to 1/8. The paper's, in the subspace, costs {cost[2]}." in text
+    )
+    assert f"cost {cost[3]} with half of the replicas compressed, and with anchors that fade {cost[4]}." in text
+    assert f"bytes in bf16 cost {cost[5]}." in text
 
 
 @pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.stem)

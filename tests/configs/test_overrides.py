@@ -216,7 +216,7 @@ def test_participants_of_a_plan_are_called_by_their_names(tmp_path: Path) -> Non
         (f"name={'a' * 101}", "found `aaaaaaaaaaaaaaaaaaaa... (101 characters)`, expected letters, digits"),
         ("data.corpus={a: 1}", "found the keys a, expected text"),
         ("outer.overlap=2", "found `2`, expected one of 0, 1"),
-        ("outer.method=diloko", "found `diloko`, expected one of `sparseloco`, "),
+        ("outer.method=diloko", "found `diloko`, expected one of `het_pp`, `sparseloco`, `sparseloco_signs`, "),
         ("outer.rounds=0", "found `0`, expected at least 1"),
     ],
 )
@@ -229,7 +229,9 @@ def test_what_the_file_has_wrong_is_the_files(mixed: Path) -> None:
     mixed.write_text(MIXED.replace("{rounds: 4}", "{rounds: 4, momentum: 0.9, optimizer: adam}"))
     assert _error(mixed, "outer.rounds=5").startswith(f"{mixed}:2: outer: ")
     mixed.write_text(MIXED.replace("{rounds: 4}", "{rounds: 4, optimizer: adam}"))
-    assert _error(mixed, "outer.momentum=0.9").startswith("--set outer.momentum=0.9: outer: sparseloco: found momentum")
+    assert _error(mixed, "outer.momentum=0.9").startswith(
+        "--set outer.momentum=0.9: outer: sparseloco_signs: found momentum"
+    )
 
 
 def test_a_file_that_another_option_gave_is_named(mixed: Path, tmp_path: Path) -> None:

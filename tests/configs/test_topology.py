@@ -9,9 +9,10 @@ import pytest
 from hetero_pp.config.lines import LinkSettings
 from hetero_pp.config.run_config import RunConfig
 from hetero_pp.config.spec import RunSpec
-from hetero_pp.config.topology import ExchangeSettings
+from hetero_pp.config.topology import ExchangeSettings, ParticipantsReplica
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.model.part_settings import BoundarySettings
+from hetero_pp.outer.methods import METHODS
 
 
 @pytest.mark.parametrize(
@@ -46,6 +47,39 @@ def _group(name: str, rank: Any, stages: int = 2) -> dict[str, Any]:
 def test_the_basis_has_as_many_columns_as_the_largest_rank(groups: list[dict[str, Any]], largest: int | None) -> None:
     config = {"name": "ranks", "model": {"preset": "micro", "width": 64}, "outer": {"rounds": 1}, "replicas": groups}
     assert RunSpec(RunConfig.model_validate(config), 100).largest_rank == largest
+
+
+def test_a_method_says_how_groups_train_their_embedding_unless_the_group_does() -> None:
+    """Het-PP, section 2.4, keeps T_S in the subspace; a group may override it, and other methods do not."""
+    counted = {**_group("b", "1/8"), "count": 2}
+    free = {**_group("c", "1/8"), "boundary": {"rank": "1/8", "embedding": "free"}}
+    plain = {"name": "d", "kind": "participants", "stages": 2}
+    replicas = [{"name": "dc", "kind": "datacenter"}, _group("a", "1/8"), counted, free, plain]
+
+    def found(**outer: Any) -> dict[str, str]:
+        config = RunConfig.model_validate({"name": "m", "outer": {"rounds": 1, **outer}, "replicas": replicas})
+        again = RunConfig.model_validate(config.model_dump(mode="json"))
+        assert again == config
+        return {one.name: one.boundary.embedding for one in config.replicas if isinstance(one, ParticipantsReplica)}
+
+    inside = "coefficients"
+    assert found(method="het_pp") == {"a": inside, "b-1": inside, "c": "free", "d": inside, "b-2": inside}
+    for other in METHODS.keys() - {"het_pp"}:
+        assert set(found(method=other).values()) == {"free"}
+    assert set(found().values()) == {"free"}
+
+
+def test_with_overlap_a_compressed_group_of_het_pp_has_to_say_that_it_is_free() -> None:
+    def check(boundary: dict[str, Any]) -> None:
+        group = {**_group("a", "full"), "boundary": boundary}
+        outer = {"rounds": 1, "method": "het_pp", "overlap": 1}
+        RunConfig.model_validate({"name": "m", "outer": outer, "replicas": [group]}).check()
+
+    check({"rank": "full"})
+    check({"rank": "1/8", "embedding": "free"})
+    with pytest.raises(ConfigError, match=r"found `coefficients` with `outer\.overlap: 1`, expected `free`") as error:
+        check({"rank": "1/8"})
+    assert error.value.key == ("replicas", 0, "boundary", "embedding")
 
 
 def test_a_direction_overrides_what_it_names_and_nothing_else() -> None:

@@ -38,7 +38,7 @@ RUNS: Mapping[str, tuple[tuple[Path, Sequence[str]], Sequence[str]]] = {
         MIXED,
         ["inner.optimizer=muon", "outer={method: diloco, rounds: 2, aggregation: geometric_median}"],
     ),
-    "2-bit levels": (MIXED, ["outer={method: sparseloco_paper, rounds: 2, aggregation: trimmed_mean}"]),
+    "2-bit levels": (MIXED, ["outer={method: sparseloco, rounds: 2, aggregation: trimmed_mean}"]),
     "DeMo, outer Adam": (
         MIXED,
         ["inner.optimizer=sgd", "inner.learning_rate=0.1", f"outer={{method: demo, rounds: 2, {ADAM}}}"],

@@ -47,7 +47,7 @@ def test_losses_and_parameters_are_those_of_a_run(one_file: ModuleType, corpus: 
                 "validation_sequences": 4,
             },
             "inner": {"steps": H, "learning_rate": 0.01, "warmup_steps": 3},
-            "outer": {"rounds": ROUNDS, "compression": {"density": 1 / 32, "value_bits": 32}},
+            "outer": {"rounds": ROUNDS, "method": "het_pp", "compression": {"density": 1 / 32}},
             "replicas": [
                 {"name": "dc", "kind": "datacenter", "batch_size": 4},
                 {
@@ -56,7 +56,7 @@ def test_losses_and_parameters_are_those_of_a_run(one_file: ModuleType, corpus: 
                     "stages": [{"layers": 1}, {"layers": 2}],
                     "batch_size": 4,
                     "micro_batches": 1,
-                    "boundary": {"rank": "1/4", "dtype": "fp32", "embedding": "coefficients"},
+                    "boundary": {"rank": "1/4", "dtype": "fp32"},
                 },
             ],
             "checkpoints": {"every": 1, "keep": ROUNDS},

@@ -42,7 +42,7 @@ METHODS = {
     "sparse with momentum": OuterSettings.model_validate(
         {"rounds": ROUNDS, "learning_rate": 0.7, "momentum": 0.8, "compression": SPARSE}
     ),
-    "sparseloco": OuterSettings.model_validate({"rounds": ROUNDS, "compression": SPARSE}),
+    "sparseloco_signs": OuterSettings.model_validate({"rounds": ROUNDS, "compression": SPARSE}),
     "adamw_ddp": OuterSettings.model_validate({"rounds": ROUNDS, "method": "adamw_ddp"}),
 }
 
@@ -155,7 +155,7 @@ def test_it_goes_on_to_the_same_bits(method: str, after: int, tmp_path: Path) ->
     unbroken = Run(settings, initial_checkpoint(SHAPE, None, seed=2), folders[0])
     unbroken.train()
     middle = unbroken.checkpoint(after)
-    assert (len(middle.momentum) > 0) == (method != "sparseloco")
+    assert (len(middle.momentum) > 0) == (method != "sparseloco_signs")
     resumed = Run(settings, middle, folders[1])
     resumed.load(folders[0])
     resumed.train()

@@ -74,7 +74,7 @@ def test_the_bound_on_a_step_is_reached_and_never_exceeded(betas: tuple[float, f
         ({"optimizer": "sgd", "momentum": 0.9}, {}),
         ({}, {"method": "diloco"}),
         ({}, {"method": "diloco_lom"}),
-        ({}, {"method": "sparseloco_paper"}),
+        ({}, {"method": "sparseloco"}),
         ({}, {"compression": {"transform": "dct", "value_bits": 32}}),
     ],
     ids=str,

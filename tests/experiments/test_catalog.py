@@ -157,7 +157,7 @@ CELLS = {
     ),
     "a cell of all rows": (
         SMALLEST + "at:\n  micro:\n    outer.method: best\n",
-        "mine.yaml:10: at.micro.outer.method: found `best`, expected one of `sparseloco`",
+        "mine.yaml:10: at.micro.outer.method: found `best`, expected one of `het_pp`, `sparseloco`, `sparseloco_signs`",
     ),
     "no cell": (SMALLEST + "    cells: {seed: 1}\n", "mine.yaml:8: rows[1].cells.seed: found a key that a row cannot"),
 }

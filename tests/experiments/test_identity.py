@@ -91,7 +91,11 @@ def test_another_version_trains_again(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_that_move_the_basis_and_train_coefficients_are_new() -> None:
     moves = {"ablations": {"grassmann_every": 1}}
     assert _job(**moves, embedding="coefficients").identity["moments"] == "turned with U"
-    for row in (moves, {"embedding": "coefficients"}, moves | {"compressed": "none", "rank": "full"}):
+    for row in (
+        moves | {"embedding": "free"},
+        {"embedding": "coefficients"},
+        moves | {"compressed": "none", "rank": "full"},
+    ):
         assert "moments" not in _job(**row).identity
 
 
@@ -114,7 +118,6 @@ DEFAULTS: dict[str, Any] = {
     "inner.epsilon": 1e-08,
     "inner.weight_decay": 0.1,
     "inner.clip_norm": 1.0,
-    "outer.method": "sparseloco",
     "outer.source": "difference",
     "outer.learning_rate": 1.0,
     "outer.momentum": 0.0,

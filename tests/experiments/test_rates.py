@@ -28,6 +28,7 @@ TUNED = MICRO.model_copy(
 _DILOCO = {"outer.method": "diloco"}
 _SGD = {**_DILOCO, "outer.momentum": 0.0, "outer.nesterov": False}
 _COMPRESSED = {"compressed": "all", "rank": 1 / 8}
+_FREE = {**_COMPRESSED, "embedding": "free"}
 
 
 def _setting(row: dict[str, Any], scale: Scale = TUNED, **experiment: Any) -> tuple[Setting, Row]:
@@ -60,10 +61,13 @@ METHODS: dict[str, list[dict[str, Any]]] = {
     ],
     "muon": [{"cells": {"inner.optimizer": "muon"}}, {**_COMPRESSED, "cells": {"inner.optimizer": "muon"}}],
     "demo": [{"cells": {"outer.method": "demo"}}, {"cells": {"outer.aggregation": "sign"}}],
-    "pp_compress": [{**_COMPRESSED, "embedding": one} for one in ("coefficients", "projected")],
-    "pp_compress_free": [_COMPRESSED, {"compressed": "all", "ablations": {"peer": {"method": "tah_quant"}}}],
-    "het_pp_compress": [{**_COMPRESSED, "compressed": "half", "embedding": "coefficients"}],
-    "het_pp_compress_free": [{**_COMPRESSED, "compressed": share} for share in ("half", 3 / 4)],
+    "pp_compress": [_COMPRESSED, {**_COMPRESSED, "embedding": "projected"}],
+    "pp_compress_free": [
+        _FREE,
+        {"compressed": "all", "embedding": "free", "ablations": {"peer": {"method": "tah_quant"}}},
+    ],
+    "het_pp_compress": [{**_COMPRESSED, "compressed": "half"}],
+    "het_pp_compress_free": [{**_FREE, "compressed": share} for share in ("half", 3 / 4)],
 }
 """Rows of each method."""
 
@@ -77,7 +81,7 @@ def test_the_method_of_a_row_follows_from_its_settings(method: str) -> None:
 
 def test_a_row_has_the_rate_of_its_method() -> None:
     assert _rate({"cells": _DILOCO}) == 3e-3
-    assert _rate(_COMPRESSED | {"size": "wide"}) == 4e-3
+    assert _rate(_FREE | {"size": "wide"}) == 4e-3
     assert _rate({"cells": _SGD}) == 1e-2  # the scale's, because nothing was found for this method
     assert _rate({"cells": _DILOCO}, MICRO.model_copy(update={"rates": {}})) == 1e-2
 

@@ -148,7 +148,10 @@ def test_the_momentum_of_a_replica_is_transformed_once() -> None:
     ("outer", "told"),
     [
         ({"method": "adamw_ddp"}, "adamw_ddp: found `transform: dct` with averaged gradients"),
-        ({"overlap": 1}, "sparseloco: found `overlap: 1` with `compression.transform: dct`, expected `overlap: 0`"),
+        (
+            {"overlap": 1},
+            "sparseloco_signs: found `overlap: 1` with `compression.transform: dct`, expected `overlap: 0`",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(outer: dict[str, object], told: str) -> None:

@@ -302,7 +302,7 @@ def test_another_method_brings_its_own_cells() -> None:
     assert (found.rounds, found.learning_rate, found.compression.density) == (3, 0.7, 1.0)
     assert (found.compression.error_feedback_decay, found.compression.tile) == (0.0, (8, 8))
     outer["momentum"] = 0.3
-    change_method(outer, "sparseloco")
+    change_method(outer, "sparseloco_signs")
     assert OuterSettings.model_validate(outer) == OuterSettings(rounds=3, compression=CompressionSettings(tile=(8, 8)))
     same = {"method": "diloco", "momentum": 0.3}
     change_method(same, "diloco")
@@ -317,3 +317,29 @@ def test_every_method_sets_the_cells_of_its_table() -> None:
     for name, method in METHODS.items():
         told = OuterSettings.model_validate({"rounds": 3, "method": name, **method.cells})
         assert told == OuterSettings(rounds=3, method=name)
+
+
+def test_methods_of_papers_have_the_papers_values() -> None:
+    """Numbers are typed from Het-PP, section 3 and table 9, and from SparseLoCo, section 3 and tables 1 and 9."""
+    found = {}
+    for name in ("het_pp", "sparseloco", "sparseloco_signs"):
+        outer = OuterSettings(rounds=1, method=name)
+        own = outer.compression
+        kept = own.density * own.tile[0] * own.tile[1]
+        assert (own.tile, outer.optimizer, outer.aggregation) == ((64, 64), "sgd", "mean")
+        found[name] = (
+            kept,
+            own.quantiser,
+            own.value_bits,
+            own.error_feedback_decay,
+            outer.learning_rate,
+            outer.momentum,
+        )
+    assert found == {
+        "het_pp": (32, "levels", 32, 0.95, 1.0, 0.0),
+        "sparseloco": (32, "levels", 2, 0.95, 1.0, 0.0),
+        "sparseloco_signs": (128, "signs", 1, 0.95, 1.0, 0.0),
+    }
+    denser = OuterSettings.model_validate({"rounds": 1, "method": "sparseloco", "compression": {"density": "1/32"}})
+    assert (denser.compression.density, denser.compression.value_bits) == (1 / 32, 2)
+    assert OuterSettings(rounds=1) == OuterSettings(rounds=1, method="sparseloco_signs")

@@ -15,7 +15,7 @@ from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.research.trainer.train import FastResult, train_fast
 
 METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "sparseloco": ({}, {"ablations": {"adaptation": "stale"}}),
+    "sparseloco_signs": ({}, {"ablations": {"adaptation": "stale"}}),
     "diloco": ({"method": "diloco"}, {"anchors": {"rank": 4}}),
     "adamw_ddp": ({"method": "adamw_ddp"}, {}),
     "coefficients": ({}, {"embedding": "coefficients", "ablations": {"modified_adamw": True}}),
@@ -82,7 +82,7 @@ def test_it_is_saved_when_it_is_time(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_another_run_is_refused(corpus: Path, tmp_path: Path) -> None:
-    spec, other, path = _spec(corpus, "diloco"), _spec(corpus, "sparseloco"), tmp_path / "checkpoint"
+    spec, other, path = _spec(corpus, "diloco"), _spec(corpus, "sparseloco_signs"), tmp_path / "checkpoint"
     store = prepare_tokens(spec.config.data, tmp_path)
     with pytest.raises(_Interrupted):
         train_fast(spec, store, _interrupt_after(1), checkpoint=path, checkpoint_seconds=0)

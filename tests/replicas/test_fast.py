@@ -42,7 +42,7 @@ def _config(
     replicas: list[dict[str, object]],
     inner: Mapping[str, object] = MappingProxyType({}),
 ) -> RunConfig:
-    compression = {"density": 1 / 16, "value_bits": 32} if outer.get("method", "sparseloco") == "sparseloco" else {}
+    compression = {"density": 1 / 16, "value_bits": 32} if "method" not in outer else {}
     own = outer.get("compression", {})
     assert isinstance(own, dict)
     return table_config(

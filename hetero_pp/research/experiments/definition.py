@@ -120,8 +120,9 @@ class Row(Settings):
     )
     rank: Rank = "full"
     bits: int | None = None
-    embedding: EmbeddingTraining = Field(
-        "free", description="training of a compressed replica's embedding, as in `boundary.embedding`"
+    embedding: EmbeddingTraining | None = Field(
+        None,
+        description="training of a compressed replica's embedding, as in `boundary.embedding`; by default the method's",
     )
     ablations: dict[str, Any] = Field(default_factory=dict, description="values of `research.ablations`")
     cells: Cells = Field(default_factory=dict)

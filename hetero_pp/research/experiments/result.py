@@ -41,8 +41,11 @@ from hetero_pp.research.settings import research_of
 from hetero_pp.research.trainer.participation import replicas_in, sequences_in
 from hetero_pp.simulator.traffic import expected_volume
 
-PAPERS = OuterSettings.model_validate({"rounds": 1, "method": "sparseloco_paper"}).compression
-"""Compression settings of SparseLoCo's paper."""
+PAPERS = {
+    title: OuterSettings.model_validate({"rounds": 1, "method": method})
+    for title, method in (("Het-PP", "het_pp"), ("SparseLoCo", "sparseloco"))
+}
+"""Outer settings of papers, by title."""
 
 _LEAST_VALUES = 3  # fewest values of a setting for which a picture has a line
 
@@ -247,10 +250,15 @@ def facts(configs: Sequence[RunConfig], vocabulary: int) -> str:
         parts.append(f"H = {_joined([str(config.inner.steps) for config in with_rounds])}")
         parts.append(f"{_joined([str(one.rounds) for one in outer])} outer rounds")
         parts.append(f"density {_joined([_ratio(one.compression.density) for one in outer])}")
-        theirs = PAPERS.density, _quantiser(PAPERS)
-        sent = {(one.compression.density, _quantiser(one.compression)) for one in outer if one.method == "sparseloco"}
-        differ = f" (SparseLoCo's paper: {_ratio(theirs[0])}, {theirs[1]})" if sent - {theirs} else ""
-        parts.append(_joined([_quantiser(one.compression) for one in outer]) + differ)
+        differ = []
+        for title, paper in PAPERS.items():
+            theirs = paper.compression.density, _quantiser(paper.compression)
+            ours = {
+                (one.compression.density, _quantiser(one.compression)) for one in outer if one.method == paper.method
+            }
+            differ += [f"{title}'s paper: {_ratio(theirs[0])}, {theirs[1]}"] if ours - {theirs} else []
+        told = f" ({'; '.join(differ)})" if differ else ""
+        parts.append(_joined([_quantiser(one.compression) for one in outer]) + told)
     return ", ".join(parts)
 
 

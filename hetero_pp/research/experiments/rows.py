@@ -150,7 +150,8 @@ class Setting:
         values["replicas"] = [{"name": f"r{index}", "batch_size": self.scale.batch_size} for index in range(count)]
         for index, replica in enumerate(values["replicas"]):  # compressed replicas first
             if index < round(row.compressed_share * count):
-                boundary = {"rank": row.rank, "bits": row.bits, "embedding": row.embedding}
+                boundary: Cells = {"rank": row.rank, "bits": row.bits}
+                boundary |= {} if row.embedding is None else {"embedding": row.embedding}
                 replica.update(kind="participants", stages=self.scale.stages, boundary=boundary)
             else:
                 replica["kind"] = "datacenter"
@@ -269,7 +270,7 @@ def method_of(config: ResearchConfig) -> Method:
         return "pp_compress" if are_all else "het_pp_compress"
     if outer.compression.memory == "momentum":
         return "diloco_lom"
-    if outer.compression.density < 1 and outer.compression.error_feedback_decay > 0:
+    if outer.is_sparse:
         return "sparseloco"
     if outer.optimizer == "adam":
         return "diloco_adam"

@@ -443,8 +443,7 @@ def _choices(config: RunConfig, vocabulary: int | None) -> Iterator[OuterChoice]
     """
     own, compression = length_of(config), config.outer.compression
     candidates = TESTED_STEPS if config.inner.steps is not None else [times * own for times in TIMES_AS_LONG]
-    may_change = config.outer.method in ("sparseloco", "sparseloco_paper") and config.outer.source == "difference"
-    densities = [one for one in TESTED_DENSITIES if one < compression.density] if may_change else []
+    densities = [one for one in TESTED_DENSITIES if one < compression.density] if config.outer.is_sparse else []
     longer = [one for one in candidates if one > own] if config.outer.source == "difference" else []
     most = max(own, config.outer.rounds * own)
     for density in (compression.density, *densities):
