@@ -89,7 +89,7 @@ def test_another_version_trains_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rows_that_move_the_basis_and_train_coefficients_are_new() -> None:
-    moves = {"ablations": {"grassmann_every": 1}}
+    moves: dict[str, Any] = {"ablations": {"grassmann_every": 1}}
     assert _job(**moves, embedding="coefficients").identity["moments"] == "turned with U"
     for row in (
         moves | {"embedding": "free"},
