@@ -42,10 +42,11 @@ def acting_for(store: Store, say: Say, on_lost: Say, seconds: float = LEASE_SECO
 
     `on_lost` is called if another process takes it over.
 
-    Raises ConfigError, one line, if another process holds the lease.
+    Raises ConfigError, one line, if another process holds the lease, or the store has no conditional writes.
     """
     path = store.path(LOCK)
     if path is None:
+        require_conditional_writes(store)
         lease = _Lease(store, seconds)
         lease.take(say)
         with lease.kept(on_lost):
@@ -63,6 +64,19 @@ def acting_for(store: Store, say: Say, on_lost: Say, seconds: float = LEASE_SECO
         yield
     finally:
         lock.release()
+
+
+def require_conditional_writes(store: Store) -> None:
+    """Raise ConfigError unless the store creates an object once. Some services that speak S3 overwrite it."""
+    key = f"conditional-writes-{secrets.token_hex(8)}"
+    try:
+        made = [store.create(key, b"first"), store.create(key, b"second")]
+        is_kept = store.get(key) == b"first"
+    finally:
+        store.delete([key])
+    if made != [True, False] or not is_kept:
+        expected = "expected conditional writes (`If-None-Match: *`): of two coordinators both would be the first"
+        raise ConfigError(("store", "url"), f"{store.url()}: found a service that creates an object twice, {expected}")
 
 
 def _taken(store: Store, who: str = "") -> ConfigError:

@@ -61,7 +61,7 @@ def test_no_two_names_touch_and_none_leaves_the_picture(picture: Figure) -> None
 
 
 def test_each_deployment_of_a_clock_has_a_panel_on_equal_logarithmic_axes(known: Known, drawn: Drawn) -> None:
-    """Of three rounds in 6 hours, the second ends after 4; the page marks the first row to reach a loss."""
+    """The second of three rounds in 6 hours ends after 4; the page marks the first row to reach a loss."""
     rows = [Row(name=name) for name in ("one", "other")]
     setting = Setting(MICRO, Experiment(name="toy/plot", title="", baseline="one", rows=rows))
     outcomes = {row.name: {1: known(3.0, validation_loss=[5.0, 4.0, 3.0])} for row in rows}

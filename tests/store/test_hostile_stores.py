@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
+from urllib.parse import urlsplit
 
 import pytest
 
-from hetero_pp.core.errors import StoreError
+from hetero_pp.core.errors import ConfigError, StoreError
 from hetero_pp.store import objects
+from hetero_pp.store.lease import acting_for
 from hetero_pp.store.opening import open_store
 
 _PAGE = (
@@ -50,8 +54,8 @@ class _Hostile(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def _served() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Hostile)
+def _served(service: type[BaseHTTPRequestHandler] = _Hostile) -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), service)
     serving = threading.Thread(target=server.serve_forever)
     serving.start()
     try:
@@ -98,3 +102,49 @@ def test_a_silent_store_is_named_with_how_long_it_has_been_silent(monkeypatch: p
     with _served() as url, pytest.raises(FileNotFoundError):
         open_store(url).get("key")
     assert said[0] == "s3://runs/mine/key: the store did not answer for 0 s"
+
+
+class _Overwriting(BaseHTTPRequestHandler):
+    """Keeps objects, and ignores `If-None-Match: *`, as some services do."""
+
+    objects: ClassVar[dict[str, bytes]] = {}
+
+    def do_PUT(self) -> None:
+        self.objects[urlsplit(self.path).path] = self.rfile.read(int(self.headers["Content-Length"]))
+        self._answer(200)
+
+    def do_GET(self) -> None:
+        self._answer(200, self.objects[urlsplit(self.path).path])
+
+    def do_DELETE(self) -> None:
+        self.objects.pop(urlsplit(self.path).path, None)
+        self._answer(204)
+
+    def do_POST(self) -> None:  # several objects are deleted together
+        body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        keys = re.findall("<Key>(.*?)</Key>", body)
+        for key in keys:
+            self.objects.pop(f"/runs/{key}", None)
+        deleted = "".join(f"<Deleted><Key>{key}</Key></Deleted>" for key in keys)
+        self._answer(200, f'<?xml version="1.0"?><DeleteResult>{deleted}</DeleteResult>'.encode())
+
+    def _answer(self, code: int, body: bytes = b"") -> None:
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("ETag", '"x"')
+        self.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Log nothing."""
+
+
+def test_a_service_that_overwrites_what_should_be_created_holds_no_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
+    with _served(_Overwriting) as url:
+        told = r"found a service that creates an object twice, expected conditional writes \(`If-None-Match: \*`\)"
+        with pytest.raises(ConfigError, match=told), acting_for(open_store(url), print, print):
+            pass
+    assert _Overwriting.objects == {}

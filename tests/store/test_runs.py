@@ -13,10 +13,13 @@ from typer.testing import CliRunner
 from hetero_pp.config.folder import RunFolder
 from hetero_pp.config.yaml_file import ConfigFile
 from hetero_pp.core.errors import ConfigError
+from hetero_pp.program.check.command import find
+from hetero_pp.program.check.findings import FindingState
 from hetero_pp.program.cli import app
 from hetero_pp.program.export import export
 from hetero_pp.program.launch.command import run_topology
 from hetero_pp.store.lease import acting_for
+from hetero_pp.store.opening import folder_of, open_store
 from hetero_pp.store.settings import StoreSettings
 from replica_groups.exchange.log import checkpoint_key, open_log, record_key
 
@@ -49,6 +52,15 @@ def test_a_second_launch_is_refused(lasting: str, corpus: Path, tmp_path: Path) 
     ):
         _train(corpus, tmp_path / "runs", f"store.url={lasting}")
     assert not (tmp_path / "runs" / "small").exists()
+
+
+def test_check_tries_the_store(lasting: str, corpus: Path, tmp_path: Path) -> None:
+    """A folder creates files once on every system, so there is nothing to try."""
+    found = find(str(SMALL), tmp_path, None, 100.0, [f"data.corpus={corpus}", f"store.url={lasting}"])["store"]
+    is_folder = folder_of(lasting) is not None
+    assert found.state == (FindingState.SKIP if is_folder else FindingState.OK), found
+    assert is_folder or found.line.endswith("/small can be written, and creates an object once")
+    assert open_store(lasting).below() == []
 
 
 def test_a_run_whose_log_lies_elsewhere(lasting: str, corpus: Path, tmp_path: Path, expected: dict[str, str]) -> None:

@@ -46,6 +46,8 @@ from hetero_pp.rpc.admission_client import Rate, measure
 from hetero_pp.rpc.identities import CLOCKS_DIFFER
 from hetero_pp.simulator.memory import disk_use
 from hetero_pp.simulator.traffic import stage_link_loads
+from hetero_pp.store.lease import require_conditional_writes
+from hetero_pp.store.opening import folder_of
 
 _PUBLIC = "192.0.2.1"  # a host outside of all private networks (RFC 5737); it is not dialled
 CLOCK_WARNING_SECONDS = 60.0  # difference of clocks from which logs and expiry dates mislead
@@ -236,6 +238,7 @@ def checks_of(subject: Subject) -> dict[str, Callable[[], Finding]]:
         "settings": check_settings,
         "memory": check_memory,
         "disk": check_disk,
+        "store": check_store,
         "open files": check_open_files,
         "text": check_text,
         "ports": check_ports,
@@ -354,6 +357,18 @@ def check_disk(subject: Subject) -> Finding:
     if total > free:
         return fail(f"{told}: free space, or {mend}")
     return ok(told) if total <= (1 - _LEFT) * free else warn(f"{told}, which is nearly all: free space, or {mend}")
+
+
+def check_store(subject: Subject) -> Finding:
+    """Write to the store of the run log, and see that it creates an object once."""
+    settings = subject.part.spec.config.store
+    if settings.url is None or folder_of(settings.url) is not None:
+        raise NotChecked("the run log is in a folder")
+    if subject.kind not in ("yaml", "run"):
+        raise NotChecked("only the host of the exchange has credentials of the store")
+    store = settings.open(subject.name, subject.folder.log)
+    require_conditional_writes(store)
+    return ok(f"{store.url()} can be written, and creates an object once")
 
 
 def needed_bytes(part: CheckedPart) -> dict[str, float]:
