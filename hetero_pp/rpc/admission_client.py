@@ -50,58 +50,39 @@ def enrol(
     seconds: float | None = None,
     on_wait: Callable[[float, float], None] = lambda *_: None,
 ) -> pb.EnrolReply:
-    """Exchange a ticket, and a request for a certificate of a key, for a slot and the certificate.
+    """Exchange a ticket, and a request for a certificate of a key, for a slot and the certificate (`ask`).
 
-    Raises Refused if there is no slot, RunOver or RunFailed if the run has ended. Raises StoreError if a disk or a
-    store fails there, TooMuch if the host may ask again later. Raises LinkTimeout if the exchange does not answer
-    within `seconds` (by default SECONDS). `on_wait` is called once if connecting takes long, with the seconds so far
-    and in all.
+    Raises Refused if there is no slot.
     """
     asked = pb.EnrolRequest(version=PROTOCOL_VERSION, request=request)
-    reply: pb.EnrolReply = _ask(address, identity, "Enrol", asked, seconds, on_wait, waits=True)
+    reply: pb.EnrolReply = ask(address, identity, "Enrol", asked, seconds, on_wait)
     return reply
 
 
-def renew(address: str, identity: Identity) -> str:
-    """Return a certificate, as PEM, that is valid for longer. Raises as `enrol`."""
-    renewed: pb.EnrolReply = _ask(address, identity, "Renew", pb.Nothing())
-    return renewed.certificate
-
-
-def give(address: str, identity: Identity) -> None:
-    """Free a slot. Raises as `enrol`."""
-    _ask(address, identity, "Give", pb.Nothing())
-
-
-def status(address: str, identity: Identity, seconds: float | None = None) -> pb.StatusReply:
-    """Return the run's status. Raises as `enrol`."""
-    reply: pb.StatusReply = _ask(address, identity, "Status", pb.Nothing(), seconds, waits=True)
-    return reply
-
-
-def preview(address: str, identity: Identity, seconds: float) -> pb.PreviewReply:
-    """Return what a host can check before it joins; takes no slot. Raises as `enrol`."""
-    reply: pb.PreviewReply = _ask(address, identity, "Preview", pb.Nothing(), seconds, waits=True)
-    return reply
-
-
-def _ask(
+def ask(
     address: str,
     identity: Identity,
     call: str,
-    request: Message,
+    request: Message | None = None,
     seconds: float | None = None,
     on_wait: Callable[[float, float], None] = lambda *_: None,
-    waits: bool = False,
 ) -> Any:
-    """Make a call. `waits`: also wait for a connection that is not there yet."""
+    """Make a call of `service Admission`, by default without arguments, and return its reply.
+
+    A host that renews its certificate or leaves does not wait for an exchange that is gone.
+
+    Raises RunOver or RunFailed if the run has ended. Raises StoreError if a disk or a store fails there, TooMuch if the
+    host may ask again later, Refused for all else. Raises LinkTimeout if the exchange does not answer within `seconds`
+    (by default SECONDS). `on_wait` is called once if connecting takes long, with the seconds so far and in all.
+    """
     seconds, route = SECONDS if seconds is None else seconds, route_to(address)
     with closing(make_channel(address, identity, EXCHANGE, route)) as channel:
         if not is_reached(channel, seconds / 10):
             require_trust(address, identity, route)
             on_wait(seconds / 10, seconds)
         try:
-            return calls_of(ADMISSION_SERVICE, channel)[call](request, wait_for_ready=waits, timeout=seconds)
+            asks, waits = calls_of(ADMISSION_SERVICE, channel)[call], call not in ("Renew", "Give")
+            return asks(request or pb.Nothing(), wait_for_ready=waits, timeout=seconds)
         except grpc.RpcError as error:
             code, asked = error.code(), f"the exchange at {address}"
             if code is grpc.StatusCode.DEADLINE_EXCEEDED:

@@ -191,7 +191,7 @@ def test_a_join_that_is_given_up_frees_its_slot(monkeypatch: pytest.MonkeyPatch,
         monkeypatch.setattr(command, name, lambda *_, **__: None)
     for name in ("leavable", "renewed"):
         monkeypatch.setattr(command, name, lambda *_: nullcontext())
-    monkeypatch.setattr(command, "give", lambda address, identity: freed.append(address))
+    monkeypatch.setattr(command, "ask", lambda address, identity, call: freed.append(address))
     identity = SimpleNamespace(latest=None, kept_in="kept")
     membership = SimpleNamespace(run="t", slot="b", address="b", identity=identity, credentials=None)
     here = SimpleNamespace(runs=tmp_path, rehearses=False, listen="127.0.0.1:0")

@@ -33,7 +33,7 @@ from hetero_pp.program.join.command import JoiningHost, join
 from hetero_pp.program.join.membership import Membership, read_membership, renew_once, renewed, take_slot
 from hetero_pp.program.join.status import status as status_of
 from hetero_pp.rpc import admission_client, identities
-from hetero_pp.rpc.admission_client import be_probed, enrol, give, status
+from hetero_pp.rpc.admission_client import ask, be_probed, enrol
 from hetero_pp.rpc.channels import make_channel
 from hetero_pp.rpc.identities import (
     Identity,
@@ -175,7 +175,7 @@ def test_who_was_taken_back_is_out_at_its_next_call_and_watches_no_more(served: 
     assert client.agree("b", "{}") == "run"
     told = client.watch()
     assert next(told).HasField("joined")
-    slots = status(served.address, SECRET.authority.identity("launcher")).slots
+    slots = ask(served.address, SECRET.authority.identity("launcher"), "Status").slots
     assert [(slot.name, slot.held, slot.incarnation, slot.holder) for slot in slots] == [
         ("a", True, 1, 0),
         ("b", True, 1, 1),
@@ -288,7 +288,7 @@ def test_an_exchange_that_is_gone(served: Served, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(LinkTimeout, match="did not answer within 300 ms"):
         served.takes(ticket)
     with pytest.raises(LinkTimeout, match=r"the exchange at \S+ does not answer$"):  # no time: it is refused at once
-        give(served.address, ticket.identity)
+        ask(served.address, ticket.identity, "Give")
 
 
 def test_a_run_without_tickets(tmp_path: Path) -> None:
@@ -308,7 +308,7 @@ def test_who_finds_no_group_waits_until_enough_are_there(served: Served, capsys:
         first = threads.submit(served.takes, served.ticket(), "anna")
         served.wait_until(lambda: served.waiting_room.here == 1)
         assert not first.done()
-        reply = status(served.address, SECRET.authority.identity("a"))
+        reply = ask(served.address, SECRET.authority.identity("a"), "Status")
         assert (reply.in_waiting_room, reply.needed_in_lobby, len(reply.guests)) == (1, 2, 1)
         second = threads.submit(served.takes, served.ticket(), "ben")
         assert {first.result(TIMEOUT).slot, second.result(TIMEOUT).slot} == {"a", "b"}
@@ -344,7 +344,7 @@ def test_hosts_that_wait_for_a_group_hear_that_the_run_is_over(
     served.waiting_room = WaitingRoom({"home": ["a", "b"]}, group_spares)
     served.serve_again()
     given = served.takes(served.ticket("b"), "in")
-    give(given.address, given.identity)
+    ask(given.address, given.identity, "Give")
     with ThreadPoolExecutor() as threads:
         waits = threads.submit(served.takes, served.ticket(), "anna")
         served.wait_until(lambda: served.waiting_room.here == 1)

@@ -17,7 +17,7 @@ from hetero_pp.config.lines import EXCHANGE
 from hetero_pp.core.errors import Refused
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.rpc import admission_client
-from hetero_pp.rpc.admission_client import _FRAME_BYTES, _FRAMES, BUSY, be_probed, measure, preview
+from hetero_pp.rpc.admission_client import _FRAME_BYTES, _FRAMES, BUSY, ask, be_probed, measure
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel
 from hetero_pp.rpc.services import ADMISSION_SERVICE, call_path
 from replica_groups.exchange import admission
@@ -93,16 +93,16 @@ def _until(over: threading.Event, frames: Sequence[bytes] = ()) -> Iterator[byte
 
 def test_a_preview_takes_no_slot(served: Served) -> None:
     ticket = served.ticket("b")
-    found = preview(served.address, ticket.identity, TIMEOUT)
+    found = ask(served.address, ticket.identity, "Preview", seconds=TIMEOUT)
     assert (found.version, found.slots, found.refusal) == (PROTOCOL_VERSION, ["b"], "")
     assert abs(found.clock - time.time()) < TIMEOUT
-    assert preview(served.address, served.ticket().identity, TIMEOUT).slots == ["a", "b"]
+    assert ask(served.address, served.ticket().identity, "Preview", seconds=TIMEOUT).slots == ["a", "b"]
     assert [one.is_used for one in served.memberships.tickets()] == [False, False, False]
     other = served.ticket("b")
     member = served.takes(ticket)
-    assert preview(served.address, member.identity, TIMEOUT).slots == ["b"]
+    assert ask(served.address, member.identity, "Preview", seconds=TIMEOUT).slots == ["b"]
     for refused, said in ((ticket, "the ticket was used already"), (other, "b is taken by another host")):
-        found = preview(served.address, refused.identity, TIMEOUT)
+        found = ask(served.address, refused.identity, "Preview", seconds=TIMEOUT)
         assert (found.slots, found.refusal.startswith(said), found.neighbours) == ([], True, {})
 
 
@@ -112,10 +112,10 @@ def test_a_host_looks_and_measures_a_bounded_number_of_times(served: Served, mon
     served.serve_again()
     ticket = served.ticket()
     for _ in range(2):
-        preview(served.address, ticket.identity, TIMEOUT)
+        ask(served.address, ticket.identity, "Preview", seconds=TIMEOUT)
         measure(served.address, served.ticket().identity)
     with pytest.raises(Refused, match=r"asked too often; it may again in \d+ s"):
-        preview(served.address, ticket.identity, TIMEOUT)
+        ask(served.address, ticket.identity, "Preview", seconds=TIMEOUT)
     with pytest.raises(Refused, match=r"many hosts have measured their lines; this one can be measured in \d+ s"):
         measure(served.address, served.ticket().identity)
 

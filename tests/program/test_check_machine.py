@@ -36,7 +36,7 @@ from hetero_pp.program.cli import app
 from hetero_pp.program.join.membership import note_left
 from hetero_pp.program.join.status import status
 from hetero_pp.program.launch.earlier import LOCKS, Unfinished, claim
-from hetero_pp.rpc.admission_client import Rate, give
+from hetero_pp.rpc.admission_client import Rate, ask
 from hetero_pp.rpc.channels import PROTOCOL_VERSION
 from hetero_pp.rpc.identities import Secret, Ticket, make_ticket
 from replica_groups.exchange import admission
@@ -295,7 +295,7 @@ def test_a_host_that_has_joined_checks_its_run(served: Served, host: Path) -> No
 def test_a_host_that_has_left_checks_whether_it_may_join_again(served: Served, host: Path) -> None:
     """Its certificate is no longer admitted, and its ticket is. No refusal is counted."""
     membership, before = served.joined(ticket := served.ticket("home.1"), host), served.exchange.refusals
-    give(membership.address, membership.identity)
+    ask(membership.address, membership.identity, "Give")
     note_left(membership)
     for named in ("homes", ticket):
         found = check(named, host)

@@ -304,10 +304,10 @@ def test_a_member_whose_slot_is_taken_back_sees_nothing_more(
     with closing(Memberships(folder.memberships)) as memberships:
         ticket = memberships.invite("home.1", 600)
         number = memberships.enrol(ticket, b"a key", ["home.1"], 600).number
-        told = lambda *_: pb.StatusReply(  # noqa: E731
+        told = lambda *_, **__: pb.StatusReply(  # noqa: E731
             slots=[pb.SlotStatus(name="home.1", holder=getattr(memberships.held_by("home.1"), "number", 0))]
         )
-        monkeypatch.setattr(server, "status", told)
+        monkeypatch.setattr(server, "ask", told)
         own = authority.identity("launcher")
         signed = authority.sign(key.public_key(), "home.1", number, time.time() + 600)
         client = _client(Identity(signed, as_text(key), own.authority), own, tmp_path)

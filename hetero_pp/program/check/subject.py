@@ -33,7 +33,7 @@ from hetero_pp.program.join.membership import (
 )
 from hetero_pp.program.launch.inputs import Prepared, prepare, settled
 from hetero_pp.program.report.output import SafeConsole, shown_reading
-from hetero_pp.rpc.admission_client import preview
+from hetero_pp.rpc.admission_client import ask
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, version_complaint
 from hetero_pp.rpc.identities import Identity, Ticket
 
@@ -234,7 +234,7 @@ def _asked(address: str, identity: Identity) -> Answer:
     """
     begun, limit = time.time(), SECONDS_TO_ASK + _SECONDS_TO_EXPLAIN
     try:
-        reply = in_background(lambda: preview(address, identity, SECONDS_TO_ASK)).result(limit)
+        reply = in_background(lambda: ask(address, identity, "Preview", seconds=SECONDS_TO_ASK)).result(limit)
     except TimeoutError:
         raise LinkTimeout(f"the exchange at {address} did not answer within {format_seconds(limit)}") from None
     took = time.time() - begun

@@ -39,7 +39,7 @@ from hetero_pp.program.launch.inputs import prepare
 from hetero_pp.program.operate.operations import Operations
 from hetero_pp.program.rehearse import OwnLine
 from hetero_pp.program.report.output import announce, name_run, shown_reading, standard_output
-from hetero_pp.rpc.admission_client import Rate, give, measure, preview
+from hetero_pp.rpc.admission_client import Rate, ask, measure
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.identities import Ticket
 from hetero_pp.store.opening import parsed
@@ -84,7 +84,7 @@ def join(text: str, here: JoiningHost, operations: Operations | None = None) -> 
             return
         except RunFailed as error:
             try:
-                is_parted = preview(ticket.address, ticket.identity, _SECONDS_TO_ASK).parted
+                is_parted = ask(ticket.address, ticket.identity, "Preview", seconds=_SECONDS_TO_ASK).parted
             except HeteroPPError:
                 raise error from None
             if not is_parted:
@@ -164,7 +164,7 @@ def _train(membership: Membership, here: JoiningHost, has_answered: bool, operat
                     announce(f"{run}: {line}")
         except (ConfigError, GivenUp, OSError, KeyboardInterrupt):
             try:
-                give(membership.address, membership.identity.latest)
+                ask(membership.address, membership.identity.latest, "Give")
                 note_left(membership)
                 announce(f"{run}: {slot} is free again")
             except NewRun:

@@ -23,7 +23,7 @@ from hetero_pp.program.join.membership import is_running, read_run_on_disk
 from hetero_pp.program.launch.earlier import over_on_disk
 from hetero_pp.program.launch.hosts import dialled_here, read_token
 from hetero_pp.program.report.output import announce, complain
-from hetero_pp.rpc.admission_client import status
+from hetero_pp.rpc.admission_client import ask
 from hetero_pp.rpc.identities import Authority, Secret, make_ticket
 from replica_groups.exchange.memberships import Memberships
 from replica_groups.exchange.stall_detector import NAMED, listed
@@ -118,7 +118,8 @@ def _open_datacenters(config: RunConfig, folder: RunFolder, authority: Authority
     if not found or config.exchange.listen.endswith(":0") or not is_running(folder):
         return found
     try:  # hosts started with the run's token have no ticket, so only the exchange knows of them
-        reply = status(dialled_here(config.exchange.listen), authority.identity(LAUNCHER), _SECONDS_TO_ASK)
+        here = dialled_here(config.exchange.listen)
+        reply = ask(here, authority.identity(LAUNCHER), "Status", seconds=_SECONDS_TO_ASK)
     except HeteroPPError:
         return found
     held = {slot.name for slot in reply.slots if slot.held}

@@ -29,7 +29,7 @@ from hetero_pp.program.launch.earlier import is_held
 from hetero_pp.program.launch.hosts import dialled_here, no_answer, read_token
 from hetero_pp.program.report.output import announce
 from hetero_pp.program.report.recorder import INTERRUPTED, last_closed
-from hetero_pp.rpc.admission_client import be_probed, enrol, renew
+from hetero_pp.rpc.admission_client import ask, be_probed, enrol
 from hetero_pp.rpc.exchange_service import MOST_BETWEEN
 from hetero_pp.rpc.identities import (
     Authority,
@@ -237,7 +237,7 @@ def renew_once(membership: Membership) -> None:
 
     Raises Refused, or LinkTimeout if the exchange does not answer.
     """
-    certificate = renew(membership.address, membership.identity)
+    certificate = ask(membership.address, membership.identity, "Renew").certificate
     write_whole(Path(membership.identity.kept_in), certificate.encode(), is_secret=True)
 
 

@@ -31,7 +31,7 @@ from hetero_pp.program.report.lines import status_lines
 from hetero_pp.program.report.output import announce, standard_output, tell
 from hetero_pp.program.report.recorder import recorded
 from hetero_pp.program.report.state import RunState
-from hetero_pp.rpc.admission_client import status as ask
+from hetero_pp.rpc.admission_client import ask
 from hetero_pp.rpc.limits import plain
 from replica_groups.exchange.memberships import IssuedTicket, Memberships
 from replica_groups.exchange.stall_detector import listed
@@ -62,7 +62,8 @@ def _print_state(folder: RunFolder, address: str | None) -> dict[str, object]:
     over = read_over(folder)
     try:
         known = known_run(folder)
-        reply = ask(address or known.address, known.identity, SECONDS if over is None else _SECONDS_OF_AN_ENDED_RUN)
+        seconds = SECONDS if over is None else _SECONDS_OF_AN_ENDED_RUN
+        reply: StatusReply = ask(address or known.address, known.identity, "Status", seconds=seconds)
     except HeteroPPError as error:
         if over is not None:
             # What this host heard at the end of a run that another host served.

@@ -43,7 +43,7 @@ from hetero_pp.program.report.recorder import INTERRUPTED, to_json
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.view.run_view import RunView
 from hetero_pp.program.view.sources import Source
-from hetero_pp.rpc.admission_client import status
+from hetero_pp.rpc.admission_client import ask
 from hetero_pp.rpc.identities import Identity, read_certificate, ticket_of
 from replica_groups.exchange.memberships import Memberships
 
@@ -274,7 +274,7 @@ def authenticator_of(known: RunOfHost) -> Authenticator:
 
     def told() -> Mapping[str, int] | None:
         with suppress(HeteroPPError):
-            reply = status(known.address, known.identity, _SECONDS_TO_ANSWER)
+            reply = ask(known.address, known.identity, "Status", seconds=_SECONDS_TO_ANSWER)
             return {slot.name: slot.holder for slot in reply.slots}
         return None
 
