@@ -394,11 +394,6 @@ class Ticket:
         """Whether it has expired."""
         return time.time() > self.identity.shown.until
 
-    def require_good(self) -> None:
-        """Raise Refused if it has expired."""
-        if self.is_over:
-            raise Refused("the ticket has expired: ask for another (or is the clock of this host wrong?)")
-
 
 def make_ticket(
     run: str,

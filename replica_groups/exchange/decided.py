@@ -186,8 +186,7 @@ class DecidedRounds:
             if held is None or held.round != self._newest:
                 damaged: list[str] = []
                 try:
-                    held = self._runner.retry(lambda: open_newest(self._log, self._newest, damaged))
-                    self._held = held
+                    held = self._held = self._runner.retry(lambda: open_newest(self._log, self._newest, damaged))
                 except FileNotFoundError as error:
                     raise Refused("; ".join([str(error), *damaged])) from None
                 for one in damaged:
@@ -197,7 +196,14 @@ class DecidedRounds:
     def open_checkpoint(self, request: pb.CheckpointRequest, caller: Caller) -> RunCheckpoint | OpenCheckpoint:
         """Return a run checkpoint that has the tensors of a request, by default the newest."""
         self._runner.require_begun(_ANYBODY, caller.is_asked)
-        checkpoint = self._after(request.round if request.HasField("round") else self._newest)
+        round_ = request.round if request.HasField("round") else self._newest
+        with self._opening:
+            checkpoint = self._held
+            if checkpoint is None or checkpoint.round != round_:
+                try:
+                    checkpoint = self._held = self._runner.retry(lambda: self._log.open_checkpoint(round_))
+                except (DamagedFile, FileNotFoundError) as error:
+                    raise Refused(f"{_ANYBODY}: no run checkpoint after round {round_}: {error}") from None
         unknown = [name for name in request.names if name not in checkpoint.shapes]
         if unknown:
             more = f" and {len(unknown) - 1} other names" if len(unknown) > 1 else ""
@@ -210,18 +216,6 @@ class DecidedRounds:
         if isinstance(checkpoint, RunCheckpoint):
             return None
         return self._runner.retry(lambda: self._log.store.sign("GET", checkpoint_key(checkpoint.round), URL_SECONDS))
-
-    def _after(self, round_: int) -> RunCheckpoint | OpenCheckpoint:
-        """Return the run checkpoint after a round, from the log unless it is open or in memory."""
-        with self._opening:
-            held = self._held
-            if held is None or held.round != round_:
-                try:
-                    held = self._runner.retry(lambda: self._log.open_checkpoint(round_))
-                    self._held = held
-                except (DamagedFile, FileNotFoundError) as error:
-                    raise Refused(f"{_ANYBODY}: no run checkpoint after round {round_}: {error}") from None
-            return held
 
 
 def _header(request: pb.FetchRequest, size: int) -> pb.BlobHeader:

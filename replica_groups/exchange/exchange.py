@@ -326,18 +326,13 @@ class Exchange(ExchangeService):
         self.runner.wait_until_begun(caller.is_asked)
         return pb.LastRoundReply(last_round=self.coordinator.last_round, changes=self.runner.changes.to_json())
 
-    def meet_members(self) -> bool:
-        """Wait until all required members have joined, or the run is known to be under way; return the latter."""
-        self.runner.wait_until(lambda: self.runner.goes_on or self._has_met())
-        return self.runner.goes_on
-
     def wait_until_joined(self) -> Mapping[str, AvailableStates]:
         """Wait until all required members have joined; return the states of all that have."""
-        self.runner.wait_until(self._has_met)
+        self.runner.wait_until(self.has_met)
         with self.changed:
             return dict(self._available)
 
-    def _has_met(self) -> bool:
+    def has_met(self) -> bool:
         """Return whether all required members have joined. The count comes first: this is asked after every join."""
         return len(self._available) >= self._least and not self.lacking(self._available)
 

@@ -63,7 +63,9 @@ def make_exchange(
     that none can be gone without it.
     """
     agreement, rehearses = Agreement(spec.at(1), spec.changes, resume or {}), spec.config.rehearsal is not None
-    log = ContributionLog(faults.disk(open_log(spec.config, folder).store))
+    log, inner = ContributionLog(faults.disk(open_log(spec.config, folder).store)), spec.config.inner
+    # A round of a fixed time may have 100 steps a second, and 10,000 more.
+    steps = inner.steps or _STEPS_OF_ANY_ROUND + math.ceil(_STEPS_A_SECOND * (inner.seconds or 0.0))
     return Exchange(
         spec.run,
         spec.roster,
@@ -76,7 +78,7 @@ def make_exchange(
         tokens_a_step=tokens_a_step(spec),
         magnitudes=None if rehearses else spec.config.exchange.magnitudes,
         text=folder.text,
-        bounds=bounds_of(spec),
+        bounds=ReportBounds(steps, tokens_a_step(spec)),
         rehearsed=spec.parameter_shapes if rehearses else None,
         so_far=folder.so_far,
         link_limits=link_limits(spec),
@@ -99,13 +101,6 @@ def link_limits(spec: RunSpec) -> dict[tuple[str, str], LinkLimit]:
                 evaluation = loads[direction].evaluation + batches * MESSAGE_BYTES
                 found[link.name, direction] = LinkLimit(step, evaluation, link.bottleneck(direction))
     return found
-
-
-def bounds_of(spec: RunSpec) -> ReportBounds:
-    """Return what members may report. A round of a fixed time may have 100 steps a second, and 10,000 more."""
-    inner = spec.config.inner
-    steps = inner.steps or _STEPS_OF_ANY_ROUND + math.ceil(_STEPS_A_SECOND * (inner.seconds or 0.0))
-    return ReportBounds(steps, tokens_a_step(spec))
 
 
 def rules_of(spec: RunSpec, lonely: bool = False) -> Rules:
@@ -151,7 +146,8 @@ def begin_run(
         resume = {**(resume or {}), REPLICAS: changes.pending}
     spec = spec.with_changes(changes.settled())
     if resume is not None and not goes_on:
-        goes_on = exchange.meet_members()
+        exchange.runner.wait_until(lambda: exchange.runner.goes_on or exchange.has_met())
+        goes_on = exchange.runner.goes_on
         # Members need the other keys from their start. A change of the replicas is allowed: they are told of it.
         others = [key for key in (resume if goes_on else {}) if key != REPLICAS]
         if others:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from hetero_pp.config.spec import RunSpec
-from hetero_pp.config.topology import DatacenterReplica, MagnitudeSettings, ReplicaSettings
+from hetero_pp.config.topology import DatacenterReplica, MagnitudeSettings
 from hetero_pp.messages.messages_pb2 import ContributionEntry, RoundRecord
 from hetero_pp.model.inner import InnerSettings
 from hetero_pp.model.transformer import LAYERS, block_of
@@ -330,8 +330,8 @@ def contribution_limits(spec: RunSpec) -> ContributionLimits | None:
         return None
     if (inner.clip_norm is None) if inner.optimizer == "sgd" else (adamw_step(inner.betas) is None):
         return None
-    if not all(map(_steps_as_configured, spec.replicas_ever)):
-        return None
+    if any(isinstance(one, DatacenterReplica) and "optimizer" in one.deepspeed for one in spec.replicas_ever):
+        return None  # its inner optimizer is not the one of `inner`
 
     def rates(round_: int) -> float:
         first = (round_ - 1) * steps
@@ -339,11 +339,6 @@ def contribution_limits(spec: RunSpec) -> ContributionLimits | None:
         return sum(of_round.at(step) for step in range(first, first + steps))
 
     return ContributionLimits(inner, outer, rates)
-
-
-def _steps_as_configured(replica: ReplicaSettings) -> bool:
-    """Return whether its inner optimizer is the one of `inner`."""
-    return not isinstance(replica, DatacenterReplica) or "optimizer" not in replica.deepspeed
 
 
 def inner_steps(spec: RunSpec) -> range:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from hetero_pp.config.checkpoint import MOMENTUM, momentum_of
 from hetero_pp.config.lines import DIRECTIONS, Direction, LinkSpec, exchange_link_name, stage_link_name
-from hetero_pp.config.spec import MemberSpec, RunSpec
+from hetero_pp.config.spec import MemberSpec
 from hetero_pp.core.errors import (
     ExchangeLost,
     HeteroPPError,
@@ -96,36 +96,6 @@ class Connections(Protocol):
 
         May be called from any thread. From then on `open` raises for these generations.
         """
-
-
-class Links:
-    """Links of a member to the neighbouring stages, and the byte counts of all its links."""
-
-    def __init__(self, spec: RunSpec, member: MemberSpec, connections: Connections) -> None:
-        self.connections = connections
-        self._member, self._ends = member, LinkEnds()
-        self.line = ExchangeLine(spec.links[exchange_link_name(member.name)], spec.config.seed, connections.lines)
-
-    def form(self, work: pb.AssignReply) -> LinkEnds:
-        """Return links of the assignment's generation. Raises LinkError."""
-        upstream = work.upstream_holder if work.HasField("upstream_holder") else None
-        downstream = work.downstream_holder if work.HasField("downstream_holder") else None
-        try:
-            self._ends = self.connections.open(work.generation, work.upstream, work.downstream, (upstream, downstream))
-        except Refused as error:  # the word of a neighbour alone must not end this member
-            raise LinkClosed(str(error)) from error
-        return self._ends
-
-    @property
-    def ledgers(self) -> Sequence[LedgerOf]:
-        """The member's byte counts: both directions of its exchange link, and what it sends to neighbouring stages."""
-        own, stage, replica = exchange_link_name(self._member.name), self._member.stage, self._member.replica.name
-        ledgers: list[LedgerOf] = [(own, "forward", self.line.forward), (own, "backward", self.line.backward)]
-        if stage is not None and self._ends.downstream is not None:
-            ledgers.append((stage_link_name(replica, stage.index), "forward", self._ends.downstream.ledger))
-        if stage is not None and self._ends.upstream is not None:
-            ledgers.append((stage_link_name(replica, stage.index - 1), "backward", self._ends.upstream.ledger))
-        return ledgers
 
 
 class ExchangeLine:
@@ -281,14 +251,15 @@ class MemberSession(ExchangeService):
     # ---- a slot in the run ----
 
     @contextmanager
-    def joined(self, address: str, available: AvailableStates, links: Links) -> Iterator[None]:
-        """Take the slot, and send heartbeats while the block runs.
+    def joined(self, member: MemberSpec, connections: Connections, available: AvailableStates) -> Iterator[None]:
+        """Listen for other stages, take the slot, and send heartbeats while the block runs.
 
-        `address`: where the member listens for other stages. `available`: the states that it holds.
+        `available`: the states that the member holds.
         """
-        self.links, self._address, self._available = links, address, available
-        self.heartbeats = Heartbeat(self, self.member, links.connections.give_up)
-        self.join(self.member, address, available)
+        self._spec, self._connections, self._ends = member, connections, LinkEnds()
+        self._address, self._available = connections.listen(), available
+        self.heartbeats = Heartbeat(self, self.member, connections.give_up)
+        self.join(self.member, self._address, available)
         with self.heartbeats.sending():
             yield
 
@@ -313,13 +284,32 @@ class MemberSession(ExchangeService):
             return None
         self._generation = work.generation
         self.heartbeats.trains(None, work.generation)
-        return self.links.form(work)
+        upstream = work.upstream_holder if work.HasField("upstream_holder") else None
+        downstream = work.downstream_holder if work.HasField("downstream_holder") else None
+        holders = upstream, downstream
+        try:
+            self._ends = self._connections.open(work.generation, work.upstream, work.downstream, holders)
+        except Refused as error:  # the word of a neighbour alone must not end this member
+            raise LinkClosed(str(error)) from error
+        return self._ends
+
+    @property
+    def ledgers(self) -> Sequence[LedgerOf]:
+        """The member's byte counts: both directions of its exchange link, and what it sends to neighbouring stages."""
+        assert self.line is not None
+        own, stage, replica = exchange_link_name(self.member), self._spec.stage, self.replica
+        ledgers: list[LedgerOf] = [(own, "forward", self.line.forward), (own, "backward", self.line.backward)]
+        if stage is not None and self._ends.downstream is not None:
+            ledgers.append((stage_link_name(replica, stage.index), "forward", self._ends.downstream.ledger))
+        if stage is not None and self._ends.upstream is not None:
+            ledgers.append((stage_link_name(replica, stage.index - 1), "backward", self._ends.upstream.ledger))
+        return ledgers
 
     def leave_links(self, cause: str) -> int | None:
         """Give up the current links, and tell waiting neighbours the cause; return their generation, if any."""
         generation, self._generation = self._generation, None
         if generation is not None:
-            self.links.connections.give_up(generation + 1, cause)
+            self._connections.give_up(generation + 1, cause)
         return generation
 
     def newest_tensors(

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.lines import exchange_link_name
 from hetero_pp.config.spec import MemberSpec, RunSpec
 from hetero_pp.core.device import computing, name_of, peak_bytes, use
 from hetero_pp.core.errors import IncarnationOver, LinkError, PeerAtFault, Stopped, Suspended
@@ -39,7 +40,7 @@ from replica_groups.member.inner_loops import (
 from replica_groups.member.outer_round import OuterRound
 from replica_groups.member.reporter import SECONDS_BETWEEN_LINK_REPORTS, Reporter
 from replica_groups.member.saved_states import SavedStates, newest_usable_state, states_of
-from replica_groups.member.session import Connections, Links, MemberSession
+from replica_groups.member.session import Connections, ExchangeLine, MemberSession
 from replica_groups.member.stopping import NEVER_STOPPED, Stopping
 from replica_groups.member.trainers import TrainingMember, build_from_checkpoint
 
@@ -64,10 +65,10 @@ def take_part(
     """
     config, say = spec.config, partial(print, f"{member.name}:", file=sys.stderr, flush=True)
     use(ranks.device)
-    links = Links(spec, member, connections)
+    line = ExchangeLine(spec.links[exchange_link_name(member.name)], config.seed, connections.lines)
     exchange, overlaps = connections.exchange if ranks.is_first else None, bool(config.outer.overlap)
     name, replica = member.name, member.replica.name
-    session = MemberSession(exchange, name, replica, "", links.line, ranks, stopping, faults, overlaps=overlaps)
+    session = MemberSession(exchange, name, replica, "", line, ranks, stopping, faults, overlaps=overlaps)
     # What every member of a run has to have in common is compared before it takes a slot.
     reads = member.reads_data and config.rehearsal is None
     source = keep_trying(lambda: open_source(config.data, folder.cache), say) if reads else None
@@ -75,7 +76,7 @@ def take_part(
     states = states_of(spec, session, folder)
     available = states.find()
 
-    with session.joined(connections.listen(), available, links):
+    with session.joined(member, connections, available):
         saved = newest_usable_state(session, states, available)
         spec = spec.with_changes(session.changes())
         # A thread shares its output with all members, so it does not tell how long the checkpoint took to read.
@@ -196,7 +197,7 @@ class TrainingLoop:
         if work.is_first:
             self._evaluate(before)  # repeated after a resume, as the run may have died before the report
             if before == 0:
-                self.reporter.links(self.session.links.ledgers, 0)
+                self.reporter.links(self.session.ledgers, 0)
 
     def _catch_up(self, before: int) -> None:
         """Apply the rounds up to this one that closed without this member."""
@@ -304,7 +305,7 @@ class TrainingLoop:
             self._return(error)
         times.blocked_seconds, times.evaluation_seconds = session.blocked, time.monotonic() - synchronised
         self.member.timing()
-        self.reporter.links(session.links.ledgers, round_)  # first: it is known once the round is reported
+        self.reporter.links(session.ledgers, round_)  # first: it is known once the round is reported
         self.reporter.tell(member_round=times)
         if is_saved:
             self.reporter.flush(lambda: session.stopping.is_asked)  # a run that resumes from here has lost no report
@@ -339,7 +340,7 @@ class TrainingLoop:
                 is_over = self.length.is_over(steps, done.is_last)
                 steps += 1
                 self.session.heartbeats.progressed()
-                self.reporter.links(self.session.links.ledgers, round_, SECONDS_BETWEEN_LINK_REPORTS)
+                self.reporter.links(self.session.ledgers, round_, SECONDS_BETWEEN_LINK_REPORTS)
             self.member.end_inner_loop(round_)
         give_memory_back()
         self.overlapped.trained(round_, inputs)

@@ -27,7 +27,7 @@ class Host:
         """Start a coordinator.
 
         With `meets` it was started by hand and does not know whether members are present, as in
-        `Exchange.meet_members`.
+        `begin_run`.
         """
         dice = world.dice
         self.world, self.number, self.dead, self.frozen_until = world, number, False, 0.0

@@ -89,7 +89,8 @@ def take_slot(ticket: Ticket, runs: Path, say: Callable[[str], None] = print) ->
     folder = RunFolder(runs / ticket.run).identity(ticket.id)
     if ticket.is_over and has_joined(folder):
         return read_membership(folder)
-    ticket.require_good()
+    if ticket.is_over:
+        raise Refused("the ticket has expired: ask for another (or is the clock of this host wrong?)")
     key = _own_key(folder / _KEY)
     reply = _enrolled(ticket, signing_request(key_from_text(key)), say)
     with suppress(OSError):  # the exchange has given this host a slot, so the run of this name is not over

@@ -82,7 +82,10 @@ def _contributing(state: RunState, waiting: pb.Waiting, now: float, seconds: flo
     # A long step is no stall: while a member computes, the line names it instead, and both are left out of the first
     # minute of training.
     missing = [one.member for one in waiting.missing]
-    total = len({*state.contributing_members(waiting.round), *missing})
+    # A round waits for an optional replica only while that is complete.
+    complete = state.replicas.keys() - {state.members[slot].replica for slot in state.vacant}
+    replicas = [one for one in state.changed.replicas_in(waiting.round) if not one.optional or one.name in complete]
+    total = len({*(member for one in replicas for member in one.members), *missing})
     names = f" from {listed(missing)}" if len(missing) < total else ""
     waits = f"waiting for {len(missing)} of {format_count(total, 'contribution')}{names}"
     silent = [

@@ -875,12 +875,6 @@ class RunState:
         names = [replica.name for replica in self.changed.replicas_in(round_)]
         return {name: self.replicas[name] for name in names if name in self.replicas}
 
-    def contributing_members(self, round_: int) -> list[str]:
-        """Return the members whose contributions a round waits for: an optional replica only while it is complete."""
-        complete = self.replicas.keys() - {self.members[slot].replica for slot in self.vacant}
-        replicas = [one for one in self.changed.replicas_in(round_) if not one.optional or one.name in complete]
-        return [member for replica in replicas for member in replica.members]
-
     def not_counted(self, round_: int) -> dict[str, Exclusion]:
         """Return the excluded replicas of a closed round, each with the reason."""
         closed = self.closed.get(round_)
