@@ -20,12 +20,12 @@ from hetero_pp.link.framing import header_and_payload_frames
 from hetero_pp.link.shaping import Lines
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.model.transformer import shapes_by_block
-from hetero_pp.pseudo_gradient.blob_batches import join_blobs, split_blobs
-from hetero_pp.pseudo_gradient.contribution import BlobAddress, encode_blob
+from hetero_pp.program.launch.supervisor import tell_died
+from hetero_pp.pseudo_gradient.contribution import BlobAddress, encode_blob, join_blobs, split_blobs
 from hetero_pp.pseudo_gradient.error_feedback import select
-from hetero_pp.rpc.admission_client import status
+from hetero_pp.rpc.admission_client import ask
 from hetero_pp.rpc.channels import PROTOCOL_VERSION
-from hetero_pp.rpc.connections import NetworkConnections, tell_died
+from hetero_pp.rpc.connections import NetworkConnections
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.identities import Credentials
 from hetero_pp.rpc.services import EXCHANGE_SERVICE as SERVICE
@@ -355,7 +355,7 @@ def _group_of(target: Target, member: Credentials, stretch: Stretch) -> tuple[st
     assert member.identity is not None
     replica = target.spec.members[member.name].replica.name
     while not stretch.is_over.wait(0.1):
-        group = [slot for slot in status(target.address, member.identity).slots if slot.replica == replica]
+        group = [slot for slot in ask(target.address, member.identity, "Status").slots if slot.replica == replica]
         if all(slot.held and slot.round for slot in group):
             (address,) = (slot.address for slot in group if slot.name == member.name)
             return address, sum(slot.incarnation for slot in group)

@@ -19,8 +19,7 @@ from hetero_pp.messages.messages_pb2 import BlobHeader, InnerStep, Report, Round
 from hetero_pp.model.transformer import shapes_by_block
 from hetero_pp.outer.apply_round import apply_round
 from hetero_pp.outer.step import OuterOptimizer, parameter_sha256
-from hetero_pp.pseudo_gradient.blob_batches import batches, join_blobs
-from hetero_pp.pseudo_gradient.contribution import BlobAddress, blob_of, encode_tensor
+from hetero_pp.pseudo_gradient.contribution import BlobAddress, batches, blob_of, encode_tensor, join_blobs
 from hetero_pp.pseudo_gradient.error_feedback import select
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.exchange_service import Caller

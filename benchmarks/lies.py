@@ -21,7 +21,7 @@ from google.protobuf.message_factory import GetMessageClass
 from hetero_pp.link.framing import header_and_payload_frames, read_frames
 from hetero_pp.link.protocol import PREFIX_BYTES
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.pseudo_gradient.blob_batches import payload_bytes
+from hetero_pp.pseudo_gradient.contribution import payload_bytes
 from hetero_pp.rpc import exchange_client, stage_link
 from hetero_pp.rpc.callers import Metadata
 from hetero_pp.rpc.identities import Identity

@@ -27,8 +27,8 @@ from hetero_pp.config.yaml_file import ConfigFile
 from hetero_pp.messages.messages_pb2 import Report, RoundRecord
 from hetero_pp.program.launch.command import begin_folder
 from hetero_pp.program.launch.inputs import prepare
-from hetero_pp.program.launch.supervisor import Supervisor, Watcher
-from hetero_pp.rpc.connections import reports_of, tell_died
+from hetero_pp.program.launch.supervisor import Supervisor, Watcher, tell_died
+from hetero_pp.rpc.connections import reports_of
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.identities import Credentials, Identity, Secret, SecretKeys, as_text, digest_of, make_ticket, new_key
 from replica_groups.exchange.memberships import Memberships

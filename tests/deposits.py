@@ -6,8 +6,7 @@ import hashlib
 from collections.abc import Mapping
 
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.pseudo_gradient.blob_batches import join_blobs
-from hetero_pp.pseudo_gradient.contribution import BlobAddress
+from hetero_pp.pseudo_gradient.contribution import BlobAddress, join_blobs
 from hetero_pp.rpc.exchange_service import Caller, ExchangeService
 from replica_groups.exchange.log import blob_key
 

@@ -31,9 +31,10 @@ from hetero_pp.core.errors import HeteroPPError, LinkError, RunFailed, RunOver
 from hetero_pp.link.shaping import Lines
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2 import BlobHeader, MembershipEventKind, Report
-from hetero_pp.pseudo_gradient.blob_batches import split_blobs
+from hetero_pp.program.launch.supervisor import tell_died
+from hetero_pp.pseudo_gradient.contribution import split_blobs
 from hetero_pp.rpc import services
-from hetero_pp.rpc.connections import NetworkConnections, tell_died
+from hetero_pp.rpc.connections import NetworkConnections
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.exchange_service import Caller
 from hetero_pp.rpc.identities import Credentials, Identity, Secret, as_text, digest_of, make_ticket, new_key

@@ -65,14 +65,6 @@ class _Once:
         return True
 
 
-def tell_died(address: str, credentials: Credentials, member: str, cause: str, incarnation: int | None) -> None:
-    """Report to the exchange that a member's process has ended. Does nothing if the exchange is gone, too."""
-    client = ExchangeClient(address, credentials, timeout=CONNECT_TIMEOUT)
-    with closing(client) as exchange, suppress(HeteroPPError):
-        exchange.wait_until_ready(CONNECT_TIMEOUT)
-        exchange.died(member, cause, incarnation)
-
-
 def reports_to_members(
     address: str,
     credentials: Credentials,

@@ -34,8 +34,7 @@ from hetero_pp.core.units import format_seconds
 from hetero_pp.link.framing import header_and_payload_frames, read_frames, read_into
 from hetero_pp.link.protocol import FRAME_BYTES
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.pseudo_gradient.blob_batches import payload_bytes, split_blobs
-from hetero_pp.pseudo_gradient.contribution import MAX_BLOB_BYTES
+from hetero_pp.pseudo_gradient.contribution import MAX_BLOB_BYTES, payload_bytes, split_blobs
 from hetero_pp.rpc.callers import Metadata, shown
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, is_reached, make_channel, new_run, require_trust
 from hetero_pp.rpc.exchange_service import (

@@ -26,9 +26,8 @@ from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.units import format_bytes
 from hetero_pp.model.arithmetic import piece_rows
 from hetero_pp.model.transformer import EMBEDDING, LAYERS, ModelShape, shapes_by_block
-from hetero_pp.pseudo_gradient.blob_batches import batches
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
-from hetero_pp.pseudo_gradient.contribution import kept_values
+from hetero_pp.pseudo_gradient.contribution import batches, kept_values
 from hetero_pp.pseudo_gradient.selection import BAND_ELEMENTS
 from hetero_pp.simulator.costs import StagePart, assumption, checkpointing_of, part_of, unnamed
 from hetero_pp.simulator.traffic import RINGS, blob_sizes, replica_count

@@ -33,8 +33,7 @@ from hetero_pp.link.protocol import Message, packed_tokens_bytes, raw_frames, se
 from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, GRADIENT, LinkHeader
 from hetero_pp.model.transformer import EMBEDDING, block_of, shapes_by_block
 from hetero_pp.pipeline.coefficients import format_of, noise_key
-from hetero_pp.pseudo_gradient.blob_batches import FOLLOWING_BYTES_MAX, FOLLOWING_MAX, batches
-from hetero_pp.pseudo_gradient.contribution import BlobAddress, blob_bytes
+from hetero_pp.pseudo_gradient.contribution import FOLLOWING_BYTES_MAX, FOLLOWING_MAX, BlobAddress, batches, blob_bytes
 from hetero_pp.pseudo_gradient.volume import Volume
 
 # ---- links between stages ----

@@ -12,9 +12,16 @@ from hetero_pp.core.errors import MalformedContribution, Suspended
 from hetero_pp.messages.messages_pb2 import BlobEntry, BlobHeader
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.model.transformer import Shapes
-from hetero_pp.pseudo_gradient.blob_batches import BATCH_BYTES_MAX, payload_bytes, split_blobs
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
-from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob, entry_of, most_bytes
+from hetero_pp.pseudo_gradient.contribution import (
+    BATCH_BYTES_MAX,
+    BlobAddress,
+    ReceivedBlob,
+    entry_of,
+    most_bytes,
+    payload_bytes,
+    split_blobs,
+)
 from hetero_pp.rpc.exchange_service import Caller
 from replica_groups.exchange.log import blob_key
 from replica_groups.exchange.runner import CoordinatorRunner

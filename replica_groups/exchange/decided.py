@@ -20,7 +20,7 @@ from hetero_pp.config.checkpoint import OpenCheckpoint, RunCheckpoint
 from hetero_pp.config.lines import EXCHANGE
 from hetero_pp.core.errors import DamagedFile, HeteroPPError, Refused
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.pseudo_gradient.blob_batches import FOLLOWING_BYTES_MAX, FOLLOWING_MAX
+from hetero_pp.pseudo_gradient.contribution import FOLLOWING_BYTES_MAX, FOLLOWING_MAX
 from hetero_pp.rpc.exchange_service import Caller
 from replica_groups.exchange.log import URL_SECONDS, checkpoint_key, key_of
 from replica_groups.exchange.replay import open_newest

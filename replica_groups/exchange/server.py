@@ -28,8 +28,7 @@ from hetero_pp.core.errors import ExchangeLost, Forbidden, MalformedMessage, Ref
 from hetero_pp.link.framing import header_and_payload_frames, read_frames, read_into
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.refusals import Kind
-from hetero_pp.pseudo_gradient.blob_batches import payload_bytes
-from hetero_pp.pseudo_gradient.contribution import MAX_BLOB_BYTES
+from hetero_pp.pseudo_gradient.contribution import MAX_BLOB_BYTES, payload_bytes
 from hetero_pp.rpc.callers import (
     CALLS,
     Callers,

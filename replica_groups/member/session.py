@@ -40,8 +40,7 @@ from hetero_pp.core.errors import (
 from hetero_pp.link.protocol import FRAME_BYTES, NOT_KNOWN, Holders, Ledger, LinkEnds, raw_frames, wire_bytes
 from hetero_pp.link.shaping import Lines, Shaper, busy_seconds
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.pseudo_gradient.blob_batches import batches, join_blobs, split_blobs
-from hetero_pp.pseudo_gradient.contribution import BlobAddress
+from hetero_pp.pseudo_gradient.contribution import BlobAddress, batches, join_blobs, split_blobs
 from hetero_pp.rpc.exchange_service import NO_STATES, Arrived, AvailableStates, Caller, ExchangeService, call_of, untold
 from hetero_pp.store.faults import NO_FAULTS, FaultPhase, Faults
 from replica_groups.engines.ranks import ALONE, Ranks

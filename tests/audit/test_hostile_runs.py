@@ -22,8 +22,7 @@ from hetero_pp.messages.messages_pb2 import EXCLUDED, LEFT_OUT, UNAUDITED, BlobH
 from hetero_pp.model.transformer import shapes_by_block
 from hetero_pp.program.cli import app
 from hetero_pp.program.defences import defended
-from hetero_pp.pseudo_gradient.blob_batches import split_blobs
-from hetero_pp.pseudo_gradient.contribution import BlobAddress, decode_blob, encode_blob
+from hetero_pp.pseudo_gradient.contribution import BlobAddress, decode_blob, encode_blob, split_blobs
 from hetero_pp.pseudo_gradient.error_feedback import select
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.exchange_service import Caller

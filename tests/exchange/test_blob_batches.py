@@ -11,9 +11,8 @@ from small_run import Run
 
 from hetero_pp.core.errors import Refused
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.pseudo_gradient import blob_batches as limits
-from hetero_pp.pseudo_gradient.blob_batches import batches, join_blobs, split_blobs
-from hetero_pp.pseudo_gradient.contribution import BlobAddress
+from hetero_pp.pseudo_gradient import contribution as limits
+from hetero_pp.pseudo_gradient.contribution import BlobAddress, batches, join_blobs, split_blobs
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.exchange_service import Caller
 from hetero_pp.rpc.identities import Secret

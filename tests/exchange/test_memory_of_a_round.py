@@ -22,7 +22,7 @@ from hetero_pp.model.inner import InnerOptimizer, InnerSettings
 from hetero_pp.model.transformer import EMBEDDING
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pipeline.subspace import perpendicular, random_basis
-from hetero_pp.pseudo_gradient.blob_batches import split_blobs
+from hetero_pp.pseudo_gradient.contribution import split_blobs
 from hetero_pp.rpc.exchange_service import Caller
 from hetero_pp.store.folder import FolderStore
 from replica_groups.engines.engine import LocalParameters, Moments

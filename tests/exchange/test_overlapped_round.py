@@ -22,9 +22,8 @@ from hetero_pp.core.tensor_files import Scratch
 from hetero_pp.messages.messages_pb2 import BlobHeader, CheckpointRequest, FetchRequest, RecordRequest, RoundRecord
 from hetero_pp.model.transformer import ModelShape, shapes_by_block, shapes_of
 from hetero_pp.outer.methods import OuterSettings
-from hetero_pp.pseudo_gradient.blob_batches import split_blobs
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
-from hetero_pp.pseudo_gradient.contribution import BlobAddress, decode_blob
+from hetero_pp.pseudo_gradient.contribution import BlobAddress, decode_blob, split_blobs
 from hetero_pp.rpc.exchange_service import Arrived, Caller, ExchangeService, untold
 from replica_groups.engines.engine import LocalParameters
 from replica_groups.member.error_feedback import ErrorFeedback

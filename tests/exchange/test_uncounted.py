@@ -19,7 +19,7 @@ from hetero_pp.config.lines import EXCHANGE
 from hetero_pp.core.errors import HeteroPPError, IncarnationOver, Refused, Suspended
 from hetero_pp.messages.messages_pb2 import HEALED, AssignReply, BlobHeader, RoundRecord
 from hetero_pp.model.transformer import shapes_by_block, shapes_of
-from hetero_pp.pseudo_gradient import blob_batches
+from hetero_pp.pseudo_gradient import contribution
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, decode_blob
 from hetero_pp.rpc.exchange_service import Caller
 from replica_groups.engines.engine import LocalParameters
@@ -281,7 +281,7 @@ def test_an_undo_in_the_midst_of_contributing_is_exact_too(run: Run, monkeypatch
         done.append(header)
         deposit(header, data, caller)
 
-    monkeypatch.setattr(blob_batches, "BATCH_BYTES_MAX", 1)  # so that each blob goes alone
+    monkeypatch.setattr(contribution, "BATCH_BYTES_MAX", 1)  # so that each blob goes alone
     monkeypatch.setattr(run.exchange, "deposit_blob", suspended)
     with pytest.raises(Suspended):
         a.outer.synchronise(2)

@@ -16,8 +16,7 @@ from torch import Tensor
 from hetero_pp.config.lines import LinkShape, LinkSpec
 from hetero_pp.link.shaping import Lines
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.pseudo_gradient.blob_batches import join_blobs
-from hetero_pp.pseudo_gradient.contribution import BlobAddress
+from hetero_pp.pseudo_gradient.contribution import BlobAddress, join_blobs
 from hetero_pp.rpc.exchange_service import Arrived, Caller, ExchangeService, call_of, untold
 from replica_groups.member.session import ExchangeLine, MemberSession
 

@@ -12,7 +12,7 @@ import torch
 from grpc_threads import run_over_grpc
 
 from hetero_pp.config.yaml_file import ConfigFile, spec_of
-from hetero_pp.pseudo_gradient import blob_batches
+from hetero_pp.pseudo_gradient import contribution
 from hetero_pp.simulator import traffic
 from hetero_pp.simulator.traffic import blob_sizes, exchange_calls
 from replica_groups.exchange import decided, server
@@ -42,7 +42,7 @@ def test_blobs_cross_in_as_many_calls_as_predicted(
     path.write_text(YAML.replace("CORPUS", str(corpus)))
     spec = spec_of(ConfigFile(path))
     room = int(most * blob_sizes(spec)["home"]["layers.0"])
-    monkeypatch.setattr(blob_batches, "BATCH_BYTES_MAX", room)
+    monkeypatch.setattr(contribution, "BATCH_BYTES_MAX", room)
     for module in (decided, traffic):
         monkeypatch.setattr(module, "FOLLOWING_BYTES_MAX", room)
         monkeypatch.setattr(module, "FOLLOWING_MAX", following)

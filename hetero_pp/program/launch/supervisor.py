@@ -14,7 +14,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
@@ -25,7 +25,7 @@ from hetero_pp.config.folder import RunFolder
 from hetero_pp.config.lines import EXCHANGE, LAUNCHER
 from hetero_pp.config.member_inputs import devices_of
 from hetero_pp.config.spec import RunSpec
-from hetero_pp.core.errors import GivenUp, LinkError, Refused, RunFailed
+from hetero_pp.core.errors import GivenUp, HeteroPPError, LinkError, Refused, RunFailed
 from hetero_pp.core.files import write_whole
 from hetero_pp.core.units import format_count, format_seconds
 from hetero_pp.messages.messages_pb2 import GIVEN_UP, RESTARTED, SILENT, MembershipEvent, MembershipEventKind, Report
@@ -33,8 +33,10 @@ from hetero_pp.program.launch.fork_server import fork_server, unheard
 from hetero_pp.program.launch.host_memory import MemoryKills
 from hetero_pp.program.launch.hosts import is_reached
 from hetero_pp.program.launch.job import CONSEQUENCE, CRASHED, GONE, STOP, ProcessJob, require_open_files
-from hetero_pp.rpc.connections import reports_of, tell_died
-from hetero_pp.rpc.identities import Keys, Secret, SecretKeys, new_secret
+from hetero_pp.rpc.connections import reports_of
+from hetero_pp.rpc.exchange_client import ExchangeClient
+from hetero_pp.rpc.identities import Credentials, Keys, Secret, SecretKeys, new_secret
+from hetero_pp.rpc.limits import CONNECT_TIMEOUT
 from hetero_pp.store.faults import Faults
 
 _SECONDS_FOR_THE_CAUSE = 5.0
@@ -427,6 +429,14 @@ class Supervisor:
         if code < 0:
             return f"{member} was killed by {signal.Signals(-code).name}{for_memory}"
         return f"{member}: {cause or f'exited with code {code}'} (output: {self._folder.output(member)})"
+
+
+def tell_died(address: str, credentials: Credentials, member: str, cause: str, incarnation: int | None) -> None:
+    """Report to the exchange that a member's process has ended. Does nothing if the exchange is gone, too."""
+    client = ExchangeClient(address, credentials, timeout=CONNECT_TIMEOUT)
+    with closing(client) as exchange, suppress(HeteroPPError):
+        exchange.wait_until_ready(CONNECT_TIMEOUT)
+        exchange.died(member, cause, incarnation)
 
 
 # ---- the reports of a run ----
