@@ -95,7 +95,7 @@ class FarEnd:
         self.is_over = threading.Event()
         self.audits = AuditHook(lambda sender, reason: Refused(f"{sender}: {reason}"))
         self.requests = RequestBounds(self.roster, [], 0)
-        self.inbox = self.runner = self.notifier = self
+        self.inbox = self.runner = self.notifier = self.refusals = self
 
     def call(self, request: Message, _: object) -> Message:
         return JoinReply(incarnation=1) if isinstance(request, JoinRequest) else HeartbeatReply()
@@ -113,7 +113,7 @@ class FarEnd:
 
     def wake(self, *_: object) -> None: ...
 
-    def refuse(self, *_: object) -> None: ...
+    def add(self, *_: object) -> None: ...
 
     def left(self, *_: object) -> None: ...
 

@@ -36,21 +36,26 @@ class Retention:
 
         Those of the audited round itself stay, because a blob that is still on its way would never be removed.
         """
-        if round_ > 1:
-            self._remove_uncounted(round_ - 1)
+        try:
+            record = self.log.read_record(round_ - 1)
+        except (DamagedFile, FileNotFoundError):
+            return  # of a round before the run went on, from a later run checkpoint: nobody knows what counted
+        counted = {key_of(record, entry, blob) for entry in record.contributions for blob in entry.blobs}
+        for key in self._blobs(round_ - 1):
+            with suppress(DamagedFile):  # it stays, so that it can be repaired
+                if counted.isdisjoint(self.log.index(key) if key.endswith(TOGETHER) else [key]):
+                    self.log.store.delete([key])
 
     def kept_checkpoint(self, round_: int) -> None:
         """Remove all but the newest run checkpoints, after a new one was written."""
         older = sorted(number for number in self.log.checkpoints() if 0 < number <= round_)[: -self.keep]
         self.log.store.delete([checkpoint_key(number) for number in older])
-        if self.history == "recent":
-            self._forget_history(round_)
-
-    def _forget_history(self, newest: int) -> None:
-        """Remove contributions up to the oldest remaining run checkpoint. Oldest first, so that no gap is left."""
-        stay = sorted(number for number in self.log.checkpoints() if 0 < number <= newest)
+        if self.history != "recent":
+            return
+        stay = sorted(number for number in self.log.checkpoints() if 0 < number <= round_)
         if len(stay) < self.keep:
             return
+        # Contributions up to the oldest remaining run checkpoint go, too; oldest first, so that no gap is left.
         self.log.store.delete([checkpoint_key(0)])
         found: list[list[str]] = []
         for number in range(stay[0], 0, -1):
@@ -63,17 +68,6 @@ class Retention:
 
     def _blobs(self, round_: int) -> list[str]:
         return [key for key in self.log.store.below(round_key(round_)) if key.endswith((".blob", TOGETHER, UPLOADED))]
-
-    def _remove_uncounted(self, round_: int) -> None:
-        try:
-            record = self.log.read_record(round_)
-        except (DamagedFile, FileNotFoundError):
-            return  # of a round before the run went on, from a later run checkpoint: nobody knows what counted
-        counted = {key_of(record, entry, blob) for entry in record.contributions for blob in entry.blobs}
-        for key in self._blobs(round_):
-            with suppress(DamagedFile):  # it stays, so that it can be repaired
-                if counted.isdisjoint(self.log.index(key) if key.endswith(TOGETHER) else [key]):
-                    self.log.store.delete([key])
 
 
 class Auditor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import secrets
 import threading
 import time
@@ -52,7 +53,7 @@ from replica_groups.exchange.magnitudes import ContributionLimits
 from replica_groups.exchange.reports import Reports
 from replica_groups.exchange.runner import EVERYBODY, CoordinatorRunner
 from replica_groups.exchange.stall_detector import Expected
-from replica_groups.exchange.text import Text, is_digest
+from replica_groups.exchange.text import Text
 from replica_groups.rounds import events as e
 from replica_groups.rounds.rules import Rules
 
@@ -283,7 +284,7 @@ class Exchange(ExchangeService):
                 reason = f"was started with another configuration than the exchange: {complaint}"
                 raise self.runner.refused(member, reason)
             self._agreed = request.configuration
-        if request.tokens and not is_digest(request.tokens):
+        if request.tokens and re.fullmatch("[0-9a-f]{64}", request.tokens) is None:  # a sha256
             raise self.runner.refused(member, "an invalid digest of tokens", Kind.MALFORMED)
         with self._taking:
             self._tokens[member] = request.tokens
@@ -554,13 +555,14 @@ class Exchange(ExchangeService):
             if (opened := coordinator.open) is None:
                 left = [name for name, slot in coordinator.slots.items() if slot.is_heard]
                 return Expected(pb.FINISHING, self.runner.rounds, left, len(left), heard, False, store_error=error)
-            not_there = coordinator.rules.optional - coordinator.alive
+            not_there, came = coordinator.rules.optional - coordinator.alive, opened.deposits
             missing = [
                 member
                 for member, replica in self.roster.members.items()
-                if replica not in not_there and self.roster.blocks[member].difference(coordinator.deposits_of(replica))
+                if replica not in not_there
+                and (replica not in came or self.roster.blocks[member].difference(came[replica].blobs))
             ]
-            blobs = sum(len(own.blobs) for own in opened.deposits.values())
+            blobs = sum(len(own.blobs) for own in came.values())
             progress = (opened.number, blobs, None if blobs else self.reports.steps_told)
             computing = [name for name, slot in coordinator.slots.items() if slot.held and slot.computes]
             return Expected(pb.CONTRIBUTING, opened.number, missing, progress, heard, False, computing, error)
@@ -616,9 +618,6 @@ class Exchange(ExchangeService):
 
     # ---- reports and refusals ----
 
-    def refuse(self, sender: str, reason: str, kind: Kind) -> None:
-        self.runner.refusals.add(sender, reason, kind)
-
     def watch(
         self,
         members: Collection[str] = (),
@@ -645,11 +644,6 @@ class Exchange(ExchangeService):
         steps, last = self.coordinator.rules.steps_of(replica.name), self._last_steps.get(replica.name)
         most = steps[-1] if len(steps) == 1 else steps[-1] / FIRST_STEPS if last is None else STEPS_GROW * last
         return TrainedRound(replica.round or 0, replica.generation, most)
-
-    @property
-    def refusals(self) -> int:
-        """Number of refused messages."""
-        return self.runner.refusals.counts.total()
 
     def fail(self, cause: str) -> None:
         """End the run: every call that waits, and every later one, raises RunFailed."""

@@ -157,7 +157,7 @@ class _Servicer:
 
     def refuse(self, sender: str, reason: str, kind: Kind) -> None:
         """Count a refusal, with bounds on the texts that the caller chose."""
-        self.exchange.refuse(plain(sender, MOST_OF_A_NAME), plain(reason), kind)
+        self.exchange.runner.refusals.add(plain(sender, MOST_OF_A_NAME), plain(reason), kind)
 
     def request_bytes_max(self, call: str) -> int:
         return self.exchange.requests.of(call)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,11 +22,6 @@ _SHOWN = 12  # digits of a digest that messages show
 class _TextDigest:
     tokens: str  # sha256 of the tokens, as hexadecimal digits
     by: tuple[str, ...]  # members that read them
-
-
-def is_digest(text: str) -> bool:
-    """Return whether a text is a sha256 as hexadecimal digits."""
-    return re.fullmatch("[0-9a-f]{64}", text) is not None
 
 
 class Text:

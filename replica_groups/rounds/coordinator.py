@@ -643,11 +643,6 @@ class Coordinator:
         own = None if self.open is None else self.open.deposits.get(replica)
         return None if own is None or own.generation != generation else own.blobs.get(block)
 
-    def deposits_of(self, replica: str) -> Collection[str]:
-        """Return the blocks that a replica has deposited for the open round."""
-        own = None if self.open is None else self.open.deposits.get(replica)
-        return () if own is None else own.blobs.keys()
-
     def _there(self, opened: OpenRound) -> tuple[str, ...]:
         """Return the replicas that a round can include."""
         return tuple(sorted({*self.alive, *opened.whole}))

@@ -107,10 +107,10 @@ def test_a_record_names_what_was_counted_in_replica_order_and_the_log_holds_it(
 
 
 def _expect_refusal(exchange: Exchange, match: str, work: Callable[[], object]) -> None:
-    before = exchange.refusals
+    before = exchange.runner.refusals.counts.total()
     with pytest.raises(Refused, match=match):
         work()
-    assert exchange.refusals == before + 1
+    assert exchange.runner.refusals.counts.total() == before + 1
 
 
 def test_deposits_that_are_refused_do_not_stop_the_run(exchange: Exchange, checkpoint: RunCheckpoint) -> None:
@@ -131,7 +131,7 @@ def test_deposits_that_are_refused_do_not_stop_the_run(exchange: Exchange, check
         ("another run", "dc", replace(good, run="another run"), _blob(checkpoint, replace(good, run="another run"))),
     ):
         _expect_refusal(exchange, match, partial(deposit, exchange, member, address, data))
-    assert exchange.refusals == 12
+    assert exchange.runner.refusals.counts.total() == 12
     told = [report.refusal.sender for report in _reports(exchange) if report.HasField("refusal")]
     assert len(told) == 12 and set(told) == {"dc", "home.0", "stranger"}
     _deposit_all(exchange, checkpoint)
@@ -146,7 +146,7 @@ def test_the_same_blob_is_taken_once_and_a_second_different_one_leaves_it_in_the
     address = _address("dc", "norm")
     for _ in range(3):
         deposit(exchange, "dc", address, _blob(checkpoint, address))
-    assert exchange.refusals == 0
+    assert exchange.runner.refusals.counts.total() == 0
     other = _blob(checkpoint, address, seed=1)
     _expect_refusal(exchange, "second, different", lambda: deposit(exchange, "dc", address, other))
     _deposit_all_others(exchange, checkpoint, address)

@@ -119,7 +119,7 @@ def test_the_log_replays_to_what_the_members_hold(
     assert {(v.replica, v.round) for v in verified} == {(r, t) for r in ("dc", "home") for t in (1, 2, 3)}
     whole = parameters_sha256({name: parameter_sha256(tensor) for name, tensor in held.items()})
     assert {v.parameters_sha256 for v in verified if v.round == 3} == {whole}
-    assert exchange.refusals == 0
+    assert exchange.runner.refusals.counts.total() == 0
 
 
 def test_the_auditors_checkpoints_read_back(

@@ -135,7 +135,7 @@ def test_losses_of_a_run_that_diverges_end_at_their_largest_number(run: Run) -> 
     assert losses == [MOST_LOSS, MOST_LOSS, MOST_LOSS, 3.0, 4.0]
     assert told[0].inner_step.gradient_norm == MOST_NORM
     assert not told[3].inner_step.HasField("gradient_norm")
-    assert run.exchange.refusals == 0
+    assert run.exchange.runner.refusals.counts.total() == 0
 
 
 @pytest.mark.parametrize("make", [_evaluation, _round, _use, _refusal, _activity])
@@ -270,7 +270,7 @@ def test_a_taken_over_run_lets_members_report_the_round_that_they_train(run: Run
     """Until the exchange has read its log, it does not know the current round."""
     exchange = run._open(goes_on=True)
     exchange.report([_step(round=7)])
-    assert exchange.refusals == 0
+    assert exchange.runner.refusals.counts.total() == 0
     assert [one.inner_step.round for one in _told(exchange)] == [7]
 
 

@@ -207,7 +207,7 @@ def test_no_call_is_refused_while_the_next_exchange_reads_the_log(call: str, tmp
     answer = in_thread(lambda: CALLS[call](run, Caller("a", 1)))
     answer.add_done_callback(lambda _: waits.set())
     assert waits.wait(TIMEOUT)
-    assert next_one.refusals == 0, answer.exception(TIMEOUT)
+    assert next_one.runner.refusals.counts.total() == 0, answer.exception(TIMEOUT)
     next_one.begin(run.checkpoint, last_round=1)
     refused = answer.exception(TIMEOUT)
     assert refused is None or (call == "Uploaded" and "was not uploaded" in str(refused)), refused

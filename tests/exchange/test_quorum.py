@@ -69,7 +69,7 @@ def test_who_comes_too_late_is_waited_for_longer_the_next_time(run: Run) -> None
     assert run.exchange.coordinator.lateness.grace == GRACE.least  # because no included replica was late
     run.passes(5)
     run.deposit(1, "d")
-    assert run.exchange.refusals == 0
+    assert run.exchange.runner.refusals.counts.total() == 0
     assert run.counted(1).keys() == {"a", "b", "c"}
     assert run.exchange.coordinator.lateness.grace == GRACE.most
     assert run.assign(1) == dict.fromkeys(FOUR, 2)

@@ -87,7 +87,7 @@ class Recorder:
         self.sounds: list[str] = []
         self.stayed = threading.Event()
         self.refused: list[tuple[str, str, Kind]] = []
-        self.inbox = self.decided = self.runner = self.notifier = self.audits = self
+        self.inbox = self.decided = self.runner = self.notifier = self.audits = self.refusals = self
 
     def _note(self, call: str, caller: Caller, *what: object) -> None:
         self.asked.append((call, caller.name, caller.incarnation, *what))
@@ -164,7 +164,7 @@ class Recorder:
     def left(self, member: str, incarnation: int | None = None) -> None:
         self.asked.append(("left", member, incarnation))
 
-    def refuse(self, sender: str, reason: str, kind: Kind) -> None:
+    def add(self, sender: str, reason: str, kind: Kind) -> None:
         self.refused.append((sender, reason, kind))
 
 

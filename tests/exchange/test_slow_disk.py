@@ -148,7 +148,7 @@ def test_one_blob_twice_at_once_is_written_once(
             second.result(TIMEOUT)
     else:
         second.result(TIMEOUT)
-    assert slow.refusals == seed
+    assert slow.runner.refusals.counts.total() == seed
     assert log.written == [address]
     _deposit_all_others(slow, checkpoint, address)
     assert slow.fetch("home.0", 1, "dc", "norm") == blobs[0]

@@ -45,7 +45,7 @@ def test_the_first_that_reads_a_text_says_which_the_run_is_of(exchange: Exchange
     _join(exchange, "dc", OURS)
     with pytest.raises(Refused, match=rf"^home\.0: reads another text than the run: {TOLD} dc reads$"):
         exchange.agree("home.0", "{}", ANOTHER)
-    assert (exchange.refusals, exchange.vacant()) == (1, ["home.0", "lab"])
+    assert (exchange.runner.refusals.counts.total(), exchange.vacant()) == (1, ["home.0", "lab"])
     _join(exchange, "home.0", OURS)
     with pytest.raises(Refused, match=rf"^lab: reads another text than the run: {TOLD} dc, home\.0 reads$"):
         exchange.agree("lab", "{}", ANOTHER)

@@ -64,7 +64,7 @@ class Served:
         return client
 
     def refused(self) -> int:
-        return self.run.exchange.refusals
+        return self.run.exchange.runner.refusals.counts.total()
 
 
 @pytest.fixture

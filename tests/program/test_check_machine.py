@@ -294,7 +294,8 @@ def test_a_host_that_has_joined_checks_its_run(served: Served, host: Path) -> No
 
 def test_a_host_that_has_left_checks_whether_it_may_join_again(served: Served, host: Path) -> None:
     """Its certificate is no longer admitted, and its ticket is. No refusal is counted."""
-    membership, before = served.joined(ticket := served.ticket("home.1"), host), served.exchange.refusals
+    membership = served.joined(ticket := served.ticket("home.1"), host)
+    before = served.exchange.runner.refusals.counts.total()
     ask(membership.address, membership.identity, "Give")
     note_left(membership)
     for named in ("homes", ticket):
@@ -304,7 +305,7 @@ def test_a_host_that_has_left_checks_whether_it_may_join_again(served: Served, h
         assert found["certificate"].line.startswith("the ticket is valid for ")
     with pytest.raises(ConfigError, match=r"homes: home\.1 has left the run; the same `join` command returns to it"):
         status(host, "homes", None, None)
-    assert served.exchange.refusals == before
+    assert served.exchange.runner.refusals.counts.total() == before
     assert not served.joined(ticket, host).has_left
     served.memberships.revoke("home.1")
 

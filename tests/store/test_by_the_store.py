@@ -74,7 +74,7 @@ def test_blobs_go_to_the_store_and_come_from_it(signing: Store, monkeypatch: pyt
             for address in _addresses(run, name):
                 assert client.fetch("a", 1, name, address.block) == run.blob(address)
         assert not [key for key in signing.below() if key.endswith(".uploaded")]
-        assert run.exchange.refusals == 0
+        assert run.exchange.runner.refusals.counts.total() == 0
 
 
 def test_what_comes_late_is_not_sent_at_all(signing: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +124,7 @@ def test_who_says_what_is_not_so_is_refused_and_counted(signing: Store) -> None:
         with pytest.raises(Refused, match=f"`{second.block}`: a second, different blob to upload"):
             deposit(client, "a", second, run.blob(second), generation, 7)
         assert sum(key.endswith(".uploaded") for key in signing.below()) <= 1
-        assert run.exchange.refusals == 8
+        assert run.exchange.runner.refusals.counts.total() == 8
 
 
 def _with(blob: pb.BlobHeader, digest: bytes) -> pb.BlobHeader:
