@@ -15,11 +15,11 @@ Path of the data, and the module of each step:
       -> error feedback, top-k per chunk          hetero_pp.pseudo_gradient.error_feedback, .selection
       -> quantise                                 hetero_pp.pseudo_gradient.quantise
       -> contribution: a blob for each block      hetero_pp.pseudo_gradient.contribution
-      -> sent by the session, small ones joined   replica_groups.member.session, hetero_pp.rpc.exchange_service
+      -> sent by the session, small ones joined   replica_groups.member.session
            over gRPC, or by the store             hetero_pp.rpc.exchange_client, replica_groups.exchange.server
       -> validate as it arrives, store            replica_groups.exchange.contribution_inbox, .log
       -> the rules close the round                replica_groups.rounds.coordinator, .state (makes the record)
-      -> audits and limits of size, round record  replica_groups.exchange.runner, .magnitudes, .log
+      -> its record is limited, written, waited   replica_groups.exchange.runner (limits: .magnitudes), .log
     each member with the contributions that the record names, and the auditor (replica_groups.exchange.replay):
       -> fetch, unless it is the member's own     replica_groups.member.outer_round, replica_groups.exchange.decided
       -> decode                                   hetero_pp.pseudo_gradient.contribution, .streams
@@ -39,8 +39,9 @@ Path of a bandwidth, from the YAML to a delayed byte:
 Path of a stage's death, from the process that dies to the page:
 
     the process ends                              hetero_pp.program.launch.supervisor (starts it again, and says so)
-      -> the exchange is told                     replica_groups.exchange.server, replica_groups.exchange.exchange
-      -> the incarnation ends, the group stops    replica_groups.rounds.coordinator, replica_groups.exchange.runner
+      -> the exchange is told                     replica_groups.exchange.server, .exchange
+      -> the incarnation ends, the group stops    replica_groups.rounds.coordinator (makes the events)
+      -> members hear that they are suspended     replica_groups.exchange.runner
       -> the event is dated and sent to watchers  replica_groups.exchange.reports
       -> the launcher keeps it                    hetero_pp.program.launch.command, hetero_pp.program.report.recorder
       -> the event changes the run's state        hetero_pp.program.report.state
