@@ -68,7 +68,7 @@ def misused_relay(target: Target, stretch: Stretch) -> None:
             for one in (target.guest, *target.ends)
         )
         assert target.guest.identity is not None
-        preview = admission_client.preview(target.address, target.guest.identity, TIMEOUT)
+        preview = admission_client.ask(target.address, target.guest.identity, "Preview", seconds=TIMEOUT)
         assert preview is not None
         port = preview.relay_port
         ways: Sequence[Callable[[], None]] = [

@@ -433,7 +433,7 @@ class _Recording:
         self.recorder = Recorder(spec, folder, self.state, resume, self.say, self._operations.boards)
         self.show: OnReport = lambda report: None  # shows a report on the page of the run
         self._refusals: defaultdict[str, set[str]] = defaultdict(set)  # lines about refusals, by sender
-        self._beginnings = Beginnings(resume)
+        self._has_begun = False
 
     def say(self, line: str) -> None:
         tell(self.console, f"{self._spec.config.name}: {line}")
@@ -446,8 +446,10 @@ class _Recording:
 
     def _take_in(self, report: Report) -> None:
         if report.HasField("begun") and report.member == EXCHANGE:
-            if self._beginnings.is_taken_over(report.begun):
-                # Rounds may have been recorded, but not reported before the earlier exchange ended.
+            had_begun, self._has_begun = self._has_begun, True
+            if had_begun or (report.begun.last_round > 0 and not self._resume):
+                # The exchange was restarted during the run. Its first report may have been missed, and rounds may have
+                # been recorded, but not reported before the earlier exchange ended.
                 log, last_round = open_log(self._spec.config, self._folder), report.begun.last_round
                 for round_ in (one for one in range(1, last_round + 1) if one not in self.state.closed):
                     self._take(Report(time=report.time, member=EXCHANGE, round_closed=log.read_record(round_)))
@@ -543,18 +545,3 @@ def _going_on(prepared: Prepared, folder: RunFolder) -> tuple[RunSpec, Values]:
         write_changes(changes, folder.changes)
     save_config(spec.config, folder.config)
     return spec, agreement.wanted
-
-
-class Beginnings:
-    """Distinguishes a run that begins or resumes from an exchange that was restarted during the run."""
-
-    def __init__(self, resume: bool) -> None:
-        self._resume, self._has_begun = resume, False
-
-    def is_taken_over(self, begun: Begun) -> bool:
-        """Return whether a `begun` report is that of a restarted exchange.
-
-        Call it for each such report in order. The first report may have been missed.
-        """
-        is_first, self._has_begun = not self._has_begun, True
-        return not is_first or (begun.last_round > 0 and not self._resume)
