@@ -483,7 +483,7 @@ _LINK_BYTES, _ACTIVITY_BYTES = 220, 110
 _ENTRY_BYTES, _RECORD_BYTES = 230, 850
 """Bytes of a round's record for one blob, and for all else with the auditor's record of the round."""
 _DISK_BLOCK_BYTES = 4096  # unit in which usual file systems give space to a file
-_OTHER_FILES = 10  # files of any run: its configuration, charts, summary and the like
+_OTHER_FILES = 9  # files of any run: its configuration, chart, summary and the like
 _A_SECOND = 2
 """Most reports of each activity and each direction a second: replica_groups/member/reporter.py, take_part.py."""
 
