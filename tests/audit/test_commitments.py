@@ -75,6 +75,11 @@ def commitments() -> Commitments:
     return Commitments(MEMBERS, READERS, dict.fromkeys(MEMBERS, NO_TENSORS))
 
 
+def of_text() -> Commitments:
+    """Return the commitments of a run in which only text is committed to."""
+    return Commitments(MEMBERS, READERS, {}, states=False)
+
+
 def commitment(
     member: str, before: bytes = FRESH, after: bytes = digest(2), text: bytes | None = None, messages: bytes = b""
 ) -> Commitment:
@@ -102,6 +107,29 @@ def commitment(
 def test_a_contribution_needs_a_sound_commitment(found: Commitment, complaint: str) -> None:
     told = commitments().take("home.1" if found.member == "home.1" else "dc", 1, 1, found, 0)
     assert told is not None and re.search(complaint, told), told
+
+
+@pytest.mark.parametrize(
+    ("found", "complaint"),
+    [
+        (Commitment(), "found a contribution without a commitment"),
+        (Commitment(member="dc"), r"digests of \[0, 0, 0, 0, 0\] bytes, expected \[0, 0, 0, 32, 0\]"),
+        (commitment("dc"), r"digests of \[32, 32, 32, 32, 0\] bytes, expected \[0, 0, 0, 32, 0\]"),
+        (
+            Commitment(member="dc", text=digest(9), first=1 << 50),
+            "found batch 1125899906842624 as the first of round 1",
+        ),
+        (Commitment(member="dc", text=digest(9), first=7), None),
+    ],
+)
+def test_without_recomputation_a_reader_commits_to_its_text_alone(found: Commitment, complaint: str | None) -> None:
+    kept = of_text()
+    told = kept.take("dc", 1, 1, found, 0)
+    assert told is None if complaint is None else told is not None and re.search(complaint, told), told
+    assert kept.take("home.1", 1, 1, Commitment(), 0) is None, "it reads no text"
+    record = RoundRecord(round=1, contributions=[ContributionEntry(replica="dc", generation=1)])
+    kept.add_to(record)
+    assert [one.first for one in record.contributions[0].commitments] == ([] if complaint else [7])
 
 
 def test_a_member_commits_once_in_a_generation() -> None:

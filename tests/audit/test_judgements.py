@@ -152,6 +152,19 @@ def test_a_lying_minority_of_validators_changes_nothing(tmp_path: Path) -> None:
     assert tables[0] == tables[1]
 
 
+def test_a_contribution_that_one_of_three_validators_tried_has_no_losses(run: Run) -> None:
+    """A validator that lies could otherwise judge whom it likes, beside those that were drawn."""
+    judgements = _audited(run)
+    for number in (1, 2):
+        _round(run, number, *GROUPS)
+        for name in ("v", "w", "liar"):  # all are known from the second round on
+            lies = {"c": BAD} if (name, number) == ("liar", 2) else {}
+            judgements.take(_losses(number, a=GOOD, **lies), name)
+    kept = newest_scores(run.log.store)
+    assert kept is not None
+    assert kept.round == 2 and {one.replica: one.evaluations for one in kept.scores.scores} == {"a": 2, "b": 0, "c": 0}
+
+
 def test_a_replica_below_the_bound_is_excluded_for_some_rounds_and_then_returns(tmp_path: Path) -> None:
     run = Run(tmp_path, GROUPS, quorum=0.3)
     judgements = _audited(run)

@@ -290,6 +290,16 @@ def test_all_are_drawn_equally_often_also_those_drawn_before() -> None:
     assert drawn_for_trials(b"secret", b"0", EIGHT, 20) == EIGHT
 
 
+def test_half_of_the_places_are_for_the_most_doubtful_and_then_come_new_replicas() -> None:
+    for index in range(100):
+        record = index.to_bytes(4, "big")
+        drawn = drawn_for_trials(b"secret", record, EIGHT, 4, ["gone", "r5", "r1", "r2"], ["r7"])
+        assert {"r5", "r1", "r7"} <= {*drawn} and len(drawn) == 4
+    others = [drawn_for_trials(b"secret", index.to_bytes(4, "big"), EIGHT, 4, ["r5"], []) for index in range(700)]
+    counts = {name: sum(name in one for one in others) for name in EIGHT}
+    assert counts.pop("r5") == 700 and all(240 < count < 360 for count in counts.values()), "3 of 7 places"
+
+
 def test_cost_is_that_of_the_forward_passes() -> None:
     settings = GauntletSettings(evaluated=2, sequences=8)
     assert share_of_compute(settings, replicas=8, sequences=8 * 10 * 4) == pytest.approx(64 / 960)

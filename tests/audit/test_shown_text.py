@@ -12,7 +12,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest import mock
 
 import numpy as np
@@ -23,20 +24,31 @@ from lying_run import LyingRun, lying_spec
 from members import TIMEOUT
 from typer.testing import CliRunner
 
-from hetero_pp.config.spec import RunSpec
+from hetero_pp.config.audit import GauntletSettings
+from hetero_pp.config.spec import Roster, RunSpec
 from hetero_pp.config.yaml_file import save_config
-from hetero_pp.core.errors import DamagedFile
+from hetero_pp.core.errors import DamagedFile, Refused
 from hetero_pp.data.batches import RoundText, SharedBatches, sequence_digests
 from hetero_pp.data.sources import open_source
-from hetero_pp.messages.messages_pb2 import EXCLUDED, BlobHeader, ShownFile
+from hetero_pp.messages.messages_pb2 import (
+    EXCLUDED,
+    Asked,
+    BlobHeader,
+    Commitment,
+    ContributionEntry,
+    RoundRecord,
+    ShownFile,
+)
 from hetero_pp.program.cli import app
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.exchange_service import Caller
-from replica_groups.audit.commitments import TEXT, shown_text
+from hetero_pp.store.folder import FolderStore
+from replica_groups.audit.commitments import TEXT, MemberCommitments, shown_text
 from replica_groups.audit.gauntlet import AssignedTexts
 from replica_groups.audit.judgements import Judgements
-from replica_groups.audit.showing import ROUNDS_TO_SHOW_TEXT, TEXTS
+from replica_groups.audit.showing import ROUNDS_TO_SHOW_TEXT, TEXTS, Showing, Shows, text_key
 from replica_groups.exchange.audits import newest_scores
+from replica_groups.exchange.log import ContributionLog
 from replica_groups.member.session import MemberSession
 
 HONEST = {"a", "b", "c"}
@@ -242,3 +254,95 @@ def test_a_text_that_the_disk_does_not_take_is_committed_to_and_cannot_be_shown(
         one.add(tokens)
         one.add(tokens + 1)
     assert kept.digest() == plain.digest() and not (tmp_path / "missing").exists()
+
+
+class _Drawing:
+    """An exchange's draws over the text of the replica `home`, of which each round has 6 sequences of 5 tokens."""
+
+    def __init__(self, folder: Path) -> None:
+        self.last_round, self.text = 0, RoundText()
+        self.rows = torch.arange(30).reshape(6, 5)
+        self.text.add(self.rows)
+        run: Any = SimpleNamespace(
+            coordinator=self,
+            wait_for_record=self._record,
+            retry=lambda do: do(),
+            roster=Roster({"home": "home", "dc": "dc"}, {}),
+            expect_member=lambda member: None,
+            refused=lambda sender, reason, kind=None: Refused(f"{sender}: {reason}"),
+        )
+        scores = GauntletSettings(evaluated=1, sequences=2)
+        shows = Shows(0.0, frozenset({"home"}), {}, {}, False, scores, True, 4, 30)
+        self.log, self.path = ContributionLog(FolderStore(folder)), folder / "file"
+        self.showing = Showing(run, self.log, shows, lambda found: None)
+        self.showing.begin(0)
+
+    def _record(self, round_: int) -> RoundRecord:
+        made = Commitment(member="home", text=self.text.digest(), holder=3)
+        entry = ContributionEntry(replica="home", tokens=24, commitments=[made])
+        return RoundRecord(round=round_, contributions=[entry], sha256=bytes([round_]) * 32)
+
+    def closes(self, round_: int) -> Asked | None:
+        self.last_round = round_
+        return self.showing.asks("home", 3, 1)
+
+    def shows(self, asked: Asked, rows: torch.Tensor, extra: int = 0, size: int | None = None) -> None:
+        own = rows.numpy().astype("<i4")
+        self.path.write_bytes(sequence_digests(own) + own[list(asked.sequences)].tobytes() + bytes(extra))
+        header = ShownFile(round=asked.round, name=TEXT, size=self.path.stat().st_size if size is None else size)
+        self.showing.take(header, self.path, Caller("home", holder=3))
+
+
+def test_a_text_that_is_shown_is_kept_for_validators_and_what_is_none_is_not(tmp_path: Path) -> None:
+    found = _Drawing(tmp_path)
+    asked = found.closes(1)
+    assert asked is not None and asked.round == 1 and len(asked.sequences) == 2
+    for wrong in ({"extra": 4}, {"size": 0}, {"size": 1 << 40}):
+        with pytest.raises(Refused, match="bytes of 6 sequences, expected 232"):
+            found.shows(asked, found.rows, **wrong)
+    assert {*found.showing.owing(found._record(2))} == {"home"} and found.showing.shown(1) == {}
+    found.shows(asked, found.rows)
+    assert found.showing.shown(1) == {"home": True} and not found.showing.owing(found._record(2))
+    assert found.log.store.size(text_key(1, "home")) == 232
+    again = found.closes(2)
+    assert again is not None
+    for _ in range(2):
+        with pytest.raises(Refused, match="its text from round 2 does not match its commitment"):
+            found.shows(again, found.rows + 1)
+    assert found.showing.shown(2) == {"home": False} and found.log.store.get(text_key(2, "home")) == b""
+
+
+@pytest.mark.parametrize(("is_hindered", "shown"), [(False, {"home": False}), (True, {})])
+def test_a_text_that_does_not_come_is_missing_after_two_rounds(
+    tmp_path: Path, is_hindered: bool, shown: dict[str, bool]
+) -> None:
+    found = _Drawing(tmp_path)
+    found.closes(1)
+    if is_hindered:
+        found.showing.lacks_room(ShownFile(round=1, name=TEXT), Caller("home", holder=3))
+    found.closes(ROUNDS_TO_SHOW_TEXT)
+    assert found.showing.shown(1) == {}
+    found.closes(ROUNDS_TO_SHOW_TEXT + 1)
+    assert found.showing.shown(1) == shown and found.log.store.get(text_key(1, "home")) == b""
+
+
+def test_rounds_that_overlap_and_members_that_restart_commit_to_their_own_text(tmp_path: Path) -> None:
+    """The text of a round that an earlier process trained ahead comes from its file."""
+    batches: Any = SimpleNamespace(text=None, first=0)
+    member: Any = SimpleNamespace(batches=batches, moments=dict)
+    steps: Any = SimpleNamespace(before=lambda round_: 2 * (round_ - 1))
+
+    def process() -> MemberCommitments:
+        own = MemberSession(None, "home", "home"), member, cast(Any, SimpleNamespace()), steps, tmp_path
+        return MemberCommitments(*own, states=False, columns=5)
+
+    first, rows = process(), {number: torch.arange(10 * number, 10 * number + 10).reshape(2, 5) for number in (1, 2)}
+    for number, tokens in rows.items():
+        first.trains(number)
+        batches.text.add(tokens)
+    for number, own in ((1, first), (2, process())):
+        own.contributes(number, 2)
+        expected = RoundText()
+        expected.add(rows[number])
+        made = own._session.commitment
+        assert made == Commitment(member="home", text=expected.digest(), first=2 * (number - 1))
