@@ -343,3 +343,4 @@ def test_methods_of_papers_have_the_papers_values() -> None:
     denser = OuterSettings.model_validate({"rounds": 1, "method": "sparseloco", "compression": {"density": "1/32"}})
     assert (denser.compression.density, denser.compression.value_bits) == (1 / 32, 2)
     assert OuterSettings(rounds=1) == OuterSettings(rounds=1, method="sparseloco_signs")
+    assert {name for name in METHODS if OuterSettings(rounds=1, method=name).is_sparse} == found.keys()
