@@ -53,7 +53,11 @@ def test_every_table_names_its_command() -> None:
 
 
 def _tables() -> list[Path]:
-    return [path for scale in ("micro", "micro_long", "ladder") for path in (RESULTS / scale).glob("*/*.json")]
+    return [
+        path
+        for scale in ("micro", "micro_long", "ladder", "vocabulary_8k")
+        for path in (RESULTS / scale).glob("*/*.json")
+    ]
 
 
 # ---- numbers in a text ----
