@@ -23,12 +23,6 @@ _HTTP2_FRAME_HEADER = 9
 _HTTP2_FRAME_BYTES = 16384
 
 
-def frame_sizes(header_bytes: int, payload_bytes: int) -> list[int]:
-    """Return the sizes of a message's frames. All but the last are full; the first begins with the header."""
-    whole, last = divmod(PREFIX_BYTES + header_bytes + payload_bytes, FRAME_BYTES)
-    return [FRAME_BYTES] * whole + [last] * (last > 0)
-
-
 def raw_frames(n_bytes: int) -> list[int]:
     """Return the sizes of the frames of bytes without a header, such as contributions and run checkpoints."""
     whole, last = divmod(n_bytes, FRAME_BYTES)
@@ -212,8 +206,12 @@ def sealed(message: Message) -> Message:
 
 
 def wire_frames(message: Message) -> list[int]:
-    """Return the bytes on the wire of each frame of a sealed message; equal for every transport."""
-    return [wire_bytes([size]) for size in frame_sizes(message.header.ByteSize(), message.payload_bytes)]
+    """Return the bytes on the wire of each frame of a sealed message; equal for every transport.
+
+    All frames but the last are full; the first begins with the header.
+    """
+    whole, last = divmod(PREFIX_BYTES + message.header.ByteSize() + message.payload_bytes, FRAME_BYTES)
+    return [wire_bytes([size]) for size in [FRAME_BYTES] * whole + [last] * (last > 0)]
 
 
 def pack_tokens(tokens: Tensor, vocabulary: int) -> Tensor:

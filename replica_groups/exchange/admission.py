@@ -102,13 +102,9 @@ class Admission:
         self._require_going_on(ticket)
         with self._giving_slots:
             vacant: Sequence[str] = self._exchange.vacant()
-            if self._host.lacks_slot(ticket, key):
-                own, slots = (
-                    self._host.own_slots(ticket, vacant) or self._open_to_all(vacant),
-                    self._exchange.coordinator.slots,
-                )
-                free = []
-                for slot in own:  # no slot beside a host from which this one was parted
+            if (own := self._host.wants(ticket, key, vacant)) is not None:
+                slots, free = self._exchange.coordinator.slots, []
+                for slot in own or self._open_to_all(vacant):  # no slot beside a host from which this one was parted
                     both = [one for one in self._exchange.runner.neighbours(slot) if one]
                     beside = {one: one not in vacant or not slots[one].is_guest for one in both}
                     if self._host.may_be_neighbour(ticket, beside):

@@ -483,11 +483,6 @@ class Exchange(ExchangeService):
         if member in self.roster.members:
             self.runner.tell(e.Lost(member, self.runner.incarnation(Caller(member, incarnation))))
 
-    def wait_until_left(self, seconds: float) -> None:
-        """Give members that are still there time to learn why the run has ended."""
-        with self.changed:
-            self.changed.wait_for(lambda: not self.here, seconds)
-
     # ---- confirmations: hashes of the parameters that members, and the auditor, hold after a round ----
 
     def _confirm(self, request: pb.HashReport, caller: Caller) -> pb.Nothing:

@@ -160,17 +160,14 @@ def _excess(
     for what, size in _sizes(one).items():
         references = [median(sizes[what] for sizes in own[-RECENT_ROUNDS:])] if has_history else []
         if has_history and by_level:
-            references.append(max(_lowest_level([sizes[what] for sizes in own]), lower[what]))
+            seen = [sizes[what] for sizes in own]
+            starts = range(0, max(1, len(seen) - RECENT_ROUNDS + 1), RECENT_ROUNDS // 2)
+            lowest_level = min(median(seen[start : start + RECENT_ROUNDS]) for start in starts)
+            references.append(max(lowest_level, lower[what]))
         elif not is_limited:
             references.append(lower[what])
         ratios += [size / reference for reference in references if reference > 0]
     return max(ratios)
-
-
-def _lowest_level(sizes: Sequence[float]) -> float:
-    """Return the lowest median of RECENT_ROUNDS contributions in a row."""
-    starts = range(0, max(1, len(sizes) - RECENT_ROUNDS + 1), RECENT_ROUNDS // 2)
-    return min(median(sizes[start : start + RECENT_ROUNDS]) for start in starts)
 
 
 def _lower_medians(record: RoundRecord) -> Callable[[ContributionEntry], Sizes]:

@@ -154,11 +154,16 @@ class Memberships:
             assert found is not None
             return found
 
-    def lacks_slot(self, ticket: str, key: bytes) -> bool:
-        """Return whether a ticket with a key needs a slot to be chosen. Raises as `enrol`."""
+    def wants(self, ticket: str, key: bytes, vacant: Collection[str]) -> list[str] | None:
+        """Return the free slot that a ticket names if it was parted from a neighbour, or nothing if it names none.
+
+        None: no slot has to be chosen, as it has one, or takes the one that it names. Raises as `enrol`.
+        """
         with self._reading():
-            chooses = self._good_for(ticket, key) is None or bool(self._parted_from(ticket))
-            return chooses and not self._is_in(self._of_ticket(ticket))
+            own, is_parted = self._good_for(ticket, key), bool(self._parted_from(ticket))
+            if (own is not None and not is_parted) or self._is_in(self._of_ticket(ticket)):
+                return None
+            return [own] if own is not None and own in vacant and not self._is_in(self._newest(own)) else []
 
     def slot_of(self, ticket: str) -> str | None:
         """Return the slot of an unused ticket; None if it admits to any. Raises Refused if it admits to none."""
@@ -167,12 +172,6 @@ class Memberships:
             if used is not None:
                 raise Refused(_USED)
             return None if slot is None else self._slot_for(slot, ())
-
-    def own_slots(self, ticket: str, vacant: Collection[str]) -> list[str]:
-        """Return the slot that a ticket names, if it is free."""
-        with self._reading():
-            own = self._ticket(ticket)[0]
-            return [own] if own is not None and own in vacant and not self._is_in(self._newest(own)) else []
 
     def _good_for(self, ticket: str, key: bytes) -> str | None:
         """Return the slot that a ticket names. Raises as `enrol`."""

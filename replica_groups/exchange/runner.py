@@ -285,17 +285,14 @@ class CoordinatorRunner:
             for effect in effects:
                 self._note(effect)
                 self._on_effect(effect)
-            self._wake(event, effects)
+            # Calls that the event concerns: those of its slot and of the slots that were told something.
+            if isinstance(event, e.Began | e.Recorded) or self.coordinator.is_through:
+                self.notifier.wake_all()
+            else:
+                self.notifier.wake({slot for one in (event, *effects) if (slot := getattr(one, "slot", None))})
+            if (deadline := self.coordinator.deadline()) is not None and deadline < self._sleeps_until:
+                self.notifier.wake([CLOCK])
             return effects
-
-    def _wake(self, event: e.Event, effects: Sequence[e.Effect]) -> None:
-        """Wake the calls that an event concerns: those of its slot and of the slots that were told something."""
-        if isinstance(event, e.Began | e.Recorded) or self.coordinator.is_through:
-            self.notifier.wake_all()
-        else:
-            self.notifier.wake({slot for one in (event, *effects) if (slot := getattr(one, "slot", None))})
-        if (deadline := self.coordinator.deadline()) is not None and deadline < self._sleeps_until:
-            self.notifier.wake([CLOCK])
 
     def _note(self, effect: e.Effect) -> None:
         """Keep what calls wait for."""

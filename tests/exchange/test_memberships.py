@@ -269,7 +269,7 @@ def test_a_database_that_cannot_be_opened_or_read_is_one_line_that_names_it(
         lambda: memberships.require_in("home.0", 1),
         lambda: memberships.require_open("ticket"),
         lambda: memberships.held_by("home.0"),
-        lambda: memberships.lacks_slot("ticket", ANNA),
+        lambda: memberships.wants("ticket", ANNA, ()),
         memberships.holders,
         memberships.tickets,
         memberships.valid_tickets,

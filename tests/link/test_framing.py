@@ -95,7 +95,7 @@ def test_round_trip(sent: list[Message]) -> None:
 @given(messages)
 def test_sizes_are_known_before_anything_is_encoded(message: Message) -> None:
     sizes = [len(frame) for frame in encoded(message)]
-    assert sizes == protocol.frame_sizes(message.header.ByteSize(), message.payload_bytes)
+    assert [protocol.wire_bytes([size]) for size in sizes] == protocol.wire_frames(message)
     assert sum(wire_frames(message)) == protocol.wire_bytes(sizes)
 
 

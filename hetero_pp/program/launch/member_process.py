@@ -188,7 +188,8 @@ def _run_exchange(process: _Process) -> int:
         code, grace = process.fails(error, CONSEQUENCE if isinstance(error, RunFailed) else FAILED), 1
     exchange.end_watching()
     if code:
-        exchange.wait_until_left(_SECONDS_TO_HEAR)
+        with exchange.changed:  # members that are still there get time to learn why the run has ended
+            exchange.changed.wait_for(lambda: not exchange.here, _SECONDS_TO_HEAR)
     if house is not None:  # hosts that wait for a group get time to learn that the run has ended
         house.waiting_room.wait_until_told(_SECONDS_TO_HEAR)
     server.stop(grace).wait()
