@@ -599,7 +599,7 @@ def too_slow(spec: RunSpec, member: str, rates: Mapping[Way, Rate]) -> str:
     return " and ".join(
         f"{format_bits_per_second(rate)} {way}"
         for way, rate in wanted.items()
-        if rate is not None and rates[way].is_less_than(SHORT * rate)
+        if rate is not None and rates[way].is_limited and rates[way].bits_per_second < SHORT * rate
     )
 
 

@@ -188,10 +188,6 @@ class Rate:
         shown = format_bits_per_second(self.bits_per_second)
         return shown if self.is_limited else f"at least {shown}"
 
-    def is_less_than(self, wanted: float) -> bool:
-        """Return whether the line is slower than `wanted` bits per second, as far as the measurement shows."""
-        return self.is_limited and self.bits_per_second < wanted
-
 
 def answer_measurement(frames: Iterator[bytes]) -> Iterator[bytes]:
     """Acknowledge each frame of a caller with an empty one; if it sends none, yield frames to it.

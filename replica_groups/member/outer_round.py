@@ -318,8 +318,9 @@ class OuterRound:
         decided or contributed to again, because the contribution may be included although the replica reforms.
         """
         if self.settings.overlap:
-            sent = self.feedback.sent
-            self.own.drop_ahead_of(None if sent is None else sent.round)
+            self.own.starts.clear()
+            if (sent := self.feedback.sent) is not None:
+                self.own.trained = {number: one for number, one in self.own.trained.items() if number <= sent.round}
             self.session.give_up_carried()
         else:
             self.feedback.take_back()
@@ -414,12 +415,6 @@ class PendingRounds:
         if round_ + 1 in self.trained:
             return round_ + 1
         return 0 if self.local is None else self.local.round
-
-    def drop_ahead_of(self, round_: int | None) -> None:
-        """Drop the start of the next round and, unless `round_` is None, what was trained after that round."""
-        self.starts.clear()
-        if round_ is not None:
-            self.trained = {number: one for number, one in self.trained.items() if number <= round_}
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what a saved state holds of this."""
