@@ -11,6 +11,9 @@ not timed.
 - record: from there until the replica has the round's record
 - download: from there until it has the contributions of all others
 
+Ten joiners then read the run checkpoint. `exchange, MB` is what the line of the exchange carries for a round, and
+for these joiners; the members connect to it by a forwarder that counts bytes.
+
 Seconds are the median over rounds of the slowest replica's, on loopback without a limit. `lines` is what the bytes take
 at the paper's 110 Mbit/s up and 500 Mbit/s down, by division; add it for links of that rate.
 """
@@ -19,12 +22,14 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import product
 from multiprocessing.connection import Connection
@@ -73,6 +78,7 @@ MODELS = {
     "smoke": ModelShape(width=16, layers=1, heads=2, feed_forward=24, vocabulary=40),
 }
 PHASES = ("upload", "record", "download")
+JOINERS = 10
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET}
 
 Sent = Mapping[str, Sequence[tuple[str, tuple[int, ...], Selection]]]
@@ -123,6 +129,8 @@ def serve(told: Connection, setup: Setup) -> None:
     rules = Rules(roster.members, roster.blocks, grace=waits, limit=math.inf, lease=waits, hang=waits)
     log = ContributionLog(open_store(setup.store))
     exchange = Exchange(RUN, roster, checkpoint, setup.settings, log, rules=rules)
+    log.write_checkpoint(checkpoint)
+    exchange.decided.kept_checkpoint(0)
     server, port = serve_exchange(exchange, RUN_SECRET, "127.0.0.1:0")
     told.send(port)
     with suppress(EOFError):
@@ -130,25 +138,59 @@ def serve(told: Connection, setup: Setup) -> None:
     server.stop(None).wait()
 
 
+@contextmanager
+def forwarding(port: int) -> Iterator[tuple[int, Callable[[], int]]]:
+    """Forward connections to a port of this machine. Yield a port, and a function that returns the bytes so far."""
+    carried = [0]
+
+    def copy(source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 20):
+                carried[0] += len(data)
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+    def accept() -> None:
+        with suppress(OSError):  # it is closed at the end
+            while True:
+                ends = listener.accept()[0], socket.create_connection(("127.0.0.1", port))
+                for both in (ends, ends[::-1]):
+                    threading.Thread(target=copy, args=both, daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=accept, daemon=True).start()
+        yield listener.getsockname()[1], lambda: carried[0]
+
+
 def measure(setup: Setup, allowed: Sequence[str]) -> dict[str, Any]:
     """Run the rounds; return seconds and bytes. `allowed`: stores that signed URLs may lead to; none: no URLs."""
     sent = contributions(setup)
-    with serving(serve, setup) as port, ThreadPoolExecutor(setup.replicas) as pool:
-        address = f"127.0.0.1:{port}"
+    names = list(initial_checkpoint(MODELS[setup.model], None, 1).tensors())
+    with (
+        serving(serve, setup) as port,
+        forwarding(port) as (front, carried),
+        ThreadPoolExecutor(setup.replicas) as pool,
+    ):
+        address = f"127.0.0.1:{front}"
         clients = {
             name: ExchangeClient(address, RUN_SECRET.credentials(name), RUN, stores=allowed) for name in setup.names
         }
         for name, client in clients.items():
             client.join(name, "")
+        begun = carried()
         took = [
             list(pool.map(lambda name, of=round_: _round(clients[name], name, of, setup, sent), setup.names))
             for round_ in range(1, ROUNDS + 1)
-        ][1:]
+        ]
+        of_rounds, begun = carried() - begun, carried()
+        for number in range(JOINERS):
+            tensors = clients[setup.names[number % setup.replicas]].checkpoint(names, 0)
+        of_joiners = carried() - begun
         for client in clients.values():
             client.close()
     size = sum(len(_blob(setup, "r0", 1, block, sent)) for block in sent)
     seconds = {
-        phase: median(max(one[place] for one in round_) for round_ in took) for place, phase in enumerate(PHASES)
+        phase: median(max(one[place] for one in round_) for round_ in took[1:]) for place, phase in enumerate(PHASES)
     }
     others = setup.replicas - 1
     return {
@@ -156,7 +198,9 @@ def measure(setup: Setup, allowed: Sequence[str]) -> dict[str, Any]:
         "method": setup.method,
         "by": "store" if allowed else "exchange",
         "contribution_bytes": size,
-        "seconds": seconds | {"round": median(max(sum(one) for one in round_) for round_ in took)},
+        "checkpoint_bytes": sum(tensor.nbytes for tensor in tensors.values()),
+        "exchange_bytes": {"round": of_rounds / ROUNDS, "joiners": of_joiners},
+        "seconds": seconds | {"round": median(max(sum(one) for one in round_) for round_ in took[1:])},
         "line_seconds": 8 * size * (1 / UP + others / DOWN),
     }
 
@@ -173,8 +217,8 @@ def _round(client: ExchangeClient, name: str, round_: int, setup: Setup, sent: S
     counted = client.record(round_, name).contributions
     recorded = time.monotonic()
     assert len(counted) == setup.replicas
-    for other in (one.replica for one in counted if one.replica != name):
-        for block in sent:
+    for block in sent:  # in the order of `apply_round`, for which replies have the blobs that follow
+        for other in (one.replica for one in counted if one.replica != name):
             client.fetch(name, round_, other, block)
     return uploaded - begin, recorded - uploaded, time.monotonic() - recorded
 
@@ -186,7 +230,8 @@ def _blob(setup: Setup, name: str, round_: int, block: str, sent: Sent) -> bytes
 def line_of(found: Mapping[str, Any]) -> str:
     seconds = found["seconds"]
     cells = [found["contribution_bytes"] / 1e6, *(seconds[phase] for phase in (*PHASES, "round"))]
-    numbers = "".join(f"{cell:>10.3f}" for cell in [*cells, found["line_seconds"]])
+    carried = [one / 1e6 for one in found["exchange_bytes"].values()]
+    numbers = "".join(f"{cell:>10.3f}" for cell in [*cells, found["line_seconds"], *carried])
     return f"{found['method']:<27}{found['replicas']:>4}  {found['by']:<9}{numbers}"
 
 
@@ -199,7 +244,7 @@ def main() -> None:
         raise SystemExit("benchmarks/object_store_round.py needs SeaweedFS, which has a package for Linux only")
     os.environ |= CREDENTIALS
     results = []
-    columns = ("MB", *PHASES, "round, s", "lines, s")
+    columns = ("MB", *PHASES, "round, s", "lines, s", "round, MB", "joiners")
     print(f"{'method':<27}{'R':>4}  {'by':<9}" + "".join(f"{name:>10}" for name in columns))
     with tempfile.TemporaryDirectory() as folder, object_service(Path(folder)) as endpoint:
         for number, (method, replicas) in enumerate(product(METHODS, arguments.replicas)):

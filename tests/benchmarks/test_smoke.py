@@ -38,7 +38,7 @@ PRINTED = {
     "loss_by_token": [r"position .*\n0 to 0 +\d.*[-+]?\d\.\d\n", r"256 to 1023 +\d.*\d\n", r"repeated +\d.*\d\n"],
     "mutants": [r"\d{3} bugs can be planted; [\w-]+ is caught by tests/units/test_units\.py"],
     "object_store_round": [
-        r"2 bits +2 +store( +\d+\.\d{3}){6}\n.*2 +exchange( +\d+\.\d{3}){6}\n",
+        r"2 bits +2 +store( +\d+\.\d{3}){8}\n.*2 +exchange( +\d+\.\d{3}){8}\n",
         r"appendix C: 8B, 20 replicas: .* 12 s\n",
     ],
     "overlap": [r"\n0 .*%.*\n1 .*%.*\n", r"over without: \d"],
