@@ -153,7 +153,7 @@ def test_a_lying_minority_of_validators_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_contribution_that_one_of_three_validators_tried_has_no_losses(run: Run) -> None:
-    """A validator that lies could otherwise judge whom it likes, beside those that were drawn."""
+    """A validator that lies could otherwise judge any replica, beside the drawn ones."""
     judgements = _audited(run)
     for number in (1, 2):
         _round(run, number, *GROUPS)
