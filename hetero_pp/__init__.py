@@ -13,13 +13,16 @@ Path of the data, and the module of each step:
     after H inner steps, per parameter tensor:
       theta_start - theta_local                   replica_groups.member.outer_round
       -> error feedback, top-k per chunk          hetero_pp.pseudo_gradient.error_feedback, .selection
+           until the round is decided             replica_groups.member.error_feedback
       -> quantise                                 hetero_pp.pseudo_gradient.quantise
       -> contribution: a blob for each block      hetero_pp.pseudo_gradient.contribution
       -> sent by the session, small ones joined   replica_groups.member.session
            over gRPC, or by the store             hetero_pp.rpc.exchange_client, replica_groups.exchange.server
+           (a call ends in the server's method of its name; the shared base is hetero_pp.rpc.exchange_service)
       -> validate as it arrives, store            replica_groups.exchange.contribution_inbox, .log
       -> the rules close the round                replica_groups.rounds.coordinator, .state (makes the record)
-      -> its record is limited, written, waited   replica_groups.exchange.runner (limits: .magnitudes), .log
+      -> its record is limited, written           replica_groups.exchange.runner (limits: .magnitudes), .log
+      -> members that ask for the record get it   replica_groups.exchange.decided (waits in .runner)
     each member with the contributions that the record names, and the auditor (replica_groups.exchange.replay):
       -> fetch, unless it is the member's own     replica_groups.member.outer_round, replica_groups.exchange.decided
       -> decode                                   hetero_pp.pseudo_gradient.contribution, .streams
@@ -38,15 +41,17 @@ Path of a bandwidth, from the YAML to a delayed byte:
 
 Path of a stage's death, from the process that dies to the page:
 
-    the process ends                              hetero_pp.program.launch.supervisor (starts it again, and says so)
-      -> the exchange is told                     replica_groups.exchange.server, .exchange
+    the process ends                              hetero_pp.program.launch.supervisor (starts it again; only its own
+                                                  host's terminal and page say so)
+      -> the exchange is told                     hetero_pp.rpc.exchange_service (`died`), replica_groups.exchange.server
       -> the incarnation ends, the group stops    replica_groups.rounds.coordinator (makes the events)
       -> members hear that they are suspended     replica_groups.exchange.runner
       -> the event is dated and sent to watchers  replica_groups.exchange.reports
       -> the launcher keeps it                    hetero_pp.program.launch.command, hetero_pp.program.report.recorder
       -> the event changes the run's state        hetero_pp.program.report.state
            words of the terminal and the page     hetero_pp.program.report.lines
-           the page's frame, and its drawing      hetero_pp.program.view.run_view, view/page/topology.js, words.js
+           the page's frame, sent, and drawn      hetero_pp.program.view.run_view, .server, page/topology.js, words.js
+    the new process joins                         replica_groups.member.take_part, replica_groups.exchange.exchange
     A neighbour whose link broke tells the exchange, too (replica_groups.member.take_part): then its own incarnation
     ends, unless that of the dead one has. Without either, silence ends the incarnation after the lease.
 
