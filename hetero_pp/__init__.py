@@ -43,7 +43,7 @@ Path of a stage's death, from the process that dies to the page:
 
     the process ends                              hetero_pp.program.launch.supervisor (starts it again; only its own
                                                   host's terminal and page say so)
-      -> the exchange is told                     hetero_pp.rpc.exchange_service (`died`), replica_groups.exchange.server
+      -> the exchange is told                     hetero_pp.rpc.exchange_service (died), replica_groups.exchange.server
       -> the incarnation ends, the group stops    replica_groups.rounds.coordinator (makes the events)
       -> members hear that they are suspended     replica_groups.exchange.runner
       -> the event is dated and sent to watchers  replica_groups.exchange.reports
