@@ -36,10 +36,10 @@ from replica_groups.audit.recomputation import (
     read_evidence,
     read_record,
 )
-from replica_groups.audit.showing import DRAWS, EVIDENCE, MANIFEST, draw_key, settings_sha256
+from replica_groups.audit.showing import EVIDENCE, MANIFEST, settings_sha256
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.replay import checkpoint_after
-from replica_groups.rounds.draws import drawn, leads_to
+from replica_groups.rounds.draws import DRAWS, draw_key, drawn, leads_to
 
 
 def verify(evidence: str, log: str | None, corpus: str | None, tolerance: float | None) -> None:

@@ -35,8 +35,8 @@ from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import mean_of, outer_step
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, DecodedTensor, ReceivedBlob, decode_blob, scale_of
 from hetero_pp.pseudo_gradient.cosines import restored
-from replica_groups.audit.showing import ROUNDS_TO_SHOW_TEXT, draw_key, text_key
 from replica_groups.exchange.log import ContributionLog
+from replica_groups.rounds.draws import ROUNDS_TO_SHOW_TEXT, draw_key, text_key
 
 T = TypeVar("T")
 

@@ -28,12 +28,13 @@ from hetero_pp.rpc.exchange_service import Caller, HeldBy
 from replica_groups.audit.exclusions import Exclusions
 from replica_groups.audit.gauntlet import SignCheck, median_of, why
 from replica_groups.audit.replica_scores import ReplicaScores, RoundFacts
-from replica_groups.audit.showing import Showing, Shows, draw_key, settings_sha256
+from replica_groups.audit.showing import Showing, Shows, settings_sha256
 from replica_groups.exchange.audit_hook import AuditHook
 from replica_groups.exchange.audits import keep_scores, newest_scores
 from replica_groups.exchange.memberships import Memberships
 from replica_groups.exchange.reports import Reports
 from replica_groups.exchange.runner import CoordinatorRunner
+from replica_groups.rounds.draws import draw_key
 
 MOST_VALIDATORS = 16  # number of validators, by name, that have judged a recent round
 JUDGED_ROUNDS = 64  # number of recent rounds about which judgements are taken

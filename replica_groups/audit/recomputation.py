@@ -56,8 +56,9 @@ from replica_groups.audit.recompute import (
     difference,
     recompute,
 )
-from replica_groups.audit.showing import ARRIVED, AUTHORITY, MANIFEST, ROUNDS_TO_SHOW, draw_key, evidence_key
+from replica_groups.audit.showing import ARRIVED, AUTHORITY, MANIFEST, ROUNDS_TO_SHOW, evidence_key
 from replica_groups.exchange.log import ContributionLog, record_digest
+from replica_groups.rounds.draws import draw_key
 
 # ---- evidence ----
 

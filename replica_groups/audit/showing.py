@@ -47,16 +47,22 @@ from replica_groups.audit.commitments import (
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.memberships import Memberships
 from replica_groups.exchange.runner import CoordinatorRunner
-from replica_groups.rounds.draws import Chain, drawn, drawn_for_trials
+from replica_groups.rounds.draws import (
+    DRAWS,
+    ROUNDS_TO_SHOW_TEXT,
+    TEXTS,
+    Chain,
+    draw_key,
+    drawn,
+    drawn_for_trials,
+    text_key,
+)
 from stages.anchors import anchors_seed, first_expansion
 
-DRAWS, EVIDENCE, TEXTS, ARRIVED, AUTHORITY = "draws", "evidence", "texts", "arrived.json", "authority.pem"
+EVIDENCE, ARRIVED, AUTHORITY = "evidence", "arrived.json", "authority.pem"
 
 ROUNDS_TO_SHOW = 32
 """Rounds within which a checkpoint has to arrive; a line that needs longer is too slow for such audits."""
-
-ROUNDS_TO_SHOW_TEXT = 2
-"""Rounds within which a text has to arrive, which is small: its score would otherwise come too late."""
 
 TEXTS_KEPT = 64  # rounds for which a shown text stays in the store
 MOST_LEFT, WITHIN = 3, 256  # times that a ticket may leave before it has shown a drawn round, within so many rounds
@@ -442,14 +448,6 @@ def settings_sha256(spec: RunSpec) -> str:
     recompute = spec.config.audit.recompute
     known = [spec.agreed, spec.changes.to_json(), None if recompute is None else recompute.tolerance]
     return hashlib.sha256(json.dumps(known).encode()).hexdigest()
-
-
-def draw_key(round_: int) -> str:
-    return f"{DRAWS}/round-{round_:06d}.json"
-
-
-def text_key(round_: int, replica: str) -> str:
-    return f"{TEXTS}/{round_:06d}-{replica}"
 
 
 def evidence_key(round_: int, replica: str) -> str:

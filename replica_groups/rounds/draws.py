@@ -15,8 +15,20 @@ from collections.abc import Collection, Iterable, Sequence
 CHAIN_ROUNDS = 1 << 16
 """Rounds of one chain, which has 2 MiB. It takes as many hashes, about 0.05 s, and so may a check."""
 
+DRAWS, TEXTS = "draws", "texts"  # folders of the log: who is drawn, and what drawn members have shown of their text
+ROUNDS_TO_SHOW_TEXT = 2
+"""Rounds within which a text has to arrive, which is small: its score would otherwise come too late."""
+
 _BYTES = hashlib.sha256().digest_size
 _OF_64_BITS = 1 << 64
+
+
+def draw_key(round_: int) -> str:
+    return f"{DRAWS}/round-{round_:06d}.json"
+
+
+def text_key(round_: int, replica: str) -> str:
+    return f"{TEXTS}/{round_:06d}-{replica}"
 
 
 class Chain:

@@ -23,9 +23,9 @@ from hetero_pp.store.folder import FolderStore
 from replica_groups.audit.in_exchange import _InExchange
 from replica_groups.audit.recomputation import Recomputation
 from replica_groups.audit.recompute import Comparison
-from replica_groups.audit.showing import ARRIVED, ROUNDS_TO_SHOW, draw_key, evidence_key
+from replica_groups.audit.showing import ARRIVED, ROUNDS_TO_SHOW, evidence_key
 from replica_groups.exchange.log import ContributionLog
-from replica_groups.rounds.draws import Chain, drawn, leads_to
+from replica_groups.rounds.draws import Chain, draw_key, drawn, leads_to
 
 
 class Followed:

@@ -21,10 +21,10 @@ from hetero_pp.rpc.exchange_service import Caller
 from replica_groups.audit import judgements as module
 from replica_groups.audit.gauntlet import SignCheck
 from replica_groups.audit.judgements import Judgements
-from replica_groups.audit.showing import draw_key
 from replica_groups.exchange.audits import newest_scores
 from replica_groups.exchange.log import record_digest
 from replica_groups.exchange.memberships import Memberships
+from replica_groups.rounds.draws import draw_key
 
 GROUPS = {"a": 1, "b": 1, "c": 1}
 GOOD = {"assigned_before": 4.0, "assigned_after": 3.0, "other_before": 4.0, "other_after": 3.9}

@@ -21,8 +21,9 @@ from hetero_pp.rpc.exchange_service import Caller
 from replica_groups.audit import showing
 from replica_groups.audit.commitments import CommittedState, MemberCommitments, state_sha256
 from replica_groups.audit.judgements import Judgements
-from replica_groups.audit.showing import DRAWS, EVIDENCE
+from replica_groups.audit.showing import EVIDENCE
 from replica_groups.exchange.audits import read_audit
+from replica_groups.rounds.draws import DRAWS
 
 ROUNDS = 4
 CAUSES = {

@@ -46,10 +46,11 @@ from hetero_pp.store.folder import FolderStore
 from replica_groups.audit.commitments import TEXT, MemberCommitments, shown_text
 from replica_groups.audit.gauntlet import AssignedTexts
 from replica_groups.audit.judgements import Judgements
-from replica_groups.audit.showing import ROUNDS_TO_SHOW_TEXT, TEXTS, Showing, Shows, text_key
+from replica_groups.audit.showing import Showing, Shows
 from replica_groups.exchange.audits import newest_scores
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.member.session import MemberSession
+from replica_groups.rounds.draws import ROUNDS_TO_SHOW_TEXT, TEXTS, text_key
 
 HONEST = {"a", "b", "c"}
 TRIALS = {"evaluated": 8, "sequences": 8, "agreement": None, "excluded_rounds": 100}

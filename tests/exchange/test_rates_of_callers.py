@@ -148,7 +148,9 @@ def test_the_connection_of_a_member_that_calls_too_often_is_closed(
 ) -> None:
     """No other connection is closed, not even one from the same address."""
     due_in, was_refused = CallRate.due_in, threading.Event()
-    monkeypatch.setattr(served.run.exchange, "refuse", lambda *_: was_refused.set())  # after the connection is closed
+    monkeypatch.setattr(
+        served_exchange._Servicer, "refuse", lambda *_: was_refused.set()
+    )  # after the connection is closed
 
     def due(rate: CallRate, caller: str) -> float:
         if caller == "a":
