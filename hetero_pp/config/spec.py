@@ -255,11 +255,6 @@ class RunSpec:
         """The configuration of the last round."""
         return self.at(LAST)
 
-    def steps_planned_in(self, round_: int) -> int:
-        """Return the inner steps of the whole run as planned when this round was trained."""
-        assert self.config.inner.steps is not None, "a round has a fixed duration"
-        return self.at(round_).outer.rounds * self.config.inner.steps
-
     def rates_in(self, round_: int, first: int, expected: int | None, steps: int | None = None) -> LearningRates:
         """Return the learning rates of a round whose first step has the number `first`.
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from replica_groups.audit.validator import ValidatorThread
 
 BESIDE_EXCHANGE = "exchange"  # name of the validator beside the exchange, which no other has
-_SECONDS_BETWEEN_LOOKS = 0.1
+_SECONDS_BETWEEN_LOOKS, _MOST_SECONDS_BETWEEN_LOOKS = 0.1, 2.0
 _SECONDS_TO_JUDGE = 30.0  # seconds that the end of a run waits for the judgements of its last rounds
 
 T = TypeVar("T")
@@ -54,10 +54,12 @@ class _InExchange:
         return self.exchange.runner.retry(do)
 
     def wait_for(self, find: Callable[[], T]) -> T:
+        pause = _SECONDS_BETWEEN_LOOKS
         while (cause := self.exchange.runner.failure) is None:
             with suppress(FileNotFoundError):
                 return self.retry(find)
-            time.sleep(_SECONDS_BETWEEN_LOOKS)
+            time.sleep(pause)  # a text may take two rounds, and each look asks the store
+            pause = min(2 * pause, _MOST_SECONDS_BETWEEN_LOOKS)
         raise RunFailed(cause)
 
     def take(self, judgements: Sequence[Judgement]) -> None:

@@ -23,6 +23,7 @@ from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.yaml_file import read_run
 from hetero_pp.core.errors import ConfigError, MalformedMessage
 from hetero_pp.core.settings import NotPartOf, meaning
+from hetero_pp.model.learning_rates import BySteps
 from hetero_pp.program.launch.command import run_topology
 from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.log import ContributionLog, checkpoint_key
@@ -240,7 +241,8 @@ def test_a_changed_run_keeps_its_name() -> None:
     assert changed.run == spec.run != elsewhere.run
     assert elsewhere.with_changes(changed.changes).run == spec.run  # a host that the exchange told of the change
     assert (spec.total_steps, changed.total_steps) == (100, 200)
-    assert [changed.steps_planned_in(round_) for round_ in (1, 5, 6, 20)] == [100, 100, 200, 200]
+    rates = [changed.rates_in(round_, 0, None) for round_ in (1, 5, 6, 20)]
+    assert [one.total_steps for one in rates if isinstance(one, BySteps)] == [100, 100, 200, 200]
 
 
 def test_what_is_changed_again_before_it_held_is_forgotten() -> None:
