@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -42,7 +42,7 @@ class LineSettings(Settings):
 
 
 class Line(LineSettings):
-    """One line of a run: the settings of its kind, with `up` and `down`, and the members that have it."""
+    """One line of a run: the settings of its kind, and the members that have it."""
 
     name: str  # name of its site, or of the only member that has it
     kind: str
@@ -120,13 +120,11 @@ class LinkSettings(DirectionSettings):
     def shape(self, direction: Direction) -> LinkShape:
         """Return the shape of one direction, after the overrides."""
         own = self.forward if direction == "forward" else self.backward
-
-        def pick(name: str, otherwise: float | None) -> Any:
-            value = getattr(own, name)
-            value = getattr(self, name) if value is None else value
-            return otherwise if value is None else value
-
-        return LinkShape(pick("bandwidth", None), pick("latency", 0.0), pick("jitter", 0.0))
+        bandwidth, latency, jitter = (
+            getattr(self, name) if (value := getattr(own, name)) is None else value
+            for name in ("bandwidth", "latency", "jitter")
+        )
+        return LinkShape(bandwidth, latency or 0.0, jitter or 0.0)
 
 
 @dataclass(frozen=True)

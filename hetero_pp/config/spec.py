@@ -99,25 +99,14 @@ def _lines_of(config: RunConfig) -> Iterator[Line]:
         for replica in config.replicas
         for stage, member in enumerate(replica.members)
     } | {EXCHANGE: config.exchange.line}
-    at_sites = {name: members_at(site.members, list(kinds)) for name, site in config.sites.items()}
     every: dict[str, tuple[str | None, tuple[str, ...]]] = {
-        name: (config.sites[name].line, members) for name, members in at_sites.items()
+        name: (site.line, members_at(site.members, list(kinds))) for name, site in config.sites.items()
     }
-    for member, own in kinds.items():
-        if not any(member in members for members in at_sites.values()):
-            every[member] = own, (member,)
+    at_sites = {member for _, members in every.values() for member in members}
+    every |= {member: (own, (member,)) for member, own in kinds.items() if member not in at_sites}
     for name, (kind, members) in every.items():
         if kind is not None:
-            settings = config.lines[kind]
-            yield Line.model_construct(
-                name=name,
-                kind=kind,
-                members=members,
-                up=settings.bandwidth_of("up"),
-                down=settings.bandwidth_of("down"),
-                latency=settings.latency,
-                jitter=settings.jitter,
-            )
+            yield Line.model_construct(**dict(config.lines[kind]), name=name, kind=kind, members=members)
 
 
 def _links_of(config: RunConfig, lines: Iterable[Line]) -> Iterator[LinkSpec]:

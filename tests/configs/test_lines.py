@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from hetero_pp.config.lines import WAYS
 from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.yaml_file import ConfigFile
 from hetero_pp.core.errors import ConfigError
@@ -44,8 +45,8 @@ def test_a_line_for_each_machine_or_site(path: Path) -> None:
         "home.0": ("home.0",),
         "home.3": ("home.3",),
     }
-    assert (lines["dc"].up, lines["dc"].down) == (500e6, 1e9)
-    assert (lines["house"].up, lines["house"].down) == (20e6, 100e6)
+    assert [lines["dc"].bandwidth_of(way) for way in WAYS] == [500e6, 1e9]
+    assert [lines["house"].bandwidth_of(way) for way in WAYS] == [20e6, 100e6]
 
 
 def test_a_link_passes_the_lines_of_both_ends(path: Path) -> None:
