@@ -11,7 +11,6 @@ from rich.console import Console
 from test_membership_state import membership_event
 from test_run_state import (
     START,
-    evaluation,
     inner_step,
     made_up_reports,
     made_up_round,
@@ -21,7 +20,7 @@ from test_run_state import (
 )
 
 from hetero_pp.messages.messages_pb2 import CONTRIBUTING, FINISHING, PAUSED, SILENT, Report
-from hetero_pp.program.report.display import LOSS_SECONDS, LiveDisplay, live_view
+from hetero_pp.program.report.display import LOSS_SECONDS, LiveDisplay
 from hetero_pp.program.report.lines import waiting_line
 from hetero_pp.program.report.state import RunState
 
@@ -135,17 +134,3 @@ def test_the_display_refreshes_itself() -> None:
     with LiveDisplay(state, console) as display:
         while "round 2/2" not in out.getvalue():
             display._ended.wait(0.01)
-
-
-@pytest.mark.parametrize("width", [80, 100])
-def test_live_view_fits_the_terminal(width: int) -> None:
-    state = state_of([*made_up_round(1), evaluation(START + 12, "dc", 0, 6.0)])
-    lines = text_of(live_view(state, START + 12, height=40), width).splitlines()
-    text = "\n".join(lines)
-    assert max(map(len, lines)) <= width
-    assert "0:12 elapsed, about 0:04 left" in text
-    assert "1/2" in text
-    assert "home.0-1" in text
-    assert ("8 / 4 Mbit/s" in text) == (width == 100)
-    assert "42 %" in text  # busy 5 of 12 seconds
-    assert "participants" in text

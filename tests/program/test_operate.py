@@ -17,7 +17,6 @@ import pytest
 from mixed_run import MIXED
 from prometheus_client.core import Metric
 from test_run_state import (
-    ROUNDS,
     START,
     begun,
     evaluation,
@@ -25,7 +24,6 @@ from test_run_state import (
     inner_step,
     joined,
     link_use,
-    made_up_reports,
     made_up_spec,
     member_round,
     round_closed,
@@ -36,14 +34,12 @@ from typer.testing import CliRunner
 
 from hetero_pp.messages.messages_pb2 import (
     CONTRIBUTING,
-    GIVEN_UP,
     JOINING,
     PAUSED,
     RESTARTED,
     SILENT,
     STORING,
     WENT_ON,
-    MemberRound,
     MembershipEventKind,
     Over,
     Refusal,
@@ -56,7 +52,7 @@ from hetero_pp.program.operate.metrics import RunCollector
 from hetero_pp.program.operate.observed import SILENT_SECONDS, Condition, Observed, health_of
 from hetero_pp.program.operate.operations import Operations, operated
 from hetero_pp.program.report.lines import STALL_SECONDS
-from hetero_pp.program.report.state import PARTS, Outcome, RunState
+from hetero_pp.program.report.state import Outcome, RunState
 
 Found = dict[tuple[str, ...], float]
 """(name, label values in the order of the labels' names ...) -> value."""
@@ -144,41 +140,6 @@ def test_silence_is_measured_by_the_time_of_the_exchange() -> None:
 # ---- metrics of made-up reports ----
 
 
-def test_metrics_of_a_whole_run() -> None:
-    times = member_round("home.1", 1)
-    times.member_round.blocked_seconds = 1.0
-    found = collected(state_of([begun(START - 3, 0), *made_up_reports(), times, times]))
-    assert found["rounds_closed_total",] == found["rounds_planned",] == ROUNDS
-    assert found["run_condition", "over"] == 1
-    assert (found["run_info", "run", "made-up"], found["members", "finished"], found["members", "missing"]) == (1, 3, 0)
-    assert (found["tokens_total", "dc"], found["training_loss", "dc"], found["validation_loss", "home"]) == (
-        400,
-        4,
-        3.7,
-    )
-    assert found["contributions_total", "included", "home"] == 2
-    assert (found["contribution_bytes_total",], found["round_duration_seconds",]) == (4000, 10)
-    assert found["link_wire_bytes_total", "forward", "home.0-1"] == 8020
-    assert found["link_busy_seconds_total", "forward", "home.0-1"] == 10
-    assert found["link_capacity_bytes_per_second", "backward", "home.0-1"] == 500_000
-    assert ("link_capacity_bytes_per_second", "forward", "dc-exchange") not in found
-    parts = {part: found["member_round_seconds_total", "home.1", part] for part in PARTS}
-    assert parts == {"compute": 5, "wait": 2, "outer": 1.5, "blocked": 1, "evaluation": 0.5}
-
-
-def test_who_waits_for_a_link_is_its_receiver() -> None:
-    """Only the receiver tells; an older version does not tell for which neighbour it waited."""
-    waited: dict[str, Any] = {"wait_seconds": 4.0, "wait_previous_seconds": 3.0, "wait_next_seconds": 1.0}
-    times = MemberRound(round=1, compute_seconds=5, outer_seconds=1, blocked_seconds=0.5, **waited)
-    state = told(Report(time=START + 3, member="home.1", member_round=times))
-    name = "link_waited_seconds_total"
-    assert {key[1:]: value for key, value in collected(state, "home.1").items() if key[0] == name} == {
-        ("forward", "home.0-1"): 3,
-        ("backward", "home.1-exchange"): 0.5,
-    }
-    assert collected(told(member_round("home.1", 1)))[name, "forward", "home.0-1"] == 0
-
-
 def test_every_outcome_of_a_contribution_is_counted_once() -> None:
     """Rounds that are long over are counted as often as recent ones."""
     expected: dict[Outcome, int] = {}
@@ -221,19 +182,6 @@ def test_counters_never_fall_and_begin_when_they_are_known() -> None:
     assert ("rounds_closed_total",) in collected(state)
 
 
-def test_members_by_state_and_restarts() -> None:
-    reports = [
-        membership_event(START + 1, SILENT, "home.1", "home"),
-        *[membership_event(START + 2, RESTARTED, one) for one in ("home.1", "home.1", "exchange", "made up")],
-    ]
-    found = collected(told(*reports))
-    assert (found["members", "present"], found["members", "vacant"]) == (2, 1)
-    assert (found["member_up", "home.1"], found["member_up", "dc"]) == (0, 1)
-    assert (found["restarts_total", "home.1"], found["restarts_total", "exchange"]) == (2, 1)
-    assert collected(told(*reports, membership_event(START + 3, GIVEN_UP, "home.1")))["members", "given_up"] == 1
-    assert collected(state_of([joined(START, "dc")]))["members", "missing"] == 2
-
-
 def test_no_text_of_a_member_or_a_stranger_is_a_label() -> None:
     lie = '"} evil'
     refusal = Report(time=START, member=lie, refusal=Refusal(sender=lie, reason=lie, kind=lie, count=3))
@@ -246,17 +194,6 @@ def test_no_text_of_a_member_or_a_stranger_is_a_label() -> None:
     found = collected(told(*reports, member_round(lie, 1), failure(START, lie, lie)))
     assert not [key for key in found if any("evil" in part for part in key)]
     assert found["refusals_total", "unexpected"] == 3
-
-
-def test_a_host_with_one_member_has_metrics_of_that_member() -> None:
-    found = collected(state_of([begun(START, 0), *made_up_reports()]), "home.0")
-    assert {one[1] for one in found if one[0] == "member_up"} == {"home.0"}
-    assert {one[1:] for one in found if one[0] == "link_wire_bytes_total"} == {
-        ("forward", "home.0-1"),
-        ("forward", "home.0-exchange"),
-    }
-    assert {one[1] for one in found if one[0] == "training_loss"} == {"home"}
-    assert not {"contributions_total", "rounds_closed_total", "refusals_total"} & {one[0] for one in found}
 
 
 # ---- the server ----

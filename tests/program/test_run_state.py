@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from rewritten import WRITES, compare, write
 
 from hetero_pp.config.run_config import RunConfig
 from hetero_pp.config.spec import RunSpec
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2 import LATE, LinkUse, Report
-from hetero_pp.messages.refusals import Kind
 from hetero_pp.program.report.state import STILL_TOLD, DirectionState, LineWay, ReplicaState, RunState
 from hetero_pp.program.report.summary import summary_of
 
-SUMMARY = Path(__file__).with_name("summary.json")
 ROUNDS, STEPS = 2, 2
 START = 1000.0
 ROUND_SECONDS = 10.0
@@ -301,26 +297,6 @@ def _fields_of(told: pb.SoFar) -> dict[str, Any]:
     return {field.name: value for field, value in told.ListFields()}
 
 
-def test_summary_of_a_whole_run(whole: RunState) -> None:
-    """Two replicas, links without lines, and contributions of two rounds."""
-    if WRITES:
-        write(SUMMARY, summary_of(whole))
-    compare(SUMMARY, summary_of(whole))
-
-
-def test_a_failed_run_says_what_is_known() -> None:
-    state = state_of([*made_up_round(1), evaluation(START + 15, "dc", 2, 3.0)])
-    state.apply(failure(START + 16, "home.1", "lost its link", consequence=True))
-    state.apply(failure(START + 16, "home.0", "out of memory"))
-    state.apply(failure(START + 17, "exchange", "a later one"))
-    summary = summary_of(state)
-    assert summary["failed"] == "home.0: out of memory"
-    assert summary["validation_loss"] == pytest.approx([4.6])
-    assert summary["parameters_sha256"] == {"dc": "01" * 32, "home": "01" * 32}
-    state.fail("the launcher knows better")
-    assert summary_of(state)["failed"] == "the launcher knows better"
-
-
 def test_what_no_run_can_have_changes_nothing() -> None:
     # Reports that name nothing of this run change nothing.
     strangers = [
@@ -346,44 +322,3 @@ def test_what_no_run_can_have_changes_nothing() -> None:
     for report in (far, many, round_closed(START, 0), verified(START, "dc", 5000, b"x"), late):
         assert not state.apply(report)
     assert summary_of(state) == before
-
-
-def test_refusals_are_counted_by_kind_and_no_member_makes_one_up() -> None:
-    many, made_up = (Report(time=START, member="home.0") for _ in range(2))
-    many.refusal.kind, many.refusal.count = Kind.STRANGER, 100
-    made_up.refusal.kind = "made up"
-    summary = summary_of(state_of([many, made_up]))
-    assert summary["refusals"] == 101
-    assert summary["refusals_by_kind"] == {Kind.STRANGER: 100, Kind.UNEXPECTED: 1}
-
-
-def test_summary_of_lines() -> None:
-    """A line counts all links over it: `up` is what its members send, `down` is what they receive."""
-    spec = made_up_spec(
-        lines={"dsl": {"up": "1 kbit/s", "down": "4 kbit/s"}},
-        sites={"house": {"line": "dsl", "members": ["dc", "home.1"]}},
-        replicas=[
-            {"name": "dc", "kind": "datacenter"},
-            {"name": "home", "kind": "participants", "stages": {"count": 2, "line": "dsl"}, "boundary": {"rank": 8}},
-        ],
-    )
-    state = RunState(spec)
-    for report in (
-        inner_step(START, "dc", "dc", 1, 0, loss=5.0),
-        link_use(START, "home.1-exchange", "backward", 0, 990),  # before the first step
-        link_use(START + 5, "home.0-1", "forward", 1, 240),
-        link_use(START + 5, "home.0-1", "backward", 1, 90),
-        link_use(START + 5, "dc-exchange", "forward", 1, 140),
-        link_use(START + 10, "dc-exchange", "backward", 2, 190),
-    ):
-        state.apply(report)
-    house, own = summary_of(state)["lines"]
-    assert (house["name"], house["kind"], house["members"]) == ("house", "dsl", ["dc", "home.1"])
-    assert house["bandwidth_bits_per_second"] == {"up": 1e3, "down": 4e3}
-    assert house["payload_bytes"] == {"up": 230, "down": 240 + 190 + 990}
-    assert house["wire_bytes"] == {"up": 250, "down": 250 + 200 + 1000}
-    assert house["busy_share"] == {"up": 250 * 8 / 1e3 / 10, "down": 450 * 8 / 4e3 / 10}
-    assert (own["name"], own["wire_bytes"]) == ("home.0", {"up": 250, "down": 100})
-    links = {link["name"]: link["lines"] for link in summary_of(state)["links"]}
-    assert links["home.0-1"] == {"from": "home.0", "to": "house"}
-    assert links["dc-exchange"] == {"from": "house", "to": None}

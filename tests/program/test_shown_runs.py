@@ -1,11 +1,14 @@
-"""Texts that people are shown of made-up runs: lines, events in words, lines of a host with a member, and the end.
+"""What is shown of made-up runs, in words and in numbers.
 
-They are in shown_runs.json.
+Texts are in shown_runs.json: lines, events in words, lines of a host with a member, the live view, and the end. Numbers
+are in shown_numbers.json: the summary, metrics, and what the page gets.
 """
 
 from __future__ import annotations
 
 import io
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +16,13 @@ import pytest
 from rewritten import WRITES, compare, write
 from rich.console import Console
 from test_membership_state import KILLED, LEFT, back, closed_without, joined, killed, membership_event, there
+from test_operate import collected
 from test_run_state import (
     START,
     TIMED,
     begun,
     evaluation,
+    failure,
     inner_step,
     link_use,
     made_up_reports,
@@ -29,16 +34,18 @@ from test_run_state import (
     timed_reports,
     waiting,
 )
+from test_view_data import frame, view_of
 
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2 import Report
+from hetero_pp.messages.refusals import Kind
 from hetero_pp.messages.report_bounds import MOST_LOSS
 from hetero_pp.program.report.display import LiveDisplay, live_view
 from hetero_pp.program.report.lines import OwnRoundLines, words_of
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.summary import print_result, summary_of
 
-SHOWN = Path(__file__).with_name("shown_runs.json")
+SHOWN, NUMBERS = (Path(__file__).with_name(f"shown_{what}.json") for what in ("runs", "numbers"))
 OVER, ALL_BUT_JOINED = (
     Report(time=START + 40, member="exchange", over=pb.Over(round=2, rounds=2, finishing=["dc"])),
     3,
@@ -90,7 +97,69 @@ def _elsewhere() -> list[Report]:
     return [*past, *steps, *uses, *own, so_far(START + 90, last_round=1), OVER]
 
 
-JOINED = made_up_reports()[:3]
+def _killed_and_paused() -> list[Report]:
+    """A stage is killed in round 1, whose steps are trained again. Round 2 pauses, and excludes its replica."""
+    again, closed = START + 1.5, closed_without(START + 20, 2, "home")
+    reports = [*there(), *made_up_round(1), *killed(again), back(again + 1)]
+    reports += [inner_step(again + 2 + step, "home.0", "home", 1, step, tokens=100) for step in range(2)]
+    reports += [
+        closed,
+        membership_event(START + 14, pb.PAUSED, round=2, cause="few"),
+        membership_event(START + 18, pb.WENT_ON, round=2),
+        *(one for one in made_up_round(2) if one.HasField("inner_step")),
+    ]
+    for report in reports:
+        for entry in report.round_closed.contributions:
+            entry.tokens = 200
+    return reports
+
+
+def _lined() -> list[Report]:
+    """Links of one site share its line. One report is of the time before the first step."""
+    return [
+        inner_step(START, "dc", "dc", 1, 0, loss=5.0),
+        link_use(START, "home.1-exchange", "backward", 0, 990),
+        link_use(START + 5, "home.0-1", "forward", 1, 240),
+        link_use(START + 5, "home.0-1", "backward", 1, 90),
+        link_use(START + 5, "dc-exchange", "forward", 1, 140),
+        link_use(START + 10, "dc-exchange", "backward", 2, 190),
+    ]
+
+
+LINED: dict[str, Any] = {
+    "lines": {"dsl": {"up": "1 kbit/s", "down": "4 kbit/s"}},
+    "sites": {"house": {"line": "dsl", "members": ["dc", "home.1"]}},
+    "replicas": [
+        {"name": "dc", "kind": "datacenter"},
+        {"name": "home", "kind": "participants", "stages": {"count": 2, "line": "dsl"}, "boundary": {"rank": 8}},
+    ],
+}
+
+
+def _times(member: str, round_: int = 1, **seconds: float) -> Report:
+    parts = {f"{part}_seconds": value for part, value in seconds.items()}
+    return Report(time=START + 9 + round_, member=member, member_round=pb.MemberRound(round=round_, **parts))
+
+
+def _doing(**doings: pb.Doing) -> list[Report]:
+    """A member's name has `_` for a dot."""
+    step = inner_step(START + 4, "dc", "dc", 1, 0, loss=5.0)
+    names = {name.replace("_", "."): doing for name, doing in doings.items()}
+    told = [Report(time=START + 1, member=name, activity=pb.Activity(doing=doing)) for name, doing in names.items()]
+    return [*there(), step, *told]
+
+
+def _refused(member: str, kind: str, count: int) -> Report:
+    return Report(time=START, member=member, refusal=pb.Refusal(kind=kind, count=count, sender="evil", reason="evil"))
+
+
+def _stored() -> Report:
+    report = waiting(START + 1, pb.STORING)
+    report.waiting.store_error = "/runs: No space left on device"
+    return report
+
+
+JOINED, STEP = made_up_reports()[:3], inner_step(START, "dc", "dc", 1, 0, loss=5.0)
 HOME_0_GONE = {"slot": "home.0", "replica": "home", "incarnation": 1, "cause": "gone"}
 DC = {"slot": "dc", "replica": "dc"}
 RUNS: dict[str, tuple[list[Report], dict[str, Any]]] = {
@@ -153,11 +222,73 @@ RUNS: dict[str, tuple[list[Report], dict[str, Any]]] = {
     "audited": (_audited(True), {}),
     "audited, with differences": (_audited(False), {}),
     "seen by its hosts": (_elsewhere(), {}),
+    "goes on with its members": ([joined(START, "dc", 5), begun(START, 3)], {}),
+    "killed and paused": (_killed_and_paused(), {}),
+    "lined": (_lined(), LINED),
+    "timed": (
+        [
+            *([begun(START - 3, 0), *made_up_reports()]),
+            _times("home.0", compute=3.0, wait=1.0, outer=2.0, blocked=0.5),
+            *(_times("home.1", compute=1.0, wait=5.0, outer=2.0), _times("home.1", compute=1.0, wait=5.0, outer=2.0)),
+        ],
+        {},
+    ),
+    "waits are told apart": (
+        [
+            *([*there(), _times("home.1", compute=4.0, outer=2.0, blocked=1.0, wait=2.0)]),
+            _times("home.1", 2, compute=4.0, outer=2.0, blocked=1.0, wait=4.0, wait_previous=4.0, wait_next=0.0),
+        ],
+        {},
+    ),
+    "failed": (
+        [
+            *([*made_up_round(1), evaluation(START + 15, "dc", 2, 3.0)]),
+            failure(START + 16, "home.1", "lost its link", consequence=True),
+            *(failure(START + 16, "home.0", "out of memory"), failure(START + 17, "exchange", "a later one")),
+        ],
+        {},
+    ),
+    "refused": ([_refused("home.0", Kind.STRANGER, 100), _refused("home.0", "made up", 0)], {}),
+    "restarted": (
+        [
+            *([*there(), *killed(START + 1)]),
+            *[membership_event(START + 2, pb.RESTARTED, slot=one) for one in ("home.1", "exchange", "made up")],
+            membership_event(START + 3, pb.GIVEN_UP, slot="home.1", cause=KILLED),
+        ],
+        {},
+    ),
+    "computing": (_doing(dc=pb.WAITING_FOR_ROUND, home_0=pb.FORWARD, home_1=pb.WAITING_FOR_PREVIOUS), {}),
+    "outer round": (_doing(dc=99, home_0=pb.WAITING_FOR_NEXT, home_1=pb.OUTER_ROUND), {}),
+    "nothing": ([], {}),
+    "a round without steps": ([round_closed(START, 1)], {}),
+    "paused": ([*there(), STEP, membership_event(START + 1, pb.PAUSED, round=1, cause="1 of 2 replicas is there")], {}),
+    "waits for its disk": ([*there(), STEP, _stored()], {}),
 }
 
 
-ENDS = ("whole", "rounds of time", "diverged", "audited", "audited, with differences")
+ENDS = ("whole", "rounds of time", "diverged", "audited", "audited, with differences", "killed and paused")
 """Runs of which the end is kept."""
+LIVE = ("timed", "a stage is killed", "pauses and repairs")
+"""Runs of which the live view is kept."""
+PARTS: dict[str, Sequence[str]] = {
+    "whole": ("summary", "metrics", "history", "frame"),
+    "rounds of time": ("summary",),
+    "killed and paused": ("summary",),
+    "lined": ("summary",),
+    "timed": ("metrics", "history"),
+    "waits are told apart": ("metrics", "frame"),
+    "failed": ("summary", "frame"),
+    "refused": ("summary", "metrics"),
+    "goes on with its members": ("summary",),
+    "restarted": ("metrics",),
+    "seen by its hosts": ("metrics of home.0",),
+    "a stage is killed": ("history", "frame"),
+    "it is back, and rounds close without replicas": ("history", "frame"),
+    "members of other hosts": ("history",),
+    **dict.fromkeys(("computing", "outer round", "nothing", "a round without steps", "paused"), ("frame",)),
+    "waits for its disk": ("frame",),
+}
+"""Numbers that are kept of a run."""
 
 
 def _state(run: str) -> RunState:
@@ -198,9 +329,24 @@ def _shown(run: str) -> dict[str, list[str]]:
             for host in followers:
                 host.on_report(report)
     end = [line for line in _end(run) if run == "whole" or line not in _end("whole")] if run in ENDS else []
-    found = {"lines": out.getvalue().splitlines(), "events": events, "end": end}
+    live = _text(live_view(state, now + 1, height=40), 100) if run in LIVE else []
+    found = {"lines": out.getvalue().splitlines(), "events": events, "live": live, "end": end}
     found |= {f"host of {name}": told for name, told in hosts.items()}
     return {part: text for part, text in found.items() if text}
+
+
+def _numbers(run: str, part: str) -> Any:
+    """Return a part of what a run is in numbers. Its settings, which every new key changes, are left out."""
+    reports, changes = RUNS[run]
+    if part == "summary":
+        return summary_of(_state(run))
+    if part.startswith("metrics"):
+        found = collected(_state(run), *part.split()[2:])
+        return {" ".join(key): value for key, value in found.items() if key[0] != "build_info"}
+    view = view_of(reports, **changes)
+    if part == "history":
+        return {key: value for key, value in view.history("x").items() if key != "settings"}
+    return frame(view)
 
 
 @pytest.mark.parametrize("width", [80, 100])
@@ -215,3 +361,10 @@ def test_what_is_shown_of_runs() -> None:
     if WRITES:
         write(SHOWN, found)
     compare(SHOWN, found)
+
+
+def test_numbers_of_runs() -> None:
+    found = {f"{run}: {part}": _numbers(run, part) for run, parts in PARTS.items() for part in parts}
+    if WRITES:
+        write(NUMBERS, found)
+    compare(NUMBERS, json.loads(json.dumps(found)))

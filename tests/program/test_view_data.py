@@ -12,11 +12,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_membership_state import KILLED, back, killed, membership_event, there
+from test_membership_state import back, killed, membership_event, there
 from test_run_state import (
     START,
     begun,
-    failure,
     finished,
     inner_step,
     made_up_reports,
@@ -39,7 +38,6 @@ from hetero_pp.program.view import run_view as run_view_module
 from hetero_pp.program.view import sources as sources_module
 from hetero_pp.program.view.run_view import Curve, KeyFrames, RunView
 from hetero_pp.program.view.sources import Record
-from replica_groups.exchange.memberships import LEFT
 
 
 def view_of(reports: Sequence[Report], **changes: Any) -> RunView:
@@ -212,114 +210,6 @@ def test_a_folder_without_a_record_or_with_a_damaged_summary_says_so(
 
 
 # ---- history and frames ----
-
-
-def test_rounds_curves_and_costs_are_those_of_the_state() -> None:
-    times = pb.MemberRound(round=1, compute_seconds=3.0, wait_seconds=1.0, outer_seconds=2.0, blocked_seconds=0.5)
-    other = pb.MemberRound(round=1, compute_seconds=1.0, wait_seconds=5.0, outer_seconds=2.0)
-    reports = [
-        *made_up_reports(),
-        Report(time=START + 9, member="home.0", member_round=times),
-        Report(time=START + 9, member="home.1", member_round=other),
-    ]
-    view = view_of(reports)
-    history = view.history("x")
-    first = history["rounds"][0]
-    assert (first["round"], first["closed"], first["validation_loss"]) == (1, 10.0, pytest.approx(4.6))
-    home = first["cells"]["home"]
-    assert (home["state"], home["bytes"], home["training_loss"]) == ("included", 1000, 5.5)
-    parts = [home[f"{part}_seconds"] for part in ("compute", "wait", "outer", "blocked")]
-    assert parts == [2.0, 3.0, 1.75, 0.25]  # the wait for the exchange is no part of the others
-    assert first["cells"]["dc"]["compute_seconds"] is None
-    assert history["steps"]["dc"] == [[2.0, 0, 5.0], [3.0, 1, 5.0], [12.0, 2, 4.0], [13.0, 3, 4.0]]
-    assert history["settings"]["outer.rounds"] == 2 and history["settings"]["replicas.home.boundary.rank"] == 8
-    assert history["cost"]["tokens"] == sum(one["tokens"] for one in summary_of(view.state)["replicas"])
-
-
-def test_topology_has_bandwidths_in_bytes_and_what_crosses() -> None:
-    topology = view_of([]).history("x")["topology"]
-    link = next(one for one in topology["links"] if one["target"] != "exchange")
-    assert (link["id"], link["source"], link["target"]) == ("home.0-1", "home.0", "home.1")
-    assert link["bandwidth"] == {"there": 1e6, "back": 5e5}
-    assert [one["boundary"] for one in topology["replicas"]] == [None, "8 of 64, bf16"]
-    assert [one["layers"] for one in topology["members"]] == [None, "layers 0-1", "layers 2-3"]
-
-
-def test_a_link_shows_the_share_of_its_receivers_last_round_for_which_it_was_awaited() -> None:
-    def told(round_: int, **seconds: Any) -> Report:
-        times = pb.MemberRound(round=round_, compute_seconds=4.0, outer_seconds=2.0, blocked_seconds=1.0, **seconds)
-        return Report(time=START + round_, member="home.1", member_round=times)
-
-    def awaited(*reports: Report) -> list[float | None]:
-        links = frame(view_of([*there(), *reports]))["links"]
-        ways = [("home.0-1", "there"), ("home.0-1", "back"), ("home.1-exchange", "back"), ("home.1-exchange", "there")]
-        return [links[name][side]["awaited"] for name, side in ways]
-
-    of_older_versions = told(1, wait_seconds=2.0)
-    split = told(2, wait_seconds=4.0, wait_previous_seconds=4.0, wait_next_seconds=0.0)
-    assert awaited() == [None] * 4
-    assert awaited(of_older_versions) == [None, None, 0.125, None]
-    assert awaited(of_older_versions, split) == [0.4, None, 0.1, None]
-
-
-def test_a_killed_member_its_replica_and_its_return_are_shown() -> None:
-    view = view_of([*there(), inner_step(START, "dc", "dc", 1, 0, loss=5.0), *killed(START + 1)])
-    now = frame(view)
-    assert (now["members"]["home.1"]["state"], now["members"]["home.0"]["state"]) == ("vacant", "suspended")
-    assert KILLED in now["members"]["home.1"]["detail"]
-    assert now["replicas"]["home"]["state"] == "suspended" and now["replicas"]["dc"]["state"] == "training"
-    assert [(one["kind"], one["member"]) for one in view.history("x")["marks"]][3:] == [
-        ("restarted", "home.1"),
-        ("incarnation_over", "home.1"),
-        ("suspended", "home.1"),
-    ]
-    assert view.history("x")["marks"][-1]["text"] == "home returns to the start of its round and waits for home.1"
-    for report in (back(START + 2), inner_step(START + 3, "home.0", "home", 1, 0, tokens=1)):
-        assert view.state.apply(report)
-        view.take(report)
-    again = frame(view)
-    assert again["members"]["home.1"] | {"incarnation": 2} == again["members"]["home.1"]
-    assert {one["state"] for one in again["replicas"].values()} == {"training"}
-
-
-@pytest.mark.parametrize(
-    ("doing", "state", "detail"),
-    [
-        (pb.FORWARD, "forward", ""),
-        (pb.WAITING_FOR_PREVIOUS, "waiting", "waits for home.0"),
-        (pb.WAITING_FOR_ROUND, "waiting", "waits for the next round"),
-        (pb.OUTER_ROUND, "outer", ""),
-        (99, "computing", ""),
-    ],
-)
-def test_what_a_member_does(doing: pb.Doing, state: str, detail: str) -> None:
-    told = Report(time=START + 1, member="home.1", activity=pb.Activity(doing=doing))
-    later = inner_step(START + 4, "dc", "dc", 1, 0, loss=5.0)
-    now = frame(view_of([*there(), later, told]))
-    assert (now["members"]["home.1"]["state"], now["members"]["home.1"]["detail"]) == (state, detail)
-    assert now["members"]["home.1"]["since"] is None  # a sample does not tell since when
-
-
-def test_a_member_that_left_was_not_killed() -> None:
-    marks = view_of(
-        [*there(), membership_event(START + 1, pb.INCARNATION_OVER, slot="home.1", cause=LEFT, has_left=True)]
-    ).history("x")["marks"]
-    assert [(one["kind"], one["text"]) for one in marks[-1:]] == [("left", "home.1: it has left; its slot is vacant")]
-
-
-def test_phases_of_a_run() -> None:
-    reports = [*there(), inner_step(START, "dc", "dc", 1, 0, loss=5.0)]
-    paused = membership_event(START + 1, pb.PAUSED, round=1, cause="1 of 2 replicas are present, 2 are required")
-    assert frame(view_of([]))["phase"] == "joining"
-    assert frame(view_of([round_closed(START, 1)]))["phase"] == "training"  # before the reports of its steps
-    assert frame(view_of(reports))["phase"] == "training"
-    assert frame(view_of([*reports, paused]))["phase"] == "paused"
-    assert frame(view_of([*reports, failure(START + 1, "dc", "diverged")]))["message"] == "dc: diverged"
-    assert frame(view_of([*there(), *made_up_reports()[3:]]))["phase"] == "over"
-    stored = waiting(START + 1, pb.STORING)
-    stored.waiting.store_error = "/runs: No space left on device"
-    found = frame(view_of([*reports, stored]))
-    assert (found["phase"], found["exchange"]["store_error"]) == ("waiting", "/runs: No space left on device")
 
 
 def test_a_pause_between_two_sittings_takes_no_room_on_the_page() -> None:
