@@ -12,11 +12,10 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.prompt import Prompt
@@ -54,142 +53,102 @@ _FACTORS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9}
 _NUMBER = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmb]?)", re.IGNORECASE)
 _TOKENS = re.compile(r"(.+?)\s*tokens?", re.IGNORECASE)
 _MACHINES = re.compile(r"here|([1-9][0-9]{0,2})\s*(?:homes?)?\s*(\+\s*datacenter)?", re.IGNORECASE)
-_LINE = re.compile(r"([0-9.]+)\s*/\s*([0-9.]+)(?:\s*Mbit/s)?")
 
 MOST_PARAMETERS = 1e11
 
 
-@dataclass(frozen=True)
-class Machines:
-    """Machines that train."""
+class Answers(NamedTuple):
+    """The answers, by question."""
 
-    homes: int = 0
-    has_datacenter: bool = True  # whether one machine holds the whole model
-
-    @classmethod
-    def parse(cls, text: str) -> Machines:
-        """Parse `here`, `4` or `4 + datacenter`. Raises ValueError."""
-        found = _MACHINES.fullmatch(text.strip())
-        if found is None:
-            raise ValueError(f"found `{text}`, expected `here`, a number of homes such as `4`, or `4 + datacenter`")
-        homes = int(found[1] or 0)
-        return cls(homes, homes == 0 or found[2] is not None)
+    machines: tuple[int, bool]  # number of homes, and whether one machine holds the whole model
+    line: tuple[float, float]  # Mbit/s of a home, up and down
+    text: str
+    model: str | float  # name of a preset, or number of parameters
+    time: tuple[float, bool]  # length of the run, and whether it is in tokens instead of seconds
+    name: str
 
 
-@dataclass(frozen=True)
-class LineAnswer:
-    """Access line of a home, in Mbit/s."""
-
-    up: float
-    down: float
-
-    @classmethod
-    def parse(cls, text: str) -> LineAnswer:
-        """Parse `20/100`. Raises ValueError."""
-        found = _LINE.fullmatch(text.strip())
-        try:
-            up, down = (float(one) for one in found.groups()) if found else (0.0, 0.0)
-        except ValueError:
-            up = down = 0.0
-        if not 0 < min(up, down) <= max(up, down) < math.inf:
-            raise ValueError(f"found `{text}`, expected Mbit/s up and down, such as `20/100`")
-        return cls(up, down)
+def _parse_machines(text: str) -> tuple[int, bool]:
+    if (found := _MACHINES.fullmatch(text)) is None:
+        raise ValueError
+    homes = int(found[1] or 0)
+    return homes, homes == 0 or found[2] is not None
 
 
-@dataclass(frozen=True)
-class Length:
-    """Length of the run: seconds, or tokens."""
-
-    seconds: float | None = None
-    tokens: float | None = None
-
-    @classmethod
-    def parse(cls, text: str) -> Length:
-        """Parse `10 min` or `50M tokens`. Raises ValueError."""
-        tokens = _TOKENS.fullmatch(text.strip())
-        try:
-            found = cls(tokens=_number(tokens[1])) if tokens else cls(parse_quantity(text, _DURATIONS, "10 min"))
-        except ValueError:
-            found = cls(0.0)
-        if not 0 < (found.seconds or found.tokens or 0.0) < math.inf:
-            raise ValueError(f"found `{text}`, expected a time or a number of tokens, such as `10 min` or `50M tokens`")
-        return found
+def _parse_line(text: str) -> tuple[float, float]:
+    up, down = text.removesuffix("Mbit/s").split("/")
+    return _positive(float(up)), _positive(float(down))
 
 
-def parse_model(text: str) -> str | float:
-    """Return the name of a preset, or a number of parameters such as 5M. Raises ValueError."""
-    name = text.strip().lower()
-    if name in PRESETS:
-        return name
-    expected = f"expected {', '.join(PRESETS)}, or a number of parameters such as `5M`"
-    try:
-        count = _number(name)
-    except ValueError:
-        count = 0.0
-    if not 0 < count <= MOST_PARAMETERS:
-        raise ValueError(f"found `{text}`, {expected}")
-    return count
+def _parse_text(text: str) -> str:
+    if not (text in INSTALLED or text.startswith(STREAMED) or Path(text).expanduser().exists()):
+        raise ValueError
+    return text
 
 
-def parse_text(text: str) -> str:
-    """Return the name of a corpus, unchanged. Raises ValueError for a path that does not exist."""
-    if text in INSTALLED or text.startswith(STREAMED) or Path(text).expanduser().exists():
-        return text
-    names = ", ".join(f"`{name}`" for name in INSTALLED)
-    raise ValueError(f"found `{text}`, expected a file or folder that exists, `hf:` and a dataset, or one of {names}")
+def _parse_model(text: str) -> str | float:
+    return text.lower() if text.lower() in PRESETS else _positive(_number(text), MOST_PARAMETERS)
+
+
+def _parse_length(text: str) -> tuple[float, bool]:
+    tokens = _TOKENS.fullmatch(text)
+    return _positive(_number(tokens[1]) if tokens else parse_quantity(text, _DURATIONS, "10 min")), tokens is not None
 
 
 def _number(text: str) -> float:
-    found = _NUMBER.fullmatch(text.strip())
-    if found is None:
+    if (found := _NUMBER.fullmatch(text)) is None:
         raise ValueError
     return float(found[1]) * _FACTORS[found[2].lower()]
 
 
-@dataclass(frozen=True)
-class Answers:
-    machines: Machines
-    line: LineAnswer
-    text: str
-    model: str | float
-    time: Length
-    name: str
-
-    @classmethod
-    def parse(cls, given: dict[str, str]) -> Answers:
-        """Parse the texts by question. Raises ConfigError with the option that is at fault."""
-
-        def parsed(question: str) -> object:
-            try:
-                return QUESTIONS[question].parse(given[question])
-            except ValueError as error:
-                raise ConfigError((), f"--{question}: {error}") from None
-
-        return cls(**{question: parsed(question) for question in QUESTIONS})  # type: ignore[arg-type]
+def _positive(number: float, most: float = sys.float_info.max) -> float:
+    if not 0 < number <= most:
+        raise ValueError
+    return number
 
 
-@dataclass(frozen=True)
-class Question:
+class Question(NamedTuple):
     """A question of `init`."""
 
     text: str
     default: str
     parse: Callable[[str], object]  # raises ValueError for a wrong answer
+    expected: str = ""  # what an answer is, in words; empty if the error of `parse` says so
+
+    def answered(self, text: str) -> object:
+        """Return an answer. Raises ValueError that says what was found and what is expected."""
+        try:
+            return self.parse(text.strip())
+        except ValueError as error:
+            told = f"found `{text}`, expected {self.expected}" if self.expected else str(error)
+            raise ValueError(told) from None
 
 
 QUESTIONS: Mapping[str, Question] = {
     "machines": Question(
-        "Which machines? `here`, a number of homes such as `4`, or `4 + datacenter`", "here", Machines.parse
+        "Which machines? `here`, a number of homes such as `4`, or `4 + datacenter`",
+        "here",
+        _parse_machines,
+        "`here`, a number of homes such as `4`, or `4 + datacenter`",
     ),
-    "line": Question("Mbit/s of a home's line, up/down", "20/100", LineAnswer.parse),
+    "line": Question("Mbit/s of a home's line, up/down", "20/100", _parse_line, "Mbit/s up and down, such as `20/100`"),
     "text": Question(
-        "Which text? A file, a folder, `hf:` and a dataset, or `standard-library`", "standard-library", parse_text
+        "Which text? A file, a folder, `hf:` and a dataset, or `standard-library`",
+        "standard-library",
+        _parse_text,
+        f"a file or folder that exists, `hf:` and a dataset, or one of {', '.join(f'`{one}`' for one in INSTALLED)}",
     ),
     "model": Question(
-        "Which model? micro, 178m, 512m, 1b, or a number of parameters such as `5M`", "micro", parse_model
+        "Which model? micro, 178m, 512m, 1b, or a number of parameters such as `5M`",
+        "micro",
+        _parse_model,
+        f"{', '.join(PRESETS)}, or a number of parameters such as `5M`",
     ),
     "time": Question(
-        "How long? A time or a number of tokens, such as `10 min` or `50M tokens`", "10 min", Length.parse
+        "How long? A time or a number of tokens, such as `10 min` or `50M tokens`",
+        "10 min",
+        _parse_length,
+        "a time or a number of tokens, such as `10 min` or `50M tokens`",
     ),
     "name": Question("Which name? It is that of the YAML, and of the folder in runs/", "first", valid_run_name),
 }
@@ -201,31 +160,31 @@ def is_interactive(console: Console) -> bool:
     return console.is_terminal and sys.stdin.isatty()
 
 
-def complete(given: Mapping[str, str | None]) -> dict[str, str]:
-    """Return an answer to every question: as given, else asked on a terminal, else the default, which is printed."""
-    console = standard_output()
-    answers = {question: text for question, text in given.items() if text is not None}
+def answers_of(given: Mapping[str, str | None]) -> Answers:
+    """Return an answer to every question: as given, else asked on a terminal, else the default, which is printed.
+
+    Raises ConfigError with the option of an answer that is wrong.
+    """
+    console, found = standard_output(), dict[str, Any]()
     ask = is_interactive(console)
     for name, question in QUESTIONS.items():
-        if name in answers:
-            continue
-        with suppress(ValueError):
-            if name == "line" and Machines.parse(answers["machines"]).homes == 0:  # no line is needed
-                answers[name] = question.default
-                continue
-        if not ask:
-            answers[name] = question.default
-            tell(console, f"--{name}: not given, so it is `{question.default}`")
-        while name not in answers:
+        text = given[name]
+        if text is None and name == "line" and found["machines"][0] == 0:  # no line is needed
+            text = question.default
+        elif text is None and not ask:
+            text = question.default
+            tell(console, f"--{name}: not given, so it is `{text}`")
+        while name not in found:
             try:
-                text = Prompt.ask(question.text, console=console, default=question.default)
-                question.parse(text)
-                answers[name] = text
+                typed = Prompt.ask(question.text, console=console, default=question.default) if text is None else text
+                found[name] = question.answered(typed)
             except ValueError as error:
+                if text is not None:
+                    raise ConfigError((), f"--{name}: {error}") from None
                 tell(console, str(error))
             except EOFError:
                 raise ConfigError((), f"--{name}: found the end of the input, expected an answer") from None
-    return answers
+    return Answers(**found)
 
 
 # ---- from the answers to a configuration ----
@@ -262,24 +221,24 @@ def draft(answers: Answers, hardware: str | None) -> Draft:
     if settings.streamed is None and corpus_bytes(settings) < _SMALL_TEXT:
         data |= {"validation_share": 0.1, "validation_sequences": 16}
     vocabulary = load_tokenizer(settings).vocabulary
-    machines, line = answers.machines, answers.line
+    (homes, _), (up, down) = answers.machines, answers.line
     # A group of that many homes needs as many layers.
-    model = model_of(answers.model, vocabulary, stages_of(machines.homes, machines.homes) if machines.homes else 1)
+    model = model_of(answers.model, vocabulary, stages_of(homes, homes) if homes else 1)
     shape = ModelSettings.model_validate(model).resolve(vocabulary)
     is_small = (parameters := parameters_of(shape)) < _SMALL_MODEL
     sections: dict[str, Any] = {
         "name": answers.name,
-        "threads": 1 if machines.homes else usable_cores(),
+        "threads": 1 if homes else usable_cores(),
         "model": model,
         "data": {**data, "sequence_length": 128 if is_small else 1024},
         "inner": {"steps": MOST_STEPS, "learning_rate": 6e-3 if is_small else 1e-3, "warmup_steps": 10},
         "outer": {"rounds": 1},
         "lines": {},
-        "replicas": _replicas(machines, shape.layers),
-        "simulate": _simulated(machines, hardware),
+        "replicas": _replicas(*answers.machines, shape.layers),
+        "simulate": _simulated(homes, hardware),
     }
-    if machines.homes:
-        sections["lines"] = {"home": {"up": f"{line.up:g} Mbit/s", "down": f"{line.down:g} Mbit/s", "latency": "15 ms"}}
+    if homes:
+        sections["lines"] = {"home": {"up": f"{up:g} Mbit/s", "down": f"{down:g} Mbit/s", "latency": "15 ms"}}
     boundary = _planned(sections, vocabulary)
     # Choose steps and rounds so that the run has the length that was asked for.
     inner = sections["inner"]
@@ -296,12 +255,12 @@ def draft(answers: Answers, hardware: str | None) -> Draft:
     return Draft(sections, parameters, boundary, told, prediction)
 
 
-def _replicas(machines: Machines, layers: int) -> list[dict[str, Any]]:
+def _replicas(homes: int, has_datacenter: bool, layers: int) -> list[dict[str, Any]]:
     """Return the replicas: the whole model in a datacenter or here, and groups of homes."""
     whole = {"name": "dc", "kind": "datacenter", "batch_size": BATCH_SIZE}
-    found: list[dict[str, Any]] = [whole] if machines.has_datacenter else []
-    if machines.homes:
-        stages = stages_of(machines.homes, layers)
+    found: list[dict[str, Any]] = [whole] if has_datacenter else []
+    if homes:
+        stages = stages_of(homes, layers)
         group: dict[str, Any] = {
             "name": "home",
             "kind": "participants",
@@ -311,7 +270,7 @@ def _replicas(machines: Machines, layers: int) -> list[dict[str, Any]]:
         }
         if stages > 1:
             group["boundary"] = {"rank": 0.5, "bits": 4}
-        found.append(group | ({"count": machines.homes // stages} if stages < machines.homes else {}))
+        found.append(group | ({"count": homes // stages} if stages < homes else {}))
     return found
 
 
@@ -325,13 +284,13 @@ def stages_of(homes: int, layers: int) -> int:
     return max(small or [count for count in divisors if count <= layers])
 
 
-def _simulated(machines: Machines, hardware: str | None) -> dict[str, Any]:
+def _simulated(homes: int, hardware: str | None) -> dict[str, Any]:
     """Return the `simulate` section: the hardware that was named, else this machine's for a run here."""
     if hardware is not None:
         if hardware not in CATALOG:
             raise ConfigError((), f"--hardware: found `{hardware}`, expected one of {', '.join(CATALOG)}")
         return {"machine": hardware}
-    if machines.homes:
+    if homes:
         return {"machine": ASSUMED}
     if gpu := next(iter(accelerators()), None):
         own = name_of(gpu).lower().replace(" ", "-")
@@ -371,12 +330,12 @@ def _planned(sections: dict[str, Any], vocabulary: int) -> str:
 
 
 def _rounds(sections: dict[str, Any], answers: Answers, prediction: Prediction) -> float:
-    length = answers.time
-    if length.seconds is not None:
-        return length.seconds / prediction.round_seconds
+    length, is_in_tokens = answers.time
+    if not is_in_tokens:
+        return length / prediction.round_seconds
     batches = sum(one["batch_size"] * one.get("count", 1) for one in sections["replicas"])
     tokens = batches * sections["data"]["sequence_length"] * sections["inner"]["steps"]
-    return math.ceil((length.tokens or 0) / tokens)
+    return math.ceil(length / tokens)
 
 
 _HEAD_WIDTH, _LEAST_WIDTH, _MOST_WIDTH = 64, 64, 16384
@@ -424,7 +383,7 @@ def init(path: Path | None, given: Mapping[str, str | None], hardware: str | Non
     if path is not None:
         _require_free(path, force)
         given = {**given, "name": given["name"] or path.stem}
-    answers = Answers.parse(complete(given))
+    answers = answers_of(given)
     path = path or Path(f"{answers.name}.yaml")
     _require_free(path, force)
     console = standard_output()
@@ -447,7 +406,7 @@ def _require_free(path: Path, force: bool) -> None:
 
 
 def _tell_next(path: Path, answers: Answers, found: Draft) -> None:
-    homes, rounds, seconds = answers.machines.homes, found.rounds, found.prediction.round_seconds
+    (homes, has_datacenter), rounds, seconds = answers.machines, found.rounds, found.prediction.round_seconds
     length = f"{format_count(rounds, 'round')} of {format_seconds(seconds)}, {format_duration(rounds * seconds)} in all"
     announce(f"{path}: {length}, as predicted with {found.machine}; `hetero-pp calibrate {path}` measures this machine")
     if answers.text.startswith(STREAMED) and find_spec("datasets") is None:
@@ -459,7 +418,7 @@ def _tell_next(path: Path, answers: Answers, found: Draft) -> None:
         own_lines = "--set replicas.home.stages.line=null"
         announce(f"with real homes: hetero-pp serve {shown} --set exchange.listen=0.0.0.0:{_PORT} {own_lines}")
         announce(f"with real homes: hetero-pp invite {answers.name} --address HOST:{_PORT}    # a ticket for each home")
-        if answers.machines.has_datacenter:
+        if has_datacenter:
             announce(f"with real homes: hetero-pp invite {answers.name} --slot dc --address HOST:{_PORT}")
 
 
@@ -470,71 +429,69 @@ _COLUMN = 40
 
 
 def yaml_of(draft: Draft, path: str) -> str:
-    """Return the text of the YAML that is written to `path`."""
-    return "".join(f"{line}\n" for line in _lines(draft, path))
+    """Return the text of the YAML that is written to `path`, with a short comment at each key of a user."""
+    rows = ((text, f"  # {comment}" if comment else "") for text, comment in _lines(draft, path))
+    return "".join(f"{text:<{_COLUMN - 2}}{comment}".rstrip() + "\n" for text, comment in rows)
 
 
-def _lines(draft: Draft, path: str) -> Iterator[str]:
+def _lines(draft: Draft, path: str) -> Iterator[tuple[str, str]]:
+    """Yield each line, and its comment."""
     found, rounds = draft.sections, draft.rounds
     data, inner = found["data"], found["inner"]
     total = format_duration(rounds * draft.prediction.round_seconds)
-    yield "# `hetero-pp init` wrote this file. docs/configuration.md explains the keys, docs/reference lists all."
-    yield f"#   hetero-pp launch {shlex.quote(path) if path.isprintable() else 'YAML'}"
-    yield _key(f"name: {_quoted(found['name'])}", "The run writes its files to the folder of this name in runs/.")
+    yield "# `hetero-pp init` wrote this file. docs/configuration.md explains the keys, docs/reference lists all.", ""
+    yield f"#   hetero-pp launch {shlex.quote(path) if path.isprintable() else 'YAML'}", ""
+    yield f"name: {_quoted(found['name'])}", "The run writes its files to the folder of this name in runs/."
     if found["threads"] > 1:
-        yield _key(f"threads: {found['threads']}", "Each process computes with this many cores.")
-    yield ""
-    yield _key(f"model: {_flow(found['model'])}", f"This model has {draft.parameters:,} parameters.")
-    yield "data:"
-    yield _key(f"  corpus: {_quoted(data['corpus'])}", "This text is trained on; a path is your own text.")
-    yield _key("  tokenizer: bytes", "A token is a byte; a path to a tokenizer.json is another tokenizer.")
-    yield _key(f"  sequence_length: {data['sequence_length']}", "A sequence has this many tokens.")
+        yield f"threads: {found['threads']}", "Each process computes with this many cores."
+    yield "", ""
+    yield f"model: {_flow(found['model'])}", f"This model has {draft.parameters:,} parameters."
+    yield "data:", ""
+    yield f"  corpus: {_quoted(data['corpus'])}", "This text is trained on; a path is your own text."
+    yield "  tokenizer: bytes", "A token is a byte; a path to a tokenizer.json is another tokenizer."
+    yield f"  sequence_length: {data['sequence_length']}", "A sequence has this many tokens."
     if "validation_share" in data:
-        yield _key(f"  validation_share: {data['validation_share']:g}", "This share is held out: the text is small.")
+        yield f"  validation_share: {data['validation_share']:g}", "This share is held out: the text is small."
         sequences = data["validation_sequences"]
-        yield _key(f"  validation_sequences: {sequences}", "The validation loss is computed on these.")
-    yield "inner:"
-    yield _key(f"  steps: {inner['steps']}", "A round has this many steps; then replicas exchange changes.")
-    yield _key(f"  learning_rate: {inner['learning_rate']:g}", "This is the peak of the cosine.")
-    yield _key(f"  warmup_steps: {inner['warmup_steps']}", "The learning rate rises for this many steps.")
-    yield "outer:"
+        yield f"  validation_sequences: {sequences}", "The validation loss is computed on these."
+    yield "inner:", ""
+    yield f"  steps: {inner['steps']}", "A round has this many steps; then replicas exchange changes."
+    yield f"  learning_rate: {inner['learning_rate']:g}", "This is the peak of the cosine."
+    yield f"  warmup_steps: {inner['warmup_steps']}", "The learning rate rises for this many steps."
+    yield "outer:", ""
     seconds = format_seconds(draft.prediction.round_seconds)
-    yield _key(f"  rounds: {rounds}", f"A round is predicted to take {seconds}, and the run {total}.")
+    yield f"  rounds: {rounds}", f"A round is predicted to take {seconds}, and the run {total}."
     for name, line in found["lines"].items():
-        yield "lines:"
-        yield _key(f"  {name}: {_flow(line)}", "`launch` slows the traffic of a home down to its line.")
-    yield "replicas:"
+        yield "lines:", ""
+        yield f"  {name}: {_flow(line)}", "`launch` slows the traffic of a home down to its line."
+    yield "replicas:", ""
     for replica in found["replicas"]:
         yield from _replica(replica, draft)
-    yield "simulate:"
+    yield "simulate:", ""
     for name, hardware in found["simulate"].get("hardware", {}).items():
-        yield _key(f"  hardware: {{{name}: {_flow(hardware)}}}", "")
-    yield _key(f"  machine: {found['simulate']['machine']}", "Predictions assume this; `calibrate` measures.")
+        yield f"  hardware: {{{name}: {_flow(hardware)}}}", ""
+    yield f"  machine: {found['simulate']['machine']}", "Predictions assume this; `calibrate` measures."
 
 
-def _replica(replica: Mapping[str, Any], draft: Draft) -> Iterator[str]:
+def _replica(replica: Mapping[str, Any], draft: Draft) -> Iterator[tuple[str, str]]:
     if replica["kind"] == "datacenter":
-        yield _key(f"  - name: {replica['name']}", "This replica holds the whole model on one machine.")
-        yield "    kind: datacenter"
-        yield _key(f"    batch_size: {replica['batch_size']}", "A step has this many sequences.")
+        yield f"  - name: {replica['name']}", "This replica holds the whole model on one machine."
+        yield "    kind: datacenter", ""
+        yield f"    batch_size: {replica['batch_size']}", "A step has this many sequences."
         return
-    yield _key(f"  - name: {replica['name']}", "The homes of a group hold one replica together.")
-    yield "    kind: participants"
+    yield f"  - name: {replica['name']}", "The homes of a group hold one replica together."
+    yield "    kind: participants", ""
     if "count" in replica:
-        yield _key(f"    count: {replica['count']}", "There are this many groups.")
-    yield _key(f"    stages: {_flow(replica['stages'])}", "Each home of a group computes some layers.")
-    yield _key(f"    batch_size: {replica['batch_size']}", "A step has this many sequences.")
+        yield f"    count: {replica['count']}", "There are this many groups."
+    yield f"    stages: {_flow(replica['stages'])}", "Each home of a group computes some layers."
+    yield f"    batch_size: {replica['batch_size']}", "A step has this many sequences."
     if "boundary" in replica:
         parts = "Homes work on parts of the batch at the same time."
-        yield _key(f"    micro_batches: {replica['micro_batches']}", parts)
+        yield f"    micro_batches: {replica['micro_batches']}", parts
         boundary = dict(replica["boundary"])
         if isinstance(boundary.get("rank"), float):
             boundary["rank"] = format_ratio(boundary["rank"])
-        yield _key(f"    boundary: {_flow(boundary)}", f"This is {draft.boundary}.")
-
-
-def _key(text: str, comment: str) -> str:
-    return f"{text:<{_COLUMN - 2}}  # {comment}" if comment else text
+        yield f"    boundary: {_flow(boundary)}", f"This is {draft.boundary}."
 
 
 def _flow(section: Mapping[str, Any]) -> str:

@@ -135,12 +135,12 @@ LINED: dict[str, Any] = {
 }
 
 
-def _times(member: str, round_: int = 1, **seconds: float) -> Report:
+def _times(member: str, round_: int = 1, **seconds: Any) -> Report:
     parts = {f"{part}_seconds": value for part, value in seconds.items()}
     return Report(time=START + 9 + round_, member=member, member_round=pb.MemberRound(round=round_, **parts))
 
 
-def _doing(**doings: pb.Doing) -> list[Report]:
+def _doing(**doings: Any) -> list[Report]:
     """A member's name has `_` for a dot."""
     step = inner_step(START + 4, "dc", "dc", 1, 0, loss=5.0)
     names = {name.replace("_", "."): doing for name, doing in doings.items()}
