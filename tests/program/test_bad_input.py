@@ -55,7 +55,7 @@ CASES = {
     "not YAML": ("outer:", "outer: ["),
     "key twice": ("name: t", "name: t\nname: u"),
 }
-"""What is wrong -> a text of the YAML, and what is there instead."""
+"""Case -> a text of the YAML, and the wrong one that replaces it."""
 EXCHANGE = (
     "grace: {least: 2 min, most: 1 min}",
     "lease: {least: 10 min}",

@@ -1,4 +1,4 @@
-"""What is shown of made-up runs, in words and in numbers.
+"""Texts and numbers that are shown of made-up runs.
 
 Texts are in shown_runs.json: lines, events in words, lines of a host with a member, the live view, and the end. Numbers
 are in shown_numbers.json: the summary, metrics, and what the page gets.
