@@ -162,7 +162,9 @@ def _rules_of_group(
         yield of_kind(uplink, kinds, (*here, *own), "links")
 
 
-def _rules_of_exchange(exchange: ExchangeSettings) -> Iterator[Rule]:
+def _rules_of_exchange(exchange: ExchangeSettings, store: StoreSettings) -> Iterator[Rule]:
+    found, expected = f"{len(exchange.hosts)} hosts without a `store.url`", "a store that all of them reach, too"
+    yield len(exchange.hosts) > 1 and store.url is None, ("exchange", "hosts"), found, expected
     windows: dict[str, GraceSettings | LeaseSettings | HangSettings] = {
         "grace": exchange.grace,
         "lease": exchange.lease,
@@ -383,7 +385,7 @@ class RunConfig(Settings):
         yield not self.replicas and not self.plan.participants, ("replicas",), "nothing", "at least one replica"
         yield from _rules_of_replicas(self.replicas, self.links, values)
         yield from _rules_of_lines(self.replicas, self.exchange, self.sites, self.lines)
-        yield from _rules_of_exchange(self.exchange)
+        yield from _rules_of_exchange(self.exchange, self.store)
         yield from _rules_of_audit(self.audit, outer)
         yield from rules_of_participants(self.plan, self.links, self.lines, values.layers)
         is_wrong = self.states.to == "store" and self.store.url is None
@@ -464,6 +466,7 @@ class RunConfig(Settings):
                 "audit": AuditSettings(),
                 "store": StoreSettings(),
                 "states": StateSettings(),
+                "exchange": self.exchange.model_copy(update={"hosts": []}),
                 "simulate": self.simulate.model_copy(update=real),
                 "sites": {
                     name: site.model_copy(update={"members": there})

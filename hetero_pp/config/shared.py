@@ -107,7 +107,9 @@ def own_configuration(
             "store": StoreSettings(),
             "states": config.states.model_copy(update={"to": "folder"}),
             "model": config.model.model_copy(update={"weights": None}),
-            "exchange": config.exchange.model_copy(update={"listen": _NOWHERE, "relay": None, "insecure": False}),
+            "exchange": config.exchange.model_copy(
+                update={"listen": _NOWHERE, "relay": None, "hosts": [], "insecure": False}
+            ),
             "data": DataSettings.model_validate(own_data),
             "replicas": replicas,
         }

@@ -404,6 +404,17 @@ class ExchangeSettings(Settings):
         "of `listen` and the port after its own (on loopback any free port). Other hosts dial this port, too, so it "
         "must be open. Without TLS there is no relay",
     )
+    hosts: list[Address] = Field(
+        [],
+        description="HOST:PORT of each host that may serve the exchange, as other hosts dial it: the one that serves, "
+        "and those that wait to take its place (`serve --standby`). They share `store.url`",
+    )
+    takeover: Duration = Field(
+        10.0,
+        gt=0,
+        description="time without a heartbeat in the store after which another host may take the exchange over; three "
+        "heartbeats are written in this time",
+    )
     insecure: bool = Field(
         False, description="do not use TLS, not even between machines; only for a network that you control"
     )
@@ -422,6 +433,11 @@ class ExchangeSettings(Settings):
     lease: LeaseSettings = LeaseSettings()
     hang: HangSettings = HangSettings()
     magnitudes: MagnitudeSettings = MagnitudeSettings()
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT of each host that may serve it, with commas between them; without `hosts` where it listens."""
+        return ",".join(self.hosts) or self.listen
 
     @property
     def relays_at(self) -> str:

@@ -25,6 +25,7 @@ HeteroPPError
 ├── Suspended              the member's replica must be formed again, and repeat the round
 ├── TooMuch                a caller has more open, or unread, than it may
 └── RunFailed              another member of the run failed; this one only stops
+    ├── TakenOver          another host serves the run
     └── GivenUp            no process of this host is left, and none is started again
 """
 
@@ -164,6 +165,10 @@ class RunFailed(HeteroPPError):
 
 class GivenUp(RunFailed):
     """Every process of this host has ended, and a restart would not help, or none is left."""
+
+
+class TakenOver(RunFailed):
+    """Another host serves the exchange of the run now, or may: this one stops, and its members go to the other."""
 
 
 def dotted(key: Sequence[str | int]) -> str:

@@ -28,7 +28,7 @@ from hetero_pp.core.errors import (
 from hetero_pp.core.proxies import route_to
 from hetero_pp.core.units import format_bits_per_second, format_seconds
 from hetero_pp.messages import messages_pb2 as pb
-from hetero_pp.rpc.channels import PROTOCOL_VERSION, is_reached, make_channel, require_trust
+from hetero_pp.rpc.channels import PROTOCOL_VERSION, answering, is_reached, make_channel, require_trust
 from hetero_pp.rpc.identities import Identity
 from hetero_pp.rpc.services import ADMISSION_SERVICE, IncomingFrames, calls_of
 
@@ -75,10 +75,12 @@ def ask(
     host may ask again later, Refused for all else. Raises LinkTimeout if the exchange does not answer within `seconds`
     (by default SECONDS). `on_wait` is called once if connecting takes long, with the seconds so far and in all.
     """
-    seconds, route = SECONDS if seconds is None else seconds, route_to(address)
-    with closing(make_channel(address, identity, EXCHANGE, route)) as channel:
+    seconds = SECONDS if seconds is None else seconds
+    host = present_host(address, identity, seconds / 2)
+    route = route_to(host)
+    with closing(make_channel(host, identity, EXCHANGE, route)) as channel:
         if not is_reached(channel, seconds / 10):
-            require_trust(address, identity, route)
+            require_trust(host, identity, route)
             on_wait(seconds / 10, seconds)
         try:
             asks, waits = calls_of(ADMISSION_SERVICE, channel)[call], call not in ("Renew", "Give")
@@ -93,6 +95,11 @@ def ask(
             if code is grpc.StatusCode.UNIMPLEMENTED:
                 raise Refused(f"{asked} does not admit hosts by tickets") from None
             raise _ERRORS.get(code, Refused)(str(error.details())) from None
+
+
+def present_host(addresses: str, identity: Identity, seconds: float = SECONDS) -> str:
+    """Return the host of the exchange that answers within some seconds, else the first one."""
+    return answering(addresses, identity, seconds) or addresses.partition(",")[0]
 
 
 PROBE_BYTES = 1 << 20  # bytes in each direction: less than a second on a line of 10 Mbit/s
@@ -143,7 +150,7 @@ def _since(begun: float) -> float:
 def be_probed(address: str, identity: Identity) -> str:
     """Let the exchange at an address measure this host's line; return why it could not, empty if it could."""
     ends: SimpleQueue[bytes] = SimpleQueue()  # the end of what the exchange sent, or nothing after an error
-    with closing(make_channel(address, identity, EXCHANGE)) as channel:
+    with closing(make_channel(present_host(address, identity), identity, EXCHANGE)) as channel:
         call: grpc.StreamStreamMultiCallable[bytes, bytes] = calls_of(ADMISSION_SERVICE, channel)["Probe"]
         answers = call(_said(ends), wait_for_ready=True, timeout=PROBE_SECONDS)
         try:
@@ -210,7 +217,7 @@ def measure(address: str, identity: Identity) -> tuple[Rate, Rate]:
     Returns the rates of sending and receiving. Raises Refused if the exchange does not answer the calls.
     """
     frame = bytes(_OWN_FRAME_BYTES)
-    with closing(make_channel(address, identity, EXCHANGE)) as channel:
+    with closing(make_channel(present_host(address, identity), identity, EXCHANGE)) as channel:
         call: grpc.StreamStreamMultiCallable[bytes, bytes] = calls_of(ADMISSION_SERVICE, channel)["Measure"]
         try:
             down = _rate(call(iter(()), wait_for_ready=True, timeout=MEASURE_SECONDS), len)

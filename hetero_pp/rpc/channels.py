@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from datetime import UTC, datetime
 from urllib.parse import unquote
 
@@ -79,6 +79,7 @@ _SERVER_OPTIONS: Options = [
 ]
 
 _CALLS_A_WORKER = 4
+_LOOK_SECONDS = 0.1  # seconds for which one of several hosts is looked at before the next; each goes on connecting
 
 _NOBODYS_CALL = "/hetero_pp.Nobody/Answers"
 
@@ -123,6 +124,28 @@ def is_reached(channel: grpc.Channel, seconds: float | None) -> bool:
         if left == 0:
             return False
         time.sleep(0.01)  # the connection was lost while it was asked
+
+
+def answering(addresses: str, identity: Identity | None, seconds: float) -> str | None:
+    """Return the host of the exchange that answers within some seconds; None if none does.
+
+    A single address is returned as it is.
+    `addresses`: HOST:PORT of each host that may serve it, with commas between them. All are dialled at once: one that
+    is frozen takes connections, and one that waits to take over does not.
+    """
+    if "," not in addresses:
+        return addresses
+    until = time.monotonic() + seconds
+    with ExitStack() as opened:
+        channels = {
+            one: opened.enter_context(closing(make_channel(one, identity, EXCHANGE))) for one in addresses.split(",")
+        }
+        while True:
+            for one, channel in channels.items():
+                if is_reached(channel, _LOOK_SECONDS):
+                    return one
+            if time.monotonic() >= until:
+                return None
 
 
 def make_server(

@@ -36,7 +36,7 @@ from hetero_pp.link.protocol import FRAME_BYTES
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.pseudo_gradient.contribution import MAX_BLOB_BYTES, payload_bytes, split_blobs
 from hetero_pp.rpc.callers import Metadata, shown
-from hetero_pp.rpc.channels import PROTOCOL_VERSION, is_reached, make_channel, new_run, require_trust
+from hetero_pp.rpc.channels import PROTOCOL_VERSION, answering, is_reached, make_channel, new_run, require_trust
 from hetero_pp.rpc.exchange_service import (
     FIRST_TOLD,
     MOST_BETWEEN,
@@ -66,7 +66,7 @@ class ExchangeWires:
     """The two connections to an exchange, and their calls."""
 
     def __init__(self, address: str, credentials: Credentials) -> None:
-        self.identity = None if credentials.identity is None else credentials.identity.latest
+        self.address, self.identity = address, None if credentials.identity is None else credentials.identity.latest
         self.route = route_to(address)
         self.control = make_channel(address, self.identity, EXCHANGE, self.route)
         # A second connection for payloads, which would delay everything else on a slow line.
@@ -100,7 +100,9 @@ class ExchangeClient(ExchangeService):
         timeout: float | None = None,
         stores: Sequence[str] = (),
     ) -> None:
-        """`run`: the run that the caller expects, which the exchange compares with its own.
+        """`address`: HOST:PORT of each host that may serve the exchange, with commas between them.
+
+        `run`: the run that the caller expects, which the exchange compares with its own.
 
         `stores`: allowed targets of the URLs that the exchange signs, as SCHEME://HOST[:PORT]; without any,
         contributions pass through the exchange. `timeout`: seconds that `agree` and `join` wait for the exchange to
@@ -109,7 +111,7 @@ class ExchangeClient(ExchangeService):
         self.address = address
         self._timeout = timeout
         self._credentials, self._run = credentials, run
-        self._wires = ExchangeWires(address, credentials)
+        self._wires = ExchangeWires(address.partition(",")[0], credentials)
         self._was_trusted = False  # whether the exchange has ever proved to be of this process's run
         self._incarnation: int | None = None
         self._stay: grpc.Future[pb.Nothing] | None = None
@@ -353,14 +355,15 @@ class ExchangeClient(ExchangeService):
         gets the reason and Refused is raised only after `seconds`, so that another server at the exchange's address
         cannot end a member.
         """
-        control, waited, due = self._wires.control, 0.0, FIRST_TOLD
+        waited, due = 0.0, FIRST_TOLD
         refused: Refused | None = None
-        if self._has_reached(control, min(_AT_ONCE, seconds)):
+        if self._has_reached(min(_AT_ONCE, seconds)):
             return
         while waited < seconds and not self._closed.is_set():
             before, refused, identity = refused, None, self._credentials.identity
             try:  # find out why no connection is possible, if one attempt shows it
-                require_trust(self.address, None if identity is None else identity.latest, self._wires.route)
+                latest = None if identity is None else identity.latest
+                require_trust(self._wires.address, latest, self._wires.route)
             except WrongToken as error:
                 refused = self._new_run() if self._was_trusted else error
             except Refused as error:
@@ -370,7 +373,7 @@ class ExchangeClient(ExchangeService):
             if refused is not None and str(refused) != str(before):
                 on_refused(str(refused))
             step = min(due - waited, SECONDS_BETWEEN_LOOKS, seconds - waited)
-            if self._has_reached(control, step):
+            if self._has_reached(step):
                 return
             waited += step
             if waited >= min(due, seconds):
@@ -378,8 +381,14 @@ class ExchangeClient(ExchangeService):
                 due = waited + min(waited, MOST_BETWEEN)
         raise refused or self._does_not_answer(seconds)
 
-    def _has_reached(self, control: grpc.Channel, seconds: float) -> bool:
-        self._was_trusted |= (reached := is_reached(control, seconds))
+    def _has_reached(self, seconds: float) -> bool:
+        """Return whether the exchange answers within some seconds. Moves to the one of several hosts that does."""
+        wires = self._wires
+        found = answering(self.address, wires.identity, seconds)
+        if found is not None and found != wires.address and not self._closed.is_set():
+            self._wires = ExchangeWires(found, self._credentials)
+            wires.close()
+        self._was_trusted |= (reached := found is not None and is_reached(self._wires.control, seconds))
         return reached
 
     def _new_run(self) -> Refused:
@@ -437,7 +446,7 @@ class ExchangeClient(ExchangeService):
         used = self._wires.identity
         if used is not None and used.latest != used:  # renewed since, so that these connections cannot be restored
             self._wires.close()
-            self._wires = ExchangeWires(self.address, self._credentials)
+            self._wires = ExchangeWires(self._wires.address, self._credentials)
         self.wait_until_ready(math.inf if self._timeout is None else self._timeout)
         if not is_reached(self._wires.bulk, self._timeout):  # what failed may have gone over the other connection
             raise self._does_not_answer(self._timeout or math.inf)

@@ -337,7 +337,7 @@ class Ticket:
     """Ticket to a run. Its bearer takes a slot, once, so it is a secret."""
 
     run: str  # name of the run
-    address: str  # HOST:PORT of the exchange
+    address: str  # HOST:PORT of each host that may serve the exchange, with commas between them
     identity: Identity  # key and certificate with which the exchange is asked for a slot, and nothing else
     good_for: str = ""  # Slots that it admits to, in words. The exchange decides, not this text.
     store: str = ""
@@ -370,9 +370,9 @@ class Ticket:
                 pem = [shown[key] for key in ("certificate", "key", "authority")]
                 if not all(isinstance(text, str) for text in (run, address, *pem)):
                     raise TypeError
-                host, _, port = address.rpartition(":")
-                if not host or not port.isdigit() or int(port) > MOST_PORT or host in _SCHEMES or "/" in host:
-                    raise ValueError
+                for host, _, port in (one.rpartition(":") for one in address.split(",")):
+                    if not host or not port.isdigit() or int(port) > MOST_PORT or host in _SCHEMES or "/" in host:
+                        raise ValueError
                 told = str(content["good_for"]), str(content["store"]), content["rehearsal"] is True
                 ticket = cls(run, address, Identity(*pem), *told)
                 ticket.id  # noqa: B018 (its certificate can be read)

@@ -39,7 +39,7 @@ from hetero_pp.core.sockets import host_and_port, socket_folder
 from hetero_pp.messages.messages_pb2 import DESCRIPTOR, RelayedLink, RelayPlace
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.rpc.callers import Callers, shown
-from hetero_pp.rpc.channels import make_channel
+from hetero_pp.rpc.channels import answering, make_channel
 from hetero_pp.rpc.identities import Credentials
 from hetero_pp.rpc.limits import LONGEST_WAIT
 from hetero_pp.rpc.services import Authenticator, calls_of
@@ -520,31 +520,45 @@ class Relayed:
     """
 
     def __init__(self, exchange: str, credentials: Credentials, link: str) -> None:
-        """`exchange`: HOST:PORT; `credentials`: the member's, with an identity."""
+        """`exchange`: HOST:PORT of each host that may serve it, with commas between them.
+
+        `credentials`: the member's, with an identity.
+        """
         self.link = link
         self._exchange, self._credentials = exchange, credentials
-        self._channel = make_channel(exchange, credentials.identity, EXCHANGE)
-        self._carry: Callable[..., Carrying] = calls_of(SERVICE, self._channel)["Carry"]
-        self._is_closed = threading.Event()
+        self._dial(exchange.partition(",")[0])
+        self._is_closed, self._dialling = threading.Event(), threading.Lock()
         self._has_complained = False
 
     def close(self) -> None:
         """Cut the connections, and relay nothing more."""
         self._is_closed.set()
-        self._channel.close()
+        with self._dialling:
+            self._channel.close()
+
+    def _dial(self, address: str) -> None:
+        self._host, self._channel = address, make_channel(address, self._credentials.identity, EXCHANGE)
+        self._carry: Callable[..., Carrying] = calls_of(SERVICE, self._channel)["Carry"]
 
     def _meet(self) -> tuple[Carrying, RelayPlace]:
         """Wait for the other end; return the call and where to connect. Raises grpc.RpcError or StopIteration."""
         call = self._carry(RelayedLink(link=self.link), metadata=shown(self._credentials))
         try:
             return call, next(call)
-        except (grpc.RpcError, StopIteration):
+        except (grpc.RpcError, StopIteration) as error:
             call.cancel()
+            if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNAVAILABLE:
+                # Another host may serve the exchange now. Several connections may find that out at the same time.
+                found = answering(self._exchange, self._credentials.identity, _AGAIN_SECONDS)
+                with self._dialling:
+                    if found is not None and found != self._host and not self._is_closed.is_set():
+                        self._channel.close()
+                        self._dial(found)
             raise
 
     def _relay(self, call: Carrying, place: RelayPlace, connection: socket.socket) -> None:
         """Relay a connection of this machine until one side or the call ends, and close it."""
-        host = host_and_port(self._exchange)[0]
+        host = host_and_port(self._host)[0]
         address = f"[{host}]:{place.port}" if ":" in host else f"{host}:{place.port}"
         try:
             with connection:

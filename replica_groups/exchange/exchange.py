@@ -124,6 +124,7 @@ class Exchange(ExchangeService):
         so_far: Path | None = None,
         link_limits: Mapping[tuple[str, str], LinkLimit] | None = None,
         parameters: Collection[str] = (),
+        is_shared: bool = False,
     ) -> None:
         """Create an exchange. Without a run checkpoint, members can only join until `begin` brings one.
 
@@ -131,7 +132,8 @@ class Exchange(ExchangeService):
         members may report. Without an `agreement`, members are not asked what they were started with. `text`: the file
         that says which text the run is trained on. `rehearsed`: shapes of the parameters in a rehearsal, whose run
         checkpoints have none. `so_far`: as in Reports. `link_limits`: (link, direction) -> what the relay may carry.
-        `parameters`: names of all parameters, if members may call before the run checkpoint is there.
+        `parameters`: names of all parameters, if members may call before the run checkpoint is there. `is_shared`: the
+        store gets copies of the files `text` and `so_far`, because another host may serve the run later.
         """
         self.run, self.roster, self.settings, self.log = run, roster, settings, log
         self.link_limits = link_limits or {}
@@ -151,13 +153,14 @@ class Exchange(ExchangeService):
             clock=clock,
         )
         self.coordinator, self.changed = self.runner.coordinator, self.runner.changed
-        self.reports = Reports(self.runner, bounds or ReportBounds(), so_far)
+        shared = log.store if is_shared else None
+        self.reports = Reports(self.runner, bounds or ReportBounds(), so_far, shared)
         self.inbox, self.rehearsed = ContributionInbox(self.runner, settings.compression), rehearsed
         self.decided = DecidedRounds(self.runner)
         self.here: set[str] = set()  # members whose connection is open
         # joining
         self._agreement = agreement
-        self.text = Text(text, self._is_there, lambda: self.coordinator.last_round > 0)
+        self.text = Text(text, self._is_there, lambda: self.coordinator.last_round > 0, shared)
         self._agreed: str | None = None
         """The last configuration that agreed: usually those of all members, so that few are parsed."""
         self._tokens: dict[str, str] = {}  # digest of the text that each member reads, of members that read one

@@ -25,6 +25,7 @@ from hetero_pp.rpc.relay import MESSAGE_BYTES, LinkLimit
 from hetero_pp.simulator.traffic import stage_link_loads
 from hetero_pp.store.faults import NO_FAULTS, Faults
 from hetero_pp.store.folder import storing
+from hetero_pp.store.lease import Lease
 from replica_groups.exchange.auditor import Auditor, Retention
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog, keep_configuration, open_log
@@ -56,14 +57,22 @@ def make_exchange(
     goes_on: bool = False,
     lonely: bool = False,
     faults: Faults = NO_FAULTS,
+    lease: Lease | None = None,
 ) -> Exchange:
     """Return an exchange that members can join; `begin_run` lets them train. `resume`: as in `begin_run`.
 
     `goes_on`: it replaces one that ended while members continued. `lonely`: all members are threads of this process, so
-    that none can be gone without it.
+    that none can be gone without it. `lease`: without it the exchange does not use its store.
     """
     agreement, rehearses = Agreement(spec.at(1), spec.changes, resume or {}), spec.config.rehearsal is not None
-    log, inner = ContributionLog(faults.disk(open_log(spec.config, folder).store)), spec.config.inner
+    store, inner = faults.disk(open_log(spec.config, folder).store), spec.config.inner
+    log = ContributionLog(store if lease is None else lease.fenced(store))
+    is_shared = spec.config.store.url is not None
+    if is_shared and (goes_on or resume is not None):  # another host may have served the run since
+        kept = log.store.names()
+        for path in (folder.text, folder.so_far):
+            if path.name in kept:
+                log.store.get_to(path.name, path)
     # A round of a fixed time may have 100 steps a second, and 10,000 more.
     steps = inner.steps or _STEPS_OF_ANY_ROUND + math.ceil(_STEPS_A_SECOND * (inner.seconds or 0.0))
     return Exchange(
@@ -83,6 +92,7 @@ def make_exchange(
         so_far=folder.so_far,
         link_limits=link_limits(spec),
         parameters=spec.parameter_shapes,
+        is_shared=is_shared,
     )
 
 

@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError
 
 from hetero_pp.config.lines import EXCHANGE
 from hetero_pp.config.spec import Roster
-from hetero_pp.core.errors import DamagedFile, TooMuch
+from hetero_pp.core.errors import DamagedFile, StoreError, TooMuch
 from hetero_pp.core.files import write_whole
 from hetero_pp.core.progress import steady_clock
 from hetero_pp.messages import messages_pb2 as pb
@@ -28,6 +28,7 @@ from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.messages.report_bounds import ReportBounds, complaint, limit_diverged
 from hetero_pp.rpc.exchange_service import Caller, IsAsked, always
+from hetero_pp.store.store import Store
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.runner import CoordinatorRunner
 from replica_groups.exchange.tally import Tally
@@ -54,12 +55,21 @@ REFUSAL_CHARACTERS = 200
 class Reports:
     """Reports of one run. Thread-safe."""
 
-    def __init__(self, runner: CoordinatorRunner, bounds: ReportBounds, so_far: Path | None = None) -> None:
-        """`so_far`: file that keeps the counters of the run; without one they end with this process."""
+    def __init__(
+        self,
+        runner: CoordinatorRunner,
+        bounds: ReportBounds,
+        so_far: Path | None = None,
+        shared: Store | None = None,
+    ) -> None:
+        """`so_far`: file that keeps the counters of the run; without one they end with this process.
+
+        `shared`: store that gets a copy of it.
+        """
         roster, optional = runner.roster.members, runner.coordinator.rules.optional
         self.tally = Tally(roster, lambda round_: set(roster.values()) - optional)
         self.watchers = Watchers(self.tally, self.now)
-        self._so_far = so_far
+        self._so_far, self._shared = so_far, shared
         self.steps_told = 0  # number of inner steps that members have reported
         self.devices: dict[str, str] = {}
         """Member -> name of the device on which it computes, as its present process has reported."""
@@ -152,9 +162,11 @@ class Reports:
     def keep_so_far(self) -> None:
         """Write the counters to the disk. A disk that does not take them fails nothing: records have the rounds."""
         if self._so_far is not None:
-            told = pb.ReportRequest(reports=self.watchers.so_far())
-            with suppress(OSError):
-                write_whole(self._so_far, told.SerializeToString())
+            told = pb.ReportRequest(reports=self.watchers.so_far()).SerializeToString()
+            with suppress(OSError, StoreError):
+                write_whole(self._so_far, told)
+                if self._shared is not None:
+                    self._shared.put(self._so_far.name, told)
 
     def count_on(self, log: ContributionLog, last_round: int) -> None:
         """Continue to count where an earlier process of the exchange has ended; the run goes on after `last_round`.

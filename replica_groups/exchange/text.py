@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 from hetero_pp.core.errors import DamagedFile
 from hetero_pp.core.files import write_whole
 from hetero_pp.store.folder import storing
+from hetero_pp.store.store import Store
 
 _SHOWN = 12  # digits of a digest that messages show
 
@@ -32,11 +33,20 @@ class Text:
     named this text is there, another text may be named. Not thread-safe.
     """
 
-    def __init__(self, path: Path | None, is_there: Callable[[str], bool], has_trained: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        is_there: Callable[[str], bool],
+        has_trained: Callable[[], bool],
+        shared: Store | None = None,
+    ) -> None:
         """`path`: the file that keeps the text's digest; one from an earlier start of the run is final.
+
+        `shared`: store that gets a copy of it.
 
         `is_there`: returns whether a member holds its slot; `has_trained`: whether a round is decided.
         """
+        self._shared = shared
         self._path, self._is_there, self._has_trained = path, is_there, has_trained
         self._told = None if path is None else _kept(path)
         self._stays = self._told is not None
@@ -67,8 +77,11 @@ class Text:
         now = _TextDigest(tokens, (*by, member))
         if self._path is not None:
             content = json.dumps({"tokens": tokens, "by": now.by})
+            data = f"{content}\n{_checksum(content)}\n".encode()
+            if self._shared is not None:
+                self._shared.put(self._path.name, data)
             with storing("written", self._path):
-                write_whole(self._path, f"{content}\n{_checksum(content)}\n".encode())
+                write_whole(self._path, data)
         self._told = now
 
 

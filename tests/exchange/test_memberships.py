@@ -240,11 +240,11 @@ def test_renewals_in_a_loop_write_nothing(memberships: Memberships, clock: Clock
     ticket = memberships.invite("home.0", DAY)
     number = memberships.enrol(ticket, ANNA, SLOTS, HOUR).number
     memberships.joined("home.0", number)
-    changes = memberships._database.total_changes
+    changes = memberships._writer.total_changes
     for _ in range(100):
         clock.time += 0.01
         assert memberships.renew("home.0", number, ANNA, HOUR).until == 1000.0 + HOUR
-    assert memberships._database.total_changes == changes
+    assert memberships._writer.total_changes == changes
     clock.time += HOUR / 2
     assert memberships.renew("home.0", number, ANNA, HOUR).until == pytest.approx(1001.0 + 1.5 * HOUR)
     with pytest.raises(Refused, match="for its original key"):
@@ -276,7 +276,8 @@ def test_a_database_that_cannot_be_opened_or_read_is_one_line_that_names_it(
         lambda: memberships.end("home.0", 1, "it was given back"),
     ]
     with monkeypatch.context() as patch:
-        patch.setattr(memberships, "_database", Failing())
+        for connection in ("_reader", "_writer"):
+            patch.setattr(memberships, connection, Failing())
         for call in calls:
             with pytest.raises(StoreError, match=r"members\.sqlite: cannot be (read|written) \(disk I/O error\)$"):
                 call()

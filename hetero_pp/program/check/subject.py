@@ -33,7 +33,7 @@ from hetero_pp.program.join.membership import (
 )
 from hetero_pp.program.launch.inputs import Prepared, prepare, settled
 from hetero_pp.program.report.output import SafeConsole, shown_reading
-from hetero_pp.rpc.admission_client import ask
+from hetero_pp.rpc.admission_client import ask, present_host
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, version_complaint
 from hetero_pp.rpc.identities import Identity, Ticket
 
@@ -184,7 +184,7 @@ def _of_ticket(ticket: Ticket, runs: Path, data: str | None) -> Subject:
         name=name,
         kind="ticket",
         told=f"ticket {ticket.id} to the run {ticket.run}, for {ticket.good_for}",
-        peer=CheckedPeer(ticket.address, ticket.identity),
+        peer=CheckedPeer(present_host(ticket.address, ticket.identity), ticket.identity),
         part_=in_background(lambda: _part_of_guest(asked, data)),
         answer_=asked,
         until=("the ticket", ticket.identity.shown.until),
@@ -203,7 +203,9 @@ def _of_run(folder: RunFolder) -> Subject:
             name=name,
             kind="run",
             told=f"the run {name}, which this host {'serves' if serves else 'launched'}",
-            peer=None if known is None else CheckedPeer(known.address, known.identity, is_here=True),
+            peer=None
+            if known is None
+            else CheckedPeer(present_host(known.address, known.identity), known.identity, is_here=True),
             part_=in_background(lambda: _part(file, EXCHANGE if serves else None)),
             answer_=None if known is None else in_background(lambda: _asked(known.address, known.identity)),
         )
@@ -220,7 +222,7 @@ def _of_membership(own: Membership, runs: Path) -> Subject:
         name=own.run,
         kind="run",
         told=f"the run {own.run}, which this host {'left' if own.has_left else 'joined'} as {own.slot}",
-        peer=CheckedPeer(own.address, identity),
+        peer=CheckedPeer(present_host(own.address, identity), identity),
         part_=in_background(lambda: _part(file, own.slot)),
         answer_=in_background(lambda: _asked(own.address, identity)),
         until=("the ticket" if own.has_left else f"the certificate of {own.slot}", identity.shown.until),

@@ -115,11 +115,16 @@ def _require_folder(path: Path) -> None:
             raise ConfigError((), f"{one}: found a file, expected a folder")
 
 
-def parsed_address(option: str, text: str | None) -> str | None:
-    """Return HOST:PORT as an option gave it; None without the option. Raises ConfigError for any other text."""
+def parsed_address(option: str, text: str | None, several: bool = False) -> str | None:
+    """Return HOST:PORT as an option gave it; None without the option. Raises ConfigError for any other text.
+
+    `several`: there may be more, with commas between them.
+    """
     from hetero_pp.config.topology import parse_address
 
-    return None if text is None else parsed(option, parse_address, text)
+    if text is None:
+        return None
+    return ",".join(parsed(option, parse_address, one) for one in (text.split(",") if several else [text]))
 
 
 def parsed(option: str, parse: Callable[[str], str], text: str) -> str:
@@ -182,7 +187,9 @@ LogFormat = Annotated[
 
 Resume = Annotated[bool, typer.Option("--resume", help="Resume runs/<name> from the newest round that all saved.")]
 TokenFile = Annotated[Path | None, typer.Option("--token-file", help="Read the run's token from this file.")]
-Address = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Use this address of the exchange.")]
+Address = Annotated[
+    str | None, typer.Option(metavar="HOST:PORT,...", help="Use this address of the exchange, or one for each host.")
+]
 Round = Annotated[int | None, typer.Option("--round", min=0, help="Choose the round; by default, the newest.")]
 ShowPage = Annotated[bool, typer.Option("--view", help="Show it on a page of this machine, too.")]
 

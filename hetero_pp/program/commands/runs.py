@@ -179,7 +179,9 @@ def launch(
     only: Annotated[
         str | None, typer.Option(metavar="NAME", help="Start only `exchange`, a replica or a stage.")
     ] = None,
-    exchange: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="With --only: dial this exchange.")] = None,
+    exchange: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT,...", help="With --only: dial this exchange.")
+    ] = None,
     token: TokenFile = None,
     commands: Annotated[bool, typer.Option("--print-commands", help="Print the command for each host only.")] = False,
     page: ShowPage = False,
@@ -221,7 +223,7 @@ def launch(
             if only is None:
                 run_topology(config, settings, runs, in_process, resume, new, invocation=invocation)
                 return
-            host = Host(only, parsed_address("--exchange", exchange), token)
+            host = Host(only, parsed_address("--exchange", exchange, several=True), token)
             run_on_this_host(config, settings, runs, host, in_process, resume, new, invocation)
 
 
@@ -259,6 +261,9 @@ def serve(
     config: ConfigPath,
     resume: Resume = False,
     new: StartNew = False,
+    standby: Annotated[
+        bool, typer.Option("--standby", help="Serve the run as soon as no other of `exchange.hosts` does.")
+    ] = False,
     rehearsal: Annotated[bool, typer.Option("--rehearse", help="Serve a rehearsal, which trains nothing.")] = False,
     token: TokenFile = None,
     metrics: Metrics = None,
@@ -277,10 +282,14 @@ def serve(
 
         if resume and rehearsal:
             raise ConfigError((), "--resume: found --rehearse, too, expected only one of them: no rehearsal is resumed")
+        if standby and (new or rehearsal):
+            found = "--new" if new else "--rehearse"
+            raise ConfigError((), f"--standby: found {found}, too, expected only one of them")
         since, mode = _started(), AsRehearsal(ROUNDS, STEPS) if rehearsal else AS_A_RUN
         with operated(metrics, otlp, boards) as operations:
             invocation = Invocation(typed=typed(), since=since, operations=operations, mode=mode)
-            run_on_this_host(config, overrides, runs, Host(EXCHANGE, token=token), False, resume, new, invocation)
+            host = Host(EXCHANGE, token=token, standby=standby)
+            run_on_this_host(config, overrides, runs, host, False, resume, new, invocation)
 
 
 def invite(
@@ -296,7 +305,7 @@ def invite(
         from hetero_pp.program.join.invite import invite as print_ticket
         from hetero_pp.program.join.invite import invite_validator, seconds_of
 
-        reached = parsed_address("--address", address)
+        reached = parsed_address("--address", address, several=True)
         if validator is not None:
             invite_validator(runs, run, validator, reached)
             return
@@ -385,7 +394,7 @@ def status(
     with readable_errors():
         from hetero_pp.program.join.status import status as ask_and_print
 
-        ask_and_print(runs, run, parsed_address("--address", address), json_path)
+        ask_and_print(runs, run, parsed_address("--address", address, several=True), json_path)
 
 
 def _started() -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,9 +98,12 @@ def _slot_of(ticket: Ticket, here: JoiningHost) -> Membership | None:
     folder = RunFolder(here.runs.absolute() / ticket.run)
     over = read_over(folder)
     if over is not None:
-        try:
-            socket.create_connection(host_and_port(ticket.address), _SECONDS_TO_ASK).close()
-        except OSError:
+        hosts = ticket.address.split(",")
+        for host in hosts:
+            with suppress(OSError):
+                socket.create_connection(host_and_port(host), _SECONDS_TO_ASK / len(hosts)).close()
+                break
+        else:
             announce(f"{ticket.run}: {over.told}, and nothing answers at {ticket.address} any more")
             return None
     try:

@@ -25,7 +25,7 @@ from hetero_pp.program.launch.hosts import dialled_here, read_token
 from hetero_pp.program.report.output import announce, complain
 from hetero_pp.rpc.admission_client import ask
 from hetero_pp.rpc.identities import Authority, Secret, make_ticket
-from replica_groups.exchange.memberships import Memberships
+from replica_groups.exchange.memberships import Memberships, open_memberships
 from replica_groups.exchange.stall_detector import NAMED, listed
 
 _EVERYWHERE = ("0.0.0.0", "[::]")
@@ -54,7 +54,7 @@ def invite(runs: Path, run: str, slot: str | None, seconds: float, address: str 
         raise ConfigError((), f"--slot {slot}: expected one of {listed(list(dict.fromkeys([*near, *slots])))}")
     reached = _address(config, address)
     authority = Authority(read_token(folder.token))
-    with closing(Memberships(folder.memberships)) as memberships:
+    with closing(open_memberships(config, folder, read_token(folder.token))) as memberships:
         try:
             ticket = memberships.invite(slot, seconds)
         except HeteroPPError as error:
@@ -118,7 +118,7 @@ def _open_datacenters(config: RunConfig, folder: RunFolder, authority: Authority
     if not found or config.exchange.listen.endswith(":0") or not is_running(folder):
         return found
     try:  # hosts started with the run's token have no ticket, so only the exchange knows of them
-        here = dialled_here(config.exchange.listen)
+        here = dialled_here(config.exchange.address)
         reply = ask(here, authority.identity(LAUNCHER), "Status", seconds=_SECONDS_TO_ASK)
     except HeteroPPError:
         return found
@@ -128,8 +128,8 @@ def _open_datacenters(config: RunConfig, folder: RunFolder, authority: Authority
 
 def revoke(runs: Path, run: str, what: str) -> None:
     """Revoke a ticket, or the slot that a host holds by one. Raises ConfigError if there is none."""
-    folder, _ = _served(runs, run)
-    with closing(Memberships(folder.memberships)) as memberships:
+    folder, config = _served(runs, run)
+    with closing(open_memberships(config, folder, read_token(folder.token))) as memberships:
         try:
             taken = memberships.revoke(what)
         except HeteroPPError as error:
@@ -159,15 +159,17 @@ def _served(runs: Path, run: str) -> tuple[RunFolder, RunConfig]:
 
 
 def _address(config: RunConfig, given: str | None) -> str:
-    """Return the address at which other hosts dial the exchange: the given one, or the YAML's.
+    """Return the address at which other hosts dial the exchange: the given one, or the YAML's, which may be several.
 
     Raises ConfigError if none can.
     """
     if given is not None:
-        if given.endswith(":0"):
+        if any(one.endswith(":0") for one in given.split(",")):
             raise ConfigError((), f"--address: found {given}, expected the port at which hosts dial the exchange")
         return given
     listen = config.exchange.listen
+    if config.exchange.hosts:
+        return config.exchange.address
     if listen.endswith(":0"):
         told = "so its port is not known here; give its address with --address HOST:PORT"
         raise ConfigError((), f"the exchange listens at a free port ({listen}), {told}")

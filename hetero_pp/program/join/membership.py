@@ -57,7 +57,7 @@ class Membership:
     """Membership of this host in a run, by one ticket."""
 
     run: str
-    address: str  # HOST:PORT of the exchange
+    address: str  # HOST:PORT of each host that may serve the exchange, with commas between them
     slot: str
     configuration: str  # configuration of the run as JSON, as its exchange sent it
     identity: Identity
@@ -381,7 +381,7 @@ class RunOfHost:
     """A run that this host serves or has joined."""
 
     folder: RunFolder
-    address: str  # HOST:PORT of the run's exchange
+    address: str  # HOST:PORT of each host that may serve the run's exchange, with commas between them
     identity: Identity  # identity with which this host authenticates to the exchange
     serves: bool
 
@@ -407,7 +407,7 @@ def runs_at(runs: Path, address: str) -> list[RunOfHost]:
 def known_run(folder: RunFolder) -> RunOfHost:
     """Return the run of a folder. Raises ConfigError if this host is no part of it, Refused for a damaged folder."""
     if folder.token.is_file() and folder.config.is_file():
-        listen = dialled_here(config_of(folder).exchange.listen)
+        listen = dialled_here(config_of(folder).exchange.address)
         return RunOfHost(folder, listen, Authority(read_token(folder.token)).identity(LAUNCHER), serves=True)
     found = memberships_in(folder)
     if not found:

@@ -31,9 +31,9 @@ from hetero_pp.config.overrides import Given
 from hetero_pp.config.spec import RunSpec, require_known_basis
 from hetero_pp.config.topology import DatacenterReplica
 from hetero_pp.config.yaml_file import ConfigFile, save_config
-from hetero_pp.core.errors import ConfigError, HeteroPPError, RunFailed, RunOver
+from hetero_pp.core.errors import ConfigError, HeteroPPError, RunFailed, RunOver, TakenOver
 from hetero_pp.core.files import print_without_fail
-from hetero_pp.core.units import format_seconds
+from hetero_pp.core.units import format_count, format_seconds
 from hetero_pp.messages.messages_pb2 import Begun, Report
 from hetero_pp.program.defences import defence_lines
 from hetero_pp.program.launch.earlier import (
@@ -77,6 +77,7 @@ from hetero_pp.program.report.summary import print_result, summary_of
 from hetero_pp.rpc.connections import reports_to_members
 from hetero_pp.rpc.identities import Keys, Secret, SecretKeys, new_secret
 from replica_groups.exchange.log import fetch_configuration, keep_configuration, open_log, require_unused
+from replica_groups.exchange.memberships import require_token
 
 # ---- how a command starts a YAML ----
 
@@ -124,8 +125,9 @@ class Host:
     """The part of a run that this host starts, and how it reaches the rest."""
 
     only: str
-    exchange: str | None = None  # HOST:PORT of the exchange
+    exchange: str | None = None  # HOST:PORT of the exchange, or several with commas; by default the YAML's hosts
     token: Path | None = None
+    standby: bool = False  # whether it waits to serve the exchange until no other host does
 
 
 def run_topology(
@@ -151,7 +153,11 @@ def run_topology(
         from hetero_pp.program.launch.in_process import run_in_process  # with all that members need
 
         start = run_in_process
-    with claim(runs.absolute(), prepared.spec.config.name, prepared.names):
+    config = prepared.spec.config
+    with (
+        claim(runs.absolute(), config.name, prepared.names),
+        claim_store(config, RunFolder(runs.absolute() / config.name)),
+    ):
         _run_and_record(prepared, runs, start or launch, resume, invocation)
 
 
@@ -167,7 +173,8 @@ def run_on_this_host(
 ) -> None:
     """Run a part of a run: the exchange, which records and shows the run, or members that join it.
 
-    `new` is as in `run_topology`. Raises ConfigError if this host cannot reach the rest.
+    `new` is as in `run_topology`. A host whose run another host has taken over becomes its standby. Raises ConfigError
+    if this host cannot reach the rest.
     """
     if in_process:
         found = f"--only {host.only}: found --in-process, which needs the whole run on this machine"
@@ -177,23 +184,31 @@ def run_on_this_host(
         raise ConfigError((), f"--only {host.only}: found --new, which only the exchange's host needs; leave it out")
     if host.only != EXCHANGE and invocation.operations.needs_all:
         raise ConfigError((), f"--only {host.only}: found --otlp or --board, which only the exchange's host takes")
-    prepared, resume = _prepare(path, overrides, runs, host.only, resume, new, invocation)
+    prepared, resume = _prepare(path, overrides, runs, host.only, resume or host.standby, new, invocation)
     config = prepared.spec.config
     if host.only != EXCHANGE:
-        if host.exchange is None or host.token is None:
+        address = host.exchange or ",".join(config.exchange.hosts)
+        if not address or host.token is None:
             raise ConfigError((), f"--only {host.only}: expected --exchange HOST:PORT and --token-file FILE, too")
         if resume:
             found = f"--only {host.only}: found --resume, which only the exchange's host needs"
             raise ConfigError((), f"{found}; leave it out")
         keys = SecretKeys(Secret(read_token(host.token)), encrypted=not config.exchange.insecure)
         listen = listens(config, prepared.names)
-        exchange = ReachedExchange(host.exchange, keys, host.token, config.exchange.timeout, listen)
+        exchange = ReachedExchange(address, keys, host.token, config.exchange.timeout, listen)
         with ResumeHint(prepared, RunFolder(runs / config.name), invocation.typed, invocation.mode.resumes):
             run_members(prepared, runs.absolute(), host.only, exchange, invocation.operations)
         return
     # A resumed run keeps its token, because the certificates of admitted hosts depend on it.
-    kept = RunFolder(runs.absolute() / config.name).token
-    token = read_token(host.token or kept) if host.token or (resume and kept.is_file()) else new_secret()
+    folder, standby = RunFolder(runs.absolute() / config.name), host.standby
+    if standby and len(config.exchange.hosts) < 2:
+        found = f"found {format_count(len(config.exchange.hosts), 'host')} with --standby"
+        raise prepared.located(ConfigError(("exchange", "hosts"), f"{found}, expected every host that may serve it"))
+    if standby and host.token is None and not folder.token.is_file():
+        raise ConfigError((), f"--standby: expected --token-file FILE, too: {folder.token} of the host that serves now")
+    token = (
+        read_token(host.token or folder.token) if host.token or (resume and folder.token.is_file()) else new_secret()
+    )
 
     def start(spec: RunSpec, folder: RunFolder, on_report: OnReport, resume: Values | None) -> None:
         port = spec.config.exchange.listen.rpartition(":")[2]
@@ -204,14 +219,27 @@ def run_on_this_host(
                 port = one.address.rpartition(":")[2]
                 announce(f"Stages dial port {port}, too, to reach each other through this host")
         own_keys = SecretKeys(Secret(token), encrypted=not spec.config.exchange.insecure)
-        with Supervisor(spec, folder, on_report, EXCHANGE, own_keys, resume) as supervisor:
-            supervisor.start([EXCHANGE])
+        number = 0 if lease is None else lease.number
+        with Supervisor(spec, folder, on_report, EXCHANGE, own_keys, resume, number) as supervisor:
+            # A standby takes the place of an exchange of which members may be there, and undoes no round.
+            supervisor.start([EXCHANGE], again=standby)
             watcher = supervisor.watch(supervisor.open_exchange())
             supervisor.wait()
             watcher.join()
 
     with claim(runs.absolute(), config.name, [EXCHANGE]):
-        _run_and_record(prepared, runs, start, resume, invocation)
+        while True:
+            try:
+                if standby and config.store.url is not None:
+                    require_token(config.store.open(config.name, folder.log), token)
+                with claim_store(config, folder, standby) as lease:
+                    if resume and config.store.url is not None:
+                        require_token(config.store.open(config.name, folder.log), token)
+                    _run_and_record(prepared, runs, start, resume, invocation)
+                return
+            except TakenOver as error:
+                announce(f"{config.name}: {error}; this host is a standby now")
+                standby = resume = True
 
 
 def _prepare(
@@ -294,7 +322,7 @@ def print_commands(path: Path, overrides: Sequence[Given]) -> None:
 class ReachedExchange:
     """The exchange as other hosts reach it."""
 
-    address: str  # HOST:PORT
+    address: str  # HOST:PORT of each host that may serve it, with commas between them
     keys: Keys
     keys_from: Path  # file of the keys: the token, or the certificate that was issued for a ticket
     timeout: float  # seconds to wait for the exchange
@@ -382,7 +410,7 @@ def _run_and_record(prepared: Prepared, runs: Path, start: Start, resume: bool, 
     name, is_stopped = prepared.spec.config.name, False
     folder = RunFolder(runs.absolute() / name)
     hint = ResumeHint(prepared, RunFolder(runs / name), invocation.typed, invocation.mode.resumes)
-    with claim_store(prepared.spec.config, folder), hint:
+    with hint:
         spec, changed = _going_on(prepared, folder) if resume else (prepared.spec, None)
         if not resume:
             begin_folder(spec, runs.absolute())

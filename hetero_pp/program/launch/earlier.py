@@ -42,7 +42,7 @@ from hetero_pp.core.settings import NotPartOf, meaning
 from hetero_pp.core.units import format_count
 from hetero_pp.program.launch.inputs import Prepared
 from hetero_pp.program.report.output import SafeConsole, announce, standard_output, tell
-from hetero_pp.store.lease import acting_for
+from hetero_pp.store.lease import Lease, acting_for
 from replica_groups.exchange.log import fetch_configuration, open_log
 from replica_groups.exchange.memberships import Memberships
 from replica_groups.member.saved_states import SavedStates
@@ -79,16 +79,19 @@ def claim(runs: Path, name: str, parts: Sequence[str] | None = None) -> Iterator
 
 
 @contextmanager
-def claim_store(config: RunConfig, folder: RunFolder) -> Iterator[None]:
+def claim_store(config: RunConfig, folder: RunFolder, waits: bool = False) -> Iterator[Lease | None]:
     """Hold the lease on a run's log in a store of its own while the block runs; without `store.url` do nothing.
 
-    Raises ConfigError if another process holds it.
+    `waits`: wait until no other host serves the run and the store has one. Yields the lease of a run that several hosts
+    may serve, else None. Raises ConfigError if another process holds it.
     """
     if config.store.url is None:
-        yield
+        yield None
         return
-    with acting_for(config.store.open(config.name, folder.log), announce, announce):
-        yield
+    store, own = config.store.open(config.name, folder.log), config.exchange
+    begun = (lambda: folder.config.name in store.names()) if waits else None
+    with acting_for(store, announce, announce, own.takeover, len(own.hosts), begun) as lease:
+        yield lease if len(own.hosts) > 1 else None
 
 
 def held_parts(runs: Path, name: str) -> list[str]:

@@ -111,8 +111,10 @@ def commands(config: RunConfig, path: Path, overrides: Sequence[Given]) -> list[
     start = ["hetero-pp", "launch", str(path), *sets]
     port = config.exchange.listen.rpartition(":")[2]
     token = ["--token-file", TOKEN_FILE]
-    reach = ["--exchange", f"EXCHANGE_HOST:{port}", *token]
+    reach = token if config.exchange.hosts else ["--exchange", f"EXCHANGE_HOST:{port}", *token]
     found = [shlex.join([*start, "--only", EXCHANGE, *token])]
+    standby = ["hetero-pp", "serve", str(path), *sets, "--standby", *token]
+    found += [shlex.join(standby) for _ in config.exchange.hosts[1:]]
     for replica in config.replicas:
         copies = 1 if isinstance(replica, ParticipantsReplica) else replica.nodes
         names = replica.members if _is_on_several_hosts(replica) else [replica.name]
@@ -136,6 +138,8 @@ def notes(file: ConfigFile) -> list[str]:
         found.append(str(file.located(ConfigError(key, note))))
 
     replace = "replace EXCHANGE_HOST with an address that other hosts can reach"
+    if file.config.exchange.hosts:
+        replace = f"its hosts are {', '.join(file.config.exchange.hosts)}"
     add(exchange.key, f"the exchange listens at `{exchange.address}`; {replace}")
     for one in others:
         if one.key == RELAY_KEY:

@@ -12,6 +12,7 @@ from hetero_pp.core.errors import ConfigError, HeteroPPError
 FAILED = 1
 CONSEQUENCE = 3  # exit code of a process that stopped only because another one failed
 CRASHED = 4  # exit code of a process that failed, but may succeed if it is restarted
+TAKEN_OVER = 6  # exit code of the exchange once another host serves the run, or may
 GONE = 5  # exit code of a member that cannot train here, while the run can go on without it
 
 STOP = {"stop": "yes"}
@@ -37,6 +38,8 @@ class ProcessJob:
     """Keys that change from here on if the exchange resumes the run in the folder; None if the run is new."""
     again: bool = False  # whether the process replaces one that died, in a run that is under way
     device: str = "cpu"  # device on which the member computes; several ranks count their devices from 0
+    lease: int = 0
+    """Number of this host's lease on the run, if several hosts may serve it."""
     open_files: tuple[int, int] | None = None  # the launcher's limits of open files, soft and hard
 
 

@@ -41,19 +41,21 @@ from hetero_pp.core.errors import (
 from hetero_pp.core.files import keep_trying
 from hetero_pp.link.shaping import Lines
 from hetero_pp.program.launch.fork_server import begin_forked
-from hetero_pp.program.launch.job import CONSEQUENCE, CRASHED, FAILED, GONE, STOP, ProcessJob, RankDied
+from hetero_pp.program.launch.job import CONSEQUENCE, CRASHED, FAILED, GONE, STOP, TAKEN_OVER, ProcessJob, RankDied
 from hetero_pp.rpc.connections import NetworkConnections
 from hetero_pp.rpc.identities import Credentials, Secret
 from hetero_pp.rpc.memory import giving_freed_memory_back
 from hetero_pp.rpc.relay import MeetingPoint
 from hetero_pp.store.faults import Faults
+from hetero_pp.store.lease import Lease
 from replica_groups.audit.commitments import audited_member
 from replica_groups.audit.in_exchange import audited, followed
 from replica_groups.engines.ranks import Ranks
 from replica_groups.exchange.admission import RunForGuests
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.host import UnderWay, begin_run, make_exchange
-from replica_groups.exchange.memberships import Memberships
+from replica_groups.exchange.log import open_log
+from replica_groups.exchange.memberships import open_memberships
 from replica_groups.exchange.server import MOST_OPEN, OpenHouse, serve_exchange
 from replica_groups.exchange.stall_detector import watched
 from replica_groups.exchange.waiting_room import WaitingRoom
@@ -136,8 +138,14 @@ def _run_exchange(process: _Process) -> int:
     def say(line: str) -> None:
         print(f"{EXCHANGE}: {line}", file=sys.stderr, flush=True)
 
+    def taken_over(cause: str) -> None:
+        """End at once, so that no member waits here. Nothing was acknowledged that the store does not have."""
+        os._exit(process.fails(cause, TAKEN_OVER))
+
     def make() -> Exchange:
-        return audited(make_exchange(spec, job.folder, job.resume, job.again, faults=process.faults), spec)
+        if lease is not None and not lease.is_held:
+            lease.fence(taken_over)
+        return audited(make_exchange(spec, job.folder, job.resume, job.again, faults=process.faults, lease=lease), spec)
 
     def stop(closed: int | None) -> int:
         """Close no further round. If told the last closed round, wait until members have applied it."""
@@ -151,8 +159,12 @@ def _run_exchange(process: _Process) -> int:
 
         guests = RunForGuests(*told_of(spec.config), spec.shape.vocabulary)
         waiting_room = WaitingRoom(spec.optional_slots, group_spares)
-        return OpenHouse(Memberships(job.folder.memberships), guests, waiting_room, spec.unnamed_slots)
+        memberships = open_memberships(spec.config, job.folder, message["secret"], exchange.log.store)
+        return OpenHouse(memberships, guests, waiting_room, spec.unnamed_slots)
 
+    lease = None
+    if job.lease:
+        lease = Lease(open_log(spec.config, job.folder).store, spec.config.exchange.takeover, job.lease)
     try:
         # A restarted exchange tries again, because the disk may be full for a while.
         exchange = keep_trying(make, say) if job.again else make()

@@ -25,14 +25,14 @@ from hetero_pp.config.folder import RunFolder
 from hetero_pp.config.lines import EXCHANGE, LAUNCHER
 from hetero_pp.config.member_inputs import devices_of
 from hetero_pp.config.spec import RunSpec
-from hetero_pp.core.errors import GivenUp, HeteroPPError, LinkError, Refused, RunFailed
+from hetero_pp.core.errors import GivenUp, HeteroPPError, LinkError, Refused, RunFailed, TakenOver
 from hetero_pp.core.files import write_whole
 from hetero_pp.core.units import format_count, format_seconds
 from hetero_pp.messages.messages_pb2 import GIVEN_UP, RESTARTED, SILENT, MembershipEvent, MembershipEventKind, Report
 from hetero_pp.program.launch.fork_server import fork_server, unheard
 from hetero_pp.program.launch.host_memory import MemoryKills
 from hetero_pp.program.launch.hosts import is_reached
-from hetero_pp.program.launch.job import CONSEQUENCE, CRASHED, GONE, STOP, ProcessJob, require_open_files
+from hetero_pp.program.launch.job import CONSEQUENCE, CRASHED, GONE, STOP, TAKEN_OVER, ProcessJob, require_open_files
 from hetero_pp.rpc.connections import reports_of
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.identities import Credentials, Keys, Secret, SecretKeys, new_secret
@@ -99,17 +99,18 @@ class Supervisor:
         name: str,
         keys: Keys,
         resume: Values | None = None,
+        lease: int = 0,
     ) -> None:
         """`name`: the part of the run that it starts, or `launcher` for all of it.
 
         `on_report` is called with every report of the run, and with the supervisor's own reports of restarts. Give the
         run's reports to the method `on_report`, which watches for members that the exchange has given up, and passes
-        them on.
+        them on. `lease`: number of this host's lease, if several hosts may serve the run.
         """
         self._spec, self._folder, self._tell = spec, folder, on_report
         self._keys = keys
         self.credentials = keys.of(name)  # credentials for following reports, and for reporting members that died
-        self._resume = resume
+        self._resume, self._lease = resume, lease
         self._restarts: defaultdict[str, deque[float]] = defaultdict(deque)  # times of each process's last restarts
         self._devices: dict[str, str] = {}
         self._context = fork_server()
@@ -198,7 +199,7 @@ class Supervisor:
         for member in members:
             ours, theirs = self._context.Pipe()
             resume, device = None if again else self._resume, self._devices.get(member, "cpu")
-            job = ProcessJob(member, self._folder, resume, again, device, open_files)
+            job = ProcessJob(member, self._folder, resume, again, device, self._lease, open_files)
             process = self._context.Process(target=start_job, args=(theirs, job, self.faults_of(member)), name=member)
             self._connections[member] = ours  # set before the start, so that an interrupt during it closes the lifeline
             with unheard():
@@ -280,6 +281,8 @@ class Supervisor:
                 # It died for a reason of its own: a restart may help, or the run can do without it.
                 if code in (CRASHED, GONE) or (code < 0 and not self._told):
                     left |= self._replace(member)
+                elif code == TAKEN_OVER:
+                    raise TakenOver(self._cause(member))
                 elif code != 0:
                     raise RunFailed(self._cause(self._culprit(member)))
                 elif member == EXCHANGE:
