@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.data.corpora import PACKAGES, Rows, documents, fingerprint
+from hetero_pp.data.corpora import PACKAGES, documents, fingerprint
 from hetero_pp.data.settings import DataSettings
 
 
@@ -94,28 +94,6 @@ def test_a_text_file_that_is_not_text(tmp_path: Path) -> None:
         (tmp_path / "a.txt").write_bytes(content)
         with pytest.raises(ConfigError, match=message):
             read(tmp_path)
-
-
-TEXTS = ["a", None, "é"]
-KINDS: dict[str, pa.DataType] = {
-    str(kind): kind
-    for kind in (
-        *(pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int8(), pa.string())),
-        *(pa.binary(), pa.large_binary(), pa.binary_view(), pa.dictionary(pa.int8(), pa.binary())),
-    )
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_layout_of_text_in_parquet(tmp_path: Path, kind: str) -> None:
-    of = KINDS[kind]
-    plain = of.value_type if pa.types.is_dictionary(of) else of
-    column = pa.array(TEXTS).cast(plain)
-    column = column.dictionary_encode() if plain is not of else column
-    path = write_parquet(tmp_path / "a.parquet", text=column)
-    rows = Rows()
-    assert list(documents(DataSettings(corpus=str(path)), rows=rows)) == ["a", "é"]
-    assert rows == Rows(read=3, null=1)
 
 
 @pytest.mark.parametrize("kind", ["binary", "string", "dictionary"])

@@ -20,7 +20,7 @@ import zstandard
 
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.data import sources
-from hetero_pp.data.corpora import documents
+from hetero_pp.data.corpora import Rows, documents
 from hetero_pp.data.settings import DataSettings, is_on_the_hub
 from hetero_pp.data.sources import StreamedCorpus, open_splits
 
@@ -145,16 +145,20 @@ def test_nulls_and_blanks_are_no_documents(tmp_path: Path) -> None:
 
 
 def test_the_same_text_is_read_as_from_files_that_are_not_streamed(tmp_path: Path) -> None:
-    """This includes nulls, byte order marks, and columns of bytes and of dictionaries."""
+    """This includes nulls, byte order marks, and every layout of text in parquet."""
     texts = ["a", None, "é"]
     (tmp_path / "x.jsonl").write_bytes("\n".join(f"\ufeff{json.dumps({'text': text})}\r" for text in texts).encode())
-    for name, kind in {"b": pa.binary(), "l": pa.large_binary(), "v": pa.string_view()}.items():
-        pq.write_table(pa.table({"text": pa.array(texts).cast(kind)}), tmp_path / f"{name}.parquet")
-    pq.write_table(pa.table({"text": pa.array(texts).dictionary_encode()}), tmp_path / "d.parquet")
+    kinds = [pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary(), pa.binary_view()]
+    columns = [pa.array(texts).cast(kind) for kind in kinds]
+    columns += [pa.array(texts).cast(kind).dictionary_encode() for kind in (pa.string(), pa.binary())]
+    for number, column in enumerate(columns):
+        pq.write_table(pa.table({"text": column}), tmp_path / f"{number}.parquet")
     for path in tmp_path.iterdir():
         [shards] = open_splits(settings_of(path)).values()
+        rows = Rows()
         assert list(shards.documents(0, 0)) == ["a", "", "é"], path
-        assert list(documents(DataSettings(corpus=str(path)))) == ["a", "é"]
+        assert list(documents(DataSettings(corpus=str(path)), rows=rows)) == ["a", "é"], path
+        assert rows == Rows(read=3, null=1), path
 
 
 @pytest.mark.parametrize("pattern", ["", "*.jsonl", "**/*.jsonl", ".hidden*/*.jsonl"])

@@ -221,6 +221,7 @@ MESSAGE = b"".join(*encode(sealed(Message(LinkHeader(step=1), (torch.ones(4),)))
         ([b"?"], "found the control byte"),
         ([b"\x06"], "found the control byte"),
         ([b"\x04", MESSAGE], "found a message after the end"),
+        ([bytes(3 << 20), bytes(1)], "found a first frame of 3145728 bytes"),
     ],
 )
 def test_malformed_data_of_the_peer_closes_the_link(
@@ -279,14 +280,6 @@ def test_a_neighbour_that_begins_a_stream_again_and_again_is_waited_for_as_long_
     end.abort("the test is over")
 
 
-def test_an_oversized_frame_of_the_peer_closes_the_link(stack: ExitStack, listener: Listener) -> None:
-    replies = raw_stream(stack, listener.address, HELLO.SerializeToString(), bytes(3 << 20), bytes(1))
-    with pytest.raises(LinkClosed, match="found a first frame of 3145728 bytes"):
-        listener.links.accept(SECONDS).receive(SECONDS)
-    with pytest.raises(grpc.RpcError):
-        list(replies)
-
-
 def test_the_downstream_tells_why_it_aborts(listener: Listener) -> None:
     upstream, downstream = listener.dial(), listener.links.accept(SECONDS)
     downstream.abort("out of memory")
@@ -312,12 +305,6 @@ def test_a_member_that_is_through_listens_no_more(stack: ExitStack, listener: Li
     listener.links.close()
     assert _is_refused(listener.address)
     assert Listener(stack, listen=listener.address).address == listener.address
-
-
-def test_a_server_to_which_nobody_came_listens_no_more(listener: Listener) -> None:
-    listener.links.close()
-    assert _is_refused(listener.address)
-    listener.links.close()
 
 
 def _is_refused(address: str) -> bool:
