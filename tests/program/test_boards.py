@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_up_run import made_up_round
 from test_recorder import made_up_reports, made_up_spec
-from test_run_state import made_up_round
 
 from hetero_pp.config.folder import RunFolder
 from hetero_pp.core.errors import ConfigError

@@ -7,17 +7,17 @@ import re
 from typing import Any
 
 import pytest
-from rich.console import Console
-from test_membership_state import membership_event
-from test_run_state import (
+from made_up_run import (
     START,
     inner_step,
     made_up_reports,
     made_up_round,
     made_up_spec,
+    membership_event,
     state_of,
     waiting,
 )
+from rich.console import Console
 
 from hetero_pp.messages.messages_pb2 import CONTRIBUTING, FINISHING, PAUSED, SILENT, Report
 from hetero_pp.program.report.display import LOSS_SECONDS, LiveDisplay

@@ -20,10 +20,10 @@ import pytest
 import torch
 from catalogs import compute_once
 from failing_disk import FailingDisk, each_operation, failing_disk
+from made_up_run import made_up_reports, made_up_spec
 from matplotlib.figure import Figure
 from members import TIMEOUT, in_thread
 from mixed_run import MIXED, QUICK, train
-from test_run_state import made_up_reports, made_up_spec
 from typer.testing import CliRunner
 
 from hetero_pp.config.changes import NO_CHANGES, write_changes

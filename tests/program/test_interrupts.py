@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from test_run_state import made_up_spec
+from made_up_run import made_up_spec
 
 from hetero_pp.config.folder import RunFolder
 from hetero_pp.config.lines import EXCHANGE, LAUNCHER

@@ -7,7 +7,7 @@ import json
 from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
 
-from test_run_state import START, waiting
+from made_up_run import START, waiting
 from typer.testing import CliRunner
 
 from hetero_pp.messages.messages_pb2 import (

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from made_up_run import membership_event, so_far
 from mixed_run import MIXED
 from rich.console import Console
-from test_membership_state import membership_event
-from test_run_state import so_far
 
 from hetero_pp.config.changes import NO_CHANGES, REPLICAS, replicas_of
 from hetero_pp.config.spec import RunSpec

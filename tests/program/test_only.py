@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from host_processes import free_port
 from hosts_of_parts import PARTS, Hosts
-from test_run_state import made_up_spec
+from made_up_run import made_up_spec
 
 from hetero_pp.config.folder import RunFolder
 from hetero_pp.config.lines import LAUNCHER

@@ -14,9 +14,7 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
-from mixed_run import MIXED
-from prometheus_client.core import Metric
-from test_run_state import (
+from made_up_run import (
     START,
     begun,
     evaluation,
@@ -30,6 +28,8 @@ from test_run_state import (
     state_of,
     waiting,
 )
+from mixed_run import MIXED
+from prometheus_client.core import Metric
 from typer.testing import CliRunner
 
 from hetero_pp.messages.messages_pb2 import (

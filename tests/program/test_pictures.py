@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_run_state import (
+from made_up_run import (
     START,
     evaluation,
     inner_step,

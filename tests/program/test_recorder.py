@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_run_state import (
+from made_up_run import (
     ROUND_SECONDS,
     START,
     TIMED,

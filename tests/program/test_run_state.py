@@ -1,141 +1,47 @@
-"""A run's state and its summary, from made-up reports. Other tests of this folder use the same reports."""
+"""A run's state, from made-up reports: what counts once, what is kept of long runs, and who is waited for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from made_up_run import (
+    KILLED,
+    ROUND_SECONDS,
+    ROUNDS,
+    START,
+    STEPS,
+    TIMED,
+    back,
+    begun,
+    closed_without,
+    evaluation,
+    finished,
+    inner_step,
+    joined,
+    killed,
+    link_use,
+    made_up_reports,
+    made_up_round,
+    made_up_spec,
+    membership_event,
+    round_closed,
+    so_far,
+    state_of,
+    there,
+    timed_reports,
+    verified,
+)
 
-from hetero_pp.config.run_config import RunConfig
 from hetero_pp.config.spec import RunSpec
+from hetero_pp.core.units import format_share
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2 import LATE, LinkUse, Report
+from hetero_pp.program.report.lines import round_line, trouble_lines
+from hetero_pp.program.report.recorder import line_of
 from hetero_pp.program.report.state import STILL_TOLD, DirectionState, LineWay, ReplicaState, RunState
 from hetero_pp.program.report.summary import summary_of
-
-ROUNDS, STEPS = 2, 2
-START = 1000.0
-ROUND_SECONDS = 10.0
-
-
-def made_up_spec(**changes: Any) -> RunSpec:
-    """Return a run of one datacenter and a group of two stages.
-
-    The group's link has 8 Mbit/s forward and 4 Mbit/s backward.
-    """
-    settings = {
-        "name": "made-up",
-        "inner": {"steps": STEPS},
-        "outer": {"rounds": ROUNDS},
-        "links": {"home": {"bandwidth": "8 Mbit/s", "backward": {"bandwidth": "4 Mbit/s"}}},
-        "replicas": [
-            {"name": "dc", "kind": "datacenter"},
-            {"name": "home", "kind": "participants", "stages": 2, "link": "home", "boundary": {"rank": 8}},
-        ],
-    }
-    return RunSpec(RunConfig.model_validate(settings | changes), 256)
-
-
-def inner_step(time: float, member: str, replica: str, round_: int, step: int, **values: Any) -> Report:
-    return Report(time=time, member=member, inner_step=pb.InnerStep(replica=replica, round=round_, step=step, **values))
-
-
-def evaluation(time: float, replica: str, round_: int, loss: float) -> Report:
-    return Report(time=time, member=replica, evaluation=pb.Evaluation(replica=replica, round=round_, loss=loss))
-
-
-def link_use(time: float, link: str, direction: str, round_: int, payload: int, busy: float = 0.0) -> Report:
-    """Return a report of a link's use. It has ten wire bytes more than payload bytes."""
-    sizes = {"payload_bytes": payload, "wire_bytes": payload + 10}
-    use = LinkUse(link=link, direction=direction, round=round_, busy_seconds=busy, **sizes)
-    return Report(time=time, member="whoever", link_use=use)
-
-
-def round_closed(time: float, round_: int) -> Report:
-    """Return a record in which each replica contributes 500 values in 1000 bytes, in two blobs."""
-    blobs = [pb.BlobEntry(block=block, size=500, kept_values=250) for block in ("layers.0", "norm")]
-    sent = [pb.ContributionEntry(replica=name, weight=1, digest=b"\x01\x02", blobs=blobs) for name in ("dc", "home")]
-    return Report(time=time, member="exchange", round_closed=pb.RoundRecord(round=round_, contributions=sent))
-
-
-def verified(time: float, replica: str, round_: int, sha256: bytes) -> Report:
-    hashed = pb.RoundVerified(replica=replica, round=round_, parameters_sha256=sha256)
-    return Report(time=time, member="exchange", round_verified=hashed)
-
-
-def failure(time: float, member: str, cause: str, consequence: bool = False) -> Report:
-    return Report(time=time, member=member, failure=pb.Failure(cause=cause, consequence=consequence))
-
-
-def joined(time: float, member: str) -> Report:
-    return Report(time=time, member=member, joined=pb.Joined())
-
-
-def begun(time: float, last_round: int) -> Report:
-    return Report(time=time, member="exchange", begun=pb.Begun(last_round=last_round))
-
-
-def member_round(member: str, round_: int, wait: float = 2.0) -> Report:
-    parts: dict[str, Any] = {
-        "compute_seconds": 5.0,
-        "wait_seconds": wait,
-        "outer_seconds": 2.5,
-        "evaluation_seconds": 0.5,
-    }
-    return Report(time=START + 10, member=member, member_round=pb.MemberRound(round=round_, **parts))
-
-
-def waiting(time: float, awaited: pb.Awaited, *missing: str, seconds: float = 0.0) -> Report:
-    lacking = [pb.Missing(member=member) for member in missing]
-    told = pb.Waiting(awaited=awaited, round=2, seconds=seconds, missing=lacking)
-    return Report(time=time, member="exchange", waiting=told)
-
-
-def so_far(time: float, **values: Any) -> Report:
-    """Return the counters of a run, which a host that joins is told behind what holds."""
-    return Report(time=time, member="exchange", so_far=pb.SoFar(**values))
-
-
-def finished(time: float, member: str) -> Report:
-    return Report(time=time, member=member, finished=pb.Nothing())
-
-
-def made_up_round(round_: int) -> Iterator[Report]:
-    """Yield the reports of a round of ten seconds. Losses fall by one per round."""
-    start, loss = START + (round_ - 1) * ROUND_SECONDS, 6.0 - round_
-    for step in range(STEPS):
-        time = start + step
-        yield inner_step(time, "dc", "dc", round_, step, loss=loss, gradient_norm=1.5, learning_rate=0.1, tokens=100)
-        yield inner_step(time, "home.0", "home", round_, step, gradient_norm=2.5, learning_rate=0.1, tokens=100)
-        yield inner_step(time, "home.1", "home", round_, step, loss=loss + step)
-    yield link_use(start + 2, "home.0-1", "forward", round_, 1000, busy=1.0)
-    yield round_closed(start + 8, round_)
-    for replica in ("dc", "home"):
-        yield verified(start + 8.5, replica, round_, bytes([round_]) * 32)
-    yield evaluation(start + 9, "dc", round_, loss - 0.5)
-    yield evaluation(start + 9, "home", round_, loss - 0.3)
-    yield link_use(start + 10, "home.0-1", "forward", round_, 4000, busy=5.0)
-    yield link_use(start + 10, "home.0-1", "backward", round_, 2000, busy=2.5)
-    yield link_use(start + 10, "dc-exchange", "forward", round_, 1000)
-
-
-def made_up_reports() -> list[Report]:
-    """Return the reports of a run of twenty seconds, after two seconds for its start."""
-    reports = [joined(START - 2, member) for member in ("dc", "home.0", "home.1")]
-    reports += [evaluation(START - 1, "dc", 0, 6.0), evaluation(START - 1, "home", 0, 6.2)]
-    reports.append(link_use(START - 1, "dc-exchange", "backward", 0, 50_000))
-    for round_ in range(1, ROUNDS + 1):
-        reports += made_up_round(round_)
-    end = START + ROUNDS * ROUND_SECONDS
-    return [*reports, *(finished(end, member) for member in ("dc", "home.0", "home.1"))]
-
-
-def state_of(reports: list[Report], spec: RunSpec | None = None) -> RunState:
-    state = RunState(made_up_spec() if spec is None else spec)
-    for report in reports:
-        state.apply(report)
-    return state
+from hetero_pp.simulator.costs import step_flops
 
 
 @pytest.fixture(scope="module")
@@ -208,26 +114,6 @@ def test_a_link_keeps_the_bytes_of_every_round() -> None:
     assert told == [(0, 0) if at in (7, rounds + 1) else (100 + at, 90 + at) for at in range(rounds + 2)]
     line.carried = [direction]
     assert line.busy_share(1.0) == pytest.approx(8 * (direction.wire_bytes - 100) / 1e6)
-
-
-def timed_reports() -> Iterator[Report]:
-    """Yield reports of rounds that last 8 s.
-
-    The datacenter takes 3 and 5 steps, the group takes 1 and 2.
-    """
-    for round_, (fast, slow) in enumerate(((3, 1), (5, 2)), start=1):
-        start = START + (round_ - 1) * ROUND_SECONDS
-        for step in range(fast):
-            yield inner_step(start + step, "dc", "dc", round_, step, loss=6.0 - round_, tokens=100)
-        for step in range(slow):
-            yield inner_step(start + 3 * step, "home.0", "home", round_, step, tokens=100)
-            yield inner_step(start + 3 * step, "home.1", "home", round_, step, loss=7.0 - round_ + step)
-        yield evaluation(start + 9, "dc", round_, 5.0 - round_)
-        yield evaluation(start + 9, "home", round_, 5.0 - round_)
-        yield round_closed(start + 8, round_)
-
-
-TIMED = {"inner": {"seconds": 8}}
 
 
 def test_steps_of_rounds_that_are_time() -> None:
@@ -322,3 +208,61 @@ def test_what_no_run_can_have_changes_nothing() -> None:
     for report in (far, many, round_closed(START, 0), verified(START, "dc", 5000, b"x"), late):
         assert not state.apply(report)
     assert summary_of(state) == before
+
+
+# ---- members that leave and return ----
+
+
+def test_an_optional_group_in_which_nobody_is_any_more_is_no_trouble() -> None:
+    data = made_up_spec().config.model_dump(mode="json")
+    data["replicas"][1]["optional"] = True
+    spec = RunSpec(type(made_up_spec().config).model_validate(data), made_up_spec().shape.vocabulary)
+    slots = [{"slot": f"home.{n}", "replica": "home", "incarnation": 1, "cause": "it has left"} for n in (0, 1)]
+    left = [membership_event(START + 1, pb.INCARNATION_OVER, **slot) for slot in slots]
+    for gone, lines in ((left[:1], 1), (left, 0)):
+        state = state_of([*there(), *gone], spec)
+        assert len(list(trouble_lines(state, START + 5))) == lines
+
+
+def test_the_line_of_a_round_has_its_speed_and_on_a_known_accelerator_mfu_and_memory() -> None:
+    spec = made_up_spec()
+    reports = [*there(), *made_up_round(1)]
+    closed = next(one for one in reports if one.HasField("round_closed"))
+    for entry, tokens in zip(closed.round_closed.contributions, (1000, 600), strict=True):
+        entry.tokens, entry.steps = tokens, 2
+    assert round_line(state_of(reports), 1).endswith(", 8 s, 200 tokens/s")
+    rounds = Report(time=START + 9, member="dc")
+    rounds.member_round.round, rounds.member_round.device_bytes = 1, 61_200_000_000
+    flops = 2 * step_flops(spec, spec.members["dc"]) / 8
+    known = f"MFU {format_share(flops / 989e12)}, "
+    for device, told in (("cuda:0 NVIDIA H100 80GB HBM3", known), ("cuda:0 NVIDIA B1", "")):
+        computes = Report(time=START, member="dc", computes=pb.Computes(device=device))
+        line = round_line(state_of([computes, *reports, rounds]), 1)
+        assert line.endswith(f", 8 s, 200 tokens/s, {told}61.2 GB of GPU memory")
+
+
+def test_who_has_ended_is_not_waited_for() -> None:
+    # A run is over though a member that was given up never finished.
+    reports = [one for one in made_up_reports() if not (one.HasField("finished") and one.member == "home.1")]
+    assert not state_of(reports).is_over
+    assert state_of([*reports, membership_event(START + 1, pb.GIVEN_UP, slot="home.1", cause=KILLED)]).is_over
+    gone = membership_event(START + 1, pb.INCARNATION_OVER, slot="home.1", replica="home", incarnation=1, cause=KILLED)
+    assert state_of([*reports, gone]).is_over
+    assert not state_of([gone, *(finished(START, name) for name in ("dc", "home.0"))]).is_over  # rounds are left
+
+    # A run is over though a replica that took no part in the last round never finished.
+    reports = [one for one in made_up_reports() if one.member != "dc" or not one.HasField("finished")]
+    assert not state_of(reports).is_over
+    over = Report(time=START + 50, member="exchange", over=pb.Over(round=2, rounds=2, finishing=["home"]))
+    assert state_of([*reports, over]).is_over
+    over.over.finishing.append("dc")
+    assert not state_of([*reports, over]).is_over
+    assert line_of(over)["finishing"] == ["home", "dc"]
+
+
+def test_participation_counts_each_missed_round_in_whatever_order_it_is_told() -> None:
+    earlier = [*there(), *killed(START + 5), closed_without(START + 8, 1, "home"), back(START + 9)]
+    now = [joined(START + 100, member, 3) for member in ("dc", "home.0", "home.1")]
+    state = state_of([*now, *earlier, round_closed(START + 110, 2)])
+    assert state.tally.participation == 3 / 4  # the summary names the missed round, too
+    assert not state.vacant

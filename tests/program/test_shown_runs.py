@@ -12,27 +12,34 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rewritten import agree
-from rich.console import Console
-from test_membership_state import KILLED, LEFT, back, closed_without, joined, killed, membership_event, there
-from test_operate import collected
-from test_run_state import (
+from made_up_run import (
+    KILLED,
+    LEFT,
     START,
     TIMED,
+    back,
     begun,
+    closed_without,
     evaluation,
     failure,
     inner_step,
+    joined,
+    killed,
     link_use,
     made_up_reports,
     made_up_round,
     made_up_spec,
     member_round,
+    membership_event,
     round_closed,
     so_far,
+    there,
     timed_reports,
     waiting,
 )
+from rewritten import agree
+from rich.console import Console
+from test_operate import collected
 from test_view_data import frame, view_of
 
 from hetero_pp.messages import messages_pb2 as pb

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from filelock import FileLock
-from test_membership_state import KILLED, back, killed, there
-from test_run_state import START
+from made_up_run import KILLED, START, back, killed, there
+from rewritten import agree
 from test_view_data import recorded, run_folder
 
 from hetero_pp.config.lines import EXCHANGE
@@ -43,63 +44,20 @@ def reply(state: str = "training") -> StatusReply:
     return found
 
 
-@pytest.mark.parametrize(
-    ("state", "told"),
-    [
-        ("joining", "resuming after round 3; waiting for members to join: dc"),
-        ("training", "training round 4 of 9; waiting for contributions of dc"),
-        ("paused", "paused in round 4 of 9: 1 of 3 replicas are present, 2 are required"),
-        ("over", "over, after round 3 of 9; dc still finishing"),
-    ],
-)
-def test_the_first_line_says_what_the_run_does(state: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
-    print_status("solo", reply(state))
-    assert capsys.readouterr().out.splitlines()[0] == f"solo: {told}"
-    assert as_json(reply(state))["state"] == state
-
-
-def test_a_round_waits_for_complete_groups_and_a_resumed_run_says_where_it_resumes(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    training, resuming = reply(), reply("joining")
-    training.missing.append("one.0")
-    for found, told in ((training, "contributions of dc"), (resuming, "resuming after round 3; waiting for members")):
-        print_status("solo", found)
-        first = capsys.readouterr().out.splitlines()[0]
-        assert told in first and "one.0" not in first
-    group = reply()
-    group.slots[2].held, group.slots[1].seconds = True, 300
-    assert as_json(group)["slots"]["one.1"]["seconds"] == 41  # type: ignore[index]
-    print_status("solo", group)
-    assert capsys.readouterr().out.count("41 s") == 2, "a group trains since its last member came"
-
-
-def test_a_file_that_cannot_be_written_is_the_cause_of_a_pause(capsys: pytest.CaptureFixture[str]) -> None:
-    found = reply()
-    found.store_error, found.store_error_seconds = "/log/a: cannot be written (No space left on device)", 11.2
-    print_status("solo", found)
-    told = f"solo: paused in round 4 of 9, for 11 s so far: {found.store_error}; retrying"
-    assert " ".join(capsys.readouterr().out.split()).startswith(told)
-    assert (as_json(found)["state"], as_json(found)["paused"]) == ("paused", found.store_error)
-
-
-def test_each_slot_has_its_state_and_who_let_it_in(capsys: pytest.CaptureFixture[str]) -> None:
-    print_status("solo", reply())
-    said = capsys.readouterr().out
-    rows = [[cell.strip() for cell in line.split("│")[1:5]] for line in said.splitlines() if line.startswith("│")]
-    assert rows[:5] == [
-        ["dc", "training round 4", "2:05", "the run's token"],
-        ["one.0", "suspended", "", "a ticket (holder 3)"],
-        ["one.1", "vacant", "41 s", ""],
-        ["two.0", "reserved", "", "a ticket"],
-        ["two.1", "free", "", ""],
-    ]
-    credits = said.partition("Replica")[2].splitlines()
-    added = [[cell.strip() for cell in line.split("│")[1:5]] for line in credits if line.startswith("│")]
-    assert added == [["dc", "270 of 272", "6,000,000", "75 %"], ["one", "82 of 86", "2,000,000", "25 %"]]
-    assert as_json(reply())["replicas"]["one"] == {"rounds_included": 82, "rounds_missed": 4, "tokens": 2_000_000}  # type: ignore[index]
-    assert "one.1 is vacant for 41 s: no heartbeat arrived for 15 s\n" in said
-    assert "one is incomplete: waiting for hosts to join as one.1\n" in said
+def test_what_is_told_of_a_run_in_every_state(capsys: pytest.CaptureFixture[str]) -> None:
+    """A group trains since its last member came, and a round waits for complete groups only."""
+    replies = {state: reply(state) for state in ("joining", "training", "paused", "over")}
+    for name in ("a group is incomplete", "a group is complete", "its disk is full"):
+        replies[name] = reply()
+    replies["a group is incomplete"].missing.append("one.0")
+    replies["a group is complete"].slots[2].held, replies["a group is complete"].slots[1].seconds = True, 300
+    full = replies["its disk is full"]
+    full.store_error, full.store_error_seconds = "/log/a: cannot be written (No space left on device)", 11.2
+    found: dict[str, Any] = {}
+    for name, told in replies.items():
+        print_status("solo", told)
+        found[name], found[f"{name}: json"] = capsys.readouterr().out.splitlines(), as_json(told)
+    agree(Path(__file__).with_name("status.json"), found)
 
 
 # ---- without an exchange ----

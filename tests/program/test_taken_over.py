@@ -11,9 +11,9 @@ from typing import Any, cast
 import grpc
 import pytest
 from control_groups import use_groups
+from made_up_run import made_up_spec
 from mixed_run import MIXED
 from test_ended_early import ROUNDS
-from test_run_state import made_up_spec
 
 from hetero_pp.config.folder import RunFolder
 from hetero_pp.config.lines import EXCHANGE, LAUNCHER

@@ -5,12 +5,7 @@ from __future__ import annotations
 import socket
 from contextlib import closing
 
-from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.trace import StatusCode
-from test_operate import STEP, membership_event, told
-from test_run_state import (
+from made_up_run import (
     START,
     begun,
     failure,
@@ -18,6 +13,11 @@ from test_run_state import (
     member_round,
     round_closed,
 )
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
+from test_operate import STEP, membership_event, told
 
 from hetero_pp.messages.messages_pb2 import (
     LATE,

@@ -12,17 +12,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_membership_state import back, killed, membership_event, there
-from test_run_state import (
+from made_up_run import (
     START,
+    back,
     begun,
     finished,
     inner_step,
+    killed,
     made_up_reports,
     made_up_round,
     made_up_spec,
+    membership_event,
     round_closed,
     state_of,
+    there,
     waiting,
 )
 

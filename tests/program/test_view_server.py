@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_up_run import START, begun, inner_step, made_up_reports, membership_event, there
 from mixed_run import MIXED
-from test_membership_state import membership_event, there
-from test_run_state import START, begun, inner_step, made_up_reports
 from test_view_data import recorded, run_folder, view_of, wait_until
 from typer.testing import CliRunner
 
