@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -158,6 +159,11 @@ class RunSpec:
                 self.members[name] = MemberSpec(name, replica, index, own, tuple(_shapes_of(self.shape, own)))
         self.needed = {name: member for name, member in self.members.items() if not member.replica.optional}
         """Members that must join before the run begins."""
+
+    @property
+    def parameter_count(self) -> int:
+        """Number of parameters of a replica."""
+        return sum(math.prod(shape) for shape in self.parameter_shapes.values())
 
     @cached_property
     def agreed(self) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,7 +56,7 @@ def why_no_scores(spec: RunSpec) -> str | None:
         return "this host does not have the corpus"
     sizes = GauntletSettings().sizes(len(config.replicas), _sequences(spec))
     passes = sizes.evaluated * sizes.sequences * TEXTS * PARAMETERS
-    flop = 2 * passes * config.data.sequence_length * _parameters(spec)
+    flop = 2 * passes * config.data.sequence_length * spec.parameter_count
     if flop > MOST_FLOP:
         return f"the trials of a round would take {format_flops(flop)} beside the exchange"
     return None
@@ -71,7 +70,7 @@ def defence_lines(spec: RunSpec) -> Iterator[str]:
         yield "Signs: compared before a round closes, which leaves out a contribution that goes against the others"
     if (scores := audit.scores) is not None:
         evaluated, sequences = scores.sizes(len(replicas), _sequences(spec))
-        memory = 4 * _COPIES * _parameters(spec)
+        memory = 4 * _COPIES * spec.parameter_count
         tried = format_count(evaluated, "contribution")
         costs = f"{format_bytes(memory)} of memory"
         if read := _sequences(spec):  # in rounds of a fixed time nobody knows it before
@@ -92,7 +91,3 @@ def defence_lines(spec: RunSpec) -> Iterator[str]:
 def _sequences(spec: RunSpec) -> int:
     """Return the sequences that all replicas train on in a round; 0 with rounds of a fixed time."""
     return sum((spec.steps_of(replica.name) or 0) * replica.batch_size for replica in spec.config.replicas)
-
-
-def _parameters(spec: RunSpec) -> int:
-    return sum(math.prod(shape) for shape in spec.parameter_shapes.values())

@@ -23,7 +23,7 @@ from hetero_pp.data.tokenizers import load_tokenizer
 from hetero_pp.program.rehearse import MeasuredInput
 from hetero_pp.program.report.output import say, standard_output
 from hetero_pp.program.report.tables import PlainTable
-from hetero_pp.program.show_prediction import print_assumption, print_exchange, print_waiting
+from hetero_pp.program.simulate import print_assumption, print_exchange, print_waiting
 from hetero_pp.simulator.costs import assumed_in
 from hetero_pp.simulator.planner.search import AIM, Choice, Result, describe_penalty, search_all
 

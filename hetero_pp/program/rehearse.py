@@ -41,7 +41,7 @@ from hetero_pp.program.launch.command import Mode
 from hetero_pp.program.report.output import announce, say
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.tables import PlainTable
-from hetero_pp.program.show_prediction import print_assumption
+from hetero_pp.program.simulate import print_assumption
 from hetero_pp.rpc.admission_client import Rate
 from hetero_pp.simulator.costs import assumed_in
 from hetero_pp.simulator.prediction import Prediction, predict

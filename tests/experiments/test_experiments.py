@@ -21,7 +21,7 @@ from hetero_pp.research.experiments.corpus import Supply
 from hetero_pp.research.experiments.definition import Catalog, Claim, Experiment, Row, Trend
 from hetero_pp.research.experiments.outcomes import commit, machine
 from hetero_pp.research.experiments.pages import markdown, write_overview
-from hetero_pp.research.experiments.result import parameter_count, result_of, write_result
+from hetero_pp.research.experiments.result import result_of, write_result
 from hetero_pp.research.experiments.rows import Setting
 from hetero_pp.research.settings import ResearchConfig
 
@@ -95,14 +95,14 @@ def test_dilocos_sizes_are_those_of_its_table_1() -> None:
         assert (shape.layers, shape.width, shape.heads) == (layers, width, heads)
         assert (shape.head_width or width // heads) == head
         papers = 32000 * width + layers * (4 * width * heads * head + 2 * width * 4 * width)
-        assert parameter_count(spec) - 32000 * width == pytest.approx(papers, rel=1e-3)
+        assert spec.parameter_count - 32000 * width == pytest.approx(papers, rel=1e-3)
         assert (len(spec.config.replicas), spec.config.inner.steps, spec.config.outer.rounds) == (8, 500, 176)
 
 
 def test_sparselocos_rows_are_those_of_its_table_9() -> None:
     """Compares parameters, batch, steps and rates. Table 9 of ours has the searched values, not ten times of them."""
     config = _at_paper("sparseloco/table1", "SparseLoCo, 1/32")
-    assert parameter_count(RunSpec(config, 32000)) == 512_398_848
+    assert RunSpec(config, 32000).parameter_count == 512_398_848
     assert [(one.batch_size, len(config.replicas)) for one in config.replicas] == [(256, 8)] * 8
     assert (config.data.sequence_length, config.inner.warmup_steps) == (2048, 500)
     found = {}
@@ -437,7 +437,7 @@ def test_the_ladder_has_tokens_in_proportion_to_parameters() -> None:
     for row in setting.experiment.rows:
         config = setting.config(row)
         ratios.append(
-            config.outer.rounds * 10 * 4 * 4 * 128 / parameter_count(RunSpec(config, setting.scale.vocabulary))
+            config.outer.rounds * 10 * 4 * 4 * 128 / RunSpec(config, setting.scale.vocabulary).parameter_count
         )
         if row.bits is not None:
             assert isinstance(row.rank, int)

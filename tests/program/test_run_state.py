@@ -1,4 +1,4 @@
-"""A run's state, from made-up reports: what counts once, what is kept of long runs, and who is waited for."""
+"""A run's state, from made-up reports: steps count once, and old rounds keep only their losses."""
 
 from __future__ import annotations
 

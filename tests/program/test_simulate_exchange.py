@@ -25,7 +25,7 @@ from hetero_pp.core.errors import ConfigError
 from hetero_pp.link.protocol import raw_frames, wire_bytes
 from hetero_pp.model.transformer import shapes_by_block
 from hetero_pp.program.cli import app
-from hetero_pp.program.show_prediction import print_exchange
+from hetero_pp.program.simulate import print_exchange
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import select
 from hetero_pp.simulator.exchange_load import ExchangeLoad, exchange_load

@@ -21,7 +21,7 @@ from hetero_pp.program.defences import defence_lines
 from hetero_pp.program.launch.inputs import Prepared
 from hetero_pp.program.report.output import say, standard_output, tell
 from hetero_pp.program.report.tables import PlainTable, format_bandwidth, spanned
-from hetero_pp.program.show_prediction import print_assumption, print_exchange, print_waiting
+from hetero_pp.program.simulate import print_assumption, print_exchange, print_waiting
 from hetero_pp.simulator.costs import assumed_in
 from hetero_pp.simulator.exchange_load import exchange_load
 from hetero_pp.simulator.memory import OF_THE_ROUND, disk_use
@@ -72,7 +72,7 @@ def _print_run(console: Console, told: str, prepared: Prepared) -> None:
     say(console, f"{told} is valid.", bold=told.partition(": the run ")[0])
     shared = "" if shape.groups == shape.heads else f" that share {shape.groups} of keys and values"
     heads = f"{shape.heads} heads{shared}, vocabulary {shape.vocabulary}"
-    parameters = f"{_count(spec.parameter_shapes):,} parameters"
+    parameters = f"{spec.parameter_count:,} parameters"
     say(console, f"Model: {parameters}, width {shape.width}, {shape.layers} layers, {heads}.")
     rounds = f"{format_count(config.outer.rounds, 'outer round')} of {config.inner.length}"
     total = "" if tokens is None else f", {tokens:,} in total"
@@ -154,7 +154,7 @@ def _members_table(spec: RunSpec) -> PlainTable:
                     kinds.append(f"stage {stage.index + 1}/{stage.count}")
                     owned.append(f"{ends[0]}{owns}{ends[1]}")
                 batches.append(f"{replica.micro_batches} x {replica.batch_size // replica.micro_batches}")
-                counts.append(_count({name: spec.parameter_shapes[name] for name in member.owned}))
+                counts.append(sum(math.prod(spec.parameter_shapes[name]) for name in member.owned))
             parameters = spanned(counts, lambda count: f"{count:,.0f}")
             kind, owns, batch = (range_of(list(dict.fromkeys(cells))) for cells in (kinds, owned, batches))
             table.add_row(range_of(same), kind, owns, parameters, batch)
@@ -229,7 +229,3 @@ def _least_times(bandwidths: Sequence[float | None], sizes: Sequence[int]) -> st
         if bandwidth is not None
     ]
     return spanned(found, format_seconds) if found else "–"
-
-
-def _count(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    return sum(math.prod(shape) for shape in shapes.values())

@@ -277,15 +277,13 @@ def trouble_lines(state: RunState, now: float) -> Iterator[str]:
     away = {slot: cause for slot, cause in state.vacant.items() if slot not in empty}
     vacant = {slot: f"{cause}; its slot is vacant" for slot, cause in away.items()}
     causes = list((vacant | state.given_up).values())
-    yield from causes[:ROWS_OF_TROUBLE]
-    if len(causes) > ROWS_OF_TROUBLE:
-        yield f"and {format_count(len(causes) - ROWS_OF_TROUBLE, 'more slot')} without a member"
+    excluded = [f"{one.replica} is excluded: {one.excluded}" for one in state.scores.values() if one.excluded]
+    for lines, more, are in ((causes, "more slot", "without a member"), (excluded, "more replica", "excluded")):
+        yield from lines[:ROWS_OF_TROUBLE]
+        if len(lines) > ROWS_OF_TROUBLE:
+            yield f"and {format_count(len(lines) - ROWS_OF_TROUBLE, more)} {are}"
     if state.unaudited is not None:
         yield f"unaudited: {state.unaudited}"
-    excluded = [f"{one.replica} is excluded: {one.excluded}" for one in state.scores.values() if one.excluded]
-    yield from excluded[:ROWS_OF_TROUBLE]
-    if len(excluded) > ROWS_OF_TROUBLE:
-        yield f"and {format_count(len(excluded) - ROWS_OF_TROUBLE, 'more replica')} excluded"
 
 
 # ---- a host with some members ----

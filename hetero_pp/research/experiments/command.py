@@ -32,7 +32,6 @@ from hetero_pp.research.experiments.corpus import Corpus, Supply, prepare_corpus
 from hetero_pp.research.experiments.definition import Catalog, Row
 from hetero_pp.research.experiments.outcomes import ROWS, Outcome, alone, read_outcomes
 from hetero_pp.research.experiments.result import (
-    parameter_count,
     print_result,
     result_of,
     token_count,
@@ -330,7 +329,7 @@ def dry_run(request: Request) -> None:
                 table.add_row(row.name, "", "", "", "", "", reason)
                 continue
             spec = RunSpec(setting.config(row), setting.scale.vocabulary)
-            sizes = f"{parameter_count(spec):,}", f"{token_count(spec):,}", format_flops(_flops(spec))
+            sizes = f"{spec.parameter_count:,}", f"{token_count(spec):,}", format_flops(_flops(spec))
             sent = format_bytes(contribution_bytes(spec, spec.config.outer.rounds))
             hours = format_number(_hours(setting, row), 2)
             table.add_row(row.name, *sizes, sent, hours, setting.why_not(row) or "ready")
@@ -350,7 +349,7 @@ def dry_run(request: Request) -> None:
 
 def _flops(spec: RunSpec) -> float:
     """Return the FLOPs of training by the usual estimate of 6 per parameter and token."""
-    return 6.0 * parameter_count(spec) * token_count(spec)
+    return 6.0 * spec.parameter_count * token_count(spec)
 
 
 def _hours(setting: Setting, row: Row) -> float:

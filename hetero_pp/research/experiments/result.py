@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
@@ -236,7 +235,7 @@ def facts(configs: Sequence[RunConfig], vocabulary: int) -> str:
         counts = counts or [len(config.replicas)]
         low, high = min(counts), max(counts)
         replicas.append(str(low) if low == high else f"{low} to {high}")
-    sizes = [parameter_count(spec) / 1e6 for spec in specs]
+    sizes = [spec.parameter_count / 1e6 for spec in specs]
     parts = [
         f"{_joined([f'{format_number(size, 2)} M' if size < 10 else f'{size:.0f} M' for size in sizes])} parameters",
         f"{_joined([rounded(token_count(spec)) for spec in specs])} tokens",
@@ -266,11 +265,6 @@ def _joined(values: Sequence[str]) -> str:
     """Join the distinct values: `a`, `a or b`, `a, b or c`."""
     *most, last = dict.fromkeys(values)
     return f"{', '.join(most)} or {last}" if most else last
-
-
-def parameter_count(spec: RunSpec) -> int:
-    """Return the number of parameters of one replica."""
-    return sum(math.prod(shape) for shape in spec.parameter_shapes.values())
 
 
 def token_count(spec: RunSpec) -> int:
