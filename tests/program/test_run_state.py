@@ -39,7 +39,7 @@ from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2 import LATE, LinkUse, Report
 from hetero_pp.program.report.lines import round_line, trouble_lines
 from hetero_pp.program.report.recorder import line_of
-from hetero_pp.program.report.state import STILL_TOLD, DirectionState, LineWay, ReplicaState, RunState
+from hetero_pp.program.report.state import STILL_TOLD, ReplicaState, RunState, Traffic
 from hetero_pp.program.report.summary import summary_of
 from hetero_pp.simulator.costs import step_flops
 
@@ -101,7 +101,7 @@ def test_of_rounds_long_over_only_the_losses_are_kept(inner_steps: int | None) -
 
 def test_a_link_keeps_the_bytes_of_every_round() -> None:
     """The display of a link and of a line: a repeated report of a round replaces its bytes."""
-    rounds, direction, line = 30, DirectionState(1e6), LineWay(1e6)
+    rounds, direction, line = 30, Traffic(1e6), Traffic(1e6)
     for round_ in (rounds, *range(rounds)):
         if round_ != 7:  # no report names this round
             for count in (50, 100 + round_):

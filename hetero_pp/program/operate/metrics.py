@@ -40,13 +40,12 @@ from hetero_pp.program.report.recorder import to_json
 from hetero_pp.program.report.state import (
     PARTS,
     STILL_TOLD,
-    DirectionState,
-    LineWay,
     MemberPresence,
     MemberState,
     Outcome,
     ReplicaState,
     RunState,
+    Traffic,
     awaiting,
     sender,
 )
@@ -74,14 +73,14 @@ class View:
     def of_replicas(self, value: Callable[[ReplicaState], float | None]) -> Samples:
         return [((one.name,), value(one)) for one in self.replicas]
 
-    def of_links(self, value: Callable[[DirectionState], float | None]) -> Samples:
+    def of_links(self, value: Callable[[Traffic], float | None]) -> Samples:
         """Return the samples of directions whose sender, which reports the use, this host hears of."""
         both = [(link, way) for link in self.state.links.values() for way in DIRECTIONS]
         only = self.observed.only
         heard = [(link, way) for link, way in both if only is None or sender(link.spec, way) in only]
         return [((link.name, way), value(link.ways[way])) for link, way in heard]
 
-    def of_lines(self, value: Callable[[LineWay], float | None]) -> Samples:
+    def of_lines(self, value: Callable[[Traffic], float | None]) -> Samples:
         return [((name, way), value(line.ways[way])) for name, line in self.state.lines.items() for way in WAYS]
 
 

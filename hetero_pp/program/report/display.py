@@ -26,7 +26,7 @@ from hetero_pp.program.report.lines import (
     waiting_line,
 )
 from hetero_pp.program.report.output import about, now_and_then, tell
-from hetero_pp.program.report.state import DirectionState, LineState, LineWay, LinkState, RunState
+from hetero_pp.program.report.state import LineState, LinkState, RunState
 from hetero_pp.program.report.tables import PlainTable, format_loss, format_two, heads_of
 
 ROWS_BESIDE_LINKS = 13  # rows of the live view that are neither a replica nor a link
@@ -204,7 +204,7 @@ def _carried(
     table = PlainTable([head, limit], heads_of(ways, "now", "busy", "total"), spare=[limit])
     seconds = state.training_seconds(now)
     for each in shown:
-        traffics: list[DirectionState | LineWay] = list(each.ways.values())
+        traffics = [*each.ways.values()]
         there, back = traffics
         is_by_lines = isinstance(each, LinkState) and each.spec.has_lines and there.bandwidth is back.bandwidth is None
         table.add_row(

@@ -120,27 +120,11 @@ class RoundBytes(NamedTuple):
 
 
 class Traffic:
-    """Bytes in one direction of a link, or in one way of a line."""
-
-    bandwidth: float | None  # in bits per second; None is unlimited
-
-    @property
-    def busy_seconds(self) -> float:
-        """Seconds for which it was busy since the first inner step."""
-        raise NotImplementedError
-
-    def busy_share(self, training_seconds: float) -> float | None:
-        """Return the busy share of the time since the first inner step; None without a bandwidth limit."""
-        if self.bandwidth is None:
-            return None
-        return min(1.0, self.busy_seconds / training_seconds) if training_seconds > 0 else 0.0
-
-
-class DirectionState(Traffic):
-    """Traffic of one direction of a link, from the reports of its sender."""
+    """Bytes in one direction of a link, from the reports of its sender; or in one way of a line, over its links."""
 
     def __init__(self, bandwidth: float | None) -> None:
-        self.bandwidth = bandwidth
+        self.bandwidth = bandwidth  # in bits per second; None is unlimited
+        self.carried: list[Traffic] = []  # directions of links that pass a line; a direction has none
         self.unreported_bytes = 0  # bytes on the wire of which no report is known, only the sum
         # By round; round 0 is the traffic before the first step. A long run has too many rounds for an object of each.
         self._payload, self._wire, self._busy = array("Q"), array("Q"), array("d")
@@ -159,59 +143,43 @@ class DirectionState(Traffic):
             self._recent.popleft()
 
     def of_round(self, round_: int) -> RoundBytes:
-        return RoundBytes(self._payload[round_], self._wire[round_]) if round_ < len(self._wire) else RoundBytes()
+        own = RoundBytes(self._payload[round_], self._wire[round_]) if round_ < len(self._wire) else RoundBytes()
+        rounds = [own, *(direction.of_round(round_) for direction in self.carried)]
+        return RoundBytes(sum(each.payload_bytes for each in rounds), sum(each.wire_bytes for each in rounds))
 
     @property
     def payload_bytes(self) -> int:
-        return sum(self._payload)
+        return sum(self._payload) + sum(direction.payload_bytes for direction in self.carried)
 
     @property
     def wire_bytes(self) -> int:
-        return self.unreported_bytes + (self._recent[-1][1] if self._recent else 0)
+        own = self.unreported_bytes + (self._recent[-1][1] if self._recent else 0)
+        return own + sum(direction.wire_bytes for direction in self.carried)
 
     @property
     def busy_seconds(self) -> float:
+        """Seconds since the first inner step for which a direction was busy, or that a line needs for its bytes."""
+        if self.carried and self.bandwidth is not None:
+            return 8 * (self.wire_bytes - self.of_round(0).wire_bytes) / self.bandwidth
         return sum(self._busy[1:])
+
+    def busy_share(self, training_seconds: float) -> float | None:
+        """Return the busy share of the time since the first inner step; None without a bandwidth limit."""
+        if self.bandwidth is None:
+            return None
+        return min(1.0, self.busy_seconds / training_seconds) if training_seconds > 0 else 0.0
 
     def recent_bytes_per_second(self, now: float) -> float:
         """Return the bytes per second on the wire over about the last RECENT_SECONDS."""
-        if not self._recent:
-            return 0.0
+        rate = sum(direction.recent_bytes_per_second(now) for direction in self.carried)
+        if not self._recent or now <= self._recent[0][0]:
+            return rate
         time, count = self._recent[0]
         for sample in self._recent:  # in order of time; mostly one step
             if sample[0] > now - RECENT_SECONDS:
                 break
             time, count = sample
-        return (self._recent[-1][1] - count) / (now - time) if now > time else 0.0
-
-
-class LineWay(Traffic):
-    """Traffic up or down a line: the sum over the directions of links that pass it."""
-
-    def __init__(self, bandwidth: float | None) -> None:
-        self.bandwidth = bandwidth
-        self.carried: list[DirectionState] = []
-
-    @property
-    def payload_bytes(self) -> int:
-        return sum(direction.payload_bytes for direction in self.carried)
-
-    @property
-    def wire_bytes(self) -> int:
-        return sum(direction.wire_bytes for direction in self.carried)
-
-    def of_round(self, round_: int) -> RoundBytes:
-        rounds = [direction.of_round(round_) for direction in self.carried]
-        return RoundBytes(sum(each.payload_bytes for each in rounds), sum(each.wire_bytes for each in rounds))
-
-    @property
-    def busy_seconds(self) -> float:
-        """Seconds that the bytes since the first inner step take; 0 without a bandwidth limit."""
-        return 0.0 if self.bandwidth is None else 8 * (self.wire_bytes - self.of_round(0).wire_bytes) / self.bandwidth
-
-    def recent_bytes_per_second(self, now: float) -> float:
-        """Return the bytes per second on the wire over about the last RECENT_SECONDS."""
-        return sum(direction.recent_bytes_per_second(now) for direction in self.carried)
+        return rate + (self._recent[-1][1] - count) / (now - time)
 
 
 class LinkState(NamedTuple):
@@ -219,7 +187,7 @@ class LinkState(NamedTuple):
 
     name: str
     spec: LinkSpec
-    ways: Mapping[Direction, DirectionState]
+    ways: Mapping[Direction, Traffic]
 
     @property
     def wire_bytes(self) -> int:
@@ -231,7 +199,7 @@ class LineState(NamedTuple):
 
     name: str
     spec: Line
-    ways: Mapping[Way, LineWay]
+    ways: Mapping[Way, Traffic]
 
 
 # ---- one replica ----
@@ -455,12 +423,12 @@ class RunState:
         self._add_required()
         self.members = {name: MemberState(member.replica.name) for name, member in spec.members.items()}
         self.lines = {
-            name: LineState(name, line, {way: LineWay(line.bandwidth_of(way)) for way in WAYS})
+            name: LineState(name, line, {way: Traffic(line.bandwidth_of(way)) for way in WAYS})
             for name, line in spec.lines.items()
         }
         self._links: dict[str, LinkState] = {}
         for name, link in spec.links.items():
-            ways = {direction: DirectionState(link.shape(direction).bandwidth) for direction in DIRECTIONS}
+            ways = {direction: Traffic(link.shape(direction).bandwidth) for direction in DIRECTIONS}
             self._links[name] = LinkState(name, link, ways)
             for direction, state in ways.items():
                 for way, line in zip(WAYS, link.lines(direction), strict=True):

@@ -21,12 +21,11 @@ from hetero_pp.program.compare import leaves
 from hetero_pp.program.report.lines import kind_of, status_lines, words_of
 from hetero_pp.program.report.recorder import to_json
 from hetero_pp.program.report.state import (
-    DirectionState,
-    LineWay,
     MemberPresence,
     News,
     Outcome,
     RunState,
+    Traffic,
     awaiting,
 )
 
@@ -384,7 +383,7 @@ def _frame(state: RunState, now: float, outcome: str | None, stale: str) -> dict
     else:
         phase = "training"
 
-    def flow(traffic: DirectionState | LineWay, limit: float | None) -> dict[str, float | None]:
+    def flow(traffic: Traffic, limit: float | None) -> dict[str, float | None]:
         """Return what passes now. Rates are in bytes per second, but `limit` is in bits per second."""
         rate = traffic.recent_bytes_per_second(now)
         busy = None if limit is None else round(8 * rate / limit, 4)
