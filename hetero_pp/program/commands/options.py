@@ -11,7 +11,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from hetero_pp.core.errors import ConfigError
+from hetero_pp.core.errors import ConfigError, HeteroPPError
 from hetero_pp.core.shipped import shipped_runs, shipped_yaml
 from hetero_pp.program.interrupts import INTERRUPTED, interruptible
 
@@ -33,16 +33,12 @@ def readable_errors(log_format: str = "text") -> Iterator[None]:
             stack.enter_context(printed_as_json())
         stack.enter_context(_readable())
         if log_format not in ("text", "json"):
-            from hetero_pp.core.errors import ConfigError
-
             raise ConfigError((), f"--log-format: found `{log_format}`, expected `text` or `json`")
         yield
 
 
 @contextmanager
 def _readable() -> Iterator[None]:
-    from hetero_pp.core.errors import ConfigError, HeteroPPError
-
     try:
         with interruptible():
             yield
