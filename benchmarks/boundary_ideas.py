@@ -216,7 +216,7 @@ def anchors_everywhere(group: AllReplicas) -> None:
     config = group.spec.config
     for replica in group.replicas:
         if replica.boundary is None:
-            of_run = like.module.shape, config.inner, group.spec.total_steps, config.outer.rounds, config.seed
+            of_run = like.module.shape, config.inner, group.spec.total_steps, config.rounds, config.seed
             found = [anchors_of(of.boundary.anchors, *of_run, replica.name, hop) for hop in like.hops.values()]
             replica.anchors = [one for one in found if one is not None]
             replica.hops, replica.boundary = like.hops, Boundary(like.module.shape.width, Floats(torch.float32))
@@ -286,7 +286,7 @@ def train(name: str, seed: int, scale_name: str) -> dict[str, Any]:
     idea.change(group)
     for replica in group.replicas:
         replica.split_embedding()
-    for round_ in range(1, config.outer.rounds + 1):
+    for round_ in range(1, config.rounds + 1):
         group.read_ahead(round_)
         assert group.round(round_), f"{name} diverged in round {round_}"
     seconds = time.monotonic() - started

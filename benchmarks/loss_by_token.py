@@ -59,7 +59,7 @@ def _each_loss(replica: TableReplica) -> Callable[..., Tensor]:
 def trained(config: RunConfig, store: TokenStore, device: torch.device) -> AllReplicas:
     """Return the replicas of a row after its last round. Layers are compiled, as for tables."""
     group = AllReplicas(RunSpec(config, store.vocabulary), store, compiles=True, device=device)
-    for round_ in range(1, config.outer.rounds + 1):
+    for round_ in range(1, config.rounds + 1):
         group.read_ahead(round_)
         if not group.round(round_):
             raise SystemExit(f"{config.name} diverged in round {round_}")
@@ -106,7 +106,7 @@ def measure(arguments: argparse.Namespace, cache: Path, text: Path | None) -> di
     losses, tokens_NL = [], torch.empty(0)
     for config in configs:
         data = config.data.model_copy(update={"tokenizer": corpus.data.tokenizer})
-        outer = config.outer.model_copy(update={"rounds": arguments.rounds or config.outer.rounds})
+        outer = config.outer.model_copy(update={"rounds": arguments.rounds or config.rounds})
         if arguments.sequences:
             data = data.model_copy(update={"validation_sequences": arguments.sequences})
         group = trained(config.model_copy(update={"data": data, "outer": outer}), corpus.source, device)

@@ -271,7 +271,7 @@ class LyingRun:
         """Return the harm done by lies: empty if no result was altered and the run neither stalled nor failed."""
         found = [f"the run failed: {self.exchange.runner.failure}"] if self.exchange.runner.failure else []
         found += [f"{name} failed: {error!r}" for name in HONEST for error in self.errors[name]]
-        last_round, rounds = self.exchange.coordinator.last_round, self.spec.config.outer.rounds
+        last_round, rounds = self.exchange.coordinator.last_round, self.spec.config.rounds
         found += [] if last_round == rounds else [f"it ended after round {last_round} of {rounds}"]
         for round_ in range(1, last_round + 1):
             found += [f"round {round_}: {what}" for what in self._bent(round_)]

@@ -30,8 +30,9 @@ from replica_groups.rounds import events as e
 from replica_groups.rounds.rules import Rules, Window
 
 SHAPE = ModelShape(width=16, layers=1, heads=2, feed_forward=24, vocabulary=40)
+ROUNDS = 9
 SETTINGS = OuterSettings(
-    rounds=9, learning_rate=0.7, momentum=0.5, compression=CompressionSettings(density=1 / 8, tile=(8, 8))
+    rounds=ROUNDS, learning_rate=0.7, momentum=0.5, compression=CompressionSettings(density=1 / 8, tile=(8, 8))
 )
 GRACE = Window(2.0, 10.0, 100.0)
 LIMIT = 1000.0

@@ -149,7 +149,7 @@ def _check_moment(fault: Fault, member: str, spec: RunSpec) -> None:
         raise ConfigError(
             ("at", "phase"), f"found `{fault.at.phase}` of {member}, which trains on several ranks, expected `training`"
         )
-    every, last = spec.latest.states_every, spec.latest.outer.rounds
+    every, last = spec.latest.states_every, spec.latest.rounds
     if fault.at.phase == FaultPhase.SAVING and fault.at.round % every and fault.at.round != last:
         raise ConfigError(
             ("at", "round"),
@@ -163,7 +163,7 @@ def _expect(key: str | int, found: str, names: Mapping[str, object] | list[str])
 
 
 def _expect_round(key: Key, round_: int, spec: RunSpec) -> None:
-    rounds = spec.latest.outer.rounds
+    rounds = spec.latest.rounds
     if round_ > rounds:
         raise ConfigError(key, f"found {round_}, expected at most the {rounds} of `outer.rounds`")
 

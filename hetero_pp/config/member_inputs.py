@@ -123,9 +123,10 @@ def batches_of(spec: RunSpec, member: MemberSpec, source: Source, share: Share) 
     if not data.repeat:
         if spec.total_steps is None:
             why = "the number of steps is not known beforehand"
-            raise ConfigError(("data", "repeat"), f"found false, expected true with `inner.seconds`: {why}")
+            clock = "inner.seconds" if spec.config.inner.steps is None else "outer.tokens"
+            raise ConfigError(("data", "repeat"), f"found false, expected true with `{clock}`: {why}")
         steps = spec.steps_of(member.replica.name) or 0
-        batches.require_one_epoch((spec.latest.outer.rounds - share.round + 1) * steps)
+        batches.require_one_epoch((spec.latest.rounds - share.round + 1) * steps)
     return batches
 
 

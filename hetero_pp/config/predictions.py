@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from hetero_pp.config.lines import LineSettings, LinkSettings, Rule, of_kind
 from hetero_pp.core.errors import ConfigError
-from hetero_pp.core.settings import Bandwidth, Duration, Ratio, Settings, Size, Speed, WhomItConcerns
+from hetero_pp.core.settings import Bandwidth, Count, Duration, Ratio, Settings, Size, Speed, WhomItConcerns
 from hetero_pp.core.units import parse_any
 
 ACCELERATOR_FLOPS = 5e12
@@ -149,7 +149,7 @@ class SimulateSettings(Settings):
     )
     sweep: str | None = Field(None, description="KEY=FROM..TO or KEY=A,B: predict at these values, as --sweep does")
     curves: str | None = Field(None, description="KEY=A,B: draw one curve of the sweep for each, as --curves does")
-    tokens: int | None = Field(None, ge=1, description="token budget; by default the run's")
+    tokens: Count | None = Field(None, ge=1, description="token budget; by default the run's")
     seed: int = Field(0, ge=0, description="seed of jitter")
 
     @model_validator(mode="after")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from math import ceil
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
@@ -39,7 +40,7 @@ from hetero_pp.config.topology import (
 )
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.settings import Duration, NotPartOf, Settings, WhomItConcerns
-from hetero_pp.core.units import format_seconds
+from hetero_pp.core.units import format_count, format_seconds
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.model.inner import InnerSettings
 from hetero_pp.model.transformer import ModelSettings, ModelShape
@@ -392,6 +393,7 @@ class RunConfig(Settings):
         yield is_wrong, ("states", "to"), "`store` without a `store.url`", "`folder`, or a `store.url`, too"
         if self.audit.recompute is not None:
             yield from _rules_of_recomputation(outer, self.replicas, self.states)
+        yield from self._rules_of_the_end()
         is_other, optimizer, key = inner.optimizer != "adamw", f"`{inner.optimizer}`", ("inner", "optimizer")
         yield is_other and outer.source == "gradient", key, optimizer, f"`adamw` with method {outer.method}"
         expected = "0, or `inner.steps`: a round's seconds count from its opening"
@@ -416,6 +418,40 @@ class RunConfig(Settings):
                 f"{boundary.rank if isinstance(boundary.rank, str) else f'{boundary.rank:g}'} with `outer.keep_local`"
             )
             yield is_wrong, (*here, "rank"), found, "`full`"
+
+    def _rules_of_the_end(self) -> Iterator[Rule]:
+        """Yield the rules of `outer.rounds` and `outer.tokens`, of which a run has one."""
+        tokens, rounds, least = self.outer.tokens, self.outer.rounds, self.tokens_of_a_round
+        if tokens is None:
+            yield rounds is None, ("outer", "rounds"), "nothing", "a number of `rounds`, or of `tokens`"
+            return
+        key = ("outer", "tokens")
+        yield rounds is not None, key, f"{tokens:,} and {rounds} `rounds`", "one of them: leave out the other"
+        expected = f"at least the {least:,} of one round"
+        yield bool(self.replicas) and tokens < least, key, f"{tokens:,}", expected
+        expected = "`rounds`, because a round is one step"
+        yield self.outer.source == "gradient", key, f"{tokens:,} with method {self.outer.method}", expected
+        expected = "`rounds`, by which anchors fade"
+        for one in self.replicas:
+            anchors = one.boundary.anchors if isinstance(one, ParticipantsReplica) else None
+            yield anchors is not None and anchors.fade is not None, key, f"{tokens:,}", expected
+
+    @property
+    def tokens_of_a_round(self) -> int:
+        """Tokens of a round with all required replicas, or all if none is; of one step each with `inner.seconds`."""
+        taking_part = [one for one in self.replicas if not one.optional] or self.replicas
+        steps = self.inner.steps or 1
+        return self.data.sequence_length * sum(one.batch_size * (one.steps or steps) for one in taking_part)
+
+    @property
+    def rounds(self) -> int:
+        """Number of rounds: `outer.rounds`, or as many as `outer.tokens` need with `tokens_of_a_round`."""
+        return self.outer.rounds or ceil((self.outer.tokens or 0) / max(1, self.tokens_of_a_round))
+
+    def in_rounds(self, rounds: int) -> str:
+        """Return a number of the run's rounds in words, such as `about 20 outer rounds` if it is an estimate."""
+        estimate = "" if self.outer.tokens is None else "about " if self.inner.steps is not None else "at most "
+        return estimate + format_count(rounds, "outer round")
 
     @property
     def states_every(self) -> int:
@@ -442,7 +478,7 @@ class RunConfig(Settings):
         parts of `simulate` that do not take place, so that the prediction is for the same members and links. Raises
         ConfigError if all are optional.
         """
-        own = Rehearsal(rounds=self.outer.rounds, steps=self.inner.steps)
+        own = Rehearsal(rounds=self.rounds, steps=self.inner.steps)
         shorter = {} if own.steps is None else {"steps": min(steps, own.steps)}
         reads = {} if self.model.vocabulary is None else {"tokenizer": "bytes"}
         needed = [replica for replica in self.replicas if not replica.optional]
@@ -459,7 +495,9 @@ class RunConfig(Settings):
                 "name": self.rehearsal_name,
                 "rehearsal": own,
                 "replicas": needed,
-                "outer": self.outer.model_copy(update={"rounds": min(rounds, own.rounds), "weights": weights}),
+                "outer": self.outer.model_copy(
+                    update={"rounds": min(rounds, own.rounds), "tokens": None, "weights": weights}
+                ),
                 "inner": self.inner.model_copy(update=shorter),
                 "model": self.model.model_copy(update={"weights": None}),
                 "data": self.data.model_copy(update=reads),

@@ -145,8 +145,10 @@ class RunSpec:
         self._since: dict[int, RunConfig] = {}
         """First round of a configuration -> the configuration; not one for each round, because runs may be long."""
         self.shape: ModelShape = config.model.resolve(vocabulary)
-        self.total_steps = None if config.inner.steps is None else self.latest.outer.rounds * config.inner.steps
-        """Inner steps of each replica; None if a round lasts a given time."""
+        self.total_steps: int | None = None
+        """Inner steps of each replica; None if a round lasts a given time, or the run ends after a number of tokens."""
+        if config.inner.steps is not None and self.latest.outer.tokens is None:
+            self.total_steps = self.latest.rounds * config.inner.steps
         self.lines = {line.name: line for line in _lines_of(config)}
         self.links = {link.name: link for link in _links_of(config, self.lines.values())}
         self.members: dict[str, MemberSpec] = {}
@@ -250,17 +252,29 @@ class RunSpec:
         """The configuration of the last round."""
         return self.at(LAST)
 
-    def rates_in(self, round_: int, first: int, expected: int | None, steps: int | None = None) -> LearningRates:
+    def rates_in(
+        self,
+        round_: int,
+        first: int,
+        expected: int | None,
+        steps: int | None = None,
+        trained: tuple[int, int] = (0, 0),
+    ) -> LearningRates:
         """Return the learning rates of a round whose first step has the number `first`.
 
         ByRounds explains `expected`. `steps` are the replica's in each round, by default H. Warm-up and cosine then
-        cover the same rounds with its own steps.
+        cover the same rounds with its own steps. `trained` is a round whose record is known before this one, and its
+        tokens, for a run that ends after a number of tokens. Before the first record, its rounds have as many tokens as
+        the configuration says; if that is not known, the rate does not fall.
         """
         config = self.at(round_)
-        if config.inner.steps is None:
-            return config.inner.rates_in(round_, config.outer.rounds, first, expected)
         own = steps or config.inner.steps
-        return config.inner.rates(own * config.outer.rounds, own / config.inner.steps)
+        if own is None or config.inner.steps is None or config.outer.tokens is not None:
+            rounds = config.outer.rounds_at(*(trained if trained[0] else (1, config.tokens_of_a_round)))
+            if own is None and trained[0] == 0 and config.outer.tokens is not None:
+                rounds = math.inf
+            return config.inner.rates_in(round_, rounds, first, expected if own is None else own)
+        return config.inner.rates(own * config.rounds, own / config.inner.steps)
 
     @property
     def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:

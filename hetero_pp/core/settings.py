@@ -16,7 +16,7 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-from hetero_pp.core.units import BITS_PER_SECOND, BYTES, FLOPS, SECONDS, parse_fraction, parse_quantity
+from hetero_pp.core.units import BITS_PER_SECOND, BYTES, FLOPS, SECONDS, parse_count, parse_fraction, parse_quantity
 
 
 class Settings(BaseModel):
@@ -129,6 +129,11 @@ Seconds = Annotated[
 """Seconds. The key names the unit, so a plain number is allowed."""
 Size = Annotated[float, *_quantity(BYTES, "B", "512 MiB")]
 Speed = Annotated[float, *_quantity(FLOPS, "FLOP/s", "989 TFLOP/s")]
+Count = Annotated[
+    int,
+    BeforeValidator(parse_count),
+    WithJsonSchema({"type": ["integer", "string"], "examples": ["10B"], "description": "a number, or such as `500M`"}),
+]
 Beta = Annotated[float, Field(ge=0, lt=1)]  # decay of a moment of Adam
 
 Ratio = Annotated[

@@ -25,6 +25,7 @@ BYTES = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12} | {
     "GiB": 2.0**30,
     "TiB": 2.0**40,
 }
+COUNTS = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 FLOPS = {"FLOP/s": 1.0, "GFLOP/s": 1e9, "TFLOP/s": 1e12, "PFLOP/s": 1e15}
 _NUMBER_AND_UNIT = re.compile(r"\s*([0-9][0-9_]*\.?[0-9]*(?:[eE][+-]?[0-9]{1,3})?)\s*([^\s0-9].*?)?\s*")
 
@@ -55,6 +56,16 @@ def parse_quantity(value: Any, units: dict[str, float], example: str) -> float:
     if not math.isfinite(found):
         raise ValueError(f"found `{value}`, {expected} that a number can hold")
     return found
+
+
+def parse_count(value: Any) -> int:
+    """Parse `500M`, `10B` or a number to a whole number. Raises ValueError for anything else."""
+    text = str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+    match = _NUMBER_AND_UNIT.fullmatch(text) if isinstance(text, str) else None
+    found = float(match[1].replace("_", "")) * COUNTS.get(match[2] or "", math.nan) if match else math.nan
+    if not (math.isfinite(found) and found == round(found)):
+        raise ValueError(f"found `{value}`, expected a whole number such as `500M` or `10B` (k, M, B, T)")
+    return round(found)
 
 
 def parse_fraction(value: Any) -> float:

@@ -501,18 +501,20 @@ class Score(_message.Message):
     def __init__(self, replica: _Optional[str] = ..., rating: _Optional[float] = ..., average: _Optional[float] = ..., synchronisation: _Optional[float] = ..., final: _Optional[float] = ..., evaluations: _Optional[int] = ..., excluded: _Optional[str] = ..., uptime: _Optional[float] = ..., reliability: _Optional[float] = ..., share: _Optional[float] = ...) -> None: ...
 
 class RoundRecord(_message.Message):
-    __slots__ = ("round", "contributions", "sha256", "late", "left_out")
+    __slots__ = ("round", "contributions", "sha256", "late", "left_out", "tokens")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     CONTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
     SHA256_FIELD_NUMBER: _ClassVar[int]
     LATE_FIELD_NUMBER: _ClassVar[int]
     LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
     round: int
     contributions: _containers.RepeatedCompositeFieldContainer[ContributionEntry]
     sha256: bytes
     late: _containers.RepeatedScalarFieldContainer[str]
     left_out: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, round: _Optional[int] = ..., contributions: _Optional[_Iterable[_Union[ContributionEntry, _Mapping]]] = ..., sha256: _Optional[bytes] = ..., late: _Optional[_Iterable[str]] = ..., left_out: _Optional[_Iterable[str]] = ...) -> None: ...
+    tokens: int
+    def __init__(self, round: _Optional[int] = ..., contributions: _Optional[_Iterable[_Union[ContributionEntry, _Mapping]]] = ..., sha256: _Optional[bytes] = ..., late: _Optional[_Iterable[str]] = ..., left_out: _Optional[_Iterable[str]] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class AgreeRequest(_message.Message):
     __slots__ = ("configuration", "tokens")

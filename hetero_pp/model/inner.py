@@ -116,11 +116,12 @@ class InnerSettings(Settings):
         assert self.warmup_steps is not None, "a round has a fixed duration"
         return BySteps(self.learning_rate, self.final_learning_rate_share, share * self.warmup_steps, total_steps)
 
-    def rates_in(self, round_: int, rounds: int, first: int, expected: int | None) -> LearningRates:
-        """Return the learning rates of one of `rounds` rounds of a given time. ByRounds explains the arguments."""
-        assert self.warmup_rounds is not None, "a round has a fixed number of steps"
-        share = self.final_learning_rate_share
-        return ByRounds(self.learning_rate, share, self.warmup_rounds, rounds, round_, first, expected)
+    def rates_in(self, round_: int, rounds: float, first: int, expected: int | None) -> LearningRates:
+        """Return the learning rates of one of `rounds` rounds. ByRounds explains the arguments."""
+        warmup, share = self.warmup_rounds, self.final_learning_rate_share
+        if warmup is None:  # a round has a fixed number of steps
+            warmup = (self.warmup_steps or 0) / (self.steps or 1)
+        return ByRounds(self.learning_rate, share, warmup, rounds, round_, first, expected)
 
     def first_rates(self, total_steps: int | None) -> LearningRates:
         """Return the initial learning rates: those of the run's steps, or of its first round if these are not known."""

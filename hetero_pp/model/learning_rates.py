@@ -5,6 +5,9 @@ steps. A replica that takes fewer of them has the rate of the same share of the 
 replicas take different numbers of steps, which are not known beforehand. Then the rate follows the rounds. Let a
 replica expect S steps in round t of T. After s of these steps, the rate is that of t - 1 + s / S rounds. With S steps
 in every round of every replica both are the same.
+
+If the run ends after a number of tokens, T follows from the record before the round. With a share p of these tokens
+after t - 1 rounds, T = (t - 1) / p. The share of the rounds that is over, (t - 1) / T, is then p.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ class BySteps:
     peak: float
     final_share: float
     warmup_steps: float  # a whole number, unless the replica takes fewer steps in a round than others
-    total_steps: int
+    total_steps: float
 
     def at(self, step: int) -> float:
         if step < self.warmup_steps:
@@ -46,7 +49,7 @@ class ByRounds:
     peak: float
     final_share: float
     warmup_rounds: float
-    total_rounds: int  # t
+    total_rounds: float  # T; estimated from the tokens so far if the run ends after a number of tokens
     round: int  # t, from 1
     first: int  # number of the round's first step, counted over the run
     expected: int | None  # S: steps that the replica took in the last round that included it; None if there is none

@@ -74,7 +74,8 @@ def apply_round(
     host, one tensor at a time, and back: all members compute the step there, so they get equal bits. Raises
     MalformedContribution if a blob is not the one that the record names.
     """
-    optimizer.begin(record.round, {entry.replica: entry.weight for entry in record.contributions})
+    weights = {entry.replica: entry.weight for entry in record.contributions}
+    optimizer.begin(record.round, weights, record.tokens)
     needed = shapes_by_block(needed_shapes(theta, optimizer, part))
     if any(tensor.device != CPU for tensor in theta.values()):
         theta = _OnHost(theta)

@@ -65,7 +65,7 @@ class GradientOptimizer(RoundOptimizer):
         self._step = 0
         self._loaded: Mapping[str, Tensor] = {}
 
-    def begin(self, round_: int, weights: Mapping[str, float]) -> None:
+    def begin(self, round_: int, weights: Mapping[str, float], tokens: int = 0) -> None:
         self._weights = weights
         if self._schedule is not None:
             self._rates = self._schedule(round_)

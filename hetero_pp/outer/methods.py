@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from hetero_pp.core.settings import Beta, NotPartOf, Ratio, Settings
+from hetero_pp.core.settings import Beta, Count, NotPartOf, Ratio, Settings
 from hetero_pp.messages.report_bounds import MOST_RATE
 from hetero_pp.model.learning_rates import BySteps
 from hetero_pp.model.part_settings import EmbeddingTraining
@@ -125,7 +125,13 @@ def _drop(section: MutableMapping[str, Any], cells: Mapping[str, Any]) -> None:
 class OuterSettings(Settings):
     """Settings of the outer rounds."""
 
-    rounds: Annotated[int, NotPartOf.PAST] = Field(ge=1)
+    rounds: Annotated[int | None, NotPartOf.PAST] = Field(None, ge=1, description="number of rounds, or `tokens`")
+    tokens: Annotated[Count | None, NotPartOf.PAST] = Field(
+        None,
+        ge=1,
+        description="end of the run instead of `rounds`: it is over with the first round by which its contributions "
+        "were trained on so many tokens. Learning rates follow the tokens, too",
+    )
     # What it sets decides the outcome, and its name does not.
     method: Annotated[MethodName, NotPartOf.OUTCOME] = Field(
         DEFAULT_METHOD, description="method, which sets the keys below and the default of `boundary.embedding`"
@@ -269,11 +275,31 @@ class OuterSettings(Settings):
                 raise ValueError(f"{self.method}: found {found}")
         return self
 
-    def learning_rate_in(self, round_: int) -> float:
-        """Return a round's learning rate: linear warm-up, then a cosine to the final share."""
+    def rounds_at(self, round_: int, tokens: int) -> float:
+        """Return the number of rounds of a run that had so many tokens after `round_` (RoundRecord.tokens).
+
+        The share `round_ / rounds_at` is that of the run's tokens, so the clock of a run does not jump where replicas
+        come or go: only its rounds get larger or smaller.
+        """
+        return self.rounds if self.rounds is not None else (self.tokens or 0) * round_ / max(1, tokens)
+
+    def planned(self, round_: int, tokens: int) -> int:
+        """Return `rounds_at` after a round as a whole number: `round_` if the run is over after it, else more."""
+        return self.rounds or max(round_, -(-(self.tokens or 0) * round_ // max(1, tokens)))
+
+    def is_over(self, round_: int, tokens: int) -> bool:
+        """Return whether the run is over after `round_`, with the tokens of its record."""
+        return tokens >= self.tokens if self.tokens is not None else round_ >= (self.rounds or 0)
+
+    def learning_rate_in(self, round_: int, tokens: int = 0) -> float:
+        """Return a round's learning rate: linear warm-up, then a cosine to the final share.
+
+        `tokens` are those of the round's record, for a run that ends after a number of tokens.
+        """
         if self.final_learning_rate_share == 1 and self.warmup_rounds == 0:
             return self.learning_rate
-        rates = BySteps(self.learning_rate, self.final_learning_rate_share, self.warmup_rounds, self.rounds)
+        rounds = self.rounds_at(round_, tokens)
+        rates = BySteps(self.learning_rate, self.final_learning_rate_share, self.warmup_rounds, rounds)
         return float(f"{rates.at(round_ - 1):.6g}")  # the last bit of a cosine differs between machines
 
     @property

@@ -88,8 +88,11 @@ class RoundOptimizer(Protocol):
 
     settings: OuterSettings
 
-    def begin(self, round_: int, weights: Mapping[str, float]) -> None:
-        """Begin a round; the calls below are about it. `weights` are those of the included replicas, by name."""
+    def begin(self, round_: int, weights: Mapping[str, float], tokens: int = 0) -> None:
+        """Begin a round; the calls below are about it.
+
+        `weights` are those of the included replicas, by name; `tokens` are those of the run so far (RoundRecord).
+        """
 
     def needs(self, theta: Mapping[str, Tensor]) -> Shapes:
         """Return the shapes of the tensors to average in a round, by name; whole layer blocks."""
@@ -127,12 +130,12 @@ class OuterOptimizer(RoundOptimizer):
         """`settings_of` returns the settings by round, if they change between rounds."""
         self.settings = settings
         self._settings_of = settings_of
-        self._round = 1
+        self._round, self._tokens = 1, 0
         self.momentum: dict[str, Tensor] = {}
         """Momentum buffers b [the parameter's shape] by parameter, if momentum is used; or both of Adam's moments."""
 
-    def begin(self, round_: int, weights: Mapping[str, float]) -> None:
-        self._round = round_
+    def begin(self, round_: int, weights: Mapping[str, float], tokens: int = 0) -> None:
+        self._round, self._tokens = round_, tokens
         if self._settings_of is not None:
             self.settings = self._settings_of(round_)
 
@@ -148,7 +151,7 @@ class OuterOptimizer(RoundOptimizer):
     def _step(self, theta: Mapping[str, Tensor], name: str, mean: Tensor) -> None:
         told = mean.sign_() if self.settings.aggregation == "sign" else mean
         direction = self._adam(name, told) if self.settings.optimizer == "adam" else self._sgd(name, told)
-        outer_step(theta[name], direction, self.settings.learning_rate_in(self._round))
+        outer_step(theta[name], direction, self.settings.learning_rate_in(self._round, self._tokens))
 
     def finish(self, theta: Mapping[str, Tensor]) -> None:
         """Do nothing: `take` has finished every tensor."""

@@ -209,7 +209,7 @@ def validate(runs: Path, run: str, pass_: Path | None, device: str, name: str | 
             newest = newest_sound(log, followed.last_round(), [])
             say(f"following the run after round {newest.round}")
             Validator(spec, followed, checks, newest).run(on_round)
-            say(f"all {spec.latest.outer.rounds} rounds are closed")
+            say(f"all {spec.latest.rounds} rounds are closed")
             return
         except RunChanged as error:
             say(f"{error}; it is followed anew")

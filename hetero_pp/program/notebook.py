@@ -136,7 +136,7 @@ class Run:
     @property
     def is_over(self) -> bool:
         """Whether every round is trained."""
-        return len(self.results) == self.spec.config.outer.rounds
+        return self._members is not None and self._members.exchange.coordinator.is_over
 
     # ---- results ----
 
@@ -168,7 +168,7 @@ class Run:
         return RunFolder(self._runs / self.spec.config.name)
 
     def __repr__(self) -> str:
-        return f"Run({self.spec.config.name}: {len(self.results)} of {self.spec.config.outer.rounds} rounds)"
+        return f"Run({self.spec.config.name}: {len(self.results)} of {self._state.rounds_planned} rounds)"
 
     # ---- end ----
 
@@ -206,7 +206,7 @@ class Run:
         except BaseException as error:
             self._end(str(error) or INTERRUPTED)
             raise
-        if round_ == self.spec.config.outer.rounds:
+        if self.is_over:
             self._end(None)
 
     def _begin(self) -> MemberThreads:

@@ -193,7 +193,7 @@ def compare(spec: RunSpec, timings: Timings, prediction: Prediction, whole: Pred
     simulate = spec.config.simulate.model_dump(mode="json")
     return RehearsalComparison(
         name=spec.config.name,
-        rounds=spec.config.outer.rounds,
+        rounds=spec.config.rounds,
         steps=spec.config.inner.steps,
         timed=len(timings.timed),
         measured=measured,
@@ -462,7 +462,7 @@ class AsRehearsal(Mode):
         except ConfigError as error:
             raise self._located(error) from None
         self._spec, self._timings = spec, Timings(spec)
-        lasts = spec.config.outer.rounds * self._predictions.rehearsed.round_seconds
+        lasts = spec.config.rounds * self._predictions.rehearsed.round_seconds
         name, until = spec.config.name, format_duration(lasts)
         announce(f"{name}: a rehearsal, which trains nothing; its rounds should take {until}")
         for line in self._left_out:

@@ -93,7 +93,7 @@ def replay_run(runs: Path, run: str, round_: int | None, json_path: Path | None,
     if checkpoint is None:
         raise HeteroPPError(f"{url}: the run has removed rounds before they were read: replay it again")
     written = f", written to {to}" if to is not None else ""
-    rounds = spec.latest.outer.rounds
+    rounds = spec.latest.rounds
     which = f" of {rounds}, the last closed one" if round_ is None and last < rounds else ""
     announce(f"{spec.config.name} after round {last}{which}: sha256 {found[-1].sha256}{written}")
 

@@ -180,6 +180,9 @@ class ResearchConfig(RunConfig):
                 raise ConfigError(("research", "taking_part", since), found)
         if own.attacks is not None:
             _require_an_attack(own.attacks, count)
+        if self.outer.tokens is not None:
+            found = f"found {self.outer.tokens:,}, expected `rounds`: rows of a table are compared after equal rounds"
+            raise ConfigError(("outer", "tokens"), found)
         if own.clusters is not None and own.clusters < count:
             found = f"found {own.clusters}, expected at least one for each of {count} replicas"
             raise ConfigError(("research", "clusters"), found)

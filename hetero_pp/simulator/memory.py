@@ -506,7 +506,7 @@ def disk_use(spec: RunSpec, names: Sequence[str]) -> dict[str, DiskUse]:
     Encoded text is not included. A saved state has the optimizer's moments and the error feedback of each
     parameter. That of a whole replica has the parameters, too, and so has any with `outer.overlap`.
     """
-    config, rounds = spec.config, spec.latest.outer.rounds
+    config, rounds = spec.config, spec.latest.rounds
     here, saved, started = [spec.members[name] for name in names if name in spec.members], 0.0, 0.0
     for member in here:
         parameters = sum(math.prod(spec.parameter_shapes[name]) for name in member.owned)
@@ -548,6 +548,6 @@ def disk_use(spec: RunSpec, names: Sequence[str]) -> dict[str, DiskUse]:
 
 def _held_rounds(spec: RunSpec) -> int:
     """Return how many rounds keep their contributions."""
-    config, rounds = spec.config, spec.latest.outer.rounds
+    config, rounds = spec.config, spec.latest.rounds
     recent = (config.checkpoints.keep + 1) * config.checkpoints.every
     return min(rounds, recent) if config.store.history == "recent" else rounds

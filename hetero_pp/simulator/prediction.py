@@ -183,7 +183,7 @@ def predict(spec: RunSpec, watch: Watch | None = None, *, stage_links: bool = Tr
         members += fleet.count * len(fleet.members)
         accelerators += fleet.count * len(fleet.members) * fleet.replica.accelerators_of_member
         trained += fleet.count * sum(_training_seconds(fleet, own.steps))
-    total = simulate.tokens or tokens_per_round * spec.latest.outer.rounds
+    total = simulate.tokens or spec.latest.outer.tokens or tokens_per_round * spec.latest.rounds
     rate, rounds = included / timed.round_seconds, total / tokens_per_round
     count = sum(replica.count for replica in replicas)
     found = Prediction(
@@ -359,7 +359,7 @@ class TimedRounds:
     """Rounds of a given time in place of a number of steps."""
 
     seconds: float
-    rounds: int  # rounds in which the run trains about as many tokens as before
+    rounds: int | None  # rounds in which the run trains about as many tokens as before; None if tokens end the run
     warmup_rounds: float  # the same share of the run as before
     tokens_per_second: float
     steps: Mapping[str, float]  # steps of a round, by replica
@@ -391,11 +391,13 @@ class ReplicaWaits:
         )
         if self.timed is not None:
             steps = ", ".join(f"{name} {count:,.0f}" for name, count in self.timed.steps.items() if name in self.named)
+            rounds = self.timed.rounds
+            as_many = "" if rounds is None else f", and `outer.rounds: {rounds}` for as many tokens"
             yield (
                 f"Rounds of {format_duration(self.timed.seconds)} would give {self.timed.tokens_per_second:,.0f} "
                 f"tokens per second (steps a round: {steps}): write `inner: {{seconds: "
                 f"{format_duration(self.timed.seconds)}, warmup_rounds: {self.timed.warmup_rounds:g}}}` in place of "
-                f"`steps` and `warmup_steps`, and `outer.rounds: {self.timed.rounds}` for as many tokens."
+                f"`steps` and `warmup_steps`{as_many}."
             )
 
 
@@ -469,12 +471,13 @@ def _timed(spec: RunSpec, prediction: Prediction, shortest: float, longest: floa
         seconds = next(one for one in lengths if predicted(one) >= _GOOD_ENOUGH * best)
     except ConfigError:  # another setting needs a number of steps, or steps take no time
         return None
-    then, before = found[seconds], spec.latest.outer.rounds
+    then, before = found[seconds], spec.latest.rounds
     rounds = max(1, round(before * (prediction.tokens / prediction.rounds) / (then.tokens / then.rounds)))
     inner = spec.config.inner
     warmup = float(f"{(inner.warmup_steps or 0) / (inner.steps or 1) * rounds / before:.2g}")
     steps = {replica.name: replica.steps for replica in then.replicas}
-    return TimedRounds(seconds, rounds, warmup, then.tokens_per_second, steps)
+    asked = None if spec.config.outer.tokens is not None else rounds
+    return TimedRounds(seconds, asked, warmup, then.tokens_per_second, steps)
 
 
 def with_rounds_of(config: RunConfig, seconds: float, rounds: int | None = None, warmup: float = 1.0) -> RunConfig:

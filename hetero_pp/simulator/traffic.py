@@ -82,7 +82,7 @@ def message_bytes(spec: RunSpec, replica: ReplicaSettings) -> dict[str, float]:
     empty = torch.zeros(rows, length, rank, device="meta" if format_.is_elementwise else "cpu")
     ids = torch.empty(packed_tokens_bytes(rows, length, spec.shape.vocabulary), dtype=torch.uint8, device="meta")
     header = LinkHeader(rows=rows)
-    header.round, header.step = config.outer.rounds // 2, (config.inner.steps or _SOME_STEPS) // 2
+    header.round, header.step = config.rounds // 2, (config.inner.steps or _SOME_STEPS) // 2
     header.micro_batch = replica.micro_batches // 2
     activation = (ids, *format_.to_wire(format_.activation(empty)))
     gradient = format_.to_wire(format_.gradient(empty, noise_key(0, replica.name, 0, 0, 0)))

@@ -448,7 +448,7 @@ class GauntletCheck:
         outer = self._spec.at(record.round).outer
         sent = {one.replica: decoded(self._spec, record, one.replica, fetch) for one in record.contributions}
         on_device = {name: tensor.to(self._device) for name, tensor in theta.items()}
-        rate = self._settings.step * outer.learning_rate_in(record.round)
+        rate = self._settings.step * outer.learning_rate_in(record.round, record.tokens)
         shown = {name: self._shown(record.round, name, rows) for name, rows in drawn["tried"].items() if rows}
 
         def random(*names: str) -> np.random.Generator:

@@ -314,7 +314,8 @@ class Recomputation:
         """
         try:
             states = {one.member: load_state(shown / one.member / BEFORE) for one in entry.commitments}
-            start = RoundStart(number, before.parameters, before.basis, states)
+            tokens = 0 if self.spec.at(number).outer.tokens is None else self._log.tokens_after(number - 1)
+            start = RoundStart(number, before.parameters, before.basis, states, tokens)
             again = recompute(self.spec, entry.replica, start, entry.steps, self._source, self._device)
             file = shown / AUTHORITY
             authority = file.read_text(encoding="ascii") if file.is_file() else None

@@ -61,6 +61,7 @@ class RoundStart:
     basis: Tensor | None  # U [D, K'] of the run; None if nothing is compressed
     states: Mapping[str, CommittedState] = field(default_factory=dict)
     """State of each member before the round; a member without one starts as at the start of the run."""
+    tokens: int = 0  # of the run before the round (RoundRecord.tokens), if it ends after a number of tokens
 
 
 class ReplicaHere:
@@ -102,7 +103,7 @@ class ReplicaHere:
         if (steps := spec.steps_of(self._replica)) is not None:
             self.first = (start.round - 1) * steps
         outer.restore()
-        trainer.follow(spec.rates_in(start.round, self.first, last, steps))
+        trainer.follow(spec.rates_in(start.round, self.first, last, steps, (start.round - 1, start.tokens)))
         trainer.take_share(spec.share_of(self._replica, start.round), self.first)
         self.members[name], self.outers[name] = trainer, outer
 

@@ -82,7 +82,8 @@ class Validator:
 
         Raises RunFailed if the run fails, and whatever a check raises.
         """
-        while (round_ := self._follower.round + 1) <= self._spec.latest.outer.rounds:
+        while not self._is_over(self._follower.round):
+            round_ = self._follower.round + 1
             record = self._run.record(round_)
             read = self._run.log.blobs_of(record)
 
@@ -102,6 +103,11 @@ class Validator:
         for check in self._checks:
             for judgement in check.finish():
                 self._run.take([judgement])
+
+    def _is_over(self, round_: int) -> bool:
+        outer, log = self._spec.latest.outer, self._run.log
+        tokens = 0 if outer.tokens is None else self._run.retry(lambda: log.tokens_after(round_))
+        return outer.is_over(round_, tokens)
 
     def _judge(self, record: RoundRecord, fetch: FetchBlob) -> int:
         """Check a round, unless it is long closed; return the number of judgements."""

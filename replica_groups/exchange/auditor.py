@@ -11,6 +11,7 @@ from typing import Literal
 from hetero_pp.config.checkpoint import RunCheckpoint
 from hetero_pp.config.lines import EXCHANGE
 from hetero_pp.core.errors import DamagedFile, RunFailed, StoreError
+from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import OuterOptimizer, RoundOptimizer, parameters_sha256
 from replica_groups.exchange.audits import write_audit
 from replica_groups.exchange.exchange import Exchange
@@ -77,15 +78,15 @@ class Auditor:
         self,
         exchange: Exchange,
         checkpoint: RunCheckpoint,
-        rounds: int,
+        outer: OuterSettings,
         checkpoint_every: int,
         optimizer: RoundOptimizer | None = None,
         retention: Retention | None = None,
         folder: Path | None = None,
     ) -> None:
-        """`folder` holds theta between rounds (Follower)."""
+        """`outer` says when the run is over. `folder` holds theta between rounds (Follower)."""
         self.exchange = exchange
-        self.rounds = rounds
+        self.outer = outer
         self.checkpoint_every = checkpoint_every
         self._retention = retention or Retention(exchange.log)
         self._unpruned: list[int] = []  # audited rounds whose excluded blobs may not be removed yet
@@ -111,14 +112,18 @@ class Auditor:
 
     def _run(self) -> None:
         try:
-            for round_ in range(self._first_round, self.rounds + 1):
-                self._follow(round_)
+            before = self._first_round - 1
+            tokens = self.exchange.log.tokens_after(before) if self.outer.tokens is not None else 0
+            while not self.outer.is_over(before, tokens):
+                before += 1
+                tokens = self._follow(before)
         except RunFailed:
             return
         except Exception as error:  # noqa: BLE001 (a run that is no longer checked must not go on)
             self.exchange.fail(f"the auditor cannot replay the log: {error}")
 
-    def _follow(self, round_: int) -> None:
+    def _follow(self, round_: int) -> int:
+        """Replay a round, and return the tokens of the run so far."""
         record = self.exchange.record(round_)
         read = self.exchange.log.blobs_of(record)
 
@@ -135,9 +140,10 @@ class Auditor:
             while self._unpruned:
                 self._retention.audited(self._unpruned[0])
                 self._unpruned.pop(0)
-        if round_ == self.rounds or round_ % self.checkpoint_every == 0:
+        if round_ % self.checkpoint_every == 0 or self.outer.is_over(round_, record.tokens):
             checkpoint = self._follower.checkpoint()
             self.exchange.runner.retry(lambda: self.exchange.log.write_checkpoint(checkpoint))
             self.exchange.decided.kept_checkpoint(round_)
             with suppress(StoreError):
                 self._retention.kept_checkpoint(round_)
+        return record.tokens

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from google.protobuf.message import Message
 from torch import Tensor
 
-from hetero_pp.config.changes import Agreement
+from hetero_pp.config.changes import LAST, Agreement
 from hetero_pp.config.checkpoint import RunCheckpoint
 from hetero_pp.config.lines import EXCHANGE, RELAYED, is_loopback
 from hetero_pp.config.spec import Roster, RunSpec
@@ -143,7 +143,7 @@ class Exchange(ExchangeService):
             roster,
             rules or Rules(roster.members, roster.blocks),
             log,
-            settings.rounds,
+            settings.rounds or LAST,
             self._on_effect,
             lambda refusal: self.reports.tell_own(refusal=refusal),
             goes_on=goes_on,
@@ -219,13 +219,18 @@ class Exchange(ExchangeService):
             runner.names = frozenset(checkpoint.parameters)
             self.requests = RequestBounds(self.roster, shapes, self._configuration_bytes)
             if spec is not None:
-                runner.rounds, runner.changes = spec.latest.outer.rounds, spec.changes
+                runner.changes, runner.planned, self.settings = spec.changes, spec.latest.rounds, spec.latest.outer
                 self.reports.tally.awaited = spec.awaited_in
             self.decided.begin(checkpoint)
             runner.begun_after = last_round
         self.reports.count_on(self.log, last_round)
         runner.audits.prepare(last_round, spec)
-        runner.tell(e.Began(last_round, runner.rounds))
+        runner.rounds = self.settings.rounds or LAST
+        if self.settings.tokens is not None and (tokens := self.log.tokens_after(last_round)):
+            runner.planned = self.settings.planned(last_round, tokens)
+            if self.settings.is_over(last_round, tokens):
+                runner.rounds = last_round
+        runner.tell(e.Began(last_round, runner.rounds, self.settings.tokens))
         self.runner.audits.begin(last_round)
         begun = pb.Begun(last_round=last_round, damaged=damaged, changes=runner.changes.to_json(), note=note)
         self.reports.tell_own(begun=begun)
@@ -237,6 +242,7 @@ class Exchange(ExchangeService):
                 self.reports.tell_own(round_closed=record)
                 self._last_steps |= {one.replica: one.steps for one in record.contributions}
                 self.runner.audits.closed(record)
+                self.runner.planned = self.settings.planned(record.round, record.tokens)
             case pb.Over():
                 self.reports.tell_own(over=effect)
             case pb.MembershipEvent():
@@ -552,7 +558,7 @@ class Exchange(ExchangeService):
                 return Expected(pb.JOINING, 0, absent, len(absent), heard, store_error=error)
             if (opened := coordinator.open) is None:
                 left = [name for name, slot in coordinator.slots.items() if slot.is_heard]
-                return Expected(pb.FINISHING, self.runner.rounds, left, len(left), heard, False, store_error=error)
+                return Expected(pb.FINISHING, self.runner.planned, left, len(left), heard, False, store_error=error)
             not_there, came = coordinator.rules.optional - coordinator.alive, opened.deposits
             missing = [
                 member
@@ -577,7 +583,7 @@ class Exchange(ExchangeService):
         """Raise RunOver if every round is closed, RunFailed if the run has failed."""
         self.runner.require_alive()
         if self.coordinator.is_over:
-            raise RunOver.after(self.coordinator.last_round, self.runner.rounds)
+            raise RunOver.after(self.coordinator.last_round, self.runner.planned)
 
     def status(self) -> pb.StatusReply:
         """Return the run's progress, and the holder and the addresses of each slot."""
@@ -585,7 +591,7 @@ class Exchange(ExchangeService):
         with self.changed:
             reply = pb.StatusReply(
                 last_round=coordinator.last_round,
-                rounds=self.runner.rounds,
+                rounds=self.runner.planned,
                 refusals=self.runner.refusals.counts.total(),
                 missing=expected.missing,
                 has_begun=self.runner.has_begun,

@@ -20,6 +20,7 @@ from hetero_pp.core.errors import DamagedFile, HeteroPPError
 from hetero_pp.core.progress import NowAndThen
 from hetero_pp.messages.messages_pb2 import Reading
 from hetero_pp.messages.report_bounds import ReportBounds
+from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.rpc.exchange_service import AvailableStates
 from hetero_pp.rpc.relay import MESSAGE_BYTES, LinkLimit
 from hetero_pp.simulator.traffic import stage_link_loads
@@ -184,9 +185,7 @@ def begin_run(
         raise
     optimizer, now = round_optimizer(spec, start.checkpoint.basis), spec.latest
     retention = Retention(exchange.log, now.checkpoints.keep, now.store.history)
-    auditor = Auditor(
-        exchange, start.checkpoint, now.outer.rounds, now.checkpoints.every, optimizer, retention, folder.path
-    )
+    auditor = Auditor(exchange, start.checkpoint, now.outer, now.checkpoints.every, optimizer, retention, folder.path)
     auditor.start()
     limits = None if spec.config.rehearsal is not None else contribution_limits(spec)
     exchange.begin(start.checkpoint, start.damaged, spec, start.last_round, start.note, limits=limits)
@@ -238,13 +237,14 @@ def _find_start(exchange: Exchange, spec: RunSpec, latest: RunConfig) -> Restart
 
     Raises HeteroPPError if there is no such round, or if resuming would undo the end of a run that is over.
     """
-    available, rounds = exchange.wait_until_joined(), latest.outer.rounds
-    if _is_over(exchange.log, rounds) and not all(rounds in states.rounds for states in available.values()):
-        raise HeteroPPError(f"the run is over: its log has the run checkpoint after round {rounds} of {rounds}")
+    available, log = exchange.wait_until_joined(), exchange.log
+    last = log.last_record()
+    is_over = latest.outer.is_over(last, log.tokens_after(last)) and _has_checkpoint(log, last)
+    if is_over and not all(last in states.rounds for states in available.values()):
+        raise HeteroPPError(f"the run is over: its log has the run checkpoint after round {last} of {last}")
     saved = any(states.rounds for states in available.values())
-    if not saved and not exchange.log.last_record() and not exchange.log.checkpoints():
+    if not saved and not last and not log.checkpoints():
         return Restart(first_checkpoint(spec))  # it stopped before it had begun
-    last = exchange.log.last_record()
     before = {replica.name for replica in spec.at(max(last, 1)).replicas}
     known = {
         name: available[name]
@@ -252,18 +252,26 @@ def _find_start(exchange: Exchange, spec: RunSpec, latest: RunConfig) -> Restart
         if member.replica.name in before and name in available
     }
     optimizer_for = partial(round_optimizer, spec)
-    start = find_restart(exchange.log, spec.run, known or available, optimizer_for, latest.states_every)
-    if start.checkpoint.round > rounds:
-        raise HeteroPPError(
-            f"outer.rounds: found {rounds}, expected at least {start.checkpoint.round}, the number of finished rounds"
-        )
+    start = find_restart(log, spec.run, known or available, optimizer_for, latest.states_every)
+    if complaint := over_before(latest.outer, log, start.checkpoint.round):
+        raise HeteroPPError(f"outer.{complaint}")
     return start
 
 
-def _is_over(log: ContributionLog, rounds: int) -> bool:
-    """Return whether the log has an undamaged run checkpoint after the last round."""
+def over_before(outer: OuterSettings, log: ContributionLog, last_round: int) -> str:
+    """Return how a run would end before its last closed round, beginning with the key; empty if it would not."""
+    if outer.tokens is None:
+        found, expected = outer.rounds or 0, f"at least {last_round}, the number of finished rounds"
+        return f"rounds: found {found}, expected {expected}" if found < last_round else ""
+    least = log.tokens_after(last_round - 1)
+    expected = f"more than the {least:,} of the first {last_round - 1} rounds"
+    return f"tokens: found {outer.tokens:,}, expected {expected}" if outer.tokens <= least else ""
+
+
+def _has_checkpoint(log: ContributionLog, round_: int) -> bool:
+    """Return whether the log has an undamaged run checkpoint after a round."""
     try:
-        with log.open_checkpoint(rounds):
+        with log.open_checkpoint(round_):
             return True
     except (DamagedFile, FileNotFoundError):
         return False

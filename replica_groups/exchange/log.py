@@ -204,6 +204,13 @@ class ContributionLog:
             raise DamagedFile(f"{where} is damaged: it does not match its digest")
         return record
 
+    def tokens_after(self, round_: int) -> int:
+        """Return the tokens of the contributions of all rounds up to one; 0 if the log does not have its record."""
+        try:
+            return self.read_record(round_).tokens
+        except FileNotFoundError:  # before round 1, or of a run that began with a run checkpoint of another log
+            return 0
+
     def records(self) -> set[int]:
         """Return the rounds that are closed. Raises DamagedFile as `last_record` does."""
         return {round_ for round_ in self._recorded() if self.has_record(round_)}

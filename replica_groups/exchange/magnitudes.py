@@ -331,6 +331,8 @@ def contribution_limits(spec: RunSpec) -> ContributionLimits | None:
         return None  # its inner optimizer is not the one of `inner`
 
     def rates(round_: int) -> float:
+        if spec.at(round_).outer.tokens is not None:  # the rate follows records; the peak bounds it
+            return steps * spec.at(round_).inner.learning_rate
         first = (round_ - 1) * steps
         of_round = spec.rates_in(round_, first, steps)
         return sum(of_round.at(step) for step in range(first, first + steps))

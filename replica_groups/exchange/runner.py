@@ -40,7 +40,7 @@ from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.magnitudes import ContributionLimits, bound, remembered_before
 from replica_groups.rounds import events as e
 from replica_groups.rounds.coordinator import Coordinator
-from replica_groups.rounds.rules import Rules
+from replica_groups.rounds.rules import Rules, most_steps
 
 T = TypeVar("T")
 
@@ -163,6 +163,7 @@ class CoordinatorRunner:
         self.run, self.roster, self.log, self.rounds, self.goes_on = run, roster, log, rounds, goes_on
         self.refusals = Refusals(tell_refusal)
         self.changes = NO_CHANGES  # keys that were changed when the run resumed
+        self.planned = rounds  # number of rounds to show: an estimate, if the run ends after a number of tokens
         self.begun_after = 0  # last decided round when this exchange began the run
         self.names: frozenset[str] = frozenset()  # names of all parameters, once the run has begun
         self.notifier = Notifier()
@@ -336,6 +337,7 @@ class CoordinatorRunner:
             self.audits.decide(record)
             if self._magnitudes is not None:
                 bound(record, self._before(record.round), self._magnitudes, self._trains_on, self.limits)
+            record.tokens = self.tokens_until(record)
             with self._writing:
                 if self._halted:
                     return e.NotRecorded(record.round)
@@ -345,6 +347,19 @@ class CoordinatorRunner:
             self.store_errors.failed(("record", record.round), str(error))
             return e.NotRecorded(record.round)
         return self._recorded(kept)
+
+    def tokens_until(self, record: RoundRecord) -> int:
+        """Return the tokens of the contributions of all rounds up to a record's.
+
+        Members report their own steps in rounds of a given time, so they count as for weights: one replica cannot end a
+        run that ends after a number of tokens.
+        """
+        known = self._records.get(record.round - 1)
+        before = self.log.tokens_after(record.round - 1) if known is None else known.tokens
+        most = most_steps([one.steps for one in record.contributions])
+        return before + sum(
+            min(one.steps, most) * self._tokens_a_step.get(one.replica, 0) for one in record.contributions
+        )
 
     def _before(self, round_: int) -> Iterator[RoundRecord]:
         """Yield the earlier records with which a round's contributions are compared, as far as the log has them."""

@@ -33,10 +33,15 @@ class StepsTaken:
     member that takes over a slot.
     """
 
-    def __init__(self, replica: str, of_each_round: int | None) -> None:
-        """`of_each_round`: the replica's steps in every round; None if rounds have a fixed time."""
+    def __init__(self, replica: str, of_each_round: int | None, overlaps: bool = False) -> None:
+        """`of_each_round`: the replica's steps in every round; None if rounds have a fixed time.
+
+        With `overlaps` a round is trained before the record of the one before is known.
+        """
         self.replica = replica
         self._of_each_round = of_each_round
+        self._lag = 1 + overlaps  # rounds from the newest record that is known to the round that is trained
+        self._tokens: dict[int, int] = {}  # round -> tokens of the run after it, of the newest records
         self._round = 0
         self._total = 0
         self.last: int | None = None  # steps of the last round that included the replica; None before the first
@@ -49,17 +54,27 @@ class StepsTaken:
         """Add this member's `steps` of a finished round, included or not; None: those that the record includes."""
         counted = next((one.steps for one in record.contributions if one.replica == self.replica), None)
         self._round = record.round
+        self._tokens = {before: one for before, one in self._tokens.items() if before == record.round - 1}
+        self._tokens[record.round] = record.tokens
         self._total += steps if steps is not None else counted or 0
         self.last = self.last if counted is None else counted
 
-    def catch_up(self, round_: int, record_of: Callable[[int], RoundRecord]) -> None:
-        """Add the steps of rounds up to this one that the member missed, according to their records."""
+    def catch_up(self, round_: int, record_of: Callable[[int], RoundRecord], by_tokens: bool = False) -> None:
+        """Add the steps of rounds up to this one that the member missed, according to their records.
+
+        `by_tokens`: the run ends after a number of tokens, so the newest records are needed in any case.
+        """
         for missed in range(self._round + 1, round_ + 1) if self._of_each_round is None else ():
             self.end_round(None, record_of(missed))
+        for known in range(max(1, round_ + 1 - self._lag), round_ + 1) if by_tokens else ():
+            if known not in self._tokens:
+                self._tokens[known] = record_of(known).tokens
 
     def inputs(self, round_: int, spec: RunSpec) -> RoundInputs:
         """Return the learning rates and the share of a round, as far as they are known."""
-        rates = spec.rates_in(round_, self.before(round_), self.last, self._of_each_round)
+        known = max(0, round_ - self._lag)
+        trained = known, self._tokens.get(known, 0)
+        rates = spec.rates_in(round_, self.before(round_), self.last, self._of_each_round, trained)
         return rates, spec.share_of(self.replica, round_)
 
     def known(self, round_: int) -> dict[str, Any] | None:

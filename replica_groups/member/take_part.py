@@ -84,7 +84,10 @@ def take_part(
         trainer, outer, holds = build_from_checkpoint(spec, member, session, source, folder.path, tell)
         reporter = Reporter(session, name)
         reporter.tell(computes=pb.Computes(device=name_of(ranks.device)))
-        steps, length = StepsTaken(replica, spec.steps_of(replica)), round_length(spec, member, ranks, steps_of)
+        steps, length = (
+            StepsTaken(replica, spec.steps_of(replica), overlaps),
+            round_length(spec, member, ranks, steps_of),
+        )
         states = replace(states, every=spec.latest.states_every)
         audit = audited(spec, folder, session, trainer, outer, steps)
         loop = TrainingLoop(
@@ -205,7 +208,7 @@ class TrainingLoop:
         # A contribution restored to error feedback may have been included, if the incarnation ended before the reply.
         self.outer.catch_up(missed, missed if self.saved is None else range(self.saved + 1, before + 1))
         self.holds, self.saved = before, None
-        self.steps.catch_up(before, self.session.record_of)
+        self.steps.catch_up(before, self.session.record_of, self.spec.latest.outer.tokens is not None)
 
     def _heal(self) -> None:
         """Recover theta and the outer optimizer's state from the run log."""
@@ -266,14 +269,15 @@ class TrainingLoop:
         started, ahead_seconds, session.blocked = time.monotonic(), 0.0, 0.0
         # A run may be extended after its last round, so that one is always saved. With overlap, the state has what is
         # trained ahead while the contribution is in transit.
-        is_saved = self.states.is_due(round_) or round_ == spec.latest.outer.rounds
+        ends = spec.latest.outer
+        is_saved = self.states.is_due(round_) or round_ == ends.rounds
         saves_first = is_saved and not session.overlaps
         before_last = partial(self._save_state, round_, loop.steps) if saves_first else lambda: None
 
         def contributed() -> None:
             nonlocal ahead_seconds
             self.length.contributed(time.monotonic() - started - (self.seconds_to_save if saves_first else 0.0))
-            if session.overlaps and round_ < spec.latest.outer.rounds:
+            if session.overlaps and (ends.rounds is None or round_ < ends.rounds):
                 # The inner loop of the next round; `undo` then returns to the beginning of this inner loop.
                 began = time.monotonic()
                 self.member.remember(ahead=True)
@@ -288,6 +292,7 @@ class TrainingLoop:
         with computing("outer round", outer.ranks.device):
             record = outer.synchronise(round_, work.generation, loop.steps, contributed, before_last)
         self.position, self.holds = RoundPosition.AT_START, round_
+        is_saved = is_saved or ends.is_over(round_, record.tokens)  # only the record says so, if tokens end the run
         is_undone = self.audit.undoes_uncounted and session.entry(record) is None
         if is_undone:  # the error feedback is undone, too (OuterRound)
             self.member.undo(outer)

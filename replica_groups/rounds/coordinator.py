@@ -78,6 +78,7 @@ class Coordinator:
         self.open: OpenRound | None = None  # the open round; None before the run begins and after its last round
         self.last_round = 0  # the last decided round
         self.rounds: int | None = None  # number of the last round; None before the run begins
+        self._tokens: int | None = None  # tokens with which the run ends, before the round `rounds`
         self.lateness = Lateness(rules.grace)
         self._finish_by: float | None = None
         """Time by which members have to leave; None before the last round is decided."""
@@ -169,7 +170,7 @@ class Coordinator:
                 if not any(other.held for other in self.replicas[slot.replica].slots):
                     self._finishing.discard(slot.replica)
             case e.Began():
-                self.last_round, self.rounds = event.round, event.rounds
+                self.last_round, self.rounds, self._tokens = event.round, event.rounds, event.tokens
                 self._finishing = set(self.alive)
                 yield from self._open_next(now, set(self.alive))
             case e.Woke():
@@ -479,6 +480,8 @@ class Coordinator:
         if self.open is None or record.round != self.open.number:
             return
         closed, self.last_round = self.open, record.round
+        if self._tokens is not None and record.tokens >= self._tokens:
+            self.rounds = record.round
         self._malformed.clear()
         if closed.quorum_at is not None:  # learn from the delays of contributions that came after the quorum
             for came in list(closed.whole.values())[closed.quorum :]:

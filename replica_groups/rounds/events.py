@@ -29,10 +29,14 @@ class OfMember(Event):
 
 @dataclass(frozen=True)
 class Began(Event):
-    """The run begins (0), or resumes, after a round. `rounds`: number of the last round."""
+    """The run begins (0), or resumes, after a round. `rounds`: number of the last round.
+
+    With `tokens`, the first round whose record has so many is the last one, and `rounds` is only a limit.
+    """
 
     round: int
     rounds: int
+    tokens: int | None = None
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from statistics import median_low
 
 MOST_STEPS = 2**32  # largest number of steps of a contribution, so that its tokens fit into a record's field
 
@@ -14,6 +15,11 @@ MOST_TIMES_THE_STEPS = 16
 
 In rounds of a fixed time, members report their own steps.
 """
+
+
+def most_steps(steps: Sequence[int]) -> int:
+    """Return how many steps of a contribution count at most, given those of all contributions to its round."""
+    return MOST_TIMES_THE_STEPS * median_low(steps) if steps else 0
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,10 @@ import math
 from collections import deque
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from statistics import median_low
 
 from hetero_pp.messages.messages_pb2 import BlobEntry, RoundRecord
 from replica_groups.rounds.events import Deposited
-from replica_groups.rounds.rules import MOST_TIMES_THE_STEPS, Rules, Window
+from replica_groups.rounds.rules import Rules, Window, most_steps
 
 _NO_WINDOW = Window(0.0, 0.0, 0.0)
 
@@ -293,7 +292,7 @@ class OpenRound:
         """
         late = sorted(self.taking_part - self.whole.keys())
         record = RoundRecord(round=self.number, late=late)
-        most = MOST_TIMES_THE_STEPS * median_low([self.deposits[one].steps for one in self.whole]) if self.whole else 0
+        most = most_steps([self.deposits[one].steps for one in self.whole])
         for replica in sorted(self.whole):
             own = self.deposits[replica]
             weight = rules.weight(replica, min(own.steps, most))

@@ -161,7 +161,7 @@ def test_links_carried_what_check_predicts(both: dict[str, Path]) -> None:
     spec = RunSpec(ConfigFile(both["grpc"] / "config.yaml").config, 256)
     summary = json.loads((both["grpc"] / "summary.json").read_text())
     measured = {link["name"]: link["payload_bytes"] for link in summary["links"]}
-    rounds, steps = spec.config.outer.rounds, spec.inner_steps
+    rounds, steps = spec.config.rounds, spec.inner_steps
     for replica in spec.config.replicas:
         if isinstance(replica, ParticipantsReplica):
             for direction, load in stage_link_loads(spec, replica).items():
@@ -177,7 +177,7 @@ def test_links_carried_what_check_predicts(both: dict[str, Path]) -> None:
 
 def _stage_messages(spec: RunSpec, replica: ParticipantsReplica) -> dict[Direction, Iterator[Message]]:
     """Return every message between two stages in a whole run. Its tensors have a size but no data."""
-    data, rounds, steps = spec.config.data, spec.config.outer.rounds, spec.inner_steps
+    data, rounds, steps = spec.config.data, spec.config.rounds, spec.inner_steps
     rows, length = replica.batch_size // replica.micro_batches, data.sequence_length
     assert rows == 1
     rank = replica.boundary.dimensions(spec.shape.width)
@@ -228,7 +228,7 @@ def test_links_carried_what_simulate_predicts(both: dict[str, Path]) -> None:
     spec = RunSpec(ConfigFile(both["grpc"] / "config.yaml").config, 256)
     summary = json.loads((both["grpc"] / "summary.json").read_text())
     measured = {link["name"]: link["wire_bytes"] for link in summary["links"]}
-    rounds, batches = spec.config.outer.rounds, spec.config.data.validation_sequences
+    rounds, batches = spec.config.rounds, spec.config.data.validation_sequences
     [home] = [replica for replica in spec.config.replicas if isinstance(replica, ParticipantsReplica)]
     evaluation = batches * message_bytes(spec, home)["evaluation"]
     for link in (link for replica in predict(spec).replicas for link in replica.links):

@@ -17,6 +17,7 @@ from three_members import (
     GENERATIONS,
     LAST,
     ROSTER,
+    ROUNDS,
     SETTINGS,
     SHAPE,
     TIMEOUT,
@@ -344,9 +345,9 @@ def test_a_members_failure_is_the_runs_once_no_quorum_is_left(exchange: Exchange
 
 
 def test_the_run_is_over_when_every_member_has_finished(exchange: Exchange, checkpoint: RunCheckpoint) -> None:
-    for round_ in range(1, SETTINGS.rounds + 1):
+    for round_ in range(1, ROUNDS + 1):
         _deposit_all(exchange, checkpoint, round_)
-    assert {one.round for one in assign_all(exchange, SETTINGS.rounds).values()} == {0}
+    assert {one.round for one in assign_all(exchange, ROUNDS).values()} == {0}
     condition = _counted(exchange)
     order: list[str] = []
 

@@ -24,6 +24,7 @@ from hetero_pp.config.checkpoint import RunCheckpoint, initial_checkpoint
 from hetero_pp.config.spec import Roster
 from hetero_pp.core.files import PART
 from hetero_pp.model.transformer import ModelShape, block_of
+from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.auditor import Auditor
@@ -68,7 +69,7 @@ class _Log:
         for member in ROSTER.members:
             self.exchange.agree(member, "{}", TOKENS)
             self.exchange.join(member, "")
-        auditor = Auditor(self.exchange, self.checkpoint, ROUNDS, 1)
+        auditor = Auditor(self.exchange, self.checkpoint, OuterSettings(rounds=ROUNDS), 1)
         auditor.start()
         self.exchange.begin(self.checkpoint)
         for round_ in range(1, ROUNDS + 1):

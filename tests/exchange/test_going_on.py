@@ -74,7 +74,7 @@ class Run:
         self.exchange = Exchange("run", roster, None, settings, log, rules=patient(roster))
         begin(self.exchange, checkpoint)
         optimizer, retention = _optimizer(settings, checkpoint), Retention(log, keep=ROUNDS)
-        self.auditor = Auditor(self.exchange, checkpoint, ROUNDS, 1, optimizer, retention)
+        self.auditor = Auditor(self.exchange, checkpoint, OuterSettings(rounds=ROUNDS), 1, optimizer, retention)
         self.errors: list[HeteroPPError] = []
         self.parameters: dict[str, dict[str, nn.Parameter]] = {}
         self.outer: dict[str, OuterRound] = {}

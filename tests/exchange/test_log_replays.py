@@ -15,6 +15,7 @@ from three_members import (
     GENERATIONS,
     LAST,
     ROSTER,
+    ROUNDS,
     SETTINGS,
     SHAPE,
     _address,
@@ -31,6 +32,7 @@ from hetero_pp.config.checkpoint import RunCheckpoint, initial_checkpoint, open_
 from hetero_pp.core.errors import DamagedFile, MalformedContribution, Refused, RunFailed
 from hetero_pp.model.transformer import block_of
 from hetero_pp.outer.apply_round import apply_round
+from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import OuterOptimizer, parameter_sha256, parameters_sha256
 from replica_groups.engines.engine import LocalParameters
 from replica_groups.exchange.auditor import Auditor
@@ -66,7 +68,7 @@ class _Member:
 
     @torch.no_grad()
     def train(self) -> None:
-        for round_ in range(1, SETTINGS.rounds + 1):
+        for round_ in range(1, ROUNDS + 1):
             for parameter in self.parameters.values():
                 parameter.add_(torch.randn(parameter.shape, generator=self._generator) * 0.1)
             work = self._exchange.assign(self.outer.session.member, round_ - 1)
@@ -76,7 +78,7 @@ class _Member:
 @pytest.fixture
 def trained(exchange: Exchange, checkpoint: RunCheckpoint) -> Iterator[tuple[Exchange, dict[str, Tensor]]]:
     """Run three members and the auditor to the end. Return the exchange and the members' final parameters."""
-    auditor = Auditor(exchange, checkpoint, SETTINGS.rounds, checkpoint_every=2)
+    auditor = Auditor(exchange, checkpoint, SETTINGS, checkpoint_every=2)
     auditor.start()
     members = [_Member(exchange, checkpoint, name, seed) for seed, name in enumerate(ROSTER.members)]
     assert _in_threads(*(member.train for member in members), auditor.join) == []
@@ -171,7 +173,7 @@ def test_the_auditor_fails_a_run_whose_members_agree_on_something_else(
     exchange: Exchange, checkpoint: RunCheckpoint
 ) -> None:
     """All members confirm the initial weights after a round that changed them."""
-    auditor = Auditor(exchange, checkpoint, rounds=1, checkpoint_every=1)
+    auditor = Auditor(exchange, checkpoint, OuterSettings(rounds=1), checkpoint_every=1)
     _deposit_all(exchange, checkpoint)
     for member in ROSTER.members:
         exchange.confirm(member, 1, _hashes(checkpoint, ROSTER.blocks[member]))
@@ -185,7 +187,7 @@ def test_a_blob_lost_before_the_auditor_reads_it_fails_the_run(exchange: Exchang
     """A full disk or a lost file must not silently stop the auditor, which checks the run and writes checkpoints."""
     _deposit_all(exchange, checkpoint)
     (folder_of(exchange.log) / stored_blob(exchange.log, 1, "dc", 1, "norm")).unlink()
-    auditor = Auditor(exchange, checkpoint, rounds=1, checkpoint_every=1)
+    auditor = Auditor(exchange, checkpoint, OuterSettings(rounds=1), checkpoint_every=1)
     auditor.start()
     auditor.join()
     _expect_failure(exchange, r"the auditor cannot replay the log: .*/round-000001/dc/1/norm\.\w+\.blob'")

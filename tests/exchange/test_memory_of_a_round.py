@@ -147,7 +147,7 @@ def audited(checkpoint: RunCheckpoint, tmp_path: Path, monkeypatch: pytest.Monke
     own = LocalParameters(parameters)
     session = MemberSession(exchange, "dc", "dc", "run")
     outer = OuterRound(session, own, checkpoint.parameters, SETTINGS, keeps_undo=False)
-    auditor = Auditor(exchange, checkpoint, SETTINGS.rounds, checkpoint_every=2, folder=tmp_path)
+    auditor = Auditor(exchange, checkpoint, SETTINGS, checkpoint_every=2, folder=tmp_path)
     auditor.start()
     begin(exchange, checkpoint)
     exchange.decided.kept_checkpoint(0)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from members import TIMEOUT, in_thread
-from small_run import GRACE, SETTINGS, Run, closed
+from small_run import GRACE, ROUNDS, SETTINGS, Run, closed
 
 from hetero_pp.core.errors import RunOver
 from hetero_pp.messages.messages_pb2 import JOINING, PAUSED, WENT_ON, Nothing, Report
@@ -109,10 +109,10 @@ def finish(run: Run, *members: str) -> None:
 
 def train_to_the_end(run: Run, *members: str) -> None:
     """Let these members contribute to every remaining round."""
-    for round_ in range(closed(run) + 1, SETTINGS.rounds + 1):
+    for round_ in range(closed(run) + 1, ROUNDS + 1):
         run.deposit(round_, *members)
         assert closed(run) == round_
-        if round_ < SETTINGS.rounds:
+        if round_ < ROUNDS:
             run.assign(round_, *members)
 
 

@@ -34,8 +34,9 @@ from replica_groups.member.saved_states import DIGESTS, SavedStates, newest_usab
 from replica_groups.member.session import MemberSession
 
 SHAPE = ModelShape(width=16, layers=2, heads=2, feed_forward=24, vocabulary=64)
+ROUNDS = 5
 SETTINGS = OuterSettings(
-    rounds=5, momentum=0.9, learning_rate=0.7, compression=CompressionSettings(density=1 / 8, tile=(8, 8))
+    rounds=ROUNDS, momentum=0.9, learning_rate=0.7, compression=CompressionSettings(density=1 / 8, tile=(8, 8))
 )
 Rounds = dict[int, dict[str, Tensor]]
 
@@ -55,16 +56,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Rounds]:
     roster, store = _roster(checkpoint, "dc"), FolderStore(folder)
     exchange = Exchange("run", roster, None, SETTINGS, ContributionLog(store), rules=patient(roster))
     begin(exchange, checkpoint)
-    auditor = Auditor(
-        exchange, checkpoint, SETTINGS.rounds, checkpoint_every=2, retention=Retention(exchange.log, keep=3)
-    )
+    auditor = Auditor(exchange, checkpoint, SETTINGS, checkpoint_every=2, retention=Retention(exchange.log, keep=3))
     auditor.start()
     parameters = {name: nn.Parameter(tensor.clone()) for name, tensor in checkpoint.parameters.items()}
     outer = OuterRound(
         MemberSession(exchange, "dc", "dc", "run"), LocalParameters(parameters), checkpoint.parameters, SETTINGS
     )
     generator, after = torch.Generator().manual_seed(3), {}
-    for round_ in range(1, SETTINGS.rounds + 1):
+    for round_ in range(1, ROUNDS + 1):
         with torch.no_grad():
             for parameter in parameters.values():
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from deposits import deposit
 from members import TIMEOUT, assign_all, begin, patient
-from three_members import ROSTER, SETTINGS, SHAPE, _address, _blob, _deposits
+from three_members import ROSTER, ROUNDS, SETTINGS, SHAPE, _address, _blob, _deposits
 
 from hetero_pp.config.checkpoint import RunCheckpoint, initial_checkpoint
 from hetero_pp.messages.messages_pb2 import CONTRIBUTING, FINISHING, JOINING, STORING, Report, Waiting
@@ -99,7 +99,7 @@ def test_whom_an_exchange_waits_for(exchange: Exchange, checkpoint: RunCheckpoin
     exchange.begin(checkpoint)
     expected = exchange.expected()
     assert (expected.awaited, expected.round, list(expected.missing)) == (CONTRIBUTING, 1, list(ROSTER.members))
-    for round_ in range(1, SETTINGS.rounds + 1):
+    for round_ in range(1, ROUNDS + 1):
         assign_all(exchange, round_ - 1)
         for member, address in _deposits(round_):
             before = exchange.expected()

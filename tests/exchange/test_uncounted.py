@@ -11,7 +11,7 @@ import pytest
 import torch
 from log_files import stored_bytes
 from members import TIMEOUT, in_thread
-from small_run import GRACE, SETTINGS, Run
+from small_run import GRACE, ROUNDS, SETTINGS, Run
 from torch import Tensor, nn
 
 from hetero_pp.config.checkpoint import MOMENTUM
@@ -371,7 +371,7 @@ def test_what_is_counted_after_all_is_in_error_feedback_no_more(run: Run, keeps_
 
 def test_a_damaged_checkpoint_is_passed_over_by_who_comes_then(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
     """The previous run checkpoint and the rounds since give the same parameters."""
-    auditor = Auditor(run.exchange, run.checkpoint, SETTINGS.rounds, checkpoint_every=1)
+    auditor = Auditor(run.exchange, run.checkpoint, SETTINGS, checkpoint_every=1)
     auditor.start()
     a, b = Member(run, "a"), Member(run, "b")
     for round_ in (1, 2):
@@ -391,7 +391,7 @@ def test_a_damaged_checkpoint_is_passed_over_by_who_comes_then(run: Run, capfd: 
 
 def test_who_holds_other_bits_comes_back_to_those_of_replay(run: Run) -> None:
     """It loads a run checkpoint and replays the rounds since, with the outer momentum, as take_part does."""
-    auditor = Auditor(run.exchange, run.checkpoint, SETTINGS.rounds, checkpoint_every=2)
+    auditor = Auditor(run.exchange, run.checkpoint, SETTINGS, checkpoint_every=2)
     auditor.start()
     a, b = Member(run, "a"), Member(run, "b")
     for round_ in (1, 2):
@@ -446,7 +446,7 @@ def test_hashes_of_rounds_to_come_do_not_keep_others_from_being_looked_at(tmp_pa
     run.deposit(1, "a", "b", "c")
     right = dict.fromkeys(run.checkpoint.parameters, bytes(32))
     run.exchange.confirm("b", 1, right | {"norm.weight": b"\1" * 32})
-    for round_ in range(2, SETTINGS.rounds + 1):
+    for round_ in range(2, ROUNDS + 1):
         run.exchange.confirm("a", round_, right)
     run.exchange.confirm(EXCHANGE, 1, right)
     assert [(one.slot, one.round) for one in run.told() if one.what == HEALED] == [("b", 1)]

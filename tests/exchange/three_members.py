@@ -28,7 +28,8 @@ from replica_groups.exchange.runner import Notifier
 
 TIMEOUT = 10.0
 SHAPE = ModelShape(width=16, layers=2, heads=2, feed_forward=24, vocabulary=64)
-SETTINGS = OuterSettings(rounds=3, learning_rate=0.7, compression=CompressionSettings(density=1 / 8, tile=(8, 8)))
+ROUNDS = 3
+SETTINGS = OuterSettings(rounds=ROUNDS, learning_rate=0.7, compression=CompressionSettings(density=1 / 8, tile=(8, 8)))
 EMBEDDING = "tok_embeddings.weight"
 FIRST = frozenset({"tok_embeddings", "layers.0"})
 LAST = frozenset({"layers.1", "norm", "lm_head"})

@@ -233,7 +233,7 @@ def test_a_row_of_another_method_has_none_of_the_scales_cells(tmp_path: Path) ->
     outer = setting.config(rows[0]).outer
     assert (outer.compression.density, outer.compression.value_bits, outer.rounds) == (1.0, 8, 40)
     config = setting.config(rows[1])
-    assert (config.inner.steps, config.outer.rounds, config.outer.compression.value_bits) == (20, 20, 32)
+    assert (config.inner.steps, config.rounds, config.outer.compression.value_bits) == (20, 20, 32)
     assert (setting.config(rows[2]).outer.rounds, setting.not_representable(rows[2])) == (57, None)
     assert (
         setting.not_representable(Row(name="d", steps=500)) == "not representable: 400 steps are not a multiple of 500"

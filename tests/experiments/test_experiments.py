@@ -65,7 +65,7 @@ def test_the_papers_models_are_those_of_its_table_9() -> None:
     for name in ("table1", "table1_178m", "table7", "table4"):
         experiment = SHIPPED.experiment(f"het-pp/{name}")
         config = Setting(SHIPPED.scale("paper"), experiment).config(experiment.rows[0])
-        tokens = config.outer.rounds * (config.inner.steps or 0) * config.data.sequence_length
+        tokens = config.rounds * (config.inner.steps or 0) * config.data.sequence_length
         tokens *= sum(replica.batch_size for replica in config.replicas)
         length, rate = config.data.sequence_length, config.inner.learning_rate
         found[name] = (config.model.preset, len(config.replicas), length, rate, round(tokens / 1e9))
@@ -96,7 +96,7 @@ def test_dilocos_sizes_are_those_of_its_table_1() -> None:
         assert (shape.head_width or width // heads) == head
         papers = 32000 * width + layers * (4 * width * heads * head + 2 * width * 4 * width)
         assert spec.parameter_count - 32000 * width == pytest.approx(papers, rel=1e-3)
-        assert (len(spec.config.replicas), spec.config.inner.steps, spec.config.outer.rounds) == (8, 500, 176)
+        assert (len(spec.config.replicas), spec.config.inner.steps, spec.config.rounds) == (8, 500, 176)
 
 
 def test_sparselocos_rows_are_those_of_its_table_9() -> None:
@@ -108,7 +108,7 @@ def test_sparselocos_rows_are_those_of_its_table_9() -> None:
     found = {}
     for row in SHIPPED.experiment("sparseloco/table1").rows:
         config = _at_paper("sparseloco/table1", row.name)
-        steps, compression = config.outer.rounds * (config.inner.steps or 0), config.outer.compression
+        steps, compression = config.rounds * (config.inner.steps or 0), config.outer.compression
         found[row.name] = (steps, config.inner.learning_rate, config.outer.learning_rate, compression.density)
     assert found == {
         "AdamW DDP": (2445, 2e-3, 1.0, 1.0),
@@ -125,7 +125,7 @@ def test_sparselocos_rows_are_those_of_its_table_9() -> None:
     demo = _at_paper("sparseloco/table7", "DeMo").outer
     assert (demo.learning_rate, demo.warmup_rounds, demo.compression.density) == (1e-3, 500, 1 / 128)
     long = _at_paper("sparseloco/table8", "DiLoCo")
-    assert (long.outer.rounds * 250, long.inner.learning_rate) == (4750, 6e-4)
+    assert (long.rounds * 250, long.inner.learning_rate) == (4750, 6e-4)
     assert _at_paper("sparseloco/figure1", "DiLoCo, H = 30").inner.learning_rate == 6e-4
 
 
@@ -436,9 +436,7 @@ def test_the_ladder_has_tokens_in_proportion_to_parameters() -> None:
     ratios = []
     for row in setting.experiment.rows:
         config = setting.config(row)
-        ratios.append(
-            config.outer.rounds * 10 * 4 * 4 * 128 / RunSpec(config, setting.scale.vocabulary).parameter_count
-        )
+        ratios.append(config.rounds * 10 * 4 * 4 * 128 / RunSpec(config, setting.scale.vocabulary).parameter_count)
         if row.bits is not None:
             assert isinstance(row.rank, int)
             assert 4 * row.rank + 8 == 16 * (setting.width(row) // 8)  # as many bits as 1/8 of the dimensions in bf16

@@ -122,7 +122,7 @@ def test_what_was_changed_is_kept_and_need_not_be_said_again(
     assert {key: {int(r): v for r, v in values.items()} for key, values in found["changes"].items()} == history
     assert read_changes(folder.changes).history == history
     assert "from round" not in capsys.readouterr().out  # there was no new change
-    assert read_run(folder).config.outer.rounds == 3  # the value at its start, which identifies the run
+    assert read_run(folder).config.rounds == 3  # the value at its start, which identifies the run
 
 
 def _forget(runs: Path, first: int, last: int) -> None:
@@ -257,7 +257,7 @@ def test_what_is_changed_again_before_it_held_is_forgotten() -> None:
 def test_only_what_shapes_rounds_to_come_may_change() -> None:
     both = {f"{of}.{key}" for of in ("inner", "outer") for key in ("learning_rate", "final_learning_rate_share")}
     warmup = {"inner.warmup_steps", "inner.warmup_rounds", "outer.warmup_rounds"}
-    assert values_of(CONFIG).keys() == {"outer.rounds", "checkpoints.every", *both, *warmup}
+    assert values_of(CONFIG).keys() == {"outer.rounds", "outer.tokens", "checkpoints.every", *both, *warmup}
 
 
 def test_changes_that_are_none_are_named(tmp_path: Path) -> None:

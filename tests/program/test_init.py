@@ -102,13 +102,13 @@ def test_the_planner_chooses_a_boundary_where_it_reaches_the_target() -> None:
 
 def test_the_length_of_the_run_is_as_asked() -> None:
     config = of_text("--time", "30 min")
-    seconds = config.outer.rounds * predict(RunSpec(config, 256)).round_seconds
+    seconds = config.rounds * predict(RunSpec(config, 256)).round_seconds
     assert seconds == pytest.approx(1800, rel=0.02)
     short = of_text("--time", "6 s", "--force")
-    assert short.outer.rounds >= 8
+    assert short.rounds >= 8
     assert (short.inner.steps or 0) < 50
     tokens = of_text("--time", "2M tokens", "--force")
-    assert tokens.outer.rounds * (tokens.inner.steps or 0) * 8 * 128 == pytest.approx(2e6, rel=0.03)
+    assert tokens.rounds * (tokens.inner.steps or 0) * 8 * 128 == pytest.approx(2e6, rel=0.03)
 
 
 @pytest.mark.parametrize("size", [3e5, 5e6, 1.78e8, 7e9])

@@ -229,7 +229,7 @@ def test_changes_that_cannot_be_are_refused_as_on_the_command_line(changes: dict
 def test_changes_are_merged() -> None:
     with Run.from_yaml(MIXED, seed=8, outer={"compression": {"density": "1/16"}}, replicas={0: {"name": "x"}}) as run:
         config = run.spec.config
-    assert (config.seed, config.outer.rounds, config.outer.compression.density) == (8, 3, 1 / 16)
+    assert (config.seed, config.rounds, config.outer.compression.density) == (8, 3, 1 / 16)
     assert [replica.name for replica in config.replicas] == ["x", "home"]
     one = [{"name": "dc", "kind": "datacenter"}]
     with Run.from_yaml(MIXED, replicas=one, links={"dsl": {"bandwidth": "1 Mbit/s"}}) as run:

@@ -223,5 +223,5 @@ def test_the_forecast_of_the_record_covers_every_report(tmp_path: Path) -> None:
         for link in spec.links:
             reports += [link_use(time, link, way, 1, 10**7, busy=1.234567890123) for way in DIRECTIONS]
     written = len("".join(json.dumps(line) + "\n" for line in map(line_of, reports)))
-    predicted = disk_use(spec, ["exchange"])["metrics"].n_bytes / spec.latest.outer.rounds
+    predicted = disk_use(spec, ["exchange"])["metrics"].n_bytes / spec.latest.rounds
     assert written < predicted < 1.5 * written

@@ -59,4 +59,4 @@ def test_blobs_cross_in_as_many_calls_as_predicted(
         monkeypatch.setattr(server._Servicer, name, counted(getattr(server._Servicer, name)))
     run_over_grpc(spec, tmp_path / "run", dict.fromkeys(spec.members, torch.device("cpu")))
     predicted = {name: exchange_calls(spec, member) for name, member in spec.members.items()}
-    assert calls == {name: spec.config.outer.rounds * count for name, count in predicted.items()}
+    assert calls == {name: spec.config.rounds * count for name, count in predicted.items()}

@@ -67,15 +67,17 @@ def _print_run(console: Console, told: str, prepared: Prepared) -> None:
     per_step = sum(replica.batch_size for replica in config.replicas) * config.data.sequence_length
     in_rounds = [spec.steps_of(one.name) for one in config.replicas]
     taken = sum((n or 0) * one.batch_size for n, one in zip(in_rounds, config.replicas, strict=True))
-    tokens = None if spec.total_steps is None else config.outer.rounds * taken * config.data.sequence_length
+    tokens = None if spec.total_steps is None else config.rounds * taken * config.data.sequence_length
     compression = config.outer.compression
     say(console, f"{told} is valid.", bold=told.partition(": the run ")[0])
     shared = "" if shape.groups == shape.heads else f" that share {shape.groups} of keys and values"
     heads = f"{shape.heads} heads{shared}, vocabulary {shape.vocabulary}"
     parameters = f"{spec.parameter_count:,} parameters"
     say(console, f"Model: {parameters}, width {shape.width}, {shape.layers} layers, {heads}.")
-    rounds = f"{format_count(config.outer.rounds, 'outer round')} of {config.inner.length}"
+    rounds = f"{config.in_rounds(config.rounds)} of {config.inner.length}"
     total = "" if tokens is None else f", {tokens:,} in total"
+    if config.outer.tokens is not None:
+        total = f", until contributions come to {config.outer.tokens:,}"
     say(console, f"Schedule: {rounds}, {per_step:,} tokens per step over all replicas{total}.")
     fewer = [f"{one.name} takes {one.steps}" for one in config.replicas if one.steps is not None]
     if fewer:
@@ -84,8 +86,8 @@ def _print_run(console: Console, told: str, prepared: Prepared) -> None:
     if spec.total_steps is not None and warmup >= spec.total_steps:
         told = f"the run has {format_count(spec.total_steps, 'step')}, so the learning rate never reaches its peak"
         say(console, f"Note: inner.warmup_steps: found {warmup:,}, but {told}.")
-    elif (config.inner.warmup_rounds or 0) >= config.outer.rounds:
-        told = f"the run has {format_count(config.outer.rounds, 'round')}, so the learning rate never reaches its peak"
+    elif (config.inner.warmup_rounds or 0) >= config.rounds:
+        told = f"the run has {format_count(config.rounds, 'round')}, so the learning rate never reaches its peak"
         say(console, f"Note: inner.warmup_rounds: found {config.inner.warmup_rounds:g}, but {told}.")
     if prepared.source is not None:
         say(console, f"Data: {config.data.corpus}, {prepared.source.describe(tokens)}.")

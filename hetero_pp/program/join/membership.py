@@ -348,7 +348,7 @@ def read_run_on_disk(folder: RunFolder) -> RunOnDisk:
     config = config_of(folder)
     changes = read_changes(folder.changes).settled()
     changes.require_changeable(config)
-    rounds, rehearsal = changes.at(config, LAST).outer.rounds, config.rehearsal is not None
+    rounds, rehearsal = changes.at(config, LAST).rounds, config.rehearsal is not None
     summary: dict[str, object] = {}
     with suppress(OSError, ValueError):
         summary = read_json_object(folder.summary)

@@ -76,6 +76,7 @@ from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.summary import print_result, summary_of
 from hetero_pp.rpc.connections import reports_to_members
 from hetero_pp.rpc.identities import Keys, Secret, SecretKeys, new_secret
+from replica_groups.exchange.host import over_before
 from replica_groups.exchange.log import fetch_configuration, keep_configuration, open_log, require_unused
 from replica_groups.exchange.memberships import require_token
 
@@ -414,13 +415,13 @@ def _run_and_record(prepared: Prepared, runs: Path, start: Start, resume: bool, 
         spec, changed = _going_on(prepared, folder) if resume else (prepared.spec, None)
         if not resume:
             begin_folder(spec, runs.absolute())
-        elif over := over_on_disk(folder, spec.latest.outer.rounds):
+        elif over := over_on_disk(folder, spec.latest.outer):
             announce(f"{name}: {over}")
             # Nothing of the record of a finished run is missing, so no member has to tell it again.
             with suppress(OSError, ValueError, KeyError):
                 summary = json.loads(folder.summary.read_bytes())
                 if (
-                    summary["rounds"] == spec.latest.outer.rounds
+                    summary["rounds"] == open_log(spec.config, folder).last_record()
                     and "failed" not in summary
                     and (folder.path / "loss.png").is_file()
                 ):
@@ -556,9 +557,9 @@ def _going_on(prepared: Prepared, folder: RunFolder) -> tuple[RunSpec, Values]:
         changes = agreement.changes.changed(agreement.first, last_round + 1, agreement.wanted)
         spec = RunSpec(agreement.first, prepared.spec.shape.vocabulary, changes)
         require_known_basis(spec)
-        if (rounds := spec.latest.outer.rounds) < last_round:
-            found = f"found {rounds}, expected at least {last_round}, the number of finished rounds"
-            raise ConfigError(("outer", "rounds"), found)
+        if complaint := over_before(spec.latest.outer, open_log(prepared.spec.config, folder), last_round):
+            key, _, found = complaint.partition(": ")
+            raise ConfigError(("outer", key), found)
         require_same_ranks(spec, prepared.spec.config, prepared.names, folder)
     except ConfigError as error:
         raise prepared.located(error) if error.key else error from None

@@ -40,6 +40,7 @@ from hetero_pp.core.errors import ConfigError, RunOver, dotted
 from hetero_pp.core.files import write_whole
 from hetero_pp.core.settings import NotPartOf, meaning
 from hetero_pp.core.units import format_count
+from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.program.launch.inputs import Prepared
 from hetero_pp.program.report.output import SafeConsole, announce, standard_output, tell
 from hetero_pp.store.lease import Lease, acting_for
@@ -126,17 +127,25 @@ class RunEnd:
     heard: float  # time of the message, in seconds since 1970
 
 
-def over_on_disk(folder: RunFolder, rounds: int | None = None) -> str:
+def over_on_disk(folder: RunFolder, outer: OuterSettings | None = None) -> str:
     """Return that the run of a folder with its exchange is over, and how to extend it; empty if it is not over.
 
-    `rounds`: its number of rounds, if it differs from what the folder says because it is being extended.
+    `outer`: its settings, if they differ from what the folder says because it is being extended.
     """
     config = config_of(folder)
     log = open_log(config, folder)
-    rounds = rounds or read_changes(folder.changes).had("outer.rounds", config.outer.rounds)[-1]
-    if log.last_record() < rounds or rounds not in log.checkpoints():
+    outer = outer or end_of(config, read_changes(folder.changes))
+    last = log.last_record()
+    if not outer.is_over(last, log.tokens_after(last)) or last not in log.checkpoints():
         return ""
-    return f"the run is over (round {rounds} of {rounds}); extend it with `--resume --set outer.rounds=N`, N > {rounds}"
+    key, end = ("rounds", last) if outer.tokens is None else ("tokens", outer.tokens)
+    return f"the run is over (round {last} of {last}); extend it with `--resume --set outer.{key}=N`, N > {end}"
+
+
+def end_of(config: RunConfig, changes: Changes) -> OuterSettings:
+    """Return the settings of a run with the newest number of rounds, or of tokens."""
+    ends = {key: changes.had(f"outer.{key}", getattr(config.outer, key))[-1] for key in ("rounds", "tokens")}
+    return config.outer.model_copy(update=ends)
 
 
 def keep_over(folder: RunFolder, over: RunOver) -> None:
@@ -242,12 +251,14 @@ def _unfinished(folder: RunFolder, where: str, config: RunConfig) -> Unfinished 
     except ConfigError:  # written by another version
         earlier, changes = config, Changes({})
     log = open_log(earlier, folder)
-    last, rounds, tickets = log.last_record(), changes.had("outer.rounds", earlier.outer.rounds)[-1], 0
+    last, outer, tickets = log.last_record(), end_of(earlier, changes), 0
+    tokens = log.tokens_after(last)
     if folder.memberships.is_file():
         with closing(Memberships(folder.memberships)) as memberships:
             tickets = memberships.valid_tickets()
-    if earlier.rehearsal is not None or last >= rounds or (last == 0 and tickets == 0):
+    if earlier.rehearsal is not None or outer.is_over(last, tokens) or (last == 0 and tickets == 0):
         return None
+    rounds = outer.planned(last, tokens) if last else earlier.rounds
     is_in_store = config.store.url is not None and open_log(config, folder).store.url() == log.store.url()
     return Unfinished(where or log.store.url(), config.name, last, rounds, tickets, is_in_store)
 

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 import torch
 
-from hetero_pp.config.changes import Values
+from hetero_pp.config.changes import LAST, Values
 from hetero_pp.config.folder import RunFolder
 from hetero_pp.config.lines import EXCHANGE, stage_link_name
 from hetero_pp.config.member_inputs import devices_of
@@ -54,7 +54,7 @@ def run_in_process(
     members = MemberThreads(spec, folder, on_report, resume, steps_of, missed)
     try:
         members.begin()
-        members.gate.open(spec.latest.outer.rounds)
+        members.gate.open(LAST)
         members.gate.wait_for_members()
         members.join()
     except BaseException as error:
@@ -169,7 +169,7 @@ class MemberThreads:
         """
         self.gate.open(round_)
         self.gate.wait_for_members()
-        if round_ == self._spec.latest.outer.rounds and not self._errors:
+        if self.exchange.coordinator.is_over and not self._errors:
             self.join()  # also wait for the auditor, because no member does
         self._watcher.catch_up(self.exchange.reports.watchers.reported)
         self.raise_first_error()

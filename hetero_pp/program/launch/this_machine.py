@@ -115,7 +115,7 @@ def _of_time(spec: RunSpec, members: Sequence[MemberSpec]) -> Iterator[Limit]:
     cores = min(usable_cores(), spec.config.threads * sum(_processes(member) for member in computing))
     speed = CATALOG[ASSUMED].achieved_flops
     step = sum(_on_this_node(member, step_flops(spec, member)) for member in computing) / (speed * cores)
-    inner, rounds = spec.config.inner, spec.latest.outer.rounds
+    inner, rounds = spec.config.inner, spec.latest.rounds
     whole = rounds * (step * inner.steps if inner.steps is not None else max(step, inner.seconds or 0.0))
     if step > LONG_STEP or whole > LONG_RUN:
         long = f"a step would take about {format_seconds(step)} on {format_count(cores, 'CPU core')}"

@@ -33,7 +33,7 @@ def start_line(state: RunState) -> str:
     spec = state.spec
     replicas = format_count(sum(not replica.optional for replica in spec.config.replicas), "replica")
     members = format_count(len(spec.needed), "member")
-    rounds = format_count(state.rounds_planned, "outer round")
+    rounds = spec.latest.in_rounds(state.rounds_planned)
     return f"{spec.config.name}: {replicas}, {members}, {rounds} of {spec.config.inner.length}"
 
 

@@ -415,7 +415,7 @@ class RunState:
         self.spec = spec  # the run as it was known when it started
         self.changed = spec  # the run with all changes that were reported
         self.lock = threading.RLock()
-        self.rounds_planned = spec.latest.outer.rounds
+        self.rounds_planned = spec.latest.rounds
         self.inner_steps = spec.config.inner.steps
         self.replicas: dict[str, ReplicaState] = {}
         """Required replicas, past or present, and optional replicas from their first appearance in a report."""
@@ -521,7 +521,7 @@ class RunState:
                 self.reading, self.has_opened = None, True
                 if report.begun.changes:
                     self.changed = self.spec.with_changes(Changes.from_json(report.begun.changes))
-                    self.rounds_planned = self.changed.latest.outer.rounds
+                    self.rounds_planned = self.changed.latest.rounds
                     self._add_required()
             case "reading":
                 self.reading = report.reading if report.reading.share < 1 else None
@@ -644,6 +644,7 @@ class RunState:
         self.started = time - told.seconds - breaks
         self.first_step = time - told.training_seconds - breaks if told.training_seconds else None
         self.rounds = max(self.rounds, told.last_round)
+        self._plan(told.last_round, sum(credit.tokens for credit in told.credits))
         for credit in told.credits:
             replica, own = self._replica(credit.replica), self.tally.credits.get(credit.replica)
             if replica is not None:
@@ -716,6 +717,7 @@ class RunState:
                 for name, members in replicas.items():
                     replicas[name] = {"": _means(members)}
         self.rounds = max(self.rounds, record.round)
+        self._plan(record.round, record.tokens)
         sizes = {entry.replica: sum(blob.size for blob in entry.blobs) for entry in record.contributions}
         self.closed[record.round] = ClosedRound(
             time=time,
@@ -728,6 +730,12 @@ class RunState:
             tokens_until=sum(replica.tokens_until(record.round) for replica in self.replicas.values()),
         )
         self.barred -= sizes.keys()
+
+    def _plan(self, round_: int, tokens: int) -> None:
+        """Estimate the number of rounds, if the run ends after a number of tokens and had `tokens` after a round."""
+        outer = self.changed.latest.outer
+        if outer.tokens is not None and tokens:
+            self.rounds_planned = outer.planned(round_, tokens)
 
     def _happened(self, time: float, told: pb.MembershipEvent) -> None:
         member = self.members.get(told.slot)

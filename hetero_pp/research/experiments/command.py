@@ -330,7 +330,7 @@ def dry_run(request: Request) -> None:
                 continue
             spec = RunSpec(setting.config(row), setting.scale.vocabulary)
             sizes = f"{spec.parameter_count:,}", f"{token_count(spec):,}", format_flops(_flops(spec))
-            sent = format_bytes(contribution_bytes(spec, spec.config.outer.rounds))
+            sent = format_bytes(contribution_bytes(spec, spec.config.rounds))
             hours = format_number(_hours(setting, row), 2)
             table.add_row(row.name, *sizes, sent, hours, setting.why_not(row) or "ready")
         name = setting.experiment.name

@@ -123,7 +123,7 @@ def with_tokenizer(scale: Scale, path: str | None) -> Scale:
 def tokens_read(config: RunConfig) -> int:
     """Return the number of tokens that a run reads, including the last token of each row of a batch."""
     steps = config.inner.require_steps(EQUAL_STEPS)
-    return steps * (config.data.sequence_length + 1) * sequences_in(config, config.outer.rounds)
+    return steps * (config.data.sequence_length + 1) * sequences_in(config, config.rounds)
 
 
 class Supply:

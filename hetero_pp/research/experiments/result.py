@@ -157,7 +157,7 @@ def _row_result(
             result[measured] = _spread(found)
     if "gather" in result:  # the megabytes of each collective over the run, from the settings alone
         spec = RunSpec(setting.config(row), setting.scale.vocabulary)
-        rounds = range(1, spec.config.outer.rounds + 1)
+        rounds = range(1, spec.config.rounds + 1)
         sent = [ways_of(expected_volume(spec, len(replicas_in(spec.config, round_)))) for round_ in rounds]
         result["by_formula"] = {way: sum(one[way] for one in sent) / 1e6 for way in sent[0]}
     return result
@@ -269,7 +269,7 @@ def _joined(values: Sequence[str]) -> str:
 
 def token_count(spec: RunSpec) -> int:
     """Return the number of training tokens of all replicas together."""
-    sequences = sequences_in(spec.config, spec.latest.outer.rounds)
+    sequences = sequences_in(spec.config, spec.latest.rounds)
     return sequences * spec.config.data.sequence_length * spec.inner_steps
 
 

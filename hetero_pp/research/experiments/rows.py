@@ -79,8 +79,8 @@ class Setting:
             raise self._located(ConfigError(wrong.key, f"{wrong.message} {where}"), row) from None
         for key in sorted(set(EVERY.values())):
             every = getattr(self.experiment, key)
-            if every is not None and every > config.outer.rounds:
-                told = f"found {every}, expected at most the {config.outer.rounds} rounds of row `{row.name}`"
+            if every is not None and every > config.rounds:
+                told = f"found {every}, expected at most the {config.rounds} rounds of row `{row.name}`"
                 raise self.experiment.located(ConfigError((key,), f"{told} at scale {self.scale.name}"))
         return config
 
@@ -102,7 +102,7 @@ class Setting:
         if (row.compressed_share * count) % 1:
             return f"not representable: {row.compressed_share:g} of {count} replicas"
         if row.steps is not None:
-            rounds = self.config(row).outer.rounds
+            rounds = self.config(row).rounds
             steps = self._all_steps(row, self._cells(row, 0))
             if abs(rounds * row.steps - steps) > _ROUNDED * steps:
                 return f"not representable: {steps:g} steps are not a multiple of {row.steps}"
@@ -140,7 +140,7 @@ class Setting:
     def _all_steps(self, row: Row, values: Cells) -> float:
         """Return the steps of all rounds, where `values` are the row's without its budget and its H."""
         config = ResearchConfig.model_validate(values)
-        return config.inner.require_steps(EQUAL_STEPS) * config.outer.rounds * row.budget
+        return config.inner.require_steps(EQUAL_STEPS) * config.rounds * row.budget
 
     def _cells(self, row: Row, seed: int) -> Cells:
         values: Cells = json.loads(json.dumps(self.scale.base)) | {"name": "row", "seed": seed}

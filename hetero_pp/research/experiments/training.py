@@ -138,7 +138,7 @@ def train_job(job: Job, training: Training, clock: Callable[[], float] = time.mo
         lambda seconds: min(2 * seconds, LAST_PAUSE),
         clock,
     )
-    began_at, rounds = _own_commit(), job.config.outer.rounds
+    began_at, rounds = _own_commit(), job.config.rounds
     torch.set_num_threads(job.config.threads)
     device = torch.device(training.device)
     torch.set_float32_matmul_precision("high" if training.rounds_products else "highest")

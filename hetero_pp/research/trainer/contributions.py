@@ -84,7 +84,7 @@ class Contributions:
         self.missed: frozenset[str] = frozenset()  # replicas that the current round excludes
         self._spec, self._names, self._measured = spec, names, measured
         self._device = next(iter(theta.values())).device
-        selections = spec.config.outer.rounds * len(names) * len(theta)
+        selections = spec.config.rounds * len(names) * len(theta)
         self._compression = fastest(spec.config.outer.compression, selections)
         self._weights: Mapping[str, float] = {}
         self._round, self._counted = 0, 0.0
@@ -96,7 +96,7 @@ class Contributions:
     def prepare(self, round_: int, deltas: Callable[[str], Iterable[tuple[int, Tensor]]]) -> None:
         """Learn of a round's pseudo-gradients by parameter before it begins; only hostile replicas need them all."""
 
-    def begin(self, round_: int, weights: Mapping[str, float]) -> None:
+    def begin(self, round_: int, weights: Mapping[str, float], tokens: int = 0) -> None:
         """Begin a round; `weights` are those of all replicas, by name."""
         names = [replica.name for replica in replicas_in(self._spec.config, round_)]
         self.missed = missed_in(round_, names, research_of(self._spec.config).missed, self._spec.config.seed)
@@ -175,10 +175,10 @@ class PretrainedOptimizer(OuterOptimizer):
     """
 
     def __init__(self, settings: OuterSettings, pretraining: int) -> None:
-        super().__init__(settings.model_copy(update={"rounds": max(1, settings.rounds - pretraining)}))
+        super().__init__(settings.model_copy(update={"rounds": max(1, (settings.rounds or 0) - pretraining)}))
         self._pretraining = pretraining
 
-    def begin(self, round_: int, weights: Mapping[str, float]) -> None:
+    def begin(self, round_: int, weights: Mapping[str, float], tokens: int = 0) -> None:
         super().begin(round_ - self._pretraining, weights)
 
     def _step(self, theta: Mapping[str, Tensor], name: str, mean: Tensor) -> None:

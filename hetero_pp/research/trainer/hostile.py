@@ -140,7 +140,7 @@ class HostileContributions(Contributions):
         self.told.evaluation_share = self._forwards / (FORWARDS_A_STEP * sequences)
         self.told.recomputation_share = self.told.recomputations / (round_ * len(self._names))
 
-    def begin(self, round_: int, weights: Mapping[str, float]) -> None:
+    def begin(self, round_: int, weights: Mapping[str, float], tokens: int = 0) -> None:
         super().begin(round_, weights)
         self.missed = frozenset(name for name, scale in self._scales.items() if scale == 0)
         self._counted = sum(weights[name] for name, scale in self._scales.items() if scale > 0)

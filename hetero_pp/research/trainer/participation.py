@@ -103,7 +103,7 @@ def table_batches(spec: RunSpec, member: MemberSpec, source: Source) -> tuple[Sh
     def batches_of(share: Share) -> ClusteredBatches:
         batches = _clustered(spec, source, share, member.replica.batch_size)
         if not spec.config.data.repeat:
-            last = alone if share.replicas == 1 and alone else spec.config.outer.rounds
+            last = alone if share.replicas == 1 and alone else spec.config.rounds
             batches.require_one_epoch((last - share.round + 1) * spec.inner_steps)
         return batches
 

@@ -188,7 +188,7 @@ def build_whole(spec: RunSpec, member: MemberSpec, checkpoint: RunCheckpoint, de
             boundary = with_ablations(boundary, ablations)
         cuts = [layers.stop - 1 for layers in replica.layer_ranges(shape.layers)[:-1]]
         for hop in range(len(cuts)):
-            of, rounds = (spec.config.seed, replica.name, hop), spec.config.outer.rounds
+            of, rounds = (spec.config.seed, replica.name, hop), spec.config.rounds
             one = anchors_of(replica.boundary.anchors, shape, inner, total_steps, rounds, *of)
             if one is not None:
                 one.to(device)

@@ -126,7 +126,7 @@ def train_fast(
             spent = {"seconds": time.monotonic() - started, "cpu_seconds": time.process_time() - worked}
             kept.save(len(losses), {"losses": losses, **spent, "group": group.state()})
 
-    for round_ in range(len(losses) + 1, spec.config.outer.rounds + 1):
+    for round_ in range(len(losses) + 1, spec.config.rounds + 1):
         try:
             group.read_ahead(round_)
         except ConfigError as error:
@@ -141,7 +141,7 @@ def train_fast(
             save()
         on_round(round_, loss)
 
-    diverged = len(losses) < spec.config.outer.rounds
+    diverged = len(losses) < spec.config.rounds
     slices: dict[str, list[float]] = {}
     if not diverged:
         batches, count = group.validation, min(SLICES, len(group.validation))
@@ -328,7 +328,7 @@ class AllReplicas:
         Raises ConfigError if the text of a replica ends before the round does. The state is then that
         of the previous round.
         """
-        last = min(round_ + self.outer.settings.overlap, self.spec.config.outer.rounds)
+        last = min(round_ + self.outer.settings.overlap, self.spec.config.rounds)
         first = round_ + 1 if self.ahead else round_
         for index in self._taking_part_in(round_):
             self.batches[index].read_ahead(range(self._steps(first).start, self._steps(last).stop))
@@ -353,7 +353,7 @@ class AllReplicas:
         self.local = {}
         meter = None
         if self.every.bias is not None and round_ % self.every.bias == 0:
-            fresh = self.inner_steps * self.spec.config.outer.rounds
+            fresh = self.inner_steps * self.spec.config.rounds
             meter = BiasMeter(self.replicas, self.batches, steps, fresh, len(self._compressed))
         if not self._inner_steps(steps):
             return False
@@ -372,7 +372,7 @@ class AllReplicas:
         if not self.ahead and not self._train_ahead(round_, [self.theta for _ in self.replicas]):
             return False
         means, starts = self._contribute(round_)
-        if round_ < self.spec.config.outer.rounds:
+        if round_ < self.spec.config.rounds:
             for replica, start in zip(self.replicas, starts, strict=True):
                 _copy(start, replica.parameters)
             if not self._train_ahead(round_ + 1, starts):

@@ -419,9 +419,9 @@ def with_outer(config: RunConfig, length: float, density: float) -> RunConfig:
     `rounds` changes so that the run stays about as long.
     """
     own = length_of(config)
-    total = config.outer.rounds * own
+    total = config.rounds * own
     compression = config.outer.compression.model_copy(update={"density": density})
-    rounds = config.outer.rounds if length == own else ceil(total / length)
+    rounds = config.outer.rounds if length == own or config.outer.rounds is None else ceil(total / length)
     changed = {"steps": int(length)} if config.inner.steps is not None else {"seconds": length}
     return config.model_copy(
         update={
@@ -445,7 +445,7 @@ def _choices(config: RunConfig, vocabulary: int | None) -> Iterator[OuterChoice]
     candidates = TESTED_STEPS if config.inner.steps is not None else [times * own for times in TIMES_AS_LONG]
     densities = [one for one in TESTED_DENSITIES if one < compression.density] if config.outer.is_sparse else []
     longer = [one for one in candidates if one > own] if config.outer.source == "difference" else []
-    most = max(own, config.outer.rounds * own)
+    most = max(own, config.rounds * own)
     for density in (compression.density, *densities):
         found = predict(RunSpec(with_outer(config, own, density), vocabulary), stage_links=False)
         free = found.utilization["relative"] * found.round_seconds

@@ -138,7 +138,7 @@ def search_all(config: RunConfig, vocabulary: int | None, target: float | None) 
     if grouped is not None:
         grouped = replace(grouped, config=with_rounds(grouped.config))
     timed = _worth_its_loss(with_rounds(config), vocabulary, target, grouped)
-    length = f"{rounds.rounds:,} of {format_duration(rounds.seconds)}"
+    length = f"{'' if rounds.rounds is None else f'{rounds.rounds:,} '}of {format_duration(rounds.seconds)}"
     chosen = Choice("rounds", length, "replicas would wait, and `plan.timed_rounds` is true")
     return replace(timed, waits=replace(waits, timed=None), choices=[chosen, *timed.choices])
 
@@ -387,7 +387,7 @@ def _outer_choice(
     why = f"{uplink} is the bottleneck: the exchange adds {outer.share:.2%} to a round"
     if outer is not own:
         why += f"; {told(own)} would add {own.share:.2%}"
-    more = f", {planned.outer.rounds} rounds" if planned.outer.rounds != asked.outer.rounds else ""
+    more = f", {planned.rounds} rounds" if planned.outer.rounds != asked.outer.rounds else ""
     return Choice("outer round", told(outer) + more, why)
 
 
