@@ -41,7 +41,7 @@ rows:
   - {name: all, compressed: all, rank: 1/4, paper: 2.2}
   - {name: the same, compressed: all, rank: 4}
   - {name: too small, compressed: all, rank: 1/64}
-  - {name: explodes, cells: {outer.learning_rate: 1.0e+6}}
+  - {name: explodes, cells: {outer.learning_rate: 1.0e+6, inner.learning_rate: 1.0e+6}}
 claims:
   - {text: costs, lower: [none, all]}
   - {text: never trained, lower: [none, too small]}
