@@ -9,16 +9,13 @@ from typing import Any
 
 import pytest
 from made_up_run import (
-    ROUND_SECONDS,
     START,
-    TIMED,
     evaluation,
     inner_step,
     link_use,
     made_up_reports,
     made_up_round,
     made_up_spec,
-    timed_reports,
 )
 
 from hetero_pp.config.folder import RunFolder
@@ -55,60 +52,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     record(folder, made_up_reports())
     return folder
-
-
-def test_tensorboard_numbers_the_steps_of_rounds_that_are_time(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    record(tmp_path, list(timed_reports()), spec=made_up_spec(**TIMED))
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [event.step for event in events.Scalars("training_loss/dc")] == list(range(8))
-    assert [event.step for event in events.Scalars("training_loss/home")] == [0, 1, 2]
-
-
-def test_tensorboard_scalars(folder: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder / "tensorboard"))
-    events.Reload()
-
-    def values(tag: str) -> list[tuple[int, Any]]:
-        return [(event.step, pytest.approx(event.value)) for event in events.Scalars(tag)]
-
-    assert values("training_loss/dc") == [(0, 5.0), (1, 5.0), (2, 4.0), (3, 4.0)]
-    assert values("gradient_norm/home")[0] == (0, 2.5)
-    assert values("learning_rate/dc")[0] == (0, 0.1)
-    assert values("validation_loss/home") == [(0, 6.2), (1, 4.7), (2, 3.7)]
-    assert values("validation_loss/mean") == [(0, 6.1), (1, 4.6), (2, 3.6)]
-    assert values("wire_bytes/home.0-1/forward") == [(1, 4010), (2, 4010)]
-    assert values("busy_share/home.0-1/backward")[-1] == (2, 0.25)
-    assert not any(tag.startswith("busy_share/dc-exchange") for tag in events.Tags()["scalars"])
-
-
-def test_tensorboard_has_tokens_their_rate_and_the_configuration(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    reports: list[Report] = []
-    for round_ in (1, 2):
-        reports += made_up_round(round_)
-        for member, seconds in (("dc", 4), ("home.0", 8)):
-            through = Report(time=START + ROUND_SECONDS * (round_ - 1) + seconds, member=member)
-            through.member_round.round = round_
-            reports.append(through)
-    record(tmp_path, reports)
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-
-    def values(tag: str) -> list[tuple[int, float]]:
-        return [(event.step, event.value) for event in events.Scalars(tag)]
-
-    assert values("tokens/dc") == values("tokens/home") == [(1, 200), (2, 400)]
-    assert values("tokens/all") == [(1, 400), (2, 800)]
-    assert values("tokens_per_second/dc") == [(1, 200 / 4), (2, 200 / ROUND_SECONDS)]
-    assert values("tokens_per_second/all") == [(1, 400 / 8), (2, 400 / ROUND_SECONDS)]
-    [text] = events.Tensors("configuration/text_summary")
-    assert b"name: made-up" in text.tensor_proto.string_val[0]
 
 
 def test_a_killed_run_keeps_its_lines(tmp_path: Path) -> None:

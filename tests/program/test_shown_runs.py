@@ -1,20 +1,23 @@
 """Texts and numbers that are shown of made-up runs.
 
 Texts are in shown_runs.json: lines, events in words, lines of a host with a member, the live view, and the end. Numbers
-are in shown_numbers.json: the summary, metrics, and what the page gets.
+are in shown_numbers.json: the summary, metrics, curves, and what the page gets.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from made_up_run import (
     KILLED,
     LEFT,
+    ROUND_SECONDS,
     START,
     TIMED,
     back,
@@ -46,6 +49,7 @@ from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.messages.report_bounds import MOST_LOSS
+from hetero_pp.program.report.boards import Scalars
 from hetero_pp.program.report.display import LiveDisplay, live_view
 from hetero_pp.program.report.lines import OwnRoundLines, words_of
 from hetero_pp.program.report.state import RunState
@@ -147,6 +151,15 @@ def _times(member: str, round_: int = 1, **seconds: Any) -> Report:
     return Report(time=START + 9 + round_, member=member, member_round=pb.MemberRound(round=round_, **parts))
 
 
+def _timed_rounds() -> Iterator[Report]:
+    """Yield rounds that each replica ends at another time."""
+    for round_ in (1, 2):
+        yield from made_up_round(round_)
+        for member, seconds in (("dc", 4), ("home.0", 8)):
+            time = START + ROUND_SECONDS * (round_ - 1) + seconds
+            yield Report(time=time, member=member, member_round=pb.MemberRound(round=round_))
+
+
 def _doing(**doings: Any) -> list[Report]:
     """A member's name has `_` for a dot."""
     step = inner_step(START + 4, "dc", "dc", 1, 0, loss=5.0)
@@ -239,6 +252,7 @@ RUNS: dict[str, tuple[list[Report], dict[str, Any]]] = {
         ],
         {},
     ),
+    "ended by members": ([*_timed_rounds()], {}),
     "waits are told apart": (
         [
             *([*there(), _times("home.1", compute=4.0, outer=2.0, blocked=1.0, wait=2.0)]),
@@ -277,8 +291,9 @@ ENDS = ("whole", "rounds of time", "diverged", "audited", "audited, with differe
 LIVE = ("timed", "a stage is killed", "pauses and repairs")
 """Runs of which the live view is kept."""
 PARTS: dict[str, Sequence[str]] = {
-    "whole": ("summary", "metrics", "history", "frame"),
-    "rounds of time": ("summary",),
+    "whole": ("summary", "metrics", "history", "frame", "curves"),
+    "rounds of time": ("summary", "curves"),
+    "ended by members": ("curves",),
     "killed and paused": ("summary",),
     "lined": ("summary",),
     "timed": ("metrics", "history"),
@@ -349,6 +364,15 @@ def _numbers(run: str, part: str) -> Any:
     if part.startswith("metrics"):
         found = collected(_state(run), *part.split()[2:])
         return {" ".join(key): value for key, value in found.items() if key[0] != "build_info"}
+    if part == "curves":
+        state, curves = RunState(made_up_spec(**changes)), defaultdict[str, list[list[Any]]](list)
+        sink = Mock(write=lambda one: curves[f"{one.tag} by {one.axis}"].append([one.step, one.value]))
+        scalars = Scalars(state, [sink])
+        for report in reports:
+            state.apply(report)
+            scalars.on_report(report)
+        scalars.close()
+        return curves
     view = view_of(reports, **changes)
     if part == "history":
         return {key: value for key, value in view.history("x").items() if key != "settings"}
