@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
+from rewritten import agree
 from ruamel.yaml import YAML
 from typer.testing import CliRunner
 
@@ -31,7 +32,6 @@ replicas:
      boundary: {rank: 1/2, bits: 4}}
   - {name: office, kind: participants, stages: [{layers: 3, line: dsl}, {layers: 1, line: dsl}], batch_size: 8}
 """
-THERE = "expected one of 0 (dc), 1 (home), 2 (office)"
 
 
 @pytest.fixture
@@ -180,13 +180,6 @@ def test_without_a_name_all_replicas_are_meant_that_have_the_key(mixed: Path) ->
     assert [one["batch_size"] for one in _config(mixed, "replicas.batch_size=4")["replicas"]] == [4, 4, 4]
 
 
-@pytest.mark.parametrize("part", ["hone", "7", "home-1"])
-def test_an_unknown_name_lists_those_that_there_are(part: str, mixed: Path) -> None:
-    told = _error(mixed, f"replicas.{part}.batch_size=4")
-    assert told.startswith(f"--set replicas.{part}.batch_size=4: found no entry `{part}` in `replicas`, {THERE}")
-    assert ("did you mean `home`?" in told) == (part != "7")
-
-
 def test_an_ambiguous_name_lists_those_that_there_are(mixed: Path) -> None:
     mixed.write_text(MIXED.replace("name: home", "name: boundary"))
     told = _error(mixed, "replicas.boundary.rank=1/4")
@@ -205,24 +198,24 @@ def test_participants_of_a_plan_are_called_by_their_names(tmp_path: Path) -> Non
 # ---- errors name what was typed ----
 
 
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        ("replicas.home.boundary.rank=x", "found `x`, expected "),
-        ("replicas.home.boundary={rank: x}", "replicas[1].boundary.rank: found `x`, expected "),
-        ("replicas.homes=1", "found no entry `homes` in `replicas`, "),
-        ("replica.0.batch_size=1", "replica: found an unknown key, expected one of "),
-        ("name=a/b", "found `a/b`, expected letters, digits, `-`, `_` and `.`, the first a letter or a digit"),
-        (f"name={'a' * 101}", "found `aaaaaaaaaaaaaaaaaaaa... (101 characters)`, expected letters, digits"),
-        ("data.corpus={a: 1}", "found the keys a, expected text"),
-        ("outer.overlap=2", "found `2`, expected one of 0, 1"),
-        ("outer.method=diloko", "found `diloko`, expected one of `het_pp`, `sparseloco`, `sparseloco_signs`, "),
-        ("outer.rounds=0", "found `0`, expected at least 1"),
-    ],
+WRONG = (
+    *(f"replicas.{part}.batch_size=4" for part in ("hone", "7", "home-1")),
+    "replicas.home.boundary.rank=x",
+    "replicas.home.boundary={rank: x}",
+    "replicas.homes=1",
+    "name=a/b",
+    f"name={'a' * 101}",
+    "data.corpus={a: 1}",
+    "outer.overlap=2",
+    "outer.method=diloko",
+    "outer.rounds=0",
 )
-def test_an_error_names_what_was_typed(change: str, told: str, mixed: Path) -> None:
-    assert _error(mixed, change).startswith(f"--set {change}: {told}")
-    assert _error(mixed, "seed=2", change, "threads=2").startswith(f"--set {change}: {told}")
+
+
+def test_an_error_names_what_was_typed(mixed: Path) -> None:
+    found = {change: _error(mixed, change) for change in WRONG}
+    assert all(_error(mixed, "seed=2", change, "threads=2") == told for change, told in found.items())
+    agree(Path(__file__).with_name("overrides.json"), found)
 
 
 def test_what_the_file_has_wrong_is_the_files(mixed: Path) -> None:
