@@ -11,8 +11,9 @@ not timed.
 - record: from there until the replica has the round's record
 - download: from there until it has the contributions of all others
 
-Ten joiners then read the run checkpoint. `exchange, MB` is what the line of the exchange carries for a round, and
-for these joiners; the members connect to it by a forwarder that counts bytes.
+Before the first round each replica reads the first run checkpoint, and ten joiners read it in the end. The line of the
+exchange carries `start, MB` for the replicas, `round, MB` for a round, and `joiners` for the ten. A forwarder before it
+counts these bytes.
 
 Seconds are the median over rounds of the slowest replica's, on loopback without a limit. `lines` is what the bytes take
 at the paper's 110 Mbit/s up and 500 Mbit/s down, by division; add it for links of that rate.
@@ -128,9 +129,8 @@ def serve(told: Connection, setup: Setup) -> None:
     waits = Window(1.0, math.inf, math.inf)
     rules = Rules(roster.members, roster.blocks, grace=waits, limit=math.inf, lease=waits, hang=waits)
     log = ContributionLog(open_store(setup.store))
+    log.write_checkpoint(checkpoint)  # as a run does before it begins
     exchange = Exchange(RUN, roster, checkpoint, setup.settings, log, rules=rules)
-    log.write_checkpoint(checkpoint)
-    exchange.decided.kept_checkpoint(0)
     server, port = serve_exchange(exchange, RUN_SECRET, "127.0.0.1:0")
     told.send(port)
     with suppress(EOFError):
@@ -178,6 +178,9 @@ def measure(setup: Setup, allowed: Sequence[str]) -> dict[str, Any]:
         for name, client in clients.items():
             client.join(name, "")
         begun = carried()
+        for client in clients.values():
+            client.checkpoint(names, 0)
+        of_start, begun = carried() - begun, carried()
         took = [
             list(pool.map(lambda name, of=round_: _round(clients[name], name, of, setup, sent), setup.names))
             for round_ in range(1, ROUNDS + 1)
@@ -199,7 +202,7 @@ def measure(setup: Setup, allowed: Sequence[str]) -> dict[str, Any]:
         "by": "store" if allowed else "exchange",
         "contribution_bytes": size,
         "checkpoint_bytes": sum(tensor.nbytes for tensor in tensors.values()),
-        "exchange_bytes": {"round": of_rounds / ROUNDS, "joiners": of_joiners},
+        "exchange_bytes": {"start": of_start, "round": of_rounds / ROUNDS, "joiners": of_joiners},
         "seconds": seconds | {"round": median(max(sum(one) for one in round_) for round_ in took[1:])},
         "line_seconds": 8 * size * (1 / UP + others / DOWN),
     }
@@ -244,7 +247,7 @@ def main() -> None:
         raise SystemExit("benchmarks/object_store_round.py needs SeaweedFS, which has a package for Linux only")
     os.environ |= CREDENTIALS
     results = []
-    columns = ("MB", *PHASES, "round, s", "lines, s", "round, MB", "joiners")
+    columns = ("MB", *PHASES, "round, s", "lines, s", "start, MB", "round, MB", "joiners")
     print(f"{'method':<27}{'R':>4}  {'by':<9}" + "".join(f"{name:>10}" for name in columns))
     with tempfile.TemporaryDirectory() as folder, object_service(Path(folder)) as endpoint:
         for number, (method, replicas) in enumerate(product(METHODS, arguments.replicas)):

@@ -195,54 +195,51 @@ class ExchangeClient(ExchangeService):
     def read_checkpoint(
         self, request: pb.CheckpointRequest, caller: Caller, arrived: Arrived = untold
     ) -> dict[str, Tensor]:
-        stored: dict[str, Tensor] = {}  # those that have come from the store
-
-        def read() -> dict[str, Tensor]:
-            tensors: dict[str, Tensor] = {}
-            asked = pb.CheckpointRequest(names=[name for name in request.names if name not in stored])
-            if request.HasField("round"):  # else the next request might be for a later run checkpoint
-                asked.round, asked.reaches_store = request.round, self._reaches_store and by_store
-            until = time.monotonic() + SECONDS_OF_A_URL
-
-            def room_for(header: pb.CheckpointHeader) -> Iterator[memoryview]:
-                """Return as much memory as the exchange says: it is trusted with the model's size."""
-                if header.names != asked.names:
-                    raise MalformedMessage(f"found the tensors {list(header.names)}, expected {list(asked.names)}")
-                if any(tensor.dtype != pb.FP32 for tensor in header.tensors) or len(header.tensors) != len(
-                    header.names
-                ):
-                    raise MalformedMessage("a run checkpoint holds named tensors in fp32")
-                if header.url and {len(header.starts), len(header.sha256)} != {len(header.names)}:
-                    raise MalformedMessage("found a URL without a place and a digest of each tensor")
-                shapes = zip(header.names, header.tensors, strict=True)
-                tensors.update({name: torch.empty(*tensor.shape) for name, tensor in shapes} if not header.url else {})
-                return map(_bytes_of, tensors.values())
-
-            frames = self._stream("RunCheckpoint", asked, STREAM_SECONDS)
-            header = read_into(frames, pb.CheckpointHeader, room_for, arrived)
-            if not header.url:
-                return {name: stored[name] if name in stored else tensors[name] for name in request.names}
-            self._require_store(header.url)
-            parts = zip(header.names, header.tensors, header.starts, header.sha256, strict=True)
-            for name, part, start, digest in parts:
-                tensor = torch.empty(*part.shape)
-                download_range(header.url, start, _bytes_of(tensor), STANDSTILL, arrived)
-                if hashlib.sha256(_bytes_of(tensor)).digest() != digest:
-                    raise StoreError(f"{without_signature(header.url)}: {name} does not match its digest")
-                stored[name] = tensor
-                if time.monotonic() > until:  # the URL is for some minutes, the rest of a large model may take hours
-                    break
-            return {name: stored[name] for name in request.names} if len(stored) == len(request.names) else {}
-
-        by_store, tensors = True, dict[str, Tensor]()
-        while len(tensors) < len(request.names):
+        tensors, by_store = dict[str, Tensor](), True
+        while any(name not in tensors for name in request.names):
             try:
-                tensors = self._again(read)
+                self._again(partial(self._read_tensors, request, by_store, tensors, arrived))
             except StoreError as error:
                 self._do_without(error)
             except FileNotFoundError:
                 by_store = False  # it was removed meanwhile, and the exchange has it open
-        return tensors
+        return {name: tensors[name] for name in request.names}
+
+    def _read_tensors(
+        self, request: pb.CheckpointRequest, by_store: bool, tensors: dict[str, Tensor], arrived: Arrived
+    ) -> None:
+        """Add tensors of a run checkpoint to `tensors`: all that it lacks, or as many as come while a URL is valid."""
+        asked = pb.CheckpointRequest(names=[name for name in request.names if name not in tensors])
+        if request.HasField("round"):  # else the next request might be for a later run checkpoint
+            asked.round, asked.reaches_store = request.round, by_store and self._reaches_store
+        until, came = time.monotonic() + SECONDS_OF_A_URL, dict[str, Tensor]()
+
+        def room_for(header: pb.CheckpointHeader) -> Iterator[memoryview]:
+            """Return as much memory as the exchange says: it is trusted with the model's size."""
+            if header.names != asked.names:
+                raise MalformedMessage(f"found the tensors {list(header.names)}, expected {list(asked.names)}")
+            if any(tensor.dtype != pb.FP32 for tensor in header.tensors) or len(header.tensors) != len(header.names):
+                raise MalformedMessage("a run checkpoint holds named tensors in fp32")
+            if header.url and {len(header.starts), len(header.sha256)} != {len(header.names)}:
+                raise MalformedMessage("found a URL without a place and a digest of each tensor")
+            shapes = zip(header.names, header.tensors, strict=True)
+            came.update({name: torch.empty(*tensor.shape) for name, tensor in shapes} if not header.url else {})
+            return map(_bytes_of, came.values())
+
+        frames = self._stream("RunCheckpoint", asked, STREAM_SECONDS)
+        header = read_into(frames, pb.CheckpointHeader, room_for, arrived)
+        tensors.update(came)
+        if not header.url:
+            return
+        self._require_store(header.url)
+        for name, part, start, digest in zip(header.names, header.tensors, header.starts, header.sha256, strict=True):
+            tensor = torch.empty(*part.shape)
+            download_range(header.url, start, _bytes_of(tensor), STANDSTILL, arrived)
+            if hashlib.sha256(_bytes_of(tensor)).digest() != digest:
+                raise StoreError(f"{without_signature(header.url)}: {name} does not match its digest")
+            tensors[name] = tensor
+            if time.monotonic() > until:  # the URL is for some minutes, the rest of a large model may take hours
+                return
 
     def deposit_blob(self, header: pb.BlobHeader, data: bytes, caller: Caller) -> None:
         """Deposit blobs: together, but by the store each has its own URL."""
@@ -278,9 +275,13 @@ class ExchangeClient(ExchangeService):
             raise StoreError(f"found {without_signature(url)}, expected a URL of {' or '.join(self._stores)}")
 
     def _do_without(self, error: StoreError) -> None:
-        """Send blobs to the exchange from now on, because this member does not reach the store."""
+        """Go through the exchange from now on, because this member does not reach the store."""
         self._reaches_store = False
-        print(f"{error}; contributions are sent through the exchange from now on", file=sys.stderr, flush=True)
+        print(
+            f"{error}; contributions and run checkpoints go through the exchange from now on",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def _send(self, call: str, header: Message, buffers: Iterable[bytes]) -> Any:
         with self._translated():

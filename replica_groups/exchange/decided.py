@@ -167,8 +167,9 @@ class DecidedRounds:
     # ---- run checkpoints ----
 
     def begin(self, checkpoint: RunCheckpoint) -> None:
-        """Serve this run checkpoint, with which the run begins."""
-        self._held, self._newest = checkpoint, checkpoint.round
+        """Serve this run checkpoint, with which the run begins, from the run log if that has it."""
+        is_stored = checkpoint.round in self._runner.retry(self._log.checkpoints)
+        self._held, self._newest = None if is_stored else checkpoint, checkpoint.round
 
     def kept_checkpoint(self, round_: int) -> None:
         """Note that the run log has this run checkpoint, the newest."""

@@ -189,7 +189,6 @@ def begin_run(
     auditor.start()
     limits = None if spec.config.rehearsal is not None else contribution_limits(spec)
     exchange.begin(start.checkpoint, start.damaged, spec, start.last_round, start.note, limits=limits)
-    exchange.decided.kept_checkpoint(start.checkpoint.round)
     return auditor
 
 

@@ -158,7 +158,10 @@ def test_a_member_that_does_not_reach_the_store_says_so_and_goes_by_the_exchange
         assert client.fetch("a", 1, "b", "norm") == run.blob(BlobAddress("run", 1, "b", "norm"))
     assert len([key for key in asked if key != "any"]) == 1
     told = [line for line in capsys.readouterr().err.splitlines() if "through the exchange" in line]
-    assert len(told) == 1 and "cannot be uploaded (Connection refused); contributions are sent through" in told[0]
+    assert (
+        len(told) == 1
+        and "cannot be uploaded (Connection refused); contributions and run checkpoints go through" in told[0]
+    )
 
 
 @pytest.mark.parametrize("url", ["http://169.254.169.254/latest", "file:///etc/passwd", "https://attacker.example/x"])
@@ -195,18 +198,18 @@ def test_what_was_removed_or_changed_in_the_store_is_told_as_it_is(
         signing.delete([gone])
         with pytest.raises(Refused, match="the contribution of b to round 1 is no longer in the log"):
             client.fetch("a", 1, "b", "lm_head")
-        assert "sent through the exchange" not in capsys.readouterr().err  # the store works
+        assert "go through the exchange" not in capsys.readouterr().err  # the store works
         with pytest.raises(Refused, match=r"/norm\.\w+\.blob is damaged: it does not match its digest"):
             client.fetch("a", 1, "b", "norm")
     assert (
-        "does not match its digest; contributions are sent through the exchange from now on"
+        "does not match its digest; contributions and run checkpoints go through the exchange from now on"
     ) in capsys.readouterr().err
 
 
 def _stored_checkpoint(run: Run, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], str]:
     """Let the store have the run's checkpoint, and the exchange send none of it. Return its names, and its key."""
     run.log.write_checkpoint(run.checkpoint)
-    run.exchange.decided.kept_checkpoint(0)
+    run.exchange.decided.begin(run.checkpoint)  # a run begins with a run checkpoint that the store has
     monkeypatch.setattr(OpenCheckpoint, "pieces", _forbidden)
     return list(run.checkpoint.tensors()), checkpoint_key(0)
 
@@ -249,12 +252,12 @@ def test_a_run_checkpoint_that_was_altered_or_removed_in_the_store_comes_from_th
         data = bytearray(signing.get(key))
         signing.delete([key])
         assert _is_the_checkpoint(run, client.checkpoint(names, 0))
-        assert "sent through the exchange" not in capsys.readouterr().err  # the store works
+        assert "go through the exchange" not in capsys.readouterr().err  # the store works
         data[-1] ^= 1
         signing.put(key, bytes(data))
         assert _is_the_checkpoint(run, client.checkpoint(names, 0))
         last = capsys.readouterr().err
-    assert "does not match its digest; contributions are sent through the exchange from now on" in last
+    assert "does not match its digest; contributions and run checkpoints go through the exchange from now on" in last
 
 
 def test_a_part_of_an_object_is_what_was_asked_for(signing: Store) -> None:
