@@ -549,7 +549,7 @@ class Relayed:
             call.cancel()
             if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNAVAILABLE:
                 # Another host may serve the exchange now. Several connections may find that out at the same time.
-                found = answering(self._exchange, self._credentials.identity, _AGAIN_SECONDS)
+                found = answering(self._exchange, self._credentials.identity, _SECONDS_TO_DIAL)
                 with self._dialling:
                     if found is not None and found != self._host and not self._is_closed.is_set():
                         self._channel.close()

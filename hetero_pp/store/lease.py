@@ -127,6 +127,7 @@ class Lease:
         """`number`: that of the lease, if another process of this host has taken it."""
         self._store = store
         self.seconds, self.number = seconds, number
+        self.was_released = False  # whether the holder before ended by itself
         self._held_until = -math.inf
         self._count = 0
         self._over = threading.Event()
@@ -146,7 +147,7 @@ class Lease:
 
     def wait(self, say: Say, is_due: Callable[[], bool]) -> None:
         """Become the next holder once no other process holds the lease, and `is_due`. Tries again after any error."""
-        told = ""
+        told: str | None = None
         while True:
             said = ""
             try:
@@ -179,6 +180,7 @@ class Lease:
         if not is_mine or self._last() > self.number:
             raise _taken(self._store, self._told(self._last()).who)
         self.renew()
+        self.was_released = heard == OVER
         if last and self._heard(last) not in (heard, OVER):
             # It lived until a moment ago. If it saw no later holder then, it may use the store until its time is over.
             for _ in range(_LOOKS):

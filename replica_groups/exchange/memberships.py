@@ -513,6 +513,8 @@ class Memberships:
         # An earlier try may have created it, although no answer arrived.
         if not (self._store.create(self._key(number), data) or self._store.get(self._key(number)) == data):
             return False
+        if self._last() > number:  # this process was away for so long that the change of this number is gone
+            return False
         self._writer.execute(f"PRAGMA user_version = {number}")
         if "rows" in change and number > WITH_ALL_ROWS:
             older = range(max(1, number - 2 * WITH_ALL_ROWS), number - WITH_ALL_ROWS)
@@ -524,16 +526,20 @@ class Memberships:
         applied: int = self._writer.execute("PRAGMA user_version").fetchone()[0]
         return applied
 
+    def _last(self) -> int:
+        """Return the number of the last change in the store."""
+        assert self._store is not None
+        return max((int(name) for name in self._store.names(self._folder) if name.isdigit()), default=0)
+
     def _key(self, number: int) -> str:
         return f"{self._folder}/{number:06d}"
 
     def _catch_up(self) -> None:
         """Apply the changes of other processes. Raises StoreError for one that cannot be read."""
         assert self._store is not None
-        numbers = [int(name) for name in self._store.names(self._folder) if name.isdigit()]
         try:
             self._writer.execute("BEGIN IMMEDIATE")
-            begin, last = 1 + self._applied(), max(numbers, default=0)
+            begin, last = 1 + self._applied(), self._last()
             newest = last - last % WITH_ALL_ROWS  # the newest with all rows
             for number in range(max(begin, newest), last + 1):
                 change = json.loads(self._store.get(self._key(number)), object_hook=_with_bytes)

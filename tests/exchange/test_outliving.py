@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from threading import Event, Semaphore
@@ -34,6 +35,13 @@ from replica_groups.audit.showing import Shows
 from replica_groups.exchange.server import serve_exchange
 
 SECRET = Secret("a secret")
+
+
+def free_port() -> int:
+    """Return a port on which nothing listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -79,6 +87,28 @@ def test_who_has_contributed_deposits_again_with_the_next_exchange(waits: bool, 
     assert run.counted(1) == {"a": 2, "b": 1}
     for name, tensor in b.holds().items():
         assert not waits or a.holds()[name].equal(tensor), name
+    client.close()
+    server.stop(None).wait()
+
+
+def test_a_client_goes_to_the_host_that_serves_the_exchange_now(tmp_path: Path) -> None:
+    """The second host begins to serve once the first one has ended, and the first one serves again later."""
+    run = Run(tmp_path, {"a": 1, "b": 1}, quorum=1.0)
+    ports = [free_port(), free_port()]
+    server, _ = serve_exchange(run.exchange, SECRET, f"127.0.0.1:{ports[0]}")
+    client = ExchangeClient(",".join(f"127.0.0.1:{one}" for one in ports), SECRET.credentials("a"), "run")
+    run.exchange.died("a", "to be taken over the network")
+    client.join("a", "")
+    for port in (ports[1], ports[0]):
+        first = run.exchange
+        ended = server.stop(None)
+        first.runner.fail("it is gone")
+        assert ended.wait(TIMEOUT)
+        asked = in_thread(client.last_round)  # no host answers yet
+        run.take_over()
+        server, _ = serve_exchange(run.exchange, SECRET, f"127.0.0.1:{port}")
+        assert asked.result(TIMEOUT) == 0
+        assert not client.heartbeat("a").is_over
     client.close()
     server.stop(None).wait()
 

@@ -97,3 +97,12 @@ def test_what_was_kept_is_not_believed_if_it_is_damaged(
 def test_what_is_no_digest(exchange: Exchange, tokens: str) -> None:
     with pytest.raises(Refused, match="dc: an invalid digest of tokens"):
         exchange.agree("dc", "{}", tokens)
+
+
+def test_a_store_that_other_hosts_reach_gets_the_text(run: Run, tmp_path: Path) -> None:
+    text = RunFolder(tmp_path).text
+    own = Exchange(
+        "run", run.roster, None, SETTINGS, run.log, rules=run.rules, text=text, clock=run.clock, is_shared=True
+    )
+    _join(own, "dc", OURS)
+    assert run.log.store.get("text") == text.read_bytes()

@@ -84,6 +84,7 @@ class Relayed:
         self.exchange = f"127.0.0.1:{port}"
         self.proxy = CuttingProxy(self.exchange)
         stack.callback(self.proxy.close)
+        self.hosts = self.proxy.address  # of the exchange, as its members know them
 
     def _make_relay(self, *arguments: Any) -> relay.Relay:
         self.relay = relay.Relay(*arguments)
@@ -104,7 +105,7 @@ class Relayed:
         server = StageLink(LinkSide(LINK, self.own(as_, holder), as_, seed=1, patience=TIMEOUT), expected=None)
         server.listen(str(local))
         self._stack.callback(server.close, grace=0)
-        relayed = RelayedListener(self.proxy.address, SECRET.credentials(name, encrypted=True), LINK.name, str(local))
+        relayed = RelayedListener(self.hosts, SECRET.credentials(name, encrypted=True), LINK.name, str(local))
         self._stack.callback(relayed.close)
         return server
 
@@ -116,7 +117,7 @@ class Relayed:
 
     def dial(self, timeout: float = TIMEOUT) -> GrpcLinkEnd:
         """Dial as the upstream stage."""
-        relayed = RelayedDialler(self.proxy.address, SECRET.credentials("home.0", encrypted=True), LINK.name)
+        relayed = RelayedDialler(self.hosts, SECRET.credentials("home.0", encrypted=True), LINK.name)
         self._stack.callback(relayed.close)
         own = Credentials("", identity=SECRET.authority.identity("home.0"))
         dialer = StageLink(LinkSide(LINK, own, "home.0", seed=1, patience=TIMEOUT))
@@ -243,6 +244,18 @@ def test_a_link_goes_on_where_the_way_to_the_relay_was_cut(relayed: Relayed) -> 
     closing.start()
     above.close()
     closing.join(TIMEOUT)
+
+
+def test_a_link_is_relayed_by_the_host_that_serves_the_exchange_now(relayed: Relayed) -> None:
+    """The first host of the exchange is gone."""
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    relayed.hosts = f"127.0.0.1:{port},{relayed.proxy.address}"
+    server = relayed.listen()
+    above = relayed.dial()
+    below = server.accept(TIMEOUT)
+    above.send(_message(0))
+    _expect(below, range(1))
 
 
 def test_a_relay_that_brings_another_one_is_found_out(relayed: Relayed) -> None:

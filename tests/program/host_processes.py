@@ -47,14 +47,14 @@ class HostProcesses:
             process.kill()
             self.wait(host)
 
-    def metrics(self) -> str:
-        """Return the metrics of the exchange so far."""
-        path = self.runs() / self.run / "metrics.jsonl"
+    def metrics(self, host: str = "exchange") -> str:
+        """Return the metrics that a host of the exchange has so far."""
+        path = self.runs(host) / self.run / "metrics.jsonl"
         return path.read_text() if path.exists() else ""
 
-    def told(self, event: str) -> list[dict[str, Any]]:
-        """Return the exchange's metrics that contain this text."""
-        return [json.loads(line) for line in self.metrics().split("\n")[:-1] if event in line]
+    def told(self, event: str, host: str = "exchange") -> list[dict[str, Any]]:
+        """Return the metrics that contain this text."""
+        return [json.loads(line) for line in self.metrics(host).split("\n")[:-1] if event in line]
 
     def summary(self, host: str = "exchange") -> dict[str, Any]:
         found: dict[str, Any] = json.loads((self.runs(host) / self.run / "summary.json").read_text())

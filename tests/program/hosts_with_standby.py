@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import signal
 from pathlib import Path
 
@@ -78,7 +77,3 @@ def _writes_below(process: psutil.Process, folder: str) -> bool:
         return (Path("/proc") / str(process.pid) / "fd" / "2").resolve().is_relative_to(folder)
     except OSError:
         return False
-
-
-def hashes(printed: str) -> list[str]:
-    return re.findall(r"sha256 [0-9a-f]+", printed)

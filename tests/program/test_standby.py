@@ -10,13 +10,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from asking import ask
 from hosts_with_standby import MEMBERS, HostsWithStandby
+
+from hetero_pp.store.opening import open_store
+from replica_groups.exchange.log import record_key
+from replica_groups.exchange.memberships import Memberships
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from fault_injection.dying_host import PHASES
+from object_service import KEY, SECRET, object_service
 
 ROUNDS = 5
 DIES_IN = 3
+S3 = [("part", "s3"), ("checkpoint", "s3")] if sys.platform == "linux" else []
+"""Phases with an object store, if SeaweedFS has a package: it has one for Linux."""
 
 
 @pytest.fixture
@@ -43,21 +51,102 @@ def expected(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         run.kill()
 
 
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with object_service(tmp_path_factory.mktemp("seaweedfs")) as address:
+        yield address
+
+
+def _to_its_end(run: HostsWithStandby, expected: dict[str, str], last: str = "standby") -> None:
+    """Wait until a run is over, and require the hashes of one without a fault."""
+    for part in (last, *MEMBERS):
+        assert run.wait(part)[0] == 0, run.printed(part)
+    assert run.summary(last)["parameters_sha256"] == expected
+    assert run.summary(last)["rounds"] == ROUNDS
+    closed = [line["round"] for line in run.told('"round_closed"', last)]
+    assert closed == list(range(1, ROUNDS + 1))  # those of the first host are read from the store
+
+
 @pytest.mark.starts_processes
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(("phase", "kind"), [*((phase, "folder") for phase in PHASES), *S3])
 def test_a_host_that_dies_in_any_phase_is_followed(
-    phase: str, corpus: Path, tmp_path: Path, made: list[HostsWithStandby], expected: dict[str, str]
+    phase: str,
+    kind: str,
+    corpus: Path,
+    tmp_path: Path,
+    made: list[HostsWithStandby],
+    expected: dict[str, str],
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run = HostsWithStandby(tmp_path, corpus, ROUNDS, str(tmp_path / "store"))
+    url = str(tmp_path / "store")
+    if kind == "s3":
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+        url = f"s3://{phase}/runs?endpoint={request.getfixturevalue('service')}"
+        open_store(url).put("first", b"")  # the service makes a bucket with its first object
+        open_store(url).delete(["first"])
+    run = HostsWithStandby(tmp_path, corpus, ROUNDS, url)
     made.append(run)
     run.serve("exchange", dies=(phase, DIES_IN, "KILL"))
-    run.start("standby")
+    run.serve("standby", dies=("never", 1, "KILL") if kind == "s3" else None)  # which has the store's credentials
     for part in MEMBERS:
         run.start(part)
     assert run.wait("exchange")[0] == -signal.SIGKILL, run.printed("exchange")
-    assert run.wait("standby")[0] == 0, run.printed("standby")
+    _to_its_end(run, expected)
+
+
+@pytest.mark.starts_processes
+def test_a_host_that_was_frozen_writes_nothing_and_becomes_the_standby(
+    corpus: Path, tmp_path: Path, made: list[HostsWithStandby], expected: dict[str, str]
+) -> None:
+    run = HostsWithStandby(tmp_path, corpus, ROUNDS, str(tmp_path / "store"))
+    made.append(run)
+    run.serve("exchange", dies=("part", DIES_IN, "STOP"))
+    run.start("standby")
     for part in MEMBERS:
-        assert run.wait(part)[0] == 0, run.printed(part)
-    summary = run.summary("standby")
-    assert summary["parameters_sha256"] == expected
-    assert summary["rounds"] == ROUNDS
+        run.start(part)
+    run.wait_until(lambda: run.log.last_record() >= DIES_IN)
+    record = run.log.store.get(record_key(DIES_IN))
+    run.stop_host("exchange", signal.SIGCONT)
+    run.wait_until(lambda: "this host is a standby now" in run.printed("exchange"))
+    _to_its_end(run, expected)
+    assert run.log.store.get(record_key(DIES_IN)) == record
+    assert run.wait("exchange")[0] == 0, run.printed("exchange")
+    assert run.printed("exchange").rstrip().endswith(f"extend it with `--resume --set outer.rounds=N`, N > {ROUNDS}")
+
+
+# ---- bad input: one line ----
+
+
+def test_a_standby_with_another_runs_token(corpus: Path, tmp_path: Path) -> None:
+    run = HostsWithStandby(tmp_path, corpus, ROUNDS, str(tmp_path / "store"))
+    (tmp_path / "run.yaml").write_text(run.text)
+    Memberships(tmp_path / "members.sqlite", store=open_store(str(tmp_path / "store" / "hosts")), token="a").close()
+    more = ["--standby", "--token-file", str(tmp_path / "token"), "--runs", str(tmp_path / "runs")]
+    code, _, errors = ask("serve", tmp_path / "run.yaml", *more)
+    assert code == 2
+    told = "found another token, expected that of the run: copy it from a host that has served it, and give it with"
+    assert f"{tmp_path / 'store' / 'hosts'}: {told} --token-file" in errors
+
+
+def test_a_standby_without_another_host_or_a_token(corpus: Path, tmp_path: Path) -> None:
+    run = HostsWithStandby(tmp_path, corpus, ROUNDS, str(tmp_path / "store"))
+    (tmp_path / "run.yaml").write_text(run.text)
+    more = ["--standby", "--runs", str(tmp_path / "runs")]
+    code, _, errors = ask("serve", tmp_path / "run.yaml", *more)
+    assert code == 2
+    assert "--standby: expected --token-file FILE, too" in errors
+    code, _, errors = ask("serve", tmp_path / "run.yaml", "--set", "exchange.hosts=[]", *more)
+    assert code == 2
+    assert "exchange.hosts=[]: found 0 hosts with --standby, expected every host that may serve it" in errors
+
+
+def test_two_hosts_without_a_store(corpus: Path, tmp_path: Path) -> None:
+    run = HostsWithStandby(tmp_path, corpus, ROUNDS, "unused")
+    (tmp_path / "run.yaml").write_text(run.text.partition("store:")[0])
+    code, _, errors = ask("check", tmp_path / "run.yaml", "--runs", tmp_path / "runs")
+    line = 1 + run.text.partition("exchange:")[0].count("\n")
+    told = "exchange.hosts: found 2 hosts without a `store.url`, expected a store that all of them reach, too"
+    assert code == 2
+    assert f"run.yaml:{line}: {told}" in errors

@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 from started import Started
 
-from hetero_pp.core.errors import ConfigError
-from hetero_pp.store.lease import acting_for
+from hetero_pp.core.errors import ConfigError, StoreError
+from hetero_pp.store import lease as module
+from hetero_pp.store.lease import Lease, acting_for
 from hetero_pp.store.opening import open_store
 from hetero_pp.store.store import Store
 
 TIMEOUT = 60.0
+SECONDS = 5.0
 TAKEN = r"another launch uses the log of this run.*; wait until it has ended, or stop it$"
 
 
@@ -116,3 +118,131 @@ def test_who_was_taken_for_dead_is_told(objects: Store) -> None:
         objects.put("coordinator/000002", b'{"who": "anna, process 7", "seconds": 30}')
         assert told.wait(TIMEOUT)
     assert heard == ["memory:: another launch (anna, process 7) has taken over this run"]
+
+
+# ---- a run that several hosts may serve: the lease is fenced ----
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Return the time that leases measure, which only the test changes."""
+    found = [100.0]
+    monkeypatch.setattr(module, "_now", lambda: found[0])
+    return found
+
+
+def _first(store: Store) -> Lease:
+    """Return a lease that this process holds."""
+    lease = Lease(store, SECONDS)
+    lease.take(_ignore)
+    return lease
+
+
+def test_a_holder_uses_the_store_only_until_its_time_is_over(store: Store, clock: list[float]) -> None:
+    lease = _first(store)
+    fenced = lease.fenced(store)
+    clock[0] += SECONDS - 0.1
+    fenced.put("here", b"")
+    clock[0] += 0.2
+    with pytest.raises(StoreError, match=r"cannot be used \(the lease was not renewed for 5 s\)"):
+        fenced.put("not here", b"")
+    with pytest.raises(StoreError, match="cannot be used"):
+        fenced.path("not here")  # a file is written by its path
+    assert lease.renew() == ""
+    fenced.put("here again", b"")
+    assert [key for key in store.below() if "here" in key] == ["here", "here again"]
+
+
+def test_the_time_counts_from_before_the_heartbeat_is_written(
+    objects: Store, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease, put = _first(objects), objects.put
+
+    def put_slowly(key: str, data: bytes) -> None:
+        put(key, data)
+        clock[0] += SECONDS  # the answer takes that long
+
+    monkeypatch.setattr(objects, "put", put_slowly)
+    lease.renew()
+    assert not lease.is_held
+
+
+def test_a_holder_that_was_followed_does_not_use_the_store_any_more(store: Store, clock: list[float]) -> None:
+    lease = _first(store)
+    store.put("coordinator/000002", b'{"who": "anna, process 7", "seconds": 5}')
+    assert lease.renew().endswith("another launch (anna, process 7) has taken over this run")
+    assert not lease.is_held
+
+
+def test_a_process_that_takes_over_waits_for_a_holder_that_lived_until_a_moment_ago(
+    objects: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last heartbeat arrives after the last look, and before the next holder is known: it saw nobody."""
+    first, second, create = _first(objects), Lease(objects, 0.5), objects.create
+    waited: list[float] = []
+
+    def create_after_a_heartbeat(key: str, data: bytes) -> bool:
+        assert first.renew() == ""
+        return create(key, data)
+
+    monkeypatch.setattr(objects, "create", create_after_a_heartbeat)
+    monkeypatch.setattr(second._over, "wait", waited.append)
+    second.wait(_ignore, lambda: True)
+    assert second.number == first.number + 1
+    looks = waited[: len(waited) // 2], waited[len(waited) // 2 :]
+    assert sum(looks[0]) == sum(looks[1]) == pytest.approx(SECONDS)  # as the first one has announced, twice
+    assert first.renew() != ""
+
+
+def test_a_standby_waits_until_it_is_due(objects: Store) -> None:
+    """No lease is held, but there is no run yet."""
+    due = threading.Event()
+    lease, told = Lease(objects, 0.2), list[str]()
+    waiting = threading.Thread(target=lease.wait, args=(told.append, due.is_set))
+    waiting.start()
+    while not told:
+        assert waiting.is_alive()
+    assert objects.names("coordinator") == []
+    due.set()
+    waiting.join(TIMEOUT)
+    assert lease.is_held
+    assert told == ["memory:: no host serves this run"]
+
+
+def test_a_standby_follows_a_holder_that_ends_at_once_and_of_several_one_does(store: Store) -> None:
+    first, acting = _first(store), threading.Semaphore(0)
+    leases = [Lease(store, SECONDS) for _ in range(3)]
+    over = threading.Event()
+
+    def act(lease: Lease) -> None:
+        lease.wait(_ignore, lambda: not over.is_set())
+        acting.release()
+
+    threads = [threading.Thread(target=act, args=(one,), daemon=True) for one in leases]
+    for one in threads:
+        one.start()
+    with first.kept(_ignore):
+        assert not acting.acquire(timeout=0.5)
+    assert acting.acquire(timeout=TIMEOUT)
+    over.set()
+    assert [one.is_held for one in leases].count(True) == 1
+
+
+def test_a_fenced_process_is_told_once_the_store_takes_no_heartbeat(
+    objects: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease, told, heard = Lease(objects, 0.3, 1), threading.Event(), list[str]()
+
+    def fail(key: str, data: bytes) -> None:
+        raise StoreError("unreachable")
+
+    def on_lost(line: str) -> None:
+        heard.append(line)
+        told.set()
+
+    lease.fence(on_lost)
+    assert lease.is_held
+    monkeypatch.setattr(objects, "put", fail)
+    assert told.wait(TIMEOUT)
+    assert heard == ["memory:: no heartbeat arrived within 0.3 s"]
+    assert not lease.is_held

@@ -236,6 +236,11 @@ def run_on_this_host(
                 with claim_store(config, folder, standby) as lease:
                     if resume and config.store.url is not None:
                         require_token(config.store.open(config.name, folder.log), token)
+                    if standby and lease is not None and lease.was_released:
+                        fetch_configuration(config, folder)
+                        if over := over_on_disk(folder):  # and all members have heard it
+                            announce(f"{config.name}: {over}")
+                            return
                     _run_and_record(prepared, runs, start, resume, invocation)
                 return
             except TakenOver as error:
