@@ -413,9 +413,9 @@ def test_a_command_that_cannot_write_says_so_in_one_line_and_leaves_what_was_the
 def test_a_database_without_room_is_one_line_and_keeps_what_it_has(tmp_path: Path) -> None:
     members = Memberships(tmp_path / "members.sqlite")
     first = members.invite("home.0", 1000.0)
-    members._database.execute("PRAGMA max_page_count=1")
+    members._writer.execute("PRAGMA max_page_count=1")
     with pytest.raises(StoreError, match=r"members\.sqlite: cannot be written \(database or disk is full\)"):
         for _ in range(1000):
             members.invite(None, 1000.0)
-    members._database.execute("PRAGMA max_page_count=1000000")
+    members._writer.execute("PRAGMA max_page_count=1000000")
     assert members.enrol(first, b"key", ["home.0"], 1000.0).slot == "home.0"
