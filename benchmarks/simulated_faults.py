@@ -127,7 +127,7 @@ def _earlier(path: Path | None, seed: int) -> Total:
 
 def _source() -> str:
     """Return a digest of the rules and of the simulation."""
-    files = [*(ROOT / "replica_groups" / "protocol").glob("*.py"), *(ROOT / "tests" / "simulation").glob("*.py")]
+    files = [*(ROOT / "replica_groups" / "rounds").glob("*.py"), *(ROOT / "tests" / "simulation").glob("*.py")]
     played = [path for path in sorted(files) if not path.stem.startswith(("test_", "mutations"))]
     return hashlib.sha256(b"".join(path.read_bytes() for path in played)).hexdigest()[:16]
 

@@ -25,6 +25,7 @@ from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, FLUSH, GRADI
 from hetero_pp.model.inner import REMEDIES
 from hetero_pp.pipeline.coefficients import Symbols, is_finite, noise_key
 from hetero_pp.pipeline.schedule import Action, ScheduleEvent, forward_only, one_forward_one_backward
+from hetero_pp.store.faults import NO_FAULTS
 from stages.sender import MakeMessage, Sender, Tensors, copies_of
 from stages.stage import Stage
 from stages.transcript import Entry, NoTranscript, Way
@@ -124,6 +125,10 @@ class StageWorker:
         self.gradient_norm = math.nan  # gradient norm of the whole replica in the last step that this stage applied
         self.learning_rate = math.nan
         self.was_last = False  # whether the last step was marked as the last of its round
+        self.applied = 0  # steps of the round that are applied, those of earlier holders of the slot included
+        self.faults = NO_FAULTS  # faults to be injected into its computation
+        self._may_repeat = False
+        """Whether a norm may come that no step waits for: the first step after `resume` repeats the one before."""
         self._upstream = upstream
         self._downstream = downstream
         self._pending_step: int | None = None
@@ -154,6 +159,31 @@ class StageWorker:
         self._pending_step = self._norm_to_announce = None
         self.stage.drop()
 
+    def suspend(self) -> tuple[int, bool]:
+        """Discard an incomplete step, but not one that waits for its gradient norm. Must not be called during a step.
+
+        Returns the steps of the round that are applied, and whether another one waits.
+        """
+        if self._pending_step is None:
+            self.stage.drop()
+        return self.applied, self._pending_step is not None
+
+    def resume(self, step: int, keeps: bool) -> None:
+        """Go on at a step of the round, counted from 0, after `suspend` and `relink`, or at the start of the round.
+
+        The group has applied all earlier steps, and this stage them or all but one if it `keeps` its own. A stage that
+        lacks the last one gets the norm with the first activation, because each stage that knows the norm repeats it.
+        """
+        self.transcript.begin()
+        if not keeps:
+            self.drop()
+        elif self.applied == step:
+            self.drop()
+            self._norm_to_announce = self.gradient_norm
+        if self._pending_step is None:
+            self.applied = step
+        self._may_repeat = True
+
     def relink(self, upstream: LinkEnd | None, downstream: LinkEnd | None) -> None:
         """Replace the links to the same stages, between two inner loops or after `drop`."""
         self._upstream, self._downstream = upstream, downstream
@@ -168,12 +198,13 @@ class StageWorker:
         """
         if step == 0:
             self.transcript.begin()
+            self.applied, self._may_repeat = 0, False
         count = self.settings.micro_batches
         under_way = _Step(round_, step, global_step, ACTIVATION, is_last, backwards_left=count, gradients_left=count)
         if tokens is not None:
             under_way.tokens = dict(enumerate(tokens.chunk(self.settings.micro_batches)))
         self._run(self._train_events, under_way)
-        self._pending_step = global_step
+        self._pending_step, self._may_repeat = global_step, False
         self.was_last = under_way.is_last
         if self.stage.spec.is_first:
             own_norm = self.stage.optimizer.gradient_norm().item()
@@ -235,6 +266,8 @@ class StageWorker:
     # ---- compute ----
 
     def _forward(self, under_way: _Step, index: int) -> None:
+        if under_way.purpose == ACTIVATION:
+            self.faults.computes(under_way.round, under_way.step, index, is_forward=True)
         started = time.perf_counter()
         message = under_way.received.pop(index, None)
         came = under_way.came.pop(index, None)
@@ -257,6 +290,7 @@ class StageWorker:
         self.timing.compute += time.perf_counter() - started
 
     def _backward(self, under_way: _Step, index: int) -> None:
+        self.faults.computes(under_way.round, under_way.step, index, is_forward=False)
         started = time.perf_counter()
         message = under_way.received.pop(index, None)
         hop = self.stage.spec.index - 1
@@ -308,10 +342,15 @@ class StageWorker:
             self.learning_rate = self.stage.step(self._pending_step, norm_here)
         self.gradient_norm = self._norm_to_announce = norm
         self._pending_step = None
+        self.applied += 1
         self.timing.compute += time.perf_counter() - started
 
     def _apply_told(self, norm: float) -> None:
         """Apply the waiting step with a norm from the previous stage, which must be at least this stage's own norm."""
+        if self._pending_step is None and self._may_repeat and 0 <= norm <= LARGEST_NORM:
+            self.gradient_norm = self._norm_to_announce = norm  # for later stages, which may lack it
+            self._may_repeat = False
+            return
         if self._pending_step is None:
             raise MalformedMessage("found a gradient norm, but no step is waiting for one")
         least = math.sqrt(self._own_squared) * (1 - _ROUNDING)

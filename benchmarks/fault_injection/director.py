@@ -104,7 +104,7 @@ class Director:
         with suppress(EOFError, OSError):
             while True:
                 told = json.loads(connection.recv_bytes())
-                point = (told["round"], FaultPhase(told["phase"]))
+                point = (told["round"], told["phase"])
                 self._come_to(member, point)
                 if told["waits"]:
                     go = {"do": "go", "round": point[0], "phase": point[1]}

@@ -149,6 +149,8 @@ def _check_moment(fault: Fault, member: str, spec: RunSpec) -> None:
         raise ConfigError(
             ("at", "phase"), f"found `{fault.at.phase}` of {member}, which trains on several ranks, expected `training`"
         )
+    if fault.at.step is not None and (member not in spec.members or spec.members[member].stage is None):
+        raise ConfigError(("at", "step"), f"found {fault.at.step} of {member}, which is no stage, expected none")
     every, last = spec.latest.states_every, spec.latest.rounds
     if fault.at.phase == FaultPhase.SAVING and fault.at.round % every and fault.at.round != last:
         raise ConfigError(

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from fault_injection.full_disk import FullDisk
 from fault_injection.schedule import Point
-from fault_injection.settings import Kind
+from fault_injection.settings import Kind, point_of
 from fault_injection.wire import Wire
-from hetero_pp.store.faults import FaultPhase, Faults
+from hetero_pp.store.faults import Faults
 from hetero_pp.store.store import Store
 
 
@@ -55,7 +55,12 @@ class InjectedFaults(Faults):
 
     # ---- called by the process ----
 
-    def reached(self, phase: FaultPhase, round_: int) -> None:
+    def computes(self, round_: int, step: int, micro_batch: int, is_forward: bool) -> None:
+        point = point_of(step, micro_batch)
+        if is_forward and (round_, point) in self._orders.points:
+            self.reached(point, round_)
+
+    def reached(self, phase: str, round_: int) -> None:
         """Report the phase to the launcher; if faults are due here, wait until the launcher has injected them."""
         point = (round_, phase)
         waits = point in self._orders.points and point not in self._gone_on
@@ -105,7 +110,7 @@ class InjectedFaults(Faults):
         match message["do"]:
             case "go":
                 with self._go:
-                    self._gone_on.add((int(str(message["round"])), FaultPhase(str(message["phase"]))))
+                    self._gone_on.add((int(str(message["round"])), str(message["phase"])))
                     self._go.notify_all()
             case Kind.CUT if wire is not None:
                 wire.cut()

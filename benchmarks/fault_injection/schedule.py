@@ -25,10 +25,9 @@ from fault_injection.settings import (
 from hetero_pp.config.lines import EXCHANGE
 from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.seeds import seed_of
-from hetero_pp.store.faults import FaultPhase
 
-Point = tuple[int, FaultPhase]
-"""(round, phase)"""
+Point = tuple[int, str]
+"""(round, FaultPhase or point within the inner loop)"""
 
 
 @dataclass(frozen=True, order=True)
@@ -94,7 +93,7 @@ def schedule_of(file: FaultFile, spec: RunSpec) -> Schedule:
     for fault in file.faults:
         if isinstance(fault, Fault) and fault.at is not None:
             injection = _injection(fault, spec)
-            at[injection.member, (fault.at.round, fault.at.phase)].append(injection)
+            at[injection.member, (fault.at.round, fault.at.point)].append(injection)
     return Schedule(dict(at), file, spec)
 
 

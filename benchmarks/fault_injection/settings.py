@@ -38,6 +38,18 @@ class Moment(Settings):
 
     round: int = Field(ge=1)
     phase: FaultPhase = FaultPhase.TRAINING
+    step: int | None = Field(None, ge=0, description="inner step of the round, from 0, of a stage")
+    micro_batch: int = Field(0, ge=0, description="micro-batch of that step, from 0, whose forward it comes to")
+
+    @property
+    def point(self) -> str:
+        """The phase, or the step and micro-batch."""
+        return self.phase if self.step is None else point_of(self.step, self.micro_batch)
+
+
+def point_of(step: int, micro_batch: int) -> str:
+    """Return the name of a point within the inner loop of a stage."""
+    return f"step {step}, micro-batch {micro_batch}"
 
 
 class Fault(Settings):

@@ -195,6 +195,12 @@ class RunSpec:
         # A rehearsal has fewer steps a round. The replica takes the same share of them as in the run.
         return {name: max(1, round(steps * given / rehearsed.steps)) for name, steps in own.items()}
 
+    @property
+    def resumes(self) -> bool:
+        """Whether a group that lost a stage resumes at the inner step; else it begins the round again."""
+        outer = self.config.outer
+        return not outer.overlap and not outer.keep_local and outer.source == "difference"
+
     def with_changes(self, changes: Changes) -> RunSpec:
         return RunSpec(self.config, self.shape.vocabulary, changes)
 

@@ -54,6 +54,7 @@ class MembershipEventKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     NOT_AWAITED: _ClassVar[MembershipEventKind]
     UNAUDITED: _ClassVar[MembershipEventKind]
     AUDITED: _ClassVar[MembershipEventKind]
+    RESUMED: _ClassVar[MembershipEventKind]
 
 class Awaited(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -98,6 +99,7 @@ EXCLUDED: MembershipEventKind
 NOT_AWAITED: MembershipEventKind
 UNAUDITED: MembershipEventKind
 AUDITED: MembershipEventKind
+RESUMED: MembershipEventKind
 AWAITED_UNSPECIFIED: Awaited
 JOINING: Awaited
 CONTRIBUTING: Awaited
@@ -351,23 +353,25 @@ class StageMessages(_message.Message):
     def __init__(self, records: _Optional[bytes] = ..., from_previous: _Optional[_Union[Statement, _Mapping]] = ..., from_next: _Optional[_Union[Statement, _Mapping]] = ...) -> None: ...
 
 class BlobEntry(_message.Message):
-    __slots__ = ("block", "sha256", "size", "kept_values", "norm", "peak")
+    __slots__ = ("block", "sha256", "size", "kept_values", "norm", "peak", "steps")
     BLOCK_FIELD_NUMBER: _ClassVar[int]
     SHA256_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
     KEPT_VALUES_FIELD_NUMBER: _ClassVar[int]
     NORM_FIELD_NUMBER: _ClassVar[int]
     PEAK_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
     block: str
     sha256: bytes
     size: int
     kept_values: int
     norm: float
     peak: float
-    def __init__(self, block: _Optional[str] = ..., sha256: _Optional[bytes] = ..., size: _Optional[int] = ..., kept_values: _Optional[int] = ..., norm: _Optional[float] = ..., peak: _Optional[float] = ...) -> None: ...
+    steps: int
+    def __init__(self, block: _Optional[str] = ..., sha256: _Optional[bytes] = ..., size: _Optional[int] = ..., kept_values: _Optional[int] = ..., norm: _Optional[float] = ..., peak: _Optional[float] = ..., steps: _Optional[int] = ...) -> None: ...
 
 class ContributionEntry(_message.Message):
-    __slots__ = ("replica", "weight", "digest", "blobs", "generation", "steps", "tokens", "scale", "commitments")
+    __slots__ = ("replica", "weight", "digest", "blobs", "generation", "steps", "tokens", "scale", "commitments", "restarts")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -377,6 +381,7 @@ class ContributionEntry(_message.Message):
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     SCALE_FIELD_NUMBER: _ClassVar[int]
     COMMITMENTS_FIELD_NUMBER: _ClassVar[int]
+    RESTARTS_FIELD_NUMBER: _ClassVar[int]
     replica: str
     weight: float
     digest: bytes
@@ -386,7 +391,8 @@ class ContributionEntry(_message.Message):
     tokens: int
     scale: float
     commitments: _containers.RepeatedCompositeFieldContainer[Commitment]
-    def __init__(self, replica: _Optional[str] = ..., weight: _Optional[float] = ..., digest: _Optional[bytes] = ..., blobs: _Optional[_Iterable[_Union[BlobEntry, _Mapping]]] = ..., generation: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., scale: _Optional[float] = ..., commitments: _Optional[_Iterable[_Union[Commitment, _Mapping]]] = ...) -> None: ...
+    restarts: _containers.RepeatedCompositeFieldContainer[Restart]
+    def __init__(self, replica: _Optional[str] = ..., weight: _Optional[float] = ..., digest: _Optional[bytes] = ..., blobs: _Optional[_Iterable[_Union[BlobEntry, _Mapping]]] = ..., generation: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., scale: _Optional[float] = ..., commitments: _Optional[_Iterable[_Union[Commitment, _Mapping]]] = ..., restarts: _Optional[_Iterable[_Union[Restart, _Mapping]]] = ...) -> None: ...
 
 class Commitment(_message.Message):
     __slots__ = ("member", "before", "after", "text", "messages", "holder", "rest", "first")
@@ -563,17 +569,19 @@ class LastRoundReply(_message.Message):
     def __init__(self, last_round: _Optional[int] = ..., changes: _Optional[str] = ...) -> None: ...
 
 class AssignRequest(_message.Message):
-    __slots__ = ("holds", "address", "trained")
+    __slots__ = ("holds", "address", "trained", "kept")
     HOLDS_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     TRAINED_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
     holds: int
     address: str
     trained: int
-    def __init__(self, holds: _Optional[int] = ..., address: _Optional[str] = ..., trained: _Optional[int] = ...) -> None: ...
+    kept: KeptSteps
+    def __init__(self, holds: _Optional[int] = ..., address: _Optional[str] = ..., trained: _Optional[int] = ..., kept: _Optional[_Union[KeptSteps, _Mapping]] = ...) -> None: ...
 
 class AssignReply(_message.Message):
-    __slots__ = ("round", "generation", "downstream", "heals", "is_first", "elapsed", "upstream", "trained", "changed", "upstream_holder", "downstream_holder", "shows", "committed")
+    __slots__ = ("round", "generation", "downstream", "heals", "is_first", "elapsed", "upstream", "trained", "changed", "upstream_holder", "downstream_holder", "shows", "committed", "resumption")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     DOWNSTREAM_FIELD_NUMBER: _ClassVar[int]
@@ -587,6 +595,7 @@ class AssignReply(_message.Message):
     DOWNSTREAM_HOLDER_FIELD_NUMBER: _ClassVar[int]
     SHOWS_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    RESUMPTION_FIELD_NUMBER: _ClassVar[int]
     round: int
     generation: int
     downstream: str
@@ -600,7 +609,42 @@ class AssignReply(_message.Message):
     downstream_holder: int
     shows: Asked
     committed: bytes
-    def __init__(self, round: _Optional[int] = ..., generation: _Optional[int] = ..., downstream: _Optional[str] = ..., heals: _Optional[bool] = ..., is_first: _Optional[bool] = ..., elapsed: _Optional[float] = ..., upstream: _Optional[str] = ..., trained: _Optional[int] = ..., changed: _Optional[int] = ..., upstream_holder: _Optional[int] = ..., downstream_holder: _Optional[int] = ..., shows: _Optional[_Union[Asked, _Mapping]] = ..., committed: _Optional[bytes] = ...) -> None: ...
+    resumption: Resumption
+    def __init__(self, round: _Optional[int] = ..., generation: _Optional[int] = ..., downstream: _Optional[str] = ..., heals: _Optional[bool] = ..., is_first: _Optional[bool] = ..., elapsed: _Optional[float] = ..., upstream: _Optional[str] = ..., trained: _Optional[int] = ..., changed: _Optional[int] = ..., upstream_holder: _Optional[int] = ..., downstream_holder: _Optional[int] = ..., shows: _Optional[_Union[Asked, _Mapping]] = ..., committed: _Optional[bytes] = ..., resumption: _Optional[_Union[Resumption, _Mapping]] = ...) -> None: ...
+
+class KeptSteps(_message.Message):
+    __slots__ = ("round", "generation", "applied", "has_next", "restarts", "changed")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    APPLIED_FIELD_NUMBER: _ClassVar[int]
+    HAS_NEXT_FIELD_NUMBER: _ClassVar[int]
+    RESTARTS_FIELD_NUMBER: _ClassVar[int]
+    CHANGED_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    generation: int
+    applied: int
+    has_next: bool
+    restarts: _containers.RepeatedCompositeFieldContainer[Restart]
+    changed: int
+    def __init__(self, round: _Optional[int] = ..., generation: _Optional[int] = ..., applied: _Optional[int] = ..., has_next: _Optional[bool] = ..., restarts: _Optional[_Iterable[_Union[Restart, _Mapping]]] = ..., changed: _Optional[int] = ...) -> None: ...
+
+class Restart(_message.Message):
+    __slots__ = ("slot", "step")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    slot: str
+    step: int
+    def __init__(self, slot: _Optional[str] = ..., step: _Optional[int] = ...) -> None: ...
+
+class Resumption(_message.Message):
+    __slots__ = ("step", "generation", "restarts")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    RESTARTS_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    generation: int
+    restarts: _containers.RepeatedCompositeFieldContainer[Restart]
+    def __init__(self, step: _Optional[int] = ..., generation: _Optional[int] = ..., restarts: _Optional[_Iterable[_Union[Restart, _Mapping]]] = ...) -> None: ...
 
 class Asked(_message.Message):
     __slots__ = ("round", "sequences")
@@ -611,16 +655,18 @@ class Asked(_message.Message):
     def __init__(self, round: _Optional[int] = ..., sequences: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("round", "generation", "progress", "computes")
+    __slots__ = ("round", "generation", "progress", "computes", "resumption")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     COMPUTES_FIELD_NUMBER: _ClassVar[int]
+    RESUMPTION_FIELD_NUMBER: _ClassVar[int]
     round: int
     generation: int
     progress: int
     computes: bool
-    def __init__(self, round: _Optional[int] = ..., generation: _Optional[int] = ..., progress: _Optional[int] = ..., computes: _Optional[bool] = ...) -> None: ...
+    resumption: Resumption
+    def __init__(self, round: _Optional[int] = ..., generation: _Optional[int] = ..., progress: _Optional[int] = ..., computes: _Optional[bool] = ..., resumption: _Optional[_Union[Resumption, _Mapping]] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
     __slots__ = ("is_over", "suspended", "cause")
@@ -695,7 +741,7 @@ class CheckpointHeader(_message.Message):
     def __init__(self, names: _Optional[_Iterable[str]] = ..., tensors: _Optional[_Iterable[_Union[TensorHeader, _Mapping]]] = ..., url: _Optional[str] = ..., starts: _Optional[_Iterable[int]] = ..., sha256: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class BlobHeader(_message.Message):
-    __slots__ = ("round", "replica", "block", "size", "generation", "steps", "url", "sha256", "commitment", "following")
+    __slots__ = ("round", "replica", "block", "size", "generation", "steps", "url", "sha256", "commitment", "following", "resumption")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     BLOCK_FIELD_NUMBER: _ClassVar[int]
@@ -706,6 +752,7 @@ class BlobHeader(_message.Message):
     SHA256_FIELD_NUMBER: _ClassVar[int]
     COMMITMENT_FIELD_NUMBER: _ClassVar[int]
     FOLLOWING_FIELD_NUMBER: _ClassVar[int]
+    RESUMPTION_FIELD_NUMBER: _ClassVar[int]
     round: int
     replica: str
     block: str
@@ -716,7 +763,8 @@ class BlobHeader(_message.Message):
     sha256: bytes
     commitment: Commitment
     following: _containers.RepeatedCompositeFieldContainer[FollowingBlob]
-    def __init__(self, round: _Optional[int] = ..., replica: _Optional[str] = ..., block: _Optional[str] = ..., size: _Optional[int] = ..., generation: _Optional[int] = ..., steps: _Optional[int] = ..., url: _Optional[str] = ..., sha256: _Optional[bytes] = ..., commitment: _Optional[_Union[Commitment, _Mapping]] = ..., following: _Optional[_Iterable[_Union[FollowingBlob, _Mapping]]] = ...) -> None: ...
+    resumption: Resumption
+    def __init__(self, round: _Optional[int] = ..., replica: _Optional[str] = ..., block: _Optional[str] = ..., size: _Optional[int] = ..., generation: _Optional[int] = ..., steps: _Optional[int] = ..., url: _Optional[str] = ..., sha256: _Optional[bytes] = ..., commitment: _Optional[_Union[Commitment, _Mapping]] = ..., following: _Optional[_Iterable[_Union[FollowingBlob, _Mapping]]] = ..., resumption: _Optional[_Union[Resumption, _Mapping]] = ...) -> None: ...
 
 class FollowingBlob(_message.Message):
     __slots__ = ("replica", "size", "block")
@@ -910,7 +958,7 @@ class Joined(_message.Message):
     def __init__(self, address: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class MembershipEvent(_message.Message):
-    __slots__ = ("what", "slot", "replica", "incarnation", "round", "cause", "scale", "has_left")
+    __slots__ = ("what", "slot", "replica", "incarnation", "round", "cause", "scale", "has_left", "step")
     WHAT_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
@@ -919,6 +967,7 @@ class MembershipEvent(_message.Message):
     CAUSE_FIELD_NUMBER: _ClassVar[int]
     SCALE_FIELD_NUMBER: _ClassVar[int]
     HAS_LEFT_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
     what: MembershipEventKind
     slot: str
     replica: str
@@ -927,7 +976,8 @@ class MembershipEvent(_message.Message):
     cause: str
     scale: float
     has_left: bool
-    def __init__(self, what: _Optional[_Union[MembershipEventKind, str]] = ..., slot: _Optional[str] = ..., replica: _Optional[str] = ..., incarnation: _Optional[int] = ..., round: _Optional[int] = ..., cause: _Optional[str] = ..., scale: _Optional[float] = ..., has_left: _Optional[bool] = ...) -> None: ...
+    step: int
+    def __init__(self, what: _Optional[_Union[MembershipEventKind, str]] = ..., slot: _Optional[str] = ..., replica: _Optional[str] = ..., incarnation: _Optional[int] = ..., round: _Optional[int] = ..., cause: _Optional[str] = ..., scale: _Optional[float] = ..., has_left: _Optional[bool] = ..., step: _Optional[int] = ...) -> None: ...
 
 class Begun(_message.Message):
     __slots__ = ("last_round", "damaged", "changes", "note")

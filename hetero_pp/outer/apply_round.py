@@ -82,7 +82,7 @@ def apply_round(
     for block, shapes in needed.items():
         blobs = list(_fetch_all(block, shapes, run, record, fetch, optimizer.settings.compression))
         for name, shape in shapes.items():
-            weighted = ((entry.weight, blob.tensor(name).scaled(scale_of(entry))) for entry, blob in blobs)
+            weighted = ((weight_of(entry, block), blob.tensor(name).scaled(scale_of(entry))) for entry, blob in blobs)
             rows = range(shape[0]) if part is None else part.rows[name]
             # Not kept in a variable, which would hold one tensor's mean while the next one is computed.
             optimizer.take(theta, name, _mean(shape, rows, weighted, optimizer.settings))
@@ -91,6 +91,12 @@ def apply_round(
     optimizer.finish(theta)
     if isinstance(theta, _OnHost):
         theta.put_back()
+
+
+def weight_of(entry: ContributionEntry, block: str) -> float:
+    """Return a block's weight: the contribution's, by the share of its inner steps that the block comes from."""
+    steps = next(blob.steps for blob in entry.blobs if blob.block == block)
+    return entry.weight * steps / entry.steps if steps else entry.weight
 
 
 def needed_shapes(theta: Mapping[str, Tensor], optimizer: RoundOptimizer, part: Part | None = None) -> Shapes:

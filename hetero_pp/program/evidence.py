@@ -140,7 +140,7 @@ def _require_drawn(
         draw = parse_json(store.get(draw_key(round_)).decode(errors="replace"))
         chain = parse_json(store.get(f"{DRAWS}/{draw['chain'][:16]}.json").decode(errors="replace"))
         secret, end, first = bytes.fromhex(draw["secret"]), bytes.fromhex(chain["end"]), int(chain["first"])
-        replicas = [one.replica for one in record.contributions if one.commitments]
+        replicas = [one.replica for one in record.contributions if one.commitments and not one.restarts]
         is_right = leads_to(secret, round_, first, end)
         is_right &= entry.replica in drawn(secret, record.sha256, replicas, float(chain["share"]))
     except (KeyError, TypeError, ValueError) as error:

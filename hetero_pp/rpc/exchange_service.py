@@ -157,14 +157,22 @@ class ExchangeService(ABC):
         """Return tensors of a run checkpoint (`read_checkpoint`)."""
         return self.read_checkpoint(pb.CheckpointRequest(names=names, round=round_), _PROCESS)
 
-    def assign(self, member: str | Caller, holds: int, address: str = "", trained: int = 0) -> pb.AssignReply:
+    def assign(
+        self,
+        member: str | Caller,
+        holds: int,
+        address: str = "",
+        trained: int = 0,
+        kept: pb.KeptSteps | None = None,
+    ) -> pb.AssignReply:
         """Return a member's next task, once all members of its replica ask for one.
 
         `holds`: the round after which the member holds theta. `address`: where it listens for the previous stage.
         `trained`: the last round that it has trained but no record has, because it was trained ahead or excluded; 0:
-        none. It is used only if all members of the replica have trained that round.
+        none. It is used only if all members of the replica have trained that round. `kept`: steps of the round in which
+        its replica was suspended.
         """
-        request = pb.AssignRequest(holds=holds, address=address, trained=trained)
+        request = pb.AssignRequest(holds=holds, address=address, trained=trained, kept=kept)
         return self.call(request, _caller(member))
 
     def heartbeat(
@@ -174,12 +182,15 @@ class ExchangeService(ABC):
         generation: int = 0,
         progress: int = 0,
         computes: bool = False,
+        resumption: pb.Resumption | None = None,
     ) -> pb.HeartbeatReply:
         """Send a heartbeat: the member is alive, what it trains, and its progress (another `progress` if it moved).
 
-        `computes`: it is busy, and does not wait for another process.
+        `computes`: it is busy, and does not wait for another process. `resumption`: as in the assignment of the round.
         """
         request = pb.HeartbeatRequest(round=round_, generation=generation, progress=progress, computes=computes)
+        if resumption is not None:
+            request.resumption.CopyFrom(resumption)
         return self.call(request, _caller(member))
 
     def broken(self, member: str | Caller, generation: int, cause: str, blames: str = "") -> None:

@@ -288,7 +288,8 @@ class RequestBounds:
         name = max([_NAME_BYTES, *(len(one.encode()) for one in names)]) + _FIELD_BYTES
         blocks = max(map(len, roster.blocks.values()), default=0)
         judgements = _JUDGEMENTS_A_REPLICA * len(set(roster.members.values()))
-        header = (8 + 2 * blocks) * name  # of a blob with a commitment, and with those that follow it
+        # Of a blob with a commitment, and with those that follow it; 32 names are those of restarted slots.
+        header = (8 + 32 + 2 * blocks) * name
         self._most = {
             "Agree": 2 * configuration_bytes + (64 << 10),  # another configuration is told in which keys it differs
             "Join": STATES_MAX * (TEXT_BYTES_MAX + _FIELD_BYTES) + _REQUEST_BYTES_MAX,

@@ -32,6 +32,9 @@ class Faults:
     def reached(self, phase: FaultPhase, round_: int) -> None:
         """Inject a fault when the member reaches this phase of a round; may block."""
 
+    def computes(self, round_: int, step: int, micro_batch: int, is_forward: bool) -> None:
+        """Inject a fault before a stage's forward or backward of a micro-batch in an inner step; may block."""
+
     def touch(self, theta: Mapping[str, Tensor]) -> None:
         """Inject a fault into the member's parameters at the start of a round."""
 

@@ -232,4 +232,6 @@ def _key(blob: BlobHeader) -> str:
 
 def _deposited(blob: BlobHeader, caller: Caller, entry: BlobEntry | None) -> e.Deposited:
     assert caller.incarnation is not None
-    return e.Deposited(caller.name, caller.incarnation, blob.round, blob.generation, blob.block, entry, blob.steps)
+    resumption = blob.resumption if blob.HasField("resumption") else None
+    deposited = blob.round, blob.generation, blob.block, entry, blob.steps, resumption
+    return e.Deposited(caller.name, caller.incarnation, *deposited)

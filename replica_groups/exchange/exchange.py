@@ -368,7 +368,10 @@ class Exchange(ExchangeService):
             if self.coordinator.holds(member, incarnation):
                 self._addresses[member], self._holders[member] = request.address, own
         runner.asks(member, incarnation)
-        runner.tell(e.Asked(member, incarnation, request.holds, request.trained))
+        # Steps of members that do not know of a change of the run yet are not those of others.
+        is_kept = request.HasField("kept") and request.kept.changed == runner.changes.mark
+        kept = request.kept if is_kept else None
+        runner.tell(e.Asked(member, incarnation, request.holds, request.trained, kept))
         work = runner.wait_for_work(member, incarnation, caller.is_asked)
         shows = self.runner.audits.asks(member, caller.holder, incarnation)
         with self.changed:
@@ -389,6 +392,7 @@ class Exchange(ExchangeService):
                 changed=runner.changes.mark,
                 shows=shows,
                 committed=self.runner.audits.expected(member),
+                resumption=work.resumption,
             )
 
     def _to_dial(self, member: str) -> tuple[str, str]:
@@ -459,7 +463,9 @@ class Exchange(ExchangeService):
         member, incarnation, runner = caller.name, self.runner.incarnation(caller), self.runner
         runner.heard(member)
         round_ = request.round if request.HasField("round") else None
-        runner.tell(e.Heard(member, incarnation, round_, request.generation, request.progress, request.computes))
+        told = request.generation, request.progress, request.computes
+        resumption = request.resumption if request.HasField("resumption") else None
+        runner.tell(e.Heard(member, incarnation, round_, *told, resumption))
         runner.require_alive()
         suspension = runner.suspension(member, incarnation)
         reply = pb.HeartbeatReply(is_over=not self.coordinator.holds(member, incarnation))

@@ -358,6 +358,10 @@ def _add_entry(add: Callable[[bytes], None], entry: ContributionEntry) -> None:
         add(struct.pack("<d", entry.scale))
     if any(blob.norm for blob in entry.blobs):
         add(struct.pack(f"<{2 * len(entry.blobs)}f", *(n for b in entry.blobs for n in (b.norm, b.peak))))
+    if entry.restarts:
+        add(struct.pack(f"<{len(entry.blobs)}Q", *(blob.steps for blob in entry.blobs)))
+    for restart in entry.restarts:
+        add(_text(restart.slot) + struct.pack("<Q", restart.step))
     for one in entry.commitments:
         for part in (one.member.encode(), one.before, one.after, one.text, one.messages, one.rest):
             add(struct.pack("<Q", len(part)) + part)

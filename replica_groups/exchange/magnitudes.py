@@ -202,13 +202,14 @@ def _sizes(one: ContributionEntry, like: ContributionEntry | None = None) -> Siz
 
     Changes grow with the number of steps, and with the root of a step's tokens, as gradients have less noise then.
     """
-    factor = 1.0
+    factor, more = 1.0, dict.fromkeys((blob.block for blob in one.blobs), 1.0)
     if like is not None:
-        factor = min(max(1.0, like.steps / max(1, one.steps)), MOST_TIMES_THE_STEPS)
+        for blob in one.blobs:
+            more[blob.block] = min(max(1.0, like.steps / max(1, blob.steps or one.steps)), MOST_TIMES_THE_STEPS)
         own, other = one.tokens / max(1, one.steps), like.tokens / max(1, like.steps)
         factor *= math.sqrt(max(1.0, other / own)) if own > 0 else 1.0
-    norms = {(blob.block, "norm"): factor * blob.norm for blob in one.blobs}
-    return norms | {(blob.block, "peak"): factor * blob.peak for blob in one.blobs}
+    norms = {(blob.block, "norm"): factor * more[blob.block] * blob.norm for blob in one.blobs}
+    return norms | {(blob.block, "peak"): factor * more[blob.block] * blob.peak for blob in one.blobs}
 
 
 @dataclass(frozen=True)

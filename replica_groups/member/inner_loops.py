@@ -195,12 +195,13 @@ class RoundLength:
         self._steps, self._seconds, self._steps_of = steps, seconds, steps_of
         self._clock, self._ranks = clock, ranks
         self._opened = self._began = clock()
+        self._first = 0
         self._a_step: float | None = None
         self._to_contribute = 0.0
 
-    def begin(self, elapsed: float) -> None:
-        """Note that the member starts a round, `elapsed` seconds after it was opened."""
-        self._opened = self._clock() - elapsed
+    def begin(self, elapsed: float, first: int = 0) -> None:
+        """Note that the member starts a round, or step `first` of one, `elapsed` seconds after it was opened."""
+        self._opened, self._first = self._clock() - elapsed, first
 
     def contributed(self, seconds: float) -> None:
         """Note that a contribution was handed in, `seconds` after the last step of its round."""
@@ -219,10 +220,10 @@ class RoundLength:
         if self._steps_of is not None:
             return step + 1 >= self._steps_of(round_)
         now = self._clock()
-        if step == 0:
+        if step == self._first:
             self._began = now
         else:
-            self._a_step = (now - self._began) / step
+            self._a_step = (now - self._began) / (step - self._first)
         assert self._seconds is not None
         left = self._seconds - (now - self._opened) - self._to_contribute
         return self._a_step is not None and 2 * self._a_step > left

@@ -151,16 +151,16 @@ class Heartbeat:
 
     def __init__(self, exchange: ExchangeService, member: str, give_up: GiveUp) -> None:
         self._exchange, self._member, self._give_up = exchange, member, give_up
-        self._round: int | None = None
-        self._generation = 0
+        self._work: tuple[int | None, int, pb.Resumption | None] = None, 0, None
+        """Round, generation and resumption; replaced as a whole, because the thread reads them."""
         self._progress = 0
         self._activity: Callable[[], tuple[int, bool]] = lambda: (0, False)
         self._finished = False
         self._ended = threading.Event()
 
-    def trains(self, round_: int | None, generation: int) -> None:
-        """Note the round and generation that the member trains from now on."""
-        self._round, self._generation = round_, generation
+    def trains(self, round_: int | None, generation: int, resumption: pb.Resumption | None = None) -> None:
+        """Note the round and generation that the member trains from now on, and where its group resumed within it."""
+        self._work = round_, generation, resumption
         self.progressed()
 
     def progressed(self) -> None:
@@ -193,11 +193,11 @@ class Heartbeat:
 
     def _run(self) -> None:
         while not self._ended.wait(SECONDS_BETWEEN_HEARTBEATS):
-            generation = self._generation
+            round_, generation, resumption = self._work
             try:
                 done, is_busy = self._activity()
                 progress = (self._progress << 32) + done
-                reply = self._exchange.heartbeat(self._member, self._round, generation, progress, is_busy)
+                reply = self._exchange.heartbeat(self._member, round_, generation, progress, is_busy, resumption)
             except LinkError:
                 continue  # the exchange is gone, or late: calls that need it wait for it
             except HeteroPPError as error:
@@ -244,6 +244,7 @@ class MemberSession(ExchangeService):
         self._carried: tuple[int, Future[tuple[pb.RoundRecord, _Fetched]]] | None = None
         """The round that a thread carries. The thread of a round that was given up may still wait, unread."""
         self._fetched: tuple[int, _Fetched] = 0, {}
+        self.resumption: pb.Resumption | None = None  # of the newest assignment
         self._address, self._available = "", NO_STATES
         self._generation: int | None = None
 
@@ -262,14 +263,16 @@ class MemberSession(ExchangeService):
         with self.heartbeats.sending():
             yield
 
-    def ask(self, holds: int, trained: int = 0) -> pb.AssignReply:
+    def ask(self, holds: int, trained: int = 0, kept: pb.KeptSteps | None = None) -> pb.AssignReply:
         """Return the next assignment, for a member with theta after round `holds`; join again if the slot was lost.
 
-        `trained`: as in `ExchangeService.assign`.
+        `trained` and `kept`: as in `ExchangeService.assign`.
         """
         while True:
             try:
-                return self.assign(self.member, holds, self._address, trained)
+                work = self.assign(self.member, holds, self._address, trained, kept)
+                self.resumption = work.resumption if work.HasField("resumption") else None
+                return work
             except IncarnationOver:
                 self._generation = None
                 self.join(self.member, self._address, self._available)
@@ -352,6 +355,8 @@ class MemberSession(ExchangeService):
         """
 
         common = pb.BlobHeader(round=round_, replica=self.replica, generation=generation or 0, steps=steps)
+        if self.resumption is not None:
+            common.resumption.CopyFrom(self.resumption)
 
         def send(batch: Sequence[tuple[str, bytes]]) -> None:
             with self._blocking():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -127,6 +128,8 @@ class TrainingLoop:
     seconds_to_save: float = 0.0  # duration of the newest save
     has_started: bool = False  # whether a round was reached since this process started
     position: RoundPosition = RoundPosition.CATCHING_UP
+    kept: pb.KeptSteps | None = None
+    """What the member keeps if its group is suspended: set while inner steps are trained, and until it resumes."""
     overlapped: OverlappedRound = field(default_factory=OverlappedRound)
 
     def load(self, saved: int) -> None:
@@ -144,7 +147,7 @@ class TrainingLoop:
         try:
             while True:
                 self.reporter.does(pb.WAITING_FOR_ROUND)
-                work = self.session.ask(self.holds, self.outer.own.beyond(self.holds))
+                work = self.session.ask(self.holds, self.outer.own.beyond(self.holds), self.kept)
                 if work.HasField("shows"):
                     self.audit.show(work.shows)
                 if not work.round:
@@ -167,10 +170,19 @@ class TrainingLoop:
     # ---- where a round starts ----
 
     def _reach(self, work: pb.AssignReply) -> None:
-        """Bring the member to the start of the assigned round."""
+        """Bring the member to the start of the assigned round, or to the step of it at which its group resumes."""
         saves_first = self.states.is_due(work.round) and not self.session.overlaps
-        self.length.begin(work.elapsed + (self.seconds_to_save if saves_first else 0.0))
+        self.length.begin(work.elapsed + (self.seconds_to_save if saves_first else 0.0), work.resumption.step)
         self.reporter.does(pb.CATCHING_UP)
+        if self._keeps(work):
+            self._form(work)
+            return
+        self._undo_round()
+        restarts = self._own_restarts(work.resumption.restarts)
+        if work.HasField("resumption") and restarts[-1:] != [work.resumption.step]:
+            cause = f"it does not keep the inner steps of round {work.round} that it is expected to have"
+            self.session.broken(self.session.member, work.generation, cause)
+            raise Suspended(cause)
         self.position = RoundPosition.CATCHING_UP
         if work.heals:
             self._heal()
@@ -193,14 +205,35 @@ class TrainingLoop:
             self.member.start_round(self.outer)
             self.has_started = True
         self.position = RoundPosition.AT_START
+        self._form(work)
+        if work.is_first and not work.HasField("resumption"):
+            self._evaluate(before)  # repeated after a resume, as the run may have died before the report
+            if before == 0:
+                self.reporter.links(self.session.ledgers, 0)
+
+    def _keeps(self, work: pb.AssignReply) -> bool:
+        """Return whether the member goes on with the inner steps that it keeps; they then are of this generation."""
+        kept, resumption = self.kept, work.resumption
+        if kept is None or not work.HasField("resumption") or kept.round != work.round:
+            return False
+        known, told = map(self._own_restarts, (kept.restarts, resumption.restarts))
+        is_same = kept.generation == resumption.generation and len(known) == len(told)
+        if not is_same or not 0 <= resumption.step - kept.applied <= kept.has_next:
+            return False
+        kept.generation = work.generation
+        kept.ClearField("restarts")
+        kept.restarts.extend(resumption.restarts)
+        return True
+
+    def _own_restarts(self, restarts: Iterable[pb.Restart]) -> list[int]:
+        """Return the steps of the round at which holders of this member's slot began."""
+        return [one.step for one in restarts if one.slot == self.session.member]
+
+    def _form(self, work: pb.AssignReply) -> None:
         with self.session.allowed_to_stop():
             ends = self.session.form(work)
         if ends is not None:
             self.member.relink(ends)
-        if work.is_first:
-            self._evaluate(before)  # repeated after a resume, as the run may have died before the report
-            if before == 0:
-                self.reporter.links(self.session.ledgers, 0)
 
     def _catch_up(self, before: int) -> None:
         """Apply the rounds up to this one that closed without this member."""
@@ -220,16 +253,29 @@ class TrainingLoop:
         self.member.start_round(self.outer)
 
     def _return(self, error: Exception) -> None:
-        """Return to the start of the round in progress; after a link error, report which neighbour is to blame."""
-        self.reporter.say(f"returns to round {self.holds}: {error}")
+        """Leave the round in progress; after a link error, report which neighbour is to blame.
+
+        The member keeps the inner steps that it has applied, if it has not finished its inner loop. Otherwise it
+        returns to the start of the round.
+        """
         generation = self.session.leave_links(str(error))
-        self._undo_round()
+        if self.kept is not None:
+            self.kept.applied, self.kept.has_next = self.member.suspend()
+            began = self._own_restarts(self.kept.restarts)[-1:] or [0]
+            if self.kept.applied == began[0] and not self.kept.has_next:
+                self.kept = None  # it has nothing to keep
+        if self.kept is None:
+            self.reporter.say(f"returns to round {self.holds}: {error}")
+            self._undo_round()
+        else:
+            self.reporter.say(f"waits after {self.kept.applied} inner steps of round {self.kept.round}: {error}")
         if isinstance(error, LinkError) and generation is not None:
             blames = error.peer if isinstance(error, PeerAtFault) else ""
             with suppress(IncarnationOver):
                 self.session.broken(self.session.member, generation, str(error), blames)
 
     def _undo_round(self) -> None:
+        self.kept = None
         if self.position is RoundPosition.IN_ROUND:
             self.outer.undo()
             self.member.undo(self.outer)
@@ -251,7 +297,7 @@ class TrainingLoop:
         if is_trained and loop is None:  # it came from a saved state, or the member returned to it
             self.member.remember(ahead=True)
             loop = InnerLoop(spec.steps_of(session.replica) or 0)  # rounds that overlap have a number of steps
-        elif not is_trained:
+        elif not is_trained and self.kept is None:
             if loop is not None:
                 self.member.undo(outer)
                 loop = None
@@ -260,9 +306,9 @@ class TrainingLoop:
             self.audit.begin(round_, work.committed)
             self.member.remember()
         self.position = RoundPosition.IN_ROUND
-        session.heartbeats.trains(round_, work.generation)
+        session.heartbeats.trains(round_, work.generation, session.resumption)
         if loop is None:
-            loop = self._train(round_, round_, inputs)
+            loop = self._train(round_, round_, inputs, work)
             if session.overlaps:
                 outer.end_inner_loop(round_)
 
@@ -318,20 +364,30 @@ class TrainingLoop:
             if not is_settled and not (saves_first and self.reporter.unsaved):  # the disk took nothing a moment ago
                 self._save_state(round_)
 
-    def _train(self, round_: int, under_way: int, inputs: RoundInputs) -> InnerLoop:
-        """Train the inner steps of `round_` while `under_way`, the same round or the one before, is in progress."""
+    def _train(self, round_: int, under_way: int, inputs: RoundInputs, work: pb.AssignReply | None = None) -> InnerLoop:
+        """Train the inner steps of `round_` while `under_way`, the same round or the one before, is in progress.
+
+        `work`: the assignment of the round, unless it is trained ahead. It may resume within the round.
+        """
         rates, share = inputs
         first, ahead_of = self.steps.before(round_), under_way if under_way < round_ else None
+        steps, keeps = 0 if work is None else work.resumption.step, self.kept is not None
         self.member.follow(rates)
         self.member.take_share(share, first)
-        self.audit.trains(round_)
+        if not keeps:
+            self.audit.trains(round_)
+        if steps:
+            self.member.resume(steps, first + steps, keeps)
+        if work is not None and self.spec.resumes and self.spec.members[self.session.member].stage is not None:
+            restarts = work.resumption.restarts
+            self.kept = pb.KeptSteps(round=round_, generation=work.generation, restarts=restarts, changed=work.changed)
         # The outer round and the inner loop free memory of which the other needs other sizes. A thread beside other
         # members leaves this to them.
         give_memory_back = give_freed_memory_back if self.gate is None else lambda: None
         give_memory_back()
         self.reporter.does(self.member.doing)
         with self.session.heartbeats.computing(self.member.activity), self.session.allowed_to_stop(ahead_of):
-            steps, is_over = 0, False
+            is_over = False
             while not is_over:
                 if self.gate is not None and self.gate.enter(self.reporter.member, under_way):
                     self.length.begin(0.0)
@@ -346,6 +402,7 @@ class TrainingLoop:
                 steps += 1
                 self.session.heartbeats.progressed()
                 self.reporter.links(self.session.ledgers, round_, SECONDS_BETWEEN_LINK_REPORTS)
+            self.kept = None
             self.member.end_inner_loop(round_)
         give_memory_back()
         self.overlapped.trained(round_, inputs)

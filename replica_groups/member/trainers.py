@@ -30,6 +30,7 @@ from hetero_pp.model.learning_rates import LearningRates
 from hetero_pp.model.part_settings import StageSpec
 from hetero_pp.model.transformer import EMBEDDING
 from hetero_pp.simulator.costs import cost_of
+from hetero_pp.store.faults import NO_FAULTS, Faults
 from replica_groups.engines.build import build_engine, build_model
 from replica_groups.engines.engine import Engine, LocalParameters, Moments, ParameterStore
 from replica_groups.engines.plain import PlainEngine
@@ -82,8 +83,22 @@ class TrainingMember(Protocol):
         keeps them (`states.undo`).
         """
 
+    def suspend(self) -> tuple[int, bool]:
+        """Drop the step in progress; return how many steps of the round are applied, and whether another one waits.
+
+        The steps are those of the replica, also if an earlier holder of the slot trained them.
+        """
+        return 0, False
+
     def relink(self, ends: LinkEnds) -> None:
-        """Use other links to the neighbouring stages, after `undo` or between two inner loops."""
+        """Use other links to the neighbouring stages, after `undo` or `suspend`, or between two inner loops."""
+        return
+
+    def resume(self, step: int, global_step: int, keeps: bool) -> None:
+        """Go on at a step of a round, after `relink`: with what `suspend` kept, or at the start of the round.
+
+        A member that reads data skips the earlier steps.
+        """
         return
 
     def start_round(self, outer: OuterRound) -> None:
@@ -245,6 +260,8 @@ class StageMember(TrainingMember):
         self.validation_count = count
         self.parameters = LocalParameters(worker.stage.parameters)
         self._moments, self._keeps_moments = Moments(worker.stage.optimizers, folder=folder), keeps_moments
+        self._read: tuple[int, Tensor] | None = None
+        """Number and tokens of the step that was begun last, which is not read again if it is repeated."""
 
     def follow(self, rates: LearningRates) -> None:
         self.worker.stage.follow(rates)
@@ -260,7 +277,9 @@ class StageMember(TrainingMember):
         """
         report = InnerStep(replica=self.replica, round=round_, step=step)
         self.worker.stage.enter_round(round_)
-        tokens = None if self.batches is None else self.batches.train(global_step)
+        if self.batches is not None and (self._read is None or self._read[0] != global_step):
+            self._read = global_step, self.batches.train(global_step)
+        tokens = None if self._read is None else self._read[1]
         loss = self.worker.inner_step(round_, step, global_step, tokens, is_last)
         if self.worker.was_last:
             report.is_last = True
@@ -289,6 +308,7 @@ class StageMember(TrainingMember):
     def undo(self, outer: OuterRound) -> None:
         """Restore the start of the round. Call `relink` afterwards, because the old links are unusable."""
         self.worker.drop()
+        self._read = None
         outer.restore()
         self._moments.restore()
         if (anchors := self.worker.stage.anchors) is not None:
@@ -296,6 +316,15 @@ class StageMember(TrainingMember):
         if self.batches is not None:
             self.batches.undo()
         self.start_round(outer)
+
+    def suspend(self) -> tuple[int, bool]:
+        return self.worker.suspend()
+
+    def resume(self, step: int, global_step: int, keeps: bool) -> None:
+        self.worker.resume(step, keeps)
+        if not keeps and self.batches is not None:
+            for earlier in range(global_step - step, global_step):
+                self.batches.train(earlier)
 
     def relink(self, ends: LinkEnds) -> None:
         self.worker.relink(ends.upstream, ends.downstream)
@@ -315,6 +344,7 @@ class StageMember(TrainingMember):
             self.batches.save(folder)
 
     def load(self, folder: Path) -> None:
+        self._read = None
         self.worker.stage.load_moments(torch.load(folder / _STATE, map_location="cpu", weights_only=True))
         if self.batches is not None:
             load_position(self.batches, folder)
@@ -365,7 +395,7 @@ def build_from_checkpoint(
     `tell` is given how long it took to read the checkpoint. In a rehearsal nothing is read.
     """
     if spec.config.rehearsal is not None:
-        trainer = build_member(spec, member, Start({}, None), LinkEnds(), None, session.ranks)
+        trainer = build_member(spec, member, Start({}, None), LinkEnds(), None, session.ranks, faults=session.faults)
         return trainer, RehearsedRound(spec, member, session, cost_of(spec, member)), session.newest_checkpoint()[0]
     held = [*member.owned, *([EMBEDDING] if member.follows_embedding else [])]
     began = time.monotonic()
@@ -374,7 +404,7 @@ def build_from_checkpoint(
         n_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (*tensors.values(), *momentum.values()))
         tell(f"read {n_bytes:,} bytes of the run checkpoint after round {round_} in {time.monotonic() - began:.2f} s")
     start = Start({name: tensors[name] for name in held}, tensors.get(BASIS))
-    trainer = build_member(spec, member, start, LinkEnds(), source, session.ranks, folder)
+    trainer = build_member(spec, member, start, LinkEnds(), source, session.ranks, folder, session.faults)
     keeps_undo = member.stage is not None or spec.config.states.undo or spec.config.outer.keep_local
     optimizer = round_optimizer(spec, start.basis)
     outer = OuterRound(session, trainer.parameters, start.parameters, spec.config.outer, optimizer, keeps_undo, folder)
@@ -395,6 +425,7 @@ def build_member(
     source: Source | None,
     ranks: Ranks,
     folder: Path | None = None,
+    faults: Faults = NO_FAULTS,
 ) -> TrainingMember:
     """Build the trainer of a member on `ranks.device`, from the start of the run.
 
@@ -444,6 +475,7 @@ def build_member(
         overlap=config.outer.overlap > 0,
     )
     worker = StageWorker(stage, settings, ends.upstream, ends.downstream)
+    worker.faults = faults
     pace.waited = lambda: worker.timing.waited_previous + worker.timing.waited_next
     if (audit := config.audit.recompute) is not None:
         sketches = Sketches(stage.boundary.format, config.seed, replica.name) if audit.tolerance > 0 else None

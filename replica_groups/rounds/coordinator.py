@@ -44,6 +44,20 @@ UNAWAITED_FACTOR = 10.0
 
 WRONG_AGAIN_WITHIN = 16  # rounds after a recovery in which a member's bits may not differ again
 
+REFORM_SECONDS = 15.0
+"""Time for which a round that only lacks replicas without a stage waits for new holders of their slots.
+
+A process starts again within it. Once the slot has a holder, the replica is waited for as others are.
+"""
+
+GAVE_UP = "it has left the links of its group"
+
+MOST_RESTARTS = 32
+"""Holders that may begin within one round of a replica, so that a flapping stage makes no long records.
+
+After these the replica trains the round from its start.
+"""
+
 REMEMBERED_LATE = 16  # number of recent rounds whose late replicas are remembered, to learn from their delay
 
 
@@ -114,6 +128,8 @@ class Coordinator:
             if not self.open.is_overdue and now - self.open.opened_at >= self.rules.limit:
                 self.open.is_overdue = True  # an optional replica counts from now on only once it has contributed
                 self.open.counting &= self.open.whole.keys()
+            for name, until in self.open.reforming.items():
+                self.open.reforming[name] = min(until, now + REFORM_SECONDS)
             self.open.count(self._needed, now)
             if not self.open.writing and (closes := self._closes_at()) is not None and now >= closes:
                 self.open.writing = True
@@ -253,7 +269,7 @@ class Coordinator:
         if round_ is not None and event.generation > replica.generation:
             yield from (e.LookUp(other.name) for other in replica.slots)
         elif round_ is not None and event.generation == replica.generation and replica.alive:
-            yield from self._adopt(slot, round_)
+            yield from self._adopt(slot, round_, event.resumption)
         elif round_ is not None and replica.round is None and slot.asked is None:
             # Otherwise the member has returned since, and this heartbeat is older. A member whose replica's
             # contribution is complete waits for the record and evaluates, for which it needs no member that is gone.
@@ -279,22 +295,29 @@ class Coordinator:
                 self._note_holder(slot)
         return self.holds(slot.name, incarnation)
 
-    def _adopt(self, slot: Slot, round_: int, has_trained: bool = False) -> Iterator[e.Effect]:
+    def _adopt(
+        self, slot: Slot, round_: int, resumption: pb.Resumption | None, has_trained: bool = False
+    ) -> Iterator[e.Effect]:
         """Take over an assignment of another coordinator, of which some members may not have heard."""
         replica = self.replicas[slot.replica]
+        if resumption is not None and not self._is_possible(resumption, replica):
+            return
         if not replica.alive or self._is_whole(replica) or round_ <= max(self.last_round, replica.round or 0):
             return
         if self.rounds is None or round_ > self.rounds:  # not begun here: a later heartbeat will tell. Or it is a lie
             return
-        replica.round, replica.trained = round_, None
+        replica.round, replica.trained, replica.resumption = round_, None, resumption
         if self.open is not None and round_ == self.open.number:
             self.open.join(replica.name, replica.alive)
         elif self.open is not None:
             yield e.Look(self.open.number)  # it is closed, because training a round requires the one before
         for other in replica.slots:
             if other.asked is not None and other.asked < round_ and not (has_trained and other is slot):
-                other.asked = None
-                yield e.Assign(other.name, other.incarnation, round_, replica.generation, trained=other.trained)
+                if self._gave_up(other):
+                    yield from self._end_incarnation(other, GAVE_UP)
+                    return
+                other.asked = other.kept = None
+                yield self._assign(other, other.trained)
 
     def _end_silent(self, slot: Slot) -> Iterator[e.Effect]:
         """End the incarnation of a silent member before its time, because its round does not go on."""
@@ -325,7 +348,13 @@ class Coordinator:
         if self._is_whole(replica) and not self._trains_ahead_of(self.last_round + 1):
             return
         if self.open is not None and not self._is_whole(replica):
-            self.open.leave(replica.name)
+            keeps = (
+                self.rules.resumes and len(replica.slots) > 1 and not self._is_barred(replica.name, self.open.number)
+            )
+            if keeps and round_ == self.open.number:
+                self.open.reforming[replica.name] = math.inf  # it may resume, so its round is kept for it
+            elif replica.name not in self.open.reforming:
+                self.open.leave(replica.name)
             self.open.deposits.pop(replica.name, None)
         left = [one for one in replica.slots if one.held and one.asked is None]
         left = [one for one in left if round_ is not None or one.assumed_present]
@@ -398,10 +427,16 @@ class Coordinator:
         slot.rests(now)
         if replica.round is not None and event.holds < replica.round and not self._is_whole(replica):
             # it was assigned this round already, and has not received the answer
-            trained = event.trained if replica.trained in (None, event.trained) else 0
-            yield e.Assign(slot.name, slot.incarnation, replica.round, replica.generation, trained=trained)
+            slot.kept = event.kept
+            if self._gave_up(slot):
+                yield from self._end_incarnation(slot, GAVE_UP)
+                return
+            slot.kept = None
+            yield self._assign(slot, event.trained if replica.trained in (None, event.trained) else 0)
             return
         slot.asked, slot.trained = event.holds, event.trained
+        if event.kept is not None and (slot.kept is None or event.kept.generation >= slot.kept.generation):
+            slot.kept = event.kept  # no older request that comes late takes it away
         if event.holds > self.last_round:
             yield e.Look(self.last_round + 1)
         yield from self._form(replica, now)
@@ -419,17 +454,71 @@ class Coordinator:
                     yield e.Assign(slot.name, slot.incarnation, 0, replica.generation)
         elif not replica.waits or max(slot.asked or 0 for slot in replica.slots) > self.last_round:
             return  # or another coordinator closed rounds that are unknown here
-        elif self._may_join(replica.name, now):
+        else:
+            resumption = self._resumption(replica)
+            if resumption is None and replica.name in self.open.reforming:
+                self.open.leave(replica.name)  # it may be too late to begin this round anew
+            if not self._may_join(replica.name, now):
+                return
             self.open.join(replica.name, replica.alive)
-            replica.round = self.open.number
+            replica.round, replica.resumption = self.open.number, resumption
             trained = {0 if slot.differs else slot.trained for slot in replica.slots}
             replica.trained = trained.pop() if len(trained) == 1 else 0
             for slot in replica.slots:
-                slot.asked = None
-                incarnation, generation = slot.incarnation, replica.generation
-                yield e.Assign(slot.name, incarnation, replica.round, generation, slot.differs, replica.trained)
+                if slot.differs:
+                    slot.kept = None
+                keeps = slot.kept is not None and slot.kept.generation == (resumption or pb.Resumption()).generation
+                slot.asked = slot.kept = None
+                yield self._assign(slot, replica.trained)
                 if slot.differs:
                     slot.differs, slot.healed_for = False, replica.round
+                if resumption is not None and not keeps:
+                    told = _about(slot, pb.RESUMED, replica.round, "")
+                    told.step = resumption.step
+                    yield told
+
+    def _assign(self, slot: Slot, trained: int) -> e.Assign:
+        """Return what a member of a replica is told that has a round."""
+        replica = self.replicas[slot.replica]
+        assert replica.round is not None
+        own = slot.name, slot.incarnation, replica.round, replica.generation
+        return e.Assign(*own, slot.differs, trained, replica.resumption)
+
+    def _gave_up(self, slot: Slot) -> bool:
+        """Return whether a waiting member has left the present generation, in which others may still train."""
+        replica = self.replicas[slot.replica]
+        return slot.kept is not None and (slot.kept.round, slot.kept.generation) == (replica.round, replica.generation)
+
+    def _resumption(self, replica: Replica) -> pb.Resumption | None:
+        """Return where a waiting replica resumes within the open round; None if it begins the round.
+
+        The first stage applies a step first, and the others within the next step. So members that trained together
+        differ by at most one step. One that lacks a step has its gradients, and needs only the norm, which the first
+        of those that keep steps repeats. All others begin from theta before the round: new holders, members that were
+        not there when the replica last resumed, those that have finished their inner loop, and those whose bits differ.
+        """
+        assert self.open is not None
+        waiting = [slot for slot in replica.slots if not slot.differs]
+        kept = {slot.name: slot.kept for slot in waiting if slot.kept and slot.kept.round == self.open.number}
+        newest = max((one.generation for one in kept.values()), default=0)
+        kept = {name: one for name, one in kept.items() if one.generation == newest}
+        first = next(iter(kept.values()), pb.KeptSteps())
+        if any(not first.applied - one.has_next <= one.applied <= first.applied for one in kept.values()):
+            return None
+        # A restart at a later step is void: whoever had applied that step is gone.
+        restarts = [one for one in first.restarts if one.step <= first.applied]
+        resumption = pb.Resumption(step=first.applied, generation=newest, restarts=restarts)
+        resumption.restarts.extend(
+            pb.Restart(slot=slot.name, step=first.applied) for slot in replica.slots if slot.name not in kept
+        )
+        return resumption if self._is_possible(resumption, replica) else None
+
+    def _is_possible(self, resumption: pb.Resumption, replica: Replica) -> bool:
+        """Return whether members of a replica may resume so, as far as the rules know."""
+        slots, restarts = {slot.name for slot in replica.slots}, resumption.restarts
+        is_within = 0 < resumption.step < self.rules.steps_of(replica.name).stop - 1
+        is_known = all(one.slot in slots and one.step <= resumption.step for one in restarts)
+        return self.rules.resumes and is_within and is_known and len(restarts) <= MOST_RESTARTS
 
     def _open_next(self, now: float, taking_part: set[str]) -> Iterator[e.Effect]:
         """Open the round after the last decided one, for these replicas and those that wait."""
@@ -466,14 +555,14 @@ class Coordinator:
                 yield pb.MembershipEvent(what=pb.LATE, replica=replica.name, round=event.round)
             return
         if event.generation == replica.generation:
-            yield from self._adopt(slot, event.round, has_trained=True)
+            yield from self._adopt(slot, event.round, event.resumption, has_trained=True)
         found, expected = (event.round, event.generation), (replica.round, replica.generation)
         if self.open is None or event.round != self.open.number or found != expected:
             reason = f"found (round, generation) {found}, expected {expected}"
             yield e.Reject(slot.name, reason, incarnation=event.incarnation, is_over=True)
             return
         self.open.join(replica.name, replica.alive)
-        if (complaint := self.open.deposit(replica.name, event, self.rules, now)) is not None:
+        if (complaint := self.open.deposit(replica, event, self.rules, now)) is not None:
             yield e.Reject(slot.name, complaint, incarnation=event.incarnation)
 
     def _recorded(self, record: pb.RoundRecord, now: float) -> Iterator[e.Effect]:
@@ -698,6 +787,9 @@ class Coordinator:
         assert self.open is not None
         waits = self.open.quorum_at is not None and next(self.open.waited_for(self.alive), None) is not None
         closes = self.open.closes_at(waits, self.lateness.grace, self.rules.limit)
+        if not waits and closes is not None and (reforming := self.open.reforming.keys() - self.open.unawaited):
+            latest = self.open.closes_at(True, self.lateness.grace, self.rules.limit)
+            closes = min(max(closes, *(self.open.reforming[name] for name in reforming)), latest or math.inf)
         return closes if closes is None or self.open.retry_at is None else max(closes, self.open.retry_at)
 
 

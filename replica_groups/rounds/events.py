@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hetero_pp.messages.messages_pb2 import BlobEntry, MembershipEvent, Over, RoundRecord
+from hetero_pp.messages.messages_pb2 import BlobEntry, KeptSteps, MembershipEvent, Over, Resumption, RoundRecord
 
 # ---- events ----
 
@@ -78,6 +78,7 @@ class Heard(OfMember):
     generation: int = 0
     progress: int = 0  # changes whenever the member makes progress
     computes: bool = False  # whether the member is busy and waits for no other
+    resumption: Resumption | None = None  # of the assignment of that round
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,7 @@ class Asked(OfMember):
 
     holds: int
     trained: int = 0  # last round that it trained and has no record of, as it trained ahead or was excluded; 0: none
+    kept: KeptSteps | None = None  # inner steps of the round in which its replica was suspended
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,7 @@ class Deposited(OfMember):
     block: str
     entry: BlobEntry | None
     steps: int
+    resumption: Resumption | None = None  # of the assignment of that round
 
 
 @dataclass(frozen=True)
@@ -234,11 +237,12 @@ class Assign(ToMember):
     generation: int
     heal: bool = False  # the member has to recover theta from the run log, because its bits differ from replay
     trained: int = 0  # the `trained` of all members of the replica, if they are equal; else 0
+    resumption: Resumption | None = None  # where the replica resumes within the round; None: it begins the round
 
 
 @dataclass(frozen=True)
 class Suspend(ToMember):
-    """Tell a member to return to the start of the round: a generation is over, as a stage of its replica is missing.
+    """Tell a member to train no further: a generation is over, as a stage of its replica is missing.
 
     The member is told again at each heartbeat, until it asks for work. SUSPENDED tells everybody, once for the replica.
     """

@@ -52,6 +52,7 @@ class Rules:
     joins_at_once: bool = False
     """Whether a replica that comes in the middle of a round takes part in it: in rounds of a fixed time."""
     overlap: bool = False  # whether replicas train the next round while their contribution is in transit
+    resumes: bool = True  # whether a replica that lost a stage within a round resumes at the inner step
     tokens_a_step: Mapping[str, int] | None = None
     """Replica -> tokens per step, if contributions are weighted by tokens; else None."""
 

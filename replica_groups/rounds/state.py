@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from hetero_pp.messages.messages_pb2 import BlobEntry, RoundRecord
+from hetero_pp.messages.messages_pb2 import BlobEntry, KeptSteps, Restart, Resumption, RoundRecord
 from replica_groups.rounds.events import Deposited
 from replica_groups.rounds.rules import Rules, Window, most_steps
 
@@ -79,6 +79,7 @@ class Slot:
     claim_at: float | None = None  # time of the next attempt after a failure of the store
     asked: int | None = None  # round after which the member holds theta, while it waits for work
     trained: int = 0  # last round that the waiting member trained and has no record of; 0 if there is none
+    kept: KeptSteps | None = None  # inner steps that the waiting member keeps of the round in which it was suspended
     lost: bool = False
     silent: bool = False
     """Whether nothing was heard of the holder for its lease, while its replica trains: nobody waits for it."""
@@ -93,13 +94,13 @@ class Slot:
         """Start an incarnation of the slot."""
         self.incarnation, self.process = incarnation, process
         self.held, self.assumed_present, self.lost, self.silent, self.is_guest = True, False, False, False, True
-        self.asked, self.progress, self.computes, self.differs = None, -1, False, False
+        self.asked, self.kept, self.progress, self.computes, self.differs = None, None, -1, False, False
         self.silence, self.stillness = Silence(rules.lease, now), Silence(rules.hang, now)
 
     def vacate(self) -> None:
         """Free the slot."""
         self.held, self.assumed_present, self.lost, self.silent = False, False, False, False
-        self.process, self.asked = None, None
+        self.process, self.asked, self.kept = None, None, None
 
     def is_there(self, now: float) -> None:
         """Note that the member has sent any message."""
@@ -163,6 +164,7 @@ class Replica:
 
     trained: int | None = 0
     """The equal `trained` of its slots when that round was assigned, else 0; None if another coordinator did."""
+    resumption: Resumption | None = None  # where it resumed within that round; None: it began at the start
     missed: int = 0  # number of consecutive rounds that it took part in without contributing in time
     awaited_from: float = 0.0
     """Rounds that open before this time do not wait for the replica, because it missed several in a row."""
@@ -195,6 +197,7 @@ class GenerationDeposits:
 
     generation: int
     steps: int
+    restarts: Sequence[Restart] = ()  # slots whose holders began within the round
     blobs: dict[str, BlobEntry] = field(default_factory=dict)
 
 
@@ -215,6 +218,11 @@ class OpenRound:
     """Replicas that the round does not wait for, because they missed several rounds in a row."""
     is_overdue: bool = False  # whether the round has been open for longer than `limit`
     optional: frozenset[str] = frozenset()  # optional replicas that count for the quorum while they take part
+    reforming: dict[str, float] = field(default_factory=dict)
+    """Replicas of `taking_part` that lost a stage and may resume -> time until which the round waits for a new holder.
+
+    It is infinite until the coordinator knows the time.
+    """
     missing: set[str] = field(init=False)  # replicas that take part and have not contributed
     counting: set[str] = field(init=False)
     """Replicas of `optional` that count for the quorum now, and other optional ones that have contributed."""
@@ -226,6 +234,7 @@ class OpenRound:
     def join(self, replica: str, is_heard: bool) -> None:
         """Note that a replica trains the round, and whether all its members are heard."""
         self.taking_part.add(replica)
+        self.reforming.pop(replica, None)
         if replica not in self.whole:
             self.missing.add(replica)
             self.is_heard(replica, is_heard)
@@ -240,32 +249,38 @@ class OpenRound:
         """Note that a replica does not train the round any more."""
         self.taking_part.discard(replica)
         self.missing.discard(replica)
+        self.reforming.pop(replica, None)
         if replica not in self.whole:
             self.counting.discard(replica)
 
-    def deposit(self, replica: str, blob: Deposited, rules: Rules, now: float) -> str | None:
+    def deposit(self, replica: Replica, blob: Deposited, rules: Rules, now: float) -> str | None:
         """Note a blob; return a complaint if it contradicts an earlier one. Repeating a deposit is harmless."""
         assert blob.entry is not None
-        if (complaint := rules.complaint_of_steps(replica, blob.steps)) is not None:
+        name, resumed = replica.name, replica.resumption
+        if (complaint := rules.complaint_of_steps(name, blob.steps)) is not None:
             return f"`{blob.block}`: {complaint}"
-        known = self.deposits.get(replica)
-        if known is not None and known.generation != blob.generation and replica in self.whole:
+        if resumed is not None and blob.steps <= resumed.step:
+            return f"`{blob.block}`: found {blob.steps} inner steps, expected more than {resumed.step}"
+        known = self.deposits.get(name)
+        if known is not None and known.generation != blob.generation and name in self.whole:
             return (
                 f"a contribution to round {self.number} of generation {blob.generation}, after a complete one of "
                 f"generation {known.generation}"
             )
         if known is None or known.generation != blob.generation:
-            known = self.deposits[replica] = GenerationDeposits(blob.generation, blob.steps)
+            known = self.deposits[name] = GenerationDeposits(
+                blob.generation, blob.steps, () if resumed is None else tuple(resumed.restarts)
+            )
         if known.blobs.get(blob.block, blob.entry) != blob.entry:
             return f"a second, different `{blob.block}` for round {self.number}"
         if known.steps != blob.steps:
             return f"`{blob.block}` of {blob.steps} steps, expected {known.steps} as in the replica's other blobs"
         known.blobs[blob.block] = blob.entry
-        if replica not in self.whole and known.blobs.keys() >= rules.blocks_of(replica):
-            self.whole[replica] = now
-            self.missing.discard(replica)
-            if replica in rules.optional:
-                self.counting.add(replica)
+        if name not in self.whole and known.blobs.keys() >= rules.blocks_of(name):
+            self.whole[name] = now
+            self.missing.discard(name)
+            if name in rules.optional:
+                self.counting.add(name)
         return None
 
     def count(self, needed: int, now: float) -> None:
@@ -297,7 +312,11 @@ class OpenRound:
             own = self.deposits[replica]
             weight = rules.weight(replica, min(own.steps, most))
             blobs = [own.blobs[block] for block in sorted(own.blobs)]
-            record.contributions.add(
+            entry = record.contributions.add(
                 replica=replica, generation=own.generation, steps=own.steps, weight=weight, blobs=blobs
             )
+            entry.restarts.extend(own.restarts)
+            since = {block: one.step for one in own.restarts for block in rules.blocks[one.slot]}
+            for blob in entry.blobs:  # the last holder of its slot trained it
+                blob.steps = own.steps - since[blob.block] if blob.block in since else 0
         return record

@@ -52,8 +52,13 @@ def _schedule(text: str, folder: Path, *overrides: str) -> Schedule:
     [
         ("{kill: home.7, after: 1 s}", "faults[0].kill", "found `home.7`, expected one of exchange, dc, home.0"),
         ("{cut: dc-home, after: 1 s}", "faults[0].cut", "found `dc-home`, expected one of dc-exchange, home.0-1"),
-        ("{kill: dc, at: {rund: 2}}", "faults[0].at.rund", "found an unknown key, expected one of phase, round; did"),
+        (
+            "{kill: dc, at: {rund: 2}}",
+            "faults[0].at.rund",
+            "found an unknown key, expected one of micro_batch, phase, ",
+        ),
         ("{kill: dc, at: {round: 2, phase: lunch}}", "faults[0].at.phase", "found `lunch`, expected 'training', "),
+        ("{kill: dc, at: {round: 2, step: 1}}", "faults[0].at.step", "found 1 of dc, which is no stage, expected none"),
         ("{kill: dc, at: {round: 4}}", "faults[0].at.round", "found 4, expected at most the 3 of `outer.rounds`"),
         (
             "{kill: dc, at: {round: 1, phase: saving}}",

@@ -211,7 +211,7 @@ def test_the_largest_request_of_each_call_is_taken_and_a_longer_one_is_not_parse
 
 @pytest.mark.parametrize("call", ["Deposit", "Show"])
 def test_a_header_that_is_too_long_is_not_parsed(call: str, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    header = pb.BlobHeader(following=[pb.FollowingBlob()] * 4_000)
+    header = pb.BlobHeader(following=[pb.FollowingBlob()] * 12_000)
     monkeypatch.setattr(served.run.exchange.runner.audits, "expect_file", lambda *_: pytest.fail("it was parsed"))
     with make_channel(served.address) as channel, pytest.raises(grpc.RpcError) as error:
         send: grpc.StreamUnaryMultiCallable[bytes, bytes] = channel.stream_unary(call_path(SERVICE, call))

@@ -28,7 +28,7 @@ from hetero_pp.rpc.exchange_service import Caller, ExchangeService
 from hetero_pp.rpc.identities import Credentials
 from hetero_pp.rpc.link_end import LinkSide
 from hetero_pp.rpc.stage_link import StageLink
-from hetero_pp.store.faults import FaultPhase, Missed
+from hetero_pp.store.faults import FaultPhase
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.member import session as session_module
 from replica_groups.member.session import Heartbeat
@@ -109,13 +109,13 @@ def test_who_leaves_cuts_no_neighbour_off(corpus: Path, tmp_path: Path, monkeypa
                 heard.set()
         return answer
 
-    class HeldBack(Missed):
+    class HeldBack(in_process._ThreadFaults):
         def reached(self, phase: FaultPhase, round_: int) -> None:
             if (phase, round_, threading.current_thread().name) == (FaultPhase.EVALUATING, rounds, "home.1"):
                 assert heard.wait(TIMEOUT)
 
     monkeypatch.setattr(Exchange, "call", watched)
-    monkeypatch.setattr(in_process, "Missed", HeldBack)
+    monkeypatch.setattr(in_process, "_ThreadFaults", HeldBack)
     changes = [
         f"data.corpus={corpus}",
         f"outer.rounds={rounds}",

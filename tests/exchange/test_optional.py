@@ -13,6 +13,7 @@ from hetero_pp.messages.messages_pb2 import JOINING, PAUSED, WENT_ON, Nothing, R
 from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
+from replica_groups.rounds.coordinator import REFORM_SECONDS
 from replica_groups.rounds.rules import Rules
 
 MIXED = {"dc": 1, "one": 2, "two": 2}
@@ -41,14 +42,18 @@ def test_a_round_closes_without_who_has_gone_at_once(run: Run) -> None:
     run.passes(5 * GRACE.most)
     assert closed(run) == 0  # all three are present, and the quorum is all
     run.exchange.died("two.1", "its host is off")
+    run.passes(REFORM_SECONDS - 1)
+    assert closed(run) == 0  # a process that is started again would resume
+    run.passes(1)
     assert run.counted(1).keys() == {"dc", "one"}
-    assert run.late(1) == []
+    assert run.late(1) == ["two"]
 
 
 def test_who_comes_back_counts_again(run: Run) -> None:
     run.assign(0)
     for slot in ("one.0", "two.0"):
         run.exchange.died(slot, "its host is off")
+    run.passes(REFORM_SECONDS)
     run.deposit(1, "dc")
     assert run.counted(1).keys() == {"dc"}
     run.exchange.join("one.0", "")
@@ -127,7 +132,10 @@ def test_the_end_waits_for_no_group_that_is_incomplete_or_took_no_part(run: Run)
     run.assign(0)
     run.exchange.died("one.1", "its host is off")
     run.exchange.died("two.0", "its host is off")
+    run.passes(REFORM_SECONDS)
+    run.deposit(1, "dc")
     run.exchange.join("two.0", "")
+    run.assign(1, "dc")
     train_to_the_end(run, "dc")
     assert not run.exchange.coordinator.is_through
     with pytest.raises(RunOver, match=r"the run is over \(round 9 of 9\); no round was left to train"):
@@ -143,6 +151,7 @@ def test_the_end_waits_for_no_group_that_is_incomplete_or_took_no_part(run: Run)
 def test_the_end_waits_for_a_group_that_trained_the_last_round_as_long_as_it_is_complete(run: Run) -> None:
     run.assign(0)
     run.exchange.died("two.1", "its host is off")
+    run.passes(REFORM_SECONDS)
     train_to_the_end(run, "dc", "one.0", "one.1")
     finish(run, "dc")
     assert not run.exchange.coordinator.is_through

@@ -78,6 +78,11 @@ def draw_rules(dice: Random) -> Rules:
     )
 
 
+def draw_resumes(dice: Random, rules: Rules) -> Rules:
+    """Let replicas begin a round anew whenever they lose a stage, in some histories."""
+    return replace(rules, resumes=dice.random() < 0.8)
+
+
 def draw_optional(dice: Random, rules: Rules) -> Rules:
     """Make some or all replicas optional, in some histories."""
     come_and_go = dice.random() < 0.3

@@ -9,6 +9,7 @@
 6. With a quorum present, rounds close. No replica is waited for longer or shorter than the rules say, or left out.
 7. The state of a coordinator is bounded.
 8. The counts that a coordinator keeps from event to event equal those of a look at all slots and replicas.
+9. Steps that a group has applied never fall within a round, and a record says how many steps each block has.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from simulation.member import ASKING
 from simulation.stores import THETA, Path, Units, digests, included, replayed
 from simulation.violation import Violation
 
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2 import ContributionEntry, RoundRecord
 from replica_groups.rounds import events as e
-from replica_groups.rounds.coordinator import LATE_IN_A_ROW, REMEMBERED_HASHES, UNAWAITED_FACTOR, Coordinator
+from replica_groups.rounds.coordinator import GAVE_UP, LATE_IN_A_ROW, REMEMBERED_HASHES, UNAWAITED_FACTOR, Coordinator
 
 if TYPE_CHECKING:
     from simulation.host import Host
@@ -113,6 +115,13 @@ class Invariants:
         for block, blob in blobs.items():
             if blob is None or blob.digest != digests(one)[block]:
                 raise Violation(1, f"round {round_} names a blob {block} of {one.replica} that is not in the store")
+        if (steps := [restart.step for restart in one.restarts]) != sorted(steps):
+            raise Violation(9, f"round {round_} names restarts of {one.replica} at steps {steps}")
+        for entry in one.blobs:
+            blob = blobs[entry.block]
+            assert blob is not None
+            if (entry.steps or one.steps) != blob.steps:
+                raise Violation(9, f"round {round_} names {entry.steps} steps of {entry.block}, which has {blob.steps}")
         trainings = {blob.training for blob in blobs.values() if blob is not None}
         if len(trainings) != 1:
             raise Violation(1, f"round {round_} counts parts of {len(trainings)} trainings of {one.replica} as one")
@@ -303,6 +312,10 @@ class Invariants:
             raise Violation(6, f"the record of round {record.round} is written without a quorum")
         if host.now >= min(watched.quorum_at + rules.grace.least, watched.opened_at + rules.limit) - 1e-6:
             return
+        assert coordinator.open is not None
+        reforming = {name for name, until in coordinator.open.reforming.items() if until > host.now}
+        if reforming := reforming - coordinator.open.unawaited:
+            raise Violation(6, f"round {record.round} does not wait for {sorted(reforming)}, which may resume")
         for replica, slots in watched.trains.items():
             if watched.opened_at < watched.unawaited_until.get(replica, 0.0):
                 continue
@@ -320,6 +333,7 @@ class Invariants:
             return
         if effect.round > self._world.store.last + 1:
             raise Violation(1, f"{effect.slot} is told to train round {effect.round}, which cannot be open")
+        self._require_steps(host, effect)
         if effect.generation != sum(coordinator.slots[slot].incarnation for slot in self._world.slots_of[replica.name]):
             raise Violation(
                 5, f"{effect.slot} is told to train in generation {effect.generation}, which is not its replica's"
@@ -335,6 +349,8 @@ class Invariants:
         is_overdue = host.now - watched.opened_at >= rules.limit
         if not is_late or is_overdue or rules.joins_at_once or is_in_step or not isinstance(event, e.Asked):
             return
+        if effect.resumption is not None:
+            return
         others = set(coordinator.open.whole) | {
             name
             for name, slots in watched.trains.items()
@@ -345,6 +361,21 @@ class Invariants:
         if len(others - {replica.name}) >= rules.needed_of(others - {replica.name}):
             raise Violation(6, f"{replica.name} begins round {effect.round} long after the others")
 
+    def _require_steps(self, host: Host, effect: e.Assign) -> None:
+        """Require that a group resumes with all steps that its waiting members keep."""
+        replica = host.coordinator.rules.slots[effect.slot]
+        there = {one.slot: one for one in self._world.members if one.replica == replica and one.phase == ASKING}
+        if not host.coordinator.rules.resumes or there.keys() != set(self._world.slots_of[replica]):
+            return
+        slots = host.coordinator.slots
+        keep = [one for one in there.values() if one.kept is not None and slots[one.slot].healed_for != effect.round]
+        kept = {one.slot: one.kept for one in keep if one.kept and one.kept.round == effect.round}
+        newest = max((one.generation for one in kept.values()), default=0)
+        applied = max((one.applied for one in kept.values() if one.generation == newest), default=0)
+        step = 0 if effect.resumption is None else effect.resumption.step
+        if step < applied:
+            raise Violation(9, f"{replica} has applied {applied} steps of round {effect.round}, and begins at {step}")
+
     def _note_end(self, host: Host, watched: Watched, event: e.Event, slot: str, incarnation: int, cause: str) -> None:
         """Note the end of an incarnation, or with an empty cause an answer to its holder that it has ended.
 
@@ -354,7 +385,7 @@ class Invariants:
             del watched.assigned[slot]
         is_new = watched.ended.get(slot, 0) < incarnation == self._world.store.incarnations.get(slot)
         watched.ended[slot] = max(incarnation, watched.ended.get(slot, 0))
-        if not is_new or (isinstance(event, e.Died | e.Broken | e.Noted) and event.slot == slot):
+        if not is_new or (isinstance(event, e.Died | e.Broken | e.Noted) and event.slot == slot) or cause == GAVE_UP:
             return
         if not cause:
             raise Violation(5, f"incarnation {incarnation} of {slot} is refused, and has not ended")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from simulation.stores import THETA, Blob, Kept, Path, State, StoreFailed, Units, digests, included, replayed
 from simulation.violation import Violation
 
-from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry
+from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry, KeptSteps, Restart, Resumption
 from replica_groups.rounds import events as e
 
 if TYPE_CHECKING:
@@ -44,7 +44,6 @@ class Contributed:
 
     round: int
     generation: int
-    unit: int
     steps: int
     blobs: dict[str, Blob]
 
@@ -70,6 +69,14 @@ class Member:
         self.incarnation, self.round, self.generation, self.attempt = 0, 0, 0, 0
         self.phase, self._since, self._said_at, self._unanswered, self._refusals = APPLYING, 0.0, 0.0, 0, 0
         self.training: Training | None = None
+        self.resumption: Resumption | None = None
+        """Where the replica resumed within the round; None: it began the round."""
+        self.kept: KeptSteps | None = None
+        """Steps of the round that the member keeps from earlier generations."""
+        self.units: Units = NOTHING
+        """The trainings of the round that have changed its parameters."""
+        self.base = 0
+        """Step of the round at which it began."""
         self.contributed: Contributed | None = None
         self._uploaded: set[str] = set()
         self._gave_up = (0, 0)
@@ -107,6 +114,8 @@ class Member:
     def die(self) -> None:
         """End the process. This may happen at any instruction."""
         self.dead = True
+        if self.training is not None:
+            self.training.leave(self)
         if self._saving is not None and self.world.dice.random() < self.world.faults.torn:
             self.world.disks.write(self.slot, None)
 
@@ -116,6 +125,11 @@ class Member:
         now = self.world.timeline.now
         does_its_part = not self.dead and not self.hangs and now >= self.idles_until
         return does_its_part and now >= self.frozen_until and now >= self.cut_until
+
+    @property
+    def restarts(self) -> list[Restart]:
+        """Return the restarts of the round, as far as the member was told."""
+        return [] if self.resumption is None else list(self.resumption.restarts)
 
     def _enter(self, phase: str) -> None:
         self.phase, self._since = phase, self.world.timeline.now
@@ -156,7 +170,8 @@ class Member:
             is_busy = self.phase in IN_ROUND
             computes = self.phase == TRAINING and (self.hangs or not (self.training and self.training.is_stuck))
             round_, generation = (self.round, self.generation) if is_busy else (None, 0)
-            self._tell(e.Heard(self.slot, self.incarnation, round_, generation, self._progress, computes))
+            resumption = self.resumption if is_busy else None
+            self._tell(e.Heard(self.slot, self.incarnation, round_, generation, self._progress, computes, resumption))
         self._look_around()
         if self.world.timeline.now - self._said_at >= AGAIN_SECONDS:
             self._say()
@@ -175,7 +190,11 @@ class Member:
         if self.phase == APPLYING:
             self._tell(e.Applied(self.slot, self.process))
         elif self.phase == ASKING:
-            self._tell(e.Asked(self.slot, self.incarnation, self.holds))
+            kept = None
+            if self.kept is not None:
+                kept = KeptSteps()
+                kept.CopyFrom(self.kept)  # it may change while the message is under way
+            self._tell(e.Asked(self.slot, self.incarnation, self.holds, kept=kept))
         elif self.phase in (DEPOSITING, WAITING):
             for block in sorted(self._uploaded):
                 self._deposit(block)
@@ -199,7 +218,7 @@ class Member:
             return
         match effect:
             case e.Welcome(_, incarnation) if incarnation > self.incarnation:
-                self._undo()
+                self._leave()
                 self.incarnation, self._refusals = incarnation, 0
                 self._ask()
             case e.Fenced(_, incarnation) if incarnation == self.incarnation:
@@ -217,7 +236,7 @@ class Member:
         if self.hangs:
             self.world.end_hung(self)
             return
-        self._undo()
+        self._leave()
         self.incarnation, self.stays = 0, False
         self._enter(APPLYING)
         self._say()
@@ -226,7 +245,7 @@ class Member:
         if self.host is not None and self.phase == WAITING and self.round <= self.world.store.last:
             self.told_of_record(self.host, self.round)  # the round was decided earlier
         else:
-            self._undo()
+            self._leave()
             self._ask()
 
     def _refused(self, process: str | None, incarnation: int | None) -> None:
@@ -242,7 +261,7 @@ class Member:
         if effect.round == 0:
             if self.contributed is None:
                 self._undo()
-            self.round, self.training = self.world.rounds + 1, None
+            self.round, self.training, self.resumption = self.world.rounds + 1, None, None
             self._enter(CATCHING_UP)
             self._catch_up(self.attempt, False)
             return
@@ -253,9 +272,23 @@ class Member:
             # Its neighbours may still train what it has abandoned: only a new generation separates the two.
             self._tell(e.Broken(self.slot, self.incarnation, effect.generation, "it has given this round up before"))
             return
-        if self.contributed is None or self.contributed.round == effect.round:
-            self._undo()
+        if not self._keeps(effect):
+            if self.contributed is None or self.contributed.round == effect.round:
+                self._undo()
+            self.kept, self.units, self.base = None, NOTHING, 0
+            if effect.resumption is not None:
+                self.base = effect.resumption.step
+                if not effect.resumption.restarts or (self.slot, self.base) not in [
+                    (one.slot, one.step) for one in effect.resumption.restarts
+                ]:
+                    self._tell(e.Broken(self.slot, self.incarnation, effect.generation, "it has lost its steps"))
+                    return
+        elif self.kept is not None and effect.resumption is not None:
+            self.kept.generation = effect.generation
+            del self.kept.restarts[:]
+            self.kept.restarts.extend(effect.resumption.restarts)
         self.round, self.generation, self.training = effect.round, effect.generation, None
+        self.resumption = effect.resumption
         self._enter(CATCHING_UP)
         self.later(self.world.dice.uniform(0.05, 0.5), self._catch_up, self.attempt, effect.heal)
 
@@ -267,13 +300,38 @@ class Member:
 
     # ---- a round ----
 
+    def _keeps(self, work: e.Assign) -> bool:
+        """Return whether the member resumes with the steps that it keeps."""
+        if self.kept is None or work.resumption is None or self.kept.round != work.round:
+            return False
+        if not 0 <= work.resumption.step - self.kept.applied <= self.kept.has_next:
+            return False
+        known, told = (
+            [one.slot for one in of].count(self.slot) for of in (self.kept.restarts, work.resumption.restarts)
+        )
+        return self.kept.generation == work.resumption.generation and known == told
+
+    def _leave(self) -> None:
+        """Leave the training, and keep its steps. A member that has finished it returns to the start of the round."""
+        if self.phase == TRAINING and self.training is not None:
+            self.kept = self.training.leave(self)
+        if self.phase in (DEPOSITING, WAITING):
+            self.kept = None
+        if self.kept is None:
+            self._undo()
+        elif self.phase in IN_ROUND and self.phase != CATCHING_UP:
+            self._gave_up = (self.round, self.generation)
+        self.training = None
+
     def _undo(self) -> None:
         """Return to the start of the round."""
+        if self.training is not None:
+            self.training.leave(self)
         if self.phase in IN_ROUND and self.phase != CATCHING_UP:
             self.error = list(self._start)
             self._gave_up = (self.round, self.generation)
             self.contributed = None
-        self.training = None
+        self.training, self.kept, self.units = None, None, NOTHING
 
     def _catch_up(self, attempt: int, heal: bool) -> None:
         if attempt != self.attempt:
@@ -340,7 +398,7 @@ class Member:
 
     def begin(self, training: Training) -> None:
         """Begin to train, once all neighbours are ready."""
-        self.training = training
+        self.training, self.units = training, self.units | {training.number}
         self._enter(TRAINING)
 
     def trained(self, training: Training) -> None:
@@ -353,12 +411,14 @@ class Member:
         blobs = {}
         for number, block in enumerate(self.blocks):
             first = POSITIONS * number
-            whole = {p: self.error[p] | {training.number} for p in range(first, first + POSITIONS)}
+            whole = {p: self.error[p] | self.units for p in range(first, first + POSITIONS)}
             chosen = self.world.dice.sample(range(first, first + POSITIONS), self.world.dice.choice((1, 2)))
-            blobs[block] = Blob(self.world.next_number(), training.number, self.slot, {p: whole[p] for p in chosen})
+            steps, sent = training.steps - self.base, {p: whole[p] for p in chosen}
+            blobs[block] = Blob(self.world.next_number(), training.number, self.slot, steps, sent)
             for position, units in whole.items():
                 self.error[position] = NOTHING if position in chosen else units
-        self.contributed = Contributed(self.round, self.generation, training.number, training.steps, blobs)
+        self.contributed = Contributed(self.round, self.generation, training.steps, blobs)
+        self.training = self.kept = None
         self._uploaded = set()
         for block in self.blocks:
             self.later(self.world.dice.uniform(0.1, 2.0), self._upload, self.attempt, block)
@@ -381,7 +441,8 @@ class Member:
         own = self.contributed
         assert own is not None
         entry = BlobEntry(block=block, size=own.blobs[block].digest)
-        self._tell(e.Deposited(self.slot, self.incarnation, own.round, own.generation, block, entry, own.steps))
+        deposited = own.round, own.generation, block, entry, own.steps, self.resumption
+        self._tell(e.Deposited(self.slot, self.incarnation, *deposited))
 
     def _prove(self, attempt: int) -> None:
         """Confirm the parameters, save the state and ask for the next round."""

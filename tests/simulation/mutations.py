@@ -37,7 +37,7 @@ MUTATIONS: dict[str, tuple[Edit, ...]] = {
     ),
     "forgets error feedback when it returns": (Edit(Member, "_undo", "list(self._start)", "self.error"),),
     "closes below a quorum": (Edit(OpenRound, "count", "len(self.whole) >= needed", "self.whole"),),
-    "counts parts": (Edit(OpenRound, "deposit", "known.blobs.keys() >= rules.blocks_of(replica)", "known.blobs"),),
+    "counts parts": (Edit(OpenRound, "deposit", "known.blobs.keys() >= rules.blocks_of(name)", "known.blobs"),),
     "closes without waiting": (Edit(OpenRound, "closes_at", "if not waits:", "if True:"),),
     "never closes after grace": (Edit(OpenRound, "closes_at", "return min(", "return None and min("),),
     "accepts an old incarnation": (
@@ -79,8 +79,8 @@ MUTATIONS: dict[str, tuple[Edit, ...]] = {
         Edit(
             Coordinator,
             "_asked",
-            "yield e.Assign(slot.name, slot.incarnation, replica.round, replica.generation, trained=",
-            "_ = (",
+            "yield self._assign(slot, event.trained",
+            "_ = (event.trained",
         ),
     ),
     "does not learn of later incarnations": (
@@ -93,6 +93,20 @@ MUTATIONS: dict[str, tuple[Edit, ...]] = {
     ),
     "never waits again for who missed rounds": (
         Edit(Coordinator, "_note_missed", "= now + UNAWAITED_FACTOR * waited", "= 1e9"),
+    ),
+    "resumes where the last stage is": (
+        Edit(
+            Coordinator, "_resumption", "kept.values()), pb.KeptSteps())", "reversed(kept.values())), pb.KeptSteps())"
+        ),
+    ),
+    "begins anew though members keep steps": (
+        Edit(Coordinator, "_resumption", "if self._is_possible(resumption, replica) else None", "if False else None"),
+    ),
+    "weighs a restarted slot like the others": (
+        Edit(OpenRound, "record", "blob.steps = own.steps -", "_ = own.steps -"),
+    ),
+    "does not wait for a group that reforms": (
+        Edit(Coordinator, "_closes_at", "if not waits and closes is not None", "if False"),
     ),
     "heals who holds the right bits": (Edit(Coordinator, "_compare", "!= right.get(parameter)", "is not None"),),
     "waits for a whole replica to leave": (

@@ -42,6 +42,8 @@ class Blob(NamedTuple):
     digest: int
     training: int
     slot: str
+    steps: int
+    """Steps of the round that its slot's holder has trained."""
     sent: dict[int, Units]
 
 

@@ -27,6 +27,9 @@ SOONEST = {
     "waits for ever for who does not leave": 8,
     "never waits again for who missed rounds": 3,
     "waits for a whole replica to leave": 10,
+    "resumes where the last stage is": 7,
+    "weighs a restarted slot like the others": 7,
+    "does not wait for a group that reforms": 4,
 }
 """Seeds of histories that find a bug sooner than the first ones. They are played first, which saves seconds."""
 

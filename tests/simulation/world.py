@@ -6,7 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from simulation.dice import Faults, draw_condemnations, draw_faults, draw_idles, draw_optional, draw_rules
+from simulation.dice import (
+    Faults,
+    draw_condemnations,
+    draw_faults,
+    draw_idles,
+    draw_optional,
+    draw_resumes,
+    draw_rules,
+)
 from simulation.faults import FaultInjector
 from simulation.host import Host
 from simulation.invariants import Invariants
@@ -60,6 +68,7 @@ class World:
         self.dice = Random(seed)
         self.timeline = Timeline()
         self.rules = draw_optional(Random(f"{seed}: who comes and goes"), draw_rules(self.dice))
+        self.rules = draw_resumes(Random(f"{seed}: who resumes"), self.rules)
         drawn = draw_idles(Random(f"{seed}: who idles"), draw_faults(self.dice))
         drawn = draw_condemnations(Random(f"{seed}: who is condemned"), drawn)
         self.faults = drawn if faults is None else faults

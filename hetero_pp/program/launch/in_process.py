@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -22,7 +22,7 @@ from hetero_pp.link.shaping import Lines
 from hetero_pp.messages.messages_pb2 import GIVEN_UP, Failure, MembershipEvent, Report
 from hetero_pp.program.launch.supervisor import Watcher
 from hetero_pp.program.report.recorder import INTERRUPTED
-from hetero_pp.store.faults import Missed
+from hetero_pp.store.faults import Faults
 from replica_groups.audit.commitments import audited_member
 from replica_groups.audit.in_exchange import Followers, audited, followed
 from replica_groups.engines.ranks import Ranks
@@ -42,16 +42,19 @@ def run_in_process(
     resume: Values | None = None,
     steps_of: StepsOf | None = None,
     missed: Mapping[str, frozenset[int]] = MappingProxyType({}),
+    restarts: Mapping[str, Sequence[tuple[int, int]]] = MappingProxyType({}),
 ) -> None:
     """Train the whole topology, or resume the run in the folder. `resume` is as in `supervisor.launch`.
 
     `steps_of`: for rounds of fixed duration, the steps that they had in an earlier run; the result is then equal to the
-    bit. `missed`: replica -> rounds whose records exist before its contributions arrive.
+    bit. `missed`: replica -> rounds whose records exist before its contributions arrive. `restarts`: slot -> (round,
+    step) at which another holder took it, in their order, as in the records of an earlier run. The result is equal to
+    the bit if both runs saved their states after the round before.
 
     Raises the first error of a member, ConfigError for replicas that need separate processes, and RunFailed if reports
     could not be followed.
     """
-    members = MemberThreads(spec, folder, on_report, resume, steps_of, missed)
+    members = MemberThreads(spec, folder, on_report, resume, steps_of, missed, restarts)
     try:
         members.begin()
         members.gate.open(LAST)
@@ -74,6 +77,24 @@ def require_threads(spec: RunSpec) -> None:
         if isinstance(replica, DatacenterReplica) and replica.engine != "torch":
             expected = "expected `torch` with --in-process; leave out --in-process"
             raise ConfigError(("replicas", index, "engine"), f"found `{replica.engine}`, {expected}")
+
+
+class _Died(Exception):
+    """A member's thread ends, as its process might, and another one takes its slot."""
+
+
+class _ThreadFaults(Faults):
+    """Lets a member's contributions to some rounds come late, and the member die at the given steps."""
+
+    def __init__(self, missed: frozenset[int], restarts: list[tuple[int, int]], is_first: bool) -> None:
+        """`restarts`: (round, step); one that has happened is removed. `is_first`: whether it is a first stage."""
+        self.missed, self._restarts, self._is_first = missed, restarts, is_first
+
+    def computes(self, round_: int, step: int, micro_batch: int, is_forward: bool) -> None:
+        # All stages have applied the step before once the first one has got a gradient, and another one an activation.
+        if self._restarts and self._restarts[0] == (round_, step) and is_forward is not self._is_first:
+            del self._restarts[0]
+            raise _Died(f"restarted at step {step} of round {round_}")
 
 
 class ThreadConnections:
@@ -121,8 +142,9 @@ class MemberThreads:
         resume: Values | None = None,
         steps_of: StepsOf | None = None,
         missed: Mapping[str, frozenset[int]] = MappingProxyType({}),
+        restarts: Mapping[str, Sequence[tuple[int, int]]] = MappingProxyType({}),
     ) -> None:
-        """`resume`, `steps_of` and `missed` are as in `run_in_process`.
+        """`resume`, `steps_of`, `missed` and `restarts` are as in `run_in_process`.
 
         Raises ConfigError for replicas that need separate processes.
         """
@@ -132,6 +154,7 @@ class MemberThreads:
         self.gate = Gate(spec.needed)
         self._resume = resume
         self._steps_of, self._missed = steps_of, missed
+        self._restarts = {slot: list(of) for slot, of in restarts.items()}
         self._spec, self._folder = spec, folder
         self._devices = devices_of(spec, list(spec.needed))
         self._lines = Lines()
@@ -214,19 +237,28 @@ class MemberThreads:
         name, stage = member.replica.name, member.stage
         hops = [] if stage is None else [stage.index - 1, stage.index]
         links = [self._links.get(stage_link_name(name, hop)) for hop in hops] or [None, None]
-        connections, faults = ThreadConnections(self.exchange, self._lines, *links), Missed(self._missed.get(name, ()))
+        connections = ThreadConnections(self.exchange, self._lines, *links)
+        missed, restarts = self._missed.get(name, frozenset()), self._restarts.get(member.name, [])
+        faults, is_over = _ThreadFaults(missed, restarts, stage is not None and stage.is_first), False
         try:
-            take_part(
-                self._spec,
-                member,
-                connections,
-                self._folder,
-                Ranks(device=self._devices[member.name]),
-                gate=self.gate,
-                steps_of=self._steps_of,
-                faults=faults,
-                audited=audited_member,
-            )
+            while not is_over:
+                try:
+                    take_part(
+                        self._spec,
+                        member,
+                        connections,
+                        self._folder,
+                        Ranks(device=self._devices[member.name]),
+                        gate=self.gate,
+                        steps_of=self._steps_of,
+                        faults=faults,
+                        audited=audited_member,
+                    )
+                    is_over = True
+                except _Died as error:
+                    generation = self.exchange.coordinator.generation_of(member.name)
+                    self.exchange.died(member.name, str(error))
+                    connections.give_up(generation + 1, str(error))
             connections.close()
         except Exception as error:  # noqa: BLE001 (a bug in one thread must not leave the others waiting)
             if isinstance(error, OutOfMemory) and self._goes_on_without(member, str(error)):

@@ -222,7 +222,10 @@ def words_of(news: News, spec: RunSpec) -> str:
             told = with_name(event.slot, event.cause)
             return f"{told}; its slot is vacant" if news.is_line else told
         case MembershipEventKind.SUSPENDED:
-            return f"{event.replica} returns to the start of its round and waits for {event.slot}"
+            return f"{event.replica} stops training and waits for {event.slot}"
+        case MembershipEventKind.RESUMED:
+            where = f"inner step {event.step + 1} of round {event.round}"
+            return f"{event.replica} resumes at {where}, where {event.slot} begins"
         case MembershipEventKind.INJECTED:
             return f"injected fault: {event.cause}"
         case MembershipEventKind.LATE:

@@ -354,6 +354,7 @@ class MemberState:
     changes: list[tuple[float, bool, str]] = field(default_factory=list)
     """(time, whether the slot is held from then on, reason if not), in order of time."""
     is_suspended: bool = False
+    began_at: tuple[int, int] | None = None  # (round, step) within which this holder of the slot began
     since: float | None = None  # time of the last event that changed whether it takes part
     heard: float | None = None
     doing: pb.Doing = pb.DOING_UNSPECIFIED  # its last reported activity
@@ -464,7 +465,7 @@ class RunState:
         self.restarts: Counter[str] = Counter()  # restarts by process, on the machine that supervises it
         self.given_up: dict[str, str] = {}
         self.healed: Counter[str] = Counter()  # recoveries by slot
-        self.suspended: Counter[str] = Counter()  # number of times that each replica returned to the start of a round
+        self.suspended: Counter[str] = Counter()  # number of times that each replica lost a stage within a round
         self.late: defaultdict[str, list[int]] = defaultdict(list)  # rounds for which a replica was late, by replica
         self.barred: set[str] = set()  # replicas that are excluded from rounds since their last included contribution
         self.scores: dict[str, pb.Score] = {}  # newest scores, by replica; empty without audits
@@ -753,6 +754,9 @@ class RunState:
                 for one in self.members.values():
                     if one.replica == told.replica and one.vacant is None:
                         one.is_suspended, one.since = True, time
+            case MembershipEventKind.RESUMED:
+                if member is not None:
+                    member.began_at = told.round, told.step
             case MembershipEventKind.LATE:
                 self.late[told.replica].append(told.round)
             case MembershipEventKind.EXCLUDED:

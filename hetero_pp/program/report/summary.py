@@ -249,7 +249,7 @@ def _membership_lines(summary: Mapping[str, Any]) -> Iterator[str]:
         times = [f"{what} {format_times(count)}" for what, count in counts.items() if count]
         yield f"{name}: {', '.join([*times, *([one['gone']] if one['gone'] else [])])}."
     for replica, count in found["suspended"].items():
-        yield f"{replica}: returned to the start of a round {format_times(count)}."
+        yield f"{replica}: lost a stage within a round {format_times(count)}."
     by_replica: defaultdict[str, list[str]] = defaultdict(list)
     for one in found["not_counted"]:
         by_replica[one["replica"]].append(str(one["round"]))

@@ -429,12 +429,14 @@ def _member_now(state: RunState, name: str) -> dict[str, Any]:
     if presence is MemberPresence.PRESENT:
         what = _DOINGS.get(told.doing, "computing" if state.has_begun else "reading")
         if told.is_suspended:
-            what, detail = "suspended", "returns to the start of its round"
+            what, detail = "suspended", "waits until its group is complete"
         elif told.doing == Doing.WAITING_FOR_ROUND:
             detail = "waits for the next round"
         elif member.stage is not None and told.doing in _HOPS:
             stages = member.replica.members
             detail = f"waits for {stages[(member.stage.index + _HOPS[told.doing]) % len(stages)]}"
+        if told.began_at is not None and told.began_at[0] == told.round:
+            detail = "; ".join(filter(None, [detail, f"began at step {told.began_at[1] + 1} of this round"]))
     elif presence is not MemberPresence.MISSING:
         what, detail = presence, state.given_up.get(name) or told.vacant or ""
     return {

@@ -120,6 +120,7 @@ const MARKS = {
   healed: form("recovered", "back", "good"),
   paused: form("paused", "pause", "waiting"),
   went_on: form("resumed", "right", "forward"),
+  resumed: form("resumed", "right", "forward"),
   audited: form("audited", "right", "forward"),
   begun: form("resumed", "right", "forward"),
   late: form("late", "clock", "backward"),

@@ -1,0 +1,174 @@
+"""A group that loses a stage within a round resumes at the inner step: real processes, and threads of this one."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from started import run_script
+
+from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.spec import RunSpec
+from hetero_pp.config.yaml_file import ConfigFile, read_run
+from hetero_pp.messages.messages_pb2 import RESUMED, ContributionEntry, Report, RoundRecord
+from hetero_pp.model.transformer import shapes_by_block
+from hetero_pp.program.launch.in_process import run_in_process
+from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob
+from hetero_pp.store.folder import FolderStore
+from replica_groups.exchange.log import ContributionLog
+from stages.worker import StageWorker
+
+YAML = Path(__file__).with_name("mixed.yaml")
+LAUNCH_WITH_FAULTS = Path(__file__).parents[2] / "benchmarks/launch_with_faults.py"
+ROUNDS, STEPS = 3, 5
+FOUR_STAGES = (
+    "model.layers=4",
+    "replicas.1.stages=[{layers: 1}, {layers: 1}, {layers: 1}, {layers: 1}]",
+    "replicas.1.batch_size=8",
+    "replicas.1.micro_batches=8",
+    f"inner.steps={STEPS}",
+    f"outer.rounds={ROUNDS}",
+    "states.every=1",
+    "checkpoints.every=1",
+    "exchange.quorum=1",
+)
+
+
+def _records(run: Path) -> list[RoundRecord]:
+    log = ContributionLog(FolderStore(run / "log"))
+    return [log.read_record(round_) for round_ in range(1, ROUNDS + 1)]
+
+
+def _home(record: RoundRecord) -> ContributionEntry:
+    return next(one for one in record.contributions if one.replica == "home")
+
+
+def _restarts(records: list[RoundRecord]) -> dict[str, list[tuple[int, int]]]:
+    """Return slot -> (round, step) of its restarts."""
+    found: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+    for record in records:
+        for one in _home(record).restarts:
+            found[one.slot].append((record.round, one.step))
+    return dict(found)
+
+
+def _contributed(records: list[RoundRecord]) -> list[list[tuple[str, int, float, bytes, list[int]]]]:
+    return [
+        [(one.replica, one.steps, one.weight, one.digest, [b.steps for b in one.blobs]) for one in record.contributions]
+        for record in records
+    ]
+
+
+def _spec(corpus: Path, *changes: str) -> RunSpec:
+    return RunSpec(ConfigFile(YAML, [f"data.corpus={corpus}", *FOUR_STAGES, *changes]).config, 256)
+
+
+def _in_process(spec: RunSpec, folder: Path, restarts: dict[str, list[tuple[int, int]]]) -> list[Report]:
+    reports: list[Report] = []
+    run_in_process(spec, RunFolder(folder), reports.append, restarts=restarts)
+    return reports
+
+
+def _sha256(reports: list[Report]) -> dict[tuple[str, int], str]:
+    found = [one.round_verified for one in reports if one.HasField("round_verified")]
+    return {(one.replica, one.round): one.parameters_sha256.hex() for one in found}
+
+
+def _launched(corpus: Path, runs: Path, fault: str, *changes: str) -> Path:
+    """Launch the run with a fault in real processes; return its folder."""
+    faults = runs / "faults.yaml"
+    faults.write_text(f"faults: [{fault}]")
+    settings = [f"--set={one}" for one in (f"data.corpus={corpus}", *FOUR_STAGES, *changes)]
+    done = run_script(LAUNCH_WITH_FAULTS, str(YAML), "--runs", str(runs), "--faults", str(faults), *settings)
+    assert done.returncode == 0, done.stderr
+    return runs / "mixed"
+
+
+def _assert_in_process_alike(run: Path, folder: Path) -> None:
+    """Require the records and parameters of a run in this process whose slots restart at the same steps."""
+    reports = _in_process(read_run(RunFolder(run)), folder, _restarts(_records(run)))
+    assert _contributed(_records(folder)) == _contributed(_records(run))
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    verified = [one for one in lines if one["event"] == "round_verified"]
+    assert _sha256(reports) == {(one["replica"], one["round"]): one["parameters_sha256"] for one in verified}
+    assert len(verified) == 2 * ROUNDS
+
+
+@pytest.mark.starts_processes
+def test_a_stage_that_is_killed_loses_its_steps_and_its_group_one(corpus: Path, tmp_path: Path) -> None:
+    run = _launched(corpus, tmp_path, "{kill: home.2, at: {round: 2, step: 3, micro_batch: 5}}")
+    records = _records(run)
+    assert _restarts(records) == {"home.2": [(2, 3)]}
+    assert {blob.block: blob.steps for blob in _home(records[1]).blobs if blob.steps} == {"layers.2": STEPS - 3}
+    _assert_in_process_alike(run, tmp_path / "in process")
+
+
+@pytest.mark.starts_processes
+def test_a_stage_that_is_frozen_for_long_loses_its_steps_and_its_group_one(corpus: Path, tmp_path: Path) -> None:
+    lease = 'exchange.lease={"factor": 1, "least": "3 s", "most": "3 s"}'
+    fault = "{freeze: home.1, lasts: 10 min, at: {round: 2, step: 2, micro_batch: 4}}"
+    run = _launched(corpus, tmp_path, fault, lease)
+    assert _restarts(_records(run)) == {"home.1": [(2, 2)]}
+    _assert_in_process_alike(run, tmp_path / "in process")
+
+
+def test_blocks_weigh_by_the_steps_of_their_last_holder(corpus: Path, tmp_path: Path) -> None:
+    """The expected value is theta - (w D + w' D') / (w + w'), with decoded contributions, in float64."""
+    changes = "outer.weights=tokens", "outer.learning_rate=1", "outer.returned=1"
+    _in_process(spec := _spec(corpus, *changes), tmp_path, {"home.2": [(3, 1)]})
+    log, tokens = ContributionLog(FolderStore(tmp_path / "log")), {"dc": 4 * 32, "home": 8 * 32}
+    before, after = (log.read_checkpoint(round_).parameters for round_ in (2, 3))
+    record = log.read_record(3)
+    for block, shapes in shapes_by_block(spec.parameter_shapes).items():
+        weights = tokens | ({"home": tokens["home"] * (STEPS - 1) / STEPS} if block == "layers.2" else {})
+        moved = {name: torch.zeros(shape, dtype=torch.float64).flatten() for name, shape in shapes.items()}
+        for replica, weight in weights.items():
+            address = BlobAddress(spec.run, 3, replica, block)
+            data = log.blobs_of(record)(replica, block)
+            blob = ReceivedBlob(data, address, shapes, spec.config.outer.compression)
+            for name in shapes:
+                sent = blob.tensor(name)
+                moved[name][sent.indices.long()] += weight / sum(weights.values()) * sent.values.double()
+        for name, change in moved.items():
+            expected = before[name].double() - change.view_as(before[name])
+            torch.testing.assert_close(after[name].double(), expected, rtol=0, atol=1e-6)
+
+
+def test_a_link_that_breaks_costs_a_step_and_no_bits(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ends are there, so none restarts. The result is that of a run whose links hold."""
+    left, original = [(2, 3)], StageWorker._forward
+
+    def breaks(worker: StageWorker, under_way: Any, index: int) -> None:
+        if worker.stage.spec.index == 2 and left == [(under_way.round, under_way.step)] and index == 5:
+            left.clear()
+            assert worker._upstream is not None
+            worker._upstream.abort("the link broke")
+        original(worker, under_way, index)
+
+    undisturbed = _in_process(_spec(corpus), tmp_path / "undisturbed", {})
+    monkeypatch.setattr(StageWorker, "_forward", breaks)
+    found = _in_process(_spec(corpus), tmp_path / "broken", {})
+    assert not left
+    assert _restarts(_records(tmp_path / "broken")) == {}
+    assert _home(_records(tmp_path / "broken")[1]).generation > 4
+    assert _sha256(found) == _sha256(undisturbed)
+
+
+@pytest.mark.parametrize("slot", ["home.0", "home.1", "home.3"])
+def test_every_stage_can_be_replaced_more_than_once(slot: str, corpus: Path, tmp_path: Path) -> None:
+    restarts = {slot: [(2, 1), (2, 4), (3, 2)]}
+    reports = _in_process(_spec(corpus), tmp_path, restarts)
+    records = _records(tmp_path)
+    assert _restarts(records) == restarts
+    assert {blob.steps for blob in _home(records[1]).blobs} == {0, 1}
+    assert {blob.steps for blob in _home(records[2]).blobs} == {0, 3}
+    told = [one.membership_event for one in reports if one.membership_event.what == RESUMED]
+    assert [(one.slot, one.round) for one in told] == [(slot, 2), (slot, 2), (slot, 3)]
+    found = _sha256(reports)
+    assert all(found["home", round_] == found["dc", round_] for round_ in range(1, ROUNDS + 1))
