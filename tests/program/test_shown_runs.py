@@ -193,6 +193,14 @@ RUNS: dict[str, tuple[list[Report], dict[str, Any]]] = {
         {},
     ),
     "a stage is killed": ([*there(), *killed(START)], {}),
+    "it is back, and its group resumes": (
+        [
+            *([*there(), *killed(START + 1), back(START + 2)]),
+            membership_event(START + 3, pb.RESUMED, slot="home.1", replica="home", incarnation=2, round=1, step=1),
+            inner_step(START + 4, "home.1", "home", 1, 1, loss=5.0),
+        ],
+        {},
+    ),
     "it is back, and rounds close without replicas": (
         [
             *([*there(), *killed(START + 5), back(START + 20), closed_without(START + 8, 1, "home")]),
@@ -305,6 +313,7 @@ PARTS: dict[str, Sequence[str]] = {
     "seen by its hosts": ("metrics of home.0",),
     "a stage is killed": ("history", "frame"),
     "it is back, and rounds close without replicas": ("history", "frame"),
+    "it is back, and its group resumes": ("history", "frame"),
     "members of other hosts": ("history",),
     **dict.fromkeys(("computing", "outer round", "nothing", "a round without steps", "paused"), ("frame",)),
     "waits for its disk": ("frame",),

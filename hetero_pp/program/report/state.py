@@ -757,6 +757,8 @@ class RunState:
             case MembershipEventKind.RESUMED:
                 if member is not None:
                     member.began_at = told.round, told.step
+                for one in self.members.values():
+                    one.is_suspended = one.is_suspended and one.replica != told.replica
             case MembershipEventKind.LATE:
                 self.late[told.replica].append(told.round)
             case MembershipEventKind.EXCLUDED:
