@@ -138,6 +138,20 @@ def test_blocks_weigh_by_the_steps_of_their_last_holder(corpus: Path, tmp_path: 
             torch.testing.assert_close(after[name].double(), expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("slot", ["home.0", "home.2"])
+@pytest.mark.parametrize("change", ["inner={seconds: 1}", "replicas.1.steps=4"])
+def test_rounds_of_time_and_own_steps_resume_alike(change: str, slot: str, corpus: Path, tmp_path: Path) -> None:
+    spec, reports = _spec(corpus, change), list[Report]()
+    steps_of = None if "steps" in change else lambda replica, round_: 4
+    run_in_process(spec, RunFolder(tmp_path), reports.append, steps_of=steps_of, restarts={slot: [(2, 3)]})
+    records = _records(tmp_path)
+    assert [_home(record).steps for record in records] == [4] * ROUNDS
+    assert _restarts(records) == {slot: [(2, 3)]}
+    assert {blob.steps for blob in _home(records[1]).blobs} == {0, 1}
+    found = _sha256(reports)
+    assert all(found["home", round_] == found["dc", round_] for round_ in range(1, ROUNDS + 1))
+
+
 def test_a_link_that_breaks_costs_a_step_and_no_bits(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
