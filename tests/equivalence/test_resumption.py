@@ -152,6 +152,13 @@ def test_rounds_of_time_and_own_steps_resume_alike(change: str, slot: str, corpu
     assert all(found["home", round_] == found["dc", round_] for round_ in range(1, ROUNDS + 1))
 
 
+def test_a_round_with_a_restart_is_not_computed_again_and_the_next_one_is(corpus: Path, tmp_path: Path) -> None:
+    reports = _in_process(_spec(corpus, "audit={recompute: {share: 1}}"), tmp_path, {"home.1": [(2, 2)]})
+    judged = [one.judged for one in reports if one.HasField("judged")]
+    found = {(one.replica, one.round): one.recomputed.is_equal for one in judged}
+    assert found == dict.fromkeys((("dc", 1), ("home", 1), ("dc", 2), ("dc", 3), ("home", 3)), True)
+
+
 def test_a_link_that_breaks_costs_a_step_and_no_bits(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
