@@ -65,8 +65,8 @@ class Stage:
 
     @property
     def device(self) -> torch.device:
-        """Device of parameters, activations and loss."""
-        return next(iter(self.parameters.values())).device
+        """Device of activations and loss, and of the parameters unless the layers lie on several devices."""
+        return self.module.devices[0] if self.module.devices else next(iter(self.parameters.values())).device
 
     @property
     def follows_embedding(self) -> bool:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from members import TIMEOUT
@@ -36,8 +37,16 @@ class Ran:
     """Errors of members without which the run went on."""
 
 
-def run_over_grpc(spec: RunSpec, folder: Path, devices: Mapping[str, torch.device]) -> Ran:
-    """Train all rounds. Raises the first error of a member if the run fails."""
+def run_over_grpc(
+    spec: RunSpec,
+    folder: Path,
+    devices: Mapping[str, torch.device],
+    several: Mapping[str, tuple[torch.device, ...]] = MappingProxyType({}),
+) -> Ran:
+    """Train all rounds. Raises the first error of a member if the run fails.
+
+    `several`: all devices of a stage whose layers lie on several.
+    """
     own, secret, errors = RunFolder(folder), Secret(new_secret()), dict[str, Exception]()
     exchange = audited(make_exchange(spec, own), spec)
     server, port = serve_exchange(exchange, secret, "127.0.0.1:0", encrypted=False)
@@ -49,7 +58,8 @@ def run_over_grpc(spec: RunSpec, folder: Path, devices: Mapping[str, torch.devic
         try:
             with NetworkConnections(spec, member, f"127.0.0.1:{port}", credentials, Lines()) as connections:
                 try:
-                    take_part(spec, member, connections, own, Ranks(device=devices[name]), audited=audited_member)
+                    ranks = Ranks(device=devices[name], devices=several.get(name, ()))
+                    take_part(spec, member, connections, own, ranks, audited=audited_member)
                 except HeteroPPError as error:
                     connections.report_failure(str(error), isinstance(error, LinkError | RunFailed))
                     raise

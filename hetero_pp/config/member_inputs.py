@@ -26,8 +26,8 @@ from hetero_pp.pipeline.subspace import columns_of
 def devices_of(spec: RunSpec, names: Sequence[str]) -> dict[str, torch.device]:
     """Return the device of each member that starts on this host, in the order of `names`.
 
-    Members that do not name a device share the accelerators in turn. Raises ConfigError for a device that is not there
-    or lacks the member's precision. A rehearsal needs none.
+    Members that do not name a device share the accelerators in turn. A stage with several devices has the first here.
+    Raises ConfigError for a device that is not there or lacks the member's precision. A rehearsal needs none.
     """
     members = [spec.members[name] for name in names if name in spec.members]
     if spec.config.rehearsal is not None:
@@ -36,7 +36,7 @@ def devices_of(spec: RunSpec, names: Sequence[str]) -> dict[str, torch.device]:
     for turn, member in enumerate(members):
         device, key = member.setting("device")
         try:
-            found[member.name] = resolved(device, turn)
+            found[member.name], *_ = (resolved(one, turn) for one in ([device] if isinstance(device, str) else device))
         except ConfigError as error:
             raise ConfigError(key, error.message) from None
         if member.replica.precision == "auto":
@@ -46,6 +46,12 @@ def devices_of(spec: RunSpec, names: Sequence[str]) -> dict[str, torch.device]:
         except ConfigError as error:
             raise ConfigError(("replicas", member.replica_index, *error.key), error.message) from None
     return found
+
+
+def stage_devices(member: MemberSpec, first: torch.device) -> tuple[torch.device, ...]:
+    """Return the devices over which a member's layers lie; empty if there is one. `first`: that of `devices_of`."""
+    devices, _ = member.setting("device")
+    return () if isinstance(devices, str) else (first, *(resolved(one) for one in devices[1:]))
 
 
 def in_words(devices: Mapping[str, str]) -> str:

@@ -146,6 +146,14 @@ def _rules_of_group(
         yield True, key, "nothing", "a number: other stages of this group have one"
     total = sum(map(len, replica.layer_ranges(layers)))
     yield total != layers, (*here, "stages"), f"{total} layers over all stages", f"the model's {layers} layers"
+    for stage, of_stage in enumerate(replica.layer_ranges(layers)):
+        device, key = replica.setting(stage, "device")
+        if isinstance(device, list):
+            is_mixed = len({one.partition(":")[0] for one in device}) > 1
+            is_wrong = is_mixed or bool({"auto", "cuda", "xpu"}.intersection(device))
+            yield is_wrong, (*here, *key), f"`[{', '.join(device)}]`", "devices of one kind, each with its number"
+            expected = f"at most the {len(of_stage)} of the stage's layers"
+            yield len(device) > len(of_stage), (*here, *key), f"{len(device)} devices", expected
     boundary, anchors = replica.boundary, replica.boundary.anchors
     ranks: dict[tuple[str, ...], int | None] = {("boundary", "rank"): boundary.dimensions(width)}
     if anchors is not None:

@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from hetero_pp.config.run_config import RunConfig
-from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica, ReplicaSettings, untold_deepspeed_key
+from hetero_pp.config.topology import (
+    DatacenterReplica,
+    ParticipantsReplica,
+    ReplicaSettings,
+    StagesSettings,
+    untold_deepspeed_key,
+)
 from hetero_pp.core.bounded import parse_json
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.core.files import write_whole
@@ -90,6 +96,8 @@ def own_configuration(
                 expected = "expected only keys without files, addresses or code"
                 found = f"found it in the configuration from the exchange, {expected}"
                 raise ConfigError(("replicas", index, "deepspeed", *untold), f"{found}: {own}")
+        elif changes and isinstance(replica, ParticipantsReplica) and isinstance(replica.stages, StagesSettings):
+            changes["stages"] = replica.stages.model_copy(update={"device": None})
         elif changes and isinstance(replica, ParticipantsReplica) and isinstance(replica.stages, list):
             changes["stages"] = [
                 stage.model_copy(update={"listen": None, "device": None}) if name == member else stage

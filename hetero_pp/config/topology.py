@@ -159,6 +159,13 @@ Device = Annotated[
 ]
 
 
+Devices = Annotated[list[Device], Field(min_length=1)]
+_DEVICES_OF_A_STAGE = (
+    "device that computes a stage; by default the group's. With a list, such as `[cuda:0, cuda:1]`, its layers lie on "
+    "several devices of the host in this order, about as many parameters on each, and one after the other computes"
+)
+
+
 class StageSettings(Settings):
     """One stage of a participant group, on one machine."""
 
@@ -182,15 +189,14 @@ class StageSettings(Settings):
     line: Annotated[str | None, NotPartOf.EITHER] = Field(
         None, description="kind of access line of the machine, from `lines`; by default the group's"
     )
-    device: Annotated[Device | None, NotPartOf.EITHER] = Field(
-        None, description="device that computes this stage; by default the group's"
-    )
+    device: Annotated[Device | Devices | None, NotPartOf.EITHER] = Field(None, description=_DEVICES_OF_A_STAGE)
 
 
 class StagesSettings(Settings):
     """Stages of equal machines; layers are split evenly."""
 
     count: int = Field(ge=1)
+    device: Annotated[Device | Devices | None, NotPartOf.EITHER] = Field(None, description=_DEVICES_OF_A_STAGE)
     line: Annotated[str | None, NotPartOf.EITHER] = Field(
         None, description="kind of access line of each machine, from `lines`; by default the group's"
     )
@@ -279,6 +285,10 @@ class DatacenterReplica(_AnyReplica):
         """Number of accelerators that compute as one member: the number in the YAML, or one per rank."""
         return self.world if self.accelerators is None else self.accelerators
 
+    def devices_of(self, stage: int) -> int:
+        """Return over how many accelerators the memory of the replica is divided; `stage` is 0."""
+        return self.accelerators_of_member
+
     @property
     def data_parallel(self) -> int:
         """Number of parts that a micro-batch is split into."""
@@ -337,6 +347,11 @@ class ParticipantsReplica(_AnyReplica):
             own, path = own[stage], ("stages", stage, key)
         value = getattr(own, key, None)
         return (getattr(self, key, None), (key,)) if value is None else (value, path)
+
+    def devices_of(self, stage: int) -> int:
+        """Return over how many accelerators the memory of a stage is divided."""
+        device = self.setting(stage, "device")[0]
+        return self.accelerators if isinstance(device, str) else max(self.accelerators, len(device))
 
     def listen_of(self, stage: int) -> str | None:
         """Return the address at which a stage's neighbours dial it; None if the YAML names none."""

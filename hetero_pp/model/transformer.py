@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -263,7 +264,21 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(shape.width, eps=shape.norm_epsilon) if predicts else None
         self.lm_head = Linear(shape.width, shape.vocabulary) if predicts else None
         self.gradient_of_logits: GradientOfLogits = gradient_of_logits
-        self._rope_LE: Tensor | None = None
+        self.devices: Sequence[torch.device] = ()
+        """Devices over which the layers lie (`place`). Inputs come to the first, and outputs and loss return there."""
+        self._rope_LE: dict[torch.device, Tensor] = {}
+
+    def place(self, devices: Sequence[torch.device]) -> None:
+        """Give parameters on the meta device memory, without values: on the devices in order, about as many on each."""
+        parts = [part for part in (self.tok_embeddings, *self.layers.values(), self.norm, self.lm_head) if part]
+        sizes = [sum(parameter.numel() for parameter in part.parameters()) for part in parts]
+        for part, size, until in zip(parts, sizes, accumulate(sizes), strict=True):
+            materialise(part, devices[int(len(devices) * (until - size / 2) / sum(sizes))])
+        self.devices = devices if len(devices) > 1 else ()
+
+    def _towards(self, weight: Tensor, *tensors: Tensor) -> Sequence[Tensor]:
+        """Return tensors on the device of a weight, if the layers lie on several devices."""
+        return [tensor.to(weight.device) for tensor in tensors] if self.devices else tensors
 
     def forward(self, inputs: Tensor, after_layer: AfterLayer | None = None) -> Tensor:
         """Map tokens [B, L], or hidden states [B, L, D] without an embedding, to logits [B, L, V] or hidden states.
@@ -271,35 +286,41 @@ class Transformer(nn.Module):
         `after_layer` may change the hidden states after each layer: a boundary inside a whole replica.
         """
         x_BLD = self.hidden(inputs, after_layer)
-        return x_BLD if self.lm_head is None else self.lm_head(x_BLD)
+        if self.lm_head is not None:
+            (x_BLD,) = self._towards(self.lm_head.weight, x_BLD)
+            x_BLD = self.lm_head(x_BLD)
+        return x_BLD.to(self.devices[0]) if self.devices else x_BLD
 
     def loss(self, inputs: Tensor, targets_BL: Tensor, after_layer: AfterLayer | None = None) -> Tensor:
         """Return the mean cross entropy in nats of a part that predicts. Arguments are those of `forward`."""
         assert self.lm_head is not None
-        x_BLD = self.hidden(inputs, after_layer)
-        return loss_of_hidden(x_BLD, self.lm_head.weight, targets_BL, self.gradient_of_logits)
+        x_BLD, targets_BL = self._towards(self.lm_head.weight, self.hidden(inputs, after_layer), targets_BL)
+        loss = loss_of_hidden(x_BLD, self.lm_head.weight, targets_BL, self.gradient_of_logits)
+        return loss.to(self.devices[0]) if self.devices else loss
 
     def hidden(self, inputs: Tensor, after_layer: AfterLayer | None = None) -> Tensor:
         """Return the hidden states [B, L, D] before the logits, or of a stage. Arguments are those of `forward`."""
         x_BLD = inputs if self.tok_embeddings is None else self.tok_embeddings(inputs)
         if self.compute_dtype is not None:
             x_BLD = x_BLD.to(self.compute_dtype)
-        rope_LE = self.rope(inputs.shape[1], x_BLD.device)
         for index, block in self.layers.items():
+            (x_BLD,) = self._towards(next(block.parameters()), x_BLD)
+            rope_LE = self.rope(inputs.shape[1], x_BLD.device)
             if self.recomputes and torch.is_grad_enabled():
                 x_BLD = checkpoint(block, x_BLD, rope_LE, use_reentrant=False, preserve_rng_state=False)
             else:
                 x_BLD = block(x_BLD, rope_LE)
             if after_layer is not None:
                 x_BLD = after_layer(int(index), x_BLD)
-        return x_BLD if self.norm is None else self.norm(x_BLD)
+        return x_BLD if self.norm is None else self.norm(*self._towards(self.norm.weight, x_BLD))
 
     def rope(self, length: int, device: torch.device) -> Tensor:
         """Return the rotations [L, E / 2, 2], cached between calls."""
-        if self._rope_LE is None or len(self._rope_LE) < length or self._rope_LE.device != device:
-            shape = self.shape
-            self._rope_LE = rope_table(length, shape.head_size, shape.rope_theta, device, shape.rope_scaling)
-        return self._rope_LE[:length]
+        known, shape = self._rope_LE.get(device), self.shape
+        if known is None or len(known) < length:
+            known = rope_table(length, shape.head_size, shape.rope_theta, device, shape.rope_scaling)
+            self._rope_LE[device] = known
+        return known[:length]
 
 
 def build_part(
@@ -316,12 +337,16 @@ def build_filled(
     device: torch.device | None = None,
     compute_dtype: torch.dtype | None = None,
     recomputes: bool = False,
+    devices: Sequence[torch.device] = (),
 ) -> Transformer:
-    """Build the whole model, or a stage's part, with the parameter values given by name; by default on the CPU."""
+    """Build the whole model, or a stage's part, with the parameter values given by name; by default on the CPU.
+
+    With several `devices` its layers lie on them in order (Transformer.place).
+    """
     stage = stage or StageSpec(0, 1, range(shape.layers))
     with torch.device("meta"):
         module = build_part(shape, stage, compute_dtype, recomputes)
-    materialise(module, device or torch.device("cpu"))
+    module.place(devices or [device or torch.device("cpu")])
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             parameter.copy_(values[name])

@@ -181,7 +181,7 @@ def predict(spec: RunSpec, watch: Watch | None = None, *, stage_links: bool = Tr
         included += fleet.stays * tokens_per_step * own.steps
         free_included += fleet.stays * tokens_per_step * free.steps
         members += fleet.count * len(fleet.members)
-        accelerators += fleet.count * len(fleet.members) * fleet.replica.accelerators_of_member
+        accelerators += fleet.count * sum(map(fleet.replica.devices_of, range(len(fleet.members))))
         trained += fleet.count * sum(_training_seconds(fleet, own.steps))
     total = simulate.tokens or spec.latest.outer.tokens or tokens_per_round * spec.latest.rounds
     rate, rounds = included / timed.round_seconds, total / tokens_per_round

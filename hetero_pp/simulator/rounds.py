@@ -133,7 +133,7 @@ def _fleet_of(spec: RunSpec, replicas: Sequence[ReplicaSettings]) -> Fleet:
         apply=[cost.apply for cost in costs],
         stays=(1 - settings.churn) ** len(members),
         memory=[memory_of_member(spec, one, own.is_accelerator) for one, own in zip(members, hardware, strict=True)],
-        memory_capacity=[own.memory * replica.accelerators_of_member for own in hardware],
+        memory_capacity=[own.memory * replica.devices_of(stage) for stage, own in enumerate(hardware)],
     )
 
 

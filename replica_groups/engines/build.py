@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -66,8 +67,9 @@ def build_model(
     parameters: Parameters,
     device: torch.device,
     stage: StageSpec | None = None,
+    devices: Sequence[torch.device] = (),
 ) -> Transformer:
-    """Build what engine `torch` or a stage trains: the whole model, or a stage's part, on a device.
+    """Build what engine `torch` or a stage trains: the whole model, or a stage's part, on a device or several.
 
     Raises ConfigError if the device or this machine lacks what the replica's settings need.
     """
@@ -78,6 +80,7 @@ def build_model(
         device,
         compute_dtype=compute_dtype(replica.precision, device),
         recomputes=replica.recompute == "layers",
+        devices=devices,
     )
     if replica.compile:
         require_compiler(device)

@@ -24,6 +24,7 @@ class Ranks:
     rank: int = 0
     world: int = 1
     device: torch.device = CPU  # device of this rank's tensors
+    devices: tuple[torch.device, ...] = ()  # several devices over which the layers of a stage lie, `device` first
     in_group: bool = False
     """Whether there is a process group to leave. torchrun with one rank creates one too, because engines require it."""
 

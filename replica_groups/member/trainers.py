@@ -459,7 +459,7 @@ def build_member(
     assert member.stage is not None
     rows, length = replica.batch_size // replica.micro_batches, config.data.sequence_length
     if config.rehearsal is None:
-        stage = build_stage(spec, replica, member.stage, start, ranks.device)
+        stage = build_stage(spec, replica, member.stage, start, ranks.device, ranks.devices)
     else:
         boundary = TimedBoundary(replica.boundary, spec.shape.width, rows, length)
         stage = TimedStage(member.stage, spec.shape, boundary, cost_of(spec, member), pace)
@@ -485,13 +485,21 @@ def build_member(
 
 
 def build_stage(
-    spec: RunSpec, replica: ParticipantsReplica, stage: StageSpec, start: Start, device: torch.device = CPU
+    spec: RunSpec,
+    replica: ParticipantsReplica,
+    stage: StageSpec,
+    start: Start,
+    device: torch.device = CPU,
+    devices: Sequence[torch.device] = (),
 ) -> Stage:
-    """Build the computation of one stage of a group on a device, from the start of the run."""
+    """Build the computation of one stage of a group, from the start of the run: on a device.
+
+    With several `devices`, of which that is the first, its layers lie on all of them.
+    """
     settings, inner = replica.boundary, spec.config.inner
     basis = None if start.basis is None else start.basis.to(device)
     boundary = boundary_of(settings, spec.shape.width, basis)
-    module = build_model(replica, spec.shape, start.parameters, device, stage)
+    module = build_model(replica, spec.shape, start.parameters, device, stage, devices)
     anchors = None
     if not stage.is_first:
         rounds, of = spec.config.rounds, (spec.config.seed, replica.name, stage.index - 1)

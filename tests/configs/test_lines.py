@@ -107,7 +107,7 @@ def test_the_run_is_the_same_behind_other_lines(path: Path) -> None:
             "found `cable`, expected one of the kinds under `lines`",
         ),
         ("replicas.1.stages.line=adsl", "replicas[1].stages.line", "found `adsl`, expected one of the kinds"),
-        ("replicas.1.stages.kind=dsl", "replicas[1].stages.kind", "expected one of count, line"),
+        ("replicas.1.stages.kind=dsl", "replicas[1].stages.kind", "expected one of count, device, line"),
         ("exchange.line=adsl", "exchange.line", "found `adsl`"),
         ("sites.house.line=adsl", "sites.house.line", "found `adsl`"),
         ("sites.house.members=[home.7]", "sites.house.members", "found `home.7`, expected members or replicas"),

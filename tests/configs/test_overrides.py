@@ -146,11 +146,15 @@ def test_text_that_is_not_yaml_is_told_with_its_form(mixed: Path) -> None:
 
 @pytest.mark.parametrize("key", ["replicas.1.stages", "replicas.home.stages", "replicas.home.stages.count"])
 def test_the_number_of_stages_keeps_their_line(key: str, mixed: Path) -> None:
-    assert _config(mixed, f"{key}=2")["replicas"][1]["stages"] == {"count": 2, "line": "dsl"}
+    assert _config(mixed, f"{key}=2")["replicas"][1]["stages"] == {"count": 2, "line": "dsl", "device": None}
 
 
 def test_a_number_instead_of_a_list_keeps_its_common_line(mixed: Path) -> None:
-    assert _config(mixed, "replicas.office.stages=4")["replicas"][2]["stages"] == {"count": 4, "line": "dsl"}
+    assert _config(mixed, "replicas.office.stages=4")["replicas"][2]["stages"] == {
+        "count": 4,
+        "line": "dsl",
+        "device": None,
+    }
     own = "replicas.2.stages.0.uplink=null"
     told = _error(mixed, own, "replicas.office.stages=4")
     assert told.startswith("--set replicas.office.stages=4: found a number for `replicas.2.stages`")
@@ -160,7 +164,11 @@ def test_a_number_instead_of_a_list_keeps_its_common_line(mixed: Path) -> None:
 
 def test_a_number_of_stages_gets_a_line(mixed: Path) -> None:
     mixed.write_text(MIXED.replace("{count: 4, line: dsl}", "4"))
-    assert _config(mixed, "replicas.home.stages.line=dsl")["replicas"][1]["stages"] == {"count": 4, "line": "dsl"}
+    assert _config(mixed, "replicas.home.stages.line=dsl")["replicas"][1]["stages"] == {
+        "count": 4,
+        "line": "dsl",
+        "device": None,
+    }
 
 
 # ---- replicas by name, or all of them ----

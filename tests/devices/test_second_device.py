@@ -34,8 +34,10 @@ SECOND = {member: torch.device("lazy", number) for number, member in enumerate(M
 """The middle stage is on the CPU, so that links join devices of both kinds."""
 KEPT = "all of it on the second device"
 """The run with `keep_on_device`."""
+SEVERAL = "the layers of a stage on two devices"
 RUNS: Mapping[str, Mapping[str, torch.device]] = {
     "cpu": dict.fromkeys(MEMBERS, CPU),
+    SEVERAL: dict.fromkeys(MEMBERS, CPU),
     "second device": SECOND,
     KEPT: SECOND,
 }
@@ -115,15 +117,21 @@ def outcomes(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         patch.setattr(build, "build_filled", _built)
         for module in (trainers, plain):
             patch.setattr(module, "save_object", _saved)
-        return {name: _outcome(run_over_grpc(specs[name], tmp_path_factory.mktemp("run"), RUNS[name])) for name in RUNS}
+        layers = {SEVERAL: {"home.1": (CPU, torch.device("lazy", 0))}}
+        return {
+            name: _outcome(run_over_grpc(specs[name], tmp_path_factory.mktemp("run"), RUNS[name], layers.get(name, {})))
+            for name in RUNS
+        }
 
 
 def test_losses_are_those_of_the_cpu(outcomes: dict[str, Outcome]) -> None:
     """Compares the loss of each inner step and evaluation of each replica."""
-    expected, found = outcomes["cpu"].losses, outcomes["second device"].losses
+    expected = outcomes["cpu"].losses
     assert len(expected) == 2 * (ROUNDS * 2 + ROUNDS + 1)
-    assert found == pytest.approx(expected, abs=1e-4)
-    assert found != expected
+    for name in ("second device", SEVERAL):
+        found = outcomes[name].losses
+        assert found == pytest.approx(expected, abs=1e-4)
+        assert found != expected
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -12,7 +12,7 @@ import torch
 from hetero_pp.config.changes import LAST, Values
 from hetero_pp.config.folder import RunFolder
 from hetero_pp.config.lines import EXCHANGE, stage_link_name
-from hetero_pp.config.member_inputs import devices_of
+from hetero_pp.config.member_inputs import devices_of, stage_devices
 from hetero_pp.config.spec import MemberSpec, RunSpec
 from hetero_pp.config.topology import DatacenterReplica, ParticipantsReplica
 from hetero_pp.core.errors import ConfigError, LinkClosed, OutOfMemory, RunFailed
@@ -248,7 +248,7 @@ class MemberThreads:
                         member,
                         connections,
                         self._folder,
-                        Ranks(device=self._devices[member.name]),
+                        Ranks(device=(device := self._devices[member.name]), devices=stage_devices(member, device)),
                         gate=self.gate,
                         steps_of=self._steps_of,
                         faults=faults,

@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 import torch
 
 from hetero_pp.config.lines import EXCHANGE, exchange_link_name
+from hetero_pp.config.member_inputs import stage_devices
 from hetero_pp.config.shared import told_of
 from hetero_pp.config.topology import DatacenterReplica
 from hetero_pp.config.yaml_file import read_run
@@ -265,7 +266,9 @@ def _take_part(process: _Process, exchange: str, credentials: Credentials) -> No
     process.stop = stopping.ask
     with NetworkConnections(spec, member, exchange, credentials, lines, faults, listen) as connections:
         try:
-            ranks = Ranks(device=torch.device(job.device))
+            device = torch.device(job.device)
+            devices = () if spec.config.rehearsal is not None else stage_devices(member, device)
+            ranks = Ranks(device=device, devices=devices)
             take_part(
                 spec, member, connections, job.folder, ranks, faults=faults, stopping=stopping, audited=audited_member
             )

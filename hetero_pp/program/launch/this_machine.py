@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from hetero_pp.config.lines import EXCHANGE
-from hetero_pp.config.member_inputs import devices_of
+from hetero_pp.config.member_inputs import devices_of, stage_devices
 from hetero_pp.config.predictions import ASSUMED, CATALOG
 from hetero_pp.config.spec import MemberSpec, RunSpec
 from hetero_pp.config.topology import DatacenterReplica
@@ -84,12 +84,14 @@ def _of_device_memory(
     """Compare what members hold on accelerators, which several may share, with the free memory of these."""
     shared: dict[torch.device, list[MemberSpec]] = {}
     for member in members:
-        shared.setdefault(devices[member.name], []).append(member)
+        for device in stage_devices(member, devices[member.name]) or [devices[member.name]]:
+            shared.setdefault(device, []).append(member)
     for device, same in shared.items():
         free = None if device.type == "cpu" else free_bytes(device)
         memories = [(member, memory_of_member(spec, member, accelerated=True)) for member in same]
         ranks = max(_processes(member) for member in same)  # each has a device of its own
-        needed = sum(memory.n_bytes("device") for _, memory in memories) / ranks
+        shares = [memory.n_bytes("device") / (len(stage_devices(member, device)) or 1) for member, memory in memories]
+        needed = sum(shares) / ranks
         if free is not None and needed > free:
             why = listed_by_kind([memory.held("device") for _, memory in memories])
             helps = remedy(spec, memories, ranks * needed, ranks * free, "device")
@@ -126,7 +128,7 @@ def _of_time(spec: RunSpec, members: Sequence[MemberSpec]) -> Iterator[Limit]:
 def _computes_here(member: MemberSpec) -> bool:
     """Return whether a member trains on the CPU."""
     device, _ = member.setting("device")
-    return device == "cpu" or (device == "auto" and not accelerators())
+    return device in ("cpu", ["cpu"] * len(device)) or (device == "auto" and not accelerators())
 
 
 def _on_this_node(member: MemberSpec, amount: float) -> float:

@@ -343,7 +343,7 @@ def _no_split(spec: RunSpec, replica: ParticipantsReplica, loads: Sequence[Load]
         machine = hardware_of(spec, member)
         more = stage_bytes(spec, stage, load, min(count + 1, spec.shape.layers), machine)
         number = "no layer" if count == 0 else format_count(count, "layer")
-        has = format_bytes(machine.memory * replica.accelerators_of_member)
+        has = format_bytes(machine.memory * replica.devices_of(stage))
         described.append(f"{member.name} has {has} for {number} and needs {format_bytes(more)} for {count + 1}")
     told = (
         f"found {format_count(len(layers), 'stage')} of {replica.name} with memory for {sum(layers)} layers, expected "
@@ -367,9 +367,10 @@ def _layers_that_fit(spec: RunSpec, replica: ParticipantsReplica, load: Load) ->
     """Return the layers that fit each stage. Stages beyond those of the group are assumed to have its last machine."""
     found = []
     for stage in range(load.stages):
-        machine = hardware_of(spec, spec.members[replica.members[min(stage, replica.stage_count - 1)]])
+        own = min(stage, replica.stage_count - 1)
+        machine = hardware_of(spec, spec.members[replica.members[own]])
         sizes = (stage_bytes(spec, stage, load, layers, machine) for layers in range(1, spec.shape.layers + 1))
-        found.append(sum(size <= machine.memory * replica.accelerators_of_member for size in sizes))
+        found.append(sum(size <= machine.memory * replica.devices_of(own) for size in sizes))
     return found
 
 
