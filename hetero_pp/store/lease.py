@@ -10,9 +10,9 @@ consists of two objects:
 A process that wants to be the third holder waits for a heartbeat. If none arrives within the time that the second
 holder announced, the second holder is considered dead.
 
-The lease is fenced. A holder uses the store only for the announced time after a heartbeat, and only if it saw no later
-holder after that heartbeat. It measures the time from before it writes the heartbeat. The next holder measures the same
-time from after it has read the heartbeat. So it takes over later, whatever the clocks show.
+The lease is fenced. A holder uses the store only for nearly the announced time after a heartbeat, and only if it saw no
+later holder after that heartbeat. It measures the time from before it writes the heartbeat. The next holder measures
+all of the time from after it has read the heartbeat. So it takes over later, whatever the clocks show.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ LEASE_SECONDS = 30.0
 """Time without a heartbeat after which the holder is considered dead; three heartbeats are sent in this time."""
 
 _LOOKS = 10  # times that a process that wants to follow reads the heartbeat before the holder is considered dead
+_HELD_SHARE = 0.95  # share of the announced time for which a holder uses the store, as clocks have different rates
 _FENCE_LOOK_SECONDS = 0.25  # interval in seconds at which a holder checks whether its own time is over
 
 Say = Callable[[str], object]
@@ -230,7 +231,7 @@ class Lease:
         if (last := self._last()) > self.number:
             self._held_until = -math.inf
             return f"{self._store.url()}: another launch ({self._told(last).who}) has taken over this run"
-        self._held_until = begun + self.seconds
+        self._held_until = begun + _HELD_SHARE * self.seconds
         return ""
 
     def _run(self, on_lost: Say) -> None:

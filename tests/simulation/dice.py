@@ -30,6 +30,8 @@ class Faults:
     idles: float | None = None
     condemnations: float | None = None
     """Judgements by which a replica is barred, without any effect on its members."""
+    has_standby: bool = False
+    """Whether a second host waits to coordinate, and a lease decides which one does."""
     lost: float = 0.0
     doubled: float = 0.0
     late: float = 0.0
@@ -161,3 +163,18 @@ HANGS = Faults(hangs=100.0)
 
 IDLES = Faults(idles=100.0)
 """Only members that contribute nothing, and members that do not leave when the run is over."""
+
+STANDBY = Faults(
+    kills=300.0,
+    cuts=300.0,
+    coordinator_kills=150.0,
+    coordinator_freezes=100.0,
+    outages=200.0,
+    power_cuts=2000.0,
+    lost=0.02,
+    doubled=0.1,
+    late=0.1,
+    store_fails=0.05,
+    has_standby=True,
+)
+"""Two hosts of one exchange, each of which is often killed, frozen or without its store."""

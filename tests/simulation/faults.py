@@ -207,7 +207,7 @@ class FaultInjector:
     def _start_second_coordinator(self) -> None:
         """Start a second coordinator for a while. Some members connect to it."""
         world = self._world
-        if len(world.hosts) != 1 or world.timeline.now < world.store.down_until:
+        if len(world.hosts) != 1 or world.timeline.now < world.store.down_until or world.leases is not None:
             return
         world.start_host()
         seconds = world.dice.uniform(20.0, 150.0)

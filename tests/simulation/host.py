@@ -204,8 +204,13 @@ class Host:
             self._tell(event)
 
     def _answer_of_store(self, effect: e.Effect) -> e.Event | None:
-        store = self.world.store
+        store, leases = self.world.store, self.world.leases
         try:
+            if leases is not None:
+                if not leases.holds(self):
+                    raise StoreFailed
+                if isinstance(effect, e.ClaimSlot | e.Write):
+                    leases.wrote(self)
             match effect:
                 case e.ClaimSlot(slot, incarnation, process):
                     return e.Claimed(slot, incarnation, process, store.claim(slot, incarnation))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from simulation.dice import HANGS, HARSH, IDLES, Faults
+from simulation.dice import HANGS, HARSH, IDLES, STANDBY, Faults
+from simulation.lease import Leases
 from simulation.mutations import MUTATIONS, planted
 from simulation.world import History, play
 
@@ -73,6 +74,18 @@ def test_a_seed_has_one_history() -> None:
         assert told[0] == told[1]
         assert len(told[0]) > 1000
     assert play(3, 20) != play(8, 20)
+
+
+def test_of_two_hosts_one_decides_and_nothing_is_lost() -> None:
+    histories = [play(seed, ROUNDS, faults=STANDBY) for seed in range(8)]
+    assert [history.violation for history in histories if history.violation is not None] == []
+    assert all(history.rounds == ROUNDS for history in histories)
+
+
+def test_a_host_that_writes_after_its_time_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Leases, "holds", lambda leases, host: True)
+    found = (play(seed, ROUNDS, faults=STANDBY).violation for seed in range(8))
+    assert any("another one has taken over from it" in one for one in found if one is not None)
 
 
 @pytest.mark.parametrize("name", MUTATIONS)

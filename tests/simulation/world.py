@@ -18,6 +18,7 @@ from simulation.dice import (
 from simulation.faults import FaultInjector
 from simulation.host import Host
 from simulation.invariants import Invariants
+from simulation.lease import Leases
 from simulation.member import Member
 from simulation.network import Network
 from simulation.stores import Disks, Store
@@ -95,6 +96,7 @@ class World:
         self._stuck_at = 0.0
         self._decided_at = 0.0
         self._counted = self._live = 0
+        self.leases = Leases(self) if self.faults.has_standby else None
         self.start_host(goes_on=False)
         for slot in self.rules.slots:
             seconds = self.dice.uniform(0.0, 5.0) if self.dice.random() < 0.9 else self.dice.uniform(0.0, 100.0)
@@ -152,7 +154,9 @@ class World:
             raise Violation(6, f"{there} are there, and the round does not close")
 
     def _are_hosts_well(self) -> bool:
-        return len(self.hosts) == 1 and not self.hosts[0].is_away and self.timeline.now >= self.store.down_until
+        if len(self.hosts) != 1 or (self.leases is not None and not self.leases.holds(self.hosts[0])):
+            return False
+        return not self.hosts[0].is_away and self.timeline.now >= self.store.down_until
 
     def _is_well(self, replica: str) -> bool:
         well = {member.slot for member in self.members if member.is_well}
@@ -190,7 +194,7 @@ class World:
 
     def need_host(self) -> None:
         """Start a coordinator unless there is one. Try again if the store cannot be read."""
-        if self.hosts:
+        if self.hosts or self.leases is not None:  # the standby begins by itself
             return
         if self.timeline.now < self.store.down_until:
             self.timeline.after(1.0, self.need_host)
@@ -205,6 +209,8 @@ class World:
         """
         host = Host(self, self.next_number(), goes_on, meets)
         self.hosts.append(host)
+        if self.leases is not None:
+            self.leases.began(host)
         self.tell(f"begins after round {self.store.last}: coordinator {host.number}")
         return host
 

@@ -141,9 +141,9 @@ def _first(store: Store) -> Lease:
 def test_a_holder_uses_the_store_only_until_its_time_is_over(store: Store, clock: list[float]) -> None:
     lease = _first(store)
     fenced = lease.fenced(store)
-    clock[0] += SECONDS - 0.1
+    clock[0] += 0.94 * SECONDS
     fenced.put("here", b"")
-    clock[0] += 0.2
+    clock[0] += 0.02 * SECONDS
     with pytest.raises(StoreError, match=r"cannot be used \(the lease was not renewed for 5 s\)"):
         fenced.put("not here", b"")
     with pytest.raises(StoreError, match="cannot be used"):
