@@ -642,14 +642,15 @@ class Exchange(ExchangeService):
     def trains(self, link: str) -> TrainedRound | None:
         """Return what the group of a stage link trains or evaluates; None if a member is missing or no work is given.
 
-        After the last round its members evaluate until they leave.
+        After the last round its members evaluate until they leave. So do those that another process of the exchange
+        has told of the last record, until they ask this one for work.
         """
         replica = self.coordinator.replicas[self.roster.members[self.roster.counts[link, "forward"]]]
         if not all(slot.held for slot in replica.slots):
             return None
-        if replica.round is None and not (
-            self.coordinator.is_over or any(slot.assumed_present for slot in replica.slots)
-        ):
+        goes_on = self.runner.goes_on and self.coordinator.last_round == self.runner.begun_after
+        evaluates = any(slot.assumed_present or (goes_on and slot.asked is None) for slot in replica.slots)
+        if replica.round is None and not (self.coordinator.is_over or evaluates):
             return None
         steps, last = self.coordinator.rules.steps_of(replica.name), self._last_steps.get(replica.name)
         most = steps[-1] if len(steps) == 1 else steps[-1] / FIRST_STEPS if last is None else STEPS_GROW * last
