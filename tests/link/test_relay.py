@@ -610,3 +610,19 @@ def test_the_end_that_came_last_is_dialled_and_few_wait(relayed: Relayed) -> Non
         assert (heard(below, 5), heard(above, 7)) == (b"hello", b"and you")
     for gone in waiting[:2]:
         assert gone.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+def test_a_group_that_evaluates_the_last_round_keeps_its_relayed_links_after_a_restart(tmp_path: Path) -> None:
+    """Another process of the exchange has told its members of the record. Links end once all have asked for work."""
+    run = Run(tmp_path, {"home": 2, "dc": 1}, quorum=1.0)
+    run.exchange.roster = replace(run.roster, counts=COUNTS)
+    run.assign(0)
+    run.deposit(1, "home.0", "home.1", "dc")
+    generation = run.exchange.coordinator.replicas["home"].generation
+    run.take_over()
+    run.exchange.roster = replace(run.roster, counts=COUNTS)
+    for member in ("home.0", "home.1"):
+        assert not run.exchange.heartbeat(member, 1, generation).suspended
+    assert run.exchange.trains(LINK.name) is not None
+    run.ask_in_thread("home.0", 1)
+    assert run.exchange.trains(LINK.name) is not None
