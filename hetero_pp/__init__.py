@@ -52,6 +52,7 @@ Path of a stage's death, from the process that dies to the page:
            words of the terminal and the page     hetero_pp.program.report.lines
            the page's frame, sent, and drawn      hetero_pp.program.view.run_view, .server, page/topology.js, words.js
     the new process joins                         replica_groups.member.take_part, replica_groups.exchange.exchange
+    the group resumes at the inner step           replica_groups.rounds.coordinator (says where), stages.worker
     A neighbour whose link broke tells the exchange, too (replica_groups.member.take_part): then its own incarnation
     ends, unless that of the dead one has. Without either, silence ends the incarnation after the lease.
 

@@ -1,8 +1,9 @@
 """One member's part in a run, from joining to the last round; the same in a process, on ranks and in a thread.
 
 `take_part` agrees with the run, joins it and builds the trainer. `TrainingLoop.run` then asks for one round after the
-other: reaches its start, trains the inner steps, contributes and applies the record, evaluates, and saves. It returns
-to the start of the round if its replica reforms or its incarnation is over.
+other: reaches its start, trains the inner steps, contributes and applies the record, evaluates, and saves. If its
+group loses a stage while inner steps are trained, it keeps those that it has applied. Otherwise it returns to the start
+of the round if its replica reforms or its incarnation is over.
 """
 
 from __future__ import annotations
