@@ -439,8 +439,8 @@ class RunConfig(Settings):
         yield bool(self.replicas) and tokens < least, key, f"{tokens:,}", expected
         expected = "`rounds`, because a round is one step"
         yield self.outer.source == "gradient", key, f"{tokens:,} with method {self.outer.method}", expected
-        expected = "`rounds`, by which anchors fade"
-        for one in self.replicas:
+        expected = "`rounds`, by which anchors fade: how many rounds of a given time are needed is not known"
+        for one in self.replicas if self.inner.steps is None else ():
             anchors = one.boundary.anchors if isinstance(one, ParticipantsReplica) else None
             yield anchors is not None and anchors.fade is not None, key, f"{tokens:,}", expected
 

@@ -502,6 +502,6 @@ def build_stage(
     module = build_model(replica, spec.shape, start.parameters, device, stage, devices)
     anchors = None
     if not stage.is_first:
-        rounds, of = spec.config.rounds, (spec.config.seed, replica.name, stage.index - 1)
+        rounds, of = spec.at(1).rounds, (spec.config.seed, replica.name, stage.index - 1)
         anchors = anchors_of(settings.anchors, spec.shape, inner, spec.total_steps, rounds, *of, device=device)
     return Stage(stage, module, boundary, inner, spec.total_steps, anchors, settings.embedding)
