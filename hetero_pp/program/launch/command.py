@@ -47,6 +47,7 @@ from hetero_pp.program.launch.earlier import (
     require_same_run,
     unheeded,
 )
+from hetero_pp.program.launch.fork_server import start_fork_server
 from hetero_pp.program.launch.hosts import (
     RELAY_KEY,
     commands,
@@ -228,6 +229,8 @@ def run_on_this_host(
             supervisor.wait()
             watcher.join()
 
+    if standby:  # its exchange then starts seconds sooner
+        start_fork_server()
     with claim(runs.absolute(), config.name, [EXCHANGE]):
         while True:
             try:

@@ -46,6 +46,13 @@ def fork_server() -> ForkServerContext:
     return context
 
 
+def start_fork_server() -> None:
+    """Start the fork server, so that it has imported by the time at which its first process is needed."""
+    fork_server()
+    with unheard():
+        multiprocessing.forkserver.ensure_running()
+
+
 @contextmanager
 def importing() -> Iterator[None]:
     """Collect no garbage while the block imports, nor later among what it imported: a quarter of a second each time."""
@@ -67,9 +74,7 @@ def begin_imports(arguments: Sequence[str]) -> None:
     starts = any(map(is_config, arguments)) and ALONE.isdisjoint(arguments)
     if not starts or "torch" in sys.modules:
         return
-    fork_server()
-    with unheard():
-        multiprocessing.forkserver.ensure_running()
+    start_fork_server()
     server = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
 
     def end() -> None:
