@@ -130,7 +130,7 @@ class TrainingLoop:
     has_started: bool = False  # whether a round was reached since this process started
     position: RoundPosition = RoundPosition.CATCHING_UP
     kept: pb.KeptSteps | None = None
-    """The steps that the member keeps if its group is suspended. They are set from the first inner step until it resumes."""
+    """The steps that it keeps if its group is suspended. They are set from the first inner step until it resumes."""
     overlapped: OverlappedRound = field(default_factory=OverlappedRound)
 
     def load(self, saved: int) -> None:

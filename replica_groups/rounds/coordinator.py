@@ -494,8 +494,8 @@ class Coordinator:
 
         The first stage applies a step first, and the others within the next step. So members that trained together
         differ by at most one step. One that lacks a step has its gradients, and needs only the norm, which the first
-        of those that keep steps repeats. All others begin from theta before the round. They are new holders, members that
-        were not there when the replica last resumed or have finished their inner loop, and those whose bits differ.
+        of those that keep steps repeats. All others begin from theta before the round. They are new holders, those
+        whose bits differ, and members that were not there when the replica last resumed or have finished their loop.
         """
         assert self.open is not None
         waiting = [slot for slot in replica.slots if not slot.differs]
