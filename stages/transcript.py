@@ -99,8 +99,8 @@ class NoTranscript:
     def enter(self, generation: int, signer: Signer | None, holders: Holders = NOT_KNOWN) -> None:
         """Sign in another generation of the group; without a signer, nothing is signed. `holders`: of neighbours."""
 
-    def begin(self) -> None:
-        """Forget the messages of the inner loop before, or of one that was cut off."""
+    def begin(self, step: int = 0) -> None:
+        """Begin an inner loop at a step, counted from 0: forget all messages but those of its earlier steps."""
 
     def expect(self, way: Way, header: LinkHeader) -> Entry:
         """Return the entry of the next message in the order of the schedule, for `Entry.note`."""
@@ -169,8 +169,10 @@ class Transcript(NoTranscript):
     def enter(self, generation: int, signer: Signer | None, holders: Holders = NOT_KNOWN) -> None:
         self._generation, self._signer, self._holders = generation, signer, holders
 
-    def begin(self) -> None:
-        self._done, self._entries, self._step, self._statements = [], [], 0, {}
+    def begin(self, step: int = 0) -> None:
+        self._entries, self._statements = [one for one in self._entries if one.step < step], {}
+        if step == 0:
+            self._done, self._step = [], 0
 
     def expect(self, way: Way, header: LinkHeader) -> Entry:
         if header.purpose == EVALUATION:

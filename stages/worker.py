@@ -174,7 +174,7 @@ class StageWorker:
         The group has applied all earlier steps, and this stage them or all but one if it `keeps` its own. A stage that
         lacks the last one gets the norm with the first activation, because each stage that knows the norm repeats it.
         """
-        self.transcript.begin()
+        self.transcript.begin(step if keeps else 0)
         if not keeps:
             self.drop()
         elif self.applied == step:

@@ -30,9 +30,9 @@ class _Whitewashed(Transcript):
         super().__init__(own._position)
         self.sent = Transcript(own._position)
 
-    def begin(self) -> None:
-        super().begin()
-        self.sent.begin()
+    def begin(self, step: int = 0) -> None:
+        super().begin(step)
+        self.sent.begin(step)
 
     def sign(self, way: Way, header: LinkHeader) -> None:
         if way is Way.SENT_ACTIVATION:

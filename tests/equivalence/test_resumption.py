@@ -98,12 +98,68 @@ def _assert_in_process_alike(run: Path, folder: Path) -> None:
     assert len(verified) == 2 * ROUNDS
 
 
+@pytest.mark.parametrize(
+    ("stage", "micro_batch"), [(2, 5), (1, 0)], ids=["within a step", "before later stages have the norm"]
+)
+def test_a_link_that_breaks_costs_a_step_and_no_bits(
+    stage: int, micro_batch: int, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ends are there, so none restarts. The result, and what audits compare, is that of a run whose links hold."""
+    left, original = [(2, 3)], StageWorker._forward
+
+    def breaks(worker: StageWorker, under_way: Any, index: int) -> None:
+        if worker.stage.spec.index == stage and left == [(under_way.round, under_way.step)] and index == micro_batch:
+            left.clear()
+            assert worker._upstream is not None
+            worker._upstream.abort("the link broke")
+        original(worker, under_way, index)
+
+    spec = _spec(corpus, "audit={recompute: {share: 1}}")
+    undisturbed = _in_process(spec, tmp_path / "undisturbed", {})
+    monkeypatch.setattr(StageWorker, "_forward", breaks)
+    found = _in_process(spec, tmp_path / "broken", {})
+    assert not left
+    without, records = _records(tmp_path / "undisturbed"), _records(tmp_path / "broken")
+    assert _restarts(records) == {}
+    assert _home(records[1]).generation > 4
+    assert _sha256(found) == _sha256(undisturbed)
+    committed = [[(one.member, one.text, one.messages) for one in _home(record).commitments] for record in records]
+    assert committed == [
+        [(one.member, one.text, one.messages) for one in _home(record).commitments] for record in without
+    ]
+    assert all(messages for _, _, messages in committed[1])
+
+
 @pytest.mark.starts_processes
 def test_a_stage_that_is_killed_loses_its_steps_and_its_group_one(corpus: Path, tmp_path: Path) -> None:
     run = _launched(corpus, tmp_path, "{kill: home.2, at: {round: 2, step: 3, micro_batch: 5}}")
     records = _records(run)
     assert _restarts(records) == {"home.2": [(2, 3)]}
     assert {blob.block: blob.steps for blob in _home(records[1]).blobs if blob.steps} == {"layers.2": STEPS - 3}
+    _assert_in_process_alike(run, tmp_path / "in process")
+
+
+@pytest.mark.starts_processes
+@pytest.mark.parametrize(
+    ("faults", "slots"),
+    [
+        (
+            "{kill: home.1, at: {round: 2, step: 3, micro_batch: 2}}, {kill: home.3, at: {round: 2, step: 3}}",
+            {"home.1", "home.3"},
+        ),
+        (
+            "{kill: home.2, at: {round: 2, step: 3, micro_batch: 2}}, "
+            "{kill: home.2, at: {round: 2, step: 3, micro_batch: 3}}",
+            {"home.2"},
+        ),
+    ],
+    ids=["two stages", "again once it resumed"],
+)
+def test_deaths_in_one_step_lose_the_steps_of_those_that_died(
+    faults: str, slots: set[str], corpus: Path, tmp_path: Path
+) -> None:
+    run = _launched(corpus, tmp_path, faults)
+    assert {slot: set(at) for slot, at in _restarts(_records(run)).items()} == {slot: {(2, 3)} for slot in slots}
     _assert_in_process_alike(run, tmp_path / "in process")
 
 
@@ -157,28 +213,6 @@ def test_a_round_with_a_restart_is_not_computed_again_and_the_next_one_is(corpus
     judged = [one.judged for one in reports if one.HasField("judged")]
     found = {(one.replica, one.round): one.recomputed.is_equal for one in judged}
     assert found == dict.fromkeys((("dc", 1), ("home", 1), ("dc", 2), ("dc", 3), ("home", 3)), True)
-
-
-def test_a_link_that_breaks_costs_a_step_and_no_bits(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both ends are there, so none restarts. The result is that of a run whose links hold."""
-    left, original = [(2, 3)], StageWorker._forward
-
-    def breaks(worker: StageWorker, under_way: Any, index: int) -> None:
-        if worker.stage.spec.index == 2 and left == [(under_way.round, under_way.step)] and index == 5:
-            left.clear()
-            assert worker._upstream is not None
-            worker._upstream.abort("the link broke")
-        original(worker, under_way, index)
-
-    undisturbed = _in_process(_spec(corpus), tmp_path / "undisturbed", {})
-    monkeypatch.setattr(StageWorker, "_forward", breaks)
-    found = _in_process(_spec(corpus), tmp_path / "broken", {})
-    assert not left
-    assert _restarts(_records(tmp_path / "broken")) == {}
-    assert _home(_records(tmp_path / "broken")[1]).generation > 4
-    assert _sha256(found) == _sha256(undisturbed)
 
 
 @pytest.mark.parametrize("slot", ["home.0", "home.1", "home.3"])
