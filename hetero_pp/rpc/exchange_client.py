@@ -112,6 +112,7 @@ class ExchangeClient(ExchangeService):
         self._timeout = timeout
         self._credentials, self._run = credentials, run
         self._wires = ExchangeWires(address.partition(",")[0], credentials)
+        self._moving = threading.Lock()
         self._was_trusted = False  # whether the exchange has ever proved to be of this process's run
         self._incarnation: int | None = None
         self._stay: grpc.Future[pb.Nothing] | None = None
@@ -153,6 +154,11 @@ class ExchangeClient(ExchangeService):
                     reply = self._once("Heartbeat", request, HEARTBEAT_TIMEOUT)
                 except AskAgain:
                     raise ExchangeLost(f"the exchange at {self.address} does not answer at once") from None
+                except ExchangeLost:
+                    # A host that is frozen keeps its connections, and calls of this member would wait for a minute.
+                    if "," in self.address:
+                        self._has_reached(_AT_ONCE)
+                    raise
                 if self._stay is not None and self._stay.done() and not self._closed.is_set():
                     self.stay()  # the exchange was gone, and is there again
                 return reply
@@ -384,11 +390,11 @@ class ExchangeClient(ExchangeService):
 
     def _has_reached(self, seconds: float) -> bool:
         """Return whether the exchange answers within some seconds. Moves to the one of several hosts that does."""
-        wires = self._wires
-        found = answering(self.address, wires.identity, seconds)
-        if found is not None and found != wires.address and not self._closed.is_set():
-            self._wires = ExchangeWires(found, self._credentials)
-            wires.close()
+        found = answering(self.address, self._wires.identity, seconds)
+        with self._moving:
+            if found is not None and found != (wires := self._wires).address and not self._closed.is_set():
+                self._wires = ExchangeWires(found, self._credentials)
+                wires.close()
         self._was_trusted |= (reached := found is not None and is_reached(self._wires.control, seconds))
         return reached
 
@@ -448,9 +454,13 @@ class ExchangeClient(ExchangeService):
         if used is not None and used.latest != used:  # renewed since, so that these connections cannot be restored
             self._wires.close()
             self._wires = ExchangeWires(self._wires.address, self._credentials)
-        self.wait_until_ready(math.inf if self._timeout is None else self._timeout)
-        if not is_reached(self._wires.bulk, self._timeout):  # what failed may have gone over the other connection
-            raise self._does_not_answer(self._timeout or math.inf)
+        wires = None
+        while wires is not self._wires:  # another thread may move to another host meanwhile
+            self.wait_until_ready(math.inf if self._timeout is None else self._timeout)
+            wires = self._wires
+            if is_reached(wires.bulk, self._timeout):  # what failed may have gone over the other connection
+                return
+        raise self._does_not_answer(self._timeout or math.inf)
 
     def _stream(self, call: str, request: Message, timeout: float | None = None) -> Iterator[Any]:
         with self._translated():

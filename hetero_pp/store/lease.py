@@ -70,9 +70,9 @@ def acting_for(
     """
     path = store.path(LOCK)
     if path is None or hosts > 1:
-        require_conditional_writes(store)
         lease = Lease(store, seconds)
         if waits is None:
+            require_conditional_writes(store)
             lease.take(say)
         else:
             lease.wait(say, waits)
@@ -108,9 +108,8 @@ def require_conditional_writes(store: Store) -> None:
 
 def _taken(store: Store, who: str = "") -> ConfigError:
     by = f" ({who})" if who else ""
-    return ConfigError(
-        (), f"{store.url()}: another launch uses the log of this run{by}; wait until it has ended, or stop it"
-    )
+    told = f"another launch uses the log of this run{by}; wait until it has ended, or stop it"
+    return ConfigError((), f"{store.url()}: {told}")
 
 
 class _LeaseHolder(BaseModel):
@@ -147,27 +146,29 @@ class Lease:
         self._follow(last, first)
 
     def wait(self, say: Say, is_due: Callable[[], bool]) -> None:
-        """Become the next holder once no other process holds the lease, and `is_due`. Tries again after any error."""
-        told: str | None = None
+        """Become the next holder once none holds the lease, and `is_due`. Waits for a store. Raises ConfigError."""
+        told, is_checked = "", False
         while True:
-            said = ""
+            said = "no host serves this run"
             try:
+                if not is_checked:
+                    require_conditional_writes(self._store)
+                    is_checked = True
                 last = self._last()
                 first = self._heard(last) if last else None
                 if last and first != OVER:
                     said = f"{self._told(last).who} serves this run; this host takes over if it stops"
                 if said != told:
-                    say(f"{self._store.url()}: {said or 'no host serves this run'}")
+                    say(f"{self._store.url()}: {said}")
                 told = said
                 if not (last and self._lives(last, first, lambda _: None)) and is_due():
-                    self._follow(last, first)
-                    return
+                    with suppress(ConfigError):  # another process was quicker
+                        self._follow(last, first)
+                        return
             except StoreError as error:
                 if str(error) != told:
                     say(f"{error}; trying again")
                 told = str(error)
-            except ConfigError:  # another process was quicker
-                pass
             self._over.wait(self.seconds / _LOOKS)
 
     def _follow(self, last: int, heard: bytes | None) -> None:
@@ -181,8 +182,9 @@ class Lease:
         if not is_mine or self._last() > self.number:
             raise _taken(self._store, self._told(self._last()).who)
         self.renew()
-        self.was_released = heard == OVER
-        if last and self._heard(last) not in (heard, OVER):
+        newest = self._heard(last) if last else None
+        self.was_released = newest == OVER
+        if newest not in (heard, OVER):
             # It lived until a moment ago. If it saw no later holder then, it may use the store until its time is over.
             for _ in range(_LOOKS):
                 self._over.wait(self._told(last).seconds / _LOOKS)
@@ -262,10 +264,8 @@ class Lease:
         if first == OVER:
             return False
         told = self._told(number)
-        say(
-            f"{self._store.url()}: waiting up to {told.seconds:g} s to see whether {told.who} still uses the "
-            "log of this run"
-        )
+        waits = f"waiting up to {told.seconds:g} s to see whether {told.who} still uses the log of this run"
+        say(f"{self._store.url()}: {waits}")
         for _ in range(_LOOKS):
             self._over.wait(told.seconds / _LOOKS)
             heard = self._heard(number)

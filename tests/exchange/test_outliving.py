@@ -113,6 +113,27 @@ def test_a_client_goes_to_the_host_that_serves_the_exchange_now(tmp_path: Path) 
     server.stop(None).wait()
 
 
+def test_a_heartbeat_moves_a_client_from_a_frozen_host(tmp_path: Path) -> None:
+    """Its calls would wait for answers of that host: it takes connections, and closes none."""
+    run = Run(tmp_path, {"a": 1, "b": 1}, quorum=1.0)
+    ports = [free_port(), free_port()]
+    server, _ = serve_exchange(run.exchange, SECRET, f"127.0.0.1:{ports[0]}")
+    client = ExchangeClient(",".join(f"127.0.0.1:{one}" for one in ports), SECRET.credentials("a"), "run")
+    run.exchange.died("a", "to be taken over the network")
+    client.join("a", "")
+    ended = server.stop(None)
+    run.exchange.runner.fail("it is gone")
+    assert ended.wait(TIMEOUT)
+    with socket.create_server(("127.0.0.1", ports[0])):
+        run.take_over()
+        server, _ = serve_exchange(run.exchange, SECRET, f"127.0.0.1:{ports[1]}")
+        with pytest.raises(ExchangeLost):
+            client.heartbeat("a")
+        assert not client.heartbeat("a").is_over
+    client.close()
+    server.stop(None).wait()
+
+
 def test_callers_that_are_gone_leave_no_thread_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over an unstable line a member repeats its calls, and the server has a limited number of threads."""
     run = Run(tmp_path, {"a": 1, "b": 1}, quorum=1.0)

@@ -116,6 +116,34 @@ def test_a_host_that_was_frozen_writes_nothing_and_becomes_the_standby(
     assert run.printed("exchange").rstrip().endswith(f"extend it with `--resume --set outer.rounds=N`, N > {ROUNDS}")
 
 
+@pytest.mark.starts_processes
+@pytest.mark.parametrize("phase", ["part", "all"])
+def test_a_host_without_its_store_stops_and_becomes_the_standby(
+    phase: str, corpus: Path, tmp_path: Path, made: list[HostsWithStandby], expected: dict[str, str]
+) -> None:
+    """Members reach both hosts all the time. The one that serves is cut off in a phase of a round."""
+    run = HostsWithStandby(tmp_path, corpus, ROUNDS, str(tmp_path / "store"))
+    made.append(run)
+    (tmp_path / "store").mkdir()
+    own = tmp_path / "store-of-the-first"
+    own.symlink_to(tmp_path / "store")
+    run.serve("exchange", "--set", f"store.url={own}", dies=(phase, DIES_IN, "STOP"))
+    run.start("standby")
+    for part in MEMBERS:
+        run.start(part)
+    run.wait_until((run.runs("exchange") / "hosts" / "died").exists)
+    own.unlink()
+    own.write_text("a file instead of a folder")
+    run.stop_host("exchange", signal.SIGCONT)
+    run.wait_until(lambda: "this host is a standby now" in run.printed("exchange"))
+    run.wait_until(lambda: run.log.last_record() >= DIES_IN)
+    own.unlink()
+    own.symlink_to(tmp_path / "store")
+    _to_its_end(run, expected)
+    assert run.wait("exchange")[0] == 0, run.printed("exchange")
+    assert run.printed("exchange").rstrip().endswith(f"extend it with `--resume --set outer.rounds=N`, N > {ROUNDS}")
+
+
 # ---- bad input: one line ----
 
 

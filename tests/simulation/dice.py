@@ -141,6 +141,11 @@ def draw_condemnations(dice: Random, faults: Faults) -> Faults:
     return replace(faults, condemnations=dice.choice((100.0, 300.0, 1000.0))) if dice.random() < 0.3 else faults
 
 
+def draw_standby(dice: Random, faults: Faults) -> Faults:
+    """Let a second host wait to coordinate, in some histories."""
+    return replace(faults, has_standby=dice.random() < 0.3)
+
+
 HARSH = Faults(
     kills=100.0,
     freezes=150.0,

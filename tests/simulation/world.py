@@ -14,6 +14,7 @@ from simulation.dice import (
     draw_optional,
     draw_resumes,
     draw_rules,
+    draw_standby,
 )
 from simulation.faults import FaultInjector
 from simulation.host import Host
@@ -72,6 +73,7 @@ class World:
         self.rules = draw_resumes(Random(f"{seed}: who resumes"), self.rules)
         drawn = draw_idles(Random(f"{seed}: who idles"), draw_faults(self.dice))
         drawn = draw_condemnations(Random(f"{seed}: who is condemned"), drawn)
+        drawn = draw_standby(Random(f"{seed}: whether a host waits"), drawn)
         self.faults = drawn if faults is None else faults
         self.states_every = self.dice.choice((1, 1, 2, 3))
         self.slots_of = {replica: self.rules.slots_of(replica) for replica in self.rules.replicas}

@@ -225,6 +225,7 @@ def test_a_standby_follows_a_holder_that_ends_at_once_and_of_several_one_does(st
         assert not acting.acquire(timeout=0.5)
     assert acting.acquire(timeout=TIMEOUT)
     over.set()
+    assert [(one.is_held, one.was_released) for one in leases].count((True, True)) == 1
     assert [one.is_held for one in leases].count(True) == 1
 
 

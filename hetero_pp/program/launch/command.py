@@ -31,7 +31,7 @@ from hetero_pp.config.overrides import Given
 from hetero_pp.config.spec import RunSpec, require_known_basis
 from hetero_pp.config.topology import DatacenterReplica
 from hetero_pp.config.yaml_file import ConfigFile, save_config
-from hetero_pp.core.errors import ConfigError, HeteroPPError, RunFailed, RunOver, TakenOver
+from hetero_pp.core.errors import ConfigError, HeteroPPError, RunFailed, RunOver, StoreError, TakenOver
 from hetero_pp.core.files import print_without_fail
 from hetero_pp.core.units import format_count, format_seconds
 from hetero_pp.messages.messages_pb2 import Begun, Report
@@ -235,7 +235,8 @@ def run_on_this_host(
         while True:
             try:
                 if standby and config.store.url is not None:
-                    require_token(config.store.open(config.name, folder.log), token)
+                    with suppress(StoreError):  # it is waited for
+                        require_token(config.store.open(config.name, folder.log), token)
                 with claim_store(config, folder, standby) as lease:
                     if resume and config.store.url is not None:
                         require_token(config.store.open(config.name, folder.log), token)
