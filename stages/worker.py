@@ -168,13 +168,14 @@ class StageWorker:
             self.stage.drop()
         return self.applied, self._pending_step is not None
 
-    def resume(self, step: int, keeps: bool) -> None:
+    def resume(self, step: int, keeps: bool, is_same: bool) -> None:
         """Go on at a step of the round, counted from 0, after `suspend` and `relink`, or at the start of the round.
 
         The group has applied all earlier steps, and this stage them or all but one if it `keeps` its own. A stage that
         lacks the last one gets the norm with the first activation, because each stage that knows the norm repeats it.
+        `is_same`: whether all stages of the group have trained the round since its start.
         """
-        self.transcript.begin(step if keeps else 0)
+        self.transcript.begin(step if is_same else 0)  # a new stage lacks the messages before, which neighbours sign
         if not keeps:
             self.drop()
         elif self.applied == step:

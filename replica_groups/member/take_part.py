@@ -377,8 +377,8 @@ class TrainingLoop:
         self.member.take_share(share, first)
         if not keeps:
             self.audit.trains(round_)
-        if steps:
-            self.member.resume(steps, first + steps, keeps)
+        if work is not None and steps:
+            self.member.resume(steps, first + steps, keeps, not work.resumption.restarts)
         if work is not None and self.spec.resumes and self.spec.members[self.session.member].stage is not None:
             restarts = work.resumption.restarts
             self.kept = pb.KeptSteps(round=round_, generation=work.generation, restarts=restarts, changed=work.changed)

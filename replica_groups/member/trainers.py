@@ -94,10 +94,11 @@ class TrainingMember(Protocol):
         """Use other links to the neighbouring stages, after `undo` or `suspend`, or between two inner loops."""
         return
 
-    def resume(self, step: int, global_step: int, keeps: bool) -> None:
+    def resume(self, step: int, global_step: int, keeps: bool, is_same: bool) -> None:
         """Go on at a step of a round, after `relink`: with what `suspend` kept, or at the start of the round.
 
-        A member that reads data skips the earlier steps.
+        A member that reads data skips the earlier steps. `is_same`: whether all members of the group have trained the
+        round since its start.
         """
         return
 
@@ -320,8 +321,8 @@ class StageMember(TrainingMember):
     def suspend(self) -> tuple[int, bool]:
         return self.worker.suspend()
 
-    def resume(self, step: int, global_step: int, keeps: bool) -> None:
-        self.worker.resume(step, keeps)
+    def resume(self, step: int, global_step: int, keeps: bool, is_same: bool) -> None:
+        self.worker.resume(step, keeps, is_same)
         if not keeps and self.batches is not None:
             for earlier in range(global_step - step, global_step):
                 self.batches.train(earlier)

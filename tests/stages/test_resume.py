@@ -15,10 +15,13 @@ from hetero_pp.core.errors import LinkClosed, LinkError
 from hetero_pp.link.in_process import in_process_pair
 from hetero_pp.model.arithmetic import next_token_loss
 from hetero_pp.model.transformer import Transformer, initialise, parameters_of
+from hetero_pp.rpc.identities import Authority, IdentitySigner
 from hetero_pp.store.faults import Faults
+from stages.transcript import GroupPosition, NoTranscript, Transcript
 from stages.worker import StageWorker
 
 STEPS, DIES_IN = 6, 3
+AUTHORITY = Authority("secret")
 
 
 class _Dies(Faults):
@@ -49,9 +52,19 @@ def _work(step: int, found: dict[int, tuple[int, bool]]) -> Callable[[StageWorke
     return work
 
 
+def _audit(worker: StageWorker, generation: int) -> None:
+    """Let a stage sign what it sends, and check what its neighbours sign."""
+    index, names = worker.stage.spec.index, [f"home.{index}" for index in range(worker.stage.spec.count)]
+    if type(worker.transcript) is NoTranscript:
+        worker.transcript = Transcript(GroupPosition("run", names, index))
+    worker.transcript.enter(generation, IdentitySigner(AUTHORITY.identity(names[index])))
+
+
 def _resumed(setup: Setup, dies: int, faults: Faults) -> Group:
     """Train a group in which a stage dies and another one takes its place."""
     group, found = Group(setup), dict[int, tuple[int, bool]]()
+    for worker in group.workers:
+        _audit(worker, 1)
     group.workers[dies].faults = faults
     group.together(_work(0, found))
     applied = {index: one for index, one in found.items() if index != dies}
@@ -65,7 +78,8 @@ def _resumed(setup: Setup, dies: int, faults: Faults) -> Group:
     for index, worker in enumerate(group.workers):
         above = links[index - 1][1] if index else None
         worker.relink(above, links[index][0] if index < len(links) else None)
-        worker.resume(step, keeps=index != dies)
+        _audit(worker, 2)
+        worker.resume(step, keeps=index != dies, is_same=False)
     again = dict[int, tuple[int, bool]]()
     group.together(_work(step, again))
     assert not again
