@@ -42,7 +42,8 @@ callers end calls, too.
 _OPTIONS: Options = [
     # Payload crosses in frames of 1 MiB; the rest is room for protobuf messages such as round records.
     ("grpc.max_send_message_length", 8 << 20),
-    # A machine that vanishes is noticed within 15 seconds; a process that dies, at once by TCP.
+    # A machine that vanishes is noticed within 15 seconds; a process that dies, at once by TCP. The machine of a frozen
+    # process goes on acknowledging, so that gRPC's own limit of a ping holds: a minute.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),

@@ -152,13 +152,11 @@ class ExchangeClient(ExchangeService):
             case pb.HeartbeatRequest():
                 try:
                     reply = self._once("Heartbeat", request, HEARTBEAT_TIMEOUT)
-                except AskAgain:
-                    raise ExchangeLost(f"the exchange at {self.address} does not answer at once") from None
-                except ExchangeLost:
+                except (AskAgain, ExchangeLost):
                     # A host that is frozen keeps its connections, and calls of this member would wait for a minute.
                     if "," in self.address:
                         self._has_reached(_AT_ONCE)
-                    raise
+                    raise ExchangeLost(f"the exchange at {self.address} does not answer at once") from None
                 if self._stay is not None and self._stay.done() and not self._closed.is_set():
                     self.stay()  # the exchange was gone, and is there again
                 return reply

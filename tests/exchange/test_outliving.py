@@ -9,6 +9,7 @@ from threading import Event, Semaphore
 from typing import Any
 
 import pytest
+from cutting_proxy import CuttingProxy
 from deposits import deposit
 from members import TIMEOUT, in_thread
 from small_run import Run
@@ -26,6 +27,7 @@ from hetero_pp.messages.messages_pb2 import (
     ShownFile,
 )
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
+from hetero_pp.rpc import exchange_client
 from hetero_pp.rpc.callers import shown
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.exchange_service import Caller
@@ -113,25 +115,29 @@ def test_a_client_goes_to_the_host_that_serves_the_exchange_now(tmp_path: Path) 
     server.stop(None).wait()
 
 
-def test_a_heartbeat_moves_a_client_from_a_frozen_host(tmp_path: Path) -> None:
-    """Its calls would wait for answers of that host: it takes connections, and closes none."""
+def test_a_heartbeat_moves_a_client_from_a_frozen_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call waits for its answer meanwhile, and is repeated at the other host."""
+    monkeypatch.setattr(exchange_client, "HEARTBEAT_TIMEOUT", 1.0)
     run = Run(tmp_path, {"a": 1, "b": 1}, quorum=1.0)
-    ports = [free_port(), free_port()]
-    server, _ = serve_exchange(run.exchange, SECRET, f"127.0.0.1:{ports[0]}")
-    client = ExchangeClient(",".join(f"127.0.0.1:{one}" for one in ports), SECRET.credentials("a"), "run")
+    server, port = serve_exchange(run.exchange, SECRET, "127.0.0.1:0")
+    first, second = CuttingProxy(f"127.0.0.1:{port}"), f"127.0.0.1:{free_port()}"
+    client = ExchangeClient(f"{first.address},{second}", SECRET.credentials("a"), "run")
     run.exchange.died("a", "to be taken over the network")
     client.join("a", "")
-    ended = server.stop(None)
-    run.exchange.runner.fail("it is gone")
-    assert ended.wait(TIMEOUT)
-    with socket.create_server(("127.0.0.1", ports[0])):
-        run.take_over()
-        server, _ = serve_exchange(run.exchange, SECRET, f"127.0.0.1:{ports[1]}")
-        with pytest.raises(ExchangeLost):
-            client.heartbeat("a")
-        assert not client.heartbeat("a").is_over
+    assert not client.heartbeat("a").is_over
+    first.freeze()
+    asked = in_thread(client.last_round)
+    run.exchange.runner.fail("it is frozen")
+    run.take_over()
+    other, _ = serve_exchange(run.exchange, SECRET, second)
+    with pytest.raises(ExchangeLost):
+        client.heartbeat("a")
+    assert not client.heartbeat("a").is_over
+    assert asked.result(TIMEOUT) == 0
     client.close()
-    server.stop(None).wait()
+    first.close()
+    for one in (server, other):
+        one.stop(None).wait()
 
 
 def test_callers_that_are_gone_leave_no_thread_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,8 @@ class CuttingProxy:
         self._next_cut = next_cut
         self._lock = threading.Lock()
         self._open: set[_Connection] = set()
+        self._flows = threading.Event()
+        self._flows.set()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self.connections = 0
@@ -39,8 +41,13 @@ class CuttingProxy:
         for connection in connections:
             connection.cut()
 
+    def freeze(self) -> None:
+        """Forward nothing any more, and close nothing: neither an open connection nor a new one."""
+        self._flows.clear()
+
     def close(self) -> None:
         """Cut all connections and accept no more."""
+        self._flows.set()
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -50,6 +57,7 @@ class CuttingProxy:
         with suppress(OSError):
             while True:
                 near, _ = self._listener.accept()
+                self._flows.wait()
                 try:
                     far = socket.create_connection(self._target)
                 except OSError:
@@ -57,7 +65,7 @@ class CuttingProxy:
                     continue
                 with self._lock:
                     self.connections += 1
-                    connection = _Connection(near, far, self._next_cut(), self._forget)
+                    connection = _Connection(near, far, self._next_cut(), self._forget, self._flows)
                     self._open.add(connection)
                 connection.start()
 
@@ -72,12 +80,17 @@ class _Connection:
     """Both sockets of one connection."""
 
     def __init__(
-        self, near: socket.socket, far: socket.socket, left: int | None, forget: Callable[[_Connection], None]
+        self,
+        near: socket.socket,
+        far: socket.socket,
+        left: int | None,
+        forget: Callable[[_Connection], None],
+        flows: threading.Event,
     ) -> None:
         self.was_cut = False
         self._sockets = near, far
         self._left = left
-        self._forget = forget
+        self._forget, self._flows = forget, flows
         self._lock = threading.Lock()
 
     def start(self) -> None:
@@ -92,6 +105,7 @@ class _Connection:
     def _carry(self, source: socket.socket, target: socket.socket) -> None:
         with suppress(OSError):
             while data := source.recv(_CHUNK):
+                self._flows.wait()
                 allowed = self._take(len(data))
                 target.sendall(data[:allowed])
                 if allowed < len(data):
