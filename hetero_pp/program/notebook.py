@@ -136,7 +136,10 @@ class Run:
     @property
     def is_over(self) -> bool:
         """Whether every round is trained."""
-        return self._members is not None and self._members.exchange.coordinator.is_over
+        if self._members is None:
+            return False
+        coordinator = self._members.exchange.coordinator
+        return coordinator.is_over and len(self.results) == coordinator.last_round
 
     # ---- results ----
 
@@ -206,7 +209,8 @@ class Run:
         except BaseException as error:
             self._end(str(error) or INTERRUPTED)
             raise
-        if self.is_over:
+        rules = members.exchange.coordinator
+        if rules.is_over and round_ == rules.last_round:  # with overlap, it is trained beside the one before
             self._end(None)
 
     def _begin(self) -> MemberThreads:

@@ -20,7 +20,6 @@ from hetero_pp.core.errors import DamagedFile, HeteroPPError
 from hetero_pp.core.progress import NowAndThen
 from hetero_pp.messages.messages_pb2 import Reading
 from hetero_pp.messages.report_bounds import ReportBounds
-from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.rpc.exchange_service import AvailableStates
 from hetero_pp.rpc.relay import MESSAGE_BYTES, LinkLimit
 from hetero_pp.simulator.traffic import stage_link_loads
@@ -253,19 +252,9 @@ def _find_start(exchange: Exchange, spec: RunSpec, latest: RunConfig) -> Restart
     }
     optimizer_for = partial(round_optimizer, spec)
     start = find_restart(log, spec.run, known or available, optimizer_for, latest.states_every)
-    if complaint := over_before(latest.outer, log, start.checkpoint.round):
+    if complaint := log.over_before(latest.outer, start.checkpoint.round):
         raise HeteroPPError(f"outer.{complaint}")
     return start
-
-
-def over_before(outer: OuterSettings, log: ContributionLog, last_round: int) -> str:
-    """Return how a run would end before its last closed round, beginning with the key; empty if it would not."""
-    if outer.tokens is None:
-        found, expected = outer.rounds or 0, f"at least {last_round}, the number of finished rounds"
-        return f"rounds: found {found}, expected {expected}" if found < last_round else ""
-    least = log.tokens_after(last_round - 1)
-    expected = f"more than the {least:,} of the first {last_round - 1} rounds"
-    return f"tokens: found {outer.tokens:,}, expected {expected}" if outer.tokens <= least else ""
 
 
 def _has_checkpoint(log: ContributionLog, round_: int) -> bool:

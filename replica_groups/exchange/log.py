@@ -33,6 +33,7 @@ from hetero_pp.config.run_config import RunConfig
 from hetero_pp.core.bounded import before_gap
 from hetero_pp.core.errors import ConfigError, DamagedFile, MalformedContribution, StoreError
 from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry, RoundRecord
+from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pseudo_gradient.contribution import contribution_digest
 from hetero_pp.store.folder import reading, storing, writing
 from hetero_pp.store.store import Store
@@ -210,6 +211,15 @@ class ContributionLog:
             return self.read_record(round_).tokens
         except FileNotFoundError:  # before round 1, or of a run that began with a run checkpoint of another log
             return 0
+
+    def over_before(self, outer: OuterSettings, last_round: int) -> str:
+        """Return how a run would end before its last closed round, beginning with the key; empty if it would not."""
+        if outer.tokens is None:
+            found, expected = outer.rounds or 0, f"at least {last_round}, the number of finished rounds"
+            return f"rounds: found {found}, expected {expected}" if found < last_round else ""
+        least = self.tokens_after(last_round - 1)
+        expected = f"more than the {least:,} of the first {last_round - 1} rounds"
+        return f"tokens: found {outer.tokens:,}, expected {expected}" if outer.tokens <= least else ""
 
     def records(self) -> set[int]:
         """Return the rounds that are closed. Raises DamagedFile as `last_record` does."""

@@ -117,7 +117,7 @@ def test_changes_of_a_run_name_only_keys_that_may_change() -> None:
 
 TEXTS = {
     "checked": "name device count deepspeed rendezvous",
-    "left out": "weights url endpoint region listen relay",
+    "left out": "weights url endpoint region listen relay hosts",
     "given by this host, sent, or one that every host has": "corpus tokenizer text_field",
     "of a dataset of the Hub": "subset revision split validation_split",
     "the name of an entry or a member": "hardware uplink link line members",

@@ -77,7 +77,6 @@ from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.summary import print_result, summary_of
 from hetero_pp.rpc.connections import reports_to_members
 from hetero_pp.rpc.identities import Keys, Secret, SecretKeys, new_secret
-from replica_groups.exchange.host import over_before
 from replica_groups.exchange.log import fetch_configuration, keep_configuration, open_log, require_unused
 from replica_groups.exchange.memberships import require_token
 
@@ -566,7 +565,7 @@ def _going_on(prepared: Prepared, folder: RunFolder) -> tuple[RunSpec, Values]:
         changes = agreement.changes.changed(agreement.first, last_round + 1, agreement.wanted)
         spec = RunSpec(agreement.first, prepared.spec.shape.vocabulary, changes)
         require_known_basis(spec)
-        if complaint := over_before(spec.latest.outer, open_log(prepared.spec.config, folder), last_round):
+        if complaint := open_log(prepared.spec.config, folder).over_before(spec.latest.outer, last_round):
             key, _, found = complaint.partition(": ")
             raise ConfigError(("outer", key), found)
         require_same_ranks(spec, prepared.spec.config, prepared.names, folder)
