@@ -5,6 +5,7 @@ bits of a run without that.
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -147,15 +148,17 @@ def test_a_host_without_its_store_stops_and_becomes_the_standby(
 # ---- bad input: one line ----
 
 
+@pytest.mark.starts_processes
 def test_a_standby_with_another_runs_token(corpus: Path, tmp_path: Path) -> None:
     run = HostsWithStandby(tmp_path, corpus, ROUNDS, str(tmp_path / "store"))
     (tmp_path / "run.yaml").write_text(run.text)
     Memberships(tmp_path / "members.sqlite", store=open_store(str(tmp_path / "store" / "hosts")), token="a").close()
     more = ["--standby", "--token-file", str(tmp_path / "token"), "--runs", str(tmp_path / "runs")]
-    code, _, errors = ask("serve", tmp_path / "run.yaml", *more)
-    assert code == 2
+    command = [sys.executable, "-m", "hetero_pp", "serve", str(tmp_path / "run.yaml"), *more]  # it starts a fork server
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
     told = "found another token, expected that of the run: copy it from a host that has served it, and give it with"
-    assert f"{tmp_path / 'store' / 'hosts'}: {told} --token-file" in errors
+    assert f"{tmp_path / 'store' / 'hosts'}: {told} --token-file" in done.stderr
 
 
 def test_a_standby_without_another_host_or_a_token(corpus: Path, tmp_path: Path) -> None:
