@@ -202,14 +202,15 @@ def _sizes(one: ContributionEntry, like: ContributionEntry | None = None) -> Siz
 
     Changes grow with the number of steps, and with the root of a step's tokens, as gradients have less noise then.
     """
-    factor, more = 1.0, dict.fromkeys((blob.block for blob in one.blobs), 1.0)
+    factors = dict.fromkeys((blob.block for blob in one.blobs), 1.0)
     if like is not None:
-        for blob in one.blobs:
-            more[blob.block] = min(max(1.0, like.steps / max(1, blob.steps or one.steps)), MOST_TIMES_THE_STEPS)
         own, other = one.tokens / max(1, one.steps), like.tokens / max(1, like.steps)
-        factor *= math.sqrt(max(1.0, other / own)) if own > 0 else 1.0
-    norms = {(blob.block, "norm"): factor * more[blob.block] * blob.norm for blob in one.blobs}
-    return norms | {(blob.block, "peak"): factor * more[blob.block] * blob.peak for blob in one.blobs}
+        of_noise = math.sqrt(max(1.0, other / own)) if own > 0 else 1.0
+        for blob in one.blobs:  # those of a slot that was restarted within the round come from fewer steps
+            times = like.steps / max(1, blob.steps or one.steps)
+            factors[blob.block] = of_noise * min(max(1.0, times), MOST_TIMES_THE_STEPS)
+    norms = {(blob.block, "norm"): factors[blob.block] * blob.norm for blob in one.blobs}
+    return norms | {(blob.block, "peak"): factors[blob.block] * blob.peak for blob in one.blobs}
 
 
 @dataclass(frozen=True)

@@ -86,10 +86,8 @@ def take_part(
         trainer, outer, holds = build_from_checkpoint(spec, member, session, source, folder.path, tell)
         reporter = Reporter(session, name)
         reporter.tell(computes=pb.Computes(device=name_of(ranks.device)))
-        steps, length = (
-            StepsTaken(replica, spec.steps_of(replica), overlaps),
-            round_length(spec, member, ranks, steps_of),
-        )
+        steps = StepsTaken(replica, spec.steps_of(replica), overlaps)
+        length = round_length(spec, member, ranks, steps_of)
         states = replace(states, every=spec.latest.states_every)
         audit = audited(spec, folder, session, trainer, outer, steps)
         loop = TrainingLoop(
