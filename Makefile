@@ -14,15 +14,12 @@ demo: $(READY)
 	$(BIN)/hetero-pp launch configs/quickstart.yaml
 	$(BIN)/python tests/demo.py
 
-# Four workers on two cores, because tests of launches wait for other processes half of their time. The last file kills
-# launchers and counts the processes that are left, so it runs when nothing else does. Tests of the page are not collected,
-# because each worker would import a browser's driver. Bytecode is written even where the
+# Six workers on two cores, because tests of launches wait for other processes half of their time. Tests of the page are
+# not collected, because each worker would import a browser's driver. Bytecode is written even where the
 # environment says not to: otherwise every process that a test starts compiles all modules again.
-DEBRIS := tests/faults/test_no_debris.py
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(READY)
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --ignore $(DEBRIS) --ignore tests/page -m "not long and not browser"
-	$(BIN)/python -m pytest $(DEBRIS)
+	$(BIN)/python -m pytest -n 6 --dist loadfile --no-loadscope-reorder --ignore tests/page -m "not long and not browser"
 
 # Opens the page of runs in Debian's chromium.
 page-test: $(READY)

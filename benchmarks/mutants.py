@@ -24,6 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from py_compile import PycInvalidationMode
 from queue import SimpleQueue
@@ -75,7 +76,7 @@ class Mutant(Settings):
         if not self.file.endswith(".py"):
             return planted
         try:
-            if ast.dump(ast.parse(planted)) == ast.dump(ast.parse(text)):
+            if ast.dump(ast.parse(planted)) == _dumped(text):
                 raise ValueError(f"changes nothing in {self.file}")
         except SyntaxError as error:
             raise ValueError(f"is no Python any more: {error}") from None
@@ -91,6 +92,12 @@ class Mutant(Settings):
         """Digest of the bug's tests."""
         paths = [path for test in self.tests for path in _files_of(ROOT / test)]
         return _sha256([str(path.relative_to(ROOT)) + path.read_text() for path in paths])
+
+
+@cache
+def _dumped(text: str) -> str:
+    """Return the syntax tree of a file, in which several bugs may be."""
+    return ast.dump(ast.parse(text))
 
 
 @dataclass(frozen=True)

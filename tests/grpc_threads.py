@@ -68,7 +68,7 @@ def run_over_grpc(
             if not isinstance(error, HeteroPPError):
                 exchange.fail(f"{name}: {error}")
 
-    threads = [threading.Thread(target=take, args=(name,), daemon=True) for name in spec.members]
+    threads = [threading.Thread(target=take, args=(name,), name=name, daemon=True) for name in spec.members]
     for thread in threads:
         thread.start()
     try:

@@ -113,8 +113,11 @@ def _run(what: str | Path, arguments: Sequence[str], timeout: float = TIMEOUT) -
         program.kill()
 
 
-def run_on_ranks(world: int, what: str | Path, *arguments: str, timeout: float = 280) -> None:
-    """Run a module or a script on `world` local ranks, which find each other as with torchrun. One runs alone."""
+def run_on_ranks(world: int, what: str | Path, *arguments: str, timeout: float = 280) -> list[str]:
+    """Run a module or a script on `world` local ranks, which find each other as with torchrun. One runs alone.
+
+    Return what each rank printed to stdout.
+    """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     alike = {
         "WORLD_SIZE": str(world),
@@ -133,6 +136,7 @@ def run_on_ranks(world: int, what: str | Path, *arguments: str, timeout: float =
             for rank in [rank for rank in left if rank.sentinel in ended]:
                 left.remove(rank)
                 assert rank.wait(timeout) == 0, rank.communicate()[1]
+        return [rank.communicate()[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

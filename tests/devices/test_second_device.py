@@ -35,6 +35,8 @@ SECOND = {member: torch.device("lazy", number) for number, member in enumerate(M
 KEPT = "all of it on the second device"
 """The run with `keep_on_device`."""
 SEVERAL = "the layers of a stage on two devices"
+LAYERS = {"home.1": (CPU, torch.device("lazy", MEMBERS.index("home.1")))}
+"""Devices of the layers of that stage. No member of another run uses the second one."""
 RUNS: Mapping[str, Mapping[str, torch.device]] = {
     "cpu": dict.fromkeys(MEMBERS, CPU),
     SEVERAL: dict.fromkeys(MEMBERS, CPU),
@@ -49,6 +51,8 @@ def _computed(phase: str, device: torch.device) -> Iterator[None]:
     yield
     if device.type == "lazy":
         torch._lazy.mark_step(str(device))
+    if device == CPU and threading.current_thread().name in LAYERS:  # the thread of a member has its name
+        torch._lazy.mark_step(str(LAYERS["home.1"][1]))
 
 
 _BUILDING = threading.Lock()
@@ -117,7 +121,7 @@ def outcomes(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         patch.setattr(build, "build_filled", _built)
         for module in (trainers, plain):
             patch.setattr(module, "save_object", _saved)
-        layers = {SEVERAL: {"home.1": (CPU, torch.device("lazy", 0))}}
+        layers = {SEVERAL: LAYERS}
         return {
             name: _outcome(run_over_grpc(specs[name], tmp_path_factory.mktemp("run"), RUNS[name], layers.get(name, {})))
             for name in RUNS

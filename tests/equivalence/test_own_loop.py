@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from started import run_on_ranks
 from torch import nn
 
 from hetero_pp import SparseLoCo
@@ -22,11 +20,10 @@ from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.program.launch.in_process import run_in_process
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "own_loop.py"
-SECONDS = 240.0
 ROUNDS, H = 3, 2
 
 LOOP = f"""
-import sys
+import os, sys
 from pathlib import Path
 import torch, torch.distributed as dist, torch.nn.functional as F
 from hetero_pp import SparseLoCo
@@ -36,9 +33,9 @@ from hetero_pp.data.batches import StoreBatches
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.model.transformer import Transformer, initialise
 
-folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
 torch.set_num_threads(1)
-dist.init_process_group("gloo", init_method=f"file://{{folder}}/rendezvous", rank=rank, world_size=2)
+dist.init_process_group("gloo")
 config = RunConfig.model_validate_json((folder / "config.json").read_text())
 store = prepare_tokens(config.data, folder)
 batches = StoreBatches(store=store, sequence_length=32, seed=5, replica=rank, replicas=2, batch_size=4)
@@ -78,17 +75,6 @@ dist.destroy_process_group()
 """
 
 
-def _run(arguments: Sequence[Sequence[str]]) -> list[str]:
-    processes = [subprocess.Popen([sys.executable, *one], stdout=subprocess.PIPE, text=True) for one in arguments]
-    try:
-        found = [process.communicate(timeout=SECONDS)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0] * len(processes)
-    return found
-
-
 @pytest.mark.starts_processes
 @pytest.mark.parametrize(
     "outer",
@@ -116,7 +102,8 @@ def test_two_processes_have_the_bits_of_a_run(outer: dict[str, Any], corpus: Pat
     saved = open_checkpoint(tmp_path / "run" / "log" / f"checkpoint-{ROUNDS:06d}.safetensors").checkpoint()
     prepare_tokens(config.data, tmp_path)  # once, for both processes
     (tmp_path / "config.json").write_text(config.model_dump_json())
-    _run([["-c", LOOP, str(tmp_path), str(rank)] for rank in range(2)])
+    (tmp_path / "loop.py").write_text(LOOP)
+    run_on_ranks(2, tmp_path / "loop.py", str(tmp_path))
     for rank in range(2):
         for name, parameter in torch.load(tmp_path / f"parameters-{rank}.pt", weights_only=True).items():
             assert parameter.equal(saved.parameters[name]), f"{name} of rank {rank}"
@@ -124,8 +111,8 @@ def test_two_processes_have_the_bits_of_a_run(outer: dict[str, Any], corpus: Pat
 
 @pytest.mark.starts_processes
 def test_the_example_of_the_documents_trains() -> None:
-    [printed] = _run([["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(EXAMPLE)]])
-    losses = [float(line.split()[-1]) for line in printed.splitlines()]
+    printed = run_on_ranks(2, EXAMPLE)
+    losses = [float(line.split()[-1]) for line in "".join(printed).splitlines()]
     assert len(losses) == 4
     assert losses[-1] < losses[0] / 2
 

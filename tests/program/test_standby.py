@@ -5,7 +5,6 @@ bits of a run without that.
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 from asking import ask
 from hosts_with_standby import MEMBERS, HostsWithStandby
+from started import run_program
 
 from hetero_pp.store.opening import open_store
 from replica_groups.exchange.log import record_key
@@ -24,8 +24,8 @@ from object_service import KEY, SECRET, object_service
 
 ROUNDS = 5
 DIES_IN = 3
-S3 = [("part", "s3"), ("checkpoint", "s3")] if sys.platform == "linux" else []
-"""Phases with an object store, if SeaweedFS has a package: it has one for Linux."""
+WITH_S3 = ("part", "checkpoint") if sys.platform == "linux" else ()
+"""Phases with an object store instead of a folder, if SeaweedFS has a package: it has one for Linux."""
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def _to_its_end(run: HostsWithStandby, expected: dict[str, str], last: str = "st
 
 
 @pytest.mark.starts_processes
-@pytest.mark.parametrize(("phase", "kind"), [*((phase, "folder") for phase in PHASES), *S3])
+@pytest.mark.parametrize(("phase", "kind"), [(one, "s3" if one in WITH_S3 else "folder") for one in PHASES])
 def test_a_host_that_dies_in_any_phase_is_followed(
     phase: str,
     kind: str,
@@ -154,8 +154,7 @@ def test_a_standby_with_another_runs_token(corpus: Path, tmp_path: Path) -> None
     (tmp_path / "run.yaml").write_text(run.text)
     Memberships(tmp_path / "members.sqlite", store=open_store(str(tmp_path / "store" / "hosts")), token="a").close()
     more = ["--standby", "--token-file", str(tmp_path / "token"), "--runs", str(tmp_path / "runs")]
-    command = [sys.executable, "-m", "hetero_pp", "serve", str(tmp_path / "run.yaml"), *more]  # it starts a fork server
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_program("serve", str(tmp_path / "run.yaml"), *more)
     assert done.returncode == 2
     told = "found another token, expected that of the run: copy it from a host that has served it, and give it with"
     assert f"{tmp_path / 'store' / 'hosts'}: {told} --token-file" in done.stderr
