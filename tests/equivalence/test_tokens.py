@@ -68,7 +68,7 @@ def test_it_is_a_plain_loop_whose_rates_follow_the_tokens_while_a_replica_comes_
     corpus: Path, tmp_path: Path
 ) -> None:
     torch.set_num_threads(1)
-    config = _config(corpus)
+    config = _config(corpus, exchange={"grace": {"least": "3 s", "most": "3 s"}})  # the wait for who misses a round
     spec, reports = RunSpec(config, 256), list[Report]()
     run_in_process(spec, RunFolder(tmp_path / "run"), reports.append, missed=MISSED)
 
@@ -160,12 +160,12 @@ def test_over_grpc_its_bits_are_those_in_process_also_after_it_was_extended(corp
 @pytest.mark.starts_processes
 def test_rounds_of_time_end_with_the_tokens_of_their_steps(corpus: Path, tmp_path: Path) -> None:
     """A run in process with the same steps has the same records: their rates follow the same tokens."""
-    changes = ["inner={seconds: 0.2}", "outer.rounds=null", "outer.tokens=8k", f"data.corpus={corpus}"]
+    changes = ["inner={seconds: 0.1}", "outer.rounds=null", "outer.tokens=4k", f"data.corpus={corpus}"]
     done = run_program("launch", str(MIXED), "--runs", str(tmp_path), *(f"--set={one}" for one in changes))
     assert done.returncode == 0, done.stdout + done.stderr
     found = _records(tmp_path / "mixed")
     tokens = [one.tokens for one in found]
-    assert tokens[-1] >= 8_000 and all(one < 8_000 for one in tokens[:-1])
+    assert tokens[-1] >= 4_000 and all(one < 4_000 for one in tokens[:-1])
     steps = {(entry.replica, one.round): entry.steps for one in found for entry in one.contributions}
     spec, again = read_run(RunFolder(tmp_path / "mixed")), RunFolder(tmp_path / "again")
     run_in_process(spec, again, lambda report: None, steps_of=lambda replica, round_: steps[replica, round_])
