@@ -402,6 +402,9 @@ class RunConfig(Settings):
         if self.audit.recompute is not None:
             yield from _rules_of_recomputation(outer, self.replicas, self.states)
         yield from self._rules_of_the_end()
+        blocks = min(values.layers + 1, self.rounds)
+        expected = f"at most {blocks}: each of them needs a layer, the embedding or the head, and a round"
+        yield outer.fragments > blocks, ("outer", "fragments"), outer.fragments, expected
         is_other, optimizer, key = inner.optimizer != "adamw", f"`{inner.optimizer}`", ("inner", "optimizer")
         yield is_other and outer.source == "gradient", key, optimizer, f"`adamw` with method {outer.method}"
         expected = "0, or `inner.steps`: a round's seconds count from its opening"
@@ -416,10 +419,13 @@ class RunConfig(Settings):
                 yield is_other and replica.engine != "torch", key, optimizer, expected
                 continue
             here, boundary = ("replicas", index, "boundary"), replica.boundary
+            is_split = boundary.rank != "full" and boundary.embedding != "free"
             found = f"`{boundary.embedding}` with `outer.overlap: 1`"
             expected = "`free`: a round then starts before the embedding is split again"
-            is_split = boundary.rank != "full" and boundary.embedding != "free"
             yield outer.overlap and is_split, (*here, "embedding"), found, expected
+            found = f"`{boundary.embedding}` with `outer.mixing: {outer.mixing:g}`"
+            expected = "`free`: a part of the embedding that is mixed lies outside the subspace"
+            yield outer.mixing > 0 and is_split, (*here, "embedding"), found, expected
             # The embedding is split by values that replicas share, not by local ones.
             is_wrong = outer.keep_local and replica.stage_count > 1 and boundary.rank != "full"
             found = (

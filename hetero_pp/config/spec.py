@@ -33,6 +33,7 @@ from hetero_pp.data.batches import Share
 from hetero_pp.model.learning_rates import LearningRates
 from hetero_pp.model.part_settings import StageSpec
 from hetero_pp.model.transformer import EMBEDDING, ModelShape, Transformer, block_of, build_part, parameters_of
+from hetero_pp.outer.fragments import WHOLE, Fragments
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,15 @@ class Roster:
     """(link, direction) -> member that counts the bytes sent there"""
     follows: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """member -> blocks that it holds beside those that it contributes"""
+    fragments: Fragments = WHOLE
 
     def holds(self, member: str) -> frozenset[str]:
         """Return the blocks for which a member reports hashes."""
         return self.blocks[member] | self.follows.get(member, frozenset())
+
+    def contributes(self, member: str, round_: int) -> frozenset[str]:
+        """Return the blocks that a member contributes to a round."""
+        return self.fragments.among(self.blocks[member], round_)
 
     @property
     def replicas(self) -> list[str]:
@@ -314,7 +320,13 @@ class RunSpec:
             {name: frozenset(map(block_of, member.owned)) for name, member in self.members.items()},
             counts,
             {name: frozenset([block_of(EMBEDDING)]) for name, one in self.members.items() if one.follows_embedding},
+            self.fragments,
         )
+
+    @property
+    def fragments(self) -> Fragments:
+        """The fragments in which rounds synchronise the model."""
+        return self.config.outer.fragments_of(self.shape.layers)
 
     @property
     def largest_rank(self) -> int | None:

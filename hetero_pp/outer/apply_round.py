@@ -68,7 +68,8 @@ def apply_round(
 ) -> None:
     """Apply one round, in place, to the parameters in `theta` and the optimizer's state.
 
-    Fetches only the blobs that the optimizer needs: in most methods those of the blocks of `theta`.
+    Fetches only the blobs that the optimizer needs: in most methods those of the blocks of `theta`. Blocks that the
+    record does not name stay as they are: they belong to other fragments.
 
     `theta` must contain every tensor of each of its blocks, or the rows of `part`. A theta on a device is copied to the
     host, one tensor at a time, and back: all members compute the step there, so they get equal bits. Raises
@@ -76,10 +77,12 @@ def apply_round(
     """
     weights = {entry.replica: entry.weight for entry in record.contributions}
     optimizer.begin(record.round, weights, record.tokens)
-    needed = shapes_by_block(needed_shapes(theta, optimizer, part))
+    needed, named = shapes_by_block(needed_shapes(theta, optimizer, part)), blocks_in(record)
     if any(tensor.device != CPU for tensor in theta.values()):
         theta = _OnHost(theta)
     for block, shapes in needed.items():
+        if block not in named:
+            continue
         blobs = list(_fetch_all(block, shapes, run, record, fetch, optimizer.settings.compression))
         for name, shape in shapes.items():
             weighted = ((weight_of(entry, block), blob.tensor(name).scaled(scale_of(entry))) for entry, blob in blobs)
@@ -91,6 +94,11 @@ def apply_round(
     optimizer.finish(theta)
     if isinstance(theta, _OnHost):
         theta.put_back()
+
+
+def blocks_in(record: RoundRecord) -> frozenset[str]:
+    """Return the blocks that a round changes, which all contributions have."""
+    return frozenset(blob.block for entry in record.contributions[:1] for blob in entry.blobs)
 
 
 def weight_of(entry: ContributionEntry, block: str) -> float:

@@ -15,6 +15,7 @@ from hetero_pp.core.settings import Beta, Count, NotPartOf, Ratio, Settings
 from hetero_pp.messages.report_bounds import MOST_RATE
 from hetero_pp.model.learning_rates import BySteps
 from hetero_pp.model.part_settings import EmbeddingTraining
+from hetero_pp.outer.fragments import Fragments, Pattern
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 
 MethodName = Literal[
@@ -197,6 +198,22 @@ class OuterSettings(Settings):
         description="with overlap, share of a contribution that its replica treats as applied while "
         "it is in flight; by default 1 if every value is sent, otherwise 1/2",
     )
+    fragments: int = Field(
+        1,
+        ge=1,
+        description="number of fragments F of the model. A round synchronises one of them in turn, so a parameter is "
+        "synchronised every F rounds (Streaming DiLoCo)",
+    )
+    pattern: Pattern = Field(
+        "strided", description="layers of a fragment: every F-th (`strided`), or consecutive ones (`sequential`)"
+    )
+    mixing: Ratio = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="share of its own parameters that a replica keeps of a fragment when it is synchronised; the rest "
+        "are the synchronised ones",
+    )
     keep_on_device: Annotated[bool, NotPartOf.EITHER] = Field(
         False,
         description="keep the round's start and the error feedback, 8 bytes per parameter, on the member's device "
@@ -265,6 +282,25 @@ class OuterSettings(Settings):
                 "overlap a replica applies the values that it sent",
             ),
             (
+                self.is_streaming and sums,
+                f"{self.streaming} with averaged gradients, which every step needs whole, expected `fragments: 1` and "
+                "`mixing: 0`, or `source: difference`",
+            ),
+            (
+                self.is_streaming and self.keep_local,
+                f"{self.streaming} with `keep_local`, expected `fragments: 1` and `mixing: 0`, or `keep_local: false`",
+            ),
+            (
+                self.mixing > 0 and self.fragments == 1 and self.overlap > 0,
+                f"{self.streaming} with `overlap: 1` and one fragment, expected `mixing: 0`, or more `fragments`: a "
+                "round that is trained ahead is measured from its own start",
+            ),
+            (
+                self.mixing > 0 and own.transform == "dct",
+                f"{self.streaming} with `compression.transform: dct`, expected `mixing: 0`, or `transform: none`: a "
+                "replica mixes the values that it sent",
+            ),
+            (
                 self.keep_local and (sums or self.overlap > 0),
                 f"`keep_local` with {'averaged gradients' if sums else '`overlap: 1`'}, expected false, or `source: "
                 "difference` with `overlap: 0`",
@@ -301,6 +337,20 @@ class OuterSettings(Settings):
         rounds = self.rounds_at(round_, tokens)
         rates = BySteps(self.learning_rate, self.final_learning_rate_share, self.warmup_rounds, rounds)
         return float(f"{rates.at(round_ - 1):.6g}")  # the last bit of a cosine differs between machines
+
+    @property
+    def is_streaming(self) -> bool:
+        """Whether replicas keep parameters of their own beyond a round: in fragments, or mixed with the others'."""
+        return self.fragments > 1 or self.mixing > 0
+
+    @property
+    def streaming(self) -> str:
+        """What makes replicas keep parameters of their own, in words."""
+        return f"`fragments: {self.fragments}`" if self.fragments > 1 else f"`mixing: {self.mixing:g}`"
+
+    def fragments_of(self, layers: int) -> Fragments:
+        """Return the fragments of a model with so many layers."""
+        return Fragments(self.fragments, self.pattern, layers)
 
     @property
     def is_sparse(self) -> bool:

@@ -177,14 +177,15 @@ class OuterOptimizer(RoundOptimizer):
         return mean.add_(buffer.mul(mu)) if self.settings.nesterov else mean.copy_(buffer)
 
     def _adam(self, name: str, mean: Tensor) -> Tensor:
-        """Return m^ / (sqrt(v^) + epsilon); m^ and v^ are the moments over 1 - beta^t, t rounds on (Kingma and Ba)."""
+        """Return m^ / (sqrt(v^) + epsilon); m^ and v^ are the moments over 1 - beta^t in step t (Kingma and Ba)."""
+        steps = -(-self._round // self.settings.fragments)  # rounds that synchronised the parameter's fragment
         powers = {EXP_AVG: mean, EXP_AVG_SQ: mean * mean}
         moments = []
         for (kind, power), beta in zip(powers.items(), self.settings.betas, strict=True):
             before = self.momentum.get(name + kind)
             now = power.mul(1 - beta) if before is None else before.mul(beta) + power.mul(1 - beta)
             self.momentum[name + kind] = now
-            moments.append(now / (1 - beta**self._round))
+            moments.append(now / (1 - beta**steps))
         return moments[0] / (moments[1].sqrt() + self.settings.epsilon)
 
 

@@ -182,8 +182,9 @@ class ContributionInbox:
 
     def _expect_address(self, member: str, address: BlobAddress) -> None:
         roster = self._runner.roster
-        if roster.members[member] != address.replica or address.block not in roster.blocks[member]:
-            reason = f"`{address.block}` of {address.replica} does not belong to this member"
+        is_own = roster.members[member] == address.replica
+        if not is_own or address.block not in roster.contributes(member, address.round):
+            reason = f"`{address.block}` of {address.replica} does not belong to this member in round {address.round}"
             raise self._runner.refused(member, reason, Kind.FORBIDDEN)
 
     def _expect_size(self, member: str, address: BlobAddress, size: int) -> None:

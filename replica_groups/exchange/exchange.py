@@ -570,7 +570,8 @@ class Exchange(ExchangeService):
                 member
                 for member, replica in self.roster.members.items()
                 if replica not in not_there
-                and (replica not in came or self.roster.blocks[member].difference(came[replica].blobs))
+                and (own := self.roster.contributes(member, opened.number))
+                and (replica not in came or own.difference(came[replica].blobs))
             ]
             blobs = sum(len(own.blobs) for own in came.values())
             progress = (opened.number, blobs, None if blobs else self.reports.steps_told)

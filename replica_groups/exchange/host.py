@@ -131,6 +131,7 @@ def rules_of(spec: RunSpec, lonely: bool = False) -> Rules:
         own_steps={one.name: spec.steps_of(one.name) or 0 for one in spec.config.replicas if one.steps is not None},
         overlap=spec.config.outer.overlap > 0,
         resumes=spec.resumes,
+        fragments=spec.fragments,
         optional=frozenset(replica.name for replica in spec.config.replicas if replica.optional),
     )
 

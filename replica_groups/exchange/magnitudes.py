@@ -60,10 +60,10 @@ Sizes = Mapping[tuple[str, str], float]
 """(block, "norm" or "peak") -> the norm of the block's values, or the largest of them."""
 
 
-def remembered_before(round_: int) -> list[int]:
-    """Return the rounds of the records that `bound` reads for a round, in order."""
-    recent = range(max(1, round_ - REMEMBERED_ROUNDS), round_)
-    return [*range(1, min(RECENT_ROUNDS + 1, recent.start)), *recent]
+def remembered_before(round_: int, fragments: int = 1) -> list[int]:
+    """Return the rounds of the records that `bound` reads for a round, in order: earlier ones of its fragment."""
+    earlier = range(round_ - fragments, 0, -fragments)[::-1]
+    return [*earlier[:-REMEMBERED_ROUNDS][:RECENT_ROUNDS], *earlier[-REMEMBERED_ROUNDS:]]
 
 
 def bound(
@@ -72,18 +72,19 @@ def bound(
     settings: MagnitudeSettings,
     trains_on: bool = False,
     limits: ContributionLimits | None = None,
+    fragments: int = 1,
 ) -> None:
     """Scale down or leave out contributions of a record that nobody has read yet.
 
-    `before`: the records of `remembered_before`. With `trains_on`, a replica that was not counted sends several rounds'
-    changes at once. Without `limits`, the smaller of two contributions bounds the larger until that has a history.
-    With fewer than three, one without history is rejected only for exceeding the limits. If all would be rejected,
-    none is.
+    `before`: the records of `remembered_before`, of a model in so many `fragments`. With `trains_on`, a replica that was
+    not counted sends several rounds' changes at once. Without `limits`, the smaller of two contributions bounds the
+    larger until that has a history. With fewer than three, one without history is rejected only for exceeding the
+    limits. If all would be rejected, none is.
     """
     by_level, is_crowd = {one.replica for one in record.contributions}, len(record.contributions) >= _LEAST_REPLICAS
     if is_crowd:  # the others are a measure, if enough of them are not new; the lowest level of long ago is not
-        before = [past for past in before if past.round >= record.round - RECENT_ROUNDS]
-        last = [past for past in before if past.round >= record.round - _STEADY_ROUNDS]
+        before = [past for past in before if past.round >= record.round - RECENT_ROUNDS * fragments]
+        last = [past for past in before if past.round >= record.round - _STEADY_ROUNDS * fragments]
         steady = by_level.intersection(*({one.replica for one in past.contributions} for past in last))
         by_level = steady if len(last) >= _STEADY_ROUNDS and len(steady) < _LEAST_REPLICAS else set()
     *earlier, measured = _with_all_steps([*before, record]) if trains_on else [*before, record]
@@ -256,12 +257,16 @@ class ContributionLimits:
 
     def accumulated(self, round_: int) -> float:
         """Return the sum of learning rates, with error feedback's decay, that a value sent in a round comes from."""
-        beta = self._outer.compression.error_feedback_decay
-        while len(self._accumulated) <= round_:
-            self._accumulated.append(beta * self._accumulated[-1] + self._rates(len(self._accumulated)))
+        beta, fragments = self._outer.compression.error_feedback_decay, self._outer.fragments
+
+        def trained(last: int) -> float:  # since the round before of the same fragment
+            return sum(map(self._rates, range(max(1, last - fragments + 1), last + 1)))
+
+        while (number := len(self._accumulated)) <= round_:
+            self._accumulated.append(beta * self._accumulated[max(0, number - fragments)] + trained(number))
             self._moved.append(self._moved[-1] + self._accumulated[-1])
         if self._outer.compression.memory == "momentum":  # sends Delta + beta m, where m has Delta already
-            return self._rates(round_) + beta * self._accumulated[round_]
+            return trained(round_) + beta * self._accumulated[round_]
         return self._accumulated[round_]
 
     def of(self, round_: int) -> Sizes:
@@ -325,7 +330,7 @@ def adamw_step(betas: tuple[float, float]) -> float | None:
 def contribution_limits(spec: RunSpec) -> ContributionLimits | None:
     """Return the limits of a run; None where its configuration does not bound what inner steps do."""
     inner, outer, steps = spec.config.inner, spec.config.outer, spec.config.inner.steps
-    if steps is None or outer.source == "gradient" or outer.keep_local:
+    if steps is None or outer.source == "gradient" or outer.keep_local or outer.mixing:
         return None
     if (inner.clip_norm is None) if inner.optimizer == "sgd" else (adamw_step(inner.betas) is None):
         return None

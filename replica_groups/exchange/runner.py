@@ -336,7 +336,8 @@ class CoordinatorRunner:
                 one.digest = contribution_digest(one.blobs)
             self.audits.decide(record)
             if self._magnitudes is not None:
-                bound(record, self._before(record.round), self._magnitudes, self._trains_on, self.limits)
+                before, fragments = self._before(record.round), self.coordinator.rules.fragments.count
+                bound(record, before, self._magnitudes, self._trains_on, self.limits, fragments)
             record.tokens = self.tokens_until(record)
             with self._writing:
                 if self._halted:
@@ -363,7 +364,7 @@ class CoordinatorRunner:
 
     def _before(self, round_: int) -> Iterator[RoundRecord]:
         """Yield the earlier records with which a round's contributions are compared, as far as the log has them."""
-        for earlier in remembered_before(round_):
+        for earlier in remembered_before(round_, self.coordinator.rules.fragments.count):
             with contextlib.suppress(DamagedFile, FileNotFoundError):
                 record = self._records.get(earlier) or self.log.read_record(earlier)
                 with self.changed:
@@ -374,7 +375,9 @@ class CoordinatorRunner:
         self.store_errors.over(("record", kept.round))
         with self.changed:
             self._records[kept.round] = kept
-            wanted = {*remembered_before(kept.round + 1), kept.round}
+            fragments = self.coordinator.rules.fragments.count
+            of_next = (remembered_before(kept.round + 1 + more, fragments) for more in range(fragments))
+            wanted = {kept.round}.union(*of_next)
             self._records = {round_: one for round_, one in self._records.items() if round_ in wanted}
         return e.Recorded(kept)
 

@@ -7,7 +7,7 @@ it is undecided, a copy of error feedback from before it can be restored, so tha
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -56,20 +56,20 @@ class ErrorFeedback:
         self.undecided: Undecided | None = None
         self._settings, self._copies = settings, copies
         self._being_copied: dict[str, Future[None]] = {}
+        self._names: Collection[str] = ()  # parameters of the undecided contribution
 
     @property
     def sent(self) -> Undecided | None:
         """The undecided contribution, if it may be included."""
         return self.undecided if self.undecided is not None and self.undecided.is_sent else None
 
-    def begin(self, round_: int, generation: int | None) -> Undecided:
-        """Begin a contribution, from the state before the last one if that is still undecided."""
+    def begin(self, round_: int, generation: int | None, names: Collection[str]) -> Undecided:
+        """Begin a contribution of these parameters, from the state before the last one if that is still undecided."""
         self.take_back()
+        self._names = names
         if self._copies is not None:
             copier = ThreadPoolExecutor(1, "error feedback")  # a thread, because it may wait for the disk
-            self._being_copied = {
-                name: copier.submit(self._copies.keep, name, error) for name, error in self.tensors.items()
-            }
+            self._being_copied = {name: copier.submit(self._copies.keep, name, self.tensors[name]) for name in names}
             copier.shutdown(wait=False)
         self.undecided = Undecided(round_, generation)
         return self.undecided
@@ -83,7 +83,7 @@ class ErrorFeedback:
     def take_back(self) -> None:
         """Restore the state from before the undecided contribution, where a copy was kept."""
         if self.undecided is not None and self._copies is not None:
-            for name in self.tensors:
+            for name in self._names:
                 self.to_change(name).copy_(self._copies.read(name))
             self.undecided = None
 

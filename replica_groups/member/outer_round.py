@@ -21,7 +21,8 @@ from hetero_pp.core.tensor_files import Scratch
 from hetero_pp.messages.messages_pb2 import RoundRecord
 from hetero_pp.model.inner import REMEDIES
 from hetero_pp.model.transformer import Shapes, block_of, shapes_by_block
-from hetero_pp.outer.apply_round import FetchBlob, apply_round, cut_rows, needed_shapes
+from hetero_pp.outer.apply_round import FetchBlob, apply_round, blocks_in, cut_rows, needed_shapes
+from hetero_pp.outer.fragments import WHOLE, Fragments
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import OuterOptimizer, RoundOptimizer, parameter_sha256, start_before_mean
 from hetero_pp.pipeline.coefficients import is_finite
@@ -51,15 +52,18 @@ class OuterRound:
         optimizer: RoundOptimizer | None = None,
         keeps_undo: bool = True,
         folder: Path | None = None,
+        fragments: Fragments = WHOLE,
     ) -> None:
         """Start from the parameters of the run checkpoint.
 
-        `start` contains all held and followed parameters, whole. With `keeps_undo`, a second copy of the error feedback
-        is kept in `folder` (Scratch) while a round is undecided, so that `undo` is exact.
+        `start` contains all held and followed parameters, whole; `fragments` are those of the model. With `keeps_undo`,
+        a second copy of the error feedback is kept in `folder` (Scratch) while a round is undecided, so that `undo` is
+        exact.
         """
         self.session, self.parameters, self.settings = session, parameters, settings
         self.ranks = ranks = session.ranks
         shapes = {name: tuple(tensor.shape) for name, tensor in start.items()}
+        self.fragments = fragments
         self.part = RankRows(shapes, settings.compression.tile, ranks)
         self.blocks = {block_of(name) for name in parameters.shapes}
         self.optimizer = optimizer or OuterOptimizer(settings)
@@ -76,6 +80,7 @@ class OuterRound:
         The run is audited by recomputation then, and a contribution that is not included is taken back as a whole.
         """
         self.own = PendingRounds()
+        self._hashes: dict[str, bytes] = {}  # of theta's parameters, on the first rank; rounds change some of them
 
     @property
     def error(self) -> dict[str, Tensor]:
@@ -114,6 +119,8 @@ class OuterRound:
             self.session.carry(round_, self.needed())
         on_contributed()
         record = self.session.record_of(round_, own, generation, steps)
+        if round_ + 1 not in self.own.trained:
+            self.own.take_after()
         undecided = self.feedback.undecided
         try:
             is_late = self.session.entry(record) is None and self.session.replica not in record.left_out
@@ -146,13 +153,21 @@ class OuterRound:
 
         `before_last` is called on all ranks before the contribution can be included: error feedback no longer has it.
         """
-        undecided = self.feedback.begin(round_, generation)
+        names = [name for shapes in self._shapes_in(round_).values() for name in shapes]
+        undecided = self.feedback.begin(round_, generation, names)
         own, blobs = self.compress(round_, undecided)
+
+        def compressed() -> None:
+            if self.settings.is_streaming:
+                self.own.after = self._now() | self.own.starts
+                self.own.starts.clear()
+            before_last()
+
         if self.on_compressed is not None:
             deque(blobs, maxlen=0)
             self.on_compressed(round_, steps)
             blobs = iter(undecided.blobs.items())
-        self.session.contribute(round_, blobs, generation, steps, before_last)
+        self.session.contribute(round_, blobs, generation, steps, compressed)
         undecided.is_sent = True
         return own
 
@@ -160,7 +175,7 @@ class OuterRound:
         """Return where the first rank keeps the blobs by block, and an iterator that makes one after the other."""
 
         def blobs() -> Iterator[tuple[str, bytes]]:
-            for block, shapes in shapes_by_block(self.parameters.shapes).items():
+            for block, shapes in self._shapes_in(round_).items():
                 selections = self._selections(round_, shapes)
                 if not self.ranks.is_first:
                     deque(selections, maxlen=0)
@@ -170,6 +185,11 @@ class OuterRound:
                 yield block, undecided.blobs[block]
 
         return undecided.blobs, blobs()
+
+    def _shapes_in(self, round_: int) -> Mapping[str, Shapes]:
+        """Return the shapes of the parameters that this member contributes to a round, by block."""
+        shapes = shapes_by_block(self.parameters.shapes)
+        return {block: shapes[block] for block in sorted(self.fragments.among(shapes, round_))}
 
     def _selections(self, round_: int, shapes: Shapes) -> Iterator[tuple[str, tuple[int, ...], Selection]]:
         """Yield what to send of each parameter, computed lazily: whole on the first rank, else this rank's part."""
@@ -189,7 +209,8 @@ class OuterRound:
 
     def _difference(self, name: str) -> Tensor:
         now = self.parameters.read(name, self.part.rows[name]).to(self._selects_on)
-        return self.own.starts.get(name, self.theta[name]).to(now.device) - now
+        start = self.theta[name] if self.settings.is_streaming else self.own.starts.get(name, self.theta[name])
+        return start.to(now.device) - now
 
     def _select(self, name: str, delta: Tensor, round_: int) -> Selection:
         compression, ranks, held = self.settings.compression, self.ranks, self.feedback.to_change(name)
@@ -198,9 +219,14 @@ class OuterRound:
         selection = select(error, delta, compression, ranks.sum if ranks.world > 1 else None, generator)
         if error is not held:
             held.copy_(error)
-        if self.settings.overlap:
+        if self.settings.overlap or self.settings.mixing:
             sent = DecodedTensor(selection.indices, selection.values)
-            start = start_before_mean(self.theta[name].to(delta.device), sent, self.settings)
+            # In fragments, the replica's own values and what they lack: exactly its own if every value is sent.
+            streams = self.settings.is_streaming
+            before = delta if streams else self.theta[name].to(delta.device)
+            start = start_before_mean(before, sent, self.settings)
+            if streams:
+                start.add_(self.parameters.read(name, self.part.rows[name]).to(delta.device))
             self.own.starts[name] = start.to(held.device)
         if ranks.world == 1 and delta.device.type == "cpu":
             return selection
@@ -213,11 +239,7 @@ class OuterRound:
     def _keep_local(self, round_: int) -> None:
         """Keep the replica's own parameters, and restore error feedback to its state before the contribution."""
         self.own.local = None  # first, to avoid holding two copies at once
-        rows = {
-            name: self.parameters.read(name, self.part.rows[name]).to(error.device, copy=True)
-            for name, error in self.error.items()
-        }
-        self.own.local = LocalStart(round_, rows)
+        self.own.local = LocalStart(round_, self._now())
         self.feedback.take_back()
 
     def _decide(self, record: RoundRecord) -> bool:
@@ -245,7 +267,7 @@ class OuterRound:
 
     def _own_parts(self, round_: int, fetch: FetchBlob) -> Iterator[tuple[str, DecodedTensor]]:
         """Yield a contribution of this replica to a round, for each parameter trained here: this rank's rows."""
-        for block, shapes in shapes_by_block(self.parameters.shapes).items():
+        for block, shapes in self._shapes_in(round_).items():
             address = self.session.address_of(round_, block)
             blob = ReceivedBlob(fetch(self.session.replica, block), address, shapes, self.settings.compression)
             for name, shape in shapes.items():
@@ -266,18 +288,39 @@ class OuterRound:
             return fetched(replica, block)
 
         apply_round(self.theta, self.session.run, record, fetch, self.optimizer, self._own_part)
-        hashes = {}
+        changed = blocks_in(record)
         for name, rows in self.theta.items():
             whole = self.part.whole(name, rows)
             if name in self.parameters.shapes:
                 self.parameters.write(name, whole)
-            if self.ranks.is_first:
-                hashes[name] = parameter_sha256(whole)
+            if block_of(name) in changed:
+                self.own.meet(name, mixes=self.settings.mixing > 0)
+            if self.ranks.is_first and (block_of(name) in changed or name not in self._hashes):
+                self._hashes[name] = parameter_sha256(whole)
         self.parameters.finish_writing()
         self.own.trained.pop(record.round, None)
-        self.session.confirm(self.session.member, record.round, hashes)
+        self.session.confirm(self.session.member, record.round, dict(self._hashes))
 
     # ---- where a round starts ----
+
+    @torch.no_grad()
+    def start_streaming(self, is_trained: bool) -> None:
+        """Take up the replica's own parameters again, between theta's and a round: after it, if it `is_trained`.
+
+        A fragment that has met since is mixed with theta first.
+        """
+        for own in (self.own.before, self.own.after):
+            for name in self.own.met & own.keys():
+                own[name] = own[name] * self.settings.mixing + self.theta[name] * (1 - self.settings.mixing)
+        self.own.met.clear()
+        self._write({**self.theta, **(self.own.after if is_trained else self.own.before)})
+
+    def _now(self) -> dict[str, Tensor]:
+        """Return copies of this rank's rows of the parameters that are trained, as they are now."""
+        return {
+            name: self.parameters.read(name, self.part.rows[name]).to(error.device, copy=True)
+            for name, error in self.error.items()
+        }
 
     @torch.no_grad()
     def start_local(self, round_: int, trained: int) -> None:
@@ -291,14 +334,17 @@ class OuterRound:
     @torch.no_grad()
     def start_ahead(self) -> None:
         """Set this member's parameters to the start of the next round while its contribution is in transit."""
-        self._write(self.own.starts)
+        self.own.take_after()
+        self._write(self.own.before if self.settings.is_streaming else self.own.starts)
 
     @torch.no_grad()
     def end_inner_loop(self, round_: int) -> None:
         """With overlap: keep the pseudo-gradient of a round until it is contributed and decided."""
-        self.own.trained[round_] = {name: self._difference(name).to(self.theta[name].device) for name in self.error}
-        for name in self.error:
-            self.own.starts.pop(name, None)
+        names = [name for shapes in self._shapes_in(round_).values() for name in shapes]
+        self.own.trained[round_] = {name: self._difference(name).to(self.theta[name].device) for name in names}
+        if self.settings.is_streaming:
+            self.own.after = self._now()
+        self.own.starts.clear()
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -317,6 +363,7 @@ class OuterRound:
         With overlap, rounds trained ahead of the undecided one are dropped. Error feedback stays until the round is
         decided or contributed to again, because the contribution may be included although the replica reforms.
         """
+        self.own.after = {}
         if self.settings.overlap:
             self.own.starts.clear()
             if (sent := self.feedback.sent) is not None:
@@ -345,6 +392,10 @@ class OuterRound:
                     self.feedback.forget(name, part, decays=True)
             if round_ in rounds:
                 self.apply(record, None)
+            else:
+                for name in self.error:
+                    if block_of(name) in blocks_in(record):
+                        self.own.meet(name, mixes=self.settings.mixing > 0)
 
     # ---- checkpoints ----
 
@@ -353,7 +404,8 @@ class OuterRound:
 
         The member's parameters change only with the next `restore`.
         """
-        self.own.local = None
+        self.own = PendingRounds(self.own.trained)
+        self._hashes.clear()
         for name, theta in self.theta.items():
             theta.copy_(self.part.cut(name, start[name]))
         self.optimizer.load({name: self.part.cut(name, one) for name, one in momentum.items()}, round_)
@@ -365,7 +417,10 @@ class OuterRound:
         checkpoint with an undecided one assumes, has no parameters of its own.
         """
         tensors = {f"error:{name}": tensor for name, tensor in self.error.items()}
-        own = {} if self.feedback.undecided is not None else self.own.tensors()
+        undecided = self.feedback.undecided
+        meets = {} if undecided is None else self._shapes_in(undecided.round)
+        own = {} if undecided is not None else self.own.tensors()
+        own |= self.own.streaming([name for names in meets.values() for name in names], self.settings.mixing > 0)
         write_part(folder, self.ranks, tensors | own)
 
     def load(self, folder: Path) -> None:
@@ -382,6 +437,8 @@ class OuterRound:
 
 _TRAINED = "trained:"
 """Key prefix in saved states for pseudo-gradients that wait to be contributed; the round and the name follow."""
+_OWN, _MET = "own:", "met:"
+"""Key prefixes for the replica's own parameters in fragments: those that go on, and those that are to be mixed."""
 _LOCAL = "local:"
 """Key prefix in saved states for the replica's own parameters after a round; the round and the name follow."""
 
@@ -403,18 +460,36 @@ class LocalStart:
 class PendingRounds:
     """This rank's rows of the replica's own states, by parameter."""
 
-    def __init__(self) -> None:
+    def __init__(self, trained: dict[int, dict[str, Tensor]] | None = None) -> None:
         self.starts: dict[str, Tensor] = {}
         """The replica's parameters at the start of a round, where they differ from theta."""
-        self.trained: dict[int, dict[str, Tensor]] = {}
+        self.trained: dict[int, dict[str, Tensor]] = trained or {}
         """With overlap: round -> pseudo-gradients of rounds that are trained and undecided."""
         self.local: LocalStart | None = None
+        self.before: dict[str, Tensor] = {}
+        """In fragments: the replica's parameters before the inner loop, where they differ from theta."""
+        self.after: dict[str, Tensor] = {}
+        """In fragments: the same after an inner loop whose round is not decided; empty if there is none."""
+        self.met: set[str] = set()  # parameters of these that are to be mixed with theta, which has met since
 
     def beyond(self, round_: int) -> int:
         """Return the last round that was trained here but is not part of theta after `round_`; 0 if there is none."""
         if round_ + 1 in self.trained:
             return round_ + 1
         return 0 if self.local is None else self.local.round
+
+    def take_after(self) -> None:
+        """Take the parameters after the inner loop as those before the next one."""
+        if self.after:
+            self.before, self.after = self.after, {}
+
+    def meet(self, name: str, mixes: bool) -> None:
+        """Note that a parameter of theta is that after another round of its fragment."""
+        if mixes:
+            self.met.add(name)
+        else:
+            self.before.pop(name, None)
+            self.after.pop(name, None)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what a saved state holds of this."""
@@ -425,11 +500,23 @@ class PendingRounds:
             tensors |= {f"{_LOCAL}{self.local.round}:{name}": tensor for name, tensor in self.local.rows.items()}
         return tensors
 
+    def streaming(self, meets: Collection[str], mixes: bool) -> dict[str, Tensor]:
+        """Return what a saved state holds of the parameters in fragments; `meets` are those of an undecided round."""
+        met = self.met.union(meets)
+        return {
+            f"{_MET if name in met else _OWN}0:{name}": tensor
+            for name, tensor in (self.after or self.before).items()
+            if mixes or name not in met
+        }
+
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore what `tensors` returned; other tensors are ignored."""
+        """Restore what `tensors` and `streaming` returned; other tensors are ignored."""
         local = _rounds_in(tensors, _LOCAL)
         self.local = next((LocalStart(number, rows) for number, rows in local.items()), None)
         self.trained |= _rounds_in(tensors, _TRAINED)
+        met = _rounds_in(tensors, _MET).get(0, {})
+        self.before = _rounds_in(tensors, _OWN).get(0, {}) | met
+        self.after, self.met = dict(self.before), set(met)
 
 
 def _rounds_in(tensors: Mapping[str, Tensor], prefix: str) -> dict[int, dict[str, Tensor]]:

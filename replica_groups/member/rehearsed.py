@@ -15,7 +15,7 @@ from hetero_pp.config.spec import MemberSpec, RunSpec
 from hetero_pp.core.errors import MalformedContribution
 from hetero_pp.core.seeds import seed_of
 from hetero_pp.messages.messages_pb2 import RoundRecord
-from hetero_pp.model.transformer import EMBEDDING, block_of, shapes_by_block
+from hetero_pp.model.transformer import EMBEDDING, Shapes, block_of, shapes_by_block
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, blob_of
 from hetero_pp.simulator.traffic import blob_sizes
 from replica_groups.engines.engine import LocalParameters
@@ -29,7 +29,8 @@ class RehearsedRound(OuterRound):
     """Does what OuterRound does, for a member without parameters. Waits take the place of compression and decoding."""
 
     def __init__(self, spec: RunSpec, member: MemberSpec, session: MemberSession, cost: MeasuredCost) -> None:
-        super().__init__(session, LocalParameters({}), {}, spec.config.outer, keeps_undo=False)
+        own = spec.config.outer.model_copy(update={"fragments": 1, "mixing": 0.0})  # it keeps no parameters
+        super().__init__(session, LocalParameters({}), {}, own, keeps_undo=False, fragments=spec.fragments)
         shapes = shapes_by_block(spec.parameter_shapes)
         self.blocks = set(map(block_of, member.owned))
         self._shapes = {block: shapes[block] for block in sorted(self.blocks)}
@@ -40,10 +41,13 @@ class RehearsedRound(OuterRound):
     def needed(self) -> Collection[str]:
         return self._needed
 
+    def _shapes_in(self, round_: int) -> Mapping[str, Shapes]:
+        return {block: self._shapes[block] for block in sorted(self.fragments.among(self._shapes, round_))}
+
     def blobs(self, round_: int, generation: int | None) -> RehearsedBlobs:
         """Return the contribution of a generation to a round."""
         return RehearsedBlobs(
-            self._shapes, lambda block: self._blob(self.session.address_of(round_, block), generation)
+            self._shapes_in(round_), lambda block: self._blob(self.session.address_of(round_, block), generation)
         )
 
     def _blob(self, address: BlobAddress, generation: int | None) -> bytes:
@@ -62,10 +66,11 @@ class RehearsedRound(OuterRound):
 
     def compress(self, round_: int, undecided: Undecided) -> tuple[Mapping[str, bytes], Iterator[tuple[str, bytes]]]:
         """Return the blobs, and yield them by block, each after the time that its compression takes."""
-        blobs, total = self.blobs(round_, undecided.generation), sum(map(self._sizes.__getitem__, self._shapes))
+        blobs = self.blobs(round_, undecided.generation)
+        total = sum(self._sizes[block] for block in blobs)
 
         def compressed() -> Iterator[tuple[str, bytes]]:
-            for block in self._shapes:
+            for block in blobs:
                 self._pace.begin()
                 data = blobs[block]
                 self._pace.compute(self._cost.contribute * self._sizes[block] / total)
@@ -75,8 +80,9 @@ class RehearsedRound(OuterRound):
 
     def apply(self, record: RoundRecord, own: Mapping[str, bytes] | None) -> None:
         """Fetch what a member fetches, and verify it. `own` is None if the round does not include it."""
-        fetch, count = self.session.fetches(record.round), len(self._needed) * len(record.contributions)
-        for block in self._needed:
+        fetch, needed = self.session.fetches(record.round), self.fragments.among(self._needed, record.round)
+        count = len(needed) * len(record.contributions)
+        for block in sorted(needed):
             for entry in record.contributions:
                 is_own = own is not None and entry.replica == self.session.replica and block in self.blocks
                 data = None if is_own else fetch(entry.replica, block)

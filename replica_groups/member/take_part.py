@@ -304,6 +304,9 @@ class TrainingLoop:
             outer.start_local(round_, work.trained)
             self.audit.begin(round_, work.committed)
             self.member.remember()
+        if spec.config.outer.is_streaming and self.kept is None:
+            outer.start_streaming(is_trained)
+            self.member.start_round(outer)
         self.position = RoundPosition.IN_ROUND
         session.heartbeats.trains(round_, work.generation, session.resumption)
         if loop is None:

@@ -408,7 +408,8 @@ def build_from_checkpoint(
     trainer = build_member(spec, member, start, LinkEnds(), source, session.ranks, folder, session.faults)
     keeps_undo = member.stage is not None or spec.config.states.undo or spec.config.outer.keep_local
     optimizer = round_optimizer(spec, start.basis)
-    outer = OuterRound(session, trainer.parameters, start.parameters, spec.config.outer, optimizer, keeps_undo, folder)
+    own = start.parameters, spec.config.outer, optimizer, keeps_undo, folder, spec.fragments
+    outer = OuterRound(session, trainer.parameters, *own)
     if round_ > 0:
         outer.reset(start.parameters, momentum, round_)
     return trainer, outer, round_

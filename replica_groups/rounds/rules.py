@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import median_low
 
+from hetero_pp.outer.fragments import WHOLE, Fragments
+
 MOST_STEPS = 2**32  # largest number of steps of a contribution, so that its tokens fit into a record's field
 
 MOST_TIMES_THE_STEPS = 16
@@ -58,6 +60,8 @@ class Rules:
 
     steps: range = range(MOST_STEPS + 1)  # allowed numbers of inner steps of a contribution
     own_steps: Mapping[str, int] = field(default_factory=dict)  # of replicas that take another number than `steps`
+
+    fragments: Fragments = WHOLE  # that rounds synchronise
 
     optional: frozenset[str] = frozenset()
     """Optional replicas. A quorum is a share of the required replicas and the present optional ones."""
@@ -111,9 +115,9 @@ class Rules:
         """Return a replica's slots in the order of the stages."""
         return self._slots_of.get(replica, [])
 
-    def blocks_of(self, replica: str) -> frozenset[str]:
-        """Return all blocks of a complete contribution."""
-        return self._blocks_of[replica]
+    def blocks_of(self, replica: str, round_: int) -> frozenset[str]:
+        """Return all blocks of a complete contribution to a round."""
+        return self.fragments.among(self._blocks_of[replica], round_)
 
     def steps_of(self, replica: str) -> range:
         """Return how many inner steps a replica's contribution may come from."""

@@ -276,7 +276,7 @@ class OpenRound:
         if known.steps != blob.steps:
             return f"`{blob.block}` of {blob.steps} steps, expected {known.steps} as in the replica's other blobs"
         known.blobs[blob.block] = blob.entry
-        if name not in self.whole and known.blobs.keys() >= rules.blocks_of(name):
+        if name not in self.whole and known.blobs.keys() >= rules.blocks_of(name, self.number):
             self.whole[name] = now
             self.missing.discard(name)
             if name in rules.optional:
