@@ -76,8 +76,8 @@ def bound(
 ) -> None:
     """Scale down or leave out contributions of a record that nobody has read yet.
 
-    `before`: the records of `remembered_before`, of a model in so many `fragments`. With `trains_on`, a replica that was
-    not counted sends several rounds' changes at once. Without `limits`, the smaller of two contributions bounds the
+    `before`: the records of `remembered_before`, of a model in so many `fragments`. With `trains_on`, a replica that
+    was not counted sends several rounds' changes at once. Without `limits`, the smaller of two contributions bounds the
     larger until that has a history. With fewer than three, one without history is rejected only for exceeding the
     limits. If all would be rejected, none is.
     """
