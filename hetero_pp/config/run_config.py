@@ -43,7 +43,8 @@ from hetero_pp.core.settings import Duration, NotPartOf, Settings, WhomItConcern
 from hetero_pp.core.units import format_count, format_seconds
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.model.inner import InnerSettings
-from hetero_pp.model.transformer import ModelSettings, ModelShape
+from hetero_pp.model.transformer import LAYERS, ModelSettings, ModelShape
+from hetero_pp.outer.fragments import Fragments
 from hetero_pp.outer.methods import OuterSettings, with_embeddings
 from hetero_pp.store.settings import StoreSettings
 
@@ -231,6 +232,19 @@ def _rules_of_recomputation(
             yield replica.engine != "torch", ("replicas", index, "engine"), found, expected
 
 
+def _rules_of_audited_fragments(fragments: Fragments, replicas: Sequence[ReplicaSettings]) -> Iterator[Rule]:
+    """Yield the rules with which every member contributes to every round: it commits to its round with that."""
+    expected = "fragments of which every stage has a part, because it commits to its round with its contribution"
+    for replica in replicas:
+        stages = replica.layer_ranges(fragments.layers) if isinstance(replica, ParticipantsReplica) else []
+        for layers in stages:
+            own = {fragments.of(f"{LAYERS}{layer}") for layer in layers}
+            own |= {0} if layers.start == 0 else set()
+            own |= {fragments.count - 1} if layers.stop == fragments.layers else set()
+            is_wrong = len(own) < fragments.count
+            yield is_wrong, ("outer", "fragments"), f"{fragments.count} with `audit` for {replica.name}", expected
+
+
 # Complete YAML of a run: the sections of all parts, and the checks across them.
 
 
@@ -405,6 +419,9 @@ class RunConfig(Settings):
         blocks = min(values.layers + 1, self.rounds)
         expected = f"at most {blocks}: each of them needs a layer, the embedding or the head, and a round"
         yield outer.fragments > blocks, ("outer", "fragments"), outer.fragments, expected
+        commits = self.audit.compares is not None and (inner.steps is None or self.data.streamed is not None)
+        if self.audit.recompute is not None or commits:
+            yield from _rules_of_audited_fragments(outer.fragments_of(values.layers), self.replicas)
         is_other, optimizer, key = inner.optimizer != "adamw", f"`{inner.optimizer}`", ("inner", "optimizer")
         yield is_other and outer.source == "gradient", key, optimizer, f"`adamw` with method {outer.method}"
         expected = "0, or `inner.steps`: a round's seconds count from its opening"

@@ -66,12 +66,14 @@ _DIGEST = hashlib.sha256().digest_size
 class CommittedState:
     """A member's state before a round, or after it: moments, error feedback and position in the data, without pickle.
 
+    In fragments, the member's own parameters at the end of the last round that counted it belong to its state.
+
     The digest depends on the names, shapes and bytes of the tensors and on the JSON of the rest, not on the file. Theta
     is not part of it, because it follows from the run log. Tensors that are all zero are left out, so that everybody
     knows the digest of a state without moments and error feedback, whatever its size.
     """
 
-    tensors: Mapping[str, Tensor]  # moments, anchors and error feedback by name, as tensors that may still be in use
+    tensors: Mapping[str, Tensor]  # moments, anchors, error feedback, own parameters by name; they may be in use
     rest: Mapping[str, Any]  # position in the data, and the number of steps if rounds have a fixed time; plain JSON
 
     @property
@@ -294,6 +296,7 @@ class MemberCommitments(MemberAudit):
     def _forget(self) -> bool:
         """Return to the state before the first step; return whether the member had another one."""
         error, moments = self._outer.error.values(), self._member.moments()
+        self._outer.own.before = {}
         kept = [name for name, tensor in moments.items() if name not in self._first and tensor.any()]
         kept += [name for name, first in self._first.items() if not torch.equal(moments[name], first)]
         if not kept and not any(one.any() for one in error):
@@ -354,8 +357,9 @@ class MemberCommitments(MemberAudit):
 def state_of(member: TrainingMember, outer: OuterRound, position: Any, steps: dict[str, Any] | None) -> CommittedState:
     """Return what a member commits to. `position`: in the data; `steps`: as StepsTaken knows them."""
     error = {f"error:{name}": tensor for name, tensor in outer.error.items()}
+    own = {f"own:{name}": tensor for name, tensor in (outer.own.after or outer.own.before).items()}
     moments = {f"moments:{name}": tensor for name, tensor in member.moments().items()}
-    return CommittedState(error | moments, {"data": position, "steps": steps})
+    return CommittedState(error | own | moments, {"data": position, "steps": steps})
 
 
 def audited_member(

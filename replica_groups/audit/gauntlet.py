@@ -30,7 +30,7 @@ from hetero_pp.data.sources import Source, StreamedCorpus
 from hetero_pp.messages.messages_pb2 import ContributionEntry, Judgement, Losses, RoundRecord
 from hetero_pp.messages.report_bounds import MOST_LOSS
 from hetero_pp.model.transformer import ModelShape, Transformer, build_filled, parameters_of, shapes_by_block
-from hetero_pp.outer.apply_round import FetchBlob
+from hetero_pp.outer.apply_round import FetchBlob, blocks_in
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import mean_of, outer_step
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, DecodedTensor, ReceivedBlob, decode_blob, scale_of
@@ -112,8 +112,10 @@ def median_of(told: Sequence[Losses]) -> Losses:
 
 @torch.no_grad()
 def _apply(module: Transformer, contribution: Mapping[str, DecodedTensor], rate: float, outer: OuterSettings) -> None:
-    for name, parameter in parameters_of(module).items():
-        step = mean_of(tuple(parameter.shape), [(1.0, contribution[name])])
+    parameters = parameters_of(module)
+    for name, sent in contribution.items():
+        parameter = parameters[name]
+        step = mean_of(tuple(parameter.shape), [(1.0, sent)])
         step = restored(step, outer.compression.tile) if outer.compression.transform == "dct" else step
         outer_step(parameter, step.sign_() if outer.aggregation == "sign" else step, rate)
 
@@ -297,12 +299,13 @@ class SignCheck:
         names = sorted(one.replica for one in record.contributions)
         if len(names) < _FEWEST:
             return {}
-        sizes = [math.prod(shape) for shapes in self._blocks.values() for shape in shapes.values()]
+        sizes = [math.prod(shape) for block in blocks_in(record) for shape in self._blocks[block].values()]
         every = math.ceil(sum(sizes) / MOST_PLACES)
         digests = sorted(blob.sha256 for one in record.contributions for blob in one.blobs)
         drawn = int.from_bytes(hashlib.sha256(b"".join(digests)).digest()) % every
         comparison = _SignCounts(names, every, drawn)
-        for block, shapes in self._blocks.items():
+        for block in sorted(blocks_in(record)):
+            shapes = self._blocks[block]
             blobs = [self._received(record.round, name, block, fetch(name, block)) for name in names]
             for tensor in shapes:
                 comparison.add([blob.tensor(tensor) for blob in blobs])
@@ -390,6 +393,8 @@ def decoded(spec: RunSpec, record: RoundRecord, replica: str, fetch: FetchBlob) 
     settings, found = spec.config.outer.compression, dict[str, DecodedTensor]()
     scale = scale_of(next(one for one in record.contributions if one.replica == replica))
     for block, shapes in shapes_by_block(spec.parameter_shapes).items():
+        if block not in blocks_in(record):
+            continue
         address = BlobAddress(spec.run, record.round, replica, block)
         blob = decode_blob(fetch(replica, block), address, shapes, settings)
         found |= {name: tensor.scaled(scale) for name, tensor in blob.items()}

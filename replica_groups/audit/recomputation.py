@@ -42,7 +42,7 @@ from hetero_pp.data.sources import Source
 from hetero_pp.messages.messages_pb2 import ContributionEntry, Judgement, RoundRecord
 from hetero_pp.messages.messages_pb2 import Recomputed as Finding
 from hetero_pp.model.transformer import shapes_by_block
-from hetero_pp.outer.apply_round import FetchBlob
+from hetero_pp.outer.apply_round import FetchBlob, blocks_in
 from hetero_pp.outer.step import parameter_sha256, parameters_sha256
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.store.store import Store
@@ -315,7 +315,8 @@ class Recomputation:
         try:
             states = {one.member: load_state(shown / one.member / BEFORE) for one in entry.commitments}
             tokens = 0 if self.spec.at(number).outer.tokens is None else self._log.tokens_after(number - 1)
-            start = RoundStart(number, before.parameters, before.basis, states, tokens)
+            met = self._met_before(number, entry.replica)
+            start = RoundStart(number, before.parameters, before.basis, states, met, tokens)
             again = recompute(self.spec, entry.replica, start, entry.steps, self._source, self._device)
             file = shown / AUTHORITY
             authority = file.read_text(encoding="ascii") if file.is_file() else None
@@ -353,6 +354,7 @@ class Recomputation:
                 again.blobs[block],
             )
             for block, shapes in shapes_by_block(self.spec.parameter_shapes).items()
+            if block in contributed
         }
         found = compare(entry, differences, again, tolerance)
         if found.is_equal:
@@ -364,6 +366,16 @@ class Recomputation:
         holders = {one.member: one.holder for one in entry.commitments}
         named = blame(again.here, messages, differing, is_text, entry.generation, authority, holders)
         return found if named is None else Comparison(found.difference, named.cause, named.member)
+
+    def _met_before(self, number: int, replica: str) -> frozenset[str]:
+        """Return the blocks that earlier rounds synchronised, back to the last one that counted the replica."""
+        met = frozenset[str]()
+        for earlier in range(number - 1, max(0, number - 1 - self.spec.fragments.count), -1):
+            record = self._log.read_record(earlier)
+            met |= blocks_in(record)
+            if any(one.replica == replica for one in record.contributions):
+                break
+        return met
 
     def _basis_of_run(self) -> Tensor | None:
         """Return U, which never changes, from any run checkpoint."""

@@ -61,6 +61,8 @@ class RoundStart:
     basis: Tensor | None  # U [D, K'] of the run; None if nothing is compressed
     states: Mapping[str, CommittedState] = field(default_factory=dict)
     """State of each member before the round; a member without one starts as at the start of the run."""
+    met: frozenset[str] = frozenset()
+    """Blocks that rounds have synchronised since the replica was last counted; that round's own, too."""
     tokens: int = 0  # of the run before the round (RoundRecord.tokens), if it ends after a number of tokens
 
 
@@ -94,7 +96,8 @@ class ReplicaHere:
         theta = {one: start.theta[one].clone() for one in held}
         trainer = build_member(spec, member, Start(theta, start.basis), self._ends[name], source, ranks)
         session = MemberSession(None, name, self._replica, spec.run, ranks=ranks)  # a round ends with its contribution
-        outer = OuterRound(session, trainer.parameters, theta, spec.config.outer)
+        outer = OuterRound(session, trainer.parameters, theta, spec.config.outer, fragments=spec.fragments)
+        outer.own.met = start.met
         known = None
         if (state := start.states.get(name)) is not None:
             restore(trainer, outer, state)
@@ -102,7 +105,7 @@ class ReplicaHere:
         self.first, last = (0, None) if known is None else (int(known["first"]), known["last"])
         if (steps := spec.steps_of(self._replica)) is not None:
             self.first = (start.round - 1) * steps
-        outer.restore()
+        outer.start_streaming(False)
         trainer.follow(spec.rates_in(start.round, self.first, last, steps, (start.round - 1, start.tokens)))
         trainer.take_share(spec.share_of(self._replica, start.round), self.first)
         self.members[name], self.outers[name] = trainer, outer
@@ -148,11 +151,11 @@ class ReplicaHere:
 
 
 def restore(member: TrainingMember, outer: OuterRound, state: CommittedState) -> None:
-    """Set moments, error feedback and the position in the data of a member that was just built.
+    """Set moments, error feedback, own parameters and the position in the data of a member that was just built.
 
     Raises ValueError, KeyError, IndexError, TypeError or RuntimeError for the state of another member.
     """
-    of: dict[str, dict[str, Tensor]] = {kind: {} for kind in ("moments", "error")}
+    of: dict[str, dict[str, Tensor]] = {kind: {} for kind in ("moments", "error", "own")}
     for key, tensor in state.tensors.items():
         kind, name = key.split(":", 1)
         of[kind][name] = tensor
@@ -163,6 +166,10 @@ def restore(member: TrainingMember, outer: OuterRound, state: CommittedState) ->
         if tensor.shape != outer.error[name].shape:
             raise ValueError(f"found error feedback {list(tensor.shape)}, expected {list(outer.error[name].shape)}")
         outer.error[name].copy_(tensor)
+    for name, tensor in of["own"].items():
+        if tensor.shape != outer.error[name].shape:
+            raise ValueError(f"found own {name} {list(tensor.shape)}, expected {list(outer.error[name].shape)}")
+    outer.own.before = of["own"]
     if member.batches is not None:
         member.batches.load(state.rest["data"])
 

@@ -119,7 +119,9 @@ class OuterRound:
             self.session.carry(round_, self.needed())
         on_contributed()
         record = self.session.record_of(round_, own, generation, steps)
-        if round_ + 1 not in self.own.trained:
+        if self.on_compressed is not None and self.session.entry(record) is None:
+            self.own.after = {}  # as if the round had not been trained
+        elif round_ + 1 not in self.own.trained:
             self.own.take_after()
         undecided = self.feedback.undecided
         try:
@@ -156,18 +158,11 @@ class OuterRound:
         names = [name for shapes in self._shapes_in(round_).values() for name in shapes]
         undecided = self.feedback.begin(round_, generation, names)
         own, blobs = self.compress(round_, undecided)
-
-        def compressed() -> None:
-            if self.settings.is_streaming:
-                self.own.after = self._now() | self.own.starts
-                self.own.starts.clear()
-            before_last()
-
         if self.on_compressed is not None:
             deque(blobs, maxlen=0)
             self.on_compressed(round_, steps)
             blobs = iter(undecided.blobs.items())
-        self.session.contribute(round_, blobs, generation, steps, compressed)
+        self.session.contribute(round_, blobs, generation, steps, before_last)
         undecided.is_sent = True
         return own
 
@@ -183,6 +178,9 @@ class OuterRound:
                 address = self.session.address_of(round_, block)
                 undecided.blobs[block] = encode_blob(address, selections, self.settings.compression)
                 yield block, undecided.blobs[block]
+            if self.settings.is_streaming:
+                self.own.after = self._now() | self.own.starts
+                self.own.starts.clear()
 
         return undecided.blobs, blobs()
 
@@ -293,11 +291,10 @@ class OuterRound:
             whole = self.part.whole(name, rows)
             if name in self.parameters.shapes:
                 self.parameters.write(name, whole)
-            if block_of(name) in changed:
-                self.own.meet(name, mixes=self.settings.mixing > 0)
             if self.ranks.is_first and (block_of(name) in changed or name not in self._hashes):
                 self._hashes[name] = parameter_sha256(whole)
         self.parameters.finish_writing()
+        self.own.met |= changed
         self.own.trained.pop(record.round, None)
         self.session.confirm(self.session.member, record.round, dict(self._hashes))
 
@@ -307,13 +304,14 @@ class OuterRound:
     def start_streaming(self, is_trained: bool) -> None:
         """Take up the replica's own parameters again, between theta's and a round: after it, if it `is_trained`.
 
-        A fragment that has met since is mixed with theta first.
+        A fragment that has met since is mixed with theta.
         """
-        for own in (self.own.before, self.own.after):
-            for name in self.own.met & own.keys():
-                own[name] = own[name] * self.settings.mixing + self.theta[name] * (1 - self.settings.mixing)
-        self.own.met.clear()
-        self._write({**self.theta, **(self.own.after if is_trained else self.own.before)})
+        own, mixing = self.own.after if is_trained else self.own.before, self.settings.mixing
+        start = {**self.theta, **own}
+        for name in own:
+            if block_of(name) in self.own.met:
+                start[name] = own[name] * mixing + self.theta[name] * (1 - mixing) if mixing else self.theta[name]
+        self._write(start)
 
     def _now(self) -> dict[str, Tensor]:
         """Return copies of this rank's rows of the parameters that are trained, as they are now."""
@@ -393,9 +391,7 @@ class OuterRound:
             if round_ in rounds:
                 self.apply(record, None)
             else:
-                for name in self.error:
-                    if block_of(name) in blocks_in(record):
-                        self.own.meet(name, mixes=self.settings.mixing > 0)
+                self.own.met |= blocks_in(record)
 
     # ---- checkpoints ----
 
@@ -418,9 +414,8 @@ class OuterRound:
         """
         tensors = {f"error:{name}": tensor for name, tensor in self.error.items()}
         undecided = self.feedback.undecided
-        meets = {} if undecided is None else self._shapes_in(undecided.round)
         own = {} if undecided is not None else self.own.tensors()
-        own |= self.own.streaming([name for names in meets.values() for name in names], self.settings.mixing > 0)
+        own |= self.own.streaming(() if undecided is None else self._shapes_in(undecided.round))
         write_part(folder, self.ranks, tensors | own)
 
     def load(self, folder: Path) -> None:
@@ -470,7 +465,8 @@ class PendingRounds:
         """In fragments: the replica's parameters before the inner loop, where they differ from theta."""
         self.after: dict[str, Tensor] = {}
         """In fragments: the same after an inner loop whose round is not decided; empty if there is none."""
-        self.met: set[str] = set()  # parameters of these that are to be mixed with theta, which has met since
+        self.met: frozenset[str] = frozenset()
+        """Blocks of these that rounds have synchronised since: a round starts from theta there, or from both, mixed."""
 
     def beyond(self, round_: int) -> int:
         """Return the last round that was trained here but is not part of theta after `round_`; 0 if there is none."""
@@ -481,15 +477,7 @@ class PendingRounds:
     def take_after(self) -> None:
         """Take the parameters after the inner loop as those before the next one."""
         if self.after:
-            self.before, self.after = self.after, {}
-
-    def meet(self, name: str, mixes: bool) -> None:
-        """Note that a parameter of theta is that after another round of its fragment."""
-        if mixes:
-            self.met.add(name)
-        else:
-            self.before.pop(name, None)
-            self.after.pop(name, None)
+            self.before, self.after, self.met = self.after, {}, frozenset()
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what a saved state holds of this."""
@@ -500,13 +488,12 @@ class PendingRounds:
             tensors |= {f"{_LOCAL}{self.local.round}:{name}": tensor for name, tensor in self.local.rows.items()}
         return tensors
 
-    def streaming(self, meets: Collection[str], mixes: bool) -> dict[str, Tensor]:
-        """Return what a saved state holds of the parameters in fragments; `meets` are those of an undecided round."""
+    def streaming(self, meets: Collection[str]) -> dict[str, Tensor]:
+        """Return what a saved state holds of the parameters in fragments. `meets`: the blocks of an undecided round."""
         met = self.met.union(meets)
         return {
-            f"{_MET if name in met else _OWN}0:{name}": tensor
+            f"{_MET if block_of(name) in met else _OWN}0:{name}": tensor
             for name, tensor in (self.after or self.before).items()
-            if mixes or name not in met
         }
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -516,7 +503,7 @@ class PendingRounds:
         self.trained |= _rounds_in(tensors, _TRAINED)
         met = _rounds_in(tensors, _MET).get(0, {})
         self.before = _rounds_in(tensors, _OWN).get(0, {}) | met
-        self.after, self.met = dict(self.before), set(met)
+        self.after, self.met = dict(self.before), frozenset(map(block_of, met))
 
 
 def _rounds_in(tensors: Mapping[str, Tensor], prefix: str) -> dict[int, dict[str, Tensor]]:
