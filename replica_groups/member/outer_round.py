@@ -272,12 +272,19 @@ class OuterRound:
                 yield name, cut_rows(blob.tensor(name), shape, self.part.rows[name])
 
     @torch.no_grad()
-    def apply(self, record: RoundRecord, own: Mapping[str, bytes] | None) -> None:
+    def apply(self, record: RoundRecord, own: Mapping[str, bytes] | None, is_missed: bool = False) -> None:
         """Apply the included contributions of a round.
 
         `own`: this member's own blobs by block, or None if the record does not include them. Only the first rank needs
-        the blobs; the others pass an empty mapping.
+        the blobs; the others pass an empty mapping. `is_missed`: the member contributed nothing, so what it has trained
+        of the round's fragment before goes on.
         """
+        changed = blocks_in(record)
+        trained = {
+            name: self.theta[name] - mine
+            for name, mine in self.own.before.items()
+            if is_missed and block_of(name) in changed - self.own.met
+        }
         fetched = self.session.fetches(record.round)
 
         def fetch(replica: str, block: str) -> bytes:
@@ -286,7 +293,6 @@ class OuterRound:
             return fetched(replica, block)
 
         apply_round(self.theta, self.session.run, record, fetch, self.optimizer, self._own_part)
-        changed = blocks_in(record)
         for name, rows in self.theta.items():
             whole = self.part.whole(name, rows)
             if name in self.parameters.shapes:
@@ -294,7 +300,9 @@ class OuterRound:
             if self.ranks.is_first and (block_of(name) in changed or name not in self._hashes):
                 self._hashes[name] = parameter_sha256(whole)
         self.parameters.finish_writing()
-        self.own.met |= changed
+        for name, difference in trained.items():
+            self.own.before[name] = self.theta[name] - difference
+        self.own.met |= changed - set(map(block_of, trained))
         self.own.trained.pop(record.round, None)
         self.session.confirm(self.session.member, record.round, dict(self._hashes))
 
@@ -383,13 +391,14 @@ class OuterRound:
             is_included = self.session.entry(record) is not None
             if round_ in stale and is_included:
                 self.own.local = None
-            if (sent := self.feedback.sent) is not None and sent.round == round_:
+            if has_sent := (sent := self.feedback.sent) is not None and sent.round == round_:
                 self._decide(record)
             elif round_ in stale and is_included:
                 for name, part in self._own_parts(round_, self.session.fetches(round_)):
                     self.feedback.forget(name, part, decays=True)
             if round_ in rounds:
-                self.apply(record, None)
+                # A member that is audited by recomputation has to have the state of the last round that counted it.
+                self.apply(record, None, not (has_sent or is_included or self.on_compressed))
             else:
                 self.own.met |= blocks_in(record)
 

@@ -78,7 +78,7 @@ class RehearsedRound(OuterRound):
 
         return blobs, compressed()
 
-    def apply(self, record: RoundRecord, own: Mapping[str, bytes] | None) -> None:
+    def apply(self, record: RoundRecord, own: Mapping[str, bytes] | None, is_missed: bool = False) -> None:
         """Fetch what a member fetches, and verify it. `own` is None if the round does not include it."""
         fetch, needed = self.session.fetches(record.round), self.fragments.among(self._needed, record.round)
         count = len(needed) * len(record.contributions)
