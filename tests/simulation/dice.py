@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from random import Random
 
+from hetero_pp.outer.fragments import Fragments
 from replica_groups.rounds.rules import Rules, Window
 
 QUORUMS = (0.5, 0.5, 0.5, 0.34, 0.67, 1.0)
@@ -67,7 +68,7 @@ def draw_rules(dice: Random) -> Rules:
         for stage in range(stages):
             slot = f"{replica}.{stage}" if stages > 1 else replica
             slots[slot] = replica
-            blocks[slot] = frozenset(f"b{4 * stage + block}" for block in range(dice.choice((1, 1, 2))))
+            blocks[slot] = frozenset(f"layers.{4 * stage + block}" for block in range(dice.choice((1, 1, 2))))
     return Rules(
         slots,
         blocks,
@@ -83,6 +84,19 @@ def draw_rules(dice: Random) -> Rules:
 def draw_resumes(dice: Random, rules: Rules) -> Rules:
     """Let replicas begin a round anew whenever they lose a stage, in some histories."""
     return replace(rules, resumes=dice.random() < 0.8)
+
+
+def draw_fragments(dice: Random, rules: Rules) -> Rules:
+    """Let rounds synchronise one of three fragments, in some histories. Most slots have no block of some of these."""
+    if dice.random() < 0.6:
+        return rules
+    fragments, blocks = Fragments(3), dict(rules.blocks)
+    for replica in rules.replicas:
+        has = set(map(fragments.of, rules.blocks_of(replica, 1)))
+        for lacks in set(range(fragments.count)) - has:
+            slot = dice.choice(rules.slots_of(replica))
+            blocks[slot] |= {f"layers.{99 + lacks}"}
+    return replace(rules, blocks=blocks, fragments=fragments)
 
 
 def draw_optional(dice: Random, rules: Rules) -> Rules:

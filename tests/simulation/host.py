@@ -107,6 +107,11 @@ class Host:
         if isinstance(event, e.Deposited) and event.round <= self.coordinator.last_round and member is not None:
             self.world.network.send(member.fire, member.told_of_record, (self, event.round))
 
+    def asked_for_record(self, member: Member) -> None:
+        """Tell a member of its round's record, if there is one."""
+        if not self.is_away and self._has_begun and member.round <= self.coordinator.last_round:
+            self.world.network.send(member.fire, member.told_of_record, (self, member.round))
+
     def freeze(self, seconds: float) -> None:
         """Do nothing for so many seconds."""
         self.frozen_until = self.world.timeline.now + seconds

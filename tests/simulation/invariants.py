@@ -110,7 +110,7 @@ class Invariants:
             block: self._world.store.blobs.get(Path(round_, one.replica, one.generation, block, own))
             for block, own in digests(one).items()
         }
-        if blobs.keys() != self._world.rules.blocks_of(one.replica):
+        if blobs.keys() != self._world.rules.blocks_of(one.replica, round_):
             raise Violation(1, f"round {round_} counts {sorted(blobs)} of {one.replica}")
         for block, blob in blobs.items():
             if blob is None or blob.digest != digests(one)[block]:
@@ -144,7 +144,7 @@ class Invariants:
         counted = self._counted.get(member.slot, {})
         lost_to: set[int] = set()
         if named is not None and (own is None or any(digests(named)[b] != own.blobs[b].digest for b in own.blobs)):
-            for block in member.blocks:  # another process has continued from the slot's state
+            for block in member.blocks_in(record.round):  # another process has continued from the slot's state
                 path = Path(record.round, member.replica, named.generation, block, digests(named)[block])
                 lost_to |= self._world.store.blobs[path].sent.keys()
         for position, units in enumerate(member.owed):
@@ -247,7 +247,7 @@ class Invariants:
         rules = host.coordinator.rules
         watched.trains.setdefault(rules.slots[event.slot], set()).add(event.slot)
         watched.deposits.setdefault((rules.slots[event.slot], event.generation), set()).add(event.block)
-        whole = {one for (one, _), blocks in watched.deposits.items() if blocks >= rules.blocks_of(one)}
+        whole = {one for (one, _), blocks in watched.deposits.items() if blocks >= rules.blocks_of(one, event.round)}
         watched.whole = whole
 
     def _look_at(self, host: Host, watched: Watched, event: e.Event, effect: e.Effect) -> None:

@@ -119,6 +119,10 @@ class Member:
         if self._saving is not None and self.world.dice.random() < self.world.faults.torn:
             self.world.disks.write(self.slot, None)
 
+    def blocks_in(self, round_: int) -> list[str]:
+        """Return the blocks that the slot contributes to a round."""
+        return sorted(self.world.rules.fragments.among(self.blocks, round_))
+
     @property
     def is_well(self) -> bool:
         """Whether the member is free of faults and can do its part."""
@@ -198,6 +202,8 @@ class Member:
         elif self.phase in (DEPOSITING, WAITING):
             for block in sorted(self._uploaded):
                 self._deposit(block)
+            if self.contributed is not None and not self.contributed.blobs and self.host is not None:
+                self.world.network.send(self.host.asked_for_record, self)  # it contributes nothing to the round
         elif self.phase == LEAVING:
             self._tell(e.Left(self.slot, self.incarnation))
             self._farewells += 1
@@ -390,7 +396,7 @@ class Member:
 
         Otherwise it would be sent again.
         """
-        for block in self.blocks:
+        for block in self.blocks_in(round_):
             for position in self.world.store.blobs[
                 Path(round_, self.replica, counted.generation, block, digests(counted)[block])
             ].sent:
@@ -409,9 +415,13 @@ class Member:
             return
         self._enter(DEPOSITING)
         blobs = {}
+        contributes = self.blocks_in(self.round)
         for number, block in enumerate(self.blocks):
             first = POSITIONS * number
             whole = {p: self.error[p] | self.units for p in range(first, first + POSITIONS)}
+            if block not in contributes:  # what it has trained of another fragment waits for its round
+                self.error[first : first + POSITIONS] = whole.values()
+                continue
             chosen = self.world.dice.sample(range(first, first + POSITIONS), self.world.dice.choice((1, 2)))
             steps, sent = training.steps - self.base, {p: whole[p] for p in chosen}
             blobs[block] = Blob(self.world.next_number(), training.number, self.slot, steps, sent)
@@ -420,8 +430,10 @@ class Member:
         self.contributed = Contributed(self.round, self.generation, training.steps, blobs)
         self.training = self.kept = None
         self._uploaded = set()
-        for block in self.blocks:
+        for block in contributes:
             self.later(self.world.dice.uniform(0.1, 2.0), self._upload, self.attempt, block)
+        if not contributes:
+            self._enter(WAITING)
 
     def _upload(self, attempt: int, block: str) -> None:
         if attempt != self.attempt or self.contributed is None:
@@ -434,7 +446,7 @@ class Member:
             return
         self._uploaded.add(block)
         self._deposit(block)
-        if len(self._uploaded) == len(self.blocks):
+        if len(self._uploaded) == len(self.contributed.blobs):
             self._enter(WAITING)
 
     def _deposit(self, block: str) -> None:

@@ -12,6 +12,7 @@ from simulation.member import Member
 from simulation.stores import Store
 
 from replica_groups.rounds.coordinator import Coordinator
+from replica_groups.rounds.rules import Rules
 from replica_groups.rounds.state import OpenRound, Slot
 
 
@@ -29,7 +30,7 @@ NOT_SUSPENDED = "yield from () if True else ("
 
 MUTATIONS: dict[str, tuple[Edit, ...]] = {
     "counts twice": (Edit(OpenRound, "record", "sorted(self.whole)", "2 * sorted(self.whole)"),),
-    "sends again what was counted": (Edit(Member, "_drop", "self.blocks", "()"),),
+    "sends again what was counted": (Edit(Member, "_drop", "self.blocks_in(round_)", "()"),),
     "forgets to give back": (
         Edit(
             Member, "_settle", "if counted is None:\n        self._give_back(sent)", "if counted is None:\n        pass"
@@ -37,7 +38,12 @@ MUTATIONS: dict[str, tuple[Edit, ...]] = {
     ),
     "forgets error feedback when it returns": (Edit(Member, "_undo", "list(self._start)", "self.error"),),
     "closes below a quorum": (Edit(OpenRound, "count", "len(self.whole) >= needed", "self.whole"),),
-    "counts parts": (Edit(OpenRound, "deposit", "known.blobs.keys() >= rules.blocks_of(name)", "known.blobs"),),
+    "counts parts": (
+        Edit(OpenRound, "deposit", "known.blobs.keys() >= rules.blocks_of(name, self.number)", "known.blobs"),
+    ),
+    "waits for blocks of other fragments": (
+        Edit(Rules, "blocks_of", "self.fragments.among(self._blocks_of[replica], round_)", "self._blocks_of[replica]"),
+    ),
     "closes without waiting": (Edit(OpenRound, "closes_at", "if not waits:", "if True:"),),
     "never closes after grace": (Edit(OpenRound, "closes_at", "return min(", "return None and min("),),
     "accepts an old incarnation": (

@@ -10,6 +10,7 @@ from simulation.dice import (
     Faults,
     draw_condemnations,
     draw_faults,
+    draw_fragments,
     draw_idles,
     draw_optional,
     draw_resumes,
@@ -71,6 +72,7 @@ class World:
         self.timeline = Timeline()
         self.rules = draw_optional(Random(f"{seed}: who comes and goes"), draw_rules(self.dice))
         self.rules = draw_resumes(Random(f"{seed}: who resumes"), self.rules)
+        self.rules = draw_fragments(Random(f"{seed}: fragments"), self.rules)
         drawn = draw_idles(Random(f"{seed}: who idles"), draw_faults(self.dice))
         drawn = draw_condemnations(Random(f"{seed}: who is condemned"), drawn)
         drawn = draw_standby(Random(f"{seed}: whether a host waits"), drawn)
