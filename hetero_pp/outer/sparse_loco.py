@@ -60,7 +60,14 @@ class SparseLoCo:
             method = "sparseloco_signs" if bits == 1 else "sparseloco"
             compression = {"density": density, "value_bits": bits}
             settings = OuterSettings.model_validate({"rounds": 1, "method": method, "compression": compression})
-        needs_a_run = {"source": "difference", "overlap": 0, "keep_local": False, "weights": "equal"}
+        needs_a_run = {
+            "source": "difference",
+            "overlap": 0,
+            "keep_local": False,
+            "weights": "equal",
+            "fragments": 1,
+            "mixing": 0.0,
+        }
         for name, expected in needs_a_run.items():
             if (found := getattr(settings, name)) != expected:
                 raise ValueError(f"settings.{name}: got {found!r}, expected {expected!r} outside of a run")
