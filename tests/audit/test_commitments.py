@@ -56,6 +56,7 @@ from replica_groups.audit.showing import (
     evidence_key,
 )
 from replica_groups.exchange.log import ContributionLog, record_digest
+from replica_groups.member.outer_round import PendingRounds
 from replica_groups.member.session import MemberSession
 from replica_groups.rounds.draws import leads_to
 
@@ -435,7 +436,7 @@ def _member(folder: Path) -> MemberCommitments:
         batches=None, moments=dict, message_digests=StageMessages(records=b"r").SerializeToString
     )
     steps: Any = SimpleNamespace(known=lambda round_: None, known_after=lambda round_, steps: None)
-    outer: Any = SimpleNamespace(error={})
+    outer: Any = SimpleNamespace(own=PendingRounds(), error={})
     return MemberCommitments(MemberSession(None, "home.0", "home"), member, outer, steps, folder)
 
 
