@@ -119,6 +119,7 @@ class OuterRound:
             self.session.carry(round_, self.needed())
         on_contributed()
         record = self.session.record_of(round_, own, generation, steps)
+        before = self.own.before, self.own.after, self.own.met
         if self.on_compressed is not None and self.session.entry(record) is None:
             self.own.after = {}  # as if the round had not been trained
         elif round_ + 1 not in self.own.trained:
@@ -136,6 +137,7 @@ class OuterRound:
             # `ErrorFeedback.take_back` then restores the error feedback from before the round. Theta and the outer
             # optimizer's state may be partly those after it, but the process ends, and both are in the run log.
             self.feedback.undecided, self.own.local = undecided, None
+            self.own.before, self.own.after, self.own.met = before
             raise
         return record
 
@@ -314,7 +316,9 @@ class OuterRound:
 
         A fragment that has met since is mixed with theta.
         """
-        own, mixing = self.own.after if is_trained else self.own.before, self.settings.mixing
+        if not is_trained:
+            self.own.after = {}
+        own, mixing = self.own.after or self.own.before, self.settings.mixing
         start = {**self.theta, **own}
         for name in own:
             if block_of(name) in self.own.met:
@@ -512,7 +516,7 @@ class PendingRounds:
         self.trained |= _rounds_in(tensors, _TRAINED)
         met = _rounds_in(tensors, _MET).get(0, {})
         self.before = _rounds_in(tensors, _OWN).get(0, {}) | met
-        self.after, self.met = dict(self.before), frozenset(map(block_of, met))
+        self.after, self.met = dict(self.before) if self.trained else {}, frozenset(map(block_of, met))
 
 
 def _rounds_in(tensors: Mapping[str, Tensor], prefix: str) -> dict[int, dict[str, Tensor]]:
