@@ -55,7 +55,7 @@ def test_every_table_names_its_command() -> None:
 def _tables() -> list[Path]:
     return [
         path
-        for scale in ("micro", "micro_long", "ladder", "vocabulary_8k")
+        for scale in ("micro", "micro_long", "ladder", "vocabulary_8k", "vocabulary_32k")
         for path in (RESULTS / scale).glob("*/*.json")
     ]
 
