@@ -81,10 +81,7 @@ def test_adamw_ddp_is_one_model_on_the_joined_batch(corpus: Path, tmp_path: Path
 
 @pytest.mark.parametrize(
     ("first", "anchors"),
-    [
-        *[("dc", {}), ("home", {"anchors": {"rank": 4}})],
-        *[("dc", {"embedding": "coefficients"}), ("home", {"embedding": "coefficients"})],
-    ],
+    [("home", {"anchors": {"rank": 4}}), ("dc", {"embedding": "coefficients"})],
 )
 def test_averaged_gradients_end_where_the_staged_run_ends(
     first: str, anchors: dict[str, object], corpus: Path, tmp_path: Path
@@ -107,8 +104,6 @@ def test_averaged_gradients_end_where_the_staged_run_ends(
     ("outer", "boundary"),
     [
         ({}, {"rank": "1/4", "embedding": "coefficients"}),
-        ({"method": "diloco"}, {"rank": "1/4", "embedding": "projected"}),
-        ({"method": "diloco"}, {"rank": "1/2", "bits": 4}),
         ({"overlap": 1, "divides_by": "senders"}, {"rank": "1/4"}),
         ({"compression": {"selection": "random_k"}}, {"rank": "1/2", "bits": 4, "anchors": {"rank": 4}}),
         (
@@ -136,7 +131,6 @@ def test_it_ends_where_the_staged_run_ends(
     [
         {"compression": {"value_bits": 2}, "aggregation": "trimmed_mean", "trim": 0.3},
         {"method": "diloco", "aggregation": "centred_clipping"},
-        {"compression": {"quantiser": "signs", "value_bits": 1}, "overlap": 1},
         {"aggregation": "geometric_median", "overlap": 1},
         {"method": "diloco", "overlap": 1, "optimizer": "adam", "momentum": 0.0, "nesterov": False},
     ],
@@ -242,9 +236,7 @@ def test_a_launched_run_ignores_no_settings_of_tables(corpus: Path, tmp_path: Pa
 
 
 @needs_numba
-@pytest.mark.parametrize(
-    "outer", [{}, {"compression": {"value_bits": 2}}, {"method": "diloco_lom", "memory_drops": 0.25}]
-)
+@pytest.mark.parametrize("outer", [{"compression": {"value_bits": 2}}, {"method": "diloco_lom", "memory_drops": 0.25}])
 def test_a_row_has_the_same_bits_with_numba(
     outer: dict[str, object], corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""Norm of the outer gradient, and cosines with a reference momentum, equal the formulas; training ignores them."""
+"""Norm of the outer gradient, and cosines with a reference momentum, equal the formulas. Measuring changes nothing."""
 
 from __future__ import annotations
 
@@ -118,16 +118,20 @@ def test_a_run_is_measured_by_the_formulas(outer: dict[str, Any], corpus: Path, 
     assert (first == pytest.approx(last, rel=1e-4)) == (outer == LOM)
 
 
-@pytest.mark.parametrize("outer", [LOM, SPARSE, {"method": "diloco"}, {"overlap": 1}])
-def test_nothing_depends_on_it_and_a_row_that_goes_on_keeps_it(
+@pytest.mark.parametrize(
+    "outer", [LOM, SPARSE, {"method": "diloco"}, {"overlap": 1}, {**SPARSE, "missed": 0.4, "keep_local": True}]
+)
+def test_nothing_depends_on_any_measurement_and_a_row_that_goes_on_keeps_it(
     outer: dict[str, Any], corpus: Path, tmp_path: Path
 ) -> None:
-    spec, path = _spec(corpus, outer), tmp_path / "checkpoint"
+    spec, path, every = _spec(corpus, outer), tmp_path / "checkpoint", Every(outer=1, similarity=1, volume=2)
     tokens = prepare_tokens(spec.config.data, tmp_path)
-    plain, measured = train_fast(spec, tokens), train_fast(spec, tokens, every=Every(outer=1))
+    plain, measured = train_fast(spec, tokens), train_fast(spec, tokens, every=every)
     assert plain.validation_loss == measured.validation_loss
-    assert plain.outer_gradients == []
+    assert plain.outer_gradients == plain.similarity == plain.volume == []
     assert [round_ for round_, *_ in measured.outer_gradients] == [1, 2, 3, 4]
+    assert [round_ for round_, *_ in measured.volume] == [2, 4]
+    assert len(measured.similarity) >= (2 if outer.get("keep_local") else 4)
     assert (measured.outer_gradients[0][3] is None) == (outer == {"method": "diloco"})
 
     def interrupt(round_: int, loss: float) -> None:
@@ -135,9 +139,10 @@ def test_nothing_depends_on_it_and_a_row_that_goes_on_keeps_it(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        train_fast(spec, tokens, interrupt, checkpoint=path, checkpoint_seconds=0, every=Every(outer=1))
-    went_on = train_fast(spec, tokens, checkpoint=path, every=Every(outer=1))
-    assert went_on.outer_gradients == measured.outer_gradients
+        train_fast(spec, tokens, interrupt, checkpoint=path, checkpoint_seconds=0, every=every)
+    went_on = train_fast(spec, tokens, checkpoint=path, every=every)
+    assert (went_on.validation_loss, went_on.outer_gradients) == (plain.validation_loss, measured.outer_gradients)
+    assert (went_on.similarity, went_on.volume) == (measured.similarity, measured.volume)
 
 
 def test_coefficients_of_a_transform_are_refused() -> None:

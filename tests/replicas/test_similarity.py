@@ -1,4 +1,4 @@
-"""Cosines of contributions: equal to torch's and to those of sent values; training does not depend on them."""
+"""Cosines of contributions are equal to torch's and to those of sent values."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from table_config import table_config, tiny
 from torch import Tensor
 
 from hetero_pp.config.spec import RunSpec
-from hetero_pp.core.errors import ConfigError
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.pseudo_gradient.contribution import DecodedTensor
 from hetero_pp.research.settings import Every
 from hetero_pp.research.trainer.measurements import Similarities
-from hetero_pp.research.trainer.train import AllReplicas, train_fast
+from hetero_pp.research.trainer.train import AllReplicas
 
 DILOCO = {"method": "diloco"}
 SPARSE = {"compression": {"density": "1/16"}}
@@ -91,35 +90,3 @@ def test_dense_ones_are_of_where_replicas_have_come_to(corpus: Path, tmp_path: P
     for measured, expected in zip(group.measured.similarity, found[1::2], strict=True):
         assert measured == pytest.approx(expected, rel=1e-6)
         assert 0 < measured[1] < 1
-
-
-@pytest.mark.parametrize("outer", [SPARSE, DILOCO, {"overlap": 1}, {"missed": 0.4, "keep_local": True}])
-def test_nothing_depends_on_it(outer: dict[str, Any], corpus: Path, tmp_path: Path) -> None:
-    spec = _spec(corpus, outer)
-    tokens = prepare_tokens(spec.config.data, tmp_path)
-    plain, measured = train_fast(spec, tokens), train_fast(spec, tokens, every=Every(similarity=1))
-    assert plain.validation_loss == measured.validation_loss
-    assert plain.similarity == []
-    assert {round_ for round_, *_ in measured.similarity} <= {1, 2, 3, 4}
-    assert len(measured.similarity) >= (2 if outer.get("keep_local") else 4)
-
-
-def test_a_row_that_goes_on_keeps_what_was_measured(corpus: Path, tmp_path: Path) -> None:
-    spec, path = _spec(corpus, SPARSE), tmp_path / "checkpoint"
-    tokens = prepare_tokens(spec.config.data, tmp_path)
-
-    def interrupt(round_: int, loss: float) -> None:
-        if round_ == 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        train_fast(spec, tokens, interrupt, checkpoint=path, checkpoint_seconds=0, every=Every(similarity=1))
-    assert path.exists()
-    went_on = train_fast(spec, tokens, checkpoint=path, every=Every(similarity=1))
-    assert went_on.similarity == train_fast(spec, tokens, every=Every(similarity=1)).similarity
-
-
-def test_averaged_gradients_are_not_contributions(corpus: Path, tmp_path: Path) -> None:
-    spec = _spec(corpus, {"method": "adamw_ddp"})
-    with pytest.raises(ConfigError, match="found adamw_ddp with `similarity_every`, expected one that contributes"):
-        train_fast(spec, prepare_tokens(spec.config.data, tmp_path), every=Every(similarity=1))

@@ -169,22 +169,6 @@ def test_who_is_dropped_sends_nothing(corpus: Path, tmp_path: Path) -> None:
     assert min(counts) < 3
 
 
-def test_nothing_depends_on_it_and_a_row_that_goes_on_keeps_it(corpus: Path, tmp_path: Path) -> None:
-    spec, path = _spec(corpus, SPARSE, rounds=4), tmp_path / "checkpoint"
-    tokens = prepare_tokens(spec.config.data, tmp_path)
-
-    def interrupt(round_: int, loss: float) -> None:
-        if round_ == 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        train_fast(spec, tokens, interrupt, checkpoint=path, checkpoint_seconds=0, every=Every(volume=2))
-    went_on, plain = train_fast(spec, tokens, checkpoint=path, every=Every(volume=2)), train_fast(spec, tokens)
-    assert went_on.validation_loss == plain.validation_loss
-    assert plain.volume == []
-    assert [one[0] for one in went_on.volume] == [2, 4]
-
-
 @pytest.mark.parametrize("kind", ["similarity", "volume", "outer"])
 def test_contributions_that_are_not_seen_are_not_measured(kind: str, corpus: Path) -> None:
     every = Every(**{kind: 1})

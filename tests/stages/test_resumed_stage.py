@@ -133,7 +133,7 @@ def test_a_group_resumes_as_a_plain_loop_that_sets_a_stage_back(dies: int, fault
     setup = Setup()
     group, expected = _resumed(setup, dies, faults), _plain(setup, dies)
     for name, found in group.parameters().items():
-        torch.testing.assert_close(found, expected[name], atol=1e-6, rtol=0, msg=name)
+        torch.testing.assert_close(found, expected[name], atol=5e-6, rtol=0, msg=name)
     undisturbed = Group(setup)
     undisturbed.train([batch_of(step) for step in range(STEPS)])
     moved = [(found - undisturbed.parameters()[name]).abs().max().item() for name, found in group.parameters().items()]
