@@ -219,16 +219,23 @@ class StageWorker:
         return under_way.loss if self.stage.spec.is_last else None
 
     def flush(self, round_: int) -> None:
-        """End the inner loop: forward the last gradient norm, so that every stage has applied its step."""
+        """End the inner loop: forward the last gradient norm, so that every stage has applied its step.
+
+        After `resume` at the end of the loop, a first stage that has trained no step knows no norm.
+        """
+        steps = self.applied + (self._pending_step is not None)
         if self._upstream is not None:
             if self.transcript.ends_both_ways:
                 self._send_flush(self._upstream, Way.SENT_GRADIENT, LinkHeader(purpose=FLUSH, round=round_))
             with self._blaming(self._upstream):
                 message = self._receive(self._upstream, FLUSH, round_, 0, 0)
-                if not message.header.HasField("gradient_norm"):
+                has_norm = message.header.HasField("gradient_norm")
+                if not has_norm and not (self._may_repeat and self._pending_step is None):
                     raise MalformedMessage("found no gradient norm at the end of an inner loop")
                 self.transcript.received(Way.RECEIVED_ACTIVATION, message)
-                self._apply_told(message.header.gradient_norm)
+                if has_norm:
+                    self._apply_told(message.header.gradient_norm)
+        self.faults.computes(round_, steps, 0, is_forward=True)
         if self._downstream is not None:
             header = self._header(FLUSH, round_, 0, 0, announces_norm=True)
             self._send_flush(self._downstream, Way.SENT_ACTIVATION, header)
@@ -236,7 +243,7 @@ class StageWorker:
                 with self._blaming(self._downstream):
                     message = self._receive(self._downstream, FLUSH, round_, 0, 0)
                     self.transcript.received(Way.RECEIVED_GRADIENT, message)
-        self._norm_to_announce = None
+        self._norm_to_announce, self._may_repeat = None, False
 
     def _send_flush(self, link: LinkEnd, way: Way, header: LinkHeader) -> None:
         link.send(self.transcript.expect(way, header).note(Message(header)))

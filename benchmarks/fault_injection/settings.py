@@ -38,7 +38,7 @@ class Moment(Settings):
 
     round: int = Field(ge=1)
     phase: FaultPhase = FaultPhase.TRAINING
-    step: int | None = Field(None, ge=0, description="inner step of the round, from 0, of a stage")
+    step: int | None = Field(None, ge=0, description="inner step of a stage in the round, from 0; H: the final flush")
     micro_batch: int = Field(0, ge=0, description="micro-batch of that step, from 0, whose forward it comes to")
 
     @property

@@ -33,7 +33,10 @@ class Faults:
         """Inject a fault when the member reaches this phase of a round; may block."""
 
     def computes(self, round_: int, step: int, micro_batch: int, is_forward: bool) -> None:
-        """Inject a fault before a stage's forward or backward of a micro-batch in an inner step; may block."""
+        """Inject a fault before a stage's forward or backward of a micro-batch in an inner step; may block.
+
+        The step after the last one, counted from 0, is the flush that ends the inner loop. It has no backward.
+        """
 
     def touch(self, theta: Mapping[str, Tensor]) -> None:
         """Inject a fault into the member's parameters at the start of a round."""

@@ -268,6 +268,7 @@ class MemberSession(ExchangeService):
 
         `trained` and `kept`: as in `ExchangeService.assign`.
         """
+        self._contributed = None  # a round that is trained again has another contribution
         while True:
             try:
                 work = self.assign(self.member, holds, self._address, trained, kept)

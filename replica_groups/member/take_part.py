@@ -2,8 +2,8 @@
 
 `take_part` agrees with the run, joins it and builds the trainer. `TrainingLoop.run` then asks for one round after the
 other: reaches its start, trains the inner steps, contributes and applies the record, evaluates, and saves. If its
-group loses a stage while inner steps are trained, it keeps those that it has applied. Otherwise it returns to the start
-of the round if its replica reforms or its incarnation is over.
+group loses a stage before its contribution is complete, it keeps the inner steps that it has applied. Otherwise it
+returns to the start of the round if its replica reforms or its incarnation is over.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class TrainingLoop:
     has_started: bool = False  # whether a round was reached since this process started
     position: RoundPosition = RoundPosition.CATCHING_UP
     kept: pb.KeptSteps | None = None
-    """The steps that it keeps if its group is suspended. They are set from the first inner step until it resumes."""
+    """The steps that it keeps if its group is suspended, from the first inner step until the record is applied."""
     overlapped: OverlappedRound = field(default_factory=OverlappedRound)
 
     def load(self, saved: int) -> None:
@@ -254,11 +254,12 @@ class TrainingLoop:
     def _return(self, error: Exception) -> None:
         """Leave the round in progress; after a link error, report which neighbour is to blame.
 
-        The member keeps the inner steps that it has applied, if it has not finished its inner loop. Otherwise it
-        returns to the start of the round.
+        The member keeps the inner steps that it has applied, and takes its contribution back. Without any, or if its
+        group does not resume, it returns to the start of the round.
         """
         generation = self.session.leave_links(str(error))
         if self.kept is not None:
+            self.outer.undo()
             self.kept.applied, self.kept.has_next = self.member.suspend()
             began = self._own_restarts(self.kept.restarts)[-1:] or [0]
             if self.kept.applied == began[0] and not self.kept.has_next:
@@ -339,7 +340,7 @@ class TrainingLoop:
         self.audit.wait(self.session.allowed_to_stop())  # no round counts a member that owes what it has to show
         with computing("outer round", outer.ranks.device):
             record = outer.synchronise(round_, work.generation, loop.steps, contributed, before_last)
-        self.position, self.holds = RoundPosition.AT_START, round_
+        self.position, self.holds, self.kept = RoundPosition.AT_START, round_, None
         is_saved = is_saved or ends.is_over(round_, record.tokens)  # only the record says so, if tokens end the run
         is_undone = self.audit.undoes_uncounted and session.entry(record) is None
         if is_undone:  # the error feedback is undone, too (OuterRound)
@@ -389,7 +390,7 @@ class TrainingLoop:
         give_memory_back()
         self.reporter.does(self.member.doing)
         with self.session.heartbeats.computing(self.member.activity), self.session.allowed_to_stop(ahead_of):
-            is_over = False
+            is_over = steps > 0 and self.length.is_over(steps - 1, told=False)  # its group lost a stage afterwards
             while not is_over:
                 if self.gate is not None and self.gate.enter(self.reporter.member, under_way):
                     self.length.begin(0.0)
@@ -404,7 +405,6 @@ class TrainingLoop:
                 steps += 1
                 self.session.heartbeats.progressed()
                 self.reporter.links(self.session.ledgers, round_, SECONDS_BETWEEN_LINK_REPORTS)
-            self.kept = None
             self.member.end_inner_loop(round_)
         give_memory_back()
         self.overlapped.trained(round_, inputs)

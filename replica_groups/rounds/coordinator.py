@@ -495,7 +495,7 @@ class Coordinator:
         The first stage applies a step first, and the others within the next step. So members that trained together
         differ by at most one step. One that lacks a step has its gradients, and needs only the norm, which the first
         of those that keep steps repeats. All others begin from theta before the round. They are new holders, those
-        whose bits differ, and members that were not there when the replica last resumed or have finished their loop.
+        whose bits differ, and members that were not there when the replica last resumed.
         """
         assert self.open is not None
         waiting = [slot for slot in replica.slots if not slot.differs]
@@ -516,7 +516,7 @@ class Coordinator:
     def _is_possible(self, resumption: pb.Resumption, replica: Replica) -> bool:
         """Return whether members of a replica may resume so, as far as the rules know."""
         slots, restarts = {slot.name for slot in replica.slots}, resumption.restarts
-        is_within = 0 < resumption.step < self.rules.steps_of(replica.name).stop - 1
+        is_within = 0 < resumption.step < self.rules.steps_of(replica.name).stop  # all H, if it was contributing
         is_known = all(one.slot in slots and one.step <= resumption.step for one in restarts)
         return self.rules.resumes and is_within and is_known and len(restarts) <= MOST_RESTARTS
 

@@ -259,8 +259,8 @@ class OpenRound:
         name, resumed = replica.name, replica.resumption
         if (complaint := rules.complaint_of_steps(name, blob.steps)) is not None:
             return f"`{blob.block}`: {complaint}"
-        if resumed is not None and blob.steps <= resumed.step:
-            return f"`{blob.block}`: found {blob.steps} inner steps, expected more than {resumed.step}"
+        if resumed is not None and blob.steps < resumed.step:
+            return f"`{blob.block}`: found {blob.steps} inner steps, expected at least {resumed.step}"
         known = self.deposits.get(name)
         if known is not None and known.generation != blob.generation and name in self.whole:
             return (
@@ -317,6 +317,8 @@ class OpenRound:
             )
             entry.restarts.extend(own.restarts)
             since = {block: one.step for one in own.restarts for block in rules.blocks[one.slot]}
-            for blob in entry.blobs:  # the last holder of its slot trained it
-                blob.steps = own.steps - since[blob.block] if blob.block in since else 0
+            # The last holder of its slot trained a block. If that began at the end, its block has error feedback alone,
+            # and counts as one step: with no weight, a mean over this replica would be 0/0, and that would be lost.
+            for blob in entry.blobs:
+                blob.steps = max(1, own.steps - since[blob.block]) if blob.block in since else 0
         return record

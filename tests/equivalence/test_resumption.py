@@ -15,7 +15,7 @@ from hetero_pp.config.folder import RunFolder
 from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.yaml_file import ConfigFile, read_run
 from hetero_pp.messages.messages_pb2 import RESUMED, ContributionEntry, Report, RoundRecord
-from hetero_pp.model.transformer import shapes_by_block
+from hetero_pp.model.transformer import block_of, shapes_by_block
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob
 from hetero_pp.store.folder import FolderStore
@@ -152,6 +152,19 @@ def test_a_stage_that_is_killed_loses_its_steps_and_its_group_one(corpus: Path, 
 
 
 @pytest.mark.starts_processes
+@pytest.mark.parametrize("at", [f"step: {STEPS}", "phase: contributing"], ids=["in the flush", "in the upload"])
+def test_a_stage_that_is_killed_after_the_last_step_costs_its_own_steps_alone(
+    at: str, corpus: Path, tmp_path: Path
+) -> None:
+    """In the flush a later stage lacks the norm of the last step; in the upload all others have compressed."""
+    run = _launched(corpus, tmp_path, f"{{kill: home.2, at: {{round: 2, {at}}}}}")
+    records = _records(run)
+    assert _restarts(records) == {"home.2": [(2, STEPS)]}
+    assert {blob.block: blob.steps for blob in _home(records[1]).blobs if blob.steps} == {"layers.2": 1}
+    _assert_in_process_alike(run, tmp_path / "in process")
+
+
+@pytest.mark.starts_processes
 @pytest.mark.parametrize(
     ("faults", "slots"),
     [
@@ -224,6 +237,26 @@ def test_a_round_with_a_restart_is_not_computed_again_and_the_next_one_is(corpus
     judged = [one.judged for one in reports if one.HasField("judged")]
     found = {(one.replica, one.round): one.recomputed.is_equal for one in judged}
     assert found == dict.fromkeys((("dc", 1), ("home", 1), ("dc", 2), ("dc", 3), ("home", 3)), True)
+
+
+@pytest.mark.parametrize(
+    "slots",
+    [{"home.0"}, {"home.1"}, {"home.3"}, {"home.0", "home.1"}],
+    ids=lambda slots: " and ".join(sorted(slots)),
+)
+def test_stages_that_contribute_can_be_replaced(slots: set[str], corpus: Path, tmp_path: Path) -> None:
+    """The others send the same contribution again: it differs from that of an undisturbed run in no bit."""
+    restarts = {slot: [(2, STEPS), (3, STEPS)] for slot in slots}
+    found = _sha256(_in_process(spec := _spec(corpus), tmp_path / "restarted", restarts))
+    _in_process(spec, tmp_path / "undisturbed", {})
+    records, without = _records(tmp_path / "restarted"), _records(tmp_path / "undisturbed")
+    # A stage that was replaced has no steps to keep, so it begins again if another one dies.
+    assert {slot: set(at) for slot, at in _restarts(records).items()} == {slot: set(restarts[slot]) for slot in slots}
+    restarted = {block_of(name) for slot in slots for name in spec.members[slot].owned}
+    for home, expected in zip(_home(records[1]).blobs, _home(without[1]).blobs, strict=True):
+        is_same = home.block not in restarted
+        assert (home.steps == 0, home.sha256 == expected.sha256) == (is_same, is_same), home.block
+    assert all(found["home", round_] == found["dc", round_] for round_ in range(1, ROUNDS + 1))
 
 
 @pytest.mark.parametrize("slot", ["home.0", "home.3"])

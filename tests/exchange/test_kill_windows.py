@@ -1,4 +1,6 @@
-"""A member is killed in every window of a round, one window after the other, and the run has the bits of one without.
+"""A member is killed in every window of a round, one after the other, and the run has the bits of one in threads.
+
+That one has no kills, but its stages begin again where the records say so: a group resumes after its last step.
 
 Members are threads that call a real exchange over gRPC. A kill raises `_Killed` in the member's thread at one of its
 operations: a call to the exchange, before it is sent or once its reply is here, or an operation on a file of its
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import re
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +30,8 @@ from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.errors import HeteroPPError, RunFailed
 from hetero_pp.link.shaping import Lines
 from hetero_pp.messages import messages_pb2 as pb
+from hetero_pp.messages.messages_pb2 import RoundRecord
+from hetero_pp.program.launch.in_process import MemberThreads
 from hetero_pp.rpc.connections import NetworkConnections
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.exchange_service import Arrived, Caller, ExchangeService, untold
@@ -180,9 +185,9 @@ class _Other(_Watched):
 
 
 class _Run:
-    """A run whose members are threads."""
+    """A run whose members are threads that call an exchange over gRPC, until all windows are through."""
 
-    def __init__(self, spec: RunSpec, folder: Path, windows: _Windows | None, rounds: int = ROUNDS) -> None:
+    def __init__(self, spec: RunSpec, folder: Path, windows: _Windows) -> None:
         self._spec, self.folder, self._windows, self._secret = spec, RunFolder(folder), windows, Secret(new_secret())
         self._exchange = exchange = make_exchange(spec, self.folder)
         served, port = serve_exchange(exchange, self._secret, "127.0.0.1:0", encrypted=False)
@@ -191,9 +196,8 @@ class _Run:
         for thread in threads:
             thread.start()
         auditor = begin_run(exchange, spec, self.folder, None)
-        until = (lambda: exchange.coordinator.last_round >= rounds) if windows is None else windows.are_through.is_set
         with exchange.runner.changed:
-            exchange.runner.wait_until(until)
+            exchange.runner.wait_until(windows.are_through.is_set)
         self.rounds = exchange.runner.halt()
         exchange.fail("enough rounds")
         for thread in threads:
@@ -211,14 +215,14 @@ class _Run:
             credentials = self._secret.credentials(name, encrypted=False)
             try:
                 with NetworkConnections(self._spec, member, self._address, credentials, Lines()) as connections:
-                    if windows is not None and name == windows.member:
+                    if name == windows.member:
                         connections.exchange = _Mortal(connections.exchange, windows)  # type: ignore[assignment]
-                    elif windows is not None and member.stage is None:
+                    elif member.stage is None:
                         connections.exchange = _Other(connections.exchange, windows)  # type: ignore[assignment]
                     take_part(self._spec, member, connections, self.folder)
                 return
             except BaseException as error:  # noqa: BLE001 (raised by the caller)
-                if windows is not None and name == windows.member and windows.is_dead:
+                if name == windows.member and windows.is_dead:
                     # torch raises another error if one is raised while it writes
                     self._exchange.died(
                         name, f"killed {windows.kills[-1]}", self._exchange.coordinator.slots[name].incarnation
@@ -230,11 +234,32 @@ class _Run:
                     self._exchange.fail(f"{name}: {error}")
                 return
 
-    def digests(self) -> list[dict[str, str]]:
-        """Return the digests of each round's contributions, by replica."""
-        log = ContributionLog(self._spec.config.store.open(self._spec.config.name, self.folder.log))
-        records = [log.read_record(round_) for round_ in range(1, self.rounds + 1)]
-        return [{one.replica: one.digest.hex() for one in record.contributions} for record in records]
+
+def _records(spec: RunSpec, folder: Path, rounds: int) -> list[RoundRecord]:
+    log = ContributionLog(spec.config.store.open(spec.config.name, RunFolder(folder).log))
+    return [log.read_record(round_) for round_ in range(1, rounds + 1)]
+
+
+def _digests(records: list[RoundRecord]) -> list[dict[str, str]]:
+    """Return the digests of each round's contributions, by replica."""
+    return [{one.replica: one.digest.hex() for one in record.contributions} for record in records]
+
+
+def _in_threads(spec: RunSpec, folder: Path, records: list[RoundRecord]) -> list[RoundRecord]:
+    """Train as many rounds in this process, in which stages begin again as these records say; return the records."""
+    restarts: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+    for record in records:
+        for one in [one for entry in record.contributions for one in entry.restarts]:
+            restarts[one.slot].append((record.round, one.step))
+    members = MemberThreads(spec, RunFolder(folder), lambda _: None, restarts=restarts)
+    try:
+        members.begin()
+        members.train(len(records))
+    finally:
+        members.abort("enough rounds", "enough rounds")
+        members.join(TIMEOUT)
+        members.end_watching()
+    return _records(spec, folder, len(records))
 
 
 def _spec(corpus: Path, replica: dict[str, Any], settings: dict[str, Any]) -> RunSpec:
@@ -281,8 +306,10 @@ def test_a_kill_in_any_window_of_a_round_leaves_its_bits(
     windows = _Windows(RunFolder(folder).state(member), member, is_last)
     with patched(windows):
         killed = _Run(spec, folder, windows)
-    found, expected = killed.digests(), _Run(spec, tmp_path / "undisturbed", None, killed.rounds).digests()
+    records = _records(spec, folder, killed.rounds)
+    found, expected = _digests(records), _digests(_in_threads(spec, tmp_path / "in threads", records))
+    assert member == "a" or any(entry.restarts for record in records for entry in record.contributions)
     calls = {f"{side} {call}" for side in ("before", "after") for call in ("Deposit", "RecordRequest", "HashReport")}
     assert calls | {"enter pending", "enter round", "flush digests.json"} <= set(windows.kills)
-    differs = next((n for n, (one, other) in enumerate(zip(found, expected, strict=False)) if one != other), None)
+    differs = next((n for n, (one, other) in enumerate(zip(found, expected, strict=True)) if one != other), None)
     assert differs is None, f"round {differs + 1} differs, after kills at {windows.kills}"

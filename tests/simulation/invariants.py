@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from simulation.member import Contributed, Member
     from simulation.world import World
 
+_OF_INCARNATIONS = (e.Heard, e.Asked, e.Deposited, e.Confirmed, e.Broken, e.Lost, e.Left, e.Died)
 SLACK_SECONDS = 5.0
 """Seconds by which a coordinator may be late."""
 HEALED_AFTER = 12
@@ -177,25 +179,21 @@ class Invariants:
     def before(self, host: Host, event: e.Event) -> Any:
         """Return the state before an event that `after` compares with."""
         coordinator, watched = host.coordinator, self._watched[host]
-        if isinstance(event, e.Recorded) and self._first.get(event.record.round) != event.record:
-            raise Violation(1, f"a coordinator was given a record of round {event.record.round} that is not the first")
-        if isinstance(event, e.Woke):
-            watched.since = host.now
-        if isinstance(event, e.Tick | e.Began | e.Recorded | e.NotRecorded | e.Woke | e.Audited | e.Condemned):
+        if not isinstance(event, _OF_INCARNATIONS):
+            if isinstance(event, e.Recorded) and self._first.get(event.record.round) != event.record:
+                found = f"a coordinator was given a record of round {event.record.round} that is not the first"
+                raise Violation(1, found)
+            if isinstance(event, e.Woke):
+                watched.since = host.now
             return None
-        if isinstance(event, e.Applied | e.Claimed | e.NotClaimed | e.Noted):
-            return None
-        assert isinstance(event, e.OfMember | e.Died)
         slot = coordinator.slots[event.slot]
         acts = slot.held and event.incarnation in (None, slot.incarnation)
         if acts and isinstance(event, e.Heard | e.Asked | e.Deposited | e.Broken):
             watched.heard[event.slot] = host.now
         if acts and isinstance(event, e.Heard):
-            if any(
-                one.slot == event.slot and one.training is not None and one.training.is_stuck
-                for one in self._world.members
-            ):
-                watched.hangs_until[event.slot] = host.now + coordinator.rules.hang.most
+            for one in self._world.members:
+                if one.training is not None and one.slot == event.slot and one.training.is_stuck:
+                    watched.hangs_until[event.slot] = host.now + coordinator.rules.hang.most
             self._note_training(watched, event, coordinator)
         if isinstance(event, e.Deposited):
             acts = acts and event.generation == coordinator.replicas[slot.replica].generation
@@ -417,21 +415,27 @@ class Invariants:
 def _require_counts(coordinator: Coordinator) -> None:
     """Compare what a coordinator keeps with a look at everything."""
     slots, replicas, opened = coordinator.slots.values(), coordinator.replicas, coordinator.open
-    kept, found = {"alive": coordinator.alive}, {"alive": {name for name, one in replicas.items() if one.alive}}
+    alive = {name for name, one in replicas.items() if one.alive}
+    _require_equal("alive", coordinator.alive, alive)
     if opened is not None:
-        reliable = {name for name in opened.taking_part if replicas[name].alive and not replicas[name].missed}
-        counting = opened.whole.keys() | (set() if opened.is_overdue else reliable)
-        kept |= {"missing": opened.missing, "counting": opened.counting}
-        found |= {"missing": opened.taking_part - opened.whole.keys()}
-        found |= {"counting": counting & coordinator.rules.optional}
+        _require_equal("missing", opened.missing, opened.taking_part - opened.whole.keys())
+        optional = coordinator.rules.optional
+        counting = optional & opened.whole.keys() if optional else set()
+        if optional and not opened.is_overdue:
+            counting |= {name for name in optional & opened.taking_part & alive if not replicas[name].missed}
+        _require_equal("counting", opened.counting, counting)
     if coordinator.is_over:
-        kept["finishing"] = coordinator._finishing
-        found["finishing"] = coordinator._finishing & {slot.replica for slot in slots if slot.held}
-    for name, names in found.items():
-        if names != kept[name]:
-            raise Violation(8, f"a coordinator keeps {sorted(kept[name])} as {name}, and they are {sorted(names)}")
-    if coordinator._slots_due > (due := min(slot.due_at() for slot in slots)):
-        raise Violation(8, f"a coordinator sleeps until {coordinator._slots_due}, and a slot is due at {due}")
+        held = {slot.replica for slot in slots if slot.held}
+        _require_equal("finishing", coordinator._finishing, coordinator._finishing & held)
+    until = coordinator._slots_due
+    for slot in slots:
+        if (slot.held or slot.claim_at is not None) and until > (due := slot.due_at()):
+            raise Violation(8, f"a coordinator sleeps until {until}, and a slot is due at {due}")
+
+
+def _require_equal(name: str, kept: AbstractSet[str], found: AbstractSet[str]) -> None:
+    if kept != found:
+        raise Violation(8, f"a coordinator keeps {sorted(kept)} as {name}, and they are {sorted(found)}")
 
 
 def _acted_on(coordinator: Coordinator) -> Any:

@@ -301,6 +301,7 @@ class Member:
     def told_of_record(self, host: Host, round_: int) -> None:
         """Handle the news that a round is decided."""
         if host is self.host and self.phase == WAITING and round_ == self.round and self._settle_until(round_):
+            self.training = self.kept = None
             self._enter(SETTLED)
             self.later(self.world.dice.uniform(0.1, 1.0), self._prove, self.attempt)
 
@@ -318,15 +319,15 @@ class Member:
         return self.kept.generation == work.resumption.generation and known == told
 
     def _leave(self) -> None:
-        """Leave the training, and keep its steps. A member that has finished it returns to the start of the round."""
+        """Leave the training or the contribution, which is taken back, and keep the steps of the training."""
         if self.phase == TRAINING and self.training is not None:
             self.kept = self.training.leave(self)
-        if self.phase in (DEPOSITING, WAITING):
-            self.kept = None
         if self.kept is None:
             self._undo()
         elif self.phase in IN_ROUND and self.phase != CATCHING_UP:
             self._gave_up = (self.round, self.generation)
+            if self.phase in (DEPOSITING, WAITING):
+                self.error, self.contributed = list(self._start), None
         self.training = None
 
     def _undo(self) -> None:
@@ -408,7 +409,9 @@ class Member:
         self._enter(TRAINING)
 
     def trained(self, training: Training) -> None:
-        """Compress the training and contribute it."""
+        """Compress the training and contribute it. Until a record is applied, its steps are kept."""
+        self.kept = KeptSteps(round=self.round, generation=self.generation, applied=training.steps)
+        self.kept.restarts.extend(self.restarts)
         if self.world.timeline.now < self.idles_until:
             self.contributed, self._uploaded = None, set()
             self._enter(WAITING)
@@ -423,13 +426,12 @@ class Member:
                 self.error[first : first + POSITIONS] = whole.values()
                 continue
             chosen = self.world.dice.sample(range(first, first + POSITIONS), self.world.dice.choice((1, 2)))
-            steps, sent = training.steps - self.base, {p: whole[p] for p in chosen}
+            steps, sent = max(1, training.steps - self.base), {p: whole[p] for p in chosen}
             blobs[block] = Blob(self.world.next_number(), training.number, self.slot, steps, sent)
             for position, units in whole.items():
                 self.error[position] = NOTHING if position in chosen else units
         self.contributed = Contributed(self.round, self.generation, training.steps, blobs)
-        self.training = self.kept = None
-        self._uploaded = set()
+        self.training, self._uploaded = None, set()
         for block in contributes:
             self.later(self.world.dice.uniform(0.1, 2.0), self._upload, self.attempt, block)
         if not contributes:

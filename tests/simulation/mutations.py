@@ -37,6 +37,9 @@ MUTATIONS: dict[str, tuple[Edit, ...]] = {
         ),
     ),
     "forgets error feedback when it returns": (Edit(Member, "_undo", "list(self._start)", "self.error"),),
+    "contributes again without what it has sent": (
+        Edit(Member, "_leave", "self.error, self.contributed = list(self._start), None", "self.contributed = None"),
+    ),
     "closes below a quorum": (Edit(OpenRound, "count", "len(self.whole) >= needed", "self.whole"),),
     "counts parts": (
         Edit(OpenRound, "deposit", "known.blobs.keys() >= rules.blocks_of(name, self.number)", "known.blobs"),
@@ -109,7 +112,7 @@ MUTATIONS: dict[str, tuple[Edit, ...]] = {
         Edit(Coordinator, "_resumption", "if self._is_possible(resumption, replica) else None", "if False else None"),
     ),
     "weighs a restarted slot like the others": (
-        Edit(OpenRound, "record", "blob.steps = own.steps -", "_ = own.steps -"),
+        Edit(OpenRound, "record", "blob.steps = max(1, own.steps -", "_ = max(1, own.steps -"),
     ),
     "does not wait for a group that reforms": (
         Edit(Coordinator, "_closes_at", "if not waits and closes is not None", "if False"),

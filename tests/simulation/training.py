@@ -25,7 +25,8 @@ class Training:
     def __init__(self, world: World, number: int, first: int, seconds: float) -> None:
         dice = world.dice
         self.world, self.number, self.first, self.seconds = world, number, first, seconds
-        self.began, self.steps = world.timeline.now, first + dice.randint(10, 60)
+        ends_at_once = first > 0 and dice.random() < 0.3
+        self.began, self.steps = world.timeline.now, first + (0 if ends_at_once else dice.randint(10, 60))
         self.parts: list[tuple[Member, int]] = []
         self.is_over = False
         """Whether a member has left, so that the others wait in vain."""
@@ -35,7 +36,7 @@ class Training:
         """Stage from which on stages lack the last of them, and from which on stages have gradients of one more."""
 
     def leave(self, member: Member) -> KeptSteps | None:
-        """Let a member leave; return the steps that it keeps. None if it has finished its inner loop, or has none."""
+        """Let a member leave; return the steps that it keeps, or None if it has none."""
         stages, dice = self.world.slots_of[member.replica], self.world.dice
         if self._applied is None:
             share = (self.world.timeline.now - self.began) / self.seconds
@@ -53,7 +54,7 @@ class Training:
             kept.applied, kept.has_next = applied - 1, True
         else:
             kept.has_next = stage >= self._has_next_from
-        return None if kept.applied == self.steps else kept
+        return kept
 
     @property
     def is_stuck(self) -> bool:

@@ -22,7 +22,7 @@ from hetero_pp.link.shaping import Lines
 from hetero_pp.messages.messages_pb2 import GIVEN_UP, Failure, MembershipEvent, Report
 from hetero_pp.program.launch.supervisor import Watcher
 from hetero_pp.program.report.recorder import INTERRUPTED
-from hetero_pp.store.faults import Faults
+from hetero_pp.store.faults import FaultPhase, Faults
 from replica_groups.audit.commitments import audited_member
 from replica_groups.audit.in_exchange import Followers, audited, followed
 from replica_groups.engines.ranks import Ranks
@@ -48,8 +48,8 @@ def run_in_process(
 
     `steps_of`: for rounds of fixed duration, the steps that they had in an earlier run; the result is then equal to the
     bit. `missed`: replica -> rounds whose records exist before its contributions arrive. `restarts`: slot -> (round,
-    step) at which another holder took it, in their order, as in the records of an earlier run. The result is equal to
-    the bit if both runs saved their states after the round before.
+    step) at which another holder took it, in their order, as in the records of an earlier run; the step after the last
+    one is the contribution. The result is equal to the bit if both runs saved their states after the round before.
 
     Raises the first error of a member, ConfigError for replicas that need separate processes, and RunFailed if reports
     could not be followed.
@@ -86,13 +86,39 @@ class _Died(Exception):
 class _ThreadFaults(Faults):
     """Lets a member's contributions to some rounds come late, and the member die at the given steps."""
 
-    def __init__(self, missed: frozenset[int], restarts: list[tuple[int, int]], is_first: bool) -> None:
-        """`restarts`: (round, step); one that has happened is removed. `is_first`: whether it is a first stage."""
-        self.missed, self._restarts, self._is_first = missed, restarts, is_first
+    def __init__(
+        self, missed: frozenset[int], restarts: list[tuple[int, int]], exchange: Exchange, spec: RunSpec, member: str
+    ) -> None:
+        """`restarts`: (round, step); one that has happened is removed."""
+        of = spec.members[member]
+        self.missed, self._restarts, self._exchange, self._replica = missed, restarts, exchange, of.replica.name
+        self._is_first, self._steps = of.stage is not None and of.stage.is_first, spec.steps_of(self._replica)
 
     def computes(self, round_: int, step: int, micro_batch: int, is_forward: bool) -> None:
-        # All stages have applied the step before once the first one has got a gradient, and another one an activation.
-        if self._restarts and self._restarts[0] == (round_, step) and is_forward is not self._is_first:
+        # All stages have applied the step before once the first one has got a gradient, and another one an activation,
+        # or the flush after the last step.
+        if is_forward is not self._is_first:
+            self._die_at(round_, step)
+
+    def reached(self, phase: FaultPhase, round_: int) -> None:
+        # A first stage gets no message after the last step. Once the next stage contributes, that has applied it.
+        if phase is not FaultPhase.CONTRIBUTING or not self._is_first or self._restarts[:1] != [(round_, self._steps)]:
+            return
+        runner, coordinator = self._exchange.runner, self._exchange.coordinator
+        replica, blocks = coordinator.replicas[self._replica], coordinator.rules.blocks
+
+        def contributes() -> bool:
+            own = None if coordinator.open is None else coordinator.open.deposits.get(self._replica)
+            return own is not None and own.blobs.keys() >= blocks[replica.slots[1].name]
+
+        with runner.changed:
+            runner.changed.wait_for(lambda: contributes() or replica.round != round_ or runner.failure is not None)
+            if not contributes():
+                return  # its group has lost another stage, and resumes
+        self._die_at(round_, self._steps)
+
+    def _die_at(self, round_: int, step: int | None) -> None:
+        if self._restarts[:1] == [(round_, step)]:
             del self._restarts[0]
             raise _Died(f"restarted at step {step} of round {round_}")
 
@@ -239,7 +265,7 @@ class MemberThreads:
         links = [self._links.get(stage_link_name(name, hop)) for hop in hops] or [None, None]
         connections = ThreadConnections(self.exchange, self._lines, *links)
         missed, restarts = self._missed.get(name, frozenset()), self._restarts.get(member.name, [])
-        faults, is_over = _ThreadFaults(missed, restarts, stage is not None and stage.is_first), False
+        faults, is_over = _ThreadFaults(missed, restarts, self.exchange, self._spec, member.name), False
         try:
             while not is_over:
                 try:
