@@ -44,7 +44,7 @@ from hetero_pp.core.errors import DamagedFile, HeteroPPError, Refused
 from hetero_pp.core.files import complaint, rename_whole
 from hetero_pp.core.tensor_files import save_tensors
 from hetero_pp.data.batches import RoundText, sequence_digests
-from hetero_pp.messages.messages_pb2 import Asked, Commitment, RoundRecord, ShownFile, StageMessages
+from hetero_pp.messages.messages_pb2 import Asked, Commitment, ContributionEntry, RoundRecord, ShownFile, StageMessages
 from hetero_pp.rpc.exchange_service import Caller
 from replica_groups.member.audit_hook import NOT_AUDITED, MemberAudit
 from replica_groups.member.inner_loops import StepsTaken
@@ -56,6 +56,12 @@ BEFORE, MESSAGES, TEXT = "before.safetensors", "messages", "text"
 """Files that a member shows: its state before the drawn round, the digests of its messages in that round, and text.
 
 A text that is shown has the digests of all sequences of the round (sequence_digests), and then the drawn ones.
+"""
+
+MOST_RESTARTED, AMONG = 4, 16
+"""A replica may have so many contributions with restarts among its last 16 that count; further ones are left out.
+
+So a group in which a stage dies in every tenth round loses one contribution in 180.
 """
 
 _REST = "rest"
@@ -414,11 +420,13 @@ class Commitments:
         self._last_round = 0
         self._after: dict[str, tuple[int, bytes]] = {}
         """Member -> the last round that counted it, and the digest of its state after that."""
+        self._restarted: dict[str, list[bool]] = {}
+        """Replica -> for each of its newest contributions that count, whether it had restarts and cannot be drawn."""
 
     def begin(self, last_round: int, record_of: Callable[[int], RoundRecord]) -> None:
         """Take the states after a round, from which the run begins or resumes."""
         with self._lock:
-            self._last_round, self._after = last_round, {}
+            self._last_round, self._after, self._restarted = last_round, {}, {}
         for round_ in range(max(1, last_round - ROUNDS_REMEMBERED + 1), last_round + 1):
             with suppress(DamagedFile, FileNotFoundError):  # members that it counts may have to begin fresh
                 self.closed(record_of(round_))
@@ -429,6 +437,16 @@ class Commitments:
             self._last_round = record.round
             for entry in record.contributions:
                 self._after |= {one.member: (record.round, one.after) for one in entry.commitments}
+                known = self._restarted.get(entry.replica, [])
+                self._restarted[entry.replica] = [*known, bool(entry.restarts)][1 - AMONG :]
+
+    def has_many_restarts(self, entry: ContributionEntry) -> bool:
+        """Return whether a contribution has restarts, and too many of the replica's last ones that count had some.
+
+        Contributions with restarts are not drawn, so they are a bounded share of those that count.
+        """
+        with self._lock:
+            return bool(entry.restarts) and sum(self._restarted.get(entry.replica, ())) >= MOST_RESTARTED
 
     def expected(self, member: str) -> bytes:
         """Return the digest of the state with which a member begins the open round; empty: a fresh one."""

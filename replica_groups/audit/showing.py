@@ -34,8 +34,10 @@ from hetero_pp.messages.messages_pb2 import Asked, Commitment, Judgement, Recomp
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.rpc.exchange_service import Caller
 from replica_groups.audit.commitments import (
+    AMONG,
     BEFORE,
     MESSAGES,
+    MOST_RESTARTED,
     TEXT,
     Commitments,
     commits_to_text,
@@ -197,11 +199,15 @@ class Showing:
             return dict(self._shown.get(round_, {}))
 
     def owing(self, record: RoundRecord) -> dict[str, str]:
-        """Return the replicas of a record whose members were asked for a file that is not here, each with why.
+        """Return the replicas of a record that it may not count, each with why.
 
-        Honest members send it before they contribute again.
+        Their members were asked for a file that is not here, which honest ones send before they contribute again. Or
+        groups have lost stages so often that too few of their contributions could be computed again.
         """
         found: dict[str, str] = {}
+        for entry in record.contributions if self._shows.share else ():
+            if self.commitments.has_many_restarts(entry):
+                found[entry.replica] = f"{MOST_RESTARTED} of its last {AMONG} contributions had restarts, as this one"
         with self._lock:
             owed = [(name, one, asked) for one in self._open for name, asked in one.members.items()]
             for entry in record.contributions:
