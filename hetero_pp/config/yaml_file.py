@@ -91,8 +91,8 @@ def complaint(error: ValidationError, model: type[BaseModel] = RunConfig) -> Con
 
 
 _KIND = " (one whole model; homes that hold one together)"
-_ONLY_IN_ROWS = ("missed", "averages_moments", "taking_part", "pretraining", "clusters", "memory_drops", "research")
-"""Keys that a run's YAML cannot have, but a row of a table, in its cells; beside `ablations`."""
+_ONLY_IN_ROWS = ("missed", "deaths", "averages_moments", "taking_part", "pretraining", "clusters", "memory_drops")
+"""Keys that a run's YAML cannot have, but a row of a table, in its cells; beside `research` and `ablations`."""
 
 
 _BOUNDS = {
@@ -117,7 +117,7 @@ _KINDS = {
 def _explain(detail: Any, model: type[BaseModel]) -> str:
     kind, message, key = detail["type"], detail["msg"], detail["loc"]
     if kind == "extra_forbidden":
-        if key[-1] in (*_ONLY_IN_ROWS, "ablations"):
+        if key[-1] in (*_ONLY_IN_ROWS, "research", "ablations"):
             cell = "cells such as `research.missed`" if key[-1] == "research" else f"the cell `research.{key[-1]}`"
             where = f"{'`ablations`' if key[-1] == 'ablations' else cell} of a table's row"
             return f"found a key that only `hetero-pp reproduce` reads, expected it in {where} (docs/experiments.md)"

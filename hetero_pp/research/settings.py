@@ -98,6 +98,16 @@ class ResearchSettings(Settings):
     """Settings of a row beside those of a run."""
 
     missed: Ratio = Field(0.0, ge=0, lt=1, description="share of contributions that rounds exclude at random")
+    deaths: Ratio = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="probability that a group loses a stage in a round. Its new holder begins after a number of inner "
+        "steps that is drawn from 1 to H, from theta and the moments before the round",
+    )
+    undoes_deaths: bool = Field(
+        False, description="a group that loses a stage misses the round, as if it had not trained; else it resumes"
+    )
     averages_moments: bool = Field(
         False,
         description="average the moments of the inner AdamW in each round, too, which triples the bytes "
@@ -203,6 +213,8 @@ class ResearchConfig(RunConfig):
             "overlap": (outer.overlap > 0, "`outer.overlap: 1`"),
             "counts": (len(own.counts) > 0, "`taking_part` or `pretraining`"),
             "missed": (own.missed > 0, "`research.missed`"),
+            "deaths": (own.deaths > 0, "`research.deaths`"),
+            "anchors": (any(one.anchors is not None for one in boundaries), "`boundary.anchors`"),
             "local": (outer.keep_local, "`outer.keep_local`"),
             "sparse": (is_sparse, "`density` below 1 or `value_bits` below 32"),
             "momentum": (compression.memory == "momentum", "`memory: momentum`"),
@@ -218,13 +230,14 @@ class ResearchConfig(RunConfig):
         }
         exclusions = [
             ("missed", own.missed > 0, "gradients"),
+            ("deaths", own.deaths > 0, "gradients overlap counts missed local robust coefficients anchors"),
             ("averages_moments", own.averages_moments, "gradients overlap counts missed optimizer"),
             ("averages_moments", own.averages_moments, "modified coefficients"),
             ("taking_part", len(own.taking_part) > 0, "gradients overlap local"),
             ("pretraining", own.pretraining > 0, "gradients overlap local sparse momentum"),
             ("warms_up_again", own.warms_up_again, "scratch"),
             ("elects_signs", own.elects_signs, "gradients robust"),
-            ("attacks", own.attacks is not None, "gradients overlap counts missed local momentum"),
+            ("attacks", own.attacks is not None, "gradients overlap counts missed deaths local momentum"),
             ("clusters", own.clusters is not None, "stream"),
             ("weighs_examples", own.weighs_examples, "gradients tokens equal robust"),
             ("memory_drops", own.memory_drops > 0, "feedback"),

@@ -19,7 +19,7 @@ from hetero_pp.pseudo_gradient.error_feedback import give_back, select
 from hetero_pp.pseudo_gradient.selection import generator_of
 from hetero_pp.research.settings import research_of
 from hetero_pp.research.trainer.measurements import Measured
-from hetero_pp.research.trainer.participation import missed_in, replicas_in
+from hetero_pp.research.trainer.participation import Death, deaths_in, missed_in, replicas_in
 
 WORTH_NUMBA = 10_000  # selections of a run that save several times as much with numba as its import takes, 0.7 s
 
@@ -82,12 +82,13 @@ class Contributions:
             {name: torch.zeros_like(tensor, device=kept_on) for name, tensor in theta.items()} for _ in names
         ]
         self.missed: frozenset[str] = frozenset()  # replicas that the current round excludes
+        self.deaths: Mapping[str, Death] = {}  # replicas that have lost a stage in the current round, and resume
         self._spec, self._names, self._measured = spec, names, measured
         self._device = next(iter(theta.values())).device
         selections = spec.config.rounds * len(names) * len(theta)
         self._compression = fastest(spec.config.outer.compression, selections)
         self._weights: Mapping[str, float] = {}
-        self._round, self._counted = 0, 0.0
+        self._round, self._taking_part = 0, list[str]()
 
     def barred(self, round_: int) -> frozenset[str]:
         """Return the replicas that may not take part in a round: none, unless some are hostile (hostile.py)."""
@@ -99,9 +100,11 @@ class Contributions:
     def begin(self, round_: int, weights: Mapping[str, float], tokens: int = 0) -> None:
         """Begin a round; `weights` are those of all replicas, by name."""
         names = [replica.name for replica in replicas_in(self._spec.config, round_)]
+        deaths, undoes = deaths_in(round_, self._spec), research_of(self._spec.config).undoes_deaths
+        self.deaths, undone = ({}, deaths.keys()) if undoes else (deaths, set[str]())
         self.missed = missed_in(round_, names, research_of(self._spec.config).missed, self._spec.config.seed)
         self._round, self._weights = round_, weights
-        self._counted = sum(weights[name] for name in names if name not in self.missed)
+        self._taking_part = [name for name in names if name not in self.missed | undone]
         self._measured.begin(round_)
 
     def mean(self, name: str, deltas: Iterable[tuple[int, Tensor]]) -> tuple[Tensor, list[DecodedTensor]]:
@@ -118,8 +121,16 @@ class Contributions:
         else:
             mean = WeightedMean(shape, outer.divides_by, self._device)
         sent = [self._send(index, name, delta, mean) for index, delta in deltas]
-        self._measured.parameter(name, sent, self._counted)
-        return mean.finish(self._counted), sent
+        counted = sum(self._weight(replica, name) for replica in self._taking_part)
+        self._measured.parameter(name, sent, counted)
+        return mean.finish(counted), sent
+
+    def _weight(self, replica: str, name: str) -> float:
+        """Return the weight of a parameter, by the steps that the last holder of its stage has trained."""
+        death, steps = self.deaths.get(replica), self._spec.inner_steps
+        if death is None or name not in death.parameters:
+            return self._weights[replica]
+        return self._weights[replica] * max(1, steps - death.step) / steps
 
     def _send(self, index: int, name: str, delta: Tensor, mean: Mean) -> DecodedTensor:
         """Add a replica's contribution to the mean, or restore it to error feedback if the round excludes it."""
@@ -136,11 +147,11 @@ class Contributions:
             drop_largest(error, drops, outer.compression)
         self._measured.contribution(replica, name, selection)
         if self._measured.outer is not None and replica not in self.missed:
-            self._measured.outer.contribution(replica, self._weights[replica], delta, before, error)
+            self._measured.outer.contribution(replica, self._weight(replica, name), delta, before, error)
         if replica in self.missed:
             give_back(error, sent.indices, sent.values, outer.given_back)
         else:
-            mean.add(sent, self._weights[replica])
+            mean.add(sent, self._weight(replica, name))
         return sent
 
     def state(self) -> dict[str, Any]:

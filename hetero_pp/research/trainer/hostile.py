@@ -143,7 +143,7 @@ class HostileContributions(Contributions):
     def begin(self, round_: int, weights: Mapping[str, float], tokens: int = 0) -> None:
         super().begin(round_, weights)
         self.missed = frozenset(name for name, scale in self._scales.items() if scale == 0)
-        self._counted = sum(weights[name] for name, scale in self._scales.items() if scale > 0)
+        self._taking_part = [name for name, scale in self._scales.items() if scale > 0]
 
     def state(self) -> dict[str, Any]:
         return {

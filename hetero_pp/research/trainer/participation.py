@@ -47,6 +47,30 @@ def missed_in(round_: int, replicas: Sequence[str], share: float, seed: int) -> 
     return frozenset(draws) - counted
 
 
+@dataclass(frozen=True)
+class Death:
+    """A stage that a group loses in a round, after so many inner steps."""
+
+    step: int
+    parameters: frozenset[str]  # those of the stage
+
+
+def deaths_in(round_: int, spec: RunSpec) -> dict[str, Death]:
+    """Return the groups that lose a stage in a round, each independently with probability `research.deaths`.
+
+    The stage, and the number of steps from 1 to H, are equally likely. A group that loses a stage at a probability
+    loses it at any larger one. If all replicas would lose one, the last group loses none.
+    """
+    share, seed, found = research_of(spec.config).deaths, spec.config.seed, dict[str, Death]()
+    for replica in spec.config.replicas if share else ():
+        stages = [one for one in spec.members.values() if one.replica.name == replica.name and one.stage is not None]
+        of = seed, round_, replica.name
+        if len(stages) > 1 and seed_of("death", *of) / _DRAWS < share and len(found) + 1 < len(spec.config.replicas):
+            stage, step = stages[seed_of("stage", *of) % len(stages)], 1 + seed_of("step", *of) % spec.inner_steps
+            found[replica.name] = Death(step, frozenset(stage.owned))
+    return found
+
+
 def share_of(spec: RunSpec, replica: str, round_: int) -> Share:
     """Return the part of the text that a replica reads in a round.
 

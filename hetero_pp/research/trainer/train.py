@@ -44,7 +44,15 @@ from hetero_pp.research.trainer.measurements import (
     contribution_bytes,
     require_equal_rounds,
 )
-from hetero_pp.research.trainer.participation import Weights, replicas_in, sequences_in, share_of, table_batches
+from hetero_pp.research.trainer.participation import (
+    Death,
+    Weights,
+    deaths_in,
+    replicas_in,
+    sequences_in,
+    share_of,
+    table_batches,
+)
 from hetero_pp.research.trainer.peers import average_peers, bytes_per_token
 from hetero_pp.research.trainer.replica import (
     AblatedBoundary,
@@ -309,6 +317,7 @@ class AllReplicas:
         self._split()
 
     def _enter(self, round_: int) -> None:
+        self.deaths = deaths_in(round_, self.spec)  # groups that lose a stage in the current round, by name
         self.taking_part = self._taking_part_in(round_)
         """Indices of the replicas that take part in the current or last round."""
         self.weights = self._weights.in_round(round_)  # weight of every replica, by name, in the current or last round
@@ -416,15 +425,39 @@ class AllReplicas:
 
     def _inner_steps(self, steps: range) -> bool:
         """Run inner steps on the replicas that take part; return False if one of them diverged."""
+        dying = {index: death for index in self.taking_part if (death := self.deaths.get(self.settings[index].name))}
+        saved = {index: self._moments_of(index, death) for index, death in dying.items()}
         for step in steps:
             if self.outer.settings.source == "gradient":
                 self._synchronous_step(step)
                 continue
             for index in self.taking_part:
+                if index in dying and self.research.undoes_deaths:
+                    continue
                 _, norm, _ = self.replicas[index].inner_step(self.batches[index].train(step), step)
                 if not math.isfinite(norm):
                     return False
+                if index in dying and step + 1 - steps.start == dying[index].step:
+                    self._replace(index, saved[index])
         return True
+
+    def _moments_of(self, index: int, death: Death) -> dict[str, dict[str, Any]]:
+        """Return the moments of a stage of a group, by parameter. A parameter without any has not been trained."""
+        states = _states(self.replicas[index])
+        return {
+            name: {kind: one.clone() if isinstance(one, Tensor) else one for kind, one in states.get(name, {}).items()}
+            for name in death.parameters
+        }
+
+    @torch.no_grad()
+    def _replace(self, index: int, moments: Mapping[str, Mapping[str, Any]]) -> None:
+        """Let another holder of a stage begin, from theta and from the moments before the round."""
+        replica = self.replicas[index]
+        for name, before in moments.items():
+            replica.parameters[name].copy_(self.theta[name])
+            for optimizer in replica.optimizer.optimizers:
+                if replica.parameters[name] in optimizer.state:
+                    optimizer.state[replica.parameters[name]] = dict(before)
 
     @torch.no_grad()
     def _synchronise(self, round_: int) -> None:
@@ -449,7 +482,8 @@ class AllReplicas:
     def _deltas(self, name: str) -> Iterator[tuple[int, Tensor]]:
         """Yield the pseudo-gradients of one parameter, of all replicas that contribute, by index."""
         for index in self.taking_part:
-            if index not in self.local:
+            is_undone = self.research.undoes_deaths and self.settings[index].name in self.deaths
+            if index not in self.local and not is_undone:
                 is_own = name == EMBEDDING and index in self.own_embeddings
                 start = self.own_embeddings[index] if is_own else self.theta[name]
                 yield index, start - self.replicas[index].parameters[name]
@@ -642,7 +676,7 @@ class RenewedWarmup:
 def _states(replica: TableReplica) -> dict[str, dict[str, Tensor]]:
     """Return the optimizers' state of each parameter, by the parameter's name."""
     kept = {id(tensor): state for one in replica.optimizer.optimizers for tensor, state in one.state.items()}
-    return {name: kept[id(parameter)] for name, parameter in replica.parameters.items()}
+    return {name: kept[id(parameter)] for name, parameter in replica.parameters.items() if id(parameter) in kept}
 
 
 @torch.no_grad()
