@@ -211,6 +211,7 @@ class ResearchConfig(RunConfig):
         has = {
             "gradients": (outer.source == "gradient", "averaged gradients"),
             "overlap": (outer.overlap > 0, "`outer.overlap: 1`"),
+            "streaming": (outer.is_streaming, outer.streaming),
             "counts": (len(own.counts) > 0, "`taking_part` or `pretraining`"),
             "missed": (own.missed > 0, "`research.missed`"),
             "deaths": (own.deaths > 0, "`research.deaths`"),
@@ -230,21 +231,21 @@ class ResearchConfig(RunConfig):
         }
         exclusions = [
             ("missed", own.missed > 0, "gradients"),
-            ("deaths", own.deaths > 0, "gradients overlap counts missed local robust coefficients anchors"),
-            ("averages_moments", own.averages_moments, "gradients overlap counts missed optimizer"),
+            ("deaths", own.deaths > 0, "gradients overlap streaming counts missed local robust coefficients anchors"),
+            ("averages_moments", own.averages_moments, "gradients overlap streaming counts missed optimizer"),
             ("averages_moments", own.averages_moments, "modified coefficients"),
-            ("taking_part", len(own.taking_part) > 0, "gradients overlap local"),
-            ("pretraining", own.pretraining > 0, "gradients overlap local sparse momentum"),
+            ("taking_part", len(own.taking_part) > 0, "gradients overlap streaming local"),
+            ("pretraining", own.pretraining > 0, "gradients overlap streaming local sparse momentum"),
             ("warms_up_again", own.warms_up_again, "scratch"),
             ("elects_signs", own.elects_signs, "gradients robust"),
-            ("attacks", own.attacks is not None, "gradients overlap counts missed deaths local momentum"),
+            ("attacks", own.attacks is not None, "gradients overlap streaming counts missed deaths local momentum"),
             ("clusters", own.clusters is not None, "stream"),
             ("weighs_examples", own.weighs_examples, "gradients tokens equal robust"),
             ("memory_drops", own.memory_drops > 0, "feedback"),
             ("ablations.modified_adamw", ablations.modified_adamw, "optimizer"),
-            ("ablations.adaptation", ablations.adaptation == "discarded", "gradients overlap"),
-            ("ablations.peer", ablations.peer is not None, "counts"),
-            ("ablations.grassmann_every", ablations.grassmann_every is not None, "counts"),
+            ("ablations.adaptation", ablations.adaptation == "discarded", "gradients overlap streaming"),
+            ("ablations.peer", ablations.peer is not None, "counts streaming"),
+            ("ablations.grassmann_every", ablations.grassmann_every is not None, "counts streaming"),
         ]
         for key, is_set, others in exclusions:
             for is_so, other in map(has.__getitem__, others.split() if is_set else ()):

@@ -133,6 +133,12 @@ def test_it_ends_where_the_staged_run_ends(
         {"method": "diloco", "aggregation": "centred_clipping"},
         {"aggregation": "geometric_median", "overlap": 1},
         {"method": "diloco", "overlap": 1, "optimizer": "adam", "momentum": 0.0, "nesterov": False},
+        {"mixing": 0.5},
+        {"fragments": 2, "presumed": 0.25, "mixing": 0.5},
+        {"fragments": 2, "overlap": 1, "mixing": 0.25},
+        {"fragments": 2, "overlap": 1, "pattern": "sequential", "compression": {"quantiser": "signs", "value_bits": 1}},
+        {"method": "diloco", "fragments": 3, "overlap": 1, "mixing": 0.5},
+        {"method": "diloco", "fragments": 2},
     ],
 )
 def test_without_a_group_it_has_the_bits_of_the_run_in_process(

@@ -99,7 +99,8 @@ class Measured:
             self.similarity.append((self._round, *found))
         if self._volume is not None:
             for replica in self._senders:
-                for block in {block_of(name) for name in self._spec.parameter_shapes}:
+                blocks = {block_of(name) for name in self._spec.parameter_shapes}
+                for block in self._spec.fragments.among(blocks, self._round):
                     self._volume.contribute(self._size(BlobAddress(self._spec.run, self._round, replica, block)))
             if (volume := self._volume.volume()) is not None:
                 self.volume.append((self._round, *astuple(volume)))
@@ -322,9 +323,12 @@ def uncompressed_twin(replica: TableReplica) -> TableReplica:
 def require_equal_rounds(spec: RunSpec) -> None:
     """Raise ConfigError unless all replicas start every round together, as measuring the bias needs."""
     told = "`bias_every` compares replicas that start a round together"
-    if spec.config.outer.overlap:
+    outer = spec.config.outer
+    if outer.overlap:
         raise ConfigError(("outer", "overlap"), f"found 1, expected 0: {told}")
-    if spec.config.outer.keep_local:
+    if outer.is_streaming:
+        raise ConfigError(("outer",), f"found {outer.streaming}, expected `fragments: 1` and `mixing: 0`: {told}")
+    if outer.keep_local:
         raise ConfigError(("outer", "keep_local"), f"found true, expected false: {told}")
     if research_of(spec.config).counts:
         found = "found rounds with only some of the replicas, expected all: `bias_every` compares all"
@@ -335,5 +339,9 @@ def contribution_bytes(spec: RunSpec, rounds: int) -> int:
     """Return the bytes of all contributions to the first `rounds` rounds, with averaged moments if there are any."""
     averages = research_of(spec.config).averages_moments
     moments = 8 * sum(map(math.prod, spec.parameter_shapes.values())) if averages else 0
-    sizes = {replica: sum(blobs.values()) + moments for replica, blobs in blob_sizes(spec).items()}
-    return sum(sizes[replica.name] for round_ in range(1, rounds + 1) for replica in replicas_in(spec.config, round_))
+    sizes, total = blob_sizes(spec), 0
+    for round_ in range(1, rounds + 1):
+        for replica in replicas_in(spec.config, round_):
+            blobs = sizes[replica.name]
+            total += moments + sum(blobs[block] for block in spec.fragments.among(blobs, round_))
+    return total

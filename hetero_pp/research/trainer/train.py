@@ -30,7 +30,7 @@ from hetero_pp.core.tensor_files import save_object
 from hetero_pp.data.batches import SharedBatches
 from hetero_pp.data.sources import Source
 from hetero_pp.model.learning_rates import LearningRates
-from hetero_pp.model.transformer import EMBEDDING, can_compile, compile_layers
+from hetero_pp.model.transformer import EMBEDDING, block_of, can_compile, compile_layers
 from hetero_pp.outer.step import OuterOptimizer, start_before_mean
 from hetero_pp.pipeline.coefficients import format_of
 from hetero_pp.research.attacks import success
@@ -304,6 +304,8 @@ class AllReplicas:
         self.bias: list[tuple[int, float]] = []
         self.ahead: list[dict[str, Tensor]] = []
         """With overlap, between rounds: the pseudo-gradient of the round that each replica has already trained."""
+        self.own: list[dict[str, Tensor]] = [{} for _ in self.replicas]
+        """In fragments: each replica's parameters after its last inner loop, where they differ from theta."""
         self.local: dict[int, dict[str, Tensor]] = {}
         """With keep_local, between rounds: the parameters of each replica that the last round excluded."""
         self.own_embeddings: dict[int, Tensor] = {}
@@ -350,8 +352,8 @@ class AllReplicas:
 
         With overlap, runs the inner steps of the next round while this round's mean is on its way.
         """
-        if self.outer.settings.overlap:
-            return self._overlapped_round(round_)
+        if self.outer.settings.overlap or self.outer.settings.is_streaming:
+            return self._waiting_round(round_)
         steps = self._steps(round_)
         self._enter(round_)
         for index in self.taking_part:
@@ -376,19 +378,26 @@ class AllReplicas:
         self._split()
         return True
 
-    def _overlapped_round(self, round_: int) -> bool:
-        """Run a round with overlap: the steps of OuterRound in the same order, on all replicas."""
-        if not self.ahead and not self._train_ahead(round_, [self.theta for _ in self.replicas]):
+    def _waiting_round(self, round_: int) -> bool:
+        """Run a round with overlap or in fragments: the steps of OuterRound in the same order, on all replicas."""
+        settings, names = self.outer.settings, self._names_in(round_)
+        if not self.ahead and not self._train_ahead(round_, self.own):
             return False
-        means, starts = self._contribute(round_)
-        if round_ < self.spec.config.rounds:
-            for replica, start in zip(self.replicas, starts, strict=True):
-                _copy(start, replica.parameters)
-            if not self._train_ahead(round_ + 1, starts):
-                return False
+        means, starts = self._contribute(round_, names)
+        if settings.is_streaming:
+            for own, start in zip(self.own, starts, strict=True):
+                own.update(start)
+        self.ahead = []
+        is_ahead = settings.overlap and round_ < self.spec.config.rounds
+        if is_ahead and not self._train_ahead(round_ + 1, self.own if settings.is_streaming else starts):
+            return False
         self.outer.begin(round_, self.weights)
-        for name, mean in means.items():
-            self.outer.take(self.theta, name, mean)
+        for name in names:
+            self.outer.take(self.theta, name, means[name])
+            for own in self.own:
+                mine = own.pop(name, None)
+                if mine is not None and settings.mixing:
+                    own[name] = mine * settings.mixing + self.theta[name] * (1 - settings.mixing)
         for replica in self.replicas:
             replica.enter_round(round_)
             _copy(self.theta, replica.parameters)
@@ -397,29 +406,49 @@ class AllReplicas:
         self._split()
         return True
 
+    def _names_in(self, round_: int) -> list[str]:
+        """Return the parameters that a round synchronises."""
+        blocks = self.spec.fragments.among({block_of(name) for name in self.theta}, round_)
+        return [name for name in self.theta if block_of(name) in blocks]
+
     def _train_ahead(self, round_: int, starts: Sequence[Mapping[str, Tensor]]) -> bool:
-        """Run a round's inner steps from each replica's own start; return False if a replica diverged."""
-        for replica in self.replicas:
+        """Run a round's inner steps from each replica's own start, theta where it has none.
+
+        Return False if a replica diverged.
+        """
+        whole = [{**self.theta, **start} for start in starts]
+        for replica, start in zip(self.replicas, whole, strict=True):
             replica.enter_round(round_)
+            _copy(start, replica.parameters)
+            # T_perp is of theta's embedding, and the coefficients are of the replica's own.
+            replica.optimizer.perpendicular = replica.optimizer.perpendicular
         if not self._inner_steps(self._steps(round_)):
             return False
         with torch.no_grad():
+            trained = [{name: one.detach() for name, one in own.parameters.items()} for own in self.replicas]
+            if self.outer.settings.is_streaming:
+                self.own = [{name: one.clone() for name, one in own.items()} for own in trained]
+                whole = [self.theta] * len(whole)
             self.ahead = [
-                {name: start[name] - replica.parameters[name] for name in self.theta}
-                for start, replica in zip(starts, self.replicas, strict=True)
+                {name: start[name] - own[name] for name in self._names_in(round_)}
+                for start, own in zip(whole, trained, strict=True)
             ]
         return True
 
     @torch.no_grad()
-    def _contribute(self, round_: int) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+    def _contribute(self, round_: int, names: Sequence[str]) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
         """Return the means of the contributions trained ahead, and each replica's start of the next round."""
         self.contributions.begin(round_, self.weights)
         outer, means = self.outer.settings, {}
         starts: list[dict[str, Tensor]] = [{} for _ in self.replicas]
-        for name, theta in self.theta.items():
+        for name in names:
             means[name], sent = self.contributions.mean(name, enumerate(own[name] for own in self.ahead))
-            for start, own in zip(starts, sent, strict=True):
-                start[name] = start_before_mean(theta, own, outer)
+            for index, values in enumerate(sent):
+                if outer.is_streaming:  # exactly its own values if every value is sent
+                    before, own = self.ahead[index][name], self.own[index][name]
+                    starts[index][name] = start_before_mean(before, values, outer).add_(own)
+                else:
+                    starts[index][name] = start_before_mean(self.theta[name], values, outer)
         self.contributions.finish()
         return means, starts
 
@@ -583,6 +612,7 @@ class AllReplicas:
             "momentum": self.outer.momentum,
             "own_embeddings": self.own_embeddings,
             "ahead": self.ahead,
+            "own": self.own,
             "local": self.local,
             "bias": self.bias,
             "measured": self.measured.state(),
@@ -604,6 +634,7 @@ class AllReplicas:
         self.outer.momentum = here(state["momentum"])
         self.own_embeddings = here(state["own_embeddings"])
         self.ahead = [here(ahead) for ahead in state["ahead"]]
+        self.own = [here(own) for own in state["own"]]
         self.local = {index: here(local) for index, local in state["local"].items()}
         self.bias = state["bias"]
         self.measured.load(state["measured"])
