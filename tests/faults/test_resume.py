@@ -21,6 +21,8 @@ ROUNDS = 4
 ENDS = ["--set", "restarts.count=0", "--set", "exchange.quorum=1"]
 """Settings with which the death of any process ends the run."""
 
+FRAGMENTS = ("outer.fragments=3", "outer.mixing=0.5", "replicas.1.boundary.embedding=free")
+
 ON_RANKS = """
 name: ranks
 model: {preset: micro, width: 32, heads: 2, feed_forward: 64, layers: 2}
@@ -71,7 +73,10 @@ def _wait_for_state(run: Background, round_: int) -> list[psutil.Process]:
     return run.writers()
 
 
-def test_a_killed_run_goes_on_to_the_same_bits(corpus: Path, tmp_path: Path, launch: Any) -> None:
+@pytest.mark.parametrize("streams", [(), FRAGMENTS], ids=["whole", "in fragments"])
+def test_a_killed_run_goes_on_to_the_same_bits(
+    streams: Sequence[str], corpus: Path, tmp_path: Path, launch: Any
+) -> None:
     """The saved state includes the round that was trained ahead. The last test here resumes a run without overlap.
 
     Messages between stages are slow. So members close no two rounds between the death of their launcher and their own:
@@ -79,7 +84,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(corpus: Path, tmp_path: Path, lau
     first, because all replicas are required.
     """
     more = ["--set", "outer.overlap=1", "--set", "links={far: {latency: 100 ms}}", "--set", "replicas.1.link=far"]
-    more += ["--set", "exchange.quorum=1", "--set", "outer.momentum=0.5"]
+    more += ["--set", "exchange.quorum=1", "--set", "outer.momentum=0.5", *sets(*streams)]
     unbroken = _summary(_command(MIXED, corpus, tmp_path / "a", "--in-process", *more), tmp_path / "a", "mixed")
     command = _command(MIXED, corpus, tmp_path / "b", *more)
     run = launch(command, tmp_path / "b" / "mixed")

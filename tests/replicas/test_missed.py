@@ -179,7 +179,7 @@ def test_who_is_missed_trains_on_from_its_own_parameters(outer: dict[str, Any], 
 def test_without_a_group_it_has_the_bits_of_the_run_in_process(corpus: Path, tmp_path: Path) -> None:
     """Excluded replicas are late in the run in process.
 
-    Both methods run at once, as each round waits for its grace window.
+    All settings run at once, as each round waits for its grace window.
     """
     exchange = {"quorum": 0.3, "grace": {"factor": 1, "least": "3 s", "most": "3 s"}}
     late = {
@@ -188,7 +188,7 @@ def test_without_a_group_it_has_the_bits_of_the_run_in_process(corpus: Path, tmp
 
     def losses_of(outer: dict[str, Any], folder: Path) -> tuple[list[float], list[float]]:
         """Return the validation losses of the trainer of tables and of the run in process."""
-        config = _config(corpus, {**outer, "missed": MISSED, "keep_local": True}, exchange)
+        config = _config(corpus, {**outer, "missed": MISSED}, exchange)
         fast = train_fast(RunSpec(config, 256), prepare_tokens(config.data, folder))
         spec = RunSpec(RunConfig.model_validate(config.model_dump(exclude={"research"})), 256)
         reports: list[Report] = []
@@ -197,8 +197,13 @@ def test_without_a_group_it_has_the_bits_of_the_run_in_process(corpus: Path, tmp
         losses = [sum(one.loss for one in told if one.round == round_) / 3 for round_ in range(1, ROUNDS + 1)]
         return fast.validation_loss, losses
 
-    with ThreadPoolExecutor(2) as pool:
-        for fast, losses in pool.map(losses_of, (SPARSE, DILOCO), (tmp_path / "sparse", tmp_path / "diloco")):
+    settings = {
+        "sparse": {**SPARSE, "keep_local": True},
+        "diloco": {**DILOCO, "keep_local": True},
+        "fragments": {**SPARSE, "fragments": 2, "overlap": 1, "mixing": 0.5, "returned": 0.5},
+    }
+    with ThreadPoolExecutor(3) as pool:
+        for fast, losses in pool.map(losses_of, settings.values(), map(tmp_path.joinpath, settings)):
             assert fast == losses
 
 
