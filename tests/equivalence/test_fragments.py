@@ -162,7 +162,7 @@ def test_two_datacenter_replicas_are_a_plain_loop(
     _assert_plain(corpus, tmp_path, outer, {})
 
 
-@pytest.mark.parametrize(("overlap", "mixing"), [(0, 0.0), (0, 0.5), (1, 0.5)])
+@pytest.mark.parametrize(("overlap", "mixing"), [(0, 0.0), (0, 0.25), (1, 0.25)])
 def test_a_late_contribution_is_without_effect_and_its_replica_goes_on(
     overlap: int, mixing: float, corpus: Path, tmp_path: Path
 ) -> None:
@@ -224,6 +224,7 @@ class SharedSession(MemberSession):
         (0, 0.0, [(6.5, 16.0), (6.5, 11.5), (3.25, 11.5), (3.25, 6.25)]),
         (0, 0.5, [(6.5, 16.0), (6.5, 11.5), (3.0625, 11.5), (3.0625, 5.6875)]),
         (1, 0.5, [(6.5, 16.0), (6.5, 11.5), (3.8125, 11.5), (3.8125, 6.8125)]),
+        (1, 0.25, [(6.5, 16.0), (6.5, 11.5), (4.28125, 11.5), (4.28125, 7.65625)]),
     ],
 )
 def test_it_has_the_numbers_of_torchft(overlap: int, mixing: float, expected: list[tuple[float, float]]) -> None:
