@@ -496,7 +496,9 @@ class PendingRounds:
         """Return what a saved state holds of this."""
         tensors: dict[str, Tensor] = {}
         for round_, trained in self.trained.items():
-            tensors |= {f"{_TRAINED}{round_}:{name}": tensor for name, tensor in trained.items()}
+            # A stage that contributes nothing to a round has trained it, too: an empty tensor says so.
+            named = trained or {"": torch.empty(0)}
+            tensors |= {f"{_TRAINED}{round_}:{name}": tensor for name, tensor in named.items()}
         if self.local is not None:
             tensors |= {f"{_LOCAL}{self.local.round}:{name}": tensor for name, tensor in self.local.rows.items()}
         return tensors
@@ -525,5 +527,5 @@ def _rounds_in(tensors: Mapping[str, Tensor], prefix: str) -> dict[int, dict[str
     for key, tensor in tensors.items():
         if key.startswith(prefix):
             number, name = key.removeprefix(prefix).split(":")
-            found.setdefault(int(number), {})[name] = tensor
+            found.setdefault(int(number), {}).update({name: tensor} if name else {})
     return found

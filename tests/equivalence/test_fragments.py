@@ -285,6 +285,23 @@ def test_it_has_the_numbers_of_torchft(overlap: int, mixing: float, expected: li
             assert tuple(parameter.item() for parameter in held[name].values()) == values  # to be evaluated
 
 
+def test_a_stage_that_contributes_nothing_knows_that_it_trained_ahead(tmp_path: Path) -> None:
+    """Its group goes on only from a round that all of its stages have."""
+
+    def stage() -> OuterRound:
+        start = {"layers.1.w": torch.tensor([16.0])}
+        settings = OuterSettings(rounds=4, method="diloco", fragments=2, overlap=1)
+        held = LocalParameters({name: nn.Parameter(one.clone()) for name, one in start.items()})
+        return OuterRound(SharedSession("a", {}, True), held, start, settings, fragments=Fragments(2, "strided", 2))
+
+    saved, resumed = stage(), stage()
+    saved.end_inner_loop(3)
+    saved.save(tmp_path)
+    resumed.load(tmp_path)
+    assert resumed.own.beyond(2) == 3
+    assert resumed.own.trained == {3: {}}
+
+
 def test_adam_counts_the_rounds_of_each_fragment() -> None:
     """In three fragments, the third one's first two steps are in rounds 3 and 6."""
     adam = OuterSettings(rounds=6, optimizer="adam", momentum=0.0, nesterov=False, learning_rate=0.5)
