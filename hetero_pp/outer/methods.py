@@ -345,7 +345,7 @@ class OuterSettings(Settings):
 
     @property
     def streaming(self) -> str:
-        """What makes replicas keep parameters of their own, in words."""
+        """The setting with which replicas keep parameters of their own, in words."""
         return f"`fragments: {self.fragments}`" if self.fragments > 1 else f"`mixing: {self.mixing:g}`"
 
     def fragments_of(self, layers: int) -> Fragments:
