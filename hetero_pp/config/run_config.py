@@ -504,19 +504,22 @@ class RunConfig(Settings):
     def as_rehearsal(self, rounds: int, steps: int) -> RunConfig:
         """Return the rehearsal of this run: at most this many rounds, of at most this many inner steps each.
 
-        It has a name of its own. Nothing is trained, so it needs no weights, audits, scores, store or copies of member
+        With fragments it has at least the rounds of each of them, and the first and last, which are not timed. It has a
+        name of its own. Nothing is trained, so it needs no weights, audits, scores, store or copies of member
         checkpoints, and a tokenizer only for the size of the vocabulary. Optional replicas are left out, and so are
         parts of `simulate` that do not take place, so that the prediction is for the same members and links. Raises
         ConfigError if all are optional.
         """
-        own = Rehearsal(rounds=self.rounds, steps=self.inner.steps)
+        own, outer = Rehearsal(rounds=self.rounds, steps=self.inner.steps), self.outer
+        if outer.fragments > 1:
+            rounds = max(rounds, outer.fragments + 1 + outer.overlap)
         shorter = {} if own.steps is None else {"steps": min(steps, own.steps)}
         reads = {} if self.model.vocabulary is None else {"tokenizer": "bytes"}
         needed = [replica for replica in self.replicas if not replica.optional]
         if self.replicas and not needed:
             why = "a rehearsal has only those: set a number, such as `--set replicas.home.count=2`"
             raise ConfigError(("replicas", 0), f"found only optional replicas, expected required ones: {why}")
-        weights = "equal" if self.outer.weights == "scores" else self.outer.weights
+        weights = "equal" if outer.weights == "scores" else outer.weights
         absent = {one for replica in self.replicas if replica.optional for one in (replica.name, *replica.members)}
         others = SimulateSettings()
         real = {key: getattr(others, key) for key in ("fleets", "exchange")}
@@ -526,7 +529,7 @@ class RunConfig(Settings):
                 "name": self.rehearsal_name,
                 "rehearsal": own,
                 "replicas": needed,
-                "outer": self.outer.model_copy(
+                "outer": outer.model_copy(
                     update={"rounds": min(rounds, own.rounds), "tokens": None, "weights": weights}
                 ),
                 "inner": self.inner.model_copy(update=shorter),

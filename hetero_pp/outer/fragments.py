@@ -47,6 +47,10 @@ class Fragments:
         """Return the fragment that a round synchronises."""
         return (round_ - 1) % self.count
 
+    def describe(self, round_: int) -> str:
+        """Return `fragment 2 of 4`, which a round synchronises; empty if the model has a single one."""
+        return "" if self.count == 1 else f"fragment {self.of_round(round_) + 1} of {self.count}"
+
     def among(self, blocks: Collection[str], round_: int) -> frozenset[str]:
         """Return the blocks, among these, that a round synchronises."""
         return frozenset(block for block in blocks if self.of(block) == self.of_round(round_))

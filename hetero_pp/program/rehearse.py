@@ -86,11 +86,15 @@ class Timings:
 
     @property
     def timed(self) -> Sequence[int]:
-        """Rounds that all members have finished, without the first and, with overlap, the last if there are others."""
+        """Rounds that all members have finished, without the first and, with overlap, the last if there are others.
+
+        Each fragment has equally many of them, because their rounds differ, if there is one of each.
+        """
         known = [set(self._rounds[member]) for member in self._spec.needed]
         rounds = sorted(set.intersection(*known) & self._closed.keys()) if known else []
         later = rounds[1:] or rounds
-        return (later[:-1] or later) if self._spec.config.outer.overlap else later
+        later = (later[:-1] or later) if self._spec.config.outer.overlap else later
+        return later[len(later) % self._spec.fragments.count :] or later
 
     @property
     def round_seconds(self) -> float:

@@ -127,7 +127,7 @@ def print_volume(runs: Path, run: str, json_path: Path | None) -> None:
             raise DamagedFile(f"{error.filename or error}: a contribution to round {round_} is missing") from None
         replicas = [entry.replica for entry in record.contributions]
         if measured is not None:
-            by_formula = expected_volume(spec, len(replicas))
+            by_formula = expected_volume(spec, len(replicas), round_)
             volumes = {"measured": asdict(measured), "by_formula": asdict(by_formula)}
             found.append({"round": round_, "replicas": replicas} | volumes)
     if not found:

@@ -151,6 +151,12 @@ def print_prediction(
     between = "; the tables below have the traffic between stages" if has_stages else ""
     sent, received = format_bytes(prediction.sent_bytes), format_bytes(prediction.received_bytes)
     say(console, f"In {rounds}, a replica sends {sent} of contributions and receives {received}{between}.")
+    if len(each := prediction.fragments) > 1:
+        largest = max(range(len(each)), key=lambda one: each[one].sent_bytes)
+        which, most = spec.fragments.describe(largest + 1), each[largest]
+        sent, received = format_bytes(most.sent_bytes), format_bytes(most.received_bytes)
+        took = f"takes {format_seconds(most.round_seconds)}"
+        say(console, f"The largest round, of {which}, {took}: a replica sends {sent} and receives {received}.")
     # The label of every table row, and the predictions of its replicas.
     named = {replica.name: replica for replica in prediction.replicas}
     classes: list[tuple[str, Alike]] = []

@@ -116,7 +116,8 @@ def exchange_load(spec: RunSpec, steps: Mapping[str, float] | None = None) -> Ex
     config, line = spec.config, line_of_exchange(spec)
     simulate, url, parameters = config.simulate, config.store.url, parameters_of_model(spec)
     goes_by_store = url is not None and "://" in url and folder_of(url) is None
-    gathered, elsewhere, largest, first, calls, members = Carried(), Carried(), 0, 0, 0, 0
+    gathered, elsewhere, largest, first, calls, members = Carried(), Carried(), 0, 0, 0.0, 0
+    fragments = spec.fragments.count  # a round carries the mean over those of all fragments
     relayed_links, relayed_bytes, steps_are_known = 0, 0.0, True
     # A stage link is relayed if neither of its stages has an address and both may be on different hosts. They may be if
     # the exchange listens beyond this machine, or if the YAML says `relay`. Without TLS the exchange has no relay.
@@ -125,15 +126,17 @@ def exchange_load(spec: RunSpec, steps: Mapping[str, float] | None = None) -> Ex
         members += count * len(replica.members)
         for name in replica.members:
             member = spec.members[name]
-            messages, size = outer_messages(spec, member), checkpoint_bytes(spec, member)
-            own = Carried(wire_bytes_of(messages["forward"]), wire_bytes_of(messages["backward"])) * count
-            gathered += own
-            elsewhere += Carried() if is_at_site_of_exchange(spec, member) else own
+            size = checkpoint_bytes(spec, member)
             largest, first = max(largest, size), first + size * count
-            if simulate.exchange != "gather" or goes_by_store:  # each blob has a call of its own
-                calls += count * sum(times for way in messages.values() for _, times in way)
-            else:
-                calls += count * exchange_calls(spec, member)
+            for round_ in range(1, fragments + 1):
+                messages, share = outer_messages(spec, member, round_), count / fragments
+                own = Carried(wire_bytes_of(messages["forward"]), wire_bytes_of(messages["backward"])) * share
+                gathered += own
+                elsewhere += Carried() if is_at_site_of_exchange(spec, member) else own
+                if simulate.exchange != "gather" or goes_by_store:  # each blob has a call of its own
+                    calls += share * sum(times for way in messages.values() for _, times in way)
+                else:
+                    calls += share * exchange_calls(spec, member, round_)
         if not isinstance(replica, ParticipantsReplica):
             continue
         listens = [replica.listen_of(stage) for stage in range(replica.stage_count)]
@@ -155,7 +158,7 @@ def exchange_load(spec: RunSpec, steps: Mapping[str, float] | None = None) -> Ex
     served = gathered  # includes members at the exchange's own site, because their streams use its CPU
     if is_ring(simulate):
         elsewhere = served = Carried()
-        calls = 0
+        calls = 0.0
     elif goes_by_store:
         # Members transfer to and from the store themselves; the exchange and its auditor read every contribution to
         # check it.
@@ -166,7 +169,7 @@ def exchange_load(spec: RunSpec, steps: Mapping[str, float] | None = None) -> Ex
     for shape in spec.parameter_shapes.values():
         values, is_dense = kept_values(shape, config.outer.compression), config.outer.compression.density == 1
         each = VALUE_SECONDS + (0.0 if is_dense else POSITION_SECONDS)
-        decoding += values * (each + (FRESH_SECONDS if is_freed_at_once(values) else 0.0))
+        decoding += values * (each + (FRESH_SECONDS if is_freed_at_once(values) else 0.0)) / fragments
     checkpoint = (4 + outer_moment_bytes(config)) * parameters / config.checkpoints.every
     cpu_seconds = {
         "transfer": (served.received + served.sent) / 1e9 * TRANSFER_SECONDS_A_GIGABYTE,
@@ -174,7 +177,7 @@ def exchange_load(spec: RunSpec, steps: Mapping[str, float] | None = None) -> Ex
         "relay": (relayed or Carried()).received / 1e9 * RELAY_SECONDS_A_GIGABYTE,
         "decoding": 0.0 if way in RINGS else DECODED_TIMES * replica_count(spec) * decoding,
         "members": MEMBER_SECONDS * members,
-        "audit": ROUND_SECONDS + AUDIT_SECONDS_A_PARAMETER * parameters,
+        "audit": ROUND_SECONDS + AUDIT_SECONDS_A_PARAMETER * parameters / fragments,
         "checkpoints": checkpoint / 1e9 * CHECKPOINT_SECONDS_A_GIGABYTE,
     }
     return ExchangeLoad(

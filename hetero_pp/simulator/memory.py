@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import product
 from typing import Literal, NamedTuple
 
 from hetero_pp.config.alike import equal_replicas
@@ -44,7 +45,8 @@ class Phase(StrEnum):
     UPDATE = "update"  # the inner optimizer's step
     CONTRIBUTE = "contribute"
     APPLY = "apply"  # also the auditor's replay of a round
-    SAVE = "save"  # The auditor writes a run checkpoint. A saved state needs no copies.
+    # The auditor writes a run checkpoint; a member has compressed its contribution. A saved state needs no copies.
+    SAVE = "save"
 
 
 ALWAYS = frozenset(Phase)
@@ -151,7 +153,12 @@ def memory_of_member(spec: RunSpec, member: MemberSpec, accelerated: bool) -> Me
     # What settings of the outer rounds add, and the run checkpoint that a member starts from.
     size, followed = 4.0 * part.parameters, 4.0 * part.boundary_numbers.followed
     outer_moments = outer_moment_bytes(spec.config)
-    blobs = sum(blob_sizes(spec)[replica.name].values()) * part.parameters / parameters_of_model(spec)
+    by_block = shapes_by_block({name: spec.parameter_shapes[name] for name in member.owned})
+    parts = [0.0] * spec.fragments.count  # bytes of the parameters of each fragment
+    for block, shapes in by_block.items():
+        parts[spec.fragments.of(block)] += 4.0 * sum(map(math.prod, shapes.values()))
+    largest = max(parts)
+    blobs = sum(blob_sizes(spec)[replica.name].values()) * largest / (4.0 * parameters_of_model(spec))
     terms += [
         Term("checkpoint", size + followed, START, on_host=True),  # take_part: tensors as they were fetched
         Term("outer momentum", outer_moments / 4 * (size + followed), TRAINED, on_host=True),  # OuterOptimizer.momentum
@@ -163,8 +170,22 @@ def memory_of_member(spec: RunSpec, member: MemberSpec, accelerated: bool) -> Me
         terms.append(
             Term("anchors at the start", 4.0 * part.boundary_numbers.anchors, TRAINED)
         )  # OwnParameters.remember
-    if outer.overlap:  # PendingRounds.trained of two rounds, and PendingRounds.starts
-        terms.append(Term("rounds ahead", 3 * size, TRAINED, on_host=True))
+    if outer.overlap:  # PendingRounds.trained of a round, and of the next one or PendingRounds.starts
+        two = max(map(sum, zip(parts, [*parts[1:], parts[0]], strict=True)))
+        terms.append(Term("rounds ahead", two, APPLY, on_host=True))
+        terms.append(Term("rounds ahead", largest if outer.is_streaming else two, TRAINED - APPLY, on_host=True))
+    if outer.is_streaming:
+        # PendingRounds.before and .starts, and .after once a contribution is compressed, or the next round is trained.
+        starts, held = (largest if outer.mixing or outer.overlap else 0.0), (1 + outer.overlap) * size
+        terms += [
+            Term("own parameters", n_bytes, phases, on_host=not outer.keep_on_device)
+            for phases, n_bytes in (
+                (STEP | UPDATE, size),
+                (CONTRIBUTE, held + starts),
+                (SAVE, 2 * size + starts),
+                (APPLY, held),
+            )
+        ]
     if outer.keep_local:
         terms.append(Term("own parameters", size, TRAINED, on_host=True))  # PendingRounds.local
     # What the largest tensor needs while it is selected, and while its mean is applied.
@@ -338,11 +359,12 @@ def memory_assumptions(config: RunConfig) -> list[str]:
     """State the assumptions of the predicted memory, a sentence for each kind."""
     groups = any(isinstance(one, ParticipantsReplica) and one.stage_count > 1 for one in config.replicas)
     extra = "; a stage keeps 1, and 1 + extra_in_flight more for each later stage" if groups else ""
+    own = "; own parameters of a replica, 4 to 8 more" if config.outer.is_streaming else ""
     found = [
         "memory: the largest sum over the phases of a round (a step, the contribution, its mean); on an accelerator, "
         "round start and error feedback lie in the host's memory and are not shown",
         "weights and gradients: fp32, 4 bytes per parameter each; moments: AdamW's two, 8 bytes per parameter",
-        "outer state: error feedback and the start of the round, 8 bytes per parameter; tables: those of boundaries",
+        f"outer state: error feedback and the start of the round, 8 bytes per parameter{own}; tables: of boundaries",
         "activations: bf16 on an accelerator, fp32 on a CPU; a layer keeps 10 x width + 4 x feed-forward values per "
         f"token for each micro-batch in flight{extra}",
         "a backward pass also needs the larger of two amounts: 4 x vocabulary fp32 values per token "
@@ -504,14 +526,15 @@ def disk_use(spec: RunSpec, names: Sequence[str]) -> dict[str, DiskUse]:
     """Return what these members, and the exchange if it is among them, keep on disk at the end of the run, by purpose.
 
     Encoded text is not included. A saved state has the optimizer's moments and the error feedback of each
-    parameter. That of a whole replica has the parameters, too, and so has any with `outer.overlap`.
+    parameter. That of a whole replica has the parameters, too, and so has any in fragments, or with `outer.overlap`.
     """
     config, rounds = spec.config, spec.latest.rounds
     here, saved, started = [spec.members[name] for name in names if name in spec.members], 0.0, 0.0
     for member in here:
         parameters = sum(math.prod(spec.parameter_shapes[name]) for name in member.owned)
-        moments = moment_bytes(spec, member)
-        saved += _MEMBER_CHECKPOINTS * (moments + 4 * (1 + (member.stage is None) + config.outer.overlap) * parameters)
+        moments, outer = moment_bytes(spec, member), config.outer
+        copies = 1 + (member.stage is None) + outer.is_streaming + outer.overlap / outer.fragments
+        saved += _MEMBER_CHECKPOINTS * (moments + 4 * copies * parameters)
         started += 4 * parameters + (moments if config.states.undo else 0)
     saves = min(_MEMBER_CHECKPOINTS, -(-rounds // config.states_every))
     found = {
@@ -530,17 +553,17 @@ def disk_use(spec: RunSpec, names: Sequence[str]) -> dict[str, DiskUse]:
     found["other"] = DiskUse(0.0, _OTHER_FILES - 1)
     if config.store.url is None:
         checkpoints = min(config.checkpoints.keep, -(-rounds // config.checkpoints.every))
-        model, deposits = parameters_of_model(spec), 0  # a file for each deposit of a member in a round
-        for member in spec.members.values():
-            blocks, sizes = spec.roster.blocks[member.name], blob_sizes(spec)[member.replica.name]
+        model, deposits, fragments = parameters_of_model(spec), 0, spec.fragments.count
+        for member, round_ in product(spec.members.values(), range(1, fragments + 1)):
+            blocks, sizes = spec.roster.contributes(member.name, round_), blob_sizes(spec)[member.replica.name]
             blobs = ((block, range(size)) for block, size in sizes.items() if block in blocks)
-            deposits += sum(1 for _ in batches(blobs))
+            deposits += sum(1 for _ in batches(blobs))  # a file for each deposit of a member in a round
         every = blob_sizes(spec).values()
         kept = (1 + checkpoints) * (4 + outer_moment_bytes(config)) * model
         found["run checkpoints"] = DiskUse(kept, 1 + checkpoints)
-        held = _held_rounds(spec)
-        found["contributions"] = DiskUse(held * sum(sum(one.values()) for one in every), held * deposits)
-        of_records = rounds * (_RECORD_BYTES + _ENTRY_BYTES * sum(map(len, every)))
+        held = _held_rounds(spec) / fragments
+        found["contributions"] = DiskUse(held * sum(sum(one.values()) for one in every), math.ceil(held * deposits))
+        of_records = rounds * (_RECORD_BYTES + _ENTRY_BYTES * sum(map(len, every)) / fragments)
         found["records"] = DiskUse(of_records, 2 * rounds)
         found["other"] = DiskUse(0.0, _OTHER_FILES - 1 + members)  # the incarnation of each slot
     return found

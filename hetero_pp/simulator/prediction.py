@@ -7,8 +7,8 @@ and an evaluation. If a round lasts a given time, the inner loop has the steps t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -20,7 +20,8 @@ from hetero_pp.config.topology import ReplicaSettings
 from hetero_pp.core.errors import ConfigError, dotted
 from hetero_pp.core.units import ROUND_TIMES, format_count, format_duration, format_percent, parse_any
 from hetero_pp.simulator.exchange_load import ExchangeLoad, exchange_load
-from hetero_pp.simulator.rounds import Fleet, TimedRound, Watch, fleets_of, time_round
+from hetero_pp.simulator.rounds import Fleet, TimedPeriod, Watch, fleets_of, time_period
+from hetero_pp.simulator.traffic import BoundaryCrossing
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,16 @@ class ReplicaPrediction:
 
 
 @dataclass(frozen=True)
+class FragmentPrediction:
+    """Prediction for the rounds of one fragment."""
+
+    round_seconds: float
+    outer_seconds: float
+    sent_bytes: float  # bytes of one replica (the largest) in such an outer round
+    received_bytes: float
+
+
+@dataclass(frozen=True)
 class PublishedComparison:
     """Published number and its prediction, in base units."""
 
@@ -133,6 +144,8 @@ class Prediction:
     members: int
     replicas: list[ReplicaPrediction]
     exchange: ExchangeLoad
+    fragments: Sequence[FragmentPrediction]
+    """One for each fragment. Times and bytes of a round are elsewhere means over the rounds of all fragments."""
     lines: Sequence[LinePrediction] = ()
     published: Sequence[PublishedComparison] = ()  # published numbers beside the predicted ones
 
@@ -164,17 +177,22 @@ def predict(spec: RunSpec, watch: Watch | None = None, *, stage_links: bool = Tr
     of unpredicted quantities.
     """
     simulate = spec.config.simulate
-    fleets = list(fleets_of(spec))
+    period = [list(fleets_of(spec, number)) for number in range(1, spec.fragments.count + 1)]
     if not stage_links:
-        fleets = [replace(fleet, group=fleet.group.without_communication()) for fleet in fleets]
-    timed, ideal = time_round(spec, fleets, True, watch), time_round(spec, fleets, False)
-    if spec.config.outer.overlap:  # the round lasts at least as long as each line needs for all of its bytes
-        unlimited = _replicas(spec, fleets, timed, ideal)
-        full = [max(line.up_busy, line.down_busy) for line in _lines(spec, unlimited, 1.0)]
-        timed = replace(timed, round_seconds=max([timed.round_seconds, *full]))
+        period = [[replace(one, group=one.group.without_communication()) for one in fleets] for fleets in period]
+    timed, ideal = time_period(spec, period, True, watch), time_period(spec, period, False)
+    if spec.config.outer.overlap:  # a round lasts at least as long as each line needs for all of its bytes
+        unlimited = (_lines(spec, _replicas(spec, fleets, timed, ideal), 1.0) for fleets in period)
+        full = ([max(line.up_busy, line.down_busy) for line in lines] for lines in unlimited)
+        longest = [max([own, *needed]) for own, needed in zip(timed.by_fragment, full, strict=True)]
+        timed = replace(timed, by_fragment=longest)
+    fleets = [
+        replace(same[0], up=_means(one.up for one in same), down=_means(one.down for one in same))
+        for same in zip(*period, strict=True)
+    ]
     replicas = _replicas(spec, fleets, timed, ideal)
     length, members, accelerators, trained = spec.config.data.sequence_length, 0, 0, 0.0
-    tokens_per_round, included, free_included = 0, 0.0, 0.0
+    tokens_per_round, included, free_included = 0.0, 0.0, 0.0
     for fleet, own, free in zip(fleets, timed.fleets, ideal.fleets, strict=True):
         tokens_per_step = fleet.replica.batch_size * length * fleet.count
         tokens_per_round += tokens_per_step * own.steps
@@ -183,7 +201,7 @@ def predict(spec: RunSpec, watch: Watch | None = None, *, stage_links: bool = Tr
         members += fleet.count * len(fleet.members)
         accelerators += fleet.count * sum(map(fleet.replica.devices_of, range(len(fleet.members))))
         trained += fleet.count * sum(_training_seconds(fleet, own.steps))
-    total = simulate.tokens or spec.latest.outer.tokens or tokens_per_round * spec.latest.rounds
+    total = simulate.tokens or spec.latest.outer.tokens or round(tokens_per_round * spec.latest.rounds)
     rate, rounds = included / timed.round_seconds, total / tokens_per_round
     count = sum(replica.count for replica in replicas)
     found = Prediction(
@@ -204,11 +222,26 @@ def predict(spec: RunSpec, watch: Watch | None = None, *, stage_links: bool = Tr
         members=members,
         replicas=replicas,
         exchange=exchange_load(spec, {replica.name: replica.steps for replica in replicas}),
+        fragments=[
+            FragmentPrediction(
+                round_seconds=seconds,
+                outer_seconds=outer,
+                sent_bytes=max(sum(one.n_bytes for one in fleet.up) for fleet in own),
+                received_bytes=max(sum(one.n_bytes for one in fleet.down) for fleet in own),
+            )
+            for seconds, outer, own in zip(timed.by_fragment, timed.outer_by_fragment, period, strict=True)
+        ],
         lines=list(_lines(spec, replicas, timed.round_seconds)),
     )
     if not simulate.published:
         return found
     return replace(found, published=list(compared(spec.config, found.as_json())))
+
+
+def _means(rounds: Iterable[Sequence[BoundaryCrossing]]) -> list[BoundaryCrossing]:
+    """Return the mean of what each member sends or receives in some rounds."""
+    each = ([astuple(one) for one in same] for same in zip(*rounds, strict=True))
+    return [BoundaryCrossing(*map(fmean, zip(*same, strict=True))) for same in each]
 
 
 def _training_seconds(fleet: Fleet, steps: float) -> list[float]:
@@ -218,7 +251,9 @@ def _training_seconds(fleet: Fleet, steps: float) -> list[float]:
     return [steps * (group.micro_batches * (forward + backward) + update) for forward, backward, update in each]
 
 
-def _replicas(spec: RunSpec, fleets: Sequence[Fleet], timed: TimedRound, ideal: TimedRound) -> list[ReplicaPrediction]:
+def _replicas(
+    spec: RunSpec, fleets: Sequence[Fleet], timed: TimedPeriod, ideal: TimedPeriod
+) -> list[ReplicaPrediction]:
     """Return the prediction of every replica that the topology names, in its order."""
     found: dict[str, ReplicaPrediction] = {}
     for fleet, own, free in zip(fleets, timed.fleets, ideal.fleets, strict=True):

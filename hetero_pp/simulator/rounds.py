@@ -5,17 +5,18 @@ while contributions are in transit. A member's own links transfer one message af
 members share are never idle while a member could use them. So the last byte arrives at the time that their total needs
 (`all_sent`). Latency is the exception: it adds the longest one of those that share.
 
-Rounds overlap a little in any case, because a stage goes on as soon as it can. So the times are those of the second
-round; those after it are the same.
+Rounds overlap a little in any case, because a stage goes on as soon as it can. So a round comes before those that are
+timed. Those are one for each fragment, because their bytes differ; the rounds after them are the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, fields
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import floor
+from statistics import fmean
 
 import numpy as np
 
@@ -25,11 +26,13 @@ from hetero_pp.config.predictions import FleetSettings
 from hetero_pp.config.spec import MemberSpec, RunSpec
 from hetero_pp.config.topology import ParticipantsReplica, ReplicaSettings
 from hetero_pp.core.errors import ConfigError
+from hetero_pp.model.transformer import block_of
 from hetero_pp.simulator.costs import cost_of, hardware_of
 from hetero_pp.simulator.events import GroupClock, GroupOfEvents, Hop, OnSpan, inner_loops
 from hetero_pp.simulator.memory import Memory, memory_of_member, require_memory
 from hetero_pp.simulator.traffic import (
     BoundaryCrossing,
+    blob_sizes,
     crossing,
     exchange_bandwidth,
     is_at_site_of_exchange,
@@ -38,6 +41,7 @@ from hetero_pp.simulator.traffic import (
     rules_of_predictions,
     site_bandwidths,
     site_of,
+    wanted_blocks,
 )
 
 # ---- fleets: equal replicas of a run, each simulated once ----
@@ -70,21 +74,21 @@ class Fleet:
         return self.replicas[0]
 
 
-def fleets_of(spec: RunSpec) -> Iterator[Fleet]:
-    """Yield a fleet for every set of equal replicas of the run.
+def fleets_of(spec: RunSpec, round_: int = 1) -> Iterator[Fleet]:
+    """Yield a fleet for every set of equal replicas of the run, with the contributions to a round.
 
     Raises ConfigError for unknown hardware, costs or fleets of unknown names, and impossible sites or rings. Also
     raises it for too little memory, and says how much is missing.
     """
     require(rules_of_predictions(spec))
     for replicas in equal_replicas(spec):
-        fleet = _fleet_of(spec, replicas)
+        fleet = _fleet_of(spec, replicas, round_)
         for member, held, capacity in zip(fleet.members, fleet.memory, fleet.memory_capacity, strict=True):
             require_memory(spec, member, held, capacity)
         yield fleet
 
 
-def _fleet_of(spec: RunSpec, replicas: Sequence[ReplicaSettings]) -> Fleet:
+def _fleet_of(spec: RunSpec, replicas: Sequence[ReplicaSettings], round_: int) -> Fleet:
     replica = replicas[0]
     settings = spec.config.simulate.fleets.get(replica.name, FleetSettings(count=len(replicas)))
     members = [spec.members[name] for name in replica.members]
@@ -125,21 +129,30 @@ def _fleet_of(spec: RunSpec, replicas: Sequence[ReplicaSettings]) -> Fleet:
             capacities=capacities,
         ),
         message_bytes=sizes,
-        up=[crossing(spec, member, "forward") for member in members],
-        down=[crossing(spec, member, "backward") for member in members],
+        up=[crossing(spec, member, "forward", round_) for member in members],
+        down=[crossing(spec, member, "backward", round_) for member in members],
         sites=[site_of(spec, member) for member in members],
         at_site_of_exchange=[is_at_site_of_exchange(spec, member) for member in members],
-        contribute=[cost.contribute for cost in costs],
-        apply=[cost.apply for cost in costs],
+        contribute=[c.contribute * outer_share(spec, one, round_)[0] for c, one in zip(costs, members, strict=True)],
+        apply=[c.apply * outer_share(spec, one, round_)[1] for c, one in zip(costs, members, strict=True)],
         stays=(1 - settings.churn) ** len(members),
         memory=[memory_of_member(spec, one, own.is_accelerator) for one, own in zip(members, hardware, strict=True)],
         memory_capacity=[own.memory * replica.devices_of(stage) for stage, own in enumerate(hardware)],
     )
 
 
+def outer_share(spec: RunSpec, member: MemberSpec, round_: int) -> tuple[float, float]:
+    """Return a round's share of a member's work on the outer rounds of all fragments: to contribute, and to apply."""
+    sizes = blob_sizes(spec)[member.replica.name]
+
+    def share(blocks: Collection[str]) -> float:
+        return sum(sizes[one] for one in spec.fragments.among(blocks, round_)) / sum(sizes[one] for one in blocks)
+
+    return share(set(map(block_of, member.owned))), share(wanted_blocks(spec, member))
+
+
 # ---- the rounds of all fleets ----
 
-ROUNDS = 2  # rounds that are simulated; the last is measured
 PROBED = 17  # steps of the simulation that decides how many fit into a round of a given time
 
 Watch = Callable[[str], OnSpan]
@@ -148,35 +161,48 @@ Watch = Callable[[str], OnSpan]
 
 @dataclass(frozen=True)
 class TimedFleet:
-    """Times of a replica of a fleet in one round."""
+    """Mean times of a replica of a fleet in a round."""
 
     inner_seconds: float
     step_seconds: float
-    steps: int
+    steps: float
 
 
 @dataclass(frozen=True)
-class TimedRound:
-    """Times of one round."""
+class TimedPeriod:
+    """Times of one round of each fragment, and their means."""
 
-    round_seconds: float
-    outer_seconds: float
+    by_fragment: Sequence[float]  # seconds of each round
+    outer_by_fragment: Sequence[float]
     """Seconds from the end of the slowest inner loop until the last member goes on, without the evaluation."""
     fleets: Sequence[TimedFleet]
 
+    @property
+    def round_seconds(self) -> float:
+        return fmean(self.by_fragment)
 
-def time_round(spec: RunSpec, fleets: Sequence[Fleet], communicates: bool, watch: Watch | None = None) -> TimedRound:
-    """Return the times of a round; without `communicates`, links cost nothing. Raises ConfigError as `round_lengths`.
+    @property
+    def outer_seconds(self) -> float:
+        return fmean(self.outer_by_fragment)
+
+
+def time_period(
+    spec: RunSpec, rounds: Sequence[Sequence[Fleet]], communicates: bool, watch: Watch | None = None
+) -> TimedPeriod:
+    """Return the times of rounds, one of each fragment, whose fleets are in `rounds`.
+
+    Without `communicates`, links cost nothing. Raises ConfigError as `round_lengths`.
 
     With `outer.overlap` a round begins once the one before was applied, with its inner loop already trained. Training
     and the contributions in transit each have the full bandwidth of every line, so such a round may be shorter than its
     lines need for all bytes.
     """
-    overlaps = bool(spec.config.outer.overlap)
+    overlaps, fleets = bool(spec.config.outer.overlap), rounds[-1]
     lengths = round_lengths(spec, fleets, communicates)
     clocks = _clocks(spec, fleets, communicates, watch)
     gathers = communicates and not is_ring(spec.config.simulate)
-    opened, ends, spent, timed = 0.0, [0.0], 0.0, list[TimedFleet]()
+    opened, ends, spent, timed = 0.0, list[float](), 0.0, list[TimedFleet]()
+    outer, every = list[float](), list[list[TimedFleet]]()
 
     def last() -> float:
         return max(max(clock.free) for clock in clocks)
@@ -204,7 +230,7 @@ def time_round(spec: RunSpec, fleets: Sequence[Fleet], communicates: bool, watch
 
     if overlaps:
         train()
-    for _ in range(ROUNDS):
+    for fleets in [rounds[-1], *rounds]:
         if not overlaps:
             train()
         began = last()
@@ -235,12 +261,17 @@ def time_round(spec: RunSpec, fleets: Sequence[Fleet], communicates: bool, watch
             ]
             until("wait", both)
         until("apply", [_sums(clock.free, fleet.apply) for clock, fleet in zip(clocks, fleets, strict=True)])
-        outer = last() - began - (spent if overlaps else 0.0)
+        outer.append(last() - began - (spent if overlaps else 0.0))
         for clock in clocks:
             clock.evaluate()
             clock.free[:] = [max(clock.free)] * len(clock.free)  # a replica gets its next task when all members ask
         ends.append(last())
-    return TimedRound(ends[-1] - ends[-2], outer, timed)
+        every.append(timed)
+    means = [
+        TimedFleet(*(fmean(getattr(one, key.name) for one in same) for key in fields(TimedFleet)))
+        for same in zip(*every[1:], strict=True)
+    ]
+    return TimedPeriod([end - start for start, end in pairwise(ends)], outer[1:], means)
 
 
 def round_lengths(spec: RunSpec, fleets: Sequence[Fleet], communicates: bool) -> list[Callable[[float], int]]:

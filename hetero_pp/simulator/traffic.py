@@ -123,41 +123,46 @@ def wanted_blocks(spec: RunSpec, member: MemberSpec) -> set[str]:
     return {block_of(name) for name in (*member.owned, *([EMBEDDING] if member.follows_embedding else ()))}
 
 
-def exchange_messages(spec: RunSpec, member: MemberSpec, with_fleets: bool = True) -> Messages:
+def exchange_messages(spec: RunSpec, member: MemberSpec, round_: int = 1, with_fleets: bool = True) -> Messages:
     """Return the blobs that a member submits to the exchange in a round (forward), and fetches of others (backward).
 
-    `with_fleets`: whether a name stands for all replicas that `simulate.fleets` puts behind it.
+    `round_` decides the fragment. `with_fleets`: whether a name stands for all replicas that `simulate.fleets` puts
+    behind it.
     """
-    blocks, sizes = {block_of(name) for name in member.owned}, blob_sizes(spec)[member.replica.name]
-    fetched = _fetched(spec, member, with_fleets).values()
+    blocks, sizes = _contributed(spec, member, round_), blob_sizes(spec)[member.replica.name]
+    fetched = _fetched(spec, member, round_, with_fleets).values()
     received = [(size, count) for found in fetched for size, count in found.items() if count]
     return {"forward": [(sizes[block], 1) for block in blocks], "backward": received}
 
 
-def exchange_calls(spec: RunSpec, member: MemberSpec) -> int:
+def _contributed(spec: RunSpec, member: MemberSpec, round_: int) -> frozenset[str]:
+    return spec.fragments.among({block_of(name) for name in member.owned}, round_)
+
+
+def exchange_calls(spec: RunSpec, member: MemberSpec, round_: int = 1) -> int:
     """Return the calls in which a member submits and fetches these blobs. Small blobs cross in one call.
 
     Blobs of one block that are fetched have almost equal sizes, so that their mean is used. Where few of them fit in a
     call, a member may make one call more or less for a block.
     """
-    sizes, blocks = blob_sizes(spec)[member.replica.name], {block_of(name) for name in member.owned}
+    sizes, blocks = blob_sizes(spec)[member.replica.name], _contributed(spec, member, round_)
     own = ((block, range(sizes[block])) for block in shapes_by_block(spec.parameter_shapes) if block in blocks)
     calls = sum(1 for _ in batches(own))
-    for found in _fetched(spec, member, with_fleets=True).values():
+    for found in _fetched(spec, member, round_, with_fleets=True).values():
         count, total = sum(found.values()), sum(size * times for size, times in found.items())
         if total:
             calls += math.ceil(count / (1 + min(FOLLOWING_BYTES_MAX * count // total, FOLLOWING_MAX)))
     return calls
 
 
-def _fetched(spec: RunSpec, member: MemberSpec, with_fleets: bool) -> dict[str, Counter[int]]:
+def _fetched(spec: RunSpec, member: MemberSpec, round_: int, with_fleets: bool) -> dict[str, Counter[int]]:
     """Return block -> size -> number of such blobs of other replicas that a member fetches in a round."""
-    own, wanted = member.replica.name, wanted_blocks(spec, member)
+    own, wanted = member.replica.name, spec.fragments.among(wanted_blocks(spec, member), round_)
     down = {block: Counter[int]() for block in wanted}
     for blobs, count in _distinct_blobs(spec, with_fleets):
         for block in wanted:
             down[block][blobs[block]] += count
-    for block in {block_of(name) for name in member.owned} & wanted:
+    for block in _contributed(spec, member, round_) & wanted:
         down[block][blob_sizes(spec)[own][block]] -= 1
     return down
 
@@ -182,9 +187,9 @@ def replica_count(spec: RunSpec) -> int:
     return sum(count_behind(spec.config, replica.name) for replica in spec.config.replicas)
 
 
-def exchange_link_loads(spec: RunSpec, member: MemberSpec) -> dict[Direction, LinkLoad]:
-    """Return the bytes on the link from a member to the exchange, in the run itself."""
-    messages = exchange_messages(spec, member, with_fleets=False)
+def exchange_link_loads(spec: RunSpec, member: MemberSpec, round_: int = 1) -> dict[Direction, LinkLoad]:
+    """Return the bytes on the link from a member to the exchange in a round of the run itself."""
+    messages = exchange_messages(spec, member, round_, with_fleets=False)
     return {way: LinkLoad(outer_round=sum(size * times for size, times in messages[way])) for way in messages}
 
 
@@ -206,9 +211,9 @@ def is_ring(simulate: SimulateSettings) -> bool:
     return simulate.exchange in RINGS
 
 
-def outer_messages(spec: RunSpec, member: MemberSpec) -> Messages:
-    """Return the messages that a member sends and receives, as (bytes, number of them)."""
-    gathered, replicas = exchange_messages(spec, member), replica_count(spec)
+def outer_messages(spec: RunSpec, member: MemberSpec, round_: int = 1) -> Messages:
+    """Return the messages that a member sends and receives in a round, as (bytes, number of them)."""
+    gathered, replicas = exchange_messages(spec, member, round_), replica_count(spec)
     own = sum(size for size, _ in gathered["forward"])
     match spec.config.simulate.exchange:
         case "gather":
@@ -216,14 +221,15 @@ def outer_messages(spec: RunSpec, member: MemberSpec) -> Messages:
         case "parameter_server":
             # The server sends every value that any replica sent. No two are assumed to have kept the same position.
             sizes = sum_bytes(spec, replicas)
-            received = [(sizes[block], 1) for block in sorted(wanted_blocks(spec, member))]
+            wanted = spec.fragments.among(wanted_blocks(spec, member), round_)
+            received = [(sizes[block], 1) for block in sorted(wanted)]
             return {"forward": gathered["forward"], "backward": received}
         case "ring_all_gather":
             passed_on = [(own, replicas - 1)]
         case "ring_all_reduce":
             passed_on = [(-(-own // replicas), 2 * (replicas - 1))]
         case "sparse_ring":
-            parts = [-(-sum(sum_bytes(spec, count).values()) // replicas) for count in range(1, replicas + 1)]
+            parts = [-(-_sum_of_round(spec, count, round_) // replicas) for count in range(1, replicas + 1)]
             passed_on = [*((part, 1) for part in parts[:-1]), (parts[-1], replicas - 1)]
     passed_on = [message for message in passed_on if message[1]]
     return {"forward": passed_on, "backward": passed_on}
@@ -245,10 +251,16 @@ def sum_bytes(spec: RunSpec, count: int) -> dict[str, int]:
     }
 
 
-def expected_volume(spec: RunSpec, replicas: int) -> Volume:
-    """Return the bytes on the wire of contributions of that number of replicas, by the formulas above."""
-    mean = fmean(sum(blobs.values()) for blobs in blob_sizes(spec).values())
-    sums = [sum(sum_bytes(spec, count).values()) for count in range(1, replicas + 1)]
+def _sum_of_round(spec: RunSpec, count: int, round_: int) -> int:
+    sizes = sum_bytes(spec, count)
+    return sum(sizes[block] for block in spec.fragments.among(sizes, round_))
+
+
+def expected_volume(spec: RunSpec, replicas: int, round_: int = 1) -> Volume:
+    """Return the bytes on the wire of that number of contributions to a round, by the formulas above."""
+    sizes = blob_sizes(spec).values()
+    mean = fmean(sum(own[block] for block in spec.fragments.among(own, round_)) for own in sizes)
+    sums = [_sum_of_round(spec, count, round_) for count in range(1, replicas + 1)]
     is_dense = spec.config.outer.compression.density == 1
     return Volume(
         gather=mean,
@@ -280,10 +292,10 @@ class BoundaryCrossing:
         return self.seconds + self.delay
 
 
-def crossing(spec: RunSpec, member: MemberSpec, direction: Direction) -> BoundaryCrossing:
-    """Return what a member sends (`forward`) or receives. Every message follows the one before."""
+def crossing(spec: RunSpec, member: MemberSpec, direction: Direction, round_: int = 1) -> BoundaryCrossing:
+    """Return what a member sends (`forward`) or receives in a round. Every message follows the one before."""
     link = spec.links[exchange_link_name(member.name)]
-    shape, messages = link.shape(direction), outer_messages(spec, member)[direction]
+    shape, messages = link.shape(direction), outer_messages(spec, member, round_)[direction]
     wire = wire_bytes_of(messages)
     delay = sum(times for _, times in messages) * (shape.latency + shape.jitter / 2)
     return BoundaryCrossing(wire, wire * 8 / (link.bottleneck(direction) or math.inf), delay)

@@ -181,6 +181,7 @@ class OuterRound:
                 undecided.blobs[block] = encode_blob(address, selections, self.settings.compression)
                 yield block, undecided.blobs[block]
             if self.settings.is_streaming:
+                self.own.after = {}  # first, to avoid holding it beside the new one
                 self.own.after = self._now() | self.own.starts
                 self.own.starts.clear()
 

@@ -66,8 +66,8 @@ class RehearsedRound(OuterRound):
 
     def compress(self, round_: int, undecided: Undecided) -> tuple[Mapping[str, bytes], Iterator[tuple[str, bytes]]]:
         """Return the blobs, and yield them by block, each after the time that its compression takes."""
-        blobs = self.blobs(round_, undecided.generation)
-        total = sum(self._sizes[block] for block in blobs)
+        # The cost is that of the rounds of all fragments together.
+        blobs, total = self.blobs(round_, undecided.generation), sum(map(self._sizes.__getitem__, self._shapes))
 
         def compressed() -> Iterator[tuple[str, bytes]]:
             for block in blobs:
@@ -81,7 +81,7 @@ class RehearsedRound(OuterRound):
     def apply(self, record: RoundRecord, own: Mapping[str, bytes] | None, is_missed: bool = False) -> None:
         """Fetch what a member fetches, and verify it. `own` is None if the round does not include it."""
         fetch, needed = self.session.fetches(record.round), self.fragments.among(self._needed, record.round)
-        count = len(needed) * len(record.contributions)
+        total = sum(map(self._sizes.__getitem__, self._needed)) * len(record.contributions)
         for block in sorted(needed):
             for entry in record.contributions:
                 is_own = own is not None and entry.replica == self.session.replica and block in self.blocks
@@ -90,7 +90,7 @@ class RehearsedRound(OuterRound):
                 named = next(blob.sha256 for blob in entry.blobs if blob.block == block)
                 if data is not None and hashlib.sha256(data).digest() != named:
                     raise MalformedContribution(f"{entry.replica}, {block}: differs from the blob in the round record")
-                self._pace.compute(self._cost.apply / count)
+                self._pace.compute(self._cost.apply * self._sizes[block] / total)
         self.own.trained.pop(record.round, None)
         self.session.confirm(self.session.member, record.round, {})
 

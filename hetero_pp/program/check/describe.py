@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from statistics import fmean
 
 from rich.console import Console
 
@@ -41,7 +42,9 @@ def print_run(told: str, prepared: Prepared) -> None:
             hops = range(len(replicas[0].members) - 1)
             loads |= {stage_link_name(replica.name, hop): of_each_hop for replica in replicas for hop in hops}
     for member in spec.members.values():
-        loads[exchange_link_name(member.name)] = exchange_link_loads(spec, member)
+        each = [exchange_link_loads(spec, member, round_) for round_ in range(1, spec.fragments.count + 1)]
+        means = {way: round(fmean(one[way].outer_round for one in each)) for way in DIRECTIONS}
+        loads[exchange_link_name(member.name)] = {way: LinkLoad(outer_round=mean) for way, mean in means.items()}
     console.print(_links_table(spec, loads))
     if spec.lines:
         console.print(_lines_table(spec, loads))
@@ -109,8 +112,10 @@ def _print_run(console: Console, told: str, prepared: Prepared) -> None:
     signs = "signs and one magnitude per chunk"
     values = signs if compression.quantiser == "signs" else f"{format_count(compression.value_bits, 'bit')} per value"
     kept = f"density {format_ratio(compression.density)}, {values}"
-    size = format_bytes(max(sum(blobs.values()) for blobs in blob_sizes(spec).values()))
-    say(console, f"Contributions: {kept}, about {size} per replica and round.")
+    count = spec.fragments.count
+    size = format_bytes(max(sum(blobs.values()) for blobs in blob_sizes(spec).values()) / count)
+    told = "" if count == 1 else f", in the mean over {count} fragments"
+    say(console, f"Contributions: {kept}, about {size} per replica and round{told}.")
     # What the run leaves on all hosts together, without its encoded text.
     hosts = [EXCHANGE, *spec.members]
     uses = {purpose: use for purpose, use in disk_use(spec, hosts).items() if purpose != OF_THE_ROUND}

@@ -229,7 +229,9 @@ def launch(
 
 def rehearse(
     config: ConfigPath,
-    rounds: Annotated[int, typer.Option(min=1, help="Rehearse at most this many outer rounds.")] = 3,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Rehearse at most this many outer rounds, or one per fragment.")
+    ] = 3,
     steps: Annotated[int, typer.Option(min=1, help="Rehearse at most this many inner steps of each round.")] = 4,
     calibration: Calibration = None,
     json_path: JsonPath = None,

@@ -85,7 +85,8 @@ def _contributing(state: RunState, waiting: pb.Waiting, now: float, seconds: flo
     # A round waits for an optional replica only while that is complete.
     complete = state.replicas.keys() - {state.members[slot].replica for slot in state.vacant}
     replicas = [one for one in state.changed.replicas_in(waiting.round) if not one.optional or one.name in complete]
-    total = len({*(member for one in replicas for member in one.members), *missing})
+    asked = (member for one in replicas for member in one.members)
+    total = len({*(one for one in asked if state.spec.roster.contributes(one, waiting.round)), *missing})
     names = f" from {listed(missing)}" if len(missing) < total else ""
     waits = f"waiting for {len(missing)} of {format_count(total, 'contribution')}{names}"
     silent = [
@@ -99,7 +100,7 @@ def _contributing(state: RunState, waiting: pb.Waiting, now: float, seconds: flo
     if computing:
         stalled = f"; computing for {format_seconds(seconds)}: {listed(computing)}"
     if not sees_all or waiting.round != state.rounds + 1:
-        return f"round {waiting.round}: {waits}{heard}{stalled}"
+        return f"round {waiting.round}{_fragment(state, waiting.round)}: {waits}{heard}{stalled}"
     done, planned = state.progress_of_open_round(now)
     is_training = done < planned
     if is_training and not silent and seconds < STALL_SECONDS:
@@ -107,7 +108,13 @@ def _contributing(state: RunState, waiting: pb.Waiting, now: float, seconds: flo
     what = "training" if is_training else "trained"
     unit = "s" if state.inner_steps is None else "inner steps"
     steps = f"{format_amount(done)} of {format_amount(planned)} {unit}"
-    return f"round {waiting.round}: {what} ({steps}; {waits}){heard}{stalled}"
+    return f"round {waiting.round}{_fragment(state, waiting.round)}: {what} ({steps}; {waits}){heard}{stalled}"
+
+
+def _fragment(state: RunState, round_: int) -> str:
+    """Return what follows the number of a round: ` (fragment 2 of 4)`, or nothing."""
+    told = state.spec.fragments.describe(round_)
+    return told and f" ({told})"
 
 
 def format_amount(value: float) -> str:
@@ -141,7 +148,8 @@ def round_line(state: RunState, round_: int) -> str:
     included = [replica for replica in state.spec.replicas_ever if replica.name in counted.sizes]
     members = [member for replica in included for member in replica.members]
     speed = speeds(state, round_, members, counted.tokens, seconds)
-    line = f"round {round_}/{state.rounds_planned}: {', '.join([what, format_seconds(seconds), *speed])}"
+    parts = ", ".join([what, format_seconds(seconds), *speed])
+    line = f"round {round_}/{state.rounds_planned}{_fragment(state, round_)}: {parts}"
     unevaluated = {name: why for name, why in missing.items() if name not in uncounted}
     for what, reasons in (("excluded", uncounted), ("not evaluated", unevaluated)):
         # Of the form `home (home.1 was killed by SIGKILL), dc was late`.
@@ -349,7 +357,8 @@ class OwnRoundLines:
             here = (
                 f"{sum(there)} of {format_count(len(members), 'member')} {'is' if sum(there) == 1 else 'are'} present"
             )
-            yield f"round {state.rounds + 1} of {state.rounds_planned} is open; {here}"
+            number = state.rounds + 1
+            yield f"round {number} of {state.rounds_planned}{_fragment(state, number)} is open; {here}"
             yield from trouble_lines(state, now)
             if state.waiting is not None:
                 yield waiting_line(state, now, sees_all=False)

@@ -280,6 +280,7 @@ def _round(state: RunState, round_: int) -> dict[str, Any]:
         }
     return {
         "round": round_,
+        "fragment": state.spec.fragments.describe(round_),
         "closed": _since_start(state, closed.time),
         # It is not known how long a round took if it is not known when the one before closed.
         "seconds": state.round_seconds(round_) if round_ == 1 or round_ - 1 in state.closed else None,

@@ -158,7 +158,7 @@ def _row_result(
     if "gather" in result:  # the megabytes of each collective over the run, from the settings alone
         spec = RunSpec(setting.config(row), setting.scale.vocabulary)
         rounds = range(1, spec.config.rounds + 1)
-        sent = [ways_of(expected_volume(spec, len(replicas_in(spec.config, round_)))) for round_ in rounds]
+        sent = [ways_of(expected_volume(spec, len(replicas_in(spec.config, round_)), round_)) for round_ in rounds]
         result["by_formula"] = {way: sum(one[way] for one in sent) / 1e6 for way in sent[0]}
     return result
 

@@ -139,6 +139,7 @@ function round(id, { history }, to) {
     title: `Round ${id}`,
     content: [
       facts([
+        ["Synchronises", own.fragment],
         ["Closed at", duration(own.closed)],
         ["Took", seconds(own.seconds)],
         ["Bytes", bytes(own.bytes)],
