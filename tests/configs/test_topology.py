@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hetero_pp.config.lines import LinkSettings
 from hetero_pp.config.run_config import RunConfig
 from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.topology import ExchangeSettings, ParticipantsReplica
+from hetero_pp.config.yaml_file import ConfigFile
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.model.part_settings import BoundarySettings
 from hetero_pp.outer.methods import METHODS
@@ -141,3 +143,32 @@ def test_engines_with_keys_of_their_own_refuse_those_of_torch(engine: str, setti
 def test_where_the_relay_listens(listen: str, relay: str | None, found: str) -> None:
     """By default beside the exchange. On loopback nobody has to open the port, so that any free one does."""
     assert ExchangeSettings(listen=listen, relay=relay).relays_at == found
+
+
+@pytest.mark.parametrize(
+    ("outer", "told"),
+    [
+        ("{rounds: 9, fragments: 6}", "outer.fragments: found 6, expected at most 5: each of them needs a layer"),
+        ("{rounds: 2, fragments: 3}", "outer.fragments: found 3, expected at most 2: each of them needs a layer"),
+        ("{rounds: 9, fragments: 0}", "outer.fragments: found `0`, expected"),
+        ("{rounds: 9, fragments: 2, mixing: 1}", "outer.mixing: found `1.0`, expected less than 1"),
+        ("{rounds: 9, fragments: 2, mixing: -0.1}", "outer.mixing: found `-0.1`, expected"),
+        ("{rounds: 9, fragments: 2, pattern: odd}", "outer.pattern: found `odd`, expected"),
+        (
+            "{rounds: 9, method: adamw_ddp, fragments: 2}",
+            "outer: adamw_ddp: found `fragments: 2` with averaged gradients",
+        ),
+        (
+            "{rounds: 9, method: adamw_ddp, mixing: 1/2}",
+            "outer: adamw_ddp: found `mixing: 0.5` with averaged gradients",
+        ),
+        ("{rounds: 9, overlap: 1, mixing: 1/2}", "outer: sparseloco_signs: found `mixing: 0.5` with `overlap: 1`"),
+    ],
+)
+def test_an_error_about_fragments_names_its_line(outer: str, told: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"name: m\nouter: {outer}\nreplicas:\n  - {{name: dc, kind: datacenter, batch_size: 2}}\n")
+    with pytest.raises(ConfigError) as error:
+        ConfigFile(path)
+    [line] = str(error.value).splitlines()
+    assert line.startswith(f"{path}:2: {told}")
