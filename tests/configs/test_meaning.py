@@ -15,13 +15,13 @@ from hetero_pp.core.settings import NotPartOf, Settings, meaning
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RUNS = {
-    "quickstart": "557f6bb6a661515893cdb781fa0eda4a",
-    "mixed_engines": "c868599772f2736a5527fc32da6b8439",
-    "unequal_groups": "e256db3403c2f9e7689a2e486ba10a01",
-    "plan/unequal": "6859bd5781ca3ec91e294999336f67d5",
-    "paper/1b": "8a2957e5feea9e39a0638ffb122eed6e",
-    "paper/het_pp_97_percent": "3dd0107435461ff45b87c95830e0072b",
-    "simulate/million": "1deb3fedd7b94f069de4b51fb9992526",
+    "quickstart": "ae9f0da3b5384c91a7c376210d2726ce",
+    "mixed_engines": "edf4b5612b11967255db30a7a58a5fa6",
+    "unequal_groups": "311855fcea3455d695a256b1b1cbd7ec",
+    "plan/unequal": "8361c18d7ae616b3ea4f45532878af9c",
+    "paper/1b": "60d57f68a00fa473144cdc0be7d3cbbf",
+    "paper/het_pp_97_percent": "b1352007279fc4830e80f9f63af5fbe0",
+    "simulate/million": "db27889ffcdd22964d7eb50c2008b010",
 }
 """Identities of runs. A change of one means that a run that was started before it cannot be resumed."""
 

@@ -248,7 +248,7 @@ def test_too_little_memory_says_of_what_and_which_key_helps(
         assert done[0] == 0, done[2]
 
 
-@pytest.mark.parametrize(("cell", "each"), [({"overlap": 1}, 12), ({"keep_local": True}, 4)])
+@pytest.mark.parametrize(("cell", "each"), [({"overlap": 1}, 8), ({"keep_local": True}, 4), ({"fragments": 2}, 4)])
 def test_what_a_round_keeps_beside_is_so_many_bytes_a_parameter(cell: dict[str, Any], each: int) -> None:
     replica = {"name": "a", "kind": "datacenter"}
     held = []
