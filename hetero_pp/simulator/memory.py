@@ -176,14 +176,15 @@ def memory_of_member(spec: RunSpec, member: MemberSpec, accelerated: bool) -> Me
         terms.append(Term("rounds ahead", largest if outer.is_streaming else two, TRAINED - APPLY, on_host=True))
     if outer.is_streaming:
         # PendingRounds.before and .starts, and .after once a contribution is compressed, or the next round is trained.
-        starts, held = (largest if outer.mixing or outer.overlap else 0.0), (1 + outer.overlap) * size
+        # A round that stops while it is applied returns to both.
+        starts = largest if outer.mixing or outer.overlap else 0.0
         terms += [
             Term("own parameters", n_bytes, phases, on_host=not outer.keep_on_device)
             for phases, n_bytes in (
                 (STEP | UPDATE, size),
-                (CONTRIBUTE, held + starts),
+                (CONTRIBUTE, (1 + outer.overlap) * size + starts),
                 (SAVE, 2 * size + starts),
-                (APPLY, held),
+                (APPLY, 2 * size),
             )
         ]
     if outer.keep_local:

@@ -64,6 +64,9 @@ class RehearsedRound(OuterRound):
         contents[min(shapes)] = np.random.default_rng(seed).bytes(room)
         return blob()
 
+    def end_inner_loop(self, round_: int) -> None:
+        self.own.trained[round_] = {}
+
     def compress(self, round_: int, undecided: Undecided) -> tuple[Mapping[str, bytes], Iterator[tuple[str, bytes]]]:
         """Return the blobs, and yield them by block, each after the time that its compression takes."""
         # The cost is that of the rounds of all fragments together.

@@ -128,14 +128,6 @@ def test_a_member_holds_the_tensors_that_are_predicted(
         predicted = {phase: _tensors(memory, phase) for phase in found}
         predicted[Phase.STEP] = max(predicted[Phase.STEP], _tensors(memory, Phase.UPDATE))
         predicted[Phase.CONTRIBUTE] = max(predicted[Phase.CONTRIBUTE], _tensors(memory, Phase.SAVE))
-        print(
-            "CASE",
-            case,
-            name,
-            {p.value: round((predicted[p] - found[p]) / memory.in_phase(Phase.STEP)["weights"], 2) for p in found},
-            predicted,
-            found,
-        )
         assert predicted == pytest.approx(found, rel=0.1), name
 
 
