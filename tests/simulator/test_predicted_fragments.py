@@ -54,7 +54,7 @@ def _carried(reports: list[Report]) -> dict[tuple[str, str, int], int]:
 @pytest.mark.parametrize("way", ["in process", "rehearsal", "rehearsal with overlap"])
 def test_each_round_carries_the_predicted_bytes_of_its_fragment(way: str, corpus: Path, tmp_path: Path) -> None:
     config = _config(corpus, tmp_path, overlap=int("overlap" in way))
-    spec, tolerance = RunSpec(config, 256), 0.1  # the size of a real blob depends on its values
+    spec, tolerance = RunSpec(config, 256), 0.25  # the size of a real blob depends on its values
     if way != "in process":
         tolerance, spec = 0.0, RunSpec(config.as_rehearsal(3, 1), 256)
         assert spec.config.rounds == 5 + config.outer.overlap  # the first, one of each fragment, and the last
