@@ -312,7 +312,9 @@ class Coordinator:
         elif self.open is not None:
             yield e.Look(self.open.number)  # it is closed, because training a round requires the one before
         for other in replica.slots:
-            if other.asked is not None and other.asked < round_ and not (has_trained and other is slot):
+            if has_trained and (other is slot or not self.rules.contributes(other.name, round_)):
+                continue  # it waits for the record: what it asked before came late
+            if other.asked is not None and other.asked < round_:
                 if self._gave_up(other):
                     yield from self._end_incarnation(other, GAVE_UP)
                     return

@@ -119,6 +119,10 @@ class Rules:
         """Return all blocks of a complete contribution to a round."""
         return self.fragments.among(self._blocks_of[replica], round_)
 
+    def contributes(self, slot: str, round_: int) -> bool:
+        """Return whether a slot has blocks of the fragment of a round."""
+        return bool(self.fragments.among(self.blocks[slot], round_))
+
     def steps_of(self, replica: str) -> range:
         """Return how many inner steps a replica's contribution may come from."""
         own = self.own_steps.get(replica)

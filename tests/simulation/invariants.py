@@ -57,6 +57,8 @@ class Watched:
     """Incarnation, round and generation that were assigned, by slot."""
     trains: dict[str, set[str]] = field(default_factory=dict)
     """Slots that were assigned the open round or report that they train it, by replica."""
+    keeps: dict[str, pb.KeptSteps] = field(default_factory=dict)
+    """The steps that a slot's newest request with some told of."""
     ended: dict[str, int] = field(default_factory=dict)
     """The newest incarnation that the coordinator has ended, by slot."""
     in_step: set[str] = field(default_factory=set)
@@ -190,6 +192,8 @@ class Invariants:
         acts = slot.held and event.incarnation in (None, slot.incarnation)
         if acts and isinstance(event, e.Heard | e.Asked | e.Deposited | e.Broken):
             watched.heard[event.slot] = host.now
+        if acts and isinstance(event, e.Asked) and event.kept is not None:
+            watched.keeps[event.slot] = event.kept
         if acts and isinstance(event, e.Heard):
             for one in self._world.members:
                 if one.training is not None and one.slot == event.slot and one.training.is_stuck:
@@ -331,7 +335,7 @@ class Invariants:
             return
         if effect.round > self._world.store.last + 1:
             raise Violation(1, f"{effect.slot} is told to train round {effect.round}, which cannot be open")
-        self._require_steps(host, effect)
+        self._require_steps(host, watched, effect)
         if effect.generation != sum(coordinator.slots[slot].incarnation for slot in self._world.slots_of[replica.name]):
             raise Violation(
                 5, f"{effect.slot} is told to train in generation {effect.generation}, which is not its replica's"
@@ -359,14 +363,18 @@ class Invariants:
         if len(others - {replica.name}) >= rules.needed_of(others - {replica.name}):
             raise Violation(6, f"{replica.name} begins round {effect.round} long after the others")
 
-    def _require_steps(self, host: Host, effect: e.Assign) -> None:
-        """Require that a group resumes with all steps that its waiting members keep."""
+    def _require_steps(self, host: Host, watched: Watched, effect: e.Assign) -> None:
+        """Require that a group resumes with all steps that its waiting members keep, as far as they could tell of them.
+
+        An earlier request of a member may arrive late, and before the one that tells what it keeps.
+        """
         replica = host.coordinator.rules.slots[effect.slot]
         there = {one.slot: one for one in self._world.members if one.replica == replica and one.phase == ASKING}
         if not host.coordinator.rules.resumes or there.keys() != set(self._world.slots_of[replica]):
             return
         slots = host.coordinator.slots
-        keep = [one for one in there.values() if one.kept is not None and slots[one.slot].healed_for != effect.round]
+        told = [one for one in there.values() if one.kept is not None and watched.keeps.get(one.slot) == one.kept]
+        keep = [one for one in told if slots[one.slot].healed_for != effect.round]
         kept = {one.slot: one.kept for one in keep if one.kept and one.kept.round == effect.round}
         newest = max((one.generation for one in kept.values()), default=0)
         applied = max((one.applied for one in kept.values() if one.generation == newest), default=0)

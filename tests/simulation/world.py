@@ -142,13 +142,12 @@ class World:
         return self.rules.limit + STUCK_SECONDS
 
     def _look_whether_stuck(self) -> None:
-        replicas, least = self.rules.replicas, self.rules.needed
-        calm = max(self._decided_at, *sorted(self._calm_since[one] for one in replicas)[:least])
-        self._stuck_at = calm + self._patience
+        there = [replica for replica in self.rules.replicas if self._is_well(replica)]
+        enough = sorted(self._calm_since[one] for one in there)[: self.rules.needed_of(there)]
+        self._stuck_at = max(self._decided_at, *enough, 0.0) + self._patience
         if self.timeline.now <= self._stuck_at:
             return
         self._stuck_at = self.timeline.now + self._patience
-        there = [replica for replica in replicas if self._is_well(replica)]
         if self.store.last == self.rounds:
             left = [member.process for member in self.members]
             raise Violation(6, f"the run is over, and {left} do not end")
