@@ -327,7 +327,7 @@ def test_error_feedback_changes_after_it_was_copied(tmp_path: Path, monkeypatch:
         result(copy)
 
     monkeypatch.setattr(Future, "result", waited_for)
-    feedback.begin(1, None)
+    feedback.begin(1, None, error)
     for name in error:
         feedback.to_change(name).zero_()
     feedback.take_back()
