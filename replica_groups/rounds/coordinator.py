@@ -270,6 +270,9 @@ class Coordinator:
             yield from (e.LookUp(other.name) for other in replica.slots)
         elif round_ is not None and event.generation == replica.generation and replica.alive:
             yield from self._adopt(slot, round_, event.resumption)
+        elif round_ is not None and event.generation < replica.generation and replica.round and replica.trained is None:
+            # Another coordinator assigned the present generation, and one that knew less an earlier one to this member.
+            yield e.Suspend(slot.name, slot.incarnation, event.generation, "its replica has a new generation")
         elif round_ is not None and replica.round is None and slot.asked is None:
             # Otherwise the member has returned since, and this heartbeat is older. A member whose replica's
             # contribution is complete waits for the record and evaluates, for which it needs no member that is gone.

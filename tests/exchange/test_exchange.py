@@ -37,7 +37,7 @@ from hetero_pp.config.checkpoint import RunCheckpoint, initial_checkpoint
 from hetero_pp.config.lines import EXCHANGE
 from hetero_pp.config.spec import Roster
 from hetero_pp.core.errors import Refused, RunFailed
-from hetero_pp.messages.messages_pb2 import EXCLUDED, HEALED, MembershipEvent, Report
+from hetero_pp.messages.messages_pb2 import EXCLUDED, HEALED, BlobEntry, MembershipEvent, Report
 from hetero_pp.outer.step import parameters_sha256
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, contribution_digest
 from hetero_pp.rpc.exchange_service import Caller
@@ -259,6 +259,17 @@ def test_a_replica_is_barred_if_a_member_differs_again_within_16_rounds(after: i
     coordinator.step(e.Audited(20 + after, {"w": b"right"}), 0.0)
     effects = coordinator.step(e.Confirmed("a", 1, 20 + after, {"w": b"wrong"}), 0.0)
     assert any(isinstance(one, MembershipEvent) and one.what == EXCLUDED for one in effects) == is_barred
+
+
+def test_a_member_that_was_assigned_an_old_generation_is_told_to_return() -> None:
+    """A coordinator that knew less has assigned it. Its neighbours have contributed in the present one, and wait."""
+    rules = Rules({"x.0": "x", "x.1": "x"}, {"x.0": FIRST, "x.1": LAST})
+    coordinator = Coordinator(rules, 0.0, {"x.0": 2, "x.1": 1}, goes_on=True)
+    coordinator.step(e.Began(0, 5), 0.0)
+    coordinator.step(e.Deposited("x.0", 2, 1, 3, min(FIRST), BlobEntry(block=min(FIRST)), 10), 0.0)
+    own, older = (coordinator.step(e.Heard("x.1", 1, 1, generation, 1, True), 0.0) for generation in (3, 2))
+    assert own == []
+    assert [(one.slot, one.generation) for one in older if isinstance(one, e.Suspend)] == [("x.1", 2)]
 
 
 def test_if_all_replicas_of_the_operator_differ_the_run_ends(exchange: Exchange, checkpoint: RunCheckpoint) -> None:

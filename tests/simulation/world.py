@@ -143,7 +143,8 @@ class World:
 
     def _look_whether_stuck(self) -> None:
         there = [replica for replica in self.rules.replicas if self._is_well(replica)]
-        enough = sorted(self._calm_since[one] for one in there)[: self.rules.needed_of(there)]
+        among = self.rules.replicas if self.injector.is_over else there
+        enough = sorted(self._calm_since[one] for one in among)[: self.rules.needed_of(among)]
         self._stuck_at = max(self._decided_at, *enough, 0.0) + self._patience
         if self.timeline.now <= self._stuck_at:
             return
