@@ -86,7 +86,7 @@ def _contributing(state: RunState, waiting: pb.Waiting, now: float, seconds: flo
     complete = state.replicas.keys() - {state.members[slot].replica for slot in state.vacant}
     replicas = [one for one in state.changed.replicas_in(waiting.round) if not one.optional or one.name in complete]
     asked = (member for one in replicas for member in one.members)
-    total = len({*(one for one in asked if state.spec.roster.contributes(one, waiting.round)), *missing})
+    total = len({*(one for one in asked if state.changed.roster.contributes(one, waiting.round)), *missing})
     names = f" from {listed(missing)}" if len(missing) < total else ""
     waits = f"waiting for {len(missing)} of {format_count(total, 'contribution')}{names}"
     silent = [
