@@ -38,7 +38,7 @@ class HostProcesses:
         path = self.processes[host].files[0]
         return path.read_text() if path.exists() else ""
 
-    def wait(self, host: str, seconds: float = 150) -> tuple[int, str, str]:
+    def wait(self, host: str, seconds: float = 240) -> tuple[int, str, str]:
         """Wait for a host's process. Return its exit code, stdout and stderr."""
         said, errors = self.processes[host].communicate(timeout=seconds)
         return self.processes[host].wait(seconds), said, errors
