@@ -69,7 +69,7 @@ MUTATIONS: dict[str, tuple[Edit, ...]] = {
     ),
     "does not suspend survivors": (
         Edit(Coordinator, "_suspend", SUSPENDED, NOT_SUSPENDED),
-        Edit(Coordinator, "_heard", SUSPENDED, NOT_SUSPENDED),
+        Edit(Coordinator, "_heard", "if self._trains_ahead_of(round_) or not (is_decided or is_open):", "if False:"),
     ),
     "tells who has returned to return": (
         Edit(Coordinator, "_heard", "replica.round is None and slot.asked is None", "True"),
