@@ -19,7 +19,7 @@ demo: $(READY)
 # environment says not to: otherwise every process that a test starts compiles all modules again.
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(READY)
-	$(BIN)/python -m pytest -n 6 --dist loadfile --no-loadscope-reorder --ignore tests/page -m "not long and not browser"
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --ignore tests/page -m "not long and not browser"
 
 # Opens the page of runs in Debian's chromium.
 page-test: $(READY)

@@ -398,10 +398,14 @@ def launch_members(
             if failed is None or failed in str(error):
                 raise
             raise RunFailed(f"{error}; the run ended because {failed}") from None
-        watcher.join()
+        # Its members have ended. If the reports came from a host that froze, its successor may have ended, too.
+        watcher.join(SECONDS_FOR_LAST_REPORTS)
 
 
 # ---- the record of a run, and its folder ----
+
+SECONDS_FOR_LAST_REPORTS = 30.0
+"""Longest wait for reports once all members of this host have ended: longer than a standby takes to take over."""
 
 MOST_REFUSALS = 20  # number of the exchange's refusals that are shown; metrics.jsonl has all of them
 MOST_REFUSALS_OF_A_MEMBER = 5
