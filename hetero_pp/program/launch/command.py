@@ -6,6 +6,7 @@ Top to bottom: how a command starts, the whole topology, one part of it, the rep
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +32,7 @@ from hetero_pp.config.overrides import Given
 from hetero_pp.config.spec import RunSpec, require_known_basis
 from hetero_pp.config.topology import DatacenterReplica
 from hetero_pp.config.yaml_file import ConfigFile, save_config
-from hetero_pp.core.errors import ConfigError, HeteroPPError, RunFailed, RunOver, StoreError, TakenOver
+from hetero_pp.core.errors import ConfigError, HeteroPPError, LinkTimeout, RunFailed, RunOver, StoreError, TakenOver
 from hetero_pp.core.files import print_without_fail
 from hetero_pp.core.units import format_count, format_seconds
 from hetero_pp.messages.messages_pb2 import Begun, Report
@@ -356,7 +357,7 @@ def launch_members(
     Raises RunFailed with the cause if one of them ends early. Raises ConfigError instead if another run serves at the
     exchange's address, and this host's run does not return within `exchange.timeout`.
     """
-    refused = ""
+    refused, have_ended = "", threading.Event()
 
     def on_refused(cause: str) -> None:
         nonlocal refused
@@ -365,6 +366,9 @@ def launch_members(
         rounds.say(f"{cause} (not verified, because its certificate is not of this run; {waits})")
 
     def on_wait(seconds: float, has_answered: bool) -> None:
+        # If the last reports came from a host that froze, its successor may have ended, too.
+        if have_ended.is_set() and seconds >= SECONDS_FOR_LAST_REPORTS:
+            raise LinkTimeout("no exchange answers, and all members of this host have ended")
         rounds.say(no_answer(exchange.address, seconds, exchange.timeout, has_answered or exchange.has_answered))
 
     def on_report(report: Report) -> None:
@@ -398,14 +402,17 @@ def launch_members(
             if failed is None or failed in str(error):
                 raise
             raise RunFailed(f"{error}; the run ended because {failed}") from None
-        # Its members have ended. If the reports came from a host that froze, its successor may have ended, too.
-        watcher.join(SECONDS_FOR_LAST_REPORTS)
+        have_ended.set()
+        watcher.join()
 
 
 # ---- the record of a run, and its folder ----
 
 SECONDS_FOR_LAST_REPORTS = 30.0
-"""Longest wait for reports once all members of this host have ended: longer than a standby takes to take over."""
+"""Seconds without an exchange after which a host whose members have ended stops waiting for the last reports.
+
+A standby takes over sooner.
+"""
 
 MOST_REFUSALS = 20  # number of the exchange's refusals that are shown; metrics.jsonl has all of them
 MOST_REFUSALS_OF_A_MEMBER = 5

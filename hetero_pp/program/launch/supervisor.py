@@ -468,13 +468,13 @@ class Watcher:
         with self._changed:
             self._changed.wait_for(lambda: self._is_over or self._handed_on >= reports)
 
-    def wait(self, seconds: float | None = None) -> None:
-        """Wait for the last report, at most so many seconds."""
-        self._thread.join(seconds)
+    def wait(self) -> None:
+        """Wait for the last report."""
+        self._thread.join()
 
-    def join(self, seconds: float | None = None) -> None:
-        """Wait for the last report, at most so many seconds. Raises RunFailed if a report could not be handed on."""
-        self.wait(seconds)
+    def join(self) -> None:
+        """Wait for the last report. Raises RunFailed if a report could not be handed on."""
+        self.wait()
         self.raise_error()
 
     def raise_error(self) -> None:
