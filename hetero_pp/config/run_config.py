@@ -419,8 +419,7 @@ class RunConfig(Settings):
         blocks = min(values.layers + 1, self.rounds)
         expected = f"at most {blocks}: each of them needs a layer, the embedding or the head, and a round"
         yield outer.fragments > blocks, ("outer", "fragments"), outer.fragments, expected
-        commits = self.audit.compares is not None and (inner.steps is None or self.data.streamed is not None)
-        if self.audit.recompute is not None or commits:
+        if self.audit.recompute is not None or self.commits_to_text:
             yield from _rules_of_audited_fragments(outer.fragments_of(values.layers), self.replicas)
         is_other, optimizer, key = inner.optimizer != "adamw", f"`{inner.optimizer}`", ("inner", "optimizer")
         yield is_other and outer.source == "gradient", key, optimizer, f"`adamw` with method {outer.method}"
@@ -466,6 +465,14 @@ class RunConfig(Settings):
         for one in self.replicas if self.inner.steps is None else ():
             anchors = one.boundary.anchors if isinstance(one, ParticipantsReplica) else None
             yield anchors is not None and anchors.fade is not None, key, f"{tokens:,}", expected
+
+    @property
+    def commits_to_text(self) -> bool:
+        """Whether members commit to their text, because validators cannot tell it from the round alone.
+
+        They do so also if scores are left out by default on their host: the exchange may have scores.
+        """
+        return self.audit.compares is not None and (self.inner.steps is None or self.data.streamed is not None)
 
     @property
     def tokens_of_a_round(self) -> int:

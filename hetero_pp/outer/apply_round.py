@@ -77,12 +77,10 @@ def apply_round(
     """
     weights = {entry.replica: entry.weight for entry in record.contributions}
     optimizer.begin(record.round, weights, record.tokens)
-    needed, named = shapes_by_block(needed_shapes(theta, optimizer, part)), blocks_in(record)
+    needed = shapes_in(record, needed_shapes(theta, optimizer, part))
     if any(tensor.device != CPU for tensor in theta.values()):
         theta = _OnHost(theta)
     for block, shapes in needed.items():
-        if block not in named:
-            continue
         blobs = list(_fetch_all(block, shapes, run, record, fetch, optimizer.settings.compression))
         for name, shape in shapes.items():
             weighted = ((weight_of(entry, block), blob.tensor(name).scaled(scale_of(entry))) for entry, blob in blobs)
@@ -99,6 +97,12 @@ def apply_round(
 def blocks_in(record: RoundRecord) -> frozenset[str]:
     """Return the blocks that a round changes, which all contributions have."""
     return frozenset(blob.block for entry in record.contributions[:1] for blob in entry.blobs)
+
+
+def shapes_in(record: RoundRecord, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Shapes]:
+    """Return the parameters' shapes by block, of the blocks that a round changes."""
+    changed = blocks_in(record)
+    return {block: own for block, own in shapes_by_block(shapes).items() if block in changed}
 
 
 def weight_of(entry: ContributionEntry, block: str) -> float:

@@ -18,8 +18,7 @@ from hetero_pp.core.errors import ConfigError, DamagedFile, HeteroPPError
 from hetero_pp.core.files import write_json
 from hetero_pp.core.units import format_bytes, format_count
 from hetero_pp.messages.messages_pb2 import RoundRecord
-from hetero_pp.model.transformer import shapes_by_block
-from hetero_pp.outer.apply_round import blocks_in
+from hetero_pp.outer.apply_round import shapes_in
 from hetero_pp.program.report.output import announce, say, standard_output
 from hetero_pp.program.report.tables import PlainTable
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob
@@ -159,9 +158,7 @@ def measured_volume(spec: RunSpec, log: ContributionLog, record: RoundRecord) ->
     """
     volume, read = RoundVolume(), log.blobs_of(record)
     replicas, compression = [entry.replica for entry in record.contributions], spec.config.outer.compression
-    for block, shapes in shapes_by_block(spec.parameter_shapes).items():
-        if block not in blocks_in(record):
-            continue
+    for block, shapes in shapes_in(record, spec.parameter_shapes).items():
         blobs = {replica: read(replica, block) for replica in replicas}
         received = []
         for replica, data in blobs.items():

@@ -302,10 +302,10 @@ class MemberCommitments(MemberAudit):
     def _forget(self) -> bool:
         """Return to the state before the first step; return whether the member had another one."""
         error, moments = self._outer.error.values(), self._member.moments()
-        self._outer.own.before = {}
+        own, self._outer.own.before = self._outer.own.before, {}
         kept = [name for name, tensor in moments.items() if name not in self._first and tensor.any()]
         kept += [name for name, first in self._first.items() if not torch.equal(moments[name], first)]
-        if not kept and not any(one.any() for one in error):
+        if not kept and not own and not any(one.any() for one in error):
             return False
         for one in error:
             one.zero_()
@@ -378,21 +378,12 @@ def audited_member(
 ) -> MemberAudit:
     """Return a member's part in the audits of its run, for `take_part`."""
     recomputes, data = spec.config.audit.recompute is not None, spec.config.data
-    commits = commits_to_text(spec) and member.batches is not None
+    commits = spec.config.commits_to_text and member.batches is not None
     if not recomputes and not commits:
         return NOT_AUDITED
     own = session, member, outer, steps, folder.committed(session.member)
     columns = data.sequence_length + 1 if commits and data.streamed is not None else None
     return MemberCommitments(*own, recomputes, columns)
-
-
-def commits_to_text(spec: RunSpec) -> bool:
-    """Return whether members commit to their text, because validators cannot tell it from the round alone.
-
-    They do so also if scores are left out by default on their host: the exchange may have scores.
-    """
-    is_unknown = spec.config.inner.steps is None or spec.config.data.streamed is not None
-    return spec.config.audit.compares is not None and is_unknown
 
 
 # ---- the exchange ----

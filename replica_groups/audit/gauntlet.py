@@ -30,7 +30,7 @@ from hetero_pp.data.sources import Source, StreamedCorpus
 from hetero_pp.messages.messages_pb2 import ContributionEntry, Judgement, Losses, RoundRecord
 from hetero_pp.messages.report_bounds import MOST_LOSS
 from hetero_pp.model.transformer import ModelShape, Transformer, build_filled, parameters_of, shapes_by_block
-from hetero_pp.outer.apply_round import FetchBlob, blocks_in
+from hetero_pp.outer.apply_round import FetchBlob, shapes_in
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import mean_of, outer_step
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, DecodedTensor, ReceivedBlob, decode_blob, scale_of
@@ -299,13 +299,13 @@ class SignCheck:
         names = sorted(one.replica for one in record.contributions)
         if len(names) < _FEWEST:
             return {}
-        sizes = [math.prod(shape) for block in blocks_in(record) for shape in self._blocks[block].values()]
+        changed = shapes_in(record, self._spec.parameter_shapes)
+        sizes = [math.prod(shape) for shapes in changed.values() for shape in shapes.values()]
         every = math.ceil(sum(sizes) / MOST_PLACES)
         digests = sorted(blob.sha256 for one in record.contributions for blob in one.blobs)
         drawn = int.from_bytes(hashlib.sha256(b"".join(digests)).digest()) % every
         comparison = _SignCounts(names, every, drawn)
-        for block in sorted(blocks_in(record)):
-            shapes = self._blocks[block]
+        for block, shapes in changed.items():
             blobs = [self._received(record.round, name, block, fetch(name, block)) for name in names]
             for tensor in shapes:
                 comparison.add([blob.tensor(tensor) for blob in blobs])
@@ -392,9 +392,7 @@ def decoded(spec: RunSpec, record: RoundRecord, replica: str, fetch: FetchBlob) 
     """Return a contribution as the round applies it, by name."""
     settings, found = spec.config.outer.compression, dict[str, DecodedTensor]()
     scale = scale_of(next(one for one in record.contributions if one.replica == replica))
-    for block, shapes in shapes_by_block(spec.parameter_shapes).items():
-        if block not in blocks_in(record):
-            continue
+    for block, shapes in shapes_in(record, spec.parameter_shapes).items():
         address = BlobAddress(spec.run, record.round, replica, block)
         blob = decode_blob(fetch(replica, block), address, shapes, settings)
         found |= {name: tensor.scaled(scale) for name, tensor in blob.items()}

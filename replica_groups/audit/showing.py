@@ -40,7 +40,6 @@ from replica_groups.audit.commitments import (
     MOST_RESTARTED,
     TEXT,
     Commitments,
-    commits_to_text,
     messages_sha256,
     sha256_in,
     shown_text,
@@ -431,7 +430,7 @@ def shows_of(spec: RunSpec) -> Shows | None:
     tries = scores, scores is not None and data.streamed is not None, data.sequence_length, spec.shape.vocabulary
     readers = frozenset(name for name, member in spec.members.items() if member.reads_data)
     if recompute is None:
-        return Shows(0.0, readers if commits_to_text(spec) else frozenset(), {}, {}, False, *tries)
+        return Shows(0.0, readers if spec.config.commits_to_text else frozenset(), {}, {}, False, *tries)
     shapes, anchors = spec.parameter_shapes, 3 * spec.shape.vocabulary * spec.shape.width
     values = {name: 4 * sum(math.prod(shapes[one]) for one in own.owned) for name, own in spec.members.items()}
     most = {name: 4 * (count + anchors * (spec.members[name].stage is not None)) for name, count in values.items()}
