@@ -1,12 +1,12 @@
 """Predict, and rehearse, what outer rounds cost if a round has the whole model or one of four fragments.
 
-    python benchmarks/fragments.py [--rehearse CONFIG] [--json FILE]
+    python benchmarks/fragments.py [--rehearse CONFIG] [--period 48] [--json FILE]
 
 Models are those of configs/paper, on RTX 4090 behind home lines of 20 Mbit/s up and 100 Mbit/s down. A layer is
 synchronised every 48 or 8 inner steps: with four fragments, a round has a quarter of them, and of the sequences of an
 evaluation. Coefficients between stages have 4 bits. The share of a row is the tokens per second over those with outer
-rounds that take no time and no bytes. FILE keeps its rehearsals of other configurations, which have 8 inner steps and
-`overlap: 1`. They need their processors promptly (benchmarks/rehearse.py).
+rounds that take no time and no bytes. FILE keeps its rehearsals of other rows, which have `overlap: 1`. They need
+their processors promptly (benchmarks/rehearse.py).
 """
 
 from __future__ import annotations
@@ -109,6 +109,7 @@ def rehearse(name: str, fragments: int, period: int) -> dict[str, Any]:
 def main() -> None:
     parser = parser_of(__doc__ or "")
     parser.add_argument("--rehearse", choices=NAMES)
+    parser.add_argument("--period", type=int, choices=PERIODS, default=PERIODS[0], help="inner steps of a rehearsal")
     parser.set_defaults(names=NAMES)
     arguments = parse(parser, {"names": NAMES[1:]})
     rows = [row(*one) for one in product(arguments.names, (1, 4), (0, 1), PERIODS)]
@@ -118,8 +119,8 @@ def main() -> None:
     rehearsed = earlier(arguments.json).get("rehearsed", {})
     if arguments.rehearse:
         for fragments in (1, 4):
-            key = f"{arguments.rehearse}, {fragments} fragments"
-            rehearsed[key] = found = rehearse(arguments.rehearse, fragments, PERIODS[1])
+            key = f"{arguments.rehearse}, {fragments} fragments, a period of {arguments.period} steps"
+            rehearsed[key] = found = rehearse(arguments.rehearse, fragments, arguments.period)
             print(f"{key}: measured {found['measured_share_of_free_outer_rounds']:.1%} of free outer rounds")
             save({**origin(), "predicted": rows, "rehearsed": rehearsed}, arguments.json)
     save({**origin(), "predicted": rows, "rehearsed": rehearsed}, arguments.json)

@@ -11,6 +11,7 @@ timed. Those are one for each fragment, because their bytes differ; the rounds a
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
@@ -21,14 +22,14 @@ from statistics import fmean
 import numpy as np
 
 from hetero_pp.config.alike import alike, equal_replicas, label_of
-from hetero_pp.config.lines import WAYS, Direction, require, stage_link_name
+from hetero_pp.config.lines import DIRECTIONS, WAYS, Direction, exchange_link_name, require, stage_link_name
 from hetero_pp.config.predictions import FleetSettings
 from hetero_pp.config.spec import MemberSpec, RunSpec
 from hetero_pp.config.topology import ParticipantsReplica, ReplicaSettings
 from hetero_pp.core.errors import ConfigError
 from hetero_pp.model.transformer import block_of
 from hetero_pp.simulator.costs import cost_of, hardware_of
-from hetero_pp.simulator.events import GroupClock, GroupOfEvents, Hop, OnSpan, inner_loops
+from hetero_pp.simulator.events import GroupClock, GroupOfEvents, Hop, LineWay, OnSpan, inner_loops
 from hetero_pp.simulator.memory import Memory, memory_of_member, require_memory
 from hetero_pp.simulator.traffic import (
     BoundaryCrossing,
@@ -194,8 +195,8 @@ def time_period(
     Without `communicates`, links cost nothing. Raises ConfigError as `round_lengths`.
 
     With `outer.overlap` a round begins once the one before was applied, with its inner loop already trained. Training
-    and the contributions in transit each have the full bandwidth of every line, so such a round may be shorter than its
-    lines need for all bytes.
+    shares lines with the contributions in transit (`longer_by_turns`). Contributions have the full bandwidth of every
+    line, so such a round may be shorter than its lines need for all bytes.
     """
     overlaps, fleets = bool(spec.config.outer.overlap), rounds[-1]
     lengths = round_lengths(spec, fleets, communicates)
@@ -203,6 +204,7 @@ def time_period(
     gathers = communicates and not is_ring(spec.config.simulate)
     opened, ends, spent, timed = 0.0, list[float](), 0.0, list[TimedFleet]()
     outer, every = list[float](), list[list[TimedFleet]]()
+    longer = [0.0] * len(fleets)  # seconds that an inner loop waits for contributions
 
     def last() -> float:
         return max(max(clock.free) for clock in clocks)
@@ -219,17 +221,24 @@ def time_period(
         nonlocal timed, spent
         began, starts = last(), [clock.free[0] for clock in clocks]
         steps = list[int]()
-        for fleet, start, length in zip(fleets, starts, lengths, strict=True):
+        for fleet, start, length, waits in zip(fleets, starts, lengths, longer, strict=True):
             # What the first stage does in the round's time beside its steps; with overlap that happens meanwhile.
             closing = fleet.contribute[0] + (fleet.up[0].alone if gathers else 0.0)
-            steps.append(length(0.0 if overlaps else start - opened + closing))
+            steps.append(length(waits if overlaps else start - opened + closing))
         times = inner_loops(clocks, steps)
+        for clock, waits in zip(clocks, longer, strict=True):
+            clock.free[:] = [end + waits for end in clock.free]
         inner = [max(clock.free) - start for clock, start in zip(clocks, starts, strict=True)]
-        timed = [TimedFleet(a, b.each if n > 1 else a, n) for a, b, n in zip(inner, times, steps, strict=True)]
+        each = [
+            one.each + waits / n if n > 1 else own
+            for own, one, n, waits in zip(inner, times, steps, longer, strict=True)
+        ]
+        timed = list(map(TimedFleet, inner, each, steps))
         spent = last() - began
 
     if overlaps:
         train()
+        alone = timed
     for fleets in [rounds[-1], *rounds]:
         if not overlaps:
             train()
@@ -255,6 +264,7 @@ def time_period(
             carried = [list(clock.free) for clock in clocks]
             for clock, own in zip(clocks, ready, strict=True):
                 clock.free[:] = own
+            longer = longer_by_turns(spec, fleets, alone) if gathers else longer
             train()
             both = [
                 [max(pair) for pair in zip(c.free, own, strict=True)] for c, own in zip(clocks, carried, strict=True)
@@ -272,6 +282,37 @@ def time_period(
         for same in zip(*every[1:], strict=True)
     ]
     return TimedPeriod([end - start for start, end in pairwise(ends)], outer[1:], means)
+
+
+def longer_by_turns(spec: RunSpec, fleets: Sequence[Fleet], alone: Sequence[TimedFleet]) -> list[float]:
+    """Return by how many seconds each inner loop is longer than alone if contributions cross lines meanwhile.
+
+    Contributions and messages between stages take turns, so that each have half of a line while both need it. Let
+    contributions need a line for c seconds, and messages for a share u > 1/2 of an inner loop of T seconds. The inner
+    loop is longer by c (2 - 1/u), or by T (2u - 1) if the contributions take longer than all of it.
+    """
+    trained, carried = defaultdict[LineWay, float](float), defaultdict[LineWay, float](float)
+    capacities: dict[LineWay, float] = {}
+    for fleet, own in zip(fleets, alone, strict=True):
+        capacities |= fleet.group.capacities
+        for hop in (*fleet.group.activations, *fleet.group.gradients):
+            for passed in hop.lines:
+                trained[passed] += hop.bits * fleet.group.micro_batches * own.steps / own.inner_seconds
+        for member, *both in zip(fleet.members, fleet.up, fleet.down, strict=True):
+            link = spec.links[exchange_link_name(member.name)]
+            for outer, direction in zip(both, DIRECTIONS, strict=True):
+                for line, way in zip(link.lines(direction), WAYS, strict=True):
+                    if line is not None:
+                        carried[line.name, way] += 8 * outer.n_bytes
+
+    def longer(line: LineWay, seconds: float) -> float:
+        share, takes = trained[line] / capacities[line], carried[line] / capacities[line]
+        return max(0.0, min(takes * (2 - 1 / share), seconds * (2 * share - 1))) if share else 0.0
+
+    return [
+        max([0.0, *(longer(line, own.inner_seconds) for line in fleet.group.capacities)])
+        for fleet, own in zip(fleets, alone, strict=True)
+    ]
 
 
 def round_lengths(spec: RunSpec, fleets: Sequence[Fleet], communicates: bool) -> list[Callable[[float], int]]:

@@ -402,8 +402,12 @@ class OuterRound:
                 for name, part in self._own_parts(round_, self.session.fetches(round_)):
                     self.feedback.forget(name, part, decays=True)
             if round_ in rounds:
+                met = self.own.met
                 # A member that is audited by recomputation has to have the state of the last round that counted it.
-                self.apply(record, None, not (has_sent or is_included or self.on_compressed))
+                is_missed = round_ in stale and not (has_sent or is_included or self.on_compressed)
+                self.apply(record, None, is_missed)
+                if round_ not in stale:  # a saved state has the replica's own parameters after this round
+                    self.own.met = met
             else:
                 self.own.met |= blocks_in(record)
 
@@ -429,7 +433,7 @@ class OuterRound:
         tensors = {f"error:{name}": tensor for name, tensor in self.error.items()}
         undecided = self.feedback.undecided
         own = {} if undecided is not None else self.own.tensors()
-        own |= self.own.streaming(() if undecided is None else self._shapes_in(undecided.round))
+        own |= self.own.streaming(None if undecided is None else self._shapes_in(undecided.round))
         write_part(folder, self.ranks, tensors | own)
 
     def load(self, folder: Path) -> None:
@@ -504,9 +508,12 @@ class PendingRounds:
             tensors |= {f"{_LOCAL}{self.local.round}:{name}": tensor for name, tensor in self.local.rows.items()}
         return tensors
 
-    def streaming(self, meets: Collection[str]) -> dict[str, Tensor]:
-        """Return what a saved state holds of the parameters in fragments. `meets`: the blocks of an undecided round."""
-        met = self.met.union(meets)
+    def streaming(self, meets: Collection[str] | None) -> dict[str, Tensor]:
+        """Return what a saved state holds of the parameters in fragments. `meets`: the blocks of an undecided round.
+
+        A state with an undecided round has the parameters after its inner loop, which only that round will change.
+        """
+        met = self.met if meets is None else meets
         return {
             f"{_MET if block_of(name) in met else _OWN}0:{name}": tensor
             for name, tensor in (self.after or self.before).items()

@@ -83,10 +83,12 @@ def _show(show: Callable[..., None]) -> Callable[..., None]:
     return hidden
 
 
-@pytest.fixture(scope="module")
-def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LyingRun]:
+@pytest.fixture(scope="module", params=[1, 2], ids=["whole", "in fragments"])
+def run(request: pytest.FixtureRequest, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LyingRun]:
     liars = {name: {"kind": "datacenter"} for name in [*CAUSES, INVENTS, CRASHES]}
-    spec = lying_spec(corpus, ROUNDS, liars, audit={"recompute": {"share": 1}})
+    outer = {"rounds": ROUNDS, "compression": {"density": 1 / 8}, "fragments": request.param}
+    audit = {"recompute": {"share": 1}}
+    spec = lying_spec(corpus, ROUNDS, liars, layers=request.param, audit=audit, outer=outer)
     with LyingRun(spec, tmp_path_factory.mktemp("run")) as one, ExitStack() as stack:
         for owner, name, change in (
             (MemberCommitments, "commit", _commit),

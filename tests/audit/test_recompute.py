@@ -11,7 +11,8 @@ from unittest import mock
 
 import pytest
 import torch
-from audited_run import LIAR, STEPS, audited_spec, flips, rereads, skips
+from audited_run import LIAR, STEPS, audited_spec, flips, lying, rereads, skips
+from typer.testing import CliRunner
 
 from hetero_pp.config.checkpoint import first_checkpoint
 from hetero_pp.config.folder import RunFolder
@@ -20,6 +21,7 @@ from hetero_pp.core.errors import ConfigError, DamagedFile, OutOfMemory
 from hetero_pp.data.sources import Source, open_source
 from hetero_pp.messages.messages_pb2 import Commitment, ContributionEntry, Judgement, Report
 from hetero_pp.model.transformer import shapes_by_block
+from hetero_pp.program.cli import app
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.store.folder import FolderStore
@@ -51,27 +53,71 @@ DATACENTER = {"name": LIAR, "kind": "datacenter", "batch_size": 2}
 # ---- a run ----
 
 
-def test_a_run_that_is_audited_has_the_bits_of_one_that_is_not(corpus: Path, tmp_path: Path) -> None:
+FRAGMENTS = {"fragments": 2, "mixing": 0.5}
+
+
+@pytest.mark.parametrize(("outer", "rounds"), [({}, 2), (FRAGMENTS, 4), ({**FRAGMENTS, "mixing": 0.0}, 4)])
+def test_a_run_that_is_audited_has_the_bits_of_one_that_is_not(
+    outer: dict[str, Any], rounds: int, corpus: Path, tmp_path: Path
+) -> None:
     found: list[Judgement] = []
     digests: list[list[str]] = []
+    layers = 2 * outer.get("fragments", 1)  # each stage has a layer of each fragment
+    stages = [{"layers": layers // 2}] * 2
     for audit in ({"gauntlet": {"sequences": 2}, "recompute": {"share": 1}}, {}):
-        model = {"width": 16, "heads": 2, "feed_forward": 24, "layers": 2}
-        spec = audited_spec(corpus, {"audit": audit, "model": model, "replicas": [DATACENTER, GROUP]})
+        model = {"width": 16, "heads": 2, "feed_forward": 24, "layers": layers}
+        changes: dict[str, Any] = {"audit": audit, "model": model}
+        changes["replicas"] = [DATACENTER, GROUP | {"stages": stages}]
+        changes["outer"] = {"rounds": rounds, "compression": {"density": 1 / 8}, **outer}
+        spec = audited_spec(corpus, changes)
         folder, told = RunFolder(tmp_path / str(len(digests)) / "t"), list[Report]()
         folder.path.mkdir(parents=True)
         run_in_process(spec, folder, told.append)
         found += [one.judged for one in told if one.HasField("judged")]
         store = FolderStore(folder.log)
-        digests.append([read_audit(store, round_).parameters_sha256 for round_ in (1, 2)])
+        digests.append([read_audit(store, round_).parameters_sha256 for round_ in range(1, rounds + 1)])
         kept = {key.split("/")[0] for key in store.below()}
         assert kept == {"audited", "incarnations", "draws", *kept} if audit else "draws" not in kept
         assert folder.committed(LIAR).exists() == bool(audit)
     assert digests[0] == digests[1]
     for finding in ("losses", "recomputed"):
         of_kind = sorted((one.round, one.replica) for one in found if one.HasField(finding))
-        assert of_kind == [(1, "group"), (1, LIAR), (2, "group"), (2, LIAR)]
+        assert of_kind == [(round_, name) for round_ in range(1, rounds + 1) for name in ("group", LIAR)]
     again = [one.recomputed for one in found if one.HasField("recomputed")]
     assert all(one.is_equal and one.difference == 0 for one in again)
+
+
+def _forgets(trainer: Any, outer: Any) -> None:
+    """Start each round from theta, also what the round before did not synchronise."""
+    step = trainer.inner_step
+
+    def forgetful(round_: int, number: int, *rest: Any) -> Any:
+        if number == 0:
+            with torch.no_grad():
+                for name, parameter in trainer.engine.whole.parameters.items():
+                    parameter.copy_(outer.theta[name])
+        return step(round_, number, *rest)
+
+    trainer.inner_step = forgetful
+
+
+@pytest.mark.parametrize(("lie", "is_found"), [(_forgets, [False, True]), (flips, [True, True])])
+def test_a_cheat_in_fragments_differs(
+    lie: Callable[[Any, Any], None], is_found: list[bool], corpus: Path, tmp_path: Path
+) -> None:
+    """Round 2 begins with what round 1 trained of the other fragment, and the state of round 1 commits to it."""
+    model, outer = {"width": 16, "heads": 2, "feed_forward": 24, "layers": 2}, {"rounds": 2, "fragments": 2}
+    spec, told = audited_spec(corpus, {"model": model, "outer": outer}), list[Report]()
+    folder = RunFolder(tmp_path / "t")
+    folder.path.mkdir()
+    with lying({LIAR: lie}):
+        run_in_process(spec, folder, told.append)
+    judged = sorted((one.judged for one in told if one.HasField("judged")), key=lambda one: one.round)
+    assert [not one.recomputed.is_equal for one in judged if one.replica == LIAR] == is_found
+    assert [one.recomputed.difference for one in judged if one.replica == "a"] == [0, 0]
+    done = CliRunner().invoke(app, ["log", "verify", str(folder.path / "evidence" / f"000002-{LIAR}")])
+    torch.set_num_threads(1)
+    assert f"proven: {LIAR} computed something else in round 2 of {LIAR}" in done.output
 
 
 def test_a_round_that_does_not_count_a_replica_is_undone(corpus: Path, tmp_path: Path) -> None:

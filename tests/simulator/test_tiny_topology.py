@@ -259,16 +259,37 @@ def test_a_round_that_overlaps_is_training_or_the_exchange(forward: float) -> No
     assert predict(_spec(two, measured=measured)).round_seconds == pytest.approx(inner + carried + own + QUICK[5])
 
 
-def test_a_round_that_overlaps_takes_as_long_as_its_fullest_line() -> None:
-    """Links between stages and to the exchange are used at once, and carry no more than their line."""
-    narrow = {"up": "2 kbit/s", "down": "1 Mbit/s"}
+def _behind_a_narrow_line(steps: int, overlap: int) -> Prediction:
+    """Predict a group whose stages send by a line of 2 kbit/s each."""
     measured = dict.fromkeys(("home.0", "home.1"), _cost(*QUICK))
     home = {key: value for key, value in HOME.items() if key not in ("link", "uplink")} | {"line": "narrow"}
-    top = {"lines": {"narrow": narrow}, "outer": {"rounds": 4, "overlap": 1}}
-    found = predict(_spec([home], top=top, measured=measured))
+    narrow = {"narrow": {"up": "2 kbit/s", "down": "1 Mbit/s"}}
+    top = {"lines": narrow, "inner": {"steps": steps}, "outer": {"rounds": 4, "overlap": overlap}}
+    return predict(_spec([home], top=top, measured=measured))
+
+
+def test_a_round_that_overlaps_takes_as_long_as_its_fullest_line() -> None:
+    """Links between stages and to the exchange are used at once, and carry no more than their line."""
+    found = _behind_a_narrow_line(1, 1)
     fullest = max(line.up_bytes for line in found.lines)
     assert found.round_seconds == pytest.approx(fullest * 8 / 2e3)
     assert max(line.up_busy for line in found.lines) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("steps", [1, 40])
+def test_contributions_in_transit_slow_training_on_the_same_line(steps: int) -> None:
+    """They take turns, and training loses time on a line that it needs more than half of."""
+    alone, shared = (_behind_a_narrow_line(steps, overlap).replicas[0] for overlap in (0, 1))
+    evaluation = alone.links[0].forward_bytes / (steps + 1)  # as many bytes as an activation, nearly
+    trained = 8 * (alone.links[0].forward_bytes - evaluation) / 2e3
+    share, contribution = trained / alone.inner_seconds, 8 * alone.stages[0].sent_bytes / 2e3
+    assert share > 0.5
+    if steps == 40:
+        longer = contribution * (2 - 1 / share)
+    else:  # half of the line until the inner loop is over
+        longer = 2 * trained - alone.inner_seconds
+        assert contribution > trained
+    assert shared.inner_seconds == pytest.approx(alone.inner_seconds + longer, rel=0.01)
 
 
 SLOW = {"up": "10 kbit/s", "down": "40 kbit/s", "latency": "3 s", "jitter": "0.2 s"}
