@@ -170,10 +170,8 @@ def memory_of_member(spec: RunSpec, member: MemberSpec, accelerated: bool) -> Me
         terms.append(
             Term("anchors at the start", 4.0 * part.boundary_numbers.anchors, TRAINED)
         )  # OwnParameters.remember
-    if outer.overlap:  # PendingRounds.trained of a round, and of the next one or PendingRounds.starts
-        two = max(map(sum, zip(parts, [*parts[1:], parts[0]], strict=True)))
-        terms.append(Term("rounds ahead", two, APPLY, on_host=True))
-        terms.append(Term("rounds ahead", largest if outer.is_streaming else two, TRAINED - APPLY, on_host=True))
+    if outer.overlap:  # PendingRounds.trained of a round, and of the next one (in fragments in .after) or .starts
+        terms.append(Term("rounds ahead", largest if outer.is_streaming else 2 * largest, TRAINED, on_host=True))
     if outer.is_streaming:
         # PendingRounds.before and .starts, and .after once a contribution is compressed, or the next round is trained.
         # A round that stops while it is applied returns to both.

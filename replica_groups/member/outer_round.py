@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -205,11 +206,19 @@ class OuterRound:
         """Return this rank's rows of the pseudo-gradient, or of the gradient, which is consumed."""
         if self.settings.source == "gradient":
             return self.part.cut(name, self.parameters.read_gradient(name)).to(self._selects_on)
-        trained = self.own.trained.get(round_)
-        return self._difference(name) if trained is None else trained[name].to(self._selects_on)
+        if self.settings.is_streaming or round_ not in self.own.trained:
+            return self._difference(name, self._trained(round_, name))
+        return self.own.trained[round_][name].to(self._selects_on)
 
-    def _difference(self, name: str) -> Tensor:
-        now = self.parameters.read(name, self.part.rows[name]).to(self._selects_on)
+    def _trained(self, round_: int, name: str) -> Tensor:
+        """Return this rank's rows of the replica's own parameter after the inner loop of a round."""
+        kept = self.own.trained.get(round_)
+        return self._read(name) if kept is None else kept[name].to(self._selects_on)
+
+    def _read(self, name: str) -> Tensor:
+        return self.parameters.read(name, self.part.rows[name]).to(self._selects_on)
+
+    def _difference(self, name: str, now: Tensor) -> Tensor:
         start = self.theta[name] if self.settings.is_streaming else self.own.starts.get(name, self.theta[name])
         return start.to(now.device) - now
 
@@ -227,7 +236,7 @@ class OuterRound:
             before = delta if streams else self.theta[name].to(delta.device)
             start = start_before_mean(before, sent, self.settings)
             if streams:
-                start.add_(self.parameters.read(name, self.part.rows[name]).to(delta.device))
+                start.add_(self._trained(round_, name).to(delta.device))
             self.own.starts[name] = start.to(held.device)
         if ranks.world == 1 and delta.device.type == "cpu":
             return selection
@@ -282,20 +291,15 @@ class OuterRound:
         the blobs; the others pass an empty mapping. `is_missed`: the member contributed nothing, so what it has trained
         of the round's fragment before goes on.
         """
-        changed = blocks_in(record)
-        trained = {
-            name: self.theta[name] - mine
-            for name, mine in self.own.before.items()
-            if is_missed and block_of(name) in changed - self.own.met
-        }
-        fetched = self.session.fetches(record.round)
+        changed, fetched = blocks_in(record), self.session.fetches(record.round)
 
         def fetch(replica: str, block: str) -> bytes:
             if own is not None and replica == self.session.replica and block in self.blocks:
                 return self.ranks.broadcast_bytes(own.get(block))
             return fetched(replica, block)
 
-        apply_round(self.theta, self.session.run, record, fetch, self.optimizer, self._own_part)
+        with self._meeting(changed, is_missed):
+            apply_round(self.theta, self.session.run, record, fetch, self.optimizer, self._own_part)
         for name, rows in self.theta.items():
             whole = self.part.whole(name, rows)
             if name in self.parameters.shapes:
@@ -303,11 +307,21 @@ class OuterRound:
             if self.ranks.is_first and (block_of(name) in changed or name not in self._hashes):
                 self._hashes[name] = parameter_sha256(whole)
         self.parameters.finish_writing()
+        self.own.trained.pop(record.round, None)
+        self.session.confirm(self.session.member, record.round, dict(self._hashes))
+
+    @contextmanager
+    def _meeting(self, changed: frozenset[str], is_missed: bool) -> Iterator[None]:
+        """Note that theta changes in these blocks. If `is_missed`, what was trained of them goes on from there."""
+        trained = {
+            name: self.theta[name] - mine
+            for name, mine in self.own.before.items()
+            if is_missed and block_of(name) in changed - self.own.met
+        }
+        yield
         for name, difference in trained.items():
             self.own.before[name] = self.theta[name] - difference
         self.own.met |= changed - set(map(block_of, trained))
-        self.own.trained.pop(record.round, None)
-        self.session.confirm(self.session.member, record.round, dict(self._hashes))
 
     # ---- where a round starts ----
 
@@ -350,11 +364,17 @@ class OuterRound:
 
     @torch.no_grad()
     def end_inner_loop(self, round_: int) -> None:
-        """With overlap: keep the pseudo-gradient of a round until it is contributed and decided."""
+        """With overlap: keep the pseudo-gradient of a round until it is contributed and decided.
+
+        In fragments, keep the parameters instead: a contribution that is repeated then leaves the same start.
+        """
         names = [name for shapes in self._shapes_in(round_).values() for name in shapes]
-        self.own.trained[round_] = {name: self._difference(name).to(self.theta[name].device) for name in names}
         if self.settings.is_streaming:
             self.own.after = self._now()
+            self.own.trained[round_] = {name: self.own.after[name] for name in names}
+        else:
+            own = {name: self._difference(name, self._read(name)).to(self.theta[name].device) for name in names}
+            self.own.trained[round_] = own
         self.own.starts.clear()
 
     @torch.no_grad()
@@ -413,15 +433,22 @@ class OuterRound:
 
     # ---- checkpoints ----
 
-    def reset(self, start: Mapping[str, Tensor], momentum: Mapping[str, Tensor], round_: int) -> None:
+    def reset(
+        self, start: Mapping[str, Tensor], momentum: Mapping[str, Tensor], round_: int, missed: range = range(0)
+    ) -> None:
         """Take theta after a round, whole, and the outer optimizer's state from a run checkpoint.
 
-        The member's parameters change only with the next `restore`.
+        The member's parameters change only with the next `restore`. `missed`: rounds whose place the run checkpoint
+        takes. The replica then keeps its training beyond theta, as in `catch_up`; otherwise it is dropped.
         """
-        self.own = PendingRounds(self.own.trained)
+        own, self.own = self.own, PendingRounds(self.own.trained)
+        if missed:
+            self.own.before, self.own.met = own.before, own.met
+        changed = frozenset[str]().union(*(self.fragments.among(self.blocks, one) for one in missed))
         self._hashes.clear()
-        for name, theta in self.theta.items():
-            theta.copy_(self.part.cut(name, start[name]))
+        with self._meeting(changed, is_missed=self.on_compressed is None):
+            for name, theta in self.theta.items():
+                theta.copy_(self.part.cut(name, start[name]))
         self.optimizer.load({name: self.part.cut(name, one) for name, one in momentum.items()}, round_)
 
     def save(self, folder: Path) -> None:
@@ -449,7 +476,7 @@ class OuterRound:
 
 
 _TRAINED = "trained:"
-"""Key prefix in saved states for pseudo-gradients that wait to be contributed; the round and the name follow."""
+"""Key prefix in saved states for rounds that wait to be contributed; the round and the name follow."""
 _OWN, _MET = "own:", "met:"
 """Key prefixes for the replica's own parameters in fragments: those that go on, and those that are to be mixed."""
 _LOCAL = "local:"
@@ -477,7 +504,7 @@ class PendingRounds:
         self.starts: dict[str, Tensor] = {}
         """The replica's parameters at the start of a round, where they differ from theta."""
         self.trained: dict[int, dict[str, Tensor]] = trained or {}
-        """With overlap: round -> pseudo-gradients of rounds that are trained and undecided."""
+        """With overlap: round -> pseudo-gradients (in fragments, parameters) of trained and undecided rounds."""
         self.local: LocalStart | None = None
         self.before: dict[str, Tensor] = {}
         """In fragments: the replica's parameters before the inner loop, where they differ from theta."""
@@ -503,7 +530,8 @@ class PendingRounds:
         for round_, trained in self.trained.items():
             # A stage that contributes nothing to a round has trained it, too: an empty tensor says so.
             named = trained or {"": torch.empty(0)}
-            tensors |= {f"{_TRAINED}{round_}:{name}": tensor for name, tensor in named.items()}
+            own = {name: one.clone() if one is self.after.get(name) else one for name, one in named.items()}
+            tensors |= {f"{_TRAINED}{round_}:{name}": tensor for name, tensor in own.items()}
         if self.local is not None:
             tensors |= {f"{_LOCAL}{self.local.round}:{name}": tensor for name, tensor in self.local.rows.items()}
         return tensors

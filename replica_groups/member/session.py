@@ -371,6 +371,7 @@ class MemberSession(ExchangeService):
         before_last()
         if last is not None:
             send(last)
+        self._begin_contribution(round_)  # in fragments also if it has no blob
 
     def record_of(
         self, round_: int, own: Mapping[str, bytes] | None = None, generation: int | None = None, steps: int = 0
@@ -506,13 +507,17 @@ class MemberSession(ExchangeService):
         """
         if self.commitment is not None:
             header.commitment.CopyFrom(self.commitment)
-        if self._contributed != header.round:
-            self._contributed, self._missed = header.round, []
-            self.faults.reached(FaultPhase.CONTRIBUTING, header.round)
+        self._begin_contribution(header.round)
         if header.round in self.faults.missed:
             self._missed.append((header, data))
         else:
             self._deposit_first(header, data, caller)
+
+    def _begin_contribution(self, round_: int) -> None:
+        """Note that the member contributes to a round, unless this is known."""
+        if self._contributed != round_:
+            self._contributed, self._missed = round_, []
+            self.faults.reached(FaultPhase.CONTRIBUTING, round_)
 
     def _deposit_first(self, header: pb.BlobHeader, data: bytes, caller: Caller) -> None:
         if self._exchange is None:

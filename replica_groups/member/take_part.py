@@ -197,7 +197,7 @@ class TrainingLoop:
             newest = self.session.newest_checkpoint()[0]
             least = self.spec.config.checkpoints.every if self.has_started else 1
             if self.holds + least <= newest <= before and self.outer.is_settled:
-                self._heal()
+                self._heal(goes_on=True)
         missed = before > self.holds
         self._catch_up(before)
         if missed or not self.has_started:
@@ -242,10 +242,14 @@ class TrainingLoop:
         self.holds, self.saved = before, None
         self.steps.catch_up(before, self.session.record_of, self.spec.latest.outer.tokens is not None)
 
-    def _heal(self) -> None:
-        """Recover theta and the outer optimizer's state from the run log."""
+    def _heal(self, goes_on: bool = False) -> None:
+        """Recover theta and the outer optimizer's state from the run log.
+
+        `goes_on`: whether it only takes the place of missed rounds.
+        """
         round_, theta, momentum = self.session.newest_tensors(self.outer.theta)
-        self.outer.reset(theta, momentum, round_)
+        since = max(self.holds, self.saved or 0) if goes_on else round_
+        self.outer.reset(theta, momentum, round_, range(since + 1, round_ + 1))
         self.outer.catch_up(range(round_ + 1, self.holds + 1))
         self.holds = max(self.holds, round_)
         self.outer.restore()

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -20,8 +21,8 @@ from hetero_pp.config.checkpoint import open_checkpoint
 from hetero_pp.config.folder import RunFolder
 from hetero_pp.config.run_config import RunConfig
 from hetero_pp.config.spec import RunSpec
-from hetero_pp.config.yaml_file import read_run
-from hetero_pp.core.errors import ConfigError
+from hetero_pp.config.yaml_file import ConfigFile, read_run
+from hetero_pp.core.errors import ConfigError, Suspended
 from hetero_pp.data.batches import StoreBatches
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.messages.messages_pb2 import BlobHeader, Report, RoundRecord
@@ -31,10 +32,12 @@ from hetero_pp.outer.fragments import Fragments
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import OuterOptimizer
 from hetero_pp.program.launch.in_process import run_in_process
+from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import split_blobs
 from hetero_pp.research.trainer.replica import TableReplica
 from hetero_pp.research.trainer.train import AllReplicas, Checkpoint, train_fast
 from hetero_pp.rpc.exchange_service import Caller
+from hetero_pp.store.faults import FaultPhase, Faults
 from hetero_pp.store.folder import FolderStore
 from replica_groups.engines.engine import LocalParameters
 from replica_groups.exchange import runner
@@ -200,7 +203,7 @@ class SharedSession(MemberSession):
 
     def record(self, round_: int, member: str | Caller | None = None) -> RoundRecord:
         record = RoundRecord(round=round_)
-        for own in ("a", "b"):
+        for own in sorted({replica for number, replica, _ in self.blobs if number == round_}):
             entry = record.contributions.add(replica=own, weight=1.0, generation=1)
             for (number, replica, block), data in self.blobs.items():
                 if (number, replica) == (round_, own):
@@ -283,6 +286,127 @@ def test_it_has_the_numbers_of_torchft(overlap: int, mixing: float, expected: li
         for name, outer in outers.items():
             assert tuple(tensor.item() for tensor in outer.theta.values()) == values, f"round {round_}"
             assert tuple(parameter.item() for parameter in held[name].values()) == values  # to be evaluated
+
+
+SPARSE = OuterSettings(
+    rounds=4,
+    fragments=2,
+    compression=CompressionSettings(density=1 / 8, tile=(8, 8), value_bits=32, quantiser="levels"),
+)
+START = {f"layers.{layer}.w": torch.linspace(-1, 1, 256).reshape(16, 16) for layer in (0, 1)}
+
+
+def _sparse(name: str, blobs: dict[tuple[int, str, str], bytes], overlap: int) -> OuterRound:
+    """Return the outer round of a replica with two layers of one matrix each."""
+    held = LocalParameters({name: nn.Parameter(one.clone()) for name, one in START.items()})
+    settings = SPARSE.model_copy(update={"overlap": overlap})
+    session = SharedSession(name, blobs, overlap > 0)
+    return OuterRound(session, held, START, settings, fragments=Fragments(2, "strided", 2))
+
+
+@torch.no_grad()
+def _train(outer: OuterRound, round_: int) -> None:
+    """Change the parameters at random, as the inner loop of a round."""
+    random = torch.Generator().manual_seed(round_)
+    for name, shape in outer.parameters.shapes.items():
+        now = outer.parameters.read(name, outer.part.rows[name])
+        outer.parameters.write(name, now + 0.01 * torch.randn(shape, generator=random))
+    if outer.settings.overlap:
+        outer.end_inner_loop(round_)
+
+
+def _round(outer: OuterRound, round_: int, is_trained: bool = True) -> None:
+    """Run a round, and with overlap train the next one ahead."""
+    outer.start_streaming(is_trained)
+    if not is_trained:
+        _train(outer, round_)
+
+    def ahead() -> None:
+        if outer.settings.overlap:
+            outer.start_ahead()
+            _train(outer, round_ + 1)
+
+    outer.synchronise(round_, 1, 1, ahead)
+
+
+@pytest.mark.parametrize("stops", [False, True], ids=["its group loses a stage", "it stops and resumes"])
+def test_a_contribution_that_is_repeated_leaves_the_same_start(stops: bool, tmp_path: Path) -> None:
+    """The round that was trained ahead of it is dropped."""
+    undisturbed, broken = (_sparse("a", {}, 1) for _ in range(2))
+    for one in (undisturbed, broken):
+        _round(one, 1, is_trained=False)
+
+    def breaks_off() -> None:
+        broken.start_ahead()
+        raise Suspended("a neighbour is gone")
+
+    broken.start_streaming(is_trained=True)
+    with pytest.raises(Suspended):
+        broken.synchronise(2, 1, 1, breaks_off)
+    broken.undo()
+    if stops:
+        broken.feedback.take_back()
+        broken.save(tmp_path)
+        session = broken.session
+        assert isinstance(session, SharedSession)
+        broken = _sparse("a", session.blobs, 1)
+        broken.apply(session.record(1), None)
+        broken.load(tmp_path)
+    for round_ in (2, 3):
+        for one in (undisturbed, broken):
+            _round(one, round_)
+        for name, theta in undisturbed.theta.items():
+            assert broken.own.before[name].equal(undisturbed.own.before[name]), f"{name} in round {round_}"
+            assert broken.own.after[name].equal(undisturbed.own.after[name])
+            assert broken.error[name].equal(undisturbed.error[name])
+            assert broken.theta[name].equal(theta)
+
+
+@pytest.mark.parametrize("is_audited", [False, True])
+def test_a_run_checkpoint_takes_the_place_of_missed_rounds_alone(is_audited: bool) -> None:
+    """The replica goes on as if it had applied the rounds. An audited state stays as it was committed to."""
+    blobs: dict[tuple[int, str, str], bytes] = {}
+    applies, reads, other = (_sparse(name, blobs, 0) for name in ("a", "a", "b"))
+    for one in (applies, reads):
+        one.on_compressed = (lambda round_, steps: None) if is_audited else None
+        _round(one, 1, is_trained=False)
+    committed = {name: tensor.clone() for name, tensor in reads.own.before.items()}
+    for round_ in (2, 3):
+        _train(other, round_)
+        other.contribute(round_, 1, 1)
+    applies.catch_up(range(2, 4), range(2, 4))
+    reads.reset(applies.theta, applies.optimizer.state, 3, range(2, 4))
+    for one in (applies, reads):
+        one.start_streaming(is_trained=False)
+    for name, own in committed.items():
+        goes_on = not is_audited and name == "layers.1.w"  # the other one was contributed to round 1
+        torch.testing.assert_close(reads.own.before[name], applies.own.before[name], atol=1e-6, rtol=0)
+        assert goes_on != reads.own.before[name].equal(own)
+        rows = reads.part.rows[name]
+        now, expected = reads.parameters.read(name, rows), applies.parameters.read(name, rows)
+        torch.testing.assert_close(now, expected, atol=1e-6, rtol=0)
+        assert goes_on != now.equal(reads.theta[name])
+    reads.reset(applies.theta, applies.optimizer.state, 3)  # its bits differed
+    assert not reads.own.before
+
+
+class Reached(Faults):
+    """Notes the phases that a member reaches."""
+
+    def __init__(self) -> None:
+        self.phases: list[tuple[FaultPhase, int]] = []
+
+    def reached(self, phase: FaultPhase, round_: int) -> None:
+        self.phases.append((phase, round_))
+
+
+def test_a_stage_that_contributes_nothing_reaches_every_phase() -> None:
+    session = MemberSession(MagicMock(), "home.2", "home", "run", faults=(faults := Reached()))
+    for round_ in (1, 2):
+        session.contribute(round_, iter(()), 1, 3)
+        session.record_of(round_)
+    phases = FaultPhase.CONTRIBUTING, FaultPhase.WAITING
+    assert faults.phases == [(phase, round_) for round_ in (1, 2) for phase in phases]
 
 
 def test_a_stage_that_contributes_nothing_knows_that_it_trained_ahead(tmp_path: Path) -> None:
@@ -567,6 +691,17 @@ def test_a_stage_that_is_killed_within_a_round_resumes_to_the_bits_of_one_proces
     restarts = [(one.slot, one.step) for entry in _records(run)[2].contributions for one in entry.restarts]
     assert restarts == [("home.2", 2)]
     _assert_in_process_alike(run, tmp_path / "in process")
+
+
+@pytest.mark.parametrize("slot", ["home.0", "home.2"])
+def test_a_stage_dies_after_the_last_step_of_a_round_to_which_it_contributes_nothing(
+    slot: str, corpus: Path, tmp_path: Path
+) -> None:
+    """Its group waits for it, because it had not contributed."""
+    spec = RunSpec(ConfigFile(YAML, [f"data.corpus={corpus}", *PROCESSES]).config, 256)
+    run_in_process(spec, RunFolder(tmp_path), lambda _: None, restarts={slot: [(2, STEPS)]})
+    restarts = [(one.slot, one.step) for entry in _records(tmp_path)[1].contributions for one in entry.restarts]
+    assert restarts == [(slot, STEPS)]
 
 
 @pytest.mark.starts_processes

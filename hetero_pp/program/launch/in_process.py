@@ -86,13 +86,10 @@ class _Died(Exception):
 class _ThreadFaults(Faults):
     """Lets a member's contributions to some rounds come late, and the member die at the given steps."""
 
-    def __init__(
-        self, missed: frozenset[int], restarts: list[tuple[int, int]], exchange: Exchange, spec: RunSpec, member: str
-    ) -> None:
-        """`restarts`: (round, step); one that has happened is removed."""
-        of = spec.members[member]
-        self.missed, self._restarts, self._exchange, self._replica = missed, restarts, exchange, of.replica.name
-        self._is_first, self._steps = of.stage is not None and of.stage.is_first, spec.steps_of(self._replica)
+    def __init__(self, run: MemberThreads, spec: RunSpec, member: MemberSpec) -> None:
+        replica, self._run, self._member = member.replica.name, run, member
+        self.missed, self._steps = run.missed.get(replica, frozenset()), spec.steps_of(replica)
+        self._is_first = member.stage is not None and member.stage.is_first
 
     def computes(self, round_: int, step: int, micro_batch: int, is_forward: bool) -> None:
         # All stages have applied the step before once the first one has got a gradient, and another one an activation,
@@ -101,25 +98,29 @@ class _ThreadFaults(Faults):
             self._die_at(round_, step)
 
     def reached(self, phase: FaultPhase, round_: int) -> None:
-        # A first stage gets no message after the last step. Once the next stage contributes, that has applied it.
-        if phase is not FaultPhase.CONTRIBUTING or not self._is_first or self._restarts[:1] != [(round_, self._steps)]:
+        if phase is not FaultPhase.CONTRIBUTING:
             return
-        runner, coordinator = self._exchange.runner, self._exchange.coordinator
-        replica, blocks = coordinator.replicas[self._replica], coordinator.rules.blocks
+        run, runner, end = self._run, self._run.exchange.runner, [(round_, self._steps)]
+        replica = runner.coordinator.replicas[self._member.replica.name]
+        slots = [slot.name for slot in replica.slots]
 
-        def contributes() -> bool:
-            own = None if coordinator.open is None else coordinator.open.deposits.get(self._replica)
-            return own is not None and own.blobs.keys() >= blocks[replica.slots[1].name]
+        def is_due() -> bool:
+            # A first stage gets no message after the last step. Once the next stage contributes, that has applied it.
+            if self._is_first and run.restarts.get(self._member.name, [])[:1] == end:
+                return run.contributing.get(slots[1]) == round_
+            # In fragments the others may complete a contribution without a stage that is to die before.
+            return not any(run.restarts.get(slot, [])[:1] == end for slot in slots)
 
         with runner.changed:
-            runner.changed.wait_for(lambda: contributes() or replica.round != round_ or runner.failure is not None)
-            if not contributes():
+            run.contributing[self._member.name] = round_
+            runner.changed.notify_all()
+            runner.changed.wait_for(lambda: is_due() or replica.round != round_ or runner.failure is not None)
+            if not is_due():
                 return  # its group has lost another stage, and resumes
         self._die_at(round_, self._steps)
 
     def _die_at(self, round_: int, step: int | None) -> None:
-        if self._restarts[:1] == [(round_, step)]:
-            del self._restarts[0]
+        if self._run.restarts.get(self._member.name, [])[:1] == [(round_, step)]:
             raise _Died(f"restarted at step {step} of round {round_}")
 
 
@@ -179,8 +180,9 @@ class MemberThreads:
         self.exchange = audited(make_exchange(spec, folder, resume, lonely=True), spec)
         self.gate = Gate(spec.needed)
         self._resume = resume
-        self._steps_of, self._missed = steps_of, missed
-        self._restarts = {slot: list(of) for slot, of in restarts.items()}
+        self._steps_of, self.missed = steps_of, missed
+        self.restarts = {slot: list(of) for slot, of in restarts.items()}  # those that have not happened
+        self.contributing = dict[str, int]()  # by member, the last round to which it began to contribute
         self._spec, self._folder = spec, folder
         self._devices = devices_of(spec, list(spec.needed))
         self._lines = Lines()
@@ -264,8 +266,7 @@ class MemberThreads:
         hops = [] if stage is None else [stage.index - 1, stage.index]
         links = [self._links.get(stage_link_name(name, hop)) for hop in hops] or [None, None]
         connections = ThreadConnections(self.exchange, self._lines, *links)
-        missed, restarts = self._missed.get(name, frozenset()), self._restarts.get(member.name, [])
-        faults, is_over = _ThreadFaults(missed, restarts, self.exchange, self._spec, member.name), False
+        faults, is_over = _ThreadFaults(self, self._spec, member), False
         try:
             while not is_over:
                 try:
@@ -284,6 +285,7 @@ class MemberThreads:
                 except _Died as error:
                     generation = self.exchange.coordinator.generation_of(member.name)
                     self.exchange.died(member.name, str(error))
+                    del self.restarts[member.name][0]  # not before: the others wait until the exchange knows
                     connections.give_up(generation + 1, str(error))
             connections.close()
         except Exception as error:  # noqa: BLE001 (a bug in one thread must not leave the others waiting)
