@@ -178,9 +178,11 @@ class StageWorker:
         self.transcript.begin(step if is_same else 0)  # a new stage lacks the messages before, which neighbours sign
         if not keeps:
             self.drop()
+            self.gradient_norm = math.nan
         elif self.applied == step:
             self.drop()
-            self._norm_to_announce = self.gradient_norm
+            # A stage that began at this step knows no norm. Then all later stages have applied the step before.
+            self._norm_to_announce = None if math.isnan(self.gradient_norm) else self.gradient_norm
         if self._pending_step is None:
             self.applied = step
         self._may_repeat = True

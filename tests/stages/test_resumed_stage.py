@@ -25,10 +25,10 @@ AUTHORITY = Authority("secret")
 
 
 class _Dies(Faults):
-    """Lets a stage die once, before the forward or the backward of a micro-batch in step DIES_IN."""
+    """Lets a stage die once, before the forward or the backward of a micro-batch of a step."""
 
-    def __init__(self, micro_batch: int, in_forward: bool) -> None:
-        self._when = DIES_IN, micro_batch, in_forward
+    def __init__(self, micro_batch: int, in_forward: bool, step: int = DIES_IN) -> None:
+        self._when = step, micro_batch, in_forward
 
     def computes(self, round_: int, step: int, micro_batch: int, is_forward: bool) -> None:
         if (step, micro_batch, is_forward) == self._when:
@@ -60,26 +60,29 @@ def _audit(worker: StageWorker, generation: int) -> None:
     worker.transcript.enter(generation, IdentitySigner(AUTHORITY.identity(names[index])))
 
 
-def _resumed(setup: Setup, dies: int, faults: Faults) -> Group:
-    """Train a group in which a stage dies and another one takes its place."""
-    group, found = Group(setup), dict[int, tuple[int, bool]]()
+def _resumed(setup: Setup, *deaths: tuple[set[int], Faults]) -> Group:
+    """Train a group in which stages die, and others take their place. The last stage of each set has the faults."""
+    group, step, began = Group(setup), 0, [0] * setup.stages
     for worker in group.workers:
         _audit(worker, 1)
-    group.workers[dies].faults = faults
-    group.together(_work(0, found))
-    applied = {index: one for index, one in found.items() if index != dies}
-    step = max(steps for steps, _ in applied.values())
-    assert step == DIES_IN
-    assert all(steps == step or (steps == step - 1 and has_next) for steps, has_next in applied.values())
-    group.workers[dies] = Group(setup).workers[dies]
-    links = [
-        in_process_pair(LinkSpec(f"{a}", "a", "b", UNLIMITED, UNLIMITED), seed=1) for a, _ in pairwise(group.workers)
-    ]
-    for index, worker in enumerate(group.workers):
-        above = links[index - 1][1] if index else None
-        worker.relink(above, links[index][0] if index < len(links) else None)
-        _audit(worker, 2)
-        worker.resume(step, keeps=index != dies, is_same=False)
+    for generation, (dying, faults) in enumerate(deaths, 2):
+        group.workers[max(dying)].faults = faults
+        group.together(_work(step, found := dict[int, tuple[int, bool]]()))
+        kept = {index: one for index, one in found.items() if index not in dying and one != (began[index], False)}
+        step = max(steps for steps, _ in kept.values())
+        assert step == DIES_IN
+        assert all(steps == step or (steps == step - 1 and has_next) for steps, has_next in kept.values())
+        for index in found.keys() - kept.keys():
+            group.workers[index], began[index] = Group(setup).workers[index], step
+        links = [
+            in_process_pair(LinkSpec(f"{a}", "a", "b", UNLIMITED, UNLIMITED), seed=1)
+            for a, _ in pairwise(group.workers)
+        ]
+        for index, worker in enumerate(group.workers):
+            above = links[index - 1][1] if index else None
+            worker.relink(above, links[index][0] if index < len(links) else None)
+            _audit(worker, generation)
+            worker.resume(step, keeps=index in kept, is_same=False)
     again = dict[int, tuple[int, bool]]()
     group.together(_work(step, again))
     assert not again
@@ -87,8 +90,8 @@ def _resumed(setup: Setup, dies: int, faults: Faults) -> Group:
     return group
 
 
-def _plain(setup: Setup, dies: int) -> dict[str, Tensor]:
-    """Train the whole model with torch alone; set the layers of a stage back to their start before step DIES_IN."""
+def _plain(setup: Setup, die: set[int]) -> dict[str, Tensor]:
+    """Train the whole model with torch alone; set the layers of stages back to their start before step DIES_IN."""
     model = Transformer(SHAPE)
     initialise(model, SEED)
     named = parameters_of(model)
@@ -97,7 +100,8 @@ def _plain(setup: Setup, dies: int) -> dict[str, Tensor]:
         for decays, decay in ((True, INNER.weight_decay), (False, 0.0))
     ]
     adamw = torch.optim.AdamW(groups, betas=INNER.betas, eps=INNER.epsilon)
-    lost = Group(setup).workers[dies].stage.parameters
+    workers = Group(setup).workers
+    lost = {name: start for stage in die for name, start in workers[stage].stage.parameters.items()}
     for step in range(STEPS):
         if step == DIES_IN:
             with torch.no_grad():
@@ -120,18 +124,20 @@ def _plain(setup: Setup, dies: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("dies", "faults"),
+    "deaths",
     [
-        (2, _Dies(3, in_forward=True)),
-        (1, _Dies(0, in_forward=True)),  # later stages have not got the norm of the step before
-        (3, _Dies(0, in_forward=False)),
-        (0, _Dies(0, in_forward=False)),
+        [({2}, _Dies(3, in_forward=True))],
+        [({1}, _Dies(0, in_forward=True))],  # later stages have not got the norm of the step before
+        [({3}, _Dies(0, in_forward=False))],
+        [({0}, _Dies(0, in_forward=False))],
+        # The new second stage has gradients of its first step when the new first one dies: it knows no norm to repeat.
+        [({0, 1}, _Dies(3, in_forward=True)), ({0}, _Dies(0, in_forward=True, step=DIES_IN + 1))],
     ],
-    ids=["third", "second, at once", "last", "first"],
+    ids=["third", "second, at once", "last", "first", "first and second, and first again"],
 )
-def test_a_group_resumes_as_a_plain_loop_that_sets_a_stage_back(dies: int, faults: Faults) -> None:
+def test_a_group_resumes_as_a_plain_loop_that_sets_a_stage_back(deaths: list[tuple[set[int], Faults]]) -> None:
     setup = Setup()
-    group, expected = _resumed(setup, dies, faults), _plain(setup, dies)
+    group, expected = _resumed(setup, *deaths), _plain(setup, deaths[0][0])
     for name, found in group.parameters().items():
         torch.testing.assert_close(found, expected[name], atol=5e-6, rtol=0, msg=name)
     undisturbed = Group(setup)
