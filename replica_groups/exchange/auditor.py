@@ -113,7 +113,9 @@ class Auditor:
     def _run(self) -> None:
         try:
             before = self._first_round - 1
-            tokens = self.exchange.log.tokens_after(before) if self.outer.tokens is not None else 0
+            log, retry, tokens = self.exchange.log, self.exchange.runner.retry, 0
+            if self.outer.tokens is not None:
+                tokens = retry(lambda: log.tokens_after(self._first_round - 1))
             while not self.outer.is_over(before, tokens):
                 before += 1
                 tokens = self._follow(before)

@@ -353,11 +353,15 @@ class Coordinator:
         if self._is_whole(replica) and not self._trains_ahead_of(self.last_round + 1):
             return
         if self.open is not None and not self._is_whole(replica):
-            keeps = (
-                self.rules.resumes and len(replica.slots) > 1 and not self._is_barred(replica.name, self.open.number)
-            )
-            if keeps and round_ == self.open.number:
-                self.open.reforming[replica.name] = math.inf  # it may resume, so its round is kept for it
+            number, others = self.open.number, replica.slots
+            keeps = self.rules.resumes and len(others) > 1 and not self._is_barred(replica.name, number)
+            if round_ is None and replica.name in self.open.missing:
+                # Another coordinator may have assigned the round: members were not heard since, or keep steps of it.
+                keeps &= any(one.assumed_present or (one.kept and one.kept.round == number) for one in others)
+            else:
+                keeps &= round_ == number
+            if keeps:
+                self.open.reforming.setdefault(replica.name, math.inf)  # it may resume, so its round is kept for it
             elif replica.name not in self.open.reforming:
                 self.open.leave(replica.name)
             self.open.deposits.pop(replica.name, None)

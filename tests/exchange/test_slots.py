@@ -9,9 +9,18 @@ import pytest
 from members import TIMEOUT, assign_all, in_thread
 from small_run import GRACE, LEASE, Run, closed
 
-from hetero_pp.core.errors import IncarnationOver, Refused, Suspended
-from hetero_pp.messages.messages_pb2 import INCARNATION_OVER, SILENT, SUSPENDED, HeartbeatReply, Report
+from hetero_pp.core.errors import IncarnationOver, Refused, StoreError, Suspended
+from hetero_pp.messages.messages_pb2 import (
+    INCARNATION_OVER,
+    SILENT,
+    SUSPENDED,
+    HeartbeatReply,
+    KeptSteps,
+    Report,
+    RoundRecord,
+)
 from hetero_pp.rpc.exchange_service import Caller
+from replica_groups.rounds.coordinator import REFORM_SECONDS
 
 MIXED = {"dc": 1, "home": 2}
 
@@ -364,3 +373,47 @@ def test_who_trains_a_round_that_is_not_open_here_yet_takes_part_in_it(run: Run)
     assert behind.coordinator.last_round == 1
     assert behind.coordinator.open is not None
     assert "dc" in behind.coordinator.open.taking_part
+
+
+def test_another_exchange_waits_for_a_group_that_lost_a_stage(run: Run) -> None:
+    """It has not heard whether the group trains: the stage died with the exchange, and the others keep their steps."""
+    run.take_over()
+    run.deposit(1, "dc")
+    run.exchange.died("home.1", "its host died with the exchange")
+    kept = KeptSteps(round=1, generation=2, applied=3)
+    waits = in_thread(lambda: run.exchange.assign("home.0", 0, kept=kept))
+    run.exchange.runner.wait_until(lambda: run.exchange.coordinator.slots["home.0"].asked is not None)
+    run.exchange.join("home.1", "")
+    resumption = run.exchange.assign("home.1", 0).resumption
+    assert (resumption.step, [one.slot for one in resumption.restarts]) == (3, ["home.1"])
+    assert waits.result(TIMEOUT).resumption == resumption
+    run.deposit(1, "home.0", "home.1")
+    assert run.counted(1) == {"dc": 1, "home": 3}
+
+
+def test_another_exchange_does_not_wait_for_a_stage_that_stays_away(run: Run) -> None:
+    run.take_over()
+    run.deposit(1, "dc")
+    run.exchange.died("home.1", "its host died with the exchange")
+    run.passes(REFORM_SECONDS - 1, heard=("dc", "home.0"))
+    assert closed(run) == 0
+    run.passes(2, heard=("dc", "home.0"))
+    assert run.counted(1) == {"dc": 1}
+
+
+def test_another_exchange_begins_although_its_store_fails_for_a_moment(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.deposit(1, "dc", "home.0", "home.1")
+    read, failed = run.log.read_record, list[int]()
+
+    def fails_once(round_: int) -> RoundRecord:
+        if not failed:
+            failed.append(round_)
+            raise StoreError("unreachable")
+        return read(round_)
+
+    monkeypatch.setattr(run.log, "read_record", fails_once)
+    monkeypatch.setattr("replica_groups.exchange.runner.FIRST_PAUSE", 0.001)
+    run.take_over()
+    assert (failed, closed(run)) == ([1], 1)
