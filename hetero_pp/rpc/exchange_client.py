@@ -427,26 +427,32 @@ class ExchangeClient(ExchangeService):
                 ask_once, seconds = self._wires.calls[name], min(left, ANSWER_SECONDS)
                 return ask_once(request, metadata=self._metadata, wait_for_ready=wait, timeout=seconds)
 
-        return self._again(ask)
+        return self._again(ask, wait)
 
-    def _again(self, ask: Callable[[], Answer]) -> Answer:
-        """Repeat a call until it is answered, because the exchange may be gone for a while and come back."""
+    def _again(self, ask: Callable[[], Answer], waits: bool = False) -> Answer:
+        """Repeat a call until it is answered, because the exchange may be gone for a while and come back.
+
+        `waits`: also before this member has joined.
+        """
         while True:
             try:
                 return ask()
             except AskAgain:
                 continue
             except ExchangeLost as lost:
-                self._await_return(lost)
+                self._await_return(lost, waits)
                 self.pause()
 
     def pause(self) -> None:
         """Pause before a failed call is repeated."""
         self._closed.wait(AGAIN_SECONDS)
 
-    def _await_return(self, lost: ExchangeLost) -> None:
-        """Wait until the exchange is there again. Raises `lost` if it never was there, or the client is closed."""
-        if not self.has_joined or self._closed.is_set():
+    def _await_return(self, lost: ExchangeLost, waits: bool = False) -> None:
+        """Wait until the exchange is there again.
+
+        Raises `lost` if the client is closed, or if this member has not joined and does not wait.
+        """
+        if not (self.has_joined or waits) or self._closed.is_set():
             raise lost
         used = self._wires.identity
         if used is not None and used.latest != used:  # renewed since, so that these connections cannot be restored

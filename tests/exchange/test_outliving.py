@@ -12,7 +12,7 @@ import pytest
 from cutting_proxy import CuttingProxy
 from deposits import deposit
 from members import TIMEOUT, in_thread
-from small_run import Run
+from small_run import LEASE, Run
 from test_uncounted import Member
 
 from hetero_pp.config.audit import AuditSettings
@@ -89,6 +89,25 @@ def test_who_has_contributed_deposits_again_with_the_next_exchange(waits: bool, 
     assert run.counted(1) == {"a": 2, "b": 1}
     for name, tensor in b.holds().items():
         assert not waits or a.holds()[name].equal(tensor), name
+    client.close()
+    server.stop(None).wait()
+
+
+def test_a_process_that_waits_for_its_slot_gets_it_from_the_next_exchange(tmp_path: Path) -> None:
+    """The slot still has a silent holder. The process was started again, and its launcher would not start it twice."""
+    run = Run(tmp_path, {"a": 1, "b": 1}, quorum=1.0, lease=LEASE)
+    server, port = serve_exchange(run.exchange, SECRET, "127.0.0.1:0")
+    client, first = ExchangeClient(f"127.0.0.1:{port}", SECRET.credentials("a"), "run", TIMEOUT), run.exchange
+    run.passes(LEASE.least / 2, heard=("b",))
+    joins = in_thread(lambda: client.join("a", ""))
+    first.runner.wait_until(lambda: first.coordinator.slots["a"].applicant is not None)
+    ended = server.stop(None)
+    first.runner.fail("it is gone")
+    assert ended.wait(TIMEOUT)
+    run.take_over()
+    server, _ = serve_exchange(run.exchange, SECRET, f"127.0.0.1:{port}")
+    run.exchange.died("a", "its launcher says so")
+    assert joins.result(TIMEOUT) == 2
     client.close()
     server.stop(None).wait()
 
