@@ -208,10 +208,11 @@ class Lease:
     def fence(self, on_lost: Say) -> None:
         """Send heartbeats until this process ends. `on_lost` is also called once the lease was not renewed in time.
 
-        Returns with the lease held. Raises ConfigError if another process has taken it over, StoreError.
+        Returns with the lease held, or after `on_lost`. Raises StoreError.
         """
         if complaint := self.renew():
-            raise ConfigError((), complaint)
+            on_lost(complaint)
+            return
 
         def watch() -> None:
             while self.is_held:

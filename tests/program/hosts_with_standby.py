@@ -62,12 +62,15 @@ class HostsWithStandby(Hosts):
         """Return what a host has printed so far, on both streams."""
         return "".join(path.read_text() for path in self.processes[host].files if path.exists())
 
-    def stop_host(self, host: str, by: signal.Signals) -> list[psutil.Process]:
-        """Send a signal to the launcher of a host, and to all of its processes. Return them."""
+    def of_host(self, host: str) -> list[psutil.Process]:
+        """Return the launcher of a host, and then all of its processes."""
         launcher = psutil.Process(self.processes[host].pid)
         own = str((self.runs(host) / "hosts").resolve())
-        found = [launcher, *(one for one in psutil.process_iter() if _writes_below(one, own))]
-        for one in found:
+        return [launcher, *(one for one in psutil.process_iter() if _writes_below(one, own))]
+
+    def stop_host(self, host: str, by: signal.Signals) -> list[psutil.Process]:
+        """Send a signal to the launcher of a host, and to all of its processes. Return them."""
+        for one in (found := self.of_host(host)):
             one.send_signal(by)
         return found
 

@@ -8,12 +8,15 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from asking import ask
 from hosts_with_standby import MEMBERS, HostsWithStandby
 from started import run_program
 
+from hetero_pp.core.errors import StoreError
+from hetero_pp.program.launch import command
 from hetero_pp.store.opening import open_store
 from replica_groups.exchange.log import record_key
 from replica_groups.exchange.memberships import Memberships
@@ -98,9 +101,11 @@ def test_a_host_that_dies_in_any_phase_is_followed(
 
 
 @pytest.mark.starts_processes
+@pytest.mark.parametrize("is_killed", [False, True], ids=["whole", "without its exchange"])
 def test_a_host_that_was_frozen_writes_nothing_and_becomes_the_standby(
-    corpus: Path, tmp_path: Path, made: list[HostsWithStandby], expected: dict[str, str]
+    is_killed: bool, corpus: Path, tmp_path: Path, made: list[HostsWithStandby], expected: dict[str, str]
 ) -> None:
+    """Its exchange may have been killed meanwhile. The launcher then restarts it, and hears from it."""
     run = HostsWithStandby(tmp_path, corpus, ROUNDS, str(tmp_path / "store"))
     made.append(run)
     run.serve("exchange", dies=("part", DIES_IN, "STOP"))
@@ -109,6 +114,8 @@ def test_a_host_that_was_frozen_writes_nothing_and_becomes_the_standby(
         run.start(part)
     run.wait_until(lambda: run.log.last_record() >= DIES_IN)
     record = run.log.store.get(record_key(DIES_IN))
+    for one in run.of_host("exchange")[1:] if is_killed else ():
+        one.kill()
     run.stop_host("exchange", signal.SIGCONT)
     run.wait_until(lambda: "this host is a standby now" in run.printed("exchange"))
     _to_its_end(run, expected)
@@ -143,6 +150,49 @@ def test_a_host_without_its_store_stops_and_becomes_the_standby(
     _to_its_end(run, expected)
     assert run.wait("exchange")[0] == 0, run.printed("exchange")
     assert run.printed("exchange").rstrip().endswith(f"extend it with `--resume --set outer.rounds=N`, N > {ROUNDS}")
+
+
+@pytest.mark.starts_processes
+def test_a_host_that_served_before_takes_over_with_the_changes_since(
+    corpus: Path, tmp_path: Path, made: list[HostsWithStandby]
+) -> None:
+    """The run was over, and is extended on the other host. The command of this host says the rounds of its time."""
+    run, rounds = HostsWithStandby(tmp_path, corpus, 2, str(tmp_path / "store")), ("--set", "outer.rounds=2")
+    made.append(run)
+    run.serve("exchange", dies=("checkpoint", 1, "KILL"))
+    run.serve("standby", *rounds)
+    for part in MEMBERS:
+        run.start(part)
+    for part in ("standby", *MEMBERS):
+        assert run.wait(part)[0] == 0, run.printed(part)
+    (run.runs("exchange") / "hosts" / "died").unlink()
+    run.serve("exchange", "--resume", "--set", f"outer.rounds={ROUNDS}", dies=("part", 4, "KILL"))
+    run.serve("standby", *rounds)
+    for part in MEMBERS:
+        run.start(part)
+    assert run.wait("standby")[0] == 0, run.printed("standby")
+    assert run.summary("standby")["rounds"] == ROUNDS
+    assert [run.wait(part)[0] for part in MEMBERS] == [0] * len(MEMBERS)
+
+
+def test_a_standby_whose_store_fails_as_it_takes_over_stays_one(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, serves = HostsWithStandby(tmp_path, corpus, ROUNDS, str(tmp_path / "store")), list[Any]()
+    (tmp_path / "run.yaml").write_text(run.text)
+    open_store(str(tmp_path / "store" / "hosts")).put("config.yaml", run.text.encode())
+
+    def serve(*arguments: Any, takes_over: bool) -> None:
+        serves.append(takes_over)
+        if len(serves) == 1:
+            raise StoreError("the store: cannot be read")
+
+    monkeypatch.setattr(command, "_run_and_record", serve)
+    monkeypatch.setattr(command, "start_fork_server", lambda: None)
+    token = ["--token-file", tmp_path / "token", "--runs", tmp_path / "runs"]
+    code, printed, errors = ask("serve", tmp_path / "run.yaml", "--standby", *token)
+    assert (code, serves) == (0, [True, True]), errors
+    assert "hosts: the store: cannot be read; this host is a standby now" in printed
 
 
 # ---- bad input: one line ----

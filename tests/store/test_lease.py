@@ -247,3 +247,11 @@ def test_a_fenced_process_is_told_once_the_store_takes_no_heartbeat(
     assert told.wait(TIMEOUT)
     assert heard == ["memory:: no heartbeat arrived within 0.3 s"]
     assert not lease.is_held
+
+
+def test_a_process_that_starts_after_another_host_has_taken_over_is_told(store: Store) -> None:
+    store.put("coordinator/000002", b'{"who": "anna, process 7", "seconds": 5}')
+    lease, heard = Lease(store, SECONDS, 1), list[str]()
+    lease.fence(heard.append)
+    assert heard == [f"{store.url()}: another launch (anna, process 7) has taken over this run"]
+    assert not lease.is_held

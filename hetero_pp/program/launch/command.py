@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -33,7 +34,7 @@ from hetero_pp.config.spec import RunSpec, require_known_basis
 from hetero_pp.config.topology import DatacenterReplica
 from hetero_pp.config.yaml_file import ConfigFile, save_config
 from hetero_pp.core.errors import ConfigError, HeteroPPError, LinkTimeout, RunFailed, RunOver, StoreError, TakenOver
-from hetero_pp.core.files import print_without_fail
+from hetero_pp.core.files import FIRST_PAUSE, keep_trying, print_without_fail
 from hetero_pp.core.units import format_count, format_seconds
 from hetero_pp.messages.messages_pb2 import Begun, Report
 from hetero_pp.program.defences import defence_lines
@@ -245,11 +246,14 @@ def run_on_this_host(
                         if over := over_on_disk(folder):  # and all members have heard it
                             announce(f"{config.name}: {over}")
                             return
-                    _run_and_record(prepared, runs, start, resume, invocation)
+                    _run_and_record(prepared, runs, start, resume, invocation, takes_over=standby)
                 return
-            except TakenOver as error:
+            except (TakenOver, StoreError) as error:
+                if not standby and isinstance(error, StoreError):
+                    raise
                 announce(f"{config.name}: {error}; this host is a standby now")
                 standby = resume = True
+                time.sleep(FIRST_PAUSE)  # if it is the store of this host, the other one may be quicker
 
 
 def _prepare(
@@ -422,8 +426,12 @@ Start = Callable[[RunSpec, RunFolder, OnReport, Values | None], None]
 """(spec, folder, on_report, changed keys if the run is resumed, else None); returns when the run is over."""
 
 
-def _run_and_record(prepared: Prepared, runs: Path, start: Start, resume: bool, invocation: Invocation) -> None:
+def _run_and_record(
+    prepared: Prepared, runs: Path, start: Start, resume: bool, invocation: Invocation, takes_over: bool = False
+) -> None:
     """Run a topology with metrics, summary, picture and a live view. The mode prints the result.
+
+    `takes_over`: another host has served the run, and no key of it changes.
 
     Raises RunFailed if the run ended early without a reason.
     """
@@ -431,7 +439,7 @@ def _run_and_record(prepared: Prepared, runs: Path, start: Start, resume: bool, 
     folder = RunFolder(runs.absolute() / name)
     hint = ResumeHint(prepared, RunFolder(runs / name), invocation.typed, invocation.mode.resumes)
     with hint:
-        spec, changed = _going_on(prepared, folder) if resume else (prepared.spec, None)
+        spec, changed = _going_on(prepared, folder, takes_over) if resume else (prepared.spec, None)
         if not resume:
             begin_folder(spec, runs.absolute())
         elif over := over_on_disk(folder, spec.latest.outer):
@@ -500,7 +508,8 @@ class _Recording:
                 # been recorded, but not reported before the earlier exchange ended.
                 log, last_round = open_log(self._spec.config, self._folder), report.begun.last_round
                 for round_ in (one for one in range(1, last_round + 1) if one not in self.state.closed):
-                    self._take(Report(time=report.time, member=EXCHANGE, round_closed=log.read_record(round_)))
+                    record = keep_trying(partial(log.read_record, round_), self.say)
+                    self._take(Report(time=report.time, member=EXCHANGE, round_closed=record))
                 return
             if self._resume:
                 self._go_on(report.begun)
@@ -564,14 +573,14 @@ def begin_folder(spec: RunSpec, runs: Path) -> RunFolder:
     return folder
 
 
-def _going_on(prepared: Prepared, folder: RunFolder) -> tuple[RunSpec, Values]:
+def _going_on(prepared: Prepared, folder: RunFolder, takes_over: bool) -> tuple[RunSpec, Values]:
     """Return the run in the folder as far as it is known before it resumes, and the keys that change from then on.
 
     Its configuration is written to the folder again.
     """
     fetch_configuration(prepared.spec.config, folder)
     try:
-        agreement = require_same_run(prepared.spec.config, prepared.given, folder)
+        agreement = require_same_run(prepared.spec.config, None if takes_over else prepared.given, folder)
         last_round = open_log(prepared.spec.config, folder).last_record()
         changes = agreement.changes.changed(agreement.first, last_round + 1, agreement.wanted)
         spec = RunSpec(agreement.first, prepared.spec.shape.vocabulary, changes)

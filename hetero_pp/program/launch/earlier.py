@@ -310,12 +310,13 @@ def how_to_go_on(prepared: Prepared, folder: RunFolder, command: Sequence[str]) 
 # ---- whether a configuration can resume the run in a folder, and which keys may change ----
 
 
-def require_same_run(config: RunConfig, given: Sequence[Key], folder: RunFolder) -> Agreement:
+def require_same_run(config: RunConfig, given: Sequence[Key] | None, folder: RunFolder) -> Agreement:
     """Return the agreement between a configuration and the run in a folder.
 
     It has the run's first configuration with this host's replicas, the changes so far, and the changes that are wanted
-    now. `given`: keys given beside the YAML. Raises ConfigError if the folder has no run, or one that this
-    configuration cannot resume.
+    now. `given`: keys given beside the YAML; None: nothing changes, not even the replicas.
+
+    Raises ConfigError if the folder has no run, or one that this configuration cannot resume.
     """
     path = folder.config
     if not path.is_file():
@@ -341,10 +342,10 @@ def require_same_run(config: RunConfig, given: Sequence[Key], folder: RunFolder)
     # The YAML alone changes nothing, because the run may have been started or resumed with other given values.
     wanted = dict[str, Any]()
     for key, value in values_of(config).items():
-        is_given = any(tuple(key.split("."))[: len(one)] == tuple(one) for one in given)
+        is_given = any(tuple(key.split("."))[: len(one)] == tuple(one) for one in given or ())
         if is_given and value != changes.had(key, began[key])[-1]:
             wanted[key] = value
-    if (replicas := wanted_replicas(config, had[-1])) != had[-1]:
+    if (replicas := had[-1] if given is None else wanted_replicas(config, had[-1])) != had[-1]:
         wanted |= {REPLICAS: replicas}
         changes = Changes({REPLICAS: {1: replicas_of(before)}, **changes.history})
     return Agreement(with_values(config, began | {REPLICAS: replicas}), changes, wanted)

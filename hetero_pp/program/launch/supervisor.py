@@ -225,7 +225,8 @@ class Supervisor:
         """Return the address at which the exchange listens. Raises RunFailed if the exchange ends instead."""
         answer = self._receive(EXCHANGE)
         if "failure" in answer:
-            raise RunFailed(self._cause(EXCHANGE, answer))
+            cause = self._cause(EXCHANGE, answer)
+            raise TakenOver(cause) if self._exit_code(EXCHANGE) == TAKEN_OVER else RunFailed(cause)
         self._exchange = {"exchange": answer["address"], "token_file": "", "listen": ""}
         if self._spec.config.audit.by == "validators":
             assert isinstance(self._keys, SecretKeys)

@@ -26,7 +26,7 @@ from hetero_pp.config.run_config import RunConfig
 from hetero_pp.config.spec import RunSpec
 from hetero_pp.core.bounded import before_gap, parse_json
 from hetero_pp.core.errors import DamagedFile
-from hetero_pp.core.files import PART, LastingLog, complaint, flush, write_whole
+from hetero_pp.core.files import PART, LastingLog, complaint, flush, keep_trying, write_whole
 from hetero_pp.messages.messages_pb2 import BlobEntry, Report, RoundRecord
 from hetero_pp.program.report.boards import MakeSink, OptionalSink, Scalars, TensorBoard
 from hetero_pp.program.report.pictures import draw_losses
@@ -316,7 +316,7 @@ def reports_until(config: RunConfig, folder: RunFolder, last: int, complain: Cal
     log, when = open_log(config, folder), min((report.time for report in reports), default=time.time())
     for round_ in range(1, last + 1):
         try:
-            record = log.read_record(round_)
+            record = keep_trying(partial(log.read_record, round_), complain)
         except (DamagedFile, FileNotFoundError) as error:
             complain(f"the contributions of round {round_} are missing from the summary: {error}")
             record = RoundRecord(round=round_)
