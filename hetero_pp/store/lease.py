@@ -31,7 +31,7 @@ from typing import Any, cast
 from filelock import FileLock, Timeout
 from pydantic import BaseModel, Field, ValidationError
 
-from hetero_pp.core.errors import ConfigError, StoreError
+from hetero_pp.core.errors import ConfigError, StoreError, TakenOver
 from hetero_pp.store.folder import make_folder
 from hetero_pp.store.store import Store
 
@@ -194,16 +194,21 @@ class Lease:
 
     @contextmanager
     def kept(self, on_lost: Say) -> Iterator[None]:
-        """Send heartbeats while the block runs."""
+        """Send heartbeats while the block runs, and release the lease at its end."""
         thread = threading.Thread(target=self._run, args=(on_lost,), name="lease", daemon=True)
         thread.start()
+        is_released = True
         try:
             yield
+        except (TakenOver, StoreError):
+            is_released = False  # members of the run may not have heard that it is over
+            raise
         finally:
             self._over.set()
             thread.join()
             with suppress(StoreError):
-                self._store.put(_heartbeat_key(self.number), OVER)
+                if is_released:
+                    self._store.put(_heartbeat_key(self.number), OVER)
 
     def fence(self, on_lost: Say) -> None:
         """Send heartbeats until this process ends. `on_lost` is also called once the lease was not renewed in time.

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from started import Started
 
-from hetero_pp.core.errors import ConfigError, StoreError
+from hetero_pp.core.errors import ConfigError, StoreError, TakenOver
 from hetero_pp.store import lease as module
 from hetero_pp.store.lease import Lease, acting_for
 from hetero_pp.store.opening import open_store
@@ -255,3 +255,14 @@ def test_a_process_that_starts_after_another_host_has_taken_over_is_told(store: 
     lease.fence(heard.append)
     assert heard == [f"{store.url()}: another launch (anna, process 7) has taken over this run"]
     assert not lease.is_held
+
+
+@pytest.mark.parametrize("error", [TakenOver, StoreError])
+def test_a_holder_that_lost_its_store_does_not_release_the_lease(error: type[Exception], objects: Store) -> None:
+    """Else the next holder would take the run for over as soon as its last run checkpoint is there."""
+    first, second = Lease(objects, 0.2), Lease(objects, 0.2)
+    first.take(_ignore)
+    with pytest.raises(error), first.kept(_ignore):
+        raise error("no heartbeat arrived")
+    second.wait(_ignore, lambda: True)
+    assert (second.is_held, second.was_released) == (True, False)
