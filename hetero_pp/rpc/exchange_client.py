@@ -430,10 +430,7 @@ class ExchangeClient(ExchangeService):
         return self._again(ask, wait)
 
     def _again(self, ask: Callable[[], Answer], waits: bool = False) -> Answer:
-        """Repeat a call until it is answered, because the exchange may be gone for a while and come back.
-
-        `waits`: also before this member has joined.
-        """
+        """Repeat a call until an exchange that is gone for a while has answered; if it `waits`, before joining, too."""
         while True:
             try:
                 return ask()
@@ -448,10 +445,7 @@ class ExchangeClient(ExchangeService):
         self._closed.wait(AGAIN_SECONDS)
 
     def _await_return(self, lost: ExchangeLost, waits: bool = False) -> None:
-        """Wait until the exchange is there again.
-
-        Raises `lost` if the client is closed, or if this member has not joined and does not wait.
-        """
+        """Wait until the exchange is there again. Raises `lost` if it is closed, or has not joined and not `waits`."""
         if not (self.has_joined or waits) or self._closed.is_set():
             raise lost
         used = self._wires.identity

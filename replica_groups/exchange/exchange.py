@@ -226,7 +226,8 @@ class Exchange(ExchangeService):
         runner.retry(partial(self.reports.count_on, self.log, last_round))
         runner.audits.prepare(last_round, spec)
         runner.rounds = self.settings.rounds or LAST
-        if self.settings.tokens is not None and (tokens := runner.retry(partial(self.log.tokens_after, last_round))):
+        has_tokens = self.settings.tokens is not None
+        if has_tokens and (tokens := runner.retry(partial(self.log.tokens_after, last_round))):
             runner.planned = self.settings.planned(last_round, tokens)
             if self.settings.is_over(last_round, tokens):
                 runner.rounds = last_round

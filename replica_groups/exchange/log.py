@@ -396,15 +396,11 @@ def keep_configuration(config: RunConfig, folder: RunFolder, log: ContributionLo
 
 
 def fetch_configuration(config: RunConfig, folder: RunFolder) -> None:
-    """Create the folder of a run that began on another machine, if its log has the run's configuration.
-
-    In any case take over the changes of the run, because another host may have made some since.
-    """
+    """Create the folder of a run that began on another machine, and take the changes that other hosts have made."""
     if config.store.url is not None:
         store = open_log(config, folder).store
-        kept = store.names()
         for path in (folder.config, folder.changes):
-            if path.name in kept and (path == folder.changes or not path.is_file()):
+            if path.name in store.names() and (path == folder.changes or not path.is_file()):
                 store.get_to(path.name, path)
 
 

@@ -431,9 +431,7 @@ def _run_and_record(
 ) -> None:
     """Run a topology with metrics, summary, picture and a live view. The mode prints the result.
 
-    `takes_over`: another host has served the run, and no key of it changes.
-
-    Raises RunFailed if the run ended early without a reason.
+    If it `takes_over`, no key of the run changes. Raises RunFailed if the run ended early without a reason.
     """
     name, is_stopped = prepared.spec.config.name, False
     folder = RunFolder(runs.absolute() / name)
