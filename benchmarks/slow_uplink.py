@@ -39,7 +39,7 @@ from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.exchange_service import Caller
 from hetero_pp.rpc.identities import Secret
 from hetero_pp.rpc.limits import RequestBounds
-from replica_groups.exchange.audit_hook import AuditHook
+from replica_groups.exchange.runner import AuditHook
 from replica_groups.exchange.server import serve_exchange
 
 NAMESPACE = f"hetero-pp-uplink-{os.getpid()}"

@@ -46,10 +46,10 @@ from hetero_pp.core.tensor_files import save_tensors
 from hetero_pp.data.batches import RoundText, sequence_digests
 from hetero_pp.messages.messages_pb2 import Asked, Commitment, ContributionEntry, RoundRecord, ShownFile, StageMessages
 from hetero_pp.rpc.exchange_service import Caller
-from replica_groups.member.audit_hook import NOT_AUDITED, MemberAudit
 from replica_groups.member.inner_loops import StepsTaken
 from replica_groups.member.outer_round import OuterRound
 from replica_groups.member.session import MemberSession
+from replica_groups.member.take_part import NOT_AUDITED, MemberAudit
 from replica_groups.member.trainers import TrainingMember
 
 BEFORE, MESSAGES, TEXT = "before.safetensors", "messages", "text"

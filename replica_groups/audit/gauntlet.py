@@ -69,14 +69,23 @@ def losses_of(
     """
     module = build_filled(shape, theta, device=next(iter(theta.values())).device)
     before = [_losses(module, assigned), _losses(module, other)]
-    _apply(module, contribution, rate, outer)
+    with torch.no_grad():
+        parameters = parameters_of(module)
+        for name, sent in contribution.items():
+            parameter = parameters[name]
+            step = mean_of(tuple(parameter.shape), [(1.0, sent)])
+            step = restored(step, outer.compression.tile) if outer.compression.transform == "dct" else step
+            outer_step(parameter, step.sign_() if outer.aggregation == "sign" else step, rate)
     after = [_losses(module, assigned), _losses(module, other)]
+    gains = [_gains(*both) for both in zip(before, after, strict=True)]
+    are_finite = all(math.isfinite(one) for of_text in gains for one in of_text)
     return Losses(
         assigned_before=fmean(before[0]),
         assigned_after=fmean(after[0]),
         other_before=fmean(before[1]),
         other_after=fmean(after[1]),
-        error=_error([_gains(*both) for both in zip(before, after, strict=True)]),
+        # The standard error of the difference of two mean gains.
+        error=math.sqrt(sum(stdev(of_text) ** 2 / len(of_text) for of_text in gains)) if are_finite else 0.0,
     )
 
 
@@ -111,16 +120,6 @@ def median_of(told: Sequence[Losses]) -> Losses:
 
 
 @torch.no_grad()
-def _apply(module: Transformer, contribution: Mapping[str, DecodedTensor], rate: float, outer: OuterSettings) -> None:
-    parameters = parameters_of(module)
-    for name, sent in contribution.items():
-        parameter = parameters[name]
-        step = mean_of(tuple(parameter.shape), [(1.0, sent)])
-        step = restored(step, outer.compression.tile) if outer.compression.transform == "dct" else step
-        outer_step(parameter, step.sign_() if outer.aggregation == "sign" else step, rate)
-
-
-@torch.no_grad()
 def _losses(module: Transformer, tokens: Tensor) -> list[float]:
     """Return the loss of each sequence; infinite if it is no number or larger than any that counts."""
     rows = tokens.to(next(module.parameters()).device).split(1)
@@ -129,15 +128,7 @@ def _losses(module: Transformer, tokens: Tensor) -> list[float]:
 
 
 def _gains(before: Sequence[float], after: Sequence[float]) -> list[float]:
-    """Return the relative improvement of each sequence."""
     return [(one - then) / one for one, then in zip(before, after, strict=True)]
-
-
-def _error(gains: Sequence[Sequence[float]]) -> float:
-    """Return the standard error of the difference of two mean gains; 0 if one of them is infinite."""
-    if not all(math.isfinite(one) for of_text in gains for one in of_text):
-        return 0.0
-    return math.sqrt(sum(stdev(of_text) ** 2 / len(of_text) for of_text in gains))
 
 
 class AssignedTexts:
@@ -306,15 +297,13 @@ class SignCheck:
         drawn = int.from_bytes(hashlib.sha256(b"".join(digests)).digest()) % every
         comparison = _SignCounts(names, every, drawn)
         for block, shapes in changed.items():
-            blobs = [self._received(record.round, name, block, fetch(name, block)) for name in names]
+            settings, known = self._spec.config.outer.compression, self._blocks[block]
+            at = {name: BlobAddress(self._spec.run, record.round, name, block) for name in names}
+            blobs = [ReceivedBlob(fetch(name, block), at[name], known, settings) for name in names]
             for tensor in shapes:
                 comparison.add([blob.tensor(tensor) for blob in blobs])
         tokens = {one.replica: one.tokens for one in record.contributions}
         return too_low(comparison.agreements(), tokens, self._least)
-
-    def _received(self, round_: int, name: str, block: str, data: bytes) -> ReceivedBlob:
-        address = BlobAddress(self._spec.run, round_, name, block)
-        return ReceivedBlob(data, address, self._blocks[block], self._spec.config.outer.compression)
 
 
 def why(round_: int, agreement: float) -> str:

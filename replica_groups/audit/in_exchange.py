@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -22,9 +23,6 @@ from replica_groups.exchange.auditor import Auditor
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.replay import newest_sound
-
-if TYPE_CHECKING:
-    from replica_groups.audit.validator import ValidatorThread
 
 BESIDE_EXCHANGE = "exchange"  # name of the validator beside the exchange, which no other has
 _SECONDS_BETWEEN_LOOKS, _MOST_SECONDS_BETWEEN_LOOKS = 0.1, 2.0
@@ -71,7 +69,7 @@ class Followers:
     """Threads that follow the rounds of a run beside its exchange: the auditor, and a validator."""
 
     def __init__(
-        self, auditor: Auditor, judgements: Judgements | None = None, validator: ValidatorThread | None = None
+        self, auditor: Auditor, judgements: Judgements | None = None, validator: threading.Thread | None = None
     ) -> None:
         self._auditor, self._judgements, self._validator = auditor, judgements, validator
 
@@ -117,17 +115,25 @@ def followed(auditor: Auditor, exchange: Exchange, spec: RunSpec, folder: RunFol
         return Followers(auditor)  # no judgement will come
     if spec.config.audit.by != "exchange":
         return Followers(auditor, judgements)
-    from replica_groups.audit.validator import Validator, ValidatorThread, checks_of
+    from replica_groups.audit.validator import Validator, checks_of
 
     run, since = _InExchange(exchange, judgements), exchange.runner.begun_after
     spec = spec.with_changes(exchange.runner.changes)
 
-    def make() -> Validator:
-        checkpoint = run.retry(lambda: newest_sound(exchange.log, since, []))
-        source = open_source(spec.config.data, folder.cache)
-        checks = checks_of(spec, run, source, torch.device("cpu"), folder.path)
-        return Validator(spec, run, checks, checkpoint, since, folder.path)
+    def validate() -> None:
+        torch.set_num_threads(spec.config.threads)
+        try:
+            checkpoint = run.retry(lambda: newest_sound(exchange.log, since, []))
+            source = open_source(spec.config.data, folder.cache)
+            checks = checks_of(spec, run, source, torch.device("cpu"), folder.path)
+            validator = Validator(spec, run, checks, checkpoint, since, folder.path)
+            del checkpoint  # its memory
+            validator.run()
+        except RunFailed:
+            return
+        except Exception as error:  # noqa: BLE001 (a run goes on without its validator)
+            judgements.unaudited(f"the validator has ended ({type(error).__name__}: {error}); the run goes on")
 
-    validator = ValidatorThread(make, spec.config.threads, judgements.unaudited)
+    validator = threading.Thread(target=validate, name="validator", daemon=True)
     validator.start()
     return Followers(auditor, judgements, validator)

@@ -10,7 +10,7 @@ import json
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,30 +19,29 @@ from typing import Any
 from hetero_pp.config.audit import AuditSettings
 from hetero_pp.config.lines import VALIDATOR
 from hetero_pp.config.spec import RunSpec
-from hetero_pp.core.errors import DamagedFile, StoreError
+from hetero_pp.core.errors import DamagedFile, Refused, StoreError
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2 import Judgement, Losses, MembershipEventKind
 from hetero_pp.messages.refusals import Kind
 from hetero_pp.messages.report_bounds import MOST_LOSS
 from hetero_pp.rpc.exchange_service import Caller, HeldBy
-from replica_groups.audit.exclusions import Exclusions
 from replica_groups.audit.gauntlet import SignCheck, median_of, why
 from replica_groups.audit.replica_scores import ReplicaScores, RoundFacts
 from replica_groups.audit.showing import Showing, Shows, settings_sha256
-from replica_groups.exchange.audit_hook import AuditHook
-from replica_groups.exchange.audits import keep_scores, newest_scores
+from replica_groups.exchange.audits import Exclusion, keep_scores, newest_scores
 from replica_groups.exchange.memberships import Memberships
 from replica_groups.exchange.reports import Reports
-from replica_groups.exchange.runner import CoordinatorRunner
+from replica_groups.exchange.runner import AuditHook, CoordinatorRunner
+from replica_groups.rounds import events as e
+from replica_groups.rounds.coordinator import BARRED_ROUNDS
 from replica_groups.rounds.draws import draw_key
 
 MOST_VALIDATORS = 16  # number of validators, by name, that have judged a recent round
 JUDGED_ROUNDS = 64  # number of recent rounds about which judgements are taken
 AWAITED_ROUNDS = 4  # rounds after which a validator that stays behind is not awaited
 UNAUDITED_ROUNDS = 16  # rounds without any judgement after which the run counts as unaudited
-
-
 MOST_CHARACTERS = 400  # characters of a text in a judgement
+REMEMBERED_ROUNDS = 64  # number of recent rounds whose members are known
 
 
 @dataclass
@@ -294,7 +293,6 @@ class Judgements(AuditHook):
         return None
 
     def _is_drawn(self, record: pb.RoundRecord, replica: str) -> bool:
-        """Return whether a replica was drawn in a round."""
         try:
             draw = json.loads(self._runner.retry(lambda: self._log.store.get(draw_key(record.round))))
         except FileNotFoundError:
@@ -341,7 +339,9 @@ class Judgements(AuditHook):
         """Update the book by a round, exclude replicas below the bound, keep and report the scores."""
         assert self._book is not None
         told = list(self._told.pop(round_, {}).values())
-        losses = dict(_medians([one.losses for one in told]))
+        names = sorted({name for one in told for name in one.losses})
+        measured = {name: [one.losses[name] for one in told if name in one.losses] for name in names}
+        losses = {name: median_of(own) for name, own in measured.items() if 2 * len(own) > len(told)}
         facts = self._facts(round_, told)
         with self._lock:
             for replica in self.exclusions.changed_hands(round_):
@@ -406,13 +406,6 @@ class Judgements(AuditHook):
             self.exclusions.punish(one, f"its round {one.round} was computed again: {one.recomputed.cause}")
 
 
-def _medians(told: Sequence[Mapping[str, pb.Losses]]) -> Iterator[tuple[str, pb.Losses]]:
-    """Yield the losses of each replica that most of the validators have tried: the median of each number over them."""
-    for name in sorted({name for one in told for name in one}):
-        if 2 * len(found := [one[name] for one in told if name in one]) > len(told):
-            yield name, median_of(found)
-
-
 def complaint(one: Judgement, members: Mapping[str, str]) -> str | None:
     """Return a message on the first field that is out of range; None if there is none. `members`: member -> replica."""
     replicas = {*members.values()}
@@ -443,3 +436,136 @@ def complaint(one: Judgement, members: Mapping[str, str]) -> str | None:
         case "recomputed":
             return None
     return "found a judgement without a finding"
+
+
+# ---- exclusions: replicas that rounds leave out for a while, and tickets that are revoked ----
+
+
+class Exclusions:
+    """Exclusions of one run. Thread-safe."""
+
+    def __init__(
+        self, runner: CoordinatorRunner, held_by: Callable[[str], HeldBy | None], settings: AuditSettings
+    ) -> None:
+        self.guests: Memberships | None = None  # members with a ticket, once they are served
+        self._runner, self._held_by = runner, held_by
+        self._rounds = BARRED_ROUNDS if settings.compares is None else settings.compares.excluded_rounds
+        self._lock = threading.Lock()
+        self._excluded: dict[str, Exclusion] = {}
+        self._why: dict[int, Mapping[str, str]] = {}
+        """Round -> replicas that an audit left out of it, each with the reason."""
+        self._held: dict[int, Mapping[str, HeldBy]] = {}  # round -> holders of the slots as it closed
+        self._accusers: dict[tuple[int, str, str], set[str]] = defaultdict(set)
+        """(round, replica, named member) -> validators."""
+        self._tickets: dict[str, frozenset[str]] = {}
+        """Replica -> tickets of its holders in its last settled round, if it had any."""
+
+    @property
+    def in_force(self) -> dict[str, Exclusion]:
+        """Exclusions that rounds after the last closed one respect."""
+        with self._lock:
+            last = self._runner.coordinator.last_round
+            return {name: one for name, one in self._excluded.items() if one.until > last + 1}
+
+    def of(self, round_: int, replicas: Iterable[str]) -> dict[str, str]:
+        """Return which of the replicas are excluded from a round, each with the reason."""
+        with self._lock:
+            found = {name: self._excluded[name] for name in replicas if name in self._excluded}
+        return {name: one.cause for name, one in found.items() if round_ < one.until}
+
+    def note(self, round_: int, out: Mapping[str, str]) -> None:
+        """Note the replicas that an audit left out of a round, to tell why."""
+        with self._lock:
+            self._why[round_] = dict(out)
+
+    def why(self, round_: int, replica: str) -> str:
+        """Return why an audit left a replica out of a round; empty if none did."""
+        with self._lock:
+            return self._why.get(round_, {}).get(replica, "")
+
+    def closed(self, round_: int) -> None:
+        """Note the holders of all slots. The caller holds the lock of the decisions."""
+        held = self._held_now()
+        with self._lock:
+            self._held[round_] = held
+            for old in [one for one in self._held if one <= round_ - REMEMBERED_ROUNDS]:
+                del self._held[old]
+                self._why.pop(old, None)
+            for key in [key for key in self._accusers if key[0] <= round_ - REMEMBERED_ROUNDS]:
+                del self._accusers[key]
+
+    def restore(self, excluded: Mapping[str, Exclusion], last_round: int) -> None:
+        """Take over the exclusions of an earlier exchange of the run."""
+        for replica, one in excluded.items():
+            if replica in self._runner.roster.replicas and one.until > last_round + 1:
+                self._condemn(replica, last_round, one)
+
+    def exclude(self, replica: str, round_: int, why: str) -> None:
+        """Exclude a replica for some rounds, because of what was found about its contribution to a round."""
+        since = max(round_, self._runner.coordinator.last_round)
+        self._condemn(replica, round_, Exclusion(until=since + self._rounds + 1, cause=why))
+
+    def _condemn(self, replica: str, round_: int, one: Exclusion) -> None:
+        with self._lock:
+            self._excluded[replica] = one
+        cause = f"the audit of round {round_} excludes {replica}: {one.cause}"
+        self._runner.tell(e.Condemned(replica, round_, one.until, cause))
+
+    def changed_hands(self, round_: int) -> list[str]:
+        """Return the replicas that none of the holders before holds in this round, as far as their tickets tell."""
+        found = []
+        for replica, tickets in self._tickets_in(round_).items():
+            before = self._tickets.get(replica)
+            if before and not before & tickets:
+                found.append(replica)
+            self._tickets[replica] = tickets
+        return found
+
+    def _tickets_in(self, round_: int) -> dict[str, frozenset[str]]:
+        """Return replica -> tickets of its holders in a round, of replicas with tickets."""
+        with self._lock:
+            held = self._held.get(round_, {})
+        return self._tickets_of(held)
+
+    def _held_now(self) -> dict[str, HeldBy]:
+        return {name: one for name in self._runner.roster.members if (one := self._held_by(name))}
+
+    def _tickets_of(self, held: Mapping[str, HeldBy]) -> dict[str, frozenset[str]]:
+        found: dict[str, set[str]] = defaultdict(set)
+        for slot, one in held.items():
+            if one.holder and self.guests is not None and (ticket := self.guests.ticket_of(slot, one.holder)):
+                found[self._runner.roster.members[slot]].add(ticket)
+        return {replica: frozenset(tickets) for replica, tickets in found.items()}
+
+    # ---- recomputation ----
+
+    def accuse(self, one: Judgement, validator: str) -> int:
+        """Return how many validators have computed another contribution than a replica's, and name the same member."""
+        with self._lock:
+            accusers = self._accusers[one.round, one.replica, one.recomputed.member]
+            accusers.add(validator)
+            return len(accusers)
+
+    def punish(self, one: Judgement, why: str) -> None:
+        """Revoke the ticket of a member that computed something else; without a ticket, exclude its replica.
+
+        A replica whose members have changed since is not excluded, because its present ones may be honest.
+        """
+        member = one.recomputed.member
+        record = self._runner.wait_for_record(one.round)
+        made = [each for entry in record.contributions if entry.replica == one.replica for each in entry.commitments]
+        # The holder of the slot when it committed; 0 without a ticket.
+        holder = next((each.holder for each in made if each.member == member), 0)
+        if holder and self.guests is not None:
+            self.guests.condemn(member, holder, why)
+            now = self._held_by(member)
+            if now is not None and now.holder:
+                try:
+                    self.guests.require_in(member, now.holder)
+                except Refused:
+                    cause = f"its ticket was revoked: {why}"
+                    self._runner.tell(e.Died(member, now.incarnation, cause))
+            return
+        before = self._tickets_in(one.round).get(one.replica)
+        if not before or before & self._tickets_of(self._held_now()).get(one.replica, frozenset()):
+            self.exclude(one.replica, one.round, why)

@@ -49,7 +49,7 @@ from hetero_pp.store.store import Store
 from replica_groups.audit.commitments import BEFORE, MESSAGES, load_state
 from replica_groups.audit.recompute import (
     Comparison,
-    RecomputedRound,
+    ReplicaHere,
     RoundStart,
     blame,
     compare,
@@ -234,7 +234,12 @@ class Recomputation:
                 arrived = self._read(f"{evidence_key(number, one.replica)}/{ARRIVED}")
                 if arrived is None and (round_ is None or number + 2 * ROUNDS_TO_SHOW > round_):
                     continue
-                found = [] if arrived is None else self._judged(one, arrived["missing"])
+                found: list[Judgement] = []
+                if arrived is not None and arrived["missing"]:  # the exchange has drawn its own conclusions
+                    self._forget(number, one.replica)
+                elif arrived is not None:
+                    with suppress(FileNotFoundError):  # another validator has judged it, and has removed its files
+                        found = [self._recomputed(one)]
                 self._waiting.remove(one)
                 yield from found
 
@@ -264,15 +269,6 @@ class Recomputation:
             return None
 
     # ---- one round of one replica ----
-
-    def _judged(self, drawn: _Drawn, missing: Mapping[str, str]) -> list[Judgement]:
-        if missing:  # the exchange has drawn its own conclusions
-            self._forget(drawn.seen.record.round, drawn.replica)
-            return []
-        try:
-            return [self._recomputed(drawn)]
-        except FileNotFoundError:  # another validator has judged it, and has removed its files
-            return []
 
     def _recomputed(self, drawn: _Drawn) -> Judgement:
         seen, number, own = drawn.seen, drawn.seen.record.round, drawn.contributed
@@ -336,7 +332,7 @@ class Recomputation:
         entry: ContributionEntry,
         number: int,
         contributed: Mapping[str, bytes],
-        again: RecomputedRound,
+        again: ReplicaHere,
         messages: Mapping[str, bytes],
         authority: str | None = None,
     ) -> Comparison:
@@ -359,12 +355,12 @@ class Recomputation:
         found = compare(entry, differences, again, tolerance)
         if found.is_equal:
             return found
-        if len(again.here.members) == 1:
-            return Comparison(found.difference, found.cause, next(iter(again.here.members)))
+        if len(again.members) == 1:
+            return Comparison(found.difference, found.cause, next(iter(again.members)))
         differing = [block for block, one in differences.items() if one > tolerance]
         is_text = "another text" in found.cause
         holders = {one.member: one.holder for one in entry.commitments}
-        named = blame(again.here, messages, differing, is_text, entry.generation, authority, holders)
+        named = blame(again, messages, differing, is_text, entry.generation, authority, holders)
         return found if named is None else Comparison(found.difference, named.cause, named.member)
 
     def _met_before(self, number: int, replica: str) -> frozenset[str]:

@@ -84,6 +84,8 @@ class ReplicaHere:
         self.members: dict[str, TrainingMember] = {}
         self.outers: dict[str, OuterRound] = {}
         self.blobs: dict[str, bytes] = {}  # the replica's contribution to the round, by block; filled by `train`
+        self.after: dict[str, bytes] = {}  # member -> digest of its checkpoint after the round
+        self.text: dict[str, bytes] = {}  # member -> digest of its text; of those that read it
         self.first = 0  # number of the round's first step, counted over the run
         for one in own:
             self._add(one, source, Ranks(device=device))
@@ -115,7 +117,6 @@ class ReplicaHere:
 
         Raises the first error of a member; HeteroPPError if its values are not finite.
         """
-
         announces = self.spec.config.inner.steps is None
 
         def work(name: str) -> None:
@@ -187,23 +188,10 @@ def _linked(members: list[MemberSpec], seed: int) -> dict[str, LinkEnds]:
     return {member.name: LinkEnds(before, after) for member, before, after in ends}
 
 
-@dataclass(frozen=True)
-class RecomputedRound:
-    """A replica's round that was computed again."""
-
-    here: ReplicaHere  # the replica, as it is after the round
-    after: Mapping[str, bytes]  # member -> digest of its checkpoint after the round
-    text: Mapping[str, bytes]  # member -> digest of its text; of those that read it
-
-    @property
-    def blobs(self) -> Mapping[str, bytes]:
-        return self.here.blobs
-
-
 def recompute(
     spec: RunSpec, replica: str, start: RoundStart, steps: int, source: Source | None, device: torch.device = CPU
-) -> RecomputedRound:
-    """Train a replica's round again. The tensors of `start` are not changed.
+) -> ReplicaHere:
+    """Train a replica's round again; return it as it is after the round. The tensors of `start` are not changed.
 
     Raises DamagedFile for a checkpoint that is not of its member, and ConfigError for one of another text. Raises
     HeteroPPError for values that are not finite, and OutOfMemory if this device is too small.
@@ -216,31 +204,24 @@ def recompute(
     texts: dict[str, RoundText] = {}
     try:
         with computing("recomputation", device):
-            here = _built(spec, replica, start, source, device)
+            try:
+                here = ReplicaHere(spec, replica, start, source, device)
+            except RuntimeError as error:
+                if isinstance(error, torch.AcceleratorError) or "memory" in str(error):
+                    raise
+                raise ValueError(error) from None
             for name, member in here.members.items():
                 if member.batches is not None:
                     member.batches.text = texts[name] = RoundText()
             here.train(steps)
     except _OF_A_STATE as error:
         raise DamagedFile(f"the checkpoint of {replica} is not of its members ({error})") from None
-    after = {name: _after(here, name, steps).sha256 for name in here.members}
-    return RecomputedRound(here, after, {name: text.digest() for name, text in texts.items()})
-
-
-def _built(spec: RunSpec, replica: str, start: RoundStart, source: Source | None, device: torch.device) -> ReplicaHere:
-    try:
-        return ReplicaHere(spec, replica, start, source, device)
-    except RuntimeError as error:
-        if isinstance(error, torch.AcceleratorError) or "memory" in str(error):
-            raise
-        raise DamagedFile(f"the checkpoint of {replica} is not of its members ({error})") from None
-
-
-def _after(here: ReplicaHere, member: str, steps: int) -> CommittedState:
-    batches = here.members[member].batches
-    position = None if batches is None else batches.state()
-    known = None if here.spec.config.inner.steps is not None else {"first": here.first + steps, "last": steps}
-    return state_of(here.members[member], here.outers[member], position, known)
+    here.text = {name: text.digest() for name, text in texts.items()}
+    known = None if spec.config.inner.steps is not None else {"first": here.first + steps, "last": steps}
+    for name, member in here.members.items():
+        position = None if member.batches is None else member.batches.state()
+        here.after[name] = state_of(member, here.outers[name], position, known).sha256
+    return here
 
 
 # ---- its contribution ----
@@ -260,7 +241,7 @@ class Comparison:
 
 
 def compare(
-    entry: ContributionEntry, differences: Mapping[str, float], again: RecomputedRound, tolerance: float
+    entry: ContributionEntry, differences: Mapping[str, float], again: ReplicaHere, tolerance: float
 ) -> Comparison:
     """Return the outcome for a contribution whose blocks have these relative differences."""
     block, largest = max(differences.items(), key=lambda one: one[1], default=("", 0.0))
@@ -371,7 +352,9 @@ def blame(
     if guilty:
         first = min(guilty, key=lambda one: one.records[one.first]["step"])
         what = "read another text, so it " if other_text and first.position.stage == 0 else ""
-        return Blame(first.member, f"{first.member} {what}{_sent(first)}")
+        assert first.first is not None
+        sent = f"sent {_named(first.records[first.first])}, although it had received the expected messages until then"
+        return Blame(first.member, f"{first.member} {what}{sent}")
     for member, one in compared.items():
         blocks = sorted(here.outers[member].blocks & set(differing))
         if one.first is None and blocks:
@@ -409,11 +392,6 @@ def _differs(records: NDArray[np.void], wanted: NDArray[np.void], tolerance: flo
         is_near = apart <= allowed * np.linalg.norm(expected, axis=1)
         is_near &= ~has_norm | (by_norm <= allowed * np.abs(wanted["norm"]))
     return ~is_near | (np.isfinite(records["norm"]) != has_norm)
-
-
-def _sent(one: _Compared) -> str:
-    assert one.first is not None
-    return f"sent {_named(one.records[one.first])}, although it had received the expected messages until then"
 
 
 def _named(record: np.void) -> str:

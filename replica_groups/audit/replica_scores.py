@@ -154,7 +154,10 @@ class ReplicaScores:
                 entry = self._evaluated(replace(entry, doubt=doubt), *_judged(losses[name]))
             self._entries[name] = entry
         self._play()
-        self._readmit()
+        for name, entry in self._entries.items():
+            if entry.cause and entry.until <= self._round:
+                probation = PROBATION * self._settings.threshold
+                self._entries[name] = replace(entry, cause="", average=probation, doubt=0.0)
         self._exclude(here, facts)
 
     def _doubt(self, name: str, error: float) -> float:
@@ -299,12 +302,6 @@ class ReplicaScores:
                 pending=None,
             )
 
-    def _readmit(self) -> None:
-        probation = PROBATION * self._settings.threshold
-        for name, entry in self._entries.items():
-            if entry.cause and entry.until <= self._round:
-                self._entries[name] = replace(entry, cause="", average=probation, doubt=0.0)
-
     def _exclude(self, here: Sequence[str], facts: RoundFacts) -> None:
         """Exclude copies, contributions against the others, replicas without work, and those with a low average.
 
@@ -370,7 +367,6 @@ def _judged(losses: Losses) -> tuple[float, float]:
 
 
 def _improvement(losses: Losses) -> float:
-    """Return the relative improvement of the assigned text."""
     before = losses.assigned_before
     return (before - losses.assigned_after) / before if before > 0 else 0.0
 

@@ -164,8 +164,9 @@ class Showing:
         self._next, self._settings = last_round + 1, settings
         self._chain = self._published_chain()
         store = self._log.store
-        later = [key for key in store.below(EVIDENCE) if _round_of(key) > last_round] if self._has_evidence() else []
-        store.delete(later)
+        for number, replica in evidence_in(store.names(EVIDENCE)):
+            if number > last_round:
+                store.delete(store.below(evidence_key(number, replica)))
         self._forget_texts(lambda round_: round_ > last_round)
 
     def _published_chain(self) -> Chain:
@@ -173,9 +174,6 @@ class Showing:
         known = {"first": chain.first, "end": chain.end.hex(), "share": self._shows.share, "settings": self._settings}
         self._put(f"{DRAWS}/{chain.end.hex()[:16]}.json", known)
         return chain
-
-    def _has_evidence(self) -> bool:
-        return f"{EVIDENCE}/" in self._log.store.names()
 
     # ---- draws ----
 
@@ -282,14 +280,11 @@ class Showing:
 
     def _forget_texts(self, is_old: Callable[[int], bool]) -> None:
         store = self._log.store
-        if f"{TEXTS}/" in store.names():
-            names = [name for name in store.names(TEXTS) if (match := re.match(r"\d+", name)) and is_old(int(match[0]))]
-            store.delete([f"{TEXTS}/{name}" for name in names])
+        names = [name for name in store.names(TEXTS) if (match := re.match(r"\d+", name)) and is_old(int(match[0]))]
+        store.delete([f"{TEXTS}/{name}" for name in names])
 
     def _forget_unjudged(self, round_: int) -> None:
         """Remove what was shown up to a round without a finding: no validator was there, or it fell behind."""
-        if not self._has_evidence():
-            return
         store = self._log.store
         for number, replica in evidence_in(store.names(EVIDENCE)):
             keys = store.below(evidence_key(number, replica)) if number <= round_ else []
@@ -466,8 +461,3 @@ def evidence_in(names: list[str]) -> Iterator[tuple[int, str]]:
     for name in names:
         if (match := re.fullmatch(r"(\d{6,12})-(.+)/", name)) is not None:
             yield int(match[1]), match[2]
-
-
-def _round_of(key: str) -> int:
-    match = re.match(rf"{EVIDENCE}/(\d+)-", key)
-    return int(match[1]) if match else 0

@@ -6,7 +6,6 @@ its checks of old rounds.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -18,7 +17,6 @@ from torch import Tensor
 from hetero_pp.config.checkpoint import RunCheckpoint
 from hetero_pp.config.member_inputs import round_optimizer
 from hetero_pp.config.spec import RunSpec
-from hetero_pp.core.errors import RunFailed
 from hetero_pp.data.sources import Source
 from hetero_pp.messages.messages_pb2 import Judgement, RoundRecord
 from hetero_pp.outer.apply_round import FetchBlob
@@ -120,32 +118,3 @@ class Validator:
                 self._run.take(list(of_round))
             count += len(found)
         return count
-
-
-class ValidatorThread:
-    """A validator beside the exchange. Its end or failure ends nothing: `on_failure` gets the cause."""
-
-    def __init__(self, make: Callable[[], Validator], threads: int, on_failure: Callable[[str], None]) -> None:
-        """`make` opens the corpus, which may take long. `threads`: as of the run's members."""
-        self._make, self._threads, self._on_failure = make, threads, on_failure
-        self._thread = threading.Thread(target=self._run, name="validator", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def join(self, seconds: float | None = None) -> None:
-        """Wait until the last round is judged, for at most `seconds`."""
-        self._thread.join(seconds)
-
-    def _run(self) -> None:
-        torch.set_num_threads(self._threads)
-        make = self._make
-        del self._make  # it holds the first run checkpoint
-        try:
-            validator = make()
-            del make
-            validator.run()
-        except RunFailed:
-            return
-        except Exception as error:  # noqa: BLE001 (a run goes on without its validator)
-            self._on_failure(f"the validator has ended ({type(error).__name__}: {error}); the run goes on")

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,6 @@ from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.rpc.memory import give_freed_memory_back
 from hetero_pp.store.faults import NO_FAULTS, FaultPhase, Faults
 from replica_groups.engines.ranks import ALONE, Ranks
-from replica_groups.member.audit_hook import NOT_AUDITED, AuditedMember, MemberAudit
 from replica_groups.member.gate import Gate
 from replica_groups.member.inner_loops import (
     InnerLoop,
@@ -45,6 +44,33 @@ from replica_groups.member.saved_states import SavedStates, newest_usable_state,
 from replica_groups.member.session import Connections, ExchangeLine, MemberSession
 from replica_groups.member.stopping import NEVER_STOPPED, Stopping
 from replica_groups.member.trainers import TrainingMember, build_from_checkpoint
+
+
+class MemberAudit:
+    """A member's part in the audits of a run that has none; replica_groups/audit has that of others."""
+
+    undoes_uncounted = False  # whether a round that does not count the member leaves no trace in its state
+
+    def begin(self, round_: int, committed: bytes) -> None:
+        """Begin a round. `committed`: digest of the state that the exchange expects; empty: a fresh one."""
+
+    def trains(self, round_: int) -> None:
+        """Note that the inner steps of a round begin; with overlap, before the round before it is decided."""
+
+    def contributes(self, round_: int, steps: int) -> None:
+        """Note that the member is about to compress and send its contribution to a round."""
+
+    def show(self, asked: pb.Asked) -> None:
+        """Begin to send to the exchange what it asked for."""
+
+    def wait(self, allowed_to_stop: AbstractContextManager[None]) -> None:
+        """Wait until the exchange has what it asked for, within limits; a wait may end by Stopped."""
+
+
+NOT_AUDITED = MemberAudit()
+
+AuditedMember = Callable[[RunSpec, RunFolder, MemberSession, TrainingMember, OuterRound, StepsTaken], MemberAudit]
+"""Returns the part of one member. It may note the contribution, and set the session's commitment, after compression."""
 
 
 def take_part(

@@ -29,7 +29,6 @@ from replica_groups.audit import recompute as module
 from replica_groups.audit.commitments import CommittedState, load_state, state_of
 from replica_groups.audit.recompute import (
     Comparison,
-    RecomputedRound,
     ReplicaHere,
     RoundStart,
     compare,
@@ -171,7 +170,7 @@ class Trained:
         own = Commitment(member=LIAR, after=self.after(here, STEPS).sha256)
         return blobs, ContributionEntry(replica=LIAR, steps=STEPS, commitments=[own])
 
-    def again(self) -> RecomputedRound:
+    def again(self) -> ReplicaHere:
         return recompute(self.spec, LIAR, self.start, STEPS, self.source)
 
     def compared(self, lie: Callable[[Any, Any], None] | None = None, tolerance: float = 0.0) -> Comparison:
@@ -315,7 +314,7 @@ def test_an_invented_state_is_told_as_such(
 ) -> None:
     spec, source, start = second_round
     again = recompute(spec, "a", start, STEPS, source)
-    error = {f"error:{name}": tensor for name, tensor in again.here.outers["a"].error.items()}
+    error = {f"error:{name}": tensor for name, tensor in again.outers["a"].error.items()}
     data = {"tokens": source.digest, "steps": None}
     state = CommittedState(error | tensors, {"data": data, "steps": None} | rest)
     with pytest.raises(DamagedFile, match="is not of its members"):

@@ -27,8 +27,8 @@ from hetero_pp.rpc.connections import reports_of, reports_to_members
 from hetero_pp.rpc.exchange_service import IsAsked
 from hetero_pp.rpc.identities import Secret, SecretKeys
 from hetero_pp.rpc.limits import RequestBounds
-from replica_groups.exchange.audit_hook import AuditHook
 from replica_groups.exchange.exchange import Exchange
+from replica_groups.exchange.runner import AuditHook
 from replica_groups.exchange.server import serve_exchange
 
 SECRET = Secret("a secret")
