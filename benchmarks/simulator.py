@@ -30,8 +30,8 @@ from launched import events_of, run_quietly, words
 
 from hetero_pp.config.lines import exchange_link_name
 from hetero_pp.config.yaml_file import ConfigFile, spec_of
+from hetero_pp.program.calibrate import measure_all
 from hetero_pp.simulator.prediction import Prediction, predict
-from replica_groups.member.measure import measure_all
 
 STEPS, ROUNDS = 8, 2
 SMOKE = {
