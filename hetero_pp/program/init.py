@@ -395,7 +395,8 @@ def init(path: Path | None, given: Mapping[str, str | None], hardware: str | Non
         if error.key[:1] == ("replicas",) and hardware is None and "--hardware" not in told:
             told += "; `--hardware`, such as `--hardware h100`, predicts for another machine"
         raise ConfigError((), f"{path} was not written: {told}") from None
-    write_whole(path, yaml_of(found, str(path)).encode())
+    rows = ((text, f"  # {comment}" if comment else "") for text, comment in _lines(found, str(path)))
+    write_whole(path, "".join(f"{text:<{_COLUMN - 2}}{comment}".rstrip() + "\n" for text, comment in rows).encode())
     ConfigFile(path)
     _tell_next(path, answers, found)
 
@@ -428,14 +429,8 @@ def _tell_next(path: Path, answers: Answers, found: Draft) -> None:
 _COLUMN = 40
 
 
-def yaml_of(draft: Draft, path: str) -> str:
-    """Return the text of the YAML that is written to `path`, with a short comment at each key of a user."""
-    rows = ((text, f"  # {comment}" if comment else "") for text, comment in _lines(draft, path))
-    return "".join(f"{text:<{_COLUMN - 2}}{comment}".rstrip() + "\n" for text, comment in rows)
-
-
 def _lines(draft: Draft, path: str) -> Iterator[tuple[str, str]]:
-    """Yield each line, and its comment."""
+    """Yield each line of the YAML that is written to `path`, and a short comment at each key of a user."""
     found, rounds = draft.sections, draft.rounds
     data, inner = found["data"], found["inner"]
     total = format_duration(rounds * draft.prediction.round_seconds)

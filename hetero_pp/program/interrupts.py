@@ -58,7 +58,8 @@ def interruptible() -> Iterator[None]:
     finally:
         sys.unraisablehook = hook
         for number, handler in before.items():
-            signal.signal(number, _wait if is_interrupted and handler is _leave_with_a_line else handler)
+            is_ending = is_interrupted and handler is _leave_with_a_line
+            signal.signal(number, (lambda *_: None) if is_ending else handler)
 
 
 class _Interrupt:
@@ -116,7 +117,3 @@ def _leave_with_a_line(number: int, frame: FrameType | None) -> None:
 
 def _leave(number: int, frame: FrameType | None) -> None:
     os._exit(INTERRUPTED)
-
-
-def _wait(number: int, frame: FrameType | None) -> None:
-    """Ignore a signal, because the program is already ending."""

@@ -23,6 +23,7 @@ from members import TIMEOUT
 from served_run import CONFIG, Served
 from typer.testing import CliRunner
 
+from hetero_pp.config.folder import RunFolder
 from hetero_pp.config.lines import EXCHANGE
 from hetero_pp.core.errors import ConfigError, LinkTimeout
 from hetero_pp.core.proxies import Proxy, Route
@@ -31,9 +32,9 @@ from hetero_pp.program.check import checks, command, subject
 from hetero_pp.program.check.checks import check_proxy, clock_verdict, gpu_verdict, line_verdict, step_bytes
 from hetero_pp.program.check.command import find
 from hetero_pp.program.check.findings import Finding, FindingState, fail, make_checks, ok, warn
-from hetero_pp.program.check.subject import CheckedPeer, Subject
+from hetero_pp.program.check.subject import Subject
 from hetero_pp.program.cli import app
-from hetero_pp.program.join.membership import note_left
+from hetero_pp.program.join.membership import RunOfHost, note_left
 from hetero_pp.program.join.status import status
 from hetero_pp.program.launch.earlier import LOCKS, Unfinished, claim
 from hetero_pp.rpc.admission_client import Rate, ask
@@ -111,7 +112,7 @@ def test_the_driver_and_the_build_of_torch(gpu: tuple[Any, ...], state: FindingS
 def test_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
     authority = Secret("s").authority
     near, far = (
-        Subject(runs=Path("runs"), peer=CheckedPeer(address, authority.identity("a")))
+        Subject(runs=Path("runs"), peer=RunOfHost(RunFolder(Path("runs/run")), address, authority.identity("a"), False))
         for address in ("127.0.0.1:9", "192.0.2.1:9")
     )
     assert check_proxy(far) == ok("the environment names no proxy")

@@ -85,7 +85,7 @@ def check_exchange(subject: Subject) -> Finding:
         subject.answer_.result()
     except LinkTimeout as error:
         here = f"{error}: see its log in {subject.folder.path}/logs"
-        return fail(here if subject.peer.is_here else unanswered(error, subject.name))
+        return fail(here if subject.peer.serves else unanswered(error, subject.name))
     return ok(f"{address} answers and admits this host, with the same version of the protocol")
 
 
@@ -166,7 +166,7 @@ def check_line(subject: Subject) -> Finding:
     """Measure this host's line to the exchange for a second or two, with 4 MiB in each direction at most."""
     if subject.peer is None:
         raise NotChecked("needs a ticket, or a run whose exchange answers")
-    if subject.peer.is_here:
+    if subject.peer.serves:
         raise NotChecked("the exchange is on this host")
     part, _ = subject.part, subject.answer
     try:

@@ -224,7 +224,6 @@ def _lines_table(spec: RunSpec, loads_of: Mapping[str, Mapping[Direction, LinkLo
 
 
 def _sizes(sizes: Sequence[int]) -> str:
-    """Format the bytes of a step; an empty string if a step sends none."""
     return spanned(sizes, format_bytes) if any(sizes) else ""
 
 

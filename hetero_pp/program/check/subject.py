@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, TimeoutError
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from hetero_pp.messages.messages_pb2 import PreviewReply
 from hetero_pp.program.check.findings import NotChecked, in_background
 from hetero_pp.program.join.membership import (
     Membership,
+    RunOfHost,
     has_joined,
     is_name,
     is_running,
@@ -61,15 +62,6 @@ class CheckedPart:
 
 
 @dataclass(frozen=True)
-class CheckedPeer:
-    """The exchange of a run."""
-
-    address: str
-    identity: Identity  # ticket or certificate with which this host is admitted
-    is_here: bool = False  # whether it runs on this host
-
-
-@dataclass(frozen=True)
 class Answer:
     """Answer of the exchange to this host."""
 
@@ -86,7 +78,7 @@ class Subject:
     name: str = ""
     kind: str = "machine"  # `machine`, `yaml`, `ticket`, or `run`
     told: str = ""  # the subject in words
-    peer: CheckedPeer | None = None
+    peer: RunOfHost | None = None  # whose exchange is asked
     part_: Future[CheckedPart] | None = None
     answer_: Future[Answer] | None = None
     until: tuple[str, float] | None = None
@@ -175,7 +167,8 @@ def _part(file: ConfigFile, only: str | None) -> CheckedPart:
 
 def _of_ticket(ticket: Ticket, runs: Path, data: str | None) -> Subject:
     name = ticket.run if is_name(ticket.run) else ""  # no ticket decides which folder is read
-    earlier = RunFolder(runs.absolute() / name).identity(ticket.id)
+    folder = RunFolder(runs.absolute() / name)
+    earlier = folder.identity(ticket.id)
     if name and has_joined(earlier):
         return _of_membership(read_membership(earlier), runs.absolute())
     asked = in_background(lambda: _asked(ticket.address, ticket.identity))
@@ -184,7 +177,7 @@ def _of_ticket(ticket: Ticket, runs: Path, data: str | None) -> Subject:
         name=name,
         kind="ticket",
         told=f"ticket {ticket.id} to the run {ticket.run}, for {ticket.good_for}",
-        peer=CheckedPeer(present_host(ticket.address, ticket.identity), ticket.identity),
+        peer=RunOfHost(folder, present_host(ticket.address, ticket.identity), ticket.identity, serves=False),
         part_=in_background(lambda: _part_of_guest(asked, data)),
         answer_=asked,
         until=("the ticket", ticket.identity.shown.until),
@@ -203,9 +196,7 @@ def _of_run(folder: RunFolder) -> Subject:
             name=name,
             kind="run",
             told=f"the run {name}, which this host {'serves' if serves else 'launched'}",
-            peer=None
-            if known is None
-            else CheckedPeer(present_host(known.address, known.identity), known.identity, is_here=True),
+            peer=None if known is None else replace(known, address=present_host(known.address, known.identity)),
             part_=in_background(lambda: _part(file, EXCHANGE if serves else None)),
             answer_=None if known is None else in_background(lambda: _asked(known.address, known.identity)),
         )
@@ -222,7 +213,7 @@ def _of_membership(own: Membership, runs: Path) -> Subject:
         name=own.run,
         kind="run",
         told=f"the run {own.run}, which this host {'left' if own.has_left else 'joined'} as {own.slot}",
-        peer=CheckedPeer(present_host(own.address, identity), identity),
+        peer=RunOfHost(RunFolder(runs / own.run), present_host(own.address, identity), identity, serves=False),
         part_=in_background(lambda: _part(file, own.slot)),
         answer_=in_background(lambda: _asked(own.address, identity)),
         until=("the ticket" if own.has_left else f"the certificate of {own.slot}", identity.shown.until),

@@ -406,15 +406,13 @@ def _started() -> float:
     return psutil.Process().create_time()
 
 
-def _page(is_wanted: bool) -> Page:
+def _page(is_wanted: bool) -> Page | None:
     """Return the page of a run, imported only if it is wanted."""
-    if is_wanted:
-        from hetero_pp.program.view.server import on_a_page
+    if not is_wanted:
+        return None
+    from hetero_pp.program.view.server import on_a_page
 
-        return on_a_page
-    from hetero_pp.program.operate.operations import without_page
-
-    return without_page
+    return on_a_page
 
 
 def typed() -> list[str]:

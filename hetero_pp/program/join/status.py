@@ -33,7 +33,7 @@ from hetero_pp.program.report.recorder import recorded
 from hetero_pp.program.report.state import RunState
 from hetero_pp.rpc.admission_client import ask
 from hetero_pp.rpc.limits import plain
-from replica_groups.exchange.memberships import IssuedTicket, Memberships
+from replica_groups.exchange.memberships import Memberships
 from replica_groups.exchange.stall_detector import listed
 
 EMPTY_SHOWN = 2  # number of empty replicas that are shown; most replicas of a run with room for many groups are empty
@@ -81,7 +81,16 @@ def _print_state(folder: RunFolder, address: str | None) -> dict[str, object]:
         config = config_of(folder)
         with closing(Memberships(folder.memberships)) as memberships:
             tickets = memberships.tickets()
-        print_tickets(tickets, {one.slot: good_for(config, one.slot) for one in tickets}, time.time())
+        console, now = standard_output(), time.time()
+        open_ = [one for one in tickets if not one.is_used and one.until > now]
+        if open_:
+            table = Table("Open ticket", "Admits to", "Until")
+            for one in open_:
+                table.add_row(one.id, good_for(config, one.slot), f"{datetime.fromtimestamp(one.until):%Y-%m-%d %H:%M}")
+            console.print(table)
+        used = sum(one.is_used for one in tickets)
+        expired = len(tickets) - used - len(open_)
+        tell(console, f"tickets: {len(open_)} open, {used} used, {expired} expired")
     return as_json(reply)
 
 
@@ -218,20 +227,6 @@ def _since(slot: SlotStatus, group: Sequence[SlotStatus]) -> str:
     if not all(one.HasField("seconds") for one in shown):
         return ""
     return format_seconds(round(min(one.seconds for one in shown)))
-
-
-def print_tickets(tickets: Sequence[IssuedTicket], good_for: dict[str | None, str], now: float) -> None:
-    """Print the tickets that are still valid, and the number of others."""
-    console = standard_output()
-    open_ = [one for one in tickets if not one.is_used and one.until > now]
-    if open_:
-        table = Table("Open ticket", "Admits to", "Until")
-        for one in open_:
-            table.add_row(one.id, good_for[one.slot], f"{datetime.fromtimestamp(one.until):%Y-%m-%d %H:%M}")
-        console.print(table)
-    used = sum(one.is_used for one in tickets)
-    expired = len(tickets) - used - len(open_)
-    tell(console, f"tickets: {len(open_)} open, {used} used, {expired} expired")
 
 
 def as_json(reply: StatusReply) -> dict[str, object]:

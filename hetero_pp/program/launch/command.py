@@ -10,7 +10,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -454,9 +454,9 @@ def _run_and_record(
         recording = _Recording(spec, folder, resume, invocation)
         state, console = recording.state, recording.console
         try:
-            page = invocation.operations.page(state, recording.say)
-            with page as show, LiveDisplay(state, console, since=invocation.since):
-                recording.show = show
+            page = invocation.operations.page
+            shown = nullcontext(recording.show) if page is None else page(state, recording.say)
+            with shown as recording.show, LiveDisplay(state, console, since=invocation.since):
                 start(spec, folder, recording.on_report, changed)
             if not state.is_over:
                 found = f"the run ended after round {state.rounds} of {state.rounds_planned} without a reason"

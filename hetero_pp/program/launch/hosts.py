@@ -186,7 +186,8 @@ class FixedAddress:
     @cached_property
     def is_of_this_host(self) -> bool:
         """Whether this machine can listen at the address: it is one of the machine's own, or stands for all of them."""
-        return not own_addresses().isdisjoint(resolved(self.host))
+        found = {one.address.partition("%")[0] for some in psutil.net_if_addrs().values() for one in some}
+        return not {"0.0.0.0", "::", *found}.isdisjoint(resolved(self.host))
 
     @property
     def is_loopback(self) -> bool:
@@ -252,12 +253,6 @@ def _stages(config: RunConfig) -> Iterator[tuple[tuple[str | int, ...], str, str
 def dialled_here(listen: str) -> str:
     """Return the address at which this host itself dials a listener of its own."""
     return listen.replace("0.0.0.0", "127.0.0.1")
-
-
-def own_addresses() -> set[str]:
-    """Return the addresses of all interfaces of this machine, and the wildcard addresses."""
-    found = {one.address.partition("%")[0] for some in psutil.net_if_addrs().values() for one in some}
-    return found | {"0.0.0.0", "::"}
 
 
 def reached_addresses() -> set[str]:

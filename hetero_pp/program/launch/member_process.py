@@ -139,13 +139,10 @@ def _run_exchange(process: _Process) -> int:
     def say(line: str) -> None:
         print(f"{EXCHANGE}: {line}", file=sys.stderr, flush=True)
 
-    def taken_over(cause: str) -> None:
-        """End at once, so that no member waits here. Nothing was acknowledged that the store does not have."""
-        os._exit(process.fails(cause, TAKEN_OVER))
-
     def make() -> Exchange:
         if lease is not None and not lease.is_held:
-            lease.fence(taken_over)
+            # End at once, so that no member waits here. Nothing was acknowledged that the store does not have.
+            lease.fence(lambda cause: os._exit(process.fails(cause, TAKEN_OVER)))
         return audited(make_exchange(spec, job.folder, job.resume, job.again, faults=process.faults, lease=lease), spec)
 
     def stop(closed: int | None) -> int:

@@ -278,18 +278,6 @@ _SECONDS_TO_END = 2.0
 OPTION = "--metrics"
 
 
-def parse_listen(text: str) -> tuple[str, int]:
-    """Return host and port of [ADDRESS:]PORT. Without an address the host is the loopback interface.
-
-    Raises ConfigError for another text.
-    """
-    try:
-        return host_and_port(parse_address(f"{LOOPBACK}:{text}" if text.isdigit() else text))
-    except ValueError:
-        found = f"{OPTION}: found `{text}`, expected PORT or ADDRESS:PORT, such as `9464` or `0.0.0.0:9464`"
-        raise ConfigError((), found) from None
-
-
 class _Brief(H11Protocol):
     """Connection that is cut after a while, however slowly its client sends or reads."""
 
@@ -305,7 +293,11 @@ def served(listen: str, observed: Observed) -> Iterator[str]:
     On loopback it answers to this machine's own names only: another name means that a foreign page has bound its own
     name to this machine's address.
     """
-    host, port = parse_listen(listen)
+    try:
+        host, port = host_and_port(parse_address(f"{LOOPBACK}:{listen}" if listen.isdigit() else listen))
+    except ValueError:
+        found = f"{OPTION}: found `{listen}`, expected PORT or ADDRESS:PORT, such as `9464` or `0.0.0.0:9464`"
+        raise ConfigError((), found) from None
     is_local = is_loopback(f"{host}:0") or host == "::1"
     registry = CollectorRegistry()
     registry.register(RunCollector(observed))

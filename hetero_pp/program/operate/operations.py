@@ -17,12 +17,6 @@ Page = Callable[[RunState, Callable[[str], None]], AbstractContextManager[Callab
 """(state, say) -> while a block runs, a function for the reports that the state has accepted; it raises nothing."""
 
 
-@contextmanager
-def without_page(state: RunState, say: Callable[[str], None]) -> Iterator[Callable[[Report], None]]:
-    """Show the run on no page. Implements Page."""
-    yield lambda report: None
-
-
 @dataclass
 class Operations:
     """Follows a run for an operator. By default it does nothing."""
@@ -33,7 +27,7 @@ class Operations:
     followers: list[Callable[[Report], None]] = field(default_factory=list)
     """Functions that get each report of this start of the run. One that fails gets no more."""
     complain: Callable[[str], None] = print
-    page: Page = without_page
+    page: Page | None = None
 
     @property
     def needs_all(self) -> bool:
@@ -53,7 +47,7 @@ class Operations:
 
 @contextmanager
 def operated(
-    metrics: str | None = None, otlp: str | None = None, boards: Sequence[str] = (), page: Page = without_page
+    metrics: str | None = None, otlp: str | None = None, boards: Sequence[str] = (), page: Page | None = None
 ) -> Iterator[Operations]:
     """Open what the operator asked for while the block runs.
 

@@ -267,7 +267,6 @@ class Scalars:
                 sink.write(Scalar(when, tag, value, step, axis))
 
     def _write_tokens(self, when: float, name: str, tokens: int, round_: int) -> None:
-        """Write the tokens up to a round, and their rate since the round before."""
         seconds = self._state.training_seconds(when)
         tokens_before, seconds_before = self._written.get(name, (0, 0.0))
         self._written[name] = tokens, seconds

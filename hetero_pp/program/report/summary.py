@@ -184,7 +184,6 @@ def print_result(console: Console, summary: Mapping[str, Any], folder: Path) -> 
 
 
 def _carried(what: str, ways: Sequence[str], carried: Sequence[Mapping[str, Any]]) -> PlainTable:
-    """Return a table of what each link or line carried in each direction."""
     table = PlainTable([what, ""], ["bandwidth", "payload", "wire", "busy"])
     for one in carried:
         has_lines = any(one.get("lines", {}).values())
