@@ -115,7 +115,6 @@ class Stage:
             self.anchors.enter_round(round_)
 
     def _input(self, received: Tensor | None, tokens: Tensor) -> Tensor:
-        """Return the input of this stage's first layer."""
         if received is None:
             return tokens
         return received if self.anchors is None else self.anchors.add(received, tokens)

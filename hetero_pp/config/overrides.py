@@ -162,13 +162,10 @@ class Override:
     merges: bool = False  # whether an empty mapping leaves an existing section unchanged
 
     @classmethod
-    def parse(cls, text: str, option: str = "--set", shown: str | None = None) -> Override:
-        """Parse KEY=VALUE, with the value as YAML.
-
-        Raises ConfigError that names the option and the text, or `shown`.
-        """
+    def parse(cls, text: str, option: str = "--set") -> Override:
+        """Parse KEY=VALUE, with the value as YAML. Raises ConfigError that names the option and the text."""
         name, separator, value = text.partition("=")
-        shown = f"{option} {text}" if shown is None else shown
+        shown = f"{option} {text}"
         if not separator or not name.strip():
             raise ConfigError((), f"{shown}: expected KEY=VALUE such as `outer.rounds=20`")
         key = tuple(int(part) if part.isdigit() else part for part in name.strip().split("."))

@@ -319,7 +319,14 @@ class StreamedCorpus:
         else:
             key, split = "validation_split", self._split("validation_split", stream.validation_split)
             texts = chain.from_iterable(split.documents(shard, 0) for shard in range(split.count))
-        ids = self._encode(texts, rows * columns)
+        # Tokens of the documents that are not blank, with a separator after each.
+        pieces, missing = [np.empty(0, np.int64)], rows * columns
+        full = (text for text in texts if text.strip())
+        while missing > 0 and (some := list(islice(full, ENCODED_AT_ONCE))):
+            for one in encode(self.tokenizer, some):
+                pieces.append(one)
+                missing -= len(one)
+        ids = np.concatenate(pieces)[: rows * columns]
         if len(ids) < rows * columns:
             raise ConfigError(
                 ("data", "stream", key),
@@ -327,17 +334,6 @@ class StreamedCorpus:
                 f"{rows * columns}: {rows} sequences x {columns} tokens",
             )
         return torch.from_numpy(ids.reshape(rows, columns))
-
-    def _encode(self, texts: Iterator[str], count: int) -> np.ndarray:
-        """Return up to `count` tokens of the documents that are not blank, with a separator after each document."""
-        pieces = [np.empty(0, np.int64)]
-        missing = count
-        full = (text for text in texts if text.strip())
-        while missing > 0 and (some := list(islice(full, ENCODED_AT_ONCE))):
-            for ids in encode(self.tokenizer, some):
-                pieces.append(ids)
-                missing -= len(ids)
-        return np.concatenate(pieces)[:count]
 
     def _split(self, key: str, name: str) -> Shards:
         if name not in self._splits:

@@ -291,7 +291,6 @@ class StreamBatches:
             self._next()
 
     def _next(self) -> tuple[torch.Tensor, Position]:
-        """Return the next batch of the stream, and the position after it."""
         rows, columns = self.shape
         batch = torch.from_numpy(self.stream.take(rows * columns).reshape(rows, columns))
         self._step += 1

@@ -145,7 +145,6 @@ def _rope(values: dict[str, Any], path: Path) -> tuple[Any, RopeScaling | None]:
 
 
 def _require_values(path: Path, values: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Raise ConfigError unless the file has the wanted value of each key."""
     for key, expected in wanted.items():
         if values.get(key) != expected:
             raise _refused(path, key, values.get(key), f"`{expected}`")

@@ -42,7 +42,6 @@ def require_checkpoint(folder: Path, shape: ModelShape, shapes: Mapping[str, tup
 
 
 def _shown(value: object) -> str:
-    """Return the value of a field as YAML shows it."""
     return json.dumps(value.model_dump() if isinstance(value, Settings) else value)
 
 
@@ -75,7 +74,6 @@ def _read(files: Mapping[str, Any], name: str, architecture: Architecture) -> Te
 
 
 def _source(name: str, architecture: Architecture) -> str:
-    """Return the name of the tensor that a parameter comes from."""
     theirs = their_name(name)
     return EMBEDDING if theirs == HEAD and architecture.is_tied else theirs
 

@@ -283,7 +283,6 @@ class ShapedQueue(Generic[T]):
             return self._items.popleft()[1] if self._items and self._is_due() else None
 
     def _is_due(self) -> bool:
-        """Return whether the first item is due."""
         if not self._items:
             if self._ended is not None:
                 raise LinkClosed(self._ended)

@@ -182,11 +182,9 @@ class InnerOptimizer:
             return self._adamw(groups)
         hidden = [group for group in groups if group.pop("is_hidden", False)]
         others = self._adamw([group for group in groups if group not in hidden])
-        return [*map(self._muon, hidden), *others]
-
-    def _muon(self, group: dict[str, Any]) -> Optimizer:
-        rate, momentum = self.settings.learning_rate, self.settings.momentum
-        return Muon([group], lr=rate, momentum=0.95 if momentum is None else momentum, adjust_lr_fn="match_rms_adamw")
+        rate, momentum = settings.learning_rate, 0.95 if settings.momentum is None else settings.momentum
+        muons = [Muon([one], lr=rate, momentum=momentum, adjust_lr_fn="match_rms_adamw") for one in hidden]
+        return [*muons, *others]
 
     def _adamw(self, groups: list[dict[str, Any]]) -> list[Optimizer]:
         rate, betas, epsilon = self.settings.learning_rate, self.settings.betas, self.settings.epsilon

@@ -92,7 +92,10 @@ class GradientOptimizer(RoundOptimizer):
                     own_adamw = SubspaceOptimizer(copy, self._inner, self._total_steps, basis, "coefficients")
                     self._of_coefficients[basis.shape[1]] = own_adamw
             self._adamw = InnerOptimizer(dict(sorted(self._parameters.items())), self._inner, self._total_steps)
-            self._give_moments()
+            for name, parameter, optimizer in self._trained() if self._loaded else ():
+                moments = {kind: self._loaded[f"{name}.{kind}"].clone() for kind in ("exp_avg", "exp_avg_sq")}
+                optimizer.state[parameter] = {"step": torch.tensor(float(self._step)), **moments}
+            self._loaded = {}
         for one in (self._adamw, *self._of_coefficients.values()):
             one.follow(self._rates or one.rates)
         norm = torch.tensor(sum(self._squares[name] for name in sorted(self._shapes)) ** 0.5)
@@ -147,13 +150,6 @@ class GradientOptimizer(RoundOptimizer):
             for optimizer in inner.optimizers:
                 held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
                 yield from ((name, one, optimizer) for name, one in parameters.items() if one in held)
-
-    def _give_moments(self) -> None:
-        """Give the loaded moments to the optimizers, once they exist."""
-        for name, parameter, optimizer in self._trained() if self._loaded else ():
-            moments = {kind: self._loaded[f"{name}.{kind}"].clone() for kind in ("exp_avg", "exp_avg_sq")}
-            optimizer.state[parameter] = {"step": torch.tensor(float(self._step)), **moments}
-        self._loaded = {}
 
     @property
     def state(self) -> dict[str, Tensor]:

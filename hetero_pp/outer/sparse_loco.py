@@ -171,7 +171,6 @@ class SparseLoCo:
         return Selection(tuple(one.cpu() for one in found.positions), found.indices.cpu(), quantised)
 
     def _gather(self, own: bytes) -> Sequence[bytes]:
-        """Return the bytes of every rank."""
         if self._world == 1:
             return [own]
         device = torch.device("cuda") if dist.get_backend(self._group) == "nccl" else CPU

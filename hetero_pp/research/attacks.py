@@ -71,11 +71,6 @@ class Attack:
     losses: Callable[[bool, Losses], Losses] | None = None
     """Changes the losses that a lying validator reports; the flag says whether the contribution is a hostile one."""
 
-    @property
-    def trains_otherwise(self) -> bool:
-        """Whether inner steps are not those that the replica's seed and settings determine."""
-        return self.text is not None or self.activations is not None
-
 
 # Attacks that need no knowledge of others, or only what the store shows to everybody.
 

@@ -88,11 +88,6 @@ class AttackSettings(Settings):
         """Return the hostile ones of the names of all replicas."""
         return () if self.attack == "none" else replicas[len(replicas) - self.hostile :]
 
-    @property
-    def excludes(self) -> bool:
-        """Whether a replica may be excluded from later rounds."""
-        return self.signs is not None or self.scores is not None or self.recomputes is not None
-
 
 class ResearchSettings(Settings):
     """Settings of a row beside those of a run."""
@@ -189,7 +184,12 @@ class ResearchConfig(RunConfig):
                 found = f"found {wanted}, expected at most the number of replicas, {count}"
                 raise ConfigError(("research", "taking_part", since), found)
         if own.attacks is not None:
-            _require_an_attack(own.attacks, count)
+            if own.attacks.attack not in ATTACKS:
+                found = f"found `{own.attacks.attack}`, expected one of {', '.join(ATTACKS)}"
+                raise ConfigError(("research", "attacks", "attack"), found)
+            if own.attacks.hostile >= count:
+                found = f"found {own.attacks.hostile} of {count} replicas, expected an honest one at least"
+                raise ConfigError(("research", "attacks", "hostile"), found)
         if self.outer.tokens is not None:
             found = f"found {self.outer.tokens:,}, expected `rounds`: rows of a table are compared after equal rounds"
             raise ConfigError(("outer", "tokens"), found)
@@ -255,15 +255,6 @@ class ResearchConfig(RunConfig):
 
 
 _NONE = AblationSettings()
-
-
-def _require_an_attack(attacks: AttackSettings, replicas: int) -> None:
-    if attacks.attack not in ATTACKS:
-        found = f"found `{attacks.attack}`, expected one of {', '.join(ATTACKS)}"
-        raise ConfigError(("research", "attacks", "attack"), found)
-    if attacks.hostile >= replicas:
-        found = f"found {attacks.hostile} of {replicas} replicas, expected an honest one at least"
-        raise ConfigError(("research", "attacks", "hostile"), found)
 
 
 def research_of(config: RunConfig) -> ResearchSettings:

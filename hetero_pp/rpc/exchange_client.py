@@ -139,7 +139,6 @@ class ExchangeClient(ExchangeService):
 
     @property
     def _metadata(self) -> Metadata:
-        """Metadata of every call."""
         return shown(self._credentials, self._run, self._incarnation)
 
     def call(self, request: Message, caller: Caller) -> Any:
@@ -408,7 +407,6 @@ class ExchangeClient(ExchangeService):
         return self._stream("Watch", pb.WatchRequest(members=members, so_far=so_far))
 
     def _once(self, call: str, request: Message, seconds: float = ANSWER_SECONDS) -> Any:
-        """Make a call once."""
         with self._translated():
             return self._wires.calls[call](request, metadata=self._metadata, timeout=seconds)
 

@@ -150,15 +150,6 @@ def _send(target: socket.socket, rest: memoryview, check: Check) -> None:
             check(0)
 
 
-def pass_on_both_ways(here: socket.socket, there: socket.socket) -> None:
-    """Pass on bytes in both directions until both have ended, and close both connections."""
-    with here, there:
-        back = threading.Thread(target=pass_on, args=(there, here, lambda count: None), name="relayed", daemon=True)
-        back.start()
-        pass_on(here, there, lambda count: None)
-        back.join()
-
-
 def cut(connection: socket.socket) -> None:
     """End a connection that other threads use. The descriptor stays theirs until they close it."""
     with suppress(OSError):
@@ -569,7 +560,12 @@ class Relayed:
                     if not call.add_callback(partial(cut, one)):
                         relay.close()
                         return
-                pass_on_both_ways(connection, relay)
+                with relay:
+                    ways, ignored = (relay, connection), lambda count: None
+                    back = threading.Thread(target=pass_on, args=(*ways, ignored), name="relayed", daemon=True)
+                    back.start()
+                    pass_on(connection, relay, ignored)
+                    back.join()
         except OSError as error:
             # Said once; afterwards it is tried again and again.
             if not self._has_complained and not self._is_closed.is_set():

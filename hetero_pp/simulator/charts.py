@@ -64,7 +64,7 @@ class Sweep:
     @classmethod
     def parse(cls, text: str, option: str = "--sweep") -> Sweep:
         """Parse KEY=FROM..TO or KEY=A,B,C. Raises ConfigError."""
-        return cls(*parse_sweep(option, text, "KEY=FROM..TO or KEY=A,B,C", ranges=True), option=option)
+        return cls(*parse_sweep(option, text), option=option)
 
     @property
     def title(self) -> str:
@@ -81,14 +81,14 @@ class Sweep:
         return {"value": value} | ({} if found is None else {_NAMES[found[1]]: found[0]})
 
 
-def parse_sweep(option: str, text: str, expected: str, ranges: bool = False) -> tuple[str, list[str]]:
-    """Return the key, and its values as in the YAML: those of KEY=A,B,C, with `ranges` also of KEY=FROM..TO.
+def parse_sweep(option: str, text: str) -> tuple[str, list[str]]:
+    """Return the key, and its values as in the YAML: those of KEY=A,B,C or of KEY=FROM..TO.
 
-    Raises ConfigError that names the `option` of the text, and the `expected` form.
+    Raises ConfigError that names the `option` of the text.
     """
     key, _, values = (part.strip() for part in text.partition("="))
     low, dots, high = values.partition("..")
-    if ranges and dots and key:
+    if dots and key:
         first, last = quantity_of(low), quantity_of(high)
         if first is None or last is None or first[1] != last[1]:
             expected = "expected both ends in units of one kind, such as `10Mbit/s..10Gbit/s`"
@@ -99,7 +99,7 @@ def parse_sweep(option: str, text: str, expected: str, ranges: bool = False) -> 
         return key, [f"{first[0] * ratio**index!r} {first[1]}" for index in range(POINTS)]
     found = [value.strip() for value in values.split(",")]
     if not key or not all(found):
-        raise ConfigError((), f"{option} {text}: expected {expected}")
+        raise ConfigError((), f"{option} {text}: expected KEY=FROM..TO or KEY=A,B,C")
     return key, found
 
 

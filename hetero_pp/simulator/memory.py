@@ -560,16 +560,10 @@ def disk_use(spec: RunSpec, names: Sequence[str]) -> dict[str, DiskUse]:
         every = blob_sizes(spec).values()
         kept = (1 + checkpoints) * (4 + outer_moment_bytes(config)) * model
         found["run checkpoints"] = DiskUse(kept, 1 + checkpoints)
-        held = _held_rounds(spec) / fragments
+        recent = (config.checkpoints.keep + 1) * config.checkpoints.every
+        held = (min(rounds, recent) if config.store.history == "recent" else rounds) / fragments
         found["contributions"] = DiskUse(held * sum(sum(one.values()) for one in every), math.ceil(held * deposits))
         of_records = rounds * (_RECORD_BYTES + _ENTRY_BYTES * sum(map(len, every)) / fragments)
         found["records"] = DiskUse(of_records, 2 * rounds)
         found["other"] = DiskUse(0.0, _OTHER_FILES - 1 + members)  # the incarnation of each slot
     return found
-
-
-def _held_rounds(spec: RunSpec) -> int:
-    """Return how many rounds keep their contributions."""
-    config, rounds = spec.config, spec.latest.rounds
-    recent = (config.checkpoints.keep + 1) * config.checkpoints.every
-    return min(rounds, recent) if config.store.history == "recent" else rounds

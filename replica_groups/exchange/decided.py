@@ -212,10 +212,8 @@ class DecidedRounds:
             raise self._runner.refused(_ANYBODY, reason)
         return checkpoint
 
-    def stored_at(self, checkpoint: RunCheckpoint | OpenCheckpoint) -> str | None:
+    def stored_at(self, checkpoint: OpenCheckpoint) -> str | None:
         """Return a URL at which a member may read a run checkpoint from the store itself; None if there is none."""
-        if isinstance(checkpoint, RunCheckpoint):
-            return None
         return self._runner.retry(lambda: self._log.store.sign("GET", checkpoint_key(checkpoint.round), URL_SECONDS))
 
 

@@ -302,7 +302,6 @@ class Exchange(ExchangeService):
         return pb.AgreeReply(run=self.run)
 
     def _require_same_text(self, member: str) -> None:
-        """Raise Refused for a member that reads another text than the run's."""
         tokens = self._tokens.get(member)
         if tokens and (complaint := self.text.complaint(member, tokens)):
             raise self.runner.refused(member, complaint)

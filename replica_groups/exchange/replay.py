@@ -224,7 +224,10 @@ class LogCheck:
         if checkpoint is None:
             return False
         if self._theta is None:
-            self._begin(checkpoint)
+            self._theta, self._basis = dict(checkpoint.parameters), checkpoint.basis
+            self._optimizer = self._optimizer_for(checkpoint.basis)
+            if round_ > 0:
+                self._optimizer.load(checkpoint.momentum, round_)
         elif (replayed := self.checkpoint(round_)) is None or _sha256(replayed.tensors()) != _sha256(
             checkpoint.tensors()
         ):
@@ -233,12 +236,6 @@ class LogCheck:
             )
             return False
         return True
-
-    def _begin(self, checkpoint: RunCheckpoint) -> None:
-        self._theta, self._basis = dict(checkpoint.parameters), checkpoint.basis
-        self._optimizer = self._optimizer_for(checkpoint.basis)
-        if checkpoint.round > 0:
-            self._optimizer.load(checkpoint.momentum, checkpoint.round)
 
     def _hold_against_audit(self, record: RoundRecord, sha256: str) -> bool:
         store, before = self._log.store, len(self._damaged)

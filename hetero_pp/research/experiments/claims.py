@@ -323,7 +323,6 @@ def slices_interval(
 
 
 def _bounds(claim: Claim) -> Interval:
-    """Return the bounds of each of the claim's quantities."""
     if claim.at_most is not None:
         return -claim.margin, math.inf
     is_about_size = any(kind is not None for kind in (claim.equal, claim.proportional, claim.inverse_root))

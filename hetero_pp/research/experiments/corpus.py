@@ -68,7 +68,6 @@ def prepare_corpus(data: DataSettings, vocabulary: int, cache: Path, on_progress
 
 
 def _require_tokenizer(data: DataSettings) -> None:
-    """Raise ConfigError if the corpus is streamed and no tokenizer is named."""
     if data.streamed is not None and not data.names_tokenizer:
         how = "use --tokenizer PATH of a tokenizer.json, or set `data.tokenizer` in the scale"
         why = "is streamed, so no tokenizer can be trained on it"
@@ -76,7 +75,6 @@ def _require_tokenizer(data: DataSettings) -> None:
 
 
 def _trained(texts: Iterable[str], vocabulary: int) -> Encoding:
-    """Train a byte-pair encoding on the texts."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

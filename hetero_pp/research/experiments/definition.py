@@ -158,7 +158,6 @@ FORWARDS: tuple[Forward, ...] = get_args(Forward)  # forwards in which the synce
 WAYS: tuple[Way, ...] = get_args(Way)  # collectives for which the size of contributions is measured
 OF_OUTER_GRADIENTS: tuple[OfOuterGradient, ...] = get_args(OfOuterGradient)
 """Measurements of outer gradients, in the order of OuterGradient."""
-OF_ATTACKS: tuple[OfAttack, ...] = get_args(OfAttack)  # measurements of rows with `research.attacks`
 MEASUREMENTS: tuple[Measurement, ...] = get_args(Measurement)
 
 EVERY: dict[str, str] = {

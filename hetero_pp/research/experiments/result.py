@@ -164,7 +164,6 @@ def _row_result(
 
 
 def _spread(values: Mapping[int, float]) -> dict[str, Any]:
-    """Return mean, standard deviation, and the value of each seed."""
     ordered = {str(seed): values[seed] for seed in sorted(values)}
     spread = stdev(ordered.values()) if len(ordered) > 1 else None
     return {"mean": fmean(ordered.values()), "spread": spread, "seeds": ordered}

@@ -149,7 +149,8 @@ def train_job(job: Job, training: Training, clock: Callable[[], float] = time.mo
         for name, value in dataclasses.asdict(result).items():
             outcome[name] = None if isinstance(value, float) and not math.isfinite(value) else value
         outcome.update(machine=machine(), device=device.type, commit=began_at)
-        keep_trying(partial(add_outcome, job.rows, outcome), partial(_say, job))
+        say = partial(print, f"{job}: its outcome is not saved yet:", file=sys.stderr, flush=True)
+        keep_trying(partial(add_outcome, job.rows, outcome), say)
 
     train_fast(
         RunSpec(job.config, source.vocabulary),
@@ -162,10 +163,6 @@ def train_job(job: Job, training: Training, clock: Callable[[], float] = time.mo
         on_result=keep,
     )
     return outcome
-
-
-def _say(job: Job, line: str) -> None:
-    print(f"{job}: its outcome is not saved yet: {line}", file=sys.stderr, flush=True)
 
 
 @cache

@@ -306,7 +306,8 @@ class HostileContributions(Contributions):
                 continue
             self.told.recomputations += 1
             self.told.audit_bytes += BYTES_OF_A_CHECKPOINT * self._parts[-1].stop
-            trained_otherwise = name in self._hostile and self._attack.trains_otherwise
+            is_other = self._attack.text is not None or self._attack.activations is not None
+            trained_otherwise = name in self._hostile and is_other
             is_equal = all(
                 one.indices.equal(programs[name][parameter].indices)
                 and one.values.equal(programs[name][parameter].values)

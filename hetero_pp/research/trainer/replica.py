@@ -185,7 +185,14 @@ def build_whole(spec: RunSpec, member: MemberSpec, checkpoint: RunCheckpoint, de
         basis = None if checkpoint.basis is None else checkpoint.basis.to(device)
         boundary = boundary_of(replica.boundary, shape.width, basis)
         if is_ablated:
-            boundary = with_ablations(boundary, ablations)
+            boundary = AblatedBoundary(
+                boundary.width,
+                boundary.format,
+                boundary.basis,
+                is_stale=ablations.adaptation != "on",
+                discards=ablations.adaptation == "discarded",
+                keeps_gradient=ablations.grassmann_every is not None,
+            )
         cuts = [layers.stop - 1 for layers in replica.layer_ranges(shape.layers)[:-1]]
         for hop in range(len(cuts)):
             of, rounds = (spec.config.seed, replica.name, hop), spec.config.rounds
@@ -245,17 +252,6 @@ class AblatedBoundary(Boundary):
         if self.keeps_gradient:
             self.last_gradient = gradient_BLD.detach()
         return super().encode_gradient(gradient_BLD, key)
-
-
-def with_ablations(boundary: Boundary, ablations: AblationSettings) -> AblatedBoundary:
-    return AblatedBoundary(
-        boundary.width,
-        boundary.format,
-        boundary.basis,
-        is_stale=ablations.adaptation != "on",
-        discards=ablations.adaptation == "discarded",
-        keeps_gradient=ablations.grassmann_every is not None,
-    )
 
 
 class AblatedOptimizer(SubspaceOptimizer):

@@ -407,7 +407,6 @@ class AllReplicas:
         return True
 
     def _names_in(self, round_: int) -> list[str]:
-        """Return the parameters that a round synchronises."""
         blocks = self.spec.fragments.among({block_of(name) for name in self.theta}, round_)
         return [name for name in self.theta if block_of(name) in blocks]
 

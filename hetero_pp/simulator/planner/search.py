@@ -261,7 +261,6 @@ def _has_boundary(replica: ReplicaSettings) -> TypeGuard[ParticipantsReplica]:
 
 
 def _compressed_share(config: RunConfig) -> float:
-    """Return the share of the replicas that compress their boundaries."""
     counts = {one.name: count_behind(config, one.name) for one in config.replicas}
     compressed = [one.name for one in config.replicas if _has_boundary(one) and one.boundary.rank != "full"]
     return sum(counts[name] for name in compressed) / sum(counts.values())
