@@ -22,7 +22,6 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -226,20 +225,21 @@ class Transcript(NoTranscript):
         return records
 
 
-class Digested(NamedTuple):
-    """Content of a record, beside its place in the schedule."""
-
-    norm: float
-    sha256: bytes
-    sketch: Tensor | None
+Digested = tuple[float, bytes, Tensor | None]
+"""Content of a record beside its place in the schedule: norm, sha256, and sketch."""
 
 
 def _digested(message: Message, symbols: Symbols, sketches: Sketches | None) -> Digested:
-    header, norm = message.header, _norm_of(message.header)
+    # The gradient norm, or the sum of squares in the header of a gradient; NaN without one.
+    header, norm = message.header, math.nan
+    if header.HasField("gradient_norm"):
+        norm = header.gradient_norm
+    elif header.HasField("squared_norm"):
+        norm = header.squared_norm
     digest = hashlib.sha256(struct.pack("<I?d", header.rows, header.is_last, norm))
     for tensor in message.tensors:
         digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return Digested(norm, digest.digest(), sketches.of(symbols) if sketches is not None and symbols else None)
+    return norm, digest.digest(), sketches.of(symbols) if sketches is not None and symbols else None
 
 
 @dataclass
@@ -270,13 +270,6 @@ class _KeptEntry(Entry):
         record["norm"], record["sha256"] = norm, np.frombuffer(digest, np.uint8)
         if sketch is not None:
             record["sketch"] = sketch.numpy()
-
-
-def _norm_of(header: LinkHeader) -> float:
-    """Return the gradient norm in a header, or the sum of squares in that of a gradient; NaN without one."""
-    if header.HasField("gradient_norm"):
-        return header.gradient_norm
-    return header.squared_norm if header.HasField("squared_norm") else math.nan
 
 
 def records_of(found: StageMessages, is_sketched: bool) -> NDArray[np.void]:
