@@ -183,7 +183,10 @@ class TitanEngine:
         local.copy_(new.to_local())
 
     def finish_writing(self) -> None:
-        """Do nothing: every write is complete."""
+        """Free gathered parameters: the next forward would use those of an evaluation, which has no backward."""
+        for part in self.module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
 
     def save(self, folder: Path) -> None:
         """Implement Engine.save in torch's distributed format, which another number of ranks can read."""
