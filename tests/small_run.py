@@ -114,9 +114,11 @@ class Run:
         exchange.runner.end()  # no thread of its own: `passes` advances the time
         return exchange
 
-    def take_over(self) -> None:
-        """Replace the exchange with a new one that resumes from the run log."""
+    def take_over(self, *died: str) -> None:
+        """Replace the exchange with a new one that resumes from the run log, and hears first that members died."""
         self.exchange = self._open(goes_on=True)
+        for member in died:
+            self.exchange.died(member, "its host died with the exchange")
         self.exchange.begin(self.checkpoint, last_round=self.exchange.log.last_record())
 
     def assign(self, holds: int, *members: str) -> dict[str, int]:

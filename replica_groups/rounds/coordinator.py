@@ -189,6 +189,10 @@ class Coordinator:
                 self.last_round, self.rounds, self._tokens = event.round, event.rounds, event.tokens
                 self._finishing = set(self.alive)
                 yield from self._open_next(now, set(self.alive))
+                for name, replica in self.replicas.items():
+                    if self.open is not None and not replica.alive and self._has_steps_of(self.open.number, replica):
+                        self.open.join(name, False)
+                        self.open.reforming[name] = math.inf
             case e.Woke():
                 for slot in self.slots.values():
                     slot.silence.restart(now)
@@ -353,13 +357,11 @@ class Coordinator:
         if self._is_whole(replica) and not self._trains_ahead_of(self.last_round + 1):
             return
         if self.open is not None and not self._is_whole(replica):
-            number, others = self.open.number, replica.slots
-            keeps = self.rules.resumes and len(others) > 1 and not self._is_barred(replica.name, number)
+            number = self.open.number
             if round_ is None and replica.name in self.open.missing:
-                # Another coordinator may have assigned the round: members were not heard since, or keep steps of it.
-                keeps &= any(one.assumed_present or (one.kept and one.kept.round == number) for one in others)
+                keeps = self._has_steps_of(number, replica)
             else:
-                keeps &= round_ == number
+                keeps = round_ == number and self._resumes_in(number, replica)
             if keeps:
                 self.open.reforming.setdefault(replica.name, math.inf)  # it may resume, so its round is kept for it
             elif replica.name not in self.open.reforming:
@@ -371,6 +373,17 @@ class Coordinator:
             yield e.Suspend(slot.name, slot.incarnation, replica.generation, cause)
         if left:
             yield _about(lacks, pb.SUSPENDED, 0, cause)
+
+    def _resumes_in(self, round_: int, replica: Replica) -> bool:
+        return self.rules.resumes and len(replica.slots) > 1 and not self._is_barred(replica.name, round_)
+
+    def _has_steps_of(self, round_: int, replica: Replica) -> bool:
+        """Return whether a group that lacks a stage may resume in a round that another coordinator may have assigned.
+
+        Members of it were not heard since, or keep steps of the round.
+        """
+        has_steps = (one.assumed_present or (one.kept and one.kept.round == round_) for one in replica.slots)
+        return self._resumes_in(round_, replica) and any(has_steps)
 
     def _broken(self, event: e.Broken, now: float) -> Iterator[e.Effect]:
         """End the incarnation of a member that cannot reach a neighbour, so that its replica reforms.

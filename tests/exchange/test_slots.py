@@ -375,11 +375,13 @@ def test_who_trains_a_round_that_is_not_open_here_yet_takes_part_in_it(run: Run)
     assert "dc" in behind.coordinator.open.taking_part
 
 
-def test_another_exchange_waits_for_a_group_that_lost_a_stage(run: Run) -> None:
+@pytest.mark.parametrize("is_told_first", [False, True])
+def test_another_exchange_waits_for_a_group_that_lost_a_stage(is_told_first: bool, run: Run) -> None:
     """It has not heard whether the group trains: the stage died with the exchange, and the others keep their steps."""
-    run.take_over()
+    run.take_over(*(["home.1"] if is_told_first else []))
     run.deposit(1, "dc")
-    run.exchange.died("home.1", "its host died with the exchange")
+    if not is_told_first:
+        run.exchange.died("home.1", "its host died with the exchange")
     kept = KeptSteps(round=1, generation=2, applied=3)
     waits = in_thread(lambda: run.exchange.assign("home.0", 0, kept=kept))
     run.exchange.runner.wait_until(lambda: run.exchange.coordinator.slots["home.0"].asked is not None)
