@@ -13,6 +13,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 import torch.nn.functional as F
+from members import TIMEOUT
 from started import run_program, run_script
 from table_config import table_config, tiny
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ from hetero_pp.model.transformer import EMBEDDING, Transformer, initialise
 from hetero_pp.outer.fragments import Fragments
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import OuterOptimizer
+from hetero_pp.program.launch import in_process
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import split_blobs
@@ -167,8 +169,19 @@ def test_two_datacenter_replicas_are_a_plain_loop(
 
 @pytest.mark.parametrize(("overlap", "mixing"), [(0, 0.0), (0, 0.25), (1, 0.25)])
 def test_a_late_contribution_is_without_effect_and_its_replica_goes_on(
-    overlap: int, mixing: float, corpus: Path, tmp_path: Path
+    overlap: int, mixing: float, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    reached = in_process._ThreadFaults.reached
+
+    def waits(own: Any, phase: FaultPhase, round_: int) -> None:
+        """Let `a` contribute to round 4 once `b` takes part in it: otherwise the round may close without `b`, too."""
+        if (phase, round_, own._member.name) == (FaultPhase.EVALUATING, 3, "a"):
+            runner = own._run.exchange.runner
+            with runner.changed:
+                assert runner.changed.wait_for(lambda: "b" in runner.coordinator.open.taking_part, TIMEOUT)
+        reached(own, phase, round_)
+
+    monkeypatch.setattr(in_process._ThreadFaults, "reached", waits)
     outer = {"fragments": 2, "overlap": overlap, "mixing": mixing}
     _assert_plain(corpus, tmp_path, outer, {3: 1}, missed={"b": frozenset({3})})
 
