@@ -530,6 +530,7 @@ class PendingRounds:
         for round_, trained in self.trained.items():
             # A stage that contributes nothing to a round has trained it, too: an empty tensor says so.
             named = trained or {"": torch.empty(0)}
+            # Tensors of a safetensors file may not share memory.
             own = {name: one.clone() if one is self.after.get(name) else one for name, one in named.items()}
             tensors |= {f"{_TRAINED}{round_}:{name}": tensor for name, tensor in own.items()}
         if self.local is not None:

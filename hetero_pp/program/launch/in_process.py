@@ -28,8 +28,9 @@ from replica_groups.audit.in_exchange import Followers, audited, followed
 from replica_groups.engines.ranks import Ranks
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.host import begin_run, make_exchange, rules_of
+from replica_groups.member.gate import Gate
 from replica_groups.member.inner_loops import StepsOf
-from replica_groups.member.take_part import Gate, take_part
+from replica_groups.member.take_part import take_part
 
 _SECONDS_BETWEEN_LOOKS = 1.0  # interval at which a wait for a member looks whether the run continues without it
 
