@@ -569,16 +569,18 @@ class LastRoundReply(_message.Message):
     def __init__(self, last_round: _Optional[int] = ..., changes: _Optional[str] = ...) -> None: ...
 
 class AssignRequest(_message.Message):
-    __slots__ = ("holds", "address", "trained", "kept")
+    __slots__ = ("holds", "address", "trained", "kept", "differs")
     HOLDS_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     TRAINED_FIELD_NUMBER: _ClassVar[int]
     KEPT_FIELD_NUMBER: _ClassVar[int]
+    DIFFERS_FIELD_NUMBER: _ClassVar[int]
     holds: int
     address: str
     trained: int
     kept: KeptSteps
-    def __init__(self, holds: _Optional[int] = ..., address: _Optional[str] = ..., trained: _Optional[int] = ..., kept: _Optional[_Union[KeptSteps, _Mapping]] = ...) -> None: ...
+    differs: bool
+    def __init__(self, holds: _Optional[int] = ..., address: _Optional[str] = ..., trained: _Optional[int] = ..., kept: _Optional[_Union[KeptSteps, _Mapping]] = ..., differs: _Optional[bool] = ...) -> None: ...
 
 class AssignReply(_message.Message):
     __slots__ = ("round", "generation", "downstream", "heals", "is_first", "elapsed", "upstream", "trained", "changed", "upstream_holder", "downstream_holder", "shows", "committed", "resumption")
@@ -669,14 +671,16 @@ class HeartbeatRequest(_message.Message):
     def __init__(self, round: _Optional[int] = ..., generation: _Optional[int] = ..., progress: _Optional[int] = ..., computes: _Optional[bool] = ..., resumption: _Optional[_Union[Resumption, _Mapping]] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("is_over", "suspended", "cause")
+    __slots__ = ("is_over", "suspended", "cause", "differs")
     IS_OVER_FIELD_NUMBER: _ClassVar[int]
     SUSPENDED_FIELD_NUMBER: _ClassVar[int]
     CAUSE_FIELD_NUMBER: _ClassVar[int]
+    DIFFERS_FIELD_NUMBER: _ClassVar[int]
     is_over: bool
     suspended: int
     cause: str
-    def __init__(self, is_over: _Optional[bool] = ..., suspended: _Optional[int] = ..., cause: _Optional[str] = ...) -> None: ...
+    differs: bool
+    def __init__(self, is_over: _Optional[bool] = ..., suspended: _Optional[int] = ..., cause: _Optional[str] = ..., differs: _Optional[bool] = ...) -> None: ...
 
 class BrokenRequest(_message.Message):
     __slots__ = ("generation", "cause", "blames")

@@ -164,15 +164,16 @@ class ExchangeService(ABC):
         address: str = "",
         trained: int = 0,
         kept: pb.KeptSteps | None = None,
+        differs: bool = False,
     ) -> pb.AssignReply:
         """Return a member's next task, once all members of its replica ask for one.
 
         `holds`: the round after which the member holds theta. `address`: where it listens for the previous stage.
         `trained`: the last round that it has trained but no record has, because it was trained ahead or excluded; 0:
         none. It is used only if all members of the replica have trained that round. `kept`: steps of the round in which
-        its replica was suspended.
+        its replica was suspended. `differs`: a heartbeat was answered that the member's bits differ from the run log.
         """
-        request = pb.AssignRequest(holds=holds, address=address, trained=trained, kept=kept)
+        request = pb.AssignRequest(holds=holds, address=address, trained=trained, kept=kept, differs=differs)
         return self.call(request, _caller(member))
 
     def heartbeat(

@@ -371,7 +371,7 @@ class Exchange(ExchangeService):
         # Steps of members that do not know of a change of the run yet are not those of others.
         is_kept = request.HasField("kept") and request.kept.changed == runner.changes.mark
         kept = request.kept if is_kept else None
-        runner.tell(e.Asked(member, incarnation, request.holds, request.trained, kept))
+        runner.tell(e.Asked(member, incarnation, request.holds, request.trained, kept, request.differs))
         work = runner.wait_for_work(member, incarnation, caller.is_asked)
         shows = self.runner.audits.asks(member, caller.holder, incarnation)
         with self.changed:
@@ -468,7 +468,8 @@ class Exchange(ExchangeService):
         runner.tell(e.Heard(member, incarnation, round_, *told, resumption))
         runner.require_alive()
         suspension = runner.suspension(member, incarnation)
-        reply = pb.HeartbeatReply(is_over=not self.coordinator.holds(member, incarnation))
+        holds = self.coordinator.holds(member, incarnation)
+        reply = pb.HeartbeatReply(is_over=not holds, differs=holds and self.coordinator.slots[member].differs)
         if suspension is not None:
             reply.suspended, reply.cause = suspension.generation, suspension.cause
         return reply

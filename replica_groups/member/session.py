@@ -155,7 +155,8 @@ class Heartbeat:
         """Round, generation and resumption; replaced as a whole, because the thread reads them."""
         self._progress = 0
         self._activity: Callable[[], tuple[int, bool]] = lambda: (0, False)
-        self._finished = False
+        self.differs = False  # whether the exchange says that the member's bits differ, until the member recovers
+        self.finished = False  # once its part is over, its links stay until its neighbours have read everything
         self._ended = threading.Event()
 
     def trains(self, round_: int | None, generation: int, resumption: pb.Resumption | None = None) -> None:
@@ -165,10 +166,6 @@ class Heartbeat:
 
     def progressed(self) -> None:
         self._progress += 1
-
-    def finished(self) -> None:
-        """Note that the member's part is over: its links stay until its neighbours have read everything."""
-        self._finished = True
 
     @contextmanager
     def computing(self, activity: Callable[[], tuple[int, bool]]) -> Iterator[None]:
@@ -204,11 +201,12 @@ class Heartbeat:
                 # The member is out: threads that wait for a neighbour get the cause.
                 self._say(EVERY_GENERATION, str(error))
                 return
+            self.differs |= reply.differs
             if reply.is_over or (reply.HasField("suspended") and reply.suspended == generation):
                 self._say(generation + 1, reply.cause or "its incarnation is over")
 
     def _say(self, before: int, cause: str) -> None:
-        if not self._finished:
+        if not self.finished:
             self._give_up(before, cause)
 
 
@@ -271,7 +269,8 @@ class MemberSession(ExchangeService):
         self._contributed = None  # a round that is trained again has another contribution
         while True:
             try:
-                work = self.assign(self.member, holds, self._address, trained, kept)
+                work = self.assign(self.member, holds, self._address, trained, kept, self.heartbeats.differs)
+                self.heartbeats.differs &= not work.heals
                 self.resumption = work.resumption if work.HasField("resumption") else None
                 return work
             except IncarnationOver:

@@ -189,7 +189,7 @@ class TrainingLoop:
         except Stopped:
             self._save_before_the_end()
             raise
-        self.session.heartbeats.finished()
+        self.session.heartbeats.finished = True
         self.reporter.tell(finished=pb.Nothing())
 
     # ---- where a round starts ----

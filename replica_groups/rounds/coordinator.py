@@ -190,7 +190,7 @@ class Coordinator:
                 self._finishing = set(self.alive)
                 yield from self._open_next(now, set(self.alive))
                 for name, replica in self.replicas.items():
-                    if self.open is not None and not replica.alive and self._has_steps_of(self.open.number, replica):
+                    if self.open is not None and not replica.alive and self._may_resume(self.open.number, replica):
                         self.open.join(name, False)
                         self.open.reforming[name] = math.inf
             case e.Woke():
@@ -357,12 +357,7 @@ class Coordinator:
         if self._is_whole(replica) and not self._trains_ahead_of(self.last_round + 1):
             return
         if self.open is not None and not self._is_whole(replica):
-            number = self.open.number
-            if round_ is None and replica.name in self.open.missing:
-                keeps = self._has_steps_of(number, replica)
-            else:
-                keeps = round_ == number and self._resumes_in(number, replica)
-            if keeps:
+            if replica.name in self.open.missing and self._may_resume(self.open.number, replica, round_):
                 self.open.reforming.setdefault(replica.name, math.inf)  # it may resume, so its round is kept for it
             elif replica.name not in self.open.reforming:
                 self.open.leave(replica.name)
@@ -374,16 +369,15 @@ class Coordinator:
         if left:
             yield _about(lacks, pb.SUSPENDED, 0, cause)
 
-    def _resumes_in(self, round_: int, replica: Replica) -> bool:
-        return self.rules.resumes and len(replica.slots) > 1 and not self._is_barred(replica.name, round_)
+    def _may_resume(self, round_: int, replica: Replica, trained: int | None = None) -> bool:
+        """Return whether a group that lacks a stage may resume in a round that it `trained` until now.
 
-    def _has_steps_of(self, round_: int, replica: Replica) -> bool:
-        """Return whether a group that lacks a stage may resume in a round that another coordinator may have assigned.
-
-        Members of it were not heard since, or keep steps of the round.
+        None: another coordinator may have assigned the round. Then members of the group were not heard since, or keep
+        steps of the round.
         """
+        resumes = self.rules.resumes and len(replica.slots) > 1 and not self._is_barred(replica.name, round_)
         has_steps = (one.assumed_present or (one.kept and one.kept.round == round_) for one in replica.slots)
-        return self._resumes_in(round_, replica) and any(has_steps)
+        return resumes and (trained == round_ or (trained is None and any(has_steps)))
 
     def _broken(self, event: e.Broken, now: float) -> Iterator[e.Effect]:
         """End the incarnation of a member that cannot reach a neighbour, so that its replica reforms.
@@ -447,6 +441,7 @@ class Coordinator:
             return
         slot.assumed_present = False
         slot.rests(now)
+        slot.differs |= event.differs  # the coordinator that has found it out may be gone
         if replica.round is not None and event.holds < replica.round and not self._is_whole(replica):
             # it was assigned this round already, and has not received the answer
             slot.kept = event.kept
@@ -492,8 +487,6 @@ class Coordinator:
                 keeps = slot.kept is not None and slot.kept.generation == (resumption or pb.Resumption()).generation
                 slot.asked = slot.kept = None
                 yield self._assign(slot, replica.trained)
-                if slot.differs:
-                    slot.differs, slot.healed_for = False, replica.round
                 if resumption is not None and not keeps:
                     told = _about(slot, pb.RESUMED, replica.round, "")
                     told.step = resumption.step
@@ -503,8 +496,11 @@ class Coordinator:
         """Return what a member of a replica is told that has a round."""
         replica = self.replicas[slot.replica]
         assert replica.round is not None
+        if slot.differs:
+            slot.differs, slot.healed_for = False, replica.round
+        heals = slot.healed_for == replica.round  # also if it is told again, as an answer may not have arrived
         own = slot.name, slot.incarnation, replica.round, replica.generation
-        return e.Assign(*own, slot.differs, trained, replica.resumption)
+        return e.Assign(*own, heals, trained, replica.resumption)
 
     def _gave_up(self, slot: Slot) -> bool:
         """Return whether a waiting member has left the present generation, in which others may still train."""

@@ -103,6 +103,7 @@ class Asked(OfMember):
     holds: int
     trained: int = 0  # last round that it trained and has no record of, as it trained ahead or was excluded; 0: none
     kept: KeptSteps | None = None  # inner steps of the round in which its replica was suspended
+    differs: bool = False  # whether a coordinator has told it that its bits differ, and it has not recovered since
 
 
 @dataclass(frozen=True)

@@ -250,6 +250,31 @@ def test_guests_that_make_hashes_up_do_not_end_a_run(checkpoint: RunCheckpoint, 
     exchange.end_watching()
 
 
+def test_a_member_that_differs_is_told_by_its_heartbeat(exchange: Exchange, checkpoint: RunCheckpoint) -> None:
+    _deposit_all(exchange, checkpoint)
+    exchange.confirm("home.1", 1, _hashes(checkpoint, LAST) | WRONG)
+    assert not exchange.heartbeat("home.1").differs
+    exchange.confirm(EXCHANGE, 1, _hashes(checkpoint, FIRST | LAST))
+    assert {member for member in exchange.roster.members if exchange.heartbeat(member).differs} == {"home.1"}
+    for _ in range(2):  # the first answer may be lost
+        work = assign_all(exchange, 1)
+        assert {member for member, one in work.items() if one.heals} == {"home.1"}
+    assert not exchange.heartbeat("home.1").differs
+
+
+def test_a_coordinator_that_takes_over_heals_whoever_says_that_it_differs() -> None:
+    """The coordinator that has found it out died before the member asked for work."""
+    rules = Rules({"a": "a", "b": "b"}, dict.fromkeys("ab", FIRST))
+    coordinator = Coordinator(rules, 0.0, {"a": 1, "b": 1}, goes_on=True)
+    coordinator.step(e.Began(1, 5), 0.0)
+    told = [coordinator.step(e.Asked(slot, 1, 1, differs=slot == "a"), 0.0) for slot in ("a", "b", "a")]
+    heals = [(one.slot, one.round, one.heal) for effects in told for one in effects if isinstance(one, e.Assign)]
+    assert heals == [("a", 2, True), ("b", 2, False), ("a", 2, True)]
+    effects = coordinator.step(e.Confirmed("a", 1, 2, {"w": b"wrong"}), 0.0)
+    effects += coordinator.step(e.Audited(2, {"w": b"right"}), 0.0)
+    assert [one.what for one in effects if isinstance(one, MembershipEvent)] == [HEALED, EXCLUDED]
+
+
 @pytest.mark.parametrize(("after", "is_barred"), [(-1, False), (0, True), (15, True), (16, False)])
 def test_a_replica_is_barred_if_a_member_differs_again_within_16_rounds(after: int, is_barred: bool) -> None:
     coordinator = Coordinator(Rules({"a": "a", "b": "b"}, dict.fromkeys("ab", FIRST)))

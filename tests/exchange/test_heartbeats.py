@@ -16,6 +16,7 @@ from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.yaml_file import ConfigFile
 from hetero_pp.core.errors import ExchangeLost, HeteroPPError, LinkClosed, Refused, RunFailed
 from hetero_pp.messages.messages_pb2 import (
+    AssignRequest,
     HeartbeatReply,
     HeartbeatRequest,
     JoinReply,
@@ -124,3 +125,38 @@ def test_who_leaves_cuts_no_neighbour_off(corpus: Path, tmp_path: Path, monkeypa
     spec = RunSpec(ConfigFile(MIXED, changes).config, 256)
     in_process.run_in_process(spec, RunFolder(tmp_path), reports.append)
     assert [one.evaluation.round for one in reports if one.HasField("evaluation")] == [0, 1, 2]
+
+
+def test_who_is_told_that_it_differs_says_so_until_it_has_recovered(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One heartbeat is answered so while the second round is trained. Each other round has another answer."""
+    told, heard, reports = threading.Event(), threading.Event(), list[Report]()
+    asked, heals = list[bool](), list[bool]()
+    call = Exchange.call
+
+    def watched(exchange: Exchange, request: Message, caller: Caller) -> Any:
+        answer = call(exchange, request, caller)
+        if caller.name == "home.1" and isinstance(request, HeartbeatRequest) and request.round == 2:
+            if told.is_set():  # the answer before has been read
+                heard.set()
+            else:
+                answer.differs = True
+                told.set()
+        elif caller.name == "home.1" and isinstance(request, AssignRequest):
+            asked.append(request.differs)
+            heals.append(answer.heals)
+        return answer
+
+    class HeldBack(in_process._ThreadFaults):
+        def reached(self, phase: FaultPhase, round_: int) -> None:
+            if (phase, round_, threading.current_thread().name) == (FaultPhase.CONTRIBUTING, 2, "home.1"):
+                assert heard.wait(TIMEOUT)
+
+    monkeypatch.setattr(Exchange, "call", watched)
+    monkeypatch.setattr(in_process, "_ThreadFaults", HeldBack)
+    spec = RunSpec(ConfigFile(MIXED, [f"data.corpus={corpus}", "outer.rounds=3"]).config, 256)
+    in_process.run_in_process(spec, RunFolder(tmp_path), reports.append)
+    assert asked == heals == [False, False, True, False]
+    verified = [one.round_verified for one in reports if one.HasField("round_verified")]
+    assert len({one.parameters_sha256 for one in verified if one.round == 3}) == 1

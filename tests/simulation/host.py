@@ -104,6 +104,8 @@ class Host:
             if incarnation is not None:
                 self._holders[member.slot, incarnation] = member
         self._tell(event)
+        if isinstance(event, e.Heard) and member is not None and self.coordinator.slots[event.slot].differs:
+            self.world.network.send(member.fire, member.told_that_it_differs, ())
         if isinstance(event, e.Deposited) and event.round <= self.coordinator.last_round and member is not None:
             self.world.network.send(member.fire, member.told_of_record, (self, event.round))
 

@@ -83,6 +83,8 @@ class Member:
         self._saving: State | None = None
         self._progress, self._farewells = 0, 0
         self.is_corrupt, self.wrong_rounds = False, 0
+        self.differs = False
+        """Whether a coordinator has said that its bits differ, until it recovers."""
         state = world.disks.newest(slot) if has_state else None
         self.holds = 0 if state is None else state.round
         self.error: list[Units] = [NOTHING] * (POSITIONS * len(self.blocks)) if state is None else list(state.error)
@@ -198,7 +200,7 @@ class Member:
             if self.kept is not None:
                 kept = KeptSteps()
                 kept.CopyFrom(self.kept)  # it may change while the message is under way
-            self._tell(e.Asked(self.slot, self.incarnation, self.holds, kept=kept))
+            self._tell(e.Asked(self.slot, self.incarnation, self.holds, 0, kept, self.differs))
         elif self.phase in (DEPOSITING, WAITING):
             for block in sorted(self._uploaded):
                 self._deposit(block)
@@ -298,6 +300,10 @@ class Member:
         self._enter(CATCHING_UP)
         self.later(self.world.dice.uniform(0.05, 0.5), self._catch_up, self.attempt, effect.heal)
 
+    def told_that_it_differs(self) -> None:
+        """Note that its bits differ, which it tells the coordinator that it asks for work."""
+        self.differs = True
+
     def told_of_record(self, host: Host, round_: int) -> None:
         """Handle the news that a round is decided."""
         if host is self.host and self.phase == WAITING and round_ == self.round and self._settle_until(round_):
@@ -348,6 +354,7 @@ class Member:
             return
         if heal:
             self.theta, self.is_corrupt, self.wrong_rounds = self.world.invariants.theta(self.holds), False, 0
+            self.differs = False
         if self.round > self.world.rounds and self.stays:
             self._enter(SETTLED)
             return
