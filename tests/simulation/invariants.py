@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _OF_INCARNATIONS = (e.Heard, e.Asked, e.Deposited, e.Confirmed, e.Broken, e.Lost, e.Left, e.Died)
 SLACK_SECONDS = 5.0
 """Seconds by which a coordinator may be late."""
-HEALED_AFTER = 12
+HEALED_AFTER = 8
 """Rounds for which a member may hold wrong parameters, as its confirmations may be lost."""
 
 
