@@ -270,7 +270,6 @@ class MemberSession(ExchangeService):
         while True:
             try:
                 work = self.assign(self.member, holds, self._address, trained, kept, self.heartbeats.differs)
-                self.heartbeats.differs &= not work.heals
                 self.resumption = work.resumption if work.HasField("resumption") else None
                 return work
             except IncarnationOver:

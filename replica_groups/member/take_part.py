@@ -202,6 +202,7 @@ class TrainingLoop:
         if self._keeps(work):
             self._form(work)
             return
+        self.session.heartbeats.differs |= work.heals  # it says so again, if it does not come to recover now
         self._undo_round()
         restarts = self._own_restarts(work.resumption.restarts)
         if work.HasField("resumption") and restarts[-1:] != [work.resumption.step]:
@@ -211,6 +212,7 @@ class TrainingLoop:
         self.position = RoundPosition.CATCHING_UP
         if work.heals:
             self._heal()
+            self.session.heartbeats.differs = False
             if self.holds >= work.round:
                 raise Suspended(f"round {work.round} closed in the meantime")
         before = work.round - 1

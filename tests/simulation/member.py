@@ -281,6 +281,7 @@ class Member:
             self._tell(e.Broken(self.slot, self.incarnation, effect.generation, "it has given this round up before"))
             return
         if not self._keeps(effect):
+            self.differs |= effect.heal
             if self.contributed is None or self.contributed.round == effect.round:
                 self._undo()
             self.kept, self.units, self.base = None, NOTHING, 0
