@@ -4,6 +4,7 @@ bits of a run without that.
 
 from __future__ import annotations
 
+import errno
 import signal
 import sys
 from collections.abc import Iterator
@@ -175,8 +176,9 @@ def test_a_host_that_served_before_takes_over_with_the_changes_since(
     assert [run.wait(part)[0] for part in MEMBERS] == [0] * len(MEMBERS)
 
 
-def test_a_standby_whose_store_fails_as_it_takes_over_stays_one(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [StoreError("the store: cannot be read"), OSError(errno.ENOSPC, "a full disk")])
+def test_a_standby_whose_store_or_disk_fails_as_it_takes_over_stays_one(
+    error: Exception, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, serves = HostsWithStandby(tmp_path, corpus, ROUNDS, str(tmp_path / "store")), list[Any]()
     (tmp_path / "run.yaml").write_text(run.text)
@@ -185,14 +187,14 @@ def test_a_standby_whose_store_fails_as_it_takes_over_stays_one(
     def serve(*arguments: Any, takes_over: bool) -> None:
         serves.append(takes_over)
         if len(serves) == 1:
-            raise StoreError("the store: cannot be read")
+            raise error
 
     monkeypatch.setattr(command, "_run_and_record", serve)
     monkeypatch.setattr(command, "start_fork_server", lambda: None)
     token = ["--token-file", tmp_path / "token", "--runs", tmp_path / "runs"]
     code, printed, errors = ask("serve", tmp_path / "run.yaml", "--standby", *token)
     assert (code, serves) == (0, [True, True]), errors
-    assert "hosts: the store: cannot be read; this host is a standby now" in printed
+    assert "; this host is a standby now" in printed
 
 
 # ---- bad input: one line ----

@@ -79,6 +79,7 @@ from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.summary import print_result, summary_of
 from hetero_pp.rpc.connections import reports_to_members
 from hetero_pp.rpc.identities import Keys, Secret, SecretKeys, new_secret
+from hetero_pp.store.folder import storing
 from replica_groups.exchange.log import fetch_configuration, keep_configuration, open_log, require_unused
 from replica_groups.exchange.memberships import require_token
 
@@ -246,7 +247,9 @@ def run_on_this_host(
                         if over := over_on_disk(folder):  # and all members have heard it
                             announce(f"{config.name}: {over}")
                             return
-                    _run_and_record(prepared, runs, start, resume, invocation, takes_over=standby)
+                    # The disk of a standby may be full as it takes over. It tries again, as with its store.
+                    with storing("written", folder.path) if standby else nullcontext():
+                        _run_and_record(prepared, runs, start, resume, invocation, takes_over=standby)
                 return
             except (TakenOver, StoreError) as error:
                 if not standby and isinstance(error, StoreError):
