@@ -218,13 +218,11 @@ def run_on_this_host(
         port = spec.config.exchange.listen.rpartition(":")[2]
         needed = f"Members need --exchange HOST:{port}, and the token in {write_token(folder, token)}"
         announce(f"{needed}; or one ticket for each member, from: hetero-pp invite {config.name}")
-        for one in fixed_addresses(spec.config):
-            if one.key == RELAY_KEY:
-                port = one.address.rpartition(":")[2]
-                announce(f"Stages dial port {port}, too, to reach each other through this host")
-        own_keys = SecretKeys(Secret(token), encrypted=not spec.config.exchange.insecure)
-        number = 0 if lease is None else lease.number
-        with Supervisor(spec, folder, on_report, EXCHANGE, own_keys, resume, number) as supervisor:
+        for one in (one for one in fixed_addresses(spec.config) if one.key == RELAY_KEY):
+            port = one.address.rpartition(":")[2]
+            announce(f"Stages dial port {port}, too, to reach each other through this host")
+        keys = SecretKeys(Secret(token), encrypted=not spec.config.exchange.insecure)
+        with Supervisor(spec, folder, on_report, EXCHANGE, keys, resume, lease.number if lease else 0) as supervisor:
             # A standby takes the place of an exchange of which members may be there, and undoes no round.
             supervisor.start([EXCHANGE], again=standby)
             watcher = supervisor.watch(supervisor.open_exchange())
@@ -247,8 +245,7 @@ def run_on_this_host(
                         if over := over_on_disk(folder):  # and all members have heard it
                             announce(f"{config.name}: {over}")
                             return
-                    # The disk of a standby may be full as it takes over. It tries again, as with its store.
-                    with storing("written", folder.path) if standby else nullcontext():
+                    with storing("written", folder.path) if standby else nullcontext():  # a standby tries again
                         _run_and_record(prepared, runs, start, resume, invocation, takes_over=standby)
                 return
             except (TakenOver, StoreError) as error:
