@@ -266,6 +266,7 @@ class Invariants:
             case e.Suspend(slot, incarnation, generation) if (
                 watched.assigned.get(slot, (0, 0, 0))[2] > generation
                 and host.coordinator.replicas[slots[slot]].round is not None
+                and host.coordinator.replicas[slots[slot]].trained is not None  # otherwise another one assigned it
             ):
                 raise Violation(
                     5, f"incarnation {incarnation} of {slot} is to return from generation {generation}, as it has"
