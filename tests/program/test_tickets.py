@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -78,6 +79,15 @@ def test_invitations_that_cannot_be(served: Served, tmp_path: Path) -> None:
     path.write_text(path.read_text().replace("127.0.0.1:0", "0.0.0.0:47600"))
     with pytest.raises(ConfigError, match=r"the exchange listens at 0\.0\.0\.0:47600, which other hosts cannot dial"):
         invite(served.runs, "homes", None, 1.0, None)
+    hosts = f'store: {{url: {tmp_path / "store"}}}\nexchange: {{hosts: ["one:1", "two:2"], '
+    path.write_text(path.read_text().replace("0.0.0.0:47600", served.address).replace("exchange: {", hosts))
+    invite(served.runs, "homes", "home.1", 1.0, None)  # this host serves the run; a standby would not be heard
+    path.write_text(path.read_text().replace(served.address, "127.0.0.1:1"))
+    for change in (partial(invite, served.runs, "homes", None, 1.0, None), partial(revoke, served.runs, "homes", "dc")):
+        with pytest.raises(
+            ConfigError, match=r"this host does not serve the run now; use the one of `exchange\.hosts`"
+        ):
+            change()
     path.write_text(path.read_text().replace("exchange: {", "exchange: {insecure: true, "))
     with pytest.raises(ConfigError, match=r"exchange\.insecure: found true, expected false: tickets need TLS"):
         invite(served.runs, "homes", None, 1.0, None)

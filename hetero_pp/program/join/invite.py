@@ -24,11 +24,10 @@ from hetero_pp.program.launch.earlier import over_on_disk
 from hetero_pp.program.launch.hosts import dialled_here, read_token
 from hetero_pp.program.report.output import announce, complain
 from hetero_pp.rpc.admission_client import ask
-from hetero_pp.rpc.identities import Authority, Secret, make_ticket
+from hetero_pp.rpc.identities import Authority, Identity, Secret, make_ticket
 from replica_groups.exchange.memberships import Memberships, open_memberships
 from replica_groups.exchange.stall_detector import NAMED, listed
 
-_EVERYWHERE = ("0.0.0.0", "[::]")
 _SECONDS_TO_ASK = 3.0
 _NUMBERED = re.compile(r"-\d+$")
 
@@ -68,7 +67,7 @@ def invite(runs: Path, run: str, slot: str | None, seconds: float, address: str 
     complain(f"{run}: this ticket is for {admits_to}; {valid}{how}")
     if not is_running(folder) and (resume := read_run_on_disk(folder).resume):
         complain(f"{run}: its exchange does not run now, so no host can join; resume it with: {resume}")
-    if slot is None and (open_slots := _open_datacenters(config, folder, authority)):
+    if slot is None and (open_slots := _open_datacenters(config, folder, authority.identity(LAUNCHER))):
         commands = " or ".join(f"`hetero-pp invite {run} --slot {name}`" for name in open_slots)
         names = ", ".join(open_slots)
         complain(f"{run}: {names} is still free; a datacenter replica needs a ticket with its name: {commands}")
@@ -91,9 +90,8 @@ def good_for(config: RunConfig, slot: str | None) -> str:
     """Describe the slots that a ticket admits to: `a stage of group home`, `the datacenter replica dc`."""
     replicas = {member: replica for replica in config.replicas for member in replica.members}
     if slot in replicas:
-        replica = replicas[slot]
-        is_whole = isinstance(replica, DatacenterReplica)
-        return f"the datacenter replica {slot}" if is_whole else f"{slot}, a stage of group {replica.name}"
+        is_whole = isinstance(replicas[slot], DatacenterReplica)
+        return f"the datacenter replica {slot}" if is_whole else f"{slot}, a stage of group {replicas[slot].name}"
     groups = [replica.name for replica in config.replicas if isinstance(replica, ParticipantsReplica)]
     if not groups:
         return f"the first of {', '.join(replica.name for replica in config.replicas)} with a free slot"
@@ -107,7 +105,7 @@ def _entries(groups: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(stem if counts[stem] > 1 else name for name, stem in stems.items()))
 
 
-def _open_datacenters(config: RunConfig, folder: RunFolder, authority: Authority) -> list[str]:
+def _open_datacenters(config: RunConfig, folder: RunFolder, identity: Identity) -> list[str]:
     """Return the datacenter replicas without a host or a valid ticket, if the run also has groups of stages."""
     if not any(isinstance(replica, ParticipantsReplica) for replica in config.replicas):
         return []
@@ -118,12 +116,10 @@ def _open_datacenters(config: RunConfig, folder: RunFolder, authority: Authority
     if not found or config.exchange.listen.endswith(":0") or not is_running(folder):
         return found
     try:  # hosts started with the run's token have no ticket, so only the exchange knows of them
-        here = dialled_here(config.exchange.address)
-        reply = ask(here, authority.identity(LAUNCHER), "Status", seconds=_SECONDS_TO_ASK)
+        reply = ask(dialled_here(config.exchange.address), identity, "Status", seconds=_SECONDS_TO_ASK)
     except HeteroPPError:
         return found
-    held = {slot.name for slot in reply.slots if slot.held}
-    return [name for name in found if name not in held]
+    return [name for name in found if name not in {slot.name for slot in reply.slots if slot.held}]
 
 
 def revoke(runs: Path, run: str, what: str) -> None:
@@ -155,6 +151,13 @@ def _served(runs: Path, run: str) -> tuple[RunFolder, RunConfig]:
     config = config_of(folder)
     if config.exchange.insecure:
         raise ConfigError((), f"{folder.config}: exchange.insecure: found true, expected false: tickets need TLS")
+    if len(config.exchange.hosts) > 1:  # another host would not hear of a change made here
+        here, identity = dialled_here(config.exchange.listen), Authority(read_token(folder.token)).identity(LAUNCHER)
+        try:
+            ask(here, identity, "Status", seconds=_SECONDS_TO_ASK)
+        except HeteroPPError:
+            told = "this host does not serve the run now; use the one of `exchange.hosts` that does"
+            raise ConfigError((), f"{folder.path}: {told}") from None
     return folder, config
 
 
@@ -167,13 +170,11 @@ def _address(config: RunConfig, given: str | None) -> str:
         if any(one.endswith(":0") for one in given.split(",")):
             raise ConfigError((), f"--address: found {given}, expected the port at which hosts dial the exchange")
         return given
-    listen = config.exchange.listen
-    if config.exchange.hosts:
-        return config.exchange.address
+    listen = config.exchange.address
     if listen.endswith(":0"):
         told = "so its port is not known here; give its address with --address HOST:PORT"
         raise ConfigError((), f"the exchange listens at a free port ({listen}), {told}")
-    if listen.rpartition(":")[0] in _EVERYWHERE:
+    if listen.rpartition(":")[0] in ("0.0.0.0", "[::]"):
         told = "which other hosts cannot dial; give its address with --address HOST:PORT"
         raise ConfigError((), f"the exchange listens at {listen}, {told}")
     return listen
