@@ -411,7 +411,7 @@ class ReplicaWaits:
     together: float  # tokens per second of the run
     named: Sequence[str]  # the first replica of each label
     timed: TimedRounds | None
-    """None if rounds of a given time would gain little, or if another setting needs a number of steps."""
+    """None if rounds of a given time gain little, or are too few, or if another setting needs a number of steps."""
 
     def told(self) -> Iterator[str]:
         """Yield a sentence on the replicas that wait, and one on rounds of a given time."""
@@ -508,6 +508,8 @@ def _timed(spec: RunSpec, prediction: Prediction, shortest: float, longest: floa
         return None
     then, before = found[seconds], spec.latest.rounds
     rounds = max(1, round(before * (prediction.tokens / prediction.rounds) / (then.tokens / then.rounds)))
+    if rounds < spec.fragments.count:
+        return None
     inner = spec.config.inner
     warmup = float(f"{(inner.warmup_steps or 0) / (inner.steps or 1) * rounds / before:.2g}")
     steps = {replica.name: replica.steps for replica in then.replicas}

@@ -16,7 +16,8 @@ from hetero_pp.config.yaml_file import ConfigFile
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.launch import in_process
 from hetero_pp.simulator.exchange_load import exchange_load
-from hetero_pp.simulator.prediction import predict
+from hetero_pp.simulator.planner.schedules import choose_outer, with_outer
+from hetero_pp.simulator.prediction import predict, waiting
 from hetero_pp.simulator.traffic import checkpoint_bytes, exchange_calls, exchange_link_loads, expected_volume
 
 YAML = """\
@@ -101,3 +102,16 @@ def test_a_period_is_predicted_with_its_mean_and_each_round(overlap: int, corpus
     assert sum(volumes) == pytest.approx(expected_volume(whole, 2).gather)
     calls = [exchange_calls(spec, spec.members["few.1"], round_) for round_ in range(1, 5)]
     assert [count > 0 for count in calls] == [True, True, True, False]  # it follows the embedding in the first round
+
+
+@pytest.mark.parametrize("fragments", [1, 4])
+def test_longer_rounds_are_not_fewer_than_fragments(fragments: int, corpus: Path, tmp_path: Path) -> None:
+    """A plan chooses among more inner steps, and replicas that wait are told of rounds of a given time."""
+    config = _config(corpus, tmp_path, rounds=8, fragments=fragments)
+    config = config.model_copy(update={"inner": config.inner.model_copy(update={"steps": 10})})
+    chosen, _ = choose_outer(config, 256, allowed=0.0)
+    with_outer(config, chosen.length, chosen.density).check()
+    assert chosen.length == (15 if fragments == 4 else 50)
+    short = RunSpec(_config(corpus, tmp_path, rounds=fragments, fragments=fragments), 256)
+    waits = waiting(short, predict(short))
+    assert waits is not None and (waits.timed is None) == (fragments == 4)  # one round would train as much

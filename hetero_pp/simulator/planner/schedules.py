@@ -446,7 +446,7 @@ def _choices(config: RunConfig, vocabulary: int | None) -> Iterator[OuterChoice]
     candidates = TESTED_STEPS if config.inner.steps is not None else [times * own for times in TIMES_AS_LONG]
     densities = [one for one in TESTED_DENSITIES if one < compression.density] if config.outer.is_sparse else []
     longer = [one for one in candidates if one > own] if config.outer.source == "difference" else []
-    most = max(own, config.rounds * own)
+    most = max(own, config.rounds * own / config.outer.fragments)  # a round for each fragment
     for density in (compression.density, *densities):
         found = predict(RunSpec(with_outer(config, own, density), vocabulary), stage_links=False)
         free = found.utilization["relative"] * found.round_seconds
