@@ -281,7 +281,7 @@ def find_restart(
     common = frozenset.intersection(*(states.rounds for states in available.values()))
     held = [max(states.rounds, default=0) for states in available.values()]
     newest = max(held)
-    if not common and newest - min(held) <= 1 and min(held) > 0:
+    if not common and newest - min(held) <= 1 and newest > 0:
         common |= {0}
     of_members = sorted(common, reverse=True) if newest - max(common, default=0) <= every else []
     last = log.last_record()

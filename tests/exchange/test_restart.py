@@ -126,6 +126,8 @@ def test_members_that_stopped_one_round_apart_start_again_where_all_of_them_were
 
     assert found(a={5}, b={4}) == 0
     assert found(a={2, 5}, b={2, 4}) == 2
+    assert found(a={1}, b=set()) == 0  # killed between the first states of both
+    assert found(a=set(), b=set()) == 5
     assert found(a={5}, b=set()) == found(a={5}, b={3}) == 5  # states that are missing or old
 
 
