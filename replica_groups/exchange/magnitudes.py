@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from statistics import median, median_low
 
@@ -88,15 +89,21 @@ def bound(
         steady = by_level.intersection(*({one.replica for one in past.contributions} for past in last))
         by_level = steady if len(last) >= _STEADY_ROUNDS and len(steady) < _LEAST_REPLICAS else set()
     *earlier, measured = _with_all_steps([*before, record]) if trains_on else [*before, record]
+    # In fragments, what a replica has trained goes on if it misses a round. A new one may have missed its first.
+    since = {one.replica: record.round - min(fragments, 2) * fragments for one in record.contributions}
+    for past in earlier if fragments > 1 else ():
+        since |= dict.fromkeys([*(one.replica for one in past.contributions), *past.left_out], past.round)
     if limits is not None:
         earlier = [_as_in(record.round, past, limits) for past in earlier]
-    largest = {} if limits is None else limits.of(record.round)
+    least = max(0, record.round - RECENT_ROUNDS * fragments)
+    largest = {} if limits is None else {one: limits.of(record.round, max(one, least)) for one in {*since.values()}}
     # How many times as large as the configuration allows a contribution is; 0 where it says nothing.
     beyond = {
         one.replica: max(
-            (size / largest[what] for what, size in _sizes(one).items() if largest.get(what, 0.0) > 0), default=0.0
+            (size / most[what] for what, size in _sizes(one).items() if most.get(what, 0.0) > 0), default=0.0
         )
         for one in measured.contributions
+        for most in [largest.get(since[one.replica], {})]
     }
     own, lower = _own(earlier), _lower_medians(measured)
     is_limited = not is_crowd and limits is not None
@@ -122,7 +129,7 @@ def _with_all_steps(records: Iterable[RoundRecord]) -> list[RoundRecord]:
     """Return copies with the steps that a replica may have taken since it was last counted or left out."""
     found, last = [], dict[str, int]()
     for record in records:
-        copy = _copy(record)
+        copy = deepcopy(record)
         for one in copy.contributions:
             rounds = min(record.round - last.get(one.replica, record.round - 1), RECENT_ROUNDS)
             one.steps, one.tokens = rounds * one.steps, rounds * one.tokens
@@ -133,18 +140,12 @@ def _with_all_steps(records: Iterable[RoundRecord]) -> list[RoundRecord]:
 
 def _as_in(round_: int, past: RoundRecord, limits: ContributionLimits) -> RoundRecord:
     """Return a record with the sizes that its contributions would have with the learning rates of another round."""
-    copy = _copy(past)
+    copy = deepcopy(past)
     before = limits.accumulated(past.round)
     growth = limits.accumulated(round_) / before if before > 0 else 1.0
     for one in copy.contributions:
         for blob in one.blobs:
             blob.norm, blob.peak = growth * blob.norm, growth * blob.peak
-    return copy
-
-
-def _copy(record: RoundRecord) -> RoundRecord:
-    copy = RoundRecord()
-    copy.CopyFrom(record)
     return copy
 
 
@@ -255,23 +256,29 @@ class ContributionLimits:
                 block, (least, most) = block_of(name), torch.aminmax(tensor)
                 self._largest[block] = max(self._largest.get(block, 0.0), float(-least), float(most))
 
-    def accumulated(self, round_: int) -> float:
-        """Return the sum of learning rates, with error feedback's decay, that a value sent in a round comes from."""
+    def accumulated(self, round_: int, since: int | None = None) -> float:
+        """Return the sum of learning rates, with error feedback's decay, that a value sent in a round comes from.
+
+        `since`: last round that included the replica; by default the round before of the same fragment.
+        """
         beta, fragments = self._outer.compression.error_feedback_decay, self._outer.fragments
 
-        def trained(last: int) -> float:  # since the round before of the same fragment
-            return sum(map(self._rates, range(max(1, last - fragments + 1), last + 1)))
+        def trained(since: int, last: int) -> float:
+            return sum(map(self._rates, range(since + 1, last + 1)))
 
         while (number := len(self._accumulated)) <= round_:
-            self._accumulated.append(beta * self._accumulated[max(0, number - fragments)] + trained(number))
+            before = max(0, number - fragments)
+            self._accumulated.append(beta * self._accumulated[before] + trained(before, number))
             self._moved.append(self._moved[-1] + self._accumulated[-1])
-        if self._outer.compression.memory == "momentum":  # sends Delta + beta m, where m has Delta already
-            return trained(round_) + beta * self._accumulated[round_]
-        return self._accumulated[round_]
+        since = max(0, round_ - fragments) if since is None else since
+        own = trained(since, round_)
+        total = beta * self._accumulated[since] + own
+        # A momentum sends Delta + beta m, where m has Delta already.
+        return own + beta * total if self._outer.compression.memory == "momentum" else total
 
-    def of(self, round_: int) -> Sizes:
-        """Return the limits of a round."""
-        peaks, squares, largest = dict[str, float](), dict[str, float](), MARGIN * self.accumulated(round_)
+    def of(self, round_: int, since: int | None = None) -> Sizes:
+        """Return the limits of a round. `since` is as in `accumulated`."""
+        peaks, squares, largest = dict[str, float](), dict[str, float](), MARGIN * self.accumulated(round_, since)
         for one in self._tensors:
             decay = self._decay(one, round_) if one.decays else 0.0
             peak, norm = one.peak + decay, one.norm + decay * math.sqrt(one.elements)
@@ -302,11 +309,9 @@ class ContributionLimits:
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> _Tensor:
         inner, elements = self._inner, math.prod(shape)
-        if inner.optimizer == "sgd":
-            peak = (inner.clip_norm or math.inf) / (1 - (inner.momentum or 0.0))
-        else:
-            peak = self._adamw_step
-        norm = peak if inner.optimizer == "sgd" else peak * math.sqrt(elements)
+        is_sgd = inner.optimizer == "sgd"
+        peak = (inner.clip_norm or math.inf) / (1 - (inner.momentum or 0.0)) if is_sgd else self._adamw_step
+        norm = peak if is_sgd else peak * math.sqrt(elements)
         if inner.optimizer == "muon" and name.startswith(LAYERS) and len(shape) > 1:
             peak = _MUON_RMS * _LARGEST_SINGULAR_VALUE * math.sqrt(max(shape))
             norm = peak * math.sqrt(min(shape))

@@ -194,6 +194,24 @@ def test_what_the_learning_rates_do_not_allow_is_scaled_to_what_they_do(names: s
         assert set(found.values()) <= {1.0}
 
 
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_what_was_trained_before_a_missed_round_of_the_fragment_is_allowed(fragments: int) -> None:
+    """`gone` was not in the fragment's last two rounds, and `new` in none. Whole models are trained for one round."""
+    compression = CompressionSettings(density=1.0, error_feedback_decay=0.0)
+    outer = OuterSettings(rounds=200, fragments=fragments, compression=compression)
+    limits = ContributionLimits(InnerSettings(learning_rate=1.0, weight_decay=0.0), outer, lambda _: 1.0)
+    limits.begin({"a": torch.zeros(1), "b": torch.zeros(1)}, 0)
+    once, last = limits.of(90)["b", "norm"], 90 - fragments
+    before = [_record(_entry("here", once), _entry("gone", once), round_=last - 2 * fragments)]
+    before += [_record(_entry("here", once), round_=round_) for round_ in (last - fragments, last)]
+    allowed = {"here": 1, "gone": 3, "new": 2} if fragments == 2 else dict.fromkeys(("here", "gone", "new"), 1)
+    for times in (1.0, 1.25):
+        record = _record(*(_entry(one, times * most * once, peak=0.1) for one, most in allowed.items()), round_=90)
+        bound(record, before, SETTING, limits=limits, fragments=fragments)
+        found = {one.replica: scale_of(one) for one in record.contributions}
+        assert found == pytest.approx(dict.fromkeys(allowed, 1 / times))
+
+
 def test_growth_that_follows_the_learning_rates_is_no_growth() -> None:
     """During warm-up, contributions grow forty-fold in eight rounds.
 
