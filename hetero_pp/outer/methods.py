@@ -195,8 +195,10 @@ class OuterSettings(Settings):
     )
     presumed: Ratio | None = Field(
         None,
-        description="with overlap, share of a contribution that its replica treats as applied while "
-        "it is in flight; by default 1 if every value is sent, otherwise 1/2",
+        ge=0,
+        le=1,
+        description="with overlap or `mixing`, share of a contribution that its replica treats as applied before "
+        "the mean is known; by default 1 if every value is sent, otherwise 1/2",
     )
     fragments: int = Field(
         1,
@@ -277,9 +279,9 @@ class OuterSettings(Settings):
                 "`equal`, or `aggregation: geometric_median`",
             ),
             (
-                own.transform == "dct" and self.overlap > 0,
-                "`overlap: 1` with `compression.transform: dct`, expected `overlap: 0`, or `transform: none`: with "
-                "overlap a replica applies the values that it sent",
+                own.transform == "dct" and (self.overlap > 0 or self.mixing > 0),
+                f"`{'overlap: 1' if self.overlap else f'mixing: {self.mixing:g}'}` with `compression.transform: dct`, "
+                "expected 0, or `transform: none`: a replica applies the values that it sent",
             ),
             (
                 self.is_streaming and sums,
@@ -294,11 +296,6 @@ class OuterSettings(Settings):
                 self.mixing > 0 and self.fragments == 1 and self.overlap > 0,
                 f"{self.streaming} with `overlap: 1` and one fragment, expected `mixing: 0`, or more `fragments`: a "
                 "round that is trained ahead is measured from its own start",
-            ),
-            (
-                self.mixing > 0 and own.transform == "dct",
-                f"{self.streaming} with `compression.transform: dct`, expected `mixing: 0`, or `transform: none`: a "
-                "replica mixes the values that it sent",
             ),
             (
                 self.keep_local and (sums or self.overlap > 0),

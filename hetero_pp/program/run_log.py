@@ -159,14 +159,11 @@ def measured_volume(spec: RunSpec, log: ContributionLog, record: RoundRecord) ->
     volume, read = RoundVolume(), log.blobs_of(record)
     replicas, compression = [entry.replica for entry in record.contributions], spec.config.outer.compression
     for block, shapes in shapes_in(record, spec.parameter_shapes).items():
-        blobs = {replica: read(replica, block) for replica in replicas}
         received = []
-        for replica, data in blobs.items():
+        for replica in replicas:
+            data, address = read(replica, block), BlobAddress(spec.run, record.round, replica, block)
             volume.contribute(len(data))
-            received.append(
-                ReceivedBlob(data, BlobAddress(spec.run, record.round, replica, block), shapes, compression)
-            )
+            received.append(ReceivedBlob(data, address, shapes, compression))
         for name, shape in shapes.items():
-            if received:
-                volume.add(shape, [one.tensor(name) for one in received])
+            volume.add(shape, [one.tensor(name) for one in received])
     return volume.volume()

@@ -150,8 +150,9 @@ def test_the_momentum_of_a_replica_is_transformed_once() -> None:
         ({"method": "adamw_ddp"}, "adamw_ddp: found `transform: dct` with averaged gradients"),
         (
             {"overlap": 1},
-            "sparseloco_signs: found `overlap: 1` with `compression.transform: dct`, expected `overlap: 0`",
+            "sparseloco_signs: found `overlap: 1` with `compression.transform: dct`, expected 0, or `transform: none`",
         ),
+        ({"fragments": 2, "mixing": 0.5}, "found `mixing: 0.5` with `compression.transform: dct`"),
     ],
 )
 def test_what_does_not_fit_is_refused(outer: dict[str, object], told: str) -> None:

@@ -47,6 +47,7 @@ CASES = {
     "unknown link": ("link: home", "link: hom"),
     "chunk without rows": ("rounds: 3", "rounds: 3\n  compression: {tile: [0, 1]}"),
     "moment without a decay": ("outer:", "inner: {betas: [0.9, 1]}\nouter:"),
+    "presumes more than it sent": ("rounds: 3", "rounds: 3\n  presumed: 2"),
     "unknown kind": ("kind: datacenter", "kind: dc"),
     "missing key": ("  rounds: 3\n", "  learning_rate: 1.0\n"),
     "uneven batch": ("micro_batches: 2", "micro_batches: 3"),
