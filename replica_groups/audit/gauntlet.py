@@ -29,7 +29,7 @@ from hetero_pp.data.batches import StoreBatches
 from hetero_pp.data.sources import Source, StreamedCorpus
 from hetero_pp.messages.messages_pb2 import ContributionEntry, Judgement, Losses, RoundRecord
 from hetero_pp.messages.report_bounds import MOST_LOSS
-from hetero_pp.model.transformer import ModelShape, Transformer, build_filled, parameters_of, shapes_by_block
+from hetero_pp.model.transformer import ModelShape, Transformer, build_filled, parameters_of
 from hetero_pp.outer.apply_round import FetchBlob, shapes_in
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import mean_of, outer_step
@@ -280,7 +280,6 @@ class SignCheck:
     def __init__(self, spec: RunSpec, least: float) -> None:
         """`least`: as `audit.gauntlet.agreement`."""
         self._spec, self._least = spec, least
-        self._blocks = shapes_by_block(spec.parameter_shapes)
 
     def against(self, record: RoundRecord, fetch: FetchBlob) -> dict[str, float]:
         """Return the agreement of each contribution for which it is too low, by replica.
@@ -297,9 +296,9 @@ class SignCheck:
         drawn = int.from_bytes(hashlib.sha256(b"".join(digests)).digest()) % every
         comparison = _SignCounts(names, every, drawn)
         for block, shapes in changed.items():
-            settings, known = self._spec.config.outer.compression, self._blocks[block]
+            settings = self._spec.config.outer.compression
             at = {name: BlobAddress(self._spec.run, record.round, name, block) for name in names}
-            blobs = [ReceivedBlob(fetch(name, block), at[name], known, settings) for name in names]
+            blobs = [ReceivedBlob(fetch(name, block), at[name], shapes, settings) for name in names]
             for tensor in shapes:
                 comparison.add([blob.tensor(tensor) for blob in blobs])
         tokens = {one.replica: one.tokens for one in record.contributions}

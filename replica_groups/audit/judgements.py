@@ -379,7 +379,7 @@ class Judgements(AuditHook):
         texts = {one.replica: one.tokens for one in record.contributions}
         shown = {} if self.showing is None else self.showing.shown(round_)
         own = round_, included, missed, synchronisation, copies, left_out, texts, self._against.get(round_, {})
-        return RoundFacts(*own, shown)
+        return RoundFacts(*own, shown, self._runner.coordinator.rules.fragments.count)
 
     # ---- recomputation ----
 

@@ -35,8 +35,8 @@ WORK, CLEAREST, MOST_DOUBT, RECENT_TRIALS = 1 / 3, 4.0, 12.0, 4
 """Doubt about a replica adds up log-likelihood ratios of its trials, at least 0 (CUSUM), and excludes it from 12 on.
 
 A ratio is 0 at a third of the usual improvement of assigned text, and at most 4 in size: at least three trials decide.
-Usual is the median of the others in the last four rounds. Beside six honest replicas, noise of the honest size improved
-its text by at most .06 of that in 24 trials. Honest work improved it by at least .75 of that in 72."""
+Usual is the median of the others in the fragment's last four rounds. Beside six honest replicas, noise of the honest
+size improved its text by at most .06 of that in 24 trials. Honest work improved it by at least .75 of that in 72."""
 
 BETA, TAU = 7.0, 0.1
 """Spread of a performance around a rating, and growth of a rating's uncertainty in a match: Gauntlet's values."""
@@ -73,6 +73,7 @@ class RoundFacts:
     """Agreement of contributions whose signs agree too little with those of the others."""
     shown: Mapping[str, bool] = field(default_factory=dict)
     """Whether the replicas that were drawn to show their text did so in time."""
+    fragments: int = 1  # of the model; a round has one in turn
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,8 @@ class _ScoreEntry:
     usual: float = 0.0  # the same of the mean score of these matches
     matches: int = 0
     evaluations: int = 0
-    improved: float = 0.0  # improvement of its assigned text when it was last tried
-    tried: int = 0  # last round in which it was tried
+    trials: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """Fragment -> improvement of its assigned text when it was last tried, and that round."""
     doubt: float = 0.0  # log-likelihood ratio for no work, over its last trials
     asked: int = 0
     shown: int = 0  # rounds in which it was drawn to show its text, and did so in time
@@ -136,12 +137,12 @@ class ReplicaScores:
 
         Losses of a replica that did not take part in the round are ignored.
         """
-        self._round = facts.round
+        self._round, key = facts.round, str(facts.round % facts.fragments)
         here = sorted(facts.included | facts.missed | facts.left_out | facts.copies.keys() | facts.against.keys())
         for name in here:
             entry = self._present(name, facts)
             if name in losses:
-                entry = replace(entry, improved=_improvement(losses[name]), tried=facts.round)
+                entry = replace(entry, trials=entry.trials | {key: (_improvement(losses[name]), facts.round)})
             self._entries[name] = entry
         for name in here:
             entry = self._entries[name]
@@ -150,7 +151,7 @@ class ReplicaScores:
             elif not facts.shown.get(name, True):
                 entry = self._evaluated(replace(entry, doubt=entry.doubt + CLEAREST), -1.0, 0.0)
             elif name in losses:
-                doubt = max(0.0, entry.doubt + self._doubt(name, losses[name].error))
+                doubt = max(0.0, entry.doubt + self._doubt(name, losses[name].error, facts))
                 entry = self._evaluated(replace(entry, doubt=doubt), *_judged(losses[name]))
             self._entries[name] = entry
         self._play()
@@ -160,21 +161,22 @@ class ReplicaScores:
                 self._entries[name] = replace(entry, cause="", average=probation, doubt=0.0)
         self._exclude(here, facts)
 
-    def _doubt(self, name: str, error: float) -> float:
+    def _doubt(self, name: str, error: float, facts: RoundFacts) -> float:
         """Return the log-likelihood ratio, for no work against usual work, of the contribution that was just tried.
 
         With less text than the others it may improve less, by the root. `error`: standard error of its improvement.
+        Fragments improve text by different amounts, so it is compared with trials of the same one.
         """
-        own = self._entries[name]
-        since = max(0, self._round - RECENT_TRIALS)
-        recent = [one for one in self._entries.values() if one is not own and one.tried > since]
+        own, key = self._entries[name], str(facts.round % facts.fragments)
+        since = max(0, facts.round - RECENT_TRIALS * facts.fragments)
+        recent = [one for one in self._entries.values() if one is not own and one.trials.get(key, (0.0, 0))[1] > since]
         if len(recent) < FEWEST_REPLICAS - 1:
             return 0.0
-        usual, text = median(one.improved for one in recent), median(one.text for one in recent)
+        usual, text = median(one.trials[key][0] for one in recent), median(one.text for one in recent)
         usual *= min(1.0, math.sqrt(own.text / text)) if text else 1.0
         if not 0 < usual < math.inf:
             return 0.0
-        ratio = (WORK * usual - own.improved) * usual / max(error, 1e-9) ** 2
+        ratio = (WORK * usual - own.trials[key][0]) * usual / max(error, 1e-9) ** 2
         return max(-CLEAREST, min(CLEAREST, ratio))
 
     def preferred(self) -> tuple[list[str], list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -12,16 +13,21 @@ from typing import Any
 import pytest
 from lying_run import lying_spec
 from small_run import GRACE, Run
+from table_config import tiny
 
 from hetero_pp.config.audit import GauntletSettings
 from hetero_pp.config.folder import RunFolder
+from hetero_pp.config.run_config import RunConfig
+from hetero_pp.config.spec import RunSpec
 from hetero_pp.config.yaml_file import save_config
 from hetero_pp.core.errors import ConfigError, DamagedFile
 from hetero_pp.messages.messages_pb2 import Losses, Score, Scores
 from hetero_pp.program.audits import print_scores
+from hetero_pp.program.launch.in_process import run_in_process
+from hetero_pp.store.folder import FolderStore
 from replica_groups.audit.gauntlet import share_of_compute
 from replica_groups.audit.replica_scores import RECENT_ROUNDS, ReplicaScores, RoundFacts
-from replica_groups.exchange.audits import Exclusion, keep_scores, scores_key
+from replica_groups.exchange.audits import Exclusion, keep_scores, newest_scores, scores_key
 from replica_groups.rounds.draws import drawn_for_trials
 
 EIGHT = [f"r{index}" for index in range(8)]
@@ -250,6 +256,35 @@ def test_honest_replicas_are_never_excluded_in_1000_rounds(replicas: int) -> Non
         book.update(_facts(round_, names), found)
         assert book.to_exclude() == {}
     assert min(score.evaluations for score in book.scores().values()) > 200
+
+
+@pytest.mark.parametrize("replicas", [4, 20])
+def test_work_on_a_fragment_is_compared_with_work_on_that_fragment(replicas: int) -> None:
+    """The embedding and the head improve text ten times as much as other layers. One replica does not work."""
+    settings, chance = GauntletSettings(excluded_rounds=1000), random.Random(7)
+    book = ReplicaScores(settings, names := [f"r{index}" for index in range(replicas)])
+    for round_ in range(1, 201):
+        usual = (0.03, 0.003, 0.003, 0.03)[(round_ - 1) % 4]
+        left = [name for name in names if name not in book.to_exclude()]
+        count = settings.sizes(len(left), 0).evaluated
+        drawn = drawn_for_trials(b"secret", round_.to_bytes(4, "big"), left, count, *book.preferred())
+        found = {name: _losses(0.0 if name == "r1" else chance.gauss(usual, 0.1 * usual), 0.0) for name in drawn}
+        for one in found.values():
+            one.error = 0.1 * usual
+        book.update(replace(_facts(round_, left), fragments=4), found)
+        assert book.to_exclude().keys() <= {"r1"}
+    assert book.to_exclude().keys() == {"r1"}
+
+
+def test_a_run_tells_the_scores_of_its_fragments(corpus: Path, tmp_path: Path) -> None:
+    replicas = [{"name": name, "kind": "datacenter", "batch_size": 2} for name in "abc"]
+    values = tiny(corpus, 16, 2) | {"outer": {"rounds": 3, "fragments": 3}, "audit": {"gauntlet": {"evaluated": 3}}}
+    spec = RunSpec(RunConfig.model_validate(values | {"inner": {"steps": 1}, "replicas": replicas}), 256)
+    run_in_process(spec, RunFolder(tmp_path), lambda _: None)
+    kept = newest_scores(FolderStore(tmp_path / "log"))
+    assert kept is not None and kept.book is not None
+    for entry in json.loads(kept.book)["replicas"].values():
+        assert {fragment: tried for fragment, (_, tried) in entry["trials"].items()} == {"1": 1, "2": 2, "0": 3}
 
 
 def test_of_replicas_without_the_assigned_text_few_are_left_after_20_evaluations() -> None:
