@@ -99,11 +99,9 @@ def bound(
     largest = {} if limits is None else {one: limits.of(record.round, max(one, least)) for one in {*since.values()}}
     # How many times as large as the configuration allows a contribution is; 0 where it says nothing.
     beyond = {
-        one.replica: max(
-            (size / most[what] for what, size in _sizes(one).items() if most.get(what, 0.0) > 0), default=0.0
-        )
+        one.replica: max((size / cap[what] for what, size in _sizes(one).items() if cap.get(what, 0) > 0), default=0.0)
         for one in measured.contributions
-        for most in [largest.get(since[one.replica], {})]
+        for cap in [largest.get(since[one.replica], {})]
     }
     own, lower = _own(earlier), _lower_medians(measured)
     is_limited = not is_crowd and limits is not None
