@@ -46,10 +46,11 @@ class Training:
         kept = KeptSteps(round=member.round, generation=member.generation, applied=applied)
         kept.restarts.extend(member.restarts)
         if applied == self.first:
-            if member.kept is not None:
+            if member.kept is not None and self._has_next_from == len(stages):
                 return member.kept
+            # Gradients of one more step have passed all stages, so that those which resumed have applied the last one.
             kept.has_next = stage >= self._has_next_from
-            return kept if kept.has_next else None
+            return kept if kept.has_next or member.kept is not None else None
         if stage >= self._lacks_from:
             kept.applied, kept.has_next = applied - 1, True
         else:
