@@ -168,6 +168,7 @@ def test_a_host_that_served_before_takes_over_with_the_changes_since(
         assert run.wait(part)[0] == 0, run.printed(part)
     (run.runs("exchange") / "hosts" / "died").unlink()
     run.serve("exchange", "--resume", "--set", f"outer.rounds={ROUNDS}", dies=("part", 4, "KILL"))
+    run.wait_until(lambda: "Members need" in run.printed("exchange"))  # else it finds that the run is over
     run.serve("standby", *rounds)
     for part in MEMBERS:
         run.start(part)
