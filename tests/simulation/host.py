@@ -116,8 +116,8 @@ class Host:
 
     def freeze(self, seconds: float) -> None:
         """Do nothing for so many seconds."""
-        self.frozen_until = self.world.timeline.now + seconds
-        self._has_slept = seconds > OVERSLEPT
+        self.frozen_until = max(self.frozen_until, self.world.timeline.now + seconds)
+        self._has_slept |= seconds > OVERSLEPT
         self.world.timeline.after(seconds, self._thaw)
 
     def _thaw(self) -> None:
