@@ -361,6 +361,7 @@ class Invariants:
             if len(slots) == len(self._world.slots_of[name])
             and coordinator.replicas[name].alive
             and watched.opened_at >= watched.unawaited_until.get(name, 0.0)
+            and effect.round >= self._world.barred_until.get(name, 0)
         }
         if len(others - {replica.name}) >= rules.needed_of(others - {replica.name}):
             raise Violation(6, f"{replica.name} begins round {effect.round} long after the others")
