@@ -25,10 +25,13 @@ from hetero_pp.rpc.limits import Pace
 from hetero_pp.rpc.relay import Relay
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.memberships import LEFT, Holder, Memberships
-from replica_groups.exchange.waiting_room import WaitingRoom
+from replica_groups.exchange.waiting_room import FORGET_SECONDS, WaitingRoom
 
 CERTIFICATE_SECONDS = 24 * 3600.0
 """Seconds for which a certificate obtained with a ticket is valid; its holder renews it at half of that."""
+
+GONE_SECONDS = 60.0
+"""Seconds for which a ticket holder may be gone before another one that waits takes its slot."""
 
 PREVIEWS_A_MINUTE, PREVIEWS_AT_ONCE = 20.0, 20
 """Calls of `Preview` that one caller may make: each has the whole configuration."""
@@ -75,6 +78,8 @@ class Admission:
         self._unnamed = house.unnamed
         self._authority, self._callers, self._exchange, self._relay = authority, callers, exchange, relay
         self._giving_slots = threading.Lock()  # held from the choice of a free slot until it is taken
+        self._gone: dict[str, tuple[float, float]] = {}
+        """Slot of a ticket holder that is gone -> when a host that waits for a slot asked first since, and last."""
         self._measuring = threading.Lock()
         self._previews = Pace(PREVIEWS_A_MINUTE / 60, PREVIEWS_AT_ONCE)
         self._measurements = Pace(MEASUREMENTS_A_MINUTE / 60, MEASUREMENTS_AT_ONCE)
@@ -104,30 +109,46 @@ class Admission:
             vacant: Sequence[str] = self._exchange.vacant()
             if (own := self._host.wants(ticket, key, vacant)) is not None:
                 slots, free = self._exchange.coordinator.slots, []
-                for slot in own or self._open_to_all(vacant):  # no slot beside a host from which this one was parted
+                # No slot beside a host from which this one was parted.
+                for slot in own or self._open_to_all(vacant, self._left(vacant)):
                     both = [one for one in self._exchange.runner.neighbours(slot) if one]
                     beside = {one: one not in vacant or not slots[one].is_guest for one in both}
                     if self._host.may_be_neighbour(ticket, beside):
                         free.append(slot)
                 if not free:
                     why = "waiting for a slot that is not beside a host with which it exchanged malformed messages"
+                    if self._gone and not own:
+                        why = f"waiting for the slot of a host that is gone: {', '.join(self._gone)}"
                     return pb.InWaitingRoom(here=1, probed=True, why=why)
                 given = self._waiting_room.slot_for(ticket, free)
                 if isinstance(given, pb.InWaitingRoom):
                     return given
                 vacant = [given]
+                if (gone := self._host.held_by(given)) is not None:
+                    self._host.end(given, gone.number, "its host was gone, and another one that waited has it now")
             holder = self._host.enrol(ticket, key, vacant, CERTIFICATE_SECONDS)
             self._waiting_room.has_slot(ticket)
             return holder
 
-    def _open_to_all(self, vacant: Sequence[str]) -> Sequence[str]:
-        """Return the free slots that a ticket without a slot may take.
+    def _left(self, vacant: Sequence[str]) -> list[str]:
+        """Return the slots of ticket holders that have been gone for GONE_SECONDS while others asked for a slot."""
+        now, gone = time.monotonic(), dict[str, tuple[float, float]]()
+        for slot in vacant:
+            holder = self._host.held_by(slot)
+            if holder is not None and holder.joins_by is None and (self._unnamed is None or slot in self._unnamed):
+                first, last = self._gone.get(slot, (now, now))
+                gone[slot] = (first if now - last < FORGET_SECONDS else now), now
+        self._gone = gone
+        return [slot for slot, (first, last) in gone.items() if last - first >= GONE_SECONDS]
 
-        Raises Refused, with what to ask for, if there are none.
+    def _open_to_all(self, vacant: Sequence[str], left: Sequence[str] | None = None) -> Sequence[str]:
+        """Return the free slots that a ticket without a slot may take, and those that others have `left`.
+
+        With `left` it may be empty, if one may be left later. Raises Refused, with what to ask for, if there are none.
         """
         free = [slot for slot in vacant if self._host.held_by(slot) is None]
-        found = [slot for slot in free if self._unnamed is None or slot in self._unnamed]
-        if found:
+        found = [slot for slot in [*free, *(left or ())] if self._unnamed is None or slot in self._unnamed]
+        if found or (left is not None and self._gone):
             return found
         run = json.loads(self._told.configuration)["name"]
         if free:

@@ -317,6 +317,33 @@ def test_who_finds_no_group_waits_until_enough_are_there(served: Served, capsys:
         served.takes(served.ticket(), "clara")
 
 
+def test_who_waits_gets_the_slot_of_a_host_that_does_not_return(
+    served: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    anna = served.ticket()
+    first, second = served.takes(anna, "anna"), served.takes(served.ticket(), "ben")
+    assert (first.slot, second.slot) == ("a", "b")
+    with pytest.raises(Refused, match="every slot of the run is taken"):  # they may come to join yet
+        served.takes(served.ticket(), "clara")
+    for slot in "ab":
+        served.memberships.joined(slot, 1)
+    vacant = ["a"]
+    monkeypatch.setattr(served.run.exchange, "vacant", lambda: vacant)
+    with ThreadPoolExecutor() as threads:
+        waits = threads.submit(served.takes, served.ticket(), "clara")
+        served.wait_until(lambda: "waiting for the slot of a host that is gone: a" in capsys.readouterr().out)
+        assert served.takes(anna, "anna").slot == "a"  # as it returns in time
+        assert not waits.done()
+        monkeypatch.setattr(admission, "GONE_SECONDS", 0.0)
+        assert waits.result(TIMEOUT).slot == "a"
+    why = "its host was gone, and another one that waited has it now"
+    held = [(one.slot, one.number, one.ended) for one in served.memberships.holders()]
+    assert held == [("a", 1, why), ("a", 2, None), ("b", 1, None)]
+    vacant.clear()
+    with pytest.raises(Refused, match="every slot of the run is taken"):
+        served.takes(anna, "anna")
+
+
 def test_who_waits_outlasts_an_exchange_that_is_started_again(
     served: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
