@@ -151,8 +151,7 @@ class Heartbeat:
 
     def __init__(self, exchange: ExchangeService, member: str, give_up: GiveUp) -> None:
         self._exchange, self._member, self._give_up = exchange, member, give_up
-        self._work: tuple[int | None, int, pb.Resumption | None] = None, 0, None
-        """Round, generation and resumption; replaced as a whole, because the thread reads them."""
+        self._work: tuple[int | None, int, pb.Resumption | None] = None, 0, None  # replaced whole: a thread reads it
         self._progress = 0
         self._activity: Callable[[], tuple[int, bool]] = lambda: (0, False)
         self.differs = False  # whether the exchange says that the member's bits differ, until the member recovers
@@ -201,7 +200,8 @@ class Heartbeat:
                 # The member is out: threads that wait for a neighbour get the cause.
                 self._say(EVERY_GENERATION, str(error))
                 return
-            self.differs |= reply.differs
+            if reply.differs:  # only then: the member takes it back, in another thread
+                self.differs = True
             if reply.is_over or (reply.HasField("suspended") and reply.suspended == generation):
                 self._say(generation + 1, reply.cause or "its incarnation is over")
 

@@ -190,7 +190,7 @@ class Coordinator:
                 self._finishing = set(self.alive)
                 yield from self._open_next(now, set(self.alive))
                 for name, replica in self.replicas.items():
-                    if self.open is not None and not replica.alive and self._may_resume(self.open.number, replica):
+                    if self.open is not None and not replica.alive and self._may_resume(replica):
                         self.open.join(name, False)
                         self.open.reforming[name] = math.inf
             case e.Woke():
@@ -357,7 +357,7 @@ class Coordinator:
         if self._is_whole(replica) and not self._trains_ahead_of(self.last_round + 1):
             return
         if self.open is not None and not self._is_whole(replica):
-            if replica.name in self.open.missing and self._may_resume(self.open.number, replica, round_):
+            if replica.name in self.open.missing and self._may_resume(replica, round_):
                 self.open.reforming.setdefault(replica.name, math.inf)  # it may resume, so its round is kept for it
             elif replica.name not in self.open.reforming:
                 self.open.leave(replica.name)
@@ -369,15 +369,15 @@ class Coordinator:
         if left:
             yield _about(lacks, pb.SUSPENDED, 0, cause)
 
-    def _may_resume(self, round_: int, replica: Replica, trained: int | None = None) -> bool:
-        """Return whether a group that lacks a stage may resume in a round that it `trained` until now.
+    def _may_resume(self, replica: Replica, trained: int | None = None) -> bool:
+        """Return whether a group that lacks a stage may resume in the open round, as it `trained` that round until now.
 
-        None: another coordinator may have assigned the round. Then members of the group were not heard since, or keep
-        steps of the round.
+        None: another coordinator may have assigned it, if members were not heard since, or keep steps of it.
         """
-        resumes = self.rules.resumes and len(replica.slots) > 1 and not self._is_barred(replica.name, round_)
-        has_steps = (one.assumed_present or (one.kept and one.kept.round == round_) for one in replica.slots)
-        return resumes and (trained == round_ or (trained is None and any(has_steps)))
+        number = self.open.number if self.open else 0
+        resumes = self.rules.resumes and len(replica.slots) > 1 and not self._is_barred(replica.name, number)
+        has_steps = (one.assumed_present or (one.kept and one.kept.round == number) for one in replica.slots)
+        return resumes and (trained == number or (trained is None and any(has_steps)))
 
     def _broken(self, event: e.Broken, now: float) -> Iterator[e.Effect]:
         """End the incarnation of a member that cannot reach a neighbour, so that its replica reforms.
@@ -493,14 +493,14 @@ class Coordinator:
                     yield told
 
     def _assign(self, slot: Slot, trained: int) -> e.Assign:
-        """Return what a member of a replica is told that has a round."""
+        """Return what a member of a replica is told that has a round. It recovers first if its bits differ."""
         replica = self.replicas[slot.replica]
         assert replica.round is not None
         if slot.differs:
             slot.differs, slot.healed_for = False, replica.round
         heals = slot.healed_for == replica.round  # also if it is told again, as an answer may not have arrived
-        own = slot.name, slot.incarnation, replica.round, replica.generation
-        return e.Assign(*own, heals, trained, replica.resumption)
+        name, incarnation, generation = slot.name, slot.incarnation, replica.generation
+        return e.Assign(name, incarnation, replica.round, generation, heals, trained, replica.resumption)
 
     def _gave_up(self, slot: Slot) -> bool:
         """Return whether a waiting member has left the present generation, in which others may still train."""

@@ -51,9 +51,7 @@ from hetero_pp.program.launch.earlier import (
 )
 from hetero_pp.program.launch.fork_server import start_fork_server
 from hetero_pp.program.launch.hosts import (
-    RELAY_KEY,
     commands,
-    fixed_addresses,
     listens,
     no_answer,
     notes,
@@ -218,9 +216,9 @@ def run_on_this_host(
         port = spec.config.exchange.listen.rpartition(":")[2]
         needed = f"Members need --exchange HOST:{port}, and the token in {write_token(folder, token)}"
         announce(f"{needed}; or one ticket for each member, from: hetero-pp invite {config.name}")
-        for one in (one for one in fixed_addresses(spec.config) if one.key == RELAY_KEY):
-            port = one.address.rpartition(":")[2]
-            announce(f"Stages dial port {port}, too, to reach each other through this host")
+        relay = spec.config.exchange.relays_at.rpartition(":")[2]
+        if relay != "0" and not spec.config.exchange.insecure:
+            announce(f"Stages dial port {relay}, too, to reach each other through this host")
         keys = SecretKeys(Secret(token), encrypted=not spec.config.exchange.insecure)
         with Supervisor(spec, folder, on_report, EXCHANGE, keys, resume, lease.number if lease else 0) as supervisor:
             # A standby takes the place of an exchange of which members may be there, and undoes no round.
