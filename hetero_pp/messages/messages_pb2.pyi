@@ -222,7 +222,7 @@ class StatusReply(_message.Message):
     def __init__(self, name: _Optional[str] = ..., last_round: _Optional[int] = ..., rounds: _Optional[int] = ..., slots: _Optional[_Iterable[_Union[SlotStatus, _Mapping]]] = ..., refusals: _Optional[int] = ..., in_waiting_room: _Optional[int] = ..., needed_in_lobby: _Optional[int] = ..., guests: _Optional[_Iterable[_Union[Guest, _Mapping]]] = ..., has_begun: _Optional[bool] = ..., is_over: _Optional[bool] = ..., paused: _Optional[str] = ..., missing: _Optional[_Iterable[str]] = ..., store_error: _Optional[str] = ..., store_error_seconds: _Optional[float] = ..., rehearsal: _Optional[bool] = ..., credits: _Optional[_Iterable[_Union[Credit, _Mapping]]] = ..., training_seconds: _Optional[float] = ...) -> None: ...
 
 class PreviewReply(_message.Message):
-    __slots__ = ("version", "clock", "configuration", "vocabulary", "slots", "refusal", "tokens", "neighbours", "relay_port", "parted")
+    __slots__ = ("version", "clock", "configuration", "vocabulary", "slots", "refusal", "tokens", "neighbours", "relay_port", "lost")
     class NeighboursEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -239,7 +239,7 @@ class PreviewReply(_message.Message):
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     NEIGHBOURS_FIELD_NUMBER: _ClassVar[int]
     RELAY_PORT_FIELD_NUMBER: _ClassVar[int]
-    PARTED_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
     version: int
     clock: float
     configuration: str
@@ -249,8 +249,8 @@ class PreviewReply(_message.Message):
     tokens: str
     neighbours: _containers.ScalarMap[str, str]
     relay_port: int
-    parted: bool
-    def __init__(self, version: _Optional[int] = ..., clock: _Optional[float] = ..., configuration: _Optional[str] = ..., vocabulary: _Optional[int] = ..., slots: _Optional[_Iterable[str]] = ..., refusal: _Optional[str] = ..., tokens: _Optional[str] = ..., neighbours: _Optional[_Mapping[str, str]] = ..., relay_port: _Optional[int] = ..., parted: _Optional[bool] = ...) -> None: ...
+    lost: str
+    def __init__(self, version: _Optional[int] = ..., clock: _Optional[float] = ..., configuration: _Optional[str] = ..., vocabulary: _Optional[int] = ..., slots: _Optional[_Iterable[str]] = ..., refusal: _Optional[str] = ..., tokens: _Optional[str] = ..., neighbours: _Optional[_Mapping[str, str]] = ..., relay_port: _Optional[int] = ..., lost: _Optional[str] = ...) -> None: ...
 
 class Guest(_message.Message):
     __slots__ = ("ticket", "seconds")

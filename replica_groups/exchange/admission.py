@@ -24,13 +24,13 @@ from hetero_pp.rpc.identities import Authority, certified_key, digest_of, reques
 from hetero_pp.rpc.limits import Pace
 from hetero_pp.rpc.relay import Relay
 from replica_groups.exchange.exchange import Exchange
-from replica_groups.exchange.memberships import LEFT, Holder, Memberships
+from replica_groups.exchange.memberships import GONE, LEFT, Holder, Memberships
 from replica_groups.exchange.waiting_room import FORGET_SECONDS, WaitingRoom
 
 CERTIFICATE_SECONDS = 24 * 3600.0
 """Seconds for which a certificate obtained with a ticket is valid; its holder renews it at half of that."""
 
-GONE_SECONDS = 60.0
+GONE_SECONDS = 30.0
 """Seconds for which a ticket holder may be gone before another one that waits takes its slot."""
 
 PREVIEWS_A_MINUTE, PREVIEWS_AT_ONCE = 20.0, 20
@@ -109,23 +109,25 @@ class Admission:
             vacant: Sequence[str] = self._exchange.vacant()
             if (own := self._host.wants(ticket, key, vacant)) is not None:
                 slots, free = self._exchange.coordinator.slots, []
-                # No slot beside a host from which this one was parted.
-                for slot in own or self._open_to_all(vacant, self._left(vacant)):
+                found = own or self._open_to_all(vacant, self._left(vacant))
+                for slot in found:  # no slot beside a host from which this one was parted
                     both = [one for one in self._exchange.runner.neighbours(slot) if one]
                     beside = {one: one not in vacant or not slots[one].is_guest for one in both}
                     if self._host.may_be_neighbour(ticket, beside):
                         free.append(slot)
-                if not free:
+                if found and not free:
                     why = "waiting for a slot that is not beside a host with which it exchanged malformed messages"
-                    if self._gone and not own:
-                        why = f"waiting for the slot of a host that is gone: {', '.join(self._gone)}"
                     return pb.InWaitingRoom(here=1, probed=True, why=why)
                 given = self._waiting_room.slot_for(ticket, free)
                 if isinstance(given, pb.InWaitingRoom):
+                    if self._gone and not free:
+                        given.why = f"waiting for the slot of a host that is gone: {', '.join(self._gone)}"
+                    elif not free:
+                        given.why = self._why_none_is_open(vacant)
                     return given
                 vacant = [given]
                 if (gone := self._host.held_by(given)) is not None:
-                    self._host.end(given, gone.number, "its host was gone, and another one that waited has it now")
+                    self._host.end(given, gone.number, GONE)
             holder = self._host.enrol(ticket, key, vacant, CERTIFICATE_SECONDS)
             self._waiting_room.has_slot(ticket)
             return holder
@@ -141,23 +143,19 @@ class Admission:
         self._gone = gone
         return [slot for slot, (first, last) in gone.items() if last - first >= GONE_SECONDS]
 
-    def _open_to_all(self, vacant: Sequence[str], left: Sequence[str] | None = None) -> Sequence[str]:
-        """Return the free slots that a ticket without a slot may take, and those that others have `left`.
-
-        With `left` it may be empty, if one may be left later. Raises Refused, with what to ask for, if there are none.
-        """
+    def _open_to_all(self, vacant: Sequence[str], left: Sequence[str] = ()) -> Sequence[str]:
+        """Return the free slots that a ticket without a slot may take, and those that others have `left`."""
         free = [slot for slot in vacant if self._host.held_by(slot) is None]
-        found = [slot for slot in [*free, *(left or ())] if self._unnamed is None or slot in self._unnamed]
-        if found or (left is not None and self._gone):
-            return found
-        run = json.loads(self._told.configuration)["name"]
+        return [slot for slot in [*free, *left] if self._unnamed is None or slot in self._unnamed]
+
+    def _why_none_is_open(self, vacant: Sequence[str]) -> str:
+        """Return why a ticket without a slot has to wait, and what its owner may ask for."""
+        run, free = json.loads(self._told.configuration)["name"], [one for one in vacant if not self._host.held_by(one)]
         if free:
             found_free = f"every stage of a group is taken; {', '.join(free)} is free for a ticket that names it"
-            raise Refused(f"{found_free}: ask the operator of the run for `hetero-pp invite {run} --slot {free[0]}`")
-        ask = (
-            f"ask the operator of the run to free one (`hetero-pp revoke {run} SLOT`), or to add a replica to its YAML"
-        )
-        raise Refused(f"every slot of the run is taken: {ask}")
+            return f"{found_free}: ask the operator of the run for `hetero-pp invite {run} --slot {free[0]}`, or wait"
+        may = f"the operator of the run may free one (`hetero-pp revoke {run} SLOT`), or add a replica to its YAML"
+        return f"every slot of the run is taken, and this host waits for one; {may}"
 
     def _require_going_on(self, ticket: str) -> None:
         try:
@@ -206,18 +204,23 @@ class Admission:
                 if slot.replica in groups and slot.name not in slots and slot.address not in ("", RELAYED)
             },
             relay_port=0 if self._relay is None else self._relay.port,
-            parted=caller.ticket is not None and self._host.is_parted(caller.ticket),
+            lost="" if caller.ticket is None else self._host.lost(caller.ticket),
         )
 
     def _slots_of(self, caller: RemoteCaller) -> tuple[Sequence[str], str]:
-        """Return the caller's slot, or the slots that its ticket may take now, and why there are none."""
+        """Return the caller's slot, or the slots that its ticket may take, and why it may not take one now."""
         if caller.ticket is None:
             return ([caller.name] if caller.is_member else []), ""
         try:
-            own = self._host.slot_of(caller.ticket)
-            return (self._open_to_all(self._exchange.vacant()) if own is None else [own]), ""
+            own, vacant = self._host.slot_of(caller.ticket), self._exchange.vacant()
         except Refused as error:
             return [], str(error)
+        if own is not None:
+            return [own], ""
+        if opened := self._open_to_all(vacant):
+            return opened, ""
+        every = self._exchange.coordinator.slots
+        return [one for one in every if self._unnamed is None or one in self._unnamed], self._why_none_is_open(vacant)
 
     def Measure(self, frames: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """Answer a caller that measures its line, one caller at a time. Raises AskAgain for all others."""

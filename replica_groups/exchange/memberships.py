@@ -72,6 +72,7 @@ FOLDER, _HEX = "memberships", "hex"
 WITH_ALL_ROWS = 256  # number of changes after which one has all rows
 
 LEFT = "it has left"  # cause of the end of a member that freed its slot
+GONE = "went to a host that waited, as its own was gone"  # cause of the end of a member whose host did not return
 
 MOST_BLAMED = 3
 """Malformed messages between two holders after which both are parted, and requests that no honest holder sends."""
@@ -221,15 +222,14 @@ class Memberships:
         """Give a ticket with a key a slot for `seconds`; return its holder.
 
         May be repeated with the same key, after a lost reply or a departure. `vacant`: the free slots; a ticket that
-        names a slot takes one of them only if it was parted from a neighbour. Raises Refused for an unknown ticket and
-        if no slot is free, Forbidden for a ticket that is used, expired or revoked, TooMuch for one that takes slots
-        too often.
+        names a slot takes one of them only if it has lost its own. Raises Refused for an unknown ticket and if no slot
+        is free, Forbidden for a ticket that is used, expired or revoked, TooMuch for one that takes slots too often.
         """
         slot = self._good_for(ticket, key)
         if not self._is_in(self._of_ticket(ticket)):
             if (wait_seconds := self._admissions.refused_for(ticket)) > 0:
                 raise TooMuch(f"this ticket takes a slot too often; it may again in {max(1.0, wait_seconds):.0f} s")
-            wanted = None if self._parted_from(ticket) else slot
+            wanted = None if self._has_lost(ticket) else slot
             slot, now = self._slot_for(wanted, vacant), self._clock()
             newest = self._newest(slot)
             number = newest.number + 1 if newest else 1
@@ -241,13 +241,13 @@ class Memberships:
         return found
 
     def wants(self, ticket: str, key: bytes, vacant: Collection[str]) -> list[str] | None:
-        """Return the free slot that a ticket names if it was parted from a neighbour, or nothing if it names none.
+        """Return the slot that a ticket names if it has lost that and it is free again, or nothing if it names none.
 
         None: no slot has to be chosen, as it has one, or takes the one that it names. Raises as `enrol`.
         """
         with self._reading():
-            own, is_parted = self._good_for(ticket, key), bool(self._parted_from(ticket))
-            if (own is not None and not is_parted) or self._is_in(self._of_ticket(ticket)):
+            own = self._good_for(ticket, key)
+            if (own is not None and not self._has_lost(ticket)) or self._is_in(self._of_ticket(ticket)):
                 return None
             return [own] if own is not None and own in vacant and not self._is_in(self._newest(own)) else []
 
@@ -350,10 +350,13 @@ class Memberships:
             found[slot] = why
         return found
 
-    def is_parted(self, ticket: str) -> bool:
-        """Return whether a ticket lost its slot to part it from a neighbour, and has taken no other since."""
+    def lost(self, ticket: str) -> str:
+        """Return why a ticket lost its slot, if it may take another one now; else an empty text."""
         with self._reading():
-            return bool(self._parted_from(ticket)) and not self._is_in(self._of_ticket(ticket))
+            last = self._of_ticket(ticket)
+            if last is None or self._is_in(last) or not self._has_lost(ticket):
+                return ""
+            return last.ended or "is free, as its holder did not join in time"
 
     def may_be_neighbour(self, ticket: str, neighbours: Mapping[str, bool]) -> bool:
         """Return whether a ticket was not parted lately from the holder of a neighbouring slot.
@@ -387,6 +390,11 @@ class Memberships:
         """Return the tickets beside which this one is not placed now."""
         query = "SELECT other FROM malformed WHERE ticket = ? AND until > ?"
         return {row[0] for row in self._database.execute(query, (ticket, self._clock()))}
+
+    def _has_lost(self, ticket: str) -> bool:
+        """Return whether a ticket was parted from its neighbour lately, or its slot went to a host that waited."""
+        last = self._of_ticket(ticket)
+        return bool(self._parted_from(ticket)) or (last is not None and last.ended == GONE)
 
     @_changing
     def condemn(self, slot: str, number: int, why: str) -> None:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from hetero_pp.core.errors import AskAgain, Forbidden, Refused
+from hetero_pp.core.errors import AskAgain, Forbidden
 from hetero_pp.messages.messages_pb2 import InWaitingRoom
 from hetero_pp.rpc.admission_client import BUSY
 
@@ -149,14 +149,9 @@ class WaitingRoom:
             self._waits_no_more(ticket)
 
     def slot_for(self, ticket: str, free: Sequence[str]) -> str | InWaitingRoom:
-        """Return the slot for a ticket among the free ones (`free`, the best first), or the state of the waiting room.
-
-        Raises Refused if there is none.
-        """
+        """Return the slot for a ticket among `free`, the best first, or the state of the waiting room."""
         with self._lock:
             self._forget()
-            if not free:
-                raise Refused("no slot of the run is free")
             if ticket in self._promised and self._promised[ticket][0] not in free:
                 del self._promised[ticket]
             if ticket not in self._promised:

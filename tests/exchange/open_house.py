@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from members import TIMEOUT
@@ -77,6 +78,15 @@ class Served:
                 return
             over.wait(0.05)
         raise AssertionError("it did not come to that")
+
+    @contextmanager
+    def waiting(self) -> Iterator[ThreadPoolExecutor]:
+        """Yield threads that may wait for a slot. The run is over at the end, so that each of them ends."""
+        with ThreadPoolExecutor() as threads:
+            try:
+                yield threads
+            finally:
+                self.run.exchange.coordinator.last_round, self.run.exchange.coordinator.open = 9, None
 
     def ticket(self, slot: str | None = None, seconds: float = HOUR) -> Ticket:
         found = self.memberships.invite(slot, seconds)

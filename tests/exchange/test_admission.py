@@ -47,7 +47,7 @@ from hetero_pp.rpc.identities import (
 from hetero_pp.rpc.services import ADMISSION_SERVICE, call_path
 from hetero_pp.simulator.planner.grouping import group_spares
 from replica_groups.exchange import admission
-from replica_groups.exchange.memberships import MOST_BLAMED
+from replica_groups.exchange.memberships import GONE, LEFT, MOST_BLAMED
 from replica_groups.exchange.server import serve_exchange
 from replica_groups.exchange.waiting_room import WaitingRoom
 
@@ -304,7 +304,7 @@ def test_a_run_without_tickets(tmp_path: Path) -> None:
 def test_who_finds_no_group_waits_until_enough_are_there(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
     served.waiting_room = WaitingRoom({"home": ["a", "b"]}, group_spares)
     served.serve_again()
-    with ThreadPoolExecutor() as threads:
+    with served.waiting() as threads:
         first = threads.submit(served.takes, served.ticket(), "anna")
         served.wait_until(lambda: served.waiting_room.here == 1)
         assert not first.done()
@@ -313,35 +313,43 @@ def test_who_finds_no_group_waits_until_enough_are_there(served: Served, capsys:
         second = threads.submit(served.takes, served.ticket(), "ben")
         assert {first.result(TIMEOUT).slot, second.result(TIMEOUT).slot} == {"a", "b"}
     assert "run: waiting for a group to form: 1 of 2 hosts are waiting" in capsys.readouterr().out
-    with pytest.raises(Refused, match="every slot of the run is taken"):
-        served.takes(served.ticket(), "clara")
 
 
+@pytest.mark.parametrize("named", [None, "a"])
 def test_who_waits_gets_the_slot_of_a_host_that_does_not_return(
-    served: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    named: str | None, served: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    anna = served.ticket()
+    """The host whose slot it was waits in its turn, also if its ticket names that slot."""
+    anna, clara, vacant = served.ticket(named), served.ticket(), list[str]()
     first, second = served.takes(anna, "anna"), served.takes(served.ticket(), "ben")
     assert (first.slot, second.slot) == ("a", "b")
-    with pytest.raises(Refused, match="every slot of the run is taken"):  # they may come to join yet
-        served.takes(served.ticket(), "clara")
-    for slot in "ab":
-        served.memberships.joined(slot, 1)
-    vacant = ["a"]
     monkeypatch.setattr(served.run.exchange, "vacant", lambda: vacant)
-    with ThreadPoolExecutor() as threads:
-        waits = threads.submit(served.takes, served.ticket(), "clara")
+    preview = ask(served.address, clara.identity, "Preview")
+    assert (list(preview.slots), preview.lost) == (["a", "b"], "")
+    taken = "every slot of the run is taken, and this host waits for one; the operator of the run may free one"
+    assert preview.refusal.startswith(taken)
+    with served.waiting() as threads:
+        waits = threads.submit(served.takes, clara, "clara")
+        served.wait_until(lambda: taken in capsys.readouterr().out)
+        vacant.append("a")
+        assert not waits.done()  # anna may come to join yet
+        for slot in "ab":
+            served.memberships.joined(slot, 1)
         served.wait_until(lambda: "waiting for the slot of a host that is gone: a" in capsys.readouterr().out)
         assert served.takes(anna, "anna").slot == "a"  # as it returns in time
         assert not waits.done()
         monkeypatch.setattr(admission, "GONE_SECONDS", 0.0)
         assert waits.result(TIMEOUT).slot == "a"
-    why = "its host was gone, and another one that waited has it now"
-    held = [(one.slot, one.number, one.ended) for one in served.memberships.holders()]
-    assert held == [("a", 1, why), ("a", 2, None), ("b", 1, None)]
-    vacant.clear()
-    with pytest.raises(Refused, match="every slot of the run is taken"):
-        served.takes(anna, "anna")
+        held = [(one.slot, one.number, one.ended) for one in served.memberships.holders()]
+        assert held == [("a", 1, GONE), ("a", 2, None), ("b", 1, None)]
+        vacant.clear()
+        waits = threads.submit(served.takes, anna, "anna")
+        served.wait_until(lambda: taken in capsys.readouterr().out)
+        assert ask(served.address, anna.identity, "Preview").lost == GONE
+        served.memberships.end("b", 1, LEFT)
+        vacant.append("b")
+        assert waits.result(TIMEOUT).slot == "b"
+        assert ask(served.address, anna.identity, "Preview").lost == ""
 
 
 def test_who_waits_outlasts_an_exchange_that_is_started_again(
@@ -350,7 +358,7 @@ def test_who_waits_outlasts_an_exchange_that_is_started_again(
     monkeypatch.setattr(admission_client, "SECONDS", 1.0)
     served.waiting_room = WaitingRoom({"home": ["a", "b"]}, group_spares)
     served.serve_again()
-    with ThreadPoolExecutor() as threads:
+    with served.waiting() as threads:
         first = threads.submit(served.takes, served.ticket(), "anna")
         served.wait_until(lambda: served.waiting_room.here == 1)
         served.stop()
@@ -372,7 +380,7 @@ def test_hosts_that_wait_for_a_group_hear_that_the_run_is_over(
     served.serve_again()
     given = served.takes(served.ticket("b"), "in")
     ask(given.address, given.identity, "Give")
-    with ThreadPoolExecutor() as threads:
+    with served.waiting() as threads:
         waits = threads.submit(served.takes, served.ticket(), "anna")
         served.wait_until(lambda: served.waiting_room.here == 1)
         told = threads.submit(served.waiting_room.wait_until_told, TIMEOUT)
@@ -408,7 +416,7 @@ def test_join_takes_another_slot_for_a_host_that_was_parted_from_its_neighbour(
     assert taken == ["a", "a"]
     why = f"was parted from its neighbour home.1 after {MOST_BLAMED} malformed messages"
     assert [(one.number, one.ended) for one in served.memberships.holders()] == [(1, why), (2, None)]
-    assert "run: a was parted from its neighbour: this host takes another slot\n" in capsys.readouterr().out
+    assert f"run: a {why}: this host takes another slot\n" in capsys.readouterr().out
 
 
 # ---- which slots a ticket is good for ----
@@ -418,12 +426,13 @@ def test_a_ticket_that_names_no_slot_is_for_groups_alone(served: Served) -> None
     served.unnamed = frozenset({"b"})
     served.serve_again()
     assert served.takes(served.ticket()).slot == "b"
-    free = r"every stage of a group is taken; a is free for a ticket that names it: "
-    with pytest.raises(Refused, match=free + "ask the operator of the run for `hetero-pp invite run --slot a`"):
-        served.takes(served.ticket(), "another host")
+    preview = ask(served.address, served.ticket().identity, "Preview")
+    assert (list(preview.slots), preview.refusal) == (
+        ["b"],
+        "every stage of a group is taken; a is free for a ticket that names it: "
+        "ask the operator of the run for `hetero-pp invite run --slot a`, or wait",
+    )
     assert served.takes(served.ticket("a"), "datacenter").slot == "a"
-    with pytest.raises(Refused, match=r"every slot of the run is taken: ask the operator of the run to free one"):
-        served.takes(served.ticket(), "another host")
     ticket = make_ticket("run", served.address, SECRET.authority, served.spare, time.time() + HOUR)
     with pytest.raises(Refused, match=r"a is taken by another host: ask the operator of the run to free it"):
         served.takes(ticket, "a second datacenter")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from small_run import Clock
 
-from hetero_pp.core.errors import AskAgain, Forbidden, Refused
+from hetero_pp.core.errors import AskAgain, Forbidden
 from hetero_pp.messages.messages_pb2 import InWaitingRoom
 from hetero_pp.simulator.planner.grouping import group_spares
 from replica_groups.exchange import waiting_room as waiting_room_module
@@ -56,7 +56,7 @@ def waiting() -> Waiting:
 
 def test_a_group_forms_as_soon_as_enough_wait(waiting: Waiting) -> None:
     assert waiting.come("anna") == InWaitingRoom(here=1, needed=2, probed=True)
-    assert waiting.settle("anna") == {"anna": InWaitingRoom(here=1, needed=2, probed=True)}
+    assert waiting.come("anna") == InWaitingRoom(here=1, needed=2, probed=True)
     assert waiting.come("ben") == InWaitingRoom(here=2, needed=2, probed=True)  # others may arrive together with ben
     assert set(waiting.settle("anna", "ben").values()) == {"home-1.0", "home-1.1"}
     assert waiting.waiting_room.here == 0
@@ -165,10 +165,11 @@ def test_tickets_that_are_measured_again_and_again_keep_nobody_else_waiting(wait
     assert [_probe(waiting, ticket) for ticket in attackers[1:3]] == [True, True]
 
 
-def test_where_nothing_is_free_nobody_waits(waiting: Waiting) -> None:
+def test_where_nothing_is_free_a_host_waits_for_the_next_slot(waiting: Waiting) -> None:
     waiting.free = []
-    with pytest.raises(Refused, match="no slot of the run is free"):
-        waiting.ask("anna")
+    assert waiting.come("anna") == InWaitingRoom(here=1, needed=2, probed=True)
+    waiting.free = ["home-1.1"]
+    assert waiting.ask("anna") == "home-1.1"
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])

@@ -307,8 +307,8 @@ def check_settings(subject: Subject) -> Finding:
         return fail(subject.problem)
     if subject.part_ is None:
         raise NotChecked("no YAML, ticket or run was given")
-    if subject.kind == "ticket" and subject.answer.reply.refusal:
-        return fail(subject.answer.reply.refusal)
+    if subject.kind == "ticket" and (refusal := subject.answer.reply.refusal):
+        return warn(refusal) if subject.answer.reply.slots else fail(refusal)
     part = subject.part_.result()
     if subject.kind == "ticket":
         return ok(f"{subject.told}: open now: {format_names([slot for (slot,) in part.choices], SHOWN)}")

@@ -84,13 +84,12 @@ def join(text: str, here: JoiningHost, operations: Operations | None = None) -> 
             return
         except RunFailed as error:
             try:
-                is_parted = ask(ticket.address, ticket.identity, "Preview", seconds=_SECONDS_TO_ASK).parted
+                lost = ask(ticket.address, ticket.identity, "Preview", seconds=_SECONDS_TO_ASK).lost
             except HeteroPPError:
                 raise error from None
-            if not is_parted:
+            if not lost:
                 raise
-            parted = f"{membership.slot} was parted from its neighbour"
-            announce(f"{ticket.run}: {parted}: this host takes another slot")
+            announce(f"{ticket.run}: {membership.slot} {lost}: this host takes another slot")
 
 
 def _slot_of(ticket: Ticket, here: JoiningHost) -> Membership | None:

@@ -214,10 +214,9 @@ def print_status(run: str, reply: StatusReply) -> None:
             credits.add_row(plain(one.replica), rounds, f"{one.tokens:,}", share)
         console.print(credits)
     if reply.in_waiting_room:
-        more = max(reply.needed_in_lobby - reply.in_waiting_room, 0)
-        until = f"{format_count(more, 'more host')} needed" if more else "a group is being formed"
+        group = f"; a new group needs {reply.needed_in_lobby}" if reply.needed_in_lobby else ""
         guests = listed([f"ticket {plain(one.ticket)} for {format_seconds(one.seconds)}" for one in reply.guests])
-        tell(console, f"{format_count(reply.in_waiting_room, 'host')} waiting for a group to form, {until} ({guests})")
+        tell(console, f"{format_count(reply.in_waiting_room, 'host')} waiting for a slot{group} ({guests})")
     tell(console, f"refused calls so far: {reply.refusals}")
 
 
