@@ -367,12 +367,8 @@ class Memberships:
             if not (parted := self._parted_from(ticket)):
                 return True
             for slot, is_operators in neighbours.items():
-                newest = self._newest(slot)
-                if newest is not None and self._is_in(newest):
-                    beside = self.ticket_of(slot, newest.number)
-                else:
-                    beside = _OPERATOR if is_operators else None
-                if beside in parted:
+                holder, other = self.held_by(slot), _OPERATOR if is_operators else None
+                if (other if holder is None else self.ticket_of(slot, holder.number)) in parted:
                     return False
             return True
 
@@ -451,7 +447,7 @@ class Memberships:
             if newest is None or number > newest.number:
                 raise Refused(f"{slot} has had no holder of this number")
             if number < newest.number:
-                raise Refused(f"{slot} has been given to another holder since")
+                raise Refused(f"{slot} has been given to another holder since; if your ticket has expired, get another")
             if newest.ended is not None:
                 raise Refused(f"{slot}: {newest.ended}")
             if not self._is_in(newest):

@@ -167,11 +167,14 @@ class WaitingRoom:
         empty = [slots for slots in self._groups if (set(free) - promised).issuperset(slots)]
         waits = {slot for slots in empty for slot in slots}
         at_once = [slot for slot in free if slot not in waits | promised]
-        if at_once:
-            self._promised[ticket] = (at_once[0], now + PROMISE_SECONDS)
-            self._leave(ticket)
-        elif ticket in self._guests:
-            self._guests[ticket].asked = now
+        if (guest := self._guests.get(ticket)) is not None:
+            guest.asked = now
+        if at_once:  # who has waited longest is first, unless it asks no more
+            came = sorted(one.came for one in self._guests.values() if now - one.asked <= AWAKE_SECONDS)
+            if len(came) < len(at_once) or (guest is not None and guest.came <= came[len(at_once) - 1]):
+                self._promised[ticket] = (at_once[0], now + PROMISE_SECONDS)
+                self._leave(ticket)
+        elif guest is not None:
             for size in sorted({len(slots) for slots in empty}, reverse=True):
                 self._form([slots for slots in empty if len(slots) == size], size)
 
@@ -198,9 +201,6 @@ class WaitingRoom:
             self._leave(ticket)
         for ticket in [one for one, answered in self._answered.items() if now - answered > FORGET_SECONDS]:
             self._waits_no_more(ticket)
-        for ticket in [one for one, (_, asked) in self._in_queue.items() if now - asked > FORGET_SECONDS]:
-            del self._in_queue[ticket]
-        for ticket in [one for one, (_, until) in self._promised.items() if now > until]:
-            del self._promised[ticket]
-        for ticket in [one for one, begun in self._probes.items() if now - begun > PROBE_AGAIN_SECONDS]:
-            del self._probes[ticket]
+        self._in_queue = {one: times for one, times in self._in_queue.items() if now - times[1] <= FORGET_SECONDS}
+        self._promised = {one: promise for one, promise in self._promised.items() if now <= promise[1]}
+        self._probes = {one: begun for one, begun in self._probes.items() if now - begun <= PROBE_AGAIN_SECONDS}

@@ -419,6 +419,25 @@ def test_join_takes_another_slot_for_a_host_that_was_parted_from_its_neighbour(
     assert f"run: a {why}: this host takes another slot\n" in capsys.readouterr().out
 
 
+def test_join_takes_another_slot_if_its_own_goes_to_a_host_that_waited_while_it_prepares(
+    served: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def prepares(_: object, __: object, slot: str, **___: object) -> mock.Mock:
+        if slot == "b":
+            raise RunFailed("the second time")
+        served.memberships.end(slot, 1, GONE)
+        served.takes(served.ticket(slot), "spare")
+        return mock.Mock(**{"notes": (), "devices": {}, "spec.agreed": "{}"})
+
+    for name in ("_configure", "ConfigFile"):
+        monkeypatch.setattr(join_command, name, mock.Mock())
+    monkeypatch.setattr(join_command, "prepare", prepares)
+    monkeypatch.setattr(join_command, "tokens_digest", lambda _: "text")
+    with pytest.raises(RunFailed, match="the second time"):
+        join(served.ticket().to_text(), JoiningHost(served.folder / "host"))
+    assert f"run: a {GONE}: this host takes another slot\n" in capsys.readouterr().out
+
+
 # ---- which slots a ticket is good for ----
 
 

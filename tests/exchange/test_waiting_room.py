@@ -78,6 +78,20 @@ def test_a_slot_that_somebody_has_left_is_taken_at_once(waiting: Waiting) -> Non
     assert isinstance(waiting.ask("ben"), InWaitingRoom)
 
 
+def test_who_has_waited_longest_gets_a_freed_slot_unless_it_asks_no_more(waiting: Waiting) -> None:
+    waiting.free.clear()
+    for ticket in ("anna", "ben"):
+        assert isinstance(waiting.come(ticket), InWaitingRoom)
+        waiting.clock.time += 1
+    waiting.free.append("home-1.0")
+    assert [isinstance(waiting.ask(one), InWaitingRoom) for one in ("clara", "ben")] == [True, True]
+    assert waiting.ask("anna") == "home-1.0"
+    assert waiting.come("anna") == InWaitingRoom(here=2, needed=2, probed=True)  # it lost that slot, and is last now
+    waiting.clock.time += waiting_room_module.AWAKE_SECONDS + 1
+    waiting.free.append("home-1.0")
+    assert waiting.ask("anna") == "home-1.0"  # ben asks no more
+
+
 def test_who_does_not_ask_any_more_is_forgotten(waiting: Waiting) -> None:
     waiting.come("anna")
     waiting.clock.time += waiting_room_module.FORGET_SECONDS + 0.1

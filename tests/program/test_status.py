@@ -53,6 +53,11 @@ def test_what_is_told_of_a_run_in_every_state(capsys: pytest.CaptureFixture[str]
     replies["a group is complete"].slots[2].held, replies["a group is complete"].slots[1].seconds = True, 300
     full = replies["its disk is full"]
     full.store_error, full.store_error_seconds = "/log/a: cannot be written (No space left on device)", 11.2
+    for name in ("a host waits for a group", "a spare waits"):
+        replies[name] = reply()
+        replies[name].in_waiting_room, replies[name].needed_in_lobby = 1, 2
+        replies[name].guests.add(ticket="0a1b", seconds=7)
+    replies["a spare waits"].slots[3].held = replies["a spare waits"].slots[4].held = True
     found: dict[str, Any] = {}
     for name, told in replies.items():
         print_status("solo", told)

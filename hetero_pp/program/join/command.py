@@ -164,15 +164,17 @@ def _train(membership: Membership, here: JoiningHost, has_answered: bool, operat
                 run_members(prepared, runs, slot, exchange, operations or Operations(), own or AS_A_RUN)
                 for line in own.lines() if own is not None else ():
                     announce(f"{run}: {line}")
-        except (ConfigError, GivenUp, OSError, KeyboardInterrupt):
+        except (ConfigError, GivenUp, OSError, KeyboardInterrupt) as error:
             try:
                 ask(membership.address, membership.identity.latest, "Give")
                 note_left(membership)
                 announce(f"{run}: {slot} is free again")
             except NewRun:
                 pass  # the run no longer exists
-            except (HeteroPPError, OSError) as error:
-                announce(f"{run}: {slot} could not be freed: {error}")
+            except (HeteroPPError, OSError) as why:
+                if isinstance(error, ConfigError) and isinstance(why, Refused):  # another host got the slot meanwhile
+                    raise RunFailed(str(error)) from None
+                announce(f"{run}: {slot} could not be freed: {why}")
             raise
 
 

@@ -302,7 +302,7 @@ def leave(runs: Path, run: str, slot: str | None) -> None:
     folder = run_folder(runs, run)
     found = [path for path in sorted(folder.path.glob(_PROCESS.format(slot=slot or "*"))) if _process(path)]
     if not found:
-        of_slot = f" for {slot}" if slot else ""
+        of_slot = f" for {slot}" if slot else " that has a slot; Ctrl-C ends one that waits"
         raise ConfigError((), f"{folder.path}: found no `hetero-pp join` of this run on this host{of_slot}")
     for path in found:
         process = _process(path)

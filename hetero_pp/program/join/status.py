@@ -214,7 +214,8 @@ def print_status(run: str, reply: StatusReply) -> None:
             credits.add_row(plain(one.replica), rounds, f"{one.tokens:,}", share)
         console.print(credits)
     if reply.in_waiting_room:
-        group = f"; a new group needs {reply.needed_in_lobby}" if reply.needed_in_lobby else ""
+        may_form = any(1 < len(own) == len(free[name]) for name, own in groups.items())
+        group = f"; a new group needs {reply.needed_in_lobby}" if reply.needed_in_lobby and may_form else ""
         guests = listed([f"ticket {plain(one.ticket)} for {format_seconds(one.seconds)}" for one in reply.guests])
         tell(console, f"{format_count(reply.in_waiting_room, 'host')} waiting for a slot{group} ({guests})")
     tell(console, f"refused calls so far: {reply.refusals}")
