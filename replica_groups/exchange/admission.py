@@ -120,10 +120,9 @@ class Admission:
                     return pb.InWaitingRoom(here=1, probed=True, why=why)
                 given = self._waiting_room.slot_for(ticket, free)
                 if isinstance(given, pb.InWaitingRoom):
-                    if self._gone and not free:
-                        given.why = f"waiting for the slot of a host that is gone: {', '.join(self._gone)}"
-                    elif not free:
-                        given.why = self._why_none_is_open(vacant)
+                    if not free:
+                        awaited = f"waiting for the slot of a host that is gone: {', '.join(self._gone)}"
+                        given.why = awaited if self._gone else self._why_none_is_open(vacant)
                     return given
                 vacant = [given]
                 if (gone := self._host.held_by(given)) is not None:

@@ -154,15 +154,15 @@ class WaitingRoom:
             self._forget()
             if ticket in self._promised and self._promised[ticket][0] not in free:
                 del self._promised[ticket]
-            if ticket not in self._promised:
-                self._promise(ticket, free)
+            may_form = ticket in self._promised or self._promise(ticket, free)
             if ticket in self._promised:
                 return self._promised[ticket][0]
             self._answered[ticket] = self._clock()
-            return InWaitingRoom(here=len(self._guests), needed=self.needed, probed=ticket in self._guests)
+            why = "" if may_form or not free else "every free slot is kept for another host that waits"
+            return InWaitingRoom(here=len(self._guests), needed=self.needed, probed=ticket in self._guests, why=why)
 
-    def _promise(self, ticket: str, free: Sequence[str]) -> None:
-        """Promise a free slot to a ticket, or form groups of waiting tickets. Promised slots may become free again."""
+    def _promise(self, ticket: str, free: Sequence[str]) -> bool:
+        """Promise a free slot to a ticket, or form groups of waiting tickets. Return whether a group may form."""
         now, promised = self._clock(), {slot for slot, _ in self._promised.values()}
         empty = [slots for slots in self._groups if (set(free) - promised).issuperset(slots)]
         waits = {slot for slots in empty for slot in slots}
@@ -177,6 +177,7 @@ class WaitingRoom:
         elif guest is not None:
             for size in sorted({len(slots) for slots in empty}, reverse=True):
                 self._form([slots for slots in empty if len(slots) == size], size)
+        return bool(empty)
 
     def _form(self, empty: Sequence[Sequence[str]], size: int) -> None:
         """Form as many groups of a size as there are hosts for, unless a host has just come."""

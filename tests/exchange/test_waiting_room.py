@@ -17,6 +17,7 @@ from replica_groups.exchange.waiting_room import HostLine, WaitingRoom
 GROUPS = {"home-1": ["home-1.0", "home-1.1"], "home-2": ["home-2.0", "home-2.1"], "spot": ["spot"]}
 SIZES = {"large": ["large.0", "large.1", "large.2"], "small": ["small.0", "small.1"]}
 MEGABIT = 1e6
+KEPT = "every free slot is kept for another host that waits"
 
 
 class Waiting:
@@ -84,7 +85,8 @@ def test_who_has_waited_longest_gets_a_freed_slot_unless_it_asks_no_more(waiting
         assert isinstance(waiting.come(ticket), InWaitingRoom)
         waiting.clock.time += 1
     waiting.free.append("home-1.0")
-    assert [isinstance(waiting.ask(one), InWaitingRoom) for one in ("clara", "ben")] == [True, True]
+    for ticket in ("clara", "ben"):
+        assert waiting.ask(ticket) == InWaitingRoom(here=2, needed=2, probed=ticket == "ben", why=KEPT)
     assert waiting.ask("anna") == "home-1.0"
     assert waiting.come("anna") == InWaitingRoom(here=2, needed=2, probed=True)  # it lost that slot, and is last now
     waiting.clock.time += waiting_room_module.AWAKE_SECONDS + 1
@@ -117,12 +119,12 @@ def test_who_was_not_chosen_waits_for_those_who_were(waiting: Waiting) -> None:
         waiting.come(ticket, up)
     waiting.clock.time += waiting_room_module.SETTLE_SECONDS
     assert waiting.ask("slow") == InWaitingRoom(here=1, needed=2, probed=True)
-    assert waiting.ask("slow") == InWaitingRoom(here=1, needed=2, probed=True)
+    assert waiting.ask("slow") == InWaitingRoom(here=1, needed=2, probed=True, why=KEPT)
     (left,) = set(GROUPS["home-1"]) - {waiting.ask("fast")}
     until = waiting.clock.time + waiting_room_module.PROMISE_SECONDS - 2.0
     while waiting.clock.time < until:
         waiting.clock.time += 2.0
-        assert waiting.ask("slow") == InWaitingRoom(here=1, needed=2, probed=True)
+        assert waiting.ask("slow") == InWaitingRoom(here=1, needed=2, probed=True, why=KEPT)
     waiting.clock.time += 2.1
     assert waiting.ask("slow") == left
 
