@@ -328,17 +328,22 @@ _CHECK_BYTES = 4
 MOST_PORT = 65535
 _SCHEMES = ("unix", "unix-abstract", "vsock", "dns", "xds", "ipv4", "ipv6")
 """Prefixes of addresses that gRPC does not take as HOST:PORT."""
+MOST_TIME = 1e11  # seconds since 1970: three thousand years
+
+TICKET_SECONDS = 365 * 24 * 3600.0  # seconds for which the host that has used a ticket may come again
+
 _NAME = "ticket."
 _OF_A_TICKET = re.compile(r"ticket\.([0-9a-f]{16})")  # a number that no stage of a replica named `ticket` has
 
 
 @dataclass(frozen=True)
 class Ticket:
-    """Ticket to a run. Its bearer takes a slot, once, so it is a secret."""
+    """Ticket to a run. Its first bearer takes a slot, so it is a secret."""
 
     run: str  # name of the run
     address: str  # HOST:PORT of each host that may serve the exchange, with commas between them
     identity: Identity  # key and certificate with which the exchange is asked for a slot, and nothing else
+    until: float  # seconds since 1970 until which a host may use it first. The exchange decides, not this number.
     good_for: str = ""  # Slots that it admits to, in words. The exchange decides, not this text.
     store: str = ""
     """URL of the run's store, if the exchange signs URLs of it; members follow signed URLs to no other store."""
@@ -373,8 +378,10 @@ class Ticket:
                 for host, _, port in (one.rpartition(":") for one in address.split(",")):
                     if not host or not port.isdigit() or int(port) > MOST_PORT or host in _SCHEMES or "/" in host:
                         raise ValueError
+                if not 0 < (until := float(content["until"])) < MOST_TIME:
+                    raise ValueError
                 told = str(content["good_for"]), str(content["store"]), content["rehearsal"] is True
-                ticket = cls(run, address, Identity(*pem), *told)
+                ticket = cls(run, address, Identity(*pem), until, *told)
                 ticket.id  # noqa: B018 (its certificate can be read)
             except (ValueError, KeyError, TypeError, zlib.error, binascii.Error):
                 continue
@@ -391,8 +398,8 @@ class Ticket:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has expired."""
-        return time.time() > self.identity.shown.until
+        """Whether it has expired for a host that has not used it."""
+        return time.time() > self.until
 
 
 def make_ticket(
@@ -405,10 +412,11 @@ def make_ticket(
     store: str = "",
     rehearsal: bool = False,
 ) -> Ticket:
-    """Return a ticket with this id that is valid until `until`."""
+    """Return a ticket with this id, which a host may use from now until `until`."""
     key = new_key()
-    certificate = authority.sign(key.public_key(), _NAME + ticket, 0, until)
-    return Ticket(run, address, Identity(certificate, as_text(key), authority.certificate), good_for, store, rehearsal)
+    certificate = authority.sign(key.public_key(), _NAME + ticket, 0, time.time() + TICKET_SECONDS)
+    identity = Identity(certificate, as_text(key), authority.certificate)
+    return Ticket(run, address, identity, until, good_for, store, rehearsal)
 
 
 def ticket_of(name: str) -> str | None:

@@ -98,6 +98,7 @@ RENEWED_SHARE = 1e-3
 """Share of a certificate's time within which a second renewal writes nothing. Honest members renew at its half."""
 
 _ID_BYTES = 8
+_EXPIRED = "the ticket has expired: ask for another"
 _USED = (
     "the ticket was used already, and admits one process: "
     "join in the folder in which it was used, or ask for another ticket"
@@ -267,7 +268,7 @@ class Memberships:
         if used not in (None, key):
             raise Forbidden(_USED)
         if used is None and self._clock() > until:
-            raise Forbidden("the ticket has expired: ask for another")
+            raise Forbidden(_EXPIRED)
         return slot
 
     def _ticket(self, ticket: str) -> tuple[str | None, float, bytes | None, int]:
@@ -447,7 +448,7 @@ class Memberships:
             if newest is None or number > newest.number:
                 raise Refused(f"{slot} has had no holder of this number")
             if number < newest.number:
-                raise Refused(f"{slot} has been given to another holder since; if your ticket has expired, get another")
+                raise Refused(f"{slot} has been given to another holder since")
             if newest.ended is not None:
                 raise Refused(f"{slot}: {newest.ended}")
             if not self._is_in(newest):
@@ -458,8 +459,11 @@ class Memberships:
     def require_open(self, ticket: str) -> None:
         """Raise Refused for a ticket that admits nobody with any key."""
         with self._reading():
-            if self._ticket(ticket)[3]:
+            _, until, used, revoked = self._ticket(ticket)
+            if revoked:
                 raise Refused("the ticket was revoked")
+            if used is None and self._clock() > until:
+                raise Refused(_EXPIRED)
 
     def held_by(self, slot: str) -> Holder | None:
         """Return the holder of a slot; None if no ticket holder has it."""

@@ -84,7 +84,7 @@ class Served:
         return out.getvalue()
 
     def ticket(self, slot: str | None = None, seconds: float = 2 * HOUR, address: str = "") -> str:
-        found = self.memberships.invite(slot, max(seconds, 1.0))
+        found = self.memberships.invite(slot, seconds)
         until = time.time() + seconds
         return make_ticket("homes", address or self.address, self.secret.authority, found, until, "any").to_text()
 

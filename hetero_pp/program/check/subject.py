@@ -36,11 +36,10 @@ from hetero_pp.program.launch.inputs import Prepared, prepare, settled
 from hetero_pp.program.report.output import SafeConsole, shown_reading
 from hetero_pp.rpc.admission_client import ask, present_host
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, version_complaint
-from hetero_pp.rpc.identities import Identity, Ticket
+from hetero_pp.rpc.identities import MOST_TIME, Identity, Ticket
 
 SECONDS_TO_ASK = 3.0  # seconds within which the exchange has to answer
 _SECONDS_TO_EXPLAIN = 1.0
-MOST_TIME = 1e11  # seconds since 1970: three thousand years
 
 _YAML = (".yaml", ".yml")
 
@@ -180,7 +179,7 @@ def _of_ticket(ticket: Ticket, runs: Path, data: str | None) -> Subject:
         peer=RunOfHost(folder, present_host(ticket.address, ticket.identity), ticket.identity, serves=False),
         part_=in_background(lambda: _part_of_guest(asked, data)),
         answer_=asked,
-        until=("the ticket", ticket.identity.shown.until),
+        until=("the ticket", ticket.until),
         data=data,
     )
 

@@ -80,7 +80,7 @@ def join(text: str, here: JoiningHost, operations: Operations | None = None) -> 
     name_run(ticket.run)
     while (membership := _slot_of(ticket, here)) is not None:
         try:
-            _train(membership, here, not ticket.is_over, operations)
+            _train(membership, here, operations)
             return
         except RunFailed as error:
             try:
@@ -125,7 +125,7 @@ def _require_wanted(is_rehearsal: bool, here: JoiningHost) -> None:
         raise ConfigError((), "--rehearse: found the ticket of a run, expected that of `hetero-pp serve --rehearse`")
 
 
-def _train(membership: Membership, here: JoiningHost, has_answered: bool, operations: Operations | None = None) -> None:
+def _train(membership: Membership, here: JoiningHost, operations: Operations | None = None) -> None:
     """Train in a slot until the run ends; free the slot if this host gives up before."""
     run, slot, runs = membership.run, membership.slot, here.runs.absolute()
     folder = RunFolder(runs / run, f"config-{slot}.yaml")
@@ -157,7 +157,7 @@ def _train(membership: Membership, here: JoiningHost, has_answered: bool, operat
                 listen = here.listen or listens(config, [slot])
                 keys, kept_in = membership.credentials, Path(identity.kept_in)
                 timeout = config.exchange.timeout
-                exchange = ReachedExchange(membership.address, keys, kept_in, timeout, listen, has_answered)
+                exchange = ReachedExchange(membership.address, keys, kept_in, timeout, listen, has_answered=True)
                 own = None
                 if here.rehearses:
                     own = OwnLine(prepared.spec, slot, _measured_line(membership, prepared.spec))

@@ -87,9 +87,7 @@ def take_slot(ticket: Ticket, runs: Path, say: Callable[[str], None] = print) ->
     """
     _require_name(ticket.run, "run")
     folder = RunFolder(runs / ticket.run).identity(ticket.id)
-    if ticket.is_over and has_joined(folder):
-        return read_membership(folder)
-    if ticket.is_over:
+    if ticket.is_over and not has_joined(folder):
         raise Refused("the ticket has expired: ask for another (or is the clock of this host wrong?)")
     key = _own_key(folder / _KEY)
     reply = _enrolled(ticket, signing_request(key_from_text(key)), say)
