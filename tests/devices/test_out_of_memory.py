@@ -202,7 +202,7 @@ def test_a_join_that_is_given_up_frees_its_slot(monkeypatch: pytest.MonkeyPatch,
 
         monkeypatch.setattr(command, "run_members", fail)
         with pytest.raises(RunFailed):
-            command._train(cast(Any, membership), cast(Any, here), has_answered=True)
+            command._train(cast(Any, membership), cast(Any, here))
     assert freed == ["b"]
 
 
