@@ -75,7 +75,7 @@ class Admission:
         relay: Relay | None,
     ) -> None:
         self._host, self._told, self._waiting_room = house.host, house.told, house.waiting_room
-        self._unnamed = house.unnamed
+        self._unnamed = exchange.coordinator.slots if house.unnamed is None else house.unnamed
         self._authority, self._callers, self._exchange, self._relay = authority, callers, exchange, relay
         self._giving_slots = threading.Lock()  # held from the choice of a free slot until it is taken
         self._gone: dict[str, tuple[float, float]] = {}
@@ -136,7 +136,7 @@ class Admission:
         now, gone = time.monotonic(), dict[str, tuple[float, float]]()
         for slot in vacant:
             holder = self._host.held_by(slot)
-            if holder is not None and holder.joins_by is None and (self._unnamed is None or slot in self._unnamed):
+            if holder is not None and holder.joins_by is None and slot in self._unnamed:
                 first, last = self._gone.get(slot, (now, now))
                 gone[slot] = (first if now - last < FORGET_SECONDS else now), now
         self._gone = gone
@@ -145,7 +145,7 @@ class Admission:
     def _open_to_all(self, vacant: Sequence[str], left: Sequence[str] = ()) -> Sequence[str]:
         """Return the free slots that a ticket without a slot may take, and those that others have `left`."""
         free = [slot for slot in vacant if self._host.held_by(slot) is None]
-        return [slot for slot in [*free, *left] if self._unnamed is None or slot in self._unnamed]
+        return [slot for slot in [*free, *left] if slot in self._unnamed]
 
     def _why_none_is_open(self, vacant: Sequence[str]) -> str:
         """Return why a ticket without a slot has to wait, and what its owner may ask for."""
@@ -218,8 +218,8 @@ class Admission:
             return [own], ""
         if opened := self._open_to_all(vacant):
             return opened, ""
-        every = self._exchange.coordinator.slots
-        return [one for one in every if self._unnamed is None or one in self._unnamed], self._why_none_is_open(vacant)
+        every = [slot for slot in self._exchange.coordinator.slots if slot in self._unnamed]
+        return every, self._why_none_is_open(vacant)
 
     def Measure(self, frames: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """Answer a caller that measures its line, one caller at a time. Raises AskAgain for all others."""

@@ -57,7 +57,7 @@ def waiting() -> Waiting:
 
 def test_a_group_forms_as_soon_as_enough_wait(waiting: Waiting) -> None:
     assert waiting.come("anna") == InWaitingRoom(here=1, needed=2, probed=True)
-    assert waiting.come("anna") == InWaitingRoom(here=1, needed=2, probed=True)
+    assert waiting.settle("anna") == {"anna": InWaitingRoom(here=1, needed=2, probed=True)}
     assert waiting.come("ben") == InWaitingRoom(here=2, needed=2, probed=True)  # others may arrive together with ben
     assert set(waiting.settle("anna", "ben").values()) == {"home-1.0", "home-1.1"}
     assert waiting.waiting_room.here == 0

@@ -297,7 +297,7 @@ def serve(
 def invite(
     run: RunName,
     slot: Annotated[str | None, typer.Option(metavar="SLOT", help="Reserve this slot; by default, any stage.")] = None,
-    expires: Annotated[str, typer.Option(metavar="DURATION", help="Set the validity of the ticket.")] = "24h",
+    expires: Annotated[str, typer.Option(metavar="DURATION", help="Set the time for its first use.")] = "24h",
     address: Address = None,
     validator: Annotated[str | None, typer.Option(metavar="NAME", help="Print the pass of this validator.")] = None,
     runs: RunsFolder = Path("runs"),
